@@ -1,0 +1,95 @@
+"""Checks at the public border. Every message names the argument and the value that was given."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+LARGEST = float(np.finfo(np.float64).max)
+
+
+class InputError(ValueError):
+    """A value that cannot be used: which argument, what it must be, what was given."""
+
+    def __init__(self, name: str, requirement: str, value: object) -> None:
+        self.name, self.requirement, self.value = name, requirement, value
+        super().__init__(f"{name} {requirement}, got {value!r}")
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> float:
+    """A finite float within the limits, or an InputError that says which limit was missed."""
+    try:
+        x = float(value)
+    except (TypeError, ValueError):
+        raise InputError(name, "must be a number", value) from None
+    if not math.isfinite(x):
+        raise InputError(name, "must be a finite number", value)
+    if above is not None and not x > above:
+        raise InputError(name, f"must be greater than {above:g}", value)
+    if at_least is not None and not x >= at_least:
+        raise InputError(name, f"must be at least {at_least:g}", value)
+    if at_most is not None and not x <= at_most:
+        raise InputError(name, f"must be at most {at_most:g}", value)
+    if below is not None and not x < below:
+        raise InputError(name, f"must be less than {below:g}", value)
+    return x
+
+
+def whole(name: str, value: Any, *, at_least: int = 1) -> int:
+    """A whole number that is at least `at_least`."""
+    x = number(name, value, at_least=at_least)
+    if x != int(x):
+        raise InputError(name, "must be a whole number", value)
+    return int(x)
+
+
+def choice(name: str, value: str, options: tuple[str, ...]) -> str:
+    """One of the options."""
+    if value not in options:
+        raise InputError(name, f"must be one of {', '.join(options)}", value)
+    return value
+
+
+def numbers(name: str, values: Any, *, at_least: float | None = None, above: float | None = None) -> np.ndarray:
+    """A float64 array of finite numbers within the limits; the message names the first that is not."""
+    try:
+        array = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise InputError(name, "must be an array of numbers", values) from None
+    if array.size == 0:
+        raise InputError(name, "must not be empty", values)
+    bad = ~np.isfinite(array)
+    if at_least is not None:
+        bad |= array < at_least
+    if above is not None:
+        bad |= array <= above
+    if bad.any():
+        where = tuple(int(i) for i in np.argwhere(bad)[0])
+        limit = f" at least {at_least:g}" if at_least is not None else f" above {above:g}" if above is not None else ""
+        raise InputError(f"{name}{list(where) if where else ''}", f"must be finite and{limit or ' real'}", array[where])
+    return array
+
+
+def matrix(name: str, values: Any, *, symmetric: bool = False) -> np.ndarray:
+    """A finite square matrix; symmetric and positive semi-definite up to rounding on request."""
+    array = numbers(name, values)
+    if array.ndim != 2 or array.shape[0] != array.shape[1]:
+        raise InputError(name, "must be a square matrix", f"an array of shape {array.shape}")
+    if symmetric:
+        scale = float(np.abs(array).max(initial=0.0))
+        if not np.allclose(array, array.T, rtol=1e-8, atol=1e-10 * scale):
+            raise InputError(name, "must be symmetric", f"a largest asymmetry of {np.abs(array - array.T).max():.3g}")
+        smallest = float(np.linalg.eigvalsh((array + array.T) / 2)[0])
+        if smallest < -1e-8 * max(scale, np.finfo(float).tiny):
+            raise InputError(name, "must be positive semi-definite", f"a smallest eigenvalue of {smallest:.3g}")
+    return array

@@ -1,0 +1,63 @@
+"""Error floors: numbers in, a `Bound` out. NumPy and SciPy only, float64.
+
+Unbiased attackers: `theorem1`, `by_position`, `corners` (order-2 Rényi DP); `theorem2`, `from_trace`,
+`from_spectral_norm`, `per_feature`, `per_group` (Fisher information).
+Any attacker: `van_trees`, `van_trees_trace`, `box_minimax` (Fisher information); `lecam` with `overlap_from_…`;
+`rate_distortion`, `corners_floor`, `uniform_floor`, `gaussian_floor` (KL); `layer_cake` (success probabilities).
+"""
+
+from ._bound import Bound
+from .any_attacker import (
+    box_minimax,
+    lecam,
+    overlap_from_losses,
+    overlap_from_order2,
+    overlap_from_pure,
+    overlap_from_renyi,
+    van_trees,
+    van_trees_trace,
+)
+from .rate_distortion import corners_floor, gaussian_floor, rate_distortion, uniform_floor
+from .success import (
+    layer_cake,
+    membership_from_gdp,
+    membership_from_pure,
+    prior_from_records,
+    rero_from_curve,
+    rero_from_gdp,
+    rero_from_order2,
+    rero_from_pure,
+)
+from .unbiased import by_position, corners, from_spectral_norm, from_trace, per_feature, per_group, theorem1, theorem2
+
+__all__ = [
+    "Bound",
+    "box_minimax",
+    "by_position",
+    "corners",
+    "corners_floor",
+    "from_spectral_norm",
+    "from_trace",
+    "gaussian_floor",
+    "layer_cake",
+    "lecam",
+    "membership_from_gdp",
+    "membership_from_pure",
+    "overlap_from_losses",
+    "overlap_from_order2",
+    "overlap_from_pure",
+    "overlap_from_renyi",
+    "per_feature",
+    "per_group",
+    "prior_from_records",
+    "rate_distortion",
+    "rero_from_curve",
+    "rero_from_gdp",
+    "rero_from_order2",
+    "rero_from_pure",
+    "theorem1",
+    "theorem2",
+    "uniform_floor",
+    "van_trees",
+    "van_trees_trace",
+]

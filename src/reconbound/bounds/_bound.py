@@ -1,0 +1,179 @@
+"""The Bound: one error floor, with all that one must know to quote it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from .._check import LARGEST, InputError, number, numbers, whole
+
+Attacker = Literal["unbiased", "any"]
+
+#: A floor below this share of a plain guess's squared error says nothing in practice.
+VACUOUS_SHARE = 1e-6
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A floor under the mean squared error E‖ẑ − z‖²/d, per coordinate, of every attacker of one kind.
+
+    Attributes:
+        name: the floor's machine name, as in the command line's JSON.
+        value: the floor, in squared data units (an array where many records or features were asked for).
+        theorem: where it is proved.
+        attacker: "unbiased" (holds at each record, for attackers without bias there) or "any"
+            (holds for biased and prior-informed attackers too, in the worst case or on average over the stated prior).
+        adjacency: between which neighbours the mechanism's divergence is taken.
+        sampler: how batches are drawn.
+        assumes: everything else that the statement rests on.
+        guess: squared error per coordinate of a plain guess that never sees the release.
+        units: the unit of the data, for printing.
+
+    >>> print(Bound("theorem1", 391.3, "Theorem 1", "unbiased", "replace-one", guess=2500.0, units="years"))
+    theorem1: an unbiased attacker errs by at least ±19.8 years (MSE 391);
+    a plain guess errs by ±50 [Theorem 1; replace-one]
+    """
+
+    name: str
+    value: Any
+    theorem: str
+    attacker: Attacker
+    adjacency: str
+    sampler: str = "any"
+    assumes: tuple[str, ...] = ()
+    guess: float | None = None
+    units: str = ""
+
+    @property
+    def mse(self) -> Any:
+        """The floor itself, under the name that the command line uses."""
+        return self.value
+
+    @property
+    def rmse(self) -> Any:
+        """The floor's square root, in data units."""
+        return math.sqrt(self.value) if np.ndim(self.value) == 0 else np.sqrt(self.value)
+
+    @property
+    def vacuous(self) -> Any:
+        """True where the floor says nothing: zero, or below a millionth of a plain guess's squared error."""
+        limit = VACUOUS_SHARE * self.guess if self.guess is not None else 0.0
+        result = np.asarray(self.value) <= limit
+        return bool(result) if result.ndim == 0 else result
+
+    @property
+    def above_guess(self) -> Any:
+        """True where such an attacker does worse than a plain guess (None when no guess is known)."""
+        if self.guess is None:
+            return None
+        result = np.asarray(self.value) >= self.guess
+        return bool(result) if result.ndim == 0 else result
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dictionary for JSON."""
+
+        def plain(v: Any) -> Any:
+            return v.tolist() if isinstance(v, np.ndarray) else v
+
+        return {
+            "name": self.name,
+            "mse": plain(self.value),
+            "rmse": plain(self.rmse),
+            "attacker": self.attacker,
+            "adjacency": self.adjacency,
+            "sampler": self.sampler,
+            "theorem": self.theorem,
+            "assumes": list(self.assumes),
+            "guess_mse": self.guess,
+            "units": self.units,
+            "vacuous": plain(self.vacuous),
+        }
+
+    def __str__(self) -> str:
+        who = "an unbiased attacker" if self.attacker == "unbiased" else "any attacker"
+        unit = f" {self.units}" if self.units else ""
+        values, roots = np.atleast_1d(self.value), np.atleast_1d(self.rmse)
+        if bool(np.all(self.vacuous)):
+            said = f"says nothing about {who} here (MSE {values.min():.3g})"
+        elif values.size == 1:
+            said = f"{who} errs by at least ±{roots[0]:.3g}{unit} (MSE {values[0]:.3g})"
+        else:
+            said = (
+                f"{who} errs by at least ±{roots.min():.3g}{unit} (MSE {values.min():.3g}), "
+                f"median ±{np.median(roots):.3g}, over {values.size} values"
+            )
+        guess = f"; a plain guess errs by ±{math.sqrt(self.guess):.3g}" if self.guess is not None else ""
+        sampler = f"; {self.sampler} batches" if self.sampler not in ("any", "none") else ""
+        return f"{self.name}: {said}{guess} [{self.theorem}; {self.adjacency}{sampler}]"
+
+
+@dataclass(frozen=True)
+class Box:
+    """The data space: a box with side lengths w_i, held as the few sums that the floors need.
+
+    `unequal` is None when all sides are equal, so that ten million equal sides cost nothing.
+    """
+
+    dim: int
+    side: float
+    unequal: np.ndarray | None = None
+
+    @property
+    def mean_square(self) -> float:
+        """Σ wᵢ²/d."""
+        return self.side**2 if self.unequal is None else float(np.mean(self.unequal**2))
+
+    @property
+    def total(self) -> float:
+        """Σ wᵢ."""
+        return self.dim * self.side if self.unequal is None else float(np.sum(self.unequal))
+
+    @property
+    def guess(self) -> float:
+        """Squared error per coordinate of guessing the middle, at worst: Σ wᵢ²/(4d)."""
+        return self.mean_square / 4
+
+    def groups(self) -> tuple[np.ndarray, np.ndarray]:
+        """Distinct side lengths and how many coordinates have each."""
+        if self.unequal is None:
+            return np.array([self.side]), np.array([float(self.dim)])
+        sides, counts = np.unique(self.unequal, return_counts=True)
+        return sides, counts.astype(float)
+
+
+def box(widths: Any, dim: int | None = None) -> Box:
+    """The box with these side lengths; one number and `dim` stand for `dim` equal sides."""
+    array = numbers("widths", widths, above=0.0)
+    if np.any(array > 1e100):
+        raise InputError("widths", "must be at most 1e100", float(array.max()))
+    if array.size > 1 or array.ndim > 0:
+        flat = array.ravel()
+        if dim is not None and dim != flat.size:
+            raise InputError("dim", f"must equal the number of widths, {flat.size}", dim)
+        equal = bool(np.all(flat == flat[0]))
+        return Box(flat.size, float(flat[0]), None if equal else flat)
+    return Box(whole("dim", 1 if dim is None else dim), float(array))
+
+
+def log_expm1(x: float) -> float:
+    """ln(eˣ − 1) for x > 0 without overflow; −inf at 0."""
+    if x <= 0:
+        return -math.inf
+    return math.log(math.expm1(x)) if x < 1 else x + math.log(-math.expm1(-x))
+
+
+def from_log(log_value: float) -> float:
+    """exp, held within the finite floats: 0.0 when it underflows, the largest float when it overflows."""
+    if log_value >= math.log(LARGEST):
+        return LARGEST
+    return math.exp(log_value)
+
+
+def divergence(name: str, value: Any) -> float:
+    """A divergence: a number that is at least 0; infinity stands for no protection and is allowed."""
+    if isinstance(value, (int, float)) and value == math.inf:
+        return math.inf
+    return number(name, value, at_least=0.0)

@@ -1,0 +1,228 @@
+"""Floors for any attacker, biased or informed by a prior: van Trees, box minimax, Le Cam.
+
+Each speaks of a worst case over the data space or of an average over a stated prior: no floor can bind every attacker
+at one fixed record, since "guess this very record" would be an attacker too."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .._check import InputError, matrix, number, numbers
+from ._bound import Bound, Box, box, divergence, from_log
+
+REPLACE_ONE = "replace-one"
+AVERAGE = "Fisher information, averaged over the prior"
+WORST_CORNER = "worst case over the box: on average over its corners"
+
+
+# --- van Trees: Fisher information and a prior ------------------------------------------------------------------------
+
+
+def van_trees(information: Any, covariance: Any) -> Bound:
+    """The Bayesian Cramér–Rao floor for a Gaussian prior.
+
+        E‖ẑ − z‖²/d ≥ Tr[(E_π I + S⁻¹)⁻¹]/d
+
+    Args:
+        information: E_π I, the Fisher information averaged over the prior, shape (d, d).
+        covariance: S, the prior's covariance, shape (d, d). A singular S says that some directions are known.
+
+    Guarantee: on average over the prior N(·, S) and the release, for every attacker. Where the information at one data
+    set stands in for its average over the prior, the floor is an approximation: say so.
+
+    >>> van_trees([[3.0]], [[1.0]]).value
+    0.25
+    """
+    fim = matrix("information", information, symmetric=True)
+    prior = matrix("covariance", covariance, symmetric=True)
+    if fim.shape != prior.shape:
+        raise InputError("covariance", f"must have the shape of information, {fim.shape}", prior.shape)
+    # (I + S⁻¹)⁻¹ = R (Rᵀ I R + 1)⁻¹ Rᵀ with S = R Rᵀ, valid for singular S too
+    eigenvalues, vectors = np.linalg.eigh(prior)
+    root = vectors * np.sqrt(np.clip(eigenvalues, 0.0, None))
+    posterior = root @ np.linalg.solve(root.T @ fim @ root + np.eye(len(fim)), root.T)
+    d = fim.shape[0]
+    return Bound(
+        "van_trees",
+        max(float(np.trace(posterior)) / d, 0.0),
+        "van Trees",
+        "any",
+        AVERAGE,
+        assumes=("on average over a Gaussian prior with the given covariance",),
+        guess=float(np.trace(prior)) / d,
+    )
+
+
+def van_trees_trace(trace: float, variances: Any, *, dim: int | None = None) -> Bound:
+    """van Trees when only the trace of the information is known: the least favourable split, by water-filling.
+
+        E‖ẑ − z‖²/d ≥ (1/d) Σᵢ min(sᵢ, 1/ν)   with   Σᵢ (ν − 1/sᵢ)₊ = E_π Tr I
+
+    Args:
+        trace: E_π Tr I, the trace averaged over the prior.
+        variances: sᵢ, the eigenvalues of the Gaussian prior's covariance; one number and `dim` for equal ones.
+        dim: the number of coordinates when `variances` is one number.
+
+    Guarantee: on average over the prior and the release, for every attacker and every information of that trace.
+
+    >>> van_trees_trace(6.0, 1.0, dim=2).value
+    0.25
+    """
+    t = number("trace", trace, at_least=0.0)
+    s, counts, d = _spectrum(variances, dim)
+    order = np.argsort(-s)
+    s, counts = s[order], counts[order]
+    positive = s > 0
+    inverse = 1 / s[positive]
+    n = np.cumsum(counts[positive])
+    level = (t + np.cumsum(inverse * counts[positive])) / n  # ν if exactly the k largest variances are filled
+    active = level > inverse
+    nu = float(level[np.nonzero(active)[0][-1]]) if active.any() else math.inf
+    value = float(np.sum(counts * np.minimum(s, 1 / nu))) / d
+    return Bound(
+        "van_trees_trace",
+        value,
+        "van Trees (water-filling)",
+        "any",
+        AVERAGE,
+        assumes=("on average over a Gaussian prior with the given variances",),
+        guess=float(np.sum(counts * s)) / d,
+    )
+
+
+def _spectrum(variances: Any, dim: int | None) -> tuple[np.ndarray, np.ndarray, float]:
+    """Distinct variances, their multiplicities and d."""
+    s = numbers("variances", variances, at_least=0.0)
+    if s.ndim == 0:
+        d = number("dim", 1 if dim is None else dim, at_least=1)
+        return s.reshape(1), np.array([d]), d
+    if dim is not None and dim != s.size:
+        raise InputError("dim", f"must equal the number of variances, {s.size}", dim)
+    values, counts = np.unique(s.ravel(), return_counts=True)
+    return values, counts.astype(float), float(s.size)
+
+
+def box_minimax(information: float, *, width: float = 1.0, each_coordinate: bool = True) -> Bound:
+    """Fisher information bounded on a box: the worst record's floor for any attacker.
+
+        cos² prior:   MSE/d ≥ 1/(λ + 4π²/w²)
+        two points:   MSE/d ≥ max_{δ ≤ w} (δ²/4) cos²(δ√λ/2)
+
+    Args:
+        information: λ, an upper bound on Fisher information throughout the box: on every diagonal entry Iⱼⱼ(z)
+            (`each_coordinate`, and always for d = 1), or only on dFIL(z) = Tr I(z)/d.
+        width: the box's side w.
+        each_coordinate: which of the two λ bounds. The two-point floor needs the first; the cos² floor holds for both.
+
+    Guarantee: for every attacker there is a record in the box at which it errs by this much. docs/theory.md section 6.2
+    shows why a bound on dFIL alone does not carry the two-point argument to d > 1.
+
+    >>> [round(box_minimax(x).value, 5) for x in (0.1, 1.0, 10.0, 100.0)]
+    [0.2438, 0.19254, 0.03148, 0.00717]
+    """
+    lam = number("information", information, at_least=0.0)
+    w = number("width", width, above=0.0, at_most=1e100)
+    value = 1 / (lam + (2 * math.pi / w) ** 2)
+    if each_coordinate:
+        reach = w * math.sqrt(lam)
+        best = 1.7206670  # the maximum of x cos(x/2), at x tan(x/2) = 2
+        x = min(reach, best)
+        two = (w * math.cos(x / 2) / 2) ** 2 * (x / reach) ** 2 if reach > 0 else w**2 / 4
+        value = max(value, two)
+    assumes = (
+        "worst case over the box",
+        "the information is at most this throughout the box, " + ("in each coordinate" if each_coordinate else "dFIL"),
+    )
+    return Bound("box_minimax", value, "van Trees and Le Cam on a box", "any", "Fisher information", assumes=assumes,
+                 guess=w**2 / 4)  # fmt: skip
+
+
+# --- Le Cam: two corners that differ in one coordinate ---------------------------------------------------------------
+
+
+def lecam(overlap: float, *, widths: Any = 1.0, dim: int | None = None, theorem: str = "Le Cam") -> Bound:
+    """Le Cam's two-point floor from the overlap of neighbouring releases.
+
+        MSE/d ≥ (Σᵢ wᵢ²/(4d)) (1 − LC),   1 − LC = ∫ 2PQ/(P + Q)
+
+    Args:
+        overlap: a lower bound on 1 − LC between replace-one neighbours (the `overlap_from_…` functions give it).
+        widths, dim: the box.
+
+    Guarantee: on average over the box's corners, hence in the worst case over the box, for every attacker who knows all
+    other records, even one who knows all other coordinates of this one; neighbours replace one record.
+
+    >>> lecam(1.0, widths=2.0).value
+    1.0
+    """
+    share = number("overlap", overlap, at_least=0.0, at_most=1.0)
+    space = box(widths, dim)
+    return Bound("lecam", space.guess * share, theorem, "any", REPLACE_ONE, assumes=(WORST_CORNER,), guess=space.guess)
+
+
+def overlap_from_pure(epsilon: float, delta: float = 0.0) -> float:
+    """1 − LC under (ε, δ)-DP, tight at δ = 0 for randomised response.
+
+        1 − LC ≥ (1 − δ) sech²(ε/2)
+
+    >>> round(overlap_from_pure(1.0), 6)
+    0.786448
+    """
+    eps, share = divergence("epsilon", epsilon), 1 - number("delta", delta, at_least=0.0, at_most=1.0)
+    return share * from_log(2 * (math.log(2) - eps / 2 - math.log1p(math.exp(-eps))))
+
+
+def overlap_from_order2(epsilon: float) -> float:
+    """1 − LC from the order-2 Rényi divergence.
+
+        1 − LC ≥ 2/(1 + e^ε)
+
+    >>> overlap_from_order2(0.0)
+    1.0
+    """
+    eps = divergence("epsilon", epsilon)
+    return 2 * from_log(-float(np.logaddexp(0.0, eps)))
+
+
+def overlap_from_renyi(epsilon: float, order: float = 0.5) -> float:
+    """1 − LC from a Rényi divergence of any order α ≥ 1/2.
+
+        1 − LC ≥ BC² = e^(−D_½) ≥ e^(−ε_α)
+
+    >>> overlap_from_renyi(0.0)
+    1.0
+    """
+    number("order", order, at_least=0.5)
+    return from_log(-divergence("epsilon", epsilon))
+
+
+def overlap_from_losses(losses: Any, probabilities: Any, infinite: float = 0.0) -> float:
+    """1 − LC from a privacy loss distribution.
+
+        1 − LC = E_P[2/(1 + e^L)],   L = ln P/Q under P
+
+    Args:
+        losses, probabilities: the finite part of the distribution.
+        infinite: the probability of an infinite loss; it adds nothing.
+
+    A distribution that dominates the mechanism's (as dp-accounting's pessimistic ones do) gives a lower bound. Long FFT
+    compositions leave a little mass beyond one: twice that excess is taken off the overlap.
+
+    >>> overlap_from_losses([0.0], [1.0])
+    1.0
+    """
+    loss, mass = numbers("losses", losses), numbers("probabilities", probabilities)
+    value = float(np.sum(mass * 2 * np.exp(-np.logaddexp(0.0, loss))))
+    excess = float(np.sum(np.clip(mass, 0, None))) + number("infinite", infinite, at_least=0.0) - 1.0
+    return min(max(value - 2 * max(excess, 0.0), 0.0), 1.0)
+
+
+def box_of(low: float, high: float, dim: int) -> Box:
+    """The box [low, high]^dim, checked."""
+    lo, hi = number("low", low), number("high", high)
+    if lo >= hi:
+        raise InputError("low", f"must be less than high ({hi:g})", low)
+    return box(hi - lo, dim)

@@ -1,0 +1,195 @@
+"""Floors for any attacker from how many nats the release can carry: they use the dimension and only a KL."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from scipy.optimize import brentq
+
+from .._check import number
+from ._bound import Bound, Box, box, divergence
+from .any_attacker import _spectrum
+
+REFERENCE = "KL divergence to one release that does not depend on the record"
+
+
+def corners_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bound:
+    """Rate–distortion floor for a record that is a uniformly random corner of the box (ours, docs/theory.md 6.4).
+
+        MSE/d ≥ w² η(1 − η)   with   h_b(η) = ln 2 − KL/d     (0 once KL ≥ d ln 2)
+
+    With unequal sides the nats are spent where they help the attacker most: wᵢ² tanh(sᵢ/2)/sᵢ = ν, ηᵢ = 1/(1 + e^{sᵢ}).
+
+    Args:
+        kl: an upper bound in nats on the KL divergence from the release, whatever the record, to one fixed release; the
+            release of a run without the record (add/remove), or with any fixed record in its place, will do.
+        widths, dim: the box.
+
+    Guarantee: on average over the box's corners, hence in the worst case over the box, for every attacker who knows all
+    other records.
+
+    >>> corners_floor(0.0, dim=784).value, corners_floor(784 * math.log(2), dim=784).value
+    (0.25, 0.0)
+    """
+    nats, space = divergence("kl", kl), box(widths, dim)
+    return Bound(
+        "rate_distortion",
+        _corners_value(nats, space),
+        "rate–distortion (corners)",
+        "any",
+        REFERENCE,
+        assumes=("worst case over the box: on average over its corners",),
+        guess=space.guess,
+    )
+
+
+def _spread(s: np.ndarray) -> np.ndarray:
+    """tanh(s/2)/s, 1/2 at 0: how much squared error one nat buys at log-odds s."""
+    safe = np.where(s > 1e-4, s, 1.0)
+    return np.asarray(np.where(s > 1e-4, np.tanh(safe / 2) / safe, 0.5 - s**2 / 24))
+
+
+def _entropy_gap(s: np.ndarray) -> np.ndarray:
+    """ln 2 − h_b(1/(1+e^s)) in nats, accurate for small s."""
+    exact = math.log(2) - np.logaddexp(0.0, -s) - s / (1 + np.exp(np.minimum(s, 700.0)))
+    return np.asarray(np.where(s > 1e-2, exact, s**2 / 8 - s**4 / 64))
+
+
+def _variance(s: np.ndarray) -> np.ndarray:
+    """η(1 − η) at η = 1/(1+e^s), without underflow below the smallest float."""
+    return np.asarray(np.exp(-s - 2 * np.logaddexp(0.0, -s)))
+
+
+def _corners_value(nats: float, space: Box) -> float:
+    sides, counts = space.groups()
+    budget = nats / space.dim
+    share = counts / space.dim
+    if nats == 0:
+        return space.guess
+    if budget >= math.log(2):
+        return 0.0
+
+    def log_odds(nu: float) -> np.ndarray:
+        """sᵢ with wᵢ² tanh(sᵢ/2)/sᵢ = ν, by bisection; 0 where even the first nat is not worth ν."""
+        low, high = np.zeros_like(sides), np.maximum(sides**2 / nu, 1.0)
+        for _ in range(200):
+            middle = (low + high) / 2
+            more = sides**2 * _spread(middle) > nu
+            low, high = np.where(more, middle, low), np.where(more, high, middle)
+        return np.where(sides**2 / 2 > nu, high, 0.0)
+
+    if len(sides) == 1:
+        s = np.array([_inverse_entropy_gap(budget)])
+    else:
+
+        def overspent(log_nu: float) -> float:
+            return float(np.sum(share * _entropy_gap(log_odds(math.exp(log_nu))))) - budget
+
+        top = math.log(float(sides.max()) ** 2 / 2)
+        step = 1.0
+        while overspent(top - step) < 0:
+            step *= 2
+            if step > 600:
+                return 0.0
+        s = log_odds(math.exp(brentq(overspent, top - step, top, xtol=1e-14) - 1e-13))  # never under-spend
+    return float(np.sum(share * sides**2 * _variance(s)))
+
+
+def _inverse_entropy_gap(budget: float) -> float:
+    """The log-odds s ≥ 0 whose entropy gap is `budget` < ln 2, rounded up."""
+    if budget < 1e-8:
+        return math.sqrt(8 * budget) * (1 + 1e-9)
+    high = 1.0
+    while float(_entropy_gap(np.array(high))) < budget and high < 800:
+        high *= 2
+    if high >= 800:
+        return 800.0
+    return float(brentq(lambda s: float(_entropy_gap(np.array(s))) - budget, 0.0, high, xtol=1e-14)) + 1e-12
+
+
+def uniform_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bound:
+    """Rate–distortion floor for a record that is uniform in the box (Shannon's lower bound): it outlives the corners'.
+
+        MSE/d ≥ (w²/(2πe)) e^(−2 KL/d)
+
+    With unequal sides, reverse water-filling over sᵢ = wᵢ²/(2πe).
+
+    Args:
+        kl, widths, dim: as in `corners_floor`.
+
+    Guarantee: on average over the uniform prior on the box, hence in the worst case, for every attacker.
+
+    >>> round(uniform_floor(0.0).value, 6)       # 1/(2πe); the truth is 1/12
+    0.05855
+    """
+    nats, space = divergence("kl", kl), box(widths, dim)
+    sides, counts = space.groups()
+    value = _reverse_water_filling(sides**2 / (2 * math.pi * math.e), counts, nats)
+    return Bound(
+        "rate_distortion_uniform",
+        value,
+        "rate–distortion (uniform)",
+        "any",
+        REFERENCE,
+        assumes=("on average over a uniform record in the box",),
+        guess=space.guess,
+    )
+
+
+def rate_distortion(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bound:
+    """The better of the two rate–distortion floors over the box: corners at low rates, uniform at high ones.
+
+    Guarantee: in the worst case over the box, for every attacker who knows all other records.
+
+    >>> rate_distortion(1e3, dim=784).theorem
+    'rate–distortion (uniform)'
+    """
+    low_rate, high_rate = corners_floor(kl, widths=widths, dim=dim), uniform_floor(kl, widths=widths, dim=dim)
+    best = low_rate if low_rate.value >= high_rate.value else high_rate
+    assumes = ("worst case over the box",)
+    return Bound("rate_distortion", best.value, best.theorem, "any", REFERENCE, assumes=assumes, guess=best.guess)
+
+
+def gaussian_floor(kl: float, variances: Any, *, dim: int | None = None) -> Bound:
+    """Rate–distortion floor for a Gaussian prior.
+
+        MSE/d ≥ (1/d) Σᵢ min(sᵢ, θ)   with   Σᵢ ½ ln⁺(sᵢ/θ) = KL
+
+    Args:
+        kl: as in `corners_floor`.
+        variances: sᵢ, the eigenvalues of the prior's covariance; one number and `dim` for equal ones.
+
+    Guarantee: on average over the prior, for every attacker who knows all other records.
+
+    >>> round(gaussian_floor(math.log(2), 4.0).value, 12)
+    1.0
+    """
+    nats = divergence("kl", kl)
+    s, counts, d = _spectrum(variances, dim)
+    return Bound(
+        "rate_distortion_gaussian",
+        _reverse_water_filling(s, counts, nats),
+        "rate–distortion (Gaussian prior)",
+        "any",
+        REFERENCE,
+        assumes=("on average over a Gaussian prior with the given variances",),
+        guess=float(np.sum(counts * s)) / d,
+    )
+
+
+def _reverse_water_filling(s: np.ndarray, counts: np.ndarray, nats: float) -> float:
+    """(1/d) Σ min(sᵢ, θ) at the water level θ that spends `nats`."""
+    d = float(np.sum(counts))
+    number("dim", d, at_least=1)
+    order = np.argsort(-s)
+    s, counts = s[order], counts[order]
+    positive = s > 0
+    if nats == math.inf or not positive.any():
+        return 0.0
+    logs, n = np.log(s[positive]), np.cumsum(counts[positive])
+    levels = (np.cumsum(logs * counts[positive]) - 2 * nats) / n  # ln θ if exactly the k largest are above water
+    above = levels < logs
+    log_theta = float(levels[np.nonzero(above)[0][-1]]) if above.any() else float(logs[0])
+    return float(np.sum(counts * np.minimum(s, math.exp(log_theta)))) / d

@@ -1,0 +1,234 @@
+"""Floors for an attacker without bias, at each record: Theorem 1 (from order-2 Rényi DP) and Theorem 2 (from Fisher
+information) of Guo et al. 2022, the floor by position, and the all-corners floor (ours, docs/theory.md section 5)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .._check import LARGEST, InputError, matrix, number, numbers
+from ._bound import Bound, Box, box, divergence, from_log, log_expm1
+
+REPLACE_ONE = "replace-one"
+LOCAL = "Fisher information at the record"
+HOLDS_EVERYWHERE = "the attacker is unbiased at every record of the box"
+
+
+def _over_chi2(numerator: float, epsilon: float) -> float:
+    """numerator / (e^ε − 1), in log space."""
+    return from_log(math.log(numerator) - log_expm1(epsilon)) if numerator > 0 else 0.0
+
+
+def theorem1(
+    epsilon: float,
+    *,
+    widths: Any = 1.0,
+    dim: int | None = None,
+    sensitivities: Any = 1.0,
+    squared_bias: float = 0.0,
+) -> Bound:
+    """The paper's Theorem 1: a floor from order-2 Rényi differential privacy.
+
+        E‖ẑ − z‖²/d ≥ [Σᵢ γᵢ² diamᵢ² / (4d)] / (e^ε − 1) + ‖μ(z) − z‖²/d
+
+    Args:
+        epsilon: order-2 Rényi divergence ε between neighbours that differ in this record's value.
+        widths: diamᵢ, the side lengths of the data space: one number, or one per coordinate.
+        dim: the number of coordinates d when `widths` is one number.
+        sensitivities: γᵢ = inf |∂μᵢ/∂zᵢ|, how fast the attacker's mean follows the record; 1 when unbiased.
+        squared_bias: ‖μ(z) − z‖²/d, the attacker's squared bias per coordinate; 0 when unbiased.
+
+    Guarantee: holds at every z of the box, for every attacker who knows all other records, whose mean μ has the stated
+    sensitivities and bias; neighbours replace one record; any sampler, through its ε. With γ = 1 and no bias it speaks
+    of unbiased attackers only.
+
+    >>> round(theorem1(2.0, widths=100.0).value, 1)      # the paper's age example
+    391.3
+    """
+    eps, space = divergence("epsilon", epsilon), box(widths, dim)
+    gamma = numbers("sensitivities", sensitivities, at_least=0.0)
+    bias = number("squared_bias", squared_bias, at_least=0.0)
+    biased = bias > 0 or bool(np.any(gamma != 1))
+    value = _over_chi2(_weighted_square(space, gamma) / 4, eps) + bias
+    assumes = ("the attacker's mean has the stated sensitivities and bias",) if biased else (HOLDS_EVERYWHERE,)
+    return Bound(
+        "theorem1", min(value, LARGEST), "Theorem 1", "unbiased", REPLACE_ONE, assumes=assumes, guess=space.guess
+    )
+
+
+def _weighted_square(space: Box, gamma: np.ndarray) -> float:
+    """Σ γᵢ² wᵢ² / d."""
+    if gamma.ndim == 0:
+        return float(gamma) ** 2 * space.mean_square
+    if gamma.size != space.dim:
+        raise InputError("sensitivities", f"must be one number or one per coordinate ({space.dim})", gamma.size)
+    sides = space.side if space.unequal is None else space.unequal
+    return float(np.mean((gamma.ravel() * sides) ** 2))
+
+
+def by_position(epsilon: float, record: Any, *, low: Any = 0.0, high: Any = 1.0) -> Bound:
+    """Theorem 1 sharpened by where the record lies: the farther wall is the better neighbour.
+
+        Var(ẑᵢ) ≥ max(zᵢ − lowᵢ, highᵢ − zᵢ)² / (e^ε − 1)
+
+    Args:
+        epsilon: order-2 Rényi divergence between neighbours.
+        record: z, shape (d,).
+        low, high: the walls of the box, one number or shape (d,).
+
+    Guarantee: holds at this z, for attackers who are unbiased on the box; neighbours replace one record. Between 1 and
+    4 times Theorem 1. The value depends on the record: it is as secret as the record.
+
+    >>> by_position(math.log(2), [0.5]).value, by_position(math.log(2), [0.0]).value
+    (0.25..., 1.0...)
+    """
+    eps, z = divergence("epsilon", epsilon), numbers("record", record).ravel()
+    lo, hi = np.broadcast_to(numbers("low", low), z.shape), np.broadcast_to(numbers("high", high), z.shape)
+    if np.any(lo >= hi):
+        raise InputError("low", f"must be less than high ({hi[lo >= hi][0]:g})", float(lo[lo >= hi][0]))
+    if np.any((z < lo) | (z > hi)):
+        where = int(np.argmax((z < lo) | (z > hi)))
+        raise InputError(f"record[{where}]", "must lie between low and high", float(z[where]))
+    reach = np.maximum(z - lo, hi - z)
+    value = _over_chi2(float(np.mean(reach**2)), eps)
+    guess = float(np.mean((hi - lo) ** 2)) / 4
+    return Bound(
+        "by_position", value, "Theorem 1 by position", "unbiased", REPLACE_ONE, assumes=(HOLDS_EVERYWHERE,), guess=guess
+    )
+
+
+def corners(epsilon: float, *, widths: Any = 1.0, dim: int | None = None) -> Bound:
+    """All corners of the box at once: a factor d above Theorem 1 (ours, docs/theory.md section 5.3).
+
+        E‖ẑ − z‖²/d ≥ (Σᵢ diamᵢ)² / (4 d (e^ε − 1))
+
+    Args:
+        epsilon: order-2 Rényi divergence ε between neighbours that differ in this record's value.
+        widths, dim: the box, as in `theorem1`.
+
+    Guarantee: holds at every z of the box, for every attacker who knows all other records and is unbiased at z and at
+    the 2ᵈ corners; neighbours replace one record; any sampler, through its ε.
+
+    >>> round(corners(math.log(2), dim=784).value / theorem1(math.log(2), dim=784).value, 9)
+    784.0
+    """
+    eps, space = divergence("epsilon", epsilon), box(widths, dim)
+    value = from_log(2 * math.log(space.total) - math.log(4 * space.dim) - log_expm1(eps))
+    assumes = ("the attacker is unbiased at the record and at all corners of the box",)
+    return Bound("corners", value, "all-corners HCR", "unbiased", REPLACE_ONE, assumes=assumes, guess=space.guess)
+
+
+def _saturated_inverse(values: np.ndarray) -> Any:
+    """1/x within the finite floats, also at 0."""
+    out = np.full(values.shape, LARGEST)
+    np.divide(1.0, values, out=out, where=values > 1 / LARGEST)
+    return float(out) if out.ndim == 0 else out
+
+
+def theorem2(information: Any, *, jacobian: Any = None, bias: Any = None) -> Bound:
+    """The paper's Theorem 2 in full: the Cramér–Rao floor.
+
+        E‖ẑ − z‖²/d ≥ Tr(J_μ I⁻¹ J_μᵀ)/d + ‖μ(z) − z‖²/d
+
+    Args:
+        information: Fisher information matrix I about the record, shape (d, d).
+        jacobian: J_μ, the Jacobian of the attacker's mean, shape (d, d); the identity (unbiased) when left out.
+        bias: μ(z) − z, shape (d,); zero when left out.
+
+    Guarantee: holds at this z for every attacker whose mean has this Jacobian and bias there. Directions that the
+    release says nothing about cost an attacker who follows them infinitely much: the value then is the largest float.
+
+    >>> theorem2([[4.0, 0.0], [0.0, 1.0]]).value           # (1/4 + 1)/2
+    0.625
+    """
+    fim = matrix("information", information, symmetric=True)
+    d = fim.shape[0]
+    j_mu = np.eye(d) if jacobian is None else numbers("jacobian", jacobian)
+    if j_mu.shape != (d, d):
+        raise InputError("jacobian", f"must have shape {(d, d)}", j_mu.shape)
+    shift = np.zeros(d) if bias is None else numbers("bias", bias).ravel()
+    if shift.size != d:
+        raise InputError("bias", f"must have {d} entries", shift.size)
+    eigenvalues, vectors = np.linalg.eigh((fim + fim.T) / 2)
+    seen = eigenvalues > eigenvalues.max(initial=0.0) * d * np.finfo(float).eps
+    reach = np.sum((j_mu @ vectors) ** 2, axis=0)  # how far the attacker's mean follows each eigenvector
+    blind = bool(np.any(reach[~seen] > 1e-12 * max(reach.max(initial=0.0), 1e-300)))
+    variance = LARGEST if blind else float(np.sum(reach[seen] / eigenvalues[seen])) / d
+    value = min(variance + float(np.mean(shift**2)), LARGEST)
+    unbiased = jacobian is None and bias is None
+    assumes = () if unbiased else ("the attacker's mean has the stated Jacobian and bias",)
+    return Bound("theorem2", value, "Theorem 2 (Cramér–Rao)", "unbiased", LOCAL, assumes=assumes)
+
+
+def from_trace(trace: Any, dim: int) -> Bound:
+    """Theorem 2 from the trace alone, for one record or many.
+
+        E‖ẑ − z‖²/d ≥ d/Tr(I) = 1/dFIL
+
+    Args:
+        trace: Tr(I), one number or one per record.
+        dim: the number of coordinates d.
+
+    Guarantee: holds at each record for attackers unbiased near it; never above Tr(I⁻¹)/d.
+
+    >>> from_trace(8.0, 2).value
+    0.25
+    """
+    traces = numbers("trace", trace, at_least=0.0)
+    d = number("dim", dim, at_least=1)
+    return Bound("dfil", _saturated_inverse(traces / d), "Theorem 2 (trace)", "unbiased", LOCAL)
+
+
+def from_spectral_norm(norm: Any) -> Bound:
+    """Theorem 2 from the Fisher information loss η² = ‖I‖₂: the weakest of its floors.
+
+        E‖ẑ − z‖²/d ≥ 1/η²
+
+    Guarantee: as for `from_trace`; never above it. It also holds for each coordinate and each direction by itself.
+
+    >>> from_spectral_norm(4.0).value
+    0.25
+    """
+    norms = numbers("norm", norm, at_least=0.0)
+    return Bound("fil", _saturated_inverse(norms), "Theorem 2 (spectral)", "unbiased", LOCAL)
+
+
+def per_feature(diagonal: Any) -> Bound:
+    """Theorem 2 for each feature by itself, in the square of that feature's own unit.
+
+        Var(ẑⱼ) ≥ [I⁻¹]ⱼⱼ ≥ 1/Iⱼⱼ
+
+    Args:
+        diagonal: the diagonal of I, shape (d,) or (records, d).
+
+    Guarantee: holds at each record for attackers unbiased in feature j near it, even those who know all other features.
+
+    >>> per_feature([4.0, 1.0]).value
+    array([0.25, 1.  ])
+    """
+    entries = numbers("diagonal", diagonal, at_least=0.0)
+    return Bound("per_feature", _saturated_inverse(entries), "Theorem 2 (one feature)", "unbiased", LOCAL)
+
+
+def per_group(information: Any, features: Any) -> Bound:
+    """Theorem 2 for a group of features: its block of the information, as if all other features were known.
+
+        E‖ẑ_G − z_G‖²/|G| ≥ Tr([I⁻¹]_GG)/|G| ≥ Tr([I_GG]⁻¹)/|G|
+
+    Args:
+        information: I, shape (d, d).
+        features: the indices of the group.
+
+    Guarantee: holds at this record for attackers unbiased in the group's features near it.
+
+    >>> per_group([[4.0, 0.0], [0.0, 1.0]], [0]).value
+    0.25
+    """
+    fim = matrix("information", information, symmetric=True)
+    index = np.asarray(features, dtype=int).ravel()
+    if index.size == 0 or index.min() < 0 or index.max() >= fim.shape[0] or np.unique(index).size != index.size:
+        raise InputError("features", f"must be distinct indices below {fim.shape[0]}", features)
+    block = theorem2(fim[np.ix_(index, index)])
+    return Bound("per_group", block.value, "Theorem 2 (a group of features)", "unbiased", LOCAL)
