@@ -1,0 +1,91 @@
+"""The smallest noise that meets a floor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ._check import InputError, number
+from .bounds import Bound
+from .guarantee import FLOORS, floor
+from .mechanisms import OutputPerturbation, SampledGaussian
+
+#: Noise is looked for between these.
+SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e12
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The mechanism with the smallest noise that meets the target, and the floor that it reaches."""
+
+    mechanism: SampledGaussian | OutputPerturbation
+    noise: float
+    target: float
+    bound: Bound
+
+
+def calibrate(
+    mechanism: SampledGaussian | OutputPerturbation,
+    target_mse: float,
+    *,
+    bound: str = "theorem1",
+    dim: int = 1,
+    low: float = 0.0,
+    high: float = 1.0,
+    units: str = "",
+) -> Calibration:
+    """The smallest noise with which a floor is at least `target_mse`.
+
+    Args:
+        mechanism: a SampledGaussian or OutputPerturbation; its own noise is ignored.
+        target_mse: the squared error per coordinate that attackers must not undercut, in squared data units.
+        bound: the floor that must meet it, by name.
+        dim, low, high, units: the data space, as in `reconbound.floor`.
+
+    Guarantee: the floor was computed once more at the returned noise and meets the target; no noise smaller by more
+    than one part in a million does. The search rounds up.
+
+    >>> found = calibrate(SampledGaussian(1.0, 0.01, 1000, clip="hard"), 1.0, bound="theorem1")
+    >>> round(found.noise, 3), found.bound.value >= 1.0
+    (1.365, True)
+    """
+    if not isinstance(mechanism, (SampledGaussian, OutputPerturbation)):
+        raise InputError("mechanism", "must have noise to calibrate: private SGD or output perturbation", mechanism)
+    target = number("target_mse", target_mse, above=0.0)
+    if bound not in FLOORS:
+        raise InputError("bound", f"must be one of {', '.join(FLOORS)}", bound)
+    field = mechanism.noise_field
+
+    def at(noise: float) -> tuple[SampledGaussian | OutputPerturbation, Bound]:
+        changes: dict[str, Any] = {field: noise}
+        tried = replace(mechanism, **changes)
+        found = floor(bound, tried, dim=dim, low=low, high=high, units=units)
+        assert found is not None  # both mechanisms have every floor
+        return tried, found
+
+    small, large = math.log(SMALLEST_NOISE), math.log(LARGEST_NOISE)
+    _, best = at(LARGEST_NOISE)
+    highest = best.guess if best.attacker == "any" else best.value
+    if highest is None or target >= highest:
+        requirement = f"must be below {highest:.6g}, which no noise lifts {bound} above"
+        raise InputError("target_mse", requirement, target_mse)
+    if at(SMALLEST_NOISE)[1].value < target:
+        while large - small > 1e-7:
+            middle = (small + large) / 2
+            small, large = (small, middle) if at(math.exp(middle))[1].value >= target else (middle, large)
+    else:
+        large = small
+    noise = _round_up(math.exp(large))
+    chosen, reached = at(noise)
+    if reached.value < target:  # the search and this check use the same function: only a fault of ours gets here
+        raise RuntimeError(
+            f"calibration failed: {bound} is {reached.value:.9g} at noise {noise:.9g}, below {target:.9g}"
+        )
+    return Calibration(chosen, noise, target, reached)
+
+
+def _round_up(x: float) -> float:
+    """Up to seven significant digits."""
+    unit = 10.0 ** (math.floor(math.log10(x)) - 6)
+    return float(f"{math.ceil(x / unit - 1e-9) * unit:.7g}")

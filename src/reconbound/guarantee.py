@@ -1,0 +1,174 @@
+"""What a mechanism guarantees against reconstruction, before any data is seen: all floors at once, in data units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ._check import InputError, number, whole
+from .bounds import Bound, corners, lecam, rate_distortion, theorem1
+from .bounds._bound import Box
+from .bounds.any_attacker import box_of
+from .mechanisms import ADD_REMOVE, REPLACE_ONE, Mechanism, as_mechanism
+
+#: Chances of a blind guess at which reconstruction robustness is reported.
+KAPPAS = (1e-6, 1e-4, 1e-2, 1e-1)
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """Every floor of a mechanism, and how often attacks can succeed."""
+
+    mechanism: Mechanism
+    dim: int
+    low: float
+    high: float
+    bounds: tuple[Bound, ...]
+    membership_advantage: float
+    rero: tuple[tuple[float, float], ...]
+    epsilon: float | None
+    epsilon_add_remove: float | None
+    delta: float
+
+    def __getitem__(self, name: str) -> Bound:
+        for bound in self.bounds:
+            if bound.name == name:
+                return bound
+        raise KeyError(name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dictionary for JSON."""
+        return {
+            "mechanism": {**self.mechanism.to_dict(), "sampler": self.mechanism.sampler},
+            "data": {"dim": self.dim, "low": self.low, "high": self.high},
+            "bounds": [bound.to_dict() for bound in self.bounds],
+            "membership_advantage": self.membership_advantage,
+            "rero": [{"kappa": kappa, "success": success} for kappa, success in self.rero],
+            "epsilon": self.epsilon,
+            "epsilon_add_remove": self.epsilon_add_remove,
+            "delta": self.delta,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(str(bound) for bound in self.bounds)
+
+
+def _theorem1(mechanism: Mechanism, space: Box) -> Bound | None:
+    return theorem1(mechanism.order2(), **_sides(space))
+
+
+def _theorem1_paper(mechanism: Mechanism, space: Box) -> Bound | None:
+    eps = mechanism.order2_paper()
+    if eps is None:
+        return None
+    bound = theorem1(eps, **_sides(space))
+    note = "as the paper computes it (add/remove for SGD, gradients of norm 1 for output perturbation)"
+    return replace(
+        bound,
+        name="theorem1_paper",
+        theorem="Theorem 1, the paper's line",
+        adjacency=mechanism.paper_neighbours,
+        assumes=(*bound.assumes, note),
+    )
+
+
+def _corners(mechanism: Mechanism, space: Box) -> Bound | None:
+    return corners(mechanism.order2(), **_sides(space))
+
+
+def _lecam(mechanism: Mechanism, space: Box) -> Bound | None:
+    return lecam(mechanism.overlap(), **_sides(space))
+
+
+def _rate_distortion(mechanism: Mechanism, space: Box) -> Bound | None:
+    return replace(rate_distortion(mechanism.kl(), **_sides(space)), adjacency=mechanism.kl_neighbours)
+
+
+def _sides(space: Box) -> dict[str, Any]:
+    return {"widths": space.side, "dim": space.dim}
+
+
+FLOORS: dict[str, Callable[[Mechanism, Box], Bound | None]] = {
+    "theorem1": _theorem1,
+    "theorem1_paper": _theorem1_paper,
+    "corners": _corners,
+    "lecam": _lecam,
+    "rate_distortion": _rate_distortion,
+}
+
+
+def floor(
+    name: str,
+    mechanism: Any,
+    *,
+    dim: int = 1,
+    low: float = 0.0,
+    high: float = 1.0,
+    baseline: float | None = None,
+    units: str = "",
+) -> Bound | None:
+    """One floor of a mechanism, by name; None where the mechanism does not have it.
+
+    Args:
+        name: theorem1, theorem1_paper, corners, lecam or rate_distortion.
+        mechanism: a Mechanism, or a DpEvent or PLD of dp-accounting.
+        dim, low, high: the data space, [low, high]^dim.
+        baseline: squared error per coordinate of a plain guess on these data; guessing the middle, at worst, when left
+            out.
+        units: the unit of the data, for printing.
+
+    >>> from reconbound.mechanisms import DP
+    >>> print(floor("lecam", DP(1.0), high=100.0, units="years"))
+    lecam: any attacker errs by at least ±44.3 years (MSE 1.97e+03); a plain guess errs by ±50 [Le Cam; replace-one]
+    """
+    if name not in FLOORS:
+        raise InputError("bound", f"must be one of {', '.join(FLOORS)}", name)
+    m, space = as_mechanism(mechanism), box_of(low, high, whole("dim", dim))
+    bound = FLOORS[name](m, space)
+    if bound is None:
+        return None
+    guess = bound.guess if baseline is None else number("baseline", baseline, above=0.0)
+    return replace(bound, sampler=m.sampler, assumes=(*bound.assumes, *m.assumes()), guess=guess, units=units)
+
+
+def guarantee(
+    mechanism: Any,
+    *,
+    dim: int = 1,
+    low: float = 0.0,
+    high: float = 1.0,
+    delta: float = 1e-5,
+    baseline: float | None = None,
+    units: str = "",
+) -> Guarantee:
+    """All floors of a mechanism on the data space [low, high]^dim, its (ε, δ), and how often attacks can succeed.
+
+    Args:
+        mechanism: a Mechanism, or a DpEvent or PLD of dp-accounting.
+        dim, low, high, baseline, units: as in `floor`.
+        delta: the δ at which ε is reported.
+
+    Guarantee: each Bound says its own; all are for an attacker who knows every other record and sees the whole release.
+
+    >>> from reconbound.mechanisms import RenyiDP
+    >>> round(guarantee(RenyiDP(2.0), high=100.0)["theorem1"].value, 1)
+    391.3
+    """
+    m = as_mechanism(mechanism)
+    d = number("delta", delta, above=0.0, below=1.0)
+    settings: dict[str, Any] = {"dim": dim, "low": low, "high": high, "baseline": baseline, "units": units}
+    found = (floor(name, m, **settings) for name in FLOORS)
+    successes = m.rero(list(KAPPAS))
+    return Guarantee(
+        mechanism=m,
+        dim=int(dim),
+        low=float(low),
+        high=float(high),
+        bounds=tuple(bound for bound in found if bound is not None),
+        membership_advantage=m.membership_advantage(),
+        rero=tuple((kappa, float(success)) for kappa, success in zip(KAPPAS, successes, strict=True)),
+        epsilon=m.epsilon_at(d, REPLACE_ONE),
+        epsilon_add_remove=m.epsilon_at(d, ADD_REMOVE),
+        delta=d,
+    )

@@ -1,0 +1,140 @@
+"""Privacy loss distributions through dp-accounting: (ε, δ), membership and reconstruction curves of Gaussian steps.
+
+dp-accounting is imported when first needed. Its distributions dominate the mechanism's, so every answer is conservative
+up to the rounding of its FFTs."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .bounds import rero_from_curve
+
+_LARGEST_SHIFT = 60.0  # beyond it one step tells all there is to tell, and the grid would be huge
+_LARGEST_LOSS = 1e4  # a total loss of e^10000 protects nobody
+_SMALLEST_LOSS = 1e-8  # below it dp-accounting's own arithmetic gives up, and order 2 says all
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """dp-accounting warns of overflows that it handles."""
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        yield
+
+
+@lru_cache(maxsize=16)
+def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
+    """The PLD of T Poisson-sampled Gaussian steps; None where its loss is enormous or negligible.
+
+    The grid has some ten thousand points, so that a million steps take about as long as one: ε is right to four digits.
+    A finer one would cost more and gain nothing: the rounding of the FFT grows with the grid."""
+    if sample_rate == 1:  # T steps are one step with m√T
+        m, steps = m * math.sqrt(steps), 1
+    if m > _LARGEST_SHIFT:
+        return None
+    mean, deviation, single = _loss_scale(m, sample_rate, adjacency == "replace-one")
+    if steps * mean > _LARGEST_LOSS or single < _SMALLEST_LOSS:
+        return None
+    import dp_accounting as dp
+    from dp_accounting.pld import privacy_loss_distribution
+
+    relations = dp.NeighboringRelation
+    relation = relations.REPLACE_ONE if adjacency == "replace-one" else relations.ADD_OR_REMOVE_ONE
+    with quiet():
+        one = privacy_loss_distribution.from_gaussian_mechanism(
+            1 / m,
+            value_discretization_interval=max(single / 3e4, (16 * math.sqrt(steps) * deviation + 2 * single) / 1.5e5),
+            sampling_prob=sample_rate,
+            neighboring_relation=relation,
+        )
+        return one.self_compose(steps) if steps > 1 else one
+
+
+def _loss_scale(m: float, q: float, replace_one: bool) -> tuple[float, float, float]:
+    """Mean and root mean square of one step's loss, and the range of losses that matter."""
+    x = np.linspace(-m - 10, m + 10, 4001)
+    low = math.log1p(-q) if q < 1 else -math.inf
+    upper = np.logaddexp(low, math.log(q) + m * x - m * m / 2)
+    lower = np.logaddexp(low, math.log(q) - m * x - m * m / 2) if replace_one else np.zeros_like(x)
+    weight = np.exp(upper - x * x / 2) * ((x[1] - x[0]) / math.sqrt(2 * math.pi))
+    loss = upper - lower
+    mean, square = float(np.sum(weight * loss)), float(np.sum(weight * loss**2))
+    return max(mean, 0.0), math.sqrt(square), float(loss.max() - loss.min())
+
+
+def delta(pld: Any, at: float) -> float:
+    """δ(ε), at most 1 (a long FFT can leave a little more)."""
+    with quiet():
+        return min(max(float(pld.get_delta_for_epsilon(at)), 0.0), 1.0)
+
+
+def epsilon(pld: Any, target_delta: float) -> float | None:
+    """ε at this δ; None where the distribution has no finite one."""
+    with quiet():
+        value = float(pld.get_epsilon_for_delta(target_delta))
+    return value if math.isfinite(value) else None
+
+
+def rero(pld: Any, kappa: Any) -> Any:
+    """min_ε {e^ε κ + δ(ε)} over every ε of the distribution's grid, for the worse of its two directions."""
+    worst = np.zeros(np.shape(kappa))
+    for losses, mass, infinite in directions(pld):
+        worst = np.maximum(worst, rero_from_curve(kappa, losses, _deltas(losses, mass, infinite)))
+    return worst[()]
+
+
+def _deltas(losses: np.ndarray, mass: np.ndarray, infinite: float) -> np.ndarray:
+    """δ(ε) = Σ_{L > ε} p(L)(1 − e^{ε − L}) + P[L = ∞] at every ε of an even grid, by one backward recursion."""
+    from scipy.signal import lfilter
+
+    above = np.cumsum(mass[::-1]) - mass[::-1]
+    decay = math.exp(-float(losses[1] - losses[0])) if len(losses) > 1 else 0.0
+    weighted = lfilter([0.0, decay], [1.0, -decay], mass[::-1])  # Σ_{L > ε} p(L) e^{ε − L}
+    return np.clip((above - weighted)[::-1] + infinite, 0.0, 1.0)
+
+
+def directions(pld: Any) -> list[tuple[np.ndarray, np.ndarray, float]]:
+    """(losses, probabilities, probability of an infinite loss) of the distribution's two directions."""
+    found = []
+    for pmf in {id(p): p for p in (pld._pmf_remove, pld._pmf_add)}.values():
+        dense = pmf.to_dense_pmf()
+        losses = (np.arange(dense.size) + dense._lower_loss) * dense._discretization
+        found.append((losses, np.asarray(dense._probs), float(dense._infinity_mass)))
+    return found
+
+
+def gaussian_epsilon(shift: float, target_delta: float) -> float:
+    """ε of one Gaussian release whose neighbours are `shift` standard deviations apart (the exact curve)."""
+    import dp_accounting as dp
+
+    if shift > 1e3:
+        return shift**2 / 2 + shift * math.sqrt(2 * math.log(1 / target_delta))
+    with quiet():
+        return max(float(dp.get_epsilon_gaussian(1 / shift, target_delta)), 0.0)
+
+
+def fixed_size_epsilon(m: float, sample_rate: float, steps: int, target_delta: float) -> float | None:
+    """ε of T fixed-size Gaussian steps through Rényi orders 2 to 512 (Wang et al.), replace-one.
+
+    dp-accounting 0.6 charges add/remove sensitivity under REPLACE_ONE, so half the noise multiplier is passed;
+    tests/test_dp_accounting.py fails when a release changes that."""
+    import dp_accounting as dp
+
+    if m > 30:
+        return None
+    source = 10**9
+    event = dp.SampledWithoutReplacementDpEvent(source, math.ceil(sample_rate * source), dp.GaussianDpEvent(0.5 / m))
+    accountant = dp.rdp.RdpAccountant(
+        orders=[2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 512],
+        neighboring_relation=dp.NeighboringRelation.REPLACE_ONE,
+    )
+    with quiet():
+        value = float(accountant.compose(dp.SelfComposedDpEvent(event, steps)).get_epsilon(target_delta))
+    return value if math.isfinite(value) else None
