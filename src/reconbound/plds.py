@@ -97,7 +97,7 @@ def _deltas(losses: np.ndarray, mass: np.ndarray, infinite: float) -> np.ndarray
     above = np.cumsum(mass[::-1]) - mass[::-1]
     decay = math.exp(-float(losses[1] - losses[0])) if len(losses) > 1 else 0.0
     weighted = lfilter([0.0, decay], [1.0, -decay], mass[::-1])  # Σ_{L > ε} p(L) e^{ε − L}
-    return np.clip((above - weighted)[::-1] + infinite, 0.0, 1.0)
+    return np.asarray(np.clip((above - weighted)[::-1] + infinite, 0.0, 1.0))
 
 
 def directions(pld: Any) -> list[tuple[np.ndarray, np.ndarray, float]]:
