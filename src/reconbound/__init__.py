@@ -1,3 +1,52 @@
-"""reconbound: how well is each training record protected against reconstruction?"""
+"""reconbound: how well is each training record protected against reconstruction?
+
+Names are imported when first used, so that the calculator never loads torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
+
+_HOME = {
+    "Bound": "bounds",
+    "Guarantee": "calculator",
+    "floor": "calculator",
+    "guarantee": "calculator",
+    "DP": "mechanisms",
+    "Mechanism": "mechanisms",
+    "OutputPerturbation": "mechanisms",
+    "PLD": "mechanisms",
+    "RenyiDP": "mechanisms",
+    "SampledGaussian": "mechanisms",
+}
+
+__all__ = [
+    "DP",
+    "PLD",
+    "Bound",
+    "Guarantee",
+    "Mechanism",
+    "OutputPerturbation",
+    "RenyiDP",
+    "SampledGaussian",
+    "__version__",
+    "floor",
+    "guarantee",
+]
+
+if TYPE_CHECKING:
+    from .bounds import Bound
+    from .calculator import Guarantee, floor, guarantee
+    from .mechanisms import DP, PLD, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'reconbound' has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

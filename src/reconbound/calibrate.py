@@ -8,7 +8,7 @@ from typing import Any
 
 from ._check import InputError, number
 from .bounds import Bound
-from .guarantee import FLOORS, floor
+from .calculator import FLOORS, floor
 from .mechanisms import OutputPerturbation, SampledGaussian
 
 #: Noise is looked for between these.

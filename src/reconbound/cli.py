@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from ._check import InputError
+from .calculator import FLOORS, Guarantee, guarantee
 from .calibrate import Calibration, calibrate
-from .guarantee import FLOORS, Guarantee, guarantee
 from .mechanisms import DP, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
 
 app = typer.Typer(
@@ -213,10 +213,10 @@ def _print_guarantee(found: Guarantee, *, default: bool) -> None:
     )
     table = Table(title="No attacker of the kind named errs by less, per coordinate", title_justify="left")
     for name, side in (("floor", "left"), (f"± error{_unit(units)}", "right"), ("MSE", "right"), ("attacker", "left"),
-                       ("neighbours", "left"), ("what it says", "left")):  # fmt: skip
+                       ("neighbours", "left"), ("error vs. a guess", "left")):  # fmt: skip
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     for bound in found.bounds:
-        says = "nothing" if bound.vacuous else "no better than a guess" if bound.above_guess else _share(bound)
+        says = "says nothing" if bound.vacuous else "≥ a guess" if bound.above_guess else _share(bound)
         table.add_row(bound.name, f"{bound.rmse:.3g}", f"{bound.mse:.3g}", bound.attacker, bound.adjacency, says)
     console.print(table)
     guess = found.bounds[0].guess
@@ -240,14 +240,14 @@ def _print_guarantee(found: Guarantee, *, default: bool) -> None:
 
 
 def _share(bound: Any) -> str:
-    return f"{bound.rmse / bound.guess**0.5:.1%} of a guess's" if bound.guess else ""
+    return f"{bound.rmse / bound.guess**0.5:.0%} of a guess" if bound.guess else ""
 
 
 def _print_calibration(found: Calibration, eps: float | None, delta: float) -> None:
     what = {"noise_multiplier": "noise multiplier", "noise_std": "noise standard deviation"}[
         found.mechanism.noise_field
     ]
-    typer.echo(f"The smallest {what} with {found.bound.name} at least {found.target:g}: {found.noise:g}")
+    typer.echo(f"The smallest {what} with {found.bound.name} at least {found.target:g}: {found.noise:.7g}")
     typer.echo(str(found.bound))
     if eps is not None:
         typer.echo(f"At δ = {delta:g}: ε = {eps:.4g} (replace-one).")

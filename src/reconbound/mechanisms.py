@@ -37,9 +37,13 @@ class Mechanism(ABC):
     """What one release guarantees. Only `order2` must be given: every other answer has a sound default from it."""
 
     sampler: str = "any"
-    #: between which releases `kl` is taken, and `order2_paper`
-    kl_neighbours: ClassVar[str] = REPLACE_ONE
+    #: between which releases `order2_paper` is taken
     paper_neighbours: ClassVar[str] = REPLACE_ONE
+
+    @property
+    def kl_neighbours(self) -> str:
+        """Between which releases `kl` is taken."""
+        return REPLACE_ONE
 
     @abstractmethod
     def order2(self) -> float:
@@ -114,7 +118,6 @@ class SampledGaussian(Mechanism):
     clip: str = "smooth"
     sampler: str = "poisson"
     noise_field: ClassVar[str] = "noise_multiplier"
-    kl_neighbours: ClassVar[str] = "add/remove or zero-out"
     paper_neighbours: ClassVar[str] = ADD_REMOVE
 
     def __post_init__(self) -> None:
@@ -123,6 +126,10 @@ class SampledGaussian(Mechanism):
         whole("steps", self.steps)
         choice("clip", self.clip, ("smooth", "hard"))
         choice("sampler", self.sampler, ("poisson", "fixed"))
+
+    @property
+    def kl_neighbours(self) -> str:
+        return ADD_REMOVE if self.sampler == "poisson" else "zero-out"
 
     @property
     def m(self) -> float:
@@ -192,6 +199,10 @@ class DP(Mechanism):
         number("epsilon", self.epsilon, at_least=0.0)
         number("delta", self.delta, at_least=0.0, below=1.0)
         choice("adjacency", self.adjacency, ADJACENCIES)
+
+    @property
+    def kl_neighbours(self) -> str:
+        return self.adjacency
 
     def _replace_one(self) -> tuple[float, float]:
         if self.adjacency == REPLACE_ONE:
@@ -281,7 +292,10 @@ class OutputPerturbation(Mechanism):
     data_norm: float = 1.0
     sampler: ClassVar[str] = "none"  # type: ignore[misc]
     noise_field: ClassVar[str] = "noise_std"
-    kl_neighbours: ClassVar[str] = ADD_REMOVE
+
+    @property
+    def kl_neighbours(self) -> str:
+        return ADD_REMOVE
 
     def __post_init__(self) -> None:
         renyi.output_perturbation_shift(self.records, self.l2, self.noise_std, self.data_norm)
@@ -330,6 +344,10 @@ class PLD(Mechanism):
     def __post_init__(self) -> None:
         choice("adjacency", self.adjacency, ADJACENCIES)
 
+    @property
+    def kl_neighbours(self) -> str:
+        return self.adjacency
+
     def _moment(self, log_f: Any) -> float:
         """sup over both directions of E_P[f(L)]; inf with mass at infinity."""
         worst = 0.0
@@ -377,7 +395,10 @@ class Event(Mechanism):
     Noise multipliers are taken as dp-accounting means them: over the add/remove sensitivity; replace-one doubles it."""
 
     event: Any
-    kl_neighbours: ClassVar[str] = "add/remove or zero-out"
+
+    @property
+    def kl_neighbours(self) -> str:
+        return "add/remove or zero-out"
 
     def __post_init__(self) -> None:
         self.order2()  # refuses what it does not know at once
