@@ -10,6 +10,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,6 +29,7 @@ from .bounds import (
 )
 from .bounds._bound import log_expm1
 from .events import leaves
+from .events import pld as event_pld
 
 REPLACE_ONE, ADD_REMOVE = "replace-one", "add/remove"
 ADJACENCIES = (REPLACE_ONE, ADD_REMOVE)
@@ -388,19 +390,16 @@ class Event(Mechanism):
     def kl(self) -> float:
         return sum(count * leaf.kl for leaf, count in leaves(self.event))
 
-    def _pld(self, adjacency: str) -> Any:
-        import dp_accounting as dp
+    @cached_property
+    def _plds(self) -> dict[str, Any]:
+        return {adjacency: event_pld(self.event, adjacency == REPLACE_ONE) for adjacency in ADJACENCIES}
 
-        relation = dp.NeighboringRelation.REPLACE_ONE if adjacency == REPLACE_ONE else None
-        accountant = dp.pld.PLDAccountant(relation or dp.NeighboringRelation.ADD_OR_REMOVE_ONE)
-        if not accountant.supports(self.event):
-            return None
-        with plds.quiet():
-            return accountant.compose(self.event)._pld
+    def _pld(self, adjacency: str) -> Any:
+        return self._plds[choice("adjacency", adjacency, ADJACENCIES)]
 
     def overlap(self) -> float:
         pld = self._pld(REPLACE_ONE)
-        return max(super().overlap(), PLD(pld).overlap() if pld is not None else 0.0)
+        return max(super().overlap(), PLD(pld, REPLACE_ONE).overlap() if pld is not None else 0.0)
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         pld, simple = self._pld(adjacency), super().epsilon_at(delta, adjacency)

@@ -16,7 +16,7 @@ import numpy as np
 
 from .bounds import rero_from_curve
 
-_LARGEST_SHIFT = 60.0  # beyond it one step tells all there is to tell, and the grid would be huge
+LARGEST_SHIFT = 60.0  # beyond it one step tells all there is to tell, and the grid would be huge
 _LARGEST_LOSS = 1e4  # a total loss of e^10000 protects nobody
 _SMALLEST_LOSS = 1e-8  # below it dp-accounting's own arithmetic gives up, and order 2 says all
 
@@ -37,9 +37,9 @@ def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
     A finer one would cost more and gain nothing: the rounding of the FFT grows with the grid."""
     if sample_rate == 1:  # T steps are one step with m√T
         m, steps = m * math.sqrt(steps), 1
-    if m > _LARGEST_SHIFT:
+    if m > LARGEST_SHIFT:
         return None
-    mean, deviation, single = _loss_scale(m, sample_rate, adjacency == "replace-one")
+    mean, deviation, single = loss_scale(m, sample_rate, adjacency == "replace-one")
     if steps * mean > _LARGEST_LOSS or single < _SMALLEST_LOSS:
         return None
     import dp_accounting as dp
@@ -57,7 +57,7 @@ def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
         return one.self_compose(steps) if steps > 1 else one
 
 
-def _loss_scale(m: float, q: float, replace_one: bool) -> tuple[float, float, float]:
+def loss_scale(m: float, q: float, replace_one: bool) -> tuple[float, float, float]:
     """Mean and root mean square of one step's loss, and the range of losses that matter."""
     x = np.linspace(-m - 10, m + 10, 4001)
     low = math.log1p(-q) if q < 1 else -math.inf
