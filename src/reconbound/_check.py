@@ -32,6 +32,8 @@ def number(
         x = float(value)
     except (TypeError, ValueError):
         raise InputError(name, "must be a number", value) from None
+    except OverflowError:  # a whole number beyond the floats
+        raise InputError(name, "must be at most 1e308", value) from None
     if not math.isfinite(x):
         raise InputError(name, "must be a finite number", value)
     if above is not None and not x > above:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ._check import choice, number, whole
+from ._check import InputError, choice, number, whole
 from .bounds._bound import divergence, from_log, log_expm1
 from .bounds.any_attacker import overlap_from_order2
 
@@ -205,9 +205,12 @@ def output_perturbation_shift(records: int, l2: float, noise_std: float, data_no
     >>> round(order2_gaussian(output_perturbation_shift(12665, 1e-2, 1e-2)), 2)      # the paper's 2.49
     2.49
     """
-    n = whole("records", records)
-    strength = n * number("l2", l2, above=0.0) * number("noise_std", noise_std, above=0.0)
-    return number("data_norm", data_norm, above=0.0) / strength
+    n, strength = whole("records", records), number("l2", l2, above=0.0)
+    noise, norm = number("noise_std", noise_std, above=0.0), number("data_norm", data_norm, above=0.0)
+    m = norm / n / strength / noise  # one division at a time: the product may underflow
+    if m > 1e100:
+        raise InputError("noise_std", "must be large enough for data_norm/(records l2 noise_std) ≤ 1e100", noise_std)
+    return m
 
 
 # --- Kullback–Leibler divergence to one fixed release -----------------------------------

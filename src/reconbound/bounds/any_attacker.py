@@ -225,4 +225,6 @@ def box_of(low: float, high: float, dim: int) -> Box:
     lo, hi = number("low", low), number("high", high)
     if lo >= hi:
         raise InputError("low", f"must be less than high ({hi:g})", low)
+    if not 1e-100 <= hi - lo <= 1e100:
+        raise InputError("high", f"must be between 1e-100 and 1e100 above low ({lo:g})", high)
     return box(hi - lo, dim)
