@@ -402,7 +402,7 @@ def test_kl_poisson_against_mpmath(q):
 
 
 def test_kl_poisson_bounds_every_record_of_the_ball_and_the_mutual_information():
-    """KL rises with the norm, does not see the direction, and bounds what a Poisson step tells about a random record."""
+    """KL rises with the norm, does not see the direction, and bounds what a step tells about a random record."""
     x = np.linspace(-25, 25, 5001)
     h = x[1] - x[0]
     rng = np.random.default_rng(8)
