@@ -33,7 +33,7 @@ def quiet() -> Iterator[None]:
 def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
     """The PLD of T Poisson-sampled Gaussian steps; None where its loss is enormous or negligible.
 
-    The grid has some ten thousand points, so that a million steps take about as long as one: ε is right to four digits.
+    The grid has some ten thousand points, so that a million steps take about as long as one: ε is right to three digits.
     A finer one would cost more and gain nothing: the rounding of the FFT grows with the grid."""
     if sample_rate == 1:  # T steps are one step with m√T
         m, steps = m * math.sqrt(steps), 1
