@@ -33,8 +33,8 @@ def quiet() -> Iterator[None]:
 def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
     """The PLD of T Poisson-sampled Gaussian steps; None where its loss is enormous or negligible.
 
-    The grid has some ten thousand points, so that a million steps take about as long as one: ε is right to three digits.
-    A finer one would cost more and gain nothing: the rounding of the FFT grows with the grid."""
+    The grid has some ten thousand points, so that a million steps take about as long as one: ε is right to three
+    digits. A finer one would cost more and gain nothing: the rounding of the FFT grows with the grid."""
     if sample_rate == 1:  # T steps are one step with m√T
         m, steps = m * math.sqrt(steps), 1
     if m > LARGEST_SHIFT:
@@ -116,7 +116,8 @@ def directions(pld: Any) -> list[tuple[np.ndarray, np.ndarray, float]]:
     for pmf in {id(p): p for p in (pld._pmf_remove, pld._pmf_add)}.values():
         dense = pmf.to_dense_pmf()
         losses = (np.arange(dense.size) + dense._lower_loss) * dense._discretization
-        found.append((losses, np.asarray(dense._probs), float(dense._infinity_mass)))
+        infinite = max(float(dense._infinity_mass), 0.0)  # a tail of rounding, cut off, can be negative
+        found.append((losses, np.asarray(dense._probs), infinite))
     return found
 
 
