@@ -16,7 +16,7 @@ import numpy as np
 
 from .bounds import rero_from_curve
 
-_LARGEST_SHIFT = 60.0  # beyond it one step tells all there is to tell, and the grid would be huge
+LARGEST_SHIFT = 60.0  # beyond it one step tells all there is to tell, and the grid would be huge
 _LARGEST_LOSS = 1e4  # a total loss of e^10000 protects nobody
 _SMALLEST_LOSS = 1e-8  # below it dp-accounting's own arithmetic gives up, and order 2 says all
 
@@ -33,13 +33,13 @@ def quiet() -> Iterator[None]:
 def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
     """The PLD of T Poisson-sampled Gaussian steps; None where its loss is enormous or negligible.
 
-    The grid has some ten thousand points, so that a million steps take about as long as one: ε is right to four digits.
-    A finer one would cost more and gain nothing: the rounding of the FFT grows with the grid."""
+    The grid has some ten thousand points, so that a million steps take about as long as one: ε is right to three
+    digits. A finer one would cost more and gain nothing: the rounding of the FFT grows with the grid."""
     if sample_rate == 1:  # T steps are one step with m√T
         m, steps = m * math.sqrt(steps), 1
-    if m > _LARGEST_SHIFT:
+    if m > LARGEST_SHIFT:
         return None
-    mean, deviation, single = _loss_scale(m, sample_rate, adjacency == "replace-one")
+    mean, deviation, single = loss_scale(m, sample_rate, adjacency == "replace-one")
     if steps * mean > _LARGEST_LOSS or single < _SMALLEST_LOSS:
         return None
     import dp_accounting as dp
@@ -57,7 +57,7 @@ def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
         return one.self_compose(steps) if steps > 1 else one
 
 
-def _loss_scale(m: float, q: float, replace_one: bool) -> tuple[float, float, float]:
+def loss_scale(m: float, q: float, replace_one: bool) -> tuple[float, float, float]:
     """Mean and root mean square of one step's loss, and the range of losses that matter."""
     x = np.linspace(-m - 10, m + 10, 4001)
     low = math.log1p(-q) if q < 1 else -math.inf
@@ -69,16 +69,26 @@ def _loss_scale(m: float, q: float, replace_one: bool) -> tuple[float, float, fl
     return max(mean, 0.0), math.sqrt(square), float(loss.max() - loss.min())
 
 
+def rounding(pld: Any) -> float:
+    """How much probability the FFTs may have lost: no bin of a distribution is below zero but by their rounding.
+
+    It matters to a small δ after many steps: 5e-10 at a million."""
+    return max(len(mass) * max(-float(mass.min()), 0.0) for _, mass, _ in directions(pld))
+
+
 def delta(pld: Any, at: float) -> float:
     """δ(ε), at most 1 (a long FFT can leave a little more)."""
     with quiet():
-        return min(max(float(pld.get_delta_for_epsilon(at)), 0.0), 1.0)
+        return min(max(float(pld.get_delta_for_epsilon(at)), 0.0) + rounding(pld), 1.0)
 
 
 def epsilon(pld: Any, target_delta: float) -> float | None:
-    """ε at this δ; None where the distribution has no finite one."""
+    """ε at this δ; None where the distribution has no finite one, or its rounding is as large as δ."""
+    sure = target_delta - rounding(pld)
+    if sure <= 0:
+        return None
     with quiet():
-        value = float(pld.get_epsilon_for_delta(target_delta))
+        value = float(pld.get_epsilon_for_delta(sure))
     return value if math.isfinite(value) else None
 
 
@@ -87,7 +97,7 @@ def rero(pld: Any, kappa: Any) -> Any:
     worst = np.zeros(np.shape(kappa))
     for losses, mass, infinite in directions(pld):
         worst = np.maximum(worst, rero_from_curve(kappa, losses, _deltas(losses, mass, infinite)))
-    return worst[()]
+    return np.minimum(worst + rounding(pld), 1.0)[()]
 
 
 def _deltas(losses: np.ndarray, mass: np.ndarray, infinite: float) -> np.ndarray:
@@ -106,7 +116,8 @@ def directions(pld: Any) -> list[tuple[np.ndarray, np.ndarray, float]]:
     for pmf in {id(p): p for p in (pld._pmf_remove, pld._pmf_add)}.values():
         dense = pmf.to_dense_pmf()
         losses = (np.arange(dense.size) + dense._lower_loss) * dense._discretization
-        found.append((losses, np.asarray(dense._probs), float(dense._infinity_mass)))
+        infinite = max(float(dense._infinity_mass), 0.0)  # a tail of rounding, cut off, can be negative
+        found.append((losses, np.asarray(dense._probs), infinite))
     return found
 
 
