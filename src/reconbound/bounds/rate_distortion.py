@@ -137,7 +137,7 @@ def uniform_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bo
         "any",
         REFERENCE,
         assumes=("on average over a uniform record in the box",),
-        guess=space.guess,
+        guess=space.mean_square / 12,
     )
 
 
@@ -152,7 +152,7 @@ def rate_distortion(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> 
     low_rate, high_rate = corners_floor(kl, widths=widths, dim=dim), uniform_floor(kl, widths=widths, dim=dim)
     best = low_rate if low_rate.value >= high_rate.value else high_rate
     assumes = ("worst case over the box",)
-    return Bound("rate_distortion", best.value, best.theorem, "any", REFERENCE, assumes=assumes, guess=best.guess)
+    return Bound("rate_distortion", best.value, best.theorem, "any", REFERENCE, assumes=assumes, guess=low_rate.guess)
 
 
 def gaussian_floor(kl: float, variances: Any, *, dim: int | None = None) -> Bound:
