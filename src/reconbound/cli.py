@@ -222,7 +222,7 @@ def _print_guarantee(found: Guarantee, *, default: bool) -> None:
     console.print(table)
     guess = found.bounds[0].guess
     if guess is not None:
-        console.print(f"A plain guess (of the middle, unless you gave its error) errs by ±{guess**0.5:.3g}{_unit(units)}.")
+        console.print(f"A plain guess (of the middle, or as you gave it) errs by ±{guess**0.5:.3g}{_unit(units)}.")
     right = (1 + found.membership_advantage) / 2
     console.print(f"Telling two candidate records apart: right at most {right:.1%} of the time (advantage "
                   f"{found.membership_advantage:.3g}, replace-one).")  # fmt: skip
