@@ -50,8 +50,7 @@ _STEP_OPS = frozenset({"round", "floor", "ceil", "trunc", "sign", "heaviside", "
 
 
 class ModelError(ValueError):
-    """The model, its loss or its data do not allow a statement about single records; the message says what to
-    change."""
+    """The model, its loss or its data allow no statement about single records; the message says what to change."""
 
 
 class ReconboundWarning(UserWarning):
@@ -92,8 +91,9 @@ def check_batch(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) ->
     Raises:
         ModelError: all that `check_model` raises; a value of the batch is not finite; the loss was reduced over the
             batch or has another wrong shape; two runs differ; one record's loss depends on another record; the loss
-            has no second derivative (in-place changes, step functions, operations cut from the graph or
-            differentiable only once).
+            has no second derivative (in-place changes, step functions, operations cut from the graph); or it has one
+            that differences of the gradient, in float64, contradict (detached parts, straight-through estimators,
+            backward passes by hand). The last is skipped for models with kinks or that do not run in float64.
 
     Warns:
         ReconboundWarning: kinks (ReLU, max pooling, absolute values); an attention kernel without second derivatives,
@@ -101,6 +101,12 @@ def check_batch(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) ->
 
     Guarantee:
         None: a passed check is evidence from three records at the present parameters, not a proof.
+
+    >>> check_batch(nn.Linear(2, 3), nn.CrossEntropyLoss(), torch.ones(4, 2), torch.tensor([0, 1, 2, 0]))
+    Traceback (most recent call last):
+        ...
+    reconbound.validate.ModelError: loss_fn returned () for 3 records, not one loss for each, (3,): it was reduced
+    over the batch; build the loss with reduction='none'
     """
     _check_structure(model)
     _check_data(inputs, targets)
