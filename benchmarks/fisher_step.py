@@ -5,8 +5,8 @@
 
 The state is that after 300 private steps (noise 0.5, clip 4, step size 0.1, momentum 0.5). For each network it measures
 
-    variance  of one coordinate (the paper's way) and of one deflated probe (ours), relative to the squared trace, median
-              over records; hence how many probes reach the standard error of 50 coordinates
+    variance  of one coordinate (the paper's way) and of one deflated probe (ours), relative to the squared trace,
+              median over records; hence how many probes reach the standard error of 50 coordinates
     time      of 50 coordinates and of that many probes; both also in a captured CUDA graph on a GPU
 
 and, on a CPU, the accounted step against a plain DP-SGD step of Opacus (time and peak memory, each in its own process)
@@ -73,7 +73,8 @@ def relative_variances(model: nn.Module, x: Tensor, y: Tensor, draws: int = 200)
     """Of one coordinate and of one probe, per record, relative to the squared trace (some records, many draws)."""
     x, y = x[:60], y[:60]
     probes = torch.stack([step_information(model, losses, x, y, **SETTING, error="bound").trace for _ in range(draws)])
-    columns = torch.stack([coordinate_information(model, losses, x, y, **SETTING, coordinates=1)[0] for _ in range(draws)])
+    one = {**SETTING, "coordinates": 1}
+    columns = torch.stack([coordinate_information(model, losses, x, y, **one)[0] for _ in range(draws)])
     trace = probes.mean(0)
     return columns.var(0) / trace**2, probes.var(0) / trace**2
 
@@ -121,9 +122,7 @@ def compare(network: str, device: str) -> dict[str, Any]:
     probes = max(1, math.ceil(v_probe.median().item() / target - 1e-9))
 
     def paper(coordinates: int, at_once: int) -> Callable[[], Any]:
-        return lambda: coordinate_information(
-            model, losses, x, y, **SETTING, coordinates=coordinates, at_once=at_once
-        )
+        return lambda: coordinate_information(model, losses, x, y, **SETTING, coordinates=coordinates, at_once=at_once)
 
     def ours(count: int, **options: Any) -> Callable[[], Any]:
         return lambda: step_information(model, losses, x, y, **SETTING, probes=count, error="bound", **options)
@@ -240,9 +239,8 @@ def grow(kind: str, size: int) -> dict[str, float]:
                               nn.Linear(width, 10))  # fmt: skip
     x, y = images[:batch], labels[:batch]
     before = _resident()
-    taken = seconds(
-        lambda: step_information(model, losses, x, y, **SETTING, probes=probes, micro_batch=micro, error="bound"), 3, "cpu"
-    )
+    setting = {**SETTING, "probes": probes, "micro_batch": micro, "error": "bound"}
+    taken = seconds(lambda: step_information(model, losses, x, y, **setting), 3, "cpu")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     return {"seconds": taken, "peak_bytes": peak, "parameters": sum(p.numel() for p in model.parameters())}
 
@@ -274,19 +272,24 @@ def main() -> None:
     if options.device == "cpu":
         table["opacus"] = beside_opacus()
         table["growth"] = [
-            {"kind": kind, "size": size, **in_child(kind, str(size))} for kind, sizes in GROWTH.items() for size in sizes
+            {"kind": kind, "size": size, **in_child(kind, str(size))}
+            for kind, sizes in GROWTH.items()
+            for size in sizes
         ]
         for row in table["growth"]:
-            print(f"{row['kind']:12} {row['size']:>6}  {row['seconds'] * 1e3:8.1f} ms  {row['peak_bytes'] / 2**20:8.0f} MiB  "
-                  f"{row['parameters']:>10,} parameters")  # fmt: skip
+            cost = f"{row['seconds'] * 1e3:8.1f} ms  {row['peak_bytes'] / 2**20:8.0f} MiB"
+            print(f"{row['kind']:12} {row['size']:>6}  {cost}  {row['parameters']:>10,} parameters")
     if options.out:
         Path(options.out).write_text(json.dumps(table, indent=1) + "\n")
     for row in table["rows"]:
         print(f"{row['network']} on {row['device']}: {COORDINATES} coordinates {row['fifty_coordinates_s']:.4g} s, "
-              f"{row['probes_for_the_same_error']} probe(s) {row['ours_s']:.4g} s: {row['ratio']:.1f} times less")  # fmt: skip
+              f"{row['probes_for_the_same_error']} probe(s) {row['ours_s']:.4g} s: "
+              f"{row['ratio']:.1f} times less")  # fmt: skip
     if "opacus" in table:
         o = table["opacus"]
-        print(f"accounted step against Opacus: {o['time_ratio']:.2f} times the time, {o['memory_ratio']:.2f} times the memory")
+        print(
+            f"accounted step: {o['time_ratio']:.2f} times the time and {o['memory_ratio']:.2f} times the memory of Opacus"
+        )
 
 
 if __name__ == "__main__":

@@ -64,6 +64,6 @@ def test_a_missing_folder_is_named(tmp_path, monkeypatch):
         data.mnist()
     with pytest.raises(FileNotFoundError, match="nowhere"):
         data.mnist(tmp_path / "nowhere")
+    (tmp_path / "mnist").mkdir()
     with pytest.raises(FileNotFoundError, match="train-images"):
-        (tmp_path / "mnist").mkdir()
         data.mnist(tmp_path)

@@ -1,6 +1,7 @@
 """The paper's two networks (its tables 1 and 2): tanh and average pooling, so that the loss is smooth in the input.
 
-The tables list a tanh after the last layer too; as in Papernot et al. (2020), whom they follow, the logits have none here."""
+The tables list a tanh after the last layer too; as in Papernot et al. (2020), whom they follow, the logits have none
+here."""
 
 from __future__ import annotations
 
