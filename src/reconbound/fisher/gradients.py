@@ -12,12 +12,16 @@ the products, no record × parameter array is formed unless it is the smaller on
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from reconbound.fisher import layers
@@ -49,6 +53,14 @@ class Pass(Protocol):
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         """Σ_i weights_i g_i, by parameter name."""
+
+
+@cache
+def load_forward_mode() -> None:
+    """PyTorch loads its forward-mode rules at first use and warns there of its own use of torch.jit: not our users' affair."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
 
 
 def trainable(problem: Problem) -> dict[str, Tensor]:
@@ -95,7 +107,7 @@ class LayerPass:
                     t = site.rule.transpose(delta, direction[site.weight], a.shape)
             if site.bias is not None:
                 b = site.rule.bias(direction[site.bias], delta)
-                e = b.expand_as(delta) if e is None else e + b
+                e = b.expand_as(delta) if e is None else e.add_(b)
             along_output.append(e)
             along_input.append(t)
         return self._pull(along_output, along_input)
@@ -145,7 +157,8 @@ class LayerPass:
                 rows = self.sites[i].rule.rows(self.deltas[i])
                 spread = direction.reshape(*rows.shape[:3], 1).expand_as(rows)
                 e = self.sites[i].rule.from_rows(spread, self.deltas[i].shape)
-                along_output[i] = _plus(along_output[i], e)
+                before = along_output[i]
+                along_output[i] = e if before is None else before.add_(e)
         return along_output, along_input
 
     def _single(self, i: int, pairs: list[list[Pair]], along_output: list[Any], along_input: list[Any]) -> Tensor | None:
@@ -268,10 +281,6 @@ def _kept(site: Site, value: Tensor) -> Tensor:
     return value if keep is None else value * keep
 
 
-def _plus(first: Tensor | None, second: Tensor) -> Tensor:
-    return second if first is None else first + second
-
-
 def _uses(names: Any) -> dict[str, list[int]]:
     uses: dict[str, list[int]] = {}
     for i, name in enumerate(names):
@@ -284,6 +293,8 @@ class GenericPass:
     """torch.func over single records: slower, and right for whatever it can differentiate."""
 
     def __init__(self, problem: Problem, z: Tensor, inputs: Inputs, targets: Any, *, route: Route = "reverse") -> None:
+        if route == "forward":
+            load_forward_mode()
         self.problem, self.z, self.route = problem, z.detach(), route
         self.params = {name: p.detach() for name, p in trainable(problem).items()}
         self.public = (inputs, targets)
@@ -316,19 +327,37 @@ class GenericPass:
         return gradient_and_loss(self.params)
 
     def _pull(self, z: Tensor, public: Any, direction: Params) -> Any:
+        """Jᵀ·direction: the derivative in w of ∇_z ℓ (forward), or the pull-back of z ↦ ∇_w ℓ (reverse)."""
         if self.route == "forward":
-            slope = lambda z: jvp(lambda w: self._loss(w, z, public), (self.params,), (dict(direction),))[1]  # noqa: E731
-            return grad(slope)(z)
-        _, pull = vjp(lambda z: self._gradient(z, public)[0], z)
-        return pull(dict(direction))[0]
+            slope = lambda w: grad(lambda z: self._loss(w, z, public))(z)  # noqa: E731
+            with _ForwardModeGuard():
+                return jvp(slope, (self.params,), (dict(direction),))[1]
+        return self._reverse(z, public)(dict(direction))[0]
 
     def _push(self, z: Tensor, public: Any, v: Tensor) -> Any:
-        return jvp(lambda z: self._gradient(z, public)[0], (z,), (v,))[1]
+        """Jv. In reverse mode alone it is the pull-back of the pull-back, which is linear in what it pulls."""
+        if self.route == "forward":
+            return jvp(lambda z: self._gradient(z, public)[0], (z,), (v,))[1]
+        pull = self._reverse(z, public)
+        return vjp(lambda w: pull(w)[0], {name: torch.zeros_like(p) for name, p in self.params.items()})[1](v)[0]
+
+    def _reverse(self, z: Tensor, public: Any) -> Any:
+        return vjp(lambda z: self._gradient(z, public)[0], z)[1]
 
     def _each(self, function: Any, *args: Any) -> Any:
         """vmap over records of function(z, public, ...)."""
         dims = tree_map(lambda t: 0 if isinstance(t, Tensor) else None, self.public)
         return vmap(function, in_dims=(0, dims, *(0,) * (len(args) - 1)))(args[0], self.public, *args[1:])
+
+
+class _ForwardModeGuard(TorchFunctionMode):
+    """Refuses what PyTorch differentiates differently forward and in reverse: the row of an embedding's padding_idx."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding and (kwargs.get("padding_idx") is not None or (len(args) > 2 and args[2] is not None)):
+            raise ValueError('an embedding with padding_idx has no forward-mode derivative that agrees: use route="reverse"')
+        return func(*args, **kwargs)
 
 
 __all__ = ["GenericPass", "LayerPass", "NotCovered", "Pass", "Route", "trainable"]

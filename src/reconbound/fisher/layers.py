@@ -95,6 +95,9 @@ class ConvRule:
 
     def from_columns(self, columns: Tensor, shape: torch.Size) -> Tensor:
         """The transpose of columns: add every patch back where it came from, one kernel offset at a time."""
+        if self.rank == 2 and shape[1] > _FEW_CHANNELS and not columns.is_cuda:
+            flat = columns.reshape(shape[0], -1, columns.shape[-1])
+            return F.fold(flat, list(shape[2:]), self.kernel, self.dilation, self.padding, self.stride)
         places = self._places(shape)
         columns = columns.reshape(*shape[:2], math.prod(self.kernel), *places)
         padded = [s + 2 * p for s, p in zip(shape[2:], self.padding, strict=True)]
@@ -117,8 +120,10 @@ class ConvRule:
 
     def transpose(self, delta: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
         if weight.shape[1] <= _FEW_CHANNELS and not delta.is_cuda:
-            matrix = weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
-            return self.from_columns(matrix.transpose(1, 2) @ self.rows(delta), shape)
+            matrices = weight.reshape(self.groups, weight.shape[0] // self.groups, -1).transpose(1, 2)
+            if self.groups == 1:
+                return self.from_columns(matrices[0] @ delta.flatten(2), shape)
+            return self.from_columns(matrices @ self.rows(delta), shape)
         args = (self.stride, self.padding, self.dilation, self.groups)
         return _INPUT[self.rank](shape, weight, delta, *args)
 

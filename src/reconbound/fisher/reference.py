@@ -6,18 +6,18 @@ Nothing here uses the identity behind the fast way: the clip is a function like 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, jacrev, jvp, vmap
 from torch.utils._pytree import tree_map
 
 from reconbound.fisher.clipping import Clip, check_clip
-from reconbound.fisher.gradients import trainable
+from reconbound.fisher.gradients import load_forward_mode, trainable
 from reconbound.fisher.private import Inputs, Private, Problem, as_private, batch_rows, feature_mask, private_part
 
 
@@ -118,6 +118,7 @@ def coordinate_information(
 
     Guarantee: unbiased, and exact when coordinates ≥ d.
     """
+    load_forward_mode()
     problem = Problem(model, loss_fn, Private())
     z = private_part(problem, inputs, targets)
     d = z[0].numel()
@@ -162,7 +163,8 @@ def _dense(g: Tensor, jacobian: Tensor, noise: float, sums: dict[str, Tensor]) -
 
 def _factor(n: Tensor, max_grad_norm: float, clip: Clip) -> Tensor:
     if check_clip(clip) == "smooth":
-        return 1 / (F.gelu(n / max_grad_norm - 1) + 1)
+        x = n / max_grad_norm - 1
+        return 1 / (x * (1 + torch.erf(x / math.sqrt(2))) / 2 + 1)
     return (max_grad_norm / n).clamp(max=1)
 
 
