@@ -206,13 +206,27 @@ CASES = [
     Case("mlp without bias", plain((5,), nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3, bias=False))),
     Case("wide linear on tokens", plain((9, 2), nn.Linear(2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3))),
     Case("linear, two middle dims", plain((2, 2, 3), nn.Linear(3, 4), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3))),
-    Case("conv1d", plain((2, 9), nn.Conv1d(2, 3, 3, stride=2, dilation=2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))),
-    Case("conv1d same", plain((2, 6), nn.Conv1d(2, 4, 4, padding="same", groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3))),
+    Case(
+        "conv1d",
+        plain((2, 9), nn.Conv1d(2, 3, 3, stride=2, dilation=2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)),
+    ),
+    Case(
+        "conv1d same",
+        plain((2, 6), nn.Conv1d(2, 4, 4, padding="same", groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3)),
+    ),
     Case("conv1d valid", plain((6, 5), nn.Conv1d(6, 4, 2, padding="valid"), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3))),
-    Case("conv2d", plain((1, 5, 6), nn.Conv2d(1, 2, 3, stride=2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3))),
+    Case(
+        "conv2d", plain((1, 5, 6), nn.Conv2d(1, 2, 3, stride=2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3))
+    ),
     Case(
         "conv2d odd",
-        plain((4, 6, 5), nn.Conv2d(4, 2, (3, 2), (2, 1), (1, 2), (1, 2), groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(42, 3)),
+        plain(
+            (4, 6, 5),
+            nn.Conv2d(4, 2, (3, 2), (2, 1), (1, 2), (1, 2), groups=2),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(42, 3),
+        ),
     ),
     Case(
         "conv2d many channels",
@@ -220,37 +234,88 @@ CASES = [
     ),
     Case(
         "conv2d circular",
-        plain((2, 4, 4), nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular", stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)),
+        plain(
+            (2, 4, 4),
+            nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular", stride=2),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(8, 3),
+        ),
     ),
     Case(
         "conv2d reflect",
-        plain((1, 4, 4), nn.Conv2d(1, 2, 3, padding=(1, 2), padding_mode="reflect"), nn.Tanh(), nn.Flatten(), nn.Linear(48, 3)),
+        plain(
+            (1, 4, 4),
+            nn.Conv2d(1, 2, 3, padding=(1, 2), padding_mode="reflect"),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(48, 3),
+        ),
     ),
     Case(
         "conv2d replicate, same",
-        plain((1, 3, 4), nn.Conv2d(1, 2, 2, padding="same", padding_mode="replicate"), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3)),
+        plain(
+            (1, 3, 4),
+            nn.Conv2d(1, 2, 2, padding="same", padding_mode="replicate"),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(24, 3),
+        ),
     ),
     Case(
         "conv2d depthwise, average pool",
-        plain((3, 5, 5), nn.Conv2d(3, 6, 2, groups=3), nn.Tanh(), nn.AvgPool2d(2, 1), nn.Conv2d(6, 2, 1), nn.Flatten(), nn.Linear(18, 3)),
+        plain(
+            (3, 5, 5),
+            nn.Conv2d(3, 6, 2, groups=3),
+            nn.Tanh(),
+            nn.AvgPool2d(2, 1),
+            nn.Conv2d(6, 2, 1),
+            nn.Flatten(),
+            nn.Linear(18, 3),
+        ),
     ),
     Case(
         "conv3d",
-        plain((2, 3, 4, 3), nn.Conv3d(2, 2, (2, 3, 1), (1, 2, 1), (0, 1, 1), groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(40, 3)),
+        plain(
+            (2, 3, 4, 3),
+            nn.Conv3d(2, 2, (2, 3, 1), (1, 2, 1), (0, 1, 1), groups=2),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(40, 3),
+        ),
     ),
     Case(
         "conv3d dilated",
-        plain((1, 3, 3, 5), nn.Conv3d(1, 2, 2, dilation=(1, 2, 3), padding=(1, 0, 0)), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)),
+        plain(
+            (1, 3, 3, 5),
+            nn.Conv3d(1, 2, 2, dilation=(1, 2, 3), padding=(1, 0, 0)),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(16, 3),
+        ),
     ),
-    Case("layer norm", plain((3, 4), nn.LayerNorm(4), nn.Linear(4, 3), nn.LayerNorm([3, 3]), nn.Tanh(), nn.Flatten(), nn.Linear(9, 3))),
+    Case(
+        "layer norm",
+        plain((3, 4), nn.LayerNorm(4), nn.Linear(4, 3), nn.LayerNorm([3, 3]), nn.Tanh(), nn.Flatten(), nn.Linear(9, 3)),
+    ),
     Case("layer norm, no bias", plain((4,), nn.Linear(4, 4), nn.LayerNorm(4, bias=False), nn.Tanh(), nn.Linear(4, 3))),
     Case(
         "group norm",
-        plain((2, 4, 4), nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3), nn.GroupNorm(1, 3)),
+        plain(
+            (2, 4, 4),
+            nn.Conv2d(2, 4, 3),
+            nn.GroupNorm(2, 4),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(16, 3),
+            nn.GroupNorm(1, 3),
+        ),
     ),
     Case(
         "instance norm, no parameters",
-        plain((2, 3, 3), nn.Conv2d(2, 2, 2), nn.GroupNorm(2, 2, affine=False), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)),
+        plain(
+            (2, 3, 3), nn.Conv2d(2, 2, 2), nn.GroupNorm(2, 2, affine=False), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
+        ),
     ),
     Case(
         "residual, convolutional",
@@ -262,15 +327,26 @@ CASES = [
             head=lambda: nn.Linear(32, 3),
         ),
     ),
-    Case("recurrent", wrap((4, 2), recurrent, inward=lambda: nn.Linear(2, 3), loop=lambda: nn.Linear(3, 3, bias=False), **LINEAR3)),
+    Case(
+        "recurrent",
+        wrap((4, 2), recurrent, inward=lambda: nn.Linear(2, 3), loop=lambda: nn.Linear(3, 3, bias=False), **LINEAR3),
+    ),
     Case("transformer block", wrap((3, 4), attention, **TRANSFORMER)),
     Case(
         "multihead attention",
-        wrap((3, 4), multihead, attention=lambda: nn.MultiheadAttention(4, 2, batch_first=True), head=lambda: nn.Linear(4, 3)),
+        wrap(
+            (3, 4),
+            multihead,
+            attention=lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+            head=lambda: nn.Linear(4, 3),
+        ),
         layers=False,
     ),
     Case("shared weight", tied_layers),
-    Case("module called twice", wrap((3,), lambda m, x: m.head(torch.tanh(m.a(torch.tanh(m.a(x))))), a=lambda: nn.Linear(3, 3), **LINEAR3)),
+    Case(
+        "module called twice",
+        wrap((3,), lambda m, x: m.head(torch.tanh(m.a(torch.tanh(m.a(x))))), a=lambda: nn.Linear(3, 3), **LINEAR3),
+    ),
     Case(
         "convolution called twice",
         wrap(
@@ -281,33 +357,84 @@ CASES = [
         ),
     ),
     Case("tied embedding", tied_embedding),
-    Case("frozen first layer", frozen("0.weight", "0.bias", make=plain((2, 4, 4), nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)))),
+    Case(
+        "frozen first layer",
+        frozen(
+            "0.weight", "0.bias", make=plain((2, 4, 4), nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
+        ),
+    ),
     Case("frozen last weight", frozen("2.weight", make=plain((4,), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)))),
-    Case("frozen convolution bias", frozen("0.bias", make=plain((1, 3, 3), nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)))),
+    Case(
+        "frozen convolution bias",
+        frozen("0.bias", make=plain((1, 3, 3), nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))),
+    ),
     Case(
         "raw parameter",
-        wrap((4,), lambda m, x: m.head(torch.tanh(x @ m.matrix) * m.gain), matrix=lambda: nn.Parameter(torch.ones(4, 3)), gain=lambda: nn.Parameter(torch.ones(3)), **LINEAR3),
+        wrap(
+            (4,),
+            lambda m, x: m.head(torch.tanh(x @ m.matrix) * m.gain),
+            matrix=lambda: nn.Parameter(torch.ones(4, 3)),
+            gain=lambda: nn.Parameter(torch.ones(3)),
+            **LINEAR3,
+        ),
         layers=False,
     ),
-    Case("raw parameter in F.linear", wrap((4,), lambda m, x: m.head(torch.tanh(F.linear(x, m.matrix))), matrix=lambda: nn.Parameter(torch.ones(3, 4)), **LINEAR3)),
-    Case("subclass, own forward", wrap((4,), lambda m, x: m.head(torch.tanh(m.a(x))), a=lambda: Doubled(4, 3), **LINEAR3)),
-    Case("subclass, squared weight", wrap((4,), lambda m, x: m.head(torch.tanh(m.a(x))), a=lambda: Squared(4, 3), **LINEAR3), layers=False),
+    Case(
+        "raw parameter in F.linear",
+        wrap(
+            (4,),
+            lambda m, x: m.head(torch.tanh(F.linear(x, m.matrix))),
+            matrix=lambda: nn.Parameter(torch.ones(3, 4)),
+            **LINEAR3,
+        ),
+    ),
+    Case(
+        "subclass, own forward", wrap((4,), lambda m, x: m.head(torch.tanh(m.a(x))), a=lambda: Doubled(4, 3), **LINEAR3)
+    ),
+    Case(
+        "subclass, squared weight",
+        wrap((4,), lambda m, x: m.head(torch.tanh(m.a(x))), a=lambda: Squared(4, 3), **LINEAR3),
+        layers=False,
+    ),
     Case("parametrized weight", normed_weight, layers=False, forward_mode=False),
     Case("forward hook", hooked),
     Case("weight used by hand", wrap((3,), functional_weight, first=lambda: nn.Linear(3, 3), **LINEAR3), layers=False),
     Case("in place", plain((2, 3, 3), nn.Conv2d(2, 3, 2), nn.SiLU(inplace=True), nn.Flatten(), nn.Linear(12, 3))),
-    Case("sequence first, as long as the batch", wrap((RECORDS, 2), sequence_first, first=lambda: nn.Linear(2, 3), **LINEAR3), layers=False),
+    Case(
+        "sequence first, as long as the batch",
+        wrap((RECORDS, 2), sequence_first, first=lambda: nn.Linear(2, 3), **LINEAR3),
+        layers=False,
+    ),
     Case(
         "records folded into positions",
-        wrap((3, 2), lambda m, x: m.head(torch.tanh(m.a(x.reshape(-1, 2))).reshape(-1, 9)), a=lambda: nn.Linear(2, 3), head=lambda: nn.Linear(9, 3)),
+        wrap(
+            (3, 2),
+            lambda m, x: m.head(torch.tanh(m.a(x.reshape(-1, 2))).reshape(-1, 9)),
+            a=lambda: nn.Linear(2, 3),
+            head=lambda: nn.Linear(9, 3),
+        ),
         layers=False,
     ),
     Case(
         "positions embedded",
-        wrap((3, 2), lambda m, x: m.head((x + m.places(torch.arange(3))).tanh().flatten(1)), places=lambda: nn.Embedding(3, 2), head=lambda: nn.Linear(6, 3)),
+        wrap(
+            (3, 2),
+            lambda m, x: m.head((x + m.places(torch.arange(3))).tanh().flatten(1)),
+            places=lambda: nn.Embedding(3, 2),
+            head=lambda: nn.Linear(6, 3),
+        ),
         layers=False,
     ),
-    Case("unused layer", wrap((4,), lambda m, x: m.head(torch.tanh(m.a(x))), a=lambda: nn.Linear(4, 3), idle=lambda: nn.Linear(2, 2), **LINEAR3)),
+    Case(
+        "unused layer",
+        wrap(
+            (4,),
+            lambda m, x: m.head(torch.tanh(m.a(x))),
+            a=lambda: nn.Linear(4, 3),
+            idle=lambda: nn.Linear(2, 2),
+            **LINEAR3,
+        ),
+    ),
     Case(
         "two inputs, one public",
         wrap(
@@ -358,7 +485,17 @@ CASES = [
         private=Private("module", "embed"),
     ),
     Case("label private", soft_targets, private="target"),
-    Case("some features, mask", plain((5,), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), private=torch.tensor([True, False, True, True, False])),
-    Case("some features, indices", plain((1, 3, 3), nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)), private=torch.tensor([0, 4])),
-    Case("regression", lambda: (*plain((4,), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))()[:2], normal(2)), loss=squared),
+    Case(
+        "some features, mask",
+        plain((5,), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)),
+        private=torch.tensor([True, False, True, True, False]),
+    ),
+    Case(
+        "some features, indices",
+        plain((1, 3, 3), nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)),
+        private=torch.tensor([0, 4]),
+    ),
+    Case(
+        "regression", lambda: (*plain((4,), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))()[:2], normal(2)), loss=squared
+    ),
 ]

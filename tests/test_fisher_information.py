@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, RECORDS, Case, cross_entropy, normal
-from torch import Tensor, nn
+from torch import Tensor
 
-from reconbound.fisher import DenseInformation, Private, coordinate_information, dense_information, draw_probes, step_information
+from cases import CASES, RECORDS, Case
+from reconbound.fisher import (
+    DenseInformation,
+    Private,
+    dense_information,
+    draw_probes,
+    step_information,
+)
 from reconbound.fisher.gradients import trainable
 from reconbound.fisher.private import Problem
 
@@ -28,7 +34,9 @@ def generator(seed: int = 3) -> torch.Generator:
 def clip_norm(case: Case, level: str) -> float:
     model, inputs, targets = case.make()
     kw: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "private": case.private}
-    return LEVELS[level] * step_information(model, case.loss, inputs, targets, method="generic", **kw).norm.median().item()
+    return (
+        LEVELS[level] * step_information(model, case.loss, inputs, targets, method="generic", **kw).norm.median().item()
+    )
 
 
 @cache

@@ -1,7 +1,7 @@
 """Smooth and hard clipping: the factor, its slope, and what the clip makes of a change along the gradient.
 
-A clip maps a gradient g of norm n to c(n) g. Its derivative is c I + c'(n) n ĝĝᵀ: a change across the gradient is scaled
-by c, a change along it by c + c'n. These two numbers are all that the information of a clipped gradient needs.
+A clip maps a gradient g of norm n to c(n) g. Its derivative is c I + c'(n) n ĝĝᵀ: a change across the gradient is
+scaled by c, a change along it by c + c'n. These two numbers are all that the information of a clipped gradient needs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def sensitivity(clip: Clip) -> float:
 
     sup_n c(n) n / C  ≤  1 (hard),  1.1153 (smooth: the supremum is 1.11522)
 
-    Guarantee: adding or removing one record moves the sum of clipped gradients by at most this times C, for every model,
-    loss and record.
+    Guarantee: adding or removing one record moves the sum of clipped gradients by at most this times C, for every
+    model, loss and record.
 
     >>> sensitivity("hard"), sensitivity("smooth")
     (1.0, 1.1153)
@@ -57,7 +57,8 @@ def clipping(norms: Tensor, max_grad_norm: float, clip: Clip = "smooth") -> Clip
         max_grad_norm: the clip norm C > 0.
         clip: "smooth" (the GELU clip of the paper) or "hard" (that of Opacus).
 
-    Guarantee: factor · norm ≤ sensitivity(clip) · C. The hard clip has a kink at n = C, where the values for n < C are returned.
+    Guarantee: factor · norm ≤ sensitivity(clip) · C. The hard clip has a kink at n = C, where the values for n < C are
+    returned.
 
     >>> c = clipping(torch.tensor([0.0, 2.0, 1e30]), 1.0, "hard")
     >>> c.factor[:2].tolist(), c.radial.tolist()
@@ -79,8 +80,8 @@ def _smooth(norms: Tensor, max_grad_norm: float) -> Clipping:
     factor = 1 / (F.gelu(x) + 1)
     near = x.clamp(max=_FAR)
     density = torch.exp(-near.square() / 2) / math.sqrt(2 * math.pi)
-    below = torch.special.ndtr(near)
-    radial = factor.square() * (torch.special.ndtr(-near) - near * (near + 1) * density)
+    above, below = torch.erfc(near / math.sqrt(2)) / 2, torch.erfc(-near / math.sqrt(2)) / 2
+    radial = factor.square() * (above - near * (near + 1) * density)
     slope = -factor.square() * (below + near * density) / max_grad_norm
     return Clipping(factor, slope, radial)
 

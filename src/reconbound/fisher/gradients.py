@@ -5,9 +5,10 @@ For each record of a batch, g = ∇_w ℓ(z; w) and J = ∂g/∂z. Two ways to t
     LayerPass    a rule per layer, from the recorded inputs a and output gradients δ of every layer
     GenericPass  torch.func, for any module that it can differentiate
 
-In the layer way, ⟨g, v⟩ = Σ ⟨δ, layer(a; v)⟩ over the layers' uses, so that its derivatives in δ and in a are layer(a; v) and
-layerᵀ(δ; v): these seed one backward pass through the graph of (a, δ), and Jᵀv is what arrives at z. No graph is built for
-the products, no record × parameter array is formed unless it is the smaller one, and every v shares the graph.
+In the layer way, ⟨g, v⟩ = Σ ⟨δ, layer(a; v)⟩ over the layers' uses, so that its derivatives in δ and in a are
+layer(a; v) and layerᵀ(δ; v): these seed one backward pass through the graph of (a, δ), and Jᵀv is what arrives at z. No
+graph is built for the products, no record × parameter array is formed unless it is the smaller one, and every v shares
+the graph.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Pass(Protocol):
 
 @cache
 def load_forward_mode() -> None:
-    """PyTorch loads its forward-mode rules at first use and warns there of its own use of torch.jit: not our users' affair."""
+    """PyTorch loads its forward-mode rules at first use and warns of its own use of torch.jit there: not our affair."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
@@ -141,7 +142,7 @@ class LayerPass:
         return sums
 
     def _record_direction(self, pairs: list[list[Pair]], *, keep: bool = False) -> tuple[list[Any], list[Any]]:
-        """Seeds in δ and in a for a direction of each record's own: the sum over pairs (a, δ) of the gradients they make."""
+        """Seeds in δ and in a for a direction of each record's own: the sum of the gradients that pairs (a, δ) make."""
         along_output: list[Tensor | None] = [None] * len(self.sites)
         along_input: list[Tensor | None] = [None] * len(self.sites)
         for name, uses in self.weight_uses.items():
@@ -161,7 +162,9 @@ class LayerPass:
                 along_output[i] = e if before is None else before.add_(e)
         return along_output, along_input
 
-    def _single(self, i: int, pairs: list[list[Pair]], along_output: list[Any], along_input: list[Any]) -> Tensor | None:
+    def _single(
+        self, i: int, pairs: list[list[Pair]], along_output: list[Any], along_input: list[Any]
+    ) -> Tensor | None:
         """Seeds of a weight that is used once; the gradients, if forming them was the cheaper way."""
         rule, a, delta = self.sites[i].rule, self.inputs[i], self.deltas[i]
         columns, rows = rule.columns(a), rule.rows(delta)
@@ -253,7 +256,7 @@ def _recorded(problem: Problem, params: Params, z: Tensor, inputs: Inputs, targe
 
 
 def _check_small_batch(problem: Problem, params: Params, z: Tensor, inputs: Inputs, targets: Any) -> None:
-    """A batch of another size must show in the first dimension of every layer's input, or that dimension is no batch."""
+    """A batch of another size must show in the first dimension of every layer's input, or it does not count records."""
     records = 1 if z.shape[0] > 1 else 2
     z, inputs, targets = batch_rows((z, inputs, targets), slice(0, 1))
     if records == 2:
@@ -310,17 +313,19 @@ class GenericPass:
         return torch.stack(dots).sum(0), self._each(pull, self.z)
 
     def moved(self, v: Tensor) -> Tensor:
-        return torch.stack([m.flatten(1).square().sum(1) for m in self._each(self._push, self.z, v).values()]).sum(0)
+        moved: dict[str, Tensor] = self._each(self._push, self.z, v)
+        return torch.stack([m.flatten(1).square().sum(1) for m in moved.values()]).sum(0)
 
     def normal(self, v: Tensor) -> Tensor:
-        return self._each(self._pull, self.z, self._each(self._push, self.z, v))
+        pulled: Tensor = self._each(self._pull, self.z, self._each(self._push, self.z, v))
+        return pulled
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         return {name: torch.tensordot(weights, g, 1) for name, g in self.gradients.items()}
 
     def _loss(self, params: Params, z: Tensor, public: Any) -> Tensor:
         one = tree_map(lambda t: t.unsqueeze(0) if isinstance(t, Tensor) else t, public)
-        return self.problem.losses(z.unsqueeze(0), *one, params=params)[0]
+        return self.problem.losses(z.unsqueeze(0), one[0], one[1], params)[0]
 
     def _gradient(self, z: Tensor, public: Any) -> Any:
         gradient_and_loss = grad(lambda w: (lambda loss: (loss, loss))(self._loss(w, z, public)), has_aux=True)
@@ -356,7 +361,9 @@ class _ForwardModeGuard(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.embedding and (kwargs.get("padding_idx") is not None or (len(args) > 2 and args[2] is not None)):
-            raise ValueError('an embedding with padding_idx has no forward-mode derivative that agrees: use route="reverse"')
+            raise ValueError(
+                'an embedding with padding_idx has no forward-mode derivative that agrees: use route="reverse"'
+            )
         return func(*args, **kwargs)
 
 

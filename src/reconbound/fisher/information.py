@@ -1,11 +1,12 @@
 """What one clipped, noisy gradient tells about each record of a batch: a few scalars, not Jacobians.
 
-With n = ‖g‖, ĝ = g/n, h = Jᵀĝ and P = I − ĝĝᵀ, the clipped gradient c(n) g has the Jacobian J̃ = [c P + (c + c'n) ĝĝᵀ] J, so
+With n = ‖g‖, ĝ = g/n, h = Jᵀĝ and P = I − ĝĝᵀ, the clipped gradient c(n) g has the Jacobian
+J̃ = [c P + (c + c'n) ĝĝᵀ] J, so
 
     J̃ᵀJ̃ = c² JᵀPJ + (c + c'n)² hhᵀ
 
-The second term (along the gradient) is computed exactly; the first (across it) is estimated with Gaussian probes u shared
-by the batch: r = Jᵀu − ⟨ĝ, u⟩ h = JᵀPu has E[rrᵀ] = JᵀPJ.
+The second term (along the gradient) is computed exactly; the first (across it) is estimated with Gaussian probes u
+shared by the batch: r = Jᵀu − ⟨ĝ, u⟩ h = JᵀPu has E[rrᵀ] = JᵀPJ.
 """
 
 from __future__ import annotations
@@ -145,8 +146,9 @@ def step_information(
         diagonal: also the diagonal over features.
         spectral: also the spectral norm, by so many power iterations (True: 30).
         error: where the standard error of `across` comes from. "spread": that of the probes' values (two or more).
-            "product": √2 ‖P J r‖, whose square is unbiased for the variance 2 ‖PJJᵀP‖²_F; one more product with J, meant
-            for one probe. "bound": √2 · across, the most it can be, at no cost. "auto": spread, or product for one probe.
+            "product": √2 ‖P J r‖, whose square is unbiased for the variance 2 ‖PJJᵀP‖²_F; one more product with J,
+            meant for one probe. "bound": √2 · across, the most it can be, at no cost. "auto": spread, or product for
+            one probe.
         generator: for the probes. They are drawn once and shared by the batch.
         micro_batch: records at a time; the results do not depend on it, memory does.
         mask: (B,) of 0 and 1 (or bool): records with 0 are padding, add nothing to the sum and have zero information.
@@ -159,9 +161,9 @@ def step_information(
     for a record that takes part in the step. A record with zero gradient has along = 0 and all its information across.
 
     >>> linear = nn.Linear(1, 1, bias=False)
-    >>> _ = nn.init.constant_(linear.weight, 1.0)      # loss (x)²/2: g = x², J = 2x, all of it along the gradient
-    >>> square = lambda out, target: out[:, 0] ** 2 / 2
-    >>> info = step_information(linear, square, torch.tensor([[0.5]]), torch.zeros(1), max_grad_norm=1.0, noise_multiplier=2.0, clip="hard")
+    >>> _ = nn.init.ones_(linear.weight)      # loss (wx)²/2 at w = 1: g = x², J = 2x, all of it along the gradient
+    >>> square, x = lambda out, target: out[:, 0] ** 2 / 2, torch.tensor([[0.5]])
+    >>> info = step_information(linear, square, x, x, max_grad_norm=1.0, noise_multiplier=2.0, clip="hard")
     >>> info.norm.item(), info.along.item(), round(info.across.item(), 6)
     (0.25, 0.25, 0.0)
     """
@@ -189,15 +191,17 @@ def step_information(
         start,
     )
     present = None if mask is None else _present(mask, z)
-    parts = []
+    parts: list[_Part] = []
     for rows in _slices(records, micro_batch or records):
-        work = _open(problem, *batch_rows((z, inputs, targets), rows), method, route, check=not parts)
+        work = _open(problem, batch_rows((z, inputs, targets), rows), method, route, check=not parts)
         parts.append(_measure(work, plan, None if present is None else present[rows]))
     size = z[0].numel() if features is None else _count(problem.private, features)
     return _joined(parts, size, len(directions))
 
 
-def draw_probes(params: Mapping[str, Tensor], probes: int, generator: torch.Generator | None = None) -> list[dict[str, Tensor]]:
+def draw_probes(
+    params: Mapping[str, Tensor], probes: int, generator: torch.Generator | None = None
+) -> list[dict[str, Tensor]]:
     """Independent standard normal directions in parameter space, u ~ N(0, I)."""
     return [
         {name: torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype) for name, p in params.items()}
@@ -205,14 +209,14 @@ def draw_probes(params: Mapping[str, Tensor], probes: int, generator: torch.Gene
     ]
 
 
-def _open(problem: Problem, z: Tensor, inputs: Inputs, targets: Any, method: Method, route: Route, check: bool) -> Pass:
+def _open(problem: Problem, batch: tuple[Tensor, Inputs, Any], method: Method, route: Route, check: bool) -> Pass:
     if method != "generic":
         try:
-            return LayerPass(problem, z, inputs, targets, check=check)
+            return LayerPass(problem, *batch, check=check)
         except NotCovered as reason:
             if method == "layers":
                 raise ValueError(f'no layer rule covers this model: {reason}; use method="generic"') from reason
-    return GenericPass(problem, z, inputs, targets, route=route)
+    return GenericPass(problem, *batch, route=route)
 
 
 def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> _Part:
@@ -250,7 +254,8 @@ def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> _Part:
 
 def _probed(work: Pass, plan: _Plan, h: Tensor, inverse: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """r = Jᵀu − ⟨ĝ, u⟩h of each probe and ‖r‖², (B,). All residuals are kept only when the diagonal needs them."""
-    residuals, values = [], []
+    residuals: list[Tensor] = []
+    values: list[Tensor] = []
     for u in plan.directions:
         dot, pulled = work.probe(u)
         if plan.features is not None:
@@ -268,9 +273,9 @@ def _across_error(
         return across * math.sqrt(2 / len(values))
     if plan.error == "spread":
         return c.square() * torch.stack(values).std(0) / math.sqrt(len(values))
-    r = residuals[-1]
+    r = residuals[-1] * _like(c, h)  # scaled first, so that nothing overflows
     squared = work.moved(r) - (r * h).flatten(1).sum(1).square()  # ‖PJr‖² = ‖Jr‖² − ⟨ĝ, Jr⟩²
-    return c.square() * (2 * squared.clamp(min=0) / len(values)).sqrt()
+    return c * (2 * squared.clamp(min=0) / len(values)).sqrt()
 
 
 def _power(work: Pass, plan: _Plan, h: Tensor, c: Tensor, radial: Tensor) -> tuple[Tensor, Tensor]:
@@ -338,7 +343,13 @@ def _like(per_record: Tensor, v: Tensor) -> Tensor:
 
 
 def _check(
-    max_grad_norm: float, noise_multiplier: float, probes: int, micro_batch: int | None, method: str, route: str, error: str
+    max_grad_norm: float,
+    noise_multiplier: float,
+    probes: int,
+    micro_batch: int | None,
+    method: str,
+    route: str,
+    error: str,
 ) -> None:
     for name, value in (("max_grad_norm", max_grad_norm), ("noise_multiplier", noise_multiplier)):
         if not 0 < value < math.inf:

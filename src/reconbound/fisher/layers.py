@@ -5,15 +5,16 @@ Every known layer computes, for a record, o = W·a + b with some linear layout. 
     A (B, g, K, L)  the columns that meet the weight     D (B, g, O, L)  the gradient of the loss in the output
     G = D Aᵀ        the record's weight gradient          (B, g, O, K)
 
-L counts the places at which a weight is used within a record (pixels, tokens). A Linear has g = 1; a Conv has patches for
-columns; LayerNorm and GroupNorm have one group per weight with K = O = 1 (A is the normalised input); an Embedding has
-one-hot columns, kept as indices. For any two records' worth of factors the products below cost either O·K (G is formed)
-or L² (it is not: the "ghost" way), whichever is less.
+L counts the places at which a weight is used within a record (pixels, tokens). A Linear has g = 1; a Conv has patches
+for columns; LayerNorm and GroupNorm have one group per weight with K = O = 1 (A is the normalised input); an Embedding
+has one-hot columns, kept as indices. Products with G cost either O·K per place (G is formed) or L per place (it is not:
+the "ghost" way), whichever is less.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import grad as convolution_gradients
 
-_FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_INPUT = {
+_FORWARD: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_INPUT: dict[int, Callable[..., Tensor]] = {
     1: convolution_gradients.conv1d_input,
     2: convolution_gradients.conv2d_input,
     3: convolution_gradients.conv3d_input,
 }
-_WEIGHT = {
+_WEIGHT: dict[int, Callable[..., Tensor]] = {
     1: convolution_gradients.conv1d_weight,
     2: convolution_gradients.conv2d_weight,
     3: convolution_gradients.conv3d_weight,
@@ -68,7 +69,7 @@ class LinearRule:
 
 @dataclass(frozen=True)
 class ConvRule:
-    """nn.Conv1d, 2d, 3d with stride, zero padding, dilation and groups (other paddings are done to the input before)."""
+    """nn.Conv1d, 2d, 3d with stride, zero padding, dilation and groups (other paddings are applied to the input)."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -97,7 +98,7 @@ class ConvRule:
         """The transpose of columns: add every patch back where it came from, one kernel offset at a time."""
         if self.rank == 2 and shape[1] > _FEW_CHANNELS and not columns.is_cuda:
             flat = columns.reshape(shape[0], -1, columns.shape[-1])
-            return F.fold(flat, list(shape[2:]), self.kernel, self.dilation, self.padding, self.stride)
+            return F.fold(flat, tuple(shape[2:]), self.kernel, self.dilation, self.padding, self.stride)
         places = self._places(shape)
         columns = columns.reshape(*shape[:2], math.prod(self.kernel), *places)
         padded = [s + 2 * p for s, p in zip(shape[2:], self.padding, strict=True)]
@@ -296,7 +297,7 @@ class _Convolve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (weight,) = ctx.saved_tensors
-        return _ConvolveTransposed.apply(grads[0], weight, ctx.rule, ctx.shape), None, None
+        return _transposed(grads[0], weight, ctx.rule, ctx.shape), None, None
 
 
 class _ConvolveTransposed(torch.autograd.Function):
@@ -309,9 +310,14 @@ class _ConvolveTransposed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (weight,) = ctx.saved_tensors
-        return _Convolve.apply(grads[0], weight, ctx.rule), None, None, None
+        return _convolved(grads[0], weight, ctx.rule), None, None, None
+
+
+_convolved: Callable[..., Any] = _Convolve.apply
+_transposed: Callable[..., Any] = _ConvolveTransposed.apply
 
 
 def convolve(a: Tensor, weight: Tensor, rule: ConvRule) -> Tensor:
     """A convolution with a constant weight, cheap to differentiate twice in its input."""
-    return _Convolve.apply(a, weight, rule)  # type: ignore[no-any-return]
+    output: Tensor = _convolved(a, weight, rule)
+    return output

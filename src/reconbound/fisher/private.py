@@ -110,7 +110,9 @@ def batch_rows(tree: Any, rows: slice) -> Any:
 def check_rows(name: str, tree: Any, records: int) -> None:
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] != records):
-            raise ValueError(f"every tensor in {name} must have {records} rows, one per record, got {tuple(leaf.shape)}")
+            raise ValueError(
+                f"every tensor in {name} must have {records} rows, one per record, got {tuple(leaf.shape)}"
+            )
 
 
 def _call(model: nn.Module, inputs: Inputs, params: Mapping[str, Tensor] | None) -> Any:
@@ -164,7 +166,9 @@ def _replaced(model: nn.Module, private: Private, z: Tensor) -> Iterator[None]:
     finally:
         handle.remove()
     if calls != 1:
-        raise ValueError(f"the private module {private.name!r} must be called once in a forward pass, got {calls} calls")
+        raise ValueError(
+            f"the private module {private.name!r} must be called once in a forward pass, got {calls} calls"
+        )
 
 
 def _module_output(model: nn.Module, private: Private, inputs: Inputs) -> Tensor:
@@ -176,12 +180,14 @@ def _module_output(model: nn.Module, private: Private, inputs: Inputs) -> Tensor
     finally:
         handle.remove()
     if len(outputs) != 1:
-        raise ValueError(f"the private module {private.name!r} must be called once in a forward pass, got {len(outputs)} calls")
+        raise ValueError(
+            f"the private module {private.name!r} must be called once in a forward pass, got {len(outputs)} calls"
+        )
     return outputs[0]
 
 
 def _module(model: nn.Module, private: Private) -> nn.Module:
-    modules = dict(model.named_modules())
+    modules: dict[str, nn.Module] = dict(model.named_modules())
     if private.name not in modules:
         raise ValueError(f"the model has no module named {private.name!r}; it has {sorted(m for m in modules if m)}")
     return modules[str(private.name)]

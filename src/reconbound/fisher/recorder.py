@@ -1,8 +1,9 @@
 """Records how a model uses its parameters: which known layer function meets which parameter, on what input.
 
-The rules are tied to the functions (F.linear, F.conv2d, ...), not to modules: a layer called twice, a weight shared by two
-layers, a subclass with its own forward or a weight used by hand are all seen for what they are. Each recorded use computes
-with the parameter DETACHED, so that whatever still ties the loss to a trainable parameter is a use that no rule covers.
+The rules are tied to the functions (F.linear, F.conv2d, ...), not to modules: a layer called twice, a weight shared by
+two layers, a subclass with its own forward or a weight used by hand are all seen for what they are. Each recorded use
+computes with the parameter DETACHED, so that whatever still ties the loss to a trainable parameter is a use that no
+rule covers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class NotCovered(Exception):
 
 @dataclass
 class Site:
-    """One use of a layer: o = weight·a + bias. The names are those of trainable parameters, None for what is not one."""
+    """One use of a layer: o = weight·a + bias. The names are those of trainable parameters, None for anything else."""
 
     rule: Rule
     a: Tensor
@@ -194,7 +195,9 @@ def check_leading(sites: list[Site], records: int) -> None:
     for site in sites:
         if site.a.dim() < 1 or site.a.shape[0] != records:
             shape = tuple(site.a.shape)
-            raise NotCovered(f"the input of {site.weight or site.bias}, {shape}, has no leading dimension of {records} records")
+            raise NotCovered(
+                f"the input of {site.weight or site.bias}, {shape}, has no leading dimension of {records} records"
+            )
 
 
 def _each(value: Any, rank: int) -> tuple[int, ...]:

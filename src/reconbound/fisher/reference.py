@@ -1,6 +1,7 @@
 """Slow and plainly right: dense Jacobians of the clipped gradient, and the paper's estimator by coordinates.
 
-Nothing here uses the identity behind the fast way: the clip is a function like any other, and autograd differentiates it.
+Nothing here uses the identity behind the fast way: the clip is a function like any other, and autograd differentiates
+it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class DenseInformation:
 
     @property
     def spectral(self) -> Tensor:
-        return torch.linalg.eigvalsh(self.matrix)[:, -1]
+        values: Tensor = torch.linalg.eigvalsh(self.matrix)
+        return values[:, -1]
 
 
 def dense_information(
@@ -76,7 +78,7 @@ def dense_information(
         record = batch_rows((inputs, targets), slice(i, i + 1))
 
         def clipped_gradient(z: Tensor, record: Any = record) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            g = grad(lambda w: problem.losses(z.unsqueeze(0), *record, params=w)[0])(params)
+            g = grad(lambda w: problem.losses(z.unsqueeze(0), record[0], record[1], w)[0])(params)
             g = torch.cat([v.flatten() for v in g.values()])
             c = _clipped(g, max_grad_norm, clip)
             return c, (g, c)
@@ -104,17 +106,18 @@ def coordinate_information(
     noise_multiplier: float,
     clip: Clip = "smooth",
     coordinates: int = 50,
+    at_once: int = 1,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The paper's estimator of Tr J̃ᵀJ̃/(σC)²: random input coordinates, one Jacobian-vector product for each.
 
     Tr J̃ᵀJ̃ ≈ (d/k) Σ_{j in S} ‖J̃ e_j‖²,   S a set of k of the d coordinates, drawn without replacement
 
-    Private part: the whole input, a tensor. One set S serves the whole batch; records are vmapped. Float precision is the
-    model's own.
+    Private part: the whole input, a tensor. One set S serves the whole batch; records are vmapped. Float precision is
+    the model's own. at_once coordinates share one vmapped call: a choice of speed against memory, not of value.
 
-    Returns: the estimate, (B,), and its standard error, (B,), from the spread of the coordinates (with the finite-population
-    factor √(1 − k/d); zero when all are taken).
+    Returns: the estimate, (B,), and its standard error, (B,), from the spread of the coordinates (with the
+    finite-population factor √(1 − k/d); zero when all are taken).
 
     Guarantee: unbiased, and exact when coordinates ≥ d.
     """
@@ -136,11 +139,12 @@ def coordinate_information(
         return torch.stack([v.square().sum() for v in moved.values()]).sum()
 
     chosen = torch.randperm(d, generator=generator, device=z.device if generator is None else generator.device)[:k]
+    each = vmap(vmap(column, in_dims=(0, 0, None)), in_dims=(None, None, 0))
     columns = []
-    for j in chosen.to(z.device):
-        tangent = torch.zeros(d, device=z.device, dtype=z.dtype).index_fill_(0, j, 1).reshape(z.shape[1:])
-        columns.append(vmap(column, in_dims=(0, 0, None))(z, targets, tangent))
-    values = torch.stack(columns) * (d / (noise_multiplier * max_grad_norm) ** 2)
+    for some in chosen.to(z.device).split(at_once):
+        tangents = torch.zeros(len(some), d, device=z.device, dtype=z.dtype).scatter_(1, some[:, None], 1)
+        columns.append(each(z, targets, tangents.reshape(-1, *z.shape[1:])))
+    values = torch.cat(columns) * (d / (noise_multiplier * max_grad_norm) ** 2)
     spread = values.std(0) if k > 1 else values.mean(0)
     return values.mean(0), spread * ((1 - k / d) / k) ** 0.5
 
