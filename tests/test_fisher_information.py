@@ -13,6 +13,7 @@ from cases import CASES, RECORDS, Case
 from reconbound.fisher import (
     DenseInformation,
     Private,
+    clipped_gradient_sum,
     dense_information,
     draw_probes,
     step_information,
@@ -94,6 +95,7 @@ def test_fast_equals_dense(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_generic_equals_dense(case: Case) -> None:
+    compare(case, "smooth", "near", micro_batch=3)  # as long as some models have positions: the way is chosen once
     compare(case, "smooth", "near", method="generic")
     if case.forward_mode:
         compare(case, "hard", "near", method="generic", route="forward", micro_batch=7)
@@ -106,6 +108,21 @@ def test_rules_cover_what_they_should(case: Case) -> None:
     else:
         with pytest.raises(ValueError, match="no layer rule covers"):
             fast(case, "smooth", "near", method="layers")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_the_clipped_sum_alone(case: Case) -> None:
+    model, inputs, targets = case.make()
+    want = fast(case, "hard", "near")
+    for kw in ({"micro_batch": 3}, {"method": "generic"}):
+        got = clipped_gradient_sum(
+            model, case.loss, inputs, targets, max_grad_norm=clip_norm(case, "near"), clip="hard", **kw
+        )
+        assert torch.allclose(got.norm, want.norm, rtol=1e-10)
+        assert torch.allclose(got.factor, want.factor, rtol=1e-10)
+        for name, total in want.gradient_sum.items():
+            close(got.gradient_sum[name], total, torch.tensor(clip_norm(case, "near") * RECORDS))
+            assert not got.gradient_sum[name].requires_grad
 
 
 def test_the_table_is_wide_enough() -> None:

@@ -240,13 +240,6 @@ def record_gradients(columns: Tensor, rows: Tensor) -> Tensor:
     return rows @ columns.transpose(2, 3)
 
 
-def squared_norms(columns: Tensor, rows: Tensor) -> Tensor:
-    """‖G‖² for every record, (B,)."""
-    if forms_gradient(columns, rows, columns.shape[-1]):
-        return record_gradients(columns, rows).square().sum((1, 2, 3))
-    return (gram(columns, columns) * gram(rows, rows)).sum((1, 2, 3))
-
-
 def full_gradients(rule: Rule, a: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
     """The weight gradient of every record in the weight's own layout, (B, *weight.shape)."""
     if isinstance(rule, EmbeddingRule):

@@ -24,12 +24,12 @@ class Private:
 
     part: "input" (the default), "target" (label privacy: soft targets, with a loss that is differentiable in them) or
         "module" (the OUTPUT of the named module, such as a token embedding, is the private variable; what went into the
-        module is public).
+        module is public). ("nothing": for a step that measures no one.)
     name: for "input", the key or position among several inputs; for "module", its dotted name in the model.
     features: a boolean mask or integer indices over one record's flattened private part; all of it when None.
     """
 
-    part: Literal["input", "target", "module"] = "input"
+    part: Literal["input", "target", "module", "nothing"] = "input"
     name: str | int | None = None
     features: Tensor | None = None
 
@@ -129,7 +129,7 @@ def _call(model: nn.Module, inputs: Inputs, params: Mapping[str, Tensor] | None)
 def _place(private: Private, z: Tensor, inputs: Inputs, targets: Any) -> tuple[Inputs, Any]:
     if private.part == "target":
         return inputs, z
-    if private.part == "module":
+    if private.part in ("module", "nothing"):
         return inputs, targets
     if isinstance(inputs, Tensor):
         return z, targets

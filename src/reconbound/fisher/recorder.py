@@ -32,7 +32,7 @@ class Site:
     rule: Rule
     a: Tensor
     version: int
-    edge: GradientEdge
+    edge: GradientEdge | Tensor  # the output as it was, whatever is done to it in place afterwards
     weight: str | None
     bias: str | None
 
@@ -60,12 +60,14 @@ class Recorder(TorchFunctionMode):
         return param if param is None or self.name(param) is None else param.detach()
 
     def add(self, rule: Rule, a: Tensor, output: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        leaf = not output.requires_grad
-        if leaf:  # a public input: the gradient in the output is still wanted
-            output = output.detach().requires_grad_()
-        edge = get_gradient_edge(output)
+        edge: GradientEdge | Tensor
+        if output.requires_grad:
+            edge = get_gradient_edge(output)
+        else:  # a public input: the gradient in the output is still wanted, and what follows may change a copy in place
+            edge = output.detach().requires_grad_()
+            output = edge.clone()
         self.sites.append(Site(rule, a, a._version, edge, self.name(weight), self.name(bias)))
-        return output.clone() if leaf else output  # a leaf could not be changed in place by the layers that follow
+        return output
 
 
 def _linear(rec: Recorder, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
