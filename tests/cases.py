@@ -120,6 +120,11 @@ TRANSFORMER = {
 }
 
 
+def fused_attention(m: Any, x: Tensor) -> Tensor:
+    q, k, v = m.qkv(x).reshape(len(x), -1, 3, 2, 2).permute(2, 0, 3, 1, 4)
+    return m.head(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).mean(1))
+
+
 def multihead(m: Any, x: Tensor) -> Tensor:
     return m.head(m.attention(x, x, x)[0].mean(1))
 
@@ -338,6 +343,20 @@ CASES = [
             (3, 4),
             multihead,
             attention=lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+            head=lambda: nn.Linear(4, 3),
+        ),
+        layers=False,
+    ),
+    Case(
+        "scaled dot product attention",
+        wrap((3, 4), fused_attention, qkv=lambda: nn.Linear(4, 12), head=lambda: nn.Linear(4, 3)),
+    ),
+    Case(
+        "encoder layer",
+        wrap(
+            (2, 4),
+            lambda m, x: m.head(m.layer(x).mean(1)),
+            layer=lambda: nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True, activation="gelu"),
             head=lambda: nn.Linear(4, 3),
         ),
         layers=False,

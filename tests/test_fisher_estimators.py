@@ -283,6 +283,12 @@ def test_a_penalty_inside_the_loss_is_refused() -> None:
         step(model, x, y, lambda o, t: cross_entropy(o, t) + model[0].weight.square().sum())  # type: ignore[index]
 
 
+def test_a_fused_recurrent_layer_is_refused() -> None:
+    model = Wrap(lambda m, x: m.head(m.cell(x)[0][:, -1]), cell=nn.GRU(2, 3, batch_first=True), head=nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"cell \(GRU\)"):
+        step(model.double(), normal(4, 2), classes())
+
+
 def test_a_compiled_model_is_refused() -> None:
     model, x, y = small()
     model.compile(backend="eager")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 Inputs = Any  # a tensor, or a tuple or dictionary of tensors: model(x), model(*x) or model(**x)
@@ -45,7 +46,8 @@ class Problem:
     def losses(self, z: Tensor, inputs: Inputs, targets: Any, params: Mapping[str, Tensor] | None = None) -> Tensor:
         """The loss of each record, (B,), with z in the place of the private part."""
         inputs, targets = _place(self.private, z, inputs, targets)
-        with _replaced(self.model, self.private, z):
+        # of the attention kernels only the math one has second derivatives
+        with _replaced(self.model, self.private, z), sdpa_kernel(SDPBackend.MATH):
             losses = self.loss_fn(_call(self.model, inputs, params), targets)
         if losses.shape != (z.shape[0],):
             raise ValueError(
