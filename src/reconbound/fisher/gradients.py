@@ -354,12 +354,12 @@ class GenericPass:
         return {name: torch.tensordot(weights, g, 1) for name, g in self.gradients.items()}
 
     def _check_dependence(self) -> None:
-        """With every trainable parameter replaced, nothing may still lead to one; and torch.func must know every layer."""
+        """With every trainable parameter replaced, nothing may still lead to one; and no layer may be fused."""
         for name, module in self.problem.model.named_modules():
             if isinstance(module, torch.nn.RNNBase):
                 raise ValueError(
-                    f"torch.func cannot take {name or 'the model'} ({type(module).__name__}) record by record: write the "
-                    "recurrence with nn.Linear layers"
+                    f"torch.func cannot take {name or 'the model'} ({type(module).__name__}) record by record: "
+                    "write the recurrence with nn.Linear layers"
                 )
         z, inputs, targets = batch_rows((self.z, *self.public), slice(0, 1))
         with torch.enable_grad():
