@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
@@ -46,6 +47,8 @@ class Recorder(TorchFunctionMode):
         self.sites: list[Site] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad or func is Tensor.backward or _transformed():
+            raise NotCovered("the model differentiates or transforms something itself, which may involve parameters")
         known = _KNOWN.get(func) if torch.is_grad_enabled() else None
         if known is None:
             return func(*args, **(kwargs or {}))
@@ -200,6 +203,11 @@ def check_leading(sites: list[Site], records: int) -> None:
             raise NotCovered(
                 f"the input of {site.weight or site.bias}, {shape}, has no leading dimension of {records} records"
             )
+
+
+def _transformed() -> bool:
+    """Whether a torch.func transform or forward-mode differentiation is under way inside the model."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _each(value: Any, rank: int) -> tuple[int, ...]:
