@@ -1,0 +1,23 @@
+"""What one noisy gradient tells about each record: the Fisher information of a clipped, noisy step."""
+
+from reconbound.fisher.clipping import Clip, Clipping, clipping, sensitivity
+from reconbound.fisher.information import StepInformation, draw_probes, step_information
+from reconbound.fisher.private import Private
+from reconbound.fisher.reference import DenseInformation, coordinate_information, dense_information
+from reconbound.fisher.sums import ClippedSum, clipped_gradient_sum
+
+__all__ = [
+    "Clip",
+    "ClippedSum",
+    "Clipping",
+    "DenseInformation",
+    "Private",
+    "StepInformation",
+    "clipped_gradient_sum",
+    "clipping",
+    "coordinate_information",
+    "dense_information",
+    "draw_probes",
+    "sensitivity",
+    "step_information",
+]
