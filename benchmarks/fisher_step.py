@@ -288,7 +288,8 @@ def main() -> None:
     if "opacus" in table:
         o = table["opacus"]
         print(
-            f"accounted step: {o['time_ratio']:.2f} times the time and {o['memory_ratio']:.2f} times the memory of Opacus"
+            f"accounted step against Opacus: {o['time_ratio']:.2f} times the time, "
+            f"{o['memory_ratio']:.2f} times the memory"
         )
 
 
