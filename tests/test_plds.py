@@ -197,6 +197,18 @@ def test_deltas_against_the_plain_sum():
         np.testing.assert_allclose(plds._deltas(losses, mass, 0.01), plain, atol=1e-14)
 
 
+@pytest.mark.parametrize(("m", "q", "steps"), [(1.0, 0.01, 1000), (3.0, 0.3, 1), (0.1, 1e-3, 10**5), (0.3, 1.0, 9)])
+def test_many_kappas_agree_with_few(m, q, steps):
+    """A layer-cake floor asks for thousands: by search, where a table would take gigabytes."""
+    pld = plds.gaussian(m, q, steps, ADD)
+    kappas = np.concatenate([[0.0, 1.0], np.geomspace(1e-9, 0.999, 198)]).reshape(2, 100)
+    found = plds.rero(pld, kappas)
+    one_by_one = np.vectorize(lambda k: plds.rero(pld, k))(kappas)
+    assert found.shape == kappas.shape
+    assert np.all(found >= one_by_one * (1 - 1e-12))
+    np.testing.assert_allclose(found, one_by_one, rtol=1e-6, atol=1e-12)
+
+
 def test_rounding_is_charged():
     class Pmf:
         size, _lower_loss, _discretization, _infinity_mass = 4, -1, 0.5, 0.0
