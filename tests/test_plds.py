@@ -119,6 +119,22 @@ def test_composition_agrees_with_a_finer_grid(m, q, steps, adjacency):
         assert finer * (1 - 1e-5) <= found <= finer * (1 + 2e-3)
 
 
+@pytest.mark.parametrize(("m", "q", "steps"), [(1.0, 0.01, 1000), (0.05, 0.3, 10**6), (3.0, 0.1, 2), (1.0, 0.01, 99)])
+@pytest.mark.parametrize("relation", [dp.NeighboringRelation.REPLACE_ONE, dp.NeighboringRelation.ADD_OR_REMOVE_ONE])
+def test_our_self_composition_is_dp_accountings(m, q, steps, relation):
+    with plds.quiet():
+        one = privacy_loss_distribution.from_gaussian_mechanism(
+            1 / m, value_discretization_interval=1e-2, sampling_prob=q, neighboring_relation=relation
+        )
+        theirs = plds.directions(one.self_compose(steps))
+    ours = plds.directions(plds._self_composed(one, steps))
+    assert len(ours) == len(theirs)
+    for (losses, mass, infinite), (losses_2, mass_2, infinite_2) in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(losses, losses_2, atol=1e-12)
+        np.testing.assert_allclose(mass, mass_2, atol=1e-9 * mass.max())
+        assert infinite == pytest.approx(infinite_2)
+
+
 def tilted_delta(m, q, steps, epsilon, tilt):
     """δ(ε) after `steps`, by an FFT of the losses tilted by e^{tilt·L}: exact where plain FFTs drown in rounding."""
     with plds.quiet():
@@ -176,6 +192,18 @@ def test_deltas_against_the_plain_sum():
         mass = rng.dirichlet(np.ones(size)) * 0.99
         plain = [np.sum(mass[losses > e] * -np.expm1(e - losses[losses > e])) + 0.01 for e in losses]
         np.testing.assert_allclose(plds._deltas(losses, mass, 0.01), plain, atol=1e-14)
+
+
+@pytest.mark.parametrize(("m", "q", "steps"), [(1.0, 0.01, 1000), (3.0, 0.3, 1), (0.1, 1e-3, 10**5), (0.3, 1.0, 9)])
+def test_many_kappas_agree_with_few(m, q, steps):
+    """A layer-cake floor asks for thousands: by search, where a table would take gigabytes."""
+    pld = plds.gaussian(m, q, steps, ADD)
+    kappas = np.concatenate([[0.0, 1.0], np.geomspace(1e-9, 0.999, 198)]).reshape(2, 100)
+    found = plds.rero(pld, kappas)
+    one_by_one = np.vectorize(lambda k: plds.rero(pld, k))(kappas)
+    assert found.shape == kappas.shape
+    assert np.all(found >= one_by_one * (1 - 1e-12))
+    np.testing.assert_allclose(found, one_by_one, rtol=1e-6, atol=1e-12)
 
 
 def test_rounding_is_charged():

@@ -274,8 +274,20 @@ def run(arguments: Sequence[str] | None = None) -> int:
             raise
         hint = getattr(error, "param_hint", None)
         message = f"{hint} {error.message}" if hint and hasattr(error, "message") else error.format_message()
+        value = _value(words, getattr(getattr(error, "param", None), "opts", ()))
+        if value is not None and value not in message:
+            message = f"{message}, got {value}"
     print(f"reconbound: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+def _value(words: Sequence[str], options: Sequence[str]) -> str | None:
+    """What was given for an option that could not be read."""
+    for word, following in zip(reversed(words), [None, *reversed(words)], strict=False):
+        name, equals, rest = word.partition("=")
+        if name in options:
+            return rest if equals else following
+    return None
 
 
 def main() -> None:
