@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reconbound._check import InputError
+from reconbound.calculator import FLOORS, floor
 from reconbound.calibrate import LARGEST_NOISE, SMALLEST_NOISE, _round_up, calibrate
-from reconbound.guarantee import FLOORS, floor
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
 
 MECHANISMS = [

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from reconbound import cli
+from reconbound.calculator import guarantee
 from reconbound.calibrate import calibrate
-from reconbound.guarantee import guarantee
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
 
 SGD = ["--noise-multiplier", "1", "--sample-rate", "0.01", "--steps", "1000"]
@@ -198,7 +198,7 @@ def test_calibrate_private_sgd(answer, run, name):
     assert found["epsilon"] > 0
     status, out, err = run("calibrate", *options)
     assert (status, err) == (0, "")
-    assert f"{same.noise:g}" in out
+    assert f"{same.noise:.7g}" in out
 
 
 def test_calibrate_output_perturbation(answer):

@@ -19,6 +19,7 @@ from reconbound.fisher import (
     step_information,
 )
 from reconbound.fisher.gradients import trainable
+from reconbound.fisher.layers import ConvRule
 from reconbound.fisher.private import Problem
 
 NOISE = 0.7
@@ -128,3 +129,23 @@ def test_the_clipped_sum_alone(case: Case) -> None:
 def test_the_table_is_wide_enough() -> None:
     assert len(CASES) >= 25
     assert len({c.name for c in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape"),
+    [
+        (ConvRule((8, 8), (2, 2), (2, 2), (1, 1), 1), (3, 1, 28, 28)),
+        (ConvRule((5, 3), (2, 1), (1, 0), (2, 1), 2), (3, 4, 13, 11)),
+        (ConvRule((17,), (3,), (2,), (1,), 1), (2, 3, 40)),
+        (ConvRule((3, 3, 3), (1, 2, 1), (1, 0, 1), (1, 1, 2), 1), (2, 2, 5, 6, 7)),
+    ],
+)
+def test_patches_go_back_the_same_by_offsets_and_by_one_convolution(rule, shape):
+    """The CUDA way of adding patches back, run here on the CPU, equals the other and is the transpose of columns."""
+    shape = torch.Size(shape)
+    a = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    columns = rule.columns(a)
+    v = torch.rand(columns.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    by_convolution = rule._spread_by_convolution(v, shape, rule._places(shape))
+    torch.testing.assert_close(by_convolution, rule.from_columns(v, shape), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close((columns * v).sum(), (a * by_convolution).sum(), rtol=1e-12, atol=1e-9)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reconbound._check import InputError
-from reconbound.guarantee import FLOORS, KAPPAS, Guarantee, floor, guarantee
+from reconbound.calculator import FLOORS, KAPPAS, Guarantee, floor, guarantee
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
 
 EXAMPLES = int(os.environ.get("RECONBOUND_EXAMPLES", "40"))  # 2000 to hunt for faults

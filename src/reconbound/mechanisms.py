@@ -80,11 +80,9 @@ class Mechanism(ABC):
         return max(math.log1p(math.exp(log_ratio) - d), 0.0)
 
     def membership_advantage(self) -> float:
-        """Largest advantage of a test between replace-one neighbours. From χ²: √χ²/2, or χ²/(1 + χ²) once χ² > 1."""
+        """Largest advantage of a test between replace-one neighbours. From χ² in both directions: √(χ²/(4 + χ²))."""
         eps = self.order2()
-        if eps > math.log(2):
-            return -math.expm1(-eps)
-        return math.sqrt(math.expm1(eps)) / 2
+        return math.sqrt(-math.expm1(-eps) / (1 + 3 * math.exp(-eps)))
 
     def rero(self, kappa: Any) -> Any:
         """Largest chance to reconstruct, where a blind guess succeeds with chance κ."""

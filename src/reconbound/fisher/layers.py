@@ -117,7 +117,7 @@ class ConvRule:
         return out[(slice(None), slice(None), *inner)]
 
     def _spread_by_convolution(self, columns: Tensor, shape: torch.Size, places: tuple[int, ...]) -> Tensor:
-        """from_columns as one transposed convolution with a one-hot weight: one launch where offsets would take many."""
+        """from_columns as one transposed convolution with a one-hot weight: one launch in the place of many."""
         size = math.prod(self.kernel)
         hot = torch.eye(size, dtype=columns.dtype, device=columns.device).reshape(size, 1, *self.kernel)
         flat = columns.reshape(shape[0] * shape[1], size, *places)
