@@ -194,7 +194,7 @@ def largest_gap(size):
 def test_conversions_from_order_2_are_sound_and_tight(epsilon):
     m, size = RenyiDP(epsilon), math.expm1(epsilon)
     advantage = m.membership_advantage()
-    assert largest_gap(size) == pytest.approx(advantage, rel=1e-6)
+    assert advantage * (1 - 1e-5) <= largest_gap(size) <= advantage * (1 + 1e-9)
     for target in (1e-6, 1e-3, 0.05):
         e = m.epsilon_at(target)
         best = extreme(size, target, lambda p, q: p - math.exp(e) * q)  # noqa: B023
