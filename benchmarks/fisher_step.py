@@ -15,10 +15,10 @@ and how cost grows with batch, parameters, probes and micro-batch. The last line
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -167,7 +167,8 @@ def compare(network: str, device: str) -> dict[str, Any]:
 def child(side: str) -> dict[str, float]:
     """Time and peak memory beyond the start of one DP-SGD step: Opacus' own, or ours with one probe."""
     model, images, labels = load("mnist", "cpu")
-    x, y = images[:600], labels[:600]
+    x, y = images[:600].clone(), labels[:600].clone()
+    del images, labels
     if side == "opacus":
         from opacus import GradSampleModule
         from opacus.optimizers import DPOptimizer
@@ -194,15 +195,21 @@ def child(side: str) -> dict[str, float]:
                     p.grad = (found.gradient_sum[name] + torch.randn_like(p) * NOISE * CLIP) / 600
             inner.step()
 
-    before = _resident()
-    taken = seconds(step, 9, "cpu")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    return {"seconds": taken, "peak_bytes": peak}
+    return cost(step, 9)
 
 
-def _resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+def cost(step: Callable[[], Any], repeats: int) -> dict[str, float]:
+    """Median time of a step, and how far memory rises above where it stood before the first."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading the data
+    before = _memory("VmRSS")
+    taken = seconds(step, repeats, "cpu")
+    return {"seconds": taken, "peak_bytes": _memory("VmHWM") - before}
+
+
+def _memory(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
 
 
 def in_child(*arguments: str) -> dict[str, Any]:
@@ -238,12 +245,11 @@ def grow(kind: str, size: int) -> dict[str, float]:
     if width:
         model = nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(),
                               nn.Linear(width, 10))  # fmt: skip
-    x, y = images[:batch], labels[:batch]
-    before = _resident()
+    x, y = images[:batch].clone(), labels[:batch].clone()
+    del images, labels
     setting = {**SETTING, "probes": probes, "micro_batch": micro, "error": "bound"}
-    taken = seconds(lambda: step_information(model, losses, x, y, **setting), 3, "cpu")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    return {"seconds": taken, "peak_bytes": peak, "parameters": sum(p.numel() for p in model.parameters())}
+    found = cost(lambda: step_information(model, losses, x, y, **setting), 3)
+    return {**found, "parameters": sum(p.numel() for p in model.parameters())}
 
 
 GROWTH = {
@@ -267,7 +273,7 @@ def main() -> None:
         print(json.dumps(child(kind) if kind in ("opacus", "ours") else grow(kind, int(options.child[1]))))
         return
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = options.tf32
-    table: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "rows": []}
+    table: dict[str, Any] = {"command": " ".join(["python", *sys.argv]).partition(" --out")[0], "rows": []}
     for network in options.networks:
         row = compare(network, options.device)
         table["rows"].append(row)
