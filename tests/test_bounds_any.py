@@ -287,6 +287,7 @@ def test_corners_floor_against_mpmath():
                 assert value <= truth * (1 + 1e-12) + 1e-16
 
 
+@pytest.mark.filterwarnings("ignore:Values in x were outside bounds:RuntimeWarning")  # SLSQP of older SciPy
 def test_unequal_sides_by_numerical_optimisation():
     """Minimise Σ wᵢ² ηᵢ(1 − ηᵢ) subject to Σ (ln 2 − h(ηᵢ)) = KL."""
     rng = np.random.default_rng(5)
