@@ -391,7 +391,7 @@ def mp_kl_poisson(m, q):
         r = 1 - q + q * mp.exp(m * x - m * m / 2)
         return mp_phi(x, 0) * (r * mp.log(r) - r + 1)
 
-    return float(mp_integral(f, [0, m / 2, m]))
+    return float(mp_integral(f, [0, m / 2, m, 2 * m]))
 
 
 @pytest.mark.parametrize("q", [1e-30, 1e-9, 1e-4, 0.01, 0.5, 0.999])
@@ -399,6 +399,14 @@ def test_kl_poisson_against_mpmath(q):
     with mp.workdps(90):
         for m in (1e-6, 0.01, 1.0, 2.2306, 10.0, 25.0):
             assert renyi.kl_poisson(m, q) == close(mp_kl_poisson(m, q), rel=1e-11), m
+
+
+@pytest.mark.parametrize(("m", "q"), [(12.0, 1e-100), (13.0, 1e-120), (15.0, 1e-200)])
+def test_kl_poisson_at_rates_so_small_that_all_of_it_lies_near_2m(m, q):
+    """There KL ≈ χ²/2, whose integrand P₁²/P₀ peaks at 2m: an integral that stops before is no upper bound."""
+    with mp.workdps(450):
+        assert renyi.kl_poisson(m, q) == close(mp_kl_poisson(m, q), rel=1e-11)
+    assert renyi.kl_poisson(m, 1e-310) == 1e-310 * m * m / 2
 
 
 def test_kl_poisson_bounds_every_record_of_the_ball_and_the_mutual_information():

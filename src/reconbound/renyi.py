@@ -232,7 +232,7 @@ def kl_pure(epsilon: float) -> float:
 def kl_poisson(m: float, sample_rate: float) -> float:
     """KL divergence of one Poisson-sampled Gaussian step to the same step without the record.
 
-        KL(q N(m,1) + (1−q) N(0,1) ‖ N(0,1))          (q m²/2, its convexity bound, beyond m = 40)
+        KL(q N(m,1) + (1−q) N(0,1) ‖ N(0,1))          (q m²/2, its convexity bound, where m > 40 or q < 1e-300)
 
     Guarantee: an upper bound over all records with clipped norm at most m (docs/theory.md section 4.4).
 
@@ -241,15 +241,16 @@ def kl_poisson(m: float, sample_rate: float) -> float:
     """
     m, q = _shift(m), _rate(sample_rate)
     convex = q * m * m / 2
-    if m > 40 or q == 1 or m == 0:
+    if m > 40 or q == 1 or m == 0 or q < 1e-300:
         return convex
 
-    edges = np.linspace(-13.0, m + 13.0, 16 * (26 + math.ceil(m)) + 1)
+    # up to 2m: for a tiny rate KL ≈ χ²/2, and the integrand of χ² is (q P₁)²/P₀
+    edges = np.linspace(-13.0, 2 * m + 13.0, 16 * (26 + math.ceil(2 * m)) + 1)
     half = np.diff(edges)[:, None] / 2
     x = (edges[:-1, None] + edges[1:, None]) / 2 + half * _NODES
     exponent = m * x - m * m / 2
     log_r = np.logaddexp(_log1m(q), math.log(q) + exponent)  # r = W/P₀
-    u = q * np.expm1(np.minimum(exponent, 700.0))  # beyond it r is large, or q below 1e-303
+    u = q * np.expm1(np.minimum(exponent, 700.0))  # beyond it r is large
     log_g = _log_kl_integrand(u, log_r)
     total = float(np.sum(np.exp(log_g - x * x / 2) * half * _WEIGHTS)) / math.sqrt(2 * math.pi)
     return min(total, convex)
