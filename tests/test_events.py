@@ -153,6 +153,14 @@ def test_sampling_a_composition_of_gaussians_samples_them_together():
     )
 
 
+def test_a_composition_on_one_batch_of_fixed_size_is_charged_by_convexity():
+    """Its parts may depend on each other's results, and `kl_fixed`'s second form is proved for one Gaussian alone."""
+    ((one, _),), ((both, _),) = leaves(fixed(1, 100, G(2.0))), leaves(fixed(1, 100, Times(G(4.0), 4)))
+    assert both.order2 == pytest.approx(one.order2)
+    assert both.kl == pytest.approx(0.01 * 0.5**2 / 2)
+    assert one.kl < both.kl
+
+
 @pytest.mark.parametrize("events", [[G(0.001), G(1.0)], [G(0.03), G(2.0)], [L(1e-6), L(1.0)], [Poisson(1e-9, G(0.02))],
                                     [Times(Poisson(0.01, G(1.0)), 10**6), G(2.0)], [Times(R(0.9, 2), 10**6), G(5.0)],
                                     [G(1e-200), G(1e-200)], [G(1e200), G(1e200)], [L(1e200), G(1e200)]])  # fmt: skip

@@ -107,10 +107,15 @@ def _poisson_leaf(event: Any) -> Leaf:
 
 
 def _fixed_leaf(event: Any) -> Leaf:
+    """Several Gaussians on one batch: each may depend on the last, for which only the convexity bound of KL is proved
+    (the bound at order 2 holds for any mechanism, and so does the Poisson one: docs/theory.md section 4.2)."""
+    import dp_accounting as dp
+
     m, q = _inner_shift(event.event), event.sample_size / event.source_dataset_size
     if q == 0 or m == math.inf:
         return Leaf(0.0, 0.0) if q == 0 else Leaf(math.inf, math.inf)
-    return Leaf(renyi.order2_fixed(m, q), renyi.kl_fixed(m, q))
+    single = isinstance(event.event, dp.GaussianDpEvent)
+    return Leaf(renyi.order2_fixed(m, q), renyi.kl_fixed(m, q) if single else q * m * m / 2)
 
 
 def _laplace_leaf(event: Any) -> Leaf:
