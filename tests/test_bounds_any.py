@@ -316,6 +316,14 @@ def test_unequal_sides_by_numerical_optimisation():
         assert floor == close(found, rel=1e-3)
 
 
+def test_log_odds_spend_at_least_the_budget():
+    """An attacker credited with less than its nats would make the floor too high."""
+    from reconbound.bounds.rate_distortion import _entropy_gap, _inverse_entropy_gap
+
+    for budget in (1e-300, 1e-12, 1e-9, 9.9e-9, 1e-8, 1e-6, 1e-5, 1e-3, 0.1, 0.69):
+        assert float(_entropy_gap(np.array(_inverse_entropy_gap(budget)))) >= budget
+
+
 def test_unequal_sides_meet_equal_ones():
     for nats in (1e-30, 1e-20, 1e-12, 1e-3, 0.4, 1.2):
         equal = corners_floor(nats, widths=[0.7, 0.7]).value

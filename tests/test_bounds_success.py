@@ -266,6 +266,13 @@ def test_prior_from_records_bounds_every_guess():
         assert np.all(np.diff(prior(ts)) >= 0)
 
 
+def test_prior_from_records_keeps_copies_together_in_many_dimensions():
+    """The expanded square of a million coordinates is wrong by hundreds of ulps: copies must still be at distance 0."""
+    for value in (0.1, 0.3, 1 / 3):
+        records = np.full((2, 2_000_000), value) * [[1], [-1]]
+        assert prior_from_records(records, bins=1 << 23)[0](np.array(0.0)) >= 0.5
+
+
 def test_prior_from_records_is_the_count_it_says():
     """κ(t) = maxᵢ #{j : ‖zᵢ − zⱼ‖²/d ≤ 4t}/n, up to the histogram's resolution, which only raises it."""
     rng = np.random.default_rng(6)

@@ -103,7 +103,7 @@ def _corners_value(nats: float, space: Box) -> float:
 def _inverse_entropy_gap(budget: float) -> float:
     """The log-odds s ≥ 0 whose entropy gap is `budget` < ln 2, rounded up."""
     if budget < 1e-8:
-        return math.sqrt(8 * budget) * (1 + 1e-9)
+        return math.sqrt(8 * budget) * (1 + 1e-8)  # the gap is s²/8 − s⁴/64 + …, short of it by a share of at most 1e-8
     high = 1.0
     while float(_entropy_gap(np.array(high))) < budget and high < 800:
         high *= 2

@@ -196,7 +196,7 @@ def prior_from_records(records: Any, *, bins: int = 4096) -> tuple[Curve, float]
     top = float(4 * squares.max() / d) * (1 + 1e-9) + 1e-300  # no two records are farther apart
     best = np.zeros(bins + 1)
     rows = max(1, int(2**24 // n))
-    slack = 64 * np.finfo(float).eps * float(squares.max())  # rounding of the expanded square
+    slack = (2 * d + 64) * np.finfo(float).eps * float(squares.max())  # all that rounding can do to the expanded square
     for start in range(0, n, rows):
         block = slice(start, start + rows)
         distance = np.clip(squares[block, None] + squares - 2 * z[block] @ z.T - slack, 0.0, None) / d
