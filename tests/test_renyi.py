@@ -554,6 +554,16 @@ def test_overlap_fixed_of_several_steps():
         assert value >= renyi.overlap_fixed(m, q, 2, order2=2 * renyi.order2_fixed(m, q))
 
 
+def test_overlap_fixed_keeps_the_batches_without_the_record():
+    """Three records far apart and next to no noise: only z's absence, (1 − q)ᵀ, is left of the overlap."""
+    x = np.arange(-40, 40, 0.02)
+    for q in (0.05, 0.5, 0.9):
+        p, r = ((1 - q) * norm.pdf(x) + q * norm.pdf(x - g) for g in (20, -20))
+        value = float(np.sum(2 * p * r / np.maximum(p + r, 1e-300))) * 0.02
+        for steps in (1, 3, 40):  # the pair's losses are 0 and ±∞, so that the overlap of T steps is the T-th power
+            assert renyi.overlap_fixed(20.0, q, steps, order2=math.inf) == close(value**steps, rel=1e-9)
+
+
 # --- the whole range -----------------------------------
 
 

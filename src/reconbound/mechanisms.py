@@ -70,7 +70,7 @@ class Mechanism(ABC):
         return overlap_from_order2(self.order2())
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
-        """ε at this δ, None where the mechanism does not say. From χ², tightly: ε = ln(1 + χ²/(4δ) − δ)."""
+        """ε at this δ, None where the mechanism does not say. From χ²: ε = ln(1 + χ²/(4δ) − δ)."""
         d, eps = number("delta", delta, above=0.0, below=1.0), self.order2()
         if choice("adjacency", adjacency, ADJACENCIES) != REPLACE_ONE or eps == math.inf:
             return None
@@ -359,8 +359,9 @@ class OutputPerturbation(Mechanism):
 class PLD(Mechanism):
     """A privacy loss distribution from dp-accounting, with the neighbours that it is for.
 
-    The distribution itself does not know them. Add/remove is dp-accounting's default, and ours: replace-one answers
-    then follow by the triangle inequality, through the release without the record.
+    The distribution itself does not know them. Add/remove is dp-accounting's default, and ours: the overlap and the
+    membership advantage under replace-one then follow by the triangle inequality, through the release without the
+    record; order 2 and (ε, δ) under replace-one are not known.
     Order 2 and KL are infinite where the distribution has mass at infinity, as truncated ones do."""
 
     pld: Any
