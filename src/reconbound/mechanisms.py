@@ -301,7 +301,8 @@ class OutputPerturbation(Mechanism):
 
     Attributes:
         records: n. l2: λ. noise_std: the noise's standard deviation per coordinate of θ.
-        data_norm: the Euclidean norm to which every row is clipped; the loss's gradient is at most that.
+        data_norm: the Euclidean norm to which every row, with its constant feature if it has one, is clipped; the
+            loss's gradient is at most that.
 
     >>> round(OutputPerturbation(12665, 1e-2, 1e-2).order2(), 2)
     2.49

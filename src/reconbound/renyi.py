@@ -157,8 +157,9 @@ def order2_fixed(m: float, sample_rate: float, *, method: str = "wang") -> float
     Args:
         m: largest clipped gradient norm over the noise's standard deviation on the sum.
         sample_rate: q = B/N.
-        method: "wang" (Wang, Balle, Kasiviswanathan 2019, with the plain convexity bound), or "convexity", 2 to 4 times
-            smaller: proved by us in docs/theory.md section 4.3, not yet reviewed by others, so never the default.
+        method: "wang" (Wang, Balle, Kasiviswanathan 2019, with the plain convexity bound), or "convexity", whose χ² is
+            up to 4 times smaller: proved by us in docs/theory.md section 4.3, not yet reviewed by others, so never the
+            default.
 
     Guarantee: an upper bound of D₂ between any two data sets that differ in one record, uniform batches of size B.
 
@@ -201,7 +202,8 @@ def output_perturbation_shift(records: int, l2: float, noise_std: float, data_no
         records: n.
         l2: λ of the objective Σℓ + (nλ/2)‖θ‖².
         noise_std: σ, the noise's standard deviation per coordinate of θ.
-        data_norm: a bound on the rows' Euclidean norm, to which rows must be clipped.
+        data_norm: a bound on the rows' Euclidean norm, to which rows must be clipped; a constant feature (intercept)
+            belongs to the row, so that pixels clipped to 1 beside it make √2.
 
     >>> round(order2_gaussian(output_perturbation_shift(12665, 1e-2, 1e-2)), 2)      # the paper's 2.49
     2.49
