@@ -120,7 +120,8 @@ def floor(
 
     >>> from reconbound.mechanisms import DP
     >>> print(floor("lecam", DP(1.0), high=100.0, units="years"))
-    lecam: any attacker errs by at least ±44.3 years (MSE 1.97e+03); a plain guess errs by ±50 [Le Cam; replace-one]
+    lecam: any attacker errs by at least ±44.3 years (MSE 1,970); a plain guess errs by ±50 years
+    [Le Cam; replace-one]
     """
     if name not in FLOORS:
         raise InputError("bound", f"must be one of {', '.join(FLOORS)}", name)
