@@ -24,7 +24,7 @@ def figure(x: float) -> str:
     ('0.316', '24,800', '2.5e+12')
     """
     short = f"{x:.3g}"
-    return f"{float(short):,.0f}" if 1e3 <= float(short) < 1e9 else short
+    return f"{float(short):,.0f}" if 1e3 <= float(short) < 1e7 else short
 
 
 @dataclass(frozen=True)
