@@ -462,3 +462,36 @@ def test_bad_input_is_named(call, name, value):
         call()
     assert caught.value.name == name
     assert value in str(caught.value)
+
+
+# --- each coordinate, or their average -----------------------------------
+
+
+def test_le_cam_holds_for_each_coordinate_by_itself():
+    """Randomised response on each bit of a corner, ε shared unequally: every bit's Bayes risk is above the floor."""
+    shares = np.array([2.0, 0.5, 0.0])  # replace-one neighbours are at most 2.5 apart
+    floor = lecam(overlap_from_pure(shares.sum()), dim=3)
+    flip = 1 / (1 + np.exp(shares))
+    assert floor.coordinates == "each"
+    assert (flip * (1 - flip) >= floor.value).all()
+    assert lecam(overlap_from_pure(2.0)).value == pytest.approx(
+        flip[0] * (1 - flip[0])
+    )  # tight where all of ε is one's
+
+
+def test_rate_distortion_holds_for_the_average_only():
+    """A release that gives one of two bits away carries ln 2: the average floor holds, that bit's error is zero."""
+    floor = rate_distortion(math.log(2), dim=2)
+    assert floor.coordinates == "average"
+    assert 0 < floor.value <= (0.0 + 0.25) / 2
+    assert "on average over the coordinates" in str(floor)
+
+
+def test_which_floors_bind_each_coordinate():
+    for dim, average in ((1, "each"), (2, "average")):
+        assert rate_distortion(0.1, dim=dim).coordinates == average
+        assert van_trees(np.eye(dim), np.eye(dim)).coordinates == average
+        assert van_trees_trace(1.0, 1.0, dim=dim).coordinates == average
+    assert lecam(0.5, widths=[1.0, 2.0]).coordinates == "average"
+    assert box_minimax(1.0).coordinates == "each"
+    assert box_minimax(1.0, each_coordinate=False).coordinates == "average"

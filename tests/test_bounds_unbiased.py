@@ -381,3 +381,35 @@ def test_bad_input_is_named(call, name, value):
     assert caught.value.name == name
     assert value in str(caught.value)
     assert "np.float64" not in str(caught.value)
+
+
+# --- each coordinate, or their average -----------------------------------
+
+
+def test_theorem1_holds_for_each_coordinate_and_corners_for_the_average():
+    """z + N(0, S) on [0, 1]²: the estimator h has variance sᵢ in coordinate i, D₂ = Σ 1/sᵢ between opposite corners."""
+    variances = np.array([0.5, 40.0])
+    eps = float(np.sum(1 / variances))
+    each, average = theorem1(eps, dim=2), corners(eps, dim=2)
+    assert (each.coordinates, average.coordinates) == ("each", "average")
+    assert (variances >= each.value).all()
+    assert variances.mean() >= average.value
+
+
+def test_a_coordinate_can_be_known_better_than_corners_says():
+    variances = np.array([2.0, *[1e6] * 9])
+    assert variances.min() < corners(float(np.sum(1 / variances)), dim=10).value <= variances.mean()
+
+
+def test_which_floors_bind_each_coordinate():
+    for dim, average in ((1, "each"), (2, "average")):
+        assert corners(1.0, dim=dim).coordinates == average
+        assert by_position(1.0, [0.5] * dim).coordinates == average
+        assert theorem2(np.eye(dim)).coordinates == average
+        assert from_trace(1.0, dim).coordinates == average
+        assert theorem1(1.0, dim=dim, squared_bias=0.1).coordinates == average
+    assert theorem1(1.0, widths=[1.0, 2.0]).coordinates == "average"
+    assert from_spectral_norm([1.0, 2.0]).coordinates == per_feature([1.0, 2.0]).coordinates == "each"
+    assert per_group(np.eye(3), [0, 2]).coordinates == "average"
+    assert "on average" not in str(theorem1(1.0, dim=3))
+    assert "on average over the coordinates; the median of 2 values" in str(from_trace([1.0, 2.0], 3))

@@ -9,13 +9,14 @@ import sys
 
 import pytest
 
-from reconbound import cli
+from reconbound import __version__, cli
 from reconbound.calculator import guarantee
 from reconbound.calibrate import calibrate
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
 
 SGD = ["--noise-multiplier", "1", "--sample-rate", "0.01", "--steps", "1000"]
 OUTPUT = ["--output-perturbation", "--records", "12665", "--l2", "0.01", "--noise-std", "0.01"]
+VENDOR = ["--epsilon", "3", "--delta", "1e-6", "--adjacency", "add/remove"]
 NAMES = ["theorem1", "theorem1_paper", "corners", "lecam", "rate_distortion"]
 
 
@@ -149,14 +150,15 @@ def test_tables_fit_80_columns_and_cut_nothing(run, options):
     assert status == 0
     assert max(len(line) for line in table.splitlines()) <= 80
     assert "…" not in table
+    assert all(line[-1] in "┓┃┩│┘" for line in table.splitlines() if line[0] in "┏┃┡│└")
     rows = [line for line in table.splitlines() if line.startswith("│")]
     found = [cells[1].strip() for cells in (row.split("│") for row in rows) if cells[1].strip()]
     assert found == NAMES
     for row in rows:
         cells = [cell.strip() for cell in row.split("│")[1:-1]]
         if cells[0]:
-            assert float(cells[1]) >= 0
-            assert float(cells[2]) >= 0
+            assert float(cells[1].replace(",", "")) >= 0
+            assert float(cells[2].replace(",", "")) >= 0
             assert cells[3] in ("unbiased", "any")
 
 
@@ -164,6 +166,69 @@ def test_units_are_printed_as_given(run):
     table = run("bound", *SGD, "--units", "[m]")[1]
     assert "in [0, 1] [m]." in table
     assert "per coordinate, in [m]" in table
+
+
+@pytest.mark.parametrize("columns", ["40", "60", "72"])
+def test_narrow_terminals_get_lines_with_nothing_cut(run, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    status, out, _ = run("bound", *SGD, "--high", "1e5", "--units", "dollars")
+    assert status == 0
+    assert max(len(line) for line in out.splitlines()) <= int(columns)
+    assert "…" not in out
+    told = " ".join(out.split())
+    for bound in guarantee(SampledGaussian(1.0, 0.01, 1000), high=1e5, units="dollars").bounds:
+        assert f"- {bound}" in told or f"│ {bound.name} │" in told
+
+
+def test_large_figures_are_written_out(run):
+    table = run("bound", *VENDOR, "--high", 500000, "--units", "dollars")[1]
+    assert "in [0, 500,000] dollars." in table
+    assert "errs by ±250,000 dollars." in table
+    assert "│  24,800 │ 6.17e+08 │" in table
+
+
+def test_the_worst_coordinate_and_the_average_are_told_apart(run, answer):
+    assert "lecam hold for each coordinate by itself" in " ".join(run("bound", *SGD, "--dim", 2)[1].split())
+    assert "by itself" not in run("bound", *SGD)[1]
+    kinds = {name: bound["coordinates"] for name, bound in floors(answer("bound", *SGD, "--dim", 2)).items()}
+    assert kinds == dict(zip(NAMES, ["each", "each", "average", "each", "average"], strict=True))
+    options = ["--target-mse", 0.1, "--sample-rate", 0.01, "--steps", 100, "--dim", 9]
+    assert "on average over the coordinates" in run("calibrate", *options, "--bound", "rate_distortion")[1]
+    assert "on average" not in run("calibrate", *options, "--bound", "lecam")[1]
+
+
+def test_a_reported_epsilon_says_how_it_was_taken(run):
+    assert "say --adjacency add/remove" in " ".join(run("bound", "--epsilon", 3)[1].split())
+    for adjacency in ("add/remove", "replace-one"):
+        assert "--adjacency" not in run("bound", "--epsilon", 3, "--adjacency", adjacency)[1]
+
+
+def test_silence_is_explained(run, answer):
+    options = ["--epsilon", 3, "--delta", 1e-6]
+    assert "with chance δ everything is revealed" in " ".join(run("bound", *options)[1].split())
+    assert len(answer("bound", *options)["notes"]) == 1
+    assert answer("bound", "--epsilon", 3)["notes"] == []
+    assert "theorem1_paper" not in run("bound", *options)[1]  # not in the table: not in the text
+
+
+def test_only_hard_clipping_is_as_opacus_counts(run):
+    assert "as Opacus counts" in run("bound", *SGD, "--clip", "hard")[1]
+    smooth = " ".join(run("bound", *SGD)[1].split())
+    assert "as Opacus counts" not in smooth
+    assert "for Opacus' clipping say --clip hard" in smooth
+    assert "Opacus" not in run("bound", *OUTPUT)[1]
+
+
+def test_numbers_as_people_write_them(answer):
+    plain = answer("bound", "--noise-multiplier", 1, "--sample-rate", 0.00512, "--steps", 1000000, "--dim", 3072)
+    people = answer(
+        "bound", "--noise-multiplier", 1, "--sample-rate", "256/50000", "--steps", "1e6", "--dim", "3x32x32"
+    )
+    assert plain == people
+
+
+def test_the_version(run):
+    assert run("--version") == (0, f"reconbound {__version__}\n", "")
 
 
 def test_the_default_says_that_it_is_one(run):
@@ -201,6 +266,13 @@ def test_calibrate_private_sgd(answer, run, name):
     assert f"{same.noise:.7g}" in out
 
 
+def test_a_target_in_data_units(answer):
+    options = ["--sample-rate", 0.01, "--steps", 100, "--bound", "lecam"]
+    assert answer("calibrate", "--target-error", 0.25, *options) == answer(
+        "calibrate", "--target-mse", 0.0625, *options
+    )
+
+
 def test_calibrate_output_perturbation(answer):
     found = answer("calibrate", "--target-mse", 0.1, "--output-perturbation", "--records", 12665, "--l2", 0.01)
     assert found["noise_std"] == calibrate(OutputPerturbation(12665, 0.01, 1.0), 0.1).noise
@@ -231,7 +303,13 @@ WRONG = [
     (["bound", *SGD, "--clip", "soft"], "--clip", "soft"),
     (["bound", *SGD, "--sampler", "shuffle"], "--sampler", "shuffle"),
     (["bound", *SGD, "--dim", "0"], "--dim", "0"),
-    (["bound", *SGD, "--dim", "1e3"], "--dim", "1e3"),
+    (["bound", *SGD, "--dim", "3x"], "--dim", "3x"),
+    (["bound", *SGD, "--dim", "1e-3"], "--dim", "1e-3"),
+    (["bound", *SGD, "--dim", "0x3"], "--dim", "0"),
+    (["bound", "--noise-multiplier", "1", "--sample-rate", "1/0", "--steps", "3"], "--sample-rate", "1/0"),
+    (["bound", "--noise-multiplier", "1", "--sample-rate", "1%", "--steps", "3"], "--sample-rate", "1%"),
+    (["bound", "--noise-multiplier", "1", "--sample-rate", "0.1", "--steps", "nan"], "--steps", "nan"),
+    (["bound", "--noise-multiplier", "1", "--sample-rate", "0.1", "--steps", "1e99999999"], "--steps", "1e99999999"),
     (["bound", *SGD, "--low", "2", "--high", "1"], "--low", "2"),
     (["bound", *SGD, "--low", "1", "--high", "1"], "--low", "1"),
     (["bound", *SGD, "--low", "nan"], "--low", "nan"),
@@ -253,6 +331,8 @@ WRONG = [
     (["bound", "--output-perturbation", "--records", "1", "--l2", "1e-200", "--noise-std", "1e-200"], "--noise-std",
      "1e-200"),
     (["calibrate", "--target-mse", "nan", "--sample-rate", "0.1", "--steps", "3"], "--target-mse", "nan"),
+    (["calibrate", "--target-error", "-1", "--sample-rate", "0.1", "--steps", "3"], "--target-error", "-1"),
+    (["calibrate", "--target-error", "1e300", "--sample-rate", "0.1", "--steps", "3"], "--target-error", "1e+300"),
     (["calibrate", "--target-mse", "0", "--sample-rate", "0.1", "--steps", "3"], "--target-mse", "0"),
     (["calibrate", "--target-mse", "0.25", "--bound", "lecam", "--sample-rate", "0.1", "--steps", "3"], "--target-mse",
      "0.25"),
@@ -281,6 +361,14 @@ MISSING = [
     (["bound", "--speed", "1"], "--speed"),
     (["bound", "extra"], "extra"),
     (["calibrate", "--sample-rate", "0.1", "--steps", "3"], "--target-mse"),
+    (
+        ["calibrate", "--target-mse", "1", "--target-error", "1", "--sample-rate", "0.1", "--steps", "3"],
+        "--target-error",
+    ),
+    (["bound", *SGD, "--epochs", "10"], "--steps"),
+    (["bound", *SGD, "--batch-size", "10"], "--sample-rate"),
+    (["bound", *SGD, "--max-grad-norm", "1"], "--max-grad-norm is not needed"),
+    (["calibrate", "--target-rmse", "1"], "--target-error"),
     (["calibrate", "--target-mse", "0.1", "--steps", "3"], "--sample-rate"),
     (["calibrate", "--target-mse", "0.1", "--output-perturbation", "--l2", "1"], "--records"),
     (["calibrate", "--target-mse", "0.1", "--sample-rate", "0.1", "--steps", "3", "--noise-std", "1"], "--noise-std"),
@@ -335,10 +423,27 @@ def test_as_a_process():
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_terminal_without_greek_letters(encoding):
-    done = process("bound", "--epsilon", "1", PYTHONIOENCODING=encoding)
+@pytest.mark.parametrize("command", [["bound"], ["calibrate", "--target-mse", "0.1"]], ids=lambda c: c[0])
+def test_a_terminal_without_greek_letters(encoding, command):
+    rest = ["--noise-multiplier", "1"] if command == ["bound"] else []
+    done = process(*command, *rest, "--sample-rate", "0.1", "--steps", "3", PYTHONIOENCODING=encoding)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "rate_distortion" in done.stdout
+    assert "theorem1" in done.stdout
+    assert "At delta = 1e-05: epsilon = " in done.stdout
+    assert "?" not in done.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["table", "json"])
+def test_a_full_disk_is_one_line(form):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "reconbound.cli", "bound", "--epsilon", "1", *form],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("reconbound: cannot write: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_torch_is_not_imported():

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reconbound._check import InputError
+from reconbound.bounds import theorem1, theorem2
 from reconbound.calculator import FLOORS, KAPPAS, Guarantee, floor, guarantee
-from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
+from reconbound.mechanisms import DP, PLD, OutputPerturbation, RenyiDP, SampledGaussian
 
 EXAMPLES = int(os.environ.get("RECONBOUND_EXAMPLES", "40"))  # 2000 to hunt for faults
 
@@ -201,3 +202,44 @@ def test_unknown_floors_are_refused():
     with pytest.raises(InputError, match="bound must be one of theorem1, theorem1_paper, corners"):
         floor("theorem3", DP(1.0))
     assert floor("theorem1_paper", DP(1.0, 1e-5)) is None
+
+
+# --- what new users get wrong -----------------------------------
+
+
+@pytest.mark.parametrize(("wrong", "name"), [({"high": [1, 2]}, "high"), ({"dim": (1, 28, 28)}, "dim"),
+                                                ({"dim": "x"}, "dim"), ({"low": None}, "low")])  # fmt: skip
+def test_wrong_settings_name_themselves(wrong, name):
+    with pytest.raises(InputError, match=f"^{name} must be a number, got "):
+        guarantee(DP(1.0), **wrong)
+
+
+def test_an_unknown_floor_names_the_known_ones():
+    with pytest.raises(KeyError, match="rate-distortion: the floors here are theorem1, theorem1_paper, corners, lecam"):
+        guarantee(DP(1.0))["rate-distortion"]
+
+
+@pytest.mark.parametrize("wrong", ["x", 3, None])
+def test_a_distribution_must_be_one(wrong):
+    with pytest.raises(InputError, match=r"^pld must be a PrivacyLossDistribution of dp-accounting, got "):
+        PLD(wrong)
+
+
+def test_silence_has_a_reason():
+    from dp_accounting.pld import privacy_loss_distribution as pl
+
+    assert guarantee(SampledGaussian(1.0)).notes == guarantee(DP(1.0)).notes == ()
+    for mechanism in (DP(1.0, 1e-6), PLD(pl.from_gaussian_mechanism(1.0)), PLD(pl.from_laplace_mechanism(1.0))):
+        found = guarantee(mechanism)
+        (note,) = found.notes
+        silent = {bound.name for bound in found.bounds if bound.value == 0}
+        assert silent
+        assert all(name in note for name in silent)
+
+
+def test_complex_and_endless_values_are_refused_in_one_line():
+    with pytest.raises(InputError, match=r"^information must be an array of real numbers, got 'complex ones'$"):
+        theorem2(np.eye(2) + 1j)
+    with pytest.raises(InputError) as caught:
+        theorem1(np.zeros((30, 30)))
+    assert str(caught.value) == "epsilon must be a number, got 'a ndarray'"

@@ -533,14 +533,14 @@ def test_delta_and_adjacency_are_checked(mechanism):
         (DP, {"epsilon": -1.0}, "epsilon"),
         (DP, {"epsilon": 1.0, "delta": 1.0}, "delta"),
         (DP, {"epsilon": 1.0, "adjacency": "x"}, "adjacency"),
-        (RenyiDP, {"epsilon": -1.0}, "rdp2"),
+        (RenyiDP, {"epsilon": -1.0}, "epsilon"),
         (RenyiDP, {"epsilon": 1.0, "order": 0.4}, "order"),
         (OutputPerturbation, {"records": 0, "l2": 1.0, "noise_std": 1.0}, "records"),
         (OutputPerturbation, {"records": 1, "l2": 0.0, "noise_std": 1.0}, "l2"),
         (OutputPerturbation, {"records": 1, "l2": 1.0, "noise_std": -1.0}, "noise_std"),
         (OutputPerturbation, {"records": 1, "l2": 1.0, "noise_std": 1.0, "data_norm": 0.0}, "data_norm"),
         (OutputPerturbation, {"records": 1, "l2": 1e-200, "noise_std": 1e-200}, "noise_std"),
-        (PLD, {"pld": None, "adjacency": "x"}, "adjacency"),
+        (PLD, {"pld": None, "adjacency": "x"}, "pld"),
     ],
 )
 def test_wrong_values_are_named(kind, arguments, named):

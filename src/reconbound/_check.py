@@ -31,7 +31,7 @@ def number(
     try:
         x = float(value)
     except (TypeError, ValueError):
-        raise InputError(name, "must be a number", value) from None
+        raise InputError(name, "must be a number", _shown(value)) from None
     except OverflowError:  # a whole number beyond the floats
         raise InputError(name, "must be at most 1e308", value) from None
     if not math.isfinite(x):
@@ -62,12 +62,19 @@ def choice(name: str, value: str, options: tuple[str, ...]) -> str:
     return value
 
 
+def _shown(value: Any) -> Any:
+    """The value, or only its type where writing it out would fill the screen."""
+    return value if len(repr(value)) <= 200 else f"a {type(value).__name__}"
+
+
 def numbers(name: str, values: Any, *, at_least: float | None = None, above: float | None = None) -> np.ndarray:
     """A float64 array of finite numbers within the limits; the message names the first that is not."""
+    if np.iscomplexobj(values):  # NumPy would drop the imaginary part with a mere warning
+        raise InputError(name, "must be an array of real numbers", "complex ones")
     try:
         array = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError):
-        raise InputError(name, "must be an array of numbers", values) from None
+        raise InputError(name, "must be an array of numbers", _shown(values)) from None
     if array.size == 0:
         raise InputError(name, "must not be empty", values)
     bad = ~np.isfinite(array)

@@ -18,7 +18,18 @@ KAPPAS = (1e-6, 1e-4, 1e-2, 1e-1)
 
 @dataclass(frozen=True)
 class Guarantee:
-    """Every floor of a mechanism, and how often attacks can succeed."""
+    """Every floor of a mechanism, and how often attacks can succeed. `found["lecam"]` is one floor, `print(found)` all.
+
+    Attributes:
+        mechanism: what was released. dim, low, high: the data space.
+        bounds: the floors, each a `Bound`.
+        membership_advantage: of the best test between two candidate records (replace-one); it is right with chance
+            (1 + advantage)/2.
+        rero: pairs of the chance κ that a blind guess rebuilds the record, and the largest chance with the release.
+        epsilon: ε at `delta` under replace-one; None where the mechanism does not say.
+        epsilon_add_remove: the same under add/remove, as most libraries count.
+        delta: the δ of both.
+    """
 
     mechanism: Mechanism
     dim: int
@@ -35,7 +46,12 @@ class Guarantee:
         for bound in self.bounds:
             if bound.name == name:
                 return bound
-        raise KeyError(name)
+        raise KeyError(f"{name}: the floors here are {', '.join(bound.name for bound in self.bounds)}")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why floors say nothing here, where the mechanism knows it."""
+        return self.mechanism.notes()
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary for JSON."""
@@ -48,6 +64,7 @@ class Guarantee:
             "epsilon": self.epsilon,
             "epsilon_add_remove": self.epsilon_add_remove,
             "delta": self.delta,
+            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
@@ -120,7 +137,8 @@ def floor(
 
     >>> from reconbound.mechanisms import DP
     >>> print(floor("lecam", DP(1.0), high=100.0, units="years"))
-    lecam: any attacker errs by at least ±44.3 years (MSE 1.97e+03); a plain guess errs by ±50 [Le Cam; replace-one]
+    lecam: any attacker errs by at least ±44.3 years (MSE 1,970); a plain guess errs by ±50 years
+    [Le Cam; replace-one]
     """
     if name not in FLOORS:
         raise InputError("bound", f"must be one of {', '.join(FLOORS)}", name)
@@ -158,7 +176,7 @@ def guarantee(
     m = as_mechanism(mechanism)
     d = number("delta", delta, above=0.0, below=1.0)
     settings: dict[str, Any] = {"dim": dim, "low": low, "high": high, "baseline": baseline, "units": units}
-    found = (floor(name, m, **settings) for name in FLOORS)
+    found = [floor(name, m, **settings) for name in FLOORS]  # first: it checks the settings
     successes = m.rero(list(KAPPAS))
     return Guarantee(
         mechanism=m,

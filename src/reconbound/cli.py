@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
+import math
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
-from ._check import InputError
+from . import __version__
+from ._check import InputError, number
+from .bounds._bound import figure
 from .calculator import FLOORS, Guarantee, guarantee
 from .calibrate import Calibration, calibrate
-from .mechanisms import DP, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
+from .mechanisms import ADJACENCIES, DP, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
 
 app = typer.Typer(
     add_completion=False,
@@ -25,23 +30,68 @@ app = typer.Typer(
 #: What `reconbound bound` without a mechanism speaks of.
 DEFAULT = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1000}
 
-Noise = Annotated[float | None, typer.Option(help="Noise std on the SUM of clipped gradients over the clip norm.")]
-Rate = Annotated[float | None, typer.Option(help="Chance of a record to be in a batch.")]
-Steps = Annotated[int | None, typer.Option(help="Number of steps.")]
+
+def _ratio(given: Any) -> float:
+    """A number, also as a fraction: 0.01, 256/50000."""
+    text = str(given)  # typer passes defaults too
+    try:
+        over, slash, under = text.partition("/")
+        return float(over) / float(under) if slash else float(text)
+    except (ValueError, ZeroDivisionError):
+        raise typer.BadParameter("must be a number or a fraction such as 256/50000") from None
+
+
+def _count(given: Any) -> int:
+    """A whole number, also as 1e6 or as a shape: 3x32x32."""
+    try:
+        parts = [float(part) if "e" in part else int(part) for part in str(given).lower().split("x")]
+        whole = [int(part) for part in parts]
+    except (ValueError, OverflowError):
+        raise typer.BadParameter("must be a whole number") from None
+    if whole != parts:
+        raise typer.BadParameter("must be a whole number")
+    return math.prod(whole)
+
+
+Noise = Annotated[
+    float | None,
+    typer.Option(
+        help="Noise std on the SUM of clipped gradients over the clip norm, as in Opacus; the clip norm itself does "
+        "not matter."
+    ),
+]
+Rate = Annotated[
+    float | None,
+    typer.Option(parser=_ratio, metavar="<float>", help="Chance of a record to be in a batch: 0.01, or 256/50000."),
+]
+Steps = Annotated[
+    int | None, typer.Option(parser=_count, metavar="<int>", help="Number of steps: epochs over the sample rate.")
+]
 Clip = Annotated[str | None, typer.Option(help="smooth (the paper's GELU clip; default) or hard (as in Opacus).")]
 Sampler = Annotated[str | None, typer.Option(help="poisson (default) or fixed (fixed size without replacement).")]
 Epsilon = Annotated[float | None, typer.Option(help="Of the mechanism only this epsilon is known.")]
 Rdp2 = Annotated[float | None, typer.Option("--rdp2", help="Only its order-2 Renyi divergence (replace-one) is known.")]
-Adjacency = Annotated[str | None, typer.Option(help="Neighbours of --epsilon: replace-one (default) or add/remove.")]
+Adjacency = Annotated[
+    str | None,
+    typer.Option(
+        help="Neighbours of --epsilon: replace-one (default), or add/remove (as Opacus and most libraries for private "
+        "SGD report it, and the safe choice)."
+    ),
+]
 Delta = Annotated[
     float | None, typer.Option(help="Delta at which epsilon is reported (1e-5), or that of --epsilon (0).")
 ]
 Output = Annotated[bool, typer.Option("--output-perturbation", help="Noise on the minimiser of a linear model.")]
-Records = Annotated[int | None, typer.Option(help="Output perturbation: number of records.")]
+Records = Annotated[
+    int | None, typer.Option(parser=_count, metavar="<int>", help="Output perturbation: number of records.")
+]
 L2 = Annotated[float | None, typer.Option("--l2", help="Output perturbation: regularisation, as in mean loss + l2/2.")]
 NoiseStd = Annotated[float | None, typer.Option(help="Output perturbation: noise std per coefficient.")]
 DataNorm = Annotated[float | None, typer.Option(help="Output perturbation: norm to which rows are clipped (1).")]
-Dim = Annotated[int, typer.Option(help="Number of private coordinates of a record.")]
+Dim = Annotated[
+    int,
+    typer.Option(parser=_count, metavar="<int>", help="Number of private coordinates of a record: 784, or 3x32x32."),
+]
 Low = Annotated[float, typer.Option(help="Smallest value of a coordinate.")]
 High = Annotated[float, typer.Option(help="Largest value of a coordinate.")]
 Baseline = Annotated[float | None, typer.Option(help="MSE of a plain guess on your data (default: guess the middle).")]
@@ -49,8 +99,18 @@ Units = Annotated[str, typer.Option(help="Unit of the data, for printing.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"reconbound {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _group() -> None:
+def _group(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """How well is each training record protected against reconstruction?"""
 
 
@@ -82,13 +142,23 @@ def bound_command(
     mechanism = _mechanism(given)
     report_delta = 1e-5 if delta is None or (delta == 0 and epsilon is not None) else delta
     found = guarantee(mechanism, dim=dim, low=low, high=high, delta=report_delta, baseline=baseline, units=units)
-    _print_json(found.to_dict()) if as_json else _print_guarantee(found, default=not given)
+    unsaid = epsilon is not None and adjacency is None
+    _print_json(found.to_dict()) if as_json else _print_guarantee(found, default=not given, unsaid=unsaid)
 
 
 @app.command("calibrate")
 def calibrate_command(
     target_mse: Annotated[float | None, typer.Option(help="Squared error per coordinate that must be kept.")] = None,
-    bound: Annotated[str, typer.Option(help=f"The floor that must keep it: {', '.join(FLOORS)}.")] = "theorem1",
+    target_error: Annotated[
+        float | None, typer.Option(help="The same as an error in data units: the root of --target-mse.")
+    ] = None,
+    bound: Annotated[
+        str,
+        typer.Option(
+            help=f"The floor that must keep it: {', '.join(FLOORS)}. theorem1 (unbiased attackers) and lecam (any) "
+            "keep it in each coordinate, corners and rate_distortion on average over them."
+        ),
+    ] = "theorem1",
     noise_multiplier: Noise = None,
     sample_rate: Rate = None,
     steps: Steps = None,
@@ -111,8 +181,12 @@ def calibrate_command(
 ) -> None:
     """The smallest noise with which a floor meets a target."""
     given = _given(locals())
+    if target_mse is not None and target_error is not None:
+        raise typer.BadParameter("does not go with --target-mse", param_hint="--target-error")
+    if target_error is not None:
+        target_mse = number("target_error", target_error, above=0.0, at_most=1e150) ** 2
     if target_mse is None:
-        raise typer.BadParameter("is missing", param_hint="--target-mse")
+        raise typer.BadParameter("is missing (or --target-error)", param_hint="--target-mse")
     for name in ("epsilon", "rdp2"):
         if name in given:
             raise InputError(name, "has no noise to calibrate: describe the mechanism instead", given[name])
@@ -123,11 +197,10 @@ def calibrate_command(
     assert isinstance(mechanism, (SampledGaussian, OutputPerturbation))
     found = calibrate(mechanism, target_mse, bound=bound, dim=dim, low=low, high=high, units=units)
     report_delta = 1e-5 if delta is None else delta
-    eps = found.mechanism.epsilon_at(report_delta)
     if as_json:
-        _print_json(_calibration_dict(found, eps, report_delta))
+        _print_json(_calibration_dict(found, found.mechanism.epsilon_at(report_delta), report_delta))
     else:
-        _print_calibration(found, eps, report_delta)
+        _print_calibration(found, report_delta)
 
 
 # --- from options to a mechanism -----------------------------------
@@ -167,7 +240,7 @@ def _mechanism(given: dict[str, Any]) -> Mechanism:
     if kind == "epsilon":
         return DP(values["epsilon"], delta, values.get("adjacency", "replace-one"))
     if kind == "rdp2":
-        return RenyiDP(values["rdp2"])
+        return RenyiDP(number("rdp2", values["rdp2"], at_least=0.0))
     return SampledGaussian(**values) if kind == "noise_multiplier" else OutputPerturbation(**values)
 
 
@@ -179,7 +252,7 @@ def _option(name: str) -> str:
 
 
 def _print_json(content: dict[str, Any]) -> None:
-    typer.echo(json.dumps(content, indent=2, allow_nan=False))
+    print(json.dumps(content, indent=2, allow_nan=False))
 
 
 def _calibration_dict(found: Calibration, eps: float | None, delta: float) -> dict[str, Any]:
@@ -198,18 +271,20 @@ def _unit(units: str) -> str:
     return f" {units}" if units else ""
 
 
-def _print_guarantee(found: Guarantee, *, default: bool) -> None:
+def _print_guarantee(found: Guarantee, *, default: bool, unsaid: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False, markup=False)
     units = found.bounds[0].units
+    names = [bound.name for bound in found.bounds]
     if default:
         console.print("No mechanism was given: this is the default one. See reconbound bound --help.", style="italic")
     console.print(str(found.mechanism), style="bold")
     plural = "s" if found.dim != 1 else ""
     console.print(
-        f"Records of {found.dim:,} private coordinate{plural} in [{found.low:g}, {found.high:g}]{_unit(units)}."
+        f"Records of {found.dim:,} private coordinate{plural} in [{_exact(found.low)}, {_exact(found.high)}]"
+        f"{_unit(units)}."
     )
     inside = f", in{_unit(units)}" if units else ""
     table = Table(title=f"No attacker of the kind named errs by less, per coordinate{inside}", title_justify="left")
@@ -218,40 +293,82 @@ def _print_guarantee(found: Guarantee, *, default: bool) -> None:
         table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric or name in ("floor", "attacker"))
     for bound in found.bounds:
         says = "says nothing" if bound.vacuous else "≥ a guess" if bound.above_guess else _share(bound)
-        table.add_row(bound.name, f"{bound.rmse:.3g}", f"{bound.mse:.3g}", bound.attacker, bound.adjacency, says)
-    console.print(table)
+        table.add_row(bound.name, figure(bound.rmse), figure(bound.mse), bound.attacker, bound.adjacency, says)
+    with console.capture() as drawn:
+        console.print(table)
+    if "…" not in drawn.get():
+        console.print(table)
+    else:  # a table with its cells cut off tells nobody anything
+        console.print(f"{table.title}:")
+        for bound in found.bounds:
+            console.print(f"- {bound}")
+    for note in found.notes:
+        console.print(f"Note: {note}")
+    if unsaid:
+        console.print(
+            "Note: ε was taken as replace-one. Most libraries for private SGD, Opacus among them, report add/remove: "
+            "unless you know better, say --adjacency add/remove, which gives lower floors."
+        )
     guess = found.bounds[0].guess
     if guess is not None:
-        console.print(f"A plain guess (of the middle, or as you gave it) errs by ±{guess**0.5:.3g}{_unit(units)}.")
+        console.print(f"A plain guess (of the middle, or as you gave it) errs by ±{figure(guess**0.5)}{_unit(units)}.")
     right = (1 + found.membership_advantage) / 2
     console.print(f"Telling two candidate records apart: right at most {right:.1%} of the time (advantage "
                   f"{found.membership_advantage:.3g}, replace-one).")  # fmt: skip
-    parts = [f"{kappa:g} → {success:.3g}" for kappa, success in found.rero]
-    console.print(f"Chance to reconstruct, by chance of a blind guess: {', '.join(parts)}.")
-    known = [(found.epsilon, "replace-one"), (found.epsilon_add_remove, "add/remove, as Opacus counts")]
-    told = [f"ε = {eps:.4g} ({which})" for eps, which in known if eps is not None]
-    if told:
-        console.print(f"At δ = {found.delta:g}: {'; '.join(told)}.")
+    (blind, success), *more = found.rero
+    parts = "".join(f"; {kappa:g} → {chance:.3g}" for kappa, chance in more)
     console.print(
-        "The attacker knows every other record and sees the whole release. Unbiased floors hold at every record; "
-        "floors for any attacker hold in the worst case over the box. theorem1_paper is the paper's own line, and no "
-        "guarantee where it is above theorem1.",
-        style="dim",
+        f"A record that a blind guess gets right with chance {blind:g} is rebuilt with chance {success:.3g} at most"
+        f"{parts}."
     )
+    told = _epsilons(found.mechanism, found.epsilon, found.epsilon_add_remove, found.delta)
+    if told:
+        console.print(told)
+    closing = (
+        "The attacker knows every other record and sees the whole release. Unbiased floors hold at every record, but "
+        "not for attackers who guess with a bias; floors for any attacker hold in the worst case over the box."
+    )
+    if found.dim > 1:
+        closing += (
+            " theorem1 and lecam hold for each coordinate by itself; corners and rate_distortion for the average over "
+            "the coordinates, some of which may be known much better."
+        )
+    if "theorem1_paper" in names:
+        closing += " theorem1_paper is the paper's own line, and no guarantee where it is above theorem1."
+    console.print(closing, style="dim")
+
+
+def _exact(x: float) -> str:
+    """An end of the data's range, as it was given."""
+    return f"{x:,.0f}" if 1e3 <= abs(x) < 1e15 and x == int(x) else f"{x:g}"
+
+
+def _epsilons(mechanism: Mechanism, replace_one: float | None, add_remove: float | None, delta: float) -> str:
+    """One line about (ε, δ); empty where the mechanism does not say."""
+    opacus = ""
+    if isinstance(mechanism, SampledGaussian) and mechanism.sampler == "poisson":
+        hard = mechanism.clip == "hard"
+        opacus = ", as Opacus counts" if hard else "; for Opacus' clipping say --clip hard"
+    known = [(replace_one, "replace-one"), (add_remove, f"add/remove{opacus}")]
+    told = [f"ε = {eps:.4g} ({which})" for eps, which in known if eps is not None]
+    return f"At δ = {delta:g}: {'; '.join(told)}." if told else ""
 
 
 def _share(bound: Any) -> str:
     return f"{bound.rmse / bound.guess**0.5:.0%} of a guess" if bound.guess else ""
 
 
-def _print_calibration(found: Calibration, eps: float | None, delta: float) -> None:
+def _print_calibration(found: Calibration, delta: float) -> None:
     what = {"noise_multiplier": "noise multiplier", "noise_std": "noise standard deviation"}[
         found.mechanism.noise_field
     ]
-    typer.echo(f"The smallest {what} with {found.bound.name} at least {found.target:g}: {found.noise:.7g}")
-    typer.echo(str(found.bound))
-    if eps is not None:
-        typer.echo(f"At δ = {delta:g}: ε = {eps:.4g} (replace-one).")
+    least = f"at least ±{figure(found.target**0.5)}{_unit(found.bound.units)} (MSE {figure(found.target)})"
+    print(f"The smallest {what} with {found.bound.name} {least}: {found.noise:.7g}")
+    print(found.bound)
+    replace_one, add_remove = (found.mechanism.epsilon_at(delta, adjacency) for adjacency in ADJACENCIES)
+    told = _epsilons(found.mechanism, replace_one, add_remove, delta)
+    if told:
+        print(told)
 
 
 # --- the way in -----------------------------------
@@ -272,13 +389,29 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of click's: a fault of ours, shown in full
             raise
-        hint = getattr(error, "param_hint", None)
+        hint = getattr(error, "param_hint", None) or _own(error)
         message = f"{hint} {error.message}" if hint and hasattr(error, "message") else error.format_message()
+        message = _ELSEWHERE.get(getattr(error, "option_name", ""), message)
         value = _value(words, getattr(getattr(error, "param", None), "opts", ()))
         if value is not None and value not in message:
             message = f"{message}, got {value}"
     print(f"reconbound: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+#: Words of Opacus and of people, for which the command line has another.
+_ELSEWHERE = {
+    "--epochs": "--epochs is not known: give --steps, the number of epochs over the sample rate",
+    "--batch-size": "--batch-size is not known: give --sample-rate, the batch size over the number of records",
+    "--max-grad-norm": "--max-grad-norm is not needed: --noise-multiplier is already in units of the clip norm",
+    "--target-rmse": "--target-rmse is not known: give --target-error, or its square as --target-mse",
+}
+
+
+def _own(error: Any) -> str | None:
+    """The option's name where one of our own parsers refused its value."""
+    options = getattr(getattr(error, "param", None), "opts", ())
+    return str(options[0]) if options and str(getattr(error, "message", "")).startswith("must be") else None
 
 
 def _value(words: Sequence[str], options: Sequence[str]) -> str | None:
@@ -290,12 +423,32 @@ def _value(words: Sequence[str], options: Sequence[str]) -> str | None:
     return None
 
 
+_SPELT = {"±": "+/-", "ε": "epsilon", "δ": "delta", "≥": ">=", "→": "->", "–": "-", "é": "e", "λ": "lambda"}
+
+
+def _spell(error: UnicodeError) -> tuple[str, int]:
+    """Write what the terminal cannot show in plain letters."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_SPELT.get(c, "?") for c in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("reconbound.spell", _spell)
+
+
 def main() -> None:
     """The console script."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without ± and ε shows a question mark
-    sys.exit(run())
+            stream.reconfigure(errors="reconbound.spell")  # a terminal without ± and ε shows +/- and epsilon
+    try:
+        status = run()
+        sys.stdout.flush()
+    except OSError as error:  # the reader went away, or the disk is full
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is quiet
+        if not isinstance(error, BrokenPipeError):
+            print(f"reconbound: cannot write: {error.strerror}", file=sys.stderr)
+        status = 1
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,10 @@ class Mechanism(ABC):
         """What every floor of this mechanism rests on."""
         return ()
 
+    def notes(self) -> tuple[str, ...]:
+        """Why floors of this mechanism say nothing, where that is not plain from their size."""
+        return ()
+
     def to_dict(self) -> dict[str, Any]:
         """The mechanism's public facts, for JSON."""
         told = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
@@ -199,8 +203,11 @@ class DP(Mechanism):
     """A mechanism of which only (ε, δ) is known.
 
     Attributes:
-        epsilon: ε. delta: δ. adjacency: for which neighbours they hold; add/remove values (as Opacus reports them) are
-        doubled to replace-one by group privacy: (2ε, (1 + e^ε)δ).
+        epsilon: ε.
+        delta: δ.
+        adjacency: for which neighbours they hold: "replace-one", or "add/remove" as Opacus and most libraries for
+            private SGD report them. If you do not know, say "add/remove": replace-one answers then follow by group
+            privacy, (2ε, (1 + e^ε)δ), and are lower.
 
     >>> round(DP(2.0).order2(), 6), DP(1.0, 1e-5).order2()
     (1.875548, inf)
@@ -255,6 +262,14 @@ class DP(Mechanism):
     def assumes(self) -> tuple[str, ...]:
         return (f"({self.epsilon:g}, {self.delta:g})-DP under {self.adjacency}",)
 
+    def notes(self) -> tuple[str, ...]:
+        if self.delta == 0:
+            return ()
+        return (
+            "(ε, δ) alone allows that with chance δ everything is revealed: theorem1, corners and rate_distortion say "
+            "nothing from it. Describe the mechanism itself (its noise) for all floors.",
+        )
+
     def to_dict(self) -> dict[str, Any]:
         return {"type": "DP", "epsilon": self.epsilon, "delta": self.delta, "adjacency": self.adjacency}
 
@@ -262,6 +277,9 @@ class DP(Mechanism):
 @dataclass(frozen=True)
 class RenyiDP(Mechanism):
     """A mechanism of which only a Rényi divergence under replace-one is known: (order, ε)-RDP.
+
+    Attributes:
+        epsilon: ε, the divergence in nats. order: α; from 2 on all floors speak, below 1 only Le Cam's.
 
     >>> RenyiDP(2.0).order2(), RenyiDP(2.0, order=1.5).order2()
     (2.0, inf)
@@ -271,7 +289,7 @@ class RenyiDP(Mechanism):
     order: float = 2.0
 
     def __post_init__(self) -> None:
-        epsilon = number("rdp2", self.epsilon, at_least=0.0)
+        epsilon = number("epsilon", self.epsilon, at_least=0.0)
         _plain(self, epsilon=epsilon, order=number("order", self.order, at_least=0.5))
 
     def order2(self) -> float:
@@ -369,6 +387,8 @@ class PLD(Mechanism):
     adjacency: str = ADD_REMOVE
 
     def __post_init__(self) -> None:
+        if not (hasattr(self.pld, "_pmf_remove") and hasattr(self.pld, "_pmf_add")):
+            raise InputError("pld", "must be a PrivacyLossDistribution of dp-accounting", self.pld)
         choice("adjacency", self.adjacency, ADJACENCIES)
 
     @property
@@ -412,6 +432,22 @@ class PLD(Mechanism):
 
     def assumes(self) -> tuple[str, ...]:
         return (f"the given privacy loss distribution, under {self.adjacency}",)
+
+    def notes(self) -> tuple[str, ...]:
+        silent, why = [], []
+        if self.order2() == math.inf:
+            silent += ["theorem1", "corners"]
+        if self.kl() == math.inf:
+            silent += ["rate_distortion"]
+            why += ["it has mass at infinity, as dp-accounting's cut tails do"]
+        if self.adjacency != REPLACE_ONE:
+            why += ["it is for add/remove, and bounds no order-2 divergence under replace-one"]
+        if not silent:
+            return ()
+        return (
+            f"the privacy loss distribution says nothing for {', '.join(silent)}: {'; '.join(why)}. Give the DpEvent "
+            "instead of its distribution for all floors.",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {"type": "PLD", "adjacency": self.adjacency}

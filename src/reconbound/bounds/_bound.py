@@ -11,9 +11,20 @@ import numpy as np
 from .._check import LARGEST, InputError, number, numbers, whole
 
 Attacker = Literal["unbiased", "any"]
+Coordinates = Literal["each", "average"]
 
 #: A floor below this share of a plain guess's squared error says nothing in practice.
 VACUOUS_SHARE = 1e-6
+
+
+def figure(x: float) -> str:
+    """Three digits as people write them: 24,800 where `g` would give 2.48e+04.
+
+    >>> figure(0.31622), figure(24836.0), figure(2.5e12)
+    ('0.316', '24,800', '2.5e+12')
+    """
+    short = f"{x:.3g}"
+    return f"{float(short):,.0f}" if 1e3 <= float(short) < 1e7 else short
 
 
 @dataclass(frozen=True)
@@ -31,10 +42,14 @@ class Bound:
         assumes: everything else that the statement rests on.
         guess: squared error per coordinate of a plain guess that never sees the release.
         units: the unit of the data, for printing.
+        coordinates: "each": no coordinate by itself is known better than this; "average": only the mean over the
+            record's coordinates is bounded, and some of them may be known much better.
 
-    >>> print(Bound("theorem1", 391.3, "Theorem 1", "unbiased", "replace-one", guess=2500.0, units="years"))
+    >>> age = Bound("theorem1", 391.3, "Theorem 1", "unbiased", "replace-one", guess=2500.0, units="years",
+    ...             coordinates="each")
+    >>> print(age)
     theorem1: an unbiased attacker errs by at least ±19.8 years (MSE 391);
-    a plain guess errs by ±50 [Theorem 1; replace-one]
+    a plain guess errs by ±50 years [Theorem 1; replace-one]
     """
 
     name: str
@@ -46,6 +61,7 @@ class Bound:
     assumes: tuple[str, ...] = ()
     guess: float | None = None
     units: str = ""
+    coordinates: Coordinates = "average"
 
     @property
     def mse(self) -> Any:
@@ -90,22 +106,24 @@ class Bound:
             "guess_mse": self.guess,
             "units": self.units,
             "vacuous": plain(self.vacuous),
+            "coordinates": self.coordinates,
         }
 
     def __str__(self) -> str:
         who = "an unbiased attacker" if self.attacker == "unbiased" else "any attacker"
         unit = f" {self.units}" if self.units else ""
+        mean = " on average over the coordinates" if self.coordinates == "average" else ""
         values, roots = np.atleast_1d(self.value), np.atleast_1d(self.rmse)
         if bool(np.all(self.vacuous)):
-            said = f"says nothing about {who} here (MSE {values.min():.3g})"
+            said = f"says nothing about {who} here (MSE {figure(values.min())})"
         elif values.size == 1:
-            said = f"{who} errs by at least ±{roots[0]:.3g}{unit} (MSE {values[0]:.3g})"
+            said = f"{who} errs by at least ±{figure(roots[0])}{unit} (MSE {figure(values[0])}){mean}"
         else:
             said = (
-                f"{who} errs by at least ±{roots.min():.3g}{unit} (MSE {values.min():.3g}), "
-                f"median ±{np.median(roots):.3g}, over {values.size} values"
+                f"{who} errs by at least ±{figure(roots.min())}{unit} (MSE {figure(values.min())}){mean}; "
+                f"the median of {values.size:,} values is ±{figure(float(np.median(roots)))}"
             )
-        guess = f"; a plain guess errs by ±{math.sqrt(self.guess):.3g}" if self.guess is not None else ""
+        guess = f"; a plain guess errs by ±{figure(math.sqrt(self.guess))}{unit}" if self.guess is not None else ""
         sampler = f"; {self.sampler} batches" if self.sampler not in ("any", "none") else ""
         return f"{self.name}: {said}{guess} [{self.theorem}; {self.adjacency}{sampler}]"
 
@@ -135,6 +153,16 @@ class Box:
     def guess(self) -> float:
         """Squared error per coordinate of guessing the middle, at worst: Σ wᵢ²/(4d)."""
         return self.mean_square / 4
+
+    @property
+    def average(self) -> Coordinates:
+        """Whom an average over the coordinates binds: each of them where there is only one."""
+        return "each" if self.dim == 1 else "average"
+
+    @property
+    def each(self) -> Coordinates:
+        """Whom Σ wᵢ² x/d binds, where wᵢ² x binds coordinate i: each of them where all sides are equal."""
+        return "each" if self.unequal is None else "average"
 
     def groups(self) -> tuple[np.ndarray, np.ndarray]:
         """Distinct side lengths and how many coordinates have each."""

@@ -53,6 +53,7 @@ def van_trees(information: Any, covariance: Any) -> Bound:
         AVERAGE,
         assumes=("on average over a Gaussian prior with the given covariance",),
         guess=float(np.trace(prior)) / d,
+        coordinates="each" if d == 1 else "average",
     )
 
 
@@ -91,6 +92,7 @@ def van_trees_trace(trace: float, variances: Any, *, dim: int | None = None) -> 
         AVERAGE,
         assumes=("on average over a Gaussian prior with the given variances",),
         guess=float(np.sum(counts * s)) / d,
+        coordinates="each" if d == 1 else "average",
     )
 
 
@@ -118,8 +120,9 @@ def box_minimax(information: float, *, width: float = 1.0, each_coordinate: bool
         width: the box's side w.
         each_coordinate: which of the two λ bounds. The two-point floor needs the first; the cos² floor holds for both.
 
-    Guarantee: for every attacker there is a record in the box at which it errs by this much. docs/theory.md section 6.2
-    shows why a bound on dFIL alone does not carry the two-point argument to d > 1.
+    Guarantee: for every attacker there is a record in the box at which it errs by this much on average over the
+    coordinates; where λ bounds every Iⱼⱼ, there is one for each coordinate by itself, not always the same one.
+    docs/theory.md section 6.2 shows why a bound on dFIL alone does not carry the two-point argument to d > 1.
 
     >>> [round(box_minimax(x).value, 5) for x in (0.1, 1.0, 10.0, 100.0)]
     [0.2438, 0.19254, 0.03148, 0.00717]
@@ -139,7 +142,7 @@ def box_minimax(information: float, *, width: float = 1.0, each_coordinate: bool
         "the information is at most this throughout the box, " + ("in each coordinate" if each_coordinate else "dFIL"),
     )
     return Bound("box_minimax", value, "van Trees and Le Cam on a box", "any", "Fisher information", assumes=assumes,
-                 guess=w**2 / 4)  # fmt: skip
+                 guess=w**2 / 4, coordinates="each" if each_coordinate else "average")  # fmt: skip
 
 
 # --- Le Cam: two corners that differ in one coordinate ---------------------------------------------------------------
@@ -155,14 +158,16 @@ def lecam(overlap: float, *, widths: Any = 1.0, dim: int | None = None, theorem:
         widths, dim: the box.
 
     Guarantee: on average over the box's corners, hence in the worst case over the box, for every attacker who knows all
-    other records, even one who knows all other coordinates of this one; neighbours replace one record.
+    other records, even one who knows all other coordinates of this one; neighbours replace one record. Coordinate i by
+    itself has the floor (wᵢ²/4)(1 − LC): the value, where all sides are equal.
 
     >>> lecam(1.0, widths=2.0).value
     1.0
     """
     share = number("overlap", overlap, at_least=0.0, at_most=1.0)
     space = box(widths, dim)
-    return Bound("lecam", space.guess * share, theorem, "any", REPLACE_ONE, assumes=(WORST_CORNER,), guess=space.guess)
+    return Bound("lecam", space.guess * share, theorem, "any", REPLACE_ONE, assumes=(WORST_CORNER,), guess=space.guess,
+                 coordinates=space.each)  # fmt: skip
 
 
 def overlap_from_pure(epsilon: float, delta: float = 0.0) -> float:

@@ -42,6 +42,7 @@ def corners_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bo
         REFERENCE,
         assumes=("worst case over the box: on average over its corners",),
         guess=space.guess,
+        coordinates=space.average,
     )
 
 
@@ -138,13 +139,15 @@ def uniform_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bo
         REFERENCE,
         assumes=("on average over a uniform record in the box",),
         guess=space.mean_square / 12,
+        coordinates=space.average,
     )
 
 
 def rate_distortion(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bound:
     """The better of the two rate–distortion floors over the box: corners at low rates, uniform at high ones.
 
-    Guarantee: in the worst case over the box, for every attacker who knows all other records.
+    Guarantee: in the worst case over the box, for every attacker who knows all other records; on average over the
+    coordinates: the release may spend all its nats on a few of them, and give those away.
 
     >>> rate_distortion(1e3, dim=784).theorem
     'rate–distortion (uniform)'
@@ -152,7 +155,8 @@ def rate_distortion(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> 
     low_rate, high_rate = corners_floor(kl, widths=widths, dim=dim), uniform_floor(kl, widths=widths, dim=dim)
     best = low_rate if low_rate.value >= high_rate.value else high_rate
     assumes = ("worst case over the box",)
-    return Bound("rate_distortion", best.value, best.theorem, "any", REFERENCE, assumes=assumes, guess=low_rate.guess)
+    return Bound("rate_distortion", best.value, best.theorem, "any", REFERENCE, assumes=assumes, guess=low_rate.guess,
+                 coordinates=best.coordinates)  # fmt: skip
 
 
 def gaussian_floor(kl: float, variances: Any, *, dim: int | None = None) -> Bound:
@@ -179,6 +183,7 @@ def gaussian_floor(kl: float, variances: Any, *, dim: int | None = None) -> Boun
         REFERENCE,
         assumes=("on average over a Gaussian prior with the given variances",),
         guess=float(np.sum(counts * s)) / d,
+        coordinates="each" if d == 1 else "average",
     )
 
 

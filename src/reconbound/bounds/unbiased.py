@@ -9,11 +9,16 @@ from typing import Any
 import numpy as np
 
 from .._check import LARGEST, InputError, matrix, number, numbers, whole
-from ._bound import Bound, Box, box, divergence, from_log, log_expm1
+from ._bound import Bound, Box, Coordinates, box, divergence, from_log, log_expm1
 
 REPLACE_ONE = "replace-one"
 LOCAL = "Fisher information at the record"
 HOLDS_EVERYWHERE = "the attacker is unbiased at every record of the box"
+
+
+def _average(dim: int) -> Coordinates:
+    """Whom an average over `dim` coordinates binds."""
+    return "each" if dim == 1 else "average"
 
 
 def _over_chi2(numerator: float, epsilon: float) -> float:
@@ -42,7 +47,8 @@ def theorem1(
 
     Guarantee: holds at every z of the box, for every attacker who knows all other records, whose mean μ has the stated
     sensitivities and bias; neighbours replace one record; any sampler, through its ε. With γ = 1 and no bias it speaks
-    of unbiased attackers only.
+    of unbiased attackers only, and also of coordinate i by itself, with diamᵢ²/4 over e^ε − 1: the value, where all
+    sides are equal.
 
     >>> round(theorem1(2.0, widths=100.0).value, 1)      # the paper's age example
     391.3
@@ -54,7 +60,14 @@ def theorem1(
     value = _over_chi2(_weighted_square(space, gamma) / 4, eps) + bias
     assumes = ("the attacker's mean has the stated sensitivities and bias",) if biased else (HOLDS_EVERYWHERE,)
     return Bound(
-        "theorem1", min(value, LARGEST), "Theorem 1", "unbiased", REPLACE_ONE, assumes=assumes, guess=space.guess
+        "theorem1",
+        min(value, LARGEST),
+        "Theorem 1",
+        "unbiased",
+        REPLACE_ONE,
+        assumes=assumes,
+        guess=space.guess,
+        coordinates=space.average if biased else space.each,
     )
 
 
@@ -97,7 +110,14 @@ def by_position(epsilon: float, record: Any, *, low: Any = 0.0, high: Any = 1.0)
     value = _over_chi2(float(np.mean(reach**2)), eps)
     guess = float(np.mean((hi - lo) ** 2)) / 4
     return Bound(
-        "by_position", value, "Theorem 1 by position", "unbiased", REPLACE_ONE, assumes=(HOLDS_EVERYWHERE,), guess=guess
+        "by_position",
+        value,
+        "Theorem 1 by position",
+        "unbiased",
+        REPLACE_ONE,
+        assumes=(HOLDS_EVERYWHERE,),
+        guess=guess,
+        coordinates=_average(z.size),
     )
 
 
@@ -111,7 +131,8 @@ def corners(epsilon: float, *, widths: Any = 1.0, dim: int | None = None) -> Bou
         widths, dim: the box, as in `theorem1`.
 
     Guarantee: holds at every z of the box, for every attacker who knows all other records and is unbiased at z and at
-    the 2ᵈ corners; neighbours replace one record; any sampler, through its ε.
+    the 2ᵈ corners; neighbours replace one record; any sampler, through its ε. On average over the coordinates: one
+    of them may be known better, and only `theorem1` binds it.
 
     >>> round(corners(math.log(2), dim=784).value / theorem1(math.log(2), dim=784).value, 9)
     784.0
@@ -119,7 +140,8 @@ def corners(epsilon: float, *, widths: Any = 1.0, dim: int | None = None) -> Bou
     eps, space = divergence("epsilon", epsilon), box(widths, dim)
     value = from_log(2 * math.log(space.total) - math.log(4 * space.dim) - log_expm1(eps))
     assumes = ("the attacker is unbiased at the record and at all corners of the box",)
-    return Bound("corners", value, "all-corners HCR", "unbiased", REPLACE_ONE, assumes=assumes, guess=space.guess)
+    return Bound("corners", value, "all-corners HCR", "unbiased", REPLACE_ONE, assumes=assumes, guess=space.guess,
+                 coordinates=space.average)  # fmt: skip
 
 
 def _saturated_inverse(values: np.ndarray) -> Any:
@@ -163,7 +185,9 @@ def theorem2(information: Any, *, jacobian: Any = None, bias: Any = None) -> Bou
         value = min(variance + float(np.mean(shift**2)), LARGEST)
     unbiased = jacobian is None and bias is None
     assumes = () if unbiased else ("the attacker's mean has the stated Jacobian and bias",)
-    return Bound("theorem2", value, "Theorem 2 (Cramér–Rao)", "unbiased", LOCAL, assumes=assumes)
+    return Bound(
+        "theorem2", value, "Theorem 2 (Cramér–Rao)", "unbiased", LOCAL, assumes=assumes, coordinates=_average(d)
+    )
 
 
 def from_trace(trace: Any, dim: int) -> Bound:
@@ -182,7 +206,8 @@ def from_trace(trace: Any, dim: int) -> Bound:
     """
     traces = numbers("trace", trace, at_least=0.0)
     d = whole("dim", dim)
-    return Bound("dfil", _saturated_inverse(traces / d), "Theorem 2 (trace)", "unbiased", LOCAL)
+    return Bound("dfil", _saturated_inverse(traces / d), "Theorem 2 (trace)", "unbiased", LOCAL,
+                 coordinates=_average(d))  # fmt: skip
 
 
 def from_spectral_norm(norm: Any) -> Bound:
@@ -196,7 +221,7 @@ def from_spectral_norm(norm: Any) -> Bound:
     0.25
     """
     norms = numbers("norm", norm, at_least=0.0)
-    return Bound("fil", _saturated_inverse(norms), "Theorem 2 (spectral)", "unbiased", LOCAL)
+    return Bound("fil", _saturated_inverse(norms), "Theorem 2 (spectral)", "unbiased", LOCAL, coordinates="each")
 
 
 def per_feature(diagonal: Any) -> Bound:
@@ -213,7 +238,8 @@ def per_feature(diagonal: Any) -> Bound:
     array([0.25, 1.  ])
     """
     entries = numbers("diagonal", diagonal, at_least=0.0)
-    return Bound("per_feature", _saturated_inverse(entries), "Theorem 2 (one feature)", "unbiased", LOCAL)
+    return Bound("per_feature", _saturated_inverse(entries), "Theorem 2 (one feature)", "unbiased", LOCAL,
+                 coordinates="each")  # fmt: skip
 
 
 def per_group(information: Any, features: Any) -> Bound:
@@ -236,4 +262,5 @@ def per_group(information: Any, features: Any) -> Bound:
     if np.any(index != given) or index.min() < 0 or index.max() >= fim.shape[0] or np.unique(index).size != index.size:
         raise InputError("features", f"must be distinct indices below {fim.shape[0]}", features)
     block = theorem2(fim[np.ix_(index, index)])
-    return Bound("per_group", block.value, "Theorem 2 (a group of features)", "unbiased", LOCAL)
+    return Bound("per_group", block.value, "Theorem 2 (a group of features)", "unbiased", LOCAL,
+                 coordinates=_average(index.size))  # fmt: skip
