@@ -1,0 +1,94 @@
+"""Smooth and hard clipping: the factor, its slope, and what the clip makes of a change along the gradient.
+
+A clip maps a gradient g of norm n to c(n) g. Its derivative is c I + c'(n) n ĝĝᵀ: a change across the gradient is
+scaled by c, a change along it by c + c'n. These two numbers are all that the information of a clipped gradient needs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Clip = Literal["smooth", "hard"]
+
+CLIPS: tuple[Clip, ...] = ("smooth", "hard")
+SENSITIVITY: dict[str, float] = {"smooth": 1.1153, "hard": 1.0}
+_FAR = 40.0  # exp(-40²/2) is zero in float64: beyond it the smooth clip is the hard one
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """What a clip does to gradients of given norms: each a tensor of the norms' shape."""
+
+    factor: Tensor  # c
+    slope: Tensor  # c' = dc/dn
+    radial: Tensor  # c + c'n = d(c n)/dn
+
+
+def sensitivity(clip: Clip) -> float:
+    """The largest norm a clipped gradient can have, in units of the clip norm.
+
+    sup_n c(n) n / C  ≤  1 (hard),  1.1153 (smooth: the supremum is 1.11522)
+
+    Guarantee: adding or removing one record moves the sum of clipped gradients by at most this times C, for every
+    model, loss and record.
+
+    >>> sensitivity("hard"), sensitivity("smooth")
+    (1.0, 1.1153)
+    """
+    return SENSITIVITY[check_clip(clip)]
+
+
+def clipping(norms: Tensor, max_grad_norm: float, clip: Clip = "smooth") -> Clipping:
+    """Clip factor, slope and radial derivative at the given gradient norms.
+
+    smooth:  c = 1/(GELU(x) + 1),  x = n/C − 1,      c + c'n = c² [Φ(−x) − x(x + 1) φ(x)]
+    hard:    c = min(1, C/n),                        c + c'n = 1 for n ≤ C, 0 for n > C
+
+    (GELU in its erf form; the radial derivative is written so that nothing cancels when n is many times C.)
+
+    Args:
+        norms: gradient norms n ≥ 0, any shape.
+        max_grad_norm: the clip norm C > 0.
+        clip: "smooth" (the GELU clip of the paper) or "hard" (that of Opacus).
+
+    Guarantee: factor · norm ≤ sensitivity(clip) · C. The hard clip has a kink at n = C, where the values for n < C are
+    returned.
+
+    >>> c = clipping(torch.tensor([0.0, 2.0, 1e30]), 1.0, "hard")
+    >>> c.factor[:2].tolist(), c.radial.tolist()
+    ([1.0, 0.5], [1.0, 0.0, 0.0])
+    """
+    if check_clip(clip) == "hard":
+        return _hard(norms, max_grad_norm)
+    return _smooth(norms, max_grad_norm)
+
+
+def check_clip(clip: str) -> Clip:
+    if clip not in CLIPS:
+        raise ValueError(f'clip must be "smooth" or "hard", got {clip!r}')
+    return clip
+
+
+def _smooth(norms: Tensor, max_grad_norm: float) -> Clipping:
+    x = norms / max_grad_norm - 1
+    factor = 1 / (F.gelu(x) + 1)
+    near = x.clamp(max=_FAR)
+    density = torch.exp(-near.square() / 2) / math.sqrt(2 * math.pi)
+    above, below = torch.erfc(near / math.sqrt(2)) / 2, torch.erfc(-near / math.sqrt(2)) / 2
+    radial = factor.square() * (above - near * (near + 1) * density)
+    slope = -factor.square() * (below + near * density) / max_grad_norm
+    return Clipping(factor, slope, radial)
+
+
+def _hard(norms: Tensor, max_grad_norm: float) -> Clipping:
+    inside = norms <= max_grad_norm
+    safe = torch.where(inside, torch.full_like(norms, max_grad_norm), norms)
+    factor = max_grad_norm / safe
+    slope = torch.where(inside, torch.zeros_like(norms), -factor / safe)
+    return Clipping(factor, slope, inside.to(norms.dtype))

@@ -1,0 +1,370 @@
+"""What one clipped, noisy gradient tells about each record of a batch: a few scalars, not Jacobians.
+
+With n = ‖g‖, ĝ = g/n, h = Jᵀĝ and P = I − ĝĝᵀ, the clipped gradient c(n) g has the Jacobian
+J̃ = [c P + (c + c'n) ĝĝᵀ] J, so
+
+    J̃ᵀJ̃ = c² JᵀPJ + (c + c'n)² hhᵀ
+
+The second term (along the gradient) is computed exactly; the first (across it) is estimated with Gaussian probes u
+shared by the batch: r = Jᵀu − ⟨ĝ, u⟩ h = JᵀPu has E[rrᵀ] = JᵀPJ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from reconbound.fisher.clipping import Clip, Clipping, check_clip, clipping
+from reconbound.fisher.gradients import GenericPass, LayerPass, NotCovered, Pass, Route, trainable
+from reconbound.fisher.private import (
+    Inputs,
+    Private,
+    Problem,
+    as_private,
+    batch_rows,
+    check_rows,
+    feature_mask,
+    private_part,
+)
+
+Method = Literal["auto", "layers", "generic"]
+ErrorFrom = Literal["auto", "spread", "product", "bound"]
+
+
+@dataclass(frozen=True)
+class StepInformation:
+    """The information that one step gives about each record of the batch, in units of 1/(private part)².
+
+    Every per-record tensor has shape (B,), every per-feature tensor the shape of the private part, (B, ...). All are
+    divided by (σC)², the variance of the noise on the sum. For a record that is known to take part in the step the
+    information is `trace`; exact subsampling weights `across` and `along` by its two factors, the diagonal alike.
+    """
+
+    loss: Tensor
+    norm: Tensor  # n = ‖g‖, before clipping
+    factor: Tensor  # c(n)
+    clipped_norm: Tensor  # c(n) n
+    along: Tensor  # (c + c'n)² ‖h‖² / (σC)², exact
+    across: Tensor  # c² Tr JᵀPJ / (σC)², estimated
+    across_error: Tensor  # standard error of across
+    gradient_sum: dict[str, Tensor]  # Σ c g over the batch, by parameter name
+    features: int  # d, the number of private features of a record
+    probes: int
+    diagonal_along: Tensor | None = None
+    diagonal_across: Tensor | None = None
+    diagonal_error: Tensor | None = None  # standard error of diagonal_across
+    spectral: Tensor | None = None  # power iteration: from below
+    spectral_residual: Tensor | None = None  # ‖J̃ᵀJ̃v − ρv‖ at the end of it
+
+    @property
+    def trace(self) -> Tensor:
+        """Tr J̃ᵀJ̃/(σC)², (B,); its standard error is across_error, for the part along the gradient has none."""
+        return self.along + self.across
+
+    @property
+    def diagonal(self) -> Tensor | None:
+        """diag(J̃ᵀJ̃)/(σC)²: how much each feature leaks, of the private part's shape."""
+        if self.diagonal_along is None or self.diagonal_across is None:
+            return None
+        return self.diagonal_along + self.diagonal_across
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What to compute for each micro-batch."""
+
+    max_grad_norm: float
+    noise_multiplier: float
+    clip: Clip
+    directions: Sequence[Mapping[str, Tensor]]
+    error: ErrorFrom
+    diagonal: bool
+    spectral: int
+    features: Tensor | None
+    start: Tensor | None  # of the power iteration
+
+
+@dataclass
+class _Part:
+    """One micro-batch's share of a StepInformation."""
+
+    loss: Tensor
+    norm: Tensor
+    factor: Tensor
+    clipped_norm: Tensor
+    along: Tensor
+    across: Tensor
+    across_error: Tensor
+    diagonal_along: Tensor | None = None
+    diagonal_across: Tensor | None = None
+    diagonal_error: Tensor | None = None
+    spectral: Tensor | None = None
+    spectral_residual: Tensor | None = None
+    gradient_sum: dict[str, Tensor] = field(default_factory=dict)
+
+
+def step_information(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    inputs: Inputs,
+    targets: Any,
+    *,
+    max_grad_norm: float,
+    noise_multiplier: float,
+    clip: Clip = "smooth",
+    probes: int = 1,
+    directions: Sequence[Mapping[str, Tensor]] | None = None,
+    diagonal: bool = False,
+    spectral: bool | int = False,
+    error: ErrorFrom = "auto",
+    generator: torch.Generator | None = None,
+    micro_batch: int | None = None,
+    mask: Tensor | None = None,
+    private: Private | Tensor | str | None = None,
+    method: Method = "auto",
+    route: Route = "reverse",
+) -> StepInformation:
+    """The Fisher information that one noisy, clipped gradient sum gives about each record of a batch.
+
+    I = J̃ᵀJ̃/(σC)²,   Tr I = [c² Tr JᵀPJ + (c + c'n)² ‖Jᵀĝ‖²]/(σC)²
+
+    Args:
+        model: any module that treats records alone (no BatchNorm); its trainable parameters are what is released.
+        loss_fn: (outputs, targets) → one loss per record, (B,).
+        inputs: a tensor (B, ...), or a tuple or dictionary of such: model(x), model(*x) or model(**x).
+        targets: what loss_fn takes, with B rows.
+        max_grad_norm: the clip norm C.
+        noise_multiplier: σ; the noise on the SUM of clipped gradients has standard deviation σC in each coordinate.
+        clip: "smooth" or "hard".
+        probes: number of Gaussian probes for the part across the gradient.
+        directions: these probes instead of random ones, each a dictionary from parameter name to tensor.
+        diagonal: also the diagonal over features.
+        spectral: also the spectral norm, by so many power iterations (True: 30).
+        error: where the standard error of `across` comes from. "spread": that of the probes' values (two or more).
+            "product": √2 ‖P J r‖, whose square is unbiased for the variance 2 ‖PJJᵀP‖²_F; one more product with J,
+            meant for one probe. "bound": √2 · across, the most it can be, at no cost. "auto": spread, or product for
+            one probe.
+        generator: for the probes. They are drawn once and shared by the batch.
+        micro_batch: records at a time; the results do not depend on it, memory does.
+        mask: (B,) of 0 and 1 (or bool): records with 0 are padding, add nothing to the sum and have zero information.
+        private: None (the whole input), a mask or indices of features, "target", or a Private.
+        method: "layers" (a rule per layer), "generic" (torch.func), "auto": layers where they cover the model.
+        route: of the generic way: "reverse" over reverse or "forward" over reverse.
+
+    Guarantee: `along` is exact; E[across] and E[diagonal_across] over the probes are exact for smooth models (twice
+    differentiable at the record). The values hold for an attacker who knows everything but the record's private part,
+    for a record that takes part in the step. A record with zero gradient has along = 0 and all its information across.
+
+    >>> linear = nn.Linear(1, 1, bias=False)
+    >>> _ = nn.init.ones_(linear.weight)      # loss (wx)²/2 at w = 1: g = x², J = 2x, all of it along the gradient
+    >>> square, x = lambda out, target: out[:, 0] ** 2 / 2, torch.tensor([[0.5]])
+    >>> info = step_information(linear, square, x, x, max_grad_norm=1.0, noise_multiplier=2.0, clip="hard")
+    >>> info.norm.item(), info.along.item(), round(info.across.item(), 6)
+    (0.25, 0.25, 0.0)
+    """
+    _check(max_grad_norm, noise_multiplier, probes, micro_batch, method, route, error)
+    problem = Problem(model, loss_fn, as_private(private))
+    z = private_part(problem, inputs, targets)
+    records = z.shape[0]
+    check_rows("inputs", inputs, records)
+    check_rows("targets", targets, records)
+    params = trainable(problem)
+    if directions is None:
+        directions = draw_probes(params, probes, generator)
+    iterations = 30 if spectral is True else int(spectral)
+    start = torch.randn(z.shape[1:], generator=generator, device=z.device, dtype=z.dtype) if iterations else None
+    features = feature_mask(problem.private, z)
+    plan = _Plan(
+        max_grad_norm,
+        noise_multiplier,
+        check_clip(clip),
+        directions,
+        _error_from(error, len(directions)),
+        diagonal,
+        iterations,
+        features,
+        start,
+    )
+    present = None if mask is None else _present(mask, z)
+    parts: list[_Part] = []
+    for rows in _slices(records, micro_batch or records):
+        work = _open(problem, batch_rows((z, inputs, targets), rows), method, route, check=not parts)
+        parts.append(_measure(work, plan, None if present is None else present[rows]))
+    size = z[0].numel() if features is None else _count(problem.private, features)
+    return _joined(parts, size, len(directions))
+
+
+def draw_probes(
+    params: Mapping[str, Tensor], probes: int, generator: torch.Generator | None = None
+) -> list[dict[str, Tensor]]:
+    """Independent standard normal directions in parameter space, u ~ N(0, I)."""
+    return [
+        {name: torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype) for name, p in params.items()}
+        for _ in range(probes)
+    ]
+
+
+def _open(problem: Problem, batch: tuple[Tensor, Inputs, Any], method: Method, route: Route, check: bool) -> Pass:
+    if method != "generic":
+        try:
+            return LayerPass(problem, *batch, check=check)
+        except NotCovered as reason:
+            if method == "layers":
+                raise ValueError(f'no layer rule covers this model: {reason}; use method="generic"') from reason
+    return GenericPass(problem, *batch, route=route)
+
+
+def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> _Part:
+    squared, pulled = work.own()
+    norm = squared.clamp(min=0).sqrt()
+    inverse = torch.where(norm > 0, 1 / torch.where(norm > 0, norm, 1), 0)
+    clips = clipping(norm, plan.max_grad_norm, plan.clip)
+    scale = 1 / (plan.noise_multiplier * plan.max_grad_norm)
+    c, radial = clips.factor * scale, clips.radial * scale
+    if present is not None:
+        c, radial = c * present, radial * present
+    h = pulled * _like(inverse, pulled)
+    if plan.features is not None:
+        h = h * plan.features
+    residuals, values = _probed(work, plan, h, inverse)
+    across = c.square() * torch.stack(values).mean(0)
+    part = _Part(
+        loss=work.losses,
+        norm=norm,
+        factor=clips.factor,
+        clipped_norm=clips.factor * norm,
+        along=radial.square() * _squares(h),
+        across=across,
+        across_error=_across_error(work, plan, values, residuals, h, c, across),
+        gradient_sum=work.weighted_sum(clips.factor if present is None else clips.factor * present),
+    )
+    if plan.diagonal:
+        part.diagonal_along = (_like(radial, h) * h).square()
+        part.diagonal_across = _like(c.square(), h) * torch.stack([r.square() for r in residuals]).mean(0)
+        part.diagonal_error = part.diagonal_across * math.sqrt(2 / (len(residuals) + 2))
+    if plan.spectral:
+        part.spectral, part.spectral_residual = _power(work, plan, h, c, radial)
+    return part
+
+
+def _probed(work: Pass, plan: _Plan, h: Tensor, inverse: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """r = Jᵀu − ⟨ĝ, u⟩h of each probe and ‖r‖², (B,). All residuals are kept only when the diagonal needs them."""
+    residuals: list[Tensor] = []
+    values: list[Tensor] = []
+    for u in plan.directions:
+        dot, pulled = work.probe(u)
+        if plan.features is not None:
+            pulled = pulled * plan.features
+        r = pulled - _like(dot * inverse, h) * h
+        values.append(_squares(r))
+        residuals = [*residuals, r] if plan.diagonal else [r]
+    return residuals, values
+
+
+def _across_error(
+    work: Pass, plan: _Plan, values: list[Tensor], residuals: list[Tensor], h: Tensor, c: Tensor, across: Tensor
+) -> Tensor:
+    if plan.error == "bound":
+        return across * math.sqrt(2 / len(values))
+    if plan.error == "spread":
+        return c.square() * torch.stack(values).std(0) / math.sqrt(len(values))
+    r = residuals[-1] * _like(c, h)  # scaled first, so that nothing overflows
+    squared = work.moved(r) - (r * h).flatten(1).sum(1).square()  # ‖PJr‖² = ‖Jr‖² − ⟨ĝ, Jr⟩²
+    return c * (2 * squared.clamp(min=0) / len(values)).sqrt()
+
+
+def _power(work: Pass, plan: _Plan, h: Tensor, c: Tensor, radial: Tensor) -> tuple[Tensor, Tensor]:
+    """Rayleigh quotient ρ and residual ‖Mv − ρv‖ of M = c²JᵀJ + ((c + c'n)² − c²)hhᵀ after the power iterations."""
+    assert plan.start is not None
+    v = plan.start.expand_as(h).clone()
+    extra = _like(radial.square() - c.square(), h)
+    rho = residual = torch.zeros_like(c)
+    for _ in range(plan.spectral + 1):
+        if plan.features is not None:
+            v = v * plan.features
+        size = _squares(v).sqrt()
+        v = v * _like(torch.where(size > 0, 1 / torch.where(size > 0, size, 1), 0), v)
+        image = _like(c.square(), h) * work.normal(v) + extra * h * _like((h * v).flatten(1).sum(1), h)
+        if plan.features is not None:
+            image = image * plan.features
+        rho = (image * v).flatten(1).sum(1)
+        residual = _squares(image - _like(rho, v) * v).sqrt()
+        v = image
+    return rho, residual
+
+
+def _joined(parts: list[_Part], features: int, probes: int) -> StepInformation:
+    values: dict[str, Any] = {}
+    for f in fields(_Part):
+        pieces = [getattr(p, f.name) for p in parts]
+        if f.name == "gradient_sum":
+            values[f.name] = {name: sum(p[name] for p in pieces[1:]) + first for name, first in pieces[0].items()}
+        else:
+            values[f.name] = None if pieces[0] is None else torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    return StepInformation(**values, features=features, probes=probes)
+
+
+def _slices(records: int, size: int) -> Iterator[slice]:
+    for start in range(0, records, size):
+        yield slice(start, min(start + size, records))
+
+
+def _present(mask: Tensor, z: Tensor) -> Tensor:
+    if mask.shape != (z.shape[0],):
+        raise ValueError(f"mask must have one entry per record, shape ({z.shape[0]},), got {tuple(mask.shape)}")
+    return mask.to(z)
+
+
+def _count(private: Private, features: Tensor) -> int:
+    chosen = private.features
+    assert chosen is not None
+    return int(chosen.sum()) if chosen.dtype == torch.bool else int(chosen.unique().numel())
+
+
+def _error_from(error: ErrorFrom, probes: int) -> ErrorFrom:
+    if error == "spread" and probes < 2:
+        raise ValueError('error="spread" needs two probes or more: use "product" or "bound" for one')
+    if error != "auto":
+        return error
+    return "spread" if probes > 1 else "product"
+
+
+def _squares(v: Tensor) -> Tensor:
+    return v.flatten(1).square().sum(1)
+
+
+def _like(per_record: Tensor, v: Tensor) -> Tensor:
+    return per_record.reshape(-1, *(1,) * (v.dim() - 1))
+
+
+def _check(
+    max_grad_norm: float,
+    noise_multiplier: float,
+    probes: int,
+    micro_batch: int | None,
+    method: str,
+    route: str,
+    error: str,
+) -> None:
+    for name, value in (("max_grad_norm", max_grad_norm), ("noise_multiplier", noise_multiplier)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value!r}")
+    if probes < 1:
+        raise ValueError(f"probes must be at least 1, got {probes!r}")
+    if micro_batch is not None and micro_batch < 1:
+        raise ValueError(f"micro_batch must be at least 1, got {micro_batch!r}")
+    for name, given, allowed in (
+        ("method", method, ("auto", "layers", "generic")),
+        ("route", route, ("reverse", "forward")),
+        ("error", error, ("auto", "spread", "product", "bound")),
+    ):
+        if given not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}, got {given!r}")
+
+
+__all__ = ["Clipping", "StepInformation", "draw_probes", "step_information"]

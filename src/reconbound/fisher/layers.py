@@ -1,0 +1,323 @@
+"""A rule per layer: how a linear map's weight meets its input, seen record by record.
+
+Every known layer computes, for a record, o = W·a + b with some linear layout. In one common form, with groups g:
+
+    A (B, g, K, L)  the columns that meet the weight     D (B, g, O, L)  the gradient of the loss in the output
+    G = D Aᵀ        the record's weight gradient          (B, g, O, K)
+
+L counts the places at which a weight is used within a record (pixels, tokens). A Linear has g = 1; a Conv has patches
+for columns; LayerNorm and GroupNorm have one group per weight with K = O = 1 (A is the normalised input); an Embedding
+has one-hot columns, kept as indices. Products with G cost either O·K per place (G is formed) or L per place (it is not:
+the "ghost" way), whichever is less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import grad as convolution_gradients
+
+_FORWARD: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_INPUT: dict[int, Callable[..., Tensor]] = {
+    1: convolution_gradients.conv1d_input,
+    2: convolution_gradients.conv2d_input,
+    3: convolution_gradients.conv3d_input,
+}
+_WEIGHT: dict[int, Callable[..., Tensor]] = {
+    1: convolution_gradients.conv1d_weight,
+    2: convolution_gradients.conv2d_weight,
+    3: convolution_gradients.conv3d_weight,
+}
+_FEW_CHANNELS = 4  # on a CPU a matrix product and adding patches back beats the transposed convolution up to here
+
+
+@dataclass(frozen=True)
+class LinearRule:
+    """nn.Linear with any number of middle dimensions: a (B, ..., in), δ (B, ..., out)."""
+
+    def columns(self, a: Tensor) -> Tensor:
+        return a.reshape(a.shape[0], 1, -1, a.shape[-1]).transpose(2, 3)
+
+    def rows(self, delta: Tensor) -> Tensor:
+        return self.columns(delta)
+
+    def from_columns(self, columns: Tensor, shape: torch.Size) -> Tensor:
+        return columns.transpose(2, 3).reshape(shape)
+
+    def from_rows(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        return self.from_columns(rows, shape)
+
+    def apply(self, a: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(a, weight)
+
+    def transpose(self, delta: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        return delta @ weight
+
+    def total(self, a: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
+        """The weight gradient summed over the batch."""
+        return delta.reshape(-1, delta.shape[-1]).T @ a.reshape(-1, a.shape[-1])
+
+    def bias(self, bias: Tensor, output: Tensor) -> Tensor:
+        return bias
+
+
+@dataclass(frozen=True)
+class ConvRule:
+    """nn.Conv1d, 2d, 3d with stride, zero padding, dilation and groups (other paddings are applied to the input)."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def rank(self) -> int:
+        return len(self.kernel)
+
+    def columns(self, a: Tensor) -> Tensor:
+        """Patches by views (F.unfold would launch one CUDA kernel per record): (B, g, C/g · kernel, places)."""
+        r = self.rank
+        a = F.pad(a, [p for p in reversed(self.padding) for _ in (0, 1)])
+        for i in range(r):
+            a = a.unfold(2 + i, (self.kernel[i] - 1) * self.dilation[i] + 1, self.stride[i])
+            a = a[..., :: self.dilation[i]]
+        a = a.permute(0, 1, *range(2 + r, 2 + 2 * r), *range(2, 2 + r))  # B, C, kernel, places
+        return a.reshape(a.shape[0], self.groups, -1, math.prod(a.shape[2 + r :]))
+
+    def rows(self, delta: Tensor) -> Tensor:
+        return delta.reshape(delta.shape[0], self.groups, delta.shape[1] // self.groups, -1)
+
+    def from_columns(self, columns: Tensor, shape: torch.Size) -> Tensor:
+        """The transpose of columns: add every patch back where it came from, one kernel offset at a time."""
+        if self.rank == 2 and shape[1] > _FEW_CHANNELS and not columns.is_cuda:
+            flat = columns.reshape(shape[0], -1, columns.shape[-1])
+            return F.fold(flat, tuple(shape[2:]), self.kernel, self.dilation, self.padding, self.stride)
+        places = self._places(shape)
+        columns = columns.reshape(*shape[:2], math.prod(self.kernel), *places)
+        padded = [s + 2 * p for s, p in zip(shape[2:], self.padding, strict=True)]
+        out = columns.new_zeros(*shape[:2], *padded)
+        for k in range(math.prod(self.kernel)):
+            offset = _unravel(k, self.kernel)
+            window = out
+            for i, (o, dil, st, n) in enumerate(zip(offset, self.dilation, self.stride, places, strict=True)):
+                window = window.narrow(2 + i, o * dil, (n - 1) * st + 1)
+                window = window[(slice(None),) * (2 + i) + (slice(None, None, st),)]
+            window += columns[:, :, k]
+        inner = tuple(slice(p, p + s) for p, s in zip(self.padding, shape[2:], strict=True))
+        return out[(slice(None), slice(None), *inner)]
+
+    def from_rows(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        return rows.reshape(shape)
+
+    def apply(self, a: Tensor, weight: Tensor) -> Tensor:
+        return _FORWARD[self.rank](a, weight, None, self.stride, self.padding, self.dilation, self.groups)
+
+    def transpose(self, delta: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        if weight.shape[1] <= _FEW_CHANNELS and not delta.is_cuda:
+            matrices = weight.reshape(self.groups, weight.shape[0] // self.groups, -1).transpose(1, 2)
+            if self.groups == 1:
+                return self.from_columns(matrices[0] @ delta.flatten(2), shape)
+            return self.from_columns(matrices @ self.rows(delta), shape)
+        args = (self.stride, self.padding, self.dilation, self.groups)
+        return _INPUT[self.rank](shape, weight, delta, *args)
+
+    def total(self, a: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
+        args = (self.stride, self.padding, self.dilation, self.groups)
+        return _WEIGHT[self.rank](a, weight.shape, delta, *args)
+
+    def bias(self, bias: Tensor, output: Tensor) -> Tensor:
+        return bias.reshape(-1, *(1,) * self.rank)
+
+    def _places(self, shape: torch.Size) -> tuple[int, ...]:
+        spans = zip(shape[2:], self.padding, self.dilation, self.kernel, self.stride, strict=True)
+        return tuple((s + 2 * p - d * (k - 1) - 1) // st + 1 for s, p, d, k, st in spans)
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """The affine part of LayerNorm (weight over the last dimensions) or GroupNorm (weight over dimension 1)."""
+
+    channels_first: bool
+    weight_dims: int
+
+    def columns(self, a: Tensor) -> Tensor:
+        if self.channels_first:
+            return a.reshape(a.shape[0], a.shape[1], 1, -1)
+        size = math.prod(a.shape[a.dim() - self.weight_dims :])
+        return a.reshape(a.shape[0], -1, size).transpose(1, 2).unsqueeze(2)
+
+    def rows(self, delta: Tensor) -> Tensor:
+        return self.columns(delta)
+
+    def from_columns(self, columns: Tensor, shape: torch.Size) -> Tensor:
+        if self.channels_first:
+            return columns.reshape(shape)
+        return columns.squeeze(2).transpose(1, 2).reshape(shape)
+
+    def from_rows(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        return self.from_columns(rows, shape)
+
+    def apply(self, a: Tensor, weight: Tensor) -> Tensor:
+        return a * self._spread(weight, a)
+
+    def transpose(self, delta: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        return delta * self._spread(weight, delta)
+
+    def total(self, a: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
+        return (self.columns(a) * self.columns(delta)).sum((0, 2, 3)).reshape(weight.shape)
+
+    def bias(self, bias: Tensor, output: Tensor) -> Tensor:
+        return self._spread(bias, output)
+
+    def _spread(self, weight: Tensor, like: Tensor) -> Tensor:
+        return weight.reshape(-1, *(1,) * (like.dim() - 2)) if self.channels_first else weight
+
+
+@dataclass(frozen=True)
+class EmbeddingRule:
+    """nn.Embedding: a holds indices (B, ...); the columns are one-hot and stay indices, (B, 1, L)."""
+
+    padding_idx: int | None
+
+    def columns(self, a: Tensor) -> Tensor:
+        return a.reshape(a.shape[0], 1, -1)
+
+    def rows(self, delta: Tensor) -> Tensor:
+        return delta.reshape(delta.shape[0], 1, -1, delta.shape[-1]).transpose(2, 3)
+
+    def from_columns(self, columns: Tensor, shape: torch.Size) -> Tensor:
+        raise AssertionError("indices have no gradient")
+
+    def from_rows(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        return rows.transpose(2, 3).reshape(shape)
+
+    def apply(self, a: Tensor, weight: Tensor) -> Tensor:
+        return F.embedding(a, weight)
+
+    def transpose(self, delta: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        raise AssertionError("indices have no gradient")
+
+    def total(self, a: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
+        return torch.zeros_like(weight).index_add_(0, a.flatten(), delta.reshape(-1, delta.shape[-1]))
+
+    def bias(self, bias: Tensor, output: Tensor) -> Tensor:
+        raise AssertionError("an embedding has no bias")
+
+    def keep(self, a: Tensor) -> Tensor | None:
+        """1 where the weight is used, 0 at the padding index, whose row gets no gradient."""
+        return None if self.padding_idx is None else (a != self.padding_idx).unsqueeze(-1)
+
+
+Rule = LinearRule | ConvRule | ScaleRule | EmbeddingRule
+
+
+def gram(first: Tensor, second: Tensor) -> Tensor:
+    """Inner products of columns, (B, g, L₁, L₂); of indices: 1 where they are equal."""
+    if not first.is_floating_point():
+        return first.unsqueeze(3) == second.unsqueeze(2)
+    return first.transpose(2, 3) @ second
+
+
+def forms_gradient(columns: Tensor, rows: Tensor, places: int) -> bool:
+    """Whether it is cheaper to form G (O·K numbers) than the Gram matrices of L × L places."""
+    if not columns.is_floating_point():
+        return False
+    k, o = columns.shape[2], rows.shape[2]
+    return 3 * k * o < 2 * (k + o) * places
+
+
+def record_gradients(columns: Tensor, rows: Tensor) -> Tensor:
+    """G = D Aᵀ for every record: (B, g, O, K)."""
+    if columns.shape[2] == 1 and rows.shape[2] == 1:
+        return (rows * columns).sum(3, keepdim=True)
+    return rows @ columns.transpose(2, 3)
+
+
+def squared_norms(columns: Tensor, rows: Tensor) -> Tensor:
+    """‖G‖² for every record, (B,)."""
+    if forms_gradient(columns, rows, columns.shape[-1]):
+        return record_gradients(columns, rows).square().sum((1, 2, 3))
+    return (gram(columns, columns) * gram(rows, rows)).sum((1, 2, 3))
+
+
+def full_gradients(rule: Rule, a: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
+    """The weight gradient of every record in the weight's own layout, (B, *weight.shape)."""
+    if isinstance(rule, EmbeddingRule):
+        index = a.reshape(a.shape[0], -1, 1).expand(-1, -1, weight.shape[1])
+        zeros = delta.new_zeros(a.shape[0], *weight.shape)
+        return zeros.scatter_add_(1, index, delta.reshape(index.shape))
+    return record_gradients(rule.columns(a), rule.rows(delta)).reshape(-1, *weight.shape)
+
+
+def apply_each(rule: Rule, a: Tensor, weights: Tensor, like: Tensor) -> Tensor:
+    """The layer with a weight of its own for every record, (B, *weight.shape); like has the output's shape."""
+    if isinstance(rule, EmbeddingRule):
+        index = a.reshape(a.shape[0], -1, 1).expand(-1, -1, weights.shape[2])
+        return weights.gather(1, index).reshape(like.shape)
+    columns = rule.columns(a)
+    matrices = weights.reshape(weights.shape[0], columns.shape[1], -1, columns.shape[2])
+    return rule.from_rows(matrices @ columns, like.shape)
+
+
+def transpose_each(rule: Rule, delta: Tensor, weights: Tensor, like: Tensor) -> Tensor:
+    """The transpose of apply_each in its input; like has the input's shape."""
+    rows = rule.rows(delta)
+    matrices = weights.reshape(weights.shape[0], rows.shape[1], rows.shape[2], -1)
+    return rule.from_columns(matrices.transpose(2, 3) @ rows, like.shape)
+
+
+def _unravel(k: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    index: list[int] = []
+    for size in reversed(shape):
+        index.append(k % size)
+        k //= size
+    return tuple(reversed(index))
+
+
+class _Convolve(torch.autograd.Function):
+    """A convolution with a constant weight whose derivatives of every order are this and its transpose.
+
+    (The double backward of PyTorch's own convolution also computes the weight's part, which nothing here needs and
+    which is by far the dearest.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, weight: Tensor, rule: ConvRule) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.rule, ctx.shape = rule, a.shape
+        return rule.apply(a, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        return _transposed(grads[0], weight, ctx.rule, ctx.shape), None, None
+
+
+class _ConvolveTransposed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, delta: Tensor, weight: Tensor, rule: ConvRule, shape: torch.Size) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.rule = rule
+        return rule.transpose(delta, weight, shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        return _convolved(grads[0], weight, ctx.rule), None, None, None
+
+
+_convolved: Callable[..., Any] = _Convolve.apply
+_transposed: Callable[..., Any] = _ConvolveTransposed.apply
+
+
+def convolve(a: Tensor, weight: Tensor, rule: ConvRule) -> Tensor:
+    """A convolution with a constant weight, cheap to differentiate twice in its input."""
+    output: Tensor = _convolved(a, weight, rule)
+    return output

@@ -1,0 +1,193 @@
+"""Which part of a record is private: an input or some of its features, the label, or what an embedding makes of it.
+
+Everything else (other inputs, the label, the tokens behind an embedding) is public: known to the attacker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map
+
+Inputs = Any  # a tensor, or a tuple or dictionary of tensors: model(x), model(*x) or model(**x)
+
+
+@dataclass(frozen=True)
+class Private:
+    """The private part z of a record.
+
+    part: "input" (the default), "target" (label privacy: soft targets, with a loss that is differentiable in them) or
+        "module" (the OUTPUT of the named module, such as a token embedding, is the private variable; what went into the
+        module is public).
+    name: for "input", the key or position among several inputs; for "module", its dotted name in the model.
+    features: a boolean mask or integer indices over one record's flattened private part; all of it when None.
+    """
+
+    part: Literal["input", "target", "module"] = "input"
+    name: str | int | None = None
+    features: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, its per-record loss, and what is private in a record."""
+
+    model: nn.Module
+    loss_fn: Callable[[Any, Any], Tensor]
+    private: Private
+
+    def losses(self, z: Tensor, inputs: Inputs, targets: Any, params: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The loss of each record, (B,), with z in the place of the private part."""
+        inputs, targets = _place(self.private, z, inputs, targets)
+        with _replaced(self.model, self.private, z):
+            losses = self.loss_fn(_call(self.model, inputs, params), targets)
+        if losses.shape != (z.shape[0],):
+            raise ValueError(
+                f"loss_fn must return one loss per record, shape ({z.shape[0]},), got {tuple(losses.shape)}: "
+                'it may have been reduced over the batch (use reduction="none") or not over the record'
+            )
+        return losses
+
+
+def as_private(private: Private | Tensor | str | None) -> Private:
+    """None: the whole input; a tensor: those features of the input; "target": the label."""
+    if private is None:
+        return Private()
+    if isinstance(private, Tensor):
+        return Private(features=private)
+    if private in ("input", "target"):
+        return Private(part=private)  # type: ignore[arg-type]
+    if isinstance(private, Private):
+        return private
+    raise ValueError(f'private must be None, a tensor of features, "input", "target" or a Private, got {private!r}')
+
+
+def private_part(problem: Problem, inputs: Inputs, targets: Any) -> Tensor:
+    """The private part of the batch, z of shape (B, ...), detached."""
+    private = problem.private
+    if private.part == "target":
+        z = targets
+    elif private.part == "module":
+        z = _module_output(problem.model, private, inputs)
+    elif isinstance(inputs, Tensor):
+        z = inputs
+    else:
+        z = inputs[_only_float(inputs) if private.name is None else private.name]
+    if not isinstance(z, Tensor) or not z.is_floating_point():
+        kind = z.dtype if isinstance(z, Tensor) else type(z).__name__
+        raise ValueError(
+            f"the private part ({private.part}) must be a floating-point tensor, got {kind}: "
+            'for tokens use Private("module", "<embedding>"), for labels soft targets'
+        )
+    return z.detach()
+
+
+def feature_mask(private: Private, z: Tensor) -> Tensor | None:
+    """The chosen features as a 0/1 tensor of one record's shape, or None when all are private."""
+    if private.features is None:
+        return None
+    chosen, size = private.features.flatten(), z[0].numel()
+    if chosen.dtype == torch.bool:
+        if chosen.numel() != size:
+            raise ValueError(f"the mask of private features has {chosen.numel()} entries, a record has {size}")
+        return chosen.to(z).reshape(z.shape[1:])
+    mask = torch.zeros(size, dtype=z.dtype, device=z.device)
+    mask[chosen.to(z.device)] = 1
+    return mask.reshape(z.shape[1:])
+
+
+def batch_rows(tree: Any, rows: slice) -> Any:
+    """Those rows of every tensor in a tuple or dictionary."""
+    return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def check_rows(name: str, tree: Any, records: int) -> None:
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] != records):
+            raise ValueError(
+                f"every tensor in {name} must have {records} rows, one per record, got {tuple(leaf.shape)}"
+            )
+
+
+def _call(model: nn.Module, inputs: Inputs, params: Mapping[str, Tensor] | None) -> Any:
+    args, kwargs = (), {}
+    if isinstance(inputs, Mapping):
+        kwargs = dict(inputs)
+    else:
+        args = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    if params is None:
+        return model(*args, **kwargs)
+    return functional_call(model, dict(params), args, kwargs)
+
+
+def _place(private: Private, z: Tensor, inputs: Inputs, targets: Any) -> tuple[Inputs, Any]:
+    if private.part == "target":
+        return inputs, z
+    if private.part == "module":
+        return inputs, targets
+    if isinstance(inputs, Tensor):
+        return z, targets
+    name = _only_float(inputs) if private.name is None else private.name
+    if isinstance(inputs, Mapping):
+        return {**inputs, name: z}, targets
+    return tuple(z if i == name else x for i, x in enumerate(inputs)), targets
+
+
+def _only_float(inputs: Inputs) -> Any:
+    items = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
+    floats = [key for key, x in items if isinstance(x, Tensor) and x.is_floating_point()]
+    if len(floats) != 1:
+        raise ValueError(f'several inputs: say which is private with Private("input", name), one of {floats}')
+    return floats[0]
+
+
+@contextmanager
+def _replaced(model: nn.Module, private: Private, z: Tensor) -> Iterator[None]:
+    """While open, the private module answers z; the gradient of its own parameters still flows."""
+    if private.part != "module":
+        yield
+        return
+    calls = 0
+
+    def answer(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return z + (output - output.detach())
+
+    handle = _module(model, private).register_forward_hook(answer)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if calls != 1:
+        raise ValueError(
+            f"the private module {private.name!r} must be called once in a forward pass, got {calls} calls"
+        )
+
+
+def _module_output(model: nn.Module, private: Private, inputs: Inputs) -> Tensor:
+    outputs: list[Tensor] = []
+    handle = _module(model, private).register_forward_hook(lambda m, a, out: outputs.append(out))
+    try:
+        with torch.no_grad():
+            _call(model, inputs, None)
+    finally:
+        handle.remove()
+    if len(outputs) != 1:
+        raise ValueError(
+            f"the private module {private.name!r} must be called once in a forward pass, got {len(outputs)} calls"
+        )
+    return outputs[0]
+
+
+def _module(model: nn.Module, private: Private) -> nn.Module:
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    if private.name not in modules:
+        raise ValueError(f"the model has no module named {private.name!r}; it has {sorted(m for m in modules if m)}")
+    return modules[str(private.name)]

@@ -1,0 +1,205 @@
+"""Records how a model uses its parameters: which known layer function meets which parameter, on what input.
+
+The rules are tied to the functions (F.linear, F.conv2d, ...), not to modules: a layer called twice, a weight shared by
+two layers, a subclass with its own forward or a weight used by hand are all seen for what they are. Each recorded use
+computes with the parameter DETACHED, so that whatever still ties the loss to a trainable parameter is a use that no
+rule covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from reconbound.fisher.layers import ConvRule, EmbeddingRule, LinearRule, Rule, ScaleRule, convolve
+
+
+class NotCovered(Exception):
+    """The layer rules do not cover this model; the message says why."""
+
+
+@dataclass
+class Site:
+    """One use of a layer: o = weight·a + bias. The names are those of trainable parameters, None for anything else."""
+
+    rule: Rule
+    a: Tensor
+    version: int
+    edge: GradientEdge
+    weight: str | None
+    bias: str | None
+
+
+class Recorder(TorchFunctionMode):
+    """While active, every use of the named parameters by a known function is appended to sites."""
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.names = {id(p): name for name, p in params.items()}
+        self.sites: list[Site] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = _KNOWN.get(func) if torch.is_grad_enabled() else None
+        if known is None:
+            return func(*args, **(kwargs or {}))
+        result = known(self, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if result is None else result
+
+    def name(self, param: Tensor | None) -> str | None:
+        return None if param is None else self.names.get(id(param))
+
+    def constant(self, param: Tensor | None) -> Any:
+        """The parameter, detached if it is one whose gradient is taken from the record of its uses."""
+        return param if param is None or self.name(param) is None else param.detach()
+
+    def add(self, rule: Rule, a: Tensor, output: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        leaf = not output.requires_grad
+        if leaf:  # a public input: the gradient in the output is still wanted
+            output = output.detach().requires_grad_()
+        edge = get_gradient_edge(output)
+        self.sites.append(Site(rule, a, a._version, edge, self.name(weight), self.name(bias)))
+        return output.clone() if leaf else output  # a leaf could not be changed in place by the layers that follow
+
+
+def _linear(rec: Recorder, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    if (rec.name(weight) is None and rec.name(bias) is None) or a.dim() < 2 or weight.dim() != 2:
+        return None
+    output = F.linear(a, rec.constant(weight), rec.constant(bias))
+    return rec.add(LinearRule(), a, output, weight, bias)
+
+
+def _conv(rank: int) -> Callable[..., Tensor | None]:
+    def conv(
+        rec: Recorder,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor | None:
+        a = input
+        constant = rec.constant(weight)
+        if a.dim() != rank + 2 or constant.requires_grad:
+            return None
+        stride, dilation, kernel = _each(stride, rank), _each(dilation, rank), tuple(weight.shape[2:])
+        if isinstance(padding, str):
+            total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
+            a = F.pad(a, [v for t in reversed(total) for v in (t // 2, t - t // 2)])
+            padding = 0
+        rule = ConvRule(kernel, stride, _each(padding, rank), dilation, groups)
+        output = convolve(a, constant, rule)
+        if bias is not None:
+            output = output + rule.bias(rec.constant(bias), output)
+        if rec.name(weight) is None and rec.name(bias) is None:
+            return output  # frozen: nothing to record, and still cheap to differentiate twice
+        return rec.add(rule, a, output, weight, bias)
+
+    return conv
+
+
+def _embedding(
+    rec: Recorder,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    if rec.name(weight) is None or max_norm is not None or scale_grad_by_freq or sparse:
+        return None
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    output = F.embedding(input, weight.detach())
+    return rec.add(EmbeddingRule(padding_idx), input, output, weight, None)
+
+
+def _layer_norm(
+    rec: Recorder,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    if rec.name(weight) is None and rec.name(bias) is None:
+        return None
+    a = F.layer_norm(input, normalized_shape, None, None, eps)
+    return _scaled(rec, ScaleRule(False, len(normalized_shape)), a, weight, bias)
+
+
+def _group_norm(
+    rec: Recorder,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    if rec.name(weight) is None and rec.name(bias) is None:
+        return None
+    a = F.group_norm(input, num_groups, None, None, eps)
+    return _scaled(rec, ScaleRule(True, 1), a, weight, bias)
+
+
+def _scaled(rec: Recorder, rule: ScaleRule, a: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    output = a if weight is None else rule.apply(a, rec.constant(weight))
+    if bias is not None:
+        output = output + rule.bias(rec.constant(bias), a)
+    return rec.add(rule, a, output, weight, bias)
+
+
+_KNOWN: dict[Any, Callable[..., Tensor | None]] = {
+    F.linear: _linear,
+    F.conv1d: _conv(1),
+    F.conv2d: _conv(2),
+    F.conv3d: _conv(3),
+    F.embedding: _embedding,
+    F.layer_norm: _layer_norm,
+    F.group_norm: _group_norm,
+}
+
+
+def check_covered(losses: Tensor, sites: list[Site], params: Mapping[str, Tensor]) -> None:
+    """Raise NotCovered if the loss depends on a trainable parameter in a way that was not recorded."""
+    for site in sites:
+        if site.a._version != site.version:
+            raise NotCovered(f"the input of {site.weight or site.bias} is changed in place after its use")
+    if not losses.requires_grad:
+        return
+    names = {id(p): name for name, p in params.items()}
+    todo, seen = [losses.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = names.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            raise NotCovered(f"the parameter {name} is used outside the known layers")
+        todo.extend(following for following, _ in node.next_functions)
+
+
+def check_leading(sites: list[Site], records: int) -> None:
+    """Raise NotCovered unless the first dimension of every recorded input counts records."""
+    for site in sites:
+        if site.a.dim() < 1 or site.a.shape[0] != records:
+            shape = tuple(site.a.shape)
+            raise NotCovered(
+                f"the input of {site.weight or site.bias}, {shape}, has no leading dimension of {records} records"
+            )
+
+
+def _each(value: Any, rank: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, tuple | list) else (value,)
+    return values * rank if len(values) == 1 else values

@@ -1,0 +1,184 @@
+"""Slow and plainly right: dense Jacobians of the clipped gradient, and the paper's estimator by coordinates.
+
+Nothing here uses the identity behind the fast way: the clip is a function like any other, and autograd differentiates
+it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, jacrev, jvp, vmap
+from torch.utils._pytree import tree_map
+
+from reconbound.fisher.clipping import Clip, check_clip
+from reconbound.fisher.gradients import load_forward_mode, trainable
+from reconbound.fisher.private import Inputs, Private, Problem, as_private, batch_rows, feature_mask, private_part
+
+
+@dataclass(frozen=True)
+class DenseInformation:
+    """The information of one step about each record, in full. All in float64."""
+
+    norm: Tensor  # (B,)
+    gradient: Tensor  # (B, p), before clipping
+    jacobian: Tensor  # (B, p, d): ∂(c g)/∂z, columns of features that are not private are zero
+    matrix: Tensor  # (B, d, d): J̃ᵀJ̃/(σC)²
+    along: Tensor  # (B,): ‖J̃ᵀĝ‖²/(σC)²
+    across: Tensor  # (B,): ‖(I − ĝĝᵀ)J̃‖²_F/(σC)²
+    gradient_sum: dict[str, Tensor]
+
+    @property
+    def trace(self) -> Tensor:
+        return self.matrix.diagonal(dim1=1, dim2=2).sum(1)
+
+    @property
+    def diagonal(self) -> Tensor:
+        return self.matrix.diagonal(dim1=1, dim2=2)
+
+    @property
+    def spectral(self) -> Tensor:
+        values: Tensor = torch.linalg.eigvalsh(self.matrix)
+        return values[:, -1]
+
+
+def dense_information(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    inputs: Inputs,
+    targets: Any,
+    *,
+    max_grad_norm: float,
+    noise_multiplier: float,
+    clip: Clip = "smooth",
+    private: Private | Tensor | str | None = None,
+) -> DenseInformation:
+    """The information of one step about each record from its dense Jacobian, one record at a time, in float64.
+
+    I = J̃ᵀJ̃/(σC)²,   J̃ = ∂/∂z [c(‖g(z)‖) g(z)]
+
+    The arguments are those of step_information. Memory and time grow with records × parameters × features.
+
+    Guarantee: exact up to float64 rounding wherever the model is twice differentiable and (hard clip) ‖g‖ ≠ C.
+    """
+    model = copy.deepcopy(model).double()
+    inputs, targets = tree_map(_double, (inputs, targets))
+    problem = Problem(model, loss_fn, as_private(private))
+    z = private_part(problem, inputs, targets)
+    chosen = feature_mask(problem.private, z)
+    params = {name: p.detach() for name, p in trainable(problem).items()}
+    gradients, clipped, jacobians = [], [], []
+    for i in range(z.shape[0]):
+        record = batch_rows((inputs, targets), slice(i, i + 1))
+
+        def clipped_gradient(z: Tensor, record: Any = record) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            g = grad(lambda w: problem.losses(z.unsqueeze(0), record[0], record[1], w)[0])(params)
+            g = torch.cat([v.flatten() for v in g.values()])
+            c = _clipped(g, max_grad_norm, clip)
+            return c, (g, c)
+
+        jacobian, (g, c) = jacrev(clipped_gradient, has_aux=True)(z[i])
+        if chosen is not None:
+            jacobian = jacobian * chosen
+        jacobians.append(jacobian.reshape(g.numel(), -1))
+        gradients.append(g)
+        clipped.append(c)
+    g, jacobian = torch.stack(gradients), torch.stack(jacobians)
+    sizes = [p.numel() for p in params.values()]
+    pieces = torch.stack(clipped).sum(0).split(sizes)
+    sums = {name: piece.reshape(p.shape) for (name, p), piece in zip(params.items(), pieces, strict=True)}
+    return _dense(g, jacobian, noise_multiplier * max_grad_norm, sums)
+
+
+def coordinate_information(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    inputs: Inputs,
+    targets: Any,
+    *,
+    max_grad_norm: float,
+    noise_multiplier: float,
+    clip: Clip = "smooth",
+    coordinates: int = 50,
+    at_once: int = 1,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The paper's estimator of Tr J̃ᵀJ̃/(σC)²: random input coordinates, one Jacobian-vector product for each.
+
+    Tr J̃ᵀJ̃ ≈ (d/k) Σ_{j in S} ‖J̃ e_j‖²,   S a set of k of the d coordinates, drawn without replacement
+
+    Private part: the whole input, a tensor. One set S serves the whole batch; records are vmapped. Float precision is
+    the model's own. at_once coordinates share one vmapped call: a choice of speed against memory, not of value.
+
+    Returns: the estimate, (B,), and its standard error, (B,), from the spread of the coordinates (with the
+    finite-population factor √(1 − k/d); zero when all are taken).
+
+    Guarantee: unbiased, and exact when coordinates ≥ d.
+    """
+    load_forward_mode()
+    problem = Problem(model, loss_fn, Private())
+    z = private_part(problem, inputs, targets)
+    d = z[0].numel()
+    k = min(coordinates, d)
+    params = {name: p.detach() for name, p in trainable(problem).items()}
+
+    def clipped_gradient(z: Tensor, target: Any) -> Any:
+        target = tree_map(lambda t: t.unsqueeze(0), target)
+        g = grad(lambda w: problem.losses(z.unsqueeze(0), z.unsqueeze(0), target, params=w)[0])(params)
+        n = torch.stack([v.square().sum() for v in g.values()]).sum().sqrt()
+        return {name: v * _factor(n, max_grad_norm, clip) for name, v in g.items()}
+
+    def column(z: Tensor, target: Any, tangent: Tensor) -> Tensor:
+        moved = jvp(lambda z: clipped_gradient(z, target), (z,), (tangent,))[1]
+        return torch.stack([v.square().sum() for v in moved.values()]).sum()
+
+    chosen = torch.randperm(d, generator=generator, device=z.device if generator is None else generator.device)[:k]
+    each = vmap(vmap(column, in_dims=(0, 0, None)), in_dims=(None, None, 0))
+    columns = []
+    for some in chosen.to(z.device).split(at_once):
+        tangents = torch.zeros(len(some), d, device=z.device, dtype=z.dtype).scatter_(1, some[:, None], 1)
+        columns.append(each(z, targets, tangents.reshape(-1, *z.shape[1:])))
+    values = torch.cat(columns) * (d / (noise_multiplier * max_grad_norm) ** 2)
+    spread = values.std(0) if k > 1 else values.mean(0)
+    return values.mean(0), spread * ((1 - k / d) / k) ** 0.5
+
+
+def _dense(g: Tensor, jacobian: Tensor, noise: float, sums: dict[str, Tensor]) -> DenseInformation:
+    norm = g.norm(dim=1)
+    unit = torch.where(norm[:, None] > 0, g / torch.where(norm > 0, norm, 1)[:, None], 0)
+    along = torch.einsum("bpd,bp->bd", jacobian, unit)
+    across = jacobian - unit[:, :, None] * along[:, None, :]
+    return DenseInformation(
+        norm=norm,
+        gradient=g,
+        jacobian=jacobian,
+        matrix=jacobian.transpose(1, 2) @ jacobian / noise**2,
+        along=along.square().sum(1) / noise**2,
+        across=across.square().sum((1, 2)) / noise**2,
+        gradient_sum=sums,
+    )
+
+
+def _factor(n: Tensor, max_grad_norm: float, clip: Clip) -> Tensor:
+    if check_clip(clip) == "smooth":
+        x = n / max_grad_norm - 1
+        return 1 / (x * (1 + torch.erf(x / math.sqrt(2))) / 2 + 1)
+    return (max_grad_norm / n).clamp(max=1)
+
+
+def _clipped(g: Tensor, max_grad_norm: float, clip: Clip) -> Tensor:
+    """c(n) g, with n = ‖g‖ whose derivative at g = 0 is taken to be 0 (it is multiplied by g)."""
+    square = g.square().sum()
+    n = torch.where(square > 0, torch.where(square > 0, square, 1).sqrt(), 0)
+    c = _factor(torch.where(square > 0, n, max_grad_norm * 1e-300), max_grad_norm, clip)
+    return c * g
+
+
+def _double(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

@@ -1,0 +1,113 @@
+"""Fast equals dense, for every model of the table; the estimators are unbiased and their errors honest."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import CASES, RECORDS, Case
+from reconbound.fisher import (
+    DenseInformation,
+    Private,
+    dense_information,
+    draw_probes,
+    step_information,
+)
+from reconbound.fisher.gradients import trainable
+from reconbound.fisher.private import Problem
+
+NOISE = 0.7
+LEVELS = {"far below": 100.0, "near": 1.07, "far above": 0.02}  # C over the median gradient norm
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")  # PyTorch, of its own copy
+
+
+def generator(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@cache
+def clip_norm(case: Case, level: str) -> float:
+    model, inputs, targets = case.make()
+    kw: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "private": case.private}
+    return (
+        LEVELS[level] * step_information(model, case.loss, inputs, targets, method="generic", **kw).norm.median().item()
+    )
+
+
+@cache
+def dense(case: Case, clip: Any, level: str) -> DenseInformation:
+    kw: dict[str, Any] = {"max_grad_norm": clip_norm(case, level), "noise_multiplier": NOISE, "private": case.private}
+    return dense_information(case.make()[0], case.loss, *case.make()[1:], clip=clip, **kw)
+
+
+def fast(case: Case, clip: Any, level: str, **kw: Any) -> Any:
+    model, inputs, targets = case.make()
+    kw = {"max_grad_norm": clip_norm(case, level), "noise_multiplier": NOISE, "private": case.private} | kw
+    return step_information(model, case.loss, inputs, targets, clip=clip, **kw)
+
+
+def probed(ref: DenseInformation, u: Tensor, noise: float) -> tuple[Tensor, Tensor]:
+    """For one direction u and the dense J̃: J̃ᵀPu and PJ̃(J̃ᵀPu), over the noise."""
+    unit = torch.where(ref.norm[:, None] > 0, ref.gradient / ref.norm[:, None].clamp(min=1e-300), 0)
+    across = u - unit * (unit @ u)[:, None]
+    r = torch.einsum("bpd,bp->bd", ref.jacobian, across) / noise
+    moved = torch.einsum("bpd,bd->bp", ref.jacobian, r) / noise
+    return r, moved - unit * (unit * moved).sum(1, keepdim=True)
+
+
+def close(got: Tensor, want: Tensor, scale: Tensor) -> None:
+    assert got.shape == want.shape
+    scale = scale.reshape(-1, *(1,) * (want.dim() - 1)) if scale.dim() else scale
+    assert ((got - want).abs() <= 1e-9 * scale + 1e-300).all(), ((got - want).abs() / scale).max()
+
+
+def compare(case: Case, clip: Any, level: str, **kw: Any) -> None:
+    ref = dense(case, clip, level)
+    got = fast(case, clip, level, diagonal=True, generator=generator(), **kw)
+    noise = NOISE * clip_norm(case, level)
+    (probe,) = draw_probes(trainable(Problem(case.make()[0], case.loss, Private())), 1, generator())
+    r, moved = probed(ref, torch.cat([v.flatten() for v in probe.values()]), noise)
+    close(got.norm, ref.norm, ref.norm)
+    close(got.along, ref.along, ref.trace)
+    close(got.across, r.square().sum(1), ref.trace)
+    close(got.across_error, 2**0.5 * moved.norm(dim=1), ref.trace)
+    close(got.diagonal_across.flatten(1), r.square(), ref.trace)
+    unit = ref.gradient / ref.norm[:, None]
+    close(got.diagonal_along.flatten(1), torch.einsum("bpd,bp->bd", ref.jacobian, unit).square() / noise**2, ref.trace)
+    assert got.gradient_sum.keys() == ref.gradient_sum.keys()
+    for name, total in ref.gradient_sum.items():
+        close(got.gradient_sum[name], total, torch.tensor(noise * RECORDS))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_fast_equals_dense(case: Case) -> None:
+    for clip in ("smooth", "hard"):
+        for level in LEVELS:
+            for micro_batch in (1, 7, None):
+                compare(case, clip, level, micro_batch=micro_batch)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_generic_equals_dense(case: Case) -> None:
+    compare(case, "smooth", "near", method="generic")
+    if case.forward_mode:
+        compare(case, "hard", "near", method="generic", route="forward", micro_batch=7)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_rules_cover_what_they_should(case: Case) -> None:
+    if case.layers:
+        fast(case, "smooth", "near", method="layers")
+    else:
+        with pytest.raises(ValueError, match="no layer rule covers"):
+            fast(case, "smooth", "near", method="layers")
+
+
+def test_the_table_is_wide_enough() -> None:
+    assert len(CASES) >= 25
+    assert len({c.name for c in CASES}) == len(CASES)

@@ -1,0 +1,468 @@
+"""Each check fires on a model made for it, with its message, and stays silent on models that are fine."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from reconbound.validate import ModelError, ReconboundWarning, check_batch, check_model, math_attention
+
+per_record = nn.CrossEntropyLoss(reduction="none")
+
+
+class Wrapped(nn.Module):
+    """A linear layer, a function, a linear layer: the function is the forward's own, in no module of its own."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x)))
+
+
+class Inner(nn.Module):
+    """The function as a module, to see that messages name it."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def network(middle: nn.Module | None = None) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh() if middle is None else middle, nn.Linear(8, 3))
+
+
+def batch(records: int = 5) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(records, 6, generator=generator), torch.arange(records) % 3
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def says(message: str) -> Any:
+    return pytest.raises(ModelError, match=message)
+
+
+# --- models that are fine --------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, extra: Tensor) -> Tensor:
+        return self.layer(torch.cat([x, extra], 1))
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(10, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layer(self.embedding(tokens).mean(1))
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 6)),
+        nn.Conv1d(1, 4, 3),
+        nn.GroupNorm(2, 4),
+        nn.GELU(),
+        nn.AvgPool1d(2),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    )
+
+
+@pytest.mark.parametrize("records", [1, 2, 5])
+@pytest.mark.parametrize(
+    "model",
+    [
+        network(),
+        convolutional(),
+        network(nn.LayerNorm(8)),
+        network(nn.Dropout(0.5)).eval(),
+        network(nn.Dropout(0.0)),
+        network(nn.ELU()),
+    ],
+)
+def test_good_models_pass_in_silence(model: nn.Module, records: int) -> None:
+    check_batch(model, per_record, *batch(records))
+    check_batch(copy.deepcopy(model).double(), per_record, batch(records)[0].double(), batch(records)[1])
+
+
+def test_several_inputs_tokens_and_public_normalisation_pass() -> None:
+    x, y = batch()
+    extra = torch.ones(5, 2)
+    check_batch(Pair(), per_record, (x, extra), y)
+    check_batch(Pair(), per_record, {"x": x, "extra": extra}, y)
+    check_batch(Tokens(), per_record, torch.arange(20).reshape(5, 4) % 10, y)
+    check_batch(network(nn.BatchNorm1d(8)).eval(), per_record, x, y)
+    check_model(nn.Sequential(nn.Conv1d(2, 3, 3), nn.InstanceNorm1d(3)))
+
+
+def test_model_batch_and_random_state_are_left_as_they_were() -> None:
+    model, (x, y) = network(), batch()
+    before, x_before, random_before = copy.deepcopy(model.state_dict()), x.clone(), torch.get_rng_state()
+    check_batch(model, per_record, x, y)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(x, x_before)
+    assert not x.requires_grad
+    assert torch.equal(random_before, torch.get_rng_state())
+    assert all(p.grad is None and not m._forward_hooks for m in model.modules() for p in m.parameters())
+    with torch.no_grad():
+        check_batch(model, per_record, x, y)  # needs gradients, and turns them on for itself
+
+
+# --- structure -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        (nn.BatchNorm1d(8), "BatchNorm1d"),
+        (nn.BatchNorm2d(8), "BatchNorm2d"),
+        (nn.BatchNorm3d(8), "BatchNorm3d"),
+        (nn.SyncBatchNorm(8), "SyncBatchNorm"),
+        (nn.BatchNorm1d(8, track_running_stats=False).eval(), "BatchNorm1d"),
+        (nn.InstanceNorm1d(8, track_running_stats=True), "InstanceNorm1d"),
+    ],
+)
+def test_batch_statistics(layer: nn.Module, name: str) -> None:
+    model = nn.Sequential()
+    model.add_module("body", nn.Sequential(nn.Linear(6, 8), layer))
+    with says(rf"module 'body.1' \({name}\) mixes the records of a batch: .* Use nn.GroupNorm"):
+        check_model(model)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Dropout(0.1),
+        nn.Dropout2d(0.1),
+        nn.AlphaDropout(0.1),
+        nn.LSTM(8, 8, num_layers=2, dropout=0.1),
+        nn.MultiheadAttention(8, 2, dropout=0.1),
+        nn.RReLU(),
+    ],
+)
+def test_dropout_left_on(layer: nn.Module) -> None:
+    with says(
+        rf"module '1' \({type(layer).__name__}\) drops values at random: call .eval\(\) on it or set its rate to 0"
+    ):
+        check_model(network(layer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ReconboundWarning)
+        check_model(network(layer).eval())
+
+
+def test_no_trainable_parameter() -> None:
+    with says("no parameter of the model requires a gradient: call requires_grad_"):
+        check_model(network().requires_grad_(False))
+
+
+def test_diverged_parameter() -> None:
+    model = network()
+    with torch.no_grad():
+        model[0].weight[1, 2] = float("nan")
+    with says("parameter '0.weight' is not finite: training has diverged"):
+        check_batch(model, per_record, *batch())
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.ReLU(), nn.ReLU6(), nn.LeakyReLU(), nn.PReLU(), nn.Hardtanh(), nn.Hardswish(), nn.SELU(), nn.MaxPool1d(1)],
+)
+def test_kinks_warn(layer: nn.Module) -> None:
+    kind = type(layer).__name__
+    message = rf"kinks in module '1' \({kind}\): .*tanh or GELU .*, average pooling for max pooling"
+    with pytest.warns(ReconboundWarning, match=message):
+        check_model(network(layer))
+    with pytest.warns(ReconboundWarning, match=message):
+        check_batch(network(layer), per_record, *batch())
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (F.relu, "relu"),
+        (lambda h: F.max_pool1d(h, 1), "max_pool2d_with_indices"),
+        (lambda h: h.clamp(min=0), "clamp"),
+        (lambda h: F.elu(h, alpha=2.0), "elu"),
+        (torch.abs, "abs"),
+    ],
+)
+def test_functional_kinks_warn(function: Callable[[Tensor], Tensor], name: str) -> None:
+    with pytest.warns(ReconboundWarning, match=rf"kinks in the model's own forward \({name}\)"):
+        check_batch(Wrapped(function), per_record, *batch())
+
+
+def test_kink_in_the_loss_warns() -> None:
+    with pytest.warns(ReconboundWarning, match=r"kinks in loss_fn \(abs\)"):
+        check_batch(network(), lambda out, y: (out[:, 0] - y).abs(), *batch())
+
+
+# --- data and loss ---------------------------------------------------------------------------------------------------
+
+
+def test_non_finite_inputs_name_record_and_feature() -> None:
+    x, y = batch()
+    x[3, 4], x[4, 0] = float("nan"), float("inf")
+    with says("^inputs: record 3, feature 4, is nan, one of 2 values that are not finite: remove those records"):
+        check_batch(network(), per_record, x, y)
+    image = torch.zeros(4, 1, 5, 5)
+    image[2, 0, 1, 3] = float("-inf")
+    with says(r"^inputs\['x'\]: record 2, feature \(0, 1, 3\), is -inf"):
+        check_batch(Pair(), per_record, {"x": image, "extra": torch.ones(4, 2)}, y[:4])
+    with says(r"^targets: record 1 is nan"):
+        check_batch(network(), per_record, torch.zeros(2, 6), torch.tensor([0.0, float("nan")]))
+
+
+def test_rows_that_do_not_match() -> None:
+    x, y = batch()
+    with says(r"targets has shape \(4,\): its first dimension must be the 5 records"):
+        check_batch(network(), per_record, x, y[:4])
+    with says(r"inputs\[1\] has shape \(\): its first dimension must be the 5 records"):
+        check_batch(Pair(), per_record, (x, torch.tensor(1.0)), y)
+    with says("inputs must hold at least one tensor, got str"):
+        check_batch(network(), per_record, "text", y)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (nn.CrossEntropyLoss(), r"loss_fn returned \(\) for 3 records, .*reduced over the batch; .* reduction='none'"),
+        (lambda out, y: out.mean(0)[:1], r"loss_fn returned \(1,\) for 3 records, .* reduction='none'"),
+        (lambda out, y: (out - 1) ** 2, r"loss_fn returned \(3, 3\) for 3 records, .*losses.flatten\(1\).mean\(1\)"),
+        (lambda out, y: 0.0, "loss_fn returned float: it must return a floating-point tensor"),
+        (lambda out, y: out.argmax(1), "loss_fn returned torch.int64: it must return a floating-point tensor"),
+        (lambda out, y: out.mean(0), r"loss_fn depends on the batch|loss_fn couples the records"),
+        (lambda out, y: out[:, 0] / (y - 1), "the loss of record 1 is -?inf: model or loss_fn overflows"),
+    ],
+)
+def test_losses_of_the_wrong_shape(loss_fn: Callable[[Tensor, Tensor], Tensor], message: str) -> None:
+    with says(message):
+        check_batch(network(), loss_fn, *batch())
+
+
+# --- records coupled, randomness -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("records", [1, 2, 5])
+def test_coupled_records(records: int) -> None:
+    def centred(h: Tensor) -> Tensor:
+        return h - h.mean(0)
+
+    x, y = batch(records)
+    with says(r"module '1' \(Inner\) couples the records of a batch: one record's loss changes .*nn.GroupNorm"):
+        check_batch(network(Inner(centred)), per_record, x, y)
+    with says("module 'last' .*couples the records of a batch"):  # the first place where it can be seen
+        check_batch(Wrapped(centred), per_record, x, y)
+    with says("^loss_fn couples the records of a batch"):
+        check_batch(network(), lambda out, y: per_record(out, y) - out.mean(), x, y)
+
+
+def test_functional_batch_normalisation() -> None:
+    with says(r"module '1' \(Inner\) couples the records of a batch"):
+        check_batch(network(Inner(lambda h: F.batch_norm(h, None, None, training=True))), per_record, *batch())
+
+
+def test_division_by_the_batch_size() -> None:
+    with says(
+        "^loss_fn depends on the batch: a record's loss changes when another record is left out. Do not divide by"
+    ):
+        check_batch(network(), lambda out, y: per_record(out, y) / len(y), *batch())
+
+
+def test_coupling_through_the_targets() -> None:
+    def balanced(out: Tensor, y: Tensor) -> Tensor:
+        return per_record(out, y) * y.bincount(minlength=3).amax()
+
+    with says("^loss_fn depends on the batch"):
+        check_batch(network(), balanced, torch.zeros(3, 6), torch.tensor([0, 1, 1]))
+
+
+def test_functional_randomness() -> None:
+    with says(r"module '1' \(Inner\) is random: two runs .* F.dropout\(..., training=False\)"):
+        check_batch(network(Inner(lambda h: F.dropout(h, 0.5))), per_record, *batch())
+    with says(r"the model's own forward \(Wrapped\) is random"):
+        check_batch(Wrapped(lambda h: h + torch.randn_like(h)), per_record, *batch())
+    with says("^loss_fn is random"):
+        check_batch(network(), lambda out, y: per_record(out, y) * torch.rand(len(y)), *batch())
+    counter = iter(range(10))
+    with says(r"module '1' \(Inner\) is random"):  # no random operation, but no function of its input either
+        check_batch(network(Inner(lambda h: h + next(counter))), per_record, *batch())
+
+
+# --- derivatives -----------------------------------------------------------------------------------------------------
+
+
+class OnceDifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+
+def test_in_place_module() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.ReLU(inplace=True), nn.Linear(8, 3))
+    with says(
+        r"changed in place, at module '2' \(ReLU\): relu_. Use inplace=False, and x = x \+ y in place of x \+= y"
+    ):
+        check_batch(model, per_record, *batch())
+
+
+def test_in_place_function() -> None:
+    with says(r"changed in place, at module '1' \(Inner\): mul_\."):
+        check_batch(network(Inner(lambda h: h.tanh().mul_(2.0))), per_record, *batch())
+    with says(r"changed in place, at the model's own forward \(Wrapped\): add_\."):
+        check_batch(Wrapped(lambda h: h.exp().add_(1.0)), per_record, *batch())
+
+
+def test_in_place_change_of_the_input() -> None:
+    with says(r"changed in place, at module '0' \(Inner\): its input"):
+        check_batch(nn.Sequential(Inner(lambda x: x.mul_(2.0)), nn.Linear(6, 3)), per_record, *batch())
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@pytest.mark.parametrize(
+    "function", [OnceDifferentiable.apply, StraightThrough.apply, lambda h: h * h.detach(), lambda h: h.tanh() * h.data]
+)
+def test_second_derivatives_that_miss_a_part(function: Callable[[Tensor], Tensor]) -> None:
+    """Autograd raises on none of these: it leaves the missing part out, and the record would look safer than it is."""
+    with says(r"module '1' \(Inner\) has a gradient that changes with the inputs .*straight-through estimator"):
+        check_batch(network(Inner(function)), per_record, *batch())
+
+
+def test_a_detached_shift_that_changes_nothing_passes() -> None:
+    def log_sum_exp(h: Tensor) -> Tensor:
+        top = h.amax(1, keepdim=True).detach()
+        return h - (h - top).exp().sum(1, keepdim=True).log() - top
+
+    check_batch(network(Inner(log_sum_exp)), per_record, *batch())
+
+
+class NoSecondDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return FirstDerivative.apply(ctx.saved_tensors[0], grad)
+
+
+class FirstDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grad: Tensor) -> Tensor:
+        return 3 * x**2 * grad
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise RuntimeError("no such kernel")
+
+
+def test_no_second_derivative() -> None:
+    with says(r"module '1' \(Inner\) cannot be differentiated twice \(no such kernel\): write it with operations"):
+        check_batch(network(Inner(NoSecondDerivative.apply)), per_record, *batch())
+
+
+@pytest.mark.parametrize("function", [torch.round, torch.sign, torch.floor])
+def test_step_functions(function: Callable[[Tensor], Tensor]) -> None:
+    with says(rf"module '1' \(Inner\) uses {function.__name__}, which is not differentiable: it is flat between jumps"):
+        check_batch(network(Inner(function)), per_record, *batch())
+
+
+@pytest.mark.parametrize("function", [Tensor.detach, lambda h: F.one_hot(h.argmax(1), 8).float()])
+def test_cut_graph(function: Callable[[Tensor], Tensor]) -> None:
+    with says(r"module '1' \(Inner\) cuts the graph: the gradient does not depend on the inputs. .*detach\(\)"):
+        check_batch(network(Inner(function)), per_record, *batch())
+
+
+def test_loss_cut_from_the_parameters() -> None:
+    with says("^the loss does not depend on any parameter that requires a gradient: look for detach"):
+        check_batch(network(), lambda out, y: per_record(out.detach(), y), *batch())
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.reshape(len(x), 1, 2, 4)
+        return F.scaled_dot_product_attention(h, h, h).flatten(1)
+
+
+def test_fused_attention_is_switched_to_the_plain_formula() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), Attention(), nn.Linear(8, 3))
+    with pytest.warns(
+        ReconboundWarning, match=r"attention kernel of module '1' has no second derivative: .*math_attention\(\)"
+    ):
+        check_batch(model, per_record, *batch())
+    with math_attention():
+        check_batch(model, per_record, *batch())
+
+
+def test_transformer_layer_under_plain_attention() -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, activation="gelu", batch_first=True)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Unflatten(1, (2, 4)), layer, nn.Flatten(), nn.Linear(8, 3))
+    with pytest.warns(ReconboundWarning, match="attention kernel of module '2.self_attn'"):
+        check_batch(model, per_record, *batch())
+    with math_attention():
+        check_batch(model, per_record, *batch())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # from within torch.func.jvp
+def test_math_attention_equals_the_fused_kernel_and_has_all_derivatives() -> None:
+    q, k, v = torch.randn(3, 2, 5, 4, dtype=torch.float64, requires_grad=True).unsqueeze(2).unbind(0)
+    fused = F.scaled_dot_product_attention(q, k, v)
+    with math_attention():
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), fused)
+        _, tangent = torch.func.jvp(lambda x: F.scaled_dot_product_attention(x, k, v), (q,), (torch.ones_like(q),))
+    assert tangent.shape == q.shape
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.detach().sum(0)
+        return x
+
+
+def test_buffers_that_keep_data_warn() -> None:
+    model = network(Counting())
+    with pytest.warns(ReconboundWarning, match=r"changes the buffers \['1.seen'\]: .*released without noise"):
+        check_batch(model, per_record, *batch())
+    assert not model[1].seen.any()
