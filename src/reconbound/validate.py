@@ -267,7 +267,7 @@ class _Trace:
         return self.stack[-1] if self.stack else _LOSS
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(TorchDispatchMode):
     """Notes the operations that a run performs on tensors of the graph, with the module that performs them."""
 
     def __init__(self, trace: _Trace) -> None:

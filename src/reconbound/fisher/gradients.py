@@ -38,7 +38,11 @@ Pair = tuple[Tensor, Tensor]
 class Pass(Protocol):
     """What the information of a step needs to know of one micro-batch."""
 
+    method: Literal["layers", "generic"]
     losses: Tensor
+
+    def squared_norms(self) -> Tensor:
+        """n², (B,), alone."""
 
     def own(self) -> tuple[Tensor, Tensor]:
         """n², (B,), and Jᵀg, of z's shape."""
@@ -70,9 +74,17 @@ def trainable(problem: Problem) -> dict[str, Tensor]:
 
 
 class LayerPass:
-    """One forward and one backward pass, recorded; then every product by layer rules."""
+    """One forward and one backward pass, recorded; then every product by layer rules.
 
-    def __init__(self, problem: Problem, z: Tensor, inputs: Inputs, targets: Any, *, check: bool = True) -> None:
+    check: first run a batch of another size, to see that the leading dimension of every layer's input counts records.
+    measured: keep the graph, for products with J; without it there are norms and weighted sums alone.
+    """
+
+    method: Literal["layers", "generic"] = "layers"
+
+    def __init__(
+        self, problem: Problem, z: Tensor, inputs: Inputs, targets: Any, *, check: bool = True, measured: bool = True
+    ) -> None:
         self.params = trainable(problem)
         if check:
             _check_small_batch(problem, self.params, z, inputs, targets)
@@ -82,7 +94,7 @@ class LayerPass:
             check_covered(losses, sites, self.params)
             check_leading(sites, z.shape[0])
             self.losses = losses.detach()
-            deltas = _output_gradients(losses, sites)
+            deltas = _output_gradients(losses, sites, create_graph=measured)
         self.graph_sites = [(s, d) for s, d in zip(sites, deltas, strict=True) if d is not None]
         self.sites = [s for s, _ in self.graph_sites]
         self.graph_deltas = [d for _, d in self.graph_sites]
@@ -93,9 +105,11 @@ class LayerPass:
         self.formed: dict[str, Tensor] = {}
         self.tangents: tuple[list[Tensor], Tensor] | None = None
 
+    def squared_norms(self) -> Tensor:
+        return self._squared(self._own_pairs(), keep=True)
+
     def own(self) -> tuple[Tensor, Tensor]:
-        pairs = [[pair] for pair in zip(self.inputs, self.deltas, strict=True)]
-        return self._pull(*self._record_direction(pairs, keep=True))
+        return self._pull(*self._record_direction(self._own_pairs(), keep=True))
 
     def probe(self, direction: Params) -> tuple[Tensor, Tensor]:
         along_output: list[Tensor | None] = []
@@ -114,17 +128,7 @@ class LayerPass:
         return self._pull(along_output, along_input)
 
     def moved(self, v: Tensor) -> Tensor:
-        pairs = self._moved_pairs(v)
-        total = torch.zeros_like(self.losses)
-        for name, uses in self.weight_uses.items():
-            if len(uses) == 1:
-                columns, rows = self._factors(uses[0], pairs[uses[0]])
-                total = total + layers.squared_norms(columns, rows)
-            else:
-                total = total + self._full(name, uses, pairs).flatten(1).square().sum(1)
-        for uses in self.bias_uses.values():
-            total = total + self._bias_direction(uses, pairs).square().sum(1)
-        return total
+        return self._squared(self._moved_pairs(v))
 
     def normal(self, v: Tensor) -> Tensor:
         return self._pull(*self._record_direction(self._moved_pairs(v)))[1]
@@ -140,6 +144,28 @@ class LayerPass:
             if site.bias is not None:
                 sums[site.bias] += self.sites[i].rule.rows(weighted).sum((0, 3)).reshape(sums[site.bias].shape)
         return sums
+
+    def _own_pairs(self) -> list[list[Pair]]:
+        return [[pair] for pair in zip(self.inputs, self.deltas, strict=True)]
+
+    def _squared(self, pairs: list[list[Pair]], *, keep: bool = False) -> Tensor:
+        """Squared norms of the gradients that pairs (a, δ) make, (B,)."""
+        total = torch.zeros_like(self.losses)
+        for name, uses in self.weight_uses.items():
+            if len(uses) > 1:
+                formed = self._full(name, uses, pairs)
+            else:
+                columns, rows = self._factors(uses[0], pairs[uses[0]])
+                if not layers.forms_gradient(columns, rows, columns.shape[-1]):
+                    total = total + (layers.gram(columns, columns) * layers.gram(rows, rows)).sum((1, 2, 3))
+                    continue
+                formed = layers.record_gradients(columns, rows)
+            total = total + formed.flatten(1).square().sum(1)
+            if keep:
+                self.formed[name] = formed
+        for uses in self.bias_uses.values():
+            total = total + self._bias_direction(uses, pairs).square().sum(1)
+        return total
 
     def _record_direction(self, pairs: list[list[Pair]], *, keep: bool = False) -> tuple[list[Any], list[Any]]:
         """Seeds in δ and in a for a direction of each record's own: the sum of the gradients that pairs (a, δ) make."""
@@ -168,8 +194,7 @@ class LayerPass:
         """Seeds of a weight that is used once; the gradients, if forming them was the cheaper way."""
         rule, a, delta = self.sites[i].rule, self.inputs[i], self.deltas[i]
         columns, rows = rule.columns(a), rule.rows(delta)
-        itself = len(pairs[i]) == 1 and pairs[i][0][0] is a and pairs[i][0][1] is delta
-        others = (columns, rows) if itself else self._factors(i, pairs[i])
+        others = (columns, rows) if pairs[i][0][1] is delta else self._factors(i, pairs[i])
         formed = None
         if layers.forms_gradient(columns, rows, others[0].shape[-1]):
             formed = layers.record_gradients(*others)
@@ -193,7 +218,7 @@ class LayerPass:
         rule = self.sites[i].rule
         columns = [rule.columns(a) for a, _ in pairs]
         rows = [rule.rows(delta) for _, delta in pairs]
-        return torch.cat(columns, -1), torch.cat(rows, -1)
+        return (columns[0], rows[0]) if len(pairs) == 1 else (torch.cat(columns, -1), torch.cat(rows, -1))
 
     def _full(self, name: str, uses: list[int], pairs: list[list[Pair]]) -> Tensor:
         weight = self.params[name]
@@ -265,11 +290,11 @@ def _check_small_batch(problem: Problem, params: Params, z: Tensor, inputs: Inpu
         check_leading(_recorded(problem, params, z, inputs, targets)[1], records)
 
 
-def _output_gradients(losses: Tensor, sites: list[Site]) -> list[Tensor | None]:
+def _output_gradients(losses: Tensor, sites: list[Site], *, create_graph: bool) -> list[Tensor | None]:
     if not sites or not losses.requires_grad:
         return [None] * len(sites)
-    edges = [s.edge for s in sites]
-    return list(torch.autograd.grad(losses.sum(), edges, create_graph=True, allow_unused=True))
+    edges: Any = [s.edge for s in sites]
+    return list(torch.autograd.grad(losses.sum(), edges, create_graph=create_graph, allow_unused=True))
 
 
 def _backward(outputs: list[Tensor], z: Tensor, seeds: list[Tensor], *, create_graph: bool = False) -> Tensor:
@@ -295,17 +320,22 @@ def _uses(names: Any) -> dict[str, list[int]]:
 class GenericPass:
     """torch.func over single records: slower, and right for whatever it can differentiate."""
 
+    method: Literal["layers", "generic"] = "generic"
+
     def __init__(self, problem: Problem, z: Tensor, inputs: Inputs, targets: Any, *, route: Route = "reverse") -> None:
         if route == "forward":
             load_forward_mode()
         self.problem, self.z, self.route = problem, z.detach(), route
         self.params = {name: p.detach() for name, p in trainable(problem).items()}
         self.public = (inputs, targets)
+        self._check_dependence()
         self.gradients, self.losses = self._each(lambda z, pub: self._gradient(z, pub), self.z)
 
+    def squared_norms(self) -> Tensor:
+        return torch.stack([g.flatten(1).square().sum(1) for g in self.gradients.values()]).sum(0)
+
     def own(self) -> tuple[Tensor, Tensor]:
-        squares = [g.flatten(1).square().sum(1) for g in self.gradients.values()]
-        return torch.stack(squares).sum(0), self._each(self._pull, self.z, self.gradients)
+        return self.squared_norms(), self._each(self._pull, self.z, self.gradients)
 
     def probe(self, direction: Params) -> tuple[Tensor, Tensor]:
         dots = [g.flatten(1) @ direction[name].flatten() for name, g in self.gradients.items()]
@@ -322,6 +352,22 @@ class GenericPass:
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         return {name: torch.tensordot(weights, g, 1) for name, g in self.gradients.items()}
+
+    def _check_dependence(self) -> None:
+        """With every trainable parameter replaced, nothing may still lead to one; and no layer may be fused."""
+        for name, module in self.problem.model.named_modules():
+            if isinstance(module, torch.nn.RNNBase):
+                raise ValueError(
+                    f"torch.func cannot take {name or 'the model'} ({type(module).__name__}) record by record: "
+                    "write the recurrence with nn.Linear layers"
+                )
+        z, inputs, targets = batch_rows((self.z, *self.public), slice(0, 1))
+        with torch.enable_grad():
+            if self.problem.losses(z, inputs, targets, self.params).requires_grad:
+                raise ValueError(
+                    "the loss reaches trainable parameters by another way than calling the model (a penalty inside "
+                    "loss_fn?): a record's gradient must come from its own loss alone"
+                )
 
     def _loss(self, params: Params, z: Tensor, public: Any) -> Tensor:
         one = tree_map(lambda t: t.unsqueeze(0) if isinstance(t, Tensor) else t, public)

@@ -12,15 +12,15 @@ shared by the batch: r = Jᵀu − ⟨ĝ, u⟩ h = JᵀPu has E[rrᵀ] = JᵀPJ.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from reconbound.fisher.clipping import Clip, Clipping, check_clip, clipping
-from reconbound.fisher.gradients import GenericPass, LayerPass, NotCovered, Pass, Route, trainable
+from reconbound.fisher.clipping import Clip, check_clip, clipping
+from reconbound.fisher.gradients import Pass, Route
 from reconbound.fisher.private import (
     Inputs,
     Private,
@@ -31,8 +31,18 @@ from reconbound.fisher.private import (
     feature_mask,
     private_part,
 )
+from reconbound.fisher.sums import (
+    Method,
+    as_present,
+    check_at_least_one,
+    check_choice,
+    check_common,
+    check_positive,
+    check_trainable,
+    micro_batches,
+    open_pass,
+)
 
-Method = Literal["auto", "layers", "generic"]
 ErrorFrom = Literal["auto", "spread", "product", "bound"]
 
 
@@ -167,13 +177,16 @@ def step_information(
     >>> info.norm.item(), info.along.item(), round(info.across.item(), 6)
     (0.25, 0.25, 0.0)
     """
-    _check(max_grad_norm, noise_multiplier, probes, micro_batch, method, route, error)
+    check_common(max_grad_norm, micro_batch, method)
+    _check(noise_multiplier, probes, route, error)
     problem = Problem(model, loss_fn, as_private(private))
     z = private_part(problem, inputs, targets)
     records = z.shape[0]
     check_rows("inputs", inputs, records)
     check_rows("targets", targets, records)
-    params = trainable(problem)
+    params = check_trainable(problem)
+    if records == 0:
+        return _nothing(params, z, probes)
     if directions is None:
         directions = draw_probes(params, probes, generator)
     iterations = 30 if spectral is True else int(spectral)
@@ -190,10 +203,11 @@ def step_information(
         features,
         start,
     )
-    present = None if mask is None else _present(mask, z)
+    present = None if mask is None else as_present(mask, z)
     parts: list[_Part] = []
-    for rows in _slices(records, micro_batch or records):
-        work = _open(problem, batch_rows((z, inputs, targets), rows), method, route, check=not parts)
+    for rows in micro_batches(records, micro_batch):
+        work = open_pass(problem, batch_rows((z, inputs, targets), rows), method, route, check=not parts)
+        method = work.method  # decided once, on the first rows
         parts.append(_measure(work, plan, None if present is None else present[rows]))
     size = z[0].numel() if features is None else _count(problem.private, features)
     return _joined(parts, size, len(directions))
@@ -207,16 +221,6 @@ def draw_probes(
         {name: torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype) for name, p in params.items()}
         for _ in range(probes)
     ]
-
-
-def _open(problem: Problem, batch: tuple[Tensor, Inputs, Any], method: Method, route: Route, check: bool) -> Pass:
-    if method != "generic":
-        try:
-            return LayerPass(problem, *batch, check=check)
-        except NotCovered as reason:
-            if method == "layers":
-                raise ValueError(f'no layer rule covers this model: {reason}; use method="generic"') from reason
-    return GenericPass(problem, *batch, route=route)
 
 
 def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> _Part:
@@ -298,6 +302,14 @@ def _power(work: Pass, plan: _Plan, h: Tensor, c: Tensor, radial: Tensor) -> tup
     return rho, residual
 
 
+def _nothing(params: Mapping[str, Tensor], z: Tensor, probes: int) -> StepInformation:
+    """A Poisson batch may be empty."""
+    none = z.new_zeros(0)
+    sums = {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items()}
+    features = math.prod(z.shape[1:])
+    return StepInformation(none, none, none, none, none, none, none, sums, features, probes)
+
+
 def _joined(parts: list[_Part], features: int, probes: int) -> StepInformation:
     values: dict[str, Any] = {}
     for f in fields(_Part):
@@ -307,17 +319,6 @@ def _joined(parts: list[_Part], features: int, probes: int) -> StepInformation:
         else:
             values[f.name] = None if pieces[0] is None else torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     return StepInformation(**values, features=features, probes=probes)
-
-
-def _slices(records: int, size: int) -> Iterator[slice]:
-    for start in range(0, records, size):
-        yield slice(start, min(start + size, records))
-
-
-def _present(mask: Tensor, z: Tensor) -> Tensor:
-    if mask.shape != (z.shape[0],):
-        raise ValueError(f"mask must have one entry per record, shape ({z.shape[0]},), got {tuple(mask.shape)}")
-    return mask.to(z)
 
 
 def _count(private: Private, features: Tensor) -> int:
@@ -342,29 +343,11 @@ def _like(per_record: Tensor, v: Tensor) -> Tensor:
     return per_record.reshape(-1, *(1,) * (v.dim() - 1))
 
 
-def _check(
-    max_grad_norm: float,
-    noise_multiplier: float,
-    probes: int,
-    micro_batch: int | None,
-    method: str,
-    route: str,
-    error: str,
-) -> None:
-    for name, value in (("max_grad_norm", max_grad_norm), ("noise_multiplier", noise_multiplier)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {value!r}")
-    if probes < 1:
-        raise ValueError(f"probes must be at least 1, got {probes!r}")
-    if micro_batch is not None and micro_batch < 1:
-        raise ValueError(f"micro_batch must be at least 1, got {micro_batch!r}")
-    for name, given, allowed in (
-        ("method", method, ("auto", "layers", "generic")),
-        ("route", route, ("reverse", "forward")),
-        ("error", error, ("auto", "spread", "product", "bound")),
-    ):
-        if given not in allowed:
-            raise ValueError(f"{name} must be one of {allowed}, got {given!r}")
+def _check(noise_multiplier: float, probes: int, route: str, error: str) -> None:
+    check_positive("noise_multiplier", noise_multiplier)
+    check_at_least_one("probes", probes)
+    check_choice("route", route, ("reverse", "forward"))
+    check_choice("error", error, ("auto", "spread", "product", "bound"))
 
 
-__all__ = ["Clipping", "StepInformation", "draw_probes", "step_information"]
+__all__ = ["StepInformation", "draw_probes", "step_information"]

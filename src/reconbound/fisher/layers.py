@@ -34,6 +34,7 @@ _WEIGHT: dict[int, Callable[..., Tensor]] = {
     2: convolution_gradients.conv2d_weight,
     3: convolution_gradients.conv3d_weight,
 }
+_MANY_OFFSETS = 16  # on CUDA one transposed convolution beats that many launches
 _FEW_CHANNELS = 4  # on a CPU a matrix product and adding patches back beats the transposed convolution up to here
 
 
@@ -100,6 +101,8 @@ class ConvRule:
             flat = columns.reshape(shape[0], -1, columns.shape[-1])
             return F.fold(flat, tuple(shape[2:]), self.kernel, self.dilation, self.padding, self.stride)
         places = self._places(shape)
+        if columns.is_cuda and math.prod(self.kernel) >= _MANY_OFFSETS:
+            return self._spread_by_convolution(columns, shape, places)
         columns = columns.reshape(*shape[:2], math.prod(self.kernel), *places)
         padded = [s + 2 * p for s, p in zip(shape[2:], self.padding, strict=True)]
         out = columns.new_zeros(*shape[:2], *padded)
@@ -112,6 +115,14 @@ class ConvRule:
             window += columns[:, :, k]
         inner = tuple(slice(p, p + s) for p, s in zip(self.padding, shape[2:], strict=True))
         return out[(slice(None), slice(None), *inner)]
+
+    def _spread_by_convolution(self, columns: Tensor, shape: torch.Size, places: tuple[int, ...]) -> Tensor:
+        """from_columns as one transposed convolution with a one-hot weight: one launch in the place of many."""
+        size = math.prod(self.kernel)
+        hot = torch.eye(size, dtype=columns.dtype, device=columns.device).reshape(size, 1, *self.kernel)
+        flat = columns.reshape(shape[0] * shape[1], size, *places)
+        inner = torch.Size((shape[0] * shape[1], 1, *shape[2:]))
+        return _INPUT[self.rank](inner, hot, flat, self.stride, self.padding, self.dilation).reshape(shape)
 
     def from_rows(self, rows: Tensor, shape: torch.Size) -> Tensor:
         return rows.reshape(shape)
@@ -238,13 +249,6 @@ def record_gradients(columns: Tensor, rows: Tensor) -> Tensor:
     if columns.shape[2] == 1 and rows.shape[2] == 1:
         return (rows * columns).sum(3, keepdim=True)
     return rows @ columns.transpose(2, 3)
-
-
-def squared_norms(columns: Tensor, rows: Tensor) -> Tensor:
-    """‖G‖² for every record, (B,)."""
-    if forms_gradient(columns, rows, columns.shape[-1]):
-        return record_gradients(columns, rows).square().sum((1, 2, 3))
-    return (gram(columns, columns) * gram(rows, rows)).sum((1, 2, 3))
 
 
 def full_gradients(rule: Rule, a: Tensor, delta: Tensor, weight: Tensor) -> Tensor:

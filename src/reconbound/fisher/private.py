@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 Inputs = Any  # a tensor, or a tuple or dictionary of tensors: model(x), model(*x) or model(**x)
@@ -24,12 +25,12 @@ class Private:
 
     part: "input" (the default), "target" (label privacy: soft targets, with a loss that is differentiable in them) or
         "module" (the OUTPUT of the named module, such as a token embedding, is the private variable; what went into the
-        module is public).
+        module is public). ("nothing": for a step that measures no one.)
     name: for "input", the key or position among several inputs; for "module", its dotted name in the model.
     features: a boolean mask or integer indices over one record's flattened private part; all of it when None.
     """
 
-    part: Literal["input", "target", "module"] = "input"
+    part: Literal["input", "target", "module", "nothing"] = "input"
     name: str | int | None = None
     features: Tensor | None = None
 
@@ -45,7 +46,8 @@ class Problem:
     def losses(self, z: Tensor, inputs: Inputs, targets: Any, params: Mapping[str, Tensor] | None = None) -> Tensor:
         """The loss of each record, (B,), with z in the place of the private part."""
         inputs, targets = _place(self.private, z, inputs, targets)
-        with _replaced(self.model, self.private, z):
+        # of the attention kernels only the math one has second derivatives
+        with _replaced(self.model, self.private, z), sdpa_kernel(SDPBackend.MATH):
             losses = self.loss_fn(_call(self.model, inputs, params), targets)
         if losses.shape != (z.shape[0],):
             raise ValueError(
@@ -129,7 +131,7 @@ def _call(model: nn.Module, inputs: Inputs, params: Mapping[str, Tensor] | None)
 def _place(private: Private, z: Tensor, inputs: Inputs, targets: Any) -> tuple[Inputs, Any]:
     if private.part == "target":
         return inputs, z
-    if private.part == "module":
+    if private.part in ("module", "nothing"):
         return inputs, targets
     if isinstance(inputs, Tensor):
         return z, targets

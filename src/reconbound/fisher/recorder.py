@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
@@ -32,7 +33,7 @@ class Site:
     rule: Rule
     a: Tensor
     version: int
-    edge: GradientEdge
+    edge: GradientEdge | Tensor  # the output as it was, whatever is done to it in place afterwards
     weight: str | None
     bias: str | None
 
@@ -46,6 +47,8 @@ class Recorder(TorchFunctionMode):
         self.sites: list[Site] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad or func is Tensor.backward or _transformed():
+            raise NotCovered("the model differentiates or transforms something itself, which may involve parameters")
         known = _KNOWN.get(func) if torch.is_grad_enabled() else None
         if known is None:
             return func(*args, **(kwargs or {}))
@@ -60,12 +63,14 @@ class Recorder(TorchFunctionMode):
         return param if param is None or self.name(param) is None else param.detach()
 
     def add(self, rule: Rule, a: Tensor, output: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        leaf = not output.requires_grad
-        if leaf:  # a public input: the gradient in the output is still wanted
-            output = output.detach().requires_grad_()
-        edge = get_gradient_edge(output)
+        edge: GradientEdge | Tensor
+        if output.requires_grad:
+            edge = get_gradient_edge(output)
+        else:  # a public input: the gradient in the output is still wanted, and what follows may change a copy in place
+            edge = output.detach().requires_grad_()
+            output = edge.clone()
         self.sites.append(Site(rule, a, a._version, edge, self.name(weight), self.name(bias)))
-        return output.clone() if leaf else output  # a leaf could not be changed in place by the layers that follow
+        return output
 
 
 def _linear(rec: Recorder, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -198,6 +203,11 @@ def check_leading(sites: list[Site], records: int) -> None:
             raise NotCovered(
                 f"the input of {site.weight or site.bias}, {shape}, has no leading dimension of {records} records"
             )
+
+
+def _transformed() -> bool:
+    """Whether a torch.func transform or forward-mode differentiation is under way inside the model."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _each(value: Any, rank: int) -> tuple[int, ...]:

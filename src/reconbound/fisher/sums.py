@@ -1,0 +1,140 @@
+"""The clipped gradient sum of a batch, micro-batch by micro-batch: what a private step adds its noise to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from reconbound.fisher.clipping import Clip, check_clip, clipping
+from reconbound.fisher.gradients import GenericPass, LayerPass, NotCovered, Pass, Route, trainable
+from reconbound.fisher.private import Inputs, Private, Problem, batch_rows, check_rows
+
+Method = Literal["auto", "layers", "generic"]
+
+
+@dataclass(frozen=True)
+class ClippedSum:
+    """The clipped gradient sum of a batch and each record's loss, gradient norm and clip factor, (B,)."""
+
+    loss: Tensor
+    norm: Tensor
+    factor: Tensor
+    gradient_sum: dict[str, Tensor]
+
+
+def clipped_gradient_sum(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    inputs: Inputs,
+    targets: Any,
+    *,
+    max_grad_norm: float,
+    clip: Clip = "smooth",
+    micro_batch: int | None = None,
+    mask: Tensor | None = None,
+    method: Method = "auto",
+) -> ClippedSum:
+    """The sum of clipped per-record gradients alone, for a step that measures no one.
+
+    Σ_i c(‖g_i‖) g_i
+
+    The arguments are those of step_information, and the sum is the same.
+
+    Guarantee: adding or removing one record moves the sum by at most sensitivity(clip) · max_grad_norm.
+    """
+    check_common(max_grad_norm, micro_batch, method)
+    problem = Problem(model, loss_fn, Private("nothing"))
+    params = check_trainable(problem)
+    first = next((leaf for leaf in tree_leaves((inputs, targets)) if isinstance(leaf, Tensor)), None)
+    if first is None:
+        raise ValueError("inputs and targets hold no tensor")
+    z = next(iter(params.values())).detach().new_zeros(first.shape[0])
+    check_rows("inputs", inputs, len(z))
+    check_rows("targets", targets, len(z))
+    present = None if mask is None else as_present(mask, z)
+    total = {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items()}
+    norms, factors, losses = [z[:0]], [z[:0]], [z[:0]]
+    for rows in micro_batches(len(z), micro_batch):
+        batch = batch_rows((z, inputs, targets), rows)
+        work = open_pass(problem, batch, method, "reverse", check=rows.start == 0, measured=False)
+        method = work.method
+        norms.append(work.squared_norms().clamp(min=0).sqrt())
+        factors.append(clipping(norms[-1], max_grad_norm, check_clip(clip)).factor)
+        losses.append(work.losses)
+        part = work.weighted_sum(factors[-1] if present is None else factors[-1] * present[rows])
+        total = {name: value + part[name] for name, value in total.items()}
+    return ClippedSum(torch.cat(losses), torch.cat(norms), torch.cat(factors), total)
+
+
+def open_pass(
+    problem: Problem,
+    batch: tuple[Tensor, Inputs, Any],
+    method: Method,
+    route: Route,
+    *,
+    check: bool,
+    measured: bool = True,
+) -> Pass:
+    """The layer way where its rules cover the model, else the generic one.
+
+    check: run a batch of another size first (see LayerPass). Later micro-batches must be opened with the method of the
+    first, for a short one may by chance have the shape of something else.
+    """
+    if method != "generic":
+        try:
+            return LayerPass(problem, *batch, check=check, measured=measured)
+        except NotCovered as reason:
+            if method == "layers":
+                raise ValueError(f'no layer rule covers this model: {reason}; use method="generic"') from reason
+    return GenericPass(problem, *batch, route=route)
+
+
+def micro_batches(records: int, size: int | None) -> Iterator[slice]:
+    size = size or max(1, records)
+    for start in range(0, records, size):
+        yield slice(start, min(start + size, records))
+
+
+def as_present(mask: Tensor, z: Tensor) -> Tensor:
+    if mask.shape != (z.shape[0],):
+        raise ValueError(f"mask must have one entry per record, shape ({z.shape[0]},), got {tuple(mask.shape)}")
+    return mask.to(z)
+
+
+def check_trainable(problem: Problem) -> dict[str, Tensor]:
+    for name, module in problem.model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"the module {name or type(module).__name__!r} is compiled: pass the model as it was before"
+            )
+    params = trainable(problem)
+    if not params:
+        raise ValueError("the model has no trainable parameters: nothing is released")
+    return params
+
+
+def check_common(max_grad_norm: float, micro_batch: int | None, method: str) -> None:
+    check_positive("max_grad_norm", max_grad_norm)
+    check_at_least_one("micro_batch", 1 if micro_batch is None else micro_batch)
+    check_choice("method", method, ("auto", "layers", "generic"))
+
+
+def check_positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {value!r}")
+
+
+def check_at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value!r}")
+
+
+def check_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
+    if given not in allowed:
+        raise ValueError(f"{name} must be one of {allowed}, got {given!r}")
