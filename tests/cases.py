@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from reconbound.fisher import Private
+from reconbound.fisher.gradients import load_forward_mode
 
 RECORDS = 8
 
@@ -120,6 +121,11 @@ TRANSFORMER = {
 }
 
 
+def fused_attention(m: Any, x: Tensor) -> Tensor:
+    q, k, v = m.qkv(x).reshape(len(x), -1, 3, 2, 2).permute(2, 0, 3, 1, 4)
+    return m.head(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).mean(1))
+
+
 def multihead(m: Any, x: Tensor) -> Tensor:
     return m.head(m.attention(x, x, x)[0].mean(1))
 
@@ -191,6 +197,19 @@ def sequence_first(m: Any, x: Tensor) -> Tensor:
 
 def functional_weight(m: Any, x: Tensor) -> Tensor:
     return m.head(F.linear(torch.tanh(m.first(x)), m.first.weight.t()))
+
+
+def inner_gradient(m: Any, x: Tensor) -> Tensor:
+    return m.head(torch.func.grad(lambda v: torch.tanh(m.first(v)).square().sum())(x))
+
+
+def inner_tangent(m: Any, x: Tensor) -> Tensor:
+    load_forward_mode()
+    return m.head(torch.func.jvp(lambda v: torch.tanh(m.first(v)), (x,), (torch.ones_like(x),))[1])
+
+
+def inner_vmap(m: Any, x: Tensor) -> Tensor:
+    return m.head(torch.func.vmap(lambda v: torch.tanh(m.first(v)), 1, 1)(x).mean(1))
 
 
 def soft_targets() -> tuple[nn.Module, Any, Any]:
@@ -342,6 +361,20 @@ CASES = [
         ),
         layers=False,
     ),
+    Case(
+        "scaled dot product attention",
+        wrap((3, 4), fused_attention, qkv=lambda: nn.Linear(4, 12), head=lambda: nn.Linear(4, 3)),
+    ),
+    Case(
+        "encoder layer",
+        wrap(
+            (2, 4),
+            lambda m, x: m.head(m.layer(x).mean(1)),
+            layer=lambda: nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True, activation="gelu"),
+            head=lambda: nn.Linear(4, 3),
+        ),
+        layers=False,
+    ),
     Case("shared weight", tied_layers),
     Case(
         "module called twice",
@@ -484,6 +517,11 @@ CASES = [
         wrap(lambda: tokens(5, 3), with_tokens, embed=lambda: nn.Embedding(5, 4), **TRANSFORMER),
         private=Private("module", "embed"),
     ),
+    Case(
+        "gradient inside the model", wrap((3,), inner_gradient, first=lambda: nn.Linear(3, 3), **LINEAR3), layers=False
+    ),
+    Case("tangent inside the model", wrap((3,), inner_tangent, first=lambda: nn.Linear(3, 3), **LINEAR3), layers=False),
+    Case("vmap inside the model", wrap((2, 3), inner_vmap, first=lambda: nn.Linear(3, 3), **LINEAR3), layers=False),
     Case("label private", soft_targets, private="target"),
     Case(
         "some features, mask",

@@ -277,6 +277,39 @@ def test_a_reduced_loss_is_refused() -> None:
         step(model, x, y, nn.functional.cross_entropy)
 
 
+def test_a_penalty_inside_the_loss_is_refused() -> None:
+    model, x, y = small()
+    with pytest.raises(ValueError, match="by another way than calling the model"):
+        step(model, x, y, lambda o, t: cross_entropy(o, t) + model[0].weight.square().sum())  # type: ignore[index]
+
+
+def test_a_fused_recurrent_layer_is_refused() -> None:
+    model = Wrap(lambda m, x: m.head(m.cell(x)[0][:, -1]), cell=nn.GRU(2, 3, batch_first=True), head=nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"cell \(GRU\)"):
+        step(model.double(), normal(4, 2), classes())
+
+
+def test_a_compiled_model_is_refused() -> None:
+    model, x, y = small()
+    model.compile(backend="eager")
+    with pytest.raises(ValueError, match="is compiled"):
+        step(model, x, y)
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    model, x, y = small()
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        step(model.requires_grad_(False), x, y)
+
+
+def test_an_empty_batch_tells_nothing() -> None:
+    model, x, y = small()
+    got = step(model, x[:0], y[:0])
+    assert got.trace.shape == (0,)
+    assert got.features == 6
+    assert all((total == 0).all() and not total.requires_grad for total in got.gradient_sum.values())
+
+
 def test_rows_that_do_not_match_are_refused() -> None:
     model, x, y = small()
     with pytest.raises(ValueError, match="targets must have 8 rows"):

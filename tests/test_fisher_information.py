@@ -13,11 +13,13 @@ from cases import CASES, RECORDS, Case
 from reconbound.fisher import (
     DenseInformation,
     Private,
+    clipped_gradient_sum,
     dense_information,
     draw_probes,
     step_information,
 )
 from reconbound.fisher.gradients import trainable
+from reconbound.fisher.layers import ConvRule
 from reconbound.fisher.private import Problem
 
 NOISE = 0.7
@@ -94,6 +96,7 @@ def test_fast_equals_dense(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_generic_equals_dense(case: Case) -> None:
+    compare(case, "smooth", "near", micro_batch=3)  # as long as some models have positions: the way is chosen once
     compare(case, "smooth", "near", method="generic")
     if case.forward_mode:
         compare(case, "hard", "near", method="generic", route="forward", micro_batch=7)
@@ -108,6 +111,41 @@ def test_rules_cover_what_they_should(case: Case) -> None:
             fast(case, "smooth", "near", method="layers")
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_the_clipped_sum_alone(case: Case) -> None:
+    model, inputs, targets = case.make()
+    want = fast(case, "hard", "near")
+    for kw in ({"micro_batch": 3}, {"method": "generic"}):
+        got = clipped_gradient_sum(
+            model, case.loss, inputs, targets, max_grad_norm=clip_norm(case, "near"), clip="hard", **kw
+        )
+        assert torch.allclose(got.norm, want.norm, rtol=1e-10)
+        assert torch.allclose(got.factor, want.factor, rtol=1e-10)
+        for name, total in want.gradient_sum.items():
+            close(got.gradient_sum[name], total, torch.tensor(clip_norm(case, "near") * RECORDS))
+            assert not got.gradient_sum[name].requires_grad
+
+
 def test_the_table_is_wide_enough() -> None:
     assert len(CASES) >= 25
     assert len({c.name for c in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape"),
+    [
+        (ConvRule((8, 8), (2, 2), (2, 2), (1, 1), 1), (3, 1, 28, 28)),
+        (ConvRule((5, 3), (2, 1), (1, 0), (2, 1), 2), (3, 4, 13, 11)),
+        (ConvRule((17,), (3,), (2,), (1,), 1), (2, 3, 40)),
+        (ConvRule((3, 3, 3), (1, 2, 1), (1, 0, 1), (1, 1, 2), 1), (2, 2, 5, 6, 7)),
+    ],
+)
+def test_patches_go_back_the_same_by_offsets_and_by_one_convolution(rule, shape):
+    """The CUDA way of adding patches back, run here on the CPU, equals the other and is the transpose of columns."""
+    shape = torch.Size(shape)
+    a = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    columns = rule.columns(a)
+    v = torch.rand(columns.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    by_convolution = rule._spread_by_convolution(v, shape, rule._places(shape))
+    torch.testing.assert_close(by_convolution, rule.from_columns(v, shape), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close((columns * v).sum(), (a * by_convolution).sum(), rtol=1e-12, atol=1e-9)

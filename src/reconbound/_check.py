@@ -32,6 +32,8 @@ def number(
         x = float(value)
     except (TypeError, ValueError):
         raise InputError(name, "must be a number", value) from None
+    except OverflowError:  # a whole number beyond the floats
+        raise InputError(name, "must be at most 1e308", value) from None
     if not math.isfinite(x):
         raise InputError(name, "must be a finite number", value)
     if above is not None and not x > above:
@@ -76,7 +78,9 @@ def numbers(name: str, values: Any, *, at_least: float | None = None, above: flo
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])
         limit = f" at least {at_least:g}" if at_least is not None else f" above {above:g}" if above is not None else ""
-        raise InputError(f"{name}{list(where) if where else ''}", f"must be finite and{limit or ' real'}", array[where])
+        raise InputError(
+            f"{name}{list(where) if where else ''}", f"must be finite and{limit or ' real'}", array[where].item()
+        )
     return array
 
 
@@ -89,7 +93,7 @@ def matrix(name: str, values: Any, *, symmetric: bool = False) -> np.ndarray:
         scale = float(np.abs(array).max(initial=0.0))
         if not np.allclose(array, array.T, rtol=1e-8, atol=1e-10 * scale):
             raise InputError(name, "must be symmetric", f"a largest asymmetry of {np.abs(array - array.T).max():.3g}")
-        smallest = float(np.linalg.eigvalsh((array + array.T) / 2)[0])
+        smallest = float(np.linalg.eigvalsh(array / 2 + array.T / 2)[0])
         if smallest < -1e-8 * max(scale, np.finfo(float).tiny):
             raise InputError(name, "must be positive semi-definite", f"a smallest eigenvalue of {smallest:.3g}")
     return array

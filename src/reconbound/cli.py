@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ from .mechanisms import DP, Mechanism, OutputPerturbation, RenyiDP, SampledGauss
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="How well is each training record protected against reconstruction?",
@@ -80,7 +80,7 @@ def bound_command(
     """What a mechanism guarantees against reconstruction, in the units of your data."""
     given = _given(locals())
     mechanism = _mechanism(given)
-    report_delta = 1e-5 if delta is None or delta == 0 else delta
+    report_delta = 1e-5 if delta is None or (delta == 0 and epsilon is not None) else delta
     found = guarantee(mechanism, dim=dim, low=low, high=high, delta=report_delta, baseline=baseline, units=units)
     _print_json(found.to_dict()) if as_json else _print_guarantee(found, default=not given)
 
@@ -202,7 +202,7 @@ def _print_guarantee(found: Guarantee, *, default: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     units = found.bounds[0].units
     if default:
         console.print("No mechanism was given: this is the default one. See reconbound bound --help.", style="italic")
@@ -211,17 +211,18 @@ def _print_guarantee(found: Guarantee, *, default: bool) -> None:
     console.print(
         f"Records of {found.dim:,} private coordinate{plural} in [{found.low:g}, {found.high:g}]{_unit(units)}."
     )
-    table = Table(title="No attacker of the kind named errs by less, per coordinate", title_justify="left")
-    for name, side in (("floor", "left"), (f"± error{_unit(units)}", "right"), ("MSE", "right"), ("attacker", "left"),
-                       ("neighbours", "left"), ("error vs. a guess", "left")):  # fmt: skip
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    inside = f", in{_unit(units)}" if units else ""
+    table = Table(title=f"No attacker of the kind named errs by less, per coordinate{inside}", title_justify="left")
+    for name in ("floor", "± error", "MSE", "attacker", "neighbours", "error vs. a guess"):
+        numeric = name in ("± error", "MSE")
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric or name in ("floor", "attacker"))
     for bound in found.bounds:
         says = "says nothing" if bound.vacuous else "≥ a guess" if bound.above_guess else _share(bound)
         table.add_row(bound.name, f"{bound.rmse:.3g}", f"{bound.mse:.3g}", bound.attacker, bound.adjacency, says)
     console.print(table)
     guess = found.bounds[0].guess
     if guess is not None:
-        console.print(f"A plain guess that never sees the release errs by ±{guess**0.5:.3g}{_unit(units)}.")
+        console.print(f"A plain guess (of the middle, or as you gave it) errs by ±{guess**0.5:.3g}{_unit(units)}.")
     right = (1 + found.membership_advantage) / 2
     console.print(f"Telling two candidate records apart: right at most {right:.1%} of the time (advantage "
                   f"{found.membership_advantage:.3g}, replace-one).")  # fmt: skip
@@ -233,8 +234,8 @@ def _print_guarantee(found: Guarantee, *, default: bool) -> None:
         console.print(f"At δ = {found.delta:g}: {'; '.join(told)}.")
     console.print(
         "The attacker knows every other record and sees the whole release. Unbiased floors hold at every record; "
-        "floors for any attacker hold in the worst case over the box. theorem1_paper is the paper's own line: where "
-        "its neighbours are add/remove it is no guarantee.",
+        "floors for any attacker hold in the worst case over the box. theorem1_paper is the paper's own line, and no "
+        "guarantee where it is above theorem1.",
         style="dim",
     )
 
@@ -258,8 +259,9 @@ def _print_calibration(found: Calibration, eps: float | None, delta: float) -> N
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; the exit status. Every error is one line on standard error."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return app(args=arguments, prog_name="reconbound", standalone_mode=False) or 0
+        return app(args=words or ["--help"], prog_name="reconbound", standalone_mode=False) or 0
     except InputError as error:
         name = _option(error.name) if error.name.isidentifier() else error.name
         message = f"{name} {error.requirement}, got {error.value}"
@@ -272,12 +274,27 @@ def run(arguments: Sequence[str] | None = None) -> int:
             raise
         hint = getattr(error, "param_hint", None)
         message = f"{hint} {error.message}" if hint and hasattr(error, "message") else error.format_message()
+        value = _value(words, getattr(getattr(error, "param", None), "opts", ()))
+        if value is not None and value not in message:
+            message = f"{message}, got {value}"
     print(f"reconbound: {' '.join(message.split())}", file=sys.stderr)
     return 2
 
 
+def _value(words: Sequence[str], options: Sequence[str]) -> str | None:
+    """What was given for an option that could not be read."""
+    for word, following in zip(reversed(words), [None, *reversed(words)], strict=False):
+        name, equals, rest = word.partition("=")
+        if name in options:
+            return rest if equals else following
+    return None
+
+
 def main() -> None:
     """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ± and ε shows a question mark
     sys.exit(run())
 
 

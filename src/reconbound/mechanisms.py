@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,21 +30,27 @@ from .bounds import (
 )
 from .bounds._bound import log_expm1
 from .events import leaves
+from .events import pld as event_pld
 
 REPLACE_ONE, ADD_REMOVE = "replace-one", "add/remove"
 ADJACENCIES = (REPLACE_ONE, ADD_REMOVE)
+ZERO_OUT = "zero-out"
+ADD_OR_ZERO = "add/remove or zero-out"
 
 
 class Mechanism(ABC):
     """What one release guarantees. Only `order2` must be given: every other answer has a sound default from it."""
 
     sampler: str = "any"
-    #: between which releases `order2_paper` is taken
-    paper_neighbours: ClassVar[str] = REPLACE_ONE
 
     @property
     def kl_neighbours(self) -> str:
         """Between which releases `kl` is taken."""
+        return REPLACE_ONE
+
+    @property
+    def paper_neighbours(self) -> str:
+        """Between which releases `order2_paper` is taken."""
         return REPLACE_ONE
 
     @abstractmethod
@@ -72,11 +80,9 @@ class Mechanism(ABC):
         return max(math.log1p(math.exp(log_ratio) - d), 0.0)
 
     def membership_advantage(self) -> float:
-        """Largest advantage of a test between replace-one neighbours. From χ²: √χ²/2, or χ²/(1 + χ²) once χ² > 1."""
+        """Largest advantage of a test between replace-one neighbours. From χ² in both directions: √(χ²/(4 + χ²))."""
         eps = self.order2()
-        if eps > math.log(2):
-            return -math.expm1(-eps)
-        return math.sqrt(math.expm1(eps)) / 2
+        return math.sqrt(-math.expm1(-eps) / (1 + 3 * math.exp(-eps)))
 
     def rero(self, kappa: Any) -> Any:
         """Largest chance to reconstruct, where a blind guess succeeds with chance κ."""
@@ -94,6 +100,12 @@ class Mechanism(ABC):
     def __str__(self) -> str:
         told = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in self.to_dict().items() if k != "type")
         return f"{type(self).__name__}: {told}"
+
+
+def _plain(mechanism: Mechanism, **values: float) -> None:
+    """Keep checked numbers as plain floats and ints, whatever NumPy type they came in."""
+    for name, value in values.items():
+        object.__setattr__(mechanism, name, value)
 
 
 @dataclass(frozen=True)
@@ -118,18 +130,21 @@ class SampledGaussian(Mechanism):
     clip: str = "smooth"
     sampler: str = "poisson"
     noise_field: ClassVar[str] = "noise_multiplier"
-    paper_neighbours: ClassVar[str] = ADD_REMOVE
 
     def __post_init__(self) -> None:
-        number("noise_multiplier", self.noise_multiplier, above=0.0)
-        number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
-        whole("steps", self.steps)
+        noise = number("noise_multiplier", self.noise_multiplier, above=0.0, at_least=1e-100, at_most=1e100)
+        rate = number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
+        _plain(self, noise_multiplier=noise, sample_rate=rate, steps=whole("steps", self.steps))
         choice("clip", self.clip, ("smooth", "hard"))
         choice("sampler", self.sampler, ("poisson", "fixed"))
 
     @property
     def kl_neighbours(self) -> str:
-        return ADD_REMOVE if self.sampler == "poisson" else "zero-out"
+        return ADD_REMOVE if self.sampler == "poisson" else ZERO_OUT
+
+    @property
+    def paper_neighbours(self) -> str:
+        return ADD_REMOVE
 
     @property
     def m(self) -> float:
@@ -196,12 +211,16 @@ class DP(Mechanism):
     adjacency: str = REPLACE_ONE
 
     def __post_init__(self) -> None:
-        number("epsilon", self.epsilon, at_least=0.0)
-        number("delta", self.delta, at_least=0.0, below=1.0)
+        epsilon = number("epsilon", self.epsilon, at_least=0.0)
+        _plain(self, epsilon=epsilon, delta=number("delta", self.delta, at_least=0.0, below=1.0))
         choice("adjacency", self.adjacency, ADJACENCIES)
 
     @property
     def kl_neighbours(self) -> str:
+        return self.adjacency
+
+    @property
+    def paper_neighbours(self) -> str:
         return self.adjacency
 
     def _replace_one(self) -> tuple[float, float]:
@@ -252,8 +271,8 @@ class RenyiDP(Mechanism):
     order: float = 2.0
 
     def __post_init__(self) -> None:
-        number("rdp2", self.epsilon, at_least=0.0)
-        number("order", self.order, at_least=0.5)
+        epsilon = number("rdp2", self.epsilon, at_least=0.0)
+        _plain(self, epsilon=epsilon, order=number("order", self.order, at_least=0.5))
 
     def order2(self) -> float:
         return self.epsilon if self.order >= 2 else math.inf
@@ -278,6 +297,8 @@ class RenyiDP(Mechanism):
 class OutputPerturbation(Mechanism):
     """Gaussian noise on the minimiser of Σℓ + (nλ/2)‖θ‖² of a linear model with logistic loss.
 
+    nλ is a public constant: without a record its loss is left out, and the penalty stays as it is.
+
     Attributes:
         records: n. l2: λ. noise_std: the noise's standard deviation per coordinate of θ.
         data_norm: the Euclidean norm to which every row is clipped; the loss's gradient is at most that.
@@ -293,12 +314,14 @@ class OutputPerturbation(Mechanism):
     sampler: ClassVar[str] = "none"  # type: ignore[misc]
     noise_field: ClassVar[str] = "noise_std"
 
-    @property
-    def kl_neighbours(self) -> str:
-        return ADD_REMOVE
-
     def __post_init__(self) -> None:
         renyi.output_perturbation_shift(self.records, self.l2, self.noise_std, self.data_norm)
+        _plain(self, records=int(self.records), l2=float(self.l2))
+        _plain(self, noise_std=float(self.noise_std), data_norm=float(self.data_norm))
+
+    @property
+    def kl_neighbours(self) -> str:
+        return ADD_OR_ZERO
 
     @property
     def m(self) -> float:
@@ -329,17 +352,19 @@ class OutputPerturbation(Mechanism):
         return rero_from_gdp(kappa, self.m)
 
     def assumes(self) -> tuple[str, ...]:
-        return (f"rows clipped to norm {self.data_norm:g}, logistic loss, solved to the minimum",)
+        return (f"rows clipped to norm {self.data_norm:g}, logistic loss, solved to the minimum; nλ is fixed",)
 
 
 @dataclass(frozen=True)
 class PLD(Mechanism):
     """A privacy loss distribution from dp-accounting, with the neighbours that it is for.
 
+    The distribution itself does not know them. Add/remove is dp-accounting's default, and ours: replace-one answers
+    then follow by the triangle inequality, through the release without the record.
     Order 2 and KL are infinite where the distribution has mass at infinity, as truncated ones do."""
 
     pld: Any
-    adjacency: str = REPLACE_ONE
+    adjacency: str = ADD_REMOVE
 
     def __post_init__(self) -> None:
         choice("adjacency", self.adjacency, ADJACENCIES)
@@ -348,35 +373,37 @@ class PLD(Mechanism):
     def kl_neighbours(self) -> str:
         return self.adjacency
 
-    def _moment(self, log_f: Any) -> float:
-        """sup over both directions of E_P[f(L)]; inf with mass at infinity."""
+    def _worst(self, of: Callable[[np.ndarray, np.ndarray], float]) -> float:
+        """The larger of both directions' values; inf with mass at infinity or with rounding below zero."""
         worst = 0.0
         for losses, mass, infinite in plds.directions(self.pld):
-            if infinite > 0:
+            if infinite > 0 or mass.min() < 0:
                 return math.inf
-            with np.errstate(over="ignore"):
-                worst = max(worst, float(np.sum(mass * log_f(losses))))
+            there = mass > 0
+            worst = max(worst, of(losses[there], mass[there]))
         return worst
 
     def order2(self) -> float:
         if self.adjacency != REPLACE_ONE:
             return math.inf
-        return max(math.log(max(self._moment(np.exp), 1.0)), 0.0)
+        return self._worst(lambda losses, mass: float(np.logaddexp.reduce(losses + np.log(mass))))  # ln E_P[e^L]
 
     def kl(self) -> float:
-        return max(self._moment(lambda x: x), 0.0)
+        return self._worst(lambda losses, mass: float(np.sum(mass * losses)))
 
     def overlap(self) -> float:
-        if self.adjacency != REPLACE_ONE:
-            return 0.0
-        return min(overlap_from_losses(*direction) for direction in plds.directions(self.pld))
+        """√LC is a metric (pq/(p + q) is a positive definite kernel): twice the way is at most four times the LC."""
+        known = min(overlap_from_losses(*direction) for direction in plds.directions(self.pld))
+        known = max(known - 2 * plds.rounding(self.pld), 0.0)
+        return known if self.adjacency == REPLACE_ONE else max(1 - 4 * (1 - known), 0.0)
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         number("delta", delta, above=0.0, below=1.0)
         return plds.epsilon(self.pld, delta) if adjacency == self.adjacency else None
 
     def membership_advantage(self) -> float:
-        return plds.delta(self.pld, 0.0)
+        apart = plds.delta(self.pld, 0.0)  # total variation
+        return apart if self.adjacency == REPLACE_ONE else min(2 * apart, 1.0)
 
     def rero(self, kappa: Any) -> Any:
         return plds.rero(self.pld, kappa)
@@ -396,32 +423,29 @@ class Event(Mechanism):
 
     event: Any
 
-    @property
-    def kl_neighbours(self) -> str:
-        return "add/remove or zero-out"
-
     def __post_init__(self) -> None:
         self.order2()  # refuses what it does not know at once
 
+    @property
+    def kl_neighbours(self) -> str:
+        return ADD_OR_ZERO
+
     def order2(self) -> float:
-        return sum(count * leaf.order2 for leaf, count in leaves(self.event))
+        return math.fsum(count * leaf.order2 for leaf, count in leaves(self.event))
 
     def kl(self) -> float:
-        return sum(count * leaf.kl for leaf, count in leaves(self.event))
+        return math.fsum(count * leaf.kl for leaf, count in leaves(self.event))
+
+    @cached_property
+    def _plds(self) -> dict[str, Any]:
+        return {adjacency: event_pld(self.event, adjacency == REPLACE_ONE) for adjacency in ADJACENCIES}
 
     def _pld(self, adjacency: str) -> Any:
-        import dp_accounting as dp
-
-        relation = dp.NeighboringRelation.REPLACE_ONE if adjacency == REPLACE_ONE else None
-        accountant = dp.pld.PLDAccountant(relation or dp.NeighboringRelation.ADD_OR_REMOVE_ONE)
-        if not accountant.supports(self.event):
-            return None
-        with plds.quiet():
-            return accountant.compose(self.event)._pld
+        return self._plds[choice("adjacency", adjacency, ADJACENCIES)]
 
     def overlap(self) -> float:
         pld = self._pld(REPLACE_ONE)
-        return max(super().overlap(), PLD(pld).overlap() if pld is not None else 0.0)
+        return max(super().overlap(), PLD(pld, REPLACE_ONE).overlap() if pld is not None else 0.0)
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         pld, simple = self._pld(adjacency), super().epsilon_at(delta, adjacency)
@@ -440,12 +464,12 @@ class Event(Mechanism):
         return {"type": "Event", "event": str(self.event)}
 
 
-def as_mechanism(given: Any, adjacency: str = REPLACE_ONE) -> Mechanism:
+def as_mechanism(given: Any, adjacency: str = ADD_REMOVE) -> Mechanism:
     """The mechanism itself, or the one that a dp-accounting DpEvent or PLD describes.
 
     Args:
         given: a Mechanism, a dp-accounting DpEvent or PrivacyLossDistribution.
-        adjacency: the neighbours of a PLD ("replace-one" or "add/remove"); ignored otherwise.
+        adjacency: the neighbours of a PLD ("replace-one" or "add/remove", dp-accounting's default); ignored otherwise.
 
     >>> import dp_accounting as dp
     >>> as_mechanism(dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(0.01, dp.GaussianDpEvent(1.0)), 1000)).steps

@@ -16,7 +16,7 @@ import numpy as np
 
 from .bounds import rero_from_curve
 
-_LARGEST_SHIFT = 60.0  # beyond it one step tells all there is to tell, and the grid would be huge
+LARGEST_SHIFT = 60.0  # beyond it one step tells all there is to tell, and the grid would be huge
 _LARGEST_LOSS = 1e4  # a total loss of e^10000 protects nobody
 _SMALLEST_LOSS = 1e-8  # below it dp-accounting's own arithmetic gives up, and order 2 says all
 
@@ -33,13 +33,13 @@ def quiet() -> Iterator[None]:
 def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
     """The PLD of T Poisson-sampled Gaussian steps; None where its loss is enormous or negligible.
 
-    The grid has some ten thousand points, so that a million steps take about as long as one: ε is right to four digits.
-    A finer one would cost more and gain nothing: the rounding of the FFT grows with the grid."""
+    The grid has some ten thousand points, so that a million steps take about as long as one: ε is right to three
+    digits. A finer one would cost more and gain nothing: the rounding of the FFT grows with the grid."""
     if sample_rate == 1:  # T steps are one step with m√T
         m, steps = m * math.sqrt(steps), 1
-    if m > _LARGEST_SHIFT:
+    if m > LARGEST_SHIFT:
         return None
-    mean, deviation, single = _loss_scale(m, sample_rate, adjacency == "replace-one")
+    mean, deviation, single = loss_scale(m, sample_rate, adjacency == "replace-one")
     if steps * mean > _LARGEST_LOSS or single < _SMALLEST_LOSS:
         return None
     import dp_accounting as dp
@@ -47,17 +47,50 @@ def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
 
     relations = dp.NeighboringRelation
     relation = relations.REPLACE_ONE if adjacency == "replace-one" else relations.ADD_OR_REMOVE_ONE
+    grid = max(single / 3e4, (16 * math.sqrt(steps) * deviation + 2 * single) / 1.5e5)
     with quiet():
-        one = privacy_loss_distribution.from_gaussian_mechanism(
-            1 / m,
-            value_discretization_interval=max(single / 3e4, (16 * math.sqrt(steps) * deviation + 2 * single) / 1.5e5),
-            sampling_prob=sample_rate,
-            neighboring_relation=relation,
-        )
-        return one.self_compose(steps) if steps > 1 else one
+        for coarser in (1, 8, 64):
+            one = privacy_loss_distribution.from_gaussian_mechanism(
+                1 / m,
+                value_discretization_interval=coarser * grid,
+                sampling_prob=sample_rate,
+                neighboring_relation=relation,
+            )
+            if steps * max(_excess(*direction) for direction in directions(one)) < 1e-3:
+                return _self_composed(one, steps) if steps > 1 else one
+    return None
 
 
-def _loss_scale(m: float, q: float, replace_one: bool) -> tuple[float, float, float]:
+def _self_composed(pld: Any, steps: int, cut: float = 1e-15) -> Any:
+    """`pld.self_compose(steps)` by a real FFT whose negligible frequencies are left out: up to ten times faster."""
+    from dp_accounting.pld import common, pld_pmf, privacy_loss_distribution
+    from scipy import fft
+
+    composed = {}
+    for pmf in (pld._pmf_remove, pld._pmf_add):
+        if id(pmf) in composed:
+            continue
+        dense = pmf.to_dense_pmf()
+        low, high = common.compute_self_convolve_bounds(dense._probs, steps, cut)
+        size = fft.next_fast_len(max(high - low + 1, dense.size), real=True)
+        spectrum = fft.rfft(dense._probs, size)
+        matters = np.abs(spectrum) > math.exp(-80 / steps)
+        spectrum[matters] = np.exp(steps * np.log(spectrum[matters]))
+        spectrum[~matters] = 0.0
+        mass = np.roll(fft.irfft(spectrum, size), -low)[: high - low + 1]  # the transform wraps around
+        infinite = cut - math.expm1(steps * math.log1p(-dense._infinity_mass))
+        start = dense._lower_loss * steps + low
+        composed[id(pmf)] = pld_pmf.DensePLDPmf(dense._discretization, start, mass, infinite, True)
+    return privacy_loss_distribution.PrivacyLossDistribution(composed[id(pld._pmf_remove)], composed[id(pld._pmf_add)])
+
+
+def _excess(losses: np.ndarray, mass: np.ndarray, infinite: float) -> float:
+    """Probability beyond one: on a grid much finer than 1e-6 dp-accounting's differences of differences cancel, and
+    what is left over grows like its exponential with the number of steps."""
+    return abs(float(np.sum(mass)) + infinite - 1)
+
+
+def loss_scale(m: float, q: float, replace_one: bool) -> tuple[float, float, float]:
     """Mean and root mean square of one step's loss, and the range of losses that matter."""
     x = np.linspace(-m - 10, m + 10, 4001)
     low = math.log1p(-q) if q < 1 else -math.inf
@@ -69,25 +102,54 @@ def _loss_scale(m: float, q: float, replace_one: bool) -> tuple[float, float, fl
     return max(mean, 0.0), math.sqrt(square), float(loss.max() - loss.min())
 
 
+def rounding(pld: Any) -> float:
+    """How much probability the FFTs may have lost: no bin of a distribution is below zero but by their rounding.
+
+    It matters to a small δ after many steps: 5e-10 at a million."""
+    return max(len(mass) * max(-float(mass.min()), 0.0) for _, mass, _ in directions(pld))
+
+
 def delta(pld: Any, at: float) -> float:
     """δ(ε), at most 1 (a long FFT can leave a little more)."""
     with quiet():
-        return min(max(float(pld.get_delta_for_epsilon(at)), 0.0), 1.0)
+        return min(max(float(pld.get_delta_for_epsilon(at)), 0.0) + rounding(pld), 1.0)
 
 
 def epsilon(pld: Any, target_delta: float) -> float | None:
-    """ε at this δ; None where the distribution has no finite one."""
+    """ε at this δ; None where the distribution has no finite one, or its rounding is as large as δ."""
+    sure = target_delta - rounding(pld)
+    if sure <= 0:
+        return None
     with quiet():
-        value = float(pld.get_epsilon_for_delta(target_delta))
+        value = float(pld.get_epsilon_for_delta(sure))
     return value if math.isfinite(value) else None
 
 
 def rero(pld: Any, kappa: Any) -> Any:
-    """min_ε {e^ε κ + δ(ε)} over every ε of the distribution's grid, for the worse of its two directions."""
+    """min_ε {e^ε κ + δ(ε)} over the distribution's grid, for the worse of its two directions."""
     worst = np.zeros(np.shape(kappa))
     for losses, mass, infinite in directions(pld):
-        worst = np.maximum(worst, rero_from_curve(kappa, losses, _deltas(losses, mass, infinite)))
-    return worst[()]
+        curve = _deltas(losses, mass, infinite)
+        if np.size(kappa) <= 16:
+            found = rero_from_curve(kappa, losses, curve)
+        else:
+            found = np.reshape([rero_from_curve(k, losses[i - 2 : i + 2], curve[i - 2 : i + 2])
+                                for k, i in zip(np.ravel(kappa), _best(np.ravel(kappa), losses, curve), strict=True)],
+                               np.shape(kappa))  # fmt: skip
+        worst = np.maximum(worst, found)
+    return np.minimum(worst + rounding(pld), 1.0)[()]
+
+
+def _best(kappa: np.ndarray, losses: np.ndarray, deltas: np.ndarray) -> np.ndarray:
+    """Where e^ε κ + δ(ε) is smallest: δ is convex in e^ε, so go on while it falls by more than κ(e^ε′ − e^ε).
+
+    Any ε gives a bound: what rounding does to the search costs tightness, never soundness."""
+    with np.errstate(divide="ignore"):
+        log_kappa, log_drop = np.log(kappa), np.log(np.maximum(-np.diff(deltas), 1e-320))
+    limit = log_drop - losses[:-1] - math.log(math.expm1(losses[1] - losses[0])) if len(losses) > 1 else log_drop
+    limit = np.maximum.accumulate(limit[::-1])
+    best = len(limit) - np.searchsorted(limit, log_kappa, side="right")
+    return np.asarray(np.clip(best, 2, max(len(losses) - 1, 2)))
 
 
 def _deltas(losses: np.ndarray, mass: np.ndarray, infinite: float) -> np.ndarray:
@@ -106,7 +168,8 @@ def directions(pld: Any) -> list[tuple[np.ndarray, np.ndarray, float]]:
     for pmf in {id(p): p for p in (pld._pmf_remove, pld._pmf_add)}.values():
         dense = pmf.to_dense_pmf()
         losses = (np.arange(dense.size) + dense._lower_loss) * dense._discretization
-        found.append((losses, np.asarray(dense._probs), float(dense._infinity_mass)))
+        infinite = max(float(dense._infinity_mass), 0.0)  # a tail of rounding, cut off, can be negative
+        found.append((losses, np.asarray(dense._probs), infinite))
     return found
 
 

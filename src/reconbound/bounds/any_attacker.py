@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._check import InputError, matrix, number, numbers
+from .._check import InputError, matrix, number, numbers, whole
 from ._bound import Bound, Box, box, divergence, from_log
 
 REPLACE_ONE = "replace-one"
@@ -75,13 +75,14 @@ def van_trees_trace(trace: float, variances: Any, *, dim: int | None = None) -> 
     s, counts, d = _spectrum(variances, dim)
     order = np.argsort(-s)
     s, counts = s[order], counts[order]
-    positive = s > 0
+    positive = s > 1e-290  # what is smaller is known, for all that matters
     inverse = 1 / s[positive]
     n = np.cumsum(counts[positive])
-    level = (t + np.cumsum(inverse * counts[positive])) / n  # ν if exactly the k largest variances are filled
-    active = level > inverse
-    nu = float(level[np.nonzero(active)[0][-1]]) if active.any() else math.inf
-    value = float(np.sum(counts * np.minimum(s, 1 / nu))) / d
+    with np.errstate(over="ignore"):
+        level = (t + np.cumsum(inverse * counts[positive])) / n  # ν if exactly the k largest variances are filled
+    active = level > inverse  # none where the trace is 0, or lost beside 1/s
+    water = 1 / float(level[np.nonzero(active)[0][-1]]) if active.any() else float(s[0])
+    value = float(np.sum(counts * np.minimum(s, water))) / d
     return Bound(
         "van_trees_trace",
         value,
@@ -97,7 +98,7 @@ def _spectrum(variances: Any, dim: int | None) -> tuple[np.ndarray, np.ndarray, 
     """Distinct variances, their multiplicities and d."""
     s = numbers("variances", variances, at_least=0.0)
     if s.ndim == 0:
-        d = number("dim", 1 if dim is None else dim, at_least=1)
+        d = float(whole("dim", 1 if dim is None else dim))
         return s.reshape(1), np.array([d]), d
     if dim is not None and dim != s.size:
         raise InputError("dim", f"must equal the number of variances, {s.size}", dim)
@@ -125,7 +126,8 @@ def box_minimax(information: float, *, width: float = 1.0, each_coordinate: bool
     """
     lam = number("information", information, at_least=0.0)
     w = number("width", width, above=0.0, at_most=1e100)
-    value = 1 / (lam + (2 * math.pi / w) ** 2)
+    frequency = 2 * math.pi / w
+    value = 1 / (lam + frequency * frequency)  # not **, which raises where the product is infinite
     if each_coordinate:
         reach = w * math.sqrt(lam)
         best = 1.7206670  # the maximum of x cos(x/2), at x tan(x/2) = 2
@@ -214,7 +216,9 @@ def overlap_from_losses(losses: Any, probabilities: Any, infinite: float = 0.0) 
     >>> overlap_from_losses([0.0], [1.0])
     1.0
     """
-    loss, mass = numbers("losses", losses), numbers("probabilities", probabilities)
+    loss, mass = numbers("losses", losses).ravel(), numbers("probabilities", probabilities).ravel()
+    if loss.size != mass.size:
+        raise InputError("probabilities", f"must have as many entries as losses ({loss.size})", mass.size)
     value = float(np.sum(mass * 2 * np.exp(-np.logaddexp(0.0, loss))))
     excess = float(np.sum(np.clip(mass, 0, None))) + number("infinite", infinite, at_least=0.0) - 1.0
     return min(max(value - 2 * max(excess, 0.0), 0.0), 1.0)
@@ -225,4 +229,6 @@ def box_of(low: float, high: float, dim: int) -> Box:
     lo, hi = number("low", low), number("high", high)
     if lo >= hi:
         raise InputError("low", f"must be less than high ({hi:g})", low)
+    if not 1e-100 <= hi - lo <= 1e100:
+        raise InputError("high", f"must be between 1e-100 and 1e100 above low ({lo:g})", high)
     return box(hi - lo, dim)

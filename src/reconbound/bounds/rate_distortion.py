@@ -64,6 +64,8 @@ def _variance(s: np.ndarray) -> np.ndarray:
 
 def _corners_value(nats: float, space: Box) -> float:
     sides, counts = space.groups()
+    scale = float(sides.max())
+    sides = sides / scale
     budget = nats / space.dim
     share = counts / space.dim
     if nats == 0:
@@ -74,7 +76,7 @@ def _corners_value(nats: float, space: Box) -> float:
     def log_odds(nu: float) -> np.ndarray:
         """sᵢ with wᵢ² tanh(sᵢ/2)/sᵢ = ν, by bisection; 0 where even the first nat is not worth ν."""
         low, high = np.zeros_like(sides), np.maximum(sides**2 / nu, 1.0)
-        for _ in range(200):
+        for _ in range(70):
             middle = (low + high) / 2
             more = sides**2 * _spread(middle) > nu
             low, high = np.where(more, middle, low), np.where(more, high, middle)
@@ -87,14 +89,15 @@ def _corners_value(nats: float, space: Box) -> float:
         def overspent(log_nu: float) -> float:
             return float(np.sum(share * _entropy_gap(log_odds(math.exp(log_nu))))) - budget
 
-        top = math.log(float(sides.max()) ** 2 / 2)
+        top = math.log(0.5)  # no nat is worth more, at the longest side of 1
         step = 1.0
         while overspent(top - step) < 0:
             step *= 2
             if step > 600:
                 return 0.0
-        s = log_odds(math.exp(brentq(overspent, top - step, top, xtol=1e-14) - 1e-13))  # never under-spend
-    return float(np.sum(share * sides**2 * _variance(s)))
+        root = float(brentq(overspent, top - step, top + 1e-9, xtol=1e-14))
+        s = log_odds(math.exp(root - 1e-13 * max(1.0, -root)))  # never under-spend
+    return float(np.sum(share * sides**2 * _variance(s))) * scale * scale
 
 
 def _inverse_entropy_gap(budget: float) -> float:
@@ -134,7 +137,7 @@ def uniform_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bo
         "any",
         REFERENCE,
         assumes=("on average over a uniform record in the box",),
-        guess=space.guess,
+        guess=space.mean_square / 12,
     )
 
 
@@ -149,7 +152,7 @@ def rate_distortion(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> 
     low_rate, high_rate = corners_floor(kl, widths=widths, dim=dim), uniform_floor(kl, widths=widths, dim=dim)
     best = low_rate if low_rate.value >= high_rate.value else high_rate
     assumes = ("worst case over the box",)
-    return Bound("rate_distortion", best.value, best.theorem, "any", REFERENCE, assumes=assumes, guess=best.guess)
+    return Bound("rate_distortion", best.value, best.theorem, "any", REFERENCE, assumes=assumes, guess=low_rate.guess)
 
 
 def gaussian_floor(kl: float, variances: Any, *, dim: int | None = None) -> Bound:

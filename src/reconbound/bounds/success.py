@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from scipy.special import ndtr
 
-from .._check import InputError, number, numbers
-from ._bound import Bound, divergence, from_log
+from .._check import InputError, number, numbers, whole
+from ._bound import Bound, divergence, from_log, log_expm1
 
 Curve = Callable[[np.ndarray], np.ndarray]
 
@@ -53,9 +53,9 @@ def rero_from_pure(kappa: Any, epsilon: float, delta: float = 0.0) -> Any:
     """
     k, eps = _kappa(kappa), divergence("epsilon", epsilon)
     d = number("delta", delta, at_least=0.0, at_most=1.0)
-    with np.errstate(divide="ignore"):
-        grown = np.where(k > 0, np.exp(np.minimum(np.log(k) + eps, 0.0)), 0.0)
-    return _unwrap(np.minimum(grown + d, 1.0))
+    if eps == math.inf:
+        return _unwrap(np.ones_like(k))  # even at κ = 0: the reference need not have the release's support
+    return _unwrap(np.minimum(_grown(k, eps) + d, 1.0))
 
 
 def rero_from_order2(kappa: Any, epsilon: float) -> Any:
@@ -69,8 +69,11 @@ def rero_from_order2(kappa: Any, epsilon: float) -> Any:
     0.5
     """
     k, eps = _kappa(kappa), divergence("epsilon", epsilon)
-    chi2 = math.expm1(min(eps, 700.0))
-    return _unwrap(np.minimum(k + np.sqrt(k * (1 - k)) * math.sqrt(chi2), 1.0))
+    if eps == math.inf:
+        return _unwrap(np.ones_like(k))
+    with np.errstate(divide="ignore"):
+        log_square = np.log(k) + np.log1p(-k) + log_expm1(eps)
+    return _unwrap(np.minimum(k + np.exp(np.minimum(log_square / 2, 0.0)), 1.0))
 
 
 def rero_from_curve(kappa: Any, epsilons: Any, deltas: Any) -> Any:
@@ -90,8 +93,8 @@ def rero_from_curve(kappa: Any, epsilons: Any, deltas: Any) -> Any:
     k, eps, delta = _kappa(kappa), numbers("epsilons", epsilons).ravel(), numbers("deltas", deltas).ravel()
     if eps.size != delta.size:
         raise InputError("deltas", f"must have as many entries as epsilons ({eps.size})", delta.size)
-    grown = k[..., None] * np.exp(np.minimum(eps, 700.0)) + np.clip(delta, 0.0, 1.0)
-    return _unwrap(np.minimum(grown.min(axis=-1), 1.0))
+    total = _grown(k[..., None], eps) + np.clip(delta, 0.0, 1.0)
+    return _unwrap(np.minimum(total.min(axis=-1), 1.0))
 
 
 def rero_from_gdp(kappa: Any, mu: float) -> Any:
@@ -105,7 +108,7 @@ def rero_from_gdp(kappa: Any, mu: float) -> Any:
     from scipy.special import ndtri
 
     k, m = _kappa(kappa), number("mu", mu, at_least=0.0)
-    return _unwrap(ndtr(ndtri(k) + m))
+    return _unwrap(np.maximum(ndtr(ndtri(k) + m), k))  # ndtri knows nothing below 1e-308
 
 
 def _kappa(kappa: Any) -> np.ndarray:
@@ -113,6 +116,12 @@ def _kappa(kappa: Any) -> np.ndarray:
     if np.any(k > 1):
         raise InputError("kappa", "must be at most 1", float(k[k > 1].flat[0]) if k.ndim else float(k))
     return k
+
+
+def _grown(k: np.ndarray, eps: Any) -> np.ndarray:
+    """min(1, e^ε κ), in log space."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.exp(np.minimum(np.log(k) + eps, 0.0)))
 
 
 def _unwrap(values: Any) -> Any:
@@ -138,7 +147,7 @@ def layer_cake(success: Curve, prior: Curve, *, largest_error: float, points: in
     0.083
     """
     top = number("largest_error", largest_error, above=0.0)
-    n = int(number("points", points, at_least=1))
+    n = whole("points", points)
     t = top * (np.arange(1, n + 1) / n) ** 2  # finer near zero, where κ moves fastest
     kappa = np.clip(numbers("prior(t)", prior(t)), 0.0, 1.0)
     kappa = np.maximum.accumulate(kappa)
@@ -173,11 +182,15 @@ def prior_from_records(records: Any, *, bins: int = 4096) -> tuple[Curve, float]
     >>> float(prior(np.array(0.0))), float(prior(np.array(largest)))
     (0.5, 1.0)
     """
-    z = numbers("records", records)
-    z = z.reshape(len(z), -1) if z.ndim > 1 else z[:, None]
+    z, bins = numbers("records", records), whole("bins", bins)
+    if z.ndim == 0:
+        raise InputError("records", "must hold at least two records", records)
+    z = z.reshape(len(z), -1)
     n, d = z.shape
     if n < 2:
         raise InputError("records", "must hold at least two records", n)
+    if np.abs(z).max() > 1e100:
+        raise InputError("records", "must lie within ±1e100", float(z.flat[np.abs(z).argmax()]))
     z = z - z.mean(axis=0)
     squares = np.sum(z**2, axis=1)
     top = float(4 * squares.max() / d) * (1 + 1e-9) + 1e-300  # no two records are farther apart

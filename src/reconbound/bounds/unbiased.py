@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .._check import LARGEST, InputError, matrix, number, numbers
+from .._check import LARGEST, InputError, matrix, number, numbers, whole
 from ._bound import Bound, Box, box, divergence, from_log, log_expm1
 
 REPLACE_ONE = "replace-one"
@@ -60,12 +60,11 @@ def theorem1(
 
 def _weighted_square(space: Box, gamma: np.ndarray) -> float:
     """Σ γᵢ² wᵢ² / d."""
-    if gamma.ndim == 0:
-        return float(gamma) ** 2 * space.mean_square
-    if gamma.size != space.dim:
+    if gamma.ndim > 0 and gamma.size != space.dim:
         raise InputError("sensitivities", f"must be one number or one per coordinate ({space.dim})", gamma.size)
     sides = space.side if space.unequal is None else space.unequal
-    return float(np.mean((gamma.ravel() * sides) ** 2))
+    with np.errstate(over="ignore"):
+        return min(float(np.mean((gamma.ravel() * sides) ** 2)), LARGEST)
 
 
 def by_position(epsilon: float, record: Any, *, low: Any = 0.0, high: Any = 1.0) -> Bound:
@@ -88,6 +87,9 @@ def by_position(epsilon: float, record: Any, *, low: Any = 0.0, high: Any = 1.0)
     lo, hi = np.broadcast_to(numbers("low", low), z.shape), np.broadcast_to(numbers("high", high), z.shape)
     if np.any(lo >= hi):
         raise InputError("low", f"must be less than high ({hi[lo >= hi][0]:g})", float(lo[lo >= hi][0]))
+    if np.any(hi / 2 - lo / 2 > 1e100):
+        where = int(np.argmax(hi / 2 - lo / 2 > 1e100))
+        raise InputError("high", f"must be at most 1e100 above low ({lo[where]:g})", float(hi[where]))
     if np.any((z < lo) | (z > hi)):
         where = int(np.argmax((z < lo) | (z > hi)))
         raise InputError(f"record[{where}]", "must lie between low and high", float(z[where]))
@@ -138,7 +140,8 @@ def theorem2(information: Any, *, jacobian: Any = None, bias: Any = None) -> Bou
         bias: μ(z) − z, shape (d,); zero when left out.
 
     Guarantee: holds at this z for every attacker whose mean has this Jacobian and bias there. Directions that the
-    release says nothing about cost an attacker who follows them infinitely much: the value then is the largest float.
+    release says nothing about cost an attacker who follows them infinitely much. float64 cannot tell an eigenvalue of
+    0 from one of d·2⁻⁵²·‖I‖: the larger stands in for the smaller, so that the value is then huge, never too high.
 
     >>> theorem2([[4.0, 0.0], [0.0, 1.0]]).value           # (1/4 + 1)/2
     0.625
@@ -151,12 +154,13 @@ def theorem2(information: Any, *, jacobian: Any = None, bias: Any = None) -> Bou
     shift = np.zeros(d) if bias is None else numbers("bias", bias).ravel()
     if shift.size != d:
         raise InputError("bias", f"must have {d} entries", shift.size)
-    eigenvalues, vectors = np.linalg.eigh((fim + fim.T) / 2)
-    seen = eigenvalues > eigenvalues.max(initial=0.0) * d * np.finfo(float).eps
+    eigenvalues, vectors = np.linalg.eigh(fim / 2 + fim.T / 2)
+    smallest = max(eigenvalues.max(initial=0.0) * d * np.finfo(float).eps, 1 / LARGEST)
     reach = np.sum((j_mu @ vectors) ** 2, axis=0)  # how far the attacker's mean follows each eigenvector
-    blind = bool(np.any(reach[~seen] > 1e-12 * max(reach.max(initial=0.0), 1e-300)))
-    variance = LARGEST if blind else float(np.sum(reach[seen] / eigenvalues[seen])) / d
-    value = min(variance + float(np.mean(shift**2)), LARGEST)
+    followed = (eigenvalues > smallest) | (reach > 1e-12 * max(reach.max(initial=0.0), 1e-300))  # the rest is rounding
+    with np.errstate(over="ignore"):
+        variance = float(np.sum(np.where(followed, reach / np.maximum(eigenvalues, smallest), 0.0))) / d
+        value = min(variance + float(np.mean(shift**2)), LARGEST)
     unbiased = jacobian is None and bias is None
     assumes = () if unbiased else ("the attacker's mean has the stated Jacobian and bias",)
     return Bound("theorem2", value, "Theorem 2 (Cramér–Rao)", "unbiased", LOCAL, assumes=assumes)
@@ -177,7 +181,7 @@ def from_trace(trace: Any, dim: int) -> Bound:
     0.25
     """
     traces = numbers("trace", trace, at_least=0.0)
-    d = number("dim", dim, at_least=1)
+    d = whole("dim", dim)
     return Bound("dfil", _saturated_inverse(traces / d), "Theorem 2 (trace)", "unbiased", LOCAL)
 
 
@@ -227,8 +231,9 @@ def per_group(information: Any, features: Any) -> Bound:
     0.25
     """
     fim = matrix("information", information, symmetric=True)
-    index = np.asarray(features, dtype=int).ravel()
-    if index.size == 0 or index.min() < 0 or index.max() >= fim.shape[0] or np.unique(index).size != index.size:
+    given = numbers("features", features).ravel()
+    index = given.astype(int)
+    if np.any(index != given) or index.min() < 0 or index.max() >= fim.shape[0] or np.unique(index).size != index.size:
         raise InputError("features", f"must be distinct indices below {fim.shape[0]}", features)
     block = theorem2(fim[np.ix_(index, index)])
     return Bound("per_group", block.value, "Theorem 2 (a group of features)", "unbiased", LOCAL)

@@ -1,0 +1,65 @@
+"""On a GPU machine: the step's information equals that on the CPU in float64, eager and captured in a CUDA graph."""
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from reconbound import networks
+from reconbound.amplification import PoissonTable, poisson_factors
+from reconbound.fisher import clipped_gradient_sum, step_information
+
+
+def losses(outputs, targets):
+    return cross_entropy(outputs, targets, reduction="none")
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    normed = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.GELU(), nn.Flatten(), nn.LayerNorm(7200), nn.Linear(7200, 10)
+    )
+    cases = [
+        ("mnist", networks.mnist_cnn(), torch.rand(7, 1, 28, 28)),
+        ("cifar10", networks.cifar10_cnn(), torch.rand(5, 3, 32, 32)),
+        ("norms", normed, torch.rand(5, 3, 32, 32)),
+    ]
+    setting = {"max_grad_norm": 1.0, "noise_multiplier": 0.5, "diagonal": True}
+    for name, model, x in cases:
+        model, x = model.double(), x.double()
+        y = torch.randint(0, 10, (len(x),))
+        directions = [{n: torch.randn_like(p) for n, p in model.named_parameters()}]
+        here = step_information(model, losses, x, y, directions=directions, **setting)
+        model, x, y = model.cuda(), x.cuda(), y.cuda()
+        directions = [{n: u.cuda() for n, u in directions[0].items()}]
+        work = lambda: step_information(model, losses, x, y, directions=directions, error="bound", **setting)  # noqa: E731, B023
+        there = work()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = work()
+        graph.replay()
+        torch.cuda.synchronize()
+        for field in ("norm", "along", "across", "diagonal"):
+            a = getattr(here, field)
+            for b in (getattr(there, field), getattr(captured, field)):
+                error = float(((a - b.cpu()).abs().max() / (here.trace.max() if field != "norm" else a.max())).item())
+                assert error < 1e-9, (name, field, error)
+        plain = clipped_gradient_sum(model, losses, x, y, max_grad_norm=1.0).gradient_sum
+        for n, v in plain.items():
+            assert torch.allclose(v, there.gradient_sum[n], rtol=1e-9, atol=1e-12), (name, n)
+        print(name, "ok: CPU, CUDA and CUDA graph agree to 1e-9")
+    table = PoissonTable(0.01).prepare("cuda", torch.float64)
+    m = torch.linspace(0, 30, 1000, dtype=torch.float64, device="cuda")
+    across, along = table(m)
+    exact = poisson_factors(m.cpu().numpy(), 0.01)
+    assert abs(across.cpu().numpy() / exact[0] - 1).max() < 1e-9
+    assert abs(along.cpu().numpy() / exact[1] - 1).max() < 1e-9
+    print("factors ok", torch.__version__, torch.cuda.get_device_name())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""The command line: its JSON, its tables, its errors."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from reconbound import cli
+from reconbound.calculator import guarantee
+from reconbound.calibrate import calibrate
+from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
+
+SGD = ["--noise-multiplier", "1", "--sample-rate", "0.01", "--steps", "1000"]
+OUTPUT = ["--output-perturbation", "--records", "12665", "--l2", "0.01", "--noise-std", "0.01"]
+NAMES = ["theorem1", "theorem1_paper", "corners", "lecam", "rate_distortion"]
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run a command line in this process: status, standard output, standard error."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*arguments):
+        status = cli.run([str(a) for a in arguments])
+        return status, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def answer(run):
+    """The JSON of a command that must succeed."""
+
+    def call(*arguments):
+        status, out, err = run(*arguments, "--json")
+        assert (status, err) == (0, "")
+        return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+
+    return call
+
+
+def process(*arguments, **environment):
+    """The same in a process of its own, as a user would."""
+    return subprocess.run(
+        [sys.executable, "-m", "reconbound.cli", *arguments],
+        capture_output=True,
+        text=True,
+        encoding=environment.get("PYTHONIOENCODING", "utf-8"),
+        env={**os.environ, "COLUMNS": "80", "PYTHONIOENCODING": "utf-8", **environment},
+        timeout=120,
+    )
+
+
+# --- what comes out -----------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "mechanism", "space"),
+    [
+        ([], SampledGaussian(1.0, 0.01, 1000), {}),
+        (SGD, SampledGaussian(1.0, 0.01, 1000), {}),
+        (
+            [*SGD, "--clip", "hard", "--sampler", "fixed", "--dim", 784, "--low", -1, "--high", 3, "--delta", 1e-6],
+            SampledGaussian(1.0, 0.01, 1000, "hard", "fixed"),
+            {"dim": 784, "low": -1.0, "high": 3.0, "delta": 1e-6},
+        ),
+        (["--epsilon", 2, "--high", 100, "--units", "years"], DP(2.0), {"high": 100.0, "units": "years"}),
+        (["--epsilon", 2, "--delta", 1e-7], DP(2.0, 1e-7), {"delta": 1e-7}),
+        (["--epsilon", 2, "--adjacency", "add/remove"], DP(2.0, 0.0, "add/remove"), {}),
+        (["--epsilon", 2, "--delta", 0], DP(2.0), {}),
+        (["--rdp2", 2, "--baseline", 0.05], RenyiDP(2.0), {"baseline": 0.05}),
+        ([*OUTPUT, "--dim", 784], OutputPerturbation(12665, 0.01, 0.01), {"dim": 784}),
+        ([*OUTPUT, "--data-norm", 28], OutputPerturbation(12665, 0.01, 0.01, 28.0), {}),
+    ],
+)
+def test_bound_prints_what_the_library_finds(answer, run, options, mechanism, space):
+    found = answer("bound", *options)
+    assert found == json.loads(json.dumps(guarantee(mechanism, **space).to_dict()))
+    status, table, err = run("bound", *options)
+    assert (status, err) == (0, "")
+    for bound in found["bounds"]:
+        assert bound["name"] in table
+
+
+def test_json_has_the_keys_that_the_issue_names(answer):
+    found = answer("bound", *SGD)
+    assert {"mechanism", "bounds", "membership_advantage", "rero", "epsilon", "delta"} <= set(found)
+    assert [bound["name"] for bound in found["bounds"]] == NAMES
+    for bound in found["bounds"]:
+        assert {"name", "mse", "rmse", "attacker", "adjacency", "vacuous"} <= set(bound)
+        assert type(bound["mse"]) is float
+        assert bound["rmse"] == pytest.approx(math.sqrt(bound["mse"]))
+        assert bound["attacker"] in ("unbiased", "any")
+        assert type(bound["vacuous"]) is bool
+        assert type(bound["adjacency"]) is str
+    assert found["mechanism"] == {
+        "type": "SampledGaussian",
+        "noise_multiplier": 1.0,
+        "sample_rate": 0.01,
+        "steps": 1000,
+        "clip": "smooth",
+        "sampler": "poisson",
+    }
+    assert all(0 < pair["kappa"] <= pair["success"] <= 1 for pair in found["rero"])
+    assert 0 < found["membership_advantage"] < 1
+    assert found["epsilon"] > found["epsilon_add_remove"] > 0
+    assert found["delta"] == 1e-5
+
+
+def floors(found):
+    return {bound["name"]: bound for bound in found["bounds"]}
+
+
+def test_the_papers_numbers(answer):
+    age = floors(answer("bound", "--rdp2", 2, "--low", 0, "--high", 100))
+    assert age["theorem1"]["mse"] == pytest.approx(391, abs=1)
+    assert age["theorem1"]["rmse"] == pytest.approx(19.8, abs=0.1)
+    assert floors(answer("bound", "--epsilon", 2, "--high", 100))["theorem1_paper"]["mse"] == pytest.approx(391, abs=1)
+    assert (1 + answer("bound", "--epsilon", 0.1)["membership_advantage"]) / 2 == pytest.approx(0.525, abs=1e-3)
+    digits = floors(answer("bound", *OUTPUT, "--data-norm", 1, "--dim", 784))
+    assert digits["theorem1"]["mse"] == pytest.approx(0.0225, abs=5e-5)
+    assert digits["corners"]["mse"] == pytest.approx(784 * digits["theorem1"]["mse"])
+
+
+def test_the_membership_line_rounds_as_the_paper_does(run):
+    assert "right at most 52.5% of the time" in run("bound", "--epsilon", 0.1)[1]
+
+
+@pytest.mark.parametrize("options", [["--epsilon", 1e9], ["--epsilon", 1e-12], ["--rdp2", 1e9],
+                                     ["--noise-multiplier", 1e-6, "--sample-rate", 1, "--steps", 10**6],
+                                     ["--noise-multiplier", 1e6, "--sample-rate", 1e-9, "--steps", 1],
+                                     ["--epsilon", 1, "--dim", 10**7]])  # fmt: skip
+def test_extremes_print(answer, run, options):
+    found = answer("bound", *options)
+    assert all(bound["mse"] >= 0 for bound in found["bounds"])
+    status, table, err = run("bound", *options)
+    assert (status, err) == (0, "")
+    assert not re.search(r"\b(nan|inf)\b", table)
+
+
+@pytest.mark.parametrize("options", [SGD, [*OUTPUT, "--dim", "784"], ["--epsilon", "1e-12"], ["--epsilon", "1e9"],
+                                     [*SGD, "--units", "kilometres per hour", "--high", "1e6"]])  # fmt: skip
+def test_tables_fit_80_columns_and_cut_nothing(run, options):
+    status, table, _ = run("bound", *options)
+    assert status == 0
+    assert max(len(line) for line in table.splitlines()) <= 80
+    assert "…" not in table
+    rows = [line for line in table.splitlines() if line.startswith("│")]
+    found = [cells[1].strip() for cells in (row.split("│") for row in rows) if cells[1].strip()]
+    assert found == NAMES
+    for row in rows:
+        cells = [cell.strip() for cell in row.split("│")[1:-1]]
+        if cells[0]:
+            assert float(cells[1]) >= 0
+            assert float(cells[2]) >= 0
+            assert cells[3] in ("unbiased", "any")
+
+
+def test_units_are_printed_as_given(run):
+    table = run("bound", *SGD, "--units", "[m]")[1]
+    assert "in [0, 1] [m]." in table
+    assert "per coordinate, in [m]" in table
+
+
+def test_the_default_says_that_it_is_one(run):
+    assert "No mechanism was given" in run("bound")[1]
+    assert "No mechanism was given" not in run("bound", *SGD)[1]
+
+
+def test_help(run):
+    for arguments in ([], ["--help"], ["bound", "--help"], ["calibrate", "--help"]):
+        status, out, err = run(*arguments)
+        assert (status, err) == (0, "")
+        assert "Usage: reconbound" in out
+    for option in ("--noise-multiplier", "--sample-rate", "--steps", "--clip", "--sampler", "--dim", "--low", "--high",
+                   "--delta", "--baseline", "--epsilon", "--rdp2", "--output-perturbation", "--records", "--l2",
+                   "--noise-std", "--data-norm", "--json"):  # fmt: skip
+        assert option in run("bound", "--help")[1]
+
+
+# --- calibrate -----------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calibrate_private_sgd(answer, run, name):
+    options = ["--target-mse", 0.1, "--bound", name, "--sample-rate", 0.01, "--steps", 1000, "--dim", 3]
+    found = answer("calibrate", *options)
+    same = calibrate(SampledGaussian(1.0, 0.01, 1000), 0.1, bound=name, dim=3)
+    assert found["noise_multiplier"] == same.noise
+    assert found["mse"] == found["bound"]["mse"] == same.bound.value >= 0.1
+    assert found["bound"]["name"] == name
+    assert found["mechanism"]["noise_multiplier"] == found["noise_multiplier"]
+    assert found["target_mse"] == 0.1
+    assert found["epsilon"] > 0
+    status, out, err = run("calibrate", *options)
+    assert (status, err) == (0, "")
+    assert f"{same.noise:.7g}" in out
+
+
+def test_calibrate_output_perturbation(answer):
+    found = answer("calibrate", "--target-mse", 0.1, "--output-perturbation", "--records", 12665, "--l2", 0.01)
+    assert found["noise_std"] == calibrate(OutputPerturbation(12665, 0.01, 1.0), 0.1).noise
+    assert "noise_multiplier" not in found
+
+
+def test_what_calibrate_finds_bound_confirms(answer):
+    sgd = ["--sample-rate", 0.02, "--steps", 500, "--sampler", "fixed", "--clip", "hard"]
+    noise = answer("calibrate", "--target-mse", 0.2, "--bound", "lecam", *sgd)["noise_multiplier"]
+    assert floors(answer("bound", "--noise-multiplier", repr(noise), *sgd))["lecam"]["mse"] >= 0.2
+
+
+# --- errors -----------------------------------
+
+WRONG = [
+    (["bound", "--noise-multiplier", "-1", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier", "-1"),
+    (["bound", "--noise-multiplier", "0", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier", "0"),
+    (["bound", "--noise-multiplier", "nan", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier", "nan"),
+    (["bound", "--noise-multiplier", "inf", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier", "inf"),
+    (["bound", "--noise-multiplier", "1e-200", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier", "1e-200"),
+    (["bound", "--noise-multiplier", "abc", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier", "abc"),
+    (["bound", "--noise-multiplier=xyz", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier", "xyz"),
+    (["bound", "--noise-multiplier", "1", "--sample-rate", "1.5", "--steps", "3"], "--sample-rate", "1.5"),
+    (["bound", "--noise-multiplier", "1", "--sample-rate", "0", "--steps", "3"], "--sample-rate", "0"),
+    (["bound", "--noise-multiplier", "1", "--sample-rate", "0.1", "--steps", "0"], "--steps", "0"),
+    (["bound", "--noise-multiplier", "1", "--sample-rate", "0.1", "--steps", "1.5"], "--steps", "1.5"),
+    (["bound", "--noise-multiplier", "1", "--sample-rate", "0.1", "--steps", "9" * 400], "--steps", "9" * 400),
+    (["bound", *SGD, "--clip", "soft"], "--clip", "soft"),
+    (["bound", *SGD, "--sampler", "shuffle"], "--sampler", "shuffle"),
+    (["bound", *SGD, "--dim", "0"], "--dim", "0"),
+    (["bound", *SGD, "--dim", "1e3"], "--dim", "1e3"),
+    (["bound", *SGD, "--low", "2", "--high", "1"], "--low", "2"),
+    (["bound", *SGD, "--low", "1", "--high", "1"], "--low", "1"),
+    (["bound", *SGD, "--low", "nan"], "--low", "nan"),
+    (["bound", *SGD, "--high", "inf"], "--high", "inf"),
+    (["bound", *SGD, "--high", "1e200"], "--high", "1e+200"),
+    (["bound", *SGD, "--delta", "0"], "--delta", "0"),
+    (["bound", *SGD, "--delta", "1"], "--delta", "1"),
+    (["bound", *SGD, "--delta", "nan"], "--delta", "nan"),
+    (["bound", *SGD, "--baseline", "-1"], "--baseline", "-1"),
+    (["bound", "--epsilon", "-1"], "--epsilon", "-1"),
+    (["bound", "--epsilon", "nan"], "--epsilon", "nan"),
+    (["bound", "--epsilon", "1", "--delta", "2"], "--delta", "2"),
+    (["bound", "--epsilon", "1", "--adjacency", "swap"], "--adjacency", "swap"),
+    (["bound", "--rdp2", "-1"], "--rdp2", "-1"),
+    (["bound", "--output-perturbation", "--records", "0", "--l2", "1", "--noise-std", "1"], "--records", "0"),
+    (["bound", "--output-perturbation", "--records", "1", "--l2", "-1", "--noise-std", "1"], "--l2", "-1"),
+    (["bound", "--output-perturbation", "--records", "1", "--l2", "1", "--noise-std", "0"], "--noise-std", "0"),
+    (["bound", *OUTPUT, "--data-norm", "0"], "--data-norm", "0"),
+    (["bound", "--output-perturbation", "--records", "1", "--l2", "1e-200", "--noise-std", "1e-200"], "--noise-std",
+     "1e-200"),
+    (["calibrate", "--target-mse", "nan", "--sample-rate", "0.1", "--steps", "3"], "--target-mse", "nan"),
+    (["calibrate", "--target-mse", "0", "--sample-rate", "0.1", "--steps", "3"], "--target-mse", "0"),
+    (["calibrate", "--target-mse", "0.25", "--bound", "lecam", "--sample-rate", "0.1", "--steps", "3"], "--target-mse",
+     "0.25"),
+    (["calibrate", "--target-mse", "1e300", "--sample-rate", "0.1", "--steps", "3"], "--target-mse", "1e+300"),
+    (["calibrate", "--target-mse", "1", "--bound", "dfil", "--sample-rate", "0.1", "--steps", "3"], "--bound", "dfil"),
+    (["calibrate", "--target-mse", "1", "--epsilon", "1"], "--epsilon", "1"),
+    (["calibrate", "--target-mse", "1", "--rdp2", "1"], "--rdp2", "1"),
+    (["calibrate", "--target-mse", "1", *SGD], "--noise-multiplier", "1"),
+    (["calibrate", "--target-mse", "1", "--sample-rate", "2", "--steps", "3"], "--sample-rate", "2"),
+]  # fmt: skip
+
+MISSING = [
+    (["bound", "--noise-multiplier", "1", "--steps", "3"], "--sample-rate"),
+    (["bound", "--noise-multiplier", "1", "--sample-rate", "0.1"], "--steps"),
+    (["bound", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier"),
+    (["bound", "--clip", "hard"], "--noise-multiplier"),
+    (["bound", "--output-perturbation", "--l2", "1", "--noise-std", "1"], "--records"),
+    (["bound", "--output-perturbation", "--records", "1", "--noise-std", "1"], "--l2"),
+    (["bound", "--output-perturbation", "--records", "1", "--l2", "1"], "--noise-std"),
+    (["bound", "--records", "1"], "--records"),
+    (["bound", "--epsilon", "1", "--steps", "3"], "--steps"),
+    (["bound", "--epsilon", "1", "--rdp2", "3"], "--rdp2"),
+    (["bound", "--rdp2", "1", "--adjacency", "add/remove"], "--adjacency"),
+    (["bound", *OUTPUT, "--noise-multiplier", "1"], "--noise-multiplier"),
+    (["bound", "--noise-multiplier"], "--noise-multiplier"),
+    (["bound", "--speed", "1"], "--speed"),
+    (["bound", "extra"], "extra"),
+    (["calibrate", "--sample-rate", "0.1", "--steps", "3"], "--target-mse"),
+    (["calibrate", "--target-mse", "0.1", "--steps", "3"], "--sample-rate"),
+    (["calibrate", "--target-mse", "0.1", "--output-perturbation", "--l2", "1"], "--records"),
+    (["calibrate", "--target-mse", "0.1", "--sample-rate", "0.1", "--steps", "3", "--noise-std", "1"], "--noise-std"),
+    (["calibrat"], "calibrat"),
+    (["--version-of-nothing"], "--version-of-nothing"),
+]
+
+
+def check_refused(status, out, err):
+    assert status == 2
+    assert out == ""
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    assert err.startswith("reconbound: ")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("arguments", "option", "value"), WRONG, ids=lambda x: str(x)[:60])
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["table", "json"])
+def test_wrong_values_are_one_line(run, arguments, option, value, form):
+    status, out, err = run(*arguments, *form)
+    check_refused(status, out, err)
+    assert re.search(rf"{option}\b", err)
+    assert value in err
+
+
+@pytest.mark.parametrize(("arguments", "option"), MISSING, ids=lambda x: str(x)[:60])
+def test_missing_and_needless_options_are_one_line(run, arguments, option):
+    status, out, err = run(*arguments)
+    check_refused(status, out, err)
+    assert option in err
+
+
+def test_a_fault_of_ours_is_not_dressed_up(run, monkeypatch):
+    def broken(*_, **__):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(cli, "guarantee", broken)
+    with pytest.raises(ZeroDivisionError):
+        run("bound")
+
+
+# --- as a process -----------------------------------
+
+
+def test_as_a_process():
+    done = process("bound", *SGD, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [bound["name"] for bound in json.loads(done.stdout)["bounds"]] == NAMES
+    failed = process("bound", "--epsilon", "-1")
+    check_refused(failed.returncode, failed.stdout, failed.stderr)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_greek_letters(encoding):
+    done = process("bound", "--epsilon", "1", PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "rate_distortion" in done.stdout
+
+
+def test_torch_is_not_imported():
+    script = (
+        "import sys; from reconbound.cli import run; "
+        f"status = run(['bound', *{SGD!r}, '--json']); "
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'opacus', 'sklearn')], file=sys.stderr); "
+        "sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0
+    assert done.stderr.strip() == "[]"
