@@ -1,8 +1,9 @@
 """FisherAccountant: what a whole training run told about each record, summed over steps and averaged over runs.
 
-Composition (Theorem 3): the information of the run is the sum over steps of the expected conditional information, so a run's
-sum is an unbiased estimate of it, and runs are averaged. Subsampling: the exact Poisson factors, the fixed-size factor, or
-the paper's κ for comparison. The ledger is as secret as the data: it is saved for its owner's eyes alone."""
+Composition (Theorem 3): the information of the run is the sum over steps of the expected conditional information, so
+a run's sum is an unbiased estimate of it, and runs are averaged. Subsampling: the exact Poisson factors, the fixed-
+size factor, or the paper's κ for comparison. The ledger is as secret as the data: it is saved for its owner's eyes
+alone."""
 
 from __future__ import annotations
 
@@ -36,9 +37,10 @@ class Account:
     """What is accounted: the mechanism, the data's size, and the rules under which the ledger is kept.
 
     Attributes:
-        records, features: N and d. steps: T of one run. noise_multiplier, max_grad_norm, sample_rate, sampler, clip: the
-        mechanism's, as in PrivateSGD. rules: the subsampling factors to keep ledgers for; the first is the one that answers
-        by default. Empty: "exact" for Poisson batches, "fixed" for fixed-size ones, "none" (factor 1) for shuffled epochs.
+        records, features: N and d. steps: T of one run. noise_multiplier, max_grad_norm, sample_rate, sampler, clip:
+        the mechanism's, as in PrivateSGD. rules: the subsampling factors to keep ledgers for; the first is the one
+        that answers by default. Empty: "exact" for Poisson batches, "fixed" for fixed-size ones, "none" (factor 1)
+        for shuffled epochs.
     """
 
     records: int
@@ -84,16 +86,18 @@ class FisherAccountant:
 
     Args:
         account: what is accounted.
-        diagonal: per-feature ledgers: "none", "all" (records × features numbers), "average" (over records), or the indices of
+        diagonal: per-feature ledgers: "none", "all" (records × features numbers), "average" (over records), or the
+        indices of
             the records to keep them for.
         spectral: also the sum of the steps' spectral norms, an upper bound of the run's.
-        feature_scale: size of one unit of the model's input in the data's own units, one number or one per feature: floors
+        feature_scale: size of one unit of the model's input in the data's own units, one number or one per feature:
+        floors
             for single features are given in data units through it.
         device: where the ledger lives.
 
-    Guarantee: `dfil` estimates without bias an upper bound of Tr I(z)/d for an attacker who knows all other records and sees
-    every noisy step; with rule "exact" it is that value itself. One run is one draw of a random sum: for a confidence
-    statement use `upper` after two runs or more.
+    Guarantee: `dfil` estimates without bias an upper bound of Tr I(z)/d for an attacker who knows all other records and
+    sees every noisy step; with rule "exact" it is that value itself. One run is one draw of a random sum: for a
+    confidence statement use `upper` after two runs or more.
     """
 
     def __init__(
@@ -209,8 +213,8 @@ class FisherAccountant:
 
             U = mean + t_{0.99, R−1} sd/√R        (for 95 %: the sums are skewed, so the nominal 99 % quantile is taken)
 
-        Guarantee: covers each record's dFIL in at least 95 % of cases in simulation; its maximum over records is an upper
-        limit for the largest dFIL of all.
+        Guarantee: covers each record's dFIL in at least 95 % of cases in simulation; its maximum over records is an
+        upper limit for the largest dFIL of all.
         """
         if self.runs < 2:
             raise InputError("runs", "must be at least 2 for a confidence limit", self.runs)
@@ -278,7 +282,8 @@ class FisherAccountant:
         return found
 
     def guarantee(self, **space: Any) -> Guarantee:
-        """What the mechanism guarantees without looking at the data: all floors of the calculator (may be published)."""
+        """What the mechanism guarantees without looking at the data: all floors of the calculator (may be
+        published)."""
         return guarantee(self.account.mechanism(), dim=self.account.features, **space)
 
     # --- keeping -----------------------------------------------------------------------
@@ -374,7 +379,10 @@ def _empty(
     account: Account, diagonal: str, rows: Tensor | None, spectral: bool, device: torch.device
 ) -> dict[str, Tensor]:
     n, shape = account.records, (len(account.rules), account.records)
-    zeros = lambda *size: torch.zeros(*size, dtype=torch.float64, device=device)  # noqa: E731
+
+    def zeros(*size: int) -> Tensor:
+        return torch.zeros(*size, dtype=torch.float64, device=device)
+
     state = {name: zeros(*shape) for name in ("trace", "mean", "spread")}
     state |= {name: zeros(n) for name in ("variance", "variance_mean")}
     state |= {name: torch.zeros(n, dtype=torch.int64, device=device) for name in ("measured", "measured_total")}

@@ -1,7 +1,7 @@
 """Gaussian noise for the gradient sum: from torch's generator (fast, reproducible) or from a cryptographic one.
 
-Both are functions of a seed and a step, so that a stopped run goes on with exactly the noise that it would have drawn. The
-seed is as secret as the data: whoever knows it can subtract the noise."""
+Both are functions of a seed and a step, so that a stopped run goes on with exactly the noise that it would have
+drawn. The seed is as secret as the data: whoever knows it can subtract the noise."""
 
 from __future__ import annotations
 

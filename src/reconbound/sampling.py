@@ -1,7 +1,7 @@
 """Which records each step sees: Poisson and fixed-size batches, and shuffled epochs, as functions of a generator.
 
-Every draw takes an explicit generator. `stream` makes one for each (seed, purpose, step), so that step 731 draws the same
-batch whether or not the run was stopped before it: no generator state has to be saved."""
+Every draw takes an explicit generator. `stream` makes one for each (seed, purpose, step), so that step 731 draws the
+same batch whether or not the run was stopped before it: no generator state has to be saved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ._check import InputError, number, whole
 class Sampler(Protocol):
     """How batches are drawn: a name, the rate that accounting may use, and the draw itself."""
 
-    records: int
+    @property
+    def records(self) -> int: ...
 
     @property
     def name(self) -> str: ...
@@ -148,9 +149,9 @@ def make_sampler(name: str, records: int, sample_rate: float) -> Sampler:
 class MeasureBlocks:
     """When each record's information is measured: once in every block of steps, at a uniformly random step of it.
 
-    A record's expected information does not depend on whether it was drawn, so measuring is apart from training. In a block
-    of L steps each record is measured once and counts with weight L·q: unbiased, and free of the variance of how often a
-    record happens to be drawn. Records are measured in groups, each at a random step of the block.
+    A record's expected information does not depend on whether it was drawn, so measuring is apart from training. In a
+    block of L steps each record is measured once and counts with weight L·q: unbiased, and free of the variance of
+    how often a record happens to be drawn. Records are measured in groups, each at a random step of the block.
 
     Attributes:
         records: N. sample_rate: q. steps: T, the length of the run.

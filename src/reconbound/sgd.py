@@ -1,8 +1,8 @@
 """Private SGD with a Fisher accountant (Algorithm 1 of the paper, and its exact Poisson version).
 
-At every step: draw a batch, clip each record's gradient, add Gaussian noise to the SUM, divide by the fixed qN, hand the
-result to any torch optimizer. Beside it the accountant measures what the steps tell about each record. All randomness is a
-function of (seed, run, step), so a run that was killed goes on bit for bit as if it had not been."""
+At every step: draw a batch, clip each record's gradient, add Gaussian noise to the SUM, divide by the fixed qN, hand
+the result to any torch optimizer. Beside it the accountant measures what the steps tell about each record. All
+randomness is a function of (seed, run, step), so a run that was killed goes on bit for bit as if it had not been."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from . import checkpoint as checkpoints
 from . import noise as noises
 from ._check import InputError, choice, number, whole
 from .accountant import Account, FisherAccountant
-from .fisher import clipped_gradient_sum, step_information
+from .fisher import Clip, StepInformation, clipped_gradient_sum, step_information
 from .sampling import MeasureBlocks, make_sampler, stream
 from .validate import check_batch
 
@@ -42,7 +42,8 @@ class Settings:
         sample_rate: q. sampler: "poisson", "fixed" or "shuffle". clip: "smooth" or "hard".
         lr, momentum, weight_decay: of the default optimizer, torch's SGD.
         rules: subsampling factors to keep ledgers for (see Account); None to train without accounting.
-        budget: records measured over records trained on, each once in a block of 1/(q·budget) steps; "every": measure the
+        budget: records measured over records trained on, each once in a block of 1/(q·budget) steps; "every": measure
+        the
             batch itself at every step, in the same pass.
         probes: Gaussian probes for each measurement.
         noise: "torch" or "secure". seed: from the operating system when None.
@@ -53,7 +54,7 @@ class Settings:
     max_grad_norm: float
     sample_rate: float
     sampler: str = "poisson"
-    clip: str = "smooth"
+    clip: Clip = "smooth"
     lr: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
@@ -86,7 +87,8 @@ class PrivateSGD:
         loss_fn: (outputs, targets) → one loss per record, (B,).
         inputs, targets: the training data, tensors (or a tuple or dictionary of them) with one row per record.
         settings: the run's Settings.
-        optimizer: parameters → torch optimizer; default SGD with the settings' lr, momentum and weight_decay. Whatever it does
+        optimizer: parameters → torch optimizer; default SGD with the settings' lr, momentum and weight_decay.
+        Whatever it does
             with the noisy gradient is post-processing.
         schedule: optimizer → learning-rate scheduler, stepped once a step.
         initialise: called on the model before each run of `repeat`; default: every module's own reset_parameters.
@@ -97,8 +99,8 @@ class PrivateSGD:
         progress: show a progress bar, if output is a terminal.
         check: check model and data before training starts.
 
-    Guarantee: the released noisy sums are T adaptive steps of the Gaussian mechanism named by the settings (`mechanism` of the
-    ledger's account); the divisor qN does not depend on who took part.
+    Guarantee: the released noisy sums are T adaptive steps of the Gaussian mechanism named by the settings
+    (`mechanism` of the ledger's account); the divisor qN does not depend on who took part.
     """
 
     def __init__(
@@ -149,20 +151,42 @@ class PrivateSGD:
         self._restart()
 
     @classmethod
-    def paper(cls, model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any, *, batch_size: int, noise_multiplier: float,
-              max_grad_norm: float, lr: float, momentum: float = 0.5, seed: int | None = None, **options: Any) -> PrivateSGD:  # fmt: skip
-        """Algorithm 1 as the paper has it: fixed-size batches, smooth clip, every step measured, κ with δ split over steps.
+    def paper(
+        cls,
+        model: nn.Module,
+        loss_fn: LossFn,
+        inputs: Any,
+        targets: Any,
+        *,
+        batch_size: int,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        lr: float,
+        momentum: float = 0.5,
+        seed: int | None = None,
+        **options: Any,
+    ) -> PrivateSGD:
+        """Algorithm 1 as the paper has it: fixed-size batches, smooth clip, all steps measured, κ, δ split over steps.
 
         The ledger also keeps the fixed-size factor, which is proved; κ is for comparison."""
-        rate = whole("batch_size", batch_size) / _records(inputs, targets)
-        settings = Settings(noise_multiplier, max_grad_norm, rate, "fixed", "smooth", lr, momentum, rules=("paper", "fixed"),
-                            budget="every", seed=seed)  # fmt: skip
+        settings = Settings(
+            noise_multiplier,
+            max_grad_norm,
+            whole("batch_size", batch_size) / _records(inputs, targets),
+            sampler="fixed",
+            lr=lr,
+            momentum=momentum,
+            rules=("paper", "fixed"),
+            budget="every",
+            seed=seed,
+        )
         return cls(model, loss_fn, inputs, targets, settings, **options)
 
     # --- training ----------------------------------------------------------------------
 
     def fit(self, steps: int | None = None, *, epochs: float | None = None) -> PrivateSGD:
-        """Train one run of so many steps, or epochs of 1/q steps; goes on from the checkpoint folder's last good state."""
+        """Train one run of so many steps, or epochs of 1/q steps; goes on from the checkpoint folder's last good
+        state."""
         self._open(self._length(steps, epochs))
         if self.run > 0:
             raise InputError("runs", "are done with repeat: this folder holds several", self.run)
@@ -170,7 +194,8 @@ class PrivateSGD:
         return self
 
     def repeat(self, runs: int, steps: int | None = None, *, epochs: float | None = None) -> PrivateSGD:
-        """Train `runs` independent runs, each from fresh parameters, and average their ledgers; resumable run by run."""
+        """Train `runs` independent runs, each from fresh parameters, and average their ledgers; resumable run by
+        run."""
         count = whole("runs", runs)
         self._open(self._length(steps, epochs))
         while self.run < count:
@@ -243,13 +268,24 @@ class PrivateSGD:
         for k, group in enumerate(self.plan.at(seed, self.step)):
             self.accountant.add(group, self._information(group, seed, k + 1), weight=self.plan.weight(self.step))
 
-    def _information(self, indices: Tensor, seed: int, part: int) -> Any:
+    def _information(self, indices: Tensor, seed: int, part: int) -> StepInformation:
         s = self.settings
         probe = stream(seed, "probe", 4096 * self.step + part, self.device)
         found = step_information(
-            self.model, self.loss_fn, *self._rows(indices), max_grad_norm=s.max_grad_norm, noise_multiplier=s.noise_multiplier,
-            clip=s.clip, probes=s.probes, diagonal=self.diagonal_kept, spectral=self.spectral, error="bound", generator=probe,
-            micro_batch=s.micro_batch, private=self.private)  # fmt: skip
+            self.model,
+            self.loss_fn,
+            *self._rows(indices),
+            max_grad_norm=s.max_grad_norm,
+            noise_multiplier=s.noise_multiplier,
+            clip=s.clip,
+            probes=s.probes,
+            diagonal=self.diagonal_kept,
+            spectral=self.spectral,
+            error="bound",
+            generator=probe,
+            micro_batch=s.micro_batch,
+            private=self.private,
+        )
         if not bool(torch.isfinite(found.trace).all()):
             self._explain(indices)
         return found
@@ -264,8 +300,8 @@ class PrivateSGD:
             record, value = int(indices[bad[0]]), float(losses[bad[0]])
             raise TrainingError(f"step {self.step}: record {record} has loss {value}{saved}")
         large = max(float(p.detach().abs().max()) for p in self.params.values())
-        raise TrainingError(f"step {self.step}: a gradient is not finite (largest parameter {large:.3g}): the model has "
-                            f"exploded; lower lr{saved}")  # fmt: skip
+        why = f"a gradient is not finite (largest parameter {large:.3g}): the model has exploded; lower lr"
+        raise TrainingError(f"step {self.step}: {why}{saved}")
 
     # --- state ---------------------------------------------------------------------------
 
