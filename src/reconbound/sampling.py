@@ -1,7 +1,7 @@
 """Which records each step sees: Poisson and fixed-size batches, and shuffled epochs, as functions of a generator.
 
-Every draw takes an explicit generator. `stream` makes one for each (seed, purpose, step), so that step 731 draws the
-same batch whether or not the run was stopped before it: no generator state has to be saved."""
+A batch is a function of (seed, step): step 731 draws the same one whether or not the run was stopped before it, and no
+generator state has to be saved."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ._check import InputError, number, whole
+from ._random import numbers_of
 
 
 class Sampler(Protocol):
@@ -28,6 +28,14 @@ class Sampler(Protocol):
     @property
     def sample_rate(self) -> float:
         """Chance of a record to be in a batch."""
+
+    @property
+    def divisor(self) -> float:
+        """What the noisy sum is divided by: fixed beforehand, whoever takes part."""
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps in which a record is expected to be drawn once."""
 
     def batch(self, seed: int, step: int) -> Tensor:
         """Indices of the step's batch, int64 in increasing order (shuffled epochs: in their order); may be empty."""
@@ -54,10 +62,18 @@ class Poisson:
     def name(self) -> str:
         return "poisson"
 
+    @property
+    def divisor(self) -> float:
+        return self.sample_rate * self.records
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return 1 / self.sample_rate
+
     def batch(self, seed: int, step: int) -> Tensor:
         # 53 random bits: with the 24 of float32 a rate of 1e-9 would never, or far too often, draw anybody
-        u = torch.rand(self.records, generator=stream(seed, "batch", step), dtype=torch.float64)
-        return torch.nonzero(u < self.sample_rate).flatten()
+        u = numbers_of(seed, "batch", step).random(self.records)
+        return torch.from_numpy((u < self.sample_rate).nonzero()[0])
 
 
 @dataclass(frozen=True)
@@ -83,14 +99,24 @@ class FixedSize:
     def sample_rate(self) -> float:
         return self.batch_size / self.records
 
+    @property
+    def divisor(self) -> float:
+        return float(self.batch_size)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.records / self.batch_size
+
     def batch(self, seed: int, step: int) -> Tensor:
-        order = torch.randperm(self.records, generator=stream(seed, "batch", step))
-        return order[: self.batch_size].sort().values
+        drawn = numbers_of(seed, "batch", step).choice(self.records, self.batch_size, replace=False, shuffle=False)
+        return torch.from_numpy(drawn).sort().values
 
 
 @dataclass(frozen=True)
 class ShuffledEpochs:
     """Each epoch goes through all records once, in a random order. Nothing is amplified: its factor is 1.
+
+    The last batch of an epoch has what is left; it is divided by the full batch size like all others.
 
     >>> both = [ShuffledEpochs(4, 2).batch(seed=0, step=t).tolist() for t in (0, 1)]
     >>> sorted(both[0] + both[1])
@@ -111,25 +137,18 @@ class ShuffledEpochs:
     def sample_rate(self) -> float:
         return self.batch_size / self.records
 
+    @property
+    def divisor(self) -> float:
+        return float(self.batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.records / self.batch_size)
+
     def batch(self, seed: int, step: int) -> Tensor:
-        per_epoch = math.ceil(self.records / self.batch_size)
-        epoch, place = divmod(step, per_epoch)
-        order = torch.randperm(self.records, generator=stream(seed, "epoch", epoch))
+        epoch, place = divmod(step, self.steps_per_epoch)
+        order = torch.from_numpy(numbers_of(seed, "epoch", epoch).permutation(self.records))
         return order[place * self.batch_size : (place + 1) * self.batch_size]
-
-
-_PURPOSES = ("batch", "epoch", "noise", "probe", "block", "initial", "run")
-
-
-def stream(seed: int, purpose: str, step: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator of its own for one purpose at one step: a function of the seed, not of what was drawn before.
-
-    >>> a, b = (torch.rand(1, generator=stream(7, "noise", 3)).item() for _ in range(2))
-    >>> a == b
-    True
-    """
-    state = np.random.SeedSequence((seed, _PURPOSES.index(purpose), step)).generate_state(1, np.uint64)[0]
-    return torch.Generator(device=device).manual_seed(int(state) >> 1)
 
 
 def make_sampler(name: str, records: int, sample_rate: float) -> Sampler:
@@ -143,53 +162,3 @@ def make_sampler(name: str, records: int, sample_rate: float) -> Sampler:
     if name == "shuffle":
         return ShuffledEpochs(records, size)
     raise InputError("sampler", "must be one of poisson, fixed, shuffle", name)
-
-
-@dataclass(frozen=True)
-class MeasureBlocks:
-    """When each record's information is measured: once in every block of steps, at a uniformly random step of it.
-
-    A record's expected information does not depend on whether it was drawn, so measuring is apart from training. In a
-    block of L steps each record is measured once and counts with weight L·q: unbiased, and free of the variance of
-    how often a record happens to be drawn. Records are measured in groups, each at a random step of the block.
-
-    Attributes:
-        records: N. sample_rate: q. steps: T, the length of the run.
-        budget: records measured over records trained on, so that L = 1/(q · budget).
-        group: records measured together.
-
-    >>> plan = MeasureBlocks(records=6, sample_rate=0.5, steps=4, budget=0.5, group=3)
-    >>> sorted(i for t in range(4) for group in plan.at(seed=1, step=t) for i in group.tolist()), plan.weight(0)
-    ([0, 1, 2, 3, 4, 5], 2.0)
-    """
-
-    records: int
-    sample_rate: float
-    steps: int
-    budget: float
-    group: int
-
-    def __post_init__(self) -> None:
-        number("budget", self.budget, above=0.0)
-        whole("group", self.group)
-
-    @property
-    def length(self) -> int:
-        """Steps in a block."""
-        return min(self.steps, max(1, round(1 / (self.sample_rate * self.budget))))
-
-    def weight(self, step: int) -> float:
-        """L·q of the step's block; the last block may be shorter."""
-        start = step // self.length * self.length
-        return min(self.length, self.steps - start) * self.sample_rate
-
-    def at(self, seed: int, step: int) -> list[Tensor]:
-        """The groups that are measured at this step."""
-        block = step // self.length
-        start = block * self.length
-        length = min(self.length, self.steps - start)
-        generator = stream(seed, "block", block)
-        groups = torch.randperm(self.records, generator=generator).split(self.group)
-        rounds = math.ceil(len(groups) / length)
-        slots = torch.cat([torch.randperm(length, generator=generator) for _ in range(rounds)])[: len(groups)]
-        return [groups[i].sort().values for i in torch.nonzero(slots == step - start).flatten().tolist()]

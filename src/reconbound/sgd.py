@@ -7,76 +7,36 @@ randomness is a function of (seed, run, step), so a run that was killed goes on 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import checkpoint as checkpoints
+from . import learner_state as states
 from . import noise as noises
-from ._check import InputError, choice, number, whole
-from .accountant import Account, FisherAccountant
-from .fisher import Clip, StepInformation, clipped_gradient_sum, step_information
-from .sampling import MeasureBlocks, make_sampler, stream
+from ._check import InputError, number, whole
+from ._progress import progress_bar
+from ._random import derive, new_seed, torch_stream
+from .account import Account
+from .accountant import FisherAccountant
+from .budget import Blocks, batch_weight
+from .fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
+from .fisher.private import Problem, as_private, feature_mask, private_part
+from .sampling import make_sampler
+from .settings import Settings
 from .validate import check_batch
 
 LossFn = Callable[[Any, Any], Tensor]
+Measured = list[tuple[Tensor, StepInformation, float, bool]]  # records, what was found, weight, once per block
 
 
 class TrainingError(RuntimeError):
     """Training cannot go on; the last good state is in the checkpoint."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything that decides what a run does, apart from the model and the data.
-
-    Attributes:
-        noise_multiplier: standard deviation of the noise on the sum over max_grad_norm. max_grad_norm: the clip norm C.
-        sample_rate: q. sampler: "poisson", "fixed" or "shuffle". clip: "smooth" or "hard".
-        lr, momentum, weight_decay: of the default optimizer, torch's SGD.
-        rules: subsampling factors to keep ledgers for (see Account); None to train without accounting.
-        budget: records measured over records trained on, each once in a block of 1/(q·budget) steps; "every": measure
-        the
-            batch itself at every step, in the same pass.
-        probes: Gaussian probes for each measurement.
-        noise: "torch" or "secure". seed: from the operating system when None.
-        micro_batch: records at a time, for memory; None for all.
-    """
-
-    noise_multiplier: float
-    max_grad_norm: float
-    sample_rate: float
-    sampler: str = "poisson"
-    clip: Clip = "smooth"
-    lr: float = 0.1
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    rules: tuple[str, ...] | None = ()
-    budget: float | str = 0.15
-    probes: int = 1
-    noise: str = "torch"
-    seed: int | None = None
-    micro_batch: int | None = None
-
-    def __post_init__(self) -> None:
-        number("noise_multiplier", self.noise_multiplier, above=0.0)
-        number("max_grad_norm", self.max_grad_norm, above=0.0)
-        number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
-        choice("sampler", self.sampler, ("poisson", "fixed", "shuffle"))
-        choice("clip", self.clip, ("smooth", "hard"))
-        choice("noise", self.noise, tuple(noises.SOURCES))
-        if self.budget != "every":
-            number("budget", self.budget, above=0.0)
-        whole("probes", self.probes)
-        if self.micro_batch is not None:
-            whole("micro_batch", self.micro_batch)
 
 
 class PrivateSGD:
@@ -87,20 +47,20 @@ class PrivateSGD:
         loss_fn: (outputs, targets) → one loss per record, (B,).
         inputs, targets: the training data, tensors (or a tuple or dictionary of them) with one row per record.
         settings: the run's Settings.
-        optimizer: parameters → torch optimizer; default SGD with the settings' lr, momentum and weight_decay.
-        Whatever it does
-            with the noisy gradient is post-processing.
+        optimizer: parameters → torch optimizer; default SGD with the settings' lr, momentum and weight_decay. Whatever
+            it does with the noisy gradient is post-processing.
         schedule: optimizer → learning-rate scheduler, stepped once a step.
-        initialise: called on the model before each run of `repeat`; default: every module's own reset_parameters.
+        initialise: called on the model before each run of `repeat`; default: reset_parameters of every module that
+            has a trainable parameter.
         private: the private part of a record, as in `step_information`.
         diagonal, spectral, feature_scale: what else the ledger keeps, as in FisherAccountant.
-        checkpoint: a folder for checkpoints; None for none. every: steps between two.
+        checkpoint: a folder for checkpoints, one process at a time; None for none. every: steps between two.
         evaluate: model → dictionary of numbers, called every `evaluate_every` steps and at the end.
         progress: show a progress bar, if output is a terminal.
         check: check model and data before training starts.
 
     Guarantee: the released noisy sums are T adaptive steps of the Gaussian mechanism named by the settings
-    (`mechanism` of the ledger's account); the divisor qN does not depend on who took part.
+    (`mechanism` of the ledger's account); the divisor (qN for Poisson batches) does not depend on who took part.
     """
 
     def __init__(
@@ -114,7 +74,7 @@ class PrivateSGD:
         optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
         schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
         initialise: Callable[[nn.Module], None] | None = None,
-        private: Any = None,
+        private: Private | Tensor | str | None = None,
         diagonal: Any = "none",
         spectral: bool = False,
         feature_scale: Any = 1.0,
@@ -128,27 +88,30 @@ class PrivateSGD:
         self.model, self.loss_fn, self.inputs, self.targets, self.settings = model, loss_fn, inputs, targets, settings
         self.records = _records(inputs, targets)
         self.sampler = make_sampler(settings.sampler, self.records, settings.sample_rate)
-        self.device = next(model.parameters()).device
-        self.seed = noises.new_seed() if settings.seed is None else int(settings.seed)
-        self.private, self.diagonal, self.spectral, self.feature_scale = private, diagonal, spectral, feature_scale
-        self.make_optimizer, self.make_schedule = optimizer or self._sgd, schedule
-        self.initialise = initialise or reset_parameters
-        self.folder, self.every = checkpoint, whole("every", every)
-        self.evaluate, self.evaluate_every = evaluate, whole("evaluate_every", evaluate_every, at_least=0)
-        self.progress = progress
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.params:
             raise InputError("model", "must have a parameter that requires grad", type(model).__name__)
+        self.device = next(iter(self.params.values())).device
+        self.seed = new_seed() if settings.seed is None else int(settings.seed)
+        self.private, self.diagonal, self.spectral, self.feature_scale = private, diagonal, spectral, feature_scale
+        self.make_optimizer, self.make_schedule = optimizer or self._sgd, schedule
+        self.initialise = initialise or states.reset_parameters
+        self.folder, self.every = checkpoint, whole("every", every)
+        self.evaluate, self.evaluate_every = evaluate, whole("evaluate_every", evaluate_every, at_least=0)
+        self.progress = progress
+        few = self._rows(torch.arange(min(3, self.records)))
         if check:
-            few = tree_map(lambda t: t[: min(3, self.records)].to(self.device), (inputs, targets))
             check_batch(model, loss_fn, *few)
-        self.features = self._count_features()
+        self._methods = [
+            covering_method(model, loss_fn, *few, part) for part in (Private("nothing"), as_private(private))
+        ]
+        self._columns, self.features = self._private_features(few)
         self.accountant: FisherAccountant | None = None
         self.history: list[dict[str, float]] = []
-        self.run, self.step, self.steps = 0, 0, 0
-        self._turn = 0
-        self._data: str | None = None
-        self._restart()
+        self.kind, self.run, self.step, self.steps = "", 0, 0, 0
+        self._turn, self._saved, self._midway = 0, -1, False
+        self._identity: dict[str, Any] = {}
+        self.restart()
 
     @classmethod
     def paper(
@@ -163,6 +126,7 @@ class PrivateSGD:
         max_grad_norm: float,
         lr: float,
         momentum: float = 0.5,
+        probes: int = 1,
         seed: int | None = None,
         **options: Any,
     ) -> PrivateSGD:
@@ -178,6 +142,7 @@ class PrivateSGD:
             momentum=momentum,
             rules=("paper", "fixed"),
             budget="every",
+            probes=probes,
             seed=seed,
         )
         return cls(model, loss_fn, inputs, targets, settings, **options)
@@ -185,92 +150,124 @@ class PrivateSGD:
     # --- training ----------------------------------------------------------------------
 
     def fit(self, steps: int | None = None, *, epochs: float | None = None) -> PrivateSGD:
-        """Train one run of so many steps, or epochs of 1/q steps; goes on from the checkpoint folder's last good
-        state."""
-        self._open(self._length(steps, epochs))
-        if self.run > 0:
-            raise InputError("runs", "are done with repeat: this folder holds several", self.run)
-        self._train_run()
+        """Train one run of so many steps, or epochs of 1/q steps, from the model's present parameters; goes on from
+        the checkpoint folder's last good state."""
+        with self._opened("fit", steps, epochs):
+            self._train_run()
         return self
 
     def repeat(self, runs: int, steps: int | None = None, *, epochs: float | None = None) -> PrivateSGD:
-        """Train `runs` independent runs, each from fresh parameters, and average their ledgers; resumable run by
-        run."""
+        """Train `runs` independent runs, each from fresh parameters, and average their ledgers; resumable run by run
+        and step by step. More runs can be added later."""
         count = whole("runs", runs)
-        self._open(self._length(steps, epochs))
-        while self.run < count:
-            if self.step == 0:
-                with _seeded(self._run_seed("initial")):
-                    self.initialise(self.model)
-                self._restart()
-            self._train_run()
-            if self.run + 1 == count:
-                break
-            self.run, self.step = self.run + 1, 0
+        with self._opened("repeat", steps, epochs):
+            while self.run < count:
+                if self.step == 0:
+                    with _seeded(derive(self.seed, "initial", self.run)):
+                        self.initialise(self.model)
+                    self.restart()
+                self._train_run()
+                if self.run + 1 == count:
+                    break
+                self.run, self.step = self.run + 1, 0
         return self
 
+    @property
+    def order(self) -> int:
+        """Steps taken over all runs, and one for each run ended: later states have the larger."""
+        return self.run * (self.steps + 1) + self.step
+
     def _train_run(self) -> None:
-        if self.step >= self.steps:
-            return
-        with _progress_bar(self.steps, self.step, self.progress, f"run {self.run + 1}") as advance:
+        self._after_step()
+        with progress_bar(self.steps, self.step, self.progress, f"run {self.run + 1}") as advance:
             while self.step < self.steps:
                 self._train_step()
+                self._after_step()
                 advance(1)
-                due = self.evaluate_every and self.step % self.evaluate_every == 0
-                if self.evaluate is not None and (due or self.step == self.steps):
-                    self.history.append({"run": self.run, "step": self.step, **self.evaluate(self.model)})
-                if self.step == self.steps and self.accountant is not None:
-                    self.accountant.finish_run()
-                if self.folder is not None and (self.step % self.every == 0 or self.step == self.steps):
-                    self._save()
+
+    def _after_step(self) -> None:
+        """Evaluate and save where that is due; nothing happens twice, so it can be called again after an error."""
+        last = (self.history[-1]["run"], self.history[-1]["step"]) if self.history else None
+        due = self.step == self.steps or (self.evaluate_every and self.step and self.step % self.evaluate_every == 0)
+        if self.evaluate is not None and due and last != (self.run, self.step):
+            with _modes_kept(self.model):
+                found = {name: float(value) for name, value in self.evaluate(self.model).items()}
+            self.history.append({"run": self.run, "step": self.step, **found})
+        if self.folder is None or self.order <= self._saved:
+            return
+        if self.step % self.every == 0 or self.step == self.steps:
+            checkpoints.save(self.folder, states.snapshot(self, self._identity), self._turn + 1)
+            self._turn, self._saved = self._turn + 1, self.order
 
     def _train_step(self) -> None:
-        s, seed = self.settings, self._run_seed("run")
+        s, seed = self.settings, derive(self.seed, "run", self.run)
+        sizes = _sizes(self.inputs, self.targets)
+        if sizes != {self.records}:
+            self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
         chosen = self.sampler.batch(seed, self.step)
-        self._measure_groups(seed)
-        total = self._gradient_sum(chosen, seed)
-        flat = torch.cat([total[name].flatten() for name in self.params])
-        if not bool(torch.isfinite(flat).all()):
-            self._explain(chosen)
-        flat = flat + s.noise_multiplier * s.max_grad_norm * noises.draw(
-            s.noise, seed, self.step, flat.numel(), flat.device
-        )
-        flat = flat / (s.sample_rate * self.records if s.sampler == "poisson" else max(len(chosen), 1))
-        pieces = flat.split([p.numel() for p in self.params.values()])
-        for p, piece in zip(self.params.values(), pieces, strict=True):
+        measured = self._measured_groups(seed)
+        flat = self._gradient_sum(chosen, seed, measured).double()
+        flat += s.noise_multiplier * s.max_grad_norm * noises.draw(s.noise, seed, self.step, len(flat), flat.device)
+        flat /= self.sampler.divisor
+        for p, piece in zip(self.params.values(), flat.split([p.numel() for p in self.params.values()]), strict=True):
             p.grad = piece.reshape(p.shape).to(p.dtype)
+        self._midway = True
         self.optimizer.step()
         if self.schedule is not None:
             self.schedule.step()
+        for name, p in self.params.items():
+            if not bool(torch.isfinite(p.detach()).all()):
+                self._fail(f"the parameter {name} is not finite after it: the model has exploded; lower lr")
+        if self.accountant is not None:
+            for indices, found, weight, stratified in measured:
+                self.accountant.add(indices, found, weight=weight, stratified=stratified)
+            if self.step + 1 == self.steps:
+                self.accountant.finish_run()
         self.step += 1
+        self._midway = False
 
-    def _gradient_sum(self, chosen: Tensor, seed: int) -> dict[str, Tensor]:
-        if len(chosen) == 0:
-            return {name: torch.zeros_like(p) for name, p in self.params.items()}
-        if self.accountant is not None and self.settings.budget == "every":
-            found = self._information(chosen, seed, 0)
-            self.accountant.add(chosen, found)
-            return found.gradient_sum
+    def _gradient_sum(self, chosen: Tensor, seed: int, measured: Measured) -> Tensor:
+        """Σ c g over the batch, flattened; where the batch itself is to be measured, that is done in the same pass."""
         s = self.settings
-        return clipped_gradient_sum(
-            self.model,
-            self.loss_fn,
-            *self._rows(chosen),
-            max_grad_norm=s.max_grad_norm,
-            clip=s.clip,
-            micro_batch=s.micro_batch,
-        ).gradient_sum
+        if len(chosen) == 0:
+            return torch.cat([torch.zeros_like(p).flatten() for p in self.params.values()])
+        weight = None if self.accountant is None else batch_weight(s.budget, seed, self.step)
+        with self._explained(chosen):
+            if weight is not None:
+                found = self._information(chosen, seed, 0)
+                measured.append((chosen, found, weight, False))
+                sums = found.gradient_sum
+            else:
+                clipped = clipped_gradient_sum(
+                    self.model,
+                    self.loss_fn,
+                    *self._rows(chosen),
+                    max_grad_norm=s.max_grad_norm,
+                    clip=s.clip,
+                    micro_batch=s.micro_batch,
+                    method=self._methods[0],
+                    checked=True,
+                )
+                self._check_finite(chosen, clipped.loss, clipped.norm)
+                sums = clipped.gradient_sum
+        flat = torch.cat([sums[name].flatten() for name in self.params])
+        if not bool(torch.isfinite(flat).all()):
+            self._fail("the clipped gradient sum is not finite: the model has exploded; lower lr")
+        return flat
 
-    def _measure_groups(self, seed: int) -> None:
+    def _measured_groups(self, seed: int) -> Measured:
         """Measure the records whose turn it is, at the parameters before this step."""
-        if self.accountant is None or self.settings.budget == "every":
-            return
+        if self.accountant is None or self.plan is None:
+            return []
+        measured: Measured = []
         for k, group in enumerate(self.plan.at(seed, self.step)):
-            self.accountant.add(group, self._information(group, seed, k + 1), weight=self.plan.weight(self.step))
+            with self._explained(group):
+                found = self._information(group, seed, k + 1)
+            measured.append((group, found, self.plan.weight(self.step), True))
+        return measured
 
     def _information(self, indices: Tensor, seed: int, part: int) -> StepInformation:
         s = self.settings
-        probe = stream(seed, "probe", 4096 * self.step + part, self.device)
         found = step_information(
             self.model,
             self.loss_fn,
@@ -282,70 +279,122 @@ class PrivateSGD:
             diagonal=self.diagonal_kept,
             spectral=self.spectral,
             error="bound",
-            generator=probe,
+            generator=torch_stream(seed, f"probe {part}", self.step, self.device),
             micro_batch=s.micro_batch,
             private=self.private,
+            method=self._methods[1],
+            checked=True,
         )
-        if not bool(torch.isfinite(found.trace).all()):
-            self._explain(indices)
-        return found
+        self._check_finite(indices, found.loss, found.norm, found.trace)
+        if self._columns is None or found.diagonal_across is None or found.diagonal_along is None:
+            return found
+        across, along = (d.flatten(1)[:, self._columns] for d in (found.diagonal_across, found.diagonal_along))
+        return replace(found, diagonal_across=across, diagonal_along=along)
 
-    def _explain(self, indices: Tensor) -> None:
-        """Raise an error that names the record with which the numbers left the reals."""
-        with torch.no_grad():
-            losses = self.loss_fn(_call(self.model, self._rows(indices)[0]), self._rows(indices)[1])
-        bad = torch.nonzero(~torch.isfinite(losses.detach().cpu())).flatten()
+    # --- errors --------------------------------------------------------------------------
+
+    def _check_finite(self, indices: Tensor, losses: Tensor, *others: Tensor) -> None:
+        """An error that names the first record whose loss, gradient or information is not a finite number."""
+        if bool(torch.isfinite(torch.stack([losses.double(), *(o.double() for o in others)])).all()):
+            return
+        for what, values in zip(("loss", "gradient norm", "information"), (losses, *others), strict=False):
+            bad = torch.nonzero(~torch.isfinite(values)).flatten()
+            if len(bad):
+                record, value = int(indices[int(bad[0])]), float(values[bad[0]])
+                large = max(float(p.detach().abs().max()) for p in self.params.values())
+                self._fail(f"record {record} has {what} {value} (the largest parameter is {large:.3g})")
+
+    @contextmanager
+    def _explained(self, indices: Tensor) -> Iterator[None]:
+        """Name the record at fault where a label or a token is out of range."""
+        try:
+            yield
+        except IndexError as reason:
+            for i in indices.tolist():
+                inputs, targets = self._rows(torch.tensor([i]))
+                try:
+                    with torch.no_grad():
+                        Problem(self.model, self.loss_fn, Private("nothing")).losses(torch.zeros(1), inputs, targets)
+                except IndexError as own:
+                    self._fail(f"record {i} has an index that is out of range: {own}")
+            self._fail(f"an index is out of range: {reason}")
+
+    def _fail(self, what: str) -> NoReturn:
         saved = "" if self.folder is None else f"; the last good state is in {os.fspath(self.folder)}"
-        if len(bad):
-            record, value = int(indices[bad[0]]), float(losses[bad[0]])
-            raise TrainingError(f"step {self.step}: record {record} has loss {value}{saved}")
-        large = max(float(p.detach().abs().max()) for p in self.params.values())
-        why = f"a gradient is not finite (largest parameter {large:.3g}): the model has exploded; lower lr"
-        raise TrainingError(f"step {self.step}: {why}{saved}")
+        raise TrainingError(f"run {self.run}, step {self.step}: {what}{saved}")
 
     # --- state ---------------------------------------------------------------------------
+
+    @contextmanager
+    def _opened(self, kind: str, steps: int | None, epochs: float | None) -> Iterator[None]:
+        """Make the ledger for runs of this length; hold the checkpoint folder and go on from its last good state."""
+        length = self._length(steps, epochs)
+        if self.steps and (kind, length) != (self.kind, self.steps):
+            raise InputError(
+                "steps", f"must stay those of {self.kind}({self.steps} steps): the ledger is for them", length
+            )
+        if self._midway and self.folder is None:
+            raise TrainingError("the learner was interrupted in the middle of a step: make a new one")
+        if not self.steps:
+            self.kind, self.steps = kind, length
+            self._make_ledger()
+            self._identity = states.identity(self) if self.folder is not None else {}
+        if self.folder is None:
+            yield
+            return
+        with checkpoints.held(self.folder):
+            self._resume()
+            yield
 
     def _length(self, steps: int | None, epochs: float | None) -> int:
         if (steps is None) == (epochs is None):
             raise InputError("steps", "or epochs must be given, and not both", steps)
         if steps is not None:
             return whole("steps", steps)
-        return max(1, round(number("epochs", epochs, above=0.0) / self.sampler.sample_rate))
+        return max(1, round(number("epochs", epochs, above=0.0) * self.sampler.steps_per_epoch))
 
-    def _open(self, steps: int) -> None:
-        """Make the ledger for runs of this length, and go on from the checkpoint folder if it has a good state."""
-        if self.steps and steps != self.steps:
-            raise InputError("steps", f"must stay {self.steps}: the ledger is for runs of that length", steps)
-        if self.steps:
+    def _make_ledger(self) -> None:
+        s, rate = self.settings, self.sampler.sample_rate
+        self.plan: Blocks | None = None
+        if s.rules is None:
             return
-        s = self.settings
-        self.steps = steps
-        if s.rules is not None:
-            rate = self.sampler.sample_rate
-            account = Account(
-                self.records,
-                self.features,
-                steps,
-                s.noise_multiplier,
-                s.max_grad_norm,
-                rate,
-                s.sampler,
-                s.clip,
-                s.rules,
-            )
-            self.accountant = FisherAccountant(account, diagonal=self.diagonal, spectral=self.spectral,
-                                               feature_scale=self.feature_scale, device=self.device)  # fmt: skip
-            if s.budget != "every":
-                group = max(1, min(self.records, round(rate * self.records)))
-                self.plan = MeasureBlocks(self.records, rate, steps, float(s.budget), group)
-        if self.folder is not None:
-            self._resume()
+        account = Account(
+            records=self.records,
+            features=self.features,
+            steps=self.steps,
+            noise_multiplier=s.noise_multiplier,
+            max_grad_norm=s.max_grad_norm,
+            sample_rate=rate,
+            sampler=s.sampler,
+            clip=s.clip,
+            rules=s.rules,
+        )
+        self.accountant = FisherAccountant(
+            account,
+            diagonal=self.diagonal,
+            spectral=self.spectral,
+            feature_scale=self.feature_scale,
+            device=self.device,
+        )
+        if isinstance(s.budget, float):
+            group = max(1, min(self.records, round(rate * self.records)))
+            self.plan = Blocks(self.records, rate, self.steps, s.budget, group)
 
-    @property
-    def diagonal_kept(self) -> bool:
-        return not (isinstance(self.diagonal, str) and self.diagonal == "none")
+    def _resume(self) -> None:
+        assert self.folder is not None
+        belongs = dict(self._identity)
+        if self.settings.seed is not None:
+            belongs["seed"] = self.seed
+        found = checkpoints.load(self.folder, belongs)
+        if found is not None:
+            saved, self._turn = found
+            states.reinstate(self, saved)
+            self._saved, self._midway = self.order, False
+        elif self._saved >= 0 or self._midway:
+            raise checkpoints.CheckpointError(f"the checkpoints of {os.fspath(self.folder)} have been removed")
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
+        """A new optimizer and schedule, as at the start of a run."""
         self.optimizer = self.make_optimizer(list(self.params.values()))
         self.schedule = None if self.make_schedule is None else self.make_schedule(self.optimizer)
 
@@ -353,94 +402,11 @@ class PrivateSGD:
         s = self.settings
         return torch.optim.SGD(parameters, lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
 
-    def _run_seed(self, purpose: str) -> int:
-        words = np.random.SeedSequence((self.seed, 0 if purpose == "run" else 1, self.run)).generate_state(2, np.uint64)
-        return int(words[0]) | int(words[1]) << 64
-
-    def _belongs(self) -> dict[str, Any]:
-        if self._data is None:
-            leaves = {
-                f"{i}": t for i, t in enumerate(tree_leaves((self.inputs, self.targets))) if isinstance(t, Tensor)
-            }
-            self._data = checkpoints.digest(leaves)
-        shapes = {name: list(p.shape) for name, p in self.model.named_parameters()}
-        asked = {**asdict(self.settings), "steps": self.steps, "optimizer": type(self.optimizer).__name__}
-        asked.pop("seed")
-        asked["rules"] = None if self.settings.rules is None else list(self.settings.rules)
-        return {"configuration": asked, "parameters": shapes, "data": {"digest": self._data, "records": self.records}}
-
-    def _save(self) -> None:
-        tensors = {f"model/{name}": value for name, value in self.model.state_dict().items()}
-        state = self.optimizer.state_dict()
-        plain: dict[str, dict[str, Any]] = {}
-        for key, values in state["state"].items():
-            for name, value in values.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer/{key}/{name}"] = value
-                else:
-                    plain.setdefault(str(key), {})[name] = value
-        if self.accountant is not None:
-            tensors |= {f"ledger/{name}": value for name, value in self.accountant.state().items()}
-        bad = [
-            name
-            for name, value in tensors.items()
-            if value.is_floating_point() and not bool(torch.isfinite(value).all())
-        ]
-        if bad:
-            raise TrainingError(f"step {self.step}: {bad[0]} is not finite: nothing was saved over the last good state")
-        facts = {
-            **self._belongs(),
-            "seed": self.seed,
-            "run": self.run,
-            "step": self.step,
-            "order": self.run * (self.steps + 1) + self.step,
-            "runs": 0 if self.accountant is None else self.accountant.runs,
-            "history": self.history,
-            "optimizer_plain": plain,
-            "groups": [{k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]],
-            "schedule": None if self.schedule is None else _plain(self.schedule.state_dict()),
-        }
-        assert self.folder is not None
-        checkpoints.save(self.folder, checkpoints.Checkpoint(tensors, facts), self._turn + 1)
-        self._turn += 1
-
-    def _resume(self) -> None:
-        assert self.folder is not None
-        belongs = self._belongs()
-        if self.settings.seed is not None:
-            belongs["seed"] = self.seed
-        found = checkpoints.load(self.folder, belongs)
-        if found is None:
-            return
-        saved, self._turn = found
-        facts = saved.facts
-        model = {
-            name.removeprefix("model/"): value for name, value in saved.tensors.items() if name.startswith("model/")
-        }
-        self.model.load_state_dict(model)
-        self.seed, self.run, self.step, self.history = (
-            facts["seed"],
-            facts["run"],
-            facts["step"],
-            list(facts["history"]),
-        )
-        state: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in facts["optimizer_plain"].items()}
-        for name, value in saved.tensors.items():
-            if name.startswith("optimizer/"):
-                _, key, entry = name.split("/")
-                state.setdefault(int(key), {})[entry] = value.clone()
-        own = self.optimizer.state_dict()["param_groups"]
-        groups = [{**mine, **theirs} for mine, theirs in zip(own, facts["groups"], strict=True)]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-        if self.schedule is not None:
-            self.schedule.load_state_dict(facts["schedule"])
-        if self.accountant is not None:
-            ledger = {
-                name.removeprefix("ledger/"): v for name, v in saved.tensors.items() if name.startswith("ledger/")
-            }
-            self.accountant.restore(ledger, facts["runs"])
-
     # --- data -------------------------------------------------------------------------------
+
+    @property
+    def diagonal_kept(self) -> bool:
+        return not (isinstance(self.diagonal, str) and self.diagonal == "none")
 
     def _rows(self, indices: Tensor) -> tuple[Any, Any]:
         def pick(t: Any) -> Any:
@@ -448,47 +414,39 @@ class PrivateSGD:
 
         return tree_map(pick, self.inputs), tree_map(pick, self.targets)
 
-    def _count_features(self) -> int:
-        from .fisher.private import Problem, as_private, private_part
-
+    def _private_features(self, few: tuple[Any, Any]) -> tuple[Tensor | None, int]:
+        """Which columns of a record's flattened private part are private (None: all), and how many."""
         private = as_private(self.private)
-        one = private_part(Problem(self.model, self.loss_fn, private), *self._rows(torch.tensor([0])))
-        if private.features is not None:
-            chosen = private.features
-            return int(chosen.sum()) if chosen.dtype == torch.bool else int(chosen.unique().numel())
-        return one[0].numel()
+        z = private_part(Problem(self.model, self.loss_fn, private), *few)
+        mask = feature_mask(private, z)
+        if mask is None:
+            return None, z[0].numel()
+        columns = torch.nonzero(mask.flatten()).flatten()
+        if len(columns) == 0:
+            raise InputError("private", "must name at least one feature", self.private)
+        return columns, len(columns)
 
 
-def reset_parameters(model: nn.Module) -> None:
-    """Every module's own reset_parameters; an error names a parameter that belongs to none."""
-    reset: set[int] = set()
-    for module in model.modules():
-        own = getattr(module, "reset_parameters", None)
-        if callable(own):
-            own()
-            reset |= {id(p) for p in module.parameters(recurse=False)}
-    for name, p in model.named_parameters():
-        if p.requires_grad and id(p) not in reset:
-            raise InputError("initialise", "must be given: no module resets the parameter", name)
+def _sizes(inputs: Any, targets: Any) -> set[int]:
+    return {len(t) if t.dim() > 0 else 0 for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)}
 
 
 def _records(inputs: Any, targets: Any) -> int:
-    sizes = {len(t) for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor) and t.dim() > 0}
-    if len(sizes) != 1:
+    sizes = _sizes(inputs, targets)
+    if len(sizes) != 1 or 0 in sizes:
         raise InputError("inputs", "and targets must have one row for each record", sorted(sizes))
     return sizes.pop()
 
 
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-
-
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """What JSON can hold of a scheduler's state (bound methods and the optimizer are not state)."""
-    kept = (bool, int, float, str, type(None), list)
-    return {k: v for k, v in state.items() if isinstance(v, kept)}
+@contextmanager
+def _modes_kept(model: nn.Module) -> Iterator[None]:
+    """Training and evaluation modes of all modules as they were, whatever is done in between."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 @contextmanager
@@ -498,18 +456,4 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _progress_bar(total: int, done: int, wanted: bool, what: str) -> Iterator[Callable[[int], None]]:
-    if not wanted or not sys.stderr.isatty():
-        yield lambda n: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(what, total=total, completed=done)
-        yield lambda n: progress.advance(task, n)
-
-
-__all__ = ["PrivateSGD", "Settings", "TrainingError", "reset_parameters"]
+__all__ = ["PrivateSGD", "Settings", "TrainingError"]
