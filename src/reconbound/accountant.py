@@ -24,9 +24,9 @@ from .bounds import Bound, from_trace, per_feature
 from .calculator import Guarantee, guarantee
 from .fisher import StepInformation
 
-#: Measurements of a record, over all runs, below which no confidence limit is given: with fewer the t quantile covers
-#: too rarely when each is a rare draw (tests/test_accountant.py).
-FEWEST = 8
+#: Where records are measured when they happen to be drawn: measurements of a record, over all runs, below which no
+#: confidence limit is given. With fewer the t quantile covers too rarely (docs/theory-accounting.md).
+FEWEST = 25
 
 
 class FisherAccountant:
@@ -117,6 +117,7 @@ class FisherAccountant:
         drawn = (1 - chance) * value.square() + chance * error.square()
         variance, last = self._state["variance"][k], self._state["last"][k]
         if not stratified or chance == 1.0:
+            self._state["rare"].fill_(chance < 1.0)
             variance.index_add_(0, index, drawn)
             return
         so_far = variance[index] * (count - 1).clamp(min=0) / count.clamp(min=1)
@@ -185,6 +186,7 @@ class FisherAccountant:
             if name in mine:
                 mine[name] += (theirs[name].to(self.device) - mine[name]) * (other.runs / total)
         mine["measured_total"] += theirs["measured_total"].to(self.device)
+        mine["rare"] |= theirs["rare"].to(self.device)
         self.runs = total
 
     # --- reading -----------------------------------------------------------------------
@@ -203,27 +205,31 @@ class FisherAccountant:
 
             U = mean + t_{0.99, R−1} sd/√R        (for 95 %: the sums are skewed, so the nominal 99 % quantile is taken)
 
-        Guarantee: covers each record's dFIL in at least 95 % of cases in simulation (10 runs, 8 measurements or more);
-        its maximum over records is an upper limit for the largest dFIL of all. Infinite for a record that was measured
-        less than 8 times in all.
+        Guarantee: covers each record's dFIL in at least 95 % of cases in simulation, as long as its relative spread
+        between runs is below 0.75 (docs/theory-accounting.md says what happens beyond); its maximum over records is an
+        upper limit for the largest dFIL of all. Infinite for a record that was drawn less than 25 times over all
+        runs, where it is measured only when drawn, and for one that was never measured.
         """
         if self.runs < 2:
             raise InputError("runs", "must be at least 2 for a confidence limit", self.runs)
         tail = 1 - (1 - number("confidence", confidence, above=0.0, below=1.0)) / 5
         limit = self.dfil(rule) + float(student.ppf(tail, self.runs - 1)) * self.standard_error(rule)
-        return limit.masked_fill(self._state["measured_total"] < FEWEST, torch.inf)
+        fewest = FEWEST if bool(self._state["rare"].any()) else 1
+        return limit.masked_fill(self._state["measured_total"] < fewest, torch.inf)
 
     def standard_error(self, rule: str | None = None) -> Tensor:
         """Standard error of each record's dFIL, (N,).
 
         After two runs or more: of the mean over runs, with all that differs between them. Of one run: that of
         measuring alone (probes, and when the record was drawn or measured), given what the run's parameters were.
+        Infinite for a record that was never measured.
         """
-        d, k = self.account.features, self._rule(rule)
+        k = self._rule(rule)
         if self.runs > 1:
-            spread = self._state["spread"][k].clamp(min=0)
-            return (spread / (self.runs * (self.runs - 1))).sqrt() / d
-        return (self._state["variance_mean"] if self.runs else self._state["variance"])[k].sqrt() / d
+            variance = self._state["spread"][k].clamp(min=0) / (self.runs * (self.runs - 1))
+        else:
+            variance = (self._state["variance_mean"] if self.runs else self._state["variance"])[k]
+        return (variance.sqrt() / self.account.features).masked_fill(self.measured() == 0, torch.inf)
 
     def mse_floor(self, rule: str | None = None) -> Bound:
         """1/dFIL of each record: Theorem 2, for unbiased attackers, in the squares of the data's units.
@@ -392,6 +398,7 @@ def _empty(
 
     state = {name: zeros(*shape) for name in ("trace", "mean", "spread", "variance", "variance_mean", "last")}
     state |= {name: zeros(n, dtype=torch.int64) for name in ("measured", "measured_total")}
+    state["rare"] = zeros(1, dtype=torch.bool)
     if spectral:
         state |= {"spectral": zeros(n), "spectral_mean": zeros(n)}
     if diagonal in ("average", "some"):

@@ -205,6 +205,8 @@ class PrivateSGD:
         if sizes != {self.records}:
             self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
         chosen = self.sampler.batch(seed, self.step)
+        if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.records:
+            self._fail(f"a record from {int(chosen.min())} to {int(chosen.max())} was drawn: index out of range")
         measured = self._measured_groups(seed)
         flat = self._gradient_sum(chosen, seed, measured).double()
         flat += s.noise_multiplier * s.max_grad_norm * noises.draw(s.noise, seed, self.step, len(flat), flat.device)
