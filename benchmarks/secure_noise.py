@@ -36,7 +36,8 @@ def main() -> None:
             loss = lambda out, target: torch.nn.functional.cross_entropy(out, target, reduction="none")  # noqa: E731
             step = seconds(lambda: clipped_gradient_sum(model, loss, x, y, max_grad_norm=8.0))  # noqa: B023
             print(
-                f"    of a step on 600 records ({1e3 * step:.0f} ms, {torch.get_num_threads()} threads): {secure / step:.1%}"
+                f"    of a step on 600 records ({1e3 * step:.0f} ms, {torch.get_num_threads()} threads): "
+                f"{secure / step:.1%}"
             )
     print(f"secure noise over Philox noise, {size:,} numbers: {ratio:.1f} times")
 

@@ -1,4 +1,4 @@
-"""MNIST with the paper's network and setting: accuracy, and floors under the exact factor and the paper's κ side by side.
+"""MNIST with the paper's network and setting: accuracy, and floors under the exact factor and the paper's κ.
 
 RECONBOUND_DATA=FOLDER python experiments/mnist_private_sgd.py [--steps 1000] [--budget 1.0] [--checkpoint FOLDER]"""
 
@@ -74,12 +74,12 @@ def main() -> None:
             "records": len(y),
             "device": device,
             "threads": torch.get_num_threads(),
-        },  # fmt: skip
+        },
         "test_accuracy": learner.history[-1]["accuracy"],
         "floors": {
             rule: {"lowest": float(v.min()), "median": float(np.median(v)), "highest": float(v.max())}
             for rule, v in floors.items()
-        },  # fmt: skip
+        },
         "exact_higher_at_every_record": bool((floors["exact"] > floors["paper"]).all()),
         "smallest_ratio_exact_over_paper": float((floors["exact"] / floors["paper"]).min()),
         "median_ratio_exact_over_paper": float(np.median(floors["exact"] / floors["paper"])),

@@ -6,10 +6,11 @@ import time
 from typing import Any
 
 import torch
-from learning import learner
 from torch import nn
 from torch.optim import Adam
 from torch.optim.lr_scheduler import StepLR
+
+from learning import learner
 
 RUNS = 4
 

@@ -8,9 +8,9 @@ import stat
 import numpy as np
 import pytest
 import torch
-from learning import FEATURES, RECORDS, learner
 from torch import Tensor
 
+from learning import FEATURES, RECORDS, learner
 from reconbound._check import InputError
 from reconbound.accountant import FEWEST, Account, FisherAccountant
 from reconbound.amplification import fixed_size_factor, paper_delta, paper_kappa, poisson_factors
@@ -19,8 +19,17 @@ from reconbound.fisher import StepInformation
 
 
 def account(records: int = 6, features: int = 3, **changes) -> Account:
-    return Account(**{"records": records, "features": features, "steps": 10, "noise_multiplier": 2.0, "max_grad_norm": 0.5,
-                      "sample_rate": 0.25, **changes})  # fmt: skip
+    return Account(
+        **{
+            "records": records,
+            "features": features,
+            "steps": 10,
+            "noise_multiplier": 2.0,
+            "max_grad_norm": 0.5,
+            "sample_rate": 0.25,
+            **changes,
+        }
+    )
 
 
 def info(across: Tensor, along: Tensor, norm: Tensor | float = 0.3, *, features: int = 3, error: float = 0.1):
@@ -28,8 +37,23 @@ def info(across: Tensor, along: Tensor, norm: Tensor | float = 0.3, *, features:
     n = torch.as_tensor(norm, dtype=torch.float64).expand(len(across))
     share = torch.arange(1.0, features + 1) / sum(range(1, features + 1))
     spectral = (across + along) / 2
-    return StepInformation(n, n, n, n, along, across, error * across, {}, features, 1, along[:, None] * share,
-                           across[:, None] * share, None, spectral, 0.1 * spectral)  # fmt: skip
+    return StepInformation(
+        n,
+        n,
+        n,
+        n,
+        along,
+        across,
+        error * across,
+        {},
+        features,
+        1,
+        along[:, None] * share,
+        across[:, None] * share,
+        None,
+        spectral,
+        0.1 * spectral,
+    )
 
 
 # --- factors ---------------------------------------------------------------------------------
@@ -66,7 +90,9 @@ def test_one_record_and_one_step_need_no_delta() -> None:
     FisherAccountant(account(records=1, steps=1))
 
 
-@pytest.mark.parametrize(("sampler", "rule"), [("fixed", "exact"), ("shuffle", "exact"), ("shuffle", "fixed"), ("poisson", "fixed")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sampler", "rule"), [("fixed", "exact"), ("shuffle", "exact"), ("shuffle", "fixed"), ("poisson", "fixed")]
+)
 def test_a_factor_is_not_claimed_for_other_batches(sampler: str, rule: str) -> None:
     with pytest.raises(InputError, match="rules"):
         account(sampler=sampler, rules=(rule,))
@@ -135,7 +161,7 @@ def simulated(f: np.ndarray, q: float, budget: str, runs: int, copies: int, seed
     """A ledger of many records that all have the information f[t] at step t, each drawn and probed on its own."""
     rng, steps = np.random.default_rng(seed), len(f)
     ledger = FisherAccountant(account(copies, 1, steps=steps, sample_rate=q, rules=("none",)))
-    for run in range(runs):
+    for _ in range(runs):
         plan = Blocks(copies, q, steps, 0.5, 1)
         at = rng.permuted(np.tile(np.arange(steps), (copies, 1)), axis=1)  # of a block: a random step for each record
         for t in range(steps):
@@ -150,8 +176,12 @@ def simulated(f: np.ndarray, q: float, budget: str, runs: int, copies: int, seed
                     rows, weight = rows[keep], 2.0
             probe = rng.chisquare(5, len(rows)) / 5  # a relative variance of 0.4, above what deflated probes have
             across = torch.from_numpy(f[t] * probe)
-            ledger.add(torch.from_numpy(rows), info(across, torch.zeros(len(rows)), features=1, error=1.4),
-                       weight=weight, stratified=budget == "blocks")  # fmt: skip
+            ledger.add(
+                torch.from_numpy(rows),
+                info(across, torch.zeros(len(rows)), features=1, error=1.4),
+                weight=weight,
+                stratified=budget == "blocks",
+            )
         ledger.finish_run()
     return ledger
 
@@ -259,8 +289,10 @@ def test_floors_in_data_units() -> None:
 
 
 def test_diagonals_add_up_to_the_trace() -> None:
-    ledgers = {name: FisherAccountant(account(), diagonal=kept) for name, kept in
-               {"all": "all", "average": "average", "some": [4, 1]}.items()}  # fmt: skip
+    ledgers = {
+        name: FisherAccountant(account(), diagonal=kept)
+        for name, kept in {"all": "all", "average": "average", "some": [4, 1]}.items()
+    }
     for ledger in ledgers.values():
         ledger.add(
             torch.tensor([1, 4, 5]), info(torch.rand(3, generator=torch.Generator().manual_seed(0)), torch.ones(3))

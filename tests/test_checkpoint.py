@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from learning import data, learner, losses, network, same_state, settings
 
+from learning import data, learner, losses, network, same_state, settings
 from reconbound import _files, checkpoint
 from reconbound.checkpoint import LOCK, NAMES, Checkpoint, CheckpointError, held, load, save
 from reconbound.sgd import PrivateSGD

@@ -153,9 +153,20 @@ def test_sampling_a_composition_of_gaussians_samples_them_together():
     )
 
 
-@pytest.mark.parametrize("events", [[G(0.001), G(1.0)], [G(0.03), G(2.0)], [L(1e-6), L(1.0)], [Poisson(1e-9, G(0.02))],
-                                    [Times(Poisson(0.01, G(1.0)), 10**6), G(2.0)], [Times(R(0.9, 2), 10**6), G(5.0)],
-                                    [G(1e-200), G(1e-200)], [G(1e200), G(1e200)], [L(1e200), G(1e200)]])  # fmt: skip
+@pytest.mark.parametrize(
+    "events",
+    [
+        [G(0.001), G(1.0)],
+        [G(0.03), G(2.0)],
+        [L(1e-6), L(1.0)],
+        [Poisson(1e-9, G(0.02))],
+        [Times(Poisson(0.01, G(1.0)), 10**6), G(2.0)],
+        [Times(R(0.9, 2), 10**6), G(5.0)],
+        [G(1e-200), G(1e-200)],
+        [G(1e200), G(1e200)],
+        [L(1e200), G(1e200)],
+    ],
+)
 def test_extreme_compositions_neither_hang_nor_overflow(events):
     found = guarantee(Both(events)).to_dict()
     numbers = [found["membership_advantage"], *(b["mse"] for b in found["bounds"])]

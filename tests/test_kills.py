@@ -10,9 +10,10 @@ import signal
 import time
 from pathlib import Path
 
-import kill_run
 import pytest
 import torch
+
+import kill_run
 from learning import learner, same_state
 
 KILLS = 20
@@ -116,8 +117,8 @@ def test_stopping_between_steps(tmp_path, every: int, monkeypatch) -> None:
         one.fit(10)
     with pytest.raises(KeyboardInterrupt):
         one.fit(10)
+    monkeypatch.setattr(one, "restart", lambda original=one.restart: (original(), patched(one)))
     with pytest.raises(KeyboardInterrupt):
-        monkeypatch.setattr(one, "restart", lambda original=one.restart: (original(), patched(one)))
         one.fit(10)
     monkeypatch.undo()
     one.fit(10)

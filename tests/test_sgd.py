@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learning import CLASSES, FEATURES, RECORDS, data, learner, losses, network, same_state, settings
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR, SequentialLR, StepLR
 
+from learning import CLASSES, FEATURES, RECORDS, data, learner, losses, network, same_state, settings
 from reconbound import sgd as sgd_module
 from reconbound._check import InputError
 from reconbound._random import derive
@@ -38,8 +38,18 @@ def test_paper_is_algorithm_1_step_by_step() -> None:
     x, y = data(records=12)
     x, steps, size, sigma, clip, lr = x.double(), 5, 4, 0.8, 0.7, 0.3
     model = network().double()
-    one = PrivateSGD.paper(network().double(), losses, x, y, batch_size=size, noise_multiplier=sigma, max_grad_norm=clip,
-                           lr=lr, seed=5, probes=2500).fit(steps)  # fmt: skip
+    one = PrivateSGD.paper(
+        network().double(),
+        losses,
+        x,
+        y,
+        batch_size=size,
+        noise_multiplier=sigma,
+        max_grad_norm=clip,
+        lr=lr,
+        seed=5,
+        probes=2500,
+    ).fit(steps)
     kappa = paper_kappa(sigma, size / 12, paper_delta(12, steps))
     seed, velocity = derive(5, "run", 0), None
     paper, fixed, noise_free = np.zeros(12), np.zeros(12), flat(model)
@@ -435,8 +445,20 @@ def test_models_that_mix_records_are_refused() -> None:
         learner(model, check=True)
 
 
-@pytest.mark.parametrize("wrong", [{"noise_multiplier": 0.0}, {"sample_rate": 1.5}, {"max_grad_norm": -1}, {"noise": "dice"},
-                                   {"clip": "soft"}, {"probes": 0}, {"seed": -3}, {"micro_batch": 0}, {"budget": 0}])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"noise_multiplier": 0.0},
+        {"sample_rate": 1.5},
+        {"max_grad_norm": -1},
+        {"noise": "dice"},
+        {"clip": "soft"},
+        {"probes": 0},
+        {"seed": -3},
+        {"micro_batch": 0},
+        {"budget": 0},
+    ],
+)
 def test_impossible_settings_are_refused(wrong: dict) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         settings(**wrong)

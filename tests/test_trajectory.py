@@ -90,7 +90,7 @@ def test_ledger_is_the_covariance_of_the_score_of_the_trajectory(momentum: float
 
 
 def test_other_factors_would_be_seen() -> None:
-    """The companion: without amplification the ledger is far from the score's covariance, so the test above can fail."""
+    """The companion: without amplification the ledger is far from the score's covariance, and that is seen."""
     trace = trajectory_scores(0.5).square().sum(2).mean(0)
     found = ledger(0.5, 1e6, ("none",)).accountant
     assert found is not None
