@@ -21,8 +21,9 @@ class Settings:
         lr, momentum, weight_decay: of the default optimizer, torch's SGD.
         rules: subsampling factors to keep ledgers for (see Account); None to train without accounting.
         budget: what accounting may cost (see budget.py). A number: records measured over records trained on, each once
-            in a block of 1/(q·budget) steps (and once in a run that is shorter, which then costs more). "every": the batch itself at every step. ("steps", p): the batch itself at
-            a random share p of the steps. With shuffled epochs a number p below 1 means ("steps", p), else "every".
+            in a block of 1/(q·budget) steps (and once in a shorter run, which then costs more). "every": the batch
+            itself at every step. ("steps", p): the batch itself at a random share p of the steps. With shuffled epochs
+            a number p below 1 means ("steps", p), else "every".
         probes: Gaussian probes for each measurement.
         noise: "philox", or "secure" for a cryptographic generator. seed: from the operating system when None; it is as
             secret as the data, and must not serve two data sets.
