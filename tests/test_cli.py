@@ -131,10 +131,17 @@ def test_the_membership_line_rounds_as_the_paper_does(run):
     assert "right at most 52.5% of the time" in run("bound", "--epsilon", 0.1)[1]
 
 
-@pytest.mark.parametrize("options", [["--epsilon", 1e9], ["--epsilon", 1e-12], ["--rdp2", 1e9],
-                                     ["--noise-multiplier", 1e-6, "--sample-rate", 1, "--steps", 10**6],
-                                     ["--noise-multiplier", 1e6, "--sample-rate", 1e-9, "--steps", 1],
-                                     ["--epsilon", 1, "--dim", 10**7]])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--epsilon", 1e9],
+        ["--epsilon", 1e-12],
+        ["--rdp2", 1e9],
+        ["--noise-multiplier", 1e-6, "--sample-rate", 1, "--steps", 10**6],
+        ["--noise-multiplier", 1e6, "--sample-rate", 1e-9, "--steps", 1],
+        ["--epsilon", 1, "--dim", 10**7],
+    ],
+)
 def test_extremes_print(answer, run, options):
     found = answer("bound", *options)
     assert all(bound["mse"] >= 0 for bound in found["bounds"])
@@ -143,8 +150,16 @@ def test_extremes_print(answer, run, options):
     assert not re.search(r"\b(nan|inf)\b", table)
 
 
-@pytest.mark.parametrize("options", [SGD, [*OUTPUT, "--dim", "784"], ["--epsilon", "1e-12"], ["--epsilon", "1e9"],
-                                     [*SGD, "--units", "kilometres per hour", "--high", "1e6"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        SGD,
+        [*OUTPUT, "--dim", "784"],
+        ["--epsilon", "1e-12"],
+        ["--epsilon", "1e9"],
+        [*SGD, "--units", "kilometres per hour", "--high", "1e6"],
+    ],
+)
 def test_tables_fit_80_columns_and_cut_nothing(run, options):
     status, table, _ = run("bound", *options)
     assert status == 0
@@ -241,9 +256,26 @@ def test_help(run):
         status, out, err = run(*arguments)
         assert (status, err) == (0, "")
         assert "Usage: reconbound" in out
-    for option in ("--noise-multiplier", "--sample-rate", "--steps", "--clip", "--sampler", "--dim", "--low", "--high",
-                   "--delta", "--baseline", "--epsilon", "--rdp2", "--output-perturbation", "--records", "--l2",
-                   "--noise-std", "--data-norm", "--json"):  # fmt: skip
+    for option in (
+        "--noise-multiplier",
+        "--sample-rate",
+        "--steps",
+        "--clip",
+        "--sampler",
+        "--dim",
+        "--low",
+        "--high",
+        "--delta",
+        "--baseline",
+        "--epsilon",
+        "--rdp2",
+        "--output-perturbation",
+        "--records",
+        "--l2",
+        "--noise-std",
+        "--data-norm",
+        "--json",
+    ):
         assert option in run("bound", "--help")[1]
 
 
@@ -328,21 +360,27 @@ WRONG = [
     (["bound", "--output-perturbation", "--records", "1", "--l2", "-1", "--noise-std", "1"], "--l2", "-1"),
     (["bound", "--output-perturbation", "--records", "1", "--l2", "1", "--noise-std", "0"], "--noise-std", "0"),
     (["bound", *OUTPUT, "--data-norm", "0"], "--data-norm", "0"),
-    (["bound", "--output-perturbation", "--records", "1", "--l2", "1e-200", "--noise-std", "1e-200"], "--noise-std",
-     "1e-200"),
+    (
+        ["bound", "--output-perturbation", "--records", "1", "--l2", "1e-200", "--noise-std", "1e-200"],
+        "--noise-std",
+        "1e-200",
+    ),
     (["calibrate", "--target-mse", "nan", "--sample-rate", "0.1", "--steps", "3"], "--target-mse", "nan"),
     (["calibrate", "--target-error", "-1", "--sample-rate", "0.1", "--steps", "3"], "--target-error", "-1"),
     (["calibrate", "--target-error", "1e300", "--sample-rate", "0.1", "--steps", "3"], "--target-error", "1e+300"),
     (["calibrate", "--target-mse", "0", "--sample-rate", "0.1", "--steps", "3"], "--target-mse", "0"),
-    (["calibrate", "--target-mse", "0.25", "--bound", "lecam", "--sample-rate", "0.1", "--steps", "3"], "--target-mse",
-     "0.25"),
+    (
+        ["calibrate", "--target-mse", "0.25", "--bound", "lecam", "--sample-rate", "0.1", "--steps", "3"],
+        "--target-mse",
+        "0.25",
+    ),
     (["calibrate", "--target-mse", "1e300", "--sample-rate", "0.1", "--steps", "3"], "--target-mse", "1e+300"),
     (["calibrate", "--target-mse", "1", "--bound", "dfil", "--sample-rate", "0.1", "--steps", "3"], "--bound", "dfil"),
     (["calibrate", "--target-mse", "1", "--epsilon", "1"], "--epsilon", "1"),
     (["calibrate", "--target-mse", "1", "--rdp2", "1"], "--rdp2", "1"),
     (["calibrate", "--target-mse", "1", *SGD], "--noise-multiplier", "1"),
     (["calibrate", "--target-mse", "1", "--sample-rate", "2", "--steps", "3"], "--sample-rate", "2"),
-]  # fmt: skip
+]
 
 MISSING = [
     (["bound", "--noise-multiplier", "1", "--steps", "3"], "--sample-rate"),

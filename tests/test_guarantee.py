@@ -128,8 +128,13 @@ def test_output_perturbation_is_monotone(mechanism, factor):
 @given(st.builds(SampledGaussian, noises, rates, steps, clips, samplers), st.floats(1, 10))
 def test_successes_fall_with_noise(mechanism, factor):
     """Up to the three digits of the distribution's grid, and the edge where order 2 takes over from it."""
-    better = SampledGaussian(mechanism.noise_multiplier * factor * 1.5, mechanism.sample_rate, mechanism.steps,
-                             mechanism.clip, mechanism.sampler)  # fmt: skip
+    better = SampledGaussian(
+        mechanism.noise_multiplier * factor * 1.5,
+        mechanism.sample_rate,
+        mechanism.steps,
+        mechanism.clip,
+        mechanism.sampler,
+    )
     allowed = 1.05 if mechanism.m > 1e-4 else math.inf
     if allowed < math.inf:
         assert better.membership_advantage() <= mechanism.membership_advantage() * allowed + 1e-6

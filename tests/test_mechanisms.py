@@ -446,8 +446,10 @@ def test_empty_bins_at_enormous_losses_are_not_taken_for_privacy():
 def test_a_pld_of_unknown_neighbours_is_taken_for_add_remove():
     """dp-accounting's default. What is called replace-one must then hold for the doubled shift."""
     exact = SampledGaussian(1.0, clip="hard")
-    for given in (PLD(gaussian_pld(1.0, dp.NeighboringRelation.ADD_OR_REMOVE_ONE)),
-                  as_mechanism(gaussian_pld(1.0, dp.NeighboringRelation.ADD_OR_REMOVE_ONE))):  # fmt: skip
+    for given in (
+        PLD(gaussian_pld(1.0, dp.NeighboringRelation.ADD_OR_REMOVE_ONE)),
+        as_mechanism(gaussian_pld(1.0, dp.NeighboringRelation.ADD_OR_REMOVE_ONE)),
+    ):
         assert given.adjacency == ADD
         assert given.order2() == math.inf
         assert 0 < given.overlap() <= exact.overlap()
@@ -466,8 +468,10 @@ def test_the_root_of_lecam_is_a_metric():
     for _ in range(500):
         p, q, r = rng.dirichlet(np.full(3, rng.choice([0.1, 1.0, 20.0])), size=3) + 1e-9
         p, q, r = p / p.sum(), q / q.sum(), r / r.sum()
-        root = {name: math.sqrt(max(1 - overlap(*pair), 0)) for name, pair in
-                {"pq": (p, q), "qr": (q, r), "pr": (p, r)}.items()}  # fmt: skip
+        root = {
+            name: math.sqrt(max(1 - overlap(*pair), 0))
+            for name, pair in {"pq": (p, q), "qr": (q, r), "pr": (p, r)}.items()
+        }
         assert root["pr"] <= root["pq"] + root["qr"] + 1e-9
 
 

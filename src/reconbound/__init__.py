@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 _HOME = {
+    "Account": "accountant",
+    "FisherAccountant": "accountant",
+    "PrivateSGD": "sgd",
+    "Settings": "sgd",
     "Bound": "bounds",
     "Guarantee": "calculator",
     "floor": "calculator",
@@ -25,21 +29,27 @@ _HOME = {
 __all__ = [
     "DP",
     "PLD",
+    "Account",
     "Bound",
+    "FisherAccountant",
     "Guarantee",
     "Mechanism",
     "OutputPerturbation",
+    "PrivateSGD",
     "RenyiDP",
     "SampledGaussian",
+    "Settings",
     "__version__",
     "floor",
     "guarantee",
 ]
 
 if TYPE_CHECKING:
+    from .accountant import Account, FisherAccountant
     from .bounds import Bound
     from .calculator import Guarantee, floor, guarantee
     from .mechanisms import DP, PLD, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
+    from .sgd import PrivateSGD, Settings
 
 
 def __getattr__(name: str) -> Any:

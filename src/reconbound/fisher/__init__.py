@@ -4,7 +4,7 @@ from reconbound.fisher.clipping import Clip, Clipping, clipping, sensitivity
 from reconbound.fisher.information import StepInformation, draw_probes, step_information
 from reconbound.fisher.private import Private
 from reconbound.fisher.reference import DenseInformation, coordinate_information, dense_information
-from reconbound.fisher.sums import ClippedSum, clipped_gradient_sum
+from reconbound.fisher.sums import ClippedSum, clipped_gradient_sum, covering_method
 
 __all__ = [
     "Clip",
@@ -16,6 +16,7 @@ __all__ = [
     "clipped_gradient_sum",
     "clipping",
     "coordinate_information",
+    "covering_method",
     "dense_information",
     "draw_probes",
     "sensitivity",

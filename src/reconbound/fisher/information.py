@@ -138,6 +138,7 @@ def step_information(
     private: Private | Tensor | str | None = None,
     method: Method = "auto",
     route: Route = "reverse",
+    checked: bool = False,
 ) -> StepInformation:
     """The Fisher information that one noisy, clipped gradient sum gives about each record of a batch.
 
@@ -165,6 +166,7 @@ def step_information(
         private: None (the whole input), a mask or indices of features, "target", or a Private.
         method: "layers" (a rule per layer), "generic" (torch.func), "auto": layers where they cover the model.
         route: of the generic way: "reverse" over reverse or "forward" over reverse.
+        checked: skip the look at a batch of another size, which the caller has had made (see covering_method).
 
     Guarantee: `along` is exact; E[across] and E[diagonal_across] over the probes are exact for smooth models (twice
     differentiable at the record). The values hold for an attacker who knows everything but the record's private part,
@@ -206,7 +208,8 @@ def step_information(
     present = None if mask is None else as_present(mask, z)
     parts: list[_Part] = []
     for rows in micro_batches(records, micro_batch):
-        work = open_pass(problem, batch_rows((z, inputs, targets), rows), method, route, check=not parts)
+        check = not parts and not checked
+        work = open_pass(problem, batch_rows((z, inputs, targets), rows), method, route, check=check)
         method = work.method  # decided once, on the first rows
         parts.append(_measure(work, plan, None if present is None else present[rows]))
     size = z[0].numel() if features is None else _count(problem.private, features)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from reconbound.fisher.clipping import Clip, check_clip, clipping
 from reconbound.fisher.gradients import GenericPass, LayerPass, NotCovered, Pass, Route, trainable
-from reconbound.fisher.private import Inputs, Private, Problem, batch_rows, check_rows
+from reconbound.fisher.private import Inputs, Private, Problem, batch_rows, check_rows, private_part
 
 Method = Literal["auto", "layers", "generic"]
 
@@ -39,12 +39,14 @@ def clipped_gradient_sum(
     micro_batch: int | None = None,
     mask: Tensor | None = None,
     method: Method = "auto",
+    checked: bool = False,
 ) -> ClippedSum:
     """The sum of clipped per-record gradients alone, for a step that measures no one.
 
     Σ_i c(‖g_i‖) g_i
 
-    The arguments are those of step_information, and the sum is the same.
+    The arguments are those of step_information, and the sum is the same. checked: skip the look at a batch of another
+    size, which the caller has had made for this model (see covering_method).
 
     Guarantee: adding or removing one record moves the sum by at most sensitivity(clip) · max_grad_norm.
     """
@@ -62,7 +64,8 @@ def clipped_gradient_sum(
     norms, factors, losses = [z[:0]], [z[:0]], [z[:0]]
     for rows in micro_batches(len(z), micro_batch):
         batch = batch_rows((z, inputs, targets), rows)
-        work = open_pass(problem, batch, method, "reverse", check=rows.start == 0, measured=False)
+        check = rows.start == 0 and not checked
+        work = open_pass(problem, batch, method, "reverse", check=check, measured=False)
         method = work.method
         norms.append(work.squared_norms().clamp(min=0).sqrt())
         factors.append(clipping(norms[-1], max_grad_norm, check_clip(clip)).factor)
@@ -70,6 +73,23 @@ def clipped_gradient_sum(
         part = work.weighted_sum(factors[-1] if present is None else factors[-1] * present[rows])
         total = {name: value + part[name] for name, value in total.items()}
     return ClippedSum(torch.cat(losses), torch.cat(norms), torch.cat(factors), total)
+
+
+def covering_method(
+    model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], inputs: Inputs, targets: Any, private: Private
+) -> Method:
+    """What method="auto" stands for on this model: to be asked once, on a few records, by a caller of many steps.
+
+    "generic" if the layer rules do not cover it; else "auto". Calls with that method may then say checked=True."""
+    problem = Problem(model, loss_fn, private)
+    check_trainable(problem)
+    if private.part == "nothing":
+        first = next(leaf for leaf in tree_leaves((inputs, targets)) if isinstance(leaf, Tensor))
+        z = next(iter(trainable(problem).values())).detach().new_zeros(first.shape[0])
+    else:
+        z = private_part(problem, inputs, targets)
+    work = open_pass(problem, (z, inputs, targets), "auto", "reverse", check=True, measured=private.part != "nothing")
+    return "auto" if work.method == "layers" else "generic"
 
 
 def open_pass(

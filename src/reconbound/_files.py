@@ -1,0 +1,94 @@
+"""Files that are whole or not there, and that know when they are damaged: safetensors and JSON, never a pickle.
+
+Written beside, flushed, renamed; confidential ones are for their owner alone. A sealed file carries the SHA-256 of all
+its bytes (its own digits taken as zeros), so that no flipped bit, in the tensors or in the facts, goes unseen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+CONFIDENTIAL = 0o600
+PUBLIC = 0o644
+_BLANK = "0" * 64
+_SEAL = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+
+
+class Unreadable(ValueError):
+    """A file that is not what reconbound wrote, and why."""
+
+
+def write_whole(path: str | os.PathLike[str], content: bytes, *, mode: int = CONFIDENTIAL) -> None:
+    """Write a file so that a reader, or a crash at any moment, sees the old content or the new, never a part."""
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(beside, mode)
+        os.replace(beside, target)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    _flush_folder(target.parent)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make the rename last through a loss of power, where the system lets a folder be flushed."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def sealed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
+    """A safetensors file of the tensors, with the facts as JSON and a digest of it all in its header."""
+    from safetensors.torch import save
+
+    metadata = {
+        "reconbound": json.dumps(facts, sort_keys=True),
+        "confidential": "per-record leakage: keep it secret",
+        "sha256": _BLANK,
+    }
+    own = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    content = save(own, metadata)
+    header = content[: _header_end(content)]
+    found = [m for m in _SEAL.finditer(header) if m.group(1).decode() == _BLANK]
+    if len(found) != 1:
+        raise ValueError("a tensor's name or a fact looks like the file's own seal")
+    start, end = found[0].span(1)
+    return content[:start] + hashlib.sha256(content).hexdigest().encode() + content[end:]
+
+
+def unsealed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and facts of a sealed file; Unreadable, with the reason, if it is anything else or was changed."""
+    from safetensors.torch import load
+
+    content = Path(path).read_bytes()
+    end = _header_end(content)
+    seal = _SEAL.search(content[:end]) if 8 < end <= len(content) else None
+    if seal is None:
+        raise Unreadable(f"{os.fspath(path)} is cut off or not a file of reconbound's")
+    blank = content[: seal.start(1)] + _BLANK.encode() + content[seal.end(1) :]
+    if hashlib.sha256(blank).hexdigest().encode() != seal.group(1):
+        raise Unreadable(f"{os.fspath(path)} is cut off or damaged: its content does not have the digest that it names")
+    facts = json.loads(json.loads(content[8:end])["__metadata__"]["reconbound"])
+    return load(content), facts
+
+
+def _header_end(content: bytes) -> int:
+    return 8 + int.from_bytes(content[:8], "little")

@@ -1,0 +1,92 @@
+"""What is accounted: the mechanism, the size of the data, and the subsampling factors of each rule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._check import InputError, choice, number, whole
+from .amplification import PoissonTable, paper_delta, paper_kappa
+from .mechanisms import SampledGaussian
+from .renyi import sensitivity
+
+RULES = ("exact", "fixed", "paper", "none")
+_DEFAULT_RULE = {"poisson": "exact", "fixed": "fixed", "shuffle": "none"}
+
+
+@dataclass(frozen=True)
+class Account:
+    """What is accounted: the mechanism, the data's size, and the rules under which the ledger is kept.
+
+    Attributes:
+        records, features: N and d. steps: T of one run. noise_multiplier, max_grad_norm, sample_rate, sampler, clip:
+        the mechanism's, as in PrivateSGD. rules: the subsampling factors to keep ledgers for; the first is the one
+        that answers by default. Empty: "exact" for Poisson batches, "fixed" for fixed-size ones, "none" (factor 1)
+        for shuffled epochs.
+    """
+
+    records: int
+    features: int
+    steps: int
+    noise_multiplier: float
+    max_grad_norm: float
+    sample_rate: float
+    sampler: str = "poisson"
+    clip: str = "smooth"
+    rules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("records", "features", "steps"):
+            whole(name, getattr(self, name))
+        number("noise_multiplier", self.noise_multiplier, above=0.0)
+        number("max_grad_norm", self.max_grad_norm, above=0.0)
+        number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
+        choice("sampler", self.sampler, tuple(_DEFAULT_RULE))
+        sensitivity(self.clip)
+        if not self.rules:
+            object.__setattr__(self, "rules", (_DEFAULT_RULE[self.sampler],))
+        for rule in self.rules:
+            choice("rules", rule, RULES)
+            if self.rules.count(rule) > 1:
+                raise InputError("rules", "must be distinct", self.rules)
+            if rule in ("exact", "fixed") and _DEFAULT_RULE[self.sampler] != rule:
+                raise InputError("rules", f"must not claim the factor of other batches than {self.sampler} ones", rule)
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the noise on the sum, σC."""
+        return self.noise_multiplier * self.max_grad_norm
+
+    def mechanism(self) -> SampledGaussian:
+        """The same run for the calculator; shuffled epochs are steps without sampling, one for each epoch."""
+        if self.sampler == "shuffle":
+            per_epoch = math.ceil(self.records / max(1, round(self.sample_rate * self.records)))
+            epochs = math.ceil(self.steps / per_epoch)
+            return SampledGaussian(self.noise_multiplier, 1.0, epochs, self.clip)
+        return SampledGaussian(self.noise_multiplier, self.sample_rate, self.steps, self.clip, self.sampler)
+
+
+class Factors:
+    """The two subsampling factors (across, along) of each rule, for records with given clipped gradient norms."""
+
+    def __init__(self, account: Account, device: torch.device) -> None:
+        self.noise, self.reach = account.noise, sensitivity(account.clip) / account.noise_multiplier
+        if {"exact", "fixed"} & set(account.rules):
+            self.table = PoissonTable(account.sample_rate).prepare(device, torch.float64)
+        if "paper" in account.rules:
+            delta = paper_delta(account.records, account.steps)
+            bound = 1.115 if account.clip == "smooth" else 1.0
+            self.kappa = paper_kappa(account.noise_multiplier, account.sample_rate, delta, clip_bound=bound)
+
+    def __call__(self, rule: str, clipped_norm: Tensor) -> tuple[Tensor, Tensor]:
+        m = clipped_norm.double() / self.noise
+        if rule == "exact":
+            return self.table(m)
+        if rule == "fixed":
+            k = self.table.largest(m + self.reach)
+        else:
+            k = torch.full_like(m, self.kappa if rule == "paper" else 1.0)
+        return k, k

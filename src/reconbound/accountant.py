@@ -1,0 +1,412 @@
+"""FisherAccountant: what a whole training run told about each record, summed over steps and averaged over runs.
+
+Composition (Theorem 3): the information of the run is the sum over steps of the expected conditional information, so
+a run's sum is an unbiased estimate of it, and runs are averaged. Subsampling: the exact Poisson factors, the fixed-
+size factor, or the paper's κ for comparison. The ledger is as secret as the data: it is saved for its owner's eyes
+alone. Derivations: docs/theory-accounting.md."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import t as student
+from torch import Tensor
+
+from ._check import InputError, choice, number, whole
+from ._files import CONFIDENTIAL, Unreadable, sealed, unsealed, write_whole
+from .account import Account, Factors
+from .bounds import Bound, from_trace, per_feature
+from .calculator import Guarantee, guarantee
+from .fisher import StepInformation
+
+#: Where records are measured when they happen to be drawn: measurements of a record, over all runs, below which no
+#: confidence limit is given. With fewer the t quantile covers too rarely (docs/theory-accounting.md).
+FEWEST = 25
+
+
+class FisherAccountant:
+    """A ledger of Fisher information for every record of a data set, over the steps of a run and over runs.
+
+    Args:
+        account: what is accounted.
+        diagonal: per-feature ledgers: "none", "all" (records × features numbers), "average" (over records), or the
+            indices of the records to keep them for (the average is then kept too). Under the account's first rule.
+        spectral: also the sum of the steps' spectral norms, an upper bound of the run's. Under the first rule.
+        feature_scale: size of one unit of the model's input in the data's own units, one number or one per feature (of
+            standardised features: their standard deviations). Floors are given in data units through it.
+        device: where the ledger lives.
+
+    Guarantee: `dfil` estimates without bias an upper bound of Tr I(z)/d for an attacker who knows all other records and
+    sees every noisy step; with rule "exact" it is that value itself. One run is one draw of a random sum: for a
+    confidence statement use `upper` after two runs or more. Rule "paper" is for comparison and guarantees nothing.
+    """
+
+    def __init__(
+        self,
+        account: Account,
+        *,
+        diagonal: str | Sequence[int] | Tensor = "none",
+        spectral: bool = False,
+        feature_scale: float | Sequence[float] | Tensor = 1.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.account = account
+        self.device = torch.device(device)
+        self.rows = _diagonal_rows(diagonal, account.records)
+        self.diagonal = diagonal if isinstance(diagonal, str) else "some"
+        self.feature_scale = _scale(feature_scale, account.features)
+        self.runs = 0
+        self._state = _empty(account, self.diagonal, self.rows, spectral, self.device)
+        self._factors = Factors(account, self.device)
+        self._place = None if self.rows is None else _places(self.rows, account.records, self.device)
+
+    # --- writing ---------------------------------------------------------------------
+
+    def add(self, indices: Tensor, found: StepInformation, *, weight: float = 1.0, stratified: bool = False) -> None:
+        """Add one step's information about these records.
+
+        Args:
+            indices: which records, (B,), each at most once.
+            found: the step's information about them.
+            weight: q over the chance of a record to be measured at this step: 1 when the records are those drawn into
+                the batch, 1/p when that is done at a share p of the steps, L·q when each record is measured once in L
+                steps.
+            stratified: the last: each record is measured exactly once in each block of steps.
+        """
+        index = self._checked(indices)
+        if index.numel() == 0:
+            return
+        state, account = self._state, self.account
+        count = state["measured"][index]
+        chance = min(1.0, account.sample_rate / number("weight", weight, above=0.0))
+        for k, rule in enumerate(account.rules):
+            across, along = (weight * f.to(self.device) for f in self._factors(rule, found.clipped_norm))
+            value = across * self._here(found.across) + along * self._here(found.along)
+            error = across * self._here(found.across_error)
+            self._add_variance(k, index, value, error, count, chance, stratified)
+            state["trace"][k].index_add_(0, index, value)
+            if k == 0:
+                self._add_spectral(index, found, torch.maximum(across, along))
+                self._add_diagonal(index, found, across, along)
+        state["measured"].index_add_(0, index, torch.ones_like(index))
+
+    def _checked(self, indices: Tensor) -> Tensor:
+        if indices.numel() == 0:
+            return indices
+        low, high = int(indices.min()), int(indices.max())
+        if low < 0 or high >= self.account.records:
+            bad = low if low < 0 else high
+            raise InputError("indices", f"must lie between 0 and {self.account.records - 1}", bad)
+        if indices.unique().numel() != indices.numel():
+            raise InputError("indices", "must name each record at most once", indices.tolist())
+        return indices.to(self.device)
+
+    def _add_variance(
+        self, k: int, index: Tensor, value: Tensor, error: Tensor, count: Tensor, chance: float, stratified: bool
+    ) -> None:
+        """Variance of the run's sum, given its trajectory: of the probes and of when the record was measured.
+
+        Rare draws (Horvitz–Thompson): Σ (1−π) x² + π e². Once per block: half the squared differences of successive
+        blocks, times B/(B−1), which counts the drift between blocks as error too; one block says no more than x².
+        """
+        drawn = (1 - chance) * value.square() + chance * error.square()
+        variance, last = self._state["variance"][k], self._state["last"][k]
+        if not stratified or chance == 1.0:
+            self._state["rare"].fill_(chance < 1.0)
+            variance.index_add_(0, index, drawn)
+            return
+        so_far = variance[index] * (count - 1).clamp(min=0) / count.clamp(min=1)
+        more = (so_far + (value - last[index]).square() / 2) * (count + 1) / count.clamp(min=1)
+        variance[index] = torch.where(count > 0, more, drawn)
+        last[index] = value
+
+    def _add_spectral(self, index: Tensor, found: StepInformation, largest: Tensor) -> None:
+        if "spectral" not in self._state:
+            return
+        if found.spectral is None or found.spectral_residual is None:
+            raise InputError("found", "must have the spectral norm: this ledger keeps it", None)
+        norm = self._here(found.spectral) + self._here(found.spectral_residual)  # power iteration comes from below
+        self._state["spectral"].index_add_(0, index, largest * norm)
+
+    def _add_diagonal(self, index: Tensor, found: StepInformation, across: Tensor, along: Tensor) -> None:
+        if self.diagonal == "none":
+            return
+        if found.diagonal_across is None or found.diagonal_along is None:
+            raise InputError("found", "must have the diagonal: this ledger keeps it", None)
+        entries = across[:, None] * self._here(found.diagonal_across.flatten(1))
+        entries += along[:, None] * self._here(found.diagonal_along.flatten(1))
+        if "average" in self._state:
+            self._state["average"] += entries.sum(0, keepdim=True) / self.account.records
+        if self.diagonal == "all":
+            self._state["diagonal"].index_add_(0, index, entries.to(torch.float32))
+        elif self._place is not None:
+            place = self._place[index]
+            kept = place >= 0
+            self._state["diagonal"].index_add_(0, place[kept], entries[kept].to(torch.float32))
+
+    def _here(self, values: Tensor) -> Tensor:
+        return values.to(device=self.device, dtype=torch.float64)
+
+    def finish_run(self) -> None:
+        """Close the current run: fold it into the averages over runs and start an empty ledger."""
+        state = self._state
+        self.runs += 1
+        delta = state["trace"] - state["mean"]
+        state["mean"] += delta / self.runs
+        state["spread"] += delta * (state["trace"] - state["mean"])
+        for name in _AVERAGED:
+            if name in state:
+                state[f"{name}_mean"] += (state[name] - state[f"{name}_mean"]) / self.runs
+        state["measured_total"] += state["measured"]
+        for name in ("trace", "last", "measured", *_AVERAGED):
+            if name in state:
+                state[name].zero_()
+
+    def merge(self, other: FisherAccountant) -> None:
+        """Take in the finished runs of another ledger of the same account (other machines, other seeds)."""
+        same_rows = (self.rows is None) == (other.rows is None) and (
+            self.rows is None or other.rows is None or torch.equal(self.rows, other.rows)
+        )
+        if other.account != self.account or other._state.keys() != self._state.keys() or not same_rows:
+            raise InputError("other", "must be a ledger of the same account, with the same parts", other.account)
+        if not torch.equal(self.feature_scale, other.feature_scale):
+            raise InputError("other", "must have the same feature_scale", other.feature_scale)
+        if other.runs == 0:
+            return
+        mine, theirs, total = self._state, other._state, self.runs + other.runs
+        delta = theirs["mean"].to(self.device) - mine["mean"]
+        mine["spread"] += theirs["spread"].to(self.device) + delta.square() * (self.runs * other.runs / total)
+        mine["mean"] += delta * (other.runs / total)
+        for name in (f"{name}_mean" for name in _AVERAGED):
+            if name in mine:
+                mine[name] += (theirs[name].to(self.device) - mine[name]) * (other.runs / total)
+        mine["measured_total"] += theirs["measured_total"].to(self.device)
+        mine["rare"] |= theirs["rare"].to(self.device)
+        self.runs = total
+
+    # --- reading -----------------------------------------------------------------------
+
+    def trace(self, rule: str | None = None) -> Tensor:
+        """Tr I of a run for each record, (N,): the mean of finished runs, or the current run before the first ends."""
+        k = self._rule(rule)
+        return (self._state["mean"] if self.runs else self._state["trace"])[k].clone()
+
+    def dfil(self, rule: str | None = None) -> Tensor:
+        """dFIL = Tr I/d of each record, (N,), in the model's input units. 0 for a record that was never measured."""
+        return self.trace(rule) / self.account.features
+
+    def upper(self, rule: str | None = None, confidence: float = 0.95) -> Tensor:
+        """Upper confidence limit of each record's dFIL over runs, (N,); needs two runs or more.
+
+            U = mean + t_{0.99, R−1} sd/√R        (for 95 %: the sums are skewed, so the nominal 99 % quantile is taken)
+
+        Guarantee: covers each record's dFIL in at least 95 % of cases in simulation, as long as its relative spread
+        between runs is below 0.75 (docs/theory-accounting.md says what happens beyond); its maximum over records is an
+        upper limit for the largest dFIL of all. Infinite for a record that was drawn less than 25 times over all
+        runs, where it is measured only when drawn, and for one that was never measured.
+        """
+        if self.runs < 2:
+            raise InputError("runs", "must be at least 2 for a confidence limit", self.runs)
+        tail = 1 - (1 - number("confidence", confidence, above=0.0, below=1.0)) / 5
+        limit = self.dfil(rule) + float(student.ppf(tail, self.runs - 1)) * self.standard_error(rule)
+        fewest = FEWEST if bool(self._state["rare"].any()) else 1
+        return limit.masked_fill(self._state["measured_total"] < fewest, torch.inf)
+
+    def standard_error(self, rule: str | None = None) -> Tensor:
+        """Standard error of each record's dFIL, (N,).
+
+        After two runs or more: of the mean over runs, with all that differs between them. Of one run: that of
+        measuring alone (probes, and when the record was drawn or measured), given what the run's parameters were.
+        Infinite for a record that was never measured.
+        """
+        k = self._rule(rule)
+        if self.runs > 1:
+            variance = self._state["spread"][k].clamp(min=0) / (self.runs * (self.runs - 1))
+        else:
+            variance = (self._state["variance_mean"] if self.runs else self._state["variance"])[k]
+        return (variance.sqrt() / self.account.features).masked_fill(self.measured() == 0, torch.inf)
+
+    def mse_floor(self, rule: str | None = None) -> Bound:
+        """1/dFIL of each record: Theorem 2, for unbiased attackers, in the squares of the data's units.
+
+            E‖ẑ − z‖²/d ≥ s̄²/dFIL,     s̄ the mean of feature_scale    (Cauchy–Schwarz; 1/dFIL when the scale is 1)
+
+        A record that was never measured has the trivial floor 0.
+        """
+        name = self.account.rules[self._rule(rule)]
+        bound = from_trace(self.trace(rule).cpu().numpy(), self.account.features)
+        unseen = (self.measured() == 0).cpu().numpy()
+        value = np.where(unseen, 0.0, np.minimum(bound.value * self._unit(), np.finfo(np.float64).max))
+        note = {"exact": "exact Poisson factors", "fixed": "the fixed-size factor", "none": "no amplification"}
+        paper = "the paper's κ: comparison, no guarantee"
+        runs = f"{self.runs} run(s)" if self.runs else "a run in progress"
+        assumes: tuple[str, ...] = (note.get(name, paper), f"mean over {runs}", f"{self.account.clip} clipping")
+        if unseen.any():
+            assumes += (f"{int(unseen.sum())} record(s) never measured: floor 0",)
+        return Bound("dfil", value, bound.theorem, "unbiased", bound.adjacency, self.account.sampler, assumes)
+
+    def feature_floors(self, *, average: bool = False) -> Bound:
+        """1/I_jj of each record kept and feature, (kept, d), in the squares of the data's own units.
+
+        average: that of the information averaged over all records instead, (1, d)."""
+        if self.diagonal == "none":
+            raise InputError("diagonal", "must have been kept to speak of features", self.diagonal)
+        name = "average" if average or self.diagonal == "average" else "diagonal"
+        ending = "_mean" if self.runs else ""
+        if name == "average" and self.diagonal == "all":
+            kept = self._state[f"diagonal{ending}"].double().mean(0, keepdim=True).cpu()
+        else:
+            kept = self._state[f"{name}{ending}"].double().cpu()
+        bound = per_feature((kept / self.feature_scale.square()).numpy())
+        value = bound.value
+        if name == "diagonal":
+            unseen = (self.measured() == 0).cpu() if self.rows is None else (self.measured() == 0).cpu()[self.rows]
+            value = np.where(unseen.numpy()[:, None], 0.0, value)
+        rule = f"rule {self.account.rules[0]}"
+        return Bound(
+            bound.name, value, bound.theorem, "unbiased", bound.adjacency, self.account.sampler, (*bound.assumes, rule)
+        )
+
+    def spectral_bound(self) -> Tensor:
+        """Upper bound of each record's spectral norm ‖I‖₂, (N,), in the model's input units."""
+        if "spectral" not in self._state:
+            raise InputError("spectral", "must have been kept", False)
+        return (self._state["spectral_mean"] if self.runs else self._state["spectral"]).clone()
+
+    def measured(self) -> Tensor:
+        """How often each record was measured, over all runs, (N,)."""
+        return self._state["measured_total"] + self._state["measured"]
+
+    def most_exposed(self, k: int = 10, rule: str | None = None) -> list[tuple[int, float]]:
+        """The k records with the lowest floors among those measured: (index, floor), lowest first."""
+        dfil = self.dfil(rule).masked_fill(self.measured() == 0, -1.0)
+        top = torch.topk(dfil, min(whole("k", k), int((dfil >= 0).sum())))
+        floors = self.mse_floor(rule).value
+        return [(int(i), float(floors[int(i)])) for i in top.indices]
+
+    def summary(self) -> dict[str, Any]:
+        """Floors at the most exposed record and at quantiles, for every rule. Depends on the data: confidential.
+
+        Quantiles are over the records that were measured; a confidence limit is given after two runs."""
+        names = {"lowest": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9}
+        measured = self.measured().cpu()
+        seen = (measured > 0).numpy()
+        floors: dict[str, Any] = {}
+        for rule in self.account.rules:
+            value = self.mse_floor(rule).value[seen]
+            at = np.quantile(value, list(names.values()), method="lower") if seen.any() else [0.0] * len(names)
+            floors[rule] = {name: float(v) for name, v in zip(names, at, strict=True)}
+        found: dict[str, Any] = {"confidential": True, "runs": self.runs, "floors": floors}
+        found["measured_per_record"] = {"least": int(measured.min()), "median": float(measured.double().median())}
+        found["never_measured"] = int((~seen).sum())
+        dfil, error = self.dfil(), self.standard_error()
+        found["relative_standard_error_median"] = float((error / dfil.clamp(min=1e-300)).median())
+        if self.runs > 1:
+            worst = float(self.upper().max())
+            found["floor_at_upper_limit"] = self._unit() / worst if worst > 0 else None
+        return found
+
+    def guarantee(self, **space: Any) -> Guarantee:
+        """What the mechanism guarantees whatever the data: all floors of the calculator (may be published)."""
+        return guarantee(self.account.mechanism(), dim=self.account.features, **space)
+
+    # --- keeping -----------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of the ledger's tensors, on the CPU."""
+        return {name: value.cpu().clone() for name, value in self._state.items()}
+
+    def restore(self, tensors: Mapping[str, Tensor], runs: int) -> None:
+        """Put back what `state` gave; shapes are checked before anything is changed."""
+        for name, value in self._state.items():
+            if name not in tensors or tensors[name].shape != value.shape:
+                got = tuple(tensors[name].shape) if name in tensors else None
+                raise InputError(name, f"must be a tensor of shape {tuple(value.shape)}", got)
+        for name, value in self._state.items():
+            value.copy_(tensors[name])
+        self.runs = whole("runs", runs, at_least=0)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the ledger: safetensors, atomically, mode 0600, marked confidential."""
+        kept = [] if self.rows is None else self.rows.tolist()
+        about = {"account": asdict(self.account), "runs": self.runs, "diagonal": self.diagonal, "rows": kept}
+        tensors = {**self.state(), "feature_scale": self.feature_scale}
+        write_whole(path, sealed(tensors, {"ledger": about}), mode=CONFIDENTIAL)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> FisherAccountant:
+        """Read a ledger that `save` wrote; anything else is refused with the reason."""
+        try:
+            tensors, facts = unsealed(path)
+        except Unreadable as reason:
+            raise InputError("path", f"must be a ledger that reconbound saved ({reason})", os.fspath(path)) from None
+        if "ledger" not in facts:
+            raise InputError("path", "must be a ledger, not another file of reconbound's", os.fspath(path))
+        about = facts["ledger"]
+        account = Account(**{**about["account"], "rules": tuple(about["account"]["rules"])})
+        diagonal = about["rows"] if about["diagonal"] == "some" else about["diagonal"]
+        scale = tensors.pop("feature_scale")
+        ledger = cls(account, diagonal=diagonal, spectral="spectral" in tensors, feature_scale=scale, device=device)
+        ledger.restore(tensors, about["runs"])
+        return ledger
+
+    def _rule(self, rule: str | None) -> int:
+        return 0 if rule is None else self.account.rules.index(choice("rule", rule, self.account.rules))
+
+    def _unit(self) -> float:
+        return float(self.feature_scale.mean()) ** 2
+
+
+_AVERAGED = ("variance", "spectral", "diagonal", "average")
+
+
+def _diagonal_rows(diagonal: str | Sequence[int] | Tensor, records: int) -> Tensor | None:
+    if isinstance(diagonal, str):
+        choice("diagonal", diagonal, ("none", "all", "average"))
+        return None
+    rows = torch.as_tensor(diagonal, dtype=torch.int64).flatten().cpu()
+    if rows.numel() == 0 or int(rows.min()) < 0 or int(rows.max()) >= records or rows.unique().numel() != rows.numel():
+        raise InputError("diagonal", f"must be distinct record indices below {records}", diagonal)
+    return rows
+
+
+def _scale(feature_scale: float | Sequence[float] | Tensor, features: int) -> Tensor:
+    scale = torch.as_tensor(feature_scale, dtype=torch.float64).flatten().cpu()
+    if scale.numel() not in (1, features) or not bool((scale > 0).all()) or not bool(scale.isfinite().all()):
+        raise InputError("feature_scale", f"must be one positive number, or {features} of them", feature_scale)
+    return scale
+
+
+def _places(rows: Tensor, records: int, device: torch.device) -> Tensor:
+    place = torch.full((records,), -1, dtype=torch.int64)
+    place[rows] = torch.arange(len(rows))
+    return place.to(device)
+
+
+def _empty(
+    account: Account, diagonal: str, rows: Tensor | None, spectral: bool, device: torch.device
+) -> dict[str, Tensor]:
+    n, shape = account.records, (len(account.rules), account.records)
+
+    def zeros(*size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.zeros(*size, dtype=dtype, device=device)
+
+    state = {name: zeros(*shape) for name in ("trace", "mean", "spread", "variance", "variance_mean", "last")}
+    state |= {name: zeros(n, dtype=torch.int64) for name in ("measured", "measured_total")}
+    state["rare"] = zeros(1, dtype=torch.bool)
+    if spectral:
+        state |= {"spectral": zeros(n), "spectral_mean": zeros(n)}
+    if diagonal in ("average", "some"):
+        state |= {name: zeros(1, account.features) for name in ("average", "average_mean")}
+    if diagonal in ("all", "some"):
+        kept = n if rows is None else len(rows)
+        state |= {name: zeros(kept, account.features, dtype=torch.float32) for name in ("diagonal", "diagonal_mean")}
+    return state
+
+
+__all__ = ["Account", "FisherAccountant"]

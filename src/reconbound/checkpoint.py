@@ -1,0 +1,160 @@
+"""Checkpoints of a training run: whole or not there, never a pickle, for their owner's eyes alone.
+
+Two files take turns, so that the previous good state outlives a newer one that is damaged. A checkpoint names the
+configuration and the data that it belongs to, and is sealed with a digest of all its bytes. One process at a time
+holds a folder: the lock is the operating system's, so a process that dies lets go of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._files import CONFIDENTIAL, Unreadable, sealed, unsealed, write_whole
+
+NAMES = ("checkpoint-0.safetensors", "checkpoint-1.safetensors")
+LOCK = "lock"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used or written, and why."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Tensors by name, and plain facts: "order" (a later state has the larger one), "step", whose it is."""
+
+    tensors: Mapping[str, Tensor]
+    facts: Mapping[str, Any]
+
+
+def save(folder: str | os.PathLike[str], checkpoint: Checkpoint, turn: int) -> None:
+    """Write a checkpoint into the folder, over the older of the two; what was there stays when that fails."""
+    place = _made(folder)
+    try:
+        write_whole(place / NAMES[turn % 2], sealed(checkpoint.tensors, checkpoint.facts), mode=CONFIDENTIAL)
+    except OSError as reason:
+        raise CheckpointError(
+            f"step {checkpoint.facts.get('step')}: no checkpoint could be written into {place} ({reason.strerror}); "
+            "the one before is intact"
+        ) from reason
+
+
+def load(folder: str | os.PathLike[str], belongs: Mapping[str, Any]) -> tuple[Checkpoint, int] | None:
+    """The newest good checkpoint of the folder and the turn it was written in; None if there is none at all.
+
+    One that is damaged or belongs to another run is passed over for the other one, with a warning that says why; if
+    that leaves none, it is an error.
+
+    Args:
+        belongs: facts that must be equal ("configuration", "data", …).
+    """
+    wanted = plain_json(belongs)
+    found: list[tuple[int, int, Checkpoint]] = []
+    refused: list[str] = []
+    for turn, name in enumerate(NAMES):
+        path = Path(folder) / name
+        if not path.exists():
+            continue
+        try:
+            tensors, facts = unsealed(path)
+            _check_belongs(path, facts, wanted)
+        except (Unreadable, CheckpointError) as reason:
+            refused.append(str(reason))
+        except OSError as reason:
+            refused.append(f"{path} cannot be read ({reason.strerror})")
+        else:
+            found.append((int(facts["order"]), turn, Checkpoint(tensors, facts)))
+    if not found:
+        if refused:
+            raise CheckpointError("; ".join(refused) + "; no other checkpoint is there")
+        return None
+    _, turn, checkpoint = max(found, key=lambda item: item[0])
+    if refused:
+        at = ", ".join(f"{name} {checkpoint.facts[name]}" for name in ("run", "step") if name in checkpoint.facts)
+        warnings.warn(f"{'; '.join(refused)}: going on from the other one, {at}", UserWarning, stacklevel=2)
+    return checkpoint, turn
+
+
+@contextmanager
+def held(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold the folder (made with mode 0700) against other processes; leftovers of a killed one are removed."""
+    place = _made(folder)
+    try:
+        handle = os.open(place / LOCK, os.O_RDWR | os.O_CREAT, CONFIDENTIAL)
+    except OSError as reason:
+        raise CheckpointError(f"the checkpoint folder {place} cannot be written ({reason.strerror})") from reason
+    try:
+        _take(handle, place)
+        for leftover in place.glob(".checkpoint-*.part"):
+            leftover.unlink(missing_ok=True)
+        yield
+    finally:
+        os.close(handle)  # which lets go of the lock; the file stays: to remove it would be a race
+
+
+def _take(handle: int, place: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows: one process per folder is then the user's care
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another learner"
+        raise CheckpointError(
+            f"the checkpoint folder {place} is in use by {holder}: give each run a folder of its own, or wait"
+        ) from None
+    except OSError as reason:  # some network file systems have no locks
+        warnings.warn(f"{place} cannot be locked ({reason.strerror}): mind that only one run uses it", stacklevel=2)
+        return
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def _made(folder: str | os.PathLike[str]) -> Path:
+    place = Path(folder)
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as reason:
+        raise CheckpointError(f"the checkpoint folder {place} cannot be made ({reason.strerror})") from reason
+    return place
+
+
+def _check_belongs(path: Path, facts: Mapping[str, Any], belongs: Mapping[str, Any]) -> None:
+    for name, wanted in belongs.items():
+        has = facts.get(name)
+        if has == wanted:
+            continue
+        if isinstance(wanted, Mapping) and isinstance(has, Mapping):
+            keys = [k for k in {**wanted, **has} if wanted.get(k) != has.get(k)]
+            told = ", ".join(f"{k} was {has.get(k)!r} and is {wanted.get(k)!r}" for k in keys)
+        else:
+            told = f"it was {has!r} and is {wanted!r}"
+        raise CheckpointError(f"{path} belongs to another run: the {name} differs ({told})")
+
+
+def plain_json(value: Any) -> Any:
+    """The value as it would come back from JSON: tuples as lists, and so on."""
+    return json.loads(json.dumps(value))
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, types, shapes and contents."""
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
+        sha.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
+        if value.numel():
+            sha.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()

@@ -1,0 +1,166 @@
+"""The state of a learner as tensors and plain facts, and back: what a checkpoint holds, and whose it is.
+
+Optimizers and schedules keep numbers, tensors, and lists and dictionaries of them: `pack` takes the tensors out and
+leaves JSON, `unpack` puts them back. Nothing is ever pickled; what cannot be told in JSON is an error for an optimizer
+(its state would be lost) and left as it was made for a schedule (functions, counters: they are configuration)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ._check import InputError
+from .checkpoint import Checkpoint, CheckpointError, digest, plain_json
+
+if TYPE_CHECKING:
+    from .sgd import PrivateSGD
+
+_LEFT_OUT = object()
+
+
+def pack(value: Any, tensors: dict[str, Tensor], name: str, *, strict: bool = True) -> Any:
+    """The value as JSON, its tensors put into `tensors` under names that begin with `name`.
+
+    >>> tensors = {}
+    >>> packed = pack({"step": 3, "betas": (0.9, 0.99), 0: torch.ones(2)}, tensors, "optimizer")
+    >>> sorted(tensors), unpack(packed, tensors)["betas"], unpack(packed, tensors)[0].tolist()
+    (['optimizer/0'], (0.9, 0.99), [1.0, 1.0])
+    """
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach()
+        return {"tensor": name}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (list, tuple):
+        packed = [pack(v, tensors, f"{name}/{i}", strict=strict) for i, v in enumerate(value)]
+        if any(v is _LEFT_OUT for v in packed):
+            return _LEFT_OUT
+        return {"tuple": packed} if type(value) is tuple else packed
+    if isinstance(value, dict) and (strict or type(value) is dict):
+        pairs = [[pack(k, tensors, name), pack(v, tensors, f"{name}/{k}", strict=strict)] for k, v in value.items()]
+        return {"dict": [pair for pair in pairs if pair[1] is not _LEFT_OUT]}
+    if not strict:
+        return _LEFT_OUT
+    raise CheckpointError(f"{name} is a {type(value).__name__}, which no checkpoint can hold without a pickle")
+
+
+def unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
+    """What `pack` was given."""
+    if isinstance(packed, list):
+        return [unpack(v, tensors) for v in packed]
+    if not isinstance(packed, dict):
+        return packed
+    if "tensor" in packed:
+        return tensors[packed["tensor"]].clone()
+    if "tuple" in packed:
+        return tuple(unpack(v, tensors) for v in packed["tuple"])
+    return {unpack(k, tensors): unpack(v, tensors) for k, v in packed["dict"]}
+
+
+def identity(learner: PrivateSGD) -> dict[str, Any]:
+    """What a checkpoint must agree with: settings, model, optimizer and schedule as they were made, and the data."""
+    asked = {**asdict(learner.settings), "steps": learner.steps, "kind": learner.kind}
+    asked.pop("seed")
+    asked["private"] = _told(learner.private)
+    asked["diagonal"], asked["spectral"] = _told(learner.diagonal), bool(learner.spectral)
+    asked["feature_scale"] = _told(learner.feature_scale)
+    model = {
+        "parameters": {n: [list(p.shape), str(p.dtype), p.requires_grad] for n, p in learner.model.named_parameters()},
+        "modules": {n: type(m).__name__ for n, m in learner.model.named_modules()},
+    }
+    data = {"records": learner.records, "digest": data_digest(learner.inputs, learner.targets)}
+    found = {"configuration": asked, "model": model, "optimizer": made(learner), "data": data}
+    plain: dict[str, Any] = plain_json(found)
+    return plain
+
+
+def made(learner: PrivateSGD) -> dict[str, Any]:
+    """The optimizer and the schedule as they were made, before any step."""
+    schedule = learner.schedule
+    return {
+        "class": type(learner.optimizer).__name__,
+        "groups": [{k: repr(v) for k, v in g.items() if k != "params"} for g in learner.optimizer.param_groups],
+        "schedule": None if schedule is None else type(schedule).__name__,
+    }
+
+
+def data_digest(inputs: Any, targets: Any) -> str:
+    leaves = tree_leaves((inputs, targets))
+    return digest({f"{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+
+
+def snapshot(learner: PrivateSGD, belongs: dict[str, Any]) -> Checkpoint:
+    """The learner's state at the end of its last step."""
+    tensors = {f"model/{name}": value for name, value in learner.model.state_dict().items()}
+    optimizer = learner.optimizer.state_dict()
+    facts: dict[str, Any] = {
+        **belongs,
+        "seed": learner.seed,
+        "run": learner.run,
+        "step": learner.step,
+        "order": learner.order,
+        "history": learner.history,
+        "state": pack(optimizer["state"], tensors, "optimizer"),
+        "groups": pack(optimizer["param_groups"], tensors, "groups"),
+    }
+    if learner.schedule is not None:
+        facts["schedule"] = pack(learner.schedule.state_dict(), tensors, "schedule", strict=False)
+    if learner.accountant is not None:
+        facts["runs"] = learner.accountant.runs
+        tensors |= {f"ledger/{name}": value for name, value in learner.accountant.state().items()}
+    return Checkpoint(tensors, facts)
+
+
+def reinstate(learner: PrivateSGD, saved: Checkpoint) -> None:
+    """Put a learner into the state of a checkpoint that belongs to it."""
+    tensors, facts = dict(saved.tensors), saved.facts
+    learner.model.load_state_dict(_under("model/", tensors))
+    learner.restart()
+    learner.optimizer.load_state_dict(
+        {"state": unpack(facts["state"], tensors), "param_groups": unpack(facts["groups"], tensors)}
+    )
+    if learner.schedule is not None:
+        learner.schedule.load_state_dict(unpack(facts["schedule"], tensors))
+    if learner.accountant is not None:
+        learner.accountant.restore(_under("ledger/", tensors), facts["runs"])
+    learner.seed, learner.run, learner.step = int(facts["seed"]), int(facts["run"]), int(facts["step"])
+    learner.history[:] = facts["history"]
+
+
+def reset_parameters(model: nn.Module) -> None:
+    """The own reset_parameters of every module that has a trainable parameter; an error names one that none resets.
+
+    Frozen parameters and buffers (a pretrained part's) stay as they are."""
+    reset: set[int] = set()
+    for module in model.modules():
+        own = getattr(module, "reset_parameters", None)
+        mine = list(module.parameters(recurse=False))
+        if not callable(own) or not any(p.requires_grad for p in mine):
+            continue
+        kept = [(t, t.detach().clone()) for t in (*mine, *module.buffers(recurse=False))]
+        own()
+        with torch.no_grad():
+            for t, before in kept:
+                if not t.requires_grad:
+                    t.copy_(before)
+        reset |= {id(p) for p in mine}
+    for name, p in model.named_parameters():
+        if p.requires_grad and id(p) not in reset:
+            raise InputError("initialise", "must be given: no module resets the parameter", name)
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _told(value: Any) -> Any:
+    """A short plain form of an option that may be a tensor, a Private, a sequence or a word."""
+    if isinstance(value, Tensor):
+        return digest({"": value})
+    if hasattr(value, "features") and hasattr(value, "part"):
+        return [value.part, value.name, None if value.features is None else digest({"": value.features})]
+    return value if value is None or isinstance(value, (str, bool, int, float)) else [float(v) for v in value]

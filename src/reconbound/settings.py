@@ -1,0 +1,66 @@
+"""Settings of a private run: everything that decides what it does, apart from the model and the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ._check import choice, number, whole
+from ._random import checked_seed
+from .budget import Budget, checked_budget
+from .fisher import Clip
+from .noise import SOURCES
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides what a run does, apart from the model and the data.
+
+    Attributes:
+        noise_multiplier: standard deviation of the noise on the sum over max_grad_norm. max_grad_norm: the clip norm C.
+        sample_rate: q. sampler: "poisson", "fixed" or "shuffle". clip: "smooth" or "hard".
+        lr, momentum, weight_decay: of the default optimizer, torch's SGD.
+        rules: subsampling factors to keep ledgers for (see Account); None to train without accounting.
+        budget: what accounting may cost (see budget.py). A number: records measured over records trained on, each once
+            in a block of 1/(q·budget) steps (and once in a shorter run, which then costs more). "every": the batch
+            itself at every step. ("steps", p): the batch itself at a random share p of the steps. With shuffled epochs
+            a number p below 1 means ("steps", p), else "every".
+        probes: Gaussian probes for each measurement.
+        noise: "philox", or "secure" for a cryptographic generator. seed: from the operating system when None; it is as
+            secret as the data, and must not serve two data sets.
+        micro_batch: records at a time, for memory; None for all.
+    """
+
+    noise_multiplier: float
+    max_grad_norm: float
+    sample_rate: float
+    sampler: str = "poisson"
+    clip: Clip = "smooth"
+    lr: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    rules: tuple[str, ...] | None = ()
+    budget: Budget = 0.15
+    probes: int = 1
+    noise: str = "philox"
+    seed: int | None = None
+    micro_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        number("noise_multiplier", self.noise_multiplier, above=0.0)
+        number("max_grad_norm", self.max_grad_norm, above=0.0)
+        number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
+        choice("sampler", self.sampler, ("poisson", "fixed", "shuffle"))
+        choice("clip", self.clip, ("smooth", "hard"))
+        choice("noise", self.noise, tuple(SOURCES))
+        budget = checked_budget(self.budget)
+        if self.sampler == "shuffle" and isinstance(budget, float):
+            # within an epoch the parameters at a step depend on whether a record was seen: only batches can be measured
+            budget = ("steps", budget) if budget < 1 else "every"
+        object.__setattr__(self, "budget", budget)
+        if self.rules is not None:
+            object.__setattr__(self, "rules", tuple(self.rules))
+        if self.seed is not None:
+            checked_seed(self.seed)
+        whole("probes", self.probes)
+        if self.micro_batch is not None:
+            whole("micro_batch", self.micro_batch)

@@ -1,0 +1,461 @@
+"""Private SGD with a Fisher accountant (Algorithm 1 of the paper, and its exact Poisson version).
+
+At every step: draw a batch, clip each record's gradient, add Gaussian noise to the SUM, divide by the fixed qN, hand
+the result to any torch optimizer. Beside it the accountant measures what the steps tell about each record. All
+randomness is a function of (seed, run, step), so a run that was killed goes on bit for bit as if it had not been."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from . import checkpoint as checkpoints
+from . import learner_state as states
+from . import noise as noises
+from ._check import InputError, number, whole
+from ._progress import progress_bar
+from ._random import derive, new_seed, torch_stream
+from .account import Account
+from .accountant import FisherAccountant
+from .budget import Blocks, batch_weight
+from .fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
+from .fisher.private import Problem, as_private, feature_mask, private_part
+from .sampling import make_sampler
+from .settings import Settings
+from .validate import check_batch
+
+LossFn = Callable[[Any, Any], Tensor]
+Measured = list[tuple[Tensor, StepInformation, float, bool]]  # records, what was found, weight, once per block
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the last good state is in the checkpoint."""
+
+
+class PrivateSGD:
+    """A private learner whose ledger says how well each training record is protected.
+
+    Args:
+        model: any torch model that treats records alone; it is trained in place.
+        loss_fn: (outputs, targets) → one loss per record, (B,).
+        inputs, targets: the training data, tensors (or a tuple or dictionary of them) with one row per record.
+        settings: the run's Settings.
+        optimizer: parameters → torch optimizer; default SGD with the settings' lr, momentum and weight_decay. Whatever
+            it does with the noisy gradient is post-processing.
+        schedule: optimizer → learning-rate scheduler, stepped once a step.
+        initialise: called on the model before each run of `repeat`; default: reset_parameters of every module that
+            has a trainable parameter.
+        private: the private part of a record, as in `step_information`.
+        diagonal, spectral, feature_scale: what else the ledger keeps, as in FisherAccountant.
+        checkpoint: a folder for checkpoints, one process at a time; None for none. every: steps between two.
+        evaluate: model → dictionary of numbers, called every `evaluate_every` steps and at the end.
+        progress: show a progress bar, if output is a terminal.
+        check: check model and data before training starts.
+
+    Guarantee: the released noisy sums are T adaptive steps of the Gaussian mechanism named by the settings
+    (`mechanism` of the ledger's account); the divisor (qN for Poisson batches) does not depend on who took part.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        inputs: Any,
+        targets: Any,
+        settings: Settings,
+        *,
+        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+        schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+        initialise: Callable[[nn.Module], None] | None = None,
+        private: Private | Tensor | str | None = None,
+        diagonal: Any = "none",
+        spectral: bool = False,
+        feature_scale: Any = 1.0,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: int = 100,
+        evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
+        evaluate_every: int = 0,
+        progress: bool = True,
+        check: bool = True,
+    ) -> None:
+        self.model, self.loss_fn, self.inputs, self.targets, self.settings = model, loss_fn, inputs, targets, settings
+        self.records = _records(inputs, targets)
+        self.sampler = make_sampler(settings.sampler, self.records, settings.sample_rate)
+        self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.params:
+            raise InputError("model", "must have a parameter that requires grad", type(model).__name__)
+        self.device = next(iter(self.params.values())).device
+        self.seed = new_seed() if settings.seed is None else int(settings.seed)
+        self.private, self.diagonal, self.spectral, self.feature_scale = private, diagonal, spectral, feature_scale
+        self.make_optimizer, self.make_schedule = optimizer or self._sgd, schedule
+        self.initialise = initialise or states.reset_parameters
+        self.folder, self.every = checkpoint, whole("every", every)
+        self.evaluate, self.evaluate_every = evaluate, whole("evaluate_every", evaluate_every, at_least=0)
+        self.progress = progress
+        few = self._rows(torch.arange(min(3, self.records)))
+        if check:
+            check_batch(model, loss_fn, *few)
+        self._methods = [
+            covering_method(model, loss_fn, *few, part) for part in (Private("nothing"), as_private(private))
+        ]
+        self._columns, self.features = self._private_features(few)
+        self.accountant: FisherAccountant | None = None
+        self.history: list[dict[str, float]] = []
+        self.kind, self.run, self.step, self.steps = "", 0, 0, 0
+        self._turn, self._saved, self._midway = 0, -1, False
+        self._identity: dict[str, Any] = {}
+        self.restart()
+
+    @classmethod
+    def paper(
+        cls,
+        model: nn.Module,
+        loss_fn: LossFn,
+        inputs: Any,
+        targets: Any,
+        *,
+        batch_size: int,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        lr: float,
+        momentum: float = 0.5,
+        probes: int = 1,
+        seed: int | None = None,
+        **options: Any,
+    ) -> PrivateSGD:
+        """Algorithm 1 as the paper has it: fixed-size batches, smooth clip, all steps measured, κ, δ split over steps.
+
+        The ledger also keeps the fixed-size factor, which is proved; κ is for comparison."""
+        settings = Settings(
+            noise_multiplier,
+            max_grad_norm,
+            whole("batch_size", batch_size) / _records(inputs, targets),
+            sampler="fixed",
+            lr=lr,
+            momentum=momentum,
+            rules=("paper", "fixed"),
+            budget="every",
+            probes=probes,
+            seed=seed,
+        )
+        return cls(model, loss_fn, inputs, targets, settings, **options)
+
+    # --- training ----------------------------------------------------------------------
+
+    def fit(self, steps: int | None = None, *, epochs: float | None = None) -> PrivateSGD:
+        """Train one run of so many steps, or epochs of 1/q steps, from the model's present parameters; goes on from
+        the checkpoint folder's last good state."""
+        with self._opened("fit", steps, epochs):
+            self._train_run()
+        return self
+
+    def repeat(self, runs: int, steps: int | None = None, *, epochs: float | None = None) -> PrivateSGD:
+        """Train `runs` independent runs, each from fresh parameters, and average their ledgers; resumable run by run
+        and step by step. More runs can be added later."""
+        count = whole("runs", runs)
+        with self._opened("repeat", steps, epochs):
+            while self.run < count:
+                if self.step == 0:
+                    with _seeded(derive(self.seed, "initial", self.run)):
+                        self.initialise(self.model)
+                    self.restart()
+                self._train_run()
+                if self.run + 1 == count:
+                    break
+                self.run, self.step = self.run + 1, 0
+        return self
+
+    @property
+    def order(self) -> int:
+        """Steps taken over all runs, and one for each run ended: later states have the larger."""
+        return self.run * (self.steps + 1) + self.step
+
+    def _train_run(self) -> None:
+        self._after_step()
+        with progress_bar(self.steps, self.step, self.progress, f"run {self.run + 1}") as advance:
+            while self.step < self.steps:
+                self._train_step()
+                self._after_step()
+                advance(1)
+
+    def _after_step(self) -> None:
+        """Evaluate and save where that is due; nothing happens twice, so it can be called again after an error."""
+        last = (self.history[-1]["run"], self.history[-1]["step"]) if self.history else None
+        due = self.step == self.steps or (self.evaluate_every and self.step and self.step % self.evaluate_every == 0)
+        if self.evaluate is not None and due and last != (self.run, self.step):
+            with _modes_kept(self.model):
+                found = {name: float(value) for name, value in self.evaluate(self.model).items()}
+            self.history.append({"run": self.run, "step": self.step, **found})
+        if self.folder is None or self.order <= self._saved:
+            return
+        if self.step % self.every == 0 or self.step == self.steps:
+            checkpoints.save(self.folder, states.snapshot(self, self._identity), self._turn + 1)
+            self._turn, self._saved = self._turn + 1, self.order
+
+    def _train_step(self) -> None:
+        s, seed = self.settings, derive(self.seed, "run", self.run)
+        sizes = _sizes(self.inputs, self.targets)
+        if sizes != {self.records}:
+            self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
+        chosen = self.sampler.batch(seed, self.step)
+        if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.records:
+            self._fail(f"a record from {int(chosen.min())} to {int(chosen.max())} was drawn: index out of range")
+        measured = self._measured_groups(seed)
+        flat = self._gradient_sum(chosen, seed, measured).double()
+        flat += s.noise_multiplier * s.max_grad_norm * noises.draw(s.noise, seed, self.step, len(flat), flat.device)
+        flat /= self.sampler.divisor
+        for p, piece in zip(self.params.values(), flat.split([p.numel() for p in self.params.values()]), strict=True):
+            p.grad = piece.reshape(p.shape).to(p.dtype)
+        self._midway = True
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+        for name, p in self.params.items():
+            if not bool(torch.isfinite(p.detach()).all()):
+                self._fail(f"the parameter {name} is not finite after it: the model has exploded; lower lr")
+        if self.accountant is not None:
+            for indices, found, weight, stratified in measured:
+                self.accountant.add(indices, found, weight=weight, stratified=stratified)
+            if self.step + 1 == self.steps:
+                self.accountant.finish_run()
+        self.step += 1
+        self._midway = False
+
+    def _gradient_sum(self, chosen: Tensor, seed: int, measured: Measured) -> Tensor:
+        """Σ c g over the batch, flattened; where the batch itself is to be measured, that is done in the same pass."""
+        s = self.settings
+        if len(chosen) == 0:
+            return torch.cat([torch.zeros_like(p).flatten() for p in self.params.values()])
+        weight = None if self.accountant is None else batch_weight(s.budget, seed, self.step)
+        with self._explained(chosen):
+            if weight is not None:
+                found = self._information(chosen, seed, 0)
+                measured.append((chosen, found, weight, False))
+                sums = found.gradient_sum
+            else:
+                clipped = clipped_gradient_sum(
+                    self.model,
+                    self.loss_fn,
+                    *self._rows(chosen),
+                    max_grad_norm=s.max_grad_norm,
+                    clip=s.clip,
+                    micro_batch=s.micro_batch,
+                    method=self._methods[0],
+                    checked=True,
+                )
+                self._check_finite(chosen, clipped.loss, clipped.norm)
+                sums = clipped.gradient_sum
+        flat = torch.cat([sums[name].flatten() for name in self.params])
+        if not bool(torch.isfinite(flat).all()):
+            self._fail("the clipped gradient sum is not finite: the model has exploded; lower lr")
+        return flat
+
+    def _measured_groups(self, seed: int) -> Measured:
+        """Measure the records whose turn it is, at the parameters before this step."""
+        if self.accountant is None or self.plan is None:
+            return []
+        measured: Measured = []
+        for k, group in enumerate(self.plan.at(seed, self.step)):
+            with self._explained(group):
+                found = self._information(group, seed, k + 1)
+            measured.append((group, found, self.plan.weight(self.step), True))
+        return measured
+
+    def _information(self, indices: Tensor, seed: int, part: int) -> StepInformation:
+        s = self.settings
+        found = step_information(
+            self.model,
+            self.loss_fn,
+            *self._rows(indices),
+            max_grad_norm=s.max_grad_norm,
+            noise_multiplier=s.noise_multiplier,
+            clip=s.clip,
+            probes=s.probes,
+            diagonal=self.diagonal_kept,
+            spectral=self.spectral,
+            error="bound",
+            generator=torch_stream(seed, f"probe {part}", self.step, self.device),
+            micro_batch=s.micro_batch,
+            private=self.private,
+            method=self._methods[1],
+            checked=True,
+        )
+        self._check_finite(indices, found.loss, found.norm, found.trace)
+        if self._columns is None or found.diagonal_across is None or found.diagonal_along is None:
+            return found
+        across, along = (d.flatten(1)[:, self._columns] for d in (found.diagonal_across, found.diagonal_along))
+        return replace(found, diagonal_across=across, diagonal_along=along)
+
+    # --- errors --------------------------------------------------------------------------
+
+    def _check_finite(self, indices: Tensor, losses: Tensor, *others: Tensor) -> None:
+        """An error that names the first record whose loss, gradient or information is not a finite number."""
+        if bool(torch.isfinite(torch.stack([losses.double(), *(o.double() for o in others)])).all()):
+            return
+        for what, values in zip(("loss", "gradient norm", "information"), (losses, *others), strict=False):
+            bad = torch.nonzero(~torch.isfinite(values)).flatten()
+            if len(bad):
+                record, value = int(indices[int(bad[0])]), float(values[bad[0]])
+                large = max(float(p.detach().abs().max()) for p in self.params.values())
+                self._fail(f"record {record} has {what} {value} (the largest parameter is {large:.3g})")
+
+    @contextmanager
+    def _explained(self, indices: Tensor) -> Iterator[None]:
+        """Name the record at fault where a label or a token is out of range."""
+        try:
+            yield
+        except IndexError as reason:
+            for i in indices.tolist():
+                inputs, targets = self._rows(torch.tensor([i]))
+                try:
+                    with torch.no_grad():
+                        Problem(self.model, self.loss_fn, Private("nothing")).losses(torch.zeros(1), inputs, targets)
+                except IndexError as own:
+                    self._fail(f"record {i} has an index that is out of range: {own}")
+            self._fail(f"an index is out of range: {reason}")
+
+    def _fail(self, what: str) -> NoReturn:
+        saved = "" if self.folder is None else f"; the last good state is in {os.fspath(self.folder)}"
+        raise TrainingError(f"run {self.run}, step {self.step}: {what}{saved}")
+
+    # --- state ---------------------------------------------------------------------------
+
+    @contextmanager
+    def _opened(self, kind: str, steps: int | None, epochs: float | None) -> Iterator[None]:
+        """Make the ledger for runs of this length; hold the checkpoint folder and go on from its last good state."""
+        length = self._length(steps, epochs)
+        if self.steps and (kind, length) != (self.kind, self.steps):
+            raise InputError(
+                "steps", f"must stay those of {self.kind}({self.steps} steps): the ledger is for them", length
+            )
+        if self._midway and self.folder is None:
+            raise TrainingError("the learner was interrupted in the middle of a step: make a new one")
+        if not self.steps:
+            self.kind, self.steps = kind, length
+            self._make_ledger()
+            self._identity = states.identity(self) if self.folder is not None else {}
+        if self.folder is None:
+            yield
+            return
+        with checkpoints.held(self.folder):
+            self._resume()
+            yield
+
+    def _length(self, steps: int | None, epochs: float | None) -> int:
+        if (steps is None) == (epochs is None):
+            raise InputError("steps", "or epochs must be given, and not both", steps)
+        if steps is not None:
+            return whole("steps", steps)
+        return max(1, round(number("epochs", epochs, above=0.0) * self.sampler.steps_per_epoch))
+
+    def _make_ledger(self) -> None:
+        s, rate = self.settings, self.sampler.sample_rate
+        self.plan: Blocks | None = None
+        if s.rules is None:
+            return
+        account = Account(
+            records=self.records,
+            features=self.features,
+            steps=self.steps,
+            noise_multiplier=s.noise_multiplier,
+            max_grad_norm=s.max_grad_norm,
+            sample_rate=rate,
+            sampler=s.sampler,
+            clip=s.clip,
+            rules=s.rules,
+        )
+        self.accountant = FisherAccountant(
+            account,
+            diagonal=self.diagonal,
+            spectral=self.spectral,
+            feature_scale=self.feature_scale,
+            device=self.device,
+        )
+        if isinstance(s.budget, float):
+            group = max(1, min(self.records, round(rate * self.records)))
+            self.plan = Blocks(self.records, rate, self.steps, s.budget, group)
+
+    def _resume(self) -> None:
+        assert self.folder is not None
+        belongs = dict(self._identity)
+        if self.settings.seed is not None:
+            belongs["seed"] = self.seed
+        found = checkpoints.load(self.folder, belongs)
+        if found is not None:
+            saved, self._turn = found
+            states.reinstate(self, saved)
+            self._saved, self._midway = self.order, False
+        elif self._saved >= 0 or self._midway:
+            raise checkpoints.CheckpointError(f"the checkpoints of {os.fspath(self.folder)} have been removed")
+
+    def restart(self) -> None:
+        """A new optimizer and schedule, as at the start of a run."""
+        self.optimizer = self.make_optimizer(list(self.params.values()))
+        self.schedule = None if self.make_schedule is None else self.make_schedule(self.optimizer)
+
+    def _sgd(self, parameters: Any) -> torch.optim.Optimizer:
+        s = self.settings
+        return torch.optim.SGD(parameters, lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
+
+    # --- data -------------------------------------------------------------------------------
+
+    @property
+    def diagonal_kept(self) -> bool:
+        return not (isinstance(self.diagonal, str) and self.diagonal == "none")
+
+    def _rows(self, indices: Tensor) -> tuple[Any, Any]:
+        def pick(t: Any) -> Any:
+            return t[indices.to(t.device)].to(self.device) if isinstance(t, Tensor) else t
+
+        return tree_map(pick, self.inputs), tree_map(pick, self.targets)
+
+    def _private_features(self, few: tuple[Any, Any]) -> tuple[Tensor | None, int]:
+        """Which columns of a record's flattened private part are private (None: all), and how many."""
+        private = as_private(self.private)
+        z = private_part(Problem(self.model, self.loss_fn, private), *few)
+        mask = feature_mask(private, z)
+        if mask is None:
+            return None, z[0].numel()
+        columns = torch.nonzero(mask.flatten()).flatten()
+        if len(columns) == 0:
+            raise InputError("private", "must name at least one feature", self.private)
+        return columns, len(columns)
+
+
+def _sizes(inputs: Any, targets: Any) -> set[int]:
+    return {len(t) if t.dim() > 0 else 0 for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)}
+
+
+def _records(inputs: Any, targets: Any) -> int:
+    sizes = _sizes(inputs, targets)
+    if len(sizes) != 1 or 0 in sizes:
+        raise InputError("inputs", "and targets must have one row for each record", sorted(sizes))
+    return sizes.pop()
+
+
+@contextmanager
+def _modes_kept(model: nn.Module) -> Iterator[None]:
+    """Training and evaluation modes of all modules as they were, whatever is done in between."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_available() else []):
+        torch.manual_seed(seed % 2**63)
+        yield
+
+
+__all__ = ["PrivateSGD", "Settings", "TrainingError"]
