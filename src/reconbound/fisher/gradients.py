@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from reconbound.fisher import layers
@@ -29,6 +30,7 @@ from reconbound.fisher.recorder import NotCovered, Recorder, Site, check_covered
 Params = Mapping[str, Tensor]
 Route = Literal["reverse", "forward"]
 Pair = tuple[Tensor, Tensor]
+_CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()  # what _check_small_batch has passed
 
 
 class Pass(Protocol):
@@ -151,23 +153,25 @@ class LayerPass:
         return self._pull(*self._record_direction(self._moved_pairs(v)))[1]
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        sums = {name: torch.zeros_like(p) for name, p in self.params.items()}
+        sums: dict[str, Tensor] = {}
+        for name, uses in self.bias_uses.items():
+            if name not in self.formed:
+                self.formed[name] = self._bias_direction(uses, self._own_pairs())
         for name, formed in self.formed.items():
             sums[name] = (weights @ formed.flatten(1)).reshape(self.params[name].shape)
-        for i, (site, a, delta) in enumerate(zip(self.sites, self.inputs, self.deltas, strict=True)):
-            weighted = delta * weights.reshape(-1, *(1,) * (delta.dim() - 1))
+        for site, a, delta in zip(self.sites, self.inputs, self.deltas, strict=True):
             if site.weight is not None and site.weight not in self.formed:
-                sums[site.weight] += site.rule.total(a, weighted, self.params[site.weight])
-            if site.bias is not None:
-                sums[site.bias] += self.sites[i].rule.rows(weighted).sum((0, 3)).reshape(sums[site.bias].shape)
-        return sums
+                weighted = delta * weights.reshape(-1, *(1,) * (delta.dim() - 1))
+                part = site.rule.total(a, weighted, self.params[site.weight])
+                sums[site.weight] = sums[site.weight] + part if site.weight in sums else part
+        return {name: sums[name] if name in sums else torch.zeros_like(p).detach() for name, p in self.params.items()}
 
     def _own_pairs(self) -> list[list[Pair]]:
         return [[pair] for pair in zip(self.inputs, self.deltas, strict=True)]
 
     def _squared(self, pairs: list[list[Pair]], *, keep: bool = False) -> Tensor:
         """Squared norms of the gradients that pairs (a, δ) make, (B,)."""
-        total = torch.zeros_like(self.losses)
+        squares: list[Tensor] = []
         for name, uses in self.weight_uses.items():
             if len(uses) > 1:
                 formed = self._full(name, uses, pairs)
@@ -175,15 +179,18 @@ class LayerPass:
                 factors = self._factors(uses[0], pairs[uses[0]])
                 if not layers.forms_gradient(*factors[0], sum(columns.shape[-1] for columns, _ in factors)):
                     columns, rows = _joined(factors)
-                    total = total + (layers.gram(columns, columns) * layers.gram(rows, rows)).sum((1, 2, 3))
+                    squares.append((layers.gram(columns, columns) * layers.gram(rows, rows)).sum((1, 2, 3)))
                     continue
                 formed = layers.summed_gradients(factors)
-            total = total + _squares(formed)
+            squares.append(_squares(formed))
             if keep:
                 self.formed[name] = formed
-        for uses in self.bias_uses.values():
-            total = total + _squares(self._bias_direction(uses, pairs))
-        return total
+        for name, uses in self.bias_uses.items():
+            direction = self._bias_direction(uses, pairs)
+            squares.append(_squares(direction))
+            if keep:
+                self.formed[name] = direction
+        return torch.stack(squares).sum(0) if squares else torch.zeros_like(self.losses)
 
     def _record_direction(
         self, pairs: list[list[Pair]], *, keep: bool = False, moving: bool = False
@@ -198,8 +205,10 @@ class LayerPass:
                 self._several(uses, formed, along_output, along_input)
             if keep and formed is not None:
                 self.formed[name] = formed
-        for uses in self.bias_uses.values():
+        for name, uses in self.bias_uses.items():
             direction = self._bias_direction(uses, pairs)
+            if keep:
+                self.formed[name] = direction
             for i in uses:
                 rows = self.sites[i].rule.rows(self.deltas[i])
                 spread = direction.reshape(*rows.shape[:3], 1).expand_as(rows)
@@ -254,20 +263,20 @@ class LayerPass:
     def _bias_direction(self, uses: list[int], pairs: list[list[Pair]]) -> Tensor:
         """The bias gradients, (B, O). A pair (ȧ, δ) adds nothing: the bias does not meet the input."""
         each = [self.sites[i].rule.rows(d).sum(3).flatten(1) for i in uses for a, d in pairs[i] if a is self.inputs[i]]
+        if len(each) == 1:
+            return each[0]
         return torch.stack(each).sum(0) if each else self.losses.new_zeros(len(self.losses), 1)
 
-    def _pull(
-        self, along_output: list[Any], along_input: list[Any], *, moving: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def _pull(self, along_output: list[Any], along_input: list[Any], *, moving: bool = False) -> tuple[Tensor, Tensor]:
         """Inner product with g, and the pull-back to z, of the direction whose seeds are given."""
-        total = torch.zeros_like(self.losses)
+        dots: list[Tensor] = []
         outputs: list[Tensor] = []
         seeds: list[Tensor] = []
         where: list[tuple[int, bool]] = []
         for i, e in enumerate(along_output):
             if e is None:
                 continue
-            total = total + (self.deltas[i] * e).flatten(1).sum(1)
+            dots.append((self.deltas[i] * e).flatten(1).sum(1))
             if self.graph_deltas[i].requires_grad:
                 outputs.append(self.graph_deltas[i])
                 seeds.append(e)
@@ -276,6 +285,7 @@ class LayerPass:
                 outputs.append(self.sites[i].a)
                 seeds.append(along_input[i])
                 where.append((i, False))
+        total = torch.stack(dots).sum(0) if dots else torch.zeros_like(self.losses)
         if not moving:
             return total, _backward(outputs, self.z, seeds)
         seeds = [seed.detach().requires_grad_() for seed in seeds]
@@ -326,13 +336,21 @@ def _recorded(
 
 
 def _check_small_batch(problem: Problem, params: Params, z: Tensor, inputs: Inputs, targets: Any) -> None:
-    """A batch of another size must show in the first dimension of every layer's input, or it does not count records."""
+    """A batch of another size must show in the first dimension of every layer's input, or it does not count records.
+
+    Not again while a CUDA graph is captured of what has been run before: the check would be replayed with the graph.
+    """
+    done = _CHECKED.setdefault(problem.model, set())
+    key = (tuple(z.shape[1:]), problem.private.part, problem.private.name)
+    if key in done and z.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
     records = 1 if z.shape[0] > 1 else 2
     z, inputs, targets = batch_rows((z, inputs, targets), slice(0, 1))
     if records == 2:
         z, inputs, targets = tree_map(lambda t: torch.cat([t, t]) if isinstance(t, Tensor) else t, (z, inputs, targets))
     with torch.enable_grad():
         check_leading(_recorded(problem, params, z, inputs, targets)[2], records)
+    done.add(key)
 
 
 def _output_gradients(losses: Tensor, at: Any, *, create_graph: bool) -> list[Tensor | None]:
@@ -356,7 +374,8 @@ def _joined(factors: list[Pair]) -> Pair:
 
 
 def _squares(gradients: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(gradients.flatten(1), dim=1).square()
+    sizes: Tensor = torch.linalg.vector_norm(gradients.flatten(1), dim=1)
+    return sizes.square()
 
 
 def _kept(site: Site, value: Tensor) -> Tensor:

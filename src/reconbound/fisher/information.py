@@ -6,8 +6,8 @@ J̃ = [c P + (c + c'n) ĝĝᵀ] J, so
     J̃ᵀJ̃ = c² JᵀPJ + (c + c'n)² hhᵀ
 
 The second term (along the gradient) is computed exactly; the first (across it) is estimated with Gaussian probes u
-shared by the batch: r = Jᵀu − ⟨ĝ, u⟩ h = JᵀPu has E[rrᵀ] = JᵀPJ; or with probes v in the private part, E‖PJv‖² = Tr JᵀPJ,
-whose variance is smaller because their basis can be chosen (probes.py).
+shared by the batch: r = Jᵀu − ⟨ĝ, u⟩ h = JᵀPu has E[rrᵀ] = JᵀPJ; or with probes v in the private part,
+E‖PJv‖² = Tr JᵀPJ, whose variance is smaller because their basis can be chosen (probes.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from reconbound.fisher.private import (
     feature_mask,
     private_part,
 )
-from reconbound.fisher.probes import bisectors, draw_input_probes, draw_probes, extended, with_signs
+from reconbound.fisher.probes import Basis, draw_input_probes, draw_probes
 from reconbound.fisher.sums import (
     Method,
     as_present,
@@ -162,8 +162,8 @@ def step_information(
         probe: where they lie. "weights": Gaussian in parameter space; they also give the diagonal, and an error from
             one probe ("product"). "inputs": in the private part, with random signs along some directions: a smaller
             variance at the same cost. "auto": inputs, unless the diagonal or the error "product" needs weights.
-        deflate: those directions: 0 none, 2 h and ∇_z ℓ (free), 3 also the slope of the outputs' size (one backward
-            pass more; worth it with many probes). The value is unbiased with any.
+        deflate: how many of those directions, 0 to 3: h, ∇_z ℓ (next to free), the slope of the outputs' size (one
+            backward pass more; worth it with many probes). One that does not exist is left out. Unbiased with any.
         directions: these probes instead of random ones, each a dictionary from parameter name to tensor (weights), or a
             tensor of one record's private part (probe="inputs").
         diagonal: also the diagonal over features.
@@ -192,7 +192,7 @@ def step_information(
     """
     check_common(max_grad_norm, micro_batch, method)
     _check(noise_multiplier, probes, route, error, probe)
-    check_choice("deflate", deflate, (0, 2, 3))
+    check_choice("deflate", deflate, (0, 1, 2, 3))
     error = _error_from(error, probes if directions is None else len(directions), probe)
     in_inputs = _in_inputs(probe, error, diagonal, given=directions is not None)
     problem = Problem(model, loss_fn, as_private(private))
@@ -229,7 +229,7 @@ def step_information(
     parts: list[_Part] = []
     for rows in micro_batches(records, micro_batch):
         batch = batch_rows((z, inputs, targets), rows)
-        work = open_pass(problem, batch, method, route, check=not parts, sloped=in_inputs)
+        work = open_pass(problem, batch, method, route, check=not parts, sloped=in_inputs and deflate > 1)
         method = work.method  # decided once, on the first rows
         parts.append(_measure(work, plan, None if present is None else present[rows]))
     size = z[0].numel() if features is None else _count(problem.private, features)
@@ -239,7 +239,7 @@ def step_information(
 def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> _Part:
     squared, pulled = work.own(moving=plan.inputs or plan.spectral > 0 or plan.error == "product")
     norm = squared.clamp(min=0).sqrt()
-    inverse = torch.where(norm > 0, 1 / torch.where(norm > 0, norm, 1), 0)
+    inverse = torch.where(norm > 0, 1 / norm, 0)
     clips = clipping(norm, plan.max_grad_norm, plan.clip)
     scale = 1 / (plan.noise_multiplier * plan.max_grad_norm)
     c, radial = clips.factor * scale, clips.radial * scale
@@ -249,7 +249,7 @@ def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> _Part:
     if plan.features is not None:
         h = h * plan.features
     residuals, values = _pushed(work, plan, h) if plan.inputs else _probed(work, plan, h, inverse)
-    across = c.square() * torch.stack(values).mean(0)
+    across = c.square() * (values[0] if len(values) == 1 else torch.stack(values).mean(0))
     part = _Part(
         loss=work.losses,
         norm=norm,
@@ -285,13 +285,16 @@ def _probed(work: Pass, plan: _Plan, h: Tensor, inverse: Tensor) -> tuple[list[T
 
 def _pushed(work: Pass, plan: _Plan, h: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """‖PJv‖² = ‖Jv‖² − ⟨h, v⟩² of each probe v of the private part, (B,)."""
-    basis = bisectors(h, _chosen(work.slope(), plan)) if plan.deflate else [torch.zeros_like(h)]
+    slope = work.slope() if plan.deflate > 1 else None
     third = work.output_slope() if plan.deflate > 2 else None
-    if third is not None:
-        basis = extended(basis, _chosen(third, plan))
+    basis = Basis(
+        h if plan.deflate else None,
+        None if slope is None else _chosen(slope, plan),
+        None if third is None else _chosen(third, plan),
+    )
     values: list[Tensor] = []
     for omega in plan.directions:
-        v = with_signs(_chosen(omega, plan), basis)
+        v = basis.with_signs(_chosen(omega, plan), len(h))
         values.append((work.moved(v) - (h * v).flatten(1).sum(1).square()).clamp(min=0))
     return [], values
 
@@ -375,7 +378,8 @@ def _in_inputs(probe: ProbeIn, error: ErrorFrom, diagonal: bool, *, given: bool)
 
 
 def _squares(v: Tensor) -> Tensor:
-    return v.flatten(1).square().sum(1)
+    sizes: Tensor = torch.linalg.vector_norm(v.flatten(1), dim=1)
+    return sizes.square()
 
 
 def _like(per_record: Tensor, v: Tensor) -> Tensor:

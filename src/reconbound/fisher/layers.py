@@ -33,7 +33,9 @@ _WEIGHT: dict[int, Callable[..., Tensor]] = {
     2: convolution_gradients.conv2d_weight,
     3: convolution_gradients.conv3d_weight,
 }
+_FEW_PLACES = 4
 _MANY_OFFSETS = 16  # on CUDA one transposed convolution beats that many launches
+_MANY_CHANNELS = 16  # from here on cuDNN is faster at a convolution with the turned kernel than at its transpose
 _FEW_CHANNELS = 4  # on a CPU a matrix product and adding patches back beats the transposed convolution up to here
 
 
@@ -96,7 +98,7 @@ class ConvRule:
 
     def from_columns(self, columns: Tensor, shape: torch.Size) -> Tensor:
         """The transpose of columns: add every patch back where it came from, one kernel offset at a time."""
-        if self.rank == 2 and shape[1] > _FEW_CHANNELS and not columns.is_cuda:
+        if self.rank == 2 and (shape[1] > _FEW_CHANNELS or columns.is_cuda):
             flat = columns.reshape(shape[0], -1, columns.shape[-1])
             return F.fold(flat, tuple(shape[2:]), self.kernel, self.dilation, self.padding, self.stride)
         places = self._places(shape)
@@ -135,7 +137,7 @@ class ConvRule:
             if self.groups == 1:
                 return self.from_columns(matrices[0] @ delta.flatten(2), shape)
             return self.from_columns(matrices @ self.rows(delta), shape)
-        if delta.is_cuda and self.turns:
+        if delta.is_cuda and self.turns and weight.shape[1] >= _MANY_CHANNELS:
             return self.turned_transpose(delta, weight)
         args = (self.stride, self.padding, self.dilation, self.groups)
         return _INPUT[self.rank](shape, weight, delta, *args)
@@ -157,7 +159,7 @@ class ConvRule:
 
     def transpose_records(self, weights: Tensor, delta: Tensor, shape: torch.Size) -> Tensor:
         """The transpose with a weight (B, g, O, K) of each record's own."""
-        if delta.is_cuda and self.turns:
+        if delta.is_cuda and self.turns and shape[1] >= _MANY_CHANNELS:
             return self.turned_transpose_records(weights, delta, shape)
         return self.from_columns(weights.transpose(2, 3) @ self.rows(delta), shape)
 
@@ -260,6 +262,8 @@ def gram(first: Tensor, second: Tensor) -> Tensor:
     """Inner products of columns, (B, g, L₁, L₂); of indices: 1 where they are equal."""
     if not first.is_floating_point():
         return first.unsqueeze(3) == second.unsqueeze(2)
+    if first.is_cuda and first.shape[3] * second.shape[3] <= _FEW_PLACES:  # a product of matrices that is slow there
+        return (first.unsqueeze(4) * second.unsqueeze(3)).sum(2)
     return first.transpose(2, 3) @ second
 
 

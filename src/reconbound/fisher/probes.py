@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-_CLOSE = 0.02  # two directions nearer than this are taken as one, for their difference is rounding
+_CLOSE = 0.05  # two directions nearer than this are taken as one, for their difference would be rounding
 
 
 def draw_probes(
@@ -36,55 +36,62 @@ def draw_input_probes(z: Tensor, probes: int, generator: torch.Generator | None 
     return [torch.randn(z.shape[1:], generator=generator, device=z.device, dtype=z.dtype) for _ in range(probes)]
 
 
-def bisectors(first: Tensor, second: Tensor) -> list[Tensor]:
-    """The two bisectors of each record's pair of directions, (B, ...): orthonormal, or zero where there is none.
+class Basis:
+    """Each record's orthonormal directions q_j (zero where there is none), for probes with signs along them.
 
-    For unit vectors a and b, ⟨a + b, a − b⟩ = 0: no orthogonalisation is needed. If one of the two is zero or they are
-    (nearly) parallel, the first result is their common direction and the second is zero.
+    first: h, up to a factor ≥ 0 for each record. second: the slope. Their directions a and b enter as their bisectors,
+    q = (a ± b)/‖a ± b‖, which are orthogonal as they stand since ‖a‖ = ‖b‖; where one of the two is zero or they are
+    (nearly) parallel there is one direction. third: made orthogonal to these.
+
+    (All is done with few operations on whole batches: on a GPU each of them costs its launch.)
     """
-    a, b = _unit(first), _unit(second)
-    b = b * _like(torch.where(_dot(a, b) < 0, -1.0, 1.0), b)
-    apart = _unit(a - b, at_least=_CLOSE)
-    both = (_dot(a, a) > 0) & (_dot(b, b) > 0)
-    return [_unit(a + b), apart * _like(both, apart)]
+
+    def __init__(self, first: Tensor | None, second: Tensor | None = None, third: Tensor | None = None) -> None:
+        given = [v.flatten(1) for v in (first, second) if v is not None]
+        self.q: Tensor | None = None
+        if given:
+            units, there = _units(torch.stack(given))
+            self.q = _bisectors(units, there) if len(given) == 2 else units
+        if third is not None:
+            rest, _ = _units(_removed(_units(third.flatten(1))[0], self.q), at_least=_CLOSE)
+            rest, _ = _units(_removed(rest, self.q))
+            self.q = rest[None] if self.q is None else torch.cat([self.q, rest[None]])
+
+    def with_signs(self, omega: Tensor, records: int) -> Tensor:
+        """ω (of one record's shape) with its components along each record's basis replaced by their signs, (B, ...).
+
+        v = ω + Σ_j q_j (sign⟨q_j, ω⟩ − ⟨q_j, ω⟩)
+
+        For ω ~ N(0, I) the components ⟨q_j, ω⟩ and the rest of ω are independent, so E[vvᵀ] = I whatever the basis is.
+        A zero q_j changes nothing.
+        """
+        v = omega.expand(records, *omega.shape)
+        if self.q is None:
+            return v
+        components = self.q @ omega.flatten()
+        change = (components.sign() - components).unsqueeze(2)
+        flat = omega.flatten()
+        for q, k in zip(self.q, change, strict=True):
+            flat = torch.addcmul(flat, q, k)
+        return flat.reshape(v.shape)
 
 
-def extended(basis: list[Tensor], direction: Tensor) -> list[Tensor]:
-    """The basis with one more direction, made orthogonal to it (zero where it nearly lies within it)."""
-    rest = _unit(direction)
-    rest = _unit(_removed(rest, basis), at_least=_CLOSE)
-    return [*basis, _unit(_removed(rest, basis))]
+def _units(v: Tensor, at_least: float = 0.0) -> tuple[Tensor, Tensor]:
+    """v/‖v‖ along the last dimension, and whether there is one; zero where ‖v‖ is not above the least."""
+    size = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+    there = size > at_least
+    return v * torch.where(there, 1 / size, 0), there
 
 
-def _removed(v: Tensor, basis: list[Tensor]) -> Tensor:
-    for q in basis:
-        v = torch.addcmul(v, q, _like(_dot(q, v), q), value=-1)
+def _bisectors(units: Tensor, there: Tensor) -> Tensor:
+    """(a + b)/‖a + b‖ and (a − b)/‖a − b‖ of a, b = units, (2, B, d); where only one is there, it and zero."""
+    a, b = units
+    plus, minus = a + b, a - b
+    both = torch.stack([plus, minus * there.all(0)])
+    return _units(both, at_least=_CLOSE)[0]
+
+
+def _removed(v: Tensor, basis: Tensor | None) -> Tensor:
+    for q in () if basis is None else basis:
+        v = torch.addcmul(v, q, (q * v).sum(1, keepdim=True), value=-1)
     return v
-
-
-def with_signs(omega: Tensor, basis: list[Tensor]) -> Tensor:
-    """ω with its components along each record's orthonormal basis replaced by their signs, (B, ...).
-
-    v = ω + Σ_j q_j (sign⟨q_j, ω⟩ − ⟨q_j, ω⟩)
-
-    For ω ~ N(0, I) the components ⟨q_j, ω⟩ and the rest of ω are independent, so E[vvᵀ] = I whatever the basis is. A
-    zero q_j changes nothing.
-    """
-    v = omega.expand_as(basis[0])
-    for q in basis:
-        component = _dot(q, omega.expand_as(q))
-        v = torch.addcmul(v, q, _like(component.sign() - component, q))
-    return v
-
-
-def _unit(v: Tensor, at_least: float = 0.0) -> Tensor:
-    size = torch.linalg.vector_norm(v.flatten(1), dim=1)
-    return v * _like(torch.where(size > at_least, 1 / size, 0), v)
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).flatten(1).sum(1)
-
-
-def _like(per_record: Tensor, v: Tensor) -> Tensor:
-    return per_record.reshape(-1, *(1,) * (v.dim() - 1))

@@ -63,7 +63,7 @@ class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, kernel: Pair, stride: Pair) -> Tensor:
         ctx.kernel, ctx.stride, ctx.shape = kernel, stride, a.shape
-        return F.avg_pool2d(a, kernel, stride)
+        return average(a, kernel, stride)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -102,6 +102,14 @@ def unpool(delta: Tensor, kernel: Pair, stride: Pair, shape: torch.Size) -> Tens
     """The transpose of average pooling: every window's share back to its places."""
     if stride == (1, 1):
         rows, columns = kernel[0] - 1, kernel[1] - 1
-        return F.avg_pool2d(F.pad(delta, (columns, columns, rows, rows)), kernel, 1)
+        return average(F.pad(delta, (columns, columns, rows, rows)), kernel, stride)
     share = (delta / (kernel[0] * kernel[1]))[:, :, :, None, :, None]
     return share.expand(*delta.shape[:3], kernel[0], delta.shape[3], kernel[1]).reshape(shape)
+
+
+def average(a: Tensor, kernel: Pair, stride: Pair) -> Tensor:
+    """Average pooling; windows of two by two at every place by two passes, which PyTorch's kernel is slower than."""
+    if stride != (1, 1) or kernel != (2, 2):
+        return F.avg_pool2d(a, kernel, stride)
+    across = torch.lerp(a[..., 1:], a[..., :-1], 0.5)
+    return torch.lerp(across[..., 1:, :], across[..., :-1, :], 0.5)
