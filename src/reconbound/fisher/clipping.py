@@ -7,6 +7,7 @@ scaled by c, a change along it by c + c'n. These two numbers are all that the in
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,8 +27,13 @@ class Clipping:
     """What a clip does to gradients of given norms: each a tensor of the norms' shape."""
 
     factor: Tensor  # c
-    slope: Tensor  # c' = dc/dn
     radial: Tensor  # c + c'n = d(c n)/dn
+    derivative: Callable[[], Tensor]
+
+    @property
+    def slope(self) -> Tensor:
+        """c' = dc/dn."""
+        return self.derivative()
 
 
 def sensitivity(clip: Clip) -> float:
@@ -79,16 +85,21 @@ def _smooth(norms: Tensor, max_grad_norm: float) -> Clipping:
     x = norms / max_grad_norm - 1
     factor = 1 / (F.gelu(x) + 1)
     near = x.clamp(max=_FAR)
-    density = torch.exp(-near.square() / 2) / math.sqrt(2 * math.pi)
-    above, below = torch.erfc(near / math.sqrt(2)) / 2, torch.erfc(-near / math.sqrt(2)) / 2
+    density = torch.exp(near.square() * -0.5) * (1 / math.sqrt(2 * math.pi))
+    above = torch.erfc(near * (1 / math.sqrt(2))) * 0.5  # special.ndtr is not accurate so far out
     radial = factor.square() * (above - near * (near + 1) * density)
-    slope = -factor.square() * (below + near * density) / max_grad_norm
-    return Clipping(factor, slope, radial)
+
+    def slope() -> Tensor:
+        below = torch.erfc(near * (-1 / math.sqrt(2))) * 0.5
+        return -factor.square() * (below + near * density) / max_grad_norm
+
+    return Clipping(factor, radial, slope)
 
 
 def _hard(norms: Tensor, max_grad_norm: float) -> Clipping:
     inside = norms <= max_grad_norm
     safe = torch.where(inside, torch.full_like(norms, max_grad_norm), norms)
     factor = max_grad_norm / safe
-    slope = torch.where(inside, torch.zeros_like(norms), -factor / safe)
-    return Clipping(factor, slope, inside.to(norms.dtype))
+    return Clipping(
+        factor, inside.to(norms.dtype), lambda: torch.where(inside, torch.zeros_like(norms), -factor / safe)
+    )

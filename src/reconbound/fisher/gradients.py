@@ -3,7 +3,7 @@
 For each record of a batch, g = ∇_w ℓ(z; w) and J = ∂g/∂z. Two ways to the same small set of products:
 
     LayerPass    a rule per layer, from the recorded inputs a and output gradients δ of every layer
-    GenericPass  torch.func, for any module that it can differentiate
+    GenericPass  torch.func, for any module that it can differentiate (generic.py)
 
 In the layer way, ⟨g, v⟩ = Σ ⟨δ, layer(a; v)⟩ over the layers' uses, so that its derivatives in δ and in a are
 layer(a; v) and layerᵀ(δ; v): these seed one backward pass through the graph of (a, δ), and Jᵀv is what arrives at z. No
@@ -13,16 +13,13 @@ the graph.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from functools import cache
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.func import grad, jvp, vjp, vmap
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from reconbound.fisher import layers
@@ -33,6 +30,7 @@ from reconbound.fisher.recorder import NotCovered, Recorder, Site, check_covered
 Params = Mapping[str, Tensor]
 Route = Literal["reverse", "forward"]
 Pair = tuple[Tensor, Tensor]
+_CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()  # what _check_small_batch has passed
 
 
 class Pass(Protocol):
@@ -44,8 +42,14 @@ class Pass(Protocol):
     def squared_norms(self) -> Tensor:
         """n², (B,), alone."""
 
-    def own(self) -> tuple[Tensor, Tensor]:
-        """n², (B,), and Jᵀg, of z's shape."""
+    def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:
+        """n², (B,), and Jᵀg, of z's shape. moving: products Jv will follow."""
+
+    def slope(self) -> Tensor:
+        """∇_z ℓ, of z's shape."""
+
+    def output_slope(self) -> Tensor | None:
+        """∇_z ½‖f − mean f‖² of a record's outputs f, of z's shape, if the outputs are a tensor with a row for each."""
 
     def probe(self, direction: Params) -> tuple[Tensor, Tensor]:
         """⟨g, u⟩, (B,), and Jᵀu, of z's shape, for one direction u in parameter space, shared by the batch."""
@@ -60,14 +64,6 @@ class Pass(Protocol):
         """Σ_i weights_i g_i, by parameter name."""
 
 
-@cache
-def load_forward_mode() -> None:
-    """PyTorch loads its forward-mode rules at first use and warns of its own use of torch.jit there: not our affair."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
-
-
 def trainable(problem: Problem) -> dict[str, Tensor]:
     """The parameters whose gradients are released, by name; a shared one once."""
     return {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
@@ -78,23 +74,35 @@ class LayerPass:
 
     check: first run a batch of another size, to see that the leading dimension of every layer's input counts records.
     measured: keep the graph, for products with J; without it there are norms and weighted sums alone.
+    sloped: also take ∇_z ℓ on the way.
     """
 
     method: Literal["layers", "generic"] = "layers"
 
     def __init__(
-        self, problem: Problem, z: Tensor, inputs: Inputs, targets: Any, *, check: bool = True, measured: bool = True
+        self,
+        problem: Problem,
+        z: Tensor,
+        inputs: Inputs,
+        targets: Any,
+        *,
+        check: bool = True,
+        measured: bool = True,
+        sloped: bool = False,
     ) -> None:
         self.params = trainable(problem)
         if check:
             _check_small_batch(problem, self.params, z, inputs, targets)
         self.z = z.detach().requires_grad_()
         with torch.enable_grad():
-            losses, sites = _recorded(problem, self.params, self.z, inputs, targets)
+            losses, self.outputs, sites = _recorded(problem, self.params, self.z, inputs, targets)
             check_covered(losses, sites, self.params)
             check_leading(sites, z.shape[0])
             self.losses = losses.detach()
-            deltas = _output_gradients(losses, sites, create_graph=measured)
+            at = [*(s.edge for s in sites), *([self.z] if sloped else [])]
+            deltas = _output_gradients(losses, at, create_graph=measured)
+        at_z = deltas.pop() if sloped else None
+        self.at_z = torch.zeros_like(z) if at_z is None else at_z.detach()
         self.graph_sites = [(s, d) for s, d in zip(sites, deltas, strict=True) if d is not None]
         self.sites = [s for s, _ in self.graph_sites]
         self.graph_deltas = [d for _, d in self.graph_sites]
@@ -103,13 +111,24 @@ class LayerPass:
         self.weight_uses = _uses(s.weight for s in self.sites)
         self.bias_uses = _uses(s.bias for s in self.sites)
         self.formed: dict[str, Tensor] = {}
-        self.tangents: tuple[list[Tensor], Tensor] | None = None
+        self.columns: dict[int, Tensor] = {}  # of the inputs, kept while products Jv are to follow
+        self.tangents: _Tangents | None = None
 
     def squared_norms(self) -> Tensor:
         return self._squared(self._own_pairs(), keep=True)
 
-    def own(self) -> tuple[Tensor, Tensor]:
-        return self._pull(*self._record_direction(self._own_pairs(), keep=True))
+    def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:
+        return self._pull(*self._record_direction(self._own_pairs(), keep=True, moving=moving), moving=moving)
+
+    def slope(self) -> Tensor:
+        return self.at_z
+
+    def output_slope(self) -> Tensor | None:
+        f = self.outputs
+        if not isinstance(f, Tensor) or f.dim() < 2 or f.shape[0] != len(self.losses) or not f.requires_grad:
+            return None
+        flat = f.detach().flatten(1)
+        return _backward([f], self.z, [(flat - flat.mean(1, keepdim=True)).reshape(f.shape)])
 
     def probe(self, direction: Params) -> tuple[Tensor, Tensor]:
         along_output: list[Tensor | None] = []
@@ -134,52 +153,62 @@ class LayerPass:
         return self._pull(*self._record_direction(self._moved_pairs(v)))[1]
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        sums = {name: torch.zeros_like(p) for name, p in self.params.items()}
+        sums: dict[str, Tensor] = {}
+        for name, uses in self.bias_uses.items():
+            if name not in self.formed:
+                self.formed[name] = self._bias_direction(uses, self._own_pairs())
         for name, formed in self.formed.items():
             sums[name] = (weights @ formed.flatten(1)).reshape(self.params[name].shape)
-        for i, (site, a, delta) in enumerate(zip(self.sites, self.inputs, self.deltas, strict=True)):
-            weighted = delta * weights.reshape(-1, *(1,) * (delta.dim() - 1))
+        for site, a, delta in zip(self.sites, self.inputs, self.deltas, strict=True):
             if site.weight is not None and site.weight not in self.formed:
-                sums[site.weight] += site.rule.total(a, weighted, self.params[site.weight])
-            if site.bias is not None:
-                sums[site.bias] += self.sites[i].rule.rows(weighted).sum((0, 3)).reshape(sums[site.bias].shape)
-        return sums
+                weighted = delta * weights.reshape(-1, *(1,) * (delta.dim() - 1))
+                part = site.rule.total(a, weighted, self.params[site.weight])
+                sums[site.weight] = sums[site.weight] + part if site.weight in sums else part
+        return {name: sums[name] if name in sums else torch.zeros_like(p).detach() for name, p in self.params.items()}
 
     def _own_pairs(self) -> list[list[Pair]]:
         return [[pair] for pair in zip(self.inputs, self.deltas, strict=True)]
 
     def _squared(self, pairs: list[list[Pair]], *, keep: bool = False) -> Tensor:
         """Squared norms of the gradients that pairs (a, δ) make, (B,)."""
-        total = torch.zeros_like(self.losses)
+        squares: list[Tensor] = []
         for name, uses in self.weight_uses.items():
             if len(uses) > 1:
                 formed = self._full(name, uses, pairs)
             else:
-                columns, rows = self._factors(uses[0], pairs[uses[0]])
-                if not layers.forms_gradient(columns, rows, columns.shape[-1]):
-                    total = total + (layers.gram(columns, columns) * layers.gram(rows, rows)).sum((1, 2, 3))
+                factors = self._factors(uses[0], pairs[uses[0]])
+                if not layers.forms_gradient(*factors[0], sum(columns.shape[-1] for columns, _ in factors)):
+                    columns, rows = _joined(factors)
+                    squares.append((layers.gram(columns, columns) * layers.gram(rows, rows)).sum((1, 2, 3)))
                     continue
-                formed = layers.record_gradients(columns, rows)
-            total = total + formed.flatten(1).square().sum(1)
+                formed = layers.summed_gradients(factors)
+            squares.append(_squares(formed))
             if keep:
                 self.formed[name] = formed
-        for uses in self.bias_uses.values():
-            total = total + self._bias_direction(uses, pairs).square().sum(1)
-        return total
+        for name, uses in self.bias_uses.items():
+            direction = self._bias_direction(uses, pairs)
+            squares.append(_squares(direction))
+            if keep:
+                self.formed[name] = direction
+        return torch.stack(squares).sum(0) if squares else torch.zeros_like(self.losses)
 
-    def _record_direction(self, pairs: list[list[Pair]], *, keep: bool = False) -> tuple[list[Any], list[Any]]:
+    def _record_direction(
+        self, pairs: list[list[Pair]], *, keep: bool = False, moving: bool = False
+    ) -> tuple[list[Any], list[Any]]:
         """Seeds in δ and in a for a direction of each record's own: the sum of the gradients that pairs (a, δ) make."""
         along_output: list[Tensor | None] = [None] * len(self.sites)
         along_input: list[Tensor | None] = [None] * len(self.sites)
         for name, uses in self.weight_uses.items():
-            formed = self._single(uses[0], pairs, along_output, along_input) if len(uses) == 1 else None
+            formed = self._single(uses[0], pairs, along_output, along_input, moving) if len(uses) == 1 else None
             if len(uses) > 1:
                 formed = self._full(name, uses, pairs)
                 self._several(uses, formed, along_output, along_input)
             if keep and formed is not None:
                 self.formed[name] = formed
-        for uses in self.bias_uses.values():
+        for name, uses in self.bias_uses.items():
             direction = self._bias_direction(uses, pairs)
+            if keep:
+                self.formed[name] = direction
             for i in uses:
                 rows = self.sites[i].rule.rows(self.deltas[i])
                 spread = direction.reshape(*rows.shape[:3], 1).expand_as(rows)
@@ -189,22 +218,27 @@ class LayerPass:
         return along_output, along_input
 
     def _single(
-        self, i: int, pairs: list[list[Pair]], along_output: list[Any], along_input: list[Any]
+        self, i: int, pairs: list[list[Pair]], along_output: list[Any], along_input: list[Any], moving: bool
     ) -> Tensor | None:
         """Seeds of a weight that is used once; the gradients, if forming them was the cheaper way."""
-        rule, a, delta = self.sites[i].rule, self.inputs[i], self.deltas[i]
-        columns, rows = rule.columns(a), rule.rows(delta)
-        others = (columns, rows) if pairs[i][0][1] is delta else self._factors(i, pairs[i])
-        formed = None
-        if layers.forms_gradient(columns, rows, others[0].shape[-1]):
-            formed = layers.record_gradients(*others)
+        site, rule, a, delta = self.sites[i], self.sites[i].rule, self.inputs[i], self.deltas[i]
+        columns, rows = self._columns(i, a), rule.rows(delta)
+        if moving:
+            self.columns[i] = columns
+        factors = [(columns, rows)] if pairs[i][0][1] is delta else self._factors(i, pairs[i])
+        formed = t = None
+        if layers.forms_gradient(columns, rows, sum(c.shape[-1] for c, _ in factors)):
+            formed = layers.summed_gradients(factors)
             e = formed @ columns
-            t = formed.transpose(2, 3) @ rows if self.sites[i].a.requires_grad else None
+            if site.a.requires_grad:
+                t = layers.transpose_each(rule, delta, formed, a)
         else:
+            others = _joined(factors)
             e = others[1] @ layers.gram(others[0], columns).to(rows.dtype)
-            t = others[0] @ layers.gram(others[1], rows) if self.sites[i].a.requires_grad else None
-        along_output[i] = _kept(self.sites[i], rule.from_rows(e, delta.shape))
-        along_input[i] = None if t is None else rule.from_columns(t, a.shape)
+            if site.a.requires_grad:
+                t = rule.from_columns(others[0] @ layers.gram(others[1], rows), a.shape)
+        along_output[i] = _kept(site, rule.from_rows(e, delta.shape))
+        along_input[i] = t
         return formed
 
     def _several(self, uses: list[int], formed: Tensor, along_output: list[Any], along_input: list[Any]) -> None:
@@ -214,11 +248,12 @@ class LayerPass:
             if self.sites[i].a.requires_grad:
                 along_input[i] = layers.transpose_each(rule, delta, formed, a)
 
-    def _factors(self, i: int, pairs: list[Pair]) -> Pair:
-        rule = self.sites[i].rule
-        columns = [rule.columns(a) for a, _ in pairs]
-        rows = [rule.rows(delta) for _, delta in pairs]
-        return (columns[0], rows[0]) if len(pairs) == 1 else (torch.cat(columns, -1), torch.cat(rows, -1))
+    def _columns(self, i: int, a: Tensor) -> Tensor:
+        kept = self.columns.get(i) if a is self.inputs[i] else None
+        return self.sites[i].rule.columns(a) if kept is None else kept
+
+    def _factors(self, i: int, pairs: list[Pair]) -> list[Pair]:
+        return [(self._columns(i, a), self.sites[i].rule.rows(delta)) for a, delta in pairs]
 
     def _full(self, name: str, uses: list[int], pairs: list[list[Pair]]) -> Tensor:
         weight = self.params[name]
@@ -228,73 +263,100 @@ class LayerPass:
     def _bias_direction(self, uses: list[int], pairs: list[list[Pair]]) -> Tensor:
         """The bias gradients, (B, O). A pair (ȧ, δ) adds nothing: the bias does not meet the input."""
         each = [self.sites[i].rule.rows(d).sum(3).flatten(1) for i in uses for a, d in pairs[i] if a is self.inputs[i]]
+        if len(each) == 1:
+            return each[0]
         return torch.stack(each).sum(0) if each else self.losses.new_zeros(len(self.losses), 1)
 
-    def _pull(self, along_output: list[Any], along_input: list[Any]) -> tuple[Tensor, Tensor]:
+    def _pull(self, along_output: list[Any], along_input: list[Any], *, moving: bool = False) -> tuple[Tensor, Tensor]:
         """Inner product with g, and the pull-back to z, of the direction whose seeds are given."""
-        total = torch.zeros_like(self.losses)
+        dots: list[Tensor] = []
         outputs: list[Tensor] = []
         seeds: list[Tensor] = []
+        where: list[tuple[int, bool]] = []
         for i, e in enumerate(along_output):
             if e is None:
                 continue
-            total = total + (self.deltas[i] * e).flatten(1).sum(1)
+            dots.append((self.deltas[i] * e).flatten(1).sum(1))
             if self.graph_deltas[i].requires_grad:
                 outputs.append(self.graph_deltas[i])
                 seeds.append(e)
+                where.append((i, True))
             if along_input[i] is not None:
                 outputs.append(self.sites[i].a)
                 seeds.append(along_input[i])
-        return total, _backward(outputs, self.z, seeds)
+                where.append((i, False))
+        total = torch.stack(dots).sum(0) if dots else torch.zeros_like(self.losses)
+        if not moving:
+            return total, _backward(outputs, self.z, seeds)
+        seeds = [seed.detach().requires_grad_() for seed in seeds]
+        with torch.enable_grad():
+            pulled = _backward(outputs, self.z, seeds, create_graph=True)
+        self.tangents = _Tangents(where, seeds, pulled)
+        return total, pulled.detach()
 
     def _moved_pairs(self, v: Tensor) -> list[list[Pair]]:
-        """Jv as pairs: the gradients made by (a, δ̇) and (ȧ, δ), the dots being derivatives along v."""
+        """Jv as pairs: the gradients made by (a, δ̇) and (ȧ, δ), the dots being derivatives along v.
+
+        The pull-back is linear in its seeds, so its own derivative along v in the seeds is the push-forward of v.
+        """
         if self.tangents is None:
-            self.tangents = self._transposed_graph()
-        dummies, pulled = self.tangents
-        dots = torch.autograd.grad(pulled, dummies, v, retain_graph=True, allow_unused=True) if dummies else ()
-        found = iter(dots)
+            self.own(moving=True)
+        assert self.tangents is not None
+        where, seeds, pulled = self.tangents.where, self.tangents.seeds, self.tangents.pulled
+        dots: Any = ()
+        if pulled.requires_grad:
+            dots = torch.autograd.grad(pulled, seeds, v, retain_graph=True, allow_unused=True)
+        found = dict(zip(where, dots, strict=False))
         pairs: list[list[Pair]] = []
-        for site, a, delta, graph_delta in zip(self.sites, self.inputs, self.deltas, self.graph_deltas, strict=True):
-            delta_dot = next(found) if graph_delta.requires_grad else None
-            a_dot = next(found) if site.a.requires_grad else None
-            here = [(a, _kept(site, torch.zeros_like(delta) if delta_dot is None else delta_dot))]
+        for i, (site, a, delta) in enumerate(zip(self.sites, self.inputs, self.deltas, strict=True)):
+            delta_dot, a_dot = found.get((i, True)), found.get((i, False))
+            here = [(a, torch.zeros_like(delta) if delta_dot is None else _kept(site, delta_dot))]
             if a_dot is not None:
                 here.append((a_dot, delta))
             pairs.append(here)
         return pairs
 
-    def _transposed_graph(self) -> tuple[list[Tensor], Tensor]:
-        """The pull-back as a function of its seeds: linear, so its own derivative along v is the push-forward of v."""
-        outputs = [t for s, d in zip(self.sites, self.graph_deltas, strict=True) for t in (d, s.a) if t.requires_grad]
-        dummies = [torch.zeros_like(t).requires_grad_() for t in outputs]
-        with torch.enable_grad():
-            pulled = _backward(outputs, self.z, dummies, create_graph=True)
-        return (dummies, pulled) if pulled.requires_grad else ([], pulled)
+
+@dataclass(frozen=True)
+class _Tangents:
+    """A pull-back as a function of its seeds: (site, whether in δ) of each, and what arrived at z."""
+
+    where: list[tuple[int, bool]]
+    seeds: list[Tensor]
+    pulled: Tensor
 
 
-def _recorded(problem: Problem, params: Params, z: Tensor, inputs: Inputs, targets: Any) -> tuple[Tensor, list[Site]]:
+def _recorded(
+    problem: Problem, params: Params, z: Tensor, inputs: Inputs, targets: Any
+) -> tuple[Tensor, Any, list[Site]]:
     recorder = Recorder(params)
     with recorder:
-        losses = problem.losses(z, inputs, targets)
-    return losses, recorder.sites
+        losses, outputs = problem.losses_and_outputs(z, inputs, targets)
+    return losses, outputs, recorder.sites
 
 
 def _check_small_batch(problem: Problem, params: Params, z: Tensor, inputs: Inputs, targets: Any) -> None:
-    """A batch of another size must show in the first dimension of every layer's input, or it does not count records."""
+    """A batch of another size must show in the first dimension of every layer's input, or it does not count records.
+
+    Not again while a CUDA graph is captured of what has been run before: the check would be replayed with the graph.
+    """
+    done = _CHECKED.setdefault(problem.model, set())
+    key = (tuple(z.shape[1:]), problem.private.part, problem.private.name)
+    if key in done and z.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
     records = 1 if z.shape[0] > 1 else 2
     z, inputs, targets = batch_rows((z, inputs, targets), slice(0, 1))
     if records == 2:
         z, inputs, targets = tree_map(lambda t: torch.cat([t, t]) if isinstance(t, Tensor) else t, (z, inputs, targets))
     with torch.enable_grad():
-        check_leading(_recorded(problem, params, z, inputs, targets)[1], records)
+        check_leading(_recorded(problem, params, z, inputs, targets)[2], records)
+    done.add(key)
 
 
-def _output_gradients(losses: Tensor, sites: list[Site], *, create_graph: bool) -> list[Tensor | None]:
-    if not sites or not losses.requires_grad:
-        return [None] * len(sites)
-    edges: Any = [s.edge for s in sites]
-    return list(torch.autograd.grad(losses.sum(), edges, create_graph=create_graph, allow_unused=True))
+def _output_gradients(losses: Tensor, at: Any, *, create_graph: bool) -> list[Tensor | None]:
+    if not at or not losses.requires_grad:
+        return [None] * len(at)
+    return list(torch.autograd.grad(losses.sum(), at, create_graph=create_graph, allow_unused=True))
 
 
 def _backward(outputs: list[Tensor], z: Tensor, seeds: list[Tensor], *, create_graph: bool = False) -> Tensor:
@@ -302,6 +364,18 @@ def _backward(outputs: list[Tensor], z: Tensor, seeds: list[Tensor], *, create_g
         return torch.zeros_like(z)
     (at_z,) = torch.autograd.grad(outputs, z, seeds, retain_graph=True, create_graph=create_graph, allow_unused=True)
     return torch.zeros_like(z) if at_z is None else at_z
+
+
+def _joined(factors: list[Pair]) -> Pair:
+    """The columns and rows of several pairs as those of one, with more places."""
+    if len(factors) == 1:
+        return factors[0]
+    return torch.cat([columns for columns, _ in factors], -1), torch.cat([rows for _, rows in factors], -1)
+
+
+def _squares(gradients: Tensor) -> Tensor:
+    sizes: Tensor = torch.linalg.vector_norm(gradients.flatten(1), dim=1)
+    return sizes.square()
 
 
 def _kept(site: Site, value: Tensor) -> Tensor:
@@ -317,100 +391,4 @@ def _uses(names: Any) -> dict[str, list[int]]:
     return uses
 
 
-class GenericPass:
-    """torch.func over single records: slower, and right for whatever it can differentiate."""
-
-    method: Literal["layers", "generic"] = "generic"
-
-    def __init__(self, problem: Problem, z: Tensor, inputs: Inputs, targets: Any, *, route: Route = "reverse") -> None:
-        if route == "forward":
-            load_forward_mode()
-        self.problem, self.z, self.route = problem, z.detach(), route
-        self.params = {name: p.detach() for name, p in trainable(problem).items()}
-        self.public = (inputs, targets)
-        self._check_dependence()
-        self.gradients, self.losses = self._each(lambda z, pub: self._gradient(z, pub), self.z)
-
-    def squared_norms(self) -> Tensor:
-        return torch.stack([g.flatten(1).square().sum(1) for g in self.gradients.values()]).sum(0)
-
-    def own(self) -> tuple[Tensor, Tensor]:
-        return self.squared_norms(), self._each(self._pull, self.z, self.gradients)
-
-    def probe(self, direction: Params) -> tuple[Tensor, Tensor]:
-        dots = [g.flatten(1) @ direction[name].flatten() for name, g in self.gradients.items()]
-        pull = lambda z, pub: self._pull(z, pub, direction)  # noqa: E731
-        return torch.stack(dots).sum(0), self._each(pull, self.z)
-
-    def moved(self, v: Tensor) -> Tensor:
-        moved: dict[str, Tensor] = self._each(self._push, self.z, v)
-        return torch.stack([m.flatten(1).square().sum(1) for m in moved.values()]).sum(0)
-
-    def normal(self, v: Tensor) -> Tensor:
-        pulled: Tensor = self._each(self._pull, self.z, self._each(self._push, self.z, v))
-        return pulled
-
-    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        return {name: torch.tensordot(weights, g, 1) for name, g in self.gradients.items()}
-
-    def _check_dependence(self) -> None:
-        """With every trainable parameter replaced, nothing may still lead to one; and no layer may be fused."""
-        for name, module in self.problem.model.named_modules():
-            if isinstance(module, torch.nn.RNNBase):
-                raise ValueError(
-                    f"torch.func cannot take {name or 'the model'} ({type(module).__name__}) record by record: "
-                    "write the recurrence with nn.Linear layers"
-                )
-        z, inputs, targets = batch_rows((self.z, *self.public), slice(0, 1))
-        with torch.enable_grad():
-            if self.problem.losses(z, inputs, targets, self.params).requires_grad:
-                raise ValueError(
-                    "the loss reaches trainable parameters by another way than calling the model (a penalty inside "
-                    "loss_fn?): a record's gradient must come from its own loss alone"
-                )
-
-    def _loss(self, params: Params, z: Tensor, public: Any) -> Tensor:
-        one = tree_map(lambda t: t.unsqueeze(0) if isinstance(t, Tensor) else t, public)
-        return self.problem.losses(z.unsqueeze(0), one[0], one[1], params)[0]
-
-    def _gradient(self, z: Tensor, public: Any) -> Any:
-        gradient_and_loss = grad(lambda w: (lambda loss: (loss, loss))(self._loss(w, z, public)), has_aux=True)
-        return gradient_and_loss(self.params)
-
-    def _pull(self, z: Tensor, public: Any, direction: Params) -> Any:
-        """Jᵀ·direction: the derivative in w of ∇_z ℓ (forward), or the pull-back of z ↦ ∇_w ℓ (reverse)."""
-        if self.route == "forward":
-            slope = lambda w: grad(lambda z: self._loss(w, z, public))(z)  # noqa: E731
-            with _ForwardModeGuard():
-                return jvp(slope, (self.params,), (dict(direction),))[1]
-        return self._reverse(z, public)(dict(direction))[0]
-
-    def _push(self, z: Tensor, public: Any, v: Tensor) -> Any:
-        """Jv. In reverse mode alone it is the pull-back of the pull-back, which is linear in what it pulls."""
-        if self.route == "forward":
-            return jvp(lambda z: self._gradient(z, public)[0], (z,), (v,))[1]
-        pull = self._reverse(z, public)
-        return vjp(lambda w: pull(w)[0], {name: torch.zeros_like(p) for name, p in self.params.items()})[1](v)[0]
-
-    def _reverse(self, z: Tensor, public: Any) -> Any:
-        return vjp(lambda z: self._gradient(z, public)[0], z)[1]
-
-    def _each(self, function: Any, *args: Any) -> Any:
-        """vmap over records of function(z, public, ...)."""
-        dims = tree_map(lambda t: 0 if isinstance(t, Tensor) else None, self.public)
-        return vmap(function, in_dims=(0, dims, *(0,) * (len(args) - 1)))(args[0], self.public, *args[1:])
-
-
-class _ForwardModeGuard(TorchFunctionMode):
-    """Refuses what PyTorch differentiates differently forward and in reverse: the row of an embedding's padding_idx."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.embedding and (kwargs.get("padding_idx") is not None or (len(args) > 2 and args[2] is not None)):
-            raise ValueError(
-                'an embedding with padding_idx has no forward-mode derivative that agrees: use route="reverse"'
-            )
-        return func(*args, **kwargs)
-
-
-__all__ = ["GenericPass", "LayerPass", "NotCovered", "Pass", "Route", "trainable"]
+__all__ = ["LayerPass", "NotCovered", "Pass", "Route", "trainable"]

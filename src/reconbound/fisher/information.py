@@ -6,7 +6,8 @@ J̃ = [c P + (c + c'n) ĝĝᵀ] J, so
     J̃ᵀJ̃ = c² JᵀPJ + (c + c'n)² hhᵀ
 
 The second term (along the gradient) is computed exactly; the first (across it) is estimated with Gaussian probes u
-shared by the batch: r = Jᵀu − ⟨ĝ, u⟩ h = JᵀPu has E[rrᵀ] = JᵀPJ.
+shared by the batch: r = Jᵀu − ⟨ĝ, u⟩ h = JᵀPu has E[rrᵀ] = JᵀPJ; or with probes v in the private part,
+E‖PJv‖² = Tr JᵀPJ, whose variance is smaller because their basis can be chosen (probes.py).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from reconbound.fisher.private import (
     feature_mask,
     private_part,
 )
+from reconbound.fisher.probes import Basis, draw_input_probes, draw_probes
 from reconbound.fisher.sums import (
     Method,
     as_present,
@@ -44,6 +46,7 @@ from reconbound.fisher.sums import (
 )
 
 ErrorFrom = Literal["auto", "spread", "product", "bound"]
+ProbeIn = Literal["auto", "weights", "inputs"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,9 @@ class _Plan:
     max_grad_norm: float
     noise_multiplier: float
     clip: Clip
-    directions: Sequence[Mapping[str, Tensor]]
+    directions: Sequence[Any]  # of parameter space, by name, or (inputs) of the private part
+    inputs: bool
+    deflate: int
     error: ErrorFrom
     diagonal: bool
     spectral: int
@@ -128,7 +133,9 @@ def step_information(
     noise_multiplier: float,
     clip: Clip = "smooth",
     probes: int = 1,
-    directions: Sequence[Mapping[str, Tensor]] | None = None,
+    probe: ProbeIn = "auto",
+    deflate: int = 2,
+    directions: Sequence[Mapping[str, Tensor]] | Sequence[Tensor] | None = None,
     diagonal: bool = False,
     spectral: bool | int = False,
     error: ErrorFrom = "auto",
@@ -152,14 +159,20 @@ def step_information(
         max_grad_norm: the clip norm C.
         noise_multiplier: σ; the noise on the SUM of clipped gradients has standard deviation σC in each coordinate.
         clip: "smooth" or "hard".
-        probes: number of Gaussian probes for the part across the gradient.
-        directions: these probes instead of random ones, each a dictionary from parameter name to tensor.
+        probes: number of random probes for the part across the gradient.
+        probe: where they lie. "weights": Gaussian in parameter space; they also give the diagonal, and an error from
+            one probe ("product"). "inputs": in the private part, with random signs along some directions: a smaller
+            variance at the same cost. "auto": inputs, unless the diagonal or the error "product" needs weights.
+        deflate: how many of those directions, 0 to 3: h, ∇_z ℓ (next to free), the slope of the outputs' size (one
+            backward pass more; worth it with many probes). One that does not exist is left out. Unbiased with any.
+        directions: these probes instead of random ones, each a dictionary from parameter name to tensor (weights), or a
+            tensor of one record's private part (probe="inputs").
         diagonal: also the diagonal over features.
         spectral: also the spectral norm, by so many power iterations (True: 30).
         error: where the standard error of `across` comes from. "spread": that of the probes' values (two or more).
             "product": √2 ‖P J r‖, whose square is unbiased for the variance 2 ‖PJJᵀP‖²_F; one more product with J,
             meant for one probe. "bound": √2 · across, the most it can be, at no cost. "auto": spread, or product for
-            one probe.
+            one probe (bound if it is one of the inputs).
         generator: for the probes. They are drawn once and shared by the batch.
         micro_batch: records at a time; the results do not depend on it, memory does.
         mask: (B,) of 0 and 1 (or bool): records with 0 are padding, add nothing to the sum and have zero information.
@@ -180,7 +193,10 @@ def step_information(
     (0.25, 0.25, 0.0)
     """
     check_common(max_grad_norm, micro_batch, method)
-    _check(noise_multiplier, probes, route, error)
+    _check(noise_multiplier, probes, route, error, probe)
+    check_choice("deflate", deflate, (0, 1, 2, 3))
+    error = _error_from(error, probes if directions is None else len(directions), probe)
+    in_inputs = _in_inputs(probe, error, diagonal, given=directions is not None)
     problem = Problem(model, loss_fn, as_private(private))
     z = private_part(problem, inputs, targets)
     records = z.shape[0]
@@ -190,7 +206,11 @@ def step_information(
     if records == 0:
         return _nothing(params, z, probes)
     if directions is None:
-        directions = draw_probes(params, probes, generator)
+        drawn: Sequence[Any] = (
+            draw_input_probes(z, probes, generator) if in_inputs else draw_probes(params, probes, generator)
+        )
+    else:
+        drawn = directions
     iterations = 30 if spectral is True else int(spectral)
     start = torch.randn(z.shape[1:], generator=generator, device=z.device, dtype=z.dtype) if iterations else None
     features = feature_mask(problem.private, z)
@@ -198,8 +218,10 @@ def step_information(
         max_grad_norm,
         noise_multiplier,
         check_clip(clip),
-        directions,
-        _error_from(error, len(directions)),
+        drawn,
+        in_inputs,
+        deflate,
+        error,
         diagonal,
         iterations,
         features,
@@ -208,28 +230,19 @@ def step_information(
     present = None if mask is None else as_present(mask, z)
     parts: list[_Part] = []
     for rows in micro_batches(records, micro_batch):
-        check = not parts and not checked
-        work = open_pass(problem, batch_rows((z, inputs, targets), rows), method, route, check=check)
+        batch = batch_rows((z, inputs, targets), rows)
+        check, sloped = not parts and not checked, in_inputs and deflate > 1
+        work = open_pass(problem, batch, method, route, check=check, sloped=sloped)
         method = work.method  # decided once, on the first rows
         parts.append(_measure(work, plan, None if present is None else present[rows]))
     size = z[0].numel() if features is None else _count(problem.private, features)
-    return _joined(parts, size, len(directions))
-
-
-def draw_probes(
-    params: Mapping[str, Tensor], probes: int, generator: torch.Generator | None = None
-) -> list[dict[str, Tensor]]:
-    """Independent standard normal directions in parameter space, u ~ N(0, I)."""
-    return [
-        {name: torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype) for name, p in params.items()}
-        for _ in range(probes)
-    ]
+    return _joined(parts, size, len(drawn))
 
 
 def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> _Part:
-    squared, pulled = work.own()
+    squared, pulled = work.own(moving=plan.inputs or plan.spectral > 0 or plan.error == "product")
     norm = squared.clamp(min=0).sqrt()
-    inverse = torch.where(norm > 0, 1 / torch.where(norm > 0, norm, 1), 0)
+    inverse = torch.where(norm > 0, 1 / norm, 0)
     clips = clipping(norm, plan.max_grad_norm, plan.clip)
     scale = 1 / (plan.noise_multiplier * plan.max_grad_norm)
     c, radial = clips.factor * scale, clips.radial * scale
@@ -238,8 +251,8 @@ def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> _Part:
     h = pulled * _like(inverse, pulled)
     if plan.features is not None:
         h = h * plan.features
-    residuals, values = _probed(work, plan, h, inverse)
-    across = c.square() * torch.stack(values).mean(0)
+    residuals, values = _pushed(work, plan, h) if plan.inputs else _probed(work, plan, h, inverse)
+    across = c.square() * (values[0] if len(values) == 1 else torch.stack(values).mean(0))
     part = _Part(
         loss=work.losses,
         norm=norm,
@@ -271,6 +284,26 @@ def _probed(work: Pass, plan: _Plan, h: Tensor, inverse: Tensor) -> tuple[list[T
         values.append(_squares(r))
         residuals = [*residuals, r] if plan.diagonal else [r]
     return residuals, values
+
+
+def _pushed(work: Pass, plan: _Plan, h: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """‖PJv‖² = ‖Jv‖² − ⟨h, v⟩² of each probe v of the private part, (B,)."""
+    slope = work.slope() if plan.deflate > 1 else None
+    third = work.output_slope() if plan.deflate > 2 else None
+    basis = Basis(
+        h if plan.deflate else None,
+        None if slope is None else _chosen(slope, plan),
+        None if third is None else _chosen(third, plan),
+    )
+    values: list[Tensor] = []
+    for omega in plan.directions:
+        v = basis.with_signs(_chosen(omega, plan), len(h))
+        values.append((work.moved(v) - (h * v).flatten(1).sum(1).square()).clamp(min=0))
+    return [], values
+
+
+def _chosen(v: Tensor, plan: _Plan) -> Tensor:
+    return v if plan.features is None else v * plan.features
 
 
 def _across_error(
@@ -330,27 +363,38 @@ def _count(private: Private, features: Tensor) -> int:
     return int(chosen.sum()) if chosen.dtype == torch.bool else int(chosen.unique().numel())
 
 
-def _error_from(error: ErrorFrom, probes: int) -> ErrorFrom:
+def _error_from(error: ErrorFrom, probes: int, probe: ProbeIn) -> ErrorFrom:
     if error == "spread" and probes < 2:
         raise ValueError('error="spread" needs two probes or more: use "product" or "bound" for one')
     if error != "auto":
         return error
-    return "spread" if probes > 1 else "product"
+    return "spread" if probes > 1 else "bound" if probe == "inputs" else "product"
+
+
+def _in_inputs(probe: ProbeIn, error: ErrorFrom, diagonal: bool, *, given: bool) -> bool:
+    """Whether the probes lie in the private part."""
+    needs_weights = diagonal or error == "product"
+    if probe == "inputs" and needs_weights:
+        what = "diagonal=True" if diagonal else 'error="product"'
+        raise ValueError(f'{what} needs probe="weights"')
+    return probe == "inputs" or (probe == "auto" and not needs_weights and not given)
 
 
 def _squares(v: Tensor) -> Tensor:
-    return v.flatten(1).square().sum(1)
+    sizes: Tensor = torch.linalg.vector_norm(v.flatten(1), dim=1)
+    return sizes.square()
 
 
 def _like(per_record: Tensor, v: Tensor) -> Tensor:
     return per_record.reshape(-1, *(1,) * (v.dim() - 1))
 
 
-def _check(noise_multiplier: float, probes: int, route: str, error: str) -> None:
+def _check(noise_multiplier: float, probes: int, route: str, error: str, probe: str) -> None:
     check_positive("noise_multiplier", noise_multiplier)
     check_at_least_one("probes", probes)
     check_choice("route", route, ("reverse", "forward"))
     check_choice("error", error, ("auto", "spread", "product", "bound"))
+    check_choice("probe", probe, ("auto", "weights", "inputs"))
 
 
 __all__ = ["StepInformation", "draw_probes", "step_information"]

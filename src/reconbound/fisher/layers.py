@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +33,9 @@ _WEIGHT: dict[int, Callable[..., Tensor]] = {
     2: convolution_gradients.conv2d_weight,
     3: convolution_gradients.conv3d_weight,
 }
+_FEW_PLACES = 4
 _MANY_OFFSETS = 16  # on CUDA one transposed convolution beats that many launches
+_MANY_CHANNELS = 16  # from here on cuDNN is faster at a convolution with the turned kernel than at its transpose
 _FEW_CHANNELS = 4  # on a CPU a matrix product and adding patches back beats the transposed convolution up to here
 
 
@@ -97,7 +98,7 @@ class ConvRule:
 
     def from_columns(self, columns: Tensor, shape: torch.Size) -> Tensor:
         """The transpose of columns: add every patch back where it came from, one kernel offset at a time."""
-        if self.rank == 2 and shape[1] > _FEW_CHANNELS and not columns.is_cuda:
+        if self.rank == 2 and (shape[1] > _FEW_CHANNELS or columns.is_cuda):
             flat = columns.reshape(shape[0], -1, columns.shape[-1])
             return F.fold(flat, tuple(shape[2:]), self.kernel, self.dilation, self.padding, self.stride)
         places = self._places(shape)
@@ -136,8 +137,36 @@ class ConvRule:
             if self.groups == 1:
                 return self.from_columns(matrices[0] @ delta.flatten(2), shape)
             return self.from_columns(matrices @ self.rows(delta), shape)
+        if delta.is_cuda and self.turns and weight.shape[1] >= _MANY_CHANNELS:
+            return self.turned_transpose(delta, weight)
         args = (self.stride, self.padding, self.dilation, self.groups)
         return _INPUT[self.rank](shape, weight, delta, *args)
+
+    @property
+    def turns(self) -> bool:
+        """Whether the transpose is itself such a convolution, with the kernel turned round: cuDNN is faster at that."""
+        spans = zip(self.kernel, self.padding, self.dilation, strict=True)
+        return self.groups == 1 and set(self.stride) == {1} and all(p <= d * (k - 1) for k, p, d in spans)
+
+    def _turned(self) -> ConvRule:
+        spans = zip(self.kernel, self.padding, self.dilation, strict=True)
+        padding = tuple(d * (k - 1) - p for k, p, d in spans)
+        return ConvRule(self.kernel, self.stride, padding, self.dilation, 1)
+
+    def turned_transpose(self, delta: Tensor, weight: Tensor) -> Tensor:
+        turned = weight.flip(*range(2, 2 + self.rank)).transpose(0, 1)
+        return _FORWARD[self.rank](delta, turned, None, 1, self._turned().padding, self.dilation)
+
+    def transpose_records(self, weights: Tensor, delta: Tensor, shape: torch.Size) -> Tensor:
+        """The transpose with a weight (B, g, O, K) of each record's own."""
+        if delta.is_cuda and self.turns and shape[1] >= _MANY_CHANNELS:
+            return self.turned_transpose_records(weights, delta, shape)
+        return self.from_columns(weights.transpose(2, 3) @ self.rows(delta), shape)
+
+    def turned_transpose_records(self, weights: Tensor, delta: Tensor, shape: torch.Size) -> Tensor:
+        b, o, c, size = shape[0], weights.shape[2], shape[1], math.prod(self.kernel)
+        turned = weights.reshape(b, o, c, size).flip(3).transpose(1, 2).reshape(b, 1, c, o * size)
+        return (turned @ self._turned().columns(delta)).reshape(shape)
 
     def total(self, a: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
         args = (self.stride, self.padding, self.dilation, self.groups)
@@ -233,6 +262,8 @@ def gram(first: Tensor, second: Tensor) -> Tensor:
     """Inner products of columns, (B, g, L₁, L₂); of indices: 1 where they are equal."""
     if not first.is_floating_point():
         return first.unsqueeze(3) == second.unsqueeze(2)
+    if first.is_cuda and first.shape[3] * second.shape[3] <= _FEW_PLACES:  # a product of matrices that is slow there
+        return (first.unsqueeze(4) * second.unsqueeze(3)).sum(2)
     return first.transpose(2, 3) @ second
 
 
@@ -249,6 +280,17 @@ def record_gradients(columns: Tensor, rows: Tensor) -> Tensor:
     if columns.shape[2] == 1 and rows.shape[2] == 1:
         return (rows * columns).sum(3, keepdim=True)
     return rows @ columns.transpose(2, 3)
+
+
+def summed_gradients(factors: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The sum of the gradients that several pairs (columns, rows) make."""
+    total = record_gradients(*factors[0])
+    for columns, rows in factors[1:]:
+        if columns.shape[2] == 1 and rows.shape[2] == 1:
+            total += record_gradients(columns, rows)
+        else:
+            total.flatten(0, 1).baddbmm_(rows.flatten(0, 1), columns.transpose(2, 3).flatten(0, 1))
+    return total
 
 
 def full_gradients(rule: Rule, a: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
@@ -274,6 +316,8 @@ def transpose_each(rule: Rule, delta: Tensor, weights: Tensor, like: Tensor) -> 
     """The transpose of apply_each in its input; like has the input's shape."""
     rows = rule.rows(delta)
     matrices = weights.reshape(weights.shape[0], rows.shape[1], rows.shape[2], -1)
+    if isinstance(rule, ConvRule):
+        return rule.transpose_records(matrices, delta, like.shape)
     return rule.from_columns(matrices.transpose(2, 3) @ rows, like.shape)
 
 
@@ -283,45 +327,3 @@ def _unravel(k: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         index.append(k % size)
         k //= size
     return tuple(reversed(index))
-
-
-class _Convolve(torch.autograd.Function):
-    """A convolution with a constant weight whose derivatives of every order are this and its transpose.
-
-    (The double backward of PyTorch's own convolution also computes the weight's part, which nothing here needs and
-    which is by far the dearest.)
-    """
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, weight: Tensor, rule: ConvRule) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.rule, ctx.shape = rule, a.shape
-        return rule.apply(a, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (weight,) = ctx.saved_tensors
-        return _transposed(grads[0], weight, ctx.rule, ctx.shape), None, None
-
-
-class _ConvolveTransposed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, delta: Tensor, weight: Tensor, rule: ConvRule, shape: torch.Size) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.rule = rule
-        return rule.transpose(delta, weight, shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (weight,) = ctx.saved_tensors
-        return _convolved(grads[0], weight, ctx.rule), None, None, None
-
-
-_convolved: Callable[..., Any] = _Convolve.apply
-_transposed: Callable[..., Any] = _ConvolveTransposed.apply
-
-
-def convolve(a: Tensor, weight: Tensor, rule: ConvRule) -> Tensor:
-    """A convolution with a constant weight, cheap to differentiate twice in its input."""
-    output: Tensor = _convolved(a, weight, rule)
-    return output

@@ -45,16 +45,22 @@ class Problem:
 
     def losses(self, z: Tensor, inputs: Inputs, targets: Any, params: Mapping[str, Tensor] | None = None) -> Tensor:
         """The loss of each record, (B,), with z in the place of the private part."""
+        return self.losses_and_outputs(z, inputs, targets, params)[0]
+
+    def losses_and_outputs(
+        self, z: Tensor, inputs: Inputs, targets: Any, params: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, Any]:
         inputs, targets = _place(self.private, z, inputs, targets)
         # of the attention kernels only the math one has second derivatives
         with _replaced(self.model, self.private, z), sdpa_kernel(SDPBackend.MATH):
-            losses = self.loss_fn(_call(self.model, inputs, params), targets)
+            outputs = _call(self.model, inputs, params)
+            losses = self.loss_fn(outputs, targets)
         if losses.shape != (z.shape[0],):
             raise ValueError(
                 f"loss_fn must return one loss per record, shape ({z.shape[0]},), got {tuple(losses.shape)}: "
                 'it may have been reduced over the batch (use reduction="none") or not over the record'
             )
-        return losses
+        return losses, outputs
 
 
 def as_private(private: Private | Tensor | str | None) -> Private:

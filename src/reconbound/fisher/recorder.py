@@ -19,7 +19,8 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from reconbound.fisher.layers import ConvRule, EmbeddingRule, LinearRule, Rule, ScaleRule, convolve
+from reconbound.fisher.layers import ConvRule, EmbeddingRule, LinearRule, Rule, ScaleRule
+from reconbound.fisher.smooth_ops import convolve, pool, poolable
 
 
 class NotCovered(Exception):
@@ -129,6 +130,26 @@ def _embedding(
     return rec.add(EmbeddingRule(padding_idx), input, output, weight, None)
 
 
+def _avg_pool2d(
+    rec: Recorder,
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor | None:
+    """Nothing to record, but cheaper to differentiate on CUDA."""
+    plain = set(_each(padding, 2)) == {0} and not ceil_mode and divisor_override is None
+    if not (plain and input.is_cuda):
+        return None
+    height, width = _each(kernel_size, 2)
+    down, right = _each(stride or kernel_size, 2)
+    kernel, stride = (height, width), (down, right)
+    return pool(input, kernel, stride) if poolable(input.shape, kernel, stride) else None
+
+
 def _layer_norm(
     rec: Recorder,
     input: Tensor,
@@ -169,6 +190,7 @@ _KNOWN: dict[Any, Callable[..., Tensor | None]] = {
     F.conv1d: _conv(1),
     F.conv2d: _conv(2),
     F.conv3d: _conv(3),
+    F.avg_pool2d: _avg_pool2d,
     F.embedding: _embedding,
     F.layer_norm: _layer_norm,
     F.group_norm: _group_norm,

@@ -18,7 +18,8 @@ from torch.func import grad, jacrev, jvp, vmap
 from torch.utils._pytree import tree_map
 
 from reconbound.fisher.clipping import Clip, check_clip
-from reconbound.fisher.gradients import load_forward_mode, trainable
+from reconbound.fisher.generic import load_forward_mode
+from reconbound.fisher.gradients import trainable
 from reconbound.fisher.private import Inputs, Private, Problem, as_private, batch_rows, feature_mask, private_part
 
 

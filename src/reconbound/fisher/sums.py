@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from reconbound.fisher.clipping import Clip, check_clip, clipping
-from reconbound.fisher.gradients import GenericPass, LayerPass, NotCovered, Pass, Route, trainable
+from reconbound.fisher.generic import GenericPass
+from reconbound.fisher.gradients import LayerPass, NotCovered, Pass, Route, trainable
 from reconbound.fisher.private import Inputs, Private, Problem, batch_rows, check_rows, private_part
 
 Method = Literal["auto", "layers", "generic"]
@@ -100,6 +101,7 @@ def open_pass(
     *,
     check: bool,
     measured: bool = True,
+    sloped: bool = False,
 ) -> Pass:
     """The layer way where its rules cover the model, else the generic one.
 
@@ -108,7 +110,7 @@ def open_pass(
     """
     if method != "generic":
         try:
-            return LayerPass(problem, *batch, check=check, measured=measured)
+            return LayerPass(problem, *batch, check=check, measured=measured, sloped=sloped)
         except NotCovered as reason:
             if method == "layers":
                 raise ValueError(f'no layer rule covers this model: {reason}; use method="generic"') from reason
@@ -155,6 +157,6 @@ def check_at_least_one(name: str, value: int) -> None:
         raise ValueError(f"{name} must be at least 1, got {value!r}")
 
 
-def check_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
+def check_choice(name: str, given: str | int, allowed: tuple[str | int, ...]) -> None:
     if given not in allowed:
         raise ValueError(f"{name} must be one of {allowed}, got {given!r}")

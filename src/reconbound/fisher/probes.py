@@ -1,0 +1,97 @@
+"""Random directions for the part of the information across the gradient: in parameter space, or in the private part.
+
+With M = JᵀPJ (d × d), a direction u ~ N(0, I_p) gives r = JᵀPu ~ N(0, M) and E‖r‖² = Tr M; a direction v of the private
+part with E[vvᵀ] = I_d gives E‖PJv‖² = E[vᵀMv] = Tr M. In the private part one may choose the basis: if the components
+of v along orthonormal q_1, q_2, ... are random SIGNS (all others Gaussian), then with M in that basis
+
+    Var[vᵀMv] = 2 (‖M‖²_F − Σ_j (q_jᵀMq_j)²)
+
+so that a q close to a leading eigenvector of M takes its eigenvalue out of the variance. Two such directions cost next
+to nothing: h = Jᵀĝ, known exactly anyway, and the slope ∇_z ℓ; a third, the slope of the outputs' own size, costs one
+backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_CLOSE = 0.05  # two directions nearer than this are taken as one, for their difference would be rounding
+
+
+def draw_probes(
+    params: Mapping[str, Tensor], probes: int, generator: torch.Generator | None = None
+) -> list[dict[str, Tensor]]:
+    """Independent standard normal directions in parameter space, u ~ N(0, I)."""
+    return [
+        {name: torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype) for name, p in params.items()}
+        for _ in range(probes)
+    ]
+
+
+def draw_input_probes(z: Tensor, probes: int, generator: torch.Generator | None = None) -> list[Tensor]:
+    """Independent standard normal directions of one record's private part."""
+    return [torch.randn(z.shape[1:], generator=generator, device=z.device, dtype=z.dtype) for _ in range(probes)]
+
+
+class Basis:
+    """Each record's orthonormal directions q_j (zero where there is none), for probes with signs along them.
+
+    first: h, up to a factor ≥ 0 for each record. second: the slope. Their directions a and b enter as their bisectors,
+    q = (a ± b)/‖a ± b‖, which are orthogonal as they stand since ‖a‖ = ‖b‖; where one of the two is zero or they are
+    (nearly) parallel there is one direction. third: made orthogonal to these.
+
+    (All is done with few operations on whole batches: on a GPU each of them costs its launch.)
+    """
+
+    def __init__(self, first: Tensor | None, second: Tensor | None = None, third: Tensor | None = None) -> None:
+        given = [v.flatten(1) for v in (first, second) if v is not None]
+        self.q: Tensor | None = None
+        if given:
+            units, there = _units(torch.stack(given))
+            self.q = _bisectors(units, there) if len(given) == 2 else units
+        if third is not None:
+            rest, _ = _units(_removed(_units(third.flatten(1))[0], self.q), at_least=_CLOSE)
+            rest, _ = _units(_removed(rest, self.q))
+            self.q = rest[None] if self.q is None else torch.cat([self.q, rest[None]])
+
+    def with_signs(self, omega: Tensor, records: int) -> Tensor:
+        """ω (of one record's shape) with its components along each record's basis replaced by their signs, (B, ...).
+
+        v = ω + Σ_j q_j (sign⟨q_j, ω⟩ − ⟨q_j, ω⟩)
+
+        For ω ~ N(0, I) the components ⟨q_j, ω⟩ and the rest of ω are independent, so E[vvᵀ] = I whatever the basis is.
+        A zero q_j changes nothing.
+        """
+        v = omega.expand(records, *omega.shape)
+        if self.q is None:
+            return v
+        components = self.q @ omega.flatten()
+        change = (components.sign() - components).unsqueeze(2)
+        flat = omega.flatten()
+        for q, k in zip(self.q, change, strict=True):
+            flat = torch.addcmul(flat, q, k)
+        return flat.reshape(v.shape)
+
+
+def _units(v: Tensor, at_least: float = 0.0) -> tuple[Tensor, Tensor]:
+    """v/‖v‖ along the last dimension, and whether there is one; zero where ‖v‖ is not above the least."""
+    size = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+    there = size > at_least
+    return v * torch.where(there, 1 / size, 0), there
+
+
+def _bisectors(units: Tensor, there: Tensor) -> Tensor:
+    """(a + b)/‖a + b‖ and (a − b)/‖a − b‖ of a, b = units, (2, B, d); where only one is there, it and zero."""
+    a, b = units
+    plus, minus = a + b, a - b
+    both = torch.stack([plus, minus * there.all(0)])
+    return _units(both, at_least=_CLOSE)[0]
+
+
+def _removed(v: Tensor, basis: Tensor | None) -> Tensor:
+    for q in () if basis is None else basis:
+        v = torch.addcmul(v, q, (q * v).sum(1, keepdim=True), value=-1)
+    return v
