@@ -152,8 +152,8 @@ class _PrivateLinear(BaseEstimator):  # type: ignore[misc]
         away = float(np.sum((found.weights - self._released()) ** 2)) / self.noise_std_**2
         if away > found.weights.size + 12 * np.sqrt(2 * found.weights.size) + 72:
             raise ValueError(
-                f"X and y are not the training data: the released model would be {np.sqrt(away):.3g} standard deviations "
-                f"from their optimum, where about {np.sqrt(found.weights.size):.3g} is to be expected"
+                f"X and y are not the training data: the released model would be {np.sqrt(away):.3g} standard "
+                f"deviations from their optimum, where about {np.sqrt(found.weights.size):.3g} is to be expected"
             )
         return found, clipped
 
@@ -295,7 +295,7 @@ class PrivateRidge(RegressorMixin, _PrivateLinear):  # type: ignore[misc]
     Attributes:
         coef_ (d,), intercept_ (a number), target_bound_; the rest as in `PrivateLogisticRegression`.
 
-    Guarantee: as there, through ‖θ*‖ ≤ Y/√λ and so gradients of at most Y(1 + R/√λ)R (docs/theory-linear.md, section 2).
+    Guarantee: as there, through ‖θ*‖ ≤ Y/√λ, so that gradients are at most Y(1 + R/√λ)R (docs/theory-linear.md).
 
     >>> x = np.array([[-0.6, 0.2], [-0.4, -0.1], [0.5, 0.3], [0.7, -0.2]])
     >>> model = PrivateRidge(l2=0.01, noise_std=1e-3, data_norm=1.0, target_bound=1.0, random_state=0)
