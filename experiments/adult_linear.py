@@ -51,7 +51,7 @@ def main() -> None:
         if colour == BLUE:
             rows.append(
                 (
-                    f"rows clipped to norm {DATA_NORM:g}, where floors are about the clipped row",
+                    f"people whose row was clipped to norm {DATA_NORM:g}",
                     "",
                     f"{found.clipped.sum()}",
                 )

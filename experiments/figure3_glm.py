@@ -45,7 +45,9 @@ def main() -> None:
     x, y = digits()
     with_constant = minimise(x, y, Logistic(), l2=L2, intercept=True)
     without = minimise(x, y, Logistic(), l2=L2, intercept=False)
+    guess = sum(np.mean(y == label) * np.mean(x[y == label].var(axis=0)) for label in (0, 1))
     panels, rows = [], [("records, trials", "12,665, 10,000", f"{len(x):,}, {trials:,}")]
+    rows.append(("MSE of guessing the mean of the others with that label", "", f"{guess:.4f}"))
     columns: dict = {"record": np.arange(len(x)), "label": y.astype(int)}
     for name, o, method, branch in (
         ("ratio", with_constant, "ratio", "nearest"),
@@ -85,12 +87,14 @@ def main() -> None:
         axis.scatter(floor[below], error[below], s=2, color=RED, alpha=0.5, linewidths=0, rasterized=True)
         axis.plot(span, span, color="black", linewidth=1)
         axis.axvline(1, color=GREY, linestyle="--", linewidth=0.8)
+        axis.axhline(guess, color=GREY, linestyle=":", linewidth=1.0)
         axis.set(xscale="log", yscale="log", xlim=span, ylim=(errors.min() / 2, np.quantile(errors, 0.9995) * 2))
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("floor d/Tr(I)")
         if below.any():
             told_so = f"{below.sum():,} below the floor"
             axis.text(0.97, 0.03, told_so, color=RED, transform=axis.transAxes, ha="right", fontsize=9)
+    axes[0].text(span[0] * 1.4, guess * 1.25, "guessing the mean of that label", color=GREY, fontsize=8)
     axes[0].set_ylabel(f"squared error per pixel, {trials:,} trials")
     figure.tight_layout()
     save(figure, "figure3_glm")

@@ -15,6 +15,8 @@ _HOME = {
     "floor": "calculator",
     "guarantee": "calculator",
     "DP": "mechanisms",
+    "PrivateLogisticRegression": "linear",
+    "PrivateRidge": "linear",
     "Mechanism": "mechanisms",
     "OutputPerturbation": "mechanisms",
     "PLD": "mechanisms",
@@ -29,6 +31,8 @@ __all__ = [
     "Guarantee",
     "Mechanism",
     "OutputPerturbation",
+    "PrivateLogisticRegression",
+    "PrivateRidge",
     "RenyiDP",
     "SampledGaussian",
     "__version__",
@@ -39,6 +43,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .bounds import Bound
     from .calculator import Guarantee, floor, guarantee
+    from .linear import PrivateLogisticRegression, PrivateRidge
     from .mechanisms import DP, PLD, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
 
 

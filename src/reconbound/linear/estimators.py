@@ -66,13 +66,13 @@ class _PrivateLinear(BaseEstimator):  # type: ignore[misc]
         return largest if largest > 0 else 1.0
 
     def _clip(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of norm at most data_norm, and which were longer."""
+        """Rows of norm at most data_norm, and their norms before."""
         norms = np.linalg.norm(x, axis=1)
         long = norms > self.data_norm_ * (1 + 1e-12)
         if long.any():
             x = x.copy()
             x[long] *= (self.data_norm_ / norms[long])[:, None]
-        return x, long
+        return x, norms
 
     def _shape(self) -> Shape:
         return Shape(
@@ -141,7 +141,7 @@ class _PrivateLinear(BaseEstimator):  # type: ignore[misc]
                 f"X has {len(x)} records, but the model was fitted on {self.n_samples_fit_}: give the training data"
             )
         targets = self._encode(y)
-        x, clipped = self._clip(x)
+        x, norms = self._clip(x)
         start = self._released()
         shape = self._shape()
         if np.linalg.norm(start) > largest_weights(
@@ -155,7 +155,7 @@ class _PrivateLinear(BaseEstimator):  # type: ignore[misc]
                 f"X and y are not the training data: the released model would be {np.sqrt(away):.3g} standard "
                 f"deviations from their optimum, where about {np.sqrt(found.weights.size):.3g} is to be expected"
             )
-        return found, clipped
+        return found, norms
 
     def leakage(self, X: Any, y: Any, *, scale: Any = None, diagonal: bool = True, spectral: bool = True) -> Leakage:
         """What the released model tells about each training record, exactly; see `reconbound.linear.leakage`.
@@ -165,8 +165,8 @@ class _PrivateLinear(BaseEstimator):  # type: ignore[misc]
             scale: what each feature was divided by before (a scaler's `scale_`), to be told in the units before that.
             diagonal, spectral: whether to compute the information per feature and the spectral norm.
         """
-        found, clipped = self._again(X, y)
-        return leakage(found, self.noise_std_, scale=scale, diagonal=diagonal, spectral=spectral, clipped=clipped)
+        found, norms = self._again(X, y)
+        return leakage(found, self.noise_std_, scale=scale, diagonal=diagonal, spectral=spectral, norms=norms)
 
 
 class PrivateLogisticRegression(ClassifierMixin, _PrivateLinear):  # type: ignore[misc]

@@ -4,6 +4,7 @@ docs/theory-linear.md, sections 3 to 6. With H the Hessian, J = ∂W*/∂x = −
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,7 +34,8 @@ class Leakage:
         spectral_norm: ‖I‖₂ = η², (N,), or None where it was not asked for.
         inverse_trace: Tr(I⁻¹), (N,), finite floats' largest where I is singular; None for softmax.
         target: the information about y, (N,), for regression; None otherwise.
-        clipped: which rows were longer than data_norm; what stands here is then about the clipped row.
+        clipped: which rows were longer than data_norm. All is about the row before clipping, whose length is gone: then
+            Tr(I⁻¹) is infinite (finite floats' largest).
     """
 
     trace: np.ndarray
@@ -46,6 +48,7 @@ class Leakage:
     clipped: np.ndarray
     _optimum: Optimum = field(repr=False)
     _scale: np.ndarray | None = field(repr=False)
+    _shrunk: np.ndarray = field(repr=False)
 
     @property
     def dfil(self) -> np.ndarray:
@@ -91,7 +94,8 @@ class Leakage:
         n = len(self.trace)
         if not 0 <= record < n:
             raise InputError("record", f"must be an index from 0 to {n - 1}", record)
-        return reference.information(self._optimum, record, self.noise_std, self._scale)
+        shrunk = float(self._shrunk[record])
+        return reference.information(self._optimum, record, self.noise_std, self._scale, shrunk)
 
 
 def leakage(
@@ -101,7 +105,7 @@ def leakage(
     scale: np.ndarray | None = None,
     diagonal: bool = True,
     spectral: bool = True,
-    clipped: np.ndarray | None = None,
+    norms: np.ndarray | None = None,
 ) -> Leakage:
     """The information of W* + N(0, σ²I) about every record, from one factorisation and matrix products.
 
@@ -113,10 +117,9 @@ def leakage(
         scale: the factor sⱼ by which each feature was divided before training (StandardScaler's `scale_`): the
             answers are then in the units before that. One where left out.
         diagonal, spectral: whether to compute the diagonal (an N×d array) and the spectral norm.
-        clipped: which rows had been clipped.
+        norms: the rows' Euclidean norms before they were clipped, (N,), where some were.
 
-    Guarantee: exact at the minimiser, for an attacker who knows all other records, the label, λ and σ. The trace and
-    the spectral norm also bound those about the row before clipping.
+    Guarantee: exact at the minimiser, for an attacker who knows all other records, the label, λ and σ.
     """
     sigma = number("noise_std", noise_std, above=0.0)
     units = None
@@ -124,8 +127,19 @@ def leakage(
         units = numbers("scale", scale, above=0.0).ravel()
         if units.size != optimum.dim:
             raise InputError("scale", f"must have one entry per feature, {optimum.dim}", units.size)
+    shrunk = np.ones(len(optimum.rows))
+    if norms is not None:
+        now = np.linalg.norm(optimum.rows[:, : optimum.dim], axis=1)
+        shrunk = np.minimum(now / np.maximum(norms, np.finfo(float).tiny), 1.0)
+        shrunk[norms <= now * (1 + 1e-9)] = 1.0
     work = _softmax_parts if optimum.weights.shape[0] > 1 else _scalar_parts
-    trace, diag, norm, inverse = work(optimum, units, diagonal, spectral)
+    unit = np.ones(optimum.dim) if units is None else units
+    short = np.flatnonzero(shrunk < 1)
+    trace, diag, norm, inverse = work(optimum, unit, diagonal or short.size > 0, spectral)
+    if short.size:
+        assert diag is not None
+        _before_clipping(optimum, unit, short, shrunk[short], trace, diag, norm, inverse)
+    diag = diag if diagonal else None
     target = None
     if isinstance(optimum.loss, Squared):  # dθ*/dy = H⁻¹x̃
         target = np.einsum("ij,ij->i", moved := optimum.rows @ optimum.inverse_hessian, moved) / sigma**2
@@ -138,19 +152,20 @@ def leakage(
         None if norm is None else norm / var,
         None if inverse is None else np.minimum(inverse, LARGEST / max(var, 1.0)) * var,
         target,
-        np.zeros(len(trace), dtype=bool) if clipped is None else clipped,
+        shrunk < 1,
         optimum,
         units,
+        shrunk,
     )
 
 
+Product = Callable[[np.ndarray], np.ndarray]
 Parts = tuple[np.ndarray, "np.ndarray | None", "np.ndarray | None", "np.ndarray | None"]
 
 
-def _scalar_parts(o: Optimum, scale: np.ndarray | None, diagonal: bool, spectral: bool) -> Parts:
+def _scalar_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool) -> Parts:
     """JᵀJ = a²S + q₁(av)ᵀ + (av)q₁ᵀ + c vvᵀ with a = ℓ', S = (H⁻²) on the features, q₁ = ℓ''H⁻²x̃, c = ℓ''²‖H⁻¹x̃‖²."""
     d, n = o.dim, len(o.rows)
-    unit = np.ones(d) if scale is None else scale
     square = o.inverse_hessian @ o.inverse_hessian
     a, bend, v = o.slopes[:, 0], o.curvatures, o.weights[0, :d] / unit
     s = square[:d, :d] / np.outer(unit, unit)
@@ -199,10 +214,9 @@ def _inverse_trace(o: Optimum, unit: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(out), np.maximum(out, 0.0), LARGEST)
 
 
-def _softmax_parts(o: Optimum, scale: np.ndarray | None, diagonal: bool, spectral: bool) -> Parts:
+def _softmax_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool) -> Parts:
     """The same with blocks P_kl of H⁻²: J's columns are −H⁻¹((AW)ⱼ ⊗ x̃ + g ⊗ eⱼ), g = ∂ℓ/∂s."""
     n, d, (k, p) = len(o.rows), o.dim, o.weights.shape
-    unit = np.ones(d) if scale is None else scale
     square = o.inverse_hessian @ o.inverse_hessian
     blocks = square.reshape(k, p, k, p)
     by_row = np.ascontiguousarray(blocks.transpose(1, 0, 2, 3)).reshape(p, k * k * p)
@@ -220,17 +234,66 @@ def _softmax_parts(o: Optimum, scale: np.ndarray | None, diagonal: bool, spectra
         diag[b] += 2 * np.einsum("nkj,nkj->nj", bent, mixed)
         diag[b] += np.einsum("nk,nl,klj->nj", g, g, pure, optimize=True)
         if norm is not None:
-
-            def product(
-                v: np.ndarray, rows: np.ndarray = rows, g: np.ndarray = g, bent: np.ndarray = bent
-            ) -> np.ndarray:
-                lifted = np.einsum("nkj,nj->nk", bent, v)[:, :, None] * rows[:, None, :]
-                lifted[..., :d] += g[:, :, None] * (v / unit)[:, None, :]
-                back = (lifted.reshape(len(v), k * p) @ square).reshape(len(v), k, p)
-                out = np.einsum("nkj,nk->nj", bent, np.einsum("nkp,np->nk", back, rows))
-                return np.asarray(out + np.einsum("nk,nkj->nj", g, back[..., :d]) / unit)
-
-            norm[b] = top_by_lanczos(product, len(rows), d)
+            norm[b] = top_by_lanczos(_in_units(_product(o, np.arange(n)[b], square), unit), len(rows), d)
     np.maximum(diag, 0.0, out=diag)
     trace = diag.sum(axis=1)
     return trace, diag if diagonal else None, None if norm is None else np.minimum(norm, trace), None
+
+
+def _product(o: Optimum, records: np.ndarray, square: np.ndarray) -> Product:
+    """v ↦ JᵀJv for these records, one v each, by products with H⁻²."""
+    d, (k, p) = o.dim, o.weights.shape
+    rows, g = o.rows[records], o.slopes[records]
+    bent = np.einsum("nkl,lj->nkj", o.curvatures[records].reshape(-1, k, k), o.weights[:, :d])
+
+    def product(v: np.ndarray) -> np.ndarray:
+        lifted = np.einsum("nkj,nj->nk", bent, v)[:, :, None] * rows[:, None, :]
+        lifted[..., :d] += g[:, :, None] * v[:, None, :]
+        back = (lifted.reshape(len(v), k * p) @ square).reshape(len(v), k, p)
+        out = np.einsum("nkj,nk->nj", bent, np.einsum("nkp,np->nk", back, rows))
+        return np.asarray(out + np.einsum("nk,nkj->nj", g, back[..., :d]))
+
+    return product
+
+
+def _in_units(
+    product: Product, unit: np.ndarray, direction: np.ndarray | None = None, factor: np.ndarray | None = None
+) -> Product:
+    """v ↦ D⁻¹C JᵀJ CD⁻¹v with C = c(I − ẑẑᵀ), or the identity."""
+
+    def project(v: np.ndarray) -> np.ndarray:
+        if direction is None or factor is None:
+            return v
+        return np.asarray(factor * (v - direction * np.einsum("ij,ij->i", v, direction)[:, None]))
+
+    return lambda v: project(product(project(v / unit))) / unit
+
+
+def _before_clipping(
+    o: Optimum,
+    unit: np.ndarray,
+    short: np.ndarray,
+    factor: np.ndarray,
+    trace: np.ndarray,
+    diag: np.ndarray,
+    norm: np.ndarray | None,
+    inverse: np.ndarray | None,
+) -> None:
+    """Turn what is known about clipped rows x into the same about z, x = cz with c = data_norm/‖z‖, in place.
+
+    ∂x/∂z = c(I − ẑẑᵀ), so the diagonal is c²(Iⱼⱼ − 2ẑⱼ(Iẑ)ⱼ + ẑⱼ² ẑᵀIẑ)."""
+    square = o.inverse_hessian @ o.inverse_hessian
+    for i in range(0, len(short), BLOCK // 4):
+        part, c = short[i : i + BLOCK // 4], factor[i : i + BLOCK // 4, None]
+        x = o.rows[part, : o.dim]
+        z = x / np.linalg.norm(x, axis=1, keepdims=True)
+        product = _product(o, part, square)
+        along = product(z)
+        total = np.einsum("ij,ij->i", along, z)[:, None]
+        diag[part] = np.maximum(c**2 * (diag[part] * unit**2 - 2 * z * along + z**2 * total), 0.0) / unit**2
+        trace[part] = diag[part].sum(axis=1)
+        if norm is not None:
+            norm[part] = top_by_lanczos(_in_units(product, unit, z, c), len(part), o.dim)
+            norm[part] = np.minimum(norm[part], trace[part])
+    if inverse is not None:
+        inverse[short] = LARGEST

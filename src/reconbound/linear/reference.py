@@ -22,9 +22,15 @@ def jacobian(optimum: Optimum, record: int) -> np.ndarray:
     return np.asarray(-optimum.inverse_hessian @ mixed)
 
 
-def information(optimum: Optimum, record: int, noise_std: float, scale: np.ndarray | None = None) -> np.ndarray:
-    """I = JᵀJ/σ², (d, d); `scale` as in `leakage`."""
+def information(
+    optimum: Optimum, record: int, noise_std: float, scale: np.ndarray | None = None, shrunk: float = 1.0
+) -> np.ndarray:
+    """I = JᵀJ/σ², (d, d); `scale` as in `leakage`; `shrunk` < 1 where the row was clipped by that factor."""
     j = jacobian(optimum, record)
+    if shrunk < 1:
+        x = optimum.rows[record, : optimum.dim]
+        unit = x / np.linalg.norm(x)
+        j = shrunk * (j - np.outer(j @ unit, unit))
     if scale is not None:
         j = j / scale
     return np.asarray(j.T @ j / noise_std**2)
