@@ -79,6 +79,18 @@ def test_the_release_is_the_optimum_plus_gaussian_noise_and_nothing_else_is_kept
             assert not np.any(np.isclose(value.ravel()[:, None], best.weights.ravel(), rtol=1e-9, atol=0))
 
 
+def test_noise_without_a_seed_does_not_come_from_a_generator_that_others_can_seed():
+    x, y = table("logistic")
+    state = np.random.get_state()  # noqa: NPY002
+    model = clone(ESTIMATORS["logistic"]).set_params(random_state=None)
+    found = []
+    for _ in range(2):
+        np.random.seed(0)  # noqa: NPY002
+        found.append(model.fit(x, y).coef_)
+    np.random.set_state(state)  # noqa: NPY002
+    assert not np.array_equal(*found)
+
+
 def test_softmax_on_digits():
     x, y = load_digits(return_X_y=True)
     x = x / 16
@@ -187,7 +199,10 @@ def test_targets_are_met():
     assert 1.999 < model.mechanism_.epsilon_at(1e-6) <= 2
     assert PrivateLogisticRegression(data_norm=5.0).fit(x, y).mechanism_.epsilon_at(1e-5) == pytest.approx(1, rel=1e-6)
     np.testing.assert_allclose(model.mechanism_.data_norm, np.sqrt(26))
-    assert reconbound.guarantee(model.mechanism_, dim=4)["lecam"].value > 0
+    found = reconbound.guarantee(model.mechanism_, dim=4)
+    assert found["lecam"].value > 0
+    assert "logistic loss" in model.mechanism_.assumes()[0]
+    assert model.mechanism_.order2() == pytest.approx((2 * np.sqrt(26) / (500 * 0.01 * model.noise_std_)) ** 2)
 
 
 def bad(name, message, error=ValueError, x=None, y=None, fitted=False, **changes):

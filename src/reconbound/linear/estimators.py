@@ -95,7 +95,9 @@ class _PrivateLinear(BaseEstimator):  # type: ignore[misc]
         self.mechanism_ = shape.mechanism(sigma)
         self.noise_std_ = sigma
         found = self._solve(self._clip(x)[0], targets, len(x) * strength * sigma * SOLVED)
-        noise = check_random_state(self.random_state).normal(size=found.weights.shape)
+        # None means fresh entropy here, not NumPy's global generator, which somebody may have seeded
+        rng = np.random.default_rng() if self.random_state is None else check_random_state(self.random_state)
+        noise = rng.normal(size=found.weights.shape)
         self._keep(found.weights + sigma * noise)
 
     def _solve(self, x: np.ndarray, targets: np.ndarray, tolerance: float, start: np.ndarray | None = None) -> Optimum:
@@ -190,7 +192,7 @@ class PrivateLogisticRegression(ClassifierMixin, _PrivateLinear):  # type: ignor
     Attributes:
         classes_, coef_ (1 or K, d), intercept_ (1 or K,), n_features_in_, feature_names_in_: as in scikit-learn.
         noise_std_: σ. data_norm_: the rows' bound. n_samples_fit_: n, which is public.
-        mechanism_: the `OutputPerturbation`, for `reconbound.guarantee`; its data_norm is the bound on one gradient.
+        mechanism_: the release as an `OutputPerturbation`, for `reconbound.guarantee`; its data_norm is L.
 
     Guarantee: (ε, δ) and order-2 Rényi DP of `mechanism_` when one record is replaced by another with the same
     label or not, n fixed; in float64, like every Gaussian mechanism here, floating-point attacks on the noise aside.

@@ -16,6 +16,22 @@ DEFAULT_EPSILON, DEFAULT_DELTA = 1.0, 1e-5
 
 
 @dataclass(frozen=True)
+class LinearRelease(OutputPerturbation):
+    """Output perturbation of one of our estimators: `data_norm` is L, the bound on the gradient of one record's loss.
+
+    Attributes:
+        loss: its name. row_norm: the bound on a row, the constant feature included.
+    """
+
+    loss: str = "logistic"
+    row_norm: float = 1.0
+
+    def assumes(self) -> tuple[str, ...]:
+        rows = f"{self.loss} loss, rows clipped (norm {self.row_norm:g} with the constant feature)"
+        return (f"{rows}, gradients of norm {self.data_norm:g} at most, solved to the minimum; nλ is fixed",)
+
+
+@dataclass(frozen=True)
 class Shape:
     """The public facts on which the noise may depend.
 
@@ -43,9 +59,9 @@ class Shape:
         """L = sup‖∂ℓ/∂s‖ sup‖x̃‖: the largest gradient of one record's loss at any minimiser."""
         return largest_slope(self.loss, self.row_norm, self.l2, self.target_bound) * self.row_norm
 
-    def mechanism(self, noise_std: float) -> OutputPerturbation:
-        """The release as a mechanism; its `data_norm` is L, the bound on one record's gradient."""
-        return OutputPerturbation(self.records, self.l2, noise_std, self.gradient_norm)
+    def mechanism(self, noise_std: float) -> LinearRelease:
+        """The release as a mechanism."""
+        return LinearRelease(self.records, self.l2, noise_std, self.gradient_norm, self.loss.name, self.row_norm)
 
     def worst_trace(self, noise_std: float) -> float:
         """The largest Tr(I) of any record in any data set of this shape.
