@@ -3,7 +3,7 @@
 import argparse
 
 import numpy as np
-from _common import BLUE, GREY, RED, digits, plt, save, table, write
+from _common import BLUE, GREY, RED, RESULTS, digits, plt, save, table, write
 from scipy.stats import spearmanr
 
 from reconbound.attacks import AttackReport, simulate
@@ -41,12 +41,17 @@ def rows_for(name: str, floor: np.ndarray, exact: np.ndarray, found: AttackRepor
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=TRIALS)
-    trials = parser.parse_args().trials
+    parser.add_argument("--draw", action="store_true", help="only draw again, from the CSV file")
+    given = parser.parse_args()
+    trials = given.trials
     x, y = digits()
+    guess = sum(np.mean(y == label) * np.mean(x[y == label].var(axis=0)) for label in (0, 1))
+    if given.draw:
+        drawn = np.genfromtxt(RESULTS / "figure3_glm.csv", delimiter=",", names=True)
+        return draw({name: drawn[name] for name in drawn.dtype.names}, trials, guess)
     with_constant = minimise(x, y, Logistic(), l2=L2, intercept=True)
     without = minimise(x, y, Logistic(), l2=L2, intercept=False)
-    guess = sum(np.mean(y == label) * np.mean(x[y == label].var(axis=0)) for label in (0, 1))
-    panels, rows = [], [("records, trials", "12,665, 10,000", f"{len(x):,}, {trials:,}")]
+    rows = [("records, trials", "12,665, 10,000", f"{len(x):,}, {trials:,}")]
     rows.append(("MSE of guessing the mean of the others with that label", "", f"{guess:.4f}"))
     columns: dict = {"record": np.arange(len(x)), "label": y.astype(int)}
     for name, o, method, branch in (
@@ -66,17 +71,19 @@ def main() -> None:
             columns |= {f"{key}_floor": floor, f"{key}_cramer_rao": exact}
         columns |= {f"{key}_mse": attack.mse, f"{key}_median": attack.median, f"{key}_trimmed": attack.trimmed}
         columns |= {f"{key}_bias": attack.bias, f"{key}_variance": attack.variance}
-        panels.append((name, floor, attack))
     table("figure3_glm", "Figure 3: floor against the GLM attack's error, λ = 1e-2, σ = 1e-5", rows)
     write("figure3_glm", columns)
+    draw(columns, trials, guess)
 
-    ratio, label, told = panels
+
+def draw(columns: dict, trials: int, guess: float) -> None:
+    """The scatter plots; red dots lie below their floor."""
     figure, axes = plt.subplots(1, 4, figsize=(14.5, 3.9), sharex=True, sharey=True)
     shown = (
-        ("constant feature, x = v/v₀: mean", ratio[1], ratio[2].mse),
-        ("the same: median (no floor binds a median)", ratio[1], ratio[2].median),
-        ("no constant, label and nearest root: mean", label[1], label[2].mse),
-        ("no constant, told which root: mean", told[1], told[2].mse),
+        ("constant feature, x = v/v₀: mean", columns["ratio_floor"], columns["ratio_mse"]),
+        ("the same: median (no floor binds a median)", columns["ratio_floor"], columns["ratio_median"]),
+        ("no constant, label and nearest root: mean", columns["label_floor"], columns["label_mse"]),
+        ("no constant, told which root: mean", columns["label_floor"], columns["told_mse"]),
     )
     every = np.concatenate([panel[1] for panel in shown])
     span = (every.min() / 2, every.max() * 2)
@@ -94,7 +101,16 @@ def main() -> None:
         if below.any():
             told_so = f"{below.sum():,} below the floor"
             axis.text(0.97, 0.03, told_so, color=RED, transform=axis.transAxes, ha="right", fontsize=9)
-    axes[0].text(span[0] * 1.4, guess * 1.25, "guessing the mean of that label", color=GREY, fontsize=8)
+    axes[0].text(
+        0.97,
+        guess / 1.6,
+        "guess: mean of that label",
+        color=GREY,
+        fontsize=8,
+        ha="right",
+        va="top",
+        transform=axes[0].get_yaxis_transform(),
+    )
     axes[0].set_ylabel(f"squared error per pixel, {trials:,} trials")
     figure.tight_layout()
     save(figure, "figure3_glm")
