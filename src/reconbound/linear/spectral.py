@@ -35,12 +35,18 @@ def top_of_updates(
     found[top <= ACCURACY * base] = base[top <= ACCURACY * base]
     gaps = highest - levels
 
+    apart = np.square(first[:, -1:] * second - first * second[-1])
+
     def excess(t: np.ndarray, i: np.ndarray) -> np.ndarray:
         """1/λ_max(BK(t)) − 1: rises with t, nearly straight, zero at the eigenvalue a²s_max + t."""
         w = 1 / (t[:, None] + np.square(a[i])[:, None] * gaps)
         k11, k12, k22 = np.einsum("ij,ij->i", own[i], w), np.einsum("ij,ij->i", cross[i], w), w @ other
         half = a[i] * k12 + square[i] * k22 / 2
-        minus_det = np.square(a[i]) * np.maximum(k11 * k22 - k12**2, 0.0)
+        # det K without cancellation at the pole w → ∞ of the highest level: its part is a sum of squares
+        pole = w[:, -1]
+        r11, r12, r22 = k11 - pole * own[i, -1], k12 - pole * cross[i, -1], k22 - pole * other[-1]
+        rest = np.maximum(r11 * r22 - r12**2, 0.0)
+        minus_det = np.square(a[i]) * (pole * np.einsum("ij,ij->i", apart[i], w) + rest)
         root = np.sqrt(half**2 + minus_det)
         with np.errstate(divide="ignore", invalid="ignore"):
             largest = np.where(half >= 0, half + root, minus_det / (root - half))
@@ -50,6 +56,13 @@ def top_of_updates(
         return np.asarray(found)
     low = ACCURACY / 8 * (base[live] + top[live])
     at_low = excess(low, live)
+    for _ in range(15):  # rounding may hide the root from points too near to the pole: any point below it will do
+        hidden = np.flatnonzero(at_low >= 0)
+        if not hidden.size:
+            break
+        higher = np.minimum(low[hidden] * 10, top[live[hidden]])
+        found_low = excess(higher, live[hidden])
+        low[hidden], at_low[hidden] = higher, found_low
     inner = live[at_low >= 0]  # nothing above a²s_max: the eigenvalue was pushed below it, or stays there
     keep = at_low < 0
     live, low, at_low = live[keep], low[keep], at_low[keep]
