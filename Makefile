@@ -1,11 +1,12 @@
 # make demo   the main job, from nothing          make test    the test suite, from nothing
 # make lint   format check, ruff, types           make bench   every claim about speed and memory
+# make paper  the paper's figures and tables anew, from the data in $RECONBOUND_DATA (or ../shared/data)
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench paper clean
 
 demo: $(READY)
 	$(BIN)/reconbound bound
@@ -24,6 +25,9 @@ format: $(READY)
 
 bench: $(READY)
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+paper: $(READY)
+	for script in experiments/figure*.py experiments/adult*.py; do $(BIN)/python $$script || exit 1; done
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -19,6 +19,8 @@ _HOME = {
     "floor": "calculator",
     "guarantee": "calculator",
     "DP": "mechanisms",
+    "PrivateLogisticRegression": "linear",
+    "PrivateRidge": "linear",
     "Mechanism": "mechanisms",
     "OutputPerturbation": "mechanisms",
     "PLD": "mechanisms",
@@ -35,6 +37,8 @@ __all__ = [
     "Guarantee",
     "Mechanism",
     "OutputPerturbation",
+    "PrivateLogisticRegression",
+    "PrivateRidge",
     "PrivateSGD",
     "RenyiDP",
     "SampledGaussian",
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
     from .accountant import Account, FisherAccountant
     from .bounds import Bound
     from .calculator import Guarantee, floor, guarantee
+    from .linear import PrivateLogisticRegression, PrivateRidge
     from .mechanisms import DP, PLD, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
     from .sgd import PrivateSGD, Settings
 

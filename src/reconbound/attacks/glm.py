@@ -1,0 +1,294 @@
+"""The GLM attack of Balle et al. 2022 on an output-perturbed linear model, and its error over many releases.
+
+The attacker knows all other records, the label, λ and the released weights W. At the minimiser
+∂ℓ/∂s ⊗ x̃ = −(Σ_others ∂ℓ/∂s ⊗ x̃ + nλW) =: v, which it can compute. `method="ratio"`: the constant feature's part of v
+is ∂ℓ/∂s itself, so x = v/v₀; this never uses the label. `method="label"`: ∂ℓ/∂s = t must also be the slope at the score
+that v/t has, a scalar equation in t that uses the label and no noisy denominator. docs/theory-linear.md, section 7."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .._check import InputError, choice, number, whole
+from ..linear.losses import Loss, Softmax, Squared
+from ..linear.solver import Optimum
+from ._roots import logistic_slopes, squared_slopes
+
+METHODS, BRANCHES = ("label", "ratio"), ("nearest", "told")
+#: Floats in one working array, and the share of the largest errors that the trimmed mean leaves out.
+FLOATS, TRIM = 1_000_000, 0.01
+#: A slope of zero has no reconstruction; this stands in for it, and the error is huge but finite.
+TINY = 1e-50
+
+
+@dataclass(frozen=True)
+class AttackReport:
+    """Errors of the attack over many releases, one entry per attacked record; squared errors are per feature, /d.
+
+    Attributes:
+        records: which records were attacked, indices into the training set.
+        trials: number of releases. method, branch: how the attack was run.
+        mse: mean of ‖x̂ − x‖²/d. It need not settle with more trials: see `median` and `trimmed`.
+        standard_error: of `mse`, from the trials' spread (itself unreliable where the second moment is infinite).
+        bias: ‖E x̂ − x‖²/d, estimated without bias (so it may be slightly negative); None where not asked for.
+        variance: E‖x̂ − E x̂‖²/d, so that mse = variance + bias; None where not asked for.
+        median, trimmed: of ‖x̂ − x‖²/d over trials; the trimmed mean leaves out the largest 1 %.
+        unsolved: share of trials in which the scalar equation had no root and the fold was taken.
+        reconstructions: x̂ in the first trials, (records, kept, d); None where not asked for.
+    """
+
+    records: np.ndarray
+    trials: int
+    method: str
+    branch: str
+    mse: np.ndarray
+    standard_error: np.ndarray
+    median: np.ndarray
+    trimmed: np.ndarray
+    unsolved: np.ndarray
+    bias: np.ndarray | None = None
+    variance: np.ndarray | None = None
+    reconstructions: np.ndarray | None = field(default=None, repr=False)
+
+
+def reconstruct(
+    weights: Any,
+    features: Any,
+    y: Any,
+    label: float,
+    *,
+    loss: Loss,
+    l2: float,
+    intercept: bool = True,
+    method: str = "label",
+    near: Any = None,
+) -> np.ndarray:
+    """The record that is missing from `features`, rebuilt from each released model.
+
+    Args:
+        weights: released weights, (K, p) or (trials, K, p), the intercept last.
+        features, y: all other records, (n − 1, d), and their targets, as the loss takes them.
+        label: the missing record's target.
+        loss, l2, intercept: the training problem.
+        method: "ratio" (needs the intercept) or "label" (logistic and squared loss).
+        near: of two records that explain the release, the one nearer to this is taken; the mean of the other records
+            of that label (of all others in regression) when left out.
+
+    Returns:
+        x̂, (d,) or (trials, d).
+    """
+    released = np.asarray(weights, dtype=np.float64)
+    single = released.ndim == 2
+    released = released[None] if single else released
+    x, d = np.asarray(features, dtype=np.float64), np.shape(features)[1]
+    _check_method(method, loss, intercept)
+    rows = np.hstack([x, np.ones((len(x), 1))]) if intercept else x
+    if released.shape[2] != rows.shape[1]:
+        raise InputError("weights", f"must have {rows.shape[1]} columns", released.shape)
+    targets, penalty = np.asarray(y), (len(x) + 1) * number("l2", l2, above=0.0)
+    if near is None:
+        alike = x if isinstance(loss, Squared) else x[targets == label]
+        near = alike.mean(axis=0) if len(alike) else np.zeros(d)
+    out = np.empty((len(released), d))
+    for i, w in enumerate(released):
+        v = -(loss.slope(rows @ w.T, targets).T @ rows + penalty * w)
+        if method == "ratio":
+            out[i] = v[:, d] @ v[:, :d] / max(v[:, d] @ v[:, d], TINY**2)
+            continue
+        b, c = np.array([w[0, :d] @ v[0, :d]]), np.array([w[0, d] if intercept else 0.0])
+        first, second, _ = _slopes(loss)(b, c, np.array([label]))
+        t = np.array([first, second])
+        candidates = v[0, :d] / np.where(np.abs(t) < TINY, TINY, t)
+        out[i] = candidates[int(np.argmin(np.sum((candidates - near) ** 2, axis=1)))]
+    return out[0] if single else out
+
+
+def simulate(
+    optimum: Optimum,
+    noise_std: float,
+    trials: int,
+    *,
+    method: str = "label",
+    branch: str = "nearest",
+    records: Any = None,
+    bias: bool = True,
+    keep: int = 0,
+    random_state: Any = None,
+) -> AttackReport:
+    """Attack every record in many independent releases W* + N(0, σ²I), without forming the reconstructions.
+
+    With r = ∇F at the released weights and g the record's own slope there, v = g ⊗ x̃ − r, so x̂ − x = αx − Σₖβₖrₖ with
+    scalars α, β per record and release, and ‖x̂ − x‖² = α²‖x‖² − 2αβ·(Rx) + βᵀRRᵀβ: matrix products over all trials.
+
+    Args:
+        optimum: the noiseless optimum, from `minimise` or an estimator's `solve`.
+        noise_std: σ. trials: number of releases.
+        method: "label" or "ratio", as in `reconstruct`.
+        branch: which of two records that explain a release is taken: "nearest" to the mean of the others of that
+            label, or "told": the attacker is told on which side of the fold the record lies.
+        records: indices of the records to attack; all when left out.
+        bias: whether to estimate bias and variance too (one more product, a records × d array).
+        keep: reconstructions to return, of the first trials.
+        random_state: seed or numpy Generator.
+    """
+    sigma, count = number("noise_std", noise_std, above=0.0), whole("trials", trials, at_least=2)
+    choice("method", method, METHODS)
+    choice("branch", branch, BRANCHES)
+    _check_method(method, optimum.loss, optimum.intercept)
+    chosen = np.arange(len(optimum.rows)) if records is None else np.asarray(records, dtype=np.int64).ravel()
+    keep = min(whole("keep", keep, at_least=0), count)
+    rng = np.random.default_rng(random_state)
+    k, p = optimum.weights.shape
+    released = optimum.weights + sigma * rng.standard_normal((count, k, p))
+    release = _Release(optimum, released, method, branch)
+    d = optimum.dim
+    parts = {name: np.empty(len(chosen)) for name in ("mse", "standard_error", "median", "trimmed", "unsolved")}
+    shift = np.empty(len(chosen)) if bias else None
+    kept = np.empty((len(chosen), keep, d)) if keep else None
+    size = max(1, FLOATS // (count * k))
+    cut = count - max(1, int(TRIM * count)) if count > 1 else 1
+    for i in range(0, len(chosen), size):
+        b = slice(i, i + size)
+        x = optimum.rows[chosen[b], :d]
+        alpha, beta, solved, errors = release.errors(chosen[b])
+        errors /= d
+        parts["mse"][b] = errors.mean(axis=1)
+        parts["standard_error"][b] = errors.std(axis=1, ddof=1) / np.sqrt(count)
+        parts["unsolved"][b] = 1 - solved.mean(axis=1)
+        if shift is not None:
+            mean = alpha.mean(axis=1)[:, None] * x - beta.reshape(len(x), count * k) @ release.flat / count
+            shift[b] = np.einsum("ij,ij->i", mean, mean) / d
+        if kept is not None:
+            moved = np.einsum("itk,tkj->itj", beta[:, :keep], release.gradients[:keep, :, :d])
+            kept[b] = x[:, None] + alpha[:, :keep, None] * x[:, None] - moved
+        errors.partition((count // 2, cut), axis=1)
+        parts["trimmed"][b] = errors[:, :cut].mean(axis=1)
+        parts["median"][b] = errors[:, count // 2]
+    found, spread = None, None
+    if shift is not None:
+        spread = np.maximum(parts["mse"] - shift, 0.0) * count / (count - 1)
+        found = shift - spread / count
+    return AttackReport(chosen, count, method, branch, **parts, bias=found, variance=spread, reconstructions=kept)
+
+
+def _check_method(method: str, loss: Loss, intercept: bool) -> None:
+    choice("method", method, METHODS)
+    if method == "ratio" and not intercept:
+        raise InputError(
+            "method", "must be 'label' without an intercept: there is no constant feature to divide by", method
+        )
+    if method == "label" and isinstance(loss, Softmax):
+        raise InputError(
+            "method", "must be 'ratio' for softmax: its scale is determined by the constant feature", method
+        )
+
+
+def _slopes(loss: Loss) -> Any:
+    return squared_slopes if isinstance(loss, Squared) else logistic_slopes
+
+
+class _Release:
+    """Many released models and what the attacker derives from each, shared by all records."""
+
+    def __init__(self, optimum: Optimum, released: np.ndarray, method: str, branch: str) -> None:
+        self.optimum, self.method, self.branch = optimum, method, branch
+        self.count, k, p = released.shape
+        self.columns = np.ascontiguousarray(released.reshape(self.count * k, p).T)  # (p, trials·K)
+        self.gradients = self._gradients(released)
+        d = optimum.dim
+        self.flat = np.ascontiguousarray(self.gradients[:, :, :d]).reshape(self.count * k, d)
+        self.gram = np.einsum("tkj,tlj->tkl", self.gradients[:, :, :d], self.gradients[:, :, :d])
+        self.along = np.einsum("tj,tj->t", released[:, 0, :d], self.gradients[:, 0, :d])  # θ·r
+        self.intercepts = released[:, 0, d] if optimum.intercept else np.zeros(self.count)
+        x = optimum.rows[:, :d]
+        self.squares = np.einsum("ij,ij->i", x, x)
+        alike = np.zeros(len(x)) if isinstance(optimum.loss, Squared) else optimum.y
+        labels, self.kind = np.unique(alike, return_inverse=True)
+        self.members = np.bincount(self.kind)
+        self.means = np.array([x[alike == label].mean(axis=0) for label in labels])
+        self.means_on_r = self.means @ self.flat.T  # (labels, trials·K)
+
+    def _gradients(self, released: np.ndarray) -> np.ndarray:
+        """∇F at every release, (trials, K, p): two matrix products."""
+        o = self.optimum
+        k, p = o.weights.shape
+        out = o.penalty * released
+        per = max(1, FLOATS // (1024 * k))
+        for t in range(0, self.count, per):
+            part = slice(t, min(t + per, self.count))
+            wide = self.columns[:, part.start * k : part.stop * k]
+            total = np.zeros((wide.shape[1], p))
+            for i in range(0, len(o.rows), 1024):
+                total += self._own_slopes(slice(i, i + 1024), wide).T @ o.rows[i : i + 1024]
+            out[part] += total.reshape(-1, k, p)
+        return np.asarray(out)
+
+    def _own_slopes(self, records: Any, columns: np.ndarray) -> np.ndarray:
+        """The records' slopes at many weights, (records, trials·K)."""
+        return self._slopes_at(records, self.optimum.rows[records] @ columns)
+
+    def _slopes_at(self, records: Any, scores: np.ndarray) -> np.ndarray:
+        o, k = self.optimum, self.optimum.weights.shape[0]
+        y, n = o.y[records], len(scores)
+        if k == 1:
+            return o.loss.slope(scores, y)
+        repeated = np.repeat(y, scores.shape[1] // k)
+        return o.loss.slope(scores.reshape(-1, k), repeated).reshape(n, -1)
+
+    def errors(self, records: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """α (B, T), β (B, T, K), whether solved (B, T), ‖x̂ − x‖² (B, T) of these records."""
+        o, n, k = self.optimum, len(records), self.optimum.weights.shape[0]
+        x = o.rows[records, : o.dim]
+        scores = o.rows[records] @ self.columns
+        g = self._slopes_at(records, scores).reshape(n, self.count, k)
+        towards = (x @ self.flat.T).reshape(n, self.count, k)  # Rx
+        solved = np.ones((n, self.count), dtype=bool)
+        if self.method == "ratio":
+            part = g - self.gradients[:, :, o.dim]
+            beta = part / np.maximum(np.einsum("itk,itk->it", part, part), TINY**2)[:, :, None]
+            alpha = np.einsum("itk,itk->it", beta, g) - 1 if k > 1 else (self.gradients[:, :, o.dim] * beta)[:, :, 0]
+        else:
+            t, solved = self._label(records, scores, g[:, :, 0], towards[:, :, 0])
+            alpha, beta = (g[:, :, 0] - t) / t, (1 / t)[:, :, None]
+        norm = self.squares[records][:, None]
+        if k == 1:
+            one, near = beta[:, :, 0], towards[:, :, 0]
+            square = alpha * (alpha * norm - 2 * one * near) + one * one * self.gram[:, 0, 0]
+        else:
+            square = alpha * (alpha * norm - 2 * np.einsum("itk,itk->it", beta, towards))
+            square += np.einsum("itk,tkl,itl->it", beta, self.gram, beta, optimize=True)
+        return alpha, beta, solved, np.maximum(square, 0.0)
+
+    def _label(
+        self, records: np.ndarray, scores: np.ndarray, g: np.ndarray, towards: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The slope t that the label-using attacker finds, and whether its equation had a root."""
+        o = self.optimum
+        b = g * (scores - self.intercepts) - self.along  # θ·v, features only
+        y = np.broadcast_to(o.y[records][:, None], b.shape)
+        first, second, solved = _slopes(o.loss)(b, np.broadcast_to(self.intercepts, b.shape), y)
+        if self.branch == "told":
+            truth = o.slopes[records, 0][:, None]
+            at = o.scores[records, 0] - (o.weights[0, o.dim] if o.intercept else 0.0)
+            bend = o.slopes[records, 0] + o.curvatures[records] * at  # d/ds of (s − c)ℓ': its sign is the side
+            if isinstance(o.loss, Squared):
+                middle = -(o.y[records][:, None] - self.intercepts) / 2  # t at the fold
+                pick_first = (first > middle) == (truth > middle)
+            else:
+                pick_first = np.broadcast_to(np.where(o.y[records] > 0, -1, 1)[:, None] * bend[:, None] > 0, b.shape)
+        else:
+            own, members = self.squares[records], self.members[self.kind[records]]
+            others = np.maximum(members - 1, 1)
+            mean = np.einsum("ij,ij->i", self.means[self.kind[records]], o.rows[records, : o.dim])
+            on_x = ((members * mean - own) / others)[:, None]
+            on_r = (members[:, None] * self.means_on_r[self.kind[records]] - towards) / others[:, None]
+            middle_v = g * on_x - on_r  # v · (mean of the others of that label)
+            square_v = g * (g * own[:, None] - 2 * towards) + self.gram[:, 0, 0]
+            inverse = [1 / np.where(np.abs(t) < TINY, TINY, t) for t in (first, second)]
+            far = [(square_v * u - 2 * middle_v) * u for u in inverse]  # ‖v/t − mean‖² − ‖mean‖²
+            pick_first = far[0] <= far[1]
+        t = np.where(pick_first, first, second)
+        return np.where(np.abs(t) < TINY, TINY, t), solved

@@ -1,0 +1,23 @@
+"""Private linear models in scikit-learn's form, with what they tell about each record in closed form.
+
+`PrivateLogisticRegression` and `PrivateRidge` fit and release; their `leakage(X, y)` says how exposed every training
+record and feature is. `minimise` and `leakage` are the same as plain functions. Derivations: docs/theory-linear.md."""
+
+from .estimators import DataNormWarning, PrivateLogisticRegression, PrivateRidge
+from .information import Leakage, leakage
+from .losses import Logistic, Softmax, Squared
+from .solver import NotConverged, Optimum, minimise
+
+__all__ = [
+    "DataNormWarning",
+    "Leakage",
+    "Logistic",
+    "NotConverged",
+    "Optimum",
+    "PrivateLogisticRegression",
+    "PrivateRidge",
+    "Softmax",
+    "Squared",
+    "leakage",
+    "minimise",
+]

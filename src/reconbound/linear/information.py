@@ -1,0 +1,299 @@
+"""What an output-perturbed linear model tells about each training record, in closed form: no Jacobian is formed.
+
+docs/theory-linear.md, sections 3 to 6. With H the Hessian, J = ∂W*/∂x = −H⁻¹(AW ⊗ x̃ + ∂ℓ/∂s ⊗ I), I = JᵀJ/σ²."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .._check import LARGEST, InputError, number, numbers
+from ..bounds import Bound, from_spectral_norm, from_trace, per_feature
+from . import reference
+from .losses import Squared
+from .solver import Optimum
+from .spectral import top_by_lanczos, top_of_updates
+
+#: Records worked on at once, at most, and floats in one working array.
+BLOCK, FLOATS = 1024, 4_000_000
+
+
+@dataclass(frozen=True)
+class Leakage:
+    """Fisher information of the released model about each record of the training set, one entry per record.
+
+    It is computed from the noiseless model and is itself not private: it is for the curator, not for release.
+
+    Attributes:
+        trace: Tr(I), (N,).
+        dim: d, the number of private features.
+        noise_std: the noise's standard deviation per parameter.
+        diagonal: Iⱼⱼ, (N, d), or None where it was not asked for.
+        spectral_norm: ‖I‖₂ = η², (N,), or None where it was not asked for.
+        inverse_trace: Tr(I⁻¹), (N,), finite floats' largest where I is singular; None for softmax.
+        target: the information about y, (N,), for regression; None otherwise.
+        clipped: which rows were longer than data_norm. All is about the row before clipping, whose length is gone: then
+            Tr(I⁻¹) is infinite (finite floats' largest).
+    """
+
+    trace: np.ndarray
+    dim: int
+    noise_std: float
+    diagonal: np.ndarray | None
+    spectral_norm: np.ndarray | None
+    inverse_trace: np.ndarray | None
+    target: np.ndarray | None
+    clipped: np.ndarray
+    _optimum: Optimum = field(repr=False)
+    _scale: np.ndarray | None = field(repr=False)
+    _shrunk: np.ndarray = field(repr=False)
+
+    @property
+    def dfil(self) -> np.ndarray:
+        """Tr(I)/d, (N,)."""
+        return np.asarray(self.trace / self.dim)
+
+    @property
+    def floor(self) -> Bound:
+        """d/Tr(I), per record: the least mean squared error per feature of an unbiased attacker."""
+        return from_trace(self.trace, self.dim)
+
+    @property
+    def cramer_rao(self) -> Bound:
+        """Tr(I⁻¹)/d, per record: the exact Cramér–Rao floor, never below `floor`."""
+        if self.inverse_trace is None:
+            raise InputError("cramer_rao", "has no closed form for softmax; use theorem2(information(i))", None)
+        values = np.maximum(self.inverse_trace / self.dim, np.asarray(self.floor.value))
+        return Bound("theorem2", values, "Theorem 2 (Cramér–Rao)", "unbiased", "Fisher information at the record")
+
+    @property
+    def feature_floors(self) -> Bound:
+        """1/Iⱼⱼ, (N, d): the least variance for one feature, in that feature's squared unit."""
+        if self.diagonal is None:
+            raise InputError("diagonal", "must be True when leakage is asked for, to have floors per feature", False)
+        return per_feature(self.diagonal)
+
+    @property
+    def spectral_floor(self) -> Bound:
+        """1/‖I‖₂, per record: the least variance in any one direction."""
+        if self.spectral_norm is None:
+            raise InputError("spectral", "must be True when leakage is asked for, to have this floor", False)
+        return from_spectral_norm(self.spectral_norm)
+
+    @property
+    def target_floor(self) -> Bound:
+        """1/I(y), per record: the least variance for the target of a regression, all features known."""
+        if self.target is None:
+            raise InputError("target", "is public in a classifier: only regression has this floor", None)
+        return per_feature(self.target)
+
+    def information(self, record: int) -> np.ndarray:
+        """The whole matrix I of one record, (d, d)."""
+        n = len(self.trace)
+        if not 0 <= record < n:
+            raise InputError("record", f"must be an index from 0 to {n - 1}", record)
+        shrunk = float(self._shrunk[record])
+        return reference.information(self._optimum, record, self.noise_std, self._scale, shrunk)
+
+
+def leakage(
+    optimum: Optimum,
+    noise_std: float,
+    *,
+    scale: np.ndarray | None = None,
+    diagonal: bool = True,
+    spectral: bool = True,
+    norms: np.ndarray | None = None,
+) -> Leakage:
+    """The information of W* + N(0, σ²I) about every record, from one factorisation and matrix products.
+
+        Tr I = (1/σ²)[ℓ''²‖H⁻¹x̃‖²‖θ‖² + 2ℓ'ℓ''θᵀH⁻²x̃ + ℓ'²‖H⁻¹‖²_F],  columns of the private features only
+
+    Args:
+        optimum: from `minimise`.
+        noise_std: σ, per parameter.
+        scale: the factor sⱼ by which each feature was divided before training (StandardScaler's `scale_`): the
+            answers are then in the units before that. One where left out.
+        diagonal, spectral: whether to compute the diagonal (an N×d array) and the spectral norm.
+        norms: the rows' Euclidean norms before they were clipped, (N,), where some were.
+
+    Guarantee: exact at the minimiser, for an attacker who knows all other records, the label, λ and σ.
+    """
+    sigma = number("noise_std", noise_std, above=0.0)
+    units = None
+    if scale is not None:
+        units = numbers("scale", scale, above=0.0).ravel()
+        if units.size != optimum.dim:
+            raise InputError("scale", f"must have one entry per feature, {optimum.dim}", units.size)
+    shrunk = np.ones(len(optimum.rows))
+    if norms is not None:
+        now = np.linalg.norm(optimum.rows[:, : optimum.dim], axis=1)
+        shrunk = np.minimum(now / np.maximum(norms, np.finfo(float).tiny), 1.0)
+        shrunk[norms <= now * (1 + 1e-9)] = 1.0
+    work = _softmax_parts if optimum.weights.shape[0] > 1 else _scalar_parts
+    unit = np.ones(optimum.dim) if units is None else units
+    short = np.flatnonzero(shrunk < 1)
+    trace, diag, norm, inverse = work(optimum, unit, diagonal or short.size > 0, spectral)
+    if short.size:
+        assert diag is not None
+        _before_clipping(optimum, unit, short, shrunk[short], trace, diag, norm, inverse)
+    diag = diag if diagonal else None
+    target = None
+    if isinstance(optimum.loss, Squared):  # dθ*/dy = H⁻¹x̃
+        target = np.einsum("ij,ij->i", moved := optimum.rows @ optimum.inverse_hessian, moved) / sigma**2
+    var = sigma**2
+    return Leakage(
+        trace / var,
+        optimum.dim,
+        sigma,
+        None if diag is None else diag / var,
+        None if norm is None else norm / var,
+        None if inverse is None else np.minimum(inverse, LARGEST / max(var, 1.0)) * var,
+        target,
+        shrunk < 1,
+        optimum,
+        units,
+        shrunk,
+    )
+
+
+Product = Callable[[np.ndarray], np.ndarray]
+Parts = tuple[np.ndarray, "np.ndarray | None", "np.ndarray | None", "np.ndarray | None"]
+
+
+def _scalar_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool) -> Parts:
+    """JᵀJ = a²S + q₁(av)ᵀ + (av)q₁ᵀ + c vvᵀ with a = ℓ', S = (H⁻²) on the features, q₁ = ℓ''H⁻²x̃, c = ℓ''²‖H⁻¹x̃‖²."""
+    d, n = o.dim, len(o.rows)
+    square = o.inverse_hessian @ o.inverse_hessian
+    a, bend, v = o.slopes[:, 0], o.curvatures, o.weights[0, :d] / unit
+    s = square[:d, :d] / np.outer(unit, unit)
+    levels, turn = np.linalg.eigh(s) if spectral else (np.empty(0), np.empty((0, 0)))
+    levels = np.maximum(levels, 0.0)
+    trace, c = np.empty(n), np.empty(n)
+    diag = np.empty((n, d)) if diagonal else None
+    norm = np.empty(n) if spectral else None
+    s_diag, v_square, turned_v = np.diag(s), v**2, v @ turn if spectral else v
+    for i in range(0, n, BLOCK):
+        b = slice(i, i + BLOCK)
+        moved = o.rows[b] @ square
+        moved *= bend[b, None]  # ℓ''H⁻²x̃
+        c[b] = bend[b] * np.einsum("ij,ij->i", moved, o.rows[b])
+        q = moved[:, :d] / unit
+        trace[b] = a[b] ** 2 * s_diag.sum() + 2 * a[b] * (q @ v) + c[b] * v_square.sum()
+        if diag is not None:
+            diag[b] = np.square(a[b])[:, None] * s_diag + (2 * a[b])[:, None] * (q * v) + c[b, None] * v_square
+        if norm is not None:
+            norm[b] = top_of_updates(levels, a[b], q @ turn, turned_v, c[b])
+    trace = np.maximum(trace, 0.0)
+    if diag is not None:
+        np.maximum(diag, 0.0, out=diag)
+    if norm is not None:
+        norm = np.minimum(norm, trace)
+    return trace, diag, norm, _inverse_trace(o, unit)
+
+
+def _inverse_trace(o: Optimum, unit: np.ndarray) -> np.ndarray:
+    """Tr((JᵀJ)⁻¹) by Woodbury's formula: rank two on S⁻¹, which is H² (Schur complement of the intercept's row)."""
+    d = o.dim
+    square = o.hessian @ o.hessian
+    inv, shift, rho = square[:d, :d], np.zeros(d), 0.0
+    if o.intercept:
+        border, corner = square[:d, d], square[d, d]
+        inv, shift, rho = inv - np.outer(border, border) / corner, -border / corner, 1 / corner
+    a, bend, v = o.slopes[:, 0], o.curvatures, o.weights[0, :d]
+    towards = inv @ v
+    x = o.rows[:, :d] + shift  # S⁻¹q₁ = ℓ''(x + r)
+    w12, w22 = bend * (x @ v), float(v @ towards)
+    r11, r12, r22 = bend**2 * (x**2 @ unit**2), bend * (x @ (unit**2 * towards)), float(np.sum((unit * towards) ** 2))
+    gap = rho * bend**2 * w22 + (a + w12) ** 2
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        total = np.sum(unit**2 * np.diag(inv)) + (w22 * r11 - 2 * (a + w12) * r12 - rho * bend**2 * r22) / gap
+        out = total / a**2
+    return np.where(np.isfinite(out), np.maximum(out, 0.0), LARGEST)
+
+
+def _softmax_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool) -> Parts:
+    """The same with blocks P_kl of H⁻²: J's columns are −H⁻¹((AW)ⱼ ⊗ x̃ + g ⊗ eⱼ), g = ∂ℓ/∂s."""
+    n, d, (k, p) = len(o.rows), o.dim, o.weights.shape
+    square = o.inverse_hessian @ o.inverse_hessian
+    blocks = square.reshape(k, p, k, p)
+    by_row = np.ascontiguousarray(blocks.transpose(1, 0, 2, 3)).reshape(p, k * k * p)
+    pure = np.einsum("kjlj->klj", blocks[:, :d, :, :d]) / unit**2
+    trace, diag, norm = np.empty(n), np.empty((n, d)), np.empty(n) if spectral else None
+    size = max(1, FLOATS // (k * k * p))
+    for i in range(0, n, size):
+        b = slice(i, i + size)
+        rows, g = o.rows[b], o.slopes[b]
+        bent = np.einsum("nkl,lj->nkj", o.curvatures[b], o.weights[:, :d]) / unit  # (AW)D⁻¹
+        moved = (rows @ by_row).reshape(len(rows), k, k, p)  # x̃ᵀP_kl
+        weight = np.einsum("nklp,np->nkl", moved, rows)
+        mixed = np.einsum("nl,nklj->nkj", g, moved[..., :d]) / unit
+        diag[b] = np.einsum("nkj,nklj->nj", bent, weight[..., None] * bent[:, None])
+        diag[b] += 2 * np.einsum("nkj,nkj->nj", bent, mixed)
+        diag[b] += np.einsum("nk,nl,klj->nj", g, g, pure, optimize=True)
+        if norm is not None:
+            norm[b] = top_by_lanczos(_in_units(_product(o, np.arange(n)[b], square), unit), len(rows), d)
+    np.maximum(diag, 0.0, out=diag)
+    trace = diag.sum(axis=1)
+    return trace, diag if diagonal else None, None if norm is None else np.minimum(norm, trace), None
+
+
+def _product(o: Optimum, records: np.ndarray, square: np.ndarray) -> Product:
+    """v ↦ JᵀJv for these records, one v each, by products with H⁻²."""
+    d, (k, p) = o.dim, o.weights.shape
+    rows, g = o.rows[records], o.slopes[records]
+    bent = np.einsum("nkl,lj->nkj", o.curvatures[records].reshape(-1, k, k), o.weights[:, :d])
+
+    def product(v: np.ndarray) -> np.ndarray:
+        lifted = np.einsum("nkj,nj->nk", bent, v)[:, :, None] * rows[:, None, :]
+        lifted[..., :d] += g[:, :, None] * v[:, None, :]
+        back = (lifted.reshape(len(v), k * p) @ square).reshape(len(v), k, p)
+        out = np.einsum("nkj,nk->nj", bent, np.einsum("nkp,np->nk", back, rows))
+        return np.asarray(out + np.einsum("nk,nkj->nj", g, back[..., :d]))
+
+    return product
+
+
+def _in_units(
+    product: Product, unit: np.ndarray, direction: np.ndarray | None = None, factor: np.ndarray | None = None
+) -> Product:
+    """v ↦ D⁻¹C JᵀJ CD⁻¹v with C = c(I − ẑẑᵀ), or the identity."""
+
+    def project(v: np.ndarray) -> np.ndarray:
+        if direction is None or factor is None:
+            return v
+        return np.asarray(factor * (v - direction * np.einsum("ij,ij->i", v, direction)[:, None]))
+
+    return lambda v: project(product(project(v / unit))) / unit
+
+
+def _before_clipping(
+    o: Optimum,
+    unit: np.ndarray,
+    short: np.ndarray,
+    factor: np.ndarray,
+    trace: np.ndarray,
+    diag: np.ndarray,
+    norm: np.ndarray | None,
+    inverse: np.ndarray | None,
+) -> None:
+    """Turn what is known about clipped rows x into the same about z, x = cz with c = data_norm/‖z‖, in place.
+
+    ∂x/∂z = c(I − ẑẑᵀ), so the diagonal is c²(Iⱼⱼ − 2ẑⱼ(Iẑ)ⱼ + ẑⱼ² ẑᵀIẑ)."""
+    square = o.inverse_hessian @ o.inverse_hessian
+    for i in range(0, len(short), BLOCK // 4):
+        part, c = short[i : i + BLOCK // 4], factor[i : i + BLOCK // 4, None]
+        x = o.rows[part, : o.dim]
+        z = x / np.linalg.norm(x, axis=1, keepdims=True)
+        product = _product(o, part, square)
+        along = product(z)
+        total = np.einsum("ij,ij->i", along, z)[:, None]
+        diag[part] = np.maximum(c**2 * (diag[part] * unit**2 - 2 * z * along + z**2 * total), 0.0) / unit**2
+        trace[part] = diag[part].sum(axis=1)
+        if norm is not None:
+            norm[part] = top_by_lanczos(_in_units(product, unit, z, c), len(part), o.dim)
+            norm[part] = np.minimum(norm[part], trace[part])
+    if inverse is not None:
+        inverse[short] = LARGEST

@@ -1,0 +1,179 @@
+"""The minimiser of a penalised linear model, in float64 by Newton's method, solved until rounding stops it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from scipy.linalg import cho_solve, cholesky, lapack
+from scipy.special import softmax as _softmax
+
+from .losses import Loss, Softmax
+
+#: Newton's steps at most; far fewer are needed.
+LARGEST_STEPS = 200
+
+
+class NotConverged(RuntimeError):
+    """The minimiser was not found to the accuracy that the closed forms and the noise need."""
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The minimiser of Σ ℓ(Wx̃ᵢ, yᵢ) + (nλ/2)‖W‖², without noise: never release it.
+
+    Attributes:
+        loss: the loss.
+        rows: x̃, shape (N, p): the features, then a 1 where there is an intercept.
+        y: targets, (N,): 0/1, class indices, or numbers.
+        l2: λ, per record.
+        intercept: whether the last column of `rows` is the constant feature.
+        weights: W, shape (K, p); K = 1 for logistic and squared loss.
+        gradient_norm: what is left of ‖∇F(W)‖.
+    """
+
+    loss: Loss
+    rows: np.ndarray
+    y: np.ndarray
+    l2: float
+    intercept: bool
+    weights: np.ndarray
+    gradient_norm: float
+
+    @property
+    def penalty(self) -> float:
+        """nλ."""
+        return len(self.rows) * self.l2
+
+    @property
+    def dim(self) -> int:
+        """d, the number of private features."""
+        return int(self.rows.shape[1]) - int(self.intercept)
+
+    @cached_property
+    def scores(self) -> np.ndarray:
+        """s = Wx̃, (N, K)."""
+        return np.asarray(self.rows @ self.weights.T)
+
+    @cached_property
+    def slopes(self) -> np.ndarray:
+        """∂ℓ/∂s, (N, K)."""
+        return self.loss.slope(self.scores, self.y)
+
+    @cached_property
+    def curvatures(self) -> np.ndarray:
+        """∂²ℓ/∂s², (N,) or (N, K, K)."""
+        return self.loss.curvature(self.scores, self.y)
+
+    @cached_property
+    def hessian(self) -> np.ndarray:
+        """H of the whole objective, (Kp, Kp), parameters in the order of W.ravel()."""
+        return hessian(self.rows, self.curvatures, self.penalty)
+
+    @cached_property
+    def inverse_hessian(self) -> np.ndarray:
+        """H⁻¹, (Kp, Kp)."""
+        return _inverse(self.hessian)
+
+
+def hessian(rows: np.ndarray, curvatures: np.ndarray, penalty: float) -> np.ndarray:
+    """Σ Aᵢ ⊗ x̃ᵢx̃ᵢᵀ + nλI, block by block."""
+    p = rows.shape[1]
+    if curvatures.ndim == 1:
+        half = rows * np.sqrt(curvatures)[:, None]
+        full = half.T @ half
+    else:
+        k = curvatures.shape[1]
+        full = np.empty((k * p, k * p))
+        for a in range(k):
+            for b in range(a + 1):
+                block = (rows * curvatures[:, a, b, None]).T @ rows
+                full[a * p : (a + 1) * p, b * p : (b + 1) * p] = block
+                full[b * p : (b + 1) * p, a * p : (a + 1) * p] = block.T
+    full[np.diag_indices_from(full)] += penalty
+    return np.asarray(full)
+
+
+def _inverse(matrix: np.ndarray) -> np.ndarray:
+    """The inverse of a positive definite matrix by its Cholesky factor, symmetric to the last digit."""
+    factor = cholesky(matrix, lower=True, check_finite=False)
+    inverse, info = lapack.dpotri(factor, lower=1)
+    if info:
+        raise NotConverged(f"the Hessian cannot be inverted (LAPACK dpotri says {info}): more l2 is needed")
+    return np.asarray(np.tril(inverse) + np.tril(inverse, -1).T)
+
+
+def gradient(rows: np.ndarray, y: np.ndarray, loss: Loss, penalty: float, weights: np.ndarray) -> np.ndarray:
+    """∇F(W) = Σ ∂ℓ/∂s x̃ᵀ + nλW, (K, p)."""
+    return np.asarray(loss.slope(rows @ weights.T, y).T @ rows + penalty * weights)
+
+
+def minimise(
+    features: np.ndarray,
+    y: np.ndarray,
+    loss: Loss,
+    *,
+    l2: float,
+    intercept: bool = True,
+    classes: int = 2,
+    tolerance: float | None = None,
+    start: np.ndarray | None = None,
+) -> Optimum:
+    """Minimise Σ ℓ(Wx̃ᵢ, yᵢ) + (nλ/2)‖W‖² by damped Newton steps, until the gradient is rounding alone.
+
+    Args:
+        features: x, (N, d).
+        y: targets, as `loss` takes them.
+        l2: λ > 0, per record; the intercept is penalised like every other weight.
+        classes: K, for softmax.
+        tolerance: the gradient norm that must be reached; rounding's own size when left out.
+        start: weights to begin from, (K, p).
+
+    Raises:
+        NotConverged: the tolerance was not reached.
+    """
+    x = np.asarray(features, dtype=np.float64)
+    rows = np.ascontiguousarray(np.hstack([x, np.ones((len(x), 1))])) if intercept else x
+    penalty = len(x) * l2
+    shape = (classes if isinstance(loss, Softmax) else 1, rows.shape[1])
+    weights = np.zeros(shape) if start is None else np.array(start, dtype=np.float64).reshape(shape)
+    scale = max(float(np.sqrt(np.einsum("ij,ij->i", rows, rows)).sum()), 1.0)  # sizes that are added in a gradient
+    size = max(float(np.abs(loss.slope(rows @ weights.T, y)).max()), 1.0)
+    enough = 64 * np.finfo(float).eps * scale * size if tolerance is None else tolerance
+
+    def objective(w: np.ndarray) -> float:
+        return float(loss.value(rows @ w.T, y).sum() + penalty / 2 * np.sum(w * w))
+
+    slope = gradient(rows, y, loss, penalty, weights)
+    left = float(np.linalg.norm(slope))
+    for _ in range(LARGEST_STEPS):
+        if left == 0:
+            break
+        h = hessian(rows, loss.curvature(rows @ weights.T, y), penalty)
+        step = cho_solve((cholesky(h, lower=True, check_finite=False), True), slope.ravel()).reshape(shape)
+        now, descent, length = objective(weights), float(np.sum(step * slope)), 1.0
+        trial = weights - step
+        after = gradient(rows, y, loss, penalty, trial)
+        # full steps once they shrink the gradient; before that, halve until the objective falls
+        while (
+            np.linalg.norm(after) > 0.5 * left and objective(trial) > now - 1e-4 * length * descent and length > 1e-10
+        ):
+            length /= 2
+            trial = weights - length * step
+            after = gradient(rows, y, loss, penalty, trial)
+        new = float(np.linalg.norm(after))
+        if left <= enough and new >= 0.5 * left:  # accurate already, and rounding stops further steps
+            break
+        if length <= 1e-10:
+            break
+        weights, slope, left = trial, after, new
+    if not left <= enough:
+        raise NotConverged(f"the gradient norm is {left:.3g} after Newton's method, but {enough:.3g} is needed")
+    return Optimum(loss, rows, y, l2, intercept, weights, left)
+
+
+def probabilities(scores: np.ndarray) -> np.ndarray:
+    """Class probabilities from scores, (N, 1) or (N, K)."""
+    full = np.hstack([np.zeros_like(scores), scores]) if scores.shape[1] == 1 else scores
+    return np.asarray(_softmax(full, axis=1))

@@ -1,0 +1,168 @@
+"""The GLM attack: many trials as products against every reconstruction formed, and the floor met where it must be."""
+
+import mpmath
+import numpy as np
+import pytest
+from sklearn.datasets import load_diabetes, load_digits
+
+from reconbound._check import InputError
+from reconbound.attacks import reconstruct, simulate
+from reconbound.attacks._roots import lambert, logistic_slopes, squared_slopes
+from reconbound.linear import Logistic, Softmax, Squared, leakage, minimise
+
+LOSSES = {"logistic": Logistic(), "softmax": Softmax(), "squared": Squared()}
+WAYS = [  # loss, intercept, method
+    ("logistic", False, "label"),
+    ("logistic", True, "label"),
+    ("logistic", True, "ratio"),
+    ("squared", False, "label"),
+    ("squared", True, "label"),
+    ("squared", True, "ratio"),
+    ("softmax", True, "ratio"),
+]
+
+
+def solved(name, intercept, n=80, d=5, l2=0.02):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(n, d)) / 2
+    score = 3 * x[:, 0] + rng.normal(size=n)
+    y = {"logistic": (score > 0).astype(float), "softmax": np.digitize(score, [-1, 1]), "squared": score}[name]
+    return minimise(x, y, LOSSES[name], l2=l2, intercept=intercept, classes=3)
+
+
+@pytest.mark.parametrize("noise", [1e-5, 0.3])
+@pytest.mark.parametrize(("name", "intercept", "method"), WAYS)
+def test_products_equal_every_reconstruction_formed(name, intercept, method, noise):
+    """Also where the noise is so large that roots are missing and branches change."""
+    o, trials = solved(name, intercept), 40
+    found = simulate(o, noise, trials, method=method, keep=trials, random_state=3)
+    released = o.weights + noise * np.random.default_rng(3).standard_normal((trials, *o.weights.shape))
+    x = o.rows[:, : o.dim]
+    for i in (0, 13, 57):
+        others = np.arange(len(x)) != i
+        kind = {"loss": o.loss, "l2": o.l2, "intercept": intercept, "method": method}
+        guess = reconstruct(released, x[others], o.y[others], o.y[i], **kind)
+        np.testing.assert_allclose(found.reconstructions[i], guess, rtol=1e-6, atol=1e-8)
+        errors = np.mean((guess - x[i]) ** 2, axis=1)
+        np.testing.assert_allclose(found.mse[i], errors.mean(), rtol=1e-6)
+        np.testing.assert_allclose(found.median[i], np.sort(errors)[trials // 2], rtol=1e-6)
+        np.testing.assert_allclose(found.trimmed[i], np.sort(errors)[:-1].mean(), rtol=1e-6)
+        variance = np.mean(np.var(guess, axis=0, ddof=1))
+        np.testing.assert_allclose(found.variance[i], variance, rtol=1e-6)
+        np.testing.assert_allclose(found.bias[i], errors.mean() - variance, rtol=1e-5, atol=1e-6 * errors.mean())
+
+
+@pytest.mark.parametrize(("name", "intercept", "method"), WAYS)
+def test_without_noise_the_record_is_found(name, intercept, method):
+    o = solved(name, intercept)
+    found = simulate(o, 1e-12, 2, method=method, branch="told", random_state=0)
+    bend = np.ones(len(o.y)) if name == "softmax" else np.abs(o.slopes[:, 0] + o.curvatures * o.scores[:, 0])
+    clear = (np.linalg.norm(o.slopes, axis=1) > 1e-3) & (bend > 1e-2)
+    assert clear.sum() > 50
+    assert found.mse[clear].max() < 1e-12
+
+
+def tight(o, noise, trials=10_000):
+    """Ratio of realised variance to the Cramér–Rao floor on records in the linear regime, and that floor."""
+    floor = leakage(o, noise, spectral=False, diagonal=False).cramer_rao.value
+    fold = np.abs(o.slopes[:, 0] + o.curvatures * o.scores[:, 0])  # the scalar equation's slope: zero at the fold
+    error = np.sqrt(floor * o.dim)
+    far_from_fold = error * np.linalg.norm(o.weights) < 0.02 * fold / o.curvatures  # the error in s, against its scale
+    linear = np.flatnonzero((error < 0.02 * np.linalg.norm(o.rows, axis=1)) & far_from_fold)
+    found = simulate(o, noise, trials, branch="told", records=linear, random_state=0)
+    return found, floor[linear]
+
+
+@pytest.mark.parametrize("name", ["digits", "diabetes"])
+def test_floor_is_tight_without_a_constant_feature(name):
+    """The attack inverts the mechanism, so at small noise its variance is the Cramér–Rao floor Tr(I⁻¹)/d."""
+    if name == "digits":
+        x, y = load_digits(n_class=2, return_X_y=True)
+        o = minimise(x / 16, y.astype(float), Logistic(), l2=1e-2, intercept=False)
+    else:
+        x, y = load_diabetes(return_X_y=True)
+        o = minimise(x * 20, (y - 150) / 80, Squared(), l2=1e-2, intercept=False)
+    found, floor = tight(o, 1e-7)
+    ratio = found.variance / floor
+    assert len(ratio) >= 50
+    sampling = np.sqrt(2 / found.trials)  # at most, of a sum of squares of Gaussians
+    assert np.all(ratio > 1 - 5 * sampling)
+    assert np.all(ratio < 1.1)
+    assert np.all(found.bias < 0.01 * found.variance)
+    assert np.median(ratio) == pytest.approx(1, abs=0.02)
+    assert found.unsolved.max() == 0
+
+
+def test_with_a_constant_feature_the_ratio_attack_stays_above_the_floor():
+    """It throws information away: the intercept's column and the label are not used."""
+    o = solved("logistic", True)
+    floor = leakage(o, 1e-7).cramer_rao.value
+    found = simulate(o, 1e-7, 4000, method="ratio", random_state=0)
+    steady = found.mse < 3 * found.median
+    ratio = (found.variance / floor)[steady]
+    assert steady.sum() > 50
+    assert ratio.min() > 1 - 5 * np.sqrt(2 / 4000)
+    assert np.median(ratio) > 1.5
+
+
+def test_where_the_mean_cannot_settle_the_median_does():
+    """A noisy denominator: ‖x̂ − x‖² has no mean, and single trials make the average."""
+    o = solved("logistic", True)
+    found = simulate(o, 0.1, 4000, method="ratio", random_state=0)
+    assert np.median(found.mse / found.median) > 20
+    assert np.all(found.trimmed < found.mse)
+    again = simulate(o, 0.1, 4000, method="ratio", random_state=1)
+    assert np.max(np.abs(np.log(again.median / found.median))) < 0.25
+    assert np.max(np.abs(np.log(again.mse / found.mse))) > 1
+
+
+def test_a_biased_attack_is_seen_as_such_and_may_undercut_the_unbiased_floor():
+    """Choosing the root nearer to the others' mean shrinks towards it; told the right root, the attack is no better."""
+    x, y = load_digits(n_class=2, return_X_y=True)
+    o, noise = minimise(x / 16, y.astype(float), Logistic(), l2=1e-2, intercept=False), 1e-2
+    floor = leakage(o, noise, spectral=False).floor.value
+    found = simulate(o, noise, 1000, random_state=0)
+    below = found.mse < floor
+    assert below.sum() > 100
+    assert np.all(found.bias[below] > 0.1 * found.mse[below])
+    assert np.all(simulate(o, noise, 1000, branch="told", random_state=0).mse >= floor)
+
+
+def test_lambert_against_mpmath():
+    x = np.concatenate([-np.exp(-np.linspace(1.0001, 700, 200)), -np.exp(-1) + np.logspace(-9, -2, 40)])
+    for upper, branch in ((True, 0), (False, -1)):
+        points = np.concatenate([x, np.logspace(-300, 300, 100)]) if upper else x
+        exact = np.array([float(mpmath.lambertw(mpmath.mpf(v), branch).real) for v in points])
+        np.testing.assert_allclose(lambert(points, upper), exact, rtol=1e-9)
+    assert lambert(np.array([0.0, -0.5]), True).tolist() == [0.0, -1.0]
+
+
+@pytest.mark.parametrize("intercept", [0.0, 0.7, -1.3])
+def test_both_roots_of_the_scalar_equation(intercept):
+    s = np.linspace(-30, 30, 241)
+    for y in (0.0, 1.0):
+        t = Logistic().slope(s[:, None], np.full(len(s), y))[:, 0]
+        near, far, solved = logistic_slopes((s - intercept) * t, np.full_like(s, intercept), np.full_like(s, y))
+        assert solved.all()
+        away = np.minimum(np.abs(near / t - 1), np.abs(far / t - 1))
+        assert np.quantile(away, 0.97) < 1e-9
+        assert away.max() < 1e-6  # at the fold half of the digits are lost
+    y = np.linspace(-2, 2, 241)
+    small, large, solved = squared_slopes((s - intercept) * (s - y), np.full_like(s, intercept), y)
+    assert solved.all()
+    assert np.minimum(np.abs(small - (s - y)), np.abs(large - (s - y))).max() < 1e-6
+    assert not squared_slopes(np.array([-9.0]), np.zeros(1), np.ones(1))[2].any()
+    assert not logistic_slopes(np.array([-9.0]), np.zeros(1), np.ones(1))[2].any()
+
+
+def test_bad_input():
+    o = solved("logistic", False)
+    with pytest.raises(InputError, match="no constant feature"):
+        simulate(o, 0.1, 10, method="ratio")
+    with pytest.raises(InputError, match="softmax"):
+        simulate(solved("softmax", True), 0.1, 10)
+    for changes in ({"noise_std": 0.0}, {"trials": 1}, {"method": "guess"}, {"branch": "left"}, {"keep": -1}):
+        with pytest.raises(InputError, match=next(iter(changes))):
+            simulate(o, **{"noise_std": 0.1, "trials": 10, **changes})
+    with pytest.raises(InputError, match="weights"):
+        reconstruct(np.zeros((1, 5)), np.zeros((9, 5)), np.zeros(9), 0, loss=Logistic(), l2=0.1)

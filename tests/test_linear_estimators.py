@@ -1,0 +1,260 @@
+"""The scikit-learn contract, the noise, clipping, and what bad input is told."""
+
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+import reconbound
+from reconbound.linear import DataNormWarning, NotConverged, PrivateLogisticRegression, PrivateRidge
+from reconbound.linear.solver import minimise
+
+SMALL = {"noise_std": 1e-3, "random_state": 0}
+ESTIMATORS = {
+    "logistic": PrivateLogisticRegression(data_norm=10.0, **SMALL),
+    "ridge": PrivateRidge(data_norm=10.0, target_bound=400.0, **SMALL),
+}
+
+
+def table(name, n=60, d=4):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(n, d))
+    return x, (x[:, 0] > 0).astype(int) if name == "logistic" else x[:, 0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        PrivateLogisticRegression(),
+        PrivateLogisticRegression(noise_std=1e-3, data_norm=10.0, fit_intercept=False),
+        PrivateRidge(),
+        PrivateRidge(target_mse=1e-3, fit_intercept=False),
+    ],
+    ids=repr,
+)
+def test_scikit_learn_s_own_checks(estimator):
+    check_estimator(estimator)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_clone_pipeline_grid_search_and_pickle(name):
+    x, y = table(name)
+    model = clone(ESTIMATORS[name])
+    step = type(model).__name__.lower()
+    search = GridSearchCV(make_pipeline(StandardScaler(), model), {f"{step}__l2": [1e-2, 100.0]}, cv=3)
+    search.fit(x, y)
+    assert search.best_params_.keys() == {f"{step}__l2"}
+    assert search.score(x, y) > 0.9
+    fitted = model.fit(x, y)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(fitted)).predict(x), fitted.predict(x))
+    np.testing.assert_array_equal(clone(model).fit(x, y).coef_, fitted.coef_)
+    assert not np.array_equal(clone(model).set_params(random_state=1).fit(x, y).coef_, fitted.coef_)
+
+
+@pytest.mark.parametrize("intercept", [False, True])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_release_is_the_optimum_plus_gaussian_noise_and_nothing_else_is_kept(name, intercept):
+    x, y = table(name)
+    model = clone(ESTIMATORS[name]).set_params(noise_std=0.3, fit_intercept=intercept)
+    released = []
+    for seed in range(300):
+        model.set_params(random_state=seed).fit(x, y)
+        released.append(np.append(np.ravel(model.coef_), np.ravel(model.intercept_)[:intercept]))
+    released = np.array(released)
+    best = model.solve(x, y)
+    noise = (released - best.weights) / 0.3
+    size = noise.size
+    assert abs(noise.mean()) < 4 / np.sqrt(size)
+    assert abs(np.mean(noise**2) - 1) < 4 * np.sqrt(2 / size)
+    for value in vars(model).values():  # the noiseless weights are nowhere on the fitted object
+        if isinstance(value, np.ndarray) and value.dtype == float:
+            assert not np.any(np.isclose(value.ravel()[:, None], best.weights.ravel(), rtol=1e-9, atol=0))
+
+
+def test_noise_without_a_seed_does_not_come_from_a_generator_that_others_can_seed():
+    x, y = table("logistic")
+    state = np.random.get_state()  # noqa: NPY002
+    model = clone(ESTIMATORS["logistic"]).set_params(random_state=None)
+    found = []
+    for _ in range(2):
+        np.random.seed(0)  # noqa: NPY002
+        found.append(model.fit(x, y).coef_)
+    np.random.set_state(state)  # noqa: NPY002
+    assert not np.array_equal(*found)
+
+
+def test_softmax_on_digits():
+    x, y = load_digits(return_X_y=True)
+    x = x / 16
+    keep = y < 4
+    model = PrivateLogisticRegression(l2=1e-3, noise_std=1e-3, data_norm=5.0, random_state=0).fit(x[keep], y[keep])
+    assert model.score(x[keep], y[keep]) > 0.98
+    chance = model.predict_proba(x[keep])
+    assert model.coef_.shape == (4, 64)
+    assert chance.shape == (keep.sum(), 4)
+    np.testing.assert_allclose(chance.sum(axis=1), 1)
+    np.testing.assert_allclose(np.exp(model.predict_log_proba(x[keep])), chance)
+    np.testing.assert_array_equal(model.predict(x[keep]), model.classes_[chance.argmax(axis=1)])
+    found = model.leakage(x[keep], y[keep], spectral=False)
+    assert found.diagonal.shape == (keep.sum(), 64)
+    dead = x[keep].std(axis=0) == 0  # a pixel that is never lit still would have moved the weights
+    assert dead.any()
+    assert np.all(found.diagonal > 0)
+
+
+def test_string_labels_and_two_classes():
+    x, y = load_breast_cancer(return_X_y=True)
+    x = StandardScaler().fit_transform(x)
+    names = np.array(["bad", "good"])[y]
+    model = PrivateLogisticRegression(noise_std=1e-3, data_norm=20.0, random_state=0).fit(x, names)
+    assert model.score(x, names) > 0.97
+    assert model.decision_function(x).shape == (len(x),)
+    assert model.predict_proba(x).shape == (len(x), 2)
+    np.testing.assert_allclose(
+        model.leakage(x, names).trace, model.leakage(x[::-1], names[::-1]).trace[::-1], rtol=1e-8
+    )
+
+
+def test_leakage_in_the_units_before_scaling():
+    """Trained on (x − m)/s, told with scale=s: the answers of a model whose features are x itself."""
+    x, y = load_diabetes(return_X_y=True, scaled=False)
+    scaler = StandardScaler().fit(x)
+    model = PrivateRidge(noise_std=0.1, data_norm=10.0, target_bound=400.0, random_state=0).fit(scaler.transform(x), y)
+    plain = model.leakage(scaler.transform(x), y)
+    own = model.leakage(scaler.transform(x), y, scale=scaler.scale_)
+    np.testing.assert_allclose(own.feature_floors.value, plain.feature_floors.value * scaler.scale_**2)
+    information = plain.information(3) / np.outer(scaler.scale_, scaler.scale_)
+    np.testing.assert_allclose(own.information(3), information, rtol=1e-9)
+    np.testing.assert_allclose(own.trace[3], np.trace(information), rtol=1e-9)
+    np.testing.assert_allclose(own.spectral_norm[3], np.linalg.eigvalsh(information)[-1], rtol=1e-9)
+
+
+def test_rows_are_clipped_and_targets_too():
+    x, y = table("ridge")
+    model = PrivateRidge(noise_std=1e-3, data_norm=1.0, target_bound=0.5, random_state=0).fit(x, y)
+    short = x * np.minimum(1, 1 / np.linalg.norm(x, axis=1))[:, None]
+    again = PrivateRidge(noise_std=1e-3, data_norm=1.0, target_bound=0.5, random_state=0).fit(
+        short, np.clip(y, -0.5, 0.5)
+    )
+    np.testing.assert_allclose(model.coef_, again.coef_, rtol=1e-12)
+    np.testing.assert_array_equal(model.leakage(x, y).clipped, np.linalg.norm(x, axis=1) > 1)
+    assert np.linalg.norm(model.solve(x, y).rows[:, :-1], axis=1).max() <= 1 + 1e-12
+
+
+@pytest.mark.parametrize("name", ["logistic", "softmax", "ridge"])
+def test_leakage_is_about_the_row_before_clipping(name):
+    """Against models retrained, clipping included, on rows moved by a little; rows that are short are as before."""
+    x, y = table("ridge" if name == "ridge" else "logistic")
+    y = np.digitize(x[:, 0], [-0.5, 0.5]) if name == "softmax" else y
+    model = clone(ESTIMATORS["ridge" if name == "ridge" else "logistic"]).set_params(data_norm=1.8, l2=0.05).fit(x, y)
+    scale = np.array([1.0, 2.0, 0.5, 3.0])
+    found = model.leakage(x, y, scale=scale)
+    lengths = np.linalg.norm(x, axis=1)
+    np.testing.assert_array_equal(found.clipped, lengths > 1.8)
+    step = 1e-4
+    for i in (*np.flatnonzero(lengths > 1.9)[:2], np.flatnonzero(lengths < 1.7)[0]):
+        columns = []
+        for j in range(4):
+            ends = []
+            for sign in (1, -1):
+                moved = x.copy()
+                moved[i, j] += sign * step
+                again = model._solve(model._clip(moved)[0], model._encode(y), 1e-10)
+                ends.append(again.weights.ravel())
+            columns.append((ends[0] - ends[1]) / (2 * step * scale[j]))
+        information = np.array(columns) @ np.array(columns).T / model.noise_std_**2
+        np.testing.assert_allclose(found.information(i), information, rtol=1e-6, atol=1e-6 * np.trace(information))
+        np.testing.assert_allclose(found.diagonal[i], np.diag(information), rtol=1e-6)
+        np.testing.assert_allclose(found.trace[i], np.trace(information), rtol=1e-6)
+        np.testing.assert_allclose(found.spectral_norm[i], np.linalg.eigvalsh(information)[-1], rtol=1e-6)
+    if name != "softmax":
+        assert np.all(found.inverse_trace[found.clipped] > 1e200)
+
+
+def test_bounds_read_off_the_data_are_warned_about():
+    x, y = table("ridge")
+    with pytest.warns(DataNormWarning, match="data_norm"), pytest.warns(DataNormWarning, match="target_bound"):
+        model = PrivateRidge(noise_std=1e-3).fit(x, y)
+    assert model.data_norm_ == np.linalg.norm(x, axis=1).max()
+    assert model.target_bound_ == np.abs(y).max()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PrivateRidge(noise_std=1e-3, data_norm=9.0, target_bound=9.0).fit(x, y)
+
+
+def test_targets_are_met():
+    x, y = table("logistic", n=500)
+    for target in (1e-4, 0.3):
+        model = PrivateLogisticRegression(target_mse=target, data_norm=5.0, random_state=0).fit(x, y)
+        assert model.leakage(x, y).floor.value.min() >= target
+    model = PrivateLogisticRegression(target_epsilon=2.0, target_delta=1e-6, data_norm=5.0).fit(x, y)
+    assert 1.999 < model.mechanism_.epsilon_at(1e-6) <= 2
+    assert PrivateLogisticRegression(data_norm=5.0).fit(x, y).mechanism_.epsilon_at(1e-5) == pytest.approx(1, rel=1e-6)
+    np.testing.assert_allclose(model.mechanism_.data_norm, np.sqrt(26))
+    found = reconbound.guarantee(model.mechanism_, dim=4)
+    assert found["lecam"].value > 0
+    assert "logistic loss" in model.mechanism_.assumes()[0]
+    assert model.mechanism_.order2() == pytest.approx((2 * np.sqrt(26) / (500 * 0.01 * model.noise_std_)) ** 2)
+
+
+def bad(name, message, error=ValueError, x=None, y=None, fitted=False, **changes):
+    return pytest.param(name, message, error, x, y, fitted, changes, id=f"{name}-{message[:24]}")
+
+
+X, Y = np.random.default_rng(0).normal(size=(20, 3)), np.arange(20) % 2
+HOLE = np.where(np.arange(60).reshape(20, 3) == 5, np.nan, X)
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "error", "x", "y", "fitted", "changes"),
+    [
+        bad("logistic", "only one class", y=np.ones(20)),
+        bad("logistic", "NaN", x=HOLE),
+        bad("ridge", "NaN", x=HOLE),
+        bad("ridge", "NaN", y=np.full(20, np.nan)),
+        bad("logistic", "inconsistent numbers of samples", y=Y[:-1]),
+        bad("logistic", "Expected 2D array", x=X[:, 0]),
+        bad("logistic", "Unknown label type", y=X[:, 0]),
+        bad("ridge", "l2 must be greater than 0, got -1", l2=-1.0),
+        bad("logistic", "l2 must be greater than 0, got 0", l2=0),
+        bad("logistic", "l2 must be a number", l2="much"),
+        bad("logistic", "noise_std must be greater than 0", noise_std=0.0),
+        bad("logistic", "must not be given together", target_epsilon=1.0),
+        bad("ridge", "target_delta belongs to target_epsilon", target_delta=1e-5),
+        bad("ridge", "data_norm must be greater than 0", data_norm=-1.0),
+        bad("ridge", "target_bound must be greater than 0", target_bound=0.0),
+        bad("logistic", "gradient norm", error=NotConverged, noise_std=1e-30),
+        bad("logistic", "expecting 3 features", x=X[:, :2], fitted=True),
+        bad("logistic", "fitted on 20", x=X[:-1], y=Y[:-1], fitted=True),
+        bad("logistic", "not the training data", x=X + 1, fitted=True),
+        bad("logistic", "not fitted on", y=Y + 1, fitted=True),
+    ],
+)
+def test_bad_input(name, message, error, x, y, fitted, changes):
+    model = clone(ESTIMATORS[name]).set_params(**changes)
+    x, y = X if x is None else x, Y if y is None else y
+    with pytest.raises(error, match=message):
+        model.fit(X, Y).leakage(x, y) if fitted else model.fit(x, y)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_constant_columns_and_more_features_than_records_are_well_posed(name):
+    """With l2 > 0 the minimiser exists and is unique; the closed forms hold there like everywhere."""
+    x, y = table(name, n=8, d=20)
+    x[:, 3] = 1.0
+    model = clone(ESTIMATORS[name]).fit(x, y)
+    found, o = model.leakage(x, y), model.solve(x, y)
+    assert np.all(np.isfinite(found.trace) & (found.trace > 0))
+    moved = x.copy()
+    moved[2, 3] += 1e-4
+    ends = [minimise(z, o.y, o.loss, l2=o.l2).weights for z in (moved, 2 * x - moved)]
+    slope = (ends[0] - ends[1]) / 2e-4 / model.noise_std_
+    np.testing.assert_allclose(found.diagonal[2, 3], np.sum(slope**2), rtol=1e-6)

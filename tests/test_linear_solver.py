@@ -1,0 +1,89 @@
+"""The Newton solver, and what one record can move its answer."""
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_breast_cancer
+from sklearn.linear_model import LogisticRegression, Ridge
+
+from reconbound.linear import Logistic, NotConverged, Softmax, Squared, leakage, minimise
+from reconbound.linear.noise import Shape, choose_noise, noise_for_epsilon
+from reconbound.linear.solver import gradient
+
+LOSSES = {"logistic": Logistic(), "softmax": Softmax(), "squared": Squared()}
+
+
+def targets(name, rng, n):
+    if name == "squared":
+        return rng.uniform(-1, 1, size=n)
+    return rng.integers(0, 3, size=n) if name == "softmax" else rng.integers(0, 2, size=n).astype(float)
+
+
+def test_agrees_with_scikit_learn():
+    x, y = load_breast_cancer(return_X_y=True)
+    x = (x - x.mean(axis=0)) / x.std(axis=0)
+    n, l2 = len(x), 1e-2
+    ours = minimise(x, y.astype(float), Logistic(), l2=l2, intercept=False)
+    theirs = LogisticRegression(C=1 / (n * l2), fit_intercept=False, tol=1e-10, max_iter=10_000).fit(x, y)
+    np.testing.assert_allclose(ours.weights, theirs.coef_, rtol=1e-5, atol=1e-7)
+    bins = np.digitize(x[:, 0], [-0.5, 0.5])
+    ours = minimise(x, bins, Softmax(), l2=l2, intercept=False, classes=3)
+    theirs = LogisticRegression(C=1 / (n * l2), fit_intercept=False, tol=1e-10, max_iter=10_000).fit(x, bins)
+    np.testing.assert_allclose(ours.weights, theirs.coef_, rtol=1e-4, atol=1e-6)
+    ours = minimise(x, x[:, 0] + y, Squared(), l2=l2, intercept=False)
+    theirs = Ridge(alpha=n * l2, fit_intercept=False).fit(x, x[:, 0] + y)
+    np.testing.assert_allclose(ours.weights[0], theirs.coef_, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("intercept", [False, True])
+@pytest.mark.parametrize("l2", [1e-8, 1e-3, 10.0])
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradient_is_rounding_alone(name, l2, intercept):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(50, 6)) * 10.0 ** rng.uniform(-2, 2, size=6), targets(name, rng, 50)
+    o = minimise(x, y, LOSSES[name], l2=l2, intercept=intercept, classes=3)
+    left = np.linalg.norm(gradient(o.rows, y, o.loss, o.penalty, o.weights))
+    assert left == o.gradient_norm <= 1e-9
+    again = minimise(x, y, LOSSES[name], l2=l2, intercept=intercept, classes=3, start=o.weights + 3.0)
+    np.testing.assert_allclose(again.weights, o.weights, rtol=1e-5, atol=1e-6)
+
+
+def test_not_converged_is_an_error():
+    x, y = np.random.default_rng(0).normal(size=(50, 6)), np.arange(50.0) % 2
+    with pytest.raises(NotConverged, match="gradient norm"):
+        minimise(x, y, Logistic(), l2=0.1, tolerance=1e-30)
+
+
+@pytest.mark.parametrize("intercept", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_record_moves_the_minimiser_by_no_more_than_claimed(name, intercept):
+    """‖W*(D) − W*(D')‖ ≤ 2L/(nλ) and Tr(I) ≤ worst_trace, with the worst records that a search over extremes finds."""
+    rng = np.random.default_rng(0)
+    closest = 0.0
+    for l2, norm in ((1e-3, 1.0), (0.05, 3.0), (1.0, 0.5)):
+        shape = Shape(LOSSES[name], 12, 3, 3, l2, intercept, norm, 1.0)
+        for _ in range(20):
+            x = rng.normal(size=(12, 3)) * rng.choice([0.1, 1.0])
+            x *= np.minimum(1, norm / np.linalg.norm(x, axis=1))[:, None]
+            y = targets(name, rng, 12)
+            first, second = x.copy(), x.copy()
+            direction = rng.normal(size=3)
+            first[0] = norm * direction / np.linalg.norm(direction)
+            second[0] = -first[0]
+            other = y.copy()
+            other[0] = {"squared": -np.sign(y[0]), "logistic": 1 - y[0], "softmax": (y[0] + 1) % 3}[name]
+            kind = {"l2": l2, "intercept": intercept, "classes": 3}
+            one = minimise(first, y, LOSSES[name], **kind)
+            for moved in (minimise(second, y, LOSSES[name], **kind), minimise(second, other, LOSSES[name], **kind)):
+                share = np.linalg.norm(one.weights - moved.weights) / (2 * shape.gradient_norm / (12 * l2))
+                closest = max(closest, share)
+            assert leakage(one, 1.0, diagonal=False, spectral=False).trace.max() <= shape.worst_trace(1.0)
+    assert 0.02 < closest <= 1
+
+
+def test_noise_meets_its_target():
+    shape = Shape(Logistic(), 1000, 20, 2, 0.01, True, 1.0)
+    for epsilon, delta in ((0.1, 1e-6), (1.0, 1e-5), (30.0, 1e-9)):
+        noise = noise_for_epsilon(shape, epsilon, delta)
+        assert shape.mechanism(noise).epsilon_at(delta) <= epsilon < shape.mechanism(noise * 0.999).epsilon_at(delta)
+    noise = choose_noise(shape, None, 0.25, None, None)
+    np.testing.assert_allclose(20 / shape.worst_trace(noise), 0.25)
