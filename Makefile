@@ -24,7 +24,8 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
-	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[opacus]"
+	for script in $(filter-out benchmarks/cuda_smoke.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$script || exit 1; done
 
 paper: $(READY)
 	for script in experiments/figure*.py experiments/adult*.py; do $(BIN)/python $$script || exit 1; done

@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from reconbound.renyi import SMOOTH_SENSITIVITY
+
 Clip = Literal["smooth", "hard"]
 
 CLIPS: tuple[Clip, ...] = ("smooth", "hard")
-SENSITIVITY: dict[str, float] = {"smooth": 1.1153, "hard": 1.0}
+SENSITIVITY: dict[str, float] = {"smooth": SMOOTH_SENSITIVITY, "hard": 1.0}
 _FAR = 40.0  # exp(-40²/2) is zero in float64: beyond it the smooth clip is the hard one
 
 
