@@ -1,0 +1,160 @@
+"""What an audit leaves behind: a folder with public facts, and confidential leakage beside them.
+
+    run.json               public facts: mechanism, data-independent floors. Nothing that depends on a record
+    leakage.safetensors    per-record leakage, sealed and confidential (mode 0600)
+    checkpoints/           of the training (confidential)
+    report.html            the page for the data's owner (confidential)
+    report-public.html     the page that may be shown
+
+The folder itself is for its owner alone (mode 0700)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._check import InputError
+from ._files import CONFIDENTIAL, PUBLIC, Unreadable, sealed, unsealed, write_whole
+
+FORMAT = 1
+RUN, LEAKAGE, CHECKPOINTS = "run.json", "leakage.safetensors", "checkpoints"
+REPORT, PUBLIC_REPORT = "report.html", "report-public.html"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Facts of a run that do not depend on any record beyond what was released: all of run.json.
+
+    Attributes:
+        data: name, kind ("image" or "table"), records, features (private numbers of a record), shape (of an image),
+            private and public (names of columns; of a table), ranges ({column: [low, high]}, only those that were
+            declared, never those read off the data), unit.
+        mechanism: noise_multiplier, max_grad_norm, sample_rate, steps, clip, sampler, runs (for confidence limits; one
+            of them is released).
+        training: model (in words), parameters, lr, momentum and what else decides the training.
+        guarantee: the calculator's answer, `Guarantee.to_dict()`.
+        accuracy: of the released model on test data, only where its owner chose to publish it.
+        software: versions.
+    """
+
+    data: Mapping[str, Any]
+    mechanism: Mapping[str, Any]
+    training: Mapping[str, Any]
+    guarantee: Mapping[str, Any]
+    accuracy: float | None = None
+    software: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Leakage:
+    """What the run told about each record: confidential. N records, d private features, k of the records kept whole.
+
+    Everything is in the model's input units; facts["scale"] and facts["offset"] lead back to the data's own:
+    value = offset + scale · input.
+
+    Attributes:
+        dfil: (rules, N), Tr I/d. error: (rules, N), its standard error. upper: (rules, N), its upper confidence limit,
+            or None after a single run. measured: (N,), how often each record was measured.
+        targets: (N,), the class or number of each record.
+        kept: (k,), records kept whole: the most exposed first in order, then the least exposed (the least last).
+        kept_inputs: (k, *shape). kept_diagonal: (k, d), information about each private feature. average_diagonal: (d,).
+        history_step: (h,). history: (h, 3): largest, 99 % quantile and median dFIL after so many steps of the first
+            run, of the first rule. accuracy_step: (a,), accuracy: (a,), on test data (R² for a number).
+        guess: (d,), mean square error of guessing each private feature's average over the records.
+        facts: rules, class_names, feature_names, units, scale, offset (lists of d, or one number for all), private (flat
+            columns of the inputs, or None for all), record_names (of the kept ones), target_name, confidence, task
+            ("classes" or "number"), inferred_ranges (whether any range was read off the data), and what else the page needs.
+    """
+
+    dfil: Tensor
+    error: Tensor
+    measured: Tensor
+    targets: Tensor
+    kept: Tensor
+    kept_inputs: Tensor
+    history_step: Tensor
+    history: Tensor
+    accuracy_step: Tensor
+    accuracy: Tensor
+    guess: Tensor
+    upper: Tensor | None = None
+    kept_diagonal: Tensor | None = None
+    average_diagonal: Tensor | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def prepare(folder: str | os.PathLike[str]) -> Path:
+    """The folder, made if need be, for its owner's eyes alone."""
+    path = Path(folder)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.chmod(0o700)
+    except OSError as reason:
+        raise InputError(
+            "out", f"must be a folder that can be made and written ({reason.strerror})", str(path)
+        ) from None
+    return path
+
+
+def write_run(folder: str | os.PathLike[str], run: Run) -> None:
+    """run.json, in whole or not at all."""
+    content = {"format": FORMAT, **{f.name: getattr(run, f.name) for f in fields(run)}}
+    text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
+    write_whole(Path(folder) / RUN, text.encode() + b"\n", mode=PUBLIC)
+
+
+def read_run(folder: str | os.PathLike[str]) -> Run:
+    """The facts of run.json; Unreadable, with the reason, where there are none."""
+    path = Path(folder) / RUN
+    try:
+        content = json.loads(path.read_text())
+        if content.pop("format") != FORMAT:
+            raise Unreadable(f"{path} is of another version of reconbound")
+        return Run(**content)
+    except FileNotFoundError:
+        raise Unreadable(f"{path} does not exist: {folder} holds no finished audit") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as reason:
+        if isinstance(reason, Unreadable):
+            raise
+        raise Unreadable(f"{path} is not a file of reconbound's ({reason})") from None
+
+
+def write_leakage(folder: str | os.PathLike[str], leakage: Leakage) -> None:
+    """The leakage file, confidential, in whole or not at all."""
+    parts = {f.name: getattr(leakage, f.name) for f in fields(leakage) if f.name != "facts"}
+    tensors = {name: part for name, part in parts.items() if part is not None}
+    content = sealed(tensors, {"format": FORMAT, "kind": "leakage", **leakage.facts})
+    write_whole(Path(folder) / LEAKAGE, content, mode=CONFIDENTIAL)
+
+
+def read_leakage(folder: str | os.PathLike[str]) -> Leakage:
+    """The leakage file of a folder; Unreadable, with the reason, if it is missing, damaged or something else."""
+    path = Path(folder) / LEAKAGE
+    try:
+        tensors, facts = unsealed(path)
+    except FileNotFoundError:
+        raise Unreadable(f"{path} does not exist: {folder} holds no finished audit") from None
+    if facts.pop("kind", None) != "leakage" or facts.pop("format", None) != FORMAT:
+        raise Unreadable(f"{path} is no leakage file of this version of reconbound")
+    names = {f.name for f in fields(Leakage)} - {"facts"}
+    unknown, missing = set(tensors) - names, {"dfil", "error", "kept", "targets"} - set(tensors)
+    if unknown or missing:
+        raise Unreadable(f"{path} has other parts than a leakage file: {sorted(unknown | missing)}")
+    return Leakage(**tensors, facts=facts)
+
+
+def floors(leakage: Leakage, rule: str | None = None) -> Tensor:
+    """1/dFIL of each record, (N,), model's input units squared: Theorem 2. 0 for a record never measured."""
+    rules = list(leakage.facts["rules"])
+    if rule is not None and rule not in rules:
+        raise InputError("rule", f"must be one of {', '.join(rules)}", rule)
+    dfil = leakage.dfil[0 if rule is None else rules.index(rule)]
+    floor = 1 / dfil.clamp(min=torch.finfo(torch.float64).tiny)
+    return torch.where(leakage.measured > 0, floor, torch.zeros_like(floor))
