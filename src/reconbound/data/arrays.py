@@ -149,7 +149,7 @@ def _table(
     else:
         aim = y.astype(np.float64)
     columns = [Column(name, x[:, k].astype(np.float64)) for k, name in enumerate(names)]
-    wish = wishes([*names, "target"], private=private, ranges=ranges, units=units)
+    wish = wishes([*names, "target"], private=private, ranges=ranges, units=units, target="target")
     target = Column("target", aim.reshape(-1))
     return table(clean(Path(file).name), columns, target, wish, division, source=file, held=held)
 

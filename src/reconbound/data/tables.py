@@ -47,6 +47,7 @@ def wishes(
     private: Sequence[str] | str | None,
     ranges: Mapping[str, Any] | None,
     units: Mapping[str, str] | None,
+    target: str | None = None,
 ) -> Wishes:
     """The wishes, checked against the columns there are."""
     if isinstance(private, str):
@@ -54,6 +55,8 @@ def wishes(
     asked = None if private is None else tuple(dict.fromkeys(clean(str(name)) for name in private))
     if asked == ():
         raise InputError("private", "must name at least one column", private)
+    if asked is not None and target in asked:
+        raise InputError("private", "must not name the target, which the attacker is taken to know", target)
     checked = {clean(str(name)): _range(name, pair) for name, pair in (ranges or {}).items()}
     units = {clean(str(name)): clean(str(unit)) for name, unit in (units or {}).items()}
     for said, given in (("private", asked or ()), ("ranges", checked), ("units", units)):
@@ -229,8 +232,6 @@ def categories(table: str, column: Column, notes: list[str]) -> tuple[np.ndarray
 def _target(table: str, column: Column, wish: Wishes, notes: list[str]) -> tuple[np.ndarray, tuple[str, ...], Feature]:
     """Classes where the target is text or few whole numbers, else a number in [0, 1]; a range makes it a number."""
     values, name = column.values, column.name
-    if wish.private is not None and name in wish.private:
-        raise InputError("private", "must not name the target, which the attacker is taken to know", name)
     if not column.numeric and name in wish.ranges:
         raise DataError(f"{table}, column {name!r}: a range was given, but it holds text")
     found, codes = np.unique(values, return_inverse=True)
