@@ -195,6 +195,14 @@ def test_identifiers_and_empty_columns_are_left_out_with_a_note(write):
     assert dropped.notes == ()
 
 
+def test_a_number_of_two_values_is_no_continuous_one(write):
+    text = "sex,x,y\n" + "".join(f"{k % 2},{k},{'pq'[k % 3 == 0]}\n" for k in range(20))
+    ranges = {"sex": (0, 1), "x": (0, 20)}
+    with pytest.warns(DataWarning, match="sex: taken as a continuous number, but holds at most two different values"):
+        all_rows(write(text), target="y", ranges=ranges)
+    assert all_rows(write(text), target="y", ranges=ranges, private="x").notes == ()
+
+
 def test_a_mostly_numeric_column_with_a_word_in_it(write):
     text = "a,x,y\n1,1,p\n2,2,q\n3,3,p\nfour,4,q\n"
     with pytest.warns(
@@ -252,7 +260,7 @@ def test_what_is_wrong_is_said_with_its_place(write, content, said):
         ({"target": "income", "private": []}, "private must name at least one column"),
         ({"target": "income", "private": "income"}, "private must not name the target"),
         ({"target": "age", "private": "age"}, "private must not name the target"),
-        ({"target": "income", "ranges": {"nobody": (0, 1)}}, "ranges must name columns"),
+        ({"target": "income", "ranges": {"nobody": (0, 1)}}, "range must name columns"),
         ({"target": "income", "ranges": {"age": (5, 5)}}, "from a lower to a higher value of age, got '5:5'"),
         ({"target": "income", "ranges": {"age": (0, float("inf"))}}, "the highest age must be a finite number"),
         ({"target": "income", "ranges": {"age": 7}}, "a lowest and a highest value of age"),
@@ -261,7 +269,7 @@ def test_what_is_wrong_is_said_with_its_place(write, content, said):
             "row 2, column 'job': 'nurse' is not a number, and the column has a range",
         ),
         ({"target": "income", "ranges": {"income": (0, 1)}}, "row 2, column 'income': 'low' is not a number"),
-        ({"target": "income", "units": {"nobody": "m"}}, "units must name columns"),
+        ({"target": "income", "units": {"nobody": "m"}}, "unit must name columns"),
         ({"target": "income", "drop": "nobody"}, "drop must name columns"),
         ({"target": "income", "drop": "income"}, "drop must not name the target"),
         ({"target": "income", "limit": 1, **DECLARED}, "limit must be at least 2, one record a class"),

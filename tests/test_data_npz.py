@@ -77,7 +77,7 @@ def test_tables_with_a_number_or_text_to_predict(save):
 
 def test_pixels_of_other_ranges(save):
     x = RNG.uniform(-1, 1, (12, 4, 4))
-    with pytest.raises(InputError, match=r"ranges must say the pixels' range, as pixel=LOW:HIGH"):
+    with pytest.raises(InputError, match=r"range must say the pixels' range, as pixel=LOW:HIGH"):
         load(save(X=x, y=LABELS))
     found = load(save(X=x, y=LABELS), ranges={"pixel": (-1, 1)}, test_share=0)
     assert np.allclose(found.offset + found.scale * found.inputs.reshape(12, -1), x.reshape(12, -1), atol=1e-6)

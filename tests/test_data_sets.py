@@ -186,6 +186,17 @@ def test_a_dataset_checks_its_parts():
             Dataset(**{**good, **wrong})
 
 
+def test_the_command_line_says_what_is_wrong_with_data_in_one_line(monkeypatch, capsys):
+    from reconbound import cli
+
+    def broken(**_):
+        raise DataError("a.csv, row 3, column 'x': 'b' is not a number")
+
+    monkeypatch.setattr(cli, "app", broken)
+    assert cli.run(["audit", "a.csv"]) == 2
+    assert capsys.readouterr().err == "reconbound: a.csv, row 3, column 'x': 'b' is not a number\n"
+
+
 def test_text_is_kept_but_for_what_steers_a_terminal():
     assert clean(" <b onclick='x'>Ünï 💉</b>\x1b[2J\n\u202e\ud800") == "<b onclick='x'>Ünï 💉</b>[2J"
 

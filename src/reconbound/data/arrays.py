@@ -231,5 +231,5 @@ def _pixel_range(file: str, x: np.ndarray, ranges: Mapping[str, Any] | None) -> 
             ["pixels are taken to range from 0 to 255; ranges={'pixel': (lowest, highest)} says otherwise"],
         )
     raise InputError(
-        "ranges", f"must say the pixels' range, as {PIXEL}=LOW:HIGH, for {file}", f"pixels {least:g} to {most:g}"
+        "range", f"must say the pixels' range, as {PIXEL}=LOW:HIGH, for {file}", f"pixels {least:g} to {most:g}"
     )

@@ -59,7 +59,7 @@ def wishes(
         raise InputError("private", "must not name the target, which the attacker is taken to know", target)
     checked = {clean(str(name)): _range(name, pair) for name, pair in (ranges or {}).items()}
     units = {clean(str(name)): clean(str(unit)) for name, unit in (units or {}).items()}
-    for said, given in (("private", asked or ()), ("ranges", checked), ("units", units)):
+    for said, given in (("private", asked or ()), ("range", checked), ("unit", units)):
         for name in given:
             if name not in names:
                 shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
@@ -108,10 +108,10 @@ def _range(name: str, pair: Any) -> tuple[float, float]:
     try:
         low, high = pair
     except (TypeError, ValueError):
-        raise InputError("ranges", f"must give a lowest and a highest value of {name}", pair) from None
+        raise InputError("range", f"must give a lowest and a highest value of {name}", pair) from None
     low, high = number(f"the lowest {name}", low), number(f"the highest {name}", high)
     if not low < high or not math.isfinite(high - low):
-        raise InputError("ranges", f"must run from a lower to a higher value of {name}", f"{low:g}:{high:g}")
+        raise InputError("range", f"must run from a lower to a higher value of {name}", f"{low:g}:{high:g}")
     return low, high
 
 
@@ -179,6 +179,11 @@ def numbers(
     """(value - low)/(high - low), (N, 1); where some are missing (N, 2): the middle for these, and a public mark."""
     values, missing = column.values, np.isnan(column.values)
     feature = _ranged(table, column.name, values[~missing], wish, private, notes)
+    if private and np.sum(~missing) > 9 and len(np.unique(values[~missing])) < 3:
+        notes.append(
+            f"{column.name}: taken as a continuous number, but holds at most two different values; a floor on the error "
+            "in numbers says little about which of them it is, so better leave it out of the private columns"
+        )
     filled = np.where(missing, feature.low / 2 + feature.high / 2, values)
     outside = int(np.sum((filled < feature.low) | (filled > feature.high)))
     if outside:
