@@ -66,9 +66,18 @@ def test_own_train_and_test_folders(tmp_path):
     assert (len(found.inputs), len(found.test_inputs)) == (6, 4)
     assert all(name.startswith("train/") for name in found.record_names)
     assert found.class_names == ("a", "b")
+    put(tmp_path / "val" / "a" / "0.png")
+    with pytest.warns(DataWarning, match="the folder 'val' was passed over"):
+        assert len(load(tmp_path).inputs) == 6
     put(tmp_path / "test" / "c" / "0.png")
     with pytest.raises(DataError, match="the class 'c' has no images to train on"):
         load(tmp_path)
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    for kind in ("train", "test", "bus"):
+        put(tmp_path / kind / "0.png")
+    assert load(tmp_path, test_share=0).class_names == ("bus", "test", "train")
 
 
 def test_images_of_several_sizes_are_resized_with_a_notice(pets):

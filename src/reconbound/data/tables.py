@@ -181,8 +181,8 @@ def numbers(
     feature = _ranged(table, column.name, values[~missing], wish, private, notes)
     if private and np.sum(~missing) > 9 and len(np.unique(values[~missing])) < 3:
         notes.append(
-            f"{column.name}: taken as a continuous number, but holds at most two different values; a floor on the error "
-            "in numbers says little about which of them it is, so better leave it out of the private columns"
+            f"{column.name}: taken as a continuous number, but holds at most two different values; a floor on its "
+            "error says little about which of them it is, so better leave it out of the private columns"
         )
     filled = np.where(missing, feature.low / 2 + feature.high / 2, values)
     outside = int(np.sum((filled < feature.low) | (filled > feature.high)))
