@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .figures import amount, for_plotly, plus_minus
-from .view import View
+from .view import NOTHING, View
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7d8590",
@@ -53,7 +53,8 @@ class Chart:
 
 def log_ticks(low: float, high: float, most: int = 6) -> tuple[list[float], list[str]]:
     """Ticks of a logarithmic axis from 10^low to 10^high: places (log10) and texts; at least two, at most `most`."""
-    for marks in ((1, 2, 5), (1, 3), (1,)):
+    choices: tuple[tuple[int, ...], ...] = ((1, 2, 5), (1, 3), (1,))
+    for marks in choices:
         values = [
             m * 10.0**e for e in range(math.floor(low) - 1, math.ceil(high) + 1) for m in marks
             if low - 1e-9 <= math.log10(m * 10.0**e) <= high + 1e-9
@@ -61,8 +62,8 @@ def log_ticks(low: float, high: float, most: int = 6) -> tuple[list[float], list
         if 2 < len(values) <= most or (2 <= len(values) <= most and marks == (1,)):
             return _ticks(values)
     if high - low > 2:
-        step = math.ceil((high - low) / (most - 1))
-        return _ticks([10.0**e for e in range(math.ceil(low), math.floor(high) + 1, step)])
+        apart = math.ceil((high - low) / (most - 1))
+        return _ticks([10.0**e for e in range(math.ceil(low), math.floor(high) + 1, apart)])
     ends, room = (10.0**low, 10.0**high), (10.0**high - 10.0**low) / (most - 1)
     unit = 10.0 ** math.floor(math.log10(room))
     step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= room)
@@ -71,12 +72,15 @@ def log_ticks(low: float, high: float, most: int = 6) -> tuple[list[float], list
 
 
 def _ticks(values: Sequence[float]) -> tuple[list[float], list[str]]:
-    return [math.log10(v) for v in values], [_tick(v) for v in values]
+    digits = next((n for n in range(3, 15) if len({f"{v:.{n}g}" for v in values}) == len(values)), 15)
+    return [math.log10(v) for v in values], [_tick(v, digits) for v in values]
 
 
-def _tick(v: float) -> str:
-    short = float(f"{v:.3g}")
-    return f"{short:,.10g}" if 1e-4 <= short < 1e6 else f"10^{round(math.log10(short))}" if _power(short) else f"{v:.0e}"
+def _tick(v: float, digits: int) -> str:
+    short = float(f"{v:.{digits}g}")
+    return (
+        f"{short:,.10g}" if 1e-4 <= short < 1e6 else f"10^{round(math.log10(short))}" if _power(short) else f"{v:.0e}"
+    )
 
 
 def _power(v: float) -> bool:
@@ -90,8 +94,8 @@ def _logs(values: Any) -> np.ndarray:
         return np.where(array > 0, np.log10(array), np.nan)
 
 
-def _range(logs: np.ndarray, marks: Sequence[float] = ()) -> tuple[float, float]:
-    """What the axis shows: the data, four decades at most to each side of their median, and marks near by."""
+def _range(logs: np.ndarray, marks: Sequence[float] = (), reach: float = 1.5) -> tuple[float, float]:
+    """What the axis shows: the data, four decades at most to each side of their median, and marks within reach."""
     known = logs[np.isfinite(logs)]
     if known.size == 0:
         known = np.array([0.0])
@@ -99,7 +103,7 @@ def _range(logs: np.ndarray, marks: Sequence[float] = ()) -> tuple[float, float]
     low = max(float(known.min()), middle - DECADES)
     high = min(float(known.max()), middle + DECADES)
     for mark in marks:
-        if low - 1.5 <= mark <= high + 1.5:
+        if low - reach <= mark <= high + reach:
             low, high = min(low, mark), max(high, mark)
     room = max(0.05 * (high - low), 0.02)
     return low - room, high + room
@@ -148,8 +152,9 @@ def histogram(view: View) -> Chart:
     """Records by floor, with the same at the upper confidence limit, the guess, and the mechanism's own lines."""
     logs = _logs(view.floor[view.measured])
     marks = lines(view)
-    low, high = _range(logs, [math.log10(at) for _, at, _, _ in marks if at > 0])
-    edges = np.linspace(low, high, _bins(logs, low, high) + 1)
+    both = logs if view.upper_floor is None else np.concatenate([logs, _logs(view.upper_floor)])
+    low, high = _range(both, [math.log10(at) for _, at, _, _ in marks if at > 0])
+    edges = _bins(logs, low, high)
     counts = _counted(logs, edges)
     top = max(1.0, float(counts.max(initial=0)))
     hover = [
@@ -171,13 +176,14 @@ def histogram(view: View) -> Chart:
         notes.append(note)
     for text, at, colour, dash in marks:
         place = math.log10(at) if at > 0 else -math.inf
-        where = " ← off the chart" if place < low else " → off the chart" if place > high else ""
-        keys.append(Key(colour, f"{text}: {plus_minus(at)}{where}", "line", dash))
+        where = " (off the chart, left)" if place < low else " (off the chart, right)" if place > high else ""
+        said = "says nothing" if at < NOTHING * view.unit else plus_minus(at)
+        keys.append(Key(colour, f"{text}: {said}{where if at >= NOTHING * view.unit else ''}", "line", dash))
         if not where:
             data.append(_upright(place, 1.08 * top, colour, dash, f"{text}: {plus_minus(at)}"))
     layout = _layout(
         380,
-        _axis(low, high, f"floor: ± error {view.of_range}, log scale"),
+        _axis(low, high, f"± error {view.of_range} (log scale)"),
         {"title": {"text": f"{view.noun}s"}, "range": [0, 1.08 * top], "fixedrange": True, "rangemode": "tozero"},
         shapes=[
             {"type": "rect", "xref": "x", "yref": "paper", "x0": low, "x1": low, "y0": 0, "y1": 1, "layer": "below",
@@ -190,10 +196,12 @@ def histogram(view: View) -> Chart:
     return Chart("chart-floors", {"data": data, "layout": layout}, tuple(keys), " ".join(n for n in notes if n), label)
 
 
-def _bins(logs: np.ndarray, low: float, high: float) -> int:
-    """About √N bars, 12 to 48, each wide enough to be seen on a phone."""
-    known = int(np.isfinite(logs).sum())
-    return int(np.clip(round(math.sqrt(max(known, 1)) * 1.2), 12, 48))
+def _bins(logs: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Edges of bars over the whole axis: about √N over the data, 10 to 40, each wide enough to be seen on a phone."""
+    known = np.clip(logs[np.isfinite(logs)], low, high)
+    spread = float(known.max() - known.min()) if known.size else 0.0
+    width = max(spread / float(np.clip(math.sqrt(max(known.size, 1)), 10, 40)), (high - low) / 90)
+    return np.linspace(low, high, max(round((high - low) / width), 8) + 1)
 
 
 def _counted(logs: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -220,8 +228,8 @@ def _upper(view: View, edges: np.ndarray) -> tuple[Figure, str]:
     counts = _counted(_logs(view.upper_floor[limited]), edges)
     none = int((view.measured & ~limited).sum())
     trace = {
-        "type": "scatter", "mode": "lines", "x": _numbers(np.repeat(edges, 2)[1:-1]), "y": np.repeat(counts, 2).tolist(),
-        "line": {"color": VERMILLION, "width": 2}, "hoverinfo": "skip",
+        "type": "scatter", "mode": "lines", "x": _numbers(np.repeat(edges, 2)[1:-1]),
+        "y": np.repeat(counts, 2).tolist(), "line": {"color": VERMILLION, "width": 2}, "hoverinfo": "skip",
     }  # fmt: skip
     return trace, f"{none:,} were measured too rarely for an upper limit." if none else ""
 
@@ -244,7 +252,9 @@ def by_class(view: View) -> Chart | None:
     groups.sort(key=lambda group: (float(np.median(group[1])), group[0]))
     left_out = len(groups) - MOST_ROWS
     shown = groups[:MOST_ROWS][::-1]
-    low, high = _range(np.concatenate([logs for _, logs in shown]), [math.log10(view.guess)] if view.guess > 0 else [])
+    low, high = _range(
+        np.concatenate([logs for _, logs in shown]), [math.log10(view.guess)] if view.guess > 0 else [], 0.5
+    )
     quantiles = np.array([np.quantile(logs, (0, 0.25, 0.5, 0.75, 1)) for _, logs in shown]).T
     shape = [_numbers(np.clip(q, low, high)) for q in quantiles]
     places = list(range(len(shown)))
@@ -262,7 +272,7 @@ def by_class(view: View) -> Chart | None:
         "type": "scatter", "mode": "markers", "x": shape[0], "y": places, "hovertext": hover, "hoverinfo": "text",
         "marker": {"color": VERMILLION, "size": 8},
     }  # fmt: skip
-    data, keys = [box, dots], [Key(BLUE, "half of the class, and its median"), Key(VERMILLION, "lowest floor", "dot")]
+    data, keys = [box, dots], [Key(BLUE, "middle half, with the median"), Key(VERMILLION, "lowest floor", "dot")]
     if view.guess > 0 and low <= math.log10(view.guess) <= high:
         x, top = math.log10(view.guess), len(shown) - 0.5
         data.append({**_upright(x, 1.0, GREY, "dot", f"guessing the average: {plus_minus(view.guess)}"),
@@ -271,7 +281,7 @@ def by_class(view: View) -> Chart | None:
     height = 110 + 30 * len(shown)
     layout = _layout(
         height,
-        _axis(low, high, f"floor: ± error {view.of_range}, log scale"),
+        _axis(low, high, f"± error {view.of_range} (log scale)"),
         _rows([name for name, _ in shown]),
     )
     note = f"The {MOST_ROWS} most exposed of {len(groups):,} classes." if left_out > 0 else ""
@@ -306,7 +316,7 @@ def _groups(view: View) -> list[tuple[str, np.ndarray]]:
 
 
 def by_feature(view: View) -> Chart | None:
-    """Floors of each column as shares of its range: of the average record, of the most exposed one, beside the guess."""
+    """Floors of each column as shares of its range: of the average and the most exposed record, beside the guess."""
     average = view.feature_floors(None)
     if view.image or average is None:
         return None
@@ -314,17 +324,20 @@ def by_feature(view: View) -> Chart | None:
     worst = None if place is None else view.feature_floors(place)
     ratio = (average if worst is None else worst) / np.maximum(view.guess_each, np.finfo(float).tiny)
     order = np.argsort(ratio, kind="stable")[:MOST_ROWS][::-1]
-    kinds = [("average record", average, BLUE, "circle"), ("guessing the average", view.guess_each, GREY, "line-ns-open")]
+    kinds = [
+        ("average record", average, BLUE, "circle"),
+        ("guessing the average", view.guess_each, GREY, "line-ns-open"),
+    ]
     if worst is not None:
         kinds.insert(1, ("most exposed record", worst, VERMILLION, "diamond"))
     logs = {text: _logs(np.minimum(values[order] / view.scale[order], 1e150)) for text, values, _, _ in kinds}
     low, high = _range(np.concatenate(list(logs.values())))
     data = []
     for text, values, colour, symbol in kinds:
+        told = [plus_minus(float(values[j]), view.feature_unit(int(j)), float(view.scale[j])) for j in order]
         hover = [
-            f"{for_plotly(view.feature_name(int(j)))}: {for_plotly(plus_minus(float(values[j]), view.feature_unit(int(j))), 80)}"
-            f"<br>{text}"
-            for j in order
+            f"{for_plotly(view.feature_name(int(j)))}: {for_plotly(own, 80)}<br>{text}"
+            for j, own in zip(order, told, strict=True)
         ]
         data.append({
             "type": "scatter", "mode": "markers", "x": _numbers(np.clip(logs[text], low, high)),
@@ -333,13 +346,15 @@ def by_feature(view: View) -> Chart | None:
         })  # fmt: skip
     layout = _layout(
         110 + 30 * len(order),
-        _axis(low, high, "± error as a share of the column’s range, log scale"),
+        _axis(low, high, "± error, share of the column’s range (log)"),
         {**_rows([view.feature_name(int(j)) for j in order]), "showgrid": True},
     )
     keys = tuple(Key(colour, text, "dot" if symbol != "line-ns-open" else "line") for text, _, colour, symbol in kinds)
     left_out = view.features - len(order)
     note = f"The {len(order)} most exposed of {view.features:,} columns." if left_out > 0 else ""
-    return Chart("chart-features", {"data": data, "layout": layout}, keys, note, "Floors by column", 110 + 30 * len(order))
+    return Chart(
+        "chart-features", {"data": data, "layout": layout}, keys, note, "Floors by column", 110 + 30 * len(order)
+    )
 
 
 def growth(view: View) -> Chart | None:
@@ -351,11 +366,18 @@ def growth(view: View) -> Chart | None:
     with np.errstate(divide="ignore"):
         floor = view.unit / np.sqrt(np.where(history > 0, history, 0.0))
     logs = np.where(np.isfinite(floor), _logs(floor), np.nan)
-    low, high = _range(logs[np.isfinite(logs)], [math.log10(view.guess)] if view.guess > 0 else [])
-    kinds = (("most exposed", VERMILLION, "solid"), ("1 in 100 is more exposed", ORANGE, "dash"), ("median", BLUE, "dot"))
+    low, high = _range(logs[np.isfinite(logs)], [math.log10(view.guess)] if view.guess > 0 else [], 0.7)
+    kinds = (
+        ("most exposed", VERMILLION, "solid"),
+        ("1 in 100 is more exposed", ORANGE, "dash"),
+        ("median", BLUE, "dot"),
+    )
     data: list[Figure] = []
     for k, (text, colour, dash) in enumerate(kinds):
-        hover = [f"{text}, step {s:,.0f}: ±{amount(f) if math.isfinite(f) else '∞'}" for s, f in zip(steps, floor[:, k])]  # noqa: B905
+        hover = [
+            f"{text}, step {s:,.0f}: ±{amount(f) if math.isfinite(f) else '∞'}"
+            for s, f in zip(steps, floor[:, k], strict=True)
+        ]
         data.append({
             "type": "scatter", "mode": "lines", "x": _numbers(steps), "y": _numbers(np.clip(logs[:, k], low, high)),
             "line": {"color": colour, "width": 2.5, "dash": dash}, "hovertext": hover, "hoverinfo": "text",
@@ -376,7 +398,10 @@ def accuracy(view: View) -> Chart | None:
     if len(steps) < 2 or not np.isfinite(found).any():
         return None
     classes = view.facts.get("task", "classes") == "classes"
-    said = [f"step {s:,.0f}: {a:.1%}" if classes else f"step {s:,.0f}: R² {a:.3f}" for s, a in zip(steps, found)]  # noqa: B905
+    said = [
+        f"step {s:,.0f}: {a:.1%}" if classes else f"step {s:,.0f}: R² {a:.3f}"
+        for s, a in zip(steps, found, strict=True)
+    ]
     trace = {
         "type": "scatter", "mode": "lines+markers", "x": _numbers(steps), "y": _numbers(found), "hovertext": said,
         "line": {"color": BLUE, "width": 2.5}, "marker": {"size": 6}, "hoverinfo": "text",
@@ -399,7 +424,7 @@ def overlay(views: Sequence[View], names: Sequence[str]) -> Chart:
     """Histograms of several runs, each as shares of its records, over one axis."""
     logs = [_logs(view.floor[view.measured] / view.unit) for view in views]
     low, high = _range(np.concatenate(logs), [math.log10(v.guess / v.unit) for v in views if v.guess > 0])
-    edges = np.linspace(low, high, _bins(np.concatenate(logs), low, high) + 1)
+    edges = _bins(np.concatenate(logs), low, high)
     data, keys = [], []
     for k, (view, name, own) in enumerate(zip(views, names, logs, strict=True)):
         colour, dash = SERIES[k % len(SERIES)], DASHES[(k // len(SERIES)) % len(DASHES)]
@@ -411,7 +436,7 @@ def overlay(views: Sequence[View], names: Sequence[str]) -> Chart:
         })  # fmt: skip
         keys.append(Key(colour, name, "line", dash))
     y = {"title": {"text": "share of records"}, "tickformat": ".0%", "fixedrange": True, "rangemode": "tozero"}
-    layout = _layout(400, _axis(low, high, "floor: ± error as a share of the range, log scale"), y)
+    layout = _layout(400, _axis(low, high, "± error, share of the range (log scale)"), y)
     return Chart("chart-compare", {"data": data, "layout": layout}, tuple(keys), "", "Floors of several runs", 400)
 
 

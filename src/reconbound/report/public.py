@@ -17,6 +17,15 @@ TITLES = {
     "lecam": "Le Cam",
     "rate_distortion": "rate–distortion",
 }
+ABOUT = {
+    "name": "Data",
+    "kind": "Kind",
+    "records": "Training records",
+    "shape": "Shape",
+    "features": "Private numbers of a record",
+    "private": "Private",
+    "public": "Public",
+}
 ATTACKERS = {"unbiased": "not biased", "any": "any"}
 
 
@@ -55,8 +64,8 @@ def feature_rows(view: View) -> list[dict[str, str]]:
         rows.append({
             "name": view.feature_name(j),
             "range": f"{low} to {high}{f' {unit}' if unit else ''}",
-            "average": plus_minus(float(average[j]), unit),
-            "worst": "–" if worst is None else plus_minus(float(worst[j]), unit),
+            "average": plus_minus(float(average[j]), unit, float(view.scale[j])),
+            "worst": "–" if worst is None else plus_minus(float(worst[j]), unit, float(view.scale[j])),
             "guess": plus_minus(float(view.guess_each[j]), unit),
         })  # fmt: skip
     return rows
@@ -100,9 +109,9 @@ def verdict(run: Run, noun: str, part: str) -> list[str]:
     said = []
     if each is not None:
         said.append(
-            f"Whatever the data and however clever the attacker, even one who knows every other {noun} and sees every step of "
-            f"the training errs by at least {plus_minus(each)} of the range on each {part} of one {noun}, in the worst case "
-            f"over all {noun}s there could be; without the model, guessing the middle errs by at most ±0.5."
+            f"Whatever the data and however clever the attacker, even one who knows every other {noun} and sees every "
+            f"step of the training errs by at least {plus_minus(each)} of the range on each {part} of one {noun}, in "
+            f"the worst case over all {noun}s there could be; without the model, guessing the middle errs by at most ±0.5."
         )
     if mean is not None:
         said.append(f"On average over a {noun}’s {part}s it errs by at least {plus_minus(mean)} of the range.")
@@ -112,8 +121,7 @@ def verdict(run: Run, noun: str, part: str) -> list[str]:
 def about(run: Run) -> list[tuple[str, str]]:
     """The data's public facts: what kind, how many, which columns are private."""
     data, rows = run.data, []
-    for key, title in (("name", "Data"), ("kind", "Kind"), ("records", "Training records"), ("shape", "Shape"),
-                       ("features", "Private numbers of a record"), ("private", "Private"), ("public", "Public")):  # fmt: skip
+    for key, title in ABOUT.items():
         given = data.get(key)
         if given not in (None, "", [], ()):
             said = " × ".join(str(g) for g in given) if key == "shape" else words._plain(given)
@@ -132,8 +140,8 @@ def column_rows(run: Run) -> list[dict[str, str]]:
         rows.append({
             "name": clean(name, 80),
             "range": f"{value(float(low))} to {value(float(high))}{f' {unit}' if unit else ''}",
-            "any": plus_minus(None if each is None else each * width, unit),
-            "unbiased": plus_minus(None if unbiased is None else unbiased * width, unit),
+            "any": plus_minus(None if each is None else each * width, unit, width),
+            "unbiased": plus_minus(None if unbiased is None else unbiased * width, unit, width),
             "guess": plus_minus(width / 2, unit),
         })  # fmt: skip
     return rows
@@ -155,15 +163,27 @@ def assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
     """What the mechanism's own floors rest on."""
     m = run.mechanism
     return [
-        ("Attacker", f"Knows every other {noun}, the label, the model, the code and all settings, and sees every noisy step."),
-        ("Two kinds", f"Floors for any attacker hold in the worst case over all {noun}s there could be, biased attackers "
-         "included. Floors for an attacker who is not biased hold at every record, and say little where they exceed a guess."),
-        ("Each or average", f"“Each”: no {part} by itself is known better. “Average”: only the mean over the {part}s is "
-         "bounded, and some may be known much better."),
+        (
+            "Attacker",
+            f"Knows every other {noun}, the label, the model, the code and all settings; sees every noisy step.",
+        ),
+        (
+            "Two kinds",
+            f"Floors for any attacker hold in the worst case over all {noun}s there could be, biased attackers included. "
+            "Floors for an attacker who is not biased hold at every record, and say little where they exceed a guess.",
+        ),
+        (
+            "Each or average",
+            f"“Each”: no {part} by itself is known better. “Average”: only the mean over the {part}s is bounded, and some "
+            "may be known much better.",
+        ),
         ("Neighbours", "As named in the table: replace-one changes one record, add/remove adds or leaves out one."),
         ("Sampler", words.SAMPLERS.get(str(m.get("sampler")), f"Batches: {m.get('sampler')}.")),
         ("Clip", words.CLIPS.get(str(m.get("clip")), f"Clip: {m.get('clip')}.")),
         ("Noise", "Gaussian, fresh at every step, from a seed that nobody else knows."),
-        ("Not covered", "Whatever else was released from these data, and settings that were chosen by looking at results."),
-        ("Not on this page", f"How well each single {noun} is protected: that depends on the data and stays with their owner."),
-    ]  # fmt: skip
+        ("Not covered", "Whatever else was released from these data; settings that were chosen by looking at results."),
+        (
+            "Not on this page",
+            f"How well each single {noun} is protected: that depends on the data, and their owner has it.",
+        ),
+    ]

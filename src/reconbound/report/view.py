@@ -12,6 +12,9 @@ import numpy as np
 from ..run_folder import Leakage, Run, floors
 from .figures import clean
 
+#: A floor at a smaller share of the range says nothing in practice.
+NOTHING = 1e-3
+
 
 @dataclass(frozen=True)
 class View:
@@ -113,7 +116,7 @@ class View:
     @cached_property
     def floor(self) -> np.ndarray:
         """± floor of each record, (N,), first rule; 0 where nothing is known."""
-        return self.unit * np.sqrt(np.nan_to_num(floors(self.leakage).double().numpy(), nan=0.0))
+        return np.asarray(self.unit * np.sqrt(np.nan_to_num(floors(self.leakage).double().numpy(), nan=0.0)))
 
     @cached_property
     def upper_floor(self) -> np.ndarray | None:
@@ -179,7 +182,7 @@ class View:
     @cached_property
     def guess_each(self) -> np.ndarray:
         """± error of guessing each feature's average, (d,), in the feature's own unit."""
-        return self.scale * np.sqrt(np.nan_to_num(self.leakage.guess.double().numpy()))
+        return np.asarray(self.scale * np.sqrt(np.nan_to_num(self.leakage.guess.double().numpy())))
 
     def feature_floors(self, place: int | None) -> np.ndarray | None:
         """± floor of each feature, (d,), in its own unit: of a record kept whole, or (None) of the average record."""
@@ -187,12 +190,12 @@ class View:
         if kept is None:
             return None
         information = np.nan_to_num((kept.flatten() if place is None else kept[place]).double().numpy(), posinf=np.inf)
-        return self.scale / np.sqrt(np.maximum(information, np.finfo(float).tiny))
+        return np.asarray(self.scale / np.sqrt(np.maximum(information, np.finfo(float).tiny)))
 
     def values(self, place: int) -> np.ndarray:
         """The private numbers of a record kept whole, (d,), in their own units."""
         flat = self.leakage.kept_inputs[place].double().flatten().numpy()
-        return self.offset + self.scale * (flat if self.private is None else flat[self.private])
+        return np.asarray(self.offset + self.scale * (flat if self.private is None else flat[self.private]))
 
     # --- the mechanism -------------------------------------------------------------------
 
