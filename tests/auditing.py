@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from reconbound._files import unsealed
 from reconbound.audit import audit
 from reconbound.audit_learner import AuditLearner
 from reconbound.data import Dataset, Feature, Pixels
 from reconbound.plan import Plan
+from reconbound.run_folder import LEAKAGE
 
 
 def people(records: int = 40, seed: int = 0) -> Dataset:
@@ -46,6 +48,15 @@ def pictures(records: int = 30, size: int = 6, planes: int = 1) -> Dataset:
 def plan(**changes: Any) -> Plan:
     chosen: dict[str, Any] = {"model": "linear", "steps": 12, "runs": 2, "sample_rate": 0.25, "seed": 3, "lr": 0.5}
     return Plan(**{**chosen, **changes})
+
+
+def assert_same_leakage(one: Path, other: Path) -> None:
+    """Equal in every tensor and fact (the order of the parts of a safetensors header is free)."""
+    (tensors, facts), (others, told) = (unsealed(folder / LEAKAGE) for folder in (one, other))
+    assert facts == told
+    assert tensors.keys() == others.keys()
+    for name, value in tensors.items():
+        assert torch.equal(value, others[name]), name
 
 
 def slow(folder: str, told: Any) -> None:
