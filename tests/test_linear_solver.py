@@ -5,6 +5,7 @@ import pytest
 from sklearn.datasets import load_breast_cancer
 from sklearn.linear_model import LogisticRegression, Ridge
 
+from reconbound._check import InputError
 from reconbound.linear import Logistic, NotConverged, Softmax, Squared, leakage, minimise
 from reconbound.linear.noise import Shape, choose_noise, noise_for_epsilon
 from reconbound.linear.solver import gradient
@@ -51,6 +52,27 @@ def test_not_converged_is_an_error():
     x, y = np.random.default_rng(0).normal(size=(50, 6)), np.arange(50.0) % 2
     with pytest.raises(NotConverged, match="gradient norm"):
         minimise(x, y, Logistic(), l2=0.1, tolerance=1e-30)
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "changes"),
+    [
+        ("logistic", "l2 must be greater than 0, got 0", {"l2": 0.0}),
+        ("squared", "l2 must be greater than 0, got -1", {"l2": -1}),
+        ("logistic", r"features must have shape \(N, d\), got 'shape \(4,\)'", {"features": np.ones(4)}),
+        ("logistic", "features.* must be finite", {"features": np.full((4, 2), np.nan)}),
+        ("logistic", r"y must have shape \(4,\)", {"y": np.zeros(3)}),
+        ("logistic", r"y must have shape \(4,\)", {"y": np.zeros((4, 1))}),
+        ("logistic", "y must hold whole numbers from 0 to 1 for logistic loss, got -1", {"y": [-1, 1, 1, -1]}),
+        ("softmax", "y must hold whole numbers from 0 to 2 for softmax loss, got 3", {"y": [0, 1, 2, 3]}),
+        ("softmax", "y must hold whole numbers from 0 to 2 for softmax loss, got 0.5", {"y": [0, 1, 2, 0.5]}),
+        ("squared", "y.* must be finite", {"y": [0, 1, np.inf, 0]}),
+    ],
+)
+def test_bad_input_to_the_solver(name, message, changes):
+    given = {"features": np.arange(8.0).reshape(4, 2), "y": [0, 1, 1, 0], "l2": 0.1, **changes}
+    with pytest.raises(InputError, match=message):
+        minimise(given["features"], given["y"], LOSSES[name], l2=given["l2"], classes=3)
 
 
 @pytest.mark.parametrize("intercept", [False, True])
