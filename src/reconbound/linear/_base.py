@@ -82,8 +82,8 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
             )
             more = f" and {constant.size - 5} more" if constant.size > 5 else ""
             raise ValueError(
-                f"Found {constant.size} constant column(s) in X: {first}{more}. What never varies tells no more than an "
-                "intercept: drop them, or pass allow_constant_columns=True"
+                f"Found {constant.size} constant column(s) in X: {first}{more}. What never varies tells no more than "
+                "an intercept: drop them, or pass allow_constant_columns=True"
             )
 
     def _clip(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
