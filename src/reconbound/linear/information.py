@@ -69,7 +69,7 @@ class Leakage:
     def cramer_rao_of(self, records: Any) -> Bound:
         """Tr(I⁻¹)/d of chosen records, in their order. With softmax each costs singular values of a Kp×d matrix.
 
-        There no formula serves all records at once: σ²I is Σₖₗ gₖgₗPₖₗ, P the blocks of H⁻², plus a part of rank 2(K − 1),
+        There no formula serves all records at once: σ²I is Σₖₗ gₖgₗPₖₗ, P the blocks of H⁻², and a low-rank part,
         and g mixes the blocks differently for every record. With two classes g is one number times (−1, 1)."""
         chosen, n = np.asarray(records, dtype=np.int64).ravel(), len(self.trace)
         if chosen.size and not (chosen.min() >= 0 and chosen.max() < n):
