@@ -232,6 +232,11 @@ def test_bad_input():
     o = solved("logistic", False)
     with pytest.raises(InputError, match="no constant feature"):
         simulate(o, 0.1, 10, method="ratio")
+    for records in ([], [80], [-1]):
+        with pytest.raises(InputError, match="records"):
+            simulate(o, 0.1, 10, records=records)
+    with pytest.raises(InputError, match=r"y must have shape \(9,\)"):
+        reconstruct(np.zeros((1, 6)), np.zeros((9, 5)), np.zeros(8), 0, loss=Logistic(), l2=0.1)
     for changes in ({"noise_std": 0.0}, {"trials": 1}, {"method": "guess"}, {"branch": "left"}, {"keep": -1}):
         with pytest.raises(InputError, match=next(iter(changes))):
             simulate(o, **{"noise_std": 0.1, "trials": 10, **changes})

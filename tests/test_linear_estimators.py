@@ -148,7 +148,13 @@ def test_rows_are_clipped_and_targets_too():
         short, np.clip(y, -0.5, 0.5)
     )
     np.testing.assert_allclose(model.coef_, again.coef_, rtol=1e-12)
-    np.testing.assert_array_equal(model.leakage(x, y).clipped, np.linalg.norm(x, axis=1) > 1)
+    found = model.leakage(x, y)
+    np.testing.assert_array_equal(found.clipped, np.linalg.norm(x, axis=1) > 1)
+    np.testing.assert_array_equal(found.target == 0, np.abs(y) > 0.5)  # a target that was clipped is not told
+    assert np.all(found.target_floor.value[np.abs(y) > 0.5] > 1e200)
+    np.testing.assert_allclose(
+        found.target[np.abs(y) <= 0.5], again.leakage(short, y).target[np.abs(y) <= 0.5], rtol=1e-9
+    )
     assert np.linalg.norm(model.solve(x, y).rows[:, :-1], axis=1).max() <= 1 + 1e-12
 
 
@@ -184,8 +190,10 @@ def test_leakage_is_about_the_row_before_clipping(name):
 
 def test_bounds_read_off_the_data_are_warned_about():
     x, y = table("ridge")
-    with pytest.warns(DataNormWarning, match="data_norm"), pytest.warns(DataNormWarning, match="target_bound"):
+    with pytest.warns(DataNormWarning) as told:
         model = PrivateRidge(noise_std=1e-3).fit(x, y)
+    assert ["data_norm is None" in str(told[0].message), "target_bound is None" in str(told[1].message)] == [True, True]
+    assert {one.filename for one in told} == {__file__}  # the warning points at the caller's line
     assert model.data_norm_ == np.linalg.norm(x, axis=1).max()
     assert model.target_bound_ == np.abs(y).max()
     with warnings.catch_warnings():

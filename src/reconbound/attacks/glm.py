@@ -89,6 +89,8 @@ def reconstruct(
     rows = np.hstack([x, np.ones((len(x), 1))]) if intercept else x
     if released.shape[2] != rows.shape[1]:
         raise InputError("weights", f"must have {rows.shape[1]} columns", released.shape)
+    if np.shape(y) != (len(x),):
+        raise InputError("y", f"must have shape ({len(x)},), one target per record", np.shape(y))
     targets, penalty = np.asarray(y), (len(x) + 1) * number("l2", l2, above=0.0)
     if method == "label" and _two_classes(loss, released):
         loss, released, penalty = Logistic(), released[:, 1:] - released[:, :1], penalty / 2
@@ -146,6 +148,8 @@ def simulate(
     choice("branch", branch, BRANCHES)
     _check_method(method, optimum.loss, optimum.intercept)
     chosen = np.arange(len(optimum.rows)) if records is None else np.asarray(records, dtype=np.int64).ravel()
+    if chosen.size == 0 or chosen.min() < 0 or chosen.max() >= len(optimum.rows):
+        raise InputError("records", f"must be some indices from 0 to {len(optimum.rows) - 1}", chosen.tolist()[:5])
     keep = min(whole("keep", keep, at_least=0), count)
     rng = np.random.default_rng(random_state)
     k, p = optimum.weights.shape

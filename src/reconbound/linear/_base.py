@@ -62,7 +62,7 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
             f"{name} is None: {largest:.6g} is taken from the data, so the guarantee holds among data sets within it "
             f"only, and the bound itself is not private; give {name}",
             DataNormWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
         return largest if largest > 0 else 1.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from sklearn.utils.validation import validate_data
 
 from .._check import InputError
 from ._base import PrivateLinear
+from .information import Leakage
 from .losses import Logistic, Loss, Softmax, Squared
 from .solver import probabilities
 
@@ -220,6 +222,13 @@ class PrivateRidge(RegressorMixin, PrivateLinear):  # type: ignore[misc]
     def _keep(self, weights: np.ndarray) -> None:
         super()._keep(weights)
         self.coef_, self.intercept_ = self.coef_[0], float(self.intercept_[0])
+
+    def leakage(self, X: Any, y: Any, *, scale: Any = None, diagonal: bool = True, spectral: bool = True) -> Leakage:
+        """As in `PrivateLogisticRegression`, and the information about y (none where y was clipped)."""
+        found = super().leakage(X, y, scale=scale, diagonal=diagonal, spectral=spectral)
+        assert found.target is not None
+        inside = np.abs(np.asarray(column_or_1d(y), dtype=np.float64)) <= self.target_bound_
+        return replace(found, target=np.where(inside, found.target, 0.0))
 
     def predict(self, X: Any) -> np.ndarray:
         """Predicted targets, (N,)."""

@@ -34,7 +34,7 @@ class Leakage:
         diagonal: Iⱼⱼ, (N, d), or None where it was not asked for.
         spectral_norm: ‖I‖₂ = η², (N,), or None where it was not asked for.
         inverse_trace: Tr(I⁻¹), (N,), finite floats' largest where I is singular; None for softmax, see `cramer_rao_of`.
-        target: the information about y, (N,), for regression; None otherwise.
+        target: the information about y, all features known, (N,), for regression; None otherwise.
         clipped: which rows were longer than data_norm. All is about the row before clipping, whose length is gone: then
             Tr(I⁻¹) is infinite (finite floats' largest).
     """
