@@ -140,6 +140,15 @@ def test_floors_are_the_library_s_own(name):
             found.cramer_rao_of(records)
 
 
+def test_rounding_never_raises_the_cramer_rao_floor_of_softmax():
+    """Singular values are raised by what rounding may have taken: seen where the columns' units differ by 1e9."""
+    o, scale = solved("softmax"), np.array([1e-5, 1.0, 1e4, 1.0])
+    for record, found in enumerate(leakage(o, NOISE, scale=scale).cramer_rao_of(range(8)).value):
+        values = np.linalg.svd(reference.jacobian(o, record) / scale, compute_uv=False)
+        plain = NOISE**2 * np.sum(values**-2) / o.dim
+        assert 0.99 * plain < found < plain * (1 - 1e-7)
+
+
 def test_a_singular_information_has_a_huge_cramer_rao_floor():
     """Softmax with a record that is fitted perfectly, g = 0 and A = 0 to rounding: nothing is told, no NaN."""
     x, y = problem("softmax")
