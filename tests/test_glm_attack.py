@@ -144,6 +144,24 @@ def test_softmax_with_two_classes_is_the_binary_attack(intercept):
         np.testing.assert_allclose(both.reconstructions[i], two, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("intercept", [False, True])
+def test_softmax_s_answer_by_singular_values(intercept):
+    """Along the first right singular vector of the centred v, at the length where slopes agree."""
+    o = solved("softmax", intercept)
+    x, d, others = o.rows[:, : o.dim], o.dim, np.arange(len(o.y)) != 7
+    for seed in range(5):
+        w = o.weights + 1e-3 * np.random.default_rng(seed).standard_normal(o.weights.shape)
+        found = reconstruct(w, x[others], o.y[others], o.y[7], loss=o.loss, l2=o.l2, intercept=intercept)
+        slopes = Softmax().slope(o.rows[others] @ w.T, o.y[others])
+        v = -(slopes.T @ x[others] + o.penalty * w[:, :d])
+        left, _, _ = np.linalg.svd(v - v.mean(axis=0))
+        u = left[:, 0] * -np.sign(left[o.y[7], 0])
+        t = u @ v @ found / (found @ found)
+        np.testing.assert_allclose(found, u @ v / t, rtol=1e-8)
+        own = Softmax().slope((w[:, :d] @ found + w[:, d:].sum(axis=1))[None], o.y[7:8])[0]
+        np.testing.assert_allclose(u @ own, t, rtol=1e-7)
+
+
 def test_softmax_s_scalar_equation():
     """Roots that were planted are found, for slopes from √2 down to 1e-11, and a missing root is said."""
     rng = np.random.default_rng(0)
