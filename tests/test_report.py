@@ -24,7 +24,7 @@ from reconbound import report
 from reconbound._check import InputError
 from reconbound._files import Unreadable
 from reconbound.bounds._bound import figure
-from reconbound.report import advice, charts, records, thumbnails, words
+from reconbound.report import advice, axes, charts, records, thumbnails, words
 from reconbound.report.figures import for_plotly
 from reconbound.report.page import as_json
 from reconbound.report.view import View
@@ -218,7 +218,7 @@ def test_noise_for_a_target_meets_it(digits: Path) -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(-3, 5), (-1, 0.5), (0.1, 0.13), (-150, 153), (1.9999, 2.0001), (-0.6, 0.9)])
 def test_log_ticks_lie_within_and_tell_their_place(low: float, high: float) -> None:
-    places, texts = charts.log_ticks(low, high)
+    places, texts = axes.log_ticks(low, high)
     assert 1 <= len(places) <= 7
     assert len(set(texts)) == len(texts)
     for place, text in zip(places, texts, strict=True):

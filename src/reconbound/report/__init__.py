@@ -15,6 +15,7 @@ from .._check import InputError
 from .._files import CONFIDENTIAL, PUBLIC, write_whole
 from ..run_folder import PUBLIC_REPORT, REPORT, Leakage, Run, read_leakage, read_run
 from . import advice, charts, page, public, words
+from .axes import Chart
 from .figures import amount, clean, percent, plus_minus
 from .records import cards, glance, quantiles, record_facts, record_table
 from .view import View
@@ -69,7 +70,7 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
     return page.render("report.html", context, {key: chart.figure for key, chart in shown.items()}, data)
 
 
-def slider(view: View, histogram: charts.Chart) -> dict[str, Any]:
+def slider(view: View, histogram: Chart) -> dict[str, Any]:
     """The threshold's range (log10) and what is said before it is moved: the records below the guess."""
     low, high = histogram.figure["layout"]["xaxis"]["range"]
     start = view.guess if view.guess > 0 and low <= np.log10(view.guess) <= high else float(10 ** ((low + high) / 2))

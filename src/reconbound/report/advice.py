@@ -80,7 +80,8 @@ def for_records(view: View) -> list[str]:
         return [why]
     return [
         f"To lift the most exposed {view.noun} from {plus_minus(worst)} to the error of a guess, "
-        f"{plus_minus(view.guess)}, try a noise multiplier of about {noise * view.guess / worst:.3g} (now {noise:g}): an estimate.",
+        f"{plus_minus(view.guess)}, try a noise multiplier of about {noise * view.guess / worst:.3g} (now {noise:g}): "
+        "an estimate.",
         why,
         "Fewer steps, a smaller sampling rate, or leaving out the few most exposed records also help; leaving records "
         "out by their leakage is itself a choice that depends on the data, and is not accounted for.",

@@ -111,7 +111,8 @@ def verdict(run: Run, noun: str, part: str) -> list[str]:
         said.append(
             f"Whatever the data and however clever the attacker, even one who knows every other {noun} and sees every "
             f"step of the training errs by at least {plus_minus(each)} of the range on each {part} of one {noun}, in "
-            f"the worst case over all {noun}s there could be; without the model, guessing the middle errs by at most ±0.5."
+            f"the worst case over all {noun}s there could be; without the model, guessing the middle errs by at most "
+            "±0.5."
         )
     if mean is not None:
         said.append(f"On average over a {noun}’s {part}s it errs by at least {plus_minus(mean)} of the range.")
@@ -169,13 +170,14 @@ def assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
         ),
         (
             "Two kinds",
-            f"Floors for any attacker hold in the worst case over all {noun}s there could be, biased attackers included. "
-            "Floors for an attacker who is not biased hold at every record, and say little where they exceed a guess.",
+            f"Floors for any attacker hold in the worst case over all {noun}s there could be, biased attackers "
+            "included. Floors for an attacker who is not biased hold at every record, and say little where they exceed "
+            "a guess.",
         ),
         (
             "Each or average",
-            f"“Each”: no {part} by itself is known better. “Average”: only the mean over the {part}s is bounded, and some "
-            "may be known much better.",
+            f"“Each”: no {part} by itself is known better. “Average”: only the mean over the {part}s is bounded, and "
+            "some may be known much better.",
         ),
         ("Neighbours", "As named in the table: replace-one changes one record, add/remove adds or leaves out one."),
         ("Sampler", words.SAMPLERS.get(str(m.get("sampler")), f"Batches: {m.get('sampler')}.")),

@@ -193,8 +193,8 @@ def assumptions(view: View) -> list[tuple[str, str]]:
         (
             "Neighbours",
             f"The per-record floors compare the run with runs in which this one {noun}’s {parts} are slightly "
-            "different (all else equal). The calculator’s lines say their own neighbours: Theorem 1 and Le Cam replace one "
-            "record, rate–distortion adds or removes one.",
+            "different (all else equal). The calculator’s lines say their own neighbours: Theorem 1 and Le Cam replace "
+            "one record, rate–distortion adds or removes one.",
         ),
         ("Sampler", SAMPLERS.get(str(m.get("sampler")), f"Batches: {m.get('sampler')}.")),
         ("Sampling gain", RULES.get(_rule(view), _rule(view))),
