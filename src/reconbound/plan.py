@@ -88,7 +88,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "breast_cancer": {"sample_rate": 0.1, "steps": 150},
     "wine": {"sample_rate": 0.2, "steps": 100},
     "diabetes": {"sample_rate": 0.1, "steps": 150, "lr": 0.3},
-    "mnist": {"sample_rate": 0.01, "steps": 300, "runs": 3, "lr": 3.0},
+    "mnist": {"sample_rate": 0.01, "steps": 400, "runs": 3, "lr": 3.0},
     "cifar10": {"sample_rate": 0.01, "steps": 300, "runs": 2, "lr": 1.0},
 }
 
