@@ -158,7 +158,8 @@ def test_verdict_of_tables_is_in_each_columns_unit(people: Path) -> None:
 
 def test_an_attacker_does_better_by_guessing_where_floors_are_high(digits: Path) -> None:
     view = _view(digits)
-    protected = View(view.run, replace(view.leakage, dfil=view.leakage.dfil / 1e4))
+    safe = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
+    protected = View(view.run, safe)
     assert "does better by guessing than by relying on the release" in words.verdict(protected)[1]
     exposed = View(view.run, replace(view.leakage, dfil=view.leakage.dfil * 1e4))
     assert "For all of the 200 images the floor lies below that guess" in words.verdict(exposed)[1]
@@ -418,8 +419,9 @@ def test_public_columns_are_floors_times_their_range(people: Path) -> None:
     run = read_run(people)
     rows = {row["name"]: row for row in report.public.column_rows(run)}
     lecam = next(b["rmse"] for b in run.guarantee["bounds"] if b["name"] == "lecam")
-    assert rows["age"]["any"] == f"±{figure(120 * lecam)} years"
-    assert rows["hours-per-week"]["guess"] == "±50 hours"
+    assert rows["age"]["any"] == f"±{figure(120 * lecam)}"
+    assert rows["age"]["range"] == "0 to 120 years"
+    assert rows["hours-per-week"]["guess"] == "±50"
 
 
 # --- single records ----------------------------------------------------------------------------------------
@@ -499,3 +501,20 @@ def test_compare_sets_runs_side_by_side(digits: Path, people: Path, tmp_path: Pa
     assert "Confidential." in text
     with pytest.raises(InputError, match="folders"):
         report.compare([digits], tmp_path / "one.html")
+
+
+def test_single_columns_below_a_guess_are_not_passed_over(people: Path) -> None:
+    """The whole record may be safe on average and one of its columns not: the verdict says so."""
+    view = _view(people)
+    protected = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
+    assert "single columns" not in words.verdict(View(view.run, protected))[1]
+    place = view.places[view.worst]
+    diagonal = protected.kept_diagonal.clone()
+    diagonal[place, :2] = 1e4  # ±1 % of the range
+    exposed = words.verdict(View(view.run, replace(protected, kept_diagonal=diagonal)))
+    assert "on 2 of 6 single columns of the most exposed record the floor lies below a guess" in exposed[1]
+    assert "±1.2 years on age" in exposed[0]
+    told = advice.for_records(View(view.run, replace(protected, kept_diagonal=diagonal)))[0]
+    ratio = max(math.sqrt(float(g)) for g in view.leakage.guess[:2]) / 0.01
+    assert f"try a noise multiplier of about {0.1 * ratio:.3g} (now 0.1): an estimate" in told
+    assert "less noise may do" in advice.for_records(View(view.run, protected))[0]

@@ -47,6 +47,7 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
     context = {
         "title": f"{clean(run.data.get('name', 'data'), 80)}: how well is each {view.noun} protected?",
         "view": view,
+        "part": view.part,
         "verdict": words.verdict(view),
         "sureness": words.sureness(view),
         "glance": glance(view),
@@ -59,6 +60,7 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         "assumptions": words.assumptions(view),
         "floors": public.floor_rows(run, view.unit),
         "guess_middle": plus_minus(view.unit / 2),
+        "of_range": view.of_range,
         "advice": advice.for_records(view),
         "targets": advice.targets(run, view.part, view.unit),
         "settings": words.settings(run),
@@ -123,6 +125,7 @@ def compare(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
         "title": f"{len(views)} audits side by side",
         "rows": [_compared(view, name) for view, name in zip(views, names, strict=True)],
         "same": same,
+        "unknown": any(view.unknown for view in views),
         "chart": {chart.id: chart},
         "version": __version__,
     }

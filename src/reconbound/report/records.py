@@ -18,7 +18,7 @@ from .figures import amount, clean, count, percent, plus_minus, value
 from .view import View
 from .words import most_exposed_columns
 
-#: Records shown of each kind, and columns of one before the rest is folded away.
+#: Images shown of each kind (half as many rows of a table), and columns of one before the rest is folded away.
 SHOWN, COLUMNS = 8, 8
 
 
@@ -131,9 +131,10 @@ def _lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def cards(view: View) -> dict[str, Any]:
     """The most and the least exposed records, ready for the template; "heat": the maps' colour scale."""
+    shown = SHOWN if view.image else SHOWN // 2
     kept = [int(r) for r in view.leakage.kept.tolist()]
     most = int(view.facts.get("most", (len(kept) + 1) // 2))
-    groups = {"most": kept[:most][:SHOWN], "least": kept[most:][-SHOWN:]}
+    groups = {"most": kept[:most][:shown], "least": kept[most:][-shown:]}
     maps = _maps(view) if view.image else None
     ends = None if maps is None else thumbnails.heat_range(maps)
     found: dict[str, Any] = {

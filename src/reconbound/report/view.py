@@ -97,7 +97,8 @@ class View:
         if self.facts.get("task", "classes") == "classes":
             return self.class_name(int(given))
         low, width = float(self.facts.get("target_offset", 0.0)), float(self.facts.get("target_scale", 1.0))
-        return f"{low + width * given:.4g}"
+        unit = clean(self.facts.get("target_unit") or "", 40)
+        return f"{low + width * given:.4g}{f' {unit}' if unit else ''}"
 
     def class_name(self, k: int) -> str:
         names = self.facts.get("class_names") or ()
@@ -191,6 +192,12 @@ class View:
             return None
         information = np.nan_to_num((kept.flatten() if place is None else kept[place]).double().numpy(), posinf=np.inf)
         return np.asarray(self.scale / np.sqrt(np.maximum(information, np.finfo(float).tiny)))
+
+    def parts_below_guess(self) -> int:
+        """Features of the most exposed record whose own floor lies below the error of guessing their average."""
+        place = None if self.worst is None else self.place(self.worst)
+        floors = None if place is None else self.feature_floors(place)
+        return 0 if floors is None else int((floors < self.guess_each).sum())
 
     def values(self, place: int) -> np.ndarray:
         """The private numbers of a record kept whole, (d,), in their own units."""

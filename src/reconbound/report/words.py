@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .figures import count, percent, plus_minus
+from .figures import clean, count, percent, plus_minus
 from .view import NOTHING, View
 
 #: How many columns the verdict names.
@@ -64,6 +64,13 @@ def _listed(parts: list[str]) -> str:
 def _second(view: View) -> str:
     below, all_of = view.below(view.guess), count(view.records, view.noun)
     estimate = "By this estimate, such" if view.leakage.upper is None else "Such"
+    exposed = view.parts_below_guess()
+    if below == 0 and exposed:
+        return (
+            f"Over all {view.part}s together {estimate[0].lower()}{estimate[1:]} an attacker does better by guessing, "
+            f"for every one of the {all_of}; but on {exposed:,} of {view.features:,} single {view.part}s of the most "
+            f"exposed {view.noun} the floor lies below a guess, and the release may tell more."
+        )
     if below == 0:
         return (
             f"{estimate} an attacker does better by guessing than by relying on the release, for every one of the "
@@ -120,7 +127,7 @@ def _confidence(view: View) -> str:
     if upper[worst] > 0:
         own, lowest = float(upper[worst]), float(upper[limited].min())
         said += f"At {level} confidence the floor of the most exposed {view.noun} is at least {plus_minus(own)}"
-        said += f", and that of any {view.noun} at least {plus_minus(lowest)}"
+        said += f", and that of any {view.noun} at least {plus_minus(lowest)}" if lowest < own else ""
         said += f" ({view.of_range}). "
     if rare:
         were = "was" if rare == 1 else "were"
@@ -222,6 +229,7 @@ def assumptions(view: View) -> list[tuple[str, str]]:
             f"by looking at results), and {noun}s that occur more than once.",
         ),
     ]
+    found += [("Data", clean(note, 400)) for note in view.facts.get("notes") or ()]
     if view.facts.get("inferred_ranges"):
         found.append(("Ranges", "Some were read off the data before training; the floors do not account for that."))
     return found
