@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.datasets import load_breast_cancer, load_digits, load_iris, load_wine
+from sklearn.datasets import load_breast_cancer, load_digits, load_iris, load_wine, make_moons
 from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
@@ -62,6 +62,7 @@ TRIALS = {
     "wine": Trial("wine", 100, 4, rate=0.05, steps=100, noise=0.7, clip=2.0, lr=0.5, momentum=0.5),
     "cancer": Trial("cancer", 80, 3, rate=0.08, steps=60, noise=2.0, clip=0.5, lr=0.2, momentum=0.5),
     "outliers": Trial("outliers", 80, 5, rate=0.1, steps=80, noise=1.0, clip=4.0, lr=0.2),
+    "moons": Trial("moons", 60, 6, rate=0.15, steps=50, noise=1.0, clip=1.0, lr=0.3),
     "digits": Trial("digits", 60, 0, rate=0.2, steps=40, noise=0.5, clip=1.0, lr=0.3),
 }
 
@@ -72,6 +73,8 @@ def load(trial: Trial) -> tuple[Tensor, Tensor]:
     if trial.data == "outliers":
         x = rng.standard_t(3, (400, 5))
         y = (x.sum(1) + rng.standard_normal(400) > 0).astype(int)
+    elif trial.data == "moons":
+        x, y = make_moons(200, noise=0.2, random_state=1)
     else:
         loaders = {"iris": load_iris, "wine": load_wine, "cancer": load_breast_cancer, "digits": load_digits}
         x, y = loaders[trial.data](return_X_y=True)
@@ -221,7 +224,7 @@ def simulate(
 
 
 def alone(ledger: FisherAccountant, records: int) -> Iterator[FisherAccountant]:
-    """Each group's part of the ledger as a ledger of its own, as its owner would have it; to be read before the next."""
+    """Each group's part of the ledger as a ledger of its own, as its owner has it; to be read before the next."""
     state, own = ledger.state(), FisherAccountant(replace(ledger.account, records=records))
     for first in range(0, ledger.account.records, records):
         last = first + records

@@ -28,7 +28,7 @@ from .fisher import StepInformation
 #: No confidence limit is given for a record that was measured less often over all runs (unless at every step), nor for
 #: any where half of the records have a larger relative standard error: the sums' tail has then not been seen, and the
 #: t quantile covers too rarely (docs/theory-accounting.md).
-FEWEST, WIDEST = 25, 0.32
+FEWEST, WIDEST = 25, 0.25
 
 
 class FisherAccountant:
@@ -212,12 +212,13 @@ class FisherAccountant:
             U = mean + t_{0.999, R−1} sd/√R        (for 95 %: the sums are skewed, so the nominal 99.9 % is taken)
 
         Infinite, that is refused, for a record that was measured less than 25 times over all runs without being
-        measured at every step; and for all of them where the relative standard error of half of them exceeds 0.32 (at
-        ten runs: a relative spread of 1 between runs). More runs, budget or probes mend either.
+        measured at every step; and for all of them where the relative standard error of half of them exceeds 0.25 (at
+        ten runs: a relative spread of 0.8 between runs). More runs, budget or probes mend either.
 
-        Guarantee: none that is proved. In 10,000 trainings of five small models with R = 10 a finite limit covered the
-        record's dFIL in at least 95 % of cases, on average over records (docs/theory-accounting.md: figures, and the
-        records that were covered least). Its maximum over records is an upper limit for the largest dFIL of all.
+        Guarantee: none that is proved. In thousands of trainings of small models with R = 10 the limits that were given
+        covered the record's dFIL in at least 95 % of cases, on average over records (experiments/coverage.py, figures
+        in docs/theory-accounting.md, with the records that were covered least). The maximum over records is an upper
+        limit for the largest dFIL of all.
         """
         if self.runs < 2:
             raise InputError("runs", "must be at least 2 for a confidence limit", self.runs)
