@@ -172,8 +172,8 @@ def simulated(f: np.ndarray, q: float, budget: str, runs: int, copies: int, seed
             else:
                 rows, weight = np.nonzero(rng.random(copies) < q)[0], 1.0
                 if budget == "steps":
-                    keep = rng.random(len(rows)) < 0.5
-                    rows, weight = rows[keep], 2.0
+                    keep = rng.random(len(rows)) < 0.8
+                    rows, weight = rows[keep], 1.25
             probe = rng.chisquare(5, len(rows)) / 5  # a relative variance of 0.4, above what deflated probes have
             across = torch.from_numpy(f[t] * probe)
             ledger.add(
