@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import t as student
 from torch import Tensor
 
 from ._check import InputError, choice, number, whole
@@ -24,11 +23,7 @@ from .bounds import Bound, from_trace
 from .calculator import Guarantee, guarantee
 from .feature_ledger import Chosen, Diagonal, FeatureLedger
 from .fisher import StepInformation
-
-#: No confidence limit is given for a record that was measured less often over all runs (unless at every step), nor for
-#: any where half of the records have a larger relative standard error: the sums' tail has then not been seen, and the
-#: t quantile covers too rarely (docs/theory-accounting.md).
-FEWEST, WIDEST = 25, 0.25
+from .limits import FEWEST, WIDEST, upper_limit
 
 
 class FisherAccountant:
@@ -220,16 +215,14 @@ class FisherAccountant:
         in docs/theory-accounting.md, with the records that were covered least). The maximum over records is an upper
         limit for the largest dFIL of all.
         """
-        if self.runs < 2:
-            raise InputError("runs", "must be at least 2 for a confidence limit", self.runs)
-        tail = 1 - (1 - number("confidence", confidence, above=0.0, below=1.0)) / 50
-        mean, error = self.dfil(rule), self.standard_error(rule)
-        limit = mean + float(student.ppf(tail, self.runs - 1)) * error
-        seen = self._state["measured_total"] > 0
-        if bool(seen.any()) and float((error[seen] / mean[seen].clamp(min=1e-300)).median()) > WIDEST:
-            return torch.full_like(limit, torch.inf)
-        fewest = FEWEST if bool(self._state["rare"].any()) else 1
-        return limit.masked_fill(self._state["measured_total"] < fewest, torch.inf)
+        return upper_limit(
+            self.dfil(rule),
+            self.standard_error(rule),
+            self._state["measured_total"],
+            runs=self.runs,
+            confidence=confidence,
+            sampled=bool(self._state["rare"].any()),
+        )
 
     def standard_error(self, rule: str | None = None) -> Tensor:
         """Standard error of each record's dFIL, (N,).
@@ -400,4 +393,4 @@ def _empty(account: Account, spectral: bool, device: torch.device) -> dict[str, 
     return state
 
 
-__all__ = ["Account", "Chosen", "FisherAccountant"]
+__all__ = ["FEWEST", "WIDEST", "Account", "Chosen", "FisherAccountant"]
