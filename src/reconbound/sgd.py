@@ -340,7 +340,7 @@ class PrivateSGD:
             feature_scale=self.feature_scale,
             device=self.device,
         )
-        # at a step of a shuffled epoch the parameters tell whether a record was seen: there only batches can be measured
+        # at a step of a shuffled epoch the parameters tell whether a record was seen: only batches can be measured
         self.accountant.features.followed = self.accountant.diagonal == "chosen" and s.sampler != "shuffle"
         if isinstance(s.budget, float):
             group = max(1, min(self.records, round(rate * self.records)))
