@@ -23,7 +23,7 @@ assert SPEC.loader is not None
 SPEC.loader.exec_module(coverage)
 
 SMALL = replace(coverage.TRIALS["digits"], records=30, steps=30)
-BUDGETS = {"every": "every", "steps": ("steps", 0.6), "blocks": 0.5, "few": 0.15}
+BUDGETS = {"every": "every", "steps": ("steps", 0.9), "blocks": 0.5, "few": 0.15}
 GROUPS = 60
 
 
