@@ -81,6 +81,14 @@ def test_each_rule_multiplies_by_its_factor() -> None:
         np.testing.assert_allclose(ledger.dfil().numpy(), ledger.trace().numpy() / 3)
 
 
+def test_the_spectral_bound_takes_the_larger_factor_and_the_residual() -> None:
+    ledger = FisherAccountant(account(), spectral=True)
+    ledger.add(torch.tensor([1]), info(torch.tensor([2.0]), torch.tensor([4.0]), 0.5), weight=1.5)
+    across, along = (float(k) for k in poisson_factors(0.5, 0.25))
+    assert abs(across - along) > 1e-3
+    assert float(ledger.spectral_bound()[1]) == pytest.approx(1.5 * max(across, along) * 3.0 * 1.1)  # residual: a tenth
+
+
 def test_the_hard_clip_has_kappa_of_its_own() -> None:
     ledger = FisherAccountant(account(clip="hard", rules=("paper",)))
     ledger.add(torch.tensor([0]), info(torch.ones(1), torch.zeros(1)))
