@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -41,9 +41,17 @@ from reconbound.fisher.private import (
     feature_mask,
     private_part,
 )
-from reconbound.fisher.probes import Basis, draw_input_probes, draw_probes
+from reconbound.fisher.probes import (
+    SHARED_FROM,
+    Basis,
+    draw_input_probes,
+    draw_probes,
+    draw_signs,
+    shared_directions,
+    with_shared_signs,
+)
 from reconbound.fisher.result import Part, StepInformation, joined, nothing
-from reconbound.fisher.sums import Method, as_present, micro_batches, open_pass, released
+from reconbound.fisher.sums import Method, as_present, first_slopes, micro_batches, open_pass, released
 
 ErrorFrom = Literal["auto", "spread", "product", "bound"]
 ProbeIn = Literal["auto", "weights", "inputs"]
@@ -57,6 +65,7 @@ class _Plan:
     noise_multiplier: float
     clip: Clip
     directions: Sequence[Any]  # of parameter space, by name, or (inputs) of the private part
+    signs: Sequence[Tensor | None]  # along each record's own directions; None: those of the probe's components
     inputs: bool
     deflate: int
     error: ErrorFrom
@@ -78,6 +87,7 @@ def step_information(
     probes: int = 1,
     probe: ProbeIn = "auto",
     deflate: int = 2,
+    shared: int = 8,
     directions: Sequence[Mapping[str, Tensor]] | Sequence[Tensor] | None = None,
     diagonal: bool = False,
     spectral: bool | int = False,
@@ -108,6 +118,9 @@ def step_information(
             variance at the same cost. "auto": inputs, unless the diagonal or the error "product" needs weights.
         deflate: how many of those directions, 0 to 3: h, ∇_z ℓ (next to free), the slope of the outputs' size (one
             backward pass more; worth it with many probes). One that does not exist is left out. Unbiased with any.
+        shared: how many directions that all records share also get signs: those in which the slopes ∇_z ℓ of the first
+            64 records mostly lie; a few small products. Unbiased with any. With micro-batches smaller than the batch
+            these slopes are taken beforehand.
         directions: these probes instead of random ones, each a dictionary from parameter name to tensor (weights), or a
             tensor of one record's private part (probe="inputs").
         diagonal: also the diagonal over features.
@@ -140,6 +153,7 @@ def step_information(
     check_common(max_grad_norm, micro_batch, method)
     _check(noise_multiplier, probes, route, error, probe)
     check_choice("deflate", deflate, (0, 1, 2, 3))
+    check_at_least_one("shared", shared or 1)
     check_arguments(model, loss_fn, inputs, targets, generator)
     error = _error_from(error, probes if directions is None else len(directions), probe)
     in_inputs = _in_inputs(probe, error, diagonal, given=directions is not None)
@@ -168,6 +182,7 @@ def step_information(
         noise_multiplier,
         check_clip(clip),
         drawn,
+        [None] * len(drawn),
         in_inputs,
         deflate,
         error,
@@ -177,12 +192,19 @@ def step_information(
         start,
     )
     present = None if mask is None else as_present(mask, z)
+    sharing = in_inputs and shared > 0 and directions is None
+    signs = draw_signs(z, probes, generator) if sharing else []
+    if sharing and micro_batch is not None and micro_batch < records:
+        slopes, method = first_slopes(problem, (z, inputs, targets), micro_batch, method, route, check=not checked)
+        plan, sharing = _shared(plan, slopes, present, shared, signs), False
     parts: list[Part] = []
     for rows in micro_batches(records, micro_batch):
         batch = batch_rows((z, inputs, targets), rows)
-        check, sloped = not parts and not checked, in_inputs and deflate > 1
+        check, sloped = not parts and not checked, in_inputs and (deflate > 1 or sharing)
         work = open_pass(problem, batch, method, route, check=check, sloped=sloped)
         method = work.method  # decided once, on the first rows
+        if sharing:  # all records are in this pass
+            plan = _shared(plan, work.slope()[:SHARED_FROM], present, shared, signs)
         parts.append(_measure(work, plan, None if present is None else present[rows]))
     return joined(parts, size, len(drawn))
 
@@ -244,10 +266,19 @@ def _pushed(work: Pass, plan: _Plan, h: Tensor) -> tuple[list[Tensor], list[Tens
         None if third is None else _chosen(third, plan),
     )
     values: list[Tensor] = []
-    for omega in plan.directions:
-        v = basis.with_signs(_chosen(omega, plan), len(h))
+    for omega, signs in zip(plan.directions, plan.signs, strict=True):
+        v = basis.with_signs(_chosen(omega, plan), len(h), signs)
         values.append((work.moved(v) - (h * v).flatten(1).sum(1).square()).clamp(min=0))
     return [], values
+
+
+def _shared(plan: _Plan, slopes: Tensor, present: Tensor | None, count: int, signs: Sequence[Tensor]) -> _Plan:
+    """The plan with signs along shared directions in its probes, and others for each record's own."""
+    slopes = _chosen(slopes, plan)
+    if present is not None:
+        slopes = slopes * _like(present[: len(slopes)], slopes)
+    basis = shared_directions(slopes, count)
+    return replace(plan, directions=[with_shared_signs(_chosen(v, plan), basis) for v in plan.directions], signs=signs)
 
 
 def _chosen(v: Tensor, plan: _Plan) -> Tensor:

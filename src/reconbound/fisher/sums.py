@@ -23,6 +23,7 @@ from reconbound.fisher.clipping import Clip, check_clip, clipping
 from reconbound.fisher.generic import GenericPass
 from reconbound.fisher.gradients import LayerPass, NotCovered, Pass, Route, trainable
 from reconbound.fisher.private import Inputs, Private, Problem, batch_rows, check_rows, private_part
+from reconbound.fisher.probes import SHARED_FROM
 
 Method = Literal["auto", "layers", "generic"]
 
@@ -126,6 +127,19 @@ def open_pass(
         except RuntimeError as error:
             raise (wrong_kind(error, batch[0], trainable(problem)) if check else None) or error from error
     return GenericPass(problem, *batch, route=route, check=check and measured)
+
+
+def first_slopes(
+    problem: Problem, batch: tuple[Tensor, Inputs, Any], micro_batch: int, method: Method, route: Route, *, check: bool
+) -> tuple[Tensor, Method]:
+    """∇_z ℓ of the first records, (R, ...), in micro-batches, and the method that was found to cover the model."""
+    slopes: list[Tensor] = []
+    for rows in micro_batches(min(len(batch[0]), SHARED_FROM), micro_batch):
+        some = batch_rows(batch, rows)
+        work = open_pass(problem, some, method, route, check=check and not slopes, measured=False, sloped=True)
+        method = work.method
+        slopes.append(work.slope())
+    return torch.cat(slopes), method
 
 
 def micro_batches(records: int, size: int | None) -> Iterator[slice]:
