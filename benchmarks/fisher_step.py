@@ -75,11 +75,11 @@ def trained(model: nn.Module, x: Tensor, y: Tensor, batch: int) -> tuple[Tensor,
     return x[chosen], y[chosen]
 
 
-DEFAULT = "inputs, 2 directions"  # what step_information does when nothing is said
+DEFAULT = "inputs, 2 own and 8 shared directions"  # what step_information does when nothing is said
 OURS: dict[str, dict[str, Any]] = {
     "weights": {"probe": "weights"},
-    "inputs, 2 directions": {"probe": "inputs", "deflate": 2},
-    "inputs, 3 directions": {"probe": "inputs", "deflate": 3},
+    DEFAULT: {},
+    "inputs, 3 own and 8 shared directions": {"probe": "inputs", "deflate": 3},
 }
 
 
