@@ -141,12 +141,13 @@ def test_all_coordinates_give_the_exact_value() -> None:
     assert torch.allclose(got.across, dense_information(model, cross_entropy, x, y, **STEP).across, rtol=1e-10)
 
 
-@pytest.mark.parametrize("deflate", [0, 2, 3])
-def test_micro_batches_do_not_matter(deflate: int) -> None:
+@pytest.mark.parametrize(("deflate", "shared"), [(0, 0), (2, 0), (3, 0), (0, 4), (2, 8)])
+def test_micro_batches_do_not_matter(deflate: int, shared: int) -> None:
     model, x, y = convolutional()
-    whole = step(model, x, y, probes=2, deflate=deflate, generator=generator(3))
+    kw: dict[str, Any] = {"probes": 2, "deflate": deflate, "shared": shared}
+    whole = step(model, x, y, generator=generator(3), **kw)
     for size in (1, 7):
-        parts = step(model, x, y, probes=2, deflate=deflate, generator=generator(3), micro_batch=size)
+        parts = step(model, x, y, generator=generator(3), micro_batch=size, **kw)
         assert torch.allclose(parts.across, whole.across, rtol=1e-10)
         assert torch.allclose(parts.across_error, whole.across_error, rtol=1e-8)
 
@@ -155,7 +156,8 @@ def test_chosen_features_alone() -> None:
     model, x, y = small()
     chosen = torch.tensor([0, 2, 5])
     exact = dense_information(model, cross_entropy, x, y, private=chosen, **STEP)
-    got = torch.stack([step(model, x, y, private=chosen, generator=generator(s)).across for s in range(SEEDS)])
+    kw: dict[str, Any] = {"private": chosen, "shared": 2, "checked": True}
+    got = torch.stack([step(model, x, y, generator=generator(s), **kw).across for s in range(SEEDS)])
     assert ((got.mean(0) - exact.across).abs() <= 3.3 * got.std(0) / SEEDS**0.5).all()
 
 

@@ -87,7 +87,7 @@ def step_information(
     probes: int = 1,
     probe: ProbeIn = "auto",
     deflate: int = 2,
-    shared: int = 8,
+    shared: int = 0,
     directions: Sequence[Mapping[str, Tensor]] | Sequence[Tensor] | None = None,
     diagonal: bool = False,
     spectral: bool | int = False,
@@ -119,8 +119,8 @@ def step_information(
         deflate: how many of those directions, 0 to 3: h, ∇_z ℓ (next to free), the slope of the outputs' size (one
             backward pass more; worth it with many probes). One that does not exist is left out. Unbiased with any.
         shared: how many directions that all records share also get signs: those in which the slopes ∇_z ℓ of the first
-            64 records mostly lie; a few small products. Unbiased with any. With micro-batches smaller than the batch
-            these slopes are taken beforehand.
+            64 records mostly lie. 8 take 7 to 20 % off the variance and cost a hundred small operations: for large
+            networks. Unbiased with any. With micro-batches smaller than the batch these slopes are taken beforehand.
         directions: these probes instead of random ones, each a dictionary from parameter name to tensor (weights), or a
             tensor of one record's private part (probe="inputs").
         diagonal: also the diagonal over features.
