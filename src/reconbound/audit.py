@@ -30,7 +30,7 @@ from .calculator import Guarantee, guarantee
 from .checkpoint import held
 from .plan import Plan, make_learner, model_kind
 from .plan_file import open_folder, settle
-from .run_folder import CHECKPOINTS, MODEL, Leakage, Run, write_leakage, write_run
+from .run_folder import CHECKPOINTS, CHOSEN_SEED, MODEL, Leakage, Run, write_leakage, write_run
 
 if TYPE_CHECKING:
     from .data import Dataset
@@ -70,7 +70,8 @@ def audit(
         settled = settle(folder, dataset, plan)
         learner = trained(dataset, settled, folder, show=show)
         write_leakage(folder, leakage_of(dataset, settled, learner))
-        write_run(folder, facts_of(dataset, settled, learner, publish_accuracy=publish_accuracy))
+        seed = "the operating system" if plan.seed is None else CHOSEN_SEED
+        write_run(folder, facts_of(dataset, settled, learner, seed_from=seed, publish_accuracy=publish_accuracy))
         from .report import build
 
         build(folder)
@@ -178,7 +179,11 @@ def _leakage_facts(dataset: Dataset, kept: Tensor) -> dict[str, Any]:
         "notes": list(dataset.notes),
     }
     if dataset.private is not None:
-        facts["public_names"] = [f.name for f in dataset.features if not f.private]
+        flat = dataset.inputs.reshape(len(dataset.inputs), -1)
+        marks: np.ndarray = np.all((flat == 0) | (flat == 1), axis=0)  # a public number has no name: 1 is no yes there
+        facts["public_names"] = [
+            f.name if mark else "" for f, mark in zip(dataset.features, marks, strict=True) if not f.private
+        ]
     if dataset.record_names is not None:
         facts["record_names"] = [dataset.record_name(int(i)) for i in kept]
     if dataset.task == "number" and target is not None:
@@ -186,7 +191,9 @@ def _leakage_facts(dataset: Dataset, kept: Tensor) -> dict[str, Any]:
     return facts
 
 
-def facts_of(dataset: Dataset, plan: Plan, learner: AuditLearner, *, publish_accuracy: bool = False) -> Run:
+def facts_of(
+    dataset: Dataset, plan: Plan, learner: AuditLearner, *, seed_from: str, publish_accuracy: bool = False
+) -> Run:
     """The public facts: what was asked and what the mechanism guarantees whatever the data."""
     last = [h for h in learner.history if h["run"] == 0 and "accuracy" in h]
     accuracy = float(last[-1]["accuracy"]) if publish_accuracy and last else None
@@ -211,6 +218,7 @@ def facts_of(dataset: Dataset, plan: Plan, learner: AuditLearner, *, publish_acc
             "accounting_budget": plan.budget,
             "probes": plan.probes,
             "parameters": sum(p.numel() for p in learner.params.values()),
+            "seed_from": seed_from,
         },
         guarantee=learner.accountant.guarantee().to_dict(),
         accuracy=accuracy,
@@ -226,6 +234,7 @@ def _data_facts(dataset: Dataset) -> dict[str, Any]:
         "records": len(dataset.inputs),
         "features": len(dataset.scale),
         "task": dataset.task,
+        "inferred_ranges": dataset.inferred_ranges,
     }
     if dataset.kind == "image":
         return {**found, "shape": list(dataset.shape), "unit": dataset.features[0].unit}

@@ -18,7 +18,7 @@ from .bounds._bound import figure
 from .calculator import FLOORS, Guarantee, guarantee
 from .calibrate import Calibration, calibrate
 from .commands import register
-from .commands.options import count, ratio
+from .commands.options import count, one_line, ratio
 from .mechanisms import ADJACENCIES, DP, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
 
 app = typer.Typer(
@@ -377,7 +377,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         value = _value(words, getattr(getattr(error, "param", None), "opts", ()))
         if value is not None and value not in message:
             message = f"{message}, got {value}"
-    print(f"reconbound: {' '.join(message.split())}", file=sys.stderr)
+    print(f"reconbound: {one_line(message)}", file=sys.stderr)
     return 2
 
 
@@ -405,7 +405,8 @@ def _value(words: Sequence[str], options: Sequence[str]) -> str | None:
     return None
 
 
-_SPELT = {"±": "+/-", "ε": "epsilon", "δ": "delta", "≥": ">=", "→": "->", "–": "-", "é": "e", "λ": "lambda"}
+_SPELT = {"±": "+/-", "ε": "epsilon", "δ": "delta", "≥": ">=", "→": "->", "–": "-", "é": "e", "λ": "lambda",
+          "’": "'", "“": '"', "”": '"', "×": "x", "²": "^2", "κ": "kappa", "…": "..."}  # fmt: skip
 
 
 def _spell(error: UnicodeError) -> tuple[str, int]:

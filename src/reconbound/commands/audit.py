@@ -184,6 +184,7 @@ def _run(
         print(json.dumps(result(folder), indent=2, allow_nan=False))
         return
     if not quiet:
+        confidential_note()
         for line in result(folder)["verdict"]:
             print(line)
     print(folder / REPORT)
@@ -241,6 +242,7 @@ def result(folder: Path) -> dict[str, Any]:
         "unit": f"± {view.of_range}",
         "records": view.records,
         "below_guess": view.below(view.guess),
+        "never_measured": view.unknown,
         "accuracy": float(leakage.accuracy[-1]) if leakage.accuracy.numel() else None,
         "epsilon": run.guarantee.get("epsilon"),
     }

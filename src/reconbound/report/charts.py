@@ -31,7 +31,7 @@ from .axes import (
     titled,
 )
 from .figures import amount, for_plotly, plus_minus
-from .view import NOTHING, View
+from .view import NO_LIMIT, NOTHING, View
 
 #: Classes and columns in one chart.
 MOST_ROWS = 24
@@ -137,7 +137,7 @@ def _upper(view: View, edges: np.ndarray) -> tuple[Figure, str]:
         "type": "scatter", "mode": "lines", "x": numbers(np.repeat(edges, 2)[1:-1]),
         "y": np.repeat(counts, 2).tolist(), "line": {"color": VERMILLION, "width": 2}, "hoverinfo": "skip",
     }  # fmt: skip
-    return trace, f"{none:,} were measured too rarely for an upper limit." if none else ""
+    return trace, f"Without an upper limit: {none:,} ({NO_LIMIT})." if none else ""
 
 
 def _upright(x: float, top: float, colour: str, dash: str, text: str) -> Figure:
