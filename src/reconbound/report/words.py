@@ -59,8 +59,9 @@ def _first(view: View, worst: int) -> str:
 
 def most_exposed_columns(view: View, floors: np.ndarray, most: int) -> list[int]:
     """The columns whose floor is lowest beside the error of a guess."""
-    order = np.argsort(floors / np.maximum(view.guess_each, np.finfo(float).tiny), kind="stable")
-    return [int(j) for j in order[:most]]
+    with np.errstate(over="ignore"):  # a column whose every value is the same: no floor is low beside that guess
+        ratio = floors / np.maximum(view.guess_each, np.finfo(float).tiny)
+    return [int(j) for j in np.argsort(ratio, kind="stable")[:most]]
 
 
 def _listed(parts: list[str]) -> str:
