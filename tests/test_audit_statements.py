@@ -14,8 +14,9 @@ import torch
 
 import auditing
 from reconbound import report
-from reconbound.audit import audit, trained
+from reconbound.audit import audit, floors_of, trained
 from reconbound.cli import run as command
+from reconbound.commands.audit import told_plan
 from reconbound.commands.options import one_line
 from reconbound.data import load
 from reconbound.plan_file import settle
@@ -156,3 +157,15 @@ def test_errors_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert one_line("no\x1b[31m.csv\n does not exist ±") == "no?[31m.csv does not exist ±"
     assert command(["audit", "no\x1b[31m.csv", "--target", "x"]) == 2
     assert "\x1b" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("sampler", "rate", "real"), [("fixed", 0.001, 1 / 40), ("shuffle", 0.31, 12 / 40)])
+def test_the_rate_that_is_told_is_the_one_that_was_used(tmp_path: Path, sampler: str, rate: float, real: float) -> None:
+    """Batches of a fixed size are whole: a rate below one record in N would promise too much."""
+    people, plan = auditing.people(), auditing.plan(sampler=sampler, sample_rate=rate, runs=1, steps=2)
+    lines = " ".join(told_plan(people, plan, tmp_path / "a", fresh=False))
+    found = read_run(audit(people, plan, tmp_path / "a", show=False))
+    assert found.mechanism["sample_rate"] == pytest.approx(real)
+    assert f"sample rate {real:.3g}" in lines
+    assert f"ε = {found.guarantee['epsilon']:.3g} (replace-one)" in lines
+    assert floors_of(people, plan).to_dict() == found.guarantee

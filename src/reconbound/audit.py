@@ -31,6 +31,7 @@ from .checkpoint import held
 from .plan import Plan, make_learner, model_kind
 from .plan_file import open_folder, settle
 from .run_folder import CHECKPOINTS, CHOSEN_SEED, MODEL, Leakage, Run, write_leakage, write_run
+from .sampling import Sampler, make_sampler
 
 if TYPE_CHECKING:
     from .data import Dataset
@@ -203,7 +204,7 @@ def facts_of(
         mechanism={
             "noise_multiplier": plan.noise_multiplier,
             "max_grad_norm": plan.max_grad_norm,
-            "sample_rate": plan.sample_rate,
+            "sample_rate": learner.sampler.sample_rate,
             "steps": plan.steps,
             "clip": plan.clip,
             "sampler": plan.sampler,
@@ -255,6 +256,11 @@ def describe(dataset: Dataset, plan: Plan) -> str:
     return paper[dataset.shape] if ten and dataset.shape in paper else "convolutions, tanh, average pooling"
 
 
+def sampler_of(dataset: Dataset, plan: Plan) -> Sampler:
+    """The plan's sampler: its own rate is that of whole batches, where these are of a fixed size."""
+    return make_sampler(plan.sampler, len(dataset.inputs), plan.sample_rate)
+
+
 def floors_of(dataset: Dataset, plan: Plan) -> Guarantee:
     """What the plan's mechanism guarantees whatever the data, per feature in units of its range."""
     account = Account(
@@ -263,7 +269,7 @@ def floors_of(dataset: Dataset, plan: Plan) -> Guarantee:
         steps=plan.steps,
         noise_multiplier=plan.noise_multiplier,
         max_grad_norm=plan.max_grad_norm,
-        sample_rate=plan.sample_rate,
+        sample_rate=sampler_of(dataset, plan).sample_rate,
         sampler=plan.sampler,
         clip=plan.clip,
     )
