@@ -90,6 +90,9 @@ def test_what_is_released_what_is_public_and_how_records_were_picked_is_said(don
     assert "chosen by looking at results" in said(public, "Not covered")
     assert "choices of settings made by looking at results" in said(own, "Not covered")
     assert "were picked by these estimates" in said(own, "Estimate")
+    assert said(own, "What a floor is").endswith("the tables above show which.")
+    whole = View(found, replace(read_leakage(done), kept_diagonal=None, average_diagonal=None))
+    assert said(words.assumptions(whole), "What a floor is").endswith("not measured with this sampler.")
     one = Run(found.data, {**found.mechanism, "runs": 1}, found.training, found.guarantee)
     assert words.release(one).startswith("The one run.")
 

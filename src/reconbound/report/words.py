@@ -205,6 +205,9 @@ def assumptions(view: View) -> list[tuple[str, str]]:
     """Every assumption that the per-record floors rest on: (about what, in words)."""
     m, noun = view.run.mechanism, view.noun
     parts = "pixels" if view.image else "private columns"
+    where = f"the {'maps' if view.image else 'tables'} above show which"
+    if view.leakage.kept_diagonal is None:
+        where = "which ones is not measured with this sampler"
     known = (
         f"this {noun}’s label"
         if view.facts.get("task", "classes") == "classes"
@@ -218,14 +221,14 @@ def assumptions(view: View) -> list[tuple[str, str]]:
         ),
         (
             "Unbiased",
-            f"The floors bind attackers whose guess is right on average at this {noun} (Theorem 2 of Guo et al., 2022: "
-            "the Cramér–Rao bound, squared error ≥ 1/dFIL). A biased attacker can err less; the floors for any "
-            "attacker bind it too, and hold in the worst case over the data space.",
+            f"The floors bind attackers whose guess is right on average at this {noun} and at those next to it (Theorem "
+            "2 of Guo et al., 2022: the Cramér–Rao bound, squared error ≥ 1/dFIL). A biased attacker can err less; the "
+            "floors for any attacker bind it too, and hold in the worst case over the data space.",
         ),
         (
             "What a floor is",
             f"The root mean square error over one {noun}’s {parts}, and over the noise. Single {parts} can be known "
-            "better than the average: the maps above show which.",
+            f"better than the average: {where}.",
         ),
         (
             "Neighbours",
