@@ -221,7 +221,7 @@ def assumptions(view: View) -> list[tuple[str, str]]:
         ),
         (
             "Unbiased",
-            f"The floors bind attackers whose guess is right on average at this {noun} and at those next to it (Theorem "
+            f"The floors bind attackers whose guess is right on average at this {noun} and next to it (Theorem "
             "2 of Guo et al., 2022: the Cramér–Rao bound, squared error ≥ 1/dFIL). A biased attacker can err less; the "
             "floors for any attacker bind it too, and hold in the worst case over the data space.",
         ),
