@@ -1,4 +1,4 @@
-"""On a GPU: what a step and a measured group cost each training of a fleet, by streams and precision; equality first.
+"""On a GPU: what a step and a measured group cost each training of a fleet, by engine and precision; equality first.
 
 python benchmarks/fleet.py [--networks mnist cifar10] [--profile]"""
 
@@ -14,8 +14,8 @@ from reconbound.networks import cifar10_cnn, mnist_cnn
 from reconbound.settings import Settings
 
 CASES = {
-    "mnist": (mnist_cnn, (1, 28, 28), 60_000, 0.01, 12, (1, 4, 12)),
-    "cifar10": (cifar10_cnn, (3, 32, 32), 5_000, 0.04, 6, (1, 3, 6)),
+    "mnist": (mnist_cnn, (1, 28, 28), 60_000, 0.01, (12, 27, 54)),
+    "cifar10": (cifar10_cnn, (3, 32, 32), 5_000, 0.04, (4, 12, 20)),
 }
 
 
@@ -35,17 +35,19 @@ def same_on_both() -> None:
         noise = torch.randn(3, 3, sum(p.numel() for p in make().parameters()), dtype=torch.float64)
         omega, group = torch.randn(shape, dtype=torch.float64), torch.arange(7)
         found = []
-        for device in ("cpu", "cuda"):
-            fleet = Fleet(lambda make=make: make().double(), losses, x, y, chosen(3, 0.2), at=[3], device=device)
-            list(fleet.run(0, noise=lambda t: noise[t]))
+        for device, method in (("cpu", "branches"), ("cuda", "branches"), ("cuda", "stacked")):
+            make64 = lambda make=make: make().double()  # noqa: E731
+            fleet = Fleet(make64, losses, x, y, chosen(3, 0.2), at=[3], device=device, method=method)
+            list(fleet.run(0, noise=noise.__getitem__))
             (work,) = fleet._measuring.values()
             work.omegas[0].copy_(omega)
             work(group)
-            found.append((fleet.params.cpu(), work.found.cpu()))
-        for what, a, b in zip(("parameters", "information"), *found, strict=True):
-            gap = float((a - b).abs().max() / a.abs().max())
-            assert gap < 1e-9, (name, what, gap)
-            print(f"{name}: {what} on the GPU equal those on the CPU, gap {gap:.1e}")
+            found.append((method, fleet.params.cpu(), work.found.cpu()))
+        for method, *there in found[1:]:
+            for what, a, b in zip(("parameters", "information"), found[0][1:], there, strict=True):
+                gap = float((a - b).abs().max() / a.abs().max())
+                assert gap < 1e-9, (name, method, what, gap)
+                print(f"{name}, {method}: {what} on the GPU equal those on the CPU, gap {gap:.1e}")
 
 
 def per_training(work, records, trainings: int, repeats: int = 15) -> float:
@@ -64,44 +66,55 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=list(CASES))
     parser.add_argument("--profile", action="store_true", help="the dearest kernels")
     asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU: nothing to measure")
+        return
     same_on_both()
     torch.backends.cudnn.benchmark = True
     for name in asked.networks:
-        make, shape, records, rate, trainings, all_streams = CASES[name]
-        x, y = torch.rand(records, *shape), torch.randint(0, 10, (records,))
         for tf32 in (False, True):
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
-            for streams in all_streams:
-                begun = time.perf_counter()
-                settings = chosen(trainings, rate)
-                fleet = Fleet(make, losses, x, y, settings, at=[10], device="cuda", streams=streams)
-                group = torch.arange(round(rate * records))
-                fleet._train(group)
-                fleet._measure(group, 1.0, 1, 0, 0)
-                torch.cuda.synchronize()
-                captured = time.perf_counter() - begun
-                step = per_training(fleet._train, group, trainings)
-                measure = per_training(lambda g: fleet._measure(g, 1.0, 1, 0, 0), group, trainings)  # noqa: B023
-                row = {"network": name, "tf32": tf32, "streams": streams, "trainings": trainings}
-                row |= {"step_ms": round(step * 1e3, 4), "measure_ms": round(measure * 1e3, 4)}
-                row |= {"capture_s": round(captured, 1), "gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
-                print(json.dumps(row), flush=True)
-                if asked.profile and streams == 1:
-                    profiled(fleet, group)
-                del fleet
-                torch.cuda.empty_cache()
+            for method, trainings in [("branches", CASES[name][4][0]), *(("stacked", k) for k in CASES[name][4])]:
+                timed(name, tf32, method, trainings, asked.profile)
 
 
-def profiled(fleet: Fleet, group: torch.Tensor) -> None:
-    for what, work in (("step", fleet._train), ("measure", lambda g: fleet._measure(g, 1.0, 1, 0, 0))):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-            work(group)
-            torch.cuda.synchronize()
-        rows = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
-        total = sum(e.self_device_time_total for e in rows)
-        print(f"{what}: {total:.0f} us in {sum(e.count for e in rows)} kernels")
-        for e in rows[:14]:
-            print(f"  {e.self_device_time_total:8.0f} us {e.count:5d} x  {e.key[:110]}")
+def timed(name: str, tf32: bool, method: str, trainings: int, profile: bool) -> None:
+    make, shape, records, rate, sizes = CASES[name]
+    x, y = torch.rand(records, *shape), torch.randint(0, 10, (records,))
+    torch.cuda.reset_peak_memory_stats()
+    begun = time.perf_counter()
+    settings = chosen(trainings, rate)
+    fleet = Fleet(make, losses, x, y, settings, at=[10], device="cuda", method=method, streams=12)
+    group = torch.arange(round(rate * records))
+
+    def measured(records: torch.Tensor) -> None:
+        fleet._measure(records, 1.0, 1, 0, 0)
+
+    fleet._train(group)
+    measured(group)
+    torch.cuda.synchronize()
+    captured = time.perf_counter() - begun
+    row = {"network": name, "tf32": tf32, "method": method, "trainings": trainings}
+    row["step_ms"] = round(1e3 * per_training(fleet._train, group, trainings), 4)
+    row["measure_ms"] = round(1e3 * per_training(measured, group, trainings), 4)
+    row |= {"capture_s": round(captured, 1), "gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
+    print(json.dumps(row), flush=True)
+    if profile and method == "stacked" and trainings == sizes[1]:
+        for what, work in (("step", fleet._train), ("measure", measured)):
+            profiled(what, work, group)
+    del fleet
+    torch.cuda.empty_cache()
+
+
+def profiled(what: str, work, group: torch.Tensor) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        work(group)
+        torch.cuda.synchronize()
+    rows = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
+    total = sum(e.self_device_time_total for e in rows)
+    print(f"{what}: {total:.0f} us in {sum(e.count for e in rows)} kernels")
+    for e in rows[:14]:
+        print(f"  {e.self_device_time_total:8.0f} us {e.count:5d} x  {e.key[:110]}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Many private trainings at once on one device: the same data, batches and measured records, other hyper-parameters.
 
-A small network leaves a GPU idle and Python busy. A fleet holds K trainings side by side: each step's gradients of all
-of them are one CUDA graph with a branch for each, on several streams, and the updates and ledgers of all are a few
-operations on (K, ...) tensors. Batches and the records measured are those of PrivateSGD with the same seed; they are
-shared by the fleet, which leaves each training's own distribution as it is. On a CPU the same code runs without graphs.
+A small network leaves a GPU idle and Python busy. A fleet holds K trainings side by side: a step of all of them is one
+CUDA graph (fleet_work.py), and their updates and ledgers are a few operations on (K, ...) tensors. Batches and the
+records measured are those of PrivateSGD with the same seed; they are shared by the fleet, which leaves each training's
+own distribution as it is. On a CPU the same code runs without graphs.
 
 For research: noise comes from the device's own generator in the model's precision, and nothing is checkpointed."""
 
@@ -13,24 +13,22 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._check import InputError, number, whole
+from ._check import InputError, choice, number, whole
 from ._random import derive, torch_stream
 from .amplification import PoissonTable, paper_delta, paper_kappa
 from .budget import Blocks
-from .fisher import Private, clipping, covering_method, step_information
-from .fisher.private import Problem
-from .fisher.sums import open_pass
+from .fleet_work import METHODS, LossFn, Work, make_engine
 from .learner_state import reset_parameters
 from .renyi import sensitivity
 from .sampling import Sampler, make_sampler
 from .settings import Settings
 
-LossFn = Callable[[Any, Any], Tensor]
 NoiseFn = Callable[[int], Tensor]  # step → standard normal numbers, (K, p)
 _OWN = {"poisson": "exact", "fixed": "fixed"}
 
@@ -84,7 +82,10 @@ class Fleet:
         at: the step counts at which a run is looked at, increasing; the last is its length.
         budgets: records measured over records trained on, for each stretch between two of `at`; default: the first
             settings' budget for all. Blocks of a plan end where a stretch ends, so every snapshot is unbiased.
-        device: where to train. streams: branches that may run side by side on a GPU.
+        device: where to train.
+        method: "stacked": all trainings in the same operations, for chains of the layers that fisher/stacked.py has;
+            "branches": any model, a branch of the graph for each training. "auto": stacked where it can be.
+        streams: branches that may run side by side on a GPU.
 
     Guarantee: each training is PrivateSGD's mechanism with those settings, and each snapshot's ledger an unbiased
     estimate of what its steps tell about each record; trainings of one fleet are not independent of each other, for
@@ -102,6 +103,7 @@ class Fleet:
         at: Sequence[int],
         budgets: Sequence[float] | None = None,
         device: torch.device | str = "cpu",
+        method: str = "auto",
         streams: int = 8,
     ) -> None:
         self.settings, self.at = tuple(settings), _checked_counts(at)
@@ -115,18 +117,22 @@ class Fleet:
         self.params, self.sums = _flattened(self.models)
         self.velocity = torch.zeros_like(self.params)
         self.noise = torch.zeros_like(self.params)
-        column = lambda values: torch.tensor(list(values), dtype=self.params.dtype, device=self.device)[:, None]  # noqa: E731
-        self.scale = column(s.noise_multiplier * s.max_grad_norm for s in self.settings)
-        self.lr, self.momentum = column(s.lr for s in self.settings), column(s.momentum for s in self.settings)
-        self.decay = column(s.weight_decay for s in self.settings)
+        self.scale = self._column([s.noise_multiplier * s.max_grad_norm for s in self.settings])
+        self.clip_norm = self._column([s.max_grad_norm for s in self.settings])
+        self.reach = self._column([sensitivity(s.clip) / s.noise_multiplier for s in self.settings]).double()
+        self.lr, self.momentum = (self._column([getattr(s, n) for s in self.settings]) for n in ("lr", "momentum"))
+        self.decay = self._column([s.weight_decay for s in self.settings])
         self.ledger = torch.zeros(2, len(self.settings), self.records, dtype=torch.float64, device=self.device)
         self.table = PoissonTable(self.sampler.sample_rate).prepare(self.device, torch.float64)
-        self.streams = min(whole("streams", streams), len(self.settings))
-        few = self.inputs[:3], self.targets[:3]
-        self.methods = [covering_method(self.models[0], loss_fn, *few, p) for p in (Private("nothing"), Private())]
+        self.engine = make_engine(
+            self, choice("method", method, METHODS), min(whole("streams", streams), len(settings))
+        )
         self._levels = _levels(self.sampler)
-        self._training: dict[int, _Work] = {}
-        self._measuring: dict[int, _Work] = {}
+        self._training: dict[int, Work] = {}
+        self._measuring: dict[int, Work] = {}
+
+    def _column(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=self.params.dtype, device=self.device)[:, None]
 
     def run(
         self, number: int, *, evaluate: Callable[[nn.Module], Any] | None = None, noise: NoiseFn | None = None
@@ -174,7 +180,7 @@ class Fleet:
         """One step of every training on this batch, with the noise that lies ready."""
         size = next((level for level in self._levels if level >= len(batch)), len(batch))
         if size not in self._training:
-            self._training[size] = _Work(self, size, self._gradient_sum)
+            self._training[size] = Work(self, size, self.engine.gradient_sums)
         self._training[size](batch)
         gradient = torch.addcmul(self.sums, self.scale, self.noise).div_(self.sampler.divisor)
         gradient.addcmul_(self.params, self.decay)
@@ -185,7 +191,7 @@ class Fleet:
         """Add what this step tells about these records to every training's ledger."""
         size = max(len(group), round(self.sampler.divisor))
         if size not in self._measuring:
-            self._measuring[size] = _Work(self, size, self._information)
+            self._measuring[size] = Work(self, size, self.engine.information)
         work = self._measuring[size]
         probes = torch_stream(seed, f"probe {part + 1}", step, self.device)
         for omega in work.omegas:
@@ -196,100 +202,14 @@ class Fleet:
         if self.sampler.name == "poisson":
             k_across, k_along = self.table(m)
         else:
-            reach = torch.tensor([[_reach(s)] for s in self.settings], dtype=torch.float64, device=self.device)
-            k_across = k_along = self.table.largest(m + reach)
+            k_across = k_along = self.table.largest(m + self.reach)
         values = weight * torch.stack([k_across * across + k_along * along, across + along])
         self.ledger.index_add_(2, work.index, values)
-
-    def _gradient_sum(self, k: int, work: _Work) -> None:
-        """Σ c g of training k over the work's records, into its row of sums."""
-        s, problem = self.settings[k], Problem(self.models[k], self.loss_fn, Private("nothing"))
-        batch = (work.mask, work.inputs, work.targets)
-        opened = open_pass(problem, batch, self.methods[0], "reverse", check=False, measured=False)
-        norms = opened.squared_norms().clamp(min=0).sqrt()
-        sums = opened.weighted_sum(clipping(norms, s.max_grad_norm, s.clip).factor * work.mask)
-        torch.cat([v.flatten() for v in sums.values()], out=self.sums[k])
-
-    def _information(self, k: int, work: _Work) -> None:
-        """Clipped norm, across and along of training k for the work's records, into its rows of found."""
-        s = self.settings[k]
-        info = step_information(
-            self.models[k],
-            self.loss_fn,
-            work.inputs,
-            work.targets,
-            max_grad_norm=s.max_grad_norm,
-            noise_multiplier=s.noise_multiplier,
-            clip=s.clip,
-            probe="inputs",
-            directions=work.omegas,
-            error="bound",
-            mask=work.mask,
-            method=self.methods[1],
-            checked=True,
-        )
-        torch.stack([info.clipped_norm, info.across, info.along], out=work.found[:, k])
 
     def _snapshot(self, step: int, evaluate: Callable[[nn.Module], Any] | None) -> Snapshot:
         found = tuple(None if evaluate is None else evaluate(model) for model in self.models)
         own, raw = self.ledger.clone()
         return Snapshot(step, self.settings, own, raw, self.features, torch.isfinite(self.params).all(1).cpu(), found)
-
-
-class _Work:
-    """A function of (training, records), done for all trainings: plainly on a CPU, as one CUDA graph on a GPU.
-
-    The graph has a branch for each training; those on different streams may run side by side. Its inputs are the
-    buffers here: records (padded, with a mask) and probes; nothing it does depends on how often it was run before."""
-
-    def __init__(self, fleet: Fleet, size: int, function: Callable[[int, _Work], None]) -> None:
-        first, dtype = fleet.settings[0], fleet.params.dtype
-        self.fleet, self.function = fleet, function
-        self.index = torch.zeros(size, dtype=torch.int64, device=fleet.device)
-        self.inputs = torch.zeros(size, *fleet.inputs.shape[1:], dtype=dtype, device=fleet.device)
-        self.targets = fleet.targets[self.index]
-        self.mask = torch.zeros(size, dtype=dtype, device=fleet.device)
-        shape, trainings = fleet.inputs.shape[1:], len(fleet.settings)
-        self.omegas = [torch.zeros(shape, dtype=dtype, device=fleet.device) for _ in range(first.probes)]
-        self.found = torch.zeros(3, trainings, size, dtype=dtype, device=fleet.device)
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self, records: Tensor) -> None:
-        padded = torch.zeros(len(self.index), dtype=torch.int64)
-        padded[: len(records)] = records
-        if self.fleet.device.type == "cuda":
-            padded = padded.pin_memory()  # or the copy would wait for the device
-        self.index.copy_(padded, non_blocking=True)
-        self.mask.zero_()[: len(records)] = 1
-        torch.index_select(self.fleet.inputs, 0, self.index, out=self.inputs)
-        torch.index_select(self.fleet.targets, 0, self.index, out=self.targets)
-        if self.fleet.device.type != "cuda":
-            for k in range(len(self.fleet.settings)):
-                self.function(k, self)
-            return
-        if self.graph is None:
-            self.graph = self._captured()
-        self.graph.replay()
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        streams = [torch.cuda.Stream(self.fleet.device) for _ in range(self.fleet.streams)]
-        for _ in range(2):  # cuDNN and cuBLAS choose and allocate before the capture
-            self._branches(streams)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._branches(streams)
-        return graph
-
-    def _branches(self, streams: list[torch.cuda.Stream]) -> None:
-        here = torch.cuda.current_stream()
-        for stream in streams:
-            stream.wait_stream(here)
-        for k in range(len(self.fleet.settings)):
-            with torch.cuda.stream(streams[k % len(streams)]):
-                self.function(k, self)
-        for stream in streams:
-            here.wait_stream(stream)
 
 
 def _flattened(models: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
@@ -313,7 +233,7 @@ def _levels(sampler: Sampler) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4)
-def _batches(sampler: Sampler, seed: int, steps: int) -> list[Tensor]:
+def _batches(sampler: Any, seed: int, steps: int) -> list[Tensor]:
     """The batches of a run, drawn beforehand: fleets with the same seed share them."""
     return [sampler.batch(seed, step) for step in range(steps)]
 
@@ -323,13 +243,9 @@ def _kappa(s: Settings, delta: float) -> float:
     return paper_kappa(s.noise_multiplier, s.sample_rate, delta, clip_bound=bound)
 
 
-def _reach(s: Settings) -> float:
-    return sensitivity(s.clip) / s.noise_multiplier
-
-
 def _checked_counts(at: Sequence[int]) -> tuple[int, ...]:
     counts = tuple(whole("at", count) for count in at)
-    if not counts or any(b <= a for a, b in zip(counts, counts[1:], strict=False)):
+    if not counts or any(b <= a for a, b in pairwise(counts)):
         raise InputError("at", "must be increasing step counts", at)
     return counts
 
