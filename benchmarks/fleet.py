@@ -3,8 +3,10 @@
 python benchmarks/fleet.py [--networks mnist cifar10] [--profile]"""
 
 import argparse
+import gc
 import json
 import time
+from functools import partial
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -64,15 +66,17 @@ def per_training(work, records, trainings: int, repeats: int = 15) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", nargs="+", default=list(CASES))
+    parser.add_argument("--tf32", nargs="+", type=int, default=[0, 1], help="0, 1 or both")
     parser.add_argument("--profile", action="store_true", help="the dearest kernels")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU: nothing to measure")
         return
-    same_on_both()
+    if 0 in asked.tf32:
+        same_on_both()
     torch.backends.cudnn.benchmark = True
     for name in asked.networks:
-        for tf32 in (False, True):
+        for tf32 in map(bool, asked.tf32):
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
             for method, trainings in [("branches", CASES[name][4][0]), *(("stacked", k) for k in CASES[name][4])]:
                 timed(name, tf32, method, trainings, asked.profile)
@@ -87,9 +91,7 @@ def timed(name: str, tf32: bool, method: str, trainings: int, profile: bool) -> 
     fleet = Fleet(make, losses, x, y, settings, at=[10], device="cuda", method=method, streams=12)
     group = torch.arange(round(rate * records))
 
-    def measured(records: torch.Tensor) -> None:
-        fleet._measure(records, 1.0, 1, 0, 0)
-
+    measured = partial(fleet._measure, weight=1.0, seed=1, step=0, part=0)
     fleet._train(group)
     measured(group)
     torch.cuda.synchronize()
@@ -102,7 +104,8 @@ def timed(name: str, tf32: bool, method: str, trainings: int, profile: bool) -> 
     if profile and method == "stacked" and trainings == sizes[1]:
         for what, work in (("step", fleet._train), ("measure", measured)):
             profiled(what, work, group)
-    del fleet
+    del fleet, measured
+    gc.collect()  # a fleet and its work hold each other
     torch.cuda.empty_cache()
 
 

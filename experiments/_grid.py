@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import itertools
 import json
 import os
@@ -131,12 +132,13 @@ def train(grid: Grid, asked: argparse.Namespace) -> None:
         longest = max(longest, seconds)
         rows = [row for shots in zip(*runs, strict=True) for row in rows_of(shots, seconds / len(part))]
         append(out, rows)
-        if asked.exposed:
+        if asked.exposed and not Path(asked.exposed).exists():
             keep_exposed(Path(asked.exposed), [shots[-1] for shots in runs])
         steps = len(part) * asked.runs * grid.at[-1]
         print(f"{len(part)} trainings x {asked.runs} runs in {seconds:.1f} s, {1e3 * seconds / steps:.3f} ms a step, "
               f"{time.perf_counter() - start:.0f} s in all", flush=True)  # fmt: skip
         del fleet, runs
+        gc.collect()  # a fleet and its work hold each other
         if asked.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -169,7 +171,7 @@ def finished(paths: Sequence[Path], at: Sequence[int]) -> set[Training]:
     seen: dict[Training, set[int]] = {}
     for path in paths:
         if path.exists():
-            for row in csv.DictReader(open(path, newline="")):
+            for row in csv.DictReader(path.read_text().splitlines()):
                 key = (row["sampler"], *(float(row[name]) for name in KEY[1:]))
                 seen.setdefault(key, set()).add(int(row["steps"]))  # type: ignore[arg-type]
     return {key for key, steps in seen.items() if steps >= set(at)}
@@ -189,5 +191,6 @@ def options(doc: str | None, *, runs: int, rows: Path) -> argparse.ArgumentParse
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--exposed", default="", help="JSON file for the first training's most exposed records")
     parser.add_argument("--only", default="", help="trainings as sampler,sigma,C,lr;... in place of the grid")
+    parser.add_argument("--until", type=int, default=0, help="leave out the step counts above this")
     parser.add_argument("--short", type=int, default=0, help="divide all step counts by this, to try the script")
     return parser

@@ -16,15 +16,18 @@ NOISE, CLIP, LR = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0), (1.0, 2.0, 4.0, 8.0, 16.0, 32
 AT, RUNS = (1000, 2000, 3000, 5000), 2
 BUDGETS = (0.4, 0.2, 0.2, 0.1)  # 4, 2, 2, 2 measurements of each record in the four stretches
 GRID = Grid(
-    mnist_cnn, lambda part: mnist(train=part), 0.01, 0.5, AT, BUDGETS, combinations("poisson", NOISE, CLIP, LR), 27
+    mnist_cnn, lambda part: mnist(train=part), 0.01, 0.5, AT, BUDGETS, combinations("poisson", NOISE, CLIP, LR), 36
 )
 
 
-def chosen(grid: Grid, only: str, short: int) -> Grid:
+def chosen(grid: Grid, only: str, until: int, short: int) -> Grid:
     """The grid, or the trainings that were named, or a short version of it."""
     if only:
         named = (line.split(",") for line in only.split(";"))
         grid = replace(grid, trainings=tuple((name, float(s), float(c), float(lr)) for name, s, c, lr in named))
+    if until:
+        kept = tuple(t for t in grid.at if t <= until)
+        grid = replace(grid, at=kept, budgets=grid.budgets[: len(kept)])
     if short:
         grid = replace(grid, at=tuple(t // short for t in grid.at))
     return grid
@@ -33,7 +36,7 @@ def chosen(grid: Grid, only: str, short: int) -> Grid:
 def main() -> None:
     asked = options(__doc__, runs=RUNS, rows=ROWS).parse_args()
     if asked.train:
-        train(chosen(GRID, asked.only, asked.short), asked)
+        train(chosen(GRID, asked.only, asked.until, asked.short), asked)
         return
     from _frontier import report
 

@@ -144,7 +144,7 @@ class Fleet:
         assert base is not None
         seed = derive(base, "run", number)
         self._start(derive(base, "initial", number))
-        batches = _batches(self.sampler, seed, self.at[-1])
+        batches: list[Tensor] = _batches(self.sampler, seed, self.at[-1])  # type: ignore[arg-type]
         generator = torch_stream(seed, "fleet noise", 0, self.device)
         done = 0
         for stretch, end in enumerate(self.at):

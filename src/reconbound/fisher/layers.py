@@ -105,8 +105,8 @@ class ConvRule:
     def from_columns(self, columns: Tensor, shape: torch.Size) -> Tensor:
         """The transpose of columns: add every patch back where it came from, one kernel offset at a time."""
         if self.rank == 2 and patches.takes(columns, self.dilation, columns.numel()):
-            flat = (shape[0] * shape[1], 1, shape[2], shape[3])
-            return patches.added_patches(columns, flat, *self._pairs()).reshape(shape)
+            images = (shape[0] * shape[1], 1, shape[2], shape[3])
+            return patches.added_patches(columns, images, *self._pairs()).reshape(shape)
         if self.rank == 2 and (shape[1] > _FEW_CHANNELS or columns.is_cuda):
             flat = columns.reshape(shape[0], -1, columns.shape[-1])
             return F.fold(flat, tuple(shape[2:]), self.kernel, self.dilation, self.padding, self.stride)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 try:
-    import triton
-    import triton.language as tl
+    import triton  # type: ignore[import-not-found,unused-ignore]
+    import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 except ImportError:  # a build of PyTorch without it
     triton = None
 
@@ -20,8 +20,8 @@ _BLOCK = 1024
 
 if triton is not None:
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _copy_patches(  # type: ignore[no-untyped-def]
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _copy_patches(  # type: ignore[no-untyped-def,unused-ignore]
         source,
         target,
         total,
@@ -56,8 +56,8 @@ if triton is not None:
         value = tl.load(source + (n * height + from_y) * width + from_x, mask=inside, other=0.0)
         tl.store(target + i, value, mask=i < total)
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _add_patches(  # type: ignore[no-untyped-def]
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _add_patches(  # type: ignore[no-untyped-def,unused-ignore]
         source,
         target,
         total,

@@ -180,8 +180,10 @@ class _Conv:
         _put(out, self.span, weights, self.gradients.flatten(2), self.bias_gradients)
 
     def tangent(self, dot: Tensor | None, own: bool) -> Tensor:
-        self.columns_dot = None if dot is None else self._patches(dot)
-        o = None if dot is None else torch.bmm(self.weight, self.columns_dot)
+        self.columns_dot, o = None, None
+        if dot is not None:
+            self.columns_dot = self._patches(dot)
+            o = torch.bmm(self.weight, self.columns_dot)
         if own:
             g = self.gradients
             applied = torch.empty(*g.shape[:3], math.prod(self.places), dtype=g.dtype, device=g.device)
@@ -280,17 +282,22 @@ class _Tanh(_Plain):
         self.shape, self.t = a.shape, a.tanh()
         return self.t
 
+    def _sloped(self, d: Tensor) -> Tensor:
+        """(1 − t²) d, in one pass."""
+        at: Tensor = torch.ops.aten.tanh_backward(d, self.t)
+        return at
+
     def backward(self, d: Tensor, *, needed: bool) -> Tensor:
         self.d = d
-        return torch.ops.aten.tanh_backward(d, self.t)
+        return self._sloped(d)
 
     def tangent(self, dot: Tensor | None, own: bool) -> Tensor | None:
-        self.dot = None if dot is None else torch.ops.aten.tanh_backward(dot, self.t)
+        self.dot = None if dot is None else self._sloped(dot)
         return self.dot
 
     def tangent_backward(self, d: Tensor, own: bool, *, needed: bool) -> Tensor:
         """(1 − t²) δ̇ − 2 t ṫ δ."""
-        at = torch.ops.aten.tanh_backward(d, self.t)
+        at = self._sloped(d)
         return at if self.dot is None else at.addcmul_(self.t * self.d, self.dot, value=-2)
 
 
@@ -305,7 +312,7 @@ class _Pool(_Plain):
         flat = a.flatten(0, 1)
         if not poolable(flat.shape, self.kernel, self.stride):
             raise ValueError(f"a stack pools windows side by side or at every place, got {self.kernel}, {self.stride}")
-        return average(flat, self.kernel, self.stride).unflatten(0, a.shape[:2])
+        return self._averaged(a)
 
     def backward(self, d: Tensor, *, needed: bool) -> Tensor:
         shape = (d.shape[0], *self.shape[1:])
@@ -313,7 +320,11 @@ class _Pool(_Plain):
         return unpool(d.flatten(0, 1), self.kernel, self.stride, flat).reshape(shape)
 
     def tangent(self, dot: Tensor | None, own: bool) -> Tensor | None:
-        return None if dot is None else average(dot.flatten(0, 1), self.kernel, self.stride).unflatten(0, dot.shape[:2])
+        return None if dot is None else self._averaged(dot)
+
+    def _averaged(self, a: Tensor) -> Tensor:
+        flat = average(a.flatten(0, 1), self.kernel, self.stride)
+        return flat.reshape(*a.shape[:2], *flat.shape[1:])
 
     def tangent_backward(self, d: Tensor, own: bool, *, needed: bool) -> Tensor:
         return self.backward(d, needed=needed)
