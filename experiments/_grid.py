@@ -157,8 +157,9 @@ def keep_exposed(path: Path, shots: Sequence[Snapshot], count: int = 12) -> None
 
 def append(path: Path, rows: list[dict[str, object]]) -> None:
     new = not path.exists()
+    names = list(rows[0]) if new else path.read_text().split("\n", 1)[0].split(",")  # floors may have been put in
     with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerows(rows)

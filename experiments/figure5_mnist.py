@@ -46,7 +46,7 @@ def main() -> None:
         title="MNIST, 26,010 parameters, batches of 600",
         rate=GRID.rate,
         dim=784,
-        paper={"theorem1_paper": "about 95 %", "dfil_paper_max": "about 97 %"},
+        paper={("theorem1_paper", 1.0): "about 95 %", ("dfil_paper_max", 1.0): "about 97 %"},
         low=0.8,
     )
 

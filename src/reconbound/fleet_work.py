@@ -166,7 +166,6 @@ class Branches:
             mask=work.mask,
             method=self.methods[1],
             checked=True,
-            summed=False,
         )
         torch.stack([info.clipped_norm, info.across, info.along], out=work.found[:, k])
 

@@ -102,7 +102,6 @@ class _Plan:
     spectral: int
     features: Tensor | None
     start: Tensor | None  # of the power iteration
-    summed: bool
 
 
 @dataclass
@@ -147,7 +146,6 @@ def step_information(
     method: Method = "auto",
     route: Route = "reverse",
     checked: bool = False,
-    summed: bool = True,
 ) -> StepInformation:
     """The Fisher information that one noisy, clipped gradient sum gives about each record of a batch.
 
@@ -182,7 +180,6 @@ def step_information(
         method: "layers" (a rule per layer), "generic" (torch.func), "auto": layers where they cover the model.
         route: of the generic way: "reverse" over reverse or "forward" over reverse.
         checked: skip the look at a batch of another size, which the caller has had made (see covering_method).
-        summed: also the gradient sum; without it gradient_sum is empty.
 
     Guarantee: `along` is exact; E[across] and E[diagonal_across] over the probes are exact for smooth models (twice
     differentiable at the record). The values hold for an attacker who knows everything but the record's private part,
@@ -229,7 +226,6 @@ def step_information(
         iterations,
         features,
         start,
-        summed,
     )
     present = None if mask is None else as_present(mask, z)
     parts: list[_Part] = []
@@ -265,9 +261,8 @@ def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> _Part:
         along=radial.square() * _squares(h),
         across=across,
         across_error=_across_error(work, plan, values, residuals, h, c, across),
+        gradient_sum=work.weighted_sum(clips.factor if present is None else clips.factor * present),
     )
-    if plan.summed:
-        part.gradient_sum = work.weighted_sum(clips.factor if present is None else clips.factor * present)
     if plan.diagonal:
         part.diagonal_along = (_like(radial, h) * h).square()
         part.diagonal_across = _like(c.square(), h) * torch.stack([r.square() for r in residuals]).mean(0)

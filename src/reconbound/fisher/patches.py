@@ -94,16 +94,16 @@ if triton is not None:
         tl.store(target + i, value, mask=i < total)
 
 
-def takes(a: Tensor, dilation: tuple[int, ...], places: int) -> bool:
+def takes(a: Tensor, dilation: tuple[int, ...], numbers: int) -> bool:
     """Whether the kernels can do it: CUDA, no dilation, no graph to build, and so many numbers that one launch can."""
     plain = set(dilation) == {1} and not (a.requires_grad and torch.is_grad_enabled())
-    return triton is not None and a.is_cuda and plain and 0 < places < 2**31
+    return triton is not None and a.is_cuda and plain and 0 < numbers < 2**31
 
 
 def patches(a: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
     """The patches of images a (N, M, H, W) that meet a kernel: (N, kernel rows, kernel columns, M, rows, columns)."""
     a = a.contiguous()
-    (n, m, height, width), (rows, columns) = a.shape, _places(a.shape, kernel, stride, padding)
+    (n, m, height, width), (rows, columns) = a.shape, places(a.shape[2:], kernel, stride, padding)
     out = torch.empty(n, *kernel, m, rows, columns, dtype=a.dtype, device=a.device)
     launch: Any = _copy_patches
     sizes = (out.numel(), height, width, *kernel, rows, columns, *stride, *padding, m, _BLOCK)
@@ -115,12 +115,13 @@ def added_patches(columns: Tensor, shape: tuple[int, ...], kernel: Pair, stride:
     """The transpose of `patches`: every patch added back to the images of that shape, (N, M, H, W)."""
     out = torch.empty(shape, dtype=columns.dtype, device=columns.device)
     launch: Any = _add_patches
-    places = _places(shape, kernel, stride, padding)
-    sizes = (out.numel(), *shape[2:], *kernel, *places, *stride, *padding, shape[1], _BLOCK // 4)
+    at = places(shape[2:], kernel, stride, padding)
+    sizes = (out.numel(), *shape[2:], *kernel, *at, *stride, *padding, shape[1], _BLOCK // 4)
     launch[(triton.cdiv(out.numel(), _BLOCK // 4),)](columns.contiguous(), out, *sizes)
     return out
 
 
-def _places(shape: tuple[int, ...], kernel: Pair, stride: Pair, padding: Pair) -> Pair:
-    rows, columns = ((shape[2 + i] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in (0, 1))
+def places(size: tuple[int, ...], kernel: Pair, stride: Pair, padding: Pair) -> Pair:
+    """Rows and columns of the places at which a kernel meets images of that size (H, W)."""
+    rows, columns = ((size[i] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in (0, 1))
     return rows, columns
