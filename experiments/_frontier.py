@@ -171,7 +171,7 @@ def picture(rows: list[dict[str, str]], name: str, title: str, low: float) -> No
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True)
     for axis, kinds, head in (
         (axes[0], left, "as the paper accounts"),
-        (axes[1], right, "sound, with the exact factor"),
+        (axes[1], right, "ours: sound, with the exact factor"),
     ):
         for key, (colour, label) in kinds.items():
             accuracy, floors = series(rows, key)

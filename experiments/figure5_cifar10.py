@@ -34,7 +34,7 @@ def main() -> None:
     report(
         ROWS,
         "figure5_cifar10",
-        title="CIFAR-10, 550,570 parameters, batches of 200",
+        title="CIFAR-10, 550,570 parameters, batches of 200; 60 trainings, 2,500 and 5,000 steps, one run",
         rate=GRID.rate,
         dim=3072,
         paper={

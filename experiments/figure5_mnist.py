@@ -43,7 +43,7 @@ def main() -> None:
     report(
         ROWS,
         "figure5_mnist",
-        title="MNIST, 26,010 parameters, batches of 600",
+        title="MNIST, 26,010 parameters, batches of 600; 432 settings, two runs each",
         rate=GRID.rate,
         dim=784,
         paper={("theorem1_paper", 1.0): "about 95 %", ("dfil_paper_max", 1.0): "about 97 %"},
