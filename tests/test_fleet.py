@@ -20,7 +20,7 @@ from reconbound.sampling import FixedSize, Poisson
 from reconbound.sgd import PrivateSGD, Settings
 
 CPU = torch.device("cpu")
-RECORDS, STEPS, SEED = 40, 12, 3
+RECORDS, STEPS, SEED = 40, 8, 3
 CHOICES = ((0.7, 0.5, 0.3, 0.5), (2.0, 0.1, 0.1, 0.0), (0.3, 3.0, 0.2, 0.9))  # σ, C, lr, momentum
 
 
@@ -124,7 +124,7 @@ def test_padding_adds_nothing_and_large_batches_fit(method: str) -> None:
 
 def test_ledger_is_unbiased_for_what_dense_jacobians_say() -> None:
     """Over many plans at fixed parameters: mean of the ledger = T q f, f from dense Jacobians and factors."""
-    rate, steps, plans = 0.2, 6, 150
+    rate, steps, plans = 0.2, 6, 100
     settings = [Settings(s, c, rate, budget=0.7, seed=SEED) for s, c, _, _ in CHOICES]
     x, y = images()
     fleet = Fleet(conv, losses, x, y, settings, at=[2, steps], budgets=[2.0, 0.5])
