@@ -2,7 +2,9 @@
 
     run.json               public facts: mechanism, data-independent floors. Nothing that depends on a record
     leakage.safetensors    per-record leakage, sealed and confidential (mode 0600)
+    plan.json              what was asked, and the seed (confidential)
     checkpoints/           of the training (confidential)
+    model.safetensors      the released parameters: those of the first run
     report.html            the page for the data's owner (confidential)
     report-public.html     the page that may be shown
 
@@ -26,6 +28,7 @@ from ._files import CONFIDENTIAL, PUBLIC, Unreadable, sealed, unsealed, write_wh
 FORMAT = 1
 RUN, LEAKAGE, CHECKPOINTS = "run.json", "leakage.safetensors", "checkpoints"
 REPORT, PUBLIC_REPORT = "report.html", "report-public.html"
+PLAN, MODEL = "plan.json", "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,10 @@ class Leakage:
         history_step: (h,). history: (h, 3): largest, 99 % quantile and median dFIL after so many steps of the first
             run, of the first rule. accuracy_step: (a,), accuracy: (a,), on test data (R² for a number).
         guess: (d,), mean square error of guessing each private feature's average over the records.
-        facts: rules, class_names, feature_names, units, scale, offset (lists of d, or one number for all), private (flat
-            columns of the inputs, or None for all), record_names (of the kept ones), target_name, confidence, task
-            ("classes" or "number"), inferred_ranges (whether any range was read off the data), and what else the page needs.
+        facts: rules, class_names, feature_names, units, scale, offset (lists of d, or one number for all), private
+            (flat columns of the inputs, or None for all), record_names (of the kept ones), target_name, confidence,
+            task ("classes" or "number"), inferred_ranges (whether any range was read off the data), and what else the
+            page needs.
     """
 
     dfil: Tensor

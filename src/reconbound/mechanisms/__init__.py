@@ -1,0 +1,26 @@
+"""Mechanisms: frozen records of what was released, and what each guarantees between neighbours.
+
+A mechanism answers five questions, each conservatively: its order-2 Rényi divergence (replace-one), its KL divergence
+to a release that does not depend on the record, its overlap 1 − LC (replace-one), its (ε, δ), and how often a
+membership test or a reconstruction can succeed. `as_mechanism` turns a dp-accounting DpEvent or PLD into one."""
+
+from ._base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Mechanism
+from .accounted import PLD, Event, as_mechanism
+from .gaussian import OutputPerturbation, SampledGaussian
+from .reported import DP, RenyiDP
+
+__all__ = [
+    "ADD_OR_ZERO",
+    "ADD_REMOVE",
+    "ADJACENCIES",
+    "DP",
+    "PLD",
+    "REPLACE_ONE",
+    "ZERO_OUT",
+    "Event",
+    "Mechanism",
+    "OutputPerturbation",
+    "RenyiDP",
+    "SampledGaussian",
+    "as_mechanism",
+]

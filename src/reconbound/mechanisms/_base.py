@@ -1,0 +1,94 @@
+"""What every mechanism answers, with a sound default from its order-2 divergence for all but that."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import fields
+from typing import Any
+
+from .._check import choice, number
+from ..bounds import (
+    overlap_from_order2,
+    rero_from_order2,
+)
+from ..bounds._bound import log_expm1
+
+REPLACE_ONE, ADD_REMOVE = "replace-one", "add/remove"
+ADJACENCIES = (REPLACE_ONE, ADD_REMOVE)
+ZERO_OUT = "zero-out"
+ADD_OR_ZERO = "add/remove or zero-out"
+
+
+class Mechanism(ABC):
+    """What one release guarantees. Only `order2` must be given: every other answer has a sound default from it."""
+
+    sampler: str = "any"
+
+    @property
+    def kl_neighbours(self) -> str:
+        """Between which releases `kl` is taken."""
+        return REPLACE_ONE
+
+    @property
+    def paper_neighbours(self) -> str:
+        """Between which releases `order2_paper` is taken."""
+        return REPLACE_ONE
+
+    @abstractmethod
+    def order2(self) -> float:
+        """Order-2 Rényi divergence of the whole release under replace-one, in nats; inf where none is known."""
+
+    def order2_paper(self) -> float | None:
+        """The divergence that the paper plugs into Theorem 1, where it differs; None where the paper has none."""
+        return None
+
+    def kl(self) -> float:
+        """KL divergence to one release that does not depend on the record, in nats (at most the order-2 divergence)."""
+        return self.order2()
+
+    def overlap(self) -> float:
+        """A lower bound on 1 − LC under replace-one."""
+        return overlap_from_order2(self.order2())
+
+    def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
+        """ε at this δ, None where the mechanism does not say. From χ²: ε = ln(1 + χ²/(4δ) − δ)."""
+        d, eps = number("delta", delta, above=0.0, below=1.0), self.order2()
+        if choice("adjacency", adjacency, ADJACENCIES) != REPLACE_ONE or eps == math.inf:
+            return None
+        log_ratio = log_expm1(eps) - math.log(4 * d)
+        if log_ratio > 40:
+            return log_ratio
+        return max(math.log1p(math.exp(log_ratio) - d), 0.0)
+
+    def membership_advantage(self) -> float:
+        """Largest advantage of a test between replace-one neighbours. From χ² in both directions: √(χ²/(4 + χ²))."""
+        eps = self.order2()
+        return math.sqrt(-math.expm1(-eps) / (1 + 3 * math.exp(-eps)))
+
+    def rero(self, kappa: Any) -> Any:
+        """Largest chance to reconstruct, where a blind guess succeeds with chance κ."""
+        return rero_from_order2(kappa, self.order2())
+
+    def assumes(self) -> tuple[str, ...]:
+        """What every floor of this mechanism rests on."""
+        return ()
+
+    def notes(self) -> tuple[str, ...]:
+        """Why floors of this mechanism say nothing, where that is not plain from their size."""
+        return ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The mechanism's public facts, for JSON."""
+        told = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {"type": type(self).__name__, **told}
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in self.to_dict().items() if k != "type")
+        return f"{type(self).__name__}: {told}"
+
+
+def plain(mechanism: Mechanism, **values: float) -> None:
+    """Keep checked numbers as plain floats and ints, whatever NumPy type they came in."""
+    for name, value in values.items():
+        object.__setattr__(mechanism, name, value)

@@ -1,0 +1,163 @@
+"""Gaussian noise: on sampled, clipped gradients, and on the minimiser of a linear model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .. import plds, renyi
+from .._check import choice, number, whole
+from ..bounds import rero_from_gdp
+from ._base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Mechanism, plain
+
+
+@dataclass(frozen=True)
+class SampledGaussian(Mechanism):
+    """T steps of the Gaussian mechanism on clipped gradients, as in private SGD.
+
+    Attributes:
+        noise_multiplier: the noise's standard deviation on the SUM of clipped gradients over the clip norm, σ.
+        sample_rate: q, the chance of a record to be in a batch (B/N for fixed-size batches).
+        steps: T.
+        clip: "smooth" (the paper's GELU clip, norms up to 1.1153 C) or "hard" (norms up to C, as in Opacus).
+        sampler: "poisson", or "fixed": uniform batches of fixed size without replacement. Epoch shuffling is neither:
+            for it, give sample_rate 1 and the number of epochs as steps.
+
+    >>> round(SampledGaussian(1.0, 0.01, clip="hard").order2(), 9)
+    0.000457554
+    """
+
+    noise_multiplier: float
+    sample_rate: float = 1.0
+    steps: int = 1
+    clip: str = "smooth"
+    sampler: str = "poisson"
+    noise_field: ClassVar[str] = "noise_multiplier"
+
+    def __post_init__(self) -> None:
+        noise = number("noise_multiplier", self.noise_multiplier, above=0.0, at_least=1e-100, at_most=1e100)
+        rate = number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
+        plain(self, noise_multiplier=noise, sample_rate=rate, steps=whole("steps", self.steps))
+        choice("clip", self.clip, ("smooth", "hard"))
+        choice("sampler", self.sampler, ("poisson", "fixed"))
+
+    @property
+    def kl_neighbours(self) -> str:
+        return ADD_REMOVE if self.sampler == "poisson" else ZERO_OUT
+
+    @property
+    def paper_neighbours(self) -> str:
+        return ADD_REMOVE
+
+    @property
+    def m(self) -> float:
+        """Largest clipped norm over the noise's standard deviation on the sum."""
+        return renyi.sensitivity(self.clip) / self.noise_multiplier
+
+    def order2(self) -> float:
+        step = renyi.order2_poisson if self.sampler == "poisson" else renyi.order2_fixed
+        return self.steps * step(self.m, self.sample_rate)
+
+    def order2_paper(self) -> float:
+        return self.steps * renyi.order2_paper(self.m, self.sample_rate)
+
+    def kl(self) -> float:
+        step = renyi.kl_poisson if self.sampler == "poisson" else renyi.kl_fixed
+        return self.steps * step(self.m, self.sample_rate)
+
+    def overlap(self) -> float:
+        if self.sampler == "poisson":
+            return renyi.overlap_poisson(self.m, self.sample_rate, self.steps)
+        return renyi.overlap_fixed(self.m, self.sample_rate, self.steps, order2=self.order2())
+
+    def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
+        d, simple = number("delta", delta, above=0.0, below=1.0), super().epsilon_at(delta, adjacency)
+        if self.sampler == "fixed":
+            better = (
+                plds.fixed_size_epsilon(self.m, self.sample_rate, self.steps, d) if adjacency == REPLACE_ONE else None
+            )
+        else:
+            pld = plds.gaussian(self.m, self.sample_rate, self.steps, adjacency)
+            better = plds.epsilon(pld, d) if pld is not None else None
+        known = [e for e in (simple, better) if e is not None]
+        return min(known) if known else None
+
+    def membership_advantage(self) -> float:
+        simple = super().membership_advantage()
+        pld = plds.gaussian(self.m, self.sample_rate, self.steps, REPLACE_ONE) if self.sampler == "poisson" else None
+        return simple if pld is None else min(simple, plds.delta(pld, 0.0))
+
+    def rero(self, kappa: Any) -> Any:
+        simple = super().rero(kappa)
+        pld = plds.gaussian(self.m, self.sample_rate, self.steps, ADD_REMOVE) if self.sampler == "poisson" else None
+        return simple if pld is None else np.minimum(simple, plds.rero(pld, kappa))[()]
+
+    def assumes(self) -> tuple[str, ...]:
+        size = "a fixed divisor qN" if self.sampler == "poisson" else "uniform batches of fixed size"
+        return (f"{self.clip} clipping, {size}", "the attacker sees every noisy step")
+
+
+@dataclass(frozen=True)
+class OutputPerturbation(Mechanism):
+    """Gaussian noise on the minimiser of Σℓ + (nλ/2)‖θ‖² of a linear model with logistic loss.
+
+    nλ is a public constant: without a record its loss is left out, and the penalty stays as it is.
+
+    Attributes:
+        records: n. l2: λ. noise_std: the noise's standard deviation per coordinate of θ.
+        data_norm: the Euclidean norm to which every row, with its constant feature if it has one, is clipped; the
+            loss's gradient is at most that.
+
+    >>> round(OutputPerturbation(12665, 1e-2, 1e-2).order2(), 2)
+    2.49
+    """
+
+    records: int
+    l2: float
+    noise_std: float
+    data_norm: float = 1.0
+    sampler: ClassVar[str] = "none"  # type: ignore[misc]
+    noise_field: ClassVar[str] = "noise_std"
+
+    def __post_init__(self) -> None:
+        renyi.output_perturbation_shift(self.records, self.l2, self.noise_std, self.data_norm)
+        plain(self, records=int(self.records), l2=float(self.l2))
+        plain(self, noise_std=float(self.noise_std), data_norm=float(self.data_norm))
+
+    @property
+    def kl_neighbours(self) -> str:
+        return ADD_OR_ZERO
+
+    @property
+    def m(self) -> float:
+        """How far one record moves the minimiser at most, over the noise's standard deviation."""
+        return renyi.output_perturbation_shift(self.records, self.l2, self.noise_std, self.data_norm)
+
+    def order2(self) -> float:
+        return renyi.order2_gaussian(self.m)
+
+    def order2_paper(self) -> float:
+        return renyi.order2_gaussian(self.m / self.data_norm)  # the paper takes gradients of norm 1, whatever the rows
+
+    def kl(self) -> float:
+        return self.m**2 / 2
+
+    def overlap(self) -> float:
+        return renyi.overlap_poisson(self.m, 1.0)
+
+    def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
+        number("delta", delta, above=0.0, below=1.0)
+        shift = self.m * (2 if choice("adjacency", adjacency, ADJACENCIES) == REPLACE_ONE else 1)
+        return plds.gaussian_epsilon(shift, delta)
+
+    def membership_advantage(self) -> float:
+        return math.erf(2 * self.m / math.sqrt(8))
+
+    def rero(self, kappa: Any) -> Any:
+        return rero_from_gdp(kappa, self.m)
+
+    def assumes(self) -> tuple[str, ...]:
+        return (f"rows clipped to norm {self.data_norm:g}, logistic loss, solved to the minimum; nλ is fixed",)
