@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from learning import losses
 from reconbound._check import InputError
-from reconbound._random import derive, torch_stream
+from reconbound._random import derive
 from reconbound.amplification import paper_delta, paper_kappa, poisson_factors
-from reconbound.fisher import StepInformation, dense_information, step_information
+from reconbound.fisher import dense_information
 from reconbound.fleet import Fleet
 from reconbound.noise import draw
 from reconbound.sampling import FixedSize, Poisson
@@ -48,26 +48,6 @@ def noise_of(run: int, size: int) -> Any:
     return lambda step: draw("philox", seed, step, size, CPU).expand(len(CHOICES), -1)
 
 
-class Plain(PrivateSGD):
-    """PrivateSGD that measures with the fleet's probes: the generator's own, with signs along h and the slope."""
-
-    def _information(self, indices: Tensor, seed: int, part: int) -> StepInformation:
-        s, x = self.settings, self.inputs[indices]
-        stream = torch_stream(seed, f"probe {part}", self.step, CPU)
-        return step_information(
-            self.model,
-            self.loss_fn,
-            x,
-            self.targets[indices],
-            max_grad_norm=s.max_grad_norm,
-            noise_multiplier=s.noise_multiplier,
-            clip=s.clip,
-            probe="inputs",
-            directions=[torch.randn(x.shape[1:], generator=stream, dtype=x.dtype) for _ in range(s.probes)],
-            error="bound",
-        )
-
-
 def size_of(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
@@ -82,12 +62,12 @@ def test_equals_private_sgd_in_parameters_and_ledger(sampler: str, clip: str, me
     for run in (0, 1):
         (found,) = fleet.run(run, noise=noise_of(run, size_of(conv())))
     for k, s in enumerate(settings):
-        one = Plain(conv(), losses, *images(), s, progress=False, check=False)
+        one = PrivateSGD(conv(), losses, *images(), s, progress=False, check=False)
         one.repeat(2, STEPS)
         alone = torch.cat([p.detach().flatten() for p in one.model.parameters()])
         assert torch.allclose(fleet.params[k], alone, rtol=1e-9, atol=1e-12)
         assert one.accountant is not None
-        first = Plain(conv(), losses, *images(), s, progress=False, check=False).repeat(1, STEPS).accountant
+        first = PrivateSGD(conv(), losses, *images(), s, progress=False, check=False).repeat(1, STEPS).accountant
         assert first is not None
         for rule in rules:
             second = 2 * one.accountant.dfil(rule) - first.dfil(rule)  # the second run's own ledger
