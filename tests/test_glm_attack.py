@@ -64,6 +64,56 @@ def test_without_noise_the_record_is_found(name, intercept, method):
     assert found.mse[clear].max() < 1e-12
 
 
+@pytest.mark.parametrize("name", ["logistic", "squared"])
+def test_told_counts_the_side_of_the_fold_from_the_intercept(name):
+    """A large intercept: were it left out, a fifth of the records or more would be put on the other side."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(80, 3)) / 2
+    score = 3 * x[:, 0] + rng.normal(size=80) + 2
+    o = minimise(x, score if name == "squared" else (score > 0).astype(float), LOSSES[name], l2=0.02)
+    assert abs(o.weights[0, -1]) > 0.5
+    at = o.scores[:, 0] - o.weights[0, -1]
+    side, naive = (o.slopes[:, 0] + o.curvatures * s for s in (at, o.scores[:, 0]))
+    clear = (np.abs(o.slopes[:, 0]) > 1e-3) & (np.abs(side) > 1e-2)
+    assert np.mean((side > 0) != (naive > 0)) > 0.2
+    assert simulate(o, 1e-12, 2, branch="told", random_state=0).mse[clear].max() < 1e-12
+
+
+def test_nearest_leaves_the_attacked_record_out_of_the_mean():
+    """The one other member of a class of two stands for it: with the record in the mean other roots would be taken."""
+    other_roots = 0
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        x, y = rng.normal(size=(14, 2)) - [1.0, 0.0], np.zeros(14)
+        x[0], y[:2] = [0.8, 0.3], 1
+        x[1] = x[0] * rng.uniform(1.5, 6)
+        o = minimise(x, y, Logistic(), l2=0.02, intercept=False)
+        released = o.weights + 1e-6 * np.random.default_rng(0).standard_normal((2, 1, 2))
+        found = simulate(o, 1e-6, 2, records=[0, 1], keep=2, random_state=0).reconstructions
+        for i in (0, 1):
+            rest = np.arange(14) != i
+            kind = {"loss": o.loss, "l2": o.l2, "intercept": False}
+            guess = reconstruct(released, x[rest], y[rest], 1, near=x[1 - i], **kind)
+            np.testing.assert_allclose(found[i], guess, rtol=1e-6, atol=1e-9)
+            np.testing.assert_allclose(reconstruct(released, x[rest], y[rest], 1, **kind), guess)
+            with_it = reconstruct(released, x[rest], y[rest], 1, near=x[:2].mean(axis=0), **kind)
+            other_roots += not np.allclose(with_it, guess, rtol=1e-3)
+    assert other_roots > 3
+
+
+def test_what_an_attack_does_not_use():
+    """ "Ratio" never asks for the label; with three classes neither the branch nor `near` is asked for."""
+    o = solved("softmax", True)
+    x, rest = o.rows[:, : o.dim], np.arange(80) > 0
+    told, nearest = (simulate(o, 0.1, 20, branch=branch, random_state=0) for branch in ("told", "nearest"))
+    np.testing.assert_array_equal(told.mse, nearest.mse)
+    kind = {"loss": o.loss, "l2": o.l2}
+    guesses = [reconstruct(o.weights, x[rest], o.y[rest], label, method="ratio", **kind) for label in (0, 1)]
+    np.testing.assert_array_equal(*guesses)
+    guesses = [reconstruct(o.weights + 0.1, x[rest], o.y[rest], 1, near=at, **kind) for at in (np.zeros(5), np.ones(5))]
+    np.testing.assert_array_equal(*guesses)
+
+
 def tight(o, noise, trials=10_000):
     """Ratio of realised variance to the Cramér–Rao floor on records in the linear regime, and that floor."""
     floor = leakage(o, noise, spectral=False, diagonal=False).cramer_rao.value

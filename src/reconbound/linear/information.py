@@ -144,6 +144,9 @@ def leakage(
             raise InputError("scale", f"must have one entry per feature, {optimum.dim}", units.size)
     shrunk = np.ones(len(optimum.rows))
     if norms is not None:
+        norms = numbers("norms", norms, at_least=0.0)
+        if norms.shape != shrunk.shape:
+            raise InputError("norms", f"must have shape {shrunk.shape}, one per record", f"shape {norms.shape}")
         now = np.linalg.norm(optimum.rows[:, : optimum.dim], axis=1)
         shrunk = np.minimum(now / np.maximum(norms, np.finfo(float).tiny), 1.0)
         shrunk[norms <= now * (1 + 1e-9)] = 1.0
