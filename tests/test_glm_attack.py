@@ -292,6 +292,14 @@ def test_both_roots_of_the_scalar_equation(intercept):
     small, large, solved = squared_slopes((s - intercept) * (s - y), np.full_like(s, intercept), y)
     assert solved.all()
     assert np.minimum(np.abs(small - (s - y)), np.abs(large - (s - y))).max() < 1e-6
+    assert np.all(np.abs(small) <= np.abs(large))
+    b, apart = (
+        np.array([1.0, 1.0, -1e-9]),
+        np.array([1e6, -1e6, 2.0]),
+    )  # t² + apart t = b: no digits lost in the small one
+    small, large, _ = squared_slopes(b, np.zeros(3), apart)
+    np.testing.assert_allclose(small, b / apart * (1 - b / apart**2), rtol=1e-14)
+    np.testing.assert_allclose(large, -apart - small, rtol=1e-14)
     assert not squared_slopes(np.array([-9.0]), np.zeros(1), np.ones(1))[2].any()
     assert not logistic_slopes(np.array([-9.0]), np.zeros(1), np.ones(1))[2].any()
 
@@ -310,6 +318,25 @@ def test_bad_input():
             simulate(o, **{"noise_std": 0.1, "trials": 10, **changes})
     with pytest.raises(InputError, match="weights"):
         reconstruct(np.zeros((1, 5)), np.zeros((9, 5)), np.zeros(9), 0, loss=Logistic(), l2=0.1)
+    for name, changes in (
+        ("features", {"features": np.zeros(9)}),
+        ("features", {"features": np.full((9, 5), np.nan)}),
+        ("weights", {"weights": np.zeros((3, 6))}),
+        ("weights", {"weights": np.zeros((1, 6)), "loss": Softmax()}),
+        ("weights", {"weights": np.zeros(6)}),
+        (r"y must have shape \(9,\)", {"y": np.zeros(8)}),
+        ("y must hold", {"y": np.full(9, 2)}),
+        ("label", {"label": 2}),
+        ("label", {"label": 3, "loss": Softmax(), "weights": np.zeros((3, 6))}),
+        ("label", {"label": np.nan, "loss": Squared()}),
+        ("l2", {"l2": 0.0}),
+    ):
+        given = {"weights": np.zeros((1, 6)), "features": np.zeros((9, 5)), "y": np.zeros(9), "label": 1, **changes}
+        given = {"loss": Logistic(), "l2": 0.1, **given}
+        with pytest.raises(InputError, match=name):
+            reconstruct(**given)
+        with pytest.raises(InputError, match=name):
+            most_likely(**{**given, "weights": given["weights"][None]}, start=np.zeros((1, 5)))
     for weights, start, name in ((np.zeros((1, 6)), np.zeros((1, 5)), "weights"), (np.zeros((2, 1, 6)), 0, "start")):
         with pytest.raises(InputError, match=name):
             most_likely(weights, np.zeros((9, 5)), np.zeros(9), 0, start, loss=Logistic(), l2=0.1)

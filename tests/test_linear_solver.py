@@ -173,7 +173,7 @@ def test_noise_meets_its_target():
 @pytest.mark.parametrize("intercept", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
 def test_noise_for_epsilon_is_the_analytic_gaussian_mechanism_s_under_replace_one(name, intercept):
-    """δ = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ) with means μ = 2L/(nλσ) apart, L by hand, in 40 digits; ε far above 1 too."""
+    """δ = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), μ = 2L/(nλσ), L by hand, in 40 digits; ε far above 1 too."""
     far = np.sqrt(1.5**2 + intercept)
     steepest = {"logistic": 1.0, "softmax": np.sqrt(2), "squared": 2 * (1 + far / (2 * 0.1))}[name] * far
     shape = Shape(LOSSES[name], 1000, 20, 3 if name == "softmax" else 2, 0.01, intercept, 1.5, 2.0)

@@ -11,6 +11,7 @@ import numpy as np
 
 from .._check import InputError, number
 from ..linear.losses import Loss
+from ._known import known
 
 #: Gauss–Newton steps at most, and floats in one working array.
 STEPS, FLOATS = 30, 4_000_000
@@ -36,18 +37,15 @@ def most_likely(
     Returns:
         x̂, (trials, d).
     """
-    released, x = np.asarray(weights, dtype=np.float64), np.asarray(features, dtype=np.float64)
-    rows = np.hstack([x, np.ones((len(x), 1))]) if intercept else x
+    released, x, rows, targets = known(weights, features, y, label, loss, intercept)
     begin = np.asarray(start, dtype=np.float64)
-    if released.ndim != 3 or released.shape[2] != rows.shape[1]:
-        raise InputError("weights", f"must have shape (trials, K, {rows.shape[1]})", released.shape)
     if begin.shape != (len(released), x.shape[1]):
         raise InputError("start", f"must have shape ({len(released)}, {x.shape[1]})", begin.shape)
     penalty = (len(x) + 1) * number("l2", l2, above=0.0)
     _, k, p = released.shape
     size = max(1, FLOATS // max(k * p * k * p, len(x) * k * p))
     found = [
-        _climb(_Others(released[i : i + size], rows, np.asarray(y), label, loss, penalty), begin[i : i + size])
+        _climb(_Others(released[i : i + size], rows, targets, label, loss, penalty), begin[i : i + size])
         for i in range(0, len(released), size)
     ]
     return np.concatenate(found)
