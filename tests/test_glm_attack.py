@@ -154,25 +154,80 @@ def test_floor_is_tight_for_the_likeliest_record(name, intercept):
     Softmax's records run at fewer trials, with the wider sampling error that this leaves."""
     o, noise = solved(name, intercept), 1e-7
     trials, some = (600, 20) if name == "softmax" else (10_000, 50)
-    floor = leakage(o, noise, spectral=False).cramer_rao.value
+    told = leakage(o, noise, spectral=False)
+    floor = told.cramer_rao.value
     clear = np.flatnonzero(np.sqrt(floor * o.dim) < 0.01 * np.linalg.norm(o.rows[:, : o.dim], axis=1))[:some]
     assert len(clear) == some
     method = "ratio" if intercept else "label"
     first = simulate(o, noise, trials, method=method, branch="told", records=clear, keep=trials, random_state=0)
     released = o.weights + noise * np.random.default_rng(0).standard_normal((trials, *o.weights.shape))
-    x, ratio, bias = o.rows[:, : o.dim], [], []
+    x, ratio, bias, shape = o.rows[:, : o.dim], [], [], []
     for i, start in zip(clear, first.reconstructions, strict=True):
         others = np.arange(len(x)) != i
         kind = {"loss": o.loss, "l2": o.l2, "intercept": intercept}
         found = most_likely(released, x[others], o.y[others], o.y[i], start, **kind)
         ratio.append(np.mean(np.var(found, axis=0, ddof=1)) / floor[i])
         bias.append(np.mean((found.mean(axis=0) - x[i]) ** 2) / floor[i])
+        half = np.linalg.cholesky(told.information(i))
+        shape.append(np.linalg.eigvalsh(half.T @ np.cov(found.T) @ half))  # 1 where the covariance is I⁻¹
     sampling = np.sqrt(2 / trials)
     assert min(ratio) > 1 - 5 * sampling
     assert max(ratio) < 1 + max(0.1, 5 * sampling)
     assert np.median(ratio) == pytest.approx(1, abs=2 * sampling)
     assert max(bias) < 0.01 + 10 / trials
+    edge = np.sqrt(o.dim / trials)  # eigenvalues of a sample covariance lie within (1 ± edge)²
+    assert np.all((np.array(shape) > (1 - 2 * edge) ** 2) & (np.array(shape) < (1 + 2 * edge) ** 2))
     assert np.median(first.variance / floor[clear]) > 1.1  # the cruder attack, from which it began
+
+
+def explained(o, released, x, record):
+    """H⁻¹∇F_x(W) and its slope in x (H held), the plain way: whole data set, x in the record's place."""
+    rows, (k, p) = o.rows.copy(), o.weights.shape
+    rows[record, : o.dim] = x
+    s, n = rows @ released.T, len(rows)
+    g, bend = o.loss.slope(s, o.y), o.loss.curvature(s, o.y).reshape(n, k, k)
+    hessian = sum(np.kron(a, np.outer(row, row)) for a, row in zip(bend, rows, strict=True)) + o.penalty * np.eye(k * p)
+    mixed = np.kron(bend[record] @ released[:, : o.dim], rows[record][:, None])
+    mixed += np.kron(g[record][:, None], np.eye(p)[:, : o.dim])
+    left = (g.T @ rows + o.penalty * released).ravel()
+    return np.linalg.solve(hessian, left), np.linalg.solve(hessian, mixed)
+
+
+@pytest.mark.parametrize(
+    ("name", "intercept"), [("logistic", True), ("squared", True), ("softmax", False), ("softmax", True)]
+)
+def test_the_likeliest_record_solves_its_equations(name, intercept):
+    """What is left of H⁻¹∇F_x is orthogonal to all that moving x could change; from far starts it is never worse."""
+    o, i, trials = solved(name, intercept, n=30), 7, 40
+    x, rest, rng = o.rows[:, : o.dim], np.arange(30) != 7, np.random.default_rng(0)
+    kind = {"loss": o.loss, "l2": o.l2, "intercept": intercept}
+    released = o.weights + 1e-5 * rng.standard_normal((trials, *o.weights.shape))
+    found = most_likely(released, x[rest], o.y[rest], o.y[i], np.tile(x[i] + 1e-2, (trials, 1)), **kind)
+    for w, at in zip(released, found, strict=True):
+        away, slopes = explained(o, w, at, i)
+        across = np.linalg.qr(slopes)[0].T @ away
+        assert np.linalg.norm(across) < 1e-3 * np.linalg.norm(away)
+    for noise in (1e-3, 0.3):
+        released = o.weights + noise * rng.standard_normal((trials, *o.weights.shape))
+        start = x[i] + rng.normal(size=(trials, o.dim)) * rng.choice([0.3, 2.0, 30.0], size=(trials, 1))
+        with np.errstate(all="raise", under="ignore"):
+            found = most_likely(released, x[rest], o.y[rest], o.y[i], start, **kind)
+        sizes = [
+            [np.linalg.norm(explained(o, w, at, i)[0]) for w, at in zip(released, p, strict=True)]
+            for p in (start, found)
+        ]
+        assert np.all(np.array(sizes[1]) <= np.array(sizes[0]) * (1 + 1e-6))
+        share = np.array(sizes[1]) / sizes[0]
+        assert np.quantile(share, 0.25) < 0.5
+        assert noise < 0.1 or np.quantile(share, 0.75) < 0.95  # where whole steps do not help, shorter ones do
+    for far in (
+        1e20,
+        1e140,
+        0.0,
+    ):  # a vanishing denominator's reconstructions: nothing overflows, no system is singular
+        with np.errstate(all="raise", under="ignore"):
+            found = most_likely(released[:3], x[rest], o.y[rest], o.y[i], np.full((3, o.dim), far), **kind)
+        assert np.all(np.isfinite(found))
 
 
 @pytest.mark.parametrize("intercept", [False, True])
@@ -223,6 +278,9 @@ def test_softmax_s_scalar_equation():
     found, ok = softmax_slopes((s - c) * t[:, None], c, g / t[:, None], y)
     assert ok.mean() > 0.99  # at the fold rounding decides
     assert np.quantile(np.abs(found / t - 1), 0.98) < 1e-8
+    small = t < 1e-7
+    assert small.sum() >= 5
+    assert np.abs(found / t - 1)[small].max() < 1e-8
     b = np.array([-0.28, -0.278, -0.1, 0.5, 20.0])  # (s − c)σ(s) = b has no root below −0.27846
     two = np.tile(np.array([-1.0, 1.0]) / np.sqrt(2), (5, 1))
     found, ok = softmax_slopes(two * b[:, None], np.zeros((5, 2)), two, np.zeros(5, dtype=int))

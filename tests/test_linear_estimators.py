@@ -197,6 +197,7 @@ def test_bounds_read_off_the_data_are_warned_about():
     assert {one.filename for one in told} == {__file__}  # the warning points at the caller's line
     assert model.data_norm_ == np.linalg.norm(x, axis=1).max()
     assert model.target_bound_ == np.abs(y).max()
+    assert np.all(model.leakage(x, y).target > 0)  # a target at the bound was not clipped
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         PrivateRidge(noise_std=1e-3, data_norm=9.0, target_bound=9.0).fit(x, y)
