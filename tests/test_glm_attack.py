@@ -196,7 +196,7 @@ def explained(o, released, x, record):
 @pytest.mark.parametrize(
     ("name", "intercept"), [("logistic", True), ("squared", True), ("softmax", False), ("softmax", True)]
 )
-def test_the_likeliest_record_solves_its_equations(name, intercept):
+def test_the_likeliest_record_solves_its_equations(name, intercept, monkeypatch):
     """What is left of H⁻¹∇F_x is orthogonal to all that moving x could change; from far starts it is never worse."""
     o, i, trials = solved(name, intercept, n=30), 7, 40
     x, rest, rng = o.rows[:, : o.dim], np.arange(30) != 7, np.random.default_rng(0)
@@ -220,11 +220,10 @@ def test_the_likeliest_record_solves_its_equations(name, intercept):
         share = np.array(sizes[1]) / sizes[0]
         assert np.quantile(share, 0.25) < 0.5
         assert noise < 0.1 or np.quantile(share, 0.75) < 0.95  # where whole steps do not help, shorter ones do
-    for far in (
-        1e20,
-        1e140,
-        0.0,
-    ):  # a vanishing denominator's reconstructions: nothing overflows, no system is singular
+    monkeypatch.setattr("reconbound.attacks.likelihood.FLOATS", 1)  # a chunk per trial
+    alone = most_likely(released[:8], x[rest], o.y[rest], o.y[i], start[:8], **kind)
+    np.testing.assert_allclose(alone, found[:8], rtol=1e-6, atol=1e-6)
+    for far in (1e20, -1e20, 1e140, 0.0):  # as a vanishing denominator leaves them: nothing overflows or is singular
         with np.errstate(all="raise", under="ignore"):
             found = most_likely(released[:3], x[rest], o.y[rest], o.y[i], np.full((3, o.dim), far), **kind)
         assert np.all(np.isfinite(found))

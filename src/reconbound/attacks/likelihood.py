@@ -15,9 +15,8 @@ from ._known import known
 
 #: Gauss–Newton steps at most, and floats in one working array.
 STEPS, FLOATS = 30, 4_000_000
-#: In lengths of the longest known record: a step at most (and twice the candidate), and how far a candidate may lie.
-#: Far out nothing is told, and the own part of H would drown the rest.
-LONGEST, FAR = 100.0, 1e6
+#: How far a candidate may lie, in lengths of the longest known record: further out its own part of H drowns the rest.
+FAR = 1e6
 
 
 def most_likely(
@@ -98,8 +97,6 @@ class _Others:
         least = np.maximum(1e-15 * np.abs(pivots).max(axis=1, keepdims=True), 1e-100)
         r[:, np.arange(d), np.arange(d)] = np.where(np.abs(pivots) < least, least, pivots)
         step = -np.linalg.solve(r, np.einsum("tij,ti->tj", q, away)[..., None])[..., 0]
-        longest = LONGEST * self.reach + 2 * np.linalg.norm(x, axis=1)
-        step *= np.minimum(1.0, longest / np.maximum(np.abs(step).max(axis=1), 1e-300))[:, None]
         return np.einsum("ti,ti->t", away, away), step
 
 
