@@ -50,6 +50,16 @@ def test_gradient_is_rounding_alone(name, l2, intercept):
     np.testing.assert_allclose(again.weights, o.weights, rtol=1e-5, atol=1e-6)
 
 
+def test_many_equal_records_are_solved_too():
+    """Sums of equal terms round alike: n eps of their size may be left, not a fixed number of eps."""
+    x, y = np.full((20_000, 2), [np.sqrt(1e-3), 0.0]), np.ones(20_000)
+    y[0] = -1
+    for angle in np.linspace(0.1, 1.5, 30):
+        x[0] = np.cos(angle), np.sin(angle)
+        o = minimise(x, y, Squared(), l2=1e-3, intercept=False)
+        assert o.gradient_norm < 1e-9 < 1e-8 * np.linalg.norm(o.penalty * o.weights)
+
+
 def test_not_converged_is_an_error():
     x, y = np.random.default_rng(0).normal(size=(50, 6)), np.arange(50.0) % 2
     with pytest.raises(NotConverged, match="gradient norm"):

@@ -102,7 +102,7 @@ class _Others:
 
 def _within(x: np.ndarray, longest: float) -> np.ndarray:
     """Rows of norm at most `longest`."""
-    return x * np.minimum(1.0, longest / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-300))
+    return np.asarray(x * np.minimum(1.0, longest / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-300)))
 
 
 def _climb(others: _Others, start: np.ndarray) -> np.ndarray:
