@@ -82,14 +82,14 @@ def test_told_counts_the_side_of_the_fold_from_the_intercept(name):
 def test_nearest_leaves_the_attacked_record_out_of_the_mean():
     """The one other member of a class of two stands for it: with the record in the mean other roots would be taken."""
     other_roots = 0
-    for seed in range(20):
+    for seed, noise in ((seed, noise) for seed in range(20) for noise in (1e-6, 0.3)):
         rng = np.random.default_rng(seed)
         x, y = rng.normal(size=(14, 2)) - [1.0, 0.0], np.zeros(14)
         x[0], y[:2] = [0.8, 0.3], 1
         x[1] = x[0] * rng.uniform(1.5, 6)
         o = minimise(x, y, Logistic(), l2=0.02, intercept=False)
-        released = o.weights + 1e-6 * np.random.default_rng(0).standard_normal((2, 1, 2))
-        found = simulate(o, 1e-6, 2, records=[0, 1], keep=2, random_state=0).reconstructions
+        released = o.weights + noise * np.random.default_rng(0).standard_normal((30, 1, 2))
+        found = simulate(o, noise, 30, records=[0, 1], keep=30, random_state=0).reconstructions
         for i in (0, 1):
             rest = np.arange(14) != i
             kind = {"loss": o.loss, "l2": o.l2, "intercept": False}
@@ -97,7 +97,7 @@ def test_nearest_leaves_the_attacked_record_out_of_the_mean():
             np.testing.assert_allclose(found[i], guess, rtol=1e-6, atol=1e-9)
             np.testing.assert_allclose(reconstruct(released, x[rest], y[rest], 1, **kind), guess)
             with_it = reconstruct(released, x[rest], y[rest], 1, near=x[:2].mean(axis=0), **kind)
-            other_roots += not np.allclose(with_it, guess, rtol=1e-3)
+            other_roots += noise < 1e-5 and not np.allclose(with_it, guess, rtol=1e-3)
     assert other_roots > 3
 
 
