@@ -18,6 +18,18 @@ class InputError(ValueError):
         super().__init__(f"{name} {requirement}, got {value!r}")
 
 
+class DataError(InputError):
+    """A file or folder of data that cannot be used: where (file, row, column) and why, in one line."""
+
+    def __init__(self, message: str) -> None:
+        self.name, self.requirement, self.value = "data", message, None
+        ValueError.__init__(self, message)
+
+
+class DataMissing(DataError, FileNotFoundError):
+    """Data that is not where it was looked for."""
+
+
 def number(
     name: str,
     value: Any,

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
-from ._check import InputError, number
+from ._check import DataError, InputError, number
 from .bounds._bound import figure
 from .calculator import FLOORS, Guarantee, guarantee
 from .calibrate import Calibration, calibrate
@@ -381,7 +381,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return app(args=words or ["--help"], prog_name="reconbound", standalone_mode=False) or 0
     except InputError as error:
         name = _option(error.name) if error.name.isidentifier() else error.name
-        message = f"{name} {error.requirement}, got {error.value}"
+        message = str(error) if isinstance(error, DataError) else f"{name} {error.requirement}, got {error.value}"
     except typer.Exit as stop:
         return int(stop.exit_code)
     except typer.Abort:

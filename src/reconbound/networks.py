@@ -1,9 +1,13 @@
-"""The paper's two networks (its tables 1 and 2): tanh and average pooling, so that the loss is smooth in the input.
+"""The paper's two networks (its tables 1 and 2), and some for other data: tanh and average pooling, so that the loss
+is smooth in the input.
 
 The tables list a tanh after the last layer too; as in Papernot et al. (2020), whom they follow, the logits have none
 here."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -42,3 +46,44 @@ def cifar10_cnn() -> nn.Sequential:
             channels = width
         blocks.append(nn.AvgPool2d(2))
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(2048, 128), nn.Tanh(), nn.Linear(128, 10))
+
+
+def linear(shape: Sequence[int], outputs: int) -> nn.Sequential:
+    """One linear layer on a record's numbers, inputs (B, *shape).
+
+    >>> sum(p.numel() for p in linear((1, 8, 8), 10).parameters())
+    650
+    """
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), outputs))
+
+
+def mlp(shape: Sequence[int], outputs: int, hidden: int = 32) -> nn.Sequential:
+    """One hidden layer, tanh.
+
+    >>> sum(p.numel() for p in mlp((4,), 3).parameters())
+    259
+    """
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+
+
+def cnn(shape: Sequence[int], outputs: int, hidden: int = 32) -> nn.Sequential:
+    """Convolutions with tanh, each followed by average pooling by 2 until the image is at most 8 wide and high, for
+    images (B, C, H, W) of any size from 4x4.
+
+    >>> sum(p.numel() for p in cnn((1, 8, 8), 10).parameters())
+    21546
+    """
+    channels, height, width = shape
+    if min(height, width) < 4:
+        raise ValueError(f"a cnn needs images of at least 4x4, got {height}x{width}: use mlp or linear")
+    layers: list[nn.Module] = [nn.Conv2d(channels, 16, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2)]
+    channels, height, width = 16, height // 2, width // 2
+    while True:
+        layers += [nn.Conv2d(channels, 32, 3, padding=1), nn.Tanh()]
+        channels = 32
+        if max(height, width) <= 8 or min(height, width) < 2:
+            break
+        layers.append(nn.AvgPool2d(2))
+        height, width = height // 2, width // 2
+    flat = channels * height * width
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(flat, hidden), nn.Tanh(), nn.Linear(hidden, outputs))

@@ -1,0 +1,174 @@
+"""The one small type that every loader returns: what the model sees, and the way back to the data's own units."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+
+from .._check import InputError, choice
+
+# control characters, lone surrogates, line separators, and the marks that turn the direction of writing
+_UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+
+class DataWarning(UserWarning):
+    """Something about the data that its owner should know; the same words are in Dataset.notes."""
+
+
+def clean(text: str) -> str:
+    """The text as it is, HTML included (pages escape it), without characters that steer a terminal or cannot be seen."""
+    return _UNSEEN.sub("", text).strip()
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One number of a record, as its owner knows it.
+
+    Attributes:
+        name: any text, HTML included: whoever shows it escapes it.
+        unit: "years"; "" for none.
+        low, high: its range in data units; the model sees (value - low)/(high - low).
+        declared: False where the range was read off the data, so that it must not be published.
+        private: whether the audit protects it; categories and marks of missing values are public.
+    """
+
+    name: str
+    unit: str = ""
+    low: float = 0.0
+    high: float = 1.0
+    declared: bool = True
+    private: bool = True
+
+
+class Pixels(Sequence[Feature]):
+    """The features of images of one shape, made when asked for: "pixel (row, column)", with the plane where several."""
+
+    def __init__(self, shape: tuple[int, int, int], high: float = 255.0, unit: str = "grey levels") -> None:
+        self.shape, self.high, self.unit = shape, high, unit
+        self._planes = {1: ("",), 3: (" red", " green", " blue")}.get(shape[0])
+
+    def __len__(self) -> int:
+        return int(np.prod(self.shape))
+
+    @overload
+    def __getitem__(self, index: int) -> Feature: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Feature]: ...
+    def __getitem__(self, index: int | slice) -> Feature | Sequence[Feature]:
+        if isinstance(index, slice):
+            return [self[k] for k in range(*index.indices(len(self)))]
+        flat = index + len(self) if index < 0 else index
+        if not 0 <= flat < len(self):
+            raise IndexError(index)
+        plane, row, column = (int(k) for k in np.unravel_index(flat, self.shape))
+        said = self._planes[plane] if self._planes else f" plane {plane}"
+        return Feature(f"pixel ({row}, {column}){said}", self.unit, 0.0, self.high)
+
+    def __iter__(self) -> Iterator[Feature]:
+        return (self[k] for k in range(len(self)))
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Records for training and for testing, with names, units and ranges.
+
+    Attributes:
+        name: "digits", or the file's name.
+        kind: "image" or "table".
+        inputs: float32, what the model sees: images (N, C, H, W) in [0, 1]; tables (N, columns), numbers in [0, 1].
+        targets: (N,), int64 classes, or float32 numbers scaled to [0, 1] by the target's range.
+        test_inputs, test_targets: held out, of the same form; may be empty.
+        features: of every flat column of a record's input.
+        task: "classes" or "number".
+        class_names: of the classes 0, 1, ...; empty for a number.
+        target: name, unit and range of what is predicted.
+        record_names: of the N training records (a file's name, "row 18"), or None: "record 17" then.
+        notes: what the owner should know, in sentences; they may depend on the data, so not for public pages.
+    """
+
+    name: str
+    kind: str
+    inputs: np.ndarray
+    targets: np.ndarray
+    test_inputs: np.ndarray
+    test_targets: np.ndarray
+    features: Sequence[Feature]
+    task: str = "classes"
+    class_names: tuple[str, ...] = ()
+    target: Feature | None = None
+    record_names: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        choice("kind", self.kind, ("image", "table"))
+        choice("task", self.task, ("classes", "number"))
+        rank, number = (4 if self.kind == "image" else 2), np.float32 if self.task == "number" else np.int64
+        for part, targets in (("inputs", "targets"), ("test_inputs", "test_targets")):
+            x, y = getattr(self, part), getattr(self, targets)
+            if x.dtype != np.float32 or x.ndim != rank or x.shape[1:] != self.inputs.shape[1:]:
+                raise InputError(part, f"must be float32 with {rank} axes", f"{x.dtype} of shape {x.shape}")
+            if y.dtype != number or y.shape != x.shape[:1]:
+                raise InputError(targets, f"must be {len(x)} of {number.__name__}", f"{y.dtype} of shape {y.shape}")
+        if len(self.features) != int(np.prod(self.shape)):
+            raise InputError("features", f"must be {int(np.prod(self.shape))}, one a column", len(self.features))
+        if self.record_names is not None and len(self.record_names) != len(self.inputs):
+            raise InputError("record_names", f"must be {len(self.inputs)}, one a record", len(self.record_names))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one record's input."""
+        return tuple(int(k) for k in self.inputs.shape[1:])
+
+    @cached_property
+    def private(self) -> np.ndarray | None:
+        """Flat columns that are private, (d,), or None where all are."""
+        if isinstance(self.features, Pixels):
+            return None
+        marks = np.array([f.private for f in self.features])
+        return None if marks.all() else np.flatnonzero(marks)
+
+    @cached_property
+    def scale(self) -> np.ndarray:
+        """Widths of the private features' ranges, (d,): data value = offset + scale · input."""
+        if isinstance(self.features, Pixels):
+            return np.full(len(self.features), self.features.high)
+        return np.array([f.high - f.low for f in self.features if f.private], dtype=np.float64)
+
+    @cached_property
+    def offset(self) -> np.ndarray:
+        """Lower ends of the private features' ranges, (d,)."""
+        if isinstance(self.features, Pixels):
+            return np.zeros(len(self.features))
+        return np.array([f.low for f in self.features if f.private], dtype=np.float64)
+
+    @property
+    def private_features(self) -> tuple[Feature, ...]:
+        """The features that are private, in the order of `scale` and `offset`."""
+        return tuple(f for f in self.features if f.private)
+
+    @property
+    def inferred_ranges(self) -> bool:
+        """Whether a range, of a feature or the target, was read off the data."""
+        own = self.target is not None and self.task == "number" and not self.target.declared
+        return own or (not isinstance(self.features, Pixels) and any(not f.declared for f in self.features))
+
+    def record_name(self, record: int) -> str:
+        """What to call a training record: its own name, or "record 17"."""
+        return self.record_names[record] if self.record_names is not None else f"record {record}"
+
+    def summary(self) -> str:
+        """One readable line."""
+        count = f"{len(self.inputs):,} records to train on, {len(self.test_inputs):,} to test"
+        if self.kind == "image":
+            planes, height, width = self.shape
+            what = f"images of {height}×{width}" + (f" in {planes} planes" if planes > 1 else "")
+        else:
+            d = len(self.features) if self.private is None else len(self.private)
+            what = f"a table of {len(self.features)} columns, {d} of them private"
+        aim = f"{len(self.class_names)} classes" if self.task == "classes" else "a number"
+        return f"{self.name}: {what}; {count}; predicts {self.target.name if self.target else 'the class'} ({aim})"

@@ -1,0 +1,205 @@
+"""Columns of a table as what a model sees: numbers by their range, categories as ones and zeros.
+
+With every range declared, a row's numbers depend on that row alone; ranges read off the data are marked as such."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .._check import DataError, InputError, number
+from .dataset import Dataset, Feature, clean
+from .split import keep, split
+
+MOST_CATEGORIES = 100
+MOST_CLASS_NUMBERS = 20  # a target of at most so many different whole numbers is taken as classes
+MISSING = "(missing)"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column as read. Numbers: float64 with NaN where missing. Categories: str, "" where missing."""
+
+    name: str
+    values: np.ndarray
+
+    @property
+    def numeric(self) -> bool:
+        return self.values.dtype.kind == "f"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user said about columns: names to ranges and units, and which are private (None: every number)."""
+
+    ranges: Mapping[str, tuple[float, float]]
+    units: Mapping[str, str]
+    private: tuple[str, ...] | None
+
+
+def wishes(
+    names: Sequence[str],
+    *,
+    private: Sequence[str] | str | None,
+    ranges: Mapping[str, Any] | None,
+    units: Mapping[str, str] | None,
+) -> Wishes:
+    """The wishes, checked against the columns there are."""
+    if isinstance(private, str):
+        private = [name.strip() for name in private.split(",")]
+    asked = None if private is None else tuple(dict.fromkeys(clean(str(name)) for name in private))
+    if asked == ():
+        raise InputError("private", "must name at least one column", private)
+    checked = {clean(str(name)): _range(name, pair) for name, pair in (ranges or {}).items()}
+    units = {clean(str(name)): clean(str(unit)) for name, unit in (units or {}).items()}
+    for said, given in (("private", asked or ()), ("ranges", checked), ("units", units)):
+        for name in given:
+            if name not in names:
+                shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+                raise InputError(said, f"must name columns of the table ({shown})", name)
+    return Wishes(checked, units, asked)
+
+
+def _range(name: str, pair: Any) -> tuple[float, float]:
+    try:
+        low, high = pair
+    except (TypeError, ValueError):
+        raise InputError("ranges", f"must give a lowest and a highest value of {name}", pair) from None
+    low, high = number(f"the lowest {name}", low), number(f"the highest {name}", high)
+    if not low < high or not math.isfinite(high - low):
+        raise InputError("ranges", f"must run from a lower to a higher value of {name}", f"{low:g}:{high:g}")
+    return low, high
+
+
+def table(
+    name: str,
+    columns: Sequence[Column],
+    target: Column,
+    wish: Wishes,
+    *,
+    seed: int,
+    test_share: float,
+    limit: int | None,
+    record_names: Sequence[str] | None = None,
+) -> Dataset:
+    """A Dataset of the columns and the target; every private column must be one of numbers."""
+    notes: list[str] = []
+    parts: list[np.ndarray] = []
+    features: list[Feature] = []
+    for column in columns:
+        asked = wish.private is not None and column.name in wish.private
+        if not column.numeric:
+            if asked:
+                raise DataError(f"{name}, column {column.name!r}: {CATEGORY_IS_PUBLIC}")
+            values, own = categories(name, column, notes)
+        else:
+            private = asked or wish.private is None
+            values, own = numbers(name, column, wish, private=private, notes=notes)
+        parts.append(values)
+        features.extend(own)
+    if not any(feature.private for feature in features):
+        raise DataError(f"{name}: no column of numbers to protect; {CATEGORY_IS_PUBLIC}")
+    inputs = np.concatenate(parts, axis=1).astype(np.float32)
+    targets, class_names, aim = _target(name, target, wish, notes)
+    task = "classes" if class_names else "number"
+    train, test = split(targets, seed=seed, test_share=test_share, task=task)
+    train = train[keep(targets[train], limit, seed=seed, task=task)]
+    return Dataset(
+        name,
+        "table",
+        inputs[train],
+        targets[train],
+        inputs[test],
+        targets[test],
+        tuple(features),
+        task=task,
+        class_names=class_names,
+        target=aim,
+        record_names=None if record_names is None else tuple(record_names[k] for k in train),
+        notes=tuple(notes),
+    )
+
+
+CATEGORY_IS_PUBLIC = (
+    "a category cannot be private here, since the theory of per-record leakage is for continuous values; "
+    "the floors of `reconbound bound` hold for any attacker and any kind of data"
+)
+
+
+def numbers(
+    table: str, column: Column, wish: Wishes, *, private: bool, notes: list[str]
+) -> tuple[np.ndarray, list[Feature]]:
+    """(value - low)/(high - low), (N, 1), or (N, 2) with a public mark where values are missing; these sit in the middle."""
+    values, missing = column.values, np.isnan(column.values)
+    feature = _ranged(table, column.name, values[~missing], wish, private, notes)
+    filled = np.where(missing, feature.low / 2 + feature.high / 2, values)
+    outside = int(np.sum((filled < feature.low) | (filled > feature.high)))
+    if outside:
+        notes.append(
+            f"{column.name}: {outside:,} of {len(values):,} values lie outside {feature.low:g} to {feature.high:g} "
+            "and were moved to its ends"
+        )
+    scaled = (np.clip(filled, feature.low, feature.high) - feature.low) / (feature.high - feature.low)
+    if not missing.any():
+        return scaled[:, None], [feature]
+    mark = Feature(f"{column.name} {MISSING}", private=False)
+    return np.stack([scaled, missing.astype(np.float64)], axis=1), [feature, mark]
+
+
+def _ranged(table: str, name: str, known: np.ndarray, wish: Wishes, private: bool, notes: list[str]) -> Feature:
+    unit = wish.units.get(name, "")
+    if name in wish.ranges:
+        low, high = wish.ranges[name]
+        return Feature(name, unit, low, high, True, private)
+    if known.size == 0:
+        raise DataError(f"{table}, column {name!r}: every value is missing; leave the column out or give its range")
+    low, high = float(known.min()), float(known.max())
+    if low == high:
+        notes.append(f"{name}: every value is {low:g}")
+        low, high = low - max(0.5, abs(low) / 2), high + max(0.5, abs(high) / 2)
+    if not math.isfinite(high - low) or not high - low >= np.finfo(np.float64).tiny:
+        raise DataError(f"{table}, column {name!r}: values from {low:g} to {high:g} span no usable range; give one")
+    notes.append(
+        f"{name}: no range was given, so {low:g} to {high:g} was read off the data, which tells about its records"
+    )
+    return Feature(name, unit, low, high, False, private)
+
+
+def categories(table: str, column: Column, notes: list[str]) -> tuple[np.ndarray, list[Feature]]:
+    """A public column of ones and zeros for each category, (N, k), a missing one being a category of its own."""
+    found, codes = np.unique(column.values, return_inverse=True)
+    if len(found) > MOST_CATEGORIES:
+        raise DataError(
+            f"{table}, column {column.name!r}: {len(found):,} different texts, more than {MOST_CATEGORIES}: "
+            "an identifier or free text, which a model should not see; leave the column out"
+        )
+    if len(found) == 1:
+        notes.append(f"{column.name}: every value is {str(found[0]) or MISSING!r}")
+    named = [Feature(f"{column.name} = {text or MISSING}", private=False) for text in map(str, found)]
+    return (codes.reshape(-1, 1) == np.arange(len(found))).astype(np.float64), named
+
+
+def _target(table: str, column: Column, wish: Wishes, notes: list[str]) -> tuple[np.ndarray, tuple[str, ...], Feature]:
+    """Classes where the target is text or few whole numbers, else a number scaled to [0, 1]; a range makes it a number."""
+    values, name = column.values, column.name
+    if wish.private is not None and name in wish.private:
+        raise InputError("private", "must not name the target, which the attacker is taken to know", name)
+    if not column.numeric and name in wish.ranges:
+        raise DataError(f"{table}, column {name!r}: a range was given, but it holds text")
+    found, codes = np.unique(values, return_inverse=True)
+    if len(found) < 2:
+        raise DataError(f"{table}, column {name!r}: the target is {found[0]!s} in every row: there is nothing to learn")
+    few = column.numeric and len(found) <= MOST_CLASS_NUMBERS and bool(np.all(found == np.round(found)))
+    if not column.numeric or (few and name not in wish.ranges):
+        if len(found) > MOST_CATEGORIES:
+            raise DataError(
+                f"{table}, column {name!r}: a target of {len(found):,} classes, more than {MOST_CATEGORIES}"
+            )
+        names = tuple(f"{v:.0f}" if column.numeric else str(v) for v in found)
+        return codes.reshape(-1).astype(np.int64), names, Feature(name, wish.units.get(name, ""), private=False)
+    scaled, (feature, *_) = numbers(table, column, wish, private=False, notes=notes)
+    return scaled[:, 0].astype(np.float32), (), feature
