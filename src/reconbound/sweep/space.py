@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from .._check import InputError, choice, number, whole
@@ -15,15 +16,19 @@ from .._random import derive
 
 Setting: TypeAlias = dict[str, Any]  # a value for each name
 
-#: What can be searched: name → (numbers, whole numbers or words; how a value is checked).
+WORDS = {
+    "clip": ("smooth", "hard"),
+    "sampler": ("poisson", "fixed", "shuffle"),
+    "model": ("linear", "mlp", "cnn"),
+}
+#: What can be searched, by the names of Plan: numbers or words, and how a value is checked.
 PARAMETERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "noise_multiplier": ("number", lambda v: number("noise_multiplier", v, above=0.0)),
     "max_grad_norm": ("number", lambda v: number("max_grad_norm", v, above=0.0)),
+    "sample_rate": ("number", lambda v: number("sample_rate", _ratio(v), above=0.0, at_most=1.0)),
     "lr": ("number", lambda v: number("lr", v, above=0.0)),
     "momentum": ("number", lambda v: number("momentum", v, at_least=0.0, below=1.0)),
-    "batch": ("whole", lambda v: whole("batch", v)),
-    "clip": ("word", lambda v: choice("clip", v, ("smooth", "hard"))),
-    "sampler": ("word", lambda v: choice("sampler", v, ("poisson", "fixed", "shuffle"))),
+    **{name: ("word", partial(choice, name, options=options)) for name, options in WORDS.items()},
 }
 
 
@@ -36,12 +41,11 @@ class Choices:
 
 @dataclass(frozen=True)
 class Range:
-    """All numbers from low to high; log: each factor is as likely as another. whole: whole numbers only."""
+    """All numbers from low to high; log: each factor is as likely as another."""
 
     low: float
     high: float
     log: bool = False
-    whole: bool = False
 
 
 Space: TypeAlias = dict[str, Choices | Range]
@@ -51,7 +55,7 @@ def parse_grid(options: Sequence[str]) -> Space:
     """The space that words such as "lr=0.1,0.5" or "lr=0.01:1:log" describe.
 
     >>> parse_grid(["lr=0.1,0.5", "noise_multiplier=0.2:5:log"])
-    {'lr': Choices(values=(0.1, 0.5)), 'noise_multiplier': Range(low=0.2, high=5.0, log=True, whole=False)}
+    {'lr': Choices(values=(0.1, 0.5)), 'noise_multiplier': Range(low=0.2, high=5.0, log=True)}
     """
     space: Space = {}
     for option in options:
@@ -123,7 +127,7 @@ def settings_of(space: Space) -> list[Setting]:
 def key(setting: Mapping[str, Any]) -> str:
     """One line that is the same for equal settings, whatever their order.
 
-    >>> key({"lr": 0.5, "batch": 10}) == key({"batch": 10, "lr": 0.5})
+    >>> key({"lr": 0.5, "clip": "hard"}) == key({"clip": "hard", "lr": 0.5})
     True
     """
     return json.dumps(dict(setting), sort_keys=True, separators=(",", ":"))
@@ -161,11 +165,22 @@ def _range(name: str, text: str) -> Range:
     kind, check = PARAMETERS[name]
     low, high, *more = (part.strip() for part in text.split(":"))
     if kind == "word" or more not in ([], ["log"]):
-        raise InputError("grid", f"must give {name} a list of values{'' if kind == 'word' else ' or low:high[:log]'}", text)
+        raise InputError(
+            "grid", f"must give {name} a list of values{'' if kind == 'word' else ' or low:high[:log]'}", text
+        )
     ends = [_checked(name, kind, check, part) for part in (low, high)]
     if not ends[0] < ends[1] or (more and ends[0] <= 0):
         raise InputError("grid", f"must give {name} a range from a smaller number to a larger", text)
-    return Range(ends[0], ends[1], log=bool(more), whole=kind == "whole")
+    return Range(ends[0], ends[1], log=bool(more))
+
+
+def _ratio(value: Any) -> Any:
+    """A number, also as a fraction: 0.01, 256/50000."""
+    over, slash, under = str(value).partition("/")
+    try:
+        return float(over) / float(under) if slash else value
+    except (ValueError, ZeroDivisionError):
+        return value
 
 
 def _checked(name: str, kind: str, check: Callable[[Any], Any], value: Any) -> Any:

@@ -19,15 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import optuna
+import sqlalchemy as sql
+from optuna.trial import FrozenTrial, TrialState
+
 from .._check import InputError
 from .._files import CONFIDENTIAL
-
-try:
-    import optuna
-    import sqlalchemy as sql
-    from optuna.trial import FrozenTrial, TrialState
-except ImportError as reason:
-    raise InputError("sweep", "needs Optuna: pip install 'reconbound[sweep]'", reason.name) from None
 
 BACKENDS = ("sqlite", "postgresql")
 ERRORS = 3  # a trial that raised so often has failed
@@ -89,7 +86,9 @@ class Store:
         except KeyError:
             raise InputError("name", f"must be that of a sweep in {self.shown}", name) from None
         except (sql.exc.SQLAlchemyError, optuna.exceptions.OptunaError, ImportError, OSError) as reason:
-            raise InputError("storage", f"must be a database that can be used ({_first_line(reason)})", self.shown) from None
+            raise InputError(
+                "storage", f"must be a database that can be used ({_first_line(reason)})", self.shown
+            ) from None
 
     # --- making the trials ------------------------------------------------------------
 
@@ -221,7 +220,8 @@ class Store:
 
     def trials(self) -> list[FrozenTrial]:
         """All trials as they are now, by number."""
-        return self.study.get_trials(deepcopy=False)
+        found: list[FrozenTrial] = self.study.get_trials(deepcopy=False)
+        return found
 
     def leases(self) -> dict[int, Any]:
         """The leases of this sweep's trials and others', by trial."""
@@ -267,7 +267,9 @@ def _checked_url(url: str) -> Any:
         made = sql.make_url(url)
         backend = made.get_backend_name()
     except (sql.exc.ArgumentError, ValueError):
-        raise InputError("storage", "must be a URL such as sqlite:///sweep.db or postgresql://user@host/name", url) from None
+        raise InputError(
+            "storage", "must be a URL such as sqlite:///sweep.db or postgresql://user@host/name", url
+        ) from None
     if backend not in BACKENDS or (backend == "sqlite" and not _file(made)):
         shown = made.render_as_string(hide_password=True)
         raise InputError("storage", "must be a SQLite file or a PostgreSQL database", shown)

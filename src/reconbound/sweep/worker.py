@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -134,9 +134,3 @@ class Heart:
         while not self._stop.wait(self.store.lease / 4):
             with suppress(Exception):  # out of reach for the moment: the next beat may come through
                 self.lost = self.lost or not self.store.beat(self.claim, self.done)
-
-
-def facts_of(trial: Any) -> Mapping[str, Any]:
-    """What a trial keeps."""
-    attributes: Mapping[str, Any] = trial.user_attrs
-    return attributes
