@@ -145,6 +145,7 @@ class Trainer:
             learner=SteppedSGD,
             evaluate=evaluate,
             evaluate_every=_often(self.counts),
+            every=max(20, self.counts[-1] // 30),
             progress=False,
         )
         assert isinstance(learner, SteppedSGD)
