@@ -1,0 +1,291 @@
+"""The audit: train privately on a data set, account for every record, write the folder that the reports are made of.
+
+All runs of the plan are trained from fresh parameters. The FIRST is the release: its parameters are in
+model.safetensors, its accuracy is the one reported. The others measure only, and are never released: with them, leakage
+is an average over the randomness of training, and has confidence limits."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import __version__
+from ._progress import progress_bar
+from .account import Account
+from .audit_learner import AuditLearner
+from .calculator import Guarantee, guarantee
+from .checkpoint import held
+from .plan import Plan, make_learner, model_kind
+from .plan_file import MODEL, open_folder, settle
+from .run_folder import CHECKPOINTS, Leakage, Run, write_leakage, write_run
+
+if TYPE_CHECKING:
+    from .data import Dataset
+
+#: Most and least exposed records that are kept whole, with probes for each of their measurements; records over which
+#: the average diagonal is taken.
+MOST, LEAST, PROBES, SAMPLE = 12, 6, 32, 1000
+CONFIDENCE = 0.95
+
+
+def audit(
+    dataset: Dataset,
+    plan: Plan,
+    out: str | os.PathLike[str],
+    *,
+    show: bool = True,
+    publish_accuracy: bool = False,
+    fresh: bool = False,
+) -> Path:
+    """Train, account, write the run folder and its two reports; the folder. Goes on where it was stopped.
+
+    Args:
+        out: a new or empty folder, or that of an audit with the same plan and data (more runs are added to it).
+        show: a progress bar with the remaining time, on a terminal.
+        publish_accuracy: put the accuracy on the test data into the public facts.
+        fresh: forget what the folder holds.
+
+    Guarantee: as FisherAccountant's, for the release of the first run's noisy steps. The records kept whole are chosen
+    by the estimate itself, so the largest is more often too large than too small.
+    """
+    folder = open_folder(out)
+    with held(folder):
+        for leftover in folder.glob(".*.part"):
+            leftover.unlink(missing_ok=True)
+        if fresh:
+            open_folder(folder, fresh=True)
+        settled = settle(folder, dataset, plan)
+        learner = trained(dataset, settled, folder, show=show)
+        write_leakage(folder, leakage_of(dataset, settled, learner))
+        write_run(folder, facts_of(dataset, settled, learner, publish_accuracy=publish_accuracy))
+        from .report import build
+
+        build(folder)
+    return folder
+
+
+def trained(dataset: Dataset, plan: Plan, folder: Path, *, show: bool = False) -> AuditLearner:
+    """All runs of the plan, from the folder's last good state on."""
+    inside = folder / CHECKPOINTS
+    inside.mkdir(mode=0o700, exist_ok=True)
+    bar: Callable[[int], None] | None = None
+    before, stack = 0, ExitStack()
+
+    def advance(done: int) -> None:
+        nonlocal bar, before
+        if bar is None:  # only now is it known where the training goes on
+            what = f"training, {plan.runs} run{'s' if plan.runs > 1 else ''}"
+            bar, before = stack.enter_context(progress_bar(plan.runs * plan.steps, done, show, what)), done
+        bar(done - before)
+        before = done
+
+    with stack:
+        learner = make_learner(
+            dataset,
+            plan,
+            inside,
+            learner=AuditLearner,
+            tested_on=dataset,
+            snapshots=inside,
+            released=folder / MODEL,
+            advance=advance,
+            progress=False,
+        )
+        assert isinstance(learner, AuditLearner)
+        return learner.repeat(plan.runs, plan.steps)
+
+
+def leakage_of(dataset: Dataset, plan: Plan, learner: AuditLearner) -> Leakage:
+    """What the runs told about each record, with a closer look at the most and the least exposed."""
+    ledger = learner.accountant
+    assert ledger is not None
+    rules = ledger.account.rules
+    kept = chosen(ledger.dfil().cpu(), ledger.measured().cpu())
+    diagonal = average = None
+    if plan.sampler != "shuffle":  # there, parameters depend on whether a record was seen in the epoch
+        closer = learner.look_closely(kept, plan.runs, probes=PROBES, each=True).state()
+        diagonal = closer["diagonal_mean"].double()
+        sample = torch.arange(learner.records)
+        if len(sample) > SAMPLE:
+            generator = torch.Generator().manual_seed(0)  # who is in the sample is no secret
+            sample = torch.randperm(learner.records, generator=generator)[:SAMPLE].sort().values
+        average = learner.look_closely(sample, plan.runs, probes=1, each=False).state()["average_mean"][0]
+    first = [h for h in learner.history if h["run"] == 0]
+    scored = [h for h in first if "accuracy" in h]
+    private = dataset.private
+    flat = dataset.inputs.reshape(len(dataset.inputs), -1)
+    columns = flat if private is None else flat[:, private]
+    return Leakage(
+        dfil=_stacked([ledger.dfil(rule) for rule in rules]),
+        error=_stacked([ledger.standard_error(rule) for rule in rules]),
+        upper=_stacked([ledger.upper(rule, CONFIDENCE) for rule in rules]) if ledger.runs > 1 else None,
+        measured=ledger.measured().cpu(),
+        targets=torch.from_numpy(np.array(dataset.targets)),
+        kept=kept,
+        kept_inputs=torch.from_numpy(np.array(dataset.inputs[kept.numpy()])),
+        kept_diagonal=diagonal,
+        average_diagonal=average,
+        history_step=torch.tensor([int(h["step"]) for h in first]),
+        history=torch.tensor([[h["largest"], h["high"], h["median"]] for h in first]).double().reshape(-1, 3),
+        accuracy_step=torch.tensor([int(h["step"]) for h in scored]),
+        accuracy=torch.tensor([h["accuracy"] for h in scored]).double(),
+        guess=torch.from_numpy(columns.var(axis=0, dtype=np.float64)),
+        facts=_leakage_facts(dataset, plan, kept, rules),
+    )
+
+
+def chosen(dfil: Tensor, measured: Tensor) -> Tensor:
+    """The most exposed records in order, then the least exposed (the least last), among those measured."""
+    order = torch.argsort(dfil, descending=True, stable=True)
+    order = order[measured[order] > 0]
+    most = min(MOST, (len(order) + 1) // 2)
+    least = min(LEAST, len(order) - most)
+    return torch.cat([order[:most], order[len(order) - least :]])
+
+
+def _stacked(rows: list[Tensor]) -> Tensor:
+    return torch.stack(rows).cpu()
+
+
+def _leakage_facts(dataset: Dataset, plan: Plan, kept: Tensor, rules: tuple[str, ...]) -> dict[str, Any]:
+    private, target = dataset.private_features, dataset.target
+    facts: dict[str, Any] = {
+        "rules": list(rules),
+        "class_names": list(dataset.class_names),
+        "feature_names": [f.name for f in private],
+        "units": [f.unit for f in private],
+        "scale": dataset.scale.tolist(),
+        "offset": dataset.offset.tolist(),
+        "private": None if dataset.private is None else dataset.private.tolist(),
+        "target_name": "" if target is None else target.name,
+        "target_unit": "" if target is None else target.unit,
+        "confidence": CONFIDENCE,
+        "task": dataset.task,
+        "inferred_ranges": dataset.inferred_ranges,
+        "notes": list(dataset.notes),
+    }
+    if dataset.record_names is not None:
+        facts["record_names"] = [dataset.record_name(int(i)) for i in kept]
+    if dataset.task == "number" and target is not None:
+        facts |= {"target_offset": target.low, "target_scale": target.high - target.low}
+    return facts
+
+
+def facts_of(dataset: Dataset, plan: Plan, learner: AuditLearner, *, publish_accuracy: bool = False) -> Run:
+    """The public facts: what was asked and what the mechanism guarantees whatever the data."""
+    last = [h for h in learner.history if h["run"] == 0 and "accuracy" in h]
+    accuracy = float(last[-1]["accuracy"]) if publish_accuracy and last else None
+    assert learner.accountant is not None
+    return Run(
+        data=_data_facts(dataset),
+        mechanism={
+            "noise_multiplier": plan.noise_multiplier,
+            "max_grad_norm": plan.max_grad_norm,
+            "sample_rate": plan.sample_rate,
+            "steps": plan.steps,
+            "clip": plan.clip,
+            "sampler": plan.sampler,
+            "runs": plan.runs,
+        },
+        training={
+            "model": describe(dataset, plan),
+            "lr": plan.lr,
+            "momentum": plan.momentum,
+            "epochs": round(plan.steps / learner.sampler.steps_per_epoch, 2),
+            "noise": plan.noise,
+            "accounting_budget": plan.budget,
+            "probes": plan.probes,
+            "parameters": sum(p.numel() for p in learner.params.values()),
+        },
+        guarantee=learner.accountant.guarantee().to_dict(),
+        accuracy=accuracy,
+        software={"reconbound": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+def _data_facts(dataset: Dataset) -> dict[str, Any]:
+    """Of a table only names and ranges that its owner declared: categories and ranges read off the data stay here."""
+    found: dict[str, Any] = {
+        "name": dataset.name,
+        "kind": dataset.kind,
+        "records": len(dataset.inputs),
+        "features": len(dataset.scale),
+        "task": dataset.task,
+    }
+    if dataset.kind == "image":
+        return {**found, "shape": list(dataset.shape), "unit": dataset.features[0].unit}
+    private = dataset.private_features
+    found["private"] = [f.name for f in private]
+    found["ranges"] = {f.name: [f.low, f.high] for f in private if f.declared}
+    found["units"] = {f.name: f.unit for f in private if f.unit}
+    return found
+
+
+def describe(dataset: Dataset, plan: Plan) -> str:
+    """The model in a few words."""
+    kind = model_kind(dataset, plan.model)
+    if kind != "cnn":
+        return {"linear": "linear", "mlp": "one hidden layer of 32, tanh"}.get(kind, kind)
+    paper = {(1, 28, 28): "the paper's MNIST network", (3, 32, 32): "the paper's CIFAR-10 network"}
+    ten = len(dataset.class_names) == 10
+    return paper[dataset.shape] if ten and dataset.shape in paper else "convolutions, tanh, average pooling"
+
+
+def floors_of(dataset: Dataset, plan: Plan) -> Guarantee:
+    """What the plan's mechanism guarantees whatever the data, per feature in units of its range."""
+    account = Account(
+        records=len(dataset.inputs),
+        features=len(dataset.scale),
+        steps=plan.steps,
+        noise_multiplier=plan.noise_multiplier,
+        max_grad_norm=plan.max_grad_norm,
+        sample_rate=plan.sample_rate,
+        sampler=plan.sampler,
+        clip=plan.clip,
+    )
+    return guarantee(account.mechanism(), dim=account.features)
+
+
+def expected_seconds(dataset: Dataset, plan: Plan) -> float:
+    """How long the training will take, from a few timed steps with and without measuring."""
+    plain, measuring = (_step_seconds(dataset, plan, with_it) for with_it in (False, True))
+    per_run = plan.steps * plain
+    budget = plan.settings().budget
+    if isinstance(budget, float):
+        blocks = max(1, min(plan.steps, math.floor(plan.steps * plan.sample_rate * budget + 1e-9)))
+        per_run += blocks / plan.sample_rate * measuring
+    else:
+        share = 1.0 if budget == "every" else float(budget[1])
+        per_run += share * plan.steps * (measuring - plain)
+    return plan.runs * per_run
+
+
+def _step_seconds(dataset: Dataset, plan: Plan, measuring: bool, steps: int = 4) -> float:
+    times: list[float] = []
+
+    def stamp(model: Any) -> dict[str, float]:
+        times.append(time.perf_counter())
+        return {}
+
+    tried = replace(plan, budget="every")
+    learner = make_learner(dataset, tried, check=False, progress=False, evaluate=stamp, evaluate_every=1)
+    if not measuring:
+        learner.settings = replace(learner.settings, rules=None)
+    learner.fit(steps)
+    return median(b - a for a, b in pairwise(times))
+
+
+__all__ = ["audit", "expected_seconds", "floors_of", "trained"]

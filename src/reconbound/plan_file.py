@@ -1,0 +1,115 @@
+"""What was asked of an audit, beside its results: an audit goes on only in a folder that was begun with the same."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._check import InputError
+from ._files import CONFIDENTIAL, Unreadable, write_whole
+from ._random import new_seed
+from .checkpoint import LOCK, NAMES, plain_json
+from .learner_state import data_digest
+from .plan import Plan, _tensor
+from .run_folder import CHECKPOINTS, LEAKAGE, PUBLIC_REPORT, REPORT, RUN, prepare
+
+if TYPE_CHECKING:
+    from .data import Dataset
+
+PLAN, MODEL, FORMAT = "plan.json", "model.safetensors", 1
+
+
+def open_folder(out: str | os.PathLike[str], *, fresh: bool = False) -> Path:
+    """The audit's folder, made if need be. One that holds anything but an audit is refused: its mode would change."""
+    path = Path(out)
+    try:
+        foreign = path.exists() and not (path / PLAN).exists() and any(p.name != LOCK for p in path.iterdir())
+    except OSError as reason:
+        raise InputError("out", f"must be a folder that can be read ({reason.strerror})", str(path)) from None
+    if foreign:
+        raise InputError("out", "must be a new or empty folder, or that of an audit", str(path))
+    folder = prepare(path)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError("out", "must be a folder that can be written", str(path))
+    if fresh:
+        remove(folder)
+    return folder
+
+
+def remove(folder: Path) -> None:
+    """Remove what an audit leaves in its folder, and nothing else; the plan last, so that it can be done again."""
+    names = [RUN, LEAKAGE, REPORT, PUBLIC_REPORT, MODEL]
+    inside = folder / CHECKPOINTS
+    for path in [*(inside / name for name in NAMES), *inside.glob("parameters-*.safetensors"), inside / LOCK]:
+        path.unlink(missing_ok=True)
+    for name in (*names, PLAN):
+        (folder / name).unlink(missing_ok=True)
+
+
+def settle(folder: Path, dataset: Dataset, plan: Plan) -> Plan:
+    """The plan with its seed: that of the folder if it was begun with the same options and data, else a new one.
+
+    More runs than before are taken as more of the same; any other difference is refused."""
+    wanted = plain_json({"plan": asdict(plan), "data": about(dataset)})
+    path = folder / PLAN
+    before = _read(path) if path.exists() else None
+    if before is None:
+        seed = new_seed() if plan.seed is None else plan.seed
+    else:
+        seed = int(before["seed"])
+        told = [*_differences(before["plan"], wanted["plan"]), *_differences(before["data"], wanted["data"])]
+        if told:
+            raise InputError(
+                "out",
+                f"must be another folder, or --fresh be given to start over: this audit was begun with other options "
+                f"({'; '.join(told)})",
+                str(folder),
+            )
+    content = {"format": FORMAT, "confidential": "the seed is as secret as the data", "seed": seed, **wanted}
+    if before is None or before["plan"] != wanted["plan"]:
+        write_whole(path, json.dumps(content, indent=1, sort_keys=True).encode() + b"\n", mode=CONFIDENTIAL)
+    return replace(plan, seed=seed)
+
+
+def about(dataset: Dataset) -> dict[str, Any]:
+    """What tells one data set from another, in few words."""
+    target = dataset.target
+    found: dict[str, Any] = {"name": dataset.name, "records": len(dataset.inputs), "shape": list(dataset.shape)}
+    found |= {"task": dataset.task, "target": None if target is None else target.name}
+    if dataset.kind == "table":
+        found["private"] = [f.name for f in dataset.private_features]
+        found["ranges"] = {f.name: [f.low, f.high] for f in dataset.private_features}
+        found["units"] = {f.name: f.unit for f in dataset.private_features}
+    found["digest"] = data_digest(
+        [_tensor(dataset.inputs), _tensor(dataset.test_inputs)],
+        [_tensor(dataset.targets), _tensor(dataset.test_targets)],
+    )
+    return found
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    told = []
+    for name in [*now, *(n for n in before if n not in now)]:
+        was, is_ = before.get(name), now.get(name)
+        if was == is_ or (name == "runs" and isinstance(was, int) and isinstance(is_, int) and is_ > was):
+            continue
+        if isinstance(was, dict) and isinstance(is_, dict):
+            told += [f"{name} of {part}" for part in _differences(was, is_)]
+        elif name == "digest":
+            told.append("the data have changed")
+        else:
+            told.append(f"{name} was {was} and is {is_}")
+    return told
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+        if content["format"] != FORMAT or not {"seed", "plan", "data"} <= set(content):
+            raise ValueError("another format")
+        return content
+    except (OSError, ValueError, KeyError, TypeError) as reason:
+        raise Unreadable(f"{path} is not a file of reconbound's ({reason}): start over with --fresh") from None
