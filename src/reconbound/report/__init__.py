@@ -1,0 +1,162 @@
+"""A run folder becomes one self-contained page: report.html for the data's owner, report-public.html to be shown."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import __version__
+from .._check import InputError
+from .._files import CONFIDENTIAL, PUBLIC, write_whole
+from ..run_folder import PUBLIC_REPORT, REPORT, Leakage, Run, read_leakage, read_run
+from . import advice, charts, page, public, words
+from .figures import amount, clean, percent, plus_minus
+from .records import cards, glance, quantiles, record_facts, record_table
+from .view import View
+
+__all__ = ["build", "compare", "confidential_page", "public_page", "record_facts", "record_table"]
+
+
+def build(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Write report.html (confidential, mode 0600) and report-public.html (mode 0644) of a finished audit.
+
+    Args:
+        folder: of the audit, with run.json and leakage.safetensors.
+
+    Guarantee: the public page is built from run.json alone. The same folder gives the same bytes.
+    """
+    run, leakage = read_run(folder), read_leakage(folder)
+    own, shown = Path(folder) / REPORT, Path(folder) / PUBLIC_REPORT
+    write_whole(own, confidential_page(run, leakage), mode=CONFIDENTIAL)
+    write_whole(shown, public_page(run), mode=PUBLIC)
+    return own, shown
+
+
+def confidential_page(run: Run, leakage: Leakage) -> bytes:
+    """The page for the data's owner: HTML with all that it needs inside."""
+    view = View(run, leakage)
+    drawn = [charts.histogram(view), charts.by_feature(view), charts.by_class(view), charts.accuracy(view),
+             charts.growth(view)]  # fmt: skip
+    shown = {chart.id: chart for chart in drawn if chart is not None}
+    context = {
+        "title": f"{clean(run.data.get('name', 'data'), 80)}: how well is each {view.noun} protected?",
+        "view": view,
+        "verdict": words.verdict(view),
+        "sureness": words.sureness(view),
+        "glance": glance(view),
+        "chart": shown,
+        "slider": slider(view, shown["chart-floors"]),
+        "quantiles": quantiles(view),
+        "rules": words.RULES,
+        "cards": cards(view),
+        "features": public.feature_rows(view),
+        "assumptions": words.assumptions(view),
+        "floors": public.floor_rows(run, view.unit),
+        "guess_middle": plus_minus(view.unit / 2),
+        "advice": advice.for_records(view),
+        "targets": advice.targets(run, view.part, view.unit),
+        "settings": words.settings(run),
+        "accuracy": accuracy_line(view),
+        "version": __version__,
+    }
+    sorted_floors = base64.b64encode(np.sort(view.floor).astype("<f8").tobytes()).decode()
+    data = {"floors": sorted_floors, "slider": context["slider"]}
+    return page.render("report.html", context, {key: chart.figure for key, chart in shown.items()}, data)
+
+
+def slider(view: View, histogram: charts.Chart) -> dict[str, Any]:
+    """The threshold's range (log10) and what is said before it is moved: the records below the guess."""
+    low, high = histogram.figure["layout"]["xaxis"]["range"]
+    start = view.guess if view.guess > 0 and low <= np.log10(view.guess) <= high else float(10 ** ((low + high) / 2))
+    return {
+        "low": low,
+        "high": high,
+        "start": start,
+        "place": round(1000 * (float(np.log10(start)) - low) / (high - low)),
+        "below": view.below(start),
+        "records": view.records,
+        "shown": amount(start),
+        "share": percent(view.below(start), view.records),
+        "guess": view.guess,
+    }
+
+
+def accuracy_line(view: View) -> str:
+    """Accuracy at the end, in a sentence."""
+    found = view.leakage.accuracy
+    if found.numel() == 0 or not bool(found[-1].isfinite()):
+        return "No accuracy was measured."
+    last = float(found[-1])
+    if view.facts.get("task", "classes") == "classes":
+        return f"{last:.1%} of the test {view.noun}s are classified rightly at the end of the run."
+    return f"R² on test data is {last:.3f} at the end of the run."
+
+
+def public_page(run: Run) -> bytes:
+    """The page that may be shown. It is made from the run's public facts and from nothing else.
+
+    Guarantee: no per-record leakage is read, so none can be in it; accuracy only where its owner chose to publish it.
+    """
+    return page.render("public.html", {**public.context(run), "version": __version__}, None)
+
+
+def compare(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
+    """Write one page (confidential, mode 0600) that sets several audits side by side.
+
+    Args:
+        folders: of finished audits, two or more.
+        out: the file to write.
+    """
+    if len(folders) < 2:
+        raise InputError("folders", "must be two or more to compare", [str(folder) for folder in folders])
+    views = [View(read_run(folder), read_leakage(folder)) for folder in folders]
+    names = _names(folders)
+    chart = charts.overlay(views, names)
+    same = len({clean(view.run.data.get("name", "")) for view in views}) == 1
+    context = {
+        "title": f"{len(views)} audits side by side",
+        "rows": [_compared(view, name) for view, name in zip(views, names, strict=True)],
+        "same": same,
+        "chart": {chart.id: chart},
+        "version": __version__,
+    }
+    target = Path(out)
+    write_whole(target, page.render("compare.html", context, {chart.id: chart.figure}), mode=CONFIDENTIAL)
+    return target
+
+
+def _names(folders: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """A short name for each folder: its last part, or all of it where last parts are alike."""
+    short = [clean(Path(folder).resolve().name, 60) for folder in folders]
+    return [s if short.count(s) == 1 else clean(os.fspath(f), 120) for s, f in zip(short, folders, strict=True)]
+
+
+def _compared(view: View, name: str) -> dict[str, str]:
+    m, upper = view.run.mechanism, view.upper_floor
+    worst = None if view.worst is None else float(view.floor[view.worst]) / view.unit
+    limit = None if upper is None or not (upper > 0).any() else float(upper[upper > 0].min()) / view.unit
+    epsilon = view.run.guarantee.get("epsilon")
+    last = float(view.leakage.accuracy[-1]) if view.leakage.accuracy.numel() else float("nan")
+    classes = view.facts.get("task", "classes") == "classes"
+    return {
+        "name": name,
+        "data": clean(view.run.data.get("name", "–"), 60),
+        "noise": f"{float(m.get('noise_multiplier', 0)):g}",
+        "clip": f"{float(m.get('max_grad_norm', 0)):g}",
+        "rate": f"{float(m.get('sample_rate', 0)):.3g}",
+        "steps": f"{int(m.get('steps', 0)):,}",
+        "runs": f"{int(m.get('runs', 1)):,}",
+        "epsilon": "–" if epsilon is None else amount(float(epsilon)),
+        "accuracy": "–" if last != last else f"{last:.1%}" if classes else f"R² {last:.3f}",
+        "worst": plus_minus(worst),
+        "limit": "–" if limit is None else plus_minus(limit),
+        "median": plus_minus(view.quantile(0.5) / view.unit),
+        "guess": plus_minus(view.guess / view.unit),
+        "below": f"{view.below(view.guess):,} of {view.records:,}",
+        "unknown": f"{view.unknown:,}",
+    }

@@ -1,0 +1,77 @@
+"""What to do next: how much noise a target takes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .._check import InputError
+from ..calibrate import calibrate
+from ..mechanisms import SampledGaussian
+from ..run_folder import Run
+from .figures import plus_minus
+from .view import View
+
+#: Targets, as shares of the range: (± error, floor, attacker in words).
+TARGETS = (
+    (0.25, "lecam", "any attacker, each {part}"),
+    (0.4, "lecam", "any attacker, each {part}"),
+    (0.45, "rate_distortion", "any attacker, average over the {part}s"),
+    (0.5, "theorem1", "unbiased attacker, each {part}"),
+)
+
+
+def mechanism_of(run: Run) -> SampledGaussian | None:
+    """The mechanism that the calculator was asked about; None where it is none that noise can be found for."""
+    given = {k: v for k, v in run.guarantee.get("mechanism", {}).items() if k != "type"}
+    if run.guarantee.get("mechanism", {}).get("type") != "SampledGaussian":
+        return None
+    try:
+        return SampledGaussian(**given)
+    except (InputError, TypeError):
+        return None
+
+
+def targets(run: Run, part: str, unit: float = 1.0) -> list[dict[str, Any]]:
+    """The smallest noise multiplier for some floors that hold whatever the data are; empty where none can be found."""
+    mechanism, found = mechanism_of(run), []
+    dim = int(run.guarantee.get("data", {}).get("dim", 1))
+    for error, name, who in TARGETS if mechanism is not None else ():
+        assert mechanism is not None
+        try:
+            got = calibrate(mechanism, error**2, bound=name, dim=dim)
+        except InputError:
+            continue
+        found.append({
+            "target": plus_minus(error * unit), "who": who.format(part=part), "theorem": got.bound.theorem,
+            "noise": f"{got.noise:.3g}", "enough": got.noise <= mechanism.noise_multiplier,
+        })  # fmt: skip
+    return found
+
+
+def for_records(view: View) -> list[str]:
+    """What more noise would do to the per-record floors: an estimate, and why it is no more."""
+    if view.worst is None or view.guess <= 0:
+        return []
+    noise = float(view.run.mechanism.get("noise_multiplier", 0.0))
+    worst = float(view.floor[view.worst])
+    why = (
+        "A step’s information is that of the clipped gradient over the square of the noise, times a sampling factor that "
+        "shrinks with more noise: along the same training path, twice the noise about doubles every ± floor or better. "
+        "The path itself changes with the noise, so this is an estimate; only another audit tells."
+    )
+    if worst >= view.guess:
+        return [
+            f"The most exposed {view.noun}’s floor is above the error of a guess already. If accuracy is short, less "
+            "noise may do; audit again and see.",
+            why,
+        ]
+    if worst <= 0 or noise <= 0 or not math.isfinite(view.guess / worst):
+        return [why]
+    return [
+        f"To lift the most exposed {view.noun} from {plus_minus(worst)} to the error of a guess, {plus_minus(view.guess)}, "
+        f"try a noise multiplier of about {noise * view.guess / worst:.3g} (now {noise:g}): an estimate.",
+        why,
+        "Fewer steps, a smaller sampling rate, or leaving out the few most exposed records also help; leaving records out by "
+        "their leakage is itself a choice that depends on the data, and is not accounted for.",
+    ]

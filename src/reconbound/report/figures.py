@@ -1,0 +1,87 @@
+"""Figures as people write them, and text from outside made fit to be shown."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from ..bounds._bound import figure
+
+#: Beyond so many ranges a floor says "out of reach" and nothing more.
+REACH = 1e6
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
+
+
+def amount(x: float | None) -> str:
+    """An error: three digits; "more than 1,000,000" where more digits would say nothing.
+
+    >>> amount(0.4321), amount(0.0), amount(1e300), amount(None)
+    ('0.432', '0', 'more than 1,000,000', '–')
+    """
+    if x is None or math.isnan(x):
+        return "–"
+    if x > REACH:
+        return f"more than {REACH:,.0f}"
+    return figure(x)
+
+
+def plus_minus(x: float | None, unit: str = "") -> str:
+    """± error and unit.
+
+    >>> plus_minus(12.3456, "years")
+    '±12.3 years'
+    """
+    said = amount(x)
+    sign = "" if said.startswith("–") else "±"
+    return f"{sign}{said}{f' {unit}' if unit else ''}"
+
+
+def value(x: float) -> str:
+    """A value of the data, in its own unit: what its owner would write.
+
+    >>> value(39.00000038), value(1234567.0), value(0.5), value(-1e-9)
+    ('39', '1,234,567', '0.5', '0')
+    """
+    if not math.isfinite(x):
+        return "–"
+    short = float(f"{x:.6g}")
+    if abs(short) < 1e-8:
+        return "0"
+    if short == int(short) and abs(short) < 1e15:
+        return f"{x:,.0f}"
+    return f"{short:,.6g}"
+
+
+def percent(part: int, whole: int) -> str:
+    """A share that says 0 % and 100 % only where that is so.
+
+    >>> percent(0, 50), percent(1, 1797), percent(1796, 1797), percent(25, 50)
+    ('0 %', '0.056 %', '99.9 %', '50 %')
+    """
+    if whole == 0 or part in (0, whole):
+        return "100 %" if whole and part == whole else "0 %"
+    share = 100 * part / whole
+    if share > 99:
+        return f"{math.floor(share * 10) / 10:.1f} %"
+    return f"{share:.2g} %"
+
+
+def count(n: int, noun: str) -> str:
+    """
+    >>> count(1, "record"), count(1797, "image")
+    ('1 record', '1,797 images')
+    """
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def clean(text: object, most: int = 200) -> str:
+    """Text from outside without control and direction characters or lone surrogates, at most `most` long."""
+    told = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", str(text))
+    told = told.encode("utf-8", "replace").decode("utf-8")
+    return told if len(told) <= most else told[: most - 1] + "…"
+
+
+def for_plotly(text: object, most: int = 32) -> str:
+    """Text for a label of plotly's, which takes <b>, <a href> and entities for markup: all of it shown as it stands."""
+    told = clean(text, most)
+    return told.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,0 +1,75 @@
+"""From templates to one self-contained file: no request leaves the page, and no script runs in it but our own.
+
+Every script is named by its digest in the page's Content-Security-Policy, so that text which slipped through as
+markup could still run nothing and fetch nothing. Same folder, same bytes: no clock, no random id."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from . import figures
+
+
+def as_json(content: Any) -> Markup:
+    """JSON for a script element: nothing in it can end the element or start another."""
+    text = json.dumps(content, allow_nan=False, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)  # noqa: S704
+
+
+@cache
+def plotly_js() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    found = jinja2.Environment(
+        loader=jinja2.PackageLoader("reconbound.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.filters["clean"] = figures.clean
+    found.filters["amount"] = figures.amount
+    return found
+
+
+def own(name: str) -> str:
+    """One of the files beside the templates."""
+    return (files("reconbound.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def digest(script: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def render(template: str, context: Mapping[str, Any], charts: Mapping[str, Any] | None, data: Any = None) -> bytes:
+    """A page from a template; with charts, also plotly, our script and their data."""
+    scripts = [] if charts is None else [plotly_js(), own("report.js")]
+    policy = (
+        "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+        "script-src " + (" ".join(f"'{digest(script)}'" for script in scripts) or "'none'")
+    )
+    content = None if charts is None else as_json({"charts": charts, **(data or {})})
+    told = _environment().get_template(template).render(
+        **context,
+        policy=policy,
+        style=Markup(own("style.css")),  # noqa: S704
+        scripts=[Markup(script) for script in scripts],  # noqa: S704
+        content=content,
+    )  # fmt: skip
+    return told.encode("utf-8", "replace")

@@ -1,0 +1,169 @@
+"""What the mechanism by itself guarantees: tables made from run.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..run_folder import Run
+from . import advice, words
+from .figures import amount, clean, plus_minus, value
+from .view import View, line
+
+TITLES = {
+    "theorem1": "Theorem 1",
+    "theorem1_paper": "Theorem 1, the paper’s line",
+    "corners": "all corners",
+    "lecam": "Le Cam",
+    "rate_distortion": "rate–distortion",
+}
+ATTACKERS = {"unbiased": "not biased", "any": "any"}
+
+
+def floor_rows(run: Run, unit: float = 1.0) -> list[dict[str, Any]]:
+    """The calculator's floors, ready for the template, in units of the data's range times `unit`."""
+    rows = []
+    for bound in run.guarantee.get("bounds", ()):
+        error = line(run, bound["name"], unit)
+        rows.append({
+            "title": TITLES.get(bound["name"], bound["name"]),
+            "paper": bound["name"] == "theorem1_paper",
+            "error": "says nothing" if bound.get("vacuous") is True else plus_minus(error),
+            "attacker": ATTACKERS.get(bound["attacker"], bound["attacker"]),
+            "neighbours": bound["adjacency"],
+            "coordinates": bound.get("coordinates", "average"),
+            "theorem": bound["theorem"],
+            "assumes": "; ".join(bound.get("assumes", ())),
+            "share": round(100 * min(1.0, (error or 0.0) / (unit / 2)), 1),
+            "above": bool(error and error >= unit / 2),
+        })  # fmt: skip
+    return rows
+
+
+def feature_rows(view: View) -> list[dict[str, str]]:
+    """Columns of a table in their own units: floor of the average record, of the most exposed one, and the guess."""
+    average = view.feature_floors(None)
+    if view.image or average is None:
+        return []
+    place = None if view.worst is None else view.place(view.worst)
+    worst = None if place is None else view.feature_floors(place)
+    order = words.most_exposed_columns(view, average if worst is None else worst, view.features)
+    rows = []
+    for j in order:
+        unit = view.feature_unit(j)
+        low, high = value(float(view.offset[j])), value(float(view.offset[j] + view.scale[j]))
+        rows.append({
+            "name": view.feature_name(j),
+            "range": f"{low} to {high}{f' {unit}' if unit else ''}",
+            "average": plus_minus(float(average[j]), unit),
+            "worst": "–" if worst is None else plus_minus(float(worst[j]), unit),
+            "guess": plus_minus(float(view.guess_each[j]), unit),
+        })  # fmt: skip
+    return rows
+
+
+def context(run: Run) -> dict[str, Any]:
+    """All that the public page says."""
+    data, found = run.data, run.guarantee
+    image = data.get("kind") == "image"
+    noun, part = ("image", "pixel") if image else ("record", "column")
+    return {
+        "title": f"{clean(data.get('name', 'data'), 80)}: what the training guarantees",
+        "noun": noun,
+        "part": part,
+        "verdict": verdict(run, noun, part),
+        "about": about(run),
+        "floors": floor_rows(run),
+        "guess_middle": "±0.5",
+        "columns": column_rows(run),
+        "membership": membership(found),
+        "rero": [(f"{r['kappa']:g}", f"{r['success']:.3g}") for r in found.get("rero", ())],
+        "epsilons": epsilons(found),
+        "notes": [clean(note, 400) for note in found.get("notes", ())],
+        "assumptions": assumptions(run, noun, part),
+        "targets": advice.targets(run, part),
+        "settings": [(clean(name, 80), clean(said, 400)) for name, said in words.settings(run)],
+        "accuracy": None if run.accuracy is None else _accuracy(run),
+    }
+
+
+def _accuracy(run: Run) -> str:
+    assert run.accuracy is not None
+    if run.data.get("task") == "number":
+        return f"R² {run.accuracy:.3f}"
+    return f"{run.accuracy:.1%}"
+
+
+def verdict(run: Run, noun: str, part: str) -> list[str]:
+    """What the mechanism guarantees, in two sentences."""
+    each, mean = line(run, "lecam"), line(run, "rate_distortion")
+    said = []
+    if each is not None:
+        said.append(
+            f"Whatever the data and however clever the attacker, even one who knows every other {noun} and sees every step of "
+            f"the training errs by at least {plus_minus(each)} of the range on each {part} of one {noun}, in the worst case "
+            f"over all {noun}s there could be; without the model, guessing the middle errs by at most ±0.5."
+        )
+    if mean is not None:
+        said.append(f"On average over a {noun}’s {part}s it errs by at least {plus_minus(mean)} of the range.")
+    return said or ["This mechanism’s settings give no floor for every attacker."]
+
+
+def about(run: Run) -> list[tuple[str, str]]:
+    """The data's public facts: what kind, how many, which columns are private."""
+    data, rows = run.data, []
+    for key, title in (("name", "Data"), ("kind", "Kind"), ("records", "Training records"), ("shape", "Shape"),
+                       ("features", "Private numbers of a record"), ("private", "Private"), ("public", "Public")):  # fmt: skip
+        given = data.get(key)
+        if given not in (None, "", [], ()):
+            said = " × ".join(str(g) for g in given) if key == "shape" else words._plain(given)
+            rows.append((title, clean(said, 1000)))
+    return rows
+
+
+def column_rows(run: Run) -> list[dict[str, str]]:
+    """Floors of each column whose range was declared, in its own unit. Le Cam and Theorem 1 scale with the range."""
+    ranges: Mapping[str, Any] = run.data.get("ranges") or {}
+    units = run.data.get("units") or {}
+    each, unbiased = line(run, "lecam"), line(run, "theorem1")
+    rows = []
+    for name, (low, high) in sorted(ranges.items()):
+        width, unit = float(high) - float(low), clean(units.get(name, "") if isinstance(units, Mapping) else "", 40)
+        rows.append({
+            "name": clean(name, 80),
+            "range": f"{value(float(low))} to {value(float(high))}{f' {unit}' if unit else ''}",
+            "any": plus_minus(None if each is None else each * width, unit),
+            "unbiased": plus_minus(None if unbiased is None else unbiased * width, unit),
+            "guess": plus_minus(width / 2, unit),
+        })  # fmt: skip
+    return rows
+
+
+def membership(found: Mapping[str, Any]) -> str | None:
+    advantage = found.get("membership_advantage")
+    return None if advantage is None else f"{(1 + float(advantage)) / 2:.1%}"
+
+
+def epsilons(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(neighbours, ε) at the δ reported."""
+    delta = float(found.get("delta", 1e-5))
+    rows = (("replace-one", found.get("epsilon")), ("add/remove", found.get("epsilon_add_remove")))
+    return [(name, f"ε = {amount(float(e))} at δ = {delta:g}") for name, e in rows if e is not None]
+
+
+def assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
+    """What the mechanism's own floors rest on."""
+    m = run.mechanism
+    return [
+        ("Attacker", f"Knows every other {noun}, the label, the model, the code and all settings, and sees every noisy step."),
+        ("Two kinds", f"Floors for any attacker hold in the worst case over all {noun}s there could be, biased attackers "
+         "included. Floors for an attacker who is not biased hold at every record, and say little where they exceed a guess."),
+        ("Each or average", f"“Each”: no {part} by itself is known better. “Average”: only the mean over the {part}s is "
+         "bounded, and some may be known much better."),
+        ("Neighbours", "As named in the table: replace-one changes one record, add/remove adds or leaves out one."),
+        ("Sampler", words.SAMPLERS.get(str(m.get("sampler")), f"Batches: {m.get('sampler')}.")),
+        ("Clip", words.CLIPS.get(str(m.get("clip")), f"Clip: {m.get('clip')}.")),
+        ("Noise", "Gaussian, fresh at every step, from a seed that nobody else knows."),
+        ("Not covered", "Whatever else was released from these data, and settings that were chosen by looking at results."),
+        ("Not on this page", f"How well each single {noun} is protected: that depends on the data and stays with their owner."),
+    ]  # fmt: skip

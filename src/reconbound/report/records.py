@@ -1,0 +1,254 @@
+"""Single records: those shown on the page, and any one for the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .._check import InputError, whole
+from ..run_folder import Leakage, Run
+from . import thumbnails
+from .figures import amount, clean, count, percent, plus_minus, value
+from .view import View
+from .words import most_exposed_columns
+
+#: Records shown of each kind, and columns of one before the rest is folded away.
+SHOWN, COLUMNS = 8, 8
+
+
+def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
+    """All that is known about one record, as a dictionary for JSON; confidential.
+
+    Args:
+        leakage, run: of a finished audit (`run_folder.read_leakage`, `read_run`).
+        record: its number, from 0.
+
+    Guarantee: as the accountant's: "floor" bounds from below the root mean square error, per feature, of an unbiased
+    attacker who knows all else, and is an estimate; "floor_at_upper_limit" is its confidence limit, None after one run.
+    """
+    view = View(run, leakage)
+    i = whole("record", record, at_least=0)
+    if i >= view.records:
+        raise InputError("record", f"must be below {view.records:,}, the number of records", record)
+    rules = list(view.facts.get("rules") or ["exact"])
+    upper = view.upper_floor
+    known = bool(view.measured[i])
+    found: dict[str, Any] = {
+        "confidential": True,
+        "record": i,
+        "name": view.record_name(i),
+        view.target_name: view.target(i),
+        "measured": int(leakage.measured[i]),
+        "dfil": {rule: _finite(float(leakage.dfil[k, i])) for k, rule in enumerate(rules)},
+        "dfil_standard_error": {rule: _finite(float(leakage.error[k, i])) for k, rule in enumerate(rules)},
+        "floor": float(view.floor[i]),
+        "floor_standard_error": view.floor_error(i),
+        "floor_at_upper_limit": None if upper is None else float(upper[i]),
+        "unit": f"± {view.of_range} per {view.part}",
+        "guess": view.guess,
+        "better_than_guess": bool(known and view.floor[i] < view.guess),
+        "rank": 1 + int((view.floor[view.measured] < view.floor[i]).sum()) if known else None,
+        "of": int(view.measured.sum()),
+    }
+    place = view.place(i)
+    if place is not None and not view.image:
+        found["columns"] = columns(view, place)
+    return found
+
+
+def columns(view: View, place: int) -> list[dict[str, Any]]:
+    """The private columns of a record kept whole, the most exposed first: value, floor and guess in its own unit."""
+    floors, values = view.feature_floors(place), view.values(place)
+    order = range(view.features) if floors is None else most_exposed_columns(view, floors, view.features)
+    return [
+        {
+            "name": view.feature_name(j),
+            "unit": view.feature_unit(j),
+            "value": _finite(float(values[j])),
+            "floor": None if floors is None else _finite(float(floors[j])),
+            "guess": float(view.guess_each[j]),
+        }
+        for j in order
+    ]
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None
+
+
+def record_table(facts: Mapping[str, Any]) -> RenderableType:
+    """What `record_facts` found, for the terminal. All text is shown as it stands, markup included."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column()
+    for name, said in _lines(facts):
+        table.add_row(Text(name), Text(said))
+    parts: list[RenderableType] = [Text("Confidential: about one person’s or picture’s data", style="bold red"), table]
+    if facts.get("columns"):
+        own = Table(title="Private columns, the most exposed first", title_justify="left")
+        for title in ("column", "value", "floor, at least", "a guess errs by"):
+            own.add_column(title, justify="left" if title == "column" else "right")
+        for c in facts["columns"]:
+            unit = f" {c['unit']}" if c["unit"] else ""
+            shown = "–" if c["value"] is None else value(c["value"]) + unit
+            cells = (shown, plus_minus(c["floor"], c["unit"]), plus_minus(c["guess"], c["unit"]))
+            own.add_row(Text(c["name"]), *(Text(cell) for cell in cells))
+        parts.append(own)
+    return Group(*parts)
+
+
+def _lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    named = facts["name"] if facts["name"] == f"record {facts['record']:,}" else f"{facts['record']:,}, {facts['name']}"
+    names = list(facts)
+    target = names[names.index("name") + 1]
+    found = [("record", named.removeprefix("record ")), (target, str(facts[target]))]
+    if facts["rank"] is None:
+        return [*found, ("floor", "never measured: nothing is known, counts as unprotected")]
+    unit = facts["unit"].removeprefix("± ")
+    error = facts["floor_standard_error"]
+    said = f"±{amount(facts['floor'])} {unit} (unbiased attacker)"
+    found.append(("errs by at least", said))
+    found.append(("standard error", "more than half of it" if error is None else f"±{amount(error)}"))
+    limit = facts["floor_at_upper_limit"]
+    if limit is not None:
+        found.append(("at the upper limit", f"±{amount(limit)}" if limit else "measured too rarely for a limit"))
+    found.append(("guessing the average", f"±{amount(facts['guess'])}"))
+    found.append(("exposure", f"number {facts['rank']:,} of {facts['of']:,} measured, the most exposed first"))
+    found.append(("measured", f"{facts['measured']:,} times"))
+    found += [(f"dFIL, {rule}", "–" if d is None else amount(d)) for rule, d in facts["dfil"].items()]
+    return found
+
+
+# --- for the page ----------------------------------------------------------------------------
+
+
+def cards(view: View) -> dict[str, Any]:
+    """The most and the least exposed records, ready for the template; "heat": the maps' colour scale."""
+    kept = [int(r) for r in view.leakage.kept.tolist()]
+    most = int(view.facts.get("most", (len(kept) + 1) // 2))
+    groups = {"most": kept[:most][:SHOWN], "least": kept[most:][-SHOWN:]}
+    maps = _maps(view) if view.image else None
+    ends = None if maps is None else thumbnails.heat_range(maps)
+    found: dict[str, Any] = {
+        name: [_card(view, record, maps, ends) for record in group] for name, group in groups.items()
+    }
+    found["heat"] = None
+    if ends is not None:
+        low, high = (plus_minus(view.unit * 10 ** (-end / 2)) for end in ends)
+        found["heat"] = {"exposed": high, "protected": low, "colours": thumbnails.VIRIDIS}
+    return found
+
+
+def _maps(view: View) -> np.ndarray | None:
+    if view.leakage.kept_diagonal is None or view.leakage.kept_diagonal.shape[0] == 0:
+        return None
+    shape = tuple(view.leakage.kept_inputs.shape[1:])
+    return thumbnails.pixel_information(view.leakage.kept_diagonal.double().numpy(), shape, view.private)
+
+
+def _card(view: View, record: int, maps: np.ndarray | None, ends: tuple[float, float] | None) -> dict[str, Any]:
+    place = view.places[record]
+    error, upper = view.floor_error(record), view.upper_floor
+    card: dict[str, Any] = {
+        "record": record,
+        "name": view.record_name(record),
+        "target": view.target(record),
+        "floor": plus_minus(float(view.floor[record])),
+        "error": "s.e. over 50 %" if error is None else f"s.e. {amount(error)}",
+        "limit": None if upper is None else plus_minus(float(upper[record])) if upper[record] > 0 else "none",
+        "ratio": _ratio(float(view.floor[record]), view.guess),
+        "known": bool(view.measured[record]),
+        "picture": None,
+        "map": None,
+        "columns": [],
+        "more": [],
+        "public": [],
+    }
+    if view.image:
+        card["picture"] = thumbnails.data_uri(thumbnails.picture(view.leakage.kept_inputs[place].numpy()))
+        if maps is not None and ends is not None:
+            card["map"] = thumbnails.data_uri(thumbnails.heat(maps[place], ends))
+        return card
+    rows = [_row(c) for c in columns(view, place)]
+    card["columns"], card["more"] = rows[:COLUMNS], rows[COLUMNS:]
+    card["public"] = public_values(view, place)
+    return card
+
+
+def _row(c: Mapping[str, Any]) -> dict[str, Any]:
+    floor = c["floor"]
+    share = 0.0 if floor is None else 1.0 if floor <= c["guess"] else c["guess"] / floor
+    colour = thumbnails.viridis(np.array(share)).tolist()
+    unit = f" {c['unit']}" if c["unit"] else ""
+    return {
+        "name": c["name"],
+        "value": "–" if c["value"] is None else value(c["value"]) + unit,
+        "floor": plus_minus(floor, c["unit"]),
+        "guess": plus_minus(c["guess"], c["unit"]),
+        "share": round(100 * share, 1),
+        "colour": "#" + "".join(f"{part:02x}" for part in colour),
+    }
+
+
+def public_values(view: View, place: int) -> list[str]:
+    """The public columns of a record kept whole, where their names are known: of one-hot columns, those that are 1."""
+    names = view.facts.get("public_names") or ()
+    if view.private is None:
+        return []
+    flat = view.leakage.kept_inputs[place].double().flatten().numpy()
+    public = np.setdiff1d(np.arange(flat.size), view.private)
+    if len(names) != len(public):
+        return []
+    return [clean(name, 60) for name, x in zip(names, flat[public], strict=True) if x == 1.0]
+
+
+def _ratio(floor: float, guess: float) -> str:
+    if guess <= 0:
+        return ""
+    ratio = floor / guess
+    return "over 1,000 × a guess" if ratio > 1000 else f"{amount(ratio)} × a guess"
+
+
+def quantiles(view: View) -> list[dict[str, str]]:
+    """Floors at quantiles of the records measured, under each rule."""
+    found = []
+    names = {"lowest": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9}
+    for k, rule in enumerate(view.facts.get("rules") or ["exact"]):
+        dfil = view.leakage.dfil[k].double().numpy()[view.measured]
+        if dfil.size == 0:
+            continue
+        floors = view.unit / np.sqrt(np.maximum(np.nan_to_num(dfil, nan=np.inf), np.finfo(float).tiny))
+        at = np.quantile(floors, list(names.values()), method="lower")
+        found.append({"rule": str(rule), **{n: plus_minus(float(v)) for n, v in zip(names, at, strict=True)}})
+    return found
+
+
+def glance(view: View) -> list[dict[str, str]]:
+    """The few figures on top of the page: (title, figure, a line below)."""
+    below = view.below(view.guess)
+    tiles = []
+    if view.worst is not None:
+        worst = float(view.floor[view.worst])
+        tiles.append({"title": f"Most exposed {view.noun}", "figure": plus_minus(worst), "below": _ratio(worst, view.guess)})
+        middle = view.quantile(0.5)
+        tiles.append({"title": f"Median {view.noun}", "figure": plus_minus(middle), "below": _ratio(middle, view.guess)})
+    tiles.append({"title": "Guessing the average", "figure": plus_minus(view.guess), "below": view.of_range})
+    tiles.append(
+        {"title": "Below the guess", "figure": percent(below, view.records), "below": f"{below:,} of {count(view.records, view.noun)}"}
+    )
+    epsilon = view.run.guarantee.get("epsilon")
+    if epsilon is not None:
+        delta = float(view.run.guarantee.get("delta", 1e-5))
+        tiles.append({"title": "ε, replace-one", "figure": amount(float(epsilon)), "below": f"at δ = {delta:g}"})
+    if view.leakage.accuracy.numel() and math.isfinite(float(view.leakage.accuracy[-1])):
+        last = float(view.leakage.accuracy[-1])
+        classes = view.facts.get("task", "classes") == "classes"
+        tiles.append({"title": "Accuracy" if classes else "R²", "figure": f"{last:.1%}" if classes else f"{last:.3f}",
+                      "below": "on test data"})  # fmt: skip
+    return tiles

@@ -1,0 +1,211 @@
+"""A run and its leakage, read once: the numbers that the page speaks of, with their units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..run_folder import Leakage, Run, floors
+from .figures import clean
+
+
+@dataclass(frozen=True)
+class View:
+    """Errors are roots of squared errors, ± per feature: for images in pixel values, for tables as shares of a column's
+    range, for one column in its own unit."""
+
+    run: Run
+    leakage: Leakage
+
+    # --- what the data are -------------------------------------------------------------
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return self.leakage.facts
+
+    @property
+    def image(self) -> bool:
+        return self.run.data.get("kind") == "image" and self.leakage.kept_inputs.ndim == 4
+
+    @property
+    def noun(self) -> str:
+        return "image" if self.image else "record"
+
+    @property
+    def part(self) -> str:
+        """One private number of a record."""
+        return "pixel" if self.image else "column"
+
+    @cached_property
+    def scale(self) -> np.ndarray:
+        """Size of one input unit in the data's own, (d,)."""
+        return np.broadcast_to(np.asarray(self.facts.get("scale", 1.0), dtype=np.float64), (self.features,))
+
+    @cached_property
+    def offset(self) -> np.ndarray:
+        return np.broadcast_to(np.asarray(self.facts.get("offset", 0.0), dtype=np.float64), (self.features,))
+
+    @property
+    def features(self) -> int:
+        return self.leakage.guess.numel()
+
+    @property
+    def unit(self) -> float:
+        """Errors of whole records are shown in this many input units: the pixels' range; 1 for tables."""
+        return float(self.scale[0]) if self.image else 1.0
+
+    @property
+    def of_range(self) -> str:
+        """The unit of errors of whole records, in words."""
+        if not self.image:
+            return "of a column’s range"
+        low, high = float(self.offset[0]), float(self.offset[0] + self.scale[0])
+        return f"of the {low:g}–{high:g} range"
+
+    @cached_property
+    def private(self) -> np.ndarray | None:
+        columns = self.facts.get("private")
+        return None if columns is None else np.asarray(columns, dtype=np.int64)
+
+    def feature_name(self, j: int) -> str:
+        names = self.facts.get("feature_names") or ()
+        return clean(names[j]) if j < len(names) else f"{self.part} {j}"
+
+    def feature_unit(self, j: int) -> str:
+        """The column's unit; where it has none and runs from 0 to 1, nothing."""
+        units = self.facts.get("units") or ()
+        unit = units if isinstance(units, str) else units[j] if j < len(units) else ""
+        return clean(unit or "", 40)
+
+    def record_name(self, record: int) -> str:
+        """ "record 17", with its file's name where it has one (names are kept for the records kept whole)."""
+        names, place = self.facts.get("record_names"), self.place(record)
+        if not names or place is None or place >= len(names) or not names[place]:
+            return f"record {record:,}"
+        return clean(names[place], 80)
+
+    def target(self, record: int) -> str:
+        """The record's class by name, or its number."""
+        given = float(self.leakage.targets[record])
+        if self.facts.get("task", "classes") == "classes":
+            return self.class_name(int(given))
+        low, width = float(self.facts.get("target_offset", 0.0)), float(self.facts.get("target_scale", 1.0))
+        return f"{low + width * given:.4g}"
+
+    def class_name(self, k: int) -> str:
+        names = self.facts.get("class_names") or ()
+        return clean(names[k]) if 0 <= k < len(names) else str(k)
+
+    @property
+    def target_name(self) -> str:
+        return clean(self.facts.get("target_name") or "class", 60)
+
+    # --- whole records -----------------------------------------------------------------
+
+    @cached_property
+    def measured(self) -> np.ndarray:
+        return self.leakage.measured.numpy() > 0
+
+    @cached_property
+    def floor(self) -> np.ndarray:
+        """± floor of each record, (N,), first rule; 0 where nothing is known."""
+        return self.unit * np.sqrt(np.nan_to_num(floors(self.leakage).double().numpy(), nan=0.0))
+
+    @cached_property
+    def upper_floor(self) -> np.ndarray | None:
+        """± floor of each record at the upper confidence limit of its leakage, (N,); 0 where there is no limit."""
+        if self.leakage.upper is None:
+            return None
+        upper = np.nan_to_num(self.leakage.upper[0].double().numpy(), nan=np.inf, posinf=np.inf)
+        with np.errstate(divide="ignore"):
+            found = self.unit / np.sqrt(np.maximum(upper, np.finfo(float).tiny))
+        return np.where(np.isfinite(upper) & self.measured, found, 0.0)
+
+    @cached_property
+    def relative_error(self) -> np.ndarray:
+        """Standard error of each record's dFIL over its dFIL, (N,); infinite where nothing is known."""
+        dfil, error = (t[0].double().numpy() for t in (self.leakage.dfil, self.leakage.error))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = np.where(dfil > 0, error / dfil, np.inf)
+        return np.where(self.measured & np.isfinite(share), share, np.inf)
+
+    def floor_error(self, record: int) -> float | None:
+        """Standard error of a record's ± floor (delta method: half the relative error of dFIL); None beyond 100 %."""
+        share = float(self.relative_error[record])
+        return 0.5 * share * float(self.floor[record]) if share <= 1 else None
+
+    @property
+    def records(self) -> int:
+        return len(self.floor)
+
+    @property
+    def unknown(self) -> int:
+        """Records of which nothing is known: never measured."""
+        return int((~self.measured).sum())
+
+    @cached_property
+    def worst(self) -> int | None:
+        """The most exposed record among those measured."""
+        if not self.measured.any():
+            return None
+        return int(np.argmin(np.where(self.measured, self.floor, np.inf)))
+
+    @cached_property
+    def guess(self) -> float:
+        """± error of guessing the average record, mean square over the features."""
+        return self.unit * float(np.sqrt(np.nan_to_num(self.leakage.guess.double().numpy()).mean()))
+
+    def below(self, threshold: float) -> int:
+        return int((self.floor < threshold).sum())
+
+    def quantile(self, share: float) -> float:
+        """A quantile of the floors of the records measured (a floor that some record has)."""
+        return float(np.quantile(self.floor[self.measured], share, method="lower")) if self.measured.any() else 0.0
+
+    # --- features of the records kept whole ----------------------------------------------
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        return {int(record): place for place, record in enumerate(self.leakage.kept.tolist())}
+
+    def place(self, record: int) -> int | None:
+        """Where a record stands among those kept whole."""
+        return self.places.get(record)
+
+    @cached_property
+    def guess_each(self) -> np.ndarray:
+        """± error of guessing each feature's average, (d,), in the feature's own unit."""
+        return self.scale * np.sqrt(np.nan_to_num(self.leakage.guess.double().numpy()))
+
+    def feature_floors(self, place: int | None) -> np.ndarray | None:
+        """± floor of each feature, (d,), in its own unit: of a record kept whole, or (None) of the average record."""
+        kept = self.leakage.average_diagonal if place is None else self.leakage.kept_diagonal
+        if kept is None:
+            return None
+        information = np.nan_to_num((kept.flatten() if place is None else kept[place]).double().numpy(), posinf=np.inf)
+        return self.scale / np.sqrt(np.maximum(information, np.finfo(float).tiny))
+
+    def values(self, place: int) -> np.ndarray:
+        """The private numbers of a record kept whole, (d,), in their own units."""
+        flat = self.leakage.kept_inputs[place].double().flatten().numpy()
+        return self.offset + self.scale * (flat if self.private is None else flat[self.private])
+
+    # --- the mechanism -------------------------------------------------------------------
+
+    def line(self, name: str) -> float | None:
+        """± error of one of the calculator's floors, in this page's unit; None where there is none."""
+        return line(self.run, name, self.unit)
+
+
+def line(run: Run, name: str, unit: float = 1.0) -> float | None:
+    """± error of one of the calculator's floors, in units of the data's range times `unit`."""
+    space = run.guarantee.get("data", {})
+    width = float(space.get("high", 1.0)) - float(space.get("low", 0.0))
+    for bound in run.guarantee.get("bounds", ()):
+        if bound["name"] == name and isinstance(bound["rmse"], (int, float)):
+            return float(bound["rmse"]) / width * unit
+    return None
