@@ -287,10 +287,14 @@ def _engine_options(url: Any) -> dict[str, Any]:
 
 
 def _locked_from_the_start(engine: Any) -> None:
-    """BEGIN IMMEDIATE instead of sqlite3's own habit of beginning at the first write."""
+    """BEGIN IMMEDIATE instead of sqlite3's own habit of beginning at the first write; a write-ahead log.
+
+    The log outlives a killed process; a loss of power may undo the last moments, which are then done again."""
 
     def connected(connection: Any, _: Any) -> None:
         connection.isolation_level = None
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
 
     def begun(connection: Any) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
@@ -305,7 +309,9 @@ def _alone(url: Any) -> Iterator[None]:
     """One process at a time: making tables and trials is not for two. The lock dies with its holder."""
     if url.get_backend_name() == "sqlite":
         path = Path(_file(url))
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, CONFIDENTIAL))  # so that SQLite does not choose its mode
+        with suppress(FileExistsError):  # made here, so that SQLite does not choose its mode; never opened again:
+            # to close a file's handle lets go of the locks that SQLite holds on it in this process
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, CONFIDENTIAL))
         handle = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, CONFIDENTIAL)
         try:
             with suppress(ImportError):  # Windows

@@ -13,6 +13,14 @@ from typing import Any
 from .store import Store, patiently
 from .worker import owner_name
 
+#: What a worker needs, loaded once for all of them; the last three are what Optuna's storage loads when it is made.
+PRELOAD = (
+    "reconbound.sweep.train",
+    "reconbound.sweep.run",
+    "alembic.command",
+    "alembic.migration",
+    "optuna.storages._rdb.models",
+)
 _RAISED = 3  # so many workers of a machine may end by an error of their own
 
 
@@ -37,7 +45,7 @@ def supervise(store: Store, workers: int, job: Callable[[str, Callable[[], bool]
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload(["reconbound.sweep.train", "reconbound.sweep.run"])
+        context.set_forkserver_preload(list(PRELOAD))
     going: dict[str, Any] = {}
     raised = 0
     try:

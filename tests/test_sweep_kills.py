@@ -1,0 +1,167 @@
+"""Workers that are killed at any moment: every setting is finished exactly once, and the rows are those of one worker."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sqlite3
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("optuna")
+import postgres_server
+import sqlalchemy as sql
+import sweep_stub
+from reconbound.sweep import frontier, pareto, sweep
+from reconbound.sweep.run import begin, open_store
+from reconbound.sweep.team import PRELOAD
+
+HERE = Path(__file__).resolve().parent
+NO_SERVER = postgres_server.missing()
+
+
+@pytest.fixture(scope="module")
+def postgres():
+    if NO_SERVER:
+        pytest.skip(NO_SERVER)
+    with postgres_server.server() as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'shared.db'}"
+    return request.getfixturevalue("postgres")
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch) -> None:
+    paths = [str(HERE), str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in paths if p))
+
+
+def expected(tmp_path: Path) -> list[dict]:
+    alone = tmp_path / "alone"
+    return sweep(sweep_stub.config(alone, None), make_train=sweep_stub.make, show=False)
+
+
+def count_finishes(url: str) -> None:
+    """Have the database itself note every time that a trial's state becomes COMPLETE."""
+    engine = sql.create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sql.text("CREATE TABLE finishes (trial_id INTEGER)"))
+        for statement in TRIGGERS[engine.dialect.name]:
+            connection.exec_driver_sql(statement)
+    engine.dispose()
+
+
+TRIGGERS = {
+    "sqlite": [
+        "CREATE TRIGGER finished AFTER UPDATE OF state ON trials WHEN NEW.state = 'COMPLETE' "
+        "BEGIN INSERT INTO finishes VALUES (NEW.trial_id); END"
+    ],
+    "postgresql": [
+        "CREATE FUNCTION noted() RETURNS trigger AS $$ BEGIN INSERT INTO finishes VALUES (NEW.trial_id); RETURN NEW; END "
+        "$$ LANGUAGE plpgsql",
+        "CREATE TRIGGER finished AFTER UPDATE OF state ON trials FOR EACH ROW WHEN (NEW.state = 'COMPLETE') "
+        "EXECUTE FUNCTION noted()",
+    ],
+}
+
+
+def finishes(url: str) -> list[int]:
+    engine = sql.create_engine(url)
+    with engine.connect() as connection:
+        found = [row[0] for row in connection.execute(sql.text("SELECT trial_id FROM finishes ORDER BY trial_id"))]
+    engine.dispose()
+    return found
+
+
+def start(out: Path, url: str):
+    """A worker of its own, forked from a server that has everything loaded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["sweep_stub", *PRELOAD])
+    process = context.Process(target=sweep_stub.join, args=(str(out), url), daemon=True)
+    process.start()
+    return process
+
+
+def check(url: str, out: Path, found: list[dict], wanted: list[dict]) -> None:
+    store = open_store(sweep_stub.config(out, url))
+    trials = store.trials()
+    assert [trial.state.name for trial in trials] == ["COMPLETE"] * 12
+    assert len({trial.user_attrs["slot"] for trial in trials}) == 12
+    assert finishes(url) == sorted(trial._trial_id for trial in trials)
+    store.dispose()
+    assert found == wanted
+    assert pareto(found, "exact_max") == pareto(wanted, "exact_max")
+    assert frontier.table(found) == frontier.table(wanted)
+
+
+def test_four_workers_as_on_four_machines_killed_at_random(tmp_path, url) -> None:
+    """Processes that know of each other only through the storage; leases of the dead run out."""
+    out, rng = tmp_path / "out", random.Random(0)
+    settings = sweep_stub.config(out, url)
+    out.mkdir(mode=0o700)
+    store = open_store(settings)
+    begin(store, settings, sweep_stub.Stub())
+    count_finishes(url)
+    workers = [start(out, url) for _ in range(4)]
+    kills = 0
+    try:
+        while not all(trial.state.is_finished() for trial in store.trials()):
+            time.sleep(rng.uniform(0.1, 0.6))
+            k = rng.randrange(4)
+            if kills < 8 and store.leases():  # they have begun
+                workers[k].kill()
+                kills += 1
+            if not workers[k].is_alive():
+                workers[k] = start(out, url)
+        for worker in workers:
+            worker.join(60)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    store.dispose()
+    assert kills >= 4
+    found = sweep(settings, make_train=sweep_stub.make, show=False)
+    check(url, out, found, expected(tmp_path))
+
+
+def test_workers_of_one_command_that_are_killed_are_replaced(tmp_path) -> None:
+    out, rng, kills = tmp_path / "out", random.Random(1), []
+    database = tmp_path / "shared.db"
+    settings = sweep_stub.config(out, f"sqlite:///{database}")
+    out.mkdir(mode=0o700)
+    store = open_store(settings)
+    begin(store, settings, sweep_stub.Stub())
+    count_finishes(settings.url)
+    over = threading.Event()
+
+    def killer() -> None:
+        while len(kills) < 6 and not over.wait(rng.uniform(0.1, 0.4)):
+            going = multiprocessing.active_children()
+            if going and store.leases():
+                victim = rng.choice(going)
+                os.kill(victim.pid, signal.SIGKILL)
+                kills.append(victim.pid)
+
+    thread = threading.Thread(target=killer)
+    thread.start()
+    try:
+        found = sweep(settings, workers=3, make_train=sweep_stub.make, show=False)
+    finally:
+        over.set()
+        thread.join()
+        store.dispose()
+    assert len(kills) >= 2
+    check(settings.url, out, found, expected(tmp_path))
+    assert (database.stat().st_mode & 0o777) == 0o600
+    assert sqlite3.connect(database).execute("PRAGMA integrity_check").fetchone() == ("ok",)
