@@ -29,8 +29,8 @@ from .audit_learner import AuditLearner
 from .calculator import Guarantee, guarantee
 from .checkpoint import held
 from .plan import Plan, make_learner, model_kind
-from .plan_file import MODEL, open_folder, settle
-from .run_folder import CHECKPOINTS, Leakage, Run, write_leakage, write_run
+from .plan_file import open_folder, settle
+from .run_folder import CHECKPOINTS, MODEL, Leakage, Run, write_leakage, write_run
 
 if TYPE_CHECKING:
     from .data import Dataset
@@ -113,7 +113,7 @@ def leakage_of(dataset: Dataset, plan: Plan, learner: AuditLearner) -> Leakage:
     ledger = learner.accountant
     assert ledger is not None
     rules = ledger.account.rules
-    kept = chosen(ledger.dfil().cpu(), ledger.measured().cpu())
+    kept, most = chosen(ledger.dfil().cpu(), ledger.measured().cpu())
     diagonal = average = None
     if plan.sampler != "shuffle":  # there, parameters depend on whether a record was seen in the epoch
         closer = learner.look_closely(kept, plan.runs, probes=PROBES, each=True).state()
@@ -143,27 +143,27 @@ def leakage_of(dataset: Dataset, plan: Plan, learner: AuditLearner) -> Leakage:
         accuracy_step=torch.tensor([int(h["step"]) for h in scored]),
         accuracy=torch.tensor([h["accuracy"] for h in scored]).double(),
         guess=torch.from_numpy(columns.var(axis=0, dtype=np.float64)),
-        facts=_leakage_facts(dataset, plan, kept, rules),
+        facts={**_leakage_facts(dataset, kept), "rules": list(rules), "most": most},
     )
 
 
-def chosen(dfil: Tensor, measured: Tensor) -> Tensor:
-    """The most exposed records in order, then the least exposed (the least last), among those measured."""
+def chosen(dfil: Tensor, measured: Tensor) -> tuple[Tensor, int]:
+    """Among the records measured the most exposed in order, then the least exposed (the least last), and how many of
+    them are the most exposed."""
     order = torch.argsort(dfil, descending=True, stable=True)
     order = order[measured[order] > 0]
     most = min(MOST, (len(order) + 1) // 2)
     least = min(LEAST, len(order) - most)
-    return torch.cat([order[:most], order[len(order) - least :]])
+    return torch.cat([order[:most], order[len(order) - least :]]), most
 
 
 def _stacked(rows: list[Tensor]) -> Tensor:
     return torch.stack(rows).cpu()
 
 
-def _leakage_facts(dataset: Dataset, plan: Plan, kept: Tensor, rules: tuple[str, ...]) -> dict[str, Any]:
+def _leakage_facts(dataset: Dataset, kept: Tensor) -> dict[str, Any]:
     private, target = dataset.private_features, dataset.target
     facts: dict[str, Any] = {
-        "rules": list(rules),
         "class_names": list(dataset.class_names),
         "feature_names": [f.name for f in private],
         "units": [f.unit for f in private],
@@ -177,6 +177,8 @@ def _leakage_facts(dataset: Dataset, plan: Plan, kept: Tensor, rules: tuple[str,
         "inferred_ranges": dataset.inferred_ranges,
         "notes": list(dataset.notes),
     }
+    if dataset.private is not None:
+        facts["public_names"] = [f.name for f in dataset.features if not f.private]
     if dataset.record_names is not None:
         facts["record_names"] = [dataset.record_name(int(i)) for i in kept]
     if dataset.task == "number" and target is not None:

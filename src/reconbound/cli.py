@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import io
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from ._check import DataError, InputError, number
 from .bounds._bound import figure
 from .calculator import FLOORS, Guarantee, guarantee
 from .calibrate import Calibration, calibrate
+from .commands import register
+from .commands.options import count, ratio
 from .mechanisms import ADJACENCIES, DP, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
 
 app = typer.Typer(
@@ -31,28 +32,6 @@ app = typer.Typer(
 DEFAULT = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1000}
 
 
-def _ratio(given: Any) -> float:
-    """A number, also as a fraction: 0.01, 256/50000."""
-    text = str(given)  # typer passes defaults too
-    try:
-        over, slash, under = text.partition("/")
-        return float(over) / float(under) if slash else float(text)
-    except (ValueError, ZeroDivisionError):
-        raise typer.BadParameter("must be a number or a fraction such as 256/50000") from None
-
-
-def _count(given: Any) -> int:
-    """A whole number, also as 1e6 or as a shape: 3x32x32."""
-    try:
-        parts = [float(part) if "e" in part else int(part) for part in str(given).lower().split("x")]
-        whole = [int(part) for part in parts]
-    except (ValueError, OverflowError):
-        raise typer.BadParameter("must be a whole number") from None
-    if whole != parts:
-        raise typer.BadParameter("must be a whole number")
-    return math.prod(whole)
-
-
 Noise = Annotated[
     float | None,
     typer.Option(
@@ -62,10 +41,10 @@ Noise = Annotated[
 ]
 Rate = Annotated[
     float | None,
-    typer.Option(parser=_ratio, metavar="<float>", help="Chance of a record to be in a batch: 0.01, or 256/50000."),
+    typer.Option(parser=ratio, metavar="<float>", help="Chance of a record to be in a batch: 0.01, or 256/50000."),
 ]
 Steps = Annotated[
-    int | None, typer.Option(parser=_count, metavar="<int>", help="Number of steps: epochs over the sample rate.")
+    int | None, typer.Option(parser=count, metavar="<int>", help="Number of steps: epochs over the sample rate.")
 ]
 Clip = Annotated[str | None, typer.Option(help="smooth (the paper's GELU clip; default) or hard (as in Opacus).")]
 Sampler = Annotated[str | None, typer.Option(help="poisson (default) or fixed (fixed size without replacement).")]
@@ -83,14 +62,14 @@ Delta = Annotated[
 ]
 Output = Annotated[bool, typer.Option("--output-perturbation", help="Noise on the minimiser of a linear model.")]
 Records = Annotated[
-    int | None, typer.Option(parser=_count, metavar="<int>", help="Output perturbation: number of records.")
+    int | None, typer.Option(parser=count, metavar="<int>", help="Output perturbation: number of records.")
 ]
 L2 = Annotated[float | None, typer.Option("--l2", help="Output perturbation: regularisation, as in mean loss + l2/2.")]
 NoiseStd = Annotated[float | None, typer.Option(help="Output perturbation: noise std per coefficient.")]
 DataNorm = Annotated[float | None, typer.Option(help="Output perturbation: norm to which rows are clipped (1).")]
 Dim = Annotated[
     int,
-    typer.Option(parser=_count, metavar="<int>", help="Number of private coordinates of a record: 784, or 3x32x32."),
+    typer.Option(parser=count, metavar="<int>", help="Number of private coordinates of a record: 784, or 3x32x32."),
 ]
 Low = Annotated[float, typer.Option(help="Smallest value of a coordinate.")]
 High = Annotated[float, typer.Option(help="Largest value of a coordinate.")]
@@ -369,6 +348,9 @@ def _print_calibration(found: Calibration, delta: float) -> None:
     told = _epsilons(found.mechanism, replace_one, add_remove, delta)
     if told:
         print(told)
+
+
+register(app)
 
 
 # --- the way in -----------------------------------

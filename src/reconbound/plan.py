@@ -140,7 +140,7 @@ def make_model(dataset: Dataset, spec: str = "auto", seed: int | None = None) ->
 def _built(dataset: Dataset, kind: str) -> nn.Module:
     shape, outputs = dataset.shape, outputs_of(dataset)
     if ":" in kind:
-        made = _factory(kind)(shape, outputs)
+        made = _called(kind, shape, outputs)
         if not isinstance(made, nn.Module):
             raise InputError(
                 "model", "must name a factory that returns a torch module", f"{kind} -> {type(made).__name__}"
@@ -159,6 +159,17 @@ def _built(dataset: Dataset, kind: str) -> nn.Module:
     return networks.cnn(shape, outputs)
 
 
+def _called(spec: str, shape: tuple[int, ...], outputs: int) -> Any:
+    factory = _factory(spec)
+    try:
+        return factory(shape, outputs)
+    except Exception as reason:
+        said = f"{type(reason).__name__}: {reason}"
+        raise InputError(
+            "model", f"must name a factory to be called as factory(shape, outputs) ({said})", spec
+        ) from reason
+
+
 def _factory(spec: str) -> Callable[[tuple[int, ...], int], Any]:
     """The function that package.module:factory names. This runs the module: only a user's own word leads here."""
     module, _, name = spec.partition(":")
@@ -167,16 +178,14 @@ def _factory(spec: str) -> Callable[[tuple[int, ...], int], Any]:
     if added:
         sys.path.append(here)  # at the end, so that no file there stands in for an installed module
     try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, ValueError) as reason:
-        raise InputError("model", f"must name a module that can be imported ({reason})", spec) from None
-    except AttributeError:
-        raise InputError("model", f"must name a function of {module}, which has no {name!r}", spec) from None
+        found = getattr(importlib.import_module(module), name, None)
+    except Exception as reason:  # it is the user's code: anything
+        raise InputError("model", f"must name a module that can be imported ({reason})", spec) from reason
     finally:
         if added:
             sys.path.remove(here)
     if not callable(found):
-        raise InputError("model", "must name a function", spec)
+        raise InputError("model", f"must name a function of {module}", spec)
     return found  # type: ignore[no-any-return]
 
 

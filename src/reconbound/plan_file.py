@@ -14,12 +14,12 @@ from ._random import new_seed
 from .checkpoint import LOCK, NAMES, plain_json
 from .learner_state import data_digest
 from .plan import Plan, _tensor
-from .run_folder import CHECKPOINTS, LEAKAGE, PUBLIC_REPORT, REPORT, RUN, prepare
+from .run_folder import CHECKPOINTS, LEAKAGE, MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, prepare
 
 if TYPE_CHECKING:
     from .data import Dataset
 
-PLAN, MODEL, FORMAT = "plan.json", "model.safetensors", 1
+FORMAT = 1
 
 
 def open_folder(out: str | os.PathLike[str], *, fresh: bool = False) -> Path:
@@ -53,25 +53,35 @@ def settle(folder: Path, dataset: Dataset, plan: Plan) -> Plan:
     """The plan with its seed: that of the folder if it was begun with the same options and data, else a new one.
 
     More runs than before are taken as more of the same; any other difference is refused."""
-    wanted = plain_json({"plan": asdict(plan), "data": about(dataset)})
-    path = folder / PLAN
-    before = _read(path) if path.exists() else None
-    if before is None:
-        seed = new_seed() if plan.seed is None else plan.seed
-    else:
-        seed = int(before["seed"])
-        told = [*_differences(before["plan"], wanted["plan"]), *_differences(before["data"], wanted["data"])]
-        if told:
-            raise InputError(
-                "out",
-                f"must be another folder, or --fresh be given to start over: this audit was begun with other options "
-                f"({'; '.join(told)})",
-                str(folder),
-            )
-    content = {"format": FORMAT, "confidential": "the seed is as secret as the data", "seed": seed, **wanted}
+    wanted, before = _wanted(dataset, plan), refuse_other(folder, dataset, plan)
+    seed = int(before["seed"]) if before is not None else new_seed() if plan.seed is None else plan.seed
     if before is None or before["plan"] != wanted["plan"]:
-        write_whole(path, json.dumps(content, indent=1, sort_keys=True).encode() + b"\n", mode=CONFIDENTIAL)
+        content = {"format": FORMAT, "confidential": "the seed is as secret as the data", "seed": seed, **wanted}
+        text = json.dumps(content, indent=1, sort_keys=True)
+        write_whole(folder / PLAN, text.encode() + b"\n", mode=CONFIDENTIAL)
     return replace(plan, seed=seed)
+
+
+def refuse_other(folder: str | os.PathLike[str], dataset: Dataset, plan: Plan) -> dict[str, Any] | None:
+    """What the folder's plan file says, if it has one; an InputError that names each difference if it is another's."""
+    path = Path(folder) / PLAN
+    if not path.exists():
+        return None
+    before, wanted = _read(path), _wanted(dataset, plan)
+    told = [*_differences(before["plan"], wanted["plan"]), *_differences(before["data"], wanted["data"])]
+    if told:
+        raise InputError(
+            "out",
+            "must be another folder, or --fresh be given to start over: its audit was begun with other options "
+            f"({'; '.join(told)})",
+            str(folder),
+        )
+    return before
+
+
+def _wanted(dataset: Dataset, plan: Plan) -> dict[str, Any]:
+    found: dict[str, Any] = plain_json({"plan": asdict(plan), "data": about(dataset)})
+    return found
 
 
 def about(dataset: Dataset) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
     run.json               public facts: mechanism, data-independent floors. Nothing that depends on a record
     leakage.safetensors    per-record leakage, sealed and confidential (mode 0600)
+    plan.json              what was asked, and the seed (confidential)
     checkpoints/           of the training (confidential)
+    model.safetensors      the released parameters: those of the first run
     report.html            the page for the data's owner (confidential)
     report-public.html     the page that may be shown
 
@@ -26,6 +28,7 @@ from ._files import CONFIDENTIAL, PUBLIC, Unreadable, sealed, unsealed, write_wh
 FORMAT = 1
 RUN, LEAKAGE, CHECKPOINTS = "run.json", "leakage.safetensors", "checkpoints"
 REPORT, PUBLIC_REPORT = "report.html", "report-public.html"
+PLAN, MODEL = "plan.json", "model.safetensors"
 
 
 @dataclass(frozen=True)

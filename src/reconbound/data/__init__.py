@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from .._check import DataError, DataMissing, InputError
-from .builtin import NAMES, load_builtin
+from . import arrays, builtin, official, pictures, text
 from .dataset import Dataset, DataWarning, Feature, Pixels
 from .official import cifar10, data_folder, mnist, read_idx
+from .split import Division
+from .tables import only_for_tables, read_ranges, read_units
 
 __all__ = [
+    "NAMES",
     "DataError",
     "DataMissing",
     "DataWarning",
@@ -25,7 +28,11 @@ __all__ = [
     "load",
     "mnist",
     "read_idx",
+    "read_ranges",
+    "read_units",
 ]
+
+NAMES = (*builtin.NAMES, *official.NAMES)
 
 
 def load(
@@ -36,6 +43,9 @@ def load(
     private: Sequence[str] | str | None = None,
     ranges: Mapping[str, Any] | None = None,
     units: Mapping[str, str] | None = None,
+    drop: Sequence[str] | str | None = None,
+    header: Sequence[str] | None = None,
+    size: int | None = None,
     seed: int = 0,
     test_share: float = 0.2,
     limit: int | None = None,
@@ -43,22 +53,47 @@ def load(
     """A data set by its name, or from a file or folder.
 
     Args:
-        name_or_path: "digits".
+        name_or_path: "digits", "breast_cancer", "diabetes", "wine" (inside scikit-learn), "mnist", "cifar10" (from a
+            folder or the network), a .csv, .csv.gz or .npz file, or a folder of images by class.
+        folder: where mnist/ or cifar10/ lies; else RECONBOUND_DATA, else the user's cache.
+        target: the column of a CSV file to predict. Text, or at most 20 different whole numbers, make classes; a range
+            given for it makes it a number.
+        private: columns to protect, a list or parted by commas; None for every column of numbers. Images: all pixels.
+        ranges: {column: (lowest, highest)} in the data's units. A declared range makes a row's numbers depend on that
+            row alone; others are read off the data, which tells about it. {"pixel": ...} for images in an .npz file.
+        units: {column: "years"}.
+        drop: columns of a CSV file to leave out. header: names of its columns where it lacks a first row of them.
+        size: longest side, in pixels, to bring the images of a folder to.
         seed: decides which records are held out, and which are kept under a limit.
-        test_share: of the records, held out for testing, class by class.
+        test_share: share of the records held out for testing, class by class, where the data has no test set.
         limit: train on at most so many records, class by class; the test records stay the same.
 
     Warns:
         DataWarning: for each of the set's notes.
     """
-    name = os.fspath(name_or_path)
-    options = {"seed": seed, "test_share": test_share, "limit": limit}
-    if name in NAMES:
-        found = load_builtin(
-            name, private=private, ranges=ranges, units=units, seed=seed, test_share=test_share, limit=limit
-        )
+    name, division = os.fspath(name_or_path), Division(seed, test_share, limit)
+    columns: dict[str, Any] = {"private": private, "ranges": ranges, "units": units}
+    lower = name.lower()
+    if lower.endswith(text.ENDINGS):
+        found = text.load_csv(name, target=target, drop=drop, header=header, division=division, **columns)
     else:
-        raise InputError("data", "unknown", name)
+        for said, given in (("target", target), ("drop", drop), ("header", header)):
+            if given is not None:
+                raise InputError(said, "is for CSV files", given)
+        if name in builtin.NAMES:
+            found = builtin.load_builtin(name, division=division, **columns)
+        elif name in official.NAMES:
+            only_for_tables(**columns)
+            found = official.load_official(name, folder, division)
+        elif lower.endswith(".npz"):
+            found = arrays.load_npz(name, division=division, **columns)
+        elif Path(name).is_dir():
+            only_for_tables(**columns)
+            found = pictures.load_pictures(name, size=size, division=division)
+        elif Path(name).exists():
+            raise InputError("data", "must be a .csv, .csv.gz or .npz file, or a folder of images by class", name)
+        else:
+            raise InputError("data", f"must be one of {', '.join(NAMES)}, or a file or folder that exists", name)
     for note in found.notes:
         warnings.warn(f"{found.name}: {note}", DataWarning, stacklevel=2)
     return found

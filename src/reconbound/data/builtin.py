@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from .._check import InputError
 from .dataset import Dataset, Feature, Pixels
-from .split import keep, split
-from .tables import Column, table, wishes
+from .split import Division
+from .tables import Column, only_for_tables, table, wishes
 
 # name in scikit-learn: (name, unit, lowest, highest)
-_DIABETES = {
+_DIABETES: dict[str, tuple[str, str, float, float]] = {
     "age": ("age", "years", 0, 100),
     "sex": ("sex", "", 1, 2),
     "bmi": ("body mass index", "kg/m²", 10, 60),
@@ -29,7 +28,7 @@ _DIABETES = {
     "s6": ("blood sugar", "mg/dl", 40, 200),
 }
 _PROGRESSION = ("disease progression", "", 0, 400)
-_WINE = {
+_WINE: dict[str, tuple[str, str, float, float]] = {
     "alcohol": ("alcohol", "% vol", 8, 18),
     "malic_acid": ("malic acid", "g/l", 0, 10),
     "ash": ("ash", "g/l", 0, 5),
@@ -66,36 +65,38 @@ def load_builtin(
     private: Sequence[str] | str | None = None,
     ranges: Mapping[str, Any] | None = None,
     units: Mapping[str, str] | None = None,
-    seed: int = 0,
-    test_share: float = 0.2,
-    limit: int | None = None,
+    division: Division | None = None,
 ) -> Dataset:
     """One of scikit-learn's own: digits (8×8 images), breast_cancer, wine (classes), diabetes (a number)."""
     if name == "digits":
-        for said, given in (("private", private), ("ranges", ranges), ("units", units)):
-            if given:
-                raise InputError(said, "is for tables; every pixel of an image is private", given)
-        return _digits(seed, test_share, limit)
+        only_for_tables(private=private, ranges=ranges, units=units)
+        return _digits(division or Division())
     from sklearn import datasets
 
     bunch = getattr(datasets, f"load_{name}")(**({"scaled": False} if name == "diabetes" else {}))
+    own: Mapping[str, tuple[str, str, float, float]]
     own = {"breast_cancer": _nucleus(), "diabetes": _DIABETES, "wine": _WINE}[name]
     columns = []
     for values, spelled in zip(bunch.data.T.astype(np.float64), bunch.feature_names, strict=True):
         known = own[str(spelled)][0]
-        columns.append(Column(known, np.array([f"{v:.0f}" for v in values]) if known == "sex" else values))
+        columns.append(
+            Column(known, np.array([f"{v:.0f}" for v in values], dtype=object) if known == "sex" else values)
+        )
     if name == "diabetes":
         target, public = Column(_PROGRESSION[0], bunch.target.astype(np.float64)), [*own.values(), _PROGRESSION]
     else:
         aim = {"breast_cancer": "diagnosis", "wine": "grower"}[name]
-        target, public = Column(aim, np.array([str(t) for t in bunch.target_names])[bunch.target]), list(own.values())
+        target, public = (
+            Column(aim, np.array([str(t) for t in bunch.target_names], dtype=object)[bunch.target]),
+            list(own.values()),
+        )
     wish = wishes(
         [*(column.name for column in columns), target.name],
         private=private,
         ranges={**{k: (low, high) for k, _, low, high in public if k != "sex"}, **(ranges or {})},
         units={**{k: unit for k, unit, *_ in public}, **(units or {})},
     )
-    return table(name, columns, target, wish, seed=seed, test_share=test_share, limit=limit)
+    return table(name, columns, target, wish, division or Division())
 
 
 def _nucleus() -> dict[str, tuple[str, str, float, float]]:
@@ -104,14 +105,13 @@ def _nucleus() -> dict[str, tuple[str, str, float, float]]:
     return {name: (name, "", 0.0, top) for name, top in names.items()}
 
 
-def _digits(seed: int, test_share: float, limit: int | None) -> Dataset:
+def _digits(division: Division) -> Dataset:
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     inputs = (bunch.images[:, None] / 16.0).astype(np.float32)
     targets = bunch.target.astype(np.int64)
-    train, test = split(targets, seed=seed, test_share=test_share, task="classes")
-    train = train[keep(targets[train], limit, seed=seed, task="classes")]
+    train, test = division.rows(targets, "classes")
     return Dataset(
         "digits",
         "image",

@@ -21,7 +21,7 @@ class DataWarning(UserWarning):
 
 
 def clean(text: str) -> str:
-    """The text as it is, HTML included (pages escape it), without characters that steer a terminal or cannot be seen."""
+    """The text as it is, HTML included (pages escape it), without characters that steer a terminal or go unseen."""
     return _UNSEEN.sub("", text).strip()
 
 
@@ -48,8 +48,10 @@ class Feature:
 class Pixels(Sequence[Feature]):
     """The features of images of one shape, made when asked for: "pixel (row, column)", with the plane where several."""
 
-    def __init__(self, shape: tuple[int, int, int], high: float = 255.0, unit: str = "grey levels") -> None:
-        self.shape, self.high, self.unit = shape, high, unit
+    def __init__(
+        self, shape: tuple[int, ...], high: float = 255.0, unit: str = "grey levels", low: float = 0.0
+    ) -> None:
+        self.shape, self.low, self.high, self.unit = shape, low, high, unit
         self._planes = {1: ("",), 3: (" red", " green", " blue")}.get(shape[0])
 
     def __len__(self) -> int:
@@ -67,7 +69,7 @@ class Pixels(Sequence[Feature]):
             raise IndexError(index)
         plane, row, column = (int(k) for k in np.unravel_index(flat, self.shape))
         said = self._planes[plane] if self._planes else f" plane {plane}"
-        return Feature(f"pixel ({row}, {column}){said}", self.unit, 0.0, self.high)
+        return Feature(f"pixel ({row}, {column}){said}", self.unit, self.low, self.high)
 
     def __iter__(self) -> Iterator[Feature]:
         return (self[k] for k in range(len(self)))
@@ -136,14 +138,14 @@ class Dataset:
     def scale(self) -> np.ndarray:
         """Widths of the private features' ranges, (d,): data value = offset + scale · input."""
         if isinstance(self.features, Pixels):
-            return np.full(len(self.features), self.features.high)
+            return np.full(len(self.features), self.features.high - self.features.low)
         return np.array([f.high - f.low for f in self.features if f.private], dtype=np.float64)
 
     @cached_property
     def offset(self) -> np.ndarray:
         """Lower ends of the private features' ranges, (d,)."""
         if isinstance(self.features, Pixels):
-            return np.zeros(len(self.features))
+            return np.full(len(self.features), self.features.low)
         return np.array([f.low for f in self.features if f.private], dtype=np.float64)
 
     @property

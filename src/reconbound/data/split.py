@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from .._check import DataError, InputError, number, whole
 
 
+@dataclass(frozen=True)
+class Division:
+    """How records are divided: the seed, the share held out (or the rows, where the data has its own), the limit."""
+
+    seed: int = 0
+    test_share: float = 0.2
+    limit: int | None = None
+
+    def rows(self, targets: np.ndarray, task: str, held: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Rows to train on and rows to test on; `held`, (N,) of bool, where the data has its own test records."""
+        if held is None:
+            train, test = split(targets, seed=self.seed, test_share=self.test_share, task=task)
+        else:
+            train, test = np.flatnonzero(~held), np.flatnonzero(held)
+        return train[keep(targets[train], self.limit, seed=self.seed, task=task)], test
+
+
 def split(targets: np.ndarray, *, seed: int, test_share: float, task: str) -> tuple[np.ndarray, np.ndarray]:
     """Rows to train on and rows to test on, each in ascending order.
 
-    Of every class its share, rounded to the nearest whole record, and at least one record stays for training. Depends on
-    the classes and the seed, never on the inputs."""
+    Of every class its share, rounded to the nearest whole record; at least one record of each stays for training.
+    Depends on the classes and the seed, never on the inputs."""
     share = number("test_share", test_share, at_least=0.0, below=1.0)
     rng = np.random.default_rng(whole("seed", seed, at_least=0))
     groups = _groups(targets, task)

@@ -13,7 +13,7 @@ import numpy as np
 
 from .._check import DataError, InputError, number
 from .dataset import Dataset, Feature, clean
-from .split import keep, split
+from .split import Division
 
 MOST_CATEGORIES = 100
 MOST_CLASS_NUMBERS = 20  # a target of at most so many different whole numbers is taken as classes
@@ -22,7 +22,7 @@ MISSING = "(missing)"
 
 @dataclass(frozen=True)
 class Column:
-    """A column as read. Numbers: float64 with NaN where missing. Categories: str, "" where missing."""
+    """A column as read. Numbers: float64 with NaN where missing. Categories: objects of str, "" where missing."""
 
     name: str
     values: np.ndarray
@@ -64,6 +64,43 @@ def wishes(
     return Wishes(checked, units, asked)
 
 
+def read_ranges(words: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Ranges as a command line spells them.
+
+    >>> read_ranges(["age=0:120", "balance=-1e4:1e6"])
+    {'age': (0.0, 120.0), 'balance': (-10000.0, 1000000.0)}
+    """
+    found = {}
+    for word in words:
+        name, mark, pair = word.rpartition("=")
+        if not name or not mark or pair.count(":") != 1:
+            raise InputError("range", "must be COLUMN=LOWEST:HIGHEST", word)
+        found[clean(name)] = _range(name, pair.split(":"))
+    return found
+
+
+def read_units(words: Sequence[str]) -> dict[str, str]:
+    """Units as a command line spells them.
+
+    >>> read_units(["age=years"])
+    {'age': 'years'}
+    """
+    found = {}
+    for word in words:
+        name, mark, unit = word.rpartition("=")
+        if not name or not mark:
+            raise InputError("unit", "must be COLUMN=UNIT", word)
+        found[clean(name)] = clean(unit)
+    return found
+
+
+def only_for_tables(**given: Any) -> None:
+    """Refuse what says something about columns where the data are images."""
+    for name, value in given.items():
+        if value:
+            raise InputError(name, "is for tables; of an image every pixel is private, all of one range", value)
+
+
 def _range(name: str, pair: Any) -> tuple[float, float]:
     try:
         low, high = pair
@@ -75,39 +112,48 @@ def _range(name: str, pair: Any) -> tuple[float, float]:
     return low, high
 
 
+CATEGORY_IS_PUBLIC = (
+    "a category cannot be private here, since the theory of per-record leakage is for continuous values; "
+    "the floors of `reconbound bound` hold for any attacker and any kind of data"
+)
+
+
 def table(
     name: str,
     columns: Sequence[Column],
     target: Column,
     wish: Wishes,
+    division: Division,
     *,
-    seed: int,
-    test_share: float,
-    limit: int | None,
+    source: str | None = None,
+    held: np.ndarray | None = None,
     record_names: Sequence[str] | None = None,
+    notes: Sequence[str] = (),
 ) -> Dataset:
-    """A Dataset of the columns and the target; every private column must be one of numbers."""
-    notes: list[str] = []
+    """A Dataset of the columns and the target; every private column must be one of numbers.
+
+    Args:
+        source: what messages call it (a path); else the name.
+        held: (N,) of bool, the test records where the data has its own."""
+    said, source = list(notes), source or name
     parts: list[np.ndarray] = []
     features: list[Feature] = []
     for column in columns:
         asked = wish.private is not None and column.name in wish.private
-        if not column.numeric:
-            if asked:
-                raise DataError(f"{name}, column {column.name!r}: {CATEGORY_IS_PUBLIC}")
-            values, own = categories(name, column, notes)
+        if column.numeric:
+            values, own = numbers(source, column, wish, private=asked or wish.private is None, notes=said)
+        elif asked:
+            raise DataError(f"{source}, column {column.name!r}: {CATEGORY_IS_PUBLIC}")
         else:
-            private = asked or wish.private is None
-            values, own = numbers(name, column, wish, private=private, notes=notes)
+            values, own = categories(source, column, said)
         parts.append(values)
         features.extend(own)
     if not any(feature.private for feature in features):
-        raise DataError(f"{name}: no column of numbers to protect; {CATEGORY_IS_PUBLIC}")
+        raise DataError(f"{source}: no column of numbers to protect; {CATEGORY_IS_PUBLIC}")
     inputs = np.concatenate(parts, axis=1).astype(np.float32)
-    targets, class_names, aim = _target(name, target, wish, notes)
+    targets, class_names, aim = _target(source, target, wish, said)
     task = "classes" if class_names else "number"
-    train, test = split(targets, seed=seed, test_share=test_share, task=task)
-    train = train[keep(targets[train], limit, seed=seed, task=task)]
+    train, test = division.rows(targets, task, held)
     return Dataset(
         name,
         "table",
@@ -120,20 +166,14 @@ def table(
         class_names=class_names,
         target=aim,
         record_names=None if record_names is None else tuple(record_names[k] for k in train),
-        notes=tuple(notes),
+        notes=tuple(said),
     )
-
-
-CATEGORY_IS_PUBLIC = (
-    "a category cannot be private here, since the theory of per-record leakage is for continuous values; "
-    "the floors of `reconbound bound` hold for any attacker and any kind of data"
-)
 
 
 def numbers(
     table: str, column: Column, wish: Wishes, *, private: bool, notes: list[str]
 ) -> tuple[np.ndarray, list[Feature]]:
-    """(value - low)/(high - low), (N, 1), or (N, 2) with a public mark where values are missing; these sit in the middle."""
+    """(value - low)/(high - low), (N, 1); where some are missing (N, 2): the middle for these, and a public mark."""
     values, missing = column.values, np.isnan(column.values)
     feature = _ranged(table, column.name, values[~missing], wish, private, notes)
     filled = np.where(missing, feature.low / 2 + feature.high / 2, values)
@@ -170,13 +210,16 @@ def _ranged(table: str, name: str, known: np.ndarray, wish: Wishes, private: boo
 
 
 def categories(table: str, column: Column, notes: list[str]) -> tuple[np.ndarray, list[Feature]]:
-    """A public column of ones and zeros for each category, (N, k), a missing one being a category of its own."""
+    """A public column of ones and zeros for each category, (N, k), a missing one being a category of its own.
+
+    Too many categories for a model to see, an identifier or free text: none, and a note."""
     found, codes = np.unique(column.values, return_inverse=True)
     if len(found) > MOST_CATEGORIES:
-        raise DataError(
-            f"{table}, column {column.name!r}: {len(found):,} different texts, more than {MOST_CATEGORIES}: "
-            "an identifier or free text, which a model should not see; leave the column out"
+        notes.append(
+            f"{column.name}: {len(found):,} different texts, more than {MOST_CATEGORIES}, so it is taken for an "
+            "identifier or free text and left out"
         )
+        return np.zeros((len(codes), 0)), []
     if len(found) == 1:
         notes.append(f"{column.name}: every value is {str(found[0]) or MISSING!r}")
     named = [Feature(f"{column.name} = {text or MISSING}", private=False) for text in map(str, found)]
@@ -184,7 +227,7 @@ def categories(table: str, column: Column, notes: list[str]) -> tuple[np.ndarray
 
 
 def _target(table: str, column: Column, wish: Wishes, notes: list[str]) -> tuple[np.ndarray, tuple[str, ...], Feature]:
-    """Classes where the target is text or few whole numbers, else a number scaled to [0, 1]; a range makes it a number."""
+    """Classes where the target is text or few whole numbers, else a number in [0, 1]; a range makes it a number."""
     values, name = column.values, column.name
     if wish.private is not None and name in wish.private:
         raise InputError("private", "must not name the target, which the attacker is taken to know", name)

@@ -1,0 +1,230 @@
+"""reconbound audit: from data to a report."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .._check import number
+from .options import confidential_note, count, plain_errors, ratio
+
+if TYPE_CHECKING:
+    from ..data import Dataset
+    from ..plan import Plan
+
+Whole = {"parser": count, "metavar": "<int>"}
+
+
+def audit_command(
+    data: Annotated[
+        str,
+        typer.Argument(
+            metavar="[DATA]",
+            help="digits (default), breast_cancer, diabetes, wine, mnist, cifar10, a .csv (.csv.gz) or .npz file, or a "
+            "folder of images by class.",
+        ),
+    ] = "digits",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="auto, linear, mlp, cnn, or package.module:factory, called as factory(shape, outputs). A factory is "
+            "code that will be run: name only what you trust."
+        ),
+    ] = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="Noise std on the SUM of clipped gradients over the clip norm.")
+    ] = None,
+    max_grad_norm: Annotated[float | None, typer.Option(help="The clip norm.")] = None,
+    sample_rate: Annotated[
+        float | None, typer.Option(parser=ratio, metavar="<float>", help="Chance of a record to be in a batch.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(**Whole, help="Steps of a run.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="The same as passes over the data.")] = None,
+    runs: Annotated[
+        int | None,
+        typer.Option(
+            **Whole, help="Independent runs: one is released, the others measure; 1 gives no confidence limits."
+        ),
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Momentum.")] = None,
+    clip: Annotated[str | None, typer.Option(help="smooth (default) or hard.")] = None,
+    sampler: Annotated[str | None, typer.Option(help="poisson (default), fixed or shuffle.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Records measured over records trained on (a number), or every: each batch.")
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="For a run to be repeated exactly. Whoever can guess it knows the noise: not for a release."),
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
+    private: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Private columns (default: all columns of numbers).")
+    ] = None,
+    range_: Annotated[
+        list[str] | None,
+        typer.Option("--range", metavar="age=0:120", help="Range of a column, known without the data. Repeatable."),
+    ] = None,
+    unit: Annotated[list[str] | None, typer.Option(metavar="age=years", help="Unit of a column. Repeatable.")] = None,
+    data_folder: Annotated[
+        Path | None, typer.Option(help="Folder with mnist/ or cifar10/ (default: the variable RECONBOUND_DATA).")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(**Whole, help="Train on at most so many records.")] = None,
+    publish_accuracy: Annotated[
+        bool, typer.Option("--publish-accuracy", help="Put the accuracy into the public page too.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results (default: audit-DATA).")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what the folder holds and start over.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (confidential).")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the report's path and nothing else.")] = False,
+) -> None:
+    """Train privately on your data and write a report on how well each record is protected.
+
+    Run it again in the same folder to go on where it was stopped."""
+    changes = {
+        "model": model,
+        "noise_multiplier": noise_multiplier,
+        "max_grad_norm": max_grad_norm,
+        "sample_rate": sample_rate,
+        "steps": steps,
+        "runs": runs,
+        "lr": lr,
+        "momentum": momentum,
+        "clip": clip,
+        "sampler": sampler,
+        "budget": _budget(budget),
+        "seed": seed,
+    }
+    given = {name: value for name, value in changes.items() if value is not None}
+    if epochs is not None and steps is not None:
+        raise typer.BadParameter("does not go with --steps", param_hint="--epochs")
+    wishes: dict[str, Any] = {"target": target, "private": private, "limit": limit, "folder": data_folder}
+    resume = "; run the same command again to go on"
+    with plain_errors(resume):
+        from ..data.tables import read_ranges, read_units
+
+        wishes |= {"ranges": read_ranges(range_ or []) or None, "units": read_units(unit or []) or None}
+        dataset = _loaded(data, wishes, quiet)
+        plan = _plan(dataset, given, epochs)
+        folder = out if out is not None else Path(f"audit-{_short(dataset.name)}")
+        _run(dataset, plan, folder, publish_accuracy, fresh, as_json, quiet)
+
+
+def _budget(given: str | None) -> float | str | None:
+    if given is None or given == "every":
+        return given
+    return number("budget", given, above=0.0)
+
+
+def _short(name: str) -> str:
+    """The data's name as part of a folder's."""
+    kept = "".join(c if c.isalnum() or c in "-_" else "-" for c in name.split(".")[0])
+    return kept.strip("-")[:60] or "data"
+
+
+def _loaded(data: str, wishes: dict[str, Any], quiet: bool) -> Dataset:
+    from ..data import DataWarning, load
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DataWarning)
+        dataset = load(data, **wishes)
+    for warning in caught:
+        if not quiet:
+            print(f"Note: {warning.message}", file=sys.stderr)
+    return dataset
+
+
+def _plan(dataset: Dataset, given: dict[str, Any], epochs: float | None) -> Plan:
+    from ..plan import default_plan
+
+    plan = default_plan(dataset, **given)
+    if epochs is None:
+        return plan
+    return replace(plan, steps=max(1, round(number("epochs", epochs, above=0.0) / plan.sample_rate)))
+
+
+def _run(
+    dataset: Dataset, plan: Plan, out: Path, publish_accuracy: bool, fresh: bool, as_json: bool, quiet: bool
+) -> None:
+    from ..audit import audit
+    from ..plan_file import open_folder, refuse_other
+    from ..run_folder import REPORT
+
+    open_folder(out)
+    if not fresh:
+        refuse_other(out, dataset, plan)
+    if not quiet:
+        for line in told_plan(dataset, plan, out, fresh):
+            print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+    folder = audit(dataset, plan, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
+    if as_json:
+        confidential_note()
+        print(json.dumps(result(folder), indent=2, allow_nan=False))
+        return
+    if not quiet:
+        for line in result(folder)["verdict"]:
+            print(line)
+    print(folder / REPORT)
+
+
+def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]:
+    """What will be done, what the mechanism guarantees before any training, and how long it will take."""
+    from ..audit import describe, expected_seconds, floors_of
+    from ..run_folder import PLAN
+
+    found = floors_of(dataset, plan)
+    epochs = plan.steps * plan.sample_rate
+    others = "the first is the release, the others only measure" if plan.runs > 1 else "no confidence limits"
+    says = [f"{name} ±{found[name].rmse:.3g}" for name in ("theorem1", "lecam") if not found[name].vacuous]
+    epsilon = "" if found.epsilon is None else f"; ε = {found.epsilon:.3g} (replace-one) at δ = {found.delta:g}"
+    on = not fresh and (out / PLAN).exists()
+    return [
+        dataset.summary(),
+        f"Model: {describe(dataset, plan)}; {plan.runs} run{'s' if plan.runs > 1 else ''} of {plan.steps:,} steps "
+        f"({epochs:.3g} epochs), lr {plan.lr:g}: {others}.",
+        f"Mechanism: noise multiplier {plan.noise_multiplier:g}, clip norm {plan.max_grad_norm:g} ({plan.clip}), "
+        f"{plan.sampler} batches, sample rate {plan.sample_rate:.3g}{epsilon}.",
+        f"Floors whatever the data, of a feature's range: {', '.join(says) or 'none that says anything'}. "
+        "The audit measures those of your records.",
+        f"Expected time: about {_duration(expected_seconds(dataset, plan))}{' if nothing is done yet' if on else ''}.",
+        f"{'Goes on' if on else 'Writes'} in {out}, which is confidential apart from run.json, model.safetensors and "
+        "report-public.html.",
+    ]
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def result(folder: Path) -> dict[str, Any]:
+    """The verdict of a finished audit and where it is; confidential."""
+    from ..report.view import View
+    from ..report.words import sureness, verdict
+    from ..run_folder import MODEL, PUBLIC_REPORT, REPORT, read_leakage, read_run
+
+    run, leakage = read_run(folder), read_leakage(folder)
+    view = View(run, leakage)
+    names = {"lowest": 0.0, "1 %": 0.01, "median": 0.5}
+    return {
+        "confidential": True,
+        "folder": str(folder),
+        "report": str(folder / REPORT),
+        "public_report": str(folder / PUBLIC_REPORT),
+        "model": str(folder / MODEL),
+        "verdict": [*verdict(view), *sureness(view)[:1]],
+        "floors": {name: view.quantile(share) for name, share in names.items()},
+        "guess": view.guess,
+        "unit": f"± {view.of_range}",
+        "records": view.records,
+        "below_guess": view.below(view.guess),
+        "accuracy": float(leakage.accuracy[-1]) if leakage.accuracy.numel() else None,
+        "epsilon": run.guarantee.get("epsilon"),
+    }

@@ -1,0 +1,63 @@
+"""How the command line reads numbers, and what its commands have in common. torch is not imported here."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+from .._check import InputError
+
+
+def ratio(given: Any) -> float:
+    """A number, also as a fraction: 0.01, 256/50000."""
+    text = str(given)  # typer passes defaults too
+    try:
+        over, slash, under = text.partition("/")
+        return float(over) / float(under) if slash else float(text)
+    except (ValueError, ZeroDivisionError):
+        raise typer.BadParameter("must be a number or a fraction such as 256/50000") from None
+
+
+def count(given: Any) -> int:
+    """A whole number, also as 1e6 or as a shape: 3x32x32."""
+    try:
+        parts = [float(part) if "e" in part else int(part) for part in str(given).lower().split("x")]
+        whole = [int(part) for part in parts]
+    except (ValueError, OverflowError):
+        raise typer.BadParameter("must be a whole number") from None
+    if whole != parts:
+        raise typer.BadParameter("must be a whole number")
+    return math.prod(whole)
+
+
+@contextmanager
+def plain_errors(resume: str = "") -> Iterator[None]:
+    """What can go wrong with files, data and models as one line on standard error, and a stop from the keyboard."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\nreconbound: stopped{resume}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except (InputError, BrokenPipeError):
+        raise  # cli.run says them
+    except OSError as reason:
+        where = f"{reason.filename}: " if reason.filename else ""
+        fail(f"{where}{reason.strerror or reason}")
+    except Exception as reason:
+        if type(reason).__module__.startswith("reconbound.") or isinstance(reason, ValueError):
+            fail(str(reason))
+        raise
+
+
+def fail(message: str) -> None:
+    print(f"reconbound: {' '.join(message.split())}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def confidential_note() -> None:
+    print("reconbound: what follows is about single records: keep it as secret as the data", file=sys.stderr)

@@ -1,0 +1,227 @@
+"""CSV files: a header, columns of numbers or of categories, missing values. What is wrong is said by file, row, column.
+
+Rows are counted as a spreadsheet counts them: the header is row 1."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import math
+import os
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._check import DataError, DataMissing, InputError
+from .dataset import Dataset, clean
+from .split import Division
+from .tables import CATEGORY_IS_PUBLIC, Column, table, wishes
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A CSV file's names of columns, cells of rows, numbers of rows as a spreadsheet counts, and decimal mark."""
+
+    names: list[str]
+    rows: list[list[str]]
+    places: list[int]
+    point: str = "."
+
+
+ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
+MISSING = frozenset({"", "?", "na", "n/a", "#n/a", "nan", "null"})  # whatever their case
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?inf(inity)?", re.IGNORECASE | re.ASCII)
+
+
+def load_csv(
+    path: str | os.PathLike[str],
+    *,
+    target: str | None,
+    private: Sequence[str] | str | None = None,
+    ranges: Mapping[str, Any] | None = None,
+    units: Mapping[str, str] | None = None,
+    drop: Sequence[str] | str | None = None,
+    header: Sequence[str] | None = None,
+    division: Division | None = None,
+) -> Dataset:
+    """A table from a CSV file, plain or .gz; cells are parted by comma, semicolon or tab.
+
+    A column is one of numbers if all its values are, or missing; else one of categories. What was asked as private, or
+    given a range, must be numbers.
+
+    Args:
+        target: the column to predict. private: columns to protect, or None for every one of numbers.
+        ranges: {column: (lowest, highest)}. units: {column: "years"}. drop: columns to leave out.
+        header: names of the columns of a file without a first row of names."""
+    file = os.fspath(path)
+    cells = read_cells(path, header)
+    names = cells.names
+    if isinstance(drop, str):
+        drop = drop.split(",")
+    left_out = [clean(str(name)) for name in drop or ()]
+    wish = wishes(names, private=private, ranges=ranges, units=units)
+    for name in left_out:
+        if name not in names:
+            raise InputError("drop", f"must name columns of {file} ({_listed(names)})", name)
+    if target is None:
+        raise InputError("target", f"must name the column of {file} to predict ({_listed(names)})", target)
+    if clean(target) not in names:
+        raise InputError("target", f"must be a column of {file} ({_listed(names)}; row 1 names them)", target)
+    notes: list[str] = []
+    columns, aim = [], None
+    asked = {*(wish.private or ()), *wish.ranges}
+    for k, name in enumerate(names):
+        if name in left_out:
+            if name in asked or name == clean(target):
+                raise InputError("drop", "must not name the target, a private column or one with a range", name)
+            continue
+        column = _column(file, cells, k, name in asked, notes)
+        if name == clean(target):
+            _complete(file, cells, k)
+            aim = column
+        elif column is not None:
+            columns.append(column)
+    if aim is None:
+        raise DataError(f"{file}, column {clean(target)!r}: every value of the target is missing")
+    said = [f"row {place}" for place in cells.places]
+    return table(
+        clean(Path(file).name),
+        columns,
+        aim,
+        wish,
+        division or Division(),
+        source=file,
+        record_names=said,
+        notes=notes,
+    )
+
+
+def read_cells(path: str | os.PathLike[str], header: Sequence[str] | None = None) -> Cells:
+    """All cells of a CSV file, or what is wrong with it and where."""
+    file, text = os.fspath(path), _text(Path(path))
+    mark = _delimiter(text)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=mark, skipinitialspace=True, strict=True)
+    names = None if header is None else _names(file, list(header))
+    rows: list[list[str]] = []
+    places: list[int] = []
+    place = 0
+    while True:
+        place += 1
+        try:
+            row = next(reader)
+        except StopIteration:
+            break
+        except csv.Error as reason:
+            raise DataError(f"{file}, row {place} (line {reader.line_num}): not CSV ({reason})") from None
+        if not any(cell.strip() for cell in row) and len(row) < 2:
+            continue
+        if names is None:
+            names = _names(file, row)
+        elif len(row) != len(names):
+            line = "" if reader.line_num == place else f" (line {reader.line_num})"
+            raise DataError(f"{file}, row {place}{line}: {len(row)} cells, but there are {len(names)} columns")
+        else:
+            rows.append([clean(cell) for cell in row])
+            places.append(place)
+    if names is None:
+        raise DataError(f"{file}: empty")
+    if not rows:
+        raise DataError(f"{file}: names {len(names)} columns, but holds no rows")
+    return Cells(names, rows, places, "," if mark == ";" else ".")
+
+
+def _text(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+        raw = gzip.decompress(raw) if path.name.lower().endswith(".gz") else raw
+    except FileNotFoundError:
+        raise DataMissing(f"{path} does not exist") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as reason:
+        raise DataError(f"{path}: damaged or cut off ({reason})") from None
+    except OSError as reason:
+        raise DataError(f"{path}: cannot be read ({reason.strerror})") from None
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError(f"{path}: written as UTF-16; save it as UTF-8")
+    if (at := raw.find(0)) >= 0:
+        raise DataError(f"{path}, line {raw.count(10, 0, at) + 1}: a NUL byte, so this is not a text file")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as reason:
+        line = raw.count(10, 0, reason.start) + 1
+        raise DataError(f"{path}, line {line}: byte {raw[reason.start]:#04x} is not UTF-8; save it as UTF-8") from None
+
+
+def _delimiter(text: str) -> str:
+    """Comma, semicolon or tab: what stands most often in the first line that is not blank, outside quotes."""
+    first = re.sub(r'"[^"]*"', "", next((line for line in text.splitlines() if line.strip()), ""))
+    return max(",;\t", key=first.count)
+
+
+def _names(file: str, row: Sequence[Any]) -> list[str]:
+    """The header, with a name for nameless columns; no name may come twice."""
+    names = [clean(str(cell)) or f"column {k + 1}" for k, cell in enumerate(row)]
+    for k, name in enumerate(names):
+        if name in names[:k]:
+            first = names.index(name) + 1
+            raise DataError(f"{file}, row 1: columns {first} and {k + 1} are both named {name!r}")
+    return names
+
+
+def _column(file: str, cells: Cells, k: int, asked: bool, notes: list[str]) -> Column | None:
+    """Numbers, or categories, or nothing where every value is missing."""
+    name, places = cells.names[k], cells.places
+    texts = ["" if row[k].lower() in MISSING else row[k] for row in cells.rows]
+    known = sum(1 for text in texts if text)
+    if not known:
+        if asked:
+            raise DataError(f"{file}, column {name!r}: every value is missing")
+        notes.append(f"{name}: every value is missing, so it is left out")
+        return None
+    numeric = [number_or_none(text, cells.point) for text in texts]
+    wrong = next((i for i, value in enumerate(numeric) if value is None), None)
+    if wrong is not None:
+        good = sum(1 for text, value in zip(texts, numeric, strict=True) if text and value is not None)
+        if asked and 2 * good > known:
+            raise DataError(f"{file}, row {places[wrong]}, column {name!r}: {_short(texts[wrong])} is not a number")
+        if asked:
+            raise DataError(f"{file}, column {name!r}: {CATEGORY_IS_PUBLIC}")
+        if 2 * good > known:
+            notes.append(
+                f"{name}: taken as categories, since row {places[wrong]} holds {_short(texts[wrong])}, "
+                f"though {good:,} of {known:,} values are numbers"
+            )
+        return Column(name, np.array(texts, dtype=object))
+    values = np.array(numeric, dtype=np.float64)
+    if np.isinf(values).any():
+        at = int(np.flatnonzero(np.isinf(values))[0])
+        raise DataError(f"{file}, row {places[at]}, column {name!r}: {_short(texts[at])} is not a finite number")
+    return Column(name, values)
+
+
+def number_or_none(text: str, point: str = ".") -> float | None:
+    """The number that a cell spells, NaN where it is empty, None where it is no number."""
+    if not text:
+        return math.nan
+    if point != "." and "." not in text:  # semicolons between cells go with commas within numbers
+        text = text.replace(point, ".", 1)
+    return float(text) if _NUMBER.fullmatch(text) else None
+
+
+def _complete(file: str, cells: Cells, k: int) -> None:
+    for row, place in zip(cells.rows, cells.places, strict=True):
+        if row[k].lower() in MISSING:
+            raise DataError(f"{file}, row {place}, column {cells.names[k]!r}: the target is missing")
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:40] + "...")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
