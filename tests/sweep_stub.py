@@ -32,7 +32,12 @@ class Stub:
                 tell(done)
         noise, lr = setting["noise_multiplier"], setting["lr"]
         return [
-            {"steps": t, "accuracy": 1 - noise / 10 - (lr - 0.3) ** 2 + t / 100, "exact_max": noise**2 / t, "delta": None}
+            {
+                "steps": t,
+                "accuracy": 1 - noise / 10 - (lr - 0.3) ** 2 + t / 100,
+                "exact_max": noise**2 / t,
+                "delta": None,
+            }
             for t in (5, 10)
         ]
 

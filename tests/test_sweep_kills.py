@@ -1,4 +1,4 @@
-"""Workers that are killed at any moment: every setting is finished exactly once, and the rows are those of one worker."""
+"""Workers that are killed at any moment: every setting is finished exactly once, with the rows of a single worker."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("optuna")
-import postgres_server
 import sqlalchemy as sql
+
+import postgres_server
 import sweep_stub
 from reconbound.sweep import frontier, pareto, sweep
 from reconbound.sweep.run import begin, open_store
@@ -67,8 +66,8 @@ TRIGGERS = {
         "BEGIN INSERT INTO finishes VALUES (NEW.trial_id); END"
     ],
     "postgresql": [
-        "CREATE FUNCTION noted() RETURNS trigger AS $$ BEGIN INSERT INTO finishes VALUES (NEW.trial_id); RETURN NEW; END "
-        "$$ LANGUAGE plpgsql",
+        "CREATE FUNCTION noted() RETURNS trigger AS $$ BEGIN INSERT INTO finishes VALUES (NEW.trial_id); RETURN NEW; "
+        "END $$ LANGUAGE plpgsql",
         "CREATE TRIGGER finished AFTER UPDATE OF state ON trials FOR EACH ROW WHEN (NEW.state = 'COMPLETE') "
         "EXECUTE FUNCTION noted()",
     ],

@@ -19,12 +19,12 @@ from .._files import CONFIDENTIAL, write_whole
 from .._random import checked_seed, new_seed
 from ..run_folder import prepare
 from . import space as spaces
-from .frontier import default_floor, score_of
+from .frontier import default_floor, rows_of, score_of, write_table
 from .progress import progress
 from .space import Choices, Setting, Space
 from .store import Claim, Store
 from .team import supervise
-from .worker import Row, owner_name, work
+from .worker import TRIALS, Row, owner_name, work
 
 DATABASE, SEED, ABOUT = "sweep.db", "seed", "sweep.json"
 
@@ -105,10 +105,9 @@ def sweep(
     Guarantee: every setting is finished exactly once, whichever workers die when; its rows are a function of the data,
     the sweep's seed, the plan and the setting, whoever trains it and however often it was interrupted.
     """
-    from .frontier import rows_of
-
     whole("workers", workers)
-    prepare(config.out)
+    for folder in (config.out, config.out / TRIALS):
+        prepare(folder)
     train = (make_train or make_trainer)(config)
     store = open_store(config)
     try:
@@ -121,6 +120,46 @@ def sweep(
         return rows_of(store)
     finally:
         store.dispose()
+
+
+def stored(folder: Path, storage: str | None = None) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of a sweep's finished trials, and how far it is, from its storage.
+
+    Args:
+        folder: the sweep's. storage: its URL, where that is not the folder's own database.
+    """
+    path = folder / ABOUT
+    try:
+        about = json.loads(path.read_text())
+        name, where = about["name"], about["storage"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError("folder", f"must be that of a sweep, with {ABOUT}", str(folder)) from None
+    if where is not None and storage is None:
+        if "***" in where:
+            raise InputError("storage", "must be given again, with its password", where)
+        storage = where
+    store = Store(storage or f"sqlite:///{(folder / DATABASE).absolute()}", name, new=False)
+    try:
+        trials = store.trials()
+        rows = rows_of(store)
+    finally:
+        store.dispose()
+    failed = [trial for trial in trials if trial.state.name == "FAIL"]
+    error = failed[0].user_attrs.get("error") if failed else None
+    facts = {"folder": str(folder), "data": about["data"], "runs": about["runs"], "trials": len(trials)}
+    finished = sum(trial.state.name == "COMPLETE" for trial in trials)
+    return rows, {**facts, "finished": finished, "failed": len(failed), "error": error}
+
+
+def publish(folder: Path, storage: str | None = None) -> dict[str, Any]:
+    """Write the sweep's table and pages, as far as it is; where they are, and how far that is."""
+    from .page import write_pages
+
+    rows, facts = stored(folder, storage)
+    pages: dict[str, str | None] = {"table": None, "page": None}
+    if rows:
+        pages = {"table": str(write_table(folder, rows)), "page": str(write_pages(folder, rows, facts))}
+    return {"confidential": True, **facts, **pages}
 
 
 def make_trainer(config: Sweep) -> Any:
@@ -196,6 +235,16 @@ def values_of(config: Sweep, rows: Sequence[Row]) -> list[float]:
     return [float(last["accuracy"] or 0.0), spaces.log10(float(last.get(floor) or 0.0))]
 
 
+def found_before(store: Store, setting: Setting) -> list[Row] | None:
+    """The rows of a finished trial of the same setting, if there is one."""
+    for trial in store.trials():
+        found = trial.user_attrs
+        if trial.state.name == "COMPLETE" and spaces.key(found["setting"]) == spaces.key(setting):
+            rows: list[Row] = found["rows"]
+            return rows
+    return None
+
+
 def sweep_seed(config: Sweep) -> int:
     """The sweep's seed: as given, or as the folder has it; made and kept there the first time."""
     path = config.out / SEED
@@ -222,10 +271,14 @@ def _join(config: Sweep, make_train: Callable[[Sweep], Any] | None, owner: str, 
 
 
 def _work(store: Store, config: Sweep, train: Any, owner: str, stop: Callable[[], bool]) -> int:
+    def trained(setting: Setting, folder: Path, tell: Callable[[int], None]) -> list[Row]:
+        before = found_before(store, setting) if config.search == "tpe" else None  # a search may come back to a setting
+        return train(setting, folder, tell) if before is None else before
+
     return work(
         store,
         lambda claim: ask(store, config, claim),
-        train,
+        trained,
         lambda rows: values_of(config, rows),
         config.out,
         steps=train.steps,

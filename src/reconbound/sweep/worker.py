@@ -16,6 +16,7 @@ from ..checkpoint import CheckpointError
 from .space import Setting
 from .store import ERRORS, Claim, Store, patiently
 
+TRIALS = "trials"
 Row: TypeAlias = dict[str, Any]
 #: (setting, folder of its own, to be called with the steps done) → one row for each step count. Called again in the
 #: same folder after a kill it must give the same rows.
@@ -105,7 +106,7 @@ def _failed(store: Store, claim: Claim, reason: Exception) -> None:
 
 def trial_folder(out: Path, number: int) -> Path:
     """Where a trial keeps its checkpoints and what it found: confidential."""
-    return out / "trials" / f"{number:05d}"
+    return out / TRIALS / f"{number:05d}"
 
 
 class Heart:
