@@ -18,6 +18,7 @@ import sweep_stub
 from reconbound import cli
 from reconbound._check import InputError
 from reconbound.budget import Blocks
+from reconbound.checkpoint import CheckpointError
 from reconbound.data import load
 from reconbound.plan import default_plan, make_learner
 from reconbound.sweep import Range, Sweep, best, floors_in, frontier, pareto, parse_grid, parse_steps, run, sweep
@@ -393,3 +394,20 @@ def test_pages_escape_and_say_every_floor(tmp_path) -> None:
     for floor in floors_in(rows):
         assert f"front-{floor}" in page
     assert told("paper_q99") == "the paper's κ (no guarantee), record at the 99 % quantile"
+
+
+def test_a_trial_whose_folder_is_in_use_is_left_alone_for_a_while(tmp_path) -> None:
+    """A worker that was suspended, not killed: others pass its trial over, and nobody takes it for a failure."""
+
+    class Busy(Searched):
+        def __call__(self, setting, folder, tell):
+            found = super().__call__(setting, folder, tell)
+            if setting["lr"] == 0.1 and self.asked.count(setting) < 6:
+                raise CheckpointError(f"the checkpoint folder {folder} is in use by process 1 on another")
+            return found
+
+    stub = Busy()
+    config = Sweep("stub", tmp_path, {"lr": [0.1, 0.2], "noise_multiplier": [1.0]}, (5,), seed=1, lease=0.2)
+    rows = sweep(config, make_train=lambda _: stub, show=False)
+    assert [row["lr"] for row in rows] == [0.1, 0.2]
+    assert [setting["lr"] for setting in stub.asked] == [0.1, 0.2, *[0.1] * 5]

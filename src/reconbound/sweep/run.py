@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -175,9 +176,9 @@ def make_trainer(config: Sweep) -> Any:
 
 def open_store(config: Sweep) -> Store:
     """The sweep's storage."""
-    sampler = optuna.samplers.TPESampler(
-        seed=None, n_startup_trials=max(5, (config.trials or 0) // 5), constant_liar=True
-    )
+    with warnings.catch_warnings():  # Optuna's early versions call the liar experimental
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler = optuna.samplers.TPESampler(n_startup_trials=max(5, (config.trials or 0) // 5), constant_liar=True)
     objectives = 2 if config.at_least is None else 1
     return Store(config.url, config.name, lease=config.lease, sampler=sampler, objectives=objectives)
 

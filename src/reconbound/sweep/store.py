@@ -47,7 +47,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Claim:
-    """A trial in the hands of one worker."""
+    """A trial in the hands of one worker. claims: this one and those of workers that died. errors: raised so far."""
 
     trial_id: int
     number: int
@@ -165,7 +165,7 @@ class Store:
             return None
         if trial.state == TrialState.WAITING:
             self.storage.set_trial_state_values(trial_id, TrialState.RUNNING)
-        if claim.claims - claim.errors > DEATHS:
+        if claim.claims > DEATHS:
             self.fail(claim, f"{DEATHS} workers died on it")
             return None
         return claim
@@ -183,7 +183,7 @@ class Store:
         try:
             self.storage.set_trial_user_attr(claim.trial_id, "rows", [dict(row) for row in rows])
             self.storage.set_trial_state_values(claim.trial_id, TrialState.COMPLETE, values)
-        except optuna.exceptions.UpdateFinishedTrialError:
+        except RuntimeError:  # as Optuna says of a trial that is finished
             return False
         finally:
             self.close(claim)
@@ -195,7 +195,7 @@ class Store:
 
     def fail(self, claim: Claim, why: str) -> None:
         """Give a trial up for good."""
-        with suppress(optuna.exceptions.UpdateFinishedTrialError):
+        with suppress(RuntimeError):
             self.storage.set_trial_user_attr(claim.trial_id, "error", why)
             self.storage.set_trial_state_values(claim.trial_id, TrialState.FAIL)
         self.close(claim)
@@ -205,10 +205,12 @@ class Store:
         with self.engine.begin() as connection:
             connection.execute(_mine(claim).values(until=_NEVER))
 
-    def release(self, claim: Claim, *, error: bool) -> None:
-        """Leave an unfinished trial to the next worker, at once; error: because it raised one."""
+    def release(self, claim: Claim, *, error: bool = False, pause: float = 0.0) -> None:
+        """Leave an unfinished trial to the next worker, after a pause; error: because it raised one."""
+        columns = _LEASES.c
         with self.engine.begin() as connection:
-            connection.execute(_mine(claim).values(until=0.0, errors=_LEASES.c.errors + int(error)))
+            values = {"until": _now(connection) + pause - 1e-3, "claims": columns.claims - 1}
+            connection.execute(_mine(claim).values(errors=columns.errors + int(error), **values))
 
     def expire(self, owner: str) -> None:
         """Let go of what a worker held that is known to be dead."""

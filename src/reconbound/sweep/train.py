@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from ..budget import Blocks
 from ..calculator import guarantee
 from ..checkpoint import plain_json
 from ..learner_state import data_digest
+from ..mechanisms import SampledGaussian
 from ..plan import Plan, make_learner, score
 from ..run_folder import CHECKPOINTS, prepare
 from ..sgd import PrivateSGD
@@ -164,9 +166,7 @@ class Trainer:
         for rule, values in zip(account.rules, dfil, strict=True):
             row |= {f"{rule}_{place}": floor for place, floor in floors_of(values, measured).items()}
         row["never_measured"] = int((measured == 0).sum())
-        found = guarantee(account.mechanism(), dim=account.features, delta=self.delta)
-        row |= {bound.name: float(bound.value) for bound in found.bounds}
-        row |= {"epsilon": found.epsilon, "epsilon_add_remove": found.epsilon_add_remove, "delta": self.delta}
+        row |= {**companions(account.mechanism(), account.features, self.delta), "delta": self.delta}
         return {name: _plain(value) for name, value in row.items()}
 
 
@@ -188,6 +188,14 @@ def floors_of(dfil: Tensor, measured: Tensor) -> dict[str, float]:
         return dict.fromkeys(PLACES, 0.0)
     at = {place: float(seen[min(len(seen) - 1, math.ceil(q * (len(seen) - 1)))]) for place, q in PLACES.items()}
     return {place: 1 / max(value, 1e-300) for place, value in at.items()}
+
+
+@lru_cache(maxsize=1000)
+def companions(mechanism: SampledGaussian, features: int, delta: float) -> dict[str, float | None]:
+    """The floors of the mechanism whatever the data, and its ε: the same for all settings that differ otherwise."""
+    found = guarantee(mechanism, dim=features, delta=delta)
+    floors = {bound.name: float(bound.value) for bound in found.bounds}
+    return {**floors, "epsilon": found.epsilon, "epsilon_add_remove": found.epsilon_add_remove}
 
 
 def kappa_ratio(account: Account, count: int) -> float:

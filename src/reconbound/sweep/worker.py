@@ -60,7 +60,7 @@ def work(
                 break
             time.sleep(wait)  # others have the rest; one of them may die
             continue
-        finished += _one(store, claim, ask, train, values, out, steps, wait)
+        finished += _one(store, claim, ask, train, values, out, steps)
     return finished
 
 
@@ -72,7 +72,6 @@ def _one(
     values: Callable[[Sequence[Row]], Sequence[float]],
     out: Path,
     steps: int,
-    wait: float,
 ) -> int:
     """Train one trial; 1 if that finished it."""
     try:
@@ -85,13 +84,12 @@ def _one(
         if "is in use by" not in str(reason):
             _failed(store, claim, reason)
         else:  # whoever had the trial before is not dead, only late
-            patiently(lambda: store.release(claim, error=False))
-            time.sleep(wait)
+            patiently(lambda: store.release(claim, pause=store.lease / 2))
     except Exception as reason:
         _failed(store, claim, reason)
     except BaseException:  # stopped from outside: the next worker need not wait for the lease to run out
         with suppress(Exception):
-            store.release(claim, error=False)
+            store.release(claim)
         raise
     return 0
 
