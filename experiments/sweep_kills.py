@@ -18,11 +18,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import postgres_server
-from test_sweep_kills import count_finishes, finishes
-
 from reconbound.sweep import Sweep, frontier, parse_grid, sweep
 from reconbound.sweep.run import begin, make_trainer, open_store
 from reconbound.sweep.team import PRELOAD
+from test_sweep_kills import count_finishes, finishes
 
 GRID = ["noise_multiplier=0.3,0.5,1,2,5", "lr=0.2,0.5,1,2", "max_grad_norm=0.5,1"]
 STEPS, RUNS, LIMIT, LEASE, WORKERS = (40, 80, 160), 2, 300, 3.0, 4
