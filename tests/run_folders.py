@@ -21,12 +21,12 @@ def _loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _trained(
-    inputs: torch.Tensor, targets: torch.Tensor, classes: int, steps: int, runs: int, private: Any = None
+    inputs: torch.Tensor, targets: torch.Tensor, classes: int, steps: int, runs: int, noise: float, private: Any = None
 ) -> tuple[Any, PrivateSGD, list[list[float]]]:
     """A linear model trained privately; its ledger, and the ledger's growth over the steps of a run."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(inputs[0].numel(), classes))
-    settings = Settings(**SETTINGS, lr=0.5, rules=("exact", "paper"), budget=1.0, seed=3)
+    settings = Settings(**{**SETTINGS, "noise_multiplier": noise}, lr=0.5, rules=("exact", "paper"), budget=1.0, seed=3)
     learner = PrivateSGD(
         model, _loss, inputs, targets, settings, private=private, diagonal="all", progress=False, check=False
     )
@@ -74,19 +74,28 @@ def _leakage(ledger: Any, learner: PrivateSGD, grown: list[list[float]], k: int,
     )
 
 
-def _run(ledger: Any, data: dict[str, Any], steps: int, runs: int, accuracy: float | None) -> Run:
+def _run(ledger: Any, data: dict[str, Any], steps: int, runs: int, noise: float, accuracy: float | None) -> Run:
     found = ledger.guarantee()
-    mechanism = {**SETTINGS, "steps": steps, "clip": "smooth", "sampler": "poisson", "runs": runs}
+    mechanism = {
+        **SETTINGS,
+        "noise_multiplier": noise,
+        "steps": steps,
+        "clip": "smooth",
+        "sampler": "poisson",
+        "runs": runs,
+    }
     training = {"model": "linear", "parameters": 650, "lr": 0.5, "momentum": 0.0}
     return Run(data, mechanism, training, found.to_dict(), accuracy, {"reconbound": "0.1", "torch": "2.13"})
 
 
-def digits_folder(folder: Path, *, runs: int = 3, steps: int = 30, records: int = 400, **changes: Any) -> Path:
+def digits_folder(
+    folder: Path, *, runs: int = 3, steps: int = 30, records: int = 400, noise: float = 0.13, **changes: Any
+) -> Path:
     """An audit of digits, really trained; `changes` are facts to put in place of the plain ones."""
     found = load_digits()
     inputs = torch.tensor(found.images[:records, None] / 16, dtype=torch.float32)
     targets = torch.tensor(found.target[:records])
-    ledger, learner, grown = _trained(inputs, targets, 10, steps, runs)
+    ledger, learner, grown = _trained(inputs, targets, 10, steps, runs, noise)
     facts = {
         "class_names": [str(k) for k in range(10)], "feature_names": [f"pixel ({i // 8}, {i % 8})" for i in range(64)],
         "units": [""] * 64, "scale": 1.0, "offset": 0.0, "private": None, "record_names": None, "target_name": "digit",
@@ -94,7 +103,9 @@ def digits_folder(folder: Path, *, runs: int = 3, steps: int = 30, records: int 
     }  # fmt: skip
     data = {"name": "digits", "kind": "image", "records": records, "features": 64, "shape": [1, 8, 8], "unit": ""}
     prepare(folder)
-    write_run(folder, _run(ledger, {**data, **changes.pop("data", {})}, steps, runs, changes.pop("accuracy", None)))
+    write_run(
+        folder, _run(ledger, {**data, **changes.pop("data", {})}, steps, runs, noise, changes.pop("accuracy", None))
+    )
     write_leakage(folder, _leakage(ledger, learner, grown, 6, {**facts, **changes}))
     return folder
 
@@ -104,14 +115,19 @@ UNITS = ("years", "years", "dollars", "dollars", "hours", "people")
 RANGES = ((0.0, 120.0), (1.0, 16.0), (0.0, 100_000.0), (0.0, 5_000.0), (0.0, 100.0), (0.0, 1_500_000.0))
 
 
-def people_folder(folder: Path, *, runs: int = 1, steps: int = 30, records: int = 500, **changes: Any) -> Path:
+def people_folder(
+    folder: Path, *, runs: int = 1, steps: int = 30, records: int = 500, noise: float = 0.15, **changes: Any
+) -> Path:
     """An audit of made-up people: six private columns in their units, three public one-hot ones; one run."""
     rng = np.random.default_rng(5)
     share = np.clip(rng.beta((3, 6, 0.15, 0.15, 6, 1.5), (6, 4, 6, 6, 9, 9), size=(records, 6)), 0, 1)
+    share[:, 2:4] *= rng.random((records, 2)) < 0.15  # most have no capital gains or losses
+    low, wide = np.array([a for a, _ in RANGES]), np.array([b - a for a, b in RANGES])
+    share = (np.round(low + wide * share) - low) / wide  # whole years, dollars, hours
     work = np.eye(3)[rng.integers(0, 3, records)]
     rich = (share[:, 0] + share[:, 1] + share[:, 4] + 0.2 * rng.standard_normal(records) > 1.35).astype(int)
     inputs = torch.tensor(np.concatenate([share, work], 1), dtype=torch.float32)
-    ledger, learner, grown = _trained(inputs, torch.tensor(rich), 2, steps, runs, torch.arange(6))
+    ledger, learner, grown = _trained(inputs, torch.tensor(rich), 2, steps, runs, noise, torch.arange(6))
     facts = {
         "class_names": ["up to 50K", "over 50K"], "feature_names": list(COLUMNS), "units": list(UNITS),
         "scale": [b - a for a, b in RANGES], "offset": [a for a, _ in RANGES], "private": list(range(6)),
@@ -124,6 +140,8 @@ def people_folder(folder: Path, *, runs: int = 1, steps: int = 30, records: int 
         "units": dict(zip(COLUMNS, UNITS, strict=True)),
     }  # fmt: skip
     prepare(folder)
-    write_run(folder, _run(ledger, {**data, **changes.pop("data", {})}, steps, runs, changes.pop("accuracy", None)))
+    write_run(
+        folder, _run(ledger, {**data, **changes.pop("data", {})}, steps, runs, noise, changes.pop("accuracy", None))
+    )
     write_leakage(folder, _leakage(ledger, learner, grown, 4, {**facts, **changes}))
     return folder

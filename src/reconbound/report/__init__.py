@@ -15,6 +15,7 @@ from .._check import InputError
 from .._files import CONFIDENTIAL, PUBLIC, write_whole
 from ..run_folder import PUBLIC_REPORT, REPORT, Leakage, Run, read_leakage, read_run
 from . import advice, charts, page, public, words
+from .axes import Chart
 from .figures import amount, clean, percent, plus_minus
 from .records import cards, glance, quantiles, record_facts, record_table
 from .view import View
@@ -46,6 +47,7 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
     context = {
         "title": f"{clean(run.data.get('name', 'data'), 80)}: how well is each {view.noun} protected?",
         "view": view,
+        "part": view.part,
         "verdict": words.verdict(view),
         "sureness": words.sureness(view),
         "glance": glance(view),
@@ -58,6 +60,7 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         "assumptions": words.assumptions(view),
         "floors": public.floor_rows(run, view.unit),
         "guess_middle": plus_minus(view.unit / 2),
+        "of_range": view.of_range,
         "advice": advice.for_records(view),
         "targets": advice.targets(run, view.part, view.unit),
         "settings": words.settings(run),
@@ -69,7 +72,7 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
     return page.render("report.html", context, {key: chart.figure for key, chart in shown.items()}, data)
 
 
-def slider(view: View, histogram: charts.Chart) -> dict[str, Any]:
+def slider(view: View, histogram: Chart) -> dict[str, Any]:
     """The threshold's range (log10) and what is said before it is moved: the records below the guess."""
     low, high = histogram.figure["layout"]["xaxis"]["range"]
     start = view.guess if view.guess > 0 and low <= np.log10(view.guess) <= high else float(10 ** ((low + high) / 2))
@@ -122,6 +125,7 @@ def compare(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
         "title": f"{len(views)} audits side by side",
         "rows": [_compared(view, name) for view, name in zip(views, names, strict=True)],
         "same": same,
+        "unknown": any(view.unknown for view in views),
         "chart": {chart.id: chart},
         "version": __version__,
     }

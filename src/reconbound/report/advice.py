@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from .._check import InputError
 from ..calibrate import calibrate
@@ -38,15 +42,22 @@ def targets(run: Run, part: str, unit: float = 1.0) -> list[dict[str, Any]]:
     dim = int(run.guarantee.get("data", {}).get("dim", 1))
     for error, name, who in TARGETS if mechanism is not None else ():
         assert mechanism is not None
-        try:
-            got = calibrate(mechanism, error**2, bound=name, dim=dim)
-        except InputError:
-            continue
-        found.append({
-            "target": plus_minus(error * unit), "who": who.format(part=part), "theorem": got.bound.theorem,
-            "noise": f"{got.noise:.3g}", "enough": got.noise <= mechanism.noise_multiplier,
-        })  # fmt: skip
+        noise = smallest_noise(replace(mechanism, noise_multiplier=1.0), error**2, name, dim)
+        if noise is not None:
+            found.append({
+                "target": plus_minus(error * unit), "who": who.format(part=part), "noise": f"{noise:.3g}",
+                "enough": noise <= mechanism.noise_multiplier,
+            })  # fmt: skip
     return found
+
+
+@lru_cache(maxsize=64)
+def smallest_noise(mechanism: SampledGaussian, target_mse: float, name: str, dim: int) -> float | None:
+    """As `calibrate` finds it, once for both pages; None where no noise does."""
+    try:
+        return calibrate(mechanism, target_mse, bound=name, dim=dim).noise
+    except InputError:
+        return None
 
 
 def for_records(view: View) -> list[str]:
@@ -56,22 +67,42 @@ def for_records(view: View) -> list[str]:
     noise = float(view.run.mechanism.get("noise_multiplier", 0.0))
     worst = float(view.floor[view.worst])
     why = (
-        "A step’s information is that of the clipped gradient over the square of the noise, times a sampling factor that "
-        "shrinks with more noise: along the same training path, twice the noise about doubles every ± floor or better. "
+        "A step’s information is that of the clipped gradient over the square of the noise, times a sampling factor "
+        "that shrinks with more noise: along the same training path, twice the noise about doubles every ± floor or "
+        "better. "
         "The path itself changes with the noise, so this is an estimate; only another audit tells."
     )
-    if worst >= view.guess:
+    single = view.parts_below_guess()
+    if worst >= view.guess and not single:
         return [
-            f"The most exposed {view.noun}’s floor is above the error of a guess already. If accuracy is short, less "
-            "noise may do; audit again and see.",
+            f"The most exposed {view.noun}’s floor is above the error of a guess already, and so is that of each of "
+            f"its {view.part}s. If accuracy is short, less noise may do; audit again and see.",
             why,
         ]
-    if worst <= 0 or noise <= 0 or not math.isfinite(view.guess / worst):
+    factor = _factor(view, worst)
+    if noise <= 0 or not math.isfinite(factor):
         return [why]
+    what = (
+        f"the most exposed {view.noun} from {plus_minus(worst)} to the error of a guess, {plus_minus(view.guess)}"
+        if not single
+        else f"the {single:,} single {view.part}s of the most exposed {view.noun} that lie below a guess to the error "
+        "of a guess"
+    )
     return [
-        f"To lift the most exposed {view.noun} from {plus_minus(worst)} to the error of a guess, {plus_minus(view.guess)}, "
-        f"try a noise multiplier of about {noise * view.guess / worst:.3g} (now {noise:g}): an estimate.",
+        f"To lift {what}, try a noise multiplier of about {noise * factor:.3g} (now {noise:g}): an estimate.",
         why,
-        "Fewer steps, a smaller sampling rate, or leaving out the few most exposed records also help; leaving records out by "
-        "their leakage is itself a choice that depends on the data, and is not accounted for.",
+        "Fewer steps, a smaller sampling rate, or leaving out the few most exposed records also help; leaving records "
+        "out by their leakage is itself a choice that depends on the data, and is not accounted for.",
     ]
+
+
+def _factor(view: View, worst: float) -> float:
+    """How many times more noise lifts the most exposed record, and each of its features, to the error of a guess."""
+    assert view.worst is not None
+    place = view.place(view.worst)
+    floors = None if place is None else view.feature_floors(place)
+    found = view.guess / worst if worst > 0 else math.inf
+    if floors is None:
+        return found
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return max(found, float(np.nan_to_num(view.guess_each / floors, nan=0.0, posinf=np.inf).max()))

@@ -5,126 +5,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from .axes import (
+    BLUE,
+    DASHES,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SERIES,
+    VERMILLION,
+    Chart,
+    Figure,
+    Key,
+    faint,
+    layout,
+    log_axis,
+    logs_of,
+    numbers,
+    rows_axis,
+    shown_range,
+    steps_axis,
+    titled,
+)
 from .figures import amount, for_plotly, plus_minus
-from .view import View
+from .view import NOTHING, View
 
-BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY = (
-    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7d8590",
-)  # fmt: skip
-SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY)
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-#: Decades around the median that a chart of floors shows; what lies beyond is drawn at its edge.
-DECADES = 4.0
 #: Classes and columns in one chart.
 MOST_ROWS = 24
-
-Figure = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Key:
-    """One entry of a chart's legend, which is drawn in HTML: it wraps on a phone and never overlaps."""
-
-    colour: str
-    text: str
-    kind: str = "bar"  # or "line", "dot"
-    dash: str = "solid"
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A figure with its legend and a note. id: the element that it is drawn in."""
-
-    id: str
-    figure: Figure
-    keys: tuple[Key, ...] = ()
-    note: str = ""
-    label: str = ""
-    height: int = field(default=360)
-
-
-# --- axes ------------------------------------------------------------------------------
-
-
-def log_ticks(low: float, high: float, most: int = 6) -> tuple[list[float], list[str]]:
-    """Ticks of a logarithmic axis from 10^low to 10^high: places (log10) and texts; at least two, at most `most`."""
-    for marks in ((1, 2, 5), (1, 3), (1,)):
-        values = [
-            m * 10.0**e for e in range(math.floor(low) - 1, math.ceil(high) + 1) for m in marks
-            if low - 1e-9 <= math.log10(m * 10.0**e) <= high + 1e-9
-        ]  # fmt: skip
-        if 2 < len(values) <= most or (2 <= len(values) <= most and marks == (1,)):
-            return _ticks(values)
-    if high - low > 2:
-        step = math.ceil((high - low) / (most - 1))
-        return _ticks([10.0**e for e in range(math.ceil(low), math.floor(high) + 1, step)])
-    ends, room = (10.0**low, 10.0**high), (10.0**high - 10.0**low) / (most - 1)
-    unit = 10.0 ** math.floor(math.log10(room))
-    step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= room)
-    first = math.ceil(ends[0] / step)
-    return _ticks([k * step for k in range(max(first, 1), math.floor(ends[1] / step) + 1)])
-
-
-def _ticks(values: Sequence[float]) -> tuple[list[float], list[str]]:
-    return [math.log10(v) for v in values], [_tick(v) for v in values]
-
-
-def _tick(v: float) -> str:
-    short = float(f"{v:.3g}")
-    return f"{short:,.10g}" if 1e-4 <= short < 1e6 else f"10^{round(math.log10(short))}" if _power(short) else f"{v:.0e}"
-
-
-def _power(v: float) -> bool:
-    return abs(math.log10(v) - round(math.log10(v))) < 1e-9
-
-
-def _logs(values: Any) -> np.ndarray:
-    """log10, NaN where there is none."""
-    array = np.asarray(values, dtype=np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(array > 0, np.log10(array), np.nan)
-
-
-def _range(logs: np.ndarray, marks: Sequence[float] = ()) -> tuple[float, float]:
-    """What the axis shows: the data, four decades at most to each side of their median, and marks near by."""
-    known = logs[np.isfinite(logs)]
-    if known.size == 0:
-        known = np.array([0.0])
-    middle = float(np.median(known))
-    low = max(float(known.min()), middle - DECADES)
-    high = min(float(known.max()), middle + DECADES)
-    for mark in marks:
-        if low - 1.5 <= mark <= high + 1.5:
-            low, high = min(low, mark), max(high, mark)
-    room = max(0.05 * (high - low), 0.02)
-    return low - room, high + room
-
-
-def _axis(low: float, high: float, title: str, *, most: int = 6) -> Figure:
-    places, texts = log_ticks(low, high, most)
-    return {
-        "range": [low, high], "tickvals": places, "ticktext": texts, "title": {"text": title, "standoff": 12},
-        "zeroline": False, "fixedrange": True, "tickangle": 0,
-    }  # fmt: skip
-
-
-def _layout(height: int, x: Figure, y: Figure, **more: Any) -> Figure:
-    return {
-        "height": height, "autosize": True, "showlegend": False, "hovermode": "closest", "dragmode": False,
-        "margin": {"l": 56, "r": 14, "t": 12, "b": 58}, "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)", "font": {"family": "system-ui, sans-serif", "size": 13},
-        "xaxis": x, "yaxis": y, **more,
-    }  # fmt: skip
-
-
-def _numbers(values: Any) -> list[float | None]:
-    """Finite numbers for JSON; what is not finite is left out."""
-    return [float(v) if math.isfinite(v) else None for v in np.asarray(values, dtype=np.float64).tolist()]
 
 
 # --- floors of all records -----------------------------------------------------------------
@@ -146,10 +56,11 @@ def lines(view: View) -> list[tuple[str, float, str, str]]:
 
 def histogram(view: View) -> Chart:
     """Records by floor, with the same at the upper confidence limit, the guess, and the mechanism's own lines."""
-    logs = _logs(view.floor[view.measured])
+    logs = logs_of(view.floor[view.measured])
     marks = lines(view)
-    low, high = _range(logs, [math.log10(at) for _, at, _, _ in marks if at > 0])
-    edges = np.linspace(low, high, _bins(logs, low, high) + 1)
+    both = logs if view.upper_floor is None else np.concatenate([logs, logs_of(view.upper_floor)])
+    low, high = shown_range(both, [math.log10(at) for _, at, _, _ in marks if at > 0])
+    edges = _bins(logs, low, high)
     counts = _counted(logs, edges)
     top = max(1.0, float(counts.max(initial=0)))
     hover = [
@@ -157,7 +68,7 @@ def histogram(view: View) -> Chart:
         for c, a, b in zip(counts.tolist(), edges[:-1], edges[1:], strict=True)
     ]
     bars: Figure = {
-        "type": "bar", "x": _numbers((edges[:-1] + edges[1:]) / 2), "y": counts.tolist(),
+        "type": "bar", "x": numbers((edges[:-1] + edges[1:]) / 2), "y": counts.tolist(),
         "width": float(edges[1] - edges[0]) * 0.94, "marker": {"color": BLUE}, "hovertext": hover, "hoverinfo": "text",
     }  # fmt: skip
     data, keys = [bars], [Key(BLUE, f"{view.noun}s by floor (estimate)")]
@@ -171,14 +82,15 @@ def histogram(view: View) -> Chart:
         notes.append(note)
     for text, at, colour, dash in marks:
         place = math.log10(at) if at > 0 else -math.inf
-        where = " ← off the chart" if place < low else " → off the chart" if place > high else ""
-        keys.append(Key(colour, f"{text}: {plus_minus(at)}{where}", "line", dash))
+        where = " (off the chart, left)" if place < low else " (off the chart, right)" if place > high else ""
+        said = "says nothing" if at < NOTHING * view.unit else plus_minus(at)
+        keys.append(Key(colour, f"{text}: {said}{where if at >= NOTHING * view.unit else ''}", "line", dash))
         if not where:
             data.append(_upright(place, 1.08 * top, colour, dash, f"{text}: {plus_minus(at)}"))
-    layout = _layout(
+    drawn = layout(
         380,
-        _axis(low, high, f"floor: ± error {view.of_range}, log scale"),
-        {"title": {"text": f"{view.noun}s"}, "range": [0, 1.08 * top], "fixedrange": True, "rangemode": "tozero"},
+        log_axis(low, high, f"± error {view.of_range} (log scale)"),
+        {"title": titled(f"{view.noun}s"), "range": [0, 1.08 * top], "fixedrange": True, "rangemode": "tozero"},
         shapes=[
             {"type": "rect", "xref": "x", "yref": "paper", "x0": low, "x1": low, "y0": 0, "y1": 1, "layer": "below",
              "line": {"width": 0}, "fillcolor": "rgba(213,94,0,0.16)"},
@@ -187,13 +99,15 @@ def histogram(view: View) -> Chart:
         ],
     )  # fmt: skip
     label = f"Histogram of the floors of {view.records:,} {view.noun}s"
-    return Chart("chart-floors", {"data": data, "layout": layout}, tuple(keys), " ".join(n for n in notes if n), label)
+    return Chart("chart-floors", {"data": data, "layout": drawn}, tuple(keys), " ".join(n for n in notes if n), label)
 
 
-def _bins(logs: np.ndarray, low: float, high: float) -> int:
-    """About √N bars, 12 to 48, each wide enough to be seen on a phone."""
-    known = int(np.isfinite(logs).sum())
-    return int(np.clip(round(math.sqrt(max(known, 1)) * 1.2), 12, 48))
+def _bins(logs: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Edges of bars over the whole axis: about √N over the data, 10 to 40, each wide enough to be seen on a phone."""
+    known = np.clip(logs[np.isfinite(logs)], low, high)
+    spread = float(known.max() - known.min()) if known.size else 0.0
+    width = max(spread / float(np.clip(math.sqrt(max(known.size, 1)), 10, 40)), (high - low) / 90)
+    return np.linspace(low, high, max(round((high - low) / width), 8) + 1)
 
 
 def _counted(logs: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -217,11 +131,11 @@ def _upper(view: View, edges: np.ndarray) -> tuple[Figure, str]:
     """Outline of the histogram of floors at the upper confidence limit."""
     assert view.upper_floor is not None
     limited = view.upper_floor > 0
-    counts = _counted(_logs(view.upper_floor[limited]), edges)
+    counts = _counted(logs_of(view.upper_floor[limited]), edges)
     none = int((view.measured & ~limited).sum())
     trace = {
-        "type": "scatter", "mode": "lines", "x": _numbers(np.repeat(edges, 2)[1:-1]), "y": np.repeat(counts, 2).tolist(),
-        "line": {"color": VERMILLION, "width": 2}, "hoverinfo": "skip",
+        "type": "scatter", "mode": "lines", "x": numbers(np.repeat(edges, 2)[1:-1]),
+        "y": np.repeat(counts, 2).tolist(), "line": {"color": VERMILLION, "width": 2}, "hoverinfo": "skip",
     }  # fmt: skip
     return trace, f"{none:,} were measured too rarely for an upper limit." if none else ""
 
@@ -244,9 +158,11 @@ def by_class(view: View) -> Chart | None:
     groups.sort(key=lambda group: (float(np.median(group[1])), group[0]))
     left_out = len(groups) - MOST_ROWS
     shown = groups[:MOST_ROWS][::-1]
-    low, high = _range(np.concatenate([logs for _, logs in shown]), [math.log10(view.guess)] if view.guess > 0 else [])
+    low, high = shown_range(
+        np.concatenate([logs for _, logs in shown]), [math.log10(view.guess)] if view.guess > 0 else [], 0.5
+    )
     quantiles = np.array([np.quantile(logs, (0, 0.25, 0.5, 0.75, 1)) for _, logs in shown]).T
-    shape = [_numbers(np.clip(q, low, high)) for q in quantiles]
+    shape = [numbers(np.clip(q, low, high)) for q in quantiles]
     places = list(range(len(shown)))
     hover = [
         f"{for_plotly(name)}: {logs.size:,} {view.noun}s<br>lowest ±{amount(10 ** float(logs.min()))}, "
@@ -262,33 +178,25 @@ def by_class(view: View) -> Chart | None:
         "type": "scatter", "mode": "markers", "x": shape[0], "y": places, "hovertext": hover, "hoverinfo": "text",
         "marker": {"color": VERMILLION, "size": 8},
     }  # fmt: skip
-    data, keys = [box, dots], [Key(BLUE, "half of the class, and its median"), Key(VERMILLION, "lowest floor", "dot")]
+    data, keys = [box, dots], [Key(BLUE, "middle half, with the median"), Key(VERMILLION, "lowest floor", "dot")]
     if view.guess > 0 and low <= math.log10(view.guess) <= high:
         x, top = math.log10(view.guess), len(shown) - 0.5
         data.append({**_upright(x, 1.0, GREY, "dot", f"guessing the average: {plus_minus(view.guess)}"),
                      "y": [-0.5 + (top + 0.5) * k / 8 for k in range(9)]})  # fmt: skip
         keys.append(Key(GREY, f"guessing the average: {plus_minus(view.guess)}", "line", "dot"))
     height = 110 + 30 * len(shown)
-    layout = _layout(
+    drawn = layout(
         height,
-        _axis(low, high, f"floor: ± error {view.of_range}, log scale"),
-        _rows([name for name, _ in shown]),
+        log_axis(low, high, f"± {view.of_range if view.image else 'share of the range'} (log)"),
+        rows_axis([name for name, _ in shown]),
     )
     note = f"The {MOST_ROWS} most exposed of {len(groups):,} classes." if left_out > 0 else ""
-    return Chart("chart-classes", {"data": data, "layout": layout}, tuple(keys), note, "Floors by class", height)
-
-
-def _rows(names: Sequence[str]) -> Figure:
-    """An axis whose ticks are names."""
-    return {
-        "tickvals": list(range(len(names))), "ticktext": [for_plotly(name, 18) for name in names], "zeroline": False,
-        "range": [-0.6, len(names) - 0.4], "fixedrange": True, "automargin": True, "showgrid": False,
-    }  # fmt: skip
+    return Chart("chart-classes", {"data": data, "layout": drawn}, tuple(keys), note, "Floors by class", height)
 
 
 def _groups(view: View) -> list[tuple[str, np.ndarray]]:
     targets = view.leakage.targets.double().numpy()
-    logs = _logs(view.floor)
+    logs = logs_of(view.floor)
     seen = view.measured & np.isfinite(logs)
     if view.facts.get("task", "classes") == "classes":
         return [(view.class_name(int(k)), logs[seen & (targets == k)]) for k in np.unique(targets[seen])]
@@ -306,7 +214,7 @@ def _groups(view: View) -> list[tuple[str, np.ndarray]]:
 
 
 def by_feature(view: View) -> Chart | None:
-    """Floors of each column as shares of its range: of the average record, of the most exposed one, beside the guess."""
+    """Floors of each column as shares of its range: of the average and the most exposed record, beside the guess."""
     average = view.feature_floors(None)
     if view.image or average is None:
         return None
@@ -314,32 +222,37 @@ def by_feature(view: View) -> Chart | None:
     worst = None if place is None else view.feature_floors(place)
     ratio = (average if worst is None else worst) / np.maximum(view.guess_each, np.finfo(float).tiny)
     order = np.argsort(ratio, kind="stable")[:MOST_ROWS][::-1]
-    kinds = [("average record", average, BLUE, "circle"), ("guessing the average", view.guess_each, GREY, "line-ns-open")]
+    kinds = [
+        ("average record", average, BLUE, "circle"),
+        ("guessing the average", view.guess_each, GREY, "line-ns-open"),
+    ]
     if worst is not None:
         kinds.insert(1, ("most exposed record", worst, VERMILLION, "diamond"))
-    logs = {text: _logs(np.minimum(values[order] / view.scale[order], 1e150)) for text, values, _, _ in kinds}
-    low, high = _range(np.concatenate(list(logs.values())))
+    logs = {text: logs_of(np.minimum(values[order] / view.scale[order], 1e150)) for text, values, _, _ in kinds}
+    low, high = shown_range(np.concatenate(list(logs.values())))
     data = []
     for text, values, colour, symbol in kinds:
+        told = [plus_minus(float(values[j]), view.feature_unit(int(j)), float(view.scale[j])) for j in order]
         hover = [
-            f"{for_plotly(view.feature_name(int(j)))}: {for_plotly(plus_minus(float(values[j]), view.feature_unit(int(j))), 80)}"
-            f"<br>{text}"
-            for j in order
+            f"{for_plotly(view.feature_name(int(j)))}: {for_plotly(own, 80)}<br>{text}"
+            for j, own in zip(order, told, strict=True)
         ]
         data.append({
-            "type": "scatter", "mode": "markers", "x": _numbers(np.clip(logs[text], low, high)),
+            "type": "scatter", "mode": "markers", "x": numbers(np.clip(logs[text], low, high)),
             "y": list(range(len(order))), "hovertext": hover, "hoverinfo": "text",
             "marker": {"color": colour, "size": 11, "symbol": symbol, "line": {"color": colour, "width": 2.5}},
         })  # fmt: skip
-    layout = _layout(
+    drawn = layout(
         110 + 30 * len(order),
-        _axis(low, high, "± error as a share of the column’s range, log scale"),
-        {**_rows([view.feature_name(int(j)) for j in order]), "showgrid": True},
+        log_axis(low, high, "± share of the range (log)"),
+        {**rows_axis([view.feature_name(int(j)) for j in order]), "showgrid": True},
     )
     keys = tuple(Key(colour, text, "dot" if symbol != "line-ns-open" else "line") for text, _, colour, symbol in kinds)
     left_out = view.features - len(order)
     note = f"The {len(order)} most exposed of {view.features:,} columns." if left_out > 0 else ""
-    return Chart("chart-features", {"data": data, "layout": layout}, keys, note, "Floors by column", 110 + 30 * len(order))
+    return Chart(
+        "chart-features", {"data": data, "layout": drawn}, keys, note, "Floors by column", 110 + 30 * len(order)
+    )
 
 
 def growth(view: View) -> Chart | None:
@@ -350,14 +263,21 @@ def growth(view: View) -> Chart | None:
         return None
     with np.errstate(divide="ignore"):
         floor = view.unit / np.sqrt(np.where(history > 0, history, 0.0))
-    logs = np.where(np.isfinite(floor), _logs(floor), np.nan)
-    low, high = _range(logs[np.isfinite(logs)], [math.log10(view.guess)] if view.guess > 0 else [])
-    kinds = (("most exposed", VERMILLION, "solid"), ("1 in 100 is more exposed", ORANGE, "dash"), ("median", BLUE, "dot"))
+    logs = np.where(np.isfinite(floor), logs_of(floor), np.nan)
+    low, high = shown_range(logs[np.isfinite(logs)], [math.log10(view.guess)] if view.guess > 0 else [], 0.7)
+    kinds = (
+        ("most exposed", VERMILLION, "solid"),
+        ("1 in 100 is more exposed", ORANGE, "dash"),
+        ("median", BLUE, "dot"),
+    )
     data: list[Figure] = []
     for k, (text, colour, dash) in enumerate(kinds):
-        hover = [f"{text}, step {s:,.0f}: ±{amount(f) if math.isfinite(f) else '∞'}" for s, f in zip(steps, floor[:, k])]  # noqa: B905
+        hover = [
+            f"{text}, step {s:,.0f}: ±{amount(f) if math.isfinite(f) else '∞'}"
+            for s, f in zip(steps, floor[:, k], strict=True)
+        ]
         data.append({
-            "type": "scatter", "mode": "lines", "x": _numbers(steps), "y": _numbers(np.clip(logs[:, k], low, high)),
+            "type": "scatter", "mode": "lines", "x": numbers(steps), "y": numbers(np.clip(logs[:, k], low, high)),
             "line": {"color": colour, "width": 2.5, "dash": dash}, "hovertext": hover, "hoverinfo": "text",
         })  # fmt: skip
     keys = [Key(colour, text, "line", dash) for text, colour, dash in kinds]
@@ -366,8 +286,8 @@ def growth(view: View) -> Chart | None:
         data.append({"type": "scatter", "mode": "lines", "x": ends, "y": [math.log10(view.guess)] * 2,
                      "line": {"color": GREY, "width": 2, "dash": "dot"}, "hoverinfo": "skip"})  # fmt: skip
         keys.append(Key(GREY, f"guessing the average: {plus_minus(view.guess)}", "line", "dot"))
-    layout = _layout(320, _steps_axis(), _axis(low, high, f"floor, ± {view.of_range}"))
-    return Chart("chart-growth", {"data": data, "layout": layout}, tuple(keys), "", "Floors over training", 320)
+    drawn = layout(320, steps_axis(), log_axis(low, high, f"floor, ± {view.of_range}"))
+    return Chart("chart-growth", {"data": data, "layout": drawn}, tuple(keys), "", "Floors over training", 320)
 
 
 def accuracy(view: View) -> Chart | None:
@@ -376,20 +296,19 @@ def accuracy(view: View) -> Chart | None:
     if len(steps) < 2 or not np.isfinite(found).any():
         return None
     classes = view.facts.get("task", "classes") == "classes"
-    said = [f"step {s:,.0f}: {a:.1%}" if classes else f"step {s:,.0f}: R² {a:.3f}" for s, a in zip(steps, found)]  # noqa: B905
+    said = [
+        f"step {s:,.0f}: {a:.1%}" if classes else f"step {s:,.0f}: R² {a:.3f}"
+        for s, a in zip(steps, found, strict=True)
+    ]
     trace = {
-        "type": "scatter", "mode": "lines+markers", "x": _numbers(steps), "y": _numbers(found), "hovertext": said,
+        "type": "scatter", "mode": "lines+markers", "x": numbers(steps), "y": numbers(found), "hovertext": said,
         "line": {"color": BLUE, "width": 2.5}, "marker": {"size": 6}, "hoverinfo": "text",
     }  # fmt: skip
-    y: Figure = {"title": {"text": "test accuracy" if classes else "R² on test data"}, "fixedrange": True}
+    y: Figure = {"title": titled("test accuracy" if classes else "R² on test data"), "fixedrange": True}
     if classes:
         y |= {"tickformat": ".0%", "range": [0, 1.04]}
-    layout = _layout(320, _steps_axis(), y)
-    return Chart("chart-accuracy", {"data": [trace], "layout": layout}, (), "", "Accuracy over training", 320)
-
-
-def _steps_axis() -> Figure:
-    return {"title": {"text": "training step", "standoff": 12}, "fixedrange": True, "nticks": 6, "zeroline": False}
+    drawn = layout(320, steps_axis(), y)
+    return Chart("chart-accuracy", {"data": [trace], "layout": drawn}, (), "", "Accuracy over training", 320)
 
 
 # --- several runs ---------------------------------------------------------------------------------
@@ -397,24 +316,19 @@ def _steps_axis() -> Figure:
 
 def overlay(views: Sequence[View], names: Sequence[str]) -> Chart:
     """Histograms of several runs, each as shares of its records, over one axis."""
-    logs = [_logs(view.floor[view.measured] / view.unit) for view in views]
-    low, high = _range(np.concatenate(logs), [math.log10(v.guess / v.unit) for v in views if v.guess > 0])
-    edges = np.linspace(low, high, _bins(np.concatenate(logs), low, high) + 1)
+    logs = [logs_of(view.floor[view.measured] / view.unit) for view in views]
+    low, high = shown_range(np.concatenate(logs), [math.log10(v.guess / v.unit) for v in views if v.guess > 0])
+    edges = _bins(np.concatenate(logs), low, high)
     data, keys = [], []
     for k, (view, name, own) in enumerate(zip(views, names, logs, strict=True)):
         colour, dash = SERIES[k % len(SERIES)], DASHES[(k // len(SERIES)) % len(DASHES)]
         share = _counted(own, edges) / max(view.records, 1)
         data.append({
-            "type": "scatter", "mode": "lines", "x": _numbers(np.repeat(edges, 2)[1:-1]), "fill": "tozeroy",
-            "y": _numbers(np.repeat(share, 2)), "line": {"color": colour, "width": 2.2, "dash": dash},
-            "fillcolor": _faint(colour), "hoverinfo": "text", "hovertext": for_plotly(name, 60),
+            "type": "scatter", "mode": "lines", "x": numbers(np.repeat(edges, 2)[1:-1]), "fill": "tozeroy",
+            "y": numbers(np.repeat(share, 2)), "line": {"color": colour, "width": 2.2, "dash": dash},
+            "fillcolor": faint(colour), "hoverinfo": "text", "hovertext": for_plotly(name, 60),
         })  # fmt: skip
         keys.append(Key(colour, name, "line", dash))
-    y = {"title": {"text": "share of records"}, "tickformat": ".0%", "fixedrange": True, "rangemode": "tozero"}
-    layout = _layout(400, _axis(low, high, "floor: ± error as a share of the range, log scale"), y)
-    return Chart("chart-compare", {"data": data, "layout": layout}, tuple(keys), "", "Floors of several runs", 400)
-
-
-def _faint(colour: str) -> str:
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red},{green},{blue},0.12)"
+    y = {"title": titled("share of records"), "tickformat": ".0%", "fixedrange": True, "rangemode": "tozero"}
+    drawn = layout(400, log_axis(low, high, "± error, share of the range (log scale)"), y)
+    return Chart("chart-compare", {"data": data, "layout": drawn}, tuple(keys), "", "Floors of several runs", 400)

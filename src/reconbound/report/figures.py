@@ -12,28 +12,26 @@ REACH = 1e6
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
 
 
-def amount(x: float | None) -> str:
-    """An error: three digits; "more than 1,000,000" where more digits would say nothing.
+def amount(x: float | None, width: float = 1.0) -> str:
+    """Three digits; no more than that it is over a million ranges where it is. width: of the range.
 
     >>> amount(0.4321), amount(0.0), amount(1e300), amount(None)
-    ('0.432', '0', 'more than 1,000,000', '–')
+    ('0.432', '0', 'over 1,000,000', '–')
     """
     if x is None or math.isnan(x):
         return "–"
-    if x > REACH:
-        return f"more than {REACH:,.0f}"
-    return figure(x)
+    return f"over {figure(REACH * width)}" if x > REACH * width else figure(x)
 
 
-def plus_minus(x: float | None, unit: str = "") -> str:
+def plus_minus(x: float | None, unit: str = "", width: float = 1.0) -> str:
     """± error and unit.
 
-    >>> plus_minus(12.3456, "years")
-    '±12.3 years'
+    >>> plus_minus(12.3456, "years"), plus_minus(1e300)
+    ('±12.3 years', 'over ±1,000,000')
     """
-    said = amount(x)
-    sign = "" if said.startswith("–") else "±"
-    return f"{sign}{said}{f' {unit}' if unit else ''}"
+    said = amount(x, width)
+    signed = said if said == "–" else said.replace("over ", "over ±") if said.startswith("over") else f"±{said}"
+    return f"{signed} {unit}" if unit and x is not None else signed
 
 
 def value(x: float) -> str:
@@ -49,7 +47,7 @@ def value(x: float) -> str:
         return "0"
     if short == int(short) and abs(short) < 1e15:
         return f"{x:,.0f}"
-    return f"{short:,.6g}"
+    return f"{short:,.0f}" if 1e3 <= abs(short) < 1e15 else f"{short:.4g}"
 
 
 def percent(part: int, whole: int) -> str:

@@ -24,7 +24,7 @@ def as_json(content: Any) -> Markup:
     text = json.dumps(content, allow_nan=False, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)  # noqa: S704
+    return Markup(text)
 
 
 @cache
@@ -32,6 +32,11 @@ def plotly_js() -> str:
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())
+
+
+def _shown(given: Any) -> Any:
+    """What stands in a page: text from wherever it came, without control characters."""
+    return figures.clean(given, len(given)) if isinstance(given, str) and not isinstance(given, Markup) else given
 
 
 @cache
@@ -42,6 +47,7 @@ def _environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_shown,
     )
     found.filters["clean"] = figures.clean
     found.filters["amount"] = figures.amount
@@ -68,8 +74,8 @@ def render(template: str, context: Mapping[str, Any], charts: Mapping[str, Any] 
     told = _environment().get_template(template).render(
         **context,
         policy=policy,
-        style=Markup(own("style.css")),  # noqa: S704
-        scripts=[Markup(script) for script in scripts],  # noqa: S704
+        style=Markup(own("style.css")),
+        scripts=[Markup(script) for script in scripts],
         content=content,
     )  # fmt: skip
     return told.encode("utf-8", "replace")

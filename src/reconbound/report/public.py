@@ -8,7 +8,7 @@ from typing import Any
 from ..run_folder import Run
 from . import advice, words
 from .figures import amount, clean, plus_minus, value
-from .view import View, line
+from .view import NOTHING, View, line
 
 TITLES = {
     "theorem1": "Theorem 1",
@@ -16,6 +16,15 @@ TITLES = {
     "corners": "all corners",
     "lecam": "Le Cam",
     "rate_distortion": "rate–distortion",
+}
+ABOUT = {
+    "name": "Data",
+    "kind": "Kind",
+    "records": "Training records",
+    "shape": "Shape",
+    "features": "Private numbers of a record",
+    "private": "Private",
+    "public": "Public",
 }
 ATTACKERS = {"unbiased": "not biased", "any": "any"}
 
@@ -50,14 +59,14 @@ def feature_rows(view: View) -> list[dict[str, str]]:
     order = words.most_exposed_columns(view, average if worst is None else worst, view.features)
     rows = []
     for j in order:
-        unit = view.feature_unit(j)
+        unit, width = view.feature_unit(j), float(view.scale[j])
         low, high = value(float(view.offset[j])), value(float(view.offset[j] + view.scale[j]))
         rows.append({
             "name": view.feature_name(j),
             "range": f"{low} to {high}{f' {unit}' if unit else ''}",
-            "average": plus_minus(float(average[j]), unit),
-            "worst": "–" if worst is None else plus_minus(float(worst[j]), unit),
-            "guess": plus_minus(float(view.guess_each[j]), unit),
+            "average": plus_minus(float(average[j]), width=width),
+            "worst": "–" if worst is None else plus_minus(float(worst[j]), width=width),
+            "guess": plus_minus(float(view.guess_each[j])),
         })  # fmt: skip
     return rows
 
@@ -71,10 +80,12 @@ def context(run: Run) -> dict[str, Any]:
         "title": f"{clean(data.get('name', 'data'), 80)}: what the training guarantees",
         "noun": noun,
         "part": part,
+        "a_noun": "an image" if image else "a record",
         "verdict": verdict(run, noun, part),
         "about": about(run),
         "floors": floor_rows(run),
         "guess_middle": "±0.5",
+        "of_range": "of the range",
         "columns": column_rows(run),
         "membership": membership(found),
         "rero": [(f"{r['kappa']:g}", f"{r['success']:.3g}") for r in found.get("rero", ())],
@@ -98,22 +109,22 @@ def verdict(run: Run, noun: str, part: str) -> list[str]:
     """What the mechanism guarantees, in two sentences."""
     each, mean = line(run, "lecam"), line(run, "rate_distortion")
     said = []
-    if each is not None:
+    if each is not None and each >= NOTHING:
         said.append(
-            f"Whatever the data and however clever the attacker, even one who knows every other {noun} and sees every step of "
-            f"the training errs by at least {plus_minus(each)} of the range on each {part} of one {noun}, in the worst case "
-            f"over all {noun}s there could be; without the model, guessing the middle errs by at most ±0.5."
+            f"Whatever the data and however clever the attacker, even one who knows every other {noun} and sees every "
+            f"step of the training errs by at least {plus_minus(each)} of the range on each {part} of one {noun}, in "
+            f"the worst case over all {noun}s there could be; without the model, guessing the middle errs by at most "
+            "±0.5."
         )
-    if mean is not None:
+    if mean is not None and mean > max(NOTHING, each or 0.0):
         said.append(f"On average over a {noun}’s {part}s it errs by at least {plus_minus(mean)} of the range.")
-    return said or ["This mechanism’s settings give no floor for every attacker."]
+    return said or ["This mechanism’s settings give no floor worth naming for every attacker."]
 
 
 def about(run: Run) -> list[tuple[str, str]]:
     """The data's public facts: what kind, how many, which columns are private."""
     data, rows = run.data, []
-    for key, title in (("name", "Data"), ("kind", "Kind"), ("records", "Training records"), ("shape", "Shape"),
-                       ("features", "Private numbers of a record"), ("private", "Private"), ("public", "Public")):  # fmt: skip
+    for key, title in ABOUT.items():
         given = data.get(key)
         if given not in (None, "", [], ()):
             said = " × ".join(str(g) for g in given) if key == "shape" else words._plain(given)
@@ -132,11 +143,15 @@ def column_rows(run: Run) -> list[dict[str, str]]:
         rows.append({
             "name": clean(name, 80),
             "range": f"{value(float(low))} to {value(float(high))}{f' {unit}' if unit else ''}",
-            "any": plus_minus(None if each is None else each * width, unit),
-            "unbiased": plus_minus(None if unbiased is None else unbiased * width, unit),
-            "guess": plus_minus(width / 2, unit),
+            "any": _or_nothing(each, width),
+            "unbiased": _or_nothing(unbiased, width),
+            "guess": plus_minus(width / 2),
         })  # fmt: skip
     return rows
+
+
+def _or_nothing(share: float | None, width: float) -> str:
+    return "nothing" if share is None or share < NOTHING else plus_minus(share * width, width=width)
 
 
 def membership(found: Mapping[str, Any]) -> str | None:
@@ -144,26 +159,39 @@ def membership(found: Mapping[str, Any]) -> str | None:
     return None if advantage is None else f"{(1 + float(advantage)) / 2:.1%}"
 
 
-def epsilons(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(neighbours, ε) at the δ reported."""
+def epsilons(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(neighbours, ε, at which δ)."""
     delta = float(found.get("delta", 1e-5))
     rows = (("replace-one", found.get("epsilon")), ("add/remove", found.get("epsilon_add_remove")))
-    return [(name, f"ε = {amount(float(e))} at δ = {delta:g}") for name, e in rows if e is not None]
+    return [(name, amount(float(e)), f"at δ = {delta:g}") for name, e in rows if e is not None]
 
 
 def assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
     """What the mechanism's own floors rest on."""
     m = run.mechanism
     return [
-        ("Attacker", f"Knows every other {noun}, the label, the model, the code and all settings, and sees every noisy step."),
-        ("Two kinds", f"Floors for any attacker hold in the worst case over all {noun}s there could be, biased attackers "
-         "included. Floors for an attacker who is not biased hold at every record, and say little where they exceed a guess."),
-        ("Each or average", f"“Each”: no {part} by itself is known better. “Average”: only the mean over the {part}s is "
-         "bounded, and some may be known much better."),
+        (
+            "Attacker",
+            f"Knows every other {noun}, the label, the model, the code and all settings; sees every noisy step.",
+        ),
+        (
+            "Two kinds",
+            f"Floors for any attacker hold in the worst case over all {noun}s there could be, biased attackers "
+            "included. Floors for an attacker who is not biased hold at every record, and say little where they exceed "
+            "a guess.",
+        ),
+        (
+            "Each or average",
+            f"“Each”: no {part} by itself is known better. “Average”: only the mean over the {part}s is bounded, and "
+            "some may be known much better.",
+        ),
         ("Neighbours", "As named in the table: replace-one changes one record, add/remove adds or leaves out one."),
         ("Sampler", words.SAMPLERS.get(str(m.get("sampler")), f"Batches: {m.get('sampler')}.")),
         ("Clip", words.CLIPS.get(str(m.get("clip")), f"Clip: {m.get('clip')}.")),
         ("Noise", "Gaussian, fresh at every step, from a seed that nobody else knows."),
-        ("Not covered", "Whatever else was released from these data, and settings that were chosen by looking at results."),
-        ("Not on this page", f"How well each single {noun} is protected: that depends on the data and stays with their owner."),
-    ]  # fmt: skip
+        ("Not covered", "Whatever else was released from these data; settings that were chosen by looking at results."),
+        (
+            "Not on this page",
+            f"How well each single {noun} is protected: that depends on the data, and their owner has it.",
+        ),
+    ]

@@ -18,7 +18,7 @@ from .figures import amount, clean, count, percent, plus_minus, value
 from .view import View
 from .words import most_exposed_columns
 
-#: Records shown of each kind, and columns of one before the rest is folded away.
+#: Images shown of each kind (half as many rows of a table), and columns of one before the rest is folded away.
 SHOWN, COLUMNS = 8, 8
 
 
@@ -72,6 +72,7 @@ def columns(view: View, place: int) -> list[dict[str, Any]]:
             "unit": view.feature_unit(j),
             "value": _finite(float(values[j])),
             "floor": None if floors is None else _finite(float(floors[j])),
+            "width": float(view.scale[j]),
             "guess": float(view.guess_each[j]),
         }
         for j in order
@@ -97,7 +98,7 @@ def record_table(facts: Mapping[str, Any]) -> RenderableType:
         for c in facts["columns"]:
             unit = f" {c['unit']}" if c["unit"] else ""
             shown = "–" if c["value"] is None else value(c["value"]) + unit
-            cells = (shown, plus_minus(c["floor"], c["unit"]), plus_minus(c["guess"], c["unit"]))
+            cells = (shown, plus_minus(c["floor"], c["unit"], c["width"]), plus_minus(c["guess"], c["unit"]))
             own.add_row(Text(c["name"]), *(Text(cell) for cell in cells))
         parts.append(own)
     return Group(*parts)
@@ -130,9 +131,10 @@ def _lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def cards(view: View) -> dict[str, Any]:
     """The most and the least exposed records, ready for the template; "heat": the maps' colour scale."""
+    shown = SHOWN if view.image else SHOWN // 2
     kept = [int(r) for r in view.leakage.kept.tolist()]
     most = int(view.facts.get("most", (len(kept) + 1) // 2))
-    groups = {"most": kept[:most][:SHOWN], "least": kept[most:][-SHOWN:]}
+    groups = {"most": kept[:most][:shown], "least": kept[most:][-shown:]}
     maps = _maps(view) if view.image else None
     ends = None if maps is None else thumbnails.heat_range(maps)
     found: dict[str, Any] = {
@@ -160,7 +162,7 @@ def _card(view: View, record: int, maps: np.ndarray | None, ends: tuple[float, f
         "name": view.record_name(record),
         "target": view.target(record),
         "floor": plus_minus(float(view.floor[record])),
-        "error": "s.e. over 50 %" if error is None else f"s.e. {amount(error)}",
+        "error": "s.e. over 50 %" if error is None else f"s.e. {error:.2g}",
         "limit": None if upper is None else plus_minus(float(upper[record])) if upper[record] > 0 else "none",
         "ratio": _ratio(float(view.floor[record]), view.guess),
         "known": bool(view.measured[record]),
@@ -185,12 +187,12 @@ def _row(c: Mapping[str, Any]) -> dict[str, Any]:
     floor = c["floor"]
     share = 0.0 if floor is None else 1.0 if floor <= c["guess"] else c["guess"] / floor
     colour = thumbnails.viridis(np.array(share)).tolist()
-    unit = f" {c['unit']}" if c["unit"] else ""
     return {
         "name": c["name"],
-        "value": "–" if c["value"] is None else value(c["value"]) + unit,
-        "floor": plus_minus(floor, c["unit"]),
-        "guess": plus_minus(c["guess"], c["unit"]),
+        "unit": c["unit"],
+        "value": "–" if c["value"] is None else value(c["value"]),
+        "floor": plus_minus(floor, width=c["width"]),
+        "guess": plus_minus(c["guess"]),
         "share": round(100 * share, 1),
         "colour": "#" + "".join(f"{part:02x}" for part in colour),
     }
@@ -215,18 +217,19 @@ def _ratio(floor: float, guess: float) -> str:
     return "over 1,000 × a guess" if ratio > 1000 else f"{amount(ratio)} × a guess"
 
 
-def quantiles(view: View) -> list[dict[str, str]]:
-    """Floors at quantiles of the records measured, under each rule."""
-    found = []
-    names = {"lowest": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9}
-    for k, rule in enumerate(view.facts.get("rules") or ["exact"]):
-        dfil = view.leakage.dfil[k].double().numpy()[view.measured]
-        if dfil.size == 0:
-            continue
-        floors = view.unit / np.sqrt(np.maximum(np.nan_to_num(dfil, nan=np.inf), np.finfo(float).tiny))
-        at = np.quantile(floors, list(names.values()), method="lower")
-        found.append({"rule": str(rule), **{n: plus_minus(float(v)) for n, v in zip(names, at, strict=True)}})
-    return found
+def quantiles(view: View) -> dict[str, Any]:
+    """Floors at quantiles of the records measured: "rules", and "rows" of (which, a floor for each rule)."""
+    names = {"none": 0.0, "1 %": 0.01, "10 %": 0.1, "50 %": 0.5, "90 %": 0.9}
+    if view.worst is None:
+        return {"rules": [], "rows": []}
+    rules = [clean(rule, 40) for rule in view.facts.get("rules") or ["exact"]]
+    dfil = np.nan_to_num(view.leakage.dfil.double().numpy()[:, view.measured], nan=np.inf)
+    floors = view.unit / np.sqrt(np.maximum(dfil, np.finfo(float).tiny))
+    at = np.quantile(floors, list(names.values()), axis=1, method="lower")
+    return {
+        "rules": rules,
+        "rows": [(n, [plus_minus(float(x)) for x in row]) for n, row in zip(names, at, strict=True)],
+    }
 
 
 def glance(view: View) -> list[dict[str, str]]:
@@ -235,12 +238,20 @@ def glance(view: View) -> list[dict[str, str]]:
     tiles = []
     if view.worst is not None:
         worst = float(view.floor[view.worst])
-        tiles.append({"title": f"Most exposed {view.noun}", "figure": plus_minus(worst), "below": _ratio(worst, view.guess)})
+        tiles.append(
+            {"title": f"Most exposed {view.noun}", "figure": plus_minus(worst), "below": _ratio(worst, view.guess)}
+        )
         middle = view.quantile(0.5)
-        tiles.append({"title": f"Median {view.noun}", "figure": plus_minus(middle), "below": _ratio(middle, view.guess)})
+        tiles.append(
+            {"title": f"Median {view.noun}", "figure": plus_minus(middle), "below": _ratio(middle, view.guess)}
+        )
     tiles.append({"title": "Guessing the average", "figure": plus_minus(view.guess), "below": view.of_range})
     tiles.append(
-        {"title": "Below the guess", "figure": percent(below, view.records), "below": f"{below:,} of {count(view.records, view.noun)}"}
+        {
+            "title": "Below the guess",
+            "figure": percent(below, view.records),
+            "below": f"{below:,} of {count(view.records, view.noun)}",
+        }
     )
     epsilon = view.run.guarantee.get("epsilon")
     if epsilon is not None:

@@ -33,12 +33,9 @@ def data_uri(pixels: np.ndarray) -> str:
 
 def picture(image: np.ndarray) -> np.ndarray:
     """8-bit pixels of an image (C, H, W) in [0, 1]: colour where it has three channels, else the mean of them."""
-    shown = np.round(255 * np.clip(np.nan_to_num(image.astype(np.float64)), 0, 1)).astype(np.uint8)
-    if shown.shape[0] == 1:
-        return shown[0]
-    if shown.shape[0] == 3:
-        return shown.transpose(1, 2, 0)
-    return np.round(255 * np.clip(np.nan_to_num(image.astype(np.float64)).mean(0), 0, 1)).astype(np.uint8)
+    values = np.clip(np.nan_to_num(image.astype(np.float64)), 0, 1)
+    shown = values.transpose(1, 2, 0) if len(values) == 3 else values.mean(0)
+    return np.asarray(np.round(255 * shown), dtype=np.uint8)
 
 
 def viridis(share: np.ndarray) -> np.ndarray:
@@ -47,7 +44,7 @@ def viridis(share: np.ndarray) -> np.ndarray:
     place = np.clip(share, 0, 1) * (len(stops) - 1)
     low = np.minimum(place.astype(int), len(stops) - 2)
     part = (place - low)[..., None]
-    return np.round(stops[low] * (1 - part) + stops[low + 1] * part).astype(np.uint8)
+    return np.asarray(np.round(stops[low] * (1 - part) + stops[low + 1] * part), dtype=np.uint8)
 
 
 def pixel_information(diagonal: np.ndarray, shape: Sequence[int], private: np.ndarray | None) -> np.ndarray:

@@ -12,6 +12,9 @@ import numpy as np
 from ..run_folder import Leakage, Run, floors
 from .figures import clean
 
+#: A floor at a smaller share of the range says nothing in practice.
+NOTHING = 1e-3
+
 
 @dataclass(frozen=True)
 class View:
@@ -94,7 +97,8 @@ class View:
         if self.facts.get("task", "classes") == "classes":
             return self.class_name(int(given))
         low, width = float(self.facts.get("target_offset", 0.0)), float(self.facts.get("target_scale", 1.0))
-        return f"{low + width * given:.4g}"
+        unit = clean(self.facts.get("target_unit") or "", 40)
+        return f"{low + width * given:.4g}{f' {unit}' if unit else ''}"
 
     def class_name(self, k: int) -> str:
         names = self.facts.get("class_names") or ()
@@ -113,7 +117,7 @@ class View:
     @cached_property
     def floor(self) -> np.ndarray:
         """± floor of each record, (N,), first rule; 0 where nothing is known."""
-        return self.unit * np.sqrt(np.nan_to_num(floors(self.leakage).double().numpy(), nan=0.0))
+        return np.asarray(self.unit * np.sqrt(np.nan_to_num(floors(self.leakage).double().numpy(), nan=0.0)))
 
     @cached_property
     def upper_floor(self) -> np.ndarray | None:
@@ -179,7 +183,7 @@ class View:
     @cached_property
     def guess_each(self) -> np.ndarray:
         """± error of guessing each feature's average, (d,), in the feature's own unit."""
-        return self.scale * np.sqrt(np.nan_to_num(self.leakage.guess.double().numpy()))
+        return np.asarray(self.scale * np.sqrt(np.nan_to_num(self.leakage.guess.double().numpy())))
 
     def feature_floors(self, place: int | None) -> np.ndarray | None:
         """± floor of each feature, (d,), in its own unit: of a record kept whole, or (None) of the average record."""
@@ -187,12 +191,18 @@ class View:
         if kept is None:
             return None
         information = np.nan_to_num((kept.flatten() if place is None else kept[place]).double().numpy(), posinf=np.inf)
-        return self.scale / np.sqrt(np.maximum(information, np.finfo(float).tiny))
+        return np.asarray(self.scale / np.sqrt(np.maximum(information, np.finfo(float).tiny)))
+
+    def parts_below_guess(self) -> int:
+        """Features of the most exposed record whose own floor lies below the error of guessing their average."""
+        place = None if self.worst is None else self.place(self.worst)
+        floors = None if place is None else self.feature_floors(place)
+        return 0 if floors is None else int((floors < self.guess_each).sum())
 
     def values(self, place: int) -> np.ndarray:
         """The private numbers of a record kept whole, (d,), in their own units."""
         flat = self.leakage.kept_inputs[place].double().flatten().numpy()
-        return self.offset + self.scale * (flat if self.private is None else flat[self.private])
+        return np.asarray(self.offset + self.scale * (flat if self.private is None else flat[self.private]))
 
     # --- the mechanism -------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .figures import count, percent, plus_minus
-from .view import View
+from .figures import clean, count, percent, plus_minus
+from .view import NOTHING, View
 
 #: How many columns the verdict names.
 NAMED = 3
@@ -40,7 +40,10 @@ def _first(view: View, worst: int) -> str:
             f"its private columns); guessing the average errs by {plus_minus(view.guess)}."
         )
     named = most_exposed_columns(view, floors, NAMED)
-    said = [f"{plus_minus(float(floors[j]), view.feature_unit(j))} on {view.feature_name(j)}" for j in named]
+    said = [
+        f"{plus_minus(float(floors[j]), view.feature_unit(j), float(view.scale[j]))} on {view.feature_name(j)}"
+        for j in named
+    ]
     guesses = [plus_minus(float(view.guess_each[j]), view.feature_unit(j)) for j in named]
     return (
         "An attacker who knows everything but one record’s private columns and is not biased errs by at least "
@@ -61,6 +64,13 @@ def _listed(parts: list[str]) -> str:
 def _second(view: View) -> str:
     below, all_of = view.below(view.guess), count(view.records, view.noun)
     estimate = "By this estimate, such" if view.leakage.upper is None else "Such"
+    exposed = view.parts_below_guess()
+    if below == 0 and exposed:
+        return (
+            f"Over all {view.part}s together {estimate[0].lower()}{estimate[1:]} an attacker does better by guessing, "
+            f"for every one of the {all_of}; but on {exposed:,} of {view.features:,} single {view.part}s of the most "
+            f"exposed {view.noun} the floor lies below a guess, and the release may tell more."
+        )
     if below == 0:
         return (
             f"{estimate} an attacker does better by guessing than by relying on the release, for every one of the "
@@ -93,8 +103,8 @@ def sureness(view: View) -> list[str]:
             "ranges (--range) to rule this out."
         )
     found.append(
-        "An attacker who is biased, for one who mixes the release with what it knows about people or pictures in "
-        "general, is not bound by these floors. " + _any_attacker(view)
+        "A biased attacker, such as one who mixes the release with what it knows about "
+        f"{'pictures' if view.image else 'people'} in general, is not bound by these floors. " + _any_attacker(view)
     )
     return found
 
@@ -104,7 +114,7 @@ def _confidence(view: View) -> str:
     assert worst is not None
     if upper is None:
         error = view.floor_error(worst)
-        size = f"of {plus_minus(error)}" if error is not None else "of more than half of it"
+        size = f"of {error:.2g}" if error is not None else "of more than half of it"
         return (
             f"These are estimates from one run. The floor of the most exposed {view.noun} has a standard error {size} "
             "from measuring alone; another run would differ by more. Audit with --runs 10 for confidence limits."
@@ -115,9 +125,9 @@ def _confidence(view: View) -> str:
     rare = int((view.measured & ~limited).sum())
     said = f"Average of {runs:,} runs. "
     if upper[worst] > 0:
-        said += f"At {level} confidence the floor of the most exposed {view.noun} is at least {plus_minus(float(upper[worst]))}"
-        lowest = float(upper[limited].min())
-        said += f", and that of any {view.noun} at least {plus_minus(lowest)}" if limited.any() else ""
+        own, lowest = float(upper[worst]), float(upper[limited].min())
+        said += f"At {level} confidence the floor of the most exposed {view.noun} is at least {plus_minus(own)}"
+        said += f", and that of any {view.noun} at least {plus_minus(lowest)}" if lowest < own else ""
         said += f" ({view.of_range}). "
     if rare:
         were = "was" if rare == 1 else "were"
@@ -126,14 +136,14 @@ def _confidence(view: View) -> str:
 
 
 def _any_attacker(view: View) -> str:
-    each, mean = view.line("lecam"), view.line("rate_distortion")
+    each, mean = (view.line(name) or 0.0 for name in ("lecam", "rate_distortion"))
     said = []
-    if each is not None:
+    if each >= NOTHING * view.unit:
         said.append(f"{plus_minus(each)} on each {view.part}")
-    if mean is not None:
+    if mean >= max(NOTHING * view.unit, each):
         said.append(f"{plus_minus(mean)} on average over the {view.part}s")
     if not said:
-        return "The mechanism by itself gives no floor for it."
+        return "The noise by itself gives no floor worth naming for it."
     return (
         f"Any attacker, biased or not, errs by at least {' and '.join(said)} ({view.of_range}) in the worst case over "
         f"all {view.noun}s there could be: that is what the noise by itself guarantees, whatever the data."
@@ -141,8 +151,8 @@ def _any_attacker(view: View) -> str:
 
 
 SAMPLERS = {
-    "poisson": "Every record is in each batch by the toss of a coin (Poisson sampling), with a fixed divisor qN that does "
-    "not tell who took part. The attacker does not know the tosses for the record that it attacks.",
+    "poisson": "Every record is in each batch by the toss of a coin (Poisson sampling), with a fixed divisor qN that "
+    "does not tell who took part. The attacker does not know the tosses for the record that it attacks.",
     "fixed": "Every batch is a uniform draw of fixed size without replacement.",
     "shuffle": "Batches are cut from shuffled epochs: sampling brings no protection, and none is counted.",
 }
@@ -156,8 +166,8 @@ RULES = {
 
 CLIPS = {
     "smooth": "Each record’s gradient is clipped by the smooth (GELU) clip, whose clipped norm is at most 1.1153 C.",
-    "hard": "Each record’s gradient is clipped to norm C by the hard clip; the information is taken where the clip has a "
-    "slope (it has none only at norm exactly C).",
+    "hard": "Each record’s gradient is clipped to norm C by the hard clip; the information is taken where the clip "
+    "has a slope (it has none only at norm exactly C).",
 }
 
 
@@ -165,11 +175,15 @@ def assumptions(view: View) -> list[tuple[str, str]]:
     """Every assumption that the per-record floors rest on: (about what, in words)."""
     m, noun = view.run.mechanism, view.noun
     parts = "pixels" if view.image else "private columns"
-    known = "the label" if view.facts.get("task", "classes") == "classes" else "the target"
+    known = (
+        f"this {noun}’s label"
+        if view.facts.get("task", "classes") == "classes"
+        else f"this {noun}’s {view.target_name}"
+    )
     found = [
         (
             "Attacker",
-            f"Knows every other record, this {noun}’s {known} and everything else about it but its {parts}, the model, the "
+            f"Knows every other record, {known} and everything else about it but its {parts}, the model, the "
             "code and all settings, and sees every noisy step of the training, not only the final model.",
         ),
         (
@@ -181,28 +195,28 @@ def assumptions(view: View) -> list[tuple[str, str]]:
         (
             "What a floor is",
             f"The root mean square error over one {noun}’s {parts}, and over the noise. Single {parts} can be known "
-            "better than the average: the maps below show which.",
+            "better than the average: the maps above show which.",
         ),
         (
             "Neighbours",
-            f"The per-record floors compare the run with runs in which this one {noun}’s {parts} are slightly different "
-            "(all else equal). The calculator’s lines say their own neighbours: Theorem 1 and Le Cam replace one "
-            "record, rate–distortion adds or removes one.",
+            f"The per-record floors compare the run with runs in which this one {noun}’s {parts} are slightly "
+            "different (all else equal). The calculator’s lines say their own neighbours: Theorem 1 and Le Cam replace "
+            "one record, rate–distortion adds or removes one.",
         ),
         ("Sampler", SAMPLERS.get(str(m.get("sampler")), f"Batches: {m.get('sampler')}.")),
         ("Sampling gain", RULES.get(_rule(view), _rule(view))),
         ("Clip", CLIPS.get(str(m.get("clip")), f"Clip: {m.get('clip')}.")),
         (
             "Noise",
-            f"Gaussian, with standard deviation {m.get('noise_multiplier'):g} × {m.get('max_grad_norm'):g} on the sum of "
-            "clipped gradients, fresh at every step and from a seed that nobody else knows. Whoever learns the seed "
+            f"Gaussian, with standard deviation {m.get('noise_multiplier'):g} × {m.get('max_grad_norm'):g} on the sum "
+            "of clipped gradients, fresh at every step and from a seed that nobody else knows. Whoever learns the seed "
             "can subtract the noise.",
         ),
         (
             "Estimate",
             "Leakage is an average over the randomness of training, estimated from "
-            f"{count(int(m.get('runs', 1)), 'run')}, of which one is released. Leakage of the released run by itself can "
-            "differ from it.",
+            f"{count(int(m.get('runs', 1)), 'run')}, of which one is released. Leakage of the released run by itself "
+            "can differ from it.",
         ),
         (
             "Guess",
@@ -215,6 +229,7 @@ def assumptions(view: View) -> list[tuple[str, str]]:
             f"by looking at results), and {noun}s that occur more than once.",
         ),
     ]
+    found += [("Data", clean(note, 400)) for note in view.facts.get("notes") or ()]
     if view.facts.get("inferred_ranges"):
         found.append(("Ranges", "Some were read off the data before training; the floors do not account for that."))
     return found
@@ -224,12 +239,20 @@ def _rule(view: View) -> str:
     return str((view.facts.get("rules") or ["exact"])[0])
 
 
+ORDER = (
+    "noise_multiplier", "max_grad_norm", "sample_rate", "steps", "clip", "sampler", "runs", "model", "parameters", "lr",
+    "momentum",
+)  # fmt: skip
+TITLES = {"max_grad_norm": "clip norm C", "sample_rate": "sample rate q", "lr": "learning rate"}
+
+
 def settings(run: Any) -> list[tuple[str, str]]:
     """Mechanism, training and versions as rows: (name, value)."""
     rows = []
     for part in (run.mechanism, run.training):
-        for name, given in part.items():
-            rows.append((str(name).replace("_", " "), _plain(given)))
+        known = [name for name in ORDER if name in part]
+        for name in (*known, *sorted(set(part) - set(known))):
+            rows.append((TITLES.get(name, str(name).replace("_", " ")), _plain(part[name])))
     rows += [(str(name), str(version)) for name, version in sorted(run.software.items())]
     return rows
 
