@@ -9,7 +9,7 @@ READY  := $(VENV)/.installed
 .PHONY: demo test lint format bench paper clean
 
 demo: $(READY)
-	$(BIN)/reconbound bound
+	$(BIN)/reconbound audit --out audit-digits
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,14 +46,21 @@ def save(figure: Figure, name: str) -> None:
     plt.close(figure)
 
 
-def write(name: str, columns: dict[str, Sequence[object] | np.ndarray]) -> None:
-    """Columns to a CSV file under experiments/results, five digits each."""
+def write(
+    name: str, columns: dict[str, Sequence[object] | np.ndarray], *, digits: int = 5, compress: bool = False
+) -> None:
+    """Columns to a CSV file under experiments/results, or .csv.gz, which NumPy and pandas read as it is."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    with open(RESULTS / f"{name}.csv", "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        for row in zip(*columns.values(), strict=True):
-            writer.writerow([f"{v:.5g}" if isinstance(v, float | np.floating) else v for v in row])
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    for row in zip(*columns.values(), strict=True):
+        writer.writerow([f"{v:.{digits}g}" if isinstance(v, float | np.floating) else v for v in row])
+    raw = text.getvalue().encode()
+    if compress:
+        (RESULTS / f"{name}.csv.gz").write_bytes(gzip.compress(raw, mtime=0))
+    else:
+        (RESULTS / f"{name}.csv").write_bytes(raw)
 
 
 def table(name: str, title: str, rows: list[tuple[str, str, str]]) -> None:

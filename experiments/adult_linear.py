@@ -3,8 +3,7 @@
 Logistic regression on five numbers about each person, once with strong noise and once with little. Scales and ranges
 are public constants, so that nothing about the preparation depends on the people."""
 
-import gzip
-
+import adult_csv
 import numpy as np
 from _common import BLUE, GREY, RED, folder, plt, save, table, write
 
@@ -24,8 +23,7 @@ SETTINGS = {"ε = 1, δ = 1e-6": {"target_epsilon": 1.0, "target_delta": 1e-6}, 
 
 def people(name: str) -> tuple[np.ndarray, np.ndarray]:
     """The numbers in their own units, (N, 5), and whether income is above 50,000 dollars."""
-    with gzip.open(folder() / "adult" / f"{name}.gz", "rt") as file:
-        rows = [line.split(", ") for line in file.read().splitlines() if line.count(",") == 14]
+    rows = adult_csv.rows(folder() / "adult", name)
     values = np.array([[float(row[k]) for k, *_ in FEATURES] for row in rows])
     largest = np.array([top for *_, top in FEATURES])
     return np.minimum(values, largest), np.array([row[14].startswith(">50K") for row in rows]).astype(int)

@@ -6,8 +6,8 @@ import pytest
 from sklearn.datasets import load_diabetes, load_digits
 
 from reconbound._check import InputError
-from reconbound.attacks import reconstruct, simulate
-from reconbound.attacks._roots import lambert, logistic_slopes, squared_slopes
+from reconbound.attacks import most_likely, reconstruct, simulate
+from reconbound.attacks._roots import lambert, logistic_slopes, softmax_slopes, squared_slopes
 from reconbound.linear import Logistic, Softmax, Squared, leakage, minimise
 
 LOSSES = {"logistic": Logistic(), "softmax": Softmax(), "squared": Squared()}
@@ -19,6 +19,8 @@ WAYS = [  # loss, intercept, method
     ("squared", True, "label"),
     ("squared", True, "ratio"),
     ("softmax", True, "ratio"),
+    ("softmax", False, "label"),
+    ("softmax", True, "label"),
 ]
 
 
@@ -93,6 +95,95 @@ def test_floor_is_tight_without_a_constant_feature(name):
     assert found.unsolved.max() == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "intercept"), [("logistic", True), ("squared", True), ("softmax", False), ("softmax", True)]
+)
+def test_floor_is_tight_for_the_likeliest_record(name, intercept):
+    """With a constant feature or three classes more is released than unknown; weighed by likelihood it is all used.
+
+    Softmax's records run at fewer trials, with the wider sampling error that this leaves."""
+    o, noise = solved(name, intercept), 1e-7
+    trials, some = (600, 20) if name == "softmax" else (10_000, 50)
+    floor = leakage(o, noise, spectral=False).cramer_rao.value
+    clear = np.flatnonzero(np.sqrt(floor * o.dim) < 0.01 * np.linalg.norm(o.rows[:, : o.dim], axis=1))[:some]
+    assert len(clear) == some
+    method = "ratio" if intercept else "label"
+    first = simulate(o, noise, trials, method=method, branch="told", records=clear, keep=trials, random_state=0)
+    released = o.weights + noise * np.random.default_rng(0).standard_normal((trials, *o.weights.shape))
+    x, ratio, bias = o.rows[:, : o.dim], [], []
+    for i, start in zip(clear, first.reconstructions, strict=True):
+        others = np.arange(len(x)) != i
+        kind = {"loss": o.loss, "l2": o.l2, "intercept": intercept}
+        found = most_likely(released, x[others], o.y[others], o.y[i], start, **kind)
+        ratio.append(np.mean(np.var(found, axis=0, ddof=1)) / floor[i])
+        bias.append(np.mean((found.mean(axis=0) - x[i]) ** 2) / floor[i])
+    sampling = np.sqrt(2 / trials)
+    assert min(ratio) > 1 - 5 * sampling
+    assert max(ratio) < 1 + max(0.1, 5 * sampling)
+    assert np.median(ratio) == pytest.approx(1, abs=2 * sampling)
+    assert max(bias) < 0.01 + 10 / trials
+    assert np.median(first.variance / floor[clear]) > 1.1  # the cruder attack, from which it began
+
+
+@pytest.mark.parametrize("intercept", [False, True])
+def test_softmax_with_two_classes_is_the_binary_attack(intercept):
+    """θ = W₁ − W₀ and half the penalty: the same reconstructions, release by release."""
+    binary = solved("logistic", intercept)
+    x, y = binary.rows[:, : binary.dim], binary.y.astype(int)
+    o = minimise(x, y, Softmax(), l2=2 * binary.l2, intercept=intercept, classes=2)
+    np.testing.assert_allclose(o.weights[1] - o.weights[0], binary.weights[0], rtol=1e-8)
+    released = o.weights + 0.01 * np.random.default_rng(0).standard_normal((20, *o.weights.shape))
+    both = simulate(o, 0.01, 20, keep=20, random_state=0)
+    for i in (0, 40):
+        others = np.arange(len(x)) != i
+        kind = {"intercept": intercept}
+        one = reconstruct(released, x[others], y[others], y[i], loss=Softmax(), l2=o.l2, **kind)
+        theta = released[:, 1:] - released[:, :1]
+        two = reconstruct(theta, x[others], binary.y[others], binary.y[i], loss=Logistic(), l2=binary.l2, **kind)
+        np.testing.assert_allclose(one, two, rtol=1e-9)
+        np.testing.assert_allclose(both.reconstructions[i], two, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("intercept", [False, True])
+def test_softmax_s_answer_by_singular_values(intercept):
+    """Along the first right singular vector of the centred v, at the length where slopes agree."""
+    o = solved("softmax", intercept)
+    x, d, others = o.rows[:, : o.dim], o.dim, np.arange(len(o.y)) != 7
+    for seed in range(5):
+        w = o.weights + 1e-3 * np.random.default_rng(seed).standard_normal(o.weights.shape)
+        found = reconstruct(w, x[others], o.y[others], o.y[7], loss=o.loss, l2=o.l2, intercept=intercept)
+        slopes = Softmax().slope(o.rows[others] @ w.T, o.y[others])
+        v = -(slopes.T @ x[others] + o.penalty * w[:, :d])
+        left, _, _ = np.linalg.svd(v - v.mean(axis=0))
+        u = left[:, 0] * -np.sign(left[o.y[7], 0])
+        t = u @ v @ found / (found @ found)
+        np.testing.assert_allclose(found, u @ v / t, rtol=1e-8)
+        own = Softmax().slope((w[:, :d] @ found + w[:, d:].sum(axis=1))[None], o.y[7:8])[0]
+        np.testing.assert_allclose(u @ own, t, rtol=1e-7)
+
+
+def test_softmax_s_scalar_equation():
+    """Roots that were planted are found, for slopes from √2 down to 1e-11, and a missing root is said."""
+    rng = np.random.default_rng(0)
+    c, s = rng.normal(size=(500, 4)) / 3, rng.normal(size=(500, 4)) * rng.choice([0.1, 3.0, 12.0], size=(500, 1))
+    y = rng.integers(0, 4, size=500)
+    g = Softmax().slope(s, y)
+    t = np.linalg.norm(g, axis=1)
+    assert t.min() < 1e-9
+    found, ok = softmax_slopes((s - c) * t[:, None], c, g / t[:, None], y)
+    assert ok.mean() > 0.99  # at the fold rounding decides
+    assert np.quantile(np.abs(found / t - 1), 0.98) < 1e-8
+    b = np.array([-0.28, -0.278, -0.1, 0.5, 20.0])  # (s − c)σ(s) = b has no root below −0.27846
+    two = np.tile(np.array([-1.0, 1.0]) / np.sqrt(2), (5, 1))
+    found, ok = softmax_slopes(two * b[:, None], np.zeros((5, 2)), two, np.zeros(5, dtype=int))
+    near, far, solved = logistic_slopes(b, np.zeros(5), np.zeros(5))
+    np.testing.assert_array_equal(ok, solved)
+    np.testing.assert_array_equal(ok, [False, True, True, True, True])
+    away = np.minimum(np.abs(found / np.sqrt(2) - near), np.abs(found / np.sqrt(2) - far))
+    assert away[0] < 0.01  # the fold
+    assert np.all(away[1:] < 1e-12)
+
+
 def test_with_a_constant_feature_the_ratio_attack_stays_above_the_floor():
     """It throws information away: the intercept's column and the label are not used."""
     o = solved("logistic", True)
@@ -159,10 +250,16 @@ def test_bad_input():
     o = solved("logistic", False)
     with pytest.raises(InputError, match="no constant feature"):
         simulate(o, 0.1, 10, method="ratio")
-    with pytest.raises(InputError, match="softmax"):
-        simulate(solved("softmax", True), 0.1, 10)
+    for records in ([], [80], [-1]):
+        with pytest.raises(InputError, match="records"):
+            simulate(o, 0.1, 10, records=records)
+    with pytest.raises(InputError, match=r"y must have shape \(9,\)"):
+        reconstruct(np.zeros((1, 6)), np.zeros((9, 5)), np.zeros(8), 0, loss=Logistic(), l2=0.1)
     for changes in ({"noise_std": 0.0}, {"trials": 1}, {"method": "guess"}, {"branch": "left"}, {"keep": -1}):
         with pytest.raises(InputError, match=next(iter(changes))):
             simulate(o, **{"noise_std": 0.1, "trials": 10, **changes})
     with pytest.raises(InputError, match="weights"):
         reconstruct(np.zeros((1, 5)), np.zeros((9, 5)), np.zeros(9), 0, loss=Logistic(), l2=0.1)
+    for weights, start, name in ((np.zeros((1, 6)), np.zeros((1, 5)), "weights"), (np.zeros((2, 1, 6)), 0, "start")):
+        with pytest.raises(InputError, match=name):
+            most_likely(weights, np.zeros((9, 5)), np.zeros(9), 0, start, loss=Logistic(), l2=0.1)

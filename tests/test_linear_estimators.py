@@ -95,7 +95,10 @@ def test_softmax_on_digits():
     x, y = load_digits(return_X_y=True)
     x = x / 16
     keep = y < 4
-    model = PrivateLogisticRegression(l2=1e-3, noise_std=1e-3, data_norm=5.0, random_state=0).fit(x[keep], y[keep])
+    model = PrivateLogisticRegression(l2=1e-3, noise_std=1e-3, data_norm=5.0, random_state=0)
+    with pytest.raises(ValueError, match=r"Found \d+ constant column\(s\) in X: 0 \(always 0\), "):
+        model.fit(x[keep], y[keep])
+    model.set_params(allow_constant_columns=True).fit(x[keep], y[keep])
     assert model.score(x[keep], y[keep]) > 0.98
     chance = model.predict_proba(x[keep])
     assert model.coef_.shape == (4, 64)
@@ -145,7 +148,13 @@ def test_rows_are_clipped_and_targets_too():
         short, np.clip(y, -0.5, 0.5)
     )
     np.testing.assert_allclose(model.coef_, again.coef_, rtol=1e-12)
-    np.testing.assert_array_equal(model.leakage(x, y).clipped, np.linalg.norm(x, axis=1) > 1)
+    found = model.leakage(x, y)
+    np.testing.assert_array_equal(found.clipped, np.linalg.norm(x, axis=1) > 1)
+    np.testing.assert_array_equal(found.target == 0, np.abs(y) > 0.5)  # a target that was clipped is not told
+    assert np.all(found.target_floor.value[np.abs(y) > 0.5] > 1e200)
+    np.testing.assert_allclose(
+        found.target[np.abs(y) <= 0.5], again.leakage(short, y).target[np.abs(y) <= 0.5], rtol=1e-9
+    )
     assert np.linalg.norm(model.solve(x, y).rows[:, :-1], axis=1).max() <= 1 + 1e-12
 
 
@@ -175,14 +184,16 @@ def test_leakage_is_about_the_row_before_clipping(name):
         np.testing.assert_allclose(found.diagonal[i], np.diag(information), rtol=1e-6)
         np.testing.assert_allclose(found.trace[i], np.trace(information), rtol=1e-6)
         np.testing.assert_allclose(found.spectral_norm[i], np.linalg.eigvalsh(information)[-1], rtol=1e-6)
-    if name != "softmax":
-        assert np.all(found.inverse_trace[found.clipped] > 1e200)
+    assert np.all(found.cramer_rao.value[found.clipped] > 1e200)
+    assert np.all(found.cramer_rao.value[~found.clipped] < 1e20)
 
 
 def test_bounds_read_off_the_data_are_warned_about():
     x, y = table("ridge")
-    with pytest.warns(DataNormWarning, match="data_norm"), pytest.warns(DataNormWarning, match="target_bound"):
+    with pytest.warns(DataNormWarning) as told:
         model = PrivateRidge(noise_std=1e-3).fit(x, y)
+    assert ["data_norm is None" in str(told[0].message), "target_bound is None" in str(told[1].message)] == [True, True]
+    assert {one.filename for one in told} == {__file__}  # the warning points at the caller's line
     assert model.data_norm_ == np.linalg.norm(x, axis=1).max()
     assert model.target_bound_ == np.abs(y).max()
     with warnings.catch_warnings():
@@ -210,6 +221,8 @@ def bad(name, message, error=ValueError, x=None, y=None, fitted=False, **changes
 
 
 X, Y = np.random.default_rng(0).normal(size=(20, 3)), np.arange(20) % 2
+FLAT = np.where(np.arange(3) == 1, 2.5, X)
+WIDE = np.random.default_rng(0).normal(size=(20, 21))
 HOLE = np.where(np.arange(60).reshape(20, 3) == 5, np.nan, X)
 
 
@@ -223,6 +236,18 @@ HOLE = np.where(np.arange(60).reshape(20, 3) == 5, np.nan, X)
         bad("logistic", "inconsistent numbers of samples", y=Y[:-1]),
         bad("logistic", "Expected 2D array", x=X[:, 0]),
         bad("logistic", "Unknown label type", y=X[:, 0]),
+        bad("logistic", r"Found 1 constant column\(s\) in X: 1 \(always 2.5\)\. .*allow_constant", x=FLAT),
+        bad("ridge", r"Found 1 constant column\(s\) in X: 1 \(always 2.5\)\. .*allow_constant", x=FLAT),
+        bad(
+            "ridge",
+            r"Found 3 constant column.*X: 0 \(always 0\), 1 \(always 0\), 2 \(always 0\)\.",
+            x=0 * X,
+            allow_wide=True,
+        ),
+        bad("logistic", "n_samples=20 is less than n_features=21.*allow_wide=True", x=WIDE),
+        bad("ridge", "n_samples=20 is less than n_features=21.*allow_wide=True", x=WIDE, allow_constant_columns=True),
+        bad("ridge", "l2 must be greater than 0, got 0", x=FLAT, l2=0.0, allow_constant_columns=True),
+        bad("logistic", "l2 must be greater than 0, got 0", x=WIDE, l2=0.0, allow_wide=True),
         bad("ridge", "l2 must be greater than 0, got -1", l2=-1.0),
         bad("logistic", "l2 must be greater than 0, got 0", l2=0),
         bad("logistic", "l2 must be a number", l2="much"),
@@ -250,7 +275,7 @@ def test_constant_columns_and_more_features_than_records_are_well_posed(name):
     """With l2 > 0 the minimiser exists and is unique; the closed forms hold there like everywhere."""
     x, y = table(name, n=8, d=20)
     x[:, 3] = 1.0
-    model = clone(ESTIMATORS[name]).fit(x, y)
+    model = clone(ESTIMATORS[name]).set_params(allow_constant_columns=True, allow_wide=True).fit(x, y)
     found, o = model.leakage(x, y), model.solve(x, y)
     assert np.all(np.isfinite(found.trace) & (found.trace > 0))
     moved = x.copy()
@@ -258,3 +283,30 @@ def test_constant_columns_and_more_features_than_records_are_well_posed(name):
     ends = [minimise(z, o.y, o.loss, l2=o.l2).weights for z in (moved, 2 * x - moved)]
     slope = (ends[0] - ends[1]) / 2e-4 / model.noise_std_
     np.testing.assert_allclose(found.diagonal[2, 3], np.sum(slope**2), rtol=1e-6)
+
+
+def test_as_many_features_as_records_and_nearly_constant_columns_are_no_error():
+    x = np.eye(6)
+    x[:, 0] = [1, 1, 1, 1, 1, 1 + 1e-12]
+    PrivateRidge(data_norm=2.0, target_bound=1.0, **SMALL).fit(x, np.arange(6) / 6)
+
+
+def test_a_constant_column_is_called_by_its_name_and_many_are_counted():
+    x = np.zeros((9, 7))
+    x[:, 0] = np.arange(9)
+    model = PrivateRidge(data_norm=9.0, target_bound=9.0, **SMALL)
+    with pytest.raises(ValueError, match=r"Found 6 .*5 \(always 0\) and 1 more\."):
+        model.fit(x, x[:, 0])
+    model.feature_names_in_ = np.array([f"f{j}" for j in range(7)], dtype=object)  # as a fit on a data frame leaves it
+    with pytest.raises(ValueError, match=r"X: 'f1' \(always 0\), 'f2' \(always 0\)"):
+        model._check_table(x)
+
+
+def test_a_grid_search_goes_through_when_constant_columns_are_allowed():
+    x, y = table("logistic")
+    x[:, 2] = 0.0
+    search = GridSearchCV(ESTIMATORS["logistic"], {"l2": [1e-2, 1.0]}, cv=3)
+    with pytest.raises(ValueError, match="constant column"):  # every fold failed, and the search says why
+        search.fit(x, y)
+    search.set_params(estimator__allow_constant_columns=True).fit(x, y)
+    assert search.score(x, y) > 0.9

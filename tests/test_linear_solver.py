@@ -5,7 +5,9 @@ import pytest
 from sklearn.datasets import load_breast_cancer
 from sklearn.linear_model import LogisticRegression, Ridge
 
+from reconbound._check import InputError
 from reconbound.linear import Logistic, NotConverged, Softmax, Squared, leakage, minimise
+from reconbound.linear.losses import largest_curvature, largest_slope, largest_weights
 from reconbound.linear.noise import Shape, choose_noise, noise_for_epsilon
 from reconbound.linear.solver import gradient
 
@@ -53,6 +55,27 @@ def test_not_converged_is_an_error():
         minimise(x, y, Logistic(), l2=0.1, tolerance=1e-30)
 
 
+@pytest.mark.parametrize(
+    ("name", "message", "changes"),
+    [
+        ("logistic", "l2 must be greater than 0, got 0", {"l2": 0.0}),
+        ("squared", "l2 must be greater than 0, got -1", {"l2": -1}),
+        ("logistic", r"features must have shape \(N, d\), got 'shape \(4,\)'", {"features": np.ones(4)}),
+        ("logistic", "features.* must be finite", {"features": np.full((4, 2), np.nan)}),
+        ("logistic", r"y must have shape \(4,\)", {"y": np.zeros(3)}),
+        ("logistic", r"y must have shape \(4,\)", {"y": np.zeros((4, 1))}),
+        ("logistic", "y must hold whole numbers from 0 to 1 for logistic loss, got -1", {"y": [-1, 1, 1, -1]}),
+        ("softmax", "y must hold whole numbers from 0 to 2 for softmax loss, got 3", {"y": [0, 1, 2, 3]}),
+        ("softmax", "y must hold whole numbers from 0 to 2 for softmax loss, got 0.5", {"y": [0, 1, 2, 0.5]}),
+        ("squared", "y.* must be finite", {"y": [0, 1, np.inf, 0]}),
+    ],
+)
+def test_bad_input_to_the_solver(name, message, changes):
+    given = {"features": np.arange(8.0).reshape(4, 2), "y": [0, 1, 1, 0], "l2": 0.1, **changes}
+    with pytest.raises(InputError, match=message):
+        minimise(given["features"], given["y"], LOSSES[name], l2=given["l2"], classes=3)
+
+
 @pytest.mark.parametrize("intercept", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
 def test_one_record_moves_the_minimiser_by_no_more_than_claimed(name, intercept):
@@ -78,6 +101,63 @@ def test_one_record_moves_the_minimiser_by_no_more_than_claimed(name, intercept)
                 closest = max(closest, share)
             assert leakage(one, 1.0, diagonal=False, spectral=False).trace.max() <= shape.worst_trace(1.0)
     assert 0.02 < closest <= 1
+
+
+@pytest.mark.parametrize("name", ["logistic", "softmax"])
+def test_the_largest_slope_and_curvature_are_suprema(name):
+    """Never exceeded, and met by scores far out."""
+    rng, loss = np.random.default_rng(0), LOSSES[name]
+    k = 1 if name == "logistic" else 4
+    scores = rng.normal(size=(4000, k)) * rng.choice([0.01, 1.0, 60.0], size=(4000, 1))
+    scores[:2] = [0.0] * k if k == 1 else [0.0, 0.0, -60.0, -60.0]  # where the curvature is largest
+    y = rng.integers(0, max(k, 2), size=4000)
+    steep = np.linalg.norm(loss.slope(scores, y), axis=1).max()
+    bend = np.linalg.eigvalsh(loss.curvature(scores, y).reshape(-1, k, k))[:, -1].max()
+    assert largest_slope(loss, 1.0, 1.0) * (1 - 1e-6) < steep <= largest_slope(loss, 1.0, 1.0) * (1 + 1e-12)
+    assert largest_curvature(loss) * (1 - 1e-6) < bend <= largest_curvature(loss) * (1 + 1e-12)
+    assert largest_curvature(Squared()) == 1
+
+
+@pytest.mark.parametrize("classes", [2, 3, 7])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_largest_weights_are_met_and_never_exceeded(name, classes):
+    """Equal records of one class (or of the largest target) stretch the weights most, at the right distance from 0."""
+    l2, loss, best = 0.3, LOSSES[name], 0.0
+    for far in np.linspace(0.1, 4, 120):
+        x = np.full((3, 1), far)
+        y = np.full(3, 2.5) if name == "squared" else np.full(3, classes - 1 if name == "softmax" else 1)
+        w = np.linalg.norm(minimise(x, y, loss, l2=l2, intercept=False, classes=classes).weights)
+        share = w / largest_weights(loss, classes if name == "softmax" else 2, 100.0, l2, 2.5)
+        best = max(best, share)
+        assert w <= largest_weights(loss, classes if name == "softmax" else 2, far, l2, 2.5) * (1 + 1e-12)
+    assert 0.999 < best <= 1 + 1e-12
+
+
+def test_the_slope_of_squared_loss_at_a_minimiser_of_other_data():
+    """|θ'·x − y| ≤ Y(1 + R/(2√λ)): met where θ' is longest and the record lies against it."""
+    l2, bound = 0.04, 3.0
+    x = np.full((5, 1), np.sqrt(l2))
+    theta = minimise(x, np.full(5, bound), Squared(), l2=l2, intercept=False).weights[0, 0]
+    for norm in (0.2, 1.0, 7.0):
+        worst = abs(theta * norm + bound)
+        np.testing.assert_allclose(worst, largest_slope(Squared(), norm, l2, bound), rtol=1e-12)
+
+
+def test_the_shape_s_bounds_by_hand():
+    """L = sup‖∂ℓ/∂s‖R with R = √(data_norm² + 1) with an intercept, shift 2L/(nλσ), Tr I ≤ (…)²/(nλσ)²."""
+    for intercept, far in ((False, 3.0), (True, np.sqrt(10.0))):
+        for name, slope, bend, most in (
+            ("logistic", 1.0, 0.25, 0.2784645427610738),
+            ("softmax", np.sqrt(2), 0.5, 0.46305551336554884),
+            ("squared", 2 * (1 + far / (2 * 0.2)), 1.0, 1.0),
+        ):
+            shape = Shape(LOSSES[name], 50, 6, 3 if name == "softmax" else 2, 0.04, intercept, 3.0, 2.0)
+            np.testing.assert_allclose(shape.gradient_norm, slope * far)
+            shift = 2 * slope * far / (50 * 0.04 * 0.7)
+            np.testing.assert_allclose(shape.mechanism(0.7).order2(), shift**2)
+            weights = min(np.sqrt(most / 0.04), slope * far / 0.04)
+            worst = ((bend * far * weights + np.sqrt(6) * slope) / (50 * 0.04 * 0.7)) ** 2
+            np.testing.assert_allclose(shape.worst_trace(0.7), worst)
 
 
 def test_noise_meets_its_target():

@@ -63,9 +63,12 @@ def settle(folder: Path, dataset: Dataset, plan: Plan) -> Plan:
 
 
 def refuse_other(folder: str | os.PathLike[str], dataset: Dataset, plan: Plan) -> dict[str, Any] | None:
-    """What the folder's plan file says, if it has one; an InputError that names each difference if it is another's."""
+    """What the folder's plan file says, if it has one; an InputError that names each difference if it is another's.
+
+    A plan of which nothing was done yet (its model was refused, say) binds nobody."""
     path = Path(folder) / PLAN
-    if not path.exists():
+    done = [Path(folder) / CHECKPOINTS / name for name in NAMES] + [Path(folder) / RUN]
+    if not path.exists() or not any(p.exists() for p in done):
         return None
     before, wanted = _read(path), _wanted(dataset, plan)
     told = [*_differences(before["plan"], wanted["plan"]), *_differences(before["data"], wanted["data"])]

@@ -3,7 +3,8 @@
 The attacker knows all other records, the label, λ and the released weights W. At the minimiser
 ∂ℓ/∂s ⊗ x̃ = −(Σ_others ∂ℓ/∂s ⊗ x̃ + nλW) =: v, which it can compute. `method="ratio"`: the constant feature's part of v
 is ∂ℓ/∂s itself, so x = v/v₀; this never uses the label. `method="label"`: ∂ℓ/∂s = t must also be the slope at the score
-that v/t has, a scalar equation in t that uses the label and no noisy denominator. docs/theory-linear.md, section 7."""
+that v/t has, a scalar equation in t that uses the label and no noisy denominator. With softmax ∂ℓ/∂s is a vector, but
+v is of rank one: its left factor is the direction of ∂ℓ/∂s. docs/theory-linear.md, section 7."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from .._check import InputError, choice, number, whole
-from ..linear.losses import Loss, Softmax, Squared
+from ..linear.losses import Logistic, Loss, Softmax, Squared
 from ..linear.solver import Optimum
-from ._roots import logistic_slopes, squared_slopes
+from ._roots import logistic_slopes, softmax_slopes, squared_slopes
 
 METHODS, BRANCHES = ("label", "ratio"), ("nearest", "told")
 #: Floats in one working array, and the share of the largest errors that the trimmed mean leaves out.
@@ -73,9 +74,9 @@ def reconstruct(
         features, y: all other records, (n − 1, d), and their targets, as the loss takes them.
         label: the missing record's target.
         loss, l2, intercept: the training problem.
-        method: "ratio" (needs the intercept) or "label" (logistic and squared loss).
+        method: "ratio" (needs the intercept) or "label".
         near: of two records that explain the release, the one nearer to this is taken; the mean of the other records
-            of that label (of all others in regression) when left out.
+            of that label (of all others in regression) when left out. Three classes or more leave no choice.
 
     Returns:
         x̂, (d,) or (trials, d).
@@ -88,7 +89,11 @@ def reconstruct(
     rows = np.hstack([x, np.ones((len(x), 1))]) if intercept else x
     if released.shape[2] != rows.shape[1]:
         raise InputError("weights", f"must have {rows.shape[1]} columns", released.shape)
+    if np.shape(y) != (len(x),):
+        raise InputError("y", f"must have shape ({len(x)},), one target per record", np.shape(y))
     targets, penalty = np.asarray(y), (len(x) + 1) * number("l2", l2, above=0.0)
+    if method == "label" and _two_classes(loss, released):
+        loss, released, penalty = Logistic(), released[:, 1:] - released[:, :1], penalty / 2
     if near is None:
         alike = x if isinstance(loss, Squared) else x[targets == label]
         near = alike.mean(axis=0) if len(alike) else np.zeros(d)
@@ -97,6 +102,9 @@ def reconstruct(
         v = -(loss.slope(rows @ w.T, targets).T @ rows + penalty * w)
         if method == "ratio":
             out[i] = v[:, d] @ v[:, :d] / max(v[:, d] @ v[:, d], TINY**2)
+            continue
+        if isinstance(loss, Softmax):
+            out[i] = _beta(v[:, :d] @ v[:, :d].T, v[:, :d] @ w[:, :d].T, w[:, d:].sum(axis=1), label)[0] @ v[:, :d]
             continue
         b, c = np.array([w[0, :d] @ v[0, :d]]), np.array([w[0, d] if intercept else 0.0])
         first, second, _ = _slopes(loss)(b, c, np.array([label]))
@@ -128,7 +136,8 @@ def simulate(
         noise_std: σ. trials: number of releases.
         method: "label" or "ratio", as in `reconstruct`.
         branch: which of two records that explain a release is taken: "nearest" to the mean of the others of that
-            label, or "told": the attacker is told on which side of the fold the record lies.
+            label, or "told": the attacker is told on which side of the fold the record lies. With three classes or
+            more the slope's direction decides it, and both are the same.
         records: indices of the records to attack; all when left out.
         bias: whether to estimate bias and variance too (one more product, a records × d array).
         keep: reconstructions to return, of the first trials.
@@ -139,10 +148,15 @@ def simulate(
     choice("branch", branch, BRANCHES)
     _check_method(method, optimum.loss, optimum.intercept)
     chosen = np.arange(len(optimum.rows)) if records is None else np.asarray(records, dtype=np.int64).ravel()
+    if chosen.size == 0 or chosen.min() < 0 or chosen.max() >= len(optimum.rows):
+        raise InputError("records", f"must be some indices from 0 to {len(optimum.rows) - 1}", chosen.tolist()[:5])
     keep = min(whole("keep", keep, at_least=0), count)
     rng = np.random.default_rng(random_state)
     k, p = optimum.weights.shape
     released = optimum.weights + sigma * rng.standard_normal((count, k, p))
+    if method == "label" and _two_classes(optimum.loss, released):
+        optimum, released = _as_logistic(optimum), released[:, 1:] - released[:, :1]
+        k = 1
     release = _Release(optimum, released, method, branch)
     d = optimum.dim
     parts = {name: np.empty(len(chosen)) for name in ("mse", "standard_error", "median", "trimmed", "unsolved")}
@@ -180,10 +194,36 @@ def _check_method(method: str, loss: Loss, intercept: bool) -> None:
         raise InputError(
             "method", "must be 'label' without an intercept: there is no constant feature to divide by", method
         )
-    if method == "label" and isinstance(loss, Softmax):
-        raise InputError(
-            "method", "must be 'ratio' for softmax: its scale is determined by the constant feature", method
-        )
+
+
+def _two_classes(loss: Loss, weights: np.ndarray) -> bool:
+    return isinstance(loss, Softmax) and weights.shape[-2] == 2
+
+
+def _as_logistic(o: Optimum) -> Optimum:
+    """Softmax with two classes is logistic in θ = W₁ − W₀, with half the penalty: ‖W‖² = ‖θ‖²/2 at the minimiser."""
+    y, weights = o.y.astype(np.float64), o.weights[1:] - o.weights[:1]
+    return Optimum(Logistic(), o.rows, y, o.l2 / 2, o.intercept, weights, o.gradient_norm)
+
+
+def _beta(gram: np.ndarray, on_weights: np.ndarray, intercepts: np.ndarray, y: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax: the weights β with x̂ = Σₖ βₖvₖ, and whether the scalar equation had a root.
+
+    v = gxᵀ up to noise, and g adds up to zero, so its direction u is the first left singular vector of the centred v;
+    then x̂ = vᵀu/t, where t must be the length of the slope at x̂'s own score, u·g(Wx̂, y) = t.
+
+    Args:
+        gram: vₖ·vₗ, (…, K, K). on_weights: vₖ·Wₗ, features only, (…, K, K). intercepts: (…, K). y: labels, (…).
+    """
+    lead, k = gram.shape[:-2], gram.shape[-1]
+    centred = gram - gram.mean(axis=-1, keepdims=True)
+    centred -= centred.mean(axis=-2, keepdims=True)
+    u = np.linalg.eigh(centred)[1][..., -1].reshape(-1, k)
+    labels = np.broadcast_to(np.asarray(y, dtype=np.int64), lead).ravel()
+    u *= np.where(u[np.arange(len(u)), labels] > 0, -1.0, 1.0)[:, None]  # the label's own slope is negative
+    z = np.einsum("ik,ikl->il", u, on_weights.reshape(-1, k, k))
+    t, solved = softmax_slopes(z, np.broadcast_to(intercepts, (*lead, k)).reshape(-1, k), u, labels)
+    return (u / t[:, None]).reshape(*lead, k), solved.reshape(lead)
 
 
 def _slopes(loss: Loss) -> Any:
@@ -201,8 +241,8 @@ class _Release:
         d = optimum.dim
         self.flat = np.ascontiguousarray(self.gradients[:, :, :d]).reshape(self.count * k, d)
         self.gram = np.einsum("tkj,tlj->tkl", self.gradients[:, :, :d], self.gradients[:, :, :d])
-        self.along = np.einsum("tj,tj->t", released[:, 0, :d], self.gradients[:, 0, :d])  # θ·r
-        self.intercepts = released[:, 0, d] if optimum.intercept else np.zeros(self.count)
+        self.along = np.einsum("tkj,tlj->tkl", self.gradients[:, :, :d], released[:, :, :d])  # rₖ·Wₗ
+        self.intercepts = released[:, :, d] if optimum.intercept else np.zeros((self.count, k))
         x = optimum.rows[:, :d]
         self.squares = np.einsum("ij,ij->i", x, x)
         alike = np.zeros(len(x)) if isinstance(optimum.loss, Squared) else optimum.y
@@ -250,6 +290,9 @@ class _Release:
             part = g - self.gradients[:, :, o.dim]
             beta = part / np.maximum(np.einsum("itk,itk->it", part, part), TINY**2)[:, :, None]
             alpha = np.einsum("itk,itk->it", beta, g) - 1 if k > 1 else (self.gradients[:, :, o.dim] * beta)[:, :, 0]
+        elif k > 1:
+            beta, solved = self._softmax_label(records, scores, g, towards)
+            alpha = np.einsum("itk,itk->it", beta, g) - 1
         else:
             t, solved = self._label(records, scores, g[:, :, 0], towards[:, :, 0])
             alpha, beta = (g[:, :, 0] - t) / t, (1 / t)[:, :, None]
@@ -262,20 +305,30 @@ class _Release:
             square += np.einsum("itk,tkl,itl->it", beta, self.gram, beta, optimize=True)
         return alpha, beta, solved, np.maximum(square, 0.0)
 
+    def _softmax_label(
+        self, records: np.ndarray, scores: np.ndarray, g: np.ndarray, towards: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """β (B, T, K) of the label-using attacker, and whether its equation had a root; v = gxᵀ − r throughout."""
+        own = scores.reshape(g.shape) - self.intercepts  # Wx, features only
+        gram = g[..., :, None] * (self.squares[records][:, None, None] * g - towards)[..., None, :]
+        gram += self.gram - towards[..., :, None] * g[..., None, :]
+        on_weights = g[..., :, None] * own[..., None, :] - self.along
+        return _beta(gram, on_weights, self.intercepts, self.optimum.y[records][:, None])
+
     def _label(
         self, records: np.ndarray, scores: np.ndarray, g: np.ndarray, towards: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """The slope t that the label-using attacker finds, and whether its equation had a root."""
-        o = self.optimum
-        b = g * (scores - self.intercepts) - self.along  # θ·v, features only
+        o, intercepts = self.optimum, self.intercepts[:, 0]
+        b = g * (scores - intercepts) - self.along[:, 0, 0]  # θ·v, features only
         y = np.broadcast_to(o.y[records][:, None], b.shape)
-        first, second, solved = _slopes(o.loss)(b, np.broadcast_to(self.intercepts, b.shape), y)
+        first, second, solved = _slopes(o.loss)(b, np.broadcast_to(intercepts, b.shape), y)
         if self.branch == "told":
             truth = o.slopes[records, 0][:, None]
             at = o.scores[records, 0] - (o.weights[0, o.dim] if o.intercept else 0.0)
             bend = o.slopes[records, 0] + o.curvatures[records] * at  # d/ds of (s − c)ℓ': its sign is the side
             if isinstance(o.loss, Squared):
-                middle = -(o.y[records][:, None] - self.intercepts) / 2  # t at the fold
+                middle = -(o.y[records][:, None] - intercepts) / 2  # t at the fold
                 pick_first = (first > middle) == (truth > middle)
             else:
                 pick_first = np.broadcast_to(np.where(o.y[records] > 0, -1, 1)[:, None] * bend[:, None] > 0, b.shape)

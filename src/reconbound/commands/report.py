@@ -123,8 +123,10 @@ def _print_record(view: View, facts: dict[str, Any], record: int, floors: ndarra
 
     heat = np.log(high / np.maximum(floors, np.finfo(float).tiny))
     left, right = draw(image), draw(heat / heat.max() if heat.max() > 0 else heat)
-    for a, b in zip(left, right, strict=True):
-        console.print(Text(f"  {a}   {b}"), no_wrap=True, crop=False)
+    beside = 2 * len(left[0]) + 5 <= console.width
+    lines = [f"  {a}   {b}" for a, b in zip(left, right, strict=True)] if beside else [*left, "", *right]
+    for line in lines:
+        console.print(Text(line), no_wrap=True, crop=False)
 
 
 def _pixel_floors(view: View, record: int) -> ndarray | None:

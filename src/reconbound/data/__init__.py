@@ -91,9 +91,9 @@ def load(
             only_for_tables(**columns)
             found = pictures.load_pictures(name, size=size, division=division)
         elif Path(name).exists():
-            raise InputError("data", "must be a .csv, .csv.gz or .npz file, or a folder of images by class", name)
+            raise InputError("the data", "must be a .csv, .csv.gz or .npz file, or a folder of images by class", name)
         else:
-            raise InputError("data", f"must be one of {', '.join(NAMES)}, or a file or folder that exists", name)
+            raise InputError("the data", f"must be one of {', '.join(NAMES)}, or a file or folder that exists", name)
     for note in found.notes:
         warnings.warn(f"{found.name}: {note}", DataWarning, stacklevel=2)
     return found

@@ -95,6 +95,7 @@ def load_builtin(
         private=private,
         ranges={**{k: (low, high) for k, _, low, high in public if k != "sex"}, **(ranges or {})},
         units={**{k: unit for k, unit, *_ in public}, **(units or {})},
+        target=target.name,
     )
     return table(name, columns, target, wish, division or Division())
 

@@ -22,7 +22,7 @@ class DataWarning(UserWarning):
 
 def clean(text: str) -> str:
     """The text as it is, HTML included (pages escape it), without characters that steer a terminal or go unseen."""
-    return _UNSEEN.sub("", text).strip()
+    return (text if text.isprintable() else _UNSEEN.sub("", text)).strip()
 
 
 @dataclass(frozen=True)

@@ -69,9 +69,9 @@ def _listing(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | None, lis
     if not root.is_dir():
         raise DataMissing(f"{root} is not a folder")
     folders = _folders(root)
-    tests = [name for name in TESTS if name in folders]
-    parted = "train" in folders and set(folders) <= {"train", *TESTS}
-    parts = [root / "train", *(root / name for name in tests[:1])] if parted else [root]
+    parted = "train" in folders and bool(_folders(root / "train"))  # a class may be called train, too
+    used = ["train", *[name for name in TESTS if name in folders][:1]] if parted else []
+    parts = [root / name for name in used] or [root]
     found = [(k, path.parent, path) for k, part in enumerate(parts) for path in _files(part)]
     images = [(k, parts[k], path) for k, _, path in found if path.suffix.lower() in ENDINGS]
     loose = next((path for _, part, path in images if path.parent == part), None)
@@ -88,6 +88,7 @@ def _listing(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | None, lis
     notes = (
         [f"{len(found) - len(images):,} files that are not images were passed over"] if len(found) > len(images) else []
     )
+    notes += [f"the folder {name!r} was passed over" for name in folders if parted and name not in used]
     labels = np.array([names.index(name) for name in class_of], dtype=np.int64)
     held = np.array([k == 1 for k, *_ in images]) if len(parts) > 1 else None
     return [path for *_, path in images], labels, held, names, notes

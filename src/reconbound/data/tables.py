@@ -47,6 +47,7 @@ def wishes(
     private: Sequence[str] | str | None,
     ranges: Mapping[str, Any] | None,
     units: Mapping[str, str] | None,
+    target: str | None = None,
 ) -> Wishes:
     """The wishes, checked against the columns there are."""
     if isinstance(private, str):
@@ -54,9 +55,11 @@ def wishes(
     asked = None if private is None else tuple(dict.fromkeys(clean(str(name)) for name in private))
     if asked == ():
         raise InputError("private", "must name at least one column", private)
+    if asked is not None and target in asked:
+        raise InputError("private", "must not name the target, which the attacker is taken to know", target)
     checked = {clean(str(name)): _range(name, pair) for name, pair in (ranges or {}).items()}
     units = {clean(str(name)): clean(str(unit)) for name, unit in (units or {}).items()}
-    for said, given in (("private", asked or ()), ("ranges", checked), ("units", units)):
+    for said, given in (("private", asked or ()), ("range", checked), ("unit", units)):
         for name in given:
             if name not in names:
                 shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
@@ -105,10 +108,10 @@ def _range(name: str, pair: Any) -> tuple[float, float]:
     try:
         low, high = pair
     except (TypeError, ValueError):
-        raise InputError("ranges", f"must give a lowest and a highest value of {name}", pair) from None
+        raise InputError("range", f"must give a lowest and a highest value of {name}", pair) from None
     low, high = number(f"the lowest {name}", low), number(f"the highest {name}", high)
     if not low < high or not math.isfinite(high - low):
-        raise InputError("ranges", f"must run from a lower to a higher value of {name}", f"{low:g}:{high:g}")
+        raise InputError("range", f"must run from a lower to a higher value of {name}", f"{low:g}:{high:g}")
     return low, high
 
 
@@ -176,6 +179,11 @@ def numbers(
     """(value - low)/(high - low), (N, 1); where some are missing (N, 2): the middle for these, and a public mark."""
     values, missing = column.values, np.isnan(column.values)
     feature = _ranged(table, column.name, values[~missing], wish, private, notes)
+    if private and np.sum(~missing) > 9 and len(np.unique(values[~missing])) < 3:
+        notes.append(
+            f"{column.name}: taken as a continuous number, but holds at most two different values; a floor on its "
+            "error says little about which of them it is, so better leave it out of the private columns"
+        )
     filled = np.where(missing, feature.low / 2 + feature.high / 2, values)
     outside = int(np.sum((filled < feature.low) | (filled > feature.high)))
     if outside:
@@ -229,8 +237,6 @@ def categories(table: str, column: Column, notes: list[str]) -> tuple[np.ndarray
 def _target(table: str, column: Column, wish: Wishes, notes: list[str]) -> tuple[np.ndarray, tuple[str, ...], Feature]:
     """Classes where the target is text or few whole numbers, else a number in [0, 1]; a range makes it a number."""
     values, name = column.values, column.name
-    if wish.private is not None and name in wish.private:
-        raise InputError("private", "must not name the target, which the attacker is taken to know", name)
     if not column.numeric and name in wish.ranges:
         raise DataError(f"{table}, column {name!r}: a range was given, but it holds text")
     found, codes = np.unique(values, return_inverse=True)

@@ -65,30 +65,31 @@ def load_csv(
     if isinstance(drop, str):
         drop = drop.split(",")
     left_out = [clean(str(name)) for name in drop or ()]
-    wish = wishes(names, private=private, ranges=ranges, units=units)
+    if target is None:
+        raise InputError("target", f"must name the column of {file} to predict ({_listed(names)})", target)
+    target = clean(target)
+    if target not in names:
+        raise InputError("target", f"must be a column of {file} ({_listed(names)}; row 1 names them)", target)
+    wish = wishes(names, private=private, ranges=ranges, units=units, target=target)
     for name in left_out:
         if name not in names:
             raise InputError("drop", f"must name columns of {file} ({_listed(names)})", name)
-    if target is None:
-        raise InputError("target", f"must name the column of {file} to predict ({_listed(names)})", target)
-    if clean(target) not in names:
-        raise InputError("target", f"must be a column of {file} ({_listed(names)}; row 1 names them)", target)
     notes: list[str] = []
     columns, aim = [], None
-    asked = {*(wish.private or ()), *wish.ranges}
+    asked = {**dict.fromkeys(wish.ranges, "has a range"), **dict.fromkeys(wish.private or (), "is private")}
     for k, name in enumerate(names):
         if name in left_out:
-            if name in asked or name == clean(target):
+            if name in asked or name == target:
                 raise InputError("drop", "must not name the target, a private column or one with a range", name)
             continue
-        column = _column(file, cells, k, name in asked, notes)
-        if name == clean(target):
+        column = _column(file, cells, k, asked.get(name), notes)
+        if name == target:
             _complete(file, cells, k)
             aim = column
         elif column is not None:
             columns.append(column)
     if aim is None:
-        raise DataError(f"{file}, column {clean(target)!r}: every value of the target is missing")
+        raise DataError(f"{file}, column {target!r}: every value of the target is missing")
     said = [f"row {place}" for place in cells.places]
     return table(
         clean(Path(file).name),
@@ -173,8 +174,8 @@ def _names(file: str, row: Sequence[Any]) -> list[str]:
     return names
 
 
-def _column(file: str, cells: Cells, k: int, asked: bool, notes: list[str]) -> Column | None:
-    """Numbers, or categories, or nothing where every value is missing."""
+def _column(file: str, cells: Cells, k: int, asked: str | None, notes: list[str]) -> Column | None:
+    """Numbers, or categories, or nothing where every value is missing; numbers alone where the user asked for it so."""
     name, places = cells.names[k], cells.places
     texts = ["" if row[k].lower() in MISSING else row[k] for row in cells.rows]
     known = sum(1 for text in texts if text)
@@ -187,10 +188,11 @@ def _column(file: str, cells: Cells, k: int, asked: bool, notes: list[str]) -> C
     wrong = next((i for i, value in enumerate(numeric) if value is None), None)
     if wrong is not None:
         good = sum(1 for text, value in zip(texts, numeric, strict=True) if text and value is not None)
-        if asked and 2 * good > known:
-            raise DataError(f"{file}, row {places[wrong]}, column {name!r}: {_short(texts[wrong])} is not a number")
-        if asked:
+        if asked == "is private" and 2 * good <= known:
             raise DataError(f"{file}, column {name!r}: {CATEGORY_IS_PUBLIC}")
+        if asked:
+            place = f"{file}, row {places[wrong]}, column {name!r}"
+            raise DataError(f"{place}: {_short(texts[wrong])} is not a number, and the column {asked}")
         if 2 * good > known:
             notes.append(
                 f"{name}: taken as categories, since row {places[wrong]} holds {_short(texts[wrong])}, "

@@ -3,7 +3,8 @@
 `PrivateLogisticRegression` and `PrivateRidge` fit and release; their `leakage(X, y)` says how exposed every training
 record and feature is. `minimise` and `leakage` are the same as plain functions. Derivations: docs/theory-linear.md."""
 
-from .estimators import DataNormWarning, PrivateLogisticRegression, PrivateRidge
+from ._base import DataNormWarning
+from .estimators import PrivateLogisticRegression, PrivateRidge
 from .information import Leakage, leakage
 from .losses import Logistic, Softmax, Squared
 from .solver import NotConverged, Optimum, minimise

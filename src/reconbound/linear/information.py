@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -32,8 +33,8 @@ class Leakage:
         noise_std: the noise's standard deviation per parameter.
         diagonal: Iⱼⱼ, (N, d), or None where it was not asked for.
         spectral_norm: ‖I‖₂ = η², (N,), or None where it was not asked for.
-        inverse_trace: Tr(I⁻¹), (N,), finite floats' largest where I is singular; None for softmax.
-        target: the information about y, (N,), for regression; None otherwise.
+        inverse_trace: Tr(I⁻¹), (N,), finite floats' largest where I is singular; None for softmax, see `cramer_rao_of`.
+        target: the information about y, all features known, (N,), for regression; None otherwise.
         clipped: which rows were longer than data_norm. All is about the row before clipping, whose length is gone: then
             Tr(I⁻¹) is infinite (finite floats' largest).
     """
@@ -62,10 +63,24 @@ class Leakage:
 
     @property
     def cramer_rao(self) -> Bound:
-        """Tr(I⁻¹)/d, per record: the exact Cramér–Rao floor, never below `floor`."""
+        """Tr(I⁻¹)/d, per record: the exact Cramér–Rao floor, never below `floor`. Slow for softmax: `cramer_rao_of`."""
+        return self.cramer_rao_of(np.arange(len(self.trace)))
+
+    def cramer_rao_of(self, records: Any) -> Bound:
+        """Tr(I⁻¹)/d of chosen records, in their order. With softmax each costs singular values of a Kp×d matrix.
+
+        There no formula serves all records at once: σ²I is Σₖₗ gₖgₗPₖₗ, P the blocks of H⁻², and a low-rank part,
+        and g mixes the blocks differently for every record. With two classes g is one number times (−1, 1)."""
+        chosen, n = np.asarray(records, dtype=np.int64).ravel(), len(self.trace)
+        if chosen.size and not (chosen.min() >= 0 and chosen.max() < n):
+            raise InputError("records", f"must be indices from 0 to {n - 1}", chosen[(chosen < 0) | (chosen >= n)][0])
         if self.inverse_trace is None:
-            raise InputError("cramer_rao", "has no closed form for softmax; use theorem2(information(i))", None)
-        values = np.maximum(self.inverse_trace / self.dim, np.asarray(self.floor.value))
+            unit = np.ones(self.dim) if self._scale is None else self._scale
+            inverse = _softmax_inverse_trace(self._optimum, unit, chosen) * self.noise_std**2
+            inverse[self.clipped[chosen]] = LARGEST / max(self.noise_std**2, 1.0)
+        else:
+            inverse = self.inverse_trace[chosen]
+        values = np.maximum(inverse / self.dim, np.asarray(self.floor.value)[chosen])
         return Bound("theorem2", values, "Theorem 2 (Cramér–Rao)", "unbiased", "Fisher information at the record")
 
     @property
@@ -238,6 +253,25 @@ def _softmax_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool)
     np.maximum(diag, 0.0, out=diag)
     trace = diag.sum(axis=1)
     return trace, diag if diagonal else None, None if norm is None else np.minimum(norm, trace), None
+
+
+def _softmax_inverse_trace(o: Optimum, unit: np.ndarray, records: np.ndarray) -> np.ndarray:
+    """Tr((JᵀJ)⁻¹) = Σ 1/sⱼ², s the singular values of J, record by record in chunks.
+
+    J = −(Σₗ gₗ H⁻¹_{·l} + H⁻¹(I ⊗ x̃)AW). Values are raised by what rounding may have taken, so that the floor is no
+    larger than the exact one; a singular J gives a huge number."""
+    d, (k, p) = o.dim, o.weights.shape
+    blocks = o.inverse_hessian.reshape(k * p, k, p)
+    out, size = np.empty(len(records)), max(1, FLOATS // (k * p * d))
+    for i in range(0, len(records), size):
+        part = records[i : i + size]
+        bent = np.einsum("nkl,lj->nkj", o.curvatures[part], o.weights[:, :d])
+        jacobian = np.einsum("nl,alj->naj", o.slopes[part], blocks[:, :, :d], optimize=True)
+        jacobian += np.einsum("alp,np->nal", blocks, o.rows[part], optimize=True) @ bent
+        values = np.linalg.svd(jacobian / unit, compute_uv=False)
+        raised = np.maximum(values + k * p * np.finfo(float).eps * values[:, :1], 1e-100)
+        out[i : i + size] = np.sum(raised**-2.0, axis=1)
+    return out
 
 
 def _product(o: Optimum, records: np.ndarray, square: np.ndarray) -> Product:

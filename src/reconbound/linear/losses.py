@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 
 import numpy as np
-from scipy.special import expit, logsumexp
+from scipy.special import expit, lambertw, logsumexp
 
 
 class Loss(ABC):
@@ -84,24 +84,25 @@ class Squared(Loss):
 def largest_slope(loss: Loss, row_norm: float, l2: float, target_bound: float | None = None) -> float:
     """The largest norm of ∂ℓ/∂s at any minimiser, for rows (constant feature included) of norm at most `row_norm`.
 
-    Logistic 1, softmax √2; squared loss Y(1 + R/√λ), as ‖θ*‖ ≤ Y/√λ (docs/theory-linear.md, section 2)."""
+    Logistic 1, softmax √2; squared loss Y(1 + R/(2√λ)), as ‖θ*‖ ≤ Y/(2√λ) (docs/theory-linear.md, section 2)."""
     if isinstance(loss, Logistic):
         return 1.0
     if isinstance(loss, Softmax):
         return math.sqrt(2.0)
     assert target_bound is not None
-    return target_bound * (1 + row_norm / math.sqrt(l2))
+    return target_bound * (1 + row_norm / (2 * math.sqrt(l2)))
 
 
 def largest_weights(loss: Loss, classes: int, row_norm: float, l2: float, target_bound: float | None = None) -> float:
-    """The largest norm of the minimiser, whatever the data: nλ‖θ‖²/2 ≤ F(0), and nλ‖θ‖ ≤ Σ‖∂ℓ/∂s‖‖x̃‖."""
+    """The largest norm of the minimiser, whatever the data: nλ‖W‖² = −Σ ∂ℓ/∂s·s, and nλ‖W‖ ≤ Σ‖∂ℓ/∂s‖‖x̃‖.
+
+    −∂ℓ/∂s·s is at most Y²/4 for squared loss and Lambert's W((K − 1)/e) for softmax, logistic loss being K = 2."""
     if isinstance(loss, Squared):
         assert target_bound is not None
-        at_zero = target_bound**2 / 2
+        most = target_bound**2 / 4
     else:
-        at_zero = math.log(max(classes, 2))
-    from_value = math.sqrt(2 * at_zero / l2)
-    return min(from_value, largest_slope(loss, row_norm, l2, target_bound) * row_norm / l2)
+        most = float(lambertw((max(classes, 2) - 1) / math.e).real)
+    return min(math.sqrt(most / l2), largest_slope(loss, row_norm, l2, target_bound) * row_norm / l2)
 
 
 def largest_curvature(loss: Loss) -> float:

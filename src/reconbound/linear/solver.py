@@ -9,7 +9,8 @@ import numpy as np
 from scipy.linalg import cho_solve, cholesky, lapack
 from scipy.special import softmax as _softmax
 
-from .losses import Loss, Softmax
+from .._check import InputError, number, numbers
+from .losses import Loss, Softmax, Squared
 
 #: Newton's steps at most; far fewer are needed.
 LARGEST_STEPS = 200
@@ -109,6 +110,20 @@ def gradient(rows: np.ndarray, y: np.ndarray, loss: Loss, penalty: float, weight
     return np.asarray(loss.slope(rows @ weights.T, y).T @ rows + penalty * weights)
 
 
+def _targets(y: np.ndarray, count: int, loss: Loss, classes: int) -> np.ndarray:
+    """y as the loss takes it, or an error: the formulas would take anything."""
+    values = numbers("y", y)
+    if values.shape != (count,):
+        raise InputError("y", f"must have shape ({count},), one target per record", f"shape {values.shape}")
+    if isinstance(loss, Squared):
+        return values
+    top = classes - 1 if isinstance(loss, Softmax) else 1
+    bad = (values != np.floor(values)) | (values < 0) | (values > top)
+    if bad.any():
+        raise InputError("y", f"must hold whole numbers from 0 to {top} for {loss.name} loss", values[bad][0].item())
+    return values.astype(np.int64) if isinstance(loss, Softmax) else values
+
+
 def minimise(
     features: np.ndarray,
     y: np.ndarray,
@@ -124,8 +139,9 @@ def minimise(
 
     Args:
         features: x, (N, d).
-        y: targets, as `loss` takes them.
-        l2: λ > 0, per record; the intercept is penalised like every other weight.
+        y: targets, as `loss` takes them: 0/1, class indices, or numbers, (N,).
+        l2: λ > 0, per record; the intercept is penalised like every other weight. Without it constant columns and more
+            features than records would have no unique minimum.
         classes: K, for softmax.
         tolerance: the gradient norm that must be reached; rounding's own size when left out.
         start: weights to begin from, (K, p).
@@ -133,7 +149,11 @@ def minimise(
     Raises:
         NotConverged: the tolerance was not reached.
     """
-    x = np.asarray(features, dtype=np.float64)
+    x = numbers("features", features)
+    if x.ndim != 2:
+        raise InputError("features", "must have shape (N, d)", f"shape {x.shape}")
+    y = _targets(y, len(x), loss, classes)
+    l2 = number("l2", l2, above=0.0)
     rows = np.ascontiguousarray(np.hstack([x, np.ones((len(x), 1))])) if intercept else x
     penalty = len(x) * l2
     shape = (classes if isinstance(loss, Softmax) else 1, rows.shape[1])

@@ -1,0 +1,114 @@
+"""The likeliest missing record: the GLM attack sharpened until it uses all that is released, for every loss.
+
+W ~ N(W*(x), σ²I), so the likeliest x minimises ‖W*(x) − W‖. One Newton step from W replaces the training of W*(x):
+W*(x) − W ≈ −H⁻¹∇F_x(W), H and ∇F_x with x in the place of the missing record. docs/theory-linear.md, section 7.3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .._check import InputError, number
+from ..linear.losses import Loss
+
+#: Gauss–Newton steps at most, and floats in one working array.
+STEPS, FLOATS = 30, 4_000_000
+
+
+def most_likely(
+    weights: Any, features: Any, y: Any, label: float, start: Any, *, loss: Loss, l2: float, intercept: bool = True
+) -> np.ndarray:
+    """The record near `start` that explains each released model best, by Gauss–Newton steps.
+
+        minimise over x: ‖H⁻¹∇F_x(W)‖²
+
+    At small noise its covariance is I⁻¹, the Cramér–Rao floor, with a constant feature or without, for any number of
+    classes. It costs a system of the model's size and one of the record's size per release and step.
+
+    Args:
+        weights: released weights, (trials, K, p), the intercept last.
+        features, y: all other records, (n − 1, d), and their targets, as the loss takes them.
+        label: the missing record's target.
+        start: where to begin, (trials, d): another attack's reconstructions.
+        loss, l2, intercept: the training problem.
+
+    Returns:
+        x̂, (trials, d).
+    """
+    released, x = np.asarray(weights, dtype=np.float64), np.asarray(features, dtype=np.float64)
+    rows = np.hstack([x, np.ones((len(x), 1))]) if intercept else x
+    begin = np.asarray(start, dtype=np.float64)
+    if released.ndim != 3 or released.shape[2] != rows.shape[1]:
+        raise InputError("weights", f"must have shape (trials, K, {rows.shape[1]})", released.shape)
+    if begin.shape != (len(released), x.shape[1]):
+        raise InputError("start", f"must have shape ({len(released)}, {x.shape[1]})", begin.shape)
+    penalty = (len(x) + 1) * number("l2", l2, above=0.0)
+    _, k, p = released.shape
+    size = max(1, FLOATS // max(k * p * k * p, len(x) * k * p))
+    found = [
+        _climb(_Others(released[i : i + size], rows, np.asarray(y), label, loss, penalty), begin[i : i + size])
+        for i in range(0, len(released), size)
+    ]
+    return np.concatenate(found)
+
+
+class _Others:
+    """What the attacker knows in each trial: the released weights, the other records' gradient and Hessian there."""
+
+    def __init__(
+        self, released: np.ndarray, rows: np.ndarray, y: np.ndarray, label: float, loss: Loss, penalty: float
+    ) -> None:
+        count, k, p = released.shape
+        self.weights, self.loss, self.label = released, loss, label
+        scores = np.einsum("tkp,np->tnk", released, rows).reshape(-1, k)
+        repeated = np.tile(y, count)
+        slopes = loss.slope(scores, repeated).reshape(count, len(rows), k)
+        bends = loss.curvature(scores, repeated).reshape(count, len(rows), k, k)
+        self.gradient = np.einsum("tnk,np->tkp", slopes, rows) + penalty * released
+        full = np.empty((count, k, p, k, p))
+        for a in range(k):
+            for b in range(k):
+                full[:, a, :, b, :] = (bends[:, :, a, b, None] * rows).transpose(0, 2, 1) @ rows
+        self.hessian = full.reshape(count, k * p, k * p)
+        self.hessian[:, np.arange(k * p), np.arange(k * p)] += penalty
+
+    def look(self, x: np.ndarray, trials: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """‖H⁻¹∇F_x‖² at one candidate x for each of these trials, (T, d), and the Gauss–Newton step from there."""
+        weights, (count, d), (_, k, p) = self.weights[trials], x.shape, self.weights.shape
+        row = np.hstack([x, np.ones((count, p - d))])
+        scores = np.einsum("tkp,tp->tk", weights, row)
+        labels = np.full(count, self.label)
+        g = self.loss.slope(scores, labels)
+        bend = self.loss.curvature(scores, labels).reshape(count, k, k)
+        mixed = np.einsum("tkj,tp->tkpj", bend @ weights[:, :, :d], row)
+        mixed[:, :, np.arange(d), np.arange(d)] += g[:, :, None]
+        left = (self.gradient[trials] + g[:, :, None] * row[:, None]).reshape(count, k * p, 1)
+        outer = row[:, :, None] * row[:, None, :]
+        own = (bend[:, :, None, :, None] * outer[:, None, :, None, :]).reshape(count, k * p, k * p)
+        both = np.concatenate([mixed.reshape(count, k * p, d), left], axis=2)
+        moved = np.linalg.solve(self.hessian[trials] + own, both)
+        jacobian, away = moved[:, :, :d], moved[:, :, d]
+        q, r = np.linalg.qr(jacobian)
+        r[:, np.arange(d), np.arange(d)] += np.where(np.einsum("tjj->tj", r) == 0, np.finfo(float).tiny, 0.0)
+        step = -np.linalg.solve(r, np.einsum("tij,ti->tj", q, away)[..., None])[..., 0]
+        return np.einsum("ti,ti->t", away, away), step
+
+
+def _climb(others: _Others, start: np.ndarray) -> np.ndarray:
+    """Gauss–Newton steps, shortened where they do not help; never worse than the start."""
+    x, length, live = start.copy(), np.ones(len(start)), np.arange(len(start))
+    error, step = others.look(x, live)
+    for _ in range(STEPS):
+        tried = x[live] + length[live, None] * step[live]
+        new_error, new_step = others.look(tried, live)
+        better, gain = new_error < error[live], error[live] - new_error
+        short = np.linalg.norm(tried - x[live], axis=1) <= 1e-9 * np.linalg.norm(tried, axis=1)
+        done = short | (better & (gain <= 1e-9 * error[live]))
+        won = live[better]
+        x[won], error[won], step[won] = tried[better], new_error[better], new_step[better]
+        length[live] = np.where(better, 1.0, length[live] / 4)
+        live = live[~done]
+        if not live.size:
+            break
+    return x

@@ -1,0 +1,378 @@
+"""The audit: what its folder holds, what its numbers are, who may read them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import stat
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import auditing
+from reconbound import _files
+from reconbound._check import InputError
+from reconbound._files import Unreadable
+from reconbound.audit import audit, chosen, expected_seconds, floors_of, leakage_of, trained
+from reconbound.checkpoint import CheckpointError, held
+from reconbound.data import load
+from reconbound.plan import Plan, default_plan, make_learner, make_loss, make_model, score
+from reconbound.plan_file import open_folder, settle
+from reconbound.run_folder import LEAKAGE, MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, floors, read_leakage, read_run
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("audit") / "people"
+    return audit(auditing.people(), auditing.plan(runs=3), folder, show=False)
+
+
+def mode(path) -> int:
+    return stat.S_IMODE(os.stat(path).st_mode)
+
+
+def test_everybody_may_read_only_the_public_files(done) -> None:
+    public = {RUN, MODEL, PUBLIC_REPORT}
+    assert mode(done) == 0o700
+    for path in done.rglob("*"):
+        expected = 0o700 if path.is_dir() else 0o644 if path.name in public else 0o600
+        assert mode(path) == expected, path
+    assert {p.name for p in done.iterdir()} == {*public, LEAKAGE, REPORT, PLAN, "checkpoints", "lock"}
+
+
+def test_the_ledger_is_in_the_leakage_file(done, tmp_path) -> None:
+    """The same plan by hand: PrivateSGD's own ledger."""
+    people, plan = auditing.people(), auditing.plan(runs=3)
+    ledger = make_learner(people, plan).repeat(plan.runs, plan.steps).accountant
+    found = read_leakage(done)
+    for k, rule in enumerate(("exact", "paper")):
+        torch.testing.assert_close(found.dfil[k], ledger.dfil(rule), rtol=0, atol=0)
+        torch.testing.assert_close(found.error[k], ledger.standard_error(rule), rtol=0, atol=0)
+        torch.testing.assert_close(found.upper[k], ledger.upper(rule), rtol=0, atol=0)
+    assert found.facts["rules"] == ["exact", "paper"]
+    assert torch.equal(found.measured, ledger.measured())
+    assert floors(found).shape == (40,)
+    order = torch.argsort(ledger.dfil(), descending=True)
+    assert found.kept.tolist() == [*order[:12].tolist(), *order[-6:].tolist()]
+    assert found.facts["most"] == 12
+    assert found.facts["record_names"] == [f"row {int(i)}" for i in found.kept]
+    torch.testing.assert_close(found.kept_inputs, torch.from_numpy(people.inputs)[found.kept])
+    np.testing.assert_allclose(found.guess, people.inputs[:, :2].var(axis=0), rtol=1e-5)
+    assert found.facts["scale"] == [120.0, 1e5]
+    assert found.facts["private"] == [0, 1]
+    assert found.facts["inferred_ranges"]
+
+
+def test_the_first_run_is_the_release(done) -> None:
+    people, plan = auditing.people(), auditing.plan(runs=3)
+    alone = make_learner(people, plan).repeat(1, plan.steps)
+    released = load_file(done / MODEL)
+    assert released.keys() == alone.model.state_dict().keys()
+    for name, value in alone.model.state_dict().items():
+        assert torch.equal(released[name], value)
+    found = read_leakage(done)
+    assert found.accuracy_step.tolist() == list(range(1, 13))
+    assert found.accuracy[-1] == pytest.approx(score(people, alone.model))
+    assert found.history_step[-1] == 12
+    assert found.history[-1, 0] == pytest.approx(float(alone.accountant.dfil().max()))
+    assert found.history[-1, 2] == pytest.approx(float(alone.accountant.dfil().median()))
+    assert bool((found.history[1:] >= found.history[:-1] - 1e-12).all())
+
+
+def test_diagonals_from_snapshots_are_those_of_all_steps(tmp_path) -> None:
+    """With as many snapshots as steps they are the whole run's: compared with exact Jacobians at each."""
+    people, plan, probes = auditing.people(), auditing.plan(runs=2, steps=4), 300
+    learner = trained(people, settle(open_folder(tmp_path / "a"), people, plan), tmp_path / "a")
+    records = torch.tensor([3, 17])
+    found = learner.look_closely(records, 2, probes=probes, each=True)
+    expected = sum(run_diagonal(learner, people, run, records) for run in range(2)) / 2
+    error = 5 * (2 / probes / 8) ** 0.5  # eight measurements, each entry's relative spread at most √(2/probes)
+    torch.testing.assert_close(found.state()["diagonal_mean"].double(), expected, rtol=error, atol=0)
+    torch.testing.assert_close(found.dfil(), found.state()["diagonal_mean"].double().mean(1), rtol=1e-5, atol=0)
+    average = learner.look_closely(records, 2, probes=probes, each=False).state()["average_mean"][0]
+    torch.testing.assert_close(average, found.state()["diagonal_mean"].double().mean(0), rtol=1e-5, atol=0)
+
+
+def run_diagonal(learner, people, run: int, records: torch.Tensor) -> torch.Tensor:
+    """Σ_t q diag(J̃ᵀ [k⊥(I − ĝĝᵀ) + k∥ĝĝᵀ] J̃)/(σC)² with dense Jacobians, over all steps of a run, (k, 2)."""
+    from reconbound.amplification import PoissonTable
+
+    s = learner.settings
+    steps = learner.snapshot_steps(run)
+    assert [t for t, _ in steps] == list(range(4))
+    noise = s.noise_multiplier * s.max_grad_norm
+    table = PoissonTable(s.sample_rate).prepare(torch.device("cpu"), torch.float64)
+    total = torch.zeros(len(records), 2, dtype=torch.float64)
+    for t, length in steps:
+        parameters = {n: v.double() for n, v in _files.unsealed(learner.snapshot(run, t))[0].items()}
+        for row, i in enumerate(records.tolist()):
+            x, y = torch.from_numpy(people.inputs[i]).double(), torch.from_numpy(people.targets)[i : i + 1]
+            flat, jacobian = clipped_jacobian(learner, parameters, x, y)
+            unit = flat / flat.norm()
+            k_across, k_along = (float(k) for k in table(flat.norm()[None] / noise))
+            along = unit @ jacobian
+            squares = k_across * (jacobian.square().sum(0) - along.square()) + k_along * along.square()
+            total[row] += length * s.sample_rate * squares[:2] / noise**2
+    return total
+
+
+def clipped_jacobian(learner, parameters, x, y):
+    from torch.func import functional_call, grad, jacrev
+
+    model = copy.deepcopy(learner.model).double()
+
+    def clipped(z):
+        def loss(p):
+            return learner.loss_fn(functional_call(model, p, (z[None],)), y)[0]
+
+        g = torch.cat([v.flatten() for v in grad(loss)(parameters).values()])
+        return g / (nn.functional.gelu(g.norm() / learner.settings.max_grad_norm - 1) + 1)
+
+    return clipped(x), jacrev(clipped)(x)
+
+
+def test_public_files_hold_no_number_of_a_record(done) -> None:
+    text = (done / RUN).read_text()
+    found = read_leakage(done)
+    values = [found.dfil, found.error, found.upper, found.kept_diagonal, found.average_diagonal, floors(found),
+              floors(found).sqrt(), found.history, found.guess, found.guess.sqrt(), found.kept_inputs]  # fmt: skip
+    for value in values:
+        for x in value.flatten().tolist():
+            assert x in (0.0, 1.0) or f"{x:.5g}" not in text
+    text += (done / PUBLIC_REPORT).read_text()
+    assert "row " not in text
+    assert "sex" not in text
+    assert "100000" not in text  # a range that was read off the data
+    assert "100,000" not in text
+    run = json.loads((done / RUN).read_text())
+    assert run["data"]["ranges"] == {"age": [0.0, 120.0]}
+    assert run["accuracy"] is None
+    assert "seed" not in run["mechanism"] | run["training"]
+
+
+def test_public_files_are_the_same_for_other_people(done, tmp_path) -> None:
+    """Nothing in them depends on a record: other records give the same bytes."""
+    others = audit(auditing.people(seed=8), auditing.plan(runs=3), tmp_path / "a", show=False)
+    for name in (RUN, PUBLIC_REPORT):
+        assert (others / name).read_bytes() == (done / name).read_bytes(), name
+    assert (others / REPORT).read_bytes() != (done / REPORT).read_bytes()
+
+
+def test_accuracy_is_published_only_on_request(tmp_path) -> None:
+    people, plan = auditing.people(), auditing.plan(runs=1)
+    folder = audit(people, plan, tmp_path / "a", show=False, publish_accuracy=True)
+    assert read_run(folder).accuracy == pytest.approx(float(read_leakage(folder).accuracy[-1]))
+    assert read_leakage(folder).upper is None
+    audit(people, plan, folder, show=False)
+    assert read_run(folder).accuracy is None
+
+
+def test_more_runs_can_be_added(done, tmp_path) -> None:
+    people = auditing.people()
+    audit(people, auditing.plan(runs=1), tmp_path / "a", show=False)
+    audit(people, auditing.plan(runs=3), tmp_path / "a", show=False)
+    for name in (RUN, REPORT, PUBLIC_REPORT, MODEL, PLAN):
+        assert (tmp_path / "a" / name).read_bytes() == (done / name).read_bytes(), name
+    auditing.assert_same_leakage(tmp_path / "a", done)
+    with pytest.raises(InputError, match="runs was 3 and is 2"):
+        audit(people, auditing.plan(runs=2), tmp_path / "a", show=False)
+
+
+def test_other_options_or_data_are_refused(done) -> None:
+    people = auditing.people()
+    before = {p: p.read_bytes() for p in done.rglob("*") if p.is_file()}
+    with pytest.raises(InputError, match=r"noise_multiplier was 0.7 and is 2.0; lr was 0.5 and is 0.1"):
+        audit(people, auditing.plan(runs=3, noise_multiplier=2.0, lr=0.1), done, show=False)
+    with pytest.raises(InputError, match="the data have changed"):
+        audit(auditing.people(seed=1), auditing.plan(runs=3), done, show=False)
+    wider = replace(people, features=(replace(people.features[0], high=130.0), *people.features[1:]))
+    with pytest.raises(InputError, match=r"ranges of age was \[0.0, 120.0\] and is \[0.0, 130.0\]"):
+        audit(wider, auditing.plan(runs=3), done, show=False)
+    assert before == {p: p.read_bytes() for p in done.rglob("*") if p.is_file()}
+
+
+def test_fresh_starts_over_and_removes_nothing_of_others(tmp_path) -> None:
+    people, folder = auditing.people(), tmp_path / "a"
+    audit(people, auditing.plan(runs=1, steps=4), folder, show=False)
+    (folder / "notes.txt").write_text("mine")
+    audit(people, auditing.plan(runs=1, steps=3), folder, show=False, fresh=True)
+    assert read_run(folder).mechanism["steps"] == 3
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_without_a_seed_each_folder_has_its_own_and_keeps_it(tmp_path) -> None:
+    people = auditing.people()
+    seeds = []
+    for name in ("a", "b", "a"):
+        audit(people, auditing.plan(runs=1, steps=2, seed=None), tmp_path / name, show=False)
+        seeds.append(json.loads((tmp_path / name / PLAN).read_text())["seed"])
+    assert seeds[0] == seeds[2] != seeds[1]
+    assert seeds[0] > 2**64
+
+
+def test_folders_that_are_no_audit_are_left_alone(tmp_path) -> None:
+    (tmp_path / "letter.txt").write_text("x")
+    before = mode(tmp_path)
+    with pytest.raises(InputError, match="must be a new or empty folder"):
+        open_folder(tmp_path)
+    with pytest.raises(InputError, match="must be a folder that can be read"):
+        open_folder(tmp_path / "letter.txt")
+    assert mode(tmp_path) == before
+
+
+def test_one_audit_at_a_time_in_a_folder(tmp_path) -> None:
+    with held(tmp_path / "a"), pytest.raises(CheckpointError, match="in use"):
+        audit(auditing.people(), auditing.plan(), tmp_path / "a", show=False)
+
+
+def test_damaged_and_missing_files_are_named(tmp_path) -> None:
+    people, plan, folder = auditing.people(), auditing.plan(runs=1, steps=4), tmp_path / "a"
+    audit(people, plan, folder, show=False)
+    path = next((folder / "checkpoints").glob("parameters-*"))
+    path.unlink()
+    with pytest.raises(Unreadable, match="has been removed: start over with --fresh"):
+        audit(people, plan, folder, show=False)
+    (folder / PLAN).write_text("{")
+    with pytest.raises(Unreadable, match=r"plan.json is not a file of reconbound's"):
+        audit(people, plan, folder, show=False)
+
+
+def test_a_full_disk_is_an_error_that_leaves_the_last_state(tmp_path, monkeypatch) -> None:
+    people, plan, folder = auditing.people(), auditing.plan(), tmp_path / "a"
+    fsync, left = os.fsync, [12]
+
+    def full(handle: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        fsync(handle)
+
+    monkeypatch.setattr(_files.os, "fsync", full)
+    with pytest.raises((OSError, CheckpointError), match="No space left"):
+        audit(people, plan, folder, show=False)
+    monkeypatch.undo()
+    audit(people, plan, folder, show=False)
+    audit(people, plan, tmp_path / "b", show=False)
+    assert (folder / REPORT).read_bytes() == (tmp_path / "b" / REPORT).read_bytes()
+    assert not list(folder.rglob("*.part"))
+
+
+@pytest.mark.parametrize("sampler", ["fixed", "shuffle"])
+def test_other_samplers(tmp_path, sampler: str) -> None:
+    people = auditing.people()
+    folder = audit(people, auditing.plan(sampler=sampler), tmp_path / "a", show=False)
+    found = read_leakage(folder)
+    assert found.facts["rules"] == {"fixed": ["fixed", "paper"], "shuffle": ["none"]}[sampler]
+    assert (found.kept_diagonal is None) == (sampler == "shuffle")
+
+
+@pytest.mark.parametrize(("planes", "model"), [(1, "auto"), (3, "cnn"), (3, "mlp")])
+def test_images(tmp_path, planes: int, model: str) -> None:
+    pictures = auditing.pictures(planes=planes)
+    folder = audit(pictures, auditing.plan(model=model, steps=4), tmp_path / "a", show=False)
+    found = read_leakage(folder)
+    assert found.kept_diagonal.shape == (len(found.kept), 36 * planes)
+    assert found.facts["scale"][0] == 255.0
+    assert read_run(folder).data["shape"] == [planes, 6, 6]
+
+
+def test_no_test_data_and_numbers_as_targets(tmp_path) -> None:
+    people = auditing.people()
+    numbers = replace(
+        people, task="number", targets=people.inputs[:, 0].copy(), test_targets=people.test_inputs[:, 0].copy(),
+        class_names=(),
+    )  # fmt: skip
+    found = read_leakage(audit(numbers, auditing.plan(), tmp_path / "a", show=False))
+    assert found.accuracy[-1] <= 1
+    none = replace(people, test_inputs=people.test_inputs[:0], test_targets=people.test_targets[:0])
+    found = read_leakage(audit(none, auditing.plan(), tmp_path / "b", show=False, publish_accuracy=True))
+    assert found.accuracy.numel() == 0
+
+
+def test_chosen_records_are_distinct_and_in_order() -> None:
+    dfil = torch.arange(30.0)
+    kept, most = chosen(dfil, torch.ones(30))
+    assert kept.tolist() == [*range(29, 17, -1), *range(5, -1, -1)]
+    assert most == 12
+    kept, most = chosen(dfil[:3], torch.tensor([1, 0, 1]))
+    assert (kept.tolist(), most) == ([2, 0], 1)
+    assert chosen(dfil[:1], torch.ones(1))[0].tolist() == [0]
+
+
+# --- plans and models ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["digits", "breast_cancer", "wine", "diabetes"])
+@pytest.mark.filterwarnings("ignore::reconbound.data.DataWarning")
+def test_defaults_train_a_step(name: str) -> None:
+    dataset = load(name)
+    plan = default_plan(dataset)
+    assert plan.runs >= 3
+    learner = make_learner(dataset, plan, progress=False).repeat(1, 2)
+    assert learner.features == len(dataset.scale)
+    assert plan.steps * plan.sample_rate * plan.budget >= 2  # measured often enough for a confidence limit
+
+
+def test_defaults_by_size() -> None:
+    small, large = default_plan(auditing.people(30)), default_plan(auditing.people(20000))
+    assert small.sample_rate == 1.0
+    assert large.sample_rate == pytest.approx(512 / 20000)
+    assert (small.runs, large.runs) == (5, 3)
+    assert default_plan(auditing.people(), lr=0.25, runs=7).runs == 7
+
+
+def test_models_are_what_was_asked_and_seeded() -> None:
+    people, pictures = auditing.people(), auditing.pictures()
+    assert sum(p.numel() for p in make_model(people, "linear").parameters()) == 8
+    assert isinstance(make_model(pictures, "auto")[0], nn.Conv2d)
+    one, same, other = (make_model(people, "mlp", seed=s).state_dict()["1.weight"] for s in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    with pytest.raises(InputError, match="must be linear or mlp"):
+        make_model(people, "cnn")
+    for bad in ("forest", "no.such.module:f", "json:nothing", "json:loads", "auditing:plan"):
+        with pytest.raises(InputError, match=r"^model must"):
+            make_model(people, Plan(model=bad).model)
+
+
+def test_loss_is_one_number_a_record() -> None:
+    people = auditing.people()
+    x, y = torch.from_numpy(people.inputs), torch.from_numpy(people.targets)
+    outputs = make_model(people, "linear")(x)
+    expected = -outputs.log_softmax(1)[torch.arange(40), y]
+    torch.testing.assert_close(make_loss(people)(outputs, y), expected)
+    numbers = replace(people, task="number", targets=people.inputs[:, 0].copy(),
+                      test_targets=people.test_inputs[:, 0].copy())  # fmt: skip
+    found = make_loss(numbers)(torch.tensor([[3.0], [1.0]]), torch.tensor([1.0, 1.0]))
+    assert found.tolist() == [2.0, 0.0]
+
+
+def test_plans_are_checked() -> None:
+    for bad in ({"steps": 0}, {"runs": 1.5}, {"lr": -1}, {"momentum": 1}, {"sampler": "x"}, {"noise_multiplier": 0},
+                {"budget": "some"}, {"seed": -1}, {"clip": "soft"}):  # fmt: skip
+        with pytest.raises(InputError, match=f"^{next(iter(bad))} must"):
+            Plan(**bad)
+
+
+def test_expected_time_and_floors_need_no_training() -> None:
+    people, plan = auditing.people(), auditing.plan()
+    assert 0 < expected_seconds(people, plan) < 60
+    assert 0 < expected_seconds(people, replace(plan, budget="every")) < 60
+    assert floors_of(people, plan).dim == 2
+
+
+def test_leakage_of_a_learner_that_never_measured_a_record(tmp_path) -> None:
+    """Batches measured when drawn: a record that was not has floor 0 and is not shown."""
+    people, plan = auditing.people(), auditing.plan(budget="every", steps=1, sample_rate=0.1)
+    folder = open_folder(tmp_path / "a")
+    learner = trained(people, settle(folder, people, plan), folder)
+    found = leakage_of(people, plan, learner)
+    unseen = found.measured == 0
+    assert bool(unseen.any())
+    assert bool((floors(found)[unseen] == 0).all())
+    assert not set(found.kept.tolist()) & set(torch.nonzero(unseen).flatten().tolist())

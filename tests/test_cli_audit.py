@@ -1,0 +1,243 @@
+"""reconbound audit, report and show, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reconbound.cli import run
+from reconbound.run_folder import MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, read_leakage, read_run
+
+QUICK = ["--steps", "4", "--runs", "2", "--sample-rate", "0.1", "--seed", "1", "--lr", "0.5", "--model", "linear"]
+
+
+def write_people(path: Path, records: int = 60) -> Path:
+    rng = np.random.default_rng(0)
+    lines = ["age,hours,job,<b>pay</b>"]
+    for _ in range(records):
+        age, hours = int(rng.integers(18, 90)), int(rng.integers(1, 80))
+        lines.append(f"{age},{hours},{rng.choice(['clerk', 'cook'])},{'high' if age + hours > 90 else 'low'}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("cli")
+    table = write_people(root / "people.csv")
+    options = ["--range", "age=0:120", "--unit", "age=years", "--target", "<b>pay</b>", "--private", "age,hours"]
+    assert run(["audit", str(table), *options, *QUICK, "--out", str(root / "out"), "--quiet"]) == 0
+    return root / "out"
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("digits") / "out"
+    assert run(["audit", "--limit", "60", *QUICK, "--out", str(out), "--quiet"]) == 0
+    return out
+
+
+def test_a_table_becomes_a_report(done, capsys) -> None:
+    found, leakage = read_run(done), read_leakage(done)
+    assert found.data["private"] == ["age", "hours"]
+    assert found.data["ranges"] == {"age": [0.0, 120.0]}
+    assert found.mechanism["steps"] == 4
+    assert leakage.facts["units"] == ["years", ""]
+    assert leakage.facts["scale"][0] == 120.0
+    assert leakage.facts["class_names"] == ["high", "low"]
+    assert set(leakage.facts["public_names"]) == {"job = clerk", "job = cook"}
+    for name in (REPORT, PUBLIC_REPORT):
+        assert "<b>pay</b>" not in (done / name).read_text()
+
+
+def test_modes(done) -> None:
+    public = {RUN, MODEL, PUBLIC_REPORT}
+    for path in [done, *done.rglob("*")]:
+        expected = 0o700 if path.is_dir() else 0o644 if path.name in public else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == expected, path
+
+
+def test_the_plan_is_printed_first_and_the_path_last(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["audit", "wine", *QUICK]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("wine: a table")
+    assert "linear; 2 runs of 4 steps" in lines[1]
+    assert "noise multiplier 0.7" in lines[2]
+    assert "theorem1 ±" in lines[3]
+    assert lines[4].startswith("Expected time: about ")
+    assert any("errs by at least" in line for line in lines[6:])
+    assert lines[-1] == "audit-wine/report.html"
+    assert Path(lines[-1]).exists()
+    assert run(["audit", "wine", *QUICK, "--json"]) == 0  # all done: it goes on, and is at the end at once
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["report"] == "audit-wine/report.html"
+    assert found["records"] == 142
+    assert "keep it as secret as the data" in said.err
+    assert "Goes on in audit-wine" in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere.csv"], "nowhere.csv"),
+        (["--model", "forest"], "--model must be one of auto, linear, mlp, cnn, package.module:factory, got forest"),
+        (["--model", "no.such:thing"], "--model must name a module that can be imported"),
+        (["--model", "json:loads"], "--model must name a factory"),
+        (["wine", "--model", "cnn"], "--model must be linear or mlp for records of shape (13,), got cnn"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--steps", "x"], "must be a whole number, got x"),
+        (["--noise-multiplier", "-1"], "--noise-multiplier must be greater than 0"),
+        (["--sample-rate", "2"], "--sample-rate must be at most 1"),
+        (["--budget", "some"], "--budget must be a number, got some"),
+        (["--sampler", "odd"], "--sampler must be one of poisson, fixed, shuffle, got odd"),
+        (["--steps", "3", "--epochs", "1"], "--epochs does not go with --steps"),
+        (["wine", "--range", "alcohol"], "--range must be"),
+        (["wine", "--private", "colour"], "--private must name columns"),
+        (["--private", "age"], "--private is for tables"),
+    ],
+)
+def test_wrong_options_are_one_line(tmp_path, monkeypatch, capsys, words: list[str], said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["audit", *words, "--out", "out"]) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Note: ")]
+    assert len(error) == 1
+    assert error[0].startswith("reconbound: ")
+    assert said in error[0]
+    assert not (tmp_path / "out" / PLAN).exists()
+
+
+def test_other_options_in_the_same_folder_are_refused(digits, capsys) -> None:
+    before = (digits / REPORT).read_bytes()
+    assert run(["audit", "--limit", "60", *QUICK, "--noise-multiplier", "3", "--out", str(digits), "--quiet"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "noise_multiplier was 0.7 and is 3.0" in error
+    assert "--fresh" in error
+    assert (digits / REPORT).read_bytes() == before
+
+
+def test_folders_that_cannot_be_used(tmp_path, capsys) -> None:
+    (tmp_path / "file").write_text("x")
+    for out in (tmp_path, tmp_path / "file", tmp_path / "file" / "inside"):
+        assert run(["audit", *QUICK, "--out", str(out), "--quiet"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("reconbound: --out must be a")
+        assert error.count("\n") == 1
+    if os.geteuid() != 0:
+        (tmp_path / "locked").mkdir(mode=0o500)
+        assert run(["audit", *QUICK, "--out", str(tmp_path / "locked" / "a"), "--quiet"]) == 2
+
+
+def test_a_factory_of_the_users(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "from torch import nn\n"
+        "def small(shape, outputs):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(13, 4), nn.Tanh(), nn.Linear(4, outputs))\n"
+        "def relu(shape, outputs):\n"
+        "    return nn.Sequential(nn.Linear(13, 4), nn.BatchNorm1d(4), nn.Linear(4, outputs))\n"
+        "def broken(shape, outputs):\n"
+        "    raise KeyError('x')\n"
+    )
+    try:
+        assert run(["audit", "wine", *QUICK, "--model", "mine:small", "--out", "a", "--quiet"]) == 0
+        assert read_run("a").training["model"] == "mine:small"
+        assert read_run("a").training["parameters"] == 71
+        for bad, said in (("relu", "BatchNorm"), ("broken", "KeyError"), ("missing", "must name a function of mine")):
+            assert run(["audit", "wine", *QUICK, "--model", f"mine:{bad}", "--out", "b", "--quiet"]) == 2
+            error = capsys.readouterr().err
+            assert said in error
+            assert error.count("\n") == 1
+        assert str(tmp_path) not in sys.path
+    finally:
+        sys.modules.pop("mine", None)
+
+
+def test_epochs_and_publishing(tmp_path) -> None:
+    words = ["audit", "wine", "--epochs", "1", "--runs", "1", "--sample-rate", "1/4", "--publish-accuracy", "--fresh"]
+    assert run([*words, "--model", "linear", "--out", str(tmp_path / "a"), "--quiet"]) == 0
+    found = read_run(tmp_path / "a")
+    assert found.mechanism["steps"] == 4
+    assert 0 <= found.accuracy <= 1
+
+
+def test_report_rebuilds_and_compares(done, digits, tmp_path, capsys, monkeypatch) -> None:
+    before = (digits / REPORT).read_bytes()
+    (digits / REPORT).unlink()
+    assert run(["report", str(digits)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(digits / REPORT)
+    assert (digits / REPORT).read_bytes() == before
+    page = tmp_path / "both.html"
+    assert run(["report", str(done), str(digits), "--out", str(page)]) == 0
+    assert capsys.readouterr().out.strip() == str(page)
+    assert stat.S_IMODE(page.stat().st_mode) == 0o600
+    assert run(["report", str(digits), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["report"] == str(digits / REPORT)
+    for words in (["report", str(tmp_path)], ["report", str(digits), "--out", "x"], ["show", str(tmp_path)]):
+        assert run(words) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_show_an_audit_and_a_record(done, digits, capsys) -> None:
+    leakage = read_leakage(done)
+    worst = int(leakage.kept[0])
+    assert run(["show", str(done), "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["most_exposed"][0]["record"] == worst
+    assert "secret" in said.err
+    assert run(["show", str(done)]) == 0
+    assert "errs by at least" in " ".join(capsys.readouterr().out.split())
+    assert run(["show", str(done), "--record", str(worst)]) == 0
+    said = capsys.readouterr().out
+    assert "age" in said
+    assert "years" in said
+    kept = int(read_leakage(digits).kept[0])
+    assert run(["show", str(digits), "--record", str(kept)]) == 0
+    assert "where it is exposed" in capsys.readouterr().out
+    assert run(["show", str(digits), "--record", str(kept), "--json"]) == 0
+    pixels = np.array(json.loads(capsys.readouterr().out)["pixel_floors"])
+    np.testing.assert_allclose(pixels.flatten(), 16 / read_leakage(digits).kept_diagonal[0].sqrt().numpy(), rtol=1e-5)
+    assert run(["show", str(done), "--record", "60"]) == 2
+    assert "--record must be below" in capsys.readouterr().err
+
+
+def test_stopping_from_the_keyboard(tmp_path) -> None:
+    """SIGINT while it trains: one line, status 130, and the same command goes on."""
+    words = [sys.executable, "-m", "reconbound.cli", "audit", "--limit", "60", *QUICK, "--quiet", "--out", "out"]
+    words[words.index("4")] = "100000"
+    source = Path(__file__).resolve().parents[1] / "src"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])}
+    started = subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    for _ in range(600):
+        if list((tmp_path / "out" / "checkpoints").glob("checkpoint-*.safetensors")):
+            break
+        time.sleep(0.1)
+    time.sleep(0.2)
+    started.send_signal(signal.SIGINT)
+    _, error = started.communicate(timeout=60)
+    assert started.returncode == 130
+    assert error.strip() == "reconbound: stopped; run the same command again to go on"
+    assert (tmp_path / "out" / PLAN).exists()
+
+
+def test_help_needs_no_torch() -> None:
+    script = (
+        "import sys; from reconbound.cli import run; status = run(['audit', '--help']); "
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'plotly', 'sklearn')], file=sys.stderr); "
+        "sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0
+    assert done.stderr.strip() == "[]"
+    assert "--noise-multiplier" in done.stdout
