@@ -7,6 +7,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import optuna
 import pytest
@@ -411,3 +412,19 @@ def test_a_trial_whose_folder_is_in_use_is_left_alone_for_a_while(tmp_path) -> N
     rows = sweep(config, make_train=lambda _: stub, show=False)
     assert [row["lr"] for row in rows] == [0.1, 0.2]
     assert [setting["lr"] for setting in stub.asked] == [0.1, 0.2, *[0.1] * 5]
+
+
+def test_the_guide_says_commands_that_are_understood(tmp_path, monkeypatch, capsys) -> None:
+    """Every sweep of docs/guide-sweep.md, up to the training."""
+    text = (Path(__file__).resolve().parent.parent / "docs" / "guide-sweep.md").read_text()
+    lines = re.sub(r" \\\n\s+", " ", text).splitlines()
+    commands = [line.split()[1:] for line in lines if line.startswith("    reconbound sweep ") and "..." not in line]
+    asked = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("reconbound.sweep.sweep", lambda config, **options: asked.append(config) or [{}])
+    monkeypatch.setattr(run, "publish", lambda *_: {"page": "page"})
+    for command in commands:
+        assert cli.run([*command, "--quiet"]) == 0, capsys.readouterr().err
+    assert [config.search for config in asked] == ["grid", "tpe"]
+    assert len(settings_of(asked[0].space)) == 6
+    assert str(asked[0].out) == "sweep-digits"

@@ -9,8 +9,8 @@ from typing import Any
 
 from .. import __version__
 from .._files import CONFIDENTIAL, write_whole
-from ..report import charts, page
-from ..report.charts import Chart, Key
+from ..report import axes, page
+from ..report.axes import Chart, Key
 from ..report.figures import amount, clean, for_plotly, plus_minus
 from ..run_folder import prepare
 from . import space
@@ -144,7 +144,7 @@ def _lines(rows: Sequence[Row], floors: Sequence[str]) -> Chart:
     drawn = [floor for floor in floors if not floor.endswith(("_q99", "_median"))]
     traces, keys = [], []
     for k, floor in enumerate(drawn):
-        colour, dash = charts.SERIES[k % len(charts.SERIES)], charts.DASHES[k % len(charts.DASHES)]
+        colour, dash = axes.SERIES[k % len(axes.SERIES)], axes.DASHES[k % len(axes.DASHES)]
         traces.append(_trace(pareto(rows, floor), floor, colour, dash))
         keys.append(Key(colour, told(floor), "line", dash))
     return _chart("chart-frontier", traces, keys, "Accuracy against every floor: the best settings")
@@ -154,7 +154,7 @@ def _places(rows: Sequence[Row], rule: str) -> Chart:
     """All settings at three places over the records, and the fronts."""
     drawn = [f"{rule}_{place}" for place in ("max", "q99", "median") if any(f"{rule}_{place}" in row for row in rows)]
     traces, keys = [], []
-    for floor, colour in zip(drawn, (charts.VERMILLION, charts.ORANGE, charts.BLUE), strict=False):
+    for floor, colour in zip(drawn, (axes.VERMILLION, axes.ORANGE, axes.BLUE), strict=False):
         traces.append({**_trace(rows, floor, colour, "solid"), "mode": "markers", "opacity": 0.45})
         traces.append(_trace(pareto(rows, floor), floor, colour, "solid"))
         keys.append(Key(colour, told(floor), "line"))
@@ -174,16 +174,8 @@ def _trace(rows: Sequence[Row], floor: str, colour: str, dash: str) -> dict[str,
 def _chart(name: str, traces: list[Any], keys: list[Key], label: str) -> Chart:
     logs = [y for trace in traces for y in trace["y"]] or [0.0]
     low, high = min(logs) - 0.2, max(logs) + 0.2
-    places, texts = charts.log_ticks(low, high)
-    y = {"range": [low, high], "tickvals": places, "ticktext": texts, "title": {"text": "floor (MSE)", "standoff": 10}}
-    x = {"title": {"text": "accuracy (%)", "standoff": 12}, "zeroline": False, "fixedrange": True}
-    layout = {
-        "height": 460, "autosize": True, "showlegend": False, "hovermode": "closest", "dragmode": False,
-        "margin": {"l": 64, "r": 14, "t": 12, "b": 58}, "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)", "font": {"family": "system-ui, sans-serif", "size": 13, "color": charts.GREY},
-        "xaxis": {**x, "gridcolor": "rgba(128,128,128,.2)"},
-        "yaxis": {**y, "zeroline": False, "fixedrange": True, "gridcolor": "rgba(128,128,128,.2)"},
-    }  # fmt: skip
+    x = {"title": axes.titled("accuracy (%)"), "zeroline": False, "fixedrange": True, "nticks": 7}
+    layout = axes.layout(460, x, axes.log_axis(low, high, "floor (MSE)"))
     beyond = any(abs(y) >= DECADES for y in logs)
     note = f"What lies beyond 10^{DECADES:g} or below 10^−{DECADES:g} is drawn at the edge." if beyond else ""
     return Chart(name, {"data": traces, "layout": layout}, tuple(keys), note, label, 460)
