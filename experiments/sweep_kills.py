@@ -23,8 +23,8 @@ from reconbound.sweep.run import begin, make_trainer, open_store
 from reconbound.sweep.team import PRELOAD
 from test_sweep_kills import count_finishes, finishes
 
-GRID = ["noise_multiplier=0.3,0.5,1,2,5", "lr=0.2,0.5,1,2", "max_grad_norm=0.5,1"]
-STEPS, RUNS, LIMIT, LEASE, WORKERS = (40, 80, 160), 2, 300, 3.0, 4
+GRID = ["noise_multiplier=0.3,0.5,1,2,5,10", "lr=0.2,0.5,1,2"]
+STEPS, RUNS, LIMIT, LEASE, WORKERS = (20, 40, 80), 2, 200, 3.0, 4
 
 
 def config(out: Path, url: str | None) -> Sweep:

@@ -320,7 +320,7 @@ def test_tpe_searches_ranges_and_lists_and_can_be_longer(tmp_path, monkeypatch) 
     scores = [frontier.score_of([row], "exact_max", 1.0) for row in rows]
     assert sum(scores[20:]) / 20 > sum(scores[:20]) / 20 + 0.1  # it has learnt where the floor is met
     assert best(rows, "exact_max", 1.0)["accuracy"] > 0.85  # the best possible is 0.9, at noise 1 and lr 0.3
-    with pytest.raises(InputError, match="must stay that of the sweep"):
+    with pytest.raises(InputError, match="at_least must stay that of the sweep"):
         sweep(replace(config, at_least=2.0), make_train=lambda _: stub, show=False)
 
 
@@ -428,3 +428,15 @@ def test_the_guide_says_commands_that_are_understood(tmp_path, monkeypatch, caps
     assert [config.search for config in asked] == ["grid", "tpe"]
     assert len(settings_of(asked[0].space)) == 6
     assert str(asked[0].out) == "sweep-digits"
+
+
+def test_a_sweep_of_another_seed_or_other_data_is_refused(tmp_path, digits) -> None:
+    config = Sweep("digits", tmp_path, {"lr": [0.1]}, (5,), seed=1)
+    store = run.open_store(config)
+    for one, facts in (("seed", {"seed": 2}), ("data", {"dataset": load("digits", limit=50)})):
+        first, other = ({"dataset": digits, "counts": (5,), "runs": 1, "seed": 1} | more for more in ({}, facts))
+        plan = default_plan(digits, model="linear")
+        run.begin(store, config, Trainer(plan=plan, **first))
+        with pytest.raises(InputError, match=f"{one} must (be|stay) that of the sweep"):
+            run.begin(store, config, Trainer(plan=plan, **other))
+    store.dispose()

@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ import sqlalchemy as sql
 
 import postgres_server
 import sweep_stub
-from reconbound.sweep import frontier, pareto, sweep
+from reconbound.sweep import frontier, pareto, run, sweep
 from reconbound.sweep.run import begin, open_store
-from reconbound.sweep.team import PRELOAD
+from reconbound.sweep.team import PRELOAD, SweepError, supervise
 
 HERE = Path(__file__).resolve().parent
 NO_SERVER = postgres_server.missing()
@@ -164,3 +165,17 @@ def test_workers_of_one_command_that_are_killed_are_replaced(tmp_path) -> None:
     check(settings.url, out, found, expected(tmp_path))
     assert (database.stat().st_mode & 0o777) == 0o600
     assert sqlite3.connect(database).execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def broken(config) -> None:
+    raise OSError("no data here")
+
+
+def test_workers_that_cannot_start_end_the_sweep_with_a_word(tmp_path) -> None:
+    settings = sweep_stub.config(tmp_path / "out", None)
+    (tmp_path / "out").mkdir(mode=0o700)
+    store = open_store(settings)
+    begin(store, settings, sweep_stub.Stub())
+    with pytest.raises(SweepError, match="workers ended by an error"):
+        supervise(store, 3, partial(run._join, settings, broken))
+    store.dispose()

@@ -106,11 +106,7 @@ class Store:
             if had is None:
                 self.study.set_user_attr("sweep", dict(facts))
             else:
-                for name, value in facts.items():
-                    if had.get(name) != value:
-                        raise InputError(
-                            name, f"must stay that of the sweep {self.name!r} in {self.shown}, {had.get(name)!r}", value
-                        )
+                self._check_same(had, facts)
             there = {trial.user_attrs.get("slot") for trial in self.trials()}
             for trial in trials:
                 if trial["slot"] in there:
@@ -124,6 +120,15 @@ class Store:
                         user_attrs=attributes,
                     )
                 )
+
+    def _check_same(self, had: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        for name, value in facts.items():
+            if had.get(name) == value:
+                continue
+            whose = f"that of the sweep {self.name!r} in {self.shown}"
+            if name == "seed":
+                raise InputError(name, f"must be {whose}: copy the file seed from the folder where it began", "another")
+            raise InputError(name, f"must stay {whose}, {had.get(name)!r}", value)
 
     # --- working ------------------------------------------------------------------------
 

@@ -24,6 +24,10 @@ PRELOAD = (
 _RAISED = 3  # so many workers of a machine may end by an error of their own
 
 
+class SweepError(RuntimeError):
+    """A sweep cannot go on; what was finished is kept."""
+
+
 def _child(job: Callable[[str, Callable[[], bool]], Any], owner: str) -> None:
     """A worker in a process of its own; it ends, after the trial at hand, when the process that began it is gone."""
     signal.signal(signal.SIGTERM, _interrupted)
@@ -60,7 +64,7 @@ def supervise(store: Store, workers: int, job: Callable[[str, Callable[[], bool]
             if left == 0:
                 break
             if raised > _RAISED:
-                raise RuntimeError(f"{raised} workers ended by an error, which they wrote to standard error")
+                raise SweepError(f"{raised} workers ended by an error, which they wrote to standard error")
             for _ in range(min(workers, left) - len(going)):
                 owner = owner_name()
                 going[owner] = context.Process(target=_child, args=(job, owner), daemon=True)
