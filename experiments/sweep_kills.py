@@ -21,7 +21,7 @@ import postgres_server
 from reconbound.sweep import Sweep, frontier, parse_grid, sweep
 from reconbound.sweep.run import begin, make_trainer, open_store
 from reconbound.sweep.team import PRELOAD
-from test_sweep_kills import count_finishes, finishes
+from test_sweep_kills import count_finishes, finishes, holders
 
 GRID = ["noise_multiplier=0.3,0.5,1,2,5,10", "lr=0.2,0.5,1,2"]
 STEPS, RUNS, LIMIT, LEASE, WORKERS = (20, 40, 80), 2, 200, 3.0, 4
@@ -57,14 +57,14 @@ def disturbed(url: str, folder: Path, kills: int, rng: random.Random) -> tuple[l
     count_finishes(url)
     workers, killed = [start(out, url) for _ in range(WORKERS)], 0
     while not all(trial.state.is_finished() for trial in store.trials()):
-        time.sleep(rng.uniform(0.2, 1.2))
-        k = rng.randrange(WORKERS)
-        if killed < kills and store.leases() and workers[k].is_alive():
-            workers[k].kill()
-            workers[k].join()
+        time.sleep(rng.uniform(0.0, 1.0))
+        at_work = [worker for worker in workers if worker.pid in holders(store)]
+        if killed < kills and at_work:
+            victim = rng.choice(at_work)
+            victim.kill()
+            victim.join()
             killed += 1
-        if not workers[k].is_alive():
-            workers[k] = start(out, url)
+        workers = [worker if worker.is_alive() else start(out, url) for worker in workers]
     for worker in workers:
         worker.join(120)
     trials, leases = store.trials(), store.leases()

@@ -22,6 +22,8 @@ class Stub:
     def __call__(self, setting: dict, folder: Path, tell) -> list[dict]:
         folder.mkdir(parents=True, exist_ok=True)
         with held(folder):
+            with (folder.parent / "starts").open("a") as file:
+                file.write(f"{folder.name}\n")
             mark = folder / "steps"
             done = len(mark.read_text()) if mark.exists() else 0
             while done < STEPS:
