@@ -57,7 +57,7 @@ def disturbed(url: str, folder: Path, kills: int, rng: random.Random) -> tuple[l
     count_finishes(url)
     workers, killed = [start(out, url) for _ in range(WORKERS)], 0
     while not all(trial.state.is_finished() for trial in store.trials()):
-        time.sleep(rng.uniform(0.0, 1.0))
+        time.sleep(rng.uniform(0.0, 4.0))
         at_work = [worker for worker in workers if worker.pid in holders(store)]
         if killed < kills and at_work:
             victim = rng.choice(at_work)
@@ -74,7 +74,8 @@ def disturbed(url: str, folder: Path, kills: int, rng: random.Random) -> tuple[l
         "finishes": len(finishes(url)),
         "finished twice": len(finishes(url)) - len(set(finishes(url))),
         "kills": killed,
-        "trials taken over": sum(lease.claims > 1 for lease in leases.values()),
+        "taken over": sum(lease.claims - 1 for lease in leases.values()),
+        "in trials": sum(lease.claims > 1 for lease in leases.values()),
     }
     store.dispose()
     return sweep(settings, show=False), happened

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,7 +71,7 @@ def sweep_command(
 
     Run it again to go on where it was stopped, with more --workers, or on other machines with the same --storage."""
     given = dict(locals())
-    with _optuna_there(), plain_errors("; run the same command again to go on"):
+    with _optuna_there(), plain_errors("; run the same command again to go on"), _notes(quiet):
         config = _config(given)
         from ..sweep import sweep
         from ..sweep.run import publish
@@ -199,6 +200,21 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]]) -> None:
             table.add_row(str(row["trial"]), *values, f"{row['steps']:,}", *cells)
         console.print(table)
     console.print(f"{facts['finished']} of {facts['trials']} settings trained. {facts['page']}")
+
+
+@contextmanager
+def _notes(quiet: bool) -> Iterator[None]:
+    """What the owner should know of the data, each once and in a line."""
+    from ..data import DataWarning
+
+    def shown(message: Any, *_: Any, **__: Any) -> None:
+        if not quiet:
+            print(f"Note: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("once", DataWarning)
+        warnings.showwarning = shown
+        yield
 
 
 @contextmanager

@@ -267,8 +267,11 @@ def sweep_seed(config: Sweep) -> int:
 
 
 def _join(config: Sweep, make_train: Callable[[Sweep], Any] | None, owner: str, stop: Callable[[], bool]) -> int:
-    """Work on the sweep from a process of its own."""
-    return _work(open_store(config), config, (make_train or make_trainer)(config), owner, stop)
+    """Work on the sweep from a process of its own; what there is to say of the data has been said."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        train = (make_train or make_trainer)(config)
+    return _work(open_store(config), config, train, owner, stop)
 
 
 def _work(store: Store, config: Sweep, train: Any, owner: str, stop: Callable[[], bool]) -> int:

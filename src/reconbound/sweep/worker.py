@@ -130,6 +130,6 @@ class Heart:
             raise LeaseLost
 
     def _beat(self) -> None:
-        while not self._stop.wait(self.store.lease / 4):
+        while not self._stop.wait(min(self.store.lease / 4, 5.0)):
             with suppress(Exception):  # out of reach for the moment: the next beat may come through
                 self.lost = self.lost or not self.store.beat(self.claim, self.done)
