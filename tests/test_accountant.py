@@ -16,6 +16,7 @@ from reconbound.accountant import FEWEST, Account, FisherAccountant
 from reconbound.amplification import fixed_size_factor, paper_delta, paper_kappa, poisson_factors
 from reconbound.budget import Blocks
 from reconbound.fisher import StepInformation
+from reconbound.limits import WIDEST, upper_limit
 
 
 def account(records: int = 6, features: int = 3, **changes) -> Account:
@@ -78,6 +79,14 @@ def test_each_rule_multiplies_by_its_factor() -> None:
             np.testing.assert_allclose(ledger.trace(rule)[[4, 0, 2]].numpy(), expected[rule], rtol=1e-9)
             assert float(ledger.trace(rule)[[1, 3, 5]].abs().sum()) == 0
         np.testing.assert_allclose(ledger.dfil().numpy(), ledger.trace().numpy() / 3)
+
+
+def test_the_spectral_bound_takes_the_larger_factor_and_the_residual() -> None:
+    ledger = FisherAccountant(account(), spectral=True)
+    ledger.add(torch.tensor([1]), info(torch.tensor([2.0]), torch.tensor([4.0]), 0.5), weight=1.5)
+    across, along = (float(k) for k in poisson_factors(0.5, 0.25))
+    assert abs(across - along) > 1e-3
+    assert float(ledger.spectral_bound()[1]) == pytest.approx(1.5 * max(across, along) * 3.0 * 1.1)  # residual: a tenth
 
 
 def test_the_hard_clip_has_kappa_of_its_own() -> None:
@@ -172,8 +181,8 @@ def simulated(f: np.ndarray, q: float, budget: str, runs: int, copies: int, seed
             else:
                 rows, weight = np.nonzero(rng.random(copies) < q)[0], 1.0
                 if budget == "steps":
-                    keep = rng.random(len(rows)) < 0.5
-                    rows, weight = rows[keep], 2.0
+                    keep = rng.random(len(rows)) < 0.8
+                    rows, weight = rows[keep], 1.25
             probe = rng.chisquare(5, len(rows)) / 5  # a relative variance of 0.4, above what deflated probes have
             across = torch.from_numpy(f[t] * probe)
             ledger.add(
@@ -205,6 +214,52 @@ def test_no_limit_is_given_where_draws_are_too_few_to_cover() -> None:
     ledger = simulated(f, q, "every", runs=10, copies=1500, seed=2)
     assert bool(torch.isinf(ledger.upper()[ledger.measured() < FEWEST]).all())
     assert float((ledger.upper() >= 1.0).double().mean()) >= 0.95
+
+
+def test_standard_error_of_rare_draws_is_the_formula() -> None:
+    """Σ (1−π) x² + π e², π = q/weight; entries x, probe errors e = 0.3 x."""
+    for weight, chance in ((1.0, 0.25), (2.0, 0.125), (0.25, 1.0)):
+        ledger = FisherAccountant(account(rules=("none",)))
+        for value in (1.0, 2.5):
+            ledger.add(torch.tensor([2]), info(torch.tensor([value]), torch.zeros(1), error=0.3), weight=weight)
+        x = weight * np.array([1.0, 2.5])
+        expected = np.sqrt(np.sum((1 - chance) * x**2 + chance * (0.3 * x) ** 2)) / 3
+        assert float(ledger.standard_error()[2]) == pytest.approx(expected)
+        assert bool(torch.isinf(ledger.standard_error()[[0, 1, 3, 4, 5]]).all())
+
+
+def test_standard_error_of_blocks_is_the_formula() -> None:
+    """Half the squared differences of successive blocks, times B/(B−1); of one block x² as for a rare draw."""
+    ledger, x = FisherAccountant(account(rules=("none",))), 2.0 * np.array([1.0, 4.0, 3.5, 7.0])
+    for k, value in enumerate(x / 2):
+        ledger.add(torch.tensor([1]), info(torch.tensor([value]), torch.zeros(1)), weight=2.0, stratified=True)
+        expected = 0.875 * x[0] ** 2 + 0.125 * (0.1 * x[0]) ** 2
+        if k:
+            expected = np.sum(np.diff(x[: k + 1]) ** 2) / 2 * (k + 1) / k
+        assert float(ledger.standard_error()[1]) == pytest.approx(expected**0.5 / 3)
+
+
+def test_limits_are_refused_by_the_rules() -> None:
+    """Fewer than 25 measurements where some steps are measured; half of the records wide: see limits.py."""
+    mean, error = torch.ones(4, dtype=torch.float64), torch.tensor([0.1, 0.2, 0.3, 0.9], dtype=torch.float64)
+    measured = torch.tensor([25, 24, 0, 99])
+    quantile = 4.296806  # t of 99.9 % at 9 degrees of freedom, from a table
+    limit = upper_limit(mean, error, measured, runs=10, confidence=0.95, sampled=True)
+    np.testing.assert_allclose(limit.numpy(), [1 + 0.1 * quantile, np.inf, np.inf, 1 + 0.9 * quantile], rtol=1e-6)
+    every = upper_limit(mean, error, measured, runs=10, confidence=0.95, sampled=False)
+    assert torch.isfinite(every).tolist() == [True, True, False, True]
+    wide = upper_limit(mean, error + WIDEST, measured, runs=10, confidence=0.95, sampled=False)
+    assert bool(torch.isinf(wide).all())
+
+
+@pytest.mark.parametrize(("weight", "stratified", "given"), [(1.0, False, 0), (2.5, True, 0), (0.25, True, 6)])
+def test_blocks_are_sampled_too_unless_every_step_is_measured(weight: float, stratified: bool, given: int) -> None:
+    ledger = FisherAccountant(account(rules=("none",)))
+    for scale in (1.0, 1.1, 0.9):
+        ledger.add(torch.arange(6), info(scale * torch.ones(6), torch.zeros(6)), weight=weight, stratified=stratified)
+        ledger.finish_run()
+    assert int(torch.isfinite(ledger.upper()).sum()) == given
+    assert ledger.summary()["without_limit"] == 6 - given
 
 
 def test_upper_needs_two_runs() -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR, StepLR
 
 from learning import data, learner, losses, network, same_state, settings
 from reconbound import _files, checkpoint
+from reconbound.accountant import Chosen
 from reconbound.checkpoint import LOCK, NAMES, Checkpoint, CheckpointError, held, load, save
 from reconbound.sgd import PrivateSGD
 
@@ -224,9 +226,18 @@ def changed(x: torch.Tensor) -> torch.Tensor:
         ("data differs .records was 24 and is 23", {"records": tuple(t[:23] for t in data())}),
         ("data differs .digest", {"records": (changed(data()[0]), data()[1])}),
         ("model differs", {"model": torch.nn.Sequential(network()[0], torch.nn.Sigmoid(), network()[2])}),
-        ("optimizer differs", {"optimizer": torch.optim.Adam}),
-        ("optimizer differs", {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, nesterov=True, momentum=0.1)}),
-        ("optimizer differs", {"schedule": lambda o: torch.optim.lr_scheduler.StepLR(o, 2)}),
+        ("optimizer differs .class was 'SGD' and is 'Adam'.;", {"optimizer": torch.optim.Adam}),
+        (
+            "optimizer differs .group 0 momentum was 0.0 and is 0.1, group 0 nesterov was False and is True.;",
+            {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, nesterov=True, momentum=0.1)},
+        ),
+        (
+            "optimizer differs .group 0 parameters was 4 and is 3.;",
+            {"optimizer": lambda p: torch.optim.SGD(p[1:], lr=0.1)},
+        ),
+        ("schedule differs .class was None and is 'StepLR'.;", {"schedule": lambda o: StepLR(o, 2)}),
+        ("configuration differs .diagonal was 'none' and is .*'most': 3", {"diagonal": Chosen(3, 2)}),
+        ("configuration differs .diagonal was 'none' and is ..top', 3", {"diagonal": ("top", 3)}),
     ],
 )
 def test_another_configuration_or_data_set_is_refused(tmp_path, what: str, change: dict) -> None:
@@ -236,6 +247,45 @@ def test_another_configuration_or_data_set_is_refused(tmp_path, what: str, chang
         attempt(tmp_path, **change)
     assert files == {name: (tmp_path / name).read_bytes() for name in NAMES}  # the last good state is intact
     attempt(tmp_path)
+
+
+def rises(factor: float):
+    return lambda t: 1 + factor * t
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "what"),
+    [
+        (lambda o: StepLR(o, 2, 0.5), lambda o: StepLR(o, 2, 0.9), "gamma was 0.5 and is 0.9, what it sets over"),
+        (lambda o: StepLR(o, 2, 0.5), lambda o: StepLR(o, 3, 0.5), "step_size was 2 and is 3, what it sets over"),
+        (
+            lambda o: StepLR(o, 99, 0.5),
+            lambda o: StepLR(o, 99, 0.9),
+            "gamma was 0.5 and is 0.9.;",
+        ),  # no step gets there
+        (lambda o: CosineAnnealingLR(o, 6), lambda o: CosineAnnealingLR(o, 9), "T_max was 6 and is 9"),
+        (lambda o: StepLR(o, 2), None, "class was 'StepLR' and is None"),
+        (lambda o: LambdaLR(o, rises(0.1)), lambda o: LambdaLR(o, rises(0.2)), "what it sets over the run was"),
+        (
+            lambda o: SequentialLR(o, [StepLR(o, 1, 0.5), StepLR(o, 1)], [2]),
+            lambda o: SequentialLR(o, [StepLR(o, 1, 0.6), StepLR(o, 1)], [2]),
+            "what it sets over the run was",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step|.*epoch parameter")  # SequentialLR's own
+def test_another_schedule_is_refused_with_what_differs(tmp_path, before, after, what: str) -> None:
+    attempt(tmp_path, schedule=before)
+    files = {name: (tmp_path / name).read_bytes() for name in NAMES}
+    with pytest.raises(CheckpointError, match=f"the schedule differs .{what}"):
+        attempt(tmp_path, schedule=after)
+    assert files == {name: (tmp_path / name).read_bytes() for name in NAMES}
+    attempt(tmp_path, schedule=before)  # its own is taken
+
+
+def test_reading_a_schedule_leaves_the_run_as_it_was(tmp_path) -> None:
+    options = {"schedule": lambda o: StepLR(o, 2, 0.5), "optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)}
+    assert same_state(learner(checkpoint=tmp_path, **options).fit(6), learner(**options).fit(6))
 
 
 def test_training_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path) -> None:

@@ -31,26 +31,35 @@ def step(model: nn.Module, inputs: Any, targets: Any, loss: Any = cross_entropy,
     return step_information(model, loss, inputs, targets, **(STEP | kw))
 
 
-def over_seeds(probes: int, error: str) -> dict[str, Tensor]:
-    """Each estimate and its squared standard error, stacked over the seeds."""
+def over_seeds(probes: int, error: str, seeds: int = SEEDS) -> dict[str, Tensor]:
+    """Each estimate and its standard error, stacked over the seeds."""
     model, x, y = small()
-    runs = [step(model, x, y, probes=probes, diagonal=True, error=error, generator=generator(s)) for s in range(SEEDS)]
+    kw: dict[str, Any] = {"probes": probes, "error": error, "diagonal": True, "checked": True}
+    runs = [step(model, x, y, generator=generator(s), **kw) for s in range(seeds)]
     names = ("along", "across", "across_error", "trace", "diagonal", "diagonal_across", "diagonal_error")
     return {name: torch.stack([getattr(r, name) for r in runs]) for name in names}
 
 
-@pytest.mark.parametrize(("probes", "error"), [(1, "product"), (2, "spread"), (4, "spread"), (2, "product")])
-def test_unbiased_with_honest_errors(probes: int, error: str) -> None:
+@pytest.mark.parametrize(
+    ("probes", "error", "seeds"), [(1, "product", 1000), (2, "spread", 1000), (2, "product", 400), (8, "spread", 400)]
+)
+def test_unbiased_with_honest_errors(probes: int, error: str, seeds: int) -> None:
+    """The mean over the seeds lies within 3 of its standard errors of the exact value, for trace, both parts and the
+    diagonal; the reported standard error (root mean square over the seeds: it is its square that is unbiased) lies
+    within 15 % of the observed spread, for EVERY record and every entry of the diagonal.
+
+    The spread over N seeds is itself uncertain, by √((κ − 1)/4N) for a kurtosis κ: one probe's diagonal entry is a
+    χ²₁ (κ = 15), 9 % at 400 seeds and 6 % at 1000, hence more seeds where there are few probes."""
     exact = dense_information(small()[0], cross_entropy, *small()[1:], **STEP)
-    got = over_seeds(probes, error)
-    assert torch.allclose(got["along"], exact.along.expand(SEEDS, -1), rtol=1e-10)
+    got = over_seeds(probes, error, seeds)
+    assert torch.allclose(got["along"], exact.along.expand(seeds, -1), rtol=1e-10)
     for name, want in (("across", exact.across), ("trace", exact.trace), ("diagonal", exact.diagonal)):
         spread = got[name].std(0)
-        assert ((got[name].mean(0) - want).abs() <= 3 * spread / SEEDS**0.5).all(), name
+        assert ((got[name].mean(0) - want).abs() <= 3 * spread / seeds**0.5).all(), name
     for estimate, reported in (("across", "across_error"), ("diagonal_across", "diagonal_error")):
         ratio = got[reported].square().mean(0).sqrt() / got[estimate].std(0)
-        assert ratio.mean().item() == pytest.approx(1, abs=0.05)
-        assert ((ratio - 1).abs() < 0.15).float().mean() > (0.95 if estimate == "across" else 0.85), ratio
+        assert ratio.mean().item() == pytest.approx(1, abs=0.05), estimate
+        assert (ratio - 1).abs().max() < 0.15, (estimate, ratio)
 
 
 def test_the_bound_is_above_every_spread() -> None:

@@ -165,6 +165,20 @@ def test_an_attacker_does_better_by_guessing_where_floors_are_high(digits: Path)
     assert "For all of the 200 images the floor lies below that guess" in words.verdict(exposed)[1]
 
 
+def test_what_is_not_sure_is_called_an_estimate(digits: Path) -> None:
+    view = _view(digits)
+    safe = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
+    upper = safe.dfil * 1.5
+    sure = View(view.run, replace(safe, upper=upper))
+    assert words.verdict(sure)[1].startswith("Such an attacker")
+    assert "not at that confidence" not in " ".join(words.sureness(sure))
+    wide = upper.clone()
+    wide[0, :3] = 1e9
+    unsure = View(view.run, replace(safe, upper=wide))
+    assert words.verdict(unsure)[1].startswith("By this estimate, such an attacker")
+    assert "For 3 images the floor lies above a guess by the estimate" in " ".join(words.sureness(unsure))
+
+
 def test_records_never_measured_are_counted_and_called_unprotected(digits: Path) -> None:
     view = _view(digits)
     measured = view.leakage.measured.clone()

@@ -177,6 +177,21 @@ def test_prints_whole(browser: Any, folders: dict[str, Path], kind: str) -> None
         _until(lambda: _width(page) != 640)
 
 
+def test_what_is_folded_is_printed(
+    browser: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report.records, "COLUMNS", 2)
+    path = tmp_path / "report.html"
+    path.write_bytes(report.confidential_page(read_run(folders["people"]), read_leakage(folders["people"])))
+    with opened(browser, path) as page:
+        folded = page.locator("details:not([open])")
+        assert folded.count() == 8
+        page.emulate_media(media="print")
+        _until(lambda: folded.count() == 0)
+        page.emulate_media(media="screen")
+        _until(lambda: folded.count() == 8)
+
+
 def test_dark_and_light(browser: Any, folders: dict[str, Path]) -> None:
     def light(page: Any, script: str) -> float:
         colour = page.evaluate(script)

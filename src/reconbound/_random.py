@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -48,3 +50,11 @@ def numbers_of(seed: int, purpose: str, step: int) -> np.random.Generator:
 def torch_stream(seed: int, purpose: str, step: int, device: torch.device | str = "cpu") -> torch.Generator:
     """torch's generator of that purpose and step. On the CPU it keeps 32 bits: for probes and first parameters only."""
     return torch.Generator(device=device).manual_seed(derive(seed, purpose, step) % 2**63)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """torch's global generators seeded for the time being, and as they were afterwards."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_available() else []):
+        torch.manual_seed(seed % 2**63)
+        yield

@@ -276,7 +276,7 @@ def expected_seconds(dataset: Dataset, plan: Plan) -> float:
     return plan.runs * (per_run + SNAPSHOTS * closer * measuring)
 
 
-def _step_seconds(dataset: Dataset, plan: Plan, measuring: bool, steps: int = 4) -> float:
+def _step_seconds(dataset: Dataset, plan: Plan, measuring: bool, steps: int = 3) -> float:
     times: list[float] = []
 
     def stamp(model: Any) -> dict[str, float]:

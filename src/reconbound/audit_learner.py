@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ._files import CONFIDENTIAL, PUBLIC, Unreadable, sealed, unsealed, write_whole
 from ._random import derive, numbers_of, torch_stream
 from .accountant import FisherAccountant
-from .fisher import StepInformation, step_information
+from .measure import Measurer
 from .plan import score
 from .sgd import PrivateSGD
 
@@ -95,6 +95,10 @@ class AuditLearner(PrivateSGD):
         assert self.accountant is not None
         account = replace(self.accountant.account, records=len(records), rules=self.accountant.account.rules[:1])
         ledger = FisherAccountant(account, diagonal="all" if each else "average", device=self.device)
+        more, data = replace(self.settings, probes=probes), (self.inputs, self.targets)
+        measurer = Measurer(
+            self.model, self.loss_fn, *data, more, self.private, diagonal=True, spectral=False, check=False
+        )
         parts = torch.arange(len(records)).split(max(1, _AT_ONCE // probes))
         own = {name: value.clone() for name, value in self.model.state_dict().items()}
         try:
@@ -102,7 +106,8 @@ class AuditLearner(PrivateSGD):
                 for step, length in self.snapshot_steps(run):
                     self._put_back(run, step)
                     for k, part in enumerate(parts):
-                        found = self._measure(records[part], probes, derive(self.seed, "run", run), step, k)
+                        seed = derive(self.seed, "run", run)
+                        found = measurer.information(records[part], torch_stream(seed, f"close {k}", step, self.device))
                         ledger.add(part, found, weight=length * account.sample_rate, stratified=True)
                 ledger.finish_run()
         finally:
@@ -115,30 +120,6 @@ class AuditLearner(PrivateSGD):
             self.model.load_state_dict(unsealed(path)[0])
         except FileNotFoundError:
             raise Unreadable(f"{path} has been removed: start over with --fresh") from None
-
-    def _measure(self, records: Tensor, probes: int, seed: int, step: int, part: int) -> StepInformation:
-        s = self.settings
-        found = step_information(
-            self.model,
-            self.loss_fn,
-            *self._rows(records),
-            max_grad_norm=s.max_grad_norm,
-            noise_multiplier=s.noise_multiplier,
-            clip=s.clip,
-            probes=probes,
-            diagonal=True,
-            error="bound",
-            generator=torch_stream(seed, f"close {part}", step, self.device),
-            private=self.private,
-            method=self._methods[1],
-            checked=True,
-        )
-        assert found.diagonal_across is not None
-        assert found.diagonal_along is not None
-        if self._columns is None:
-            return found
-        across, along = (d.flatten(1)[:, self._columns] for d in (found.diagonal_across, found.diagonal_along))
-        return replace(found, diagonal_across=across, diagonal_along=along)
 
 
 def _plain_file(model: nn.Module) -> bytes:

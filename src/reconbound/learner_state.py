@@ -6,7 +6,11 @@ leaves JSON, `unpack` puts them back. Nothing is ever pickled; what cannot be to
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import hashlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,19 +77,42 @@ def identity(learner: PrivateSGD) -> dict[str, Any]:
         "modules": {n: type(m).__name__ for n, m in learner.model.named_modules()},
     }
     data = {"records": learner.records, "digest": data_digest(learner.inputs, learner.targets)}
-    found = {"configuration": asked, "model": model, "optimizer": made(learner), "data": data}
+    found = {"configuration": asked, "model": model, "data": data}
+    found |= {"optimizer": made(learner), "schedule": scheduled(learner)}
     plain: dict[str, Any] = plain_json(found)
     return plain
 
 
 def made(learner: PrivateSGD) -> dict[str, Any]:
-    """The optimizer and the schedule as they were made, before any step."""
-    schedule = learner.schedule
-    return {
-        "class": type(learner.optimizer).__name__,
-        "groups": [{k: repr(v) for k, v in g.items() if k != "params"} for g in learner.optimizer.param_groups],
-        "schedule": None if schedule is None else type(schedule).__name__,
-    }
+    """The optimizer as it was made, before any step: its class and the hyper-parameters of each group."""
+    found: dict[str, Any] = {"class": type(learner.optimizer).__name__}
+    for i, group in enumerate(learner.optimizer.param_groups):
+        # a schedule writes lr at once, and keeps what it was in initial_lr
+        own = {**group, "lr": group.get("initial_lr", group.get("lr"))}
+        found |= {f"group {i} {k}": _number(v) for k, v in own.items() if k not in ("params", "initial_lr")}
+        found[f"group {i} parameters"] = len(group["params"])
+    return found
+
+
+def scheduled(learner: PrivateSGD) -> dict[str, Any]:
+    """The schedule as it was made: its class, its hyper-parameters, and a digest of what it does over the run.
+
+    Functions (of LambdaLR) cannot be read, so a fresh one is stepped through the run and all that it sets is compared;
+    in runs of more than 100,000 steps, through the first 100,000."""
+    if learner.make_schedule is None:
+        return {"class": None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has not been stepped
+        optimizer = learner.make_optimizer(list(learner.params.values()))
+        schedule = learner.make_schedule(optimizer)
+        state = pack(schedule.state_dict(), {}, "schedule", strict=False)
+        told = {str(k): v for k, v in state["dict"] if not str(k).startswith("_") and k != "last_epoch"}
+        sha = hashlib.sha256()
+        for _ in range(min(learner.steps, 100_000)):
+            rates = [[repr(v) for k, v in g.items() if k != "params"] for g in optimizer.param_groups]
+            sha.update(repr(rates).encode())
+            schedule.step()
+    return {"class": type(schedule).__name__, **told, "what it sets over the run": sha.hexdigest()[:16]}
 
 
 def data_digest(inputs: Any, targets: Any) -> str:
@@ -108,7 +135,7 @@ def snapshot(learner: PrivateSGD, belongs: dict[str, Any]) -> Checkpoint:
         "groups": pack(optimizer["param_groups"], tensors, "groups"),
     }
     if learner.schedule is not None:
-        facts["schedule"] = pack(learner.schedule.state_dict(), tensors, "schedule", strict=False)
+        facts["schedule_state"] = pack(learner.schedule.state_dict(), tensors, "schedule", strict=False)
     if learner.accountant is not None:
         facts["runs"] = learner.accountant.runs
         tensors |= {f"ledger/{name}": value for name, value in learner.accountant.state().items()}
@@ -124,7 +151,7 @@ def reinstate(learner: PrivateSGD, saved: Checkpoint) -> None:
         {"state": unpack(facts["state"], tensors), "param_groups": unpack(facts["groups"], tensors)}
     )
     if learner.schedule is not None:
-        learner.schedule.load_state_dict(unpack(facts["schedule"], tensors))
+        learner.schedule.load_state_dict(unpack(facts["schedule_state"], tensors))
     if learner.accountant is not None:
         learner.accountant.restore(_under("ledger/", tensors), facts["runs"])
     learner.seed, learner.run, learner.step = int(facts["seed"]), int(facts["run"]), int(facts["step"])
@@ -153,8 +180,24 @@ def reset_parameters(model: nn.Module) -> None:
             raise InputError("initialise", "must be given: no module resets the parameter", name)
 
 
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Training and evaluation modes of all modules as they were, whatever is done in between."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _number(value: Any) -> Any:
+    """A number as it is, so that 0 is 0.0; anything else written out."""
+    return value if type(value) in (bool, int, float) else repr(value)
 
 
 def _told(value: Any) -> Any:
@@ -163,4 +206,7 @@ def _told(value: Any) -> Any:
         return digest({"": value})
     if hasattr(value, "features") and hasattr(value, "part"):
         return [value.part, value.name, None if value.features is None else digest({"": value.features})]
-    return value if value is None or isinstance(value, (str, bool, int, float)) else [float(v) for v in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    plain = value is None or isinstance(value, (str, bool, int, float))
+    return value if plain else [v if isinstance(v, str) else float(v) for v in value]

@@ -88,8 +88,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "breast_cancer": {"sample_rate": 0.1, "steps": 150},
     "wine": {"sample_rate": 0.2, "steps": 100},
     "diabetes": {"sample_rate": 0.1, "steps": 150, "lr": 0.3},
-    "mnist": {"sample_rate": 0.01, "steps": 300, "runs": 3, "lr": 3.0},
-    "cifar10": {"sample_rate": 0.01, "steps": 300, "runs": 2, "lr": 1.0},
+    "mnist": {"sample_rate": 0.005, "steps": 400, "lr": 3.0, "budget": 2.5},  # 25 measurements: enough for limits
+    "cifar10": {"sample_rate": 0.005, "steps": 400, "lr": 1.0, "budget": 2.5},
 }
 
 
@@ -97,13 +97,14 @@ def default_plan(dataset: Dataset, **changes: Any) -> Plan:
     """The defaults for this data set, with some options changed; by its size where it is not one of the known ones.
 
     Of an unknown set of N records: batches of 5 % of them, at least 32 and at most 512, for 15 epochs and at most 800
-    steps; five runs, three from 5,000 records on."""
+    steps. Five runs and enough measurements of each record, 25, for confidence limits."""
     own = _OWN.get(dataset.name)
     if own is None:
         records = len(dataset.inputs)
         batch = min(records, max(32, min(512, round(0.05 * records))))
         own = {"sample_rate": batch / records, "steps": min(800, max(50, round(15 * records / batch)))}
-        own |= {"runs": 5 if records < 5000 else 3, "lr": 1.0 if dataset.task == "classes" else 0.3}
+        own["lr"] = 1.0 if dataset.task == "classes" else 0.3
+        own["budget"] = max(1.0, 6 / (own["steps"] * own["sample_rate"]))  # of the largest sets: six blocks a run
     plan = Plan(**own)
     return replace(plan, **changes) if changes else plan
 

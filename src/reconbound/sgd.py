@@ -9,29 +9,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from . import checkpoint as checkpoints
 from . import learner_state as states
 from . import noise as noises
 from ._check import InputError, number, whole
 from ._progress import progress_bar
-from ._random import derive, new_seed, torch_stream
+from ._random import derive, new_seed, seeded, torch_stream
 from .account import Account
 from .accountant import FisherAccountant
 from .budget import Blocks, batch_weight
-from .fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
-from .fisher.private import Problem, as_private, feature_mask, private_part
+from .fisher import Private, StepInformation
+from .measure import Fault, LossFn, Measurer, record_count, row_counts
 from .sampling import make_sampler
 from .settings import Settings
-from .validate import check_batch
 
-LossFn = Callable[[Any, Any], Tensor]
 Measured = list[tuple[Tensor, StepInformation, float, bool]]  # records, what was found, weight, once per block
 
 
@@ -53,7 +49,8 @@ class PrivateSGD:
         initialise: called on the model before each run of `repeat`; default: reset_parameters of every module that
             has a trainable parameter.
         private: the private part of a record, as in `step_information`.
-        diagonal, spectral, feature_scale: what else the ledger keeps, as in FisherAccountant.
+        diagonal, spectral, feature_scale: what else the ledger keeps, as in FisherAccountant. Records that the first
+            runs of `repeat` have chosen are measured at every step of the runs after them, apart from the budget.
         checkpoint: a folder for checkpoints, one process at a time; None for none. every: steps between two.
         evaluate: model → dictionary of numbers, called every `evaluate_every` steps and at the end.
         progress: show a progress bar, if output is a terminal.
@@ -86,7 +83,7 @@ class PrivateSGD:
         check: bool = True,
     ) -> None:
         self.model, self.loss_fn, self.inputs, self.targets, self.settings = model, loss_fn, inputs, targets, settings
-        self.records = _records(inputs, targets)
+        self.records = record_count(inputs, targets)
         self.sampler = make_sampler(settings.sampler, self.records, settings.sample_rate)
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.params:
@@ -99,13 +96,18 @@ class PrivateSGD:
         self.folder, self.every = checkpoint, whole("every", every)
         self.evaluate, self.evaluate_every = evaluate, whole("evaluate_every", evaluate_every, at_least=0)
         self.progress = progress
-        few = self._rows(torch.arange(min(3, self.records)))
-        if check:
-            check_batch(model, loss_fn, *few)
-        self._methods = [
-            covering_method(model, loss_fn, *few, part) for part in (Private("nothing"), as_private(private))
-        ]
-        self._columns, self.features = self._private_features(few)
+        self.measurer = Measurer(
+            model,
+            loss_fn,
+            inputs,
+            targets,
+            settings,
+            private,
+            diagonal=self.diagonal_kept,
+            spectral=spectral,
+            check=check,
+        )
+        self.features = self.measurer.features
         self.accountant: FisherAccountant | None = None
         self.history: list[dict[str, float]] = []
         self.kind, self.run, self.step, self.steps = "", 0, 0, 0
@@ -136,7 +138,7 @@ class PrivateSGD:
         settings = Settings(
             noise_multiplier,
             max_grad_norm,
-            whole("batch_size", batch_size) / _records(inputs, targets),
+            whole("batch_size", batch_size) / record_count(inputs, targets),
             sampler="fixed",
             lr=lr,
             momentum=momentum,
@@ -163,7 +165,7 @@ class PrivateSGD:
         with self._opened("repeat", steps, epochs):
             while self.run < count:
                 if self.step == 0:
-                    with _seeded(derive(self.seed, "initial", self.run)):
+                    with seeded(derive(self.seed, "initial", self.run)):
                         self.initialise(self.model)
                     self.restart()
                 self._train_run()
@@ -190,7 +192,7 @@ class PrivateSGD:
         last = (self.history[-1]["run"], self.history[-1]["step"]) if self.history else None
         due = self.step == self.steps or (self.evaluate_every and self.step and self.step % self.evaluate_every == 0)
         if self.evaluate is not None and due and last != (self.run, self.step):
-            with _modes_kept(self.model):
+            with states.modes_kept(self.model):
                 found = {name: float(value) for name, value in self.evaluate(self.model).items()}
             self.history.append({"run": self.run, "step": self.step, **found})
         if self.folder is None or self.order <= self._saved:
@@ -201,13 +203,13 @@ class PrivateSGD:
 
     def _train_step(self) -> None:
         s, seed = self.settings, derive(self.seed, "run", self.run)
-        sizes = _sizes(self.inputs, self.targets)
+        sizes = row_counts(self.inputs, self.targets)
         if sizes != {self.records}:
             self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
         chosen = self.sampler.batch(seed, self.step)
         if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.records:
             self._fail(f"a record from {int(chosen.min())} to {int(chosen.max())} was drawn: index out of range")
-        measured = self._measured_groups(seed)
+        measured, followed = self._measured_groups(seed), self._followed(seed)
         flat = self._gradient_sum(chosen, seed, measured).double()
         flat += s.noise_multiplier * s.max_grad_norm * noises.draw(s.noise, seed, self.step, len(flat), flat.device)
         flat /= self.sampler.divisor
@@ -223,6 +225,8 @@ class PrivateSGD:
         if self.accountant is not None:
             for indices, found, weight, stratified in measured:
                 self.accountant.add(indices, found, weight=weight, stratified=stratified)
+            if followed is not None:
+                self.accountant.follow(followed)
             if self.step + 1 == self.steps:
                 self.accountant.finish_run()
         self.step += 1
@@ -234,24 +238,13 @@ class PrivateSGD:
         if len(chosen) == 0:
             return torch.cat([torch.zeros_like(p).flatten() for p in self.params.values()])
         weight = None if self.accountant is None else batch_weight(s.budget, seed, self.step)
-        with self._explained(chosen):
+        with self._placed():
             if weight is not None:
-                found = self._information(chosen, seed, 0)
+                found = self.measurer.information(chosen, self._probes(seed, "0"))
                 measured.append((chosen, found, weight, False))
                 sums = found.gradient_sum
             else:
-                clipped = clipped_gradient_sum(
-                    self.model,
-                    self.loss_fn,
-                    *self._rows(chosen),
-                    max_grad_norm=s.max_grad_norm,
-                    clip=s.clip,
-                    micro_batch=s.micro_batch,
-                    method=self._methods[0],
-                    checked=True,
-                )
-                self._check_finite(chosen, clipped.loss, clipped.norm)
-                sums = clipped.gradient_sum
+                sums = self.measurer.gradient_sum(chosen)
         flat = torch.cat([sums[name].flatten() for name in self.params])
         if not bool(torch.isfinite(flat).all()):
             self._fail("the clipped gradient sum is not finite: the model has exploded; lower lr")
@@ -263,63 +256,32 @@ class PrivateSGD:
             return []
         measured: Measured = []
         for k, group in enumerate(self.plan.at(seed, self.step)):
-            with self._explained(group):
-                found = self._information(group, seed, k + 1)
+            with self._placed():
+                found = self.measurer.information(group, self._probes(seed, f"{k + 1}"))
             measured.append((group, found, self.plan.weight(self.step), True))
         return measured
 
-    def _information(self, indices: Tensor, seed: int, part: int) -> StepInformation:
-        s = self.settings
-        found = step_information(
-            self.model,
-            self.loss_fn,
-            *self._rows(indices),
-            max_grad_norm=s.max_grad_norm,
-            noise_multiplier=s.noise_multiplier,
-            clip=s.clip,
-            probes=s.probes,
-            diagonal=self.diagonal_kept,
-            spectral=self.spectral,
-            error="bound",
-            generator=torch_stream(seed, f"probe {part}", self.step, self.device),
-            micro_batch=s.micro_batch,
-            private=self.private,
-            method=self._methods[1],
-            checked=True,
-        )
-        self._check_finite(indices, found.loss, found.norm, found.trace)
-        if self._columns is None or found.diagonal_across is None or found.diagonal_along is None:
-            return found
-        across, along = (d.flatten(1)[:, self._columns] for d in (found.diagonal_across, found.diagonal_along))
-        return replace(found, diagonal_across=across, diagonal_along=along)
+    def _followed(self, seed: int) -> StepInformation | None:
+        """Measure the records whose features are kept, at the parameters before this step, drawn or not."""
+        if self.accountant is None or not self.accountant.features.followed or self.accountant.rows is None:
+            return None
+        if len(self.accountant.rows) == 0:
+            return None
+        with self._placed():
+            return self.measurer.information(self.accountant.rows, self._probes(seed, "kept"))
+
+    def _probes(self, seed: int, part: str) -> torch.Generator:
+        return torch_stream(seed, f"probe {part}", self.step, self.device)
 
     # --- errors --------------------------------------------------------------------------
 
-    def _check_finite(self, indices: Tensor, losses: Tensor, *others: Tensor) -> None:
-        """An error that names the first record whose loss, gradient or information is not a finite number."""
-        if bool(torch.isfinite(torch.stack([losses.double(), *(o.double() for o in others)])).all()):
-            return
-        for what, values in zip(("loss", "gradient norm", "information"), (losses, *others), strict=False):
-            bad = torch.nonzero(~torch.isfinite(values)).flatten()
-            if len(bad):
-                record, value = int(indices[int(bad[0])]), float(values[bad[0]])
-                large = max(float(p.detach().abs().max()) for p in self.params.values())
-                self._fail(f"record {record} has {what} {value} (the largest parameter is {large:.3g})")
-
     @contextmanager
-    def _explained(self, indices: Tensor) -> Iterator[None]:
-        """Name the record at fault where a label or a token is out of range."""
+    def _placed(self) -> Iterator[None]:
+        """Say at which run and step a record or the model was found at fault."""
         try:
             yield
-        except IndexError as reason:
-            for i in indices.tolist():
-                inputs, targets = self._rows(torch.tensor([i]))
-                try:
-                    with torch.no_grad():
-                        Problem(self.model, self.loss_fn, Private("nothing")).losses(torch.zeros(1), inputs, targets)
-                except IndexError as own:
-                    self._fail(f"record {i} has an index that is out of range: {own}")
-            self._fail(f"an index is out of range: {reason}")
+        except Fault as reason:
+            self._fail(str(reason))
 
     def _fail(self, what: str) -> NoReturn:
         saved = "" if self.folder is None else f"; the last good state is in {os.fspath(self.folder)}"
@@ -378,6 +340,8 @@ class PrivateSGD:
             feature_scale=self.feature_scale,
             device=self.device,
         )
+        # at a step of a shuffled epoch the parameters tell whether a record was seen: only batches can be measured
+        self.accountant.features.followed = self.accountant.diagonal == "chosen" and s.sampler != "shuffle"
         if isinstance(s.budget, float):
             group = max(1, min(self.records, round(rate * self.records)))
             self.plan = Blocks(self.records, rate, self.steps, s.budget, group)
@@ -404,58 +368,9 @@ class PrivateSGD:
         s = self.settings
         return torch.optim.SGD(parameters, lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
 
-    # --- data -------------------------------------------------------------------------------
-
     @property
     def diagonal_kept(self) -> bool:
         return not (isinstance(self.diagonal, str) and self.diagonal == "none")
-
-    def _rows(self, indices: Tensor) -> tuple[Any, Any]:
-        def pick(t: Any) -> Any:
-            return t[indices.to(t.device)].to(self.device) if isinstance(t, Tensor) else t
-
-        return tree_map(pick, self.inputs), tree_map(pick, self.targets)
-
-    def _private_features(self, few: tuple[Any, Any]) -> tuple[Tensor | None, int]:
-        """Which columns of a record's flattened private part are private (None: all), and how many."""
-        private = as_private(self.private)
-        z = private_part(Problem(self.model, self.loss_fn, private), *few)
-        mask = feature_mask(private, z)
-        if mask is None:
-            return None, z[0].numel()
-        columns = torch.nonzero(mask.flatten()).flatten()
-        if len(columns) == 0:
-            raise InputError("private", "must name at least one feature", self.private)
-        return columns, len(columns)
-
-
-def _sizes(inputs: Any, targets: Any) -> set[int]:
-    return {len(t) if t.dim() > 0 else 0 for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)}
-
-
-def _records(inputs: Any, targets: Any) -> int:
-    sizes = _sizes(inputs, targets)
-    if len(sizes) != 1 or 0 in sizes:
-        raise InputError("inputs", "and targets must have one row for each record", sorted(sizes))
-    return sizes.pop()
-
-
-@contextmanager
-def _modes_kept(model: nn.Module) -> Iterator[None]:
-    """Training and evaluation modes of all modules as they were, whatever is done in between."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_available() else []):
-        torch.manual_seed(seed % 2**63)
-        yield
 
 
 __all__ = ["PrivateSGD", "Settings", "TrainingError"]

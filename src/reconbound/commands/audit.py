@@ -75,6 +75,17 @@ def audit_command(
     data_folder: Annotated[
         Path | None, typer.Option(help="Folder with mnist/ or cifar10/ (default: the variable RECONBOUND_DATA).")
     ] = None,
+    drop: Annotated[str | None, typer.Option(metavar="A,B", help="Columns of a CSV file to leave out.")] = None,
+    header: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Names of a CSV file's columns, where it has no first row of them."),
+    ] = None,
+    size: Annotated[
+        int | None, typer.Option(**Whole, help="Longest side, in pixels, to bring a folder's images to.")
+    ] = None,
+    test_share: Annotated[
+        float | None, typer.Option(help="Share of the records held out for testing (0.2), where there is no test set.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(**Whole, help="Train on at most so many records.")] = None,
     publish_accuracy: Annotated[
         bool, typer.Option("--publish-accuracy", help="Put the accuracy into the public page too.")
@@ -105,6 +116,9 @@ def audit_command(
     if epochs is not None and steps is not None:
         raise typer.BadParameter("does not go with --steps", param_hint="--epochs")
     wishes: dict[str, Any] = {"target": target, "private": private, "limit": limit, "folder": data_folder}
+    wishes |= {"drop": drop, "header": None if header is None else header.split(","), "size": size}
+    if test_share is not None:
+        wishes["test_share"] = test_share
     resume = "; run the same command again to go on"
     with plain_errors(resume):
         from ..data.tables import read_ranges, read_units
@@ -159,6 +173,8 @@ def _run(
     open_folder(out)
     if not fresh:
         refuse_other(out, dataset, plan)
+    if plan.seed is not None and not quiet:
+        print("Note: whoever guesses the seed knows the noise: release no model that had --seed", file=sys.stderr)
     if not quiet:
         for line in told_plan(dataset, plan, out, fresh):
             print(line, file=sys.stderr if as_json else sys.stdout, flush=True)

@@ -13,6 +13,7 @@ from torch.func import grad, jvp, vjp, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from reconbound.fisher.checks import no_dependence, no_gradient
 from reconbound.fisher.gradients import Params, Route, trainable
 from reconbound.fisher.private import Inputs, Problem, batch_rows
 
@@ -30,13 +31,24 @@ class GenericPass:
 
     method: Literal["layers", "generic"] = "generic"
 
-    def __init__(self, problem: Problem, z: Tensor, inputs: Inputs, targets: Any, *, route: Route = "reverse") -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        z: Tensor,
+        inputs: Inputs,
+        targets: Any,
+        *,
+        route: Route = "reverse",
+        check: bool = False,
+    ) -> None:
         if route == "forward":
             load_forward_mode()
         self.problem, self.z, self.route = problem, z.detach(), route
         self.params = {name: p.detach() for name, p in trainable(problem).items()}
         self.public = (inputs, targets)
         self._check_dependence()
+        if check:
+            self._check_private()
         self.gradients, self.losses = self._each(lambda z, pub: self._gradient(z, pub), self.z)
 
     def squared_norms(self) -> Tensor:
@@ -83,6 +95,23 @@ class GenericPass:
                     "the loss reaches trainable parameters by another way than calling the model (a penalty inside "
                     "loss_fn?): a record's gradient must come from its own loss alone"
                 )
+
+    def _check_private(self) -> None:
+        """The gradient of a record must depend on its private part, and there must be one; two records, two losses."""
+        one = batch_rows((self.z, *self.public), slice(0, 1))
+        z, inputs, targets = tree_map(lambda t: torch.cat([t, t]) if isinstance(t, Tensor) else t, one)
+        z = z.detach().requires_grad_()
+        params = {name: p.clone().requires_grad_() for name, p in self.params.items()}
+        with torch.enable_grad():
+            losses = self.problem.losses(z, inputs, targets, params)
+            if not losses.requires_grad:
+                raise no_gradient()
+            found = torch.autograd.grad(losses.sum(), [*params.values()], create_graph=True, allow_unused=True)
+            moving = [g.sum() for g in found if g is not None and g.requires_grad]
+        if all(g is None for g in found):
+            raise no_gradient()
+        if not moving or torch.autograd.grad(moving, z, allow_unused=True)[0] is None:
+            raise no_dependence(self.problem.private.part)
 
     def _loss(self, params: Params, z: Tensor, public: Any) -> Tensor:
         one = tree_map(lambda t: t.unsqueeze(0) if isinstance(t, Tensor) else t, public)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from reconbound.fisher import layers
+from reconbound.fisher.checks import no_dependence, no_gradient
 from reconbound.fisher.layers import EmbeddingRule
 from reconbound.fisher.private import Inputs, Problem, batch_rows
 from reconbound.fisher.recorder import NotCovered, Recorder, Site, check_covered, check_leading
@@ -72,7 +73,8 @@ def trainable(problem: Problem) -> dict[str, Tensor]:
 class LayerPass:
     """One forward and one backward pass, recorded; then every product by layer rules.
 
-    check: first run a batch of another size, to see that the leading dimension of every layer's input counts records.
+    check: first run a batch of another size, to see that the leading dimension of every layer's input counts records;
+        and refuse gradients that do not depend on z.
     measured: keep the graph, for products with J; without it there are norms and weighted sums alone.
     sloped: also take ∇_z ℓ on the way.
     """
@@ -94,6 +96,7 @@ class LayerPass:
         if check:
             _check_small_batch(problem, self.params, z, inputs, targets)
         self.z = z.detach().requires_grad_()
+        self.strict = problem.private.part if check else None
         with torch.enable_grad():
             losses, self.outputs, sites = _recorded(problem, self.params, self.z, inputs, targets)
             check_covered(losses, sites, self.params)
@@ -128,7 +131,8 @@ class LayerPass:
         if not isinstance(f, Tensor) or f.dim() < 2 or f.shape[0] != len(self.losses) or not f.requires_grad:
             return None
         flat = f.detach().flatten(1)
-        return _backward([f], self.z, [(flat - flat.mean(1, keepdim=True)).reshape(f.shape)])
+        arrived = _backward([f], self.z, [(flat - flat.mean(1, keepdim=True)).reshape(f.shape)])
+        return torch.zeros_like(self.z) if arrived is None else arrived
 
     def probe(self, direction: Params) -> tuple[Tensor, Tensor]:
         along_output: list[Tensor | None] = []
@@ -287,12 +291,18 @@ class LayerPass:
                 where.append((i, False))
         total = torch.stack(dots).sum(0) if dots else torch.zeros_like(self.losses)
         if not moving:
-            return total, _backward(outputs, self.z, seeds)
+            return total, self._at_z(_backward(outputs, self.z, seeds))
         seeds = [seed.detach().requires_grad_() for seed in seeds]
         with torch.enable_grad():
-            pulled = _backward(outputs, self.z, seeds, create_graph=True)
+            pulled = self._at_z(_backward(outputs, self.z, seeds, create_graph=True))
         self.tangents = _Tangents(where, seeds, pulled)
         return total, pulled.detach()
+
+    def _at_z(self, arrived: Tensor | None) -> Tensor:
+        """What arrived at z; nothing at all means that no gradient depends on it."""
+        if arrived is None and self.strict is not None:
+            raise no_dependence(self.strict) if self.sites else no_gradient()
+        return torch.zeros_like(self.z) if arrived is None else arrived
 
     def _moved_pairs(self, v: Tensor) -> list[list[Pair]]:
         """Jv as pairs: the gradients made by (a, δ̇) and (ȧ, δ), the dots being derivatives along v.
@@ -359,11 +369,12 @@ def _output_gradients(losses: Tensor, at: Any, *, create_graph: bool) -> list[Te
     return list(torch.autograd.grad(losses.sum(), at, create_graph=create_graph, allow_unused=True))
 
 
-def _backward(outputs: list[Tensor], z: Tensor, seeds: list[Tensor], *, create_graph: bool = False) -> Tensor:
+def _backward(outputs: list[Tensor], z: Tensor, seeds: list[Tensor], *, create_graph: bool = False) -> Tensor | None:
+    """None: nothing leads from the outputs to z."""
     if not outputs:
-        return torch.zeros_like(z)
+        return None
     (at_z,) = torch.autograd.grad(outputs, z, seeds, retain_graph=True, create_graph=create_graph, allow_unused=True)
-    return torch.zeros_like(z) if at_z is None else at_z
+    return at_z
 
 
 def _joined(factors: list[Pair]) -> Pair:

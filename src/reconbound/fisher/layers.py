@@ -98,6 +98,8 @@ class ConvRule:
 
     def from_columns(self, columns: Tensor, shape: torch.Size) -> Tensor:
         """The transpose of columns: add every patch back where it came from, one kernel offset at a time."""
+        if columns.is_cuda and self.interleaves:
+            return self.from_interleaved(columns, shape)
         if self.rank == 2 and (shape[1] > _FEW_CHANNELS or columns.is_cuda):
             flat = columns.reshape(shape[0], -1, columns.shape[-1])
             return F.fold(flat, tuple(shape[2:]), self.kernel, self.dilation, self.padding, self.stride)
@@ -116,6 +118,29 @@ class ConvRule:
             window += columns[:, :, k]
         inner = tuple(slice(p, p + s) for p, s in zip(self.padding, shape[2:], strict=True))
         return out[(slice(None), slice(None), *inner)]
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether whole blocks of stride × stride patches' pixels fall on whole blocks: F.fold is slower at that."""
+        if self.rank != 2 or set(self.dilation) != {1} or min(self.stride) < 2:
+            return False
+        blocks = [k / s for k, s in zip(self.kernel, self.stride, strict=True)]
+        return all(b == int(b) for b in blocks) and math.prod(blocks) <= _MANY_OFFSETS
+
+    def from_interleaved(self, columns: Tensor, shape: torch.Size) -> Tensor:
+        """from_columns by blocks: pixel (i, j) of a patch lies in block (i // stride, j // stride) at a fixed place."""
+        (down, right), (s, r), (n, m) = self.kernel, self.stride, self._places(shape)
+        down, right = down // s, right // r
+        high, wide = (-(-(size + 2 * p) // step) for size, p, step in zip(shape[2:], self.padding, (s, r), strict=True))
+        blocks = columns.reshape(*shape[:2], down, s, right, r, n, m)
+        out = columns.new_zeros(*shape[:2], max(high, n + down - 1), s, max(wide, m + right - 1), r)
+        by_place = out.permute(0, 1, 3, 5, 2, 4)
+        for i in range(down):
+            for j in range(right):
+                by_place[..., i : i + n, j : j + m] += blocks[:, :, i, :, j]
+        whole = out.reshape(*shape[:2], out.shape[2] * s, out.shape[4] * r)
+        up, left = self.padding
+        return whole[:, :, up : up + shape[2], left : left + shape[3]]
 
     def _spread_by_convolution(self, columns: Tensor, shape: torch.Size, places: tuple[int, ...]) -> Tensor:
         """from_columns as one transposed convolution with a one-hot weight: one launch in the place of many."""

@@ -5,6 +5,7 @@ Everything else (other inputs, the label, the tokens behind an embedding) is pub
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
+
+from reconbound.fisher.checks import check_losses
 
 Inputs = Any  # a tensor, or a tuple or dictionary of tensors: model(x), model(*x) or model(**x)
 
@@ -55,11 +58,7 @@ class Problem:
         with _replaced(self.model, self.private, z), sdpa_kernel(SDPBackend.MATH):
             outputs = _call(self.model, inputs, params)
             losses = self.loss_fn(outputs, targets)
-        if losses.shape != (z.shape[0],):
-            raise ValueError(
-                f"loss_fn must return one loss per record, shape ({z.shape[0]},), got {tuple(losses.shape)}: "
-                'it may have been reduced over the batch (use reduction="none") or not over the record'
-            )
+        check_losses(losses, z.shape[0])
         return losses, outputs
 
 
@@ -100,11 +99,13 @@ def feature_mask(private: Private, z: Tensor) -> Tensor | None:
     """The chosen features as a 0/1 tensor of one record's shape, or None when all are private."""
     if private.features is None:
         return None
-    chosen, size = private.features.flatten(), z[0].numel()
+    chosen, size = private.features.flatten(), math.prod(z.shape[1:])
     if chosen.dtype == torch.bool:
         if chosen.numel() != size:
             raise ValueError(f"the mask of private features has {chosen.numel()} entries, a record has {size}")
         return chosen.to(z).reshape(z.shape[1:])
+    if chosen.device.type == "cpu" and chosen.numel() and not -size <= int(chosen.min()) <= int(chosen.max()) < size:
+        raise ValueError(f"the private features must lie in 0 to {size - 1}, got {chosen.min()} to {chosen.max()}")
     mask = torch.zeros(size, dtype=z.dtype, device=z.device)
     mask[chosen.to(z.device)] = 1
     return mask.reshape(z.shape[1:])

@@ -8,17 +8,22 @@ of v along orthonormal q_1, q_2, ... are random SIGNS (all others Gaussian), the
 
 so that a q close to a leading eigenvector of M takes its eigenvalue out of the variance. Two such directions cost next
 to nothing: h = Jᵀĝ, known exactly anyway, and the slope ∇_z ℓ; a third, the slope of the outputs' own size, costs one
-backward pass.
+backward pass. These are each record's own. Others are shared by the batch: a few in which the slopes of many records
+lie (`shared_directions`), found once for all.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 _CLOSE = 0.05  # two directions nearer than this are taken as one, for their difference would be rounding
+SHARED_FROM = 64  # records whose slopes the shared directions are taken from: the first ones, however they are batched
+_ROUNDS = 2  # of the subspace iteration
+_FAINT = 1e-5  # what is left of a shared direction beside the others; less is rounding, in float32 too
 
 
 def draw_probes(
@@ -34,6 +39,43 @@ def draw_probes(
 def draw_input_probes(z: Tensor, probes: int, generator: torch.Generator | None = None) -> list[Tensor]:
     """Independent standard normal directions of one record's private part."""
     return [torch.randn(z.shape[1:], generator=generator, device=z.device, dtype=z.dtype) for _ in range(probes)]
+
+
+def draw_signs(z: Tensor, probes: int, generator: torch.Generator | None = None) -> list[Tensor]:
+    """For each probe three random signs, for the directions of each record's own, (3, 1)."""
+    drawn = torch.randn(probes, 3, 1, generator=generator, device=z.device, dtype=z.dtype)
+    return list(torch.where(drawn < 0, -torch.ones_like(drawn), torch.ones_like(drawn)))
+
+
+def shared_directions(slopes: Tensor, count: int) -> Tensor:
+    """Orthonormal directions (or zero) near the leading ones of the slopes, (count, d): a few subspace iterations.
+
+    Args:
+        slopes: (R, ...), one record's each; their lengths do not count.
+        count: how many; at most R and d of them are not zero.
+
+    Any orthonormal directions will do for the expectation, as long as the probe was drawn without them.
+    """
+    units, _ = _units(torch.nan_to_num(slopes.flatten(1), 0.0, 0.0, 0.0))  # one bad record must not spoil the others
+    rows = torch.arange(len(units), device=units.device, dtype=units.dtype)
+    start = torch.cos((rows[:, None] + 0.5) * rows[: min(count, len(rows), units.shape[1])] * (math.pi / len(rows)))
+    found = start.T @ units
+    for _ in range(_ROUNDS):
+        found = (found @ units.T) @ units
+    found, _ = _units(found)
+    basis = found[:1]
+    for v in found[1:]:
+        for least in (_FAINT, 0.0):  # twice, so that nothing of the others is left but rounding
+            v, _ = _units(torch.addmv(v, basis.T, basis @ v, alpha=-1), at_least=least)
+        basis = torch.cat([basis, v[None]])
+    return basis
+
+
+def with_shared_signs(omega: Tensor, shared: Tensor) -> Tensor:
+    """ω with its components along the shared directions, (k, d), replaced by their signs; of ω's shape."""
+    flat = omega.flatten()
+    components = shared @ flat
+    return torch.addmv(flat, shared.T, components.sign() - components).reshape(omega.shape)
 
 
 class Basis:
@@ -57,19 +99,20 @@ class Basis:
             rest, _ = _units(_removed(rest, self.q))
             self.q = rest[None] if self.q is None else torch.cat([self.q, rest[None]])
 
-    def with_signs(self, omega: Tensor, records: int) -> Tensor:
-        """ω (of one record's shape) with its components along each record's basis replaced by their signs, (B, ...).
+    def with_signs(self, omega: Tensor, records: int, signs: Tensor | None = None) -> Tensor:
+        """ω (of one record's shape) with its components along each record's basis replaced by signs, (B, ...).
 
-        v = ω + Σ_j q_j (sign⟨q_j, ω⟩ − ⟨q_j, ω⟩)
+        v = ω + Σ_j q_j (ε_j − ⟨q_j, ω⟩),   ε_j given, (3, 1), or else sign⟨q_j, ω⟩
 
-        For ω ~ N(0, I) the components ⟨q_j, ω⟩ and the rest of ω are independent, so E[vvᵀ] = I whatever the basis is.
-        A zero q_j changes nothing.
+        With ε independent of ω and E[ωωᵀ] = I, E[vvᵀ] = (I − QQᵀ) + QQᵀ = I whatever the basis is. For ω ~ N(0, I) the
+        components ⟨q_j, ω⟩ are independent of the rest of ω and their own signs will do. A zero q_j changes nothing.
         """
         v = omega.expand(records, *omega.shape)
         if self.q is None:
             return v
         components = self.q @ omega.flatten()
-        change = (components.sign() - components).unsqueeze(2)
+        wanted = components.sign() if signs is None else signs[: len(self.q)]
+        change = (wanted - components).unsqueeze(2)
         flat = omega.flatten()
         for q, k in zip(self.q, change, strict=True):
             flat = torch.addcmul(flat, q, k)

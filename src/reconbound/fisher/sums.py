@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,10 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from reconbound._check import InputError
+from reconbound.fisher.checks import (
+    capturing,
+    check_arguments,
+    check_common,
+    check_trainable,
+    check_values,
+    wrong_kind,
+)
 from reconbound.fisher.clipping import Clip, check_clip, clipping
 from reconbound.fisher.generic import GenericPass
 from reconbound.fisher.gradients import LayerPass, NotCovered, Pass, Route, trainable
 from reconbound.fisher.private import Inputs, Private, Problem, batch_rows, check_rows, private_part
+from reconbound.fisher.probes import SHARED_FROM
 
 Method = Literal["auto", "layers", "generic"]
 
@@ -46,20 +55,21 @@ def clipped_gradient_sum(
 
     Σ_i c(‖g_i‖) g_i
 
-    The arguments are those of step_information, and the sum is the same. checked: skip the look at a batch of another
-    size, which the caller has had made for this model (see covering_method).
+    The arguments are those of step_information, and the sum is the same. checked: skip the checks that
+    read values and the look at a batch of another size, which the caller has had made (see covering_method).
 
     Guarantee: adding or removing one record moves the sum by at most sensitivity(clip) · max_grad_norm.
     """
     check_common(max_grad_norm, micro_batch, method)
+    check_arguments(model, loss_fn, inputs, targets)
     problem = Problem(model, loss_fn, Private("nothing"))
-    params = check_trainable(problem)
-    first = next((leaf for leaf in tree_leaves((inputs, targets)) if isinstance(leaf, Tensor)), None)
-    if first is None:
-        raise ValueError("inputs and targets hold no tensor")
+    params = released(problem)
+    first = next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
     z = next(iter(params.values())).detach().new_zeros(first.shape[0])
     check_rows("inputs", inputs, len(z))
     check_rows("targets", targets, len(z))
+    if not (checked or capturing(z)):
+        check_values(model, inputs, targets)
     present = None if mask is None else as_present(mask, z)
     total = {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items()}
     norms, factors, losses = [z[:0]], [z[:0]], [z[:0]]
@@ -83,7 +93,7 @@ def covering_method(
 
     "generic" if the layer rules do not cover it; else "auto". Calls with that method may then say checked=True."""
     problem = Problem(model, loss_fn, private)
-    check_trainable(problem)
+    released(problem)
     if private.part == "nothing":
         first = next(leaf for leaf in tree_leaves((inputs, targets)) if isinstance(leaf, Tensor))
         z = next(iter(trainable(problem).values())).detach().new_zeros(first.shape[0])
@@ -114,7 +124,22 @@ def open_pass(
         except NotCovered as reason:
             if method == "layers":
                 raise ValueError(f'no layer rule covers this model: {reason}; use method="generic"') from reason
-    return GenericPass(problem, *batch, route=route)
+        except RuntimeError as error:
+            raise (wrong_kind(error, batch[0], trainable(problem)) if check else None) or error from error
+    return GenericPass(problem, *batch, route=route, check=check and measured)
+
+
+def first_slopes(
+    problem: Problem, batch: tuple[Tensor, Inputs, Any], micro_batch: int, method: Method, route: Route, *, check: bool
+) -> tuple[Tensor, Method]:
+    """∇_z ℓ of the first records, (R, ...), in micro-batches, and the method that was found to cover the model."""
+    slopes: list[Tensor] = []
+    for rows in micro_batches(min(len(batch[0]), SHARED_FROM), micro_batch):
+        some = batch_rows(batch, rows)
+        work = open_pass(problem, some, method, route, check=check and not slopes, measured=False, sloped=True)
+        method = work.method
+        slopes.append(work.slope())
+    return torch.cat(slopes), method
 
 
 def micro_batches(records: int, size: int | None) -> Iterator[slice]:
@@ -123,40 +148,16 @@ def micro_batches(records: int, size: int | None) -> Iterator[slice]:
         yield slice(start, min(start + size, records))
 
 
-def as_present(mask: Tensor, z: Tensor) -> Tensor:
-    if mask.shape != (z.shape[0],):
-        raise ValueError(f"mask must have one entry per record, shape ({z.shape[0]},), got {tuple(mask.shape)}")
-    return mask.to(z)
-
-
-def check_trainable(problem: Problem) -> dict[str, Tensor]:
-    for name, module in problem.model.named_modules():
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise ValueError(
-                f"the module {name or type(module).__name__!r} is compiled: pass the model as it was before"
-            )
+def released(problem: Problem) -> dict[str, Tensor]:
+    """The parameters whose gradients are released, or what is wrong with them."""
     params = trainable(problem)
-    if not params:
-        raise ValueError("the model has no trainable parameters: nothing is released")
+    check_trainable(problem.model, params)
     return params
 
 
-def check_common(max_grad_norm: float, micro_batch: int | None, method: str) -> None:
-    check_positive("max_grad_norm", max_grad_norm)
-    check_at_least_one("micro_batch", 1 if micro_batch is None else micro_batch)
-    check_choice("method", method, ("auto", "layers", "generic"))
-
-
-def check_positive(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be positive and finite, got {value!r}")
-
-
-def check_at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value!r}")
-
-
-def check_choice(name: str, given: str | int, allowed: tuple[str | int, ...]) -> None:
-    if given not in allowed:
-        raise ValueError(f"{name} must be one of {allowed}, got {given!r}")
+def as_present(mask: Tensor, z: Tensor) -> Tensor:
+    if not isinstance(mask, Tensor):
+        raise InputError("mask", "must be a tensor of 0 and 1, (B,)", type(mask).__name__)
+    if mask.shape != (z.shape[0],):
+        raise ValueError(f"mask must have one entry per record, shape ({z.shape[0]},), got {tuple(mask.shape)}")
+    return mask.to(z)

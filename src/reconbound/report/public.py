@@ -26,7 +26,7 @@ ABOUT = {
     "private": "Private",
     "public": "Public",
 }
-ATTACKERS = {"unbiased": "not biased", "any": "any"}
+ATTACKERS = {"unbiased": "unbiased attacker", "any": "any attacker"}
 
 
 def floor_rows(run: Run, unit: float = 1.0) -> list[dict[str, Any]]:
@@ -87,6 +87,7 @@ def context(run: Run) -> dict[str, Any]:
         "guess_middle": "±0.5",
         "of_range": "of the range",
         "columns": column_rows(run),
+        "any_unbiased": (line(run, "theorem1") or 0.0) >= NOTHING,
         "membership": membership(found),
         "rero": [(f"{r['kappa']:g}", f"{r['success']:.3g}") for r in found.get("rero", ())],
         "epsilons": epsilons(found),

@@ -58,13 +58,13 @@ def pixel_information(diagonal: np.ndarray, shape: Sequence[int], private: np.nd
 
 
 def heat_range(information: np.ndarray) -> tuple[float, float] | None:
-    """Ends of the colour scale, log10 of information: from its largest down to its 2 % quantile, 4 decades at most."""
+    """Ends of the colour scale, log10 of information: from its largest down to its 2 % quantile, 6 decades at most."""
     positive = information[np.isfinite(information) & (information > 0)]
     if positive.size == 0:
         return None
     high = float(np.log10(positive.max()))
     low = float(np.log10(np.quantile(positive, 0.02)))
-    return min(max(low, high - 4), high - 0.05), high
+    return min(max(low, high - 6), high - 0.05), high
 
 
 def heat(information: np.ndarray, ends: tuple[float, float]) -> np.ndarray:

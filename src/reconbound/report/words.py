@@ -63,7 +63,9 @@ def _listed(parts: list[str]) -> str:
 
 def _second(view: View) -> str:
     below, all_of = view.below(view.guess), count(view.records, view.noun)
-    estimate = "By this estimate, such" if view.leakage.upper is None else "Such"
+    upper = view.upper_floor
+    unsure = upper is None or bool((upper < view.guess).any())
+    estimate = "By this estimate, such" if unsure else "Such"
     exposed = view.parts_below_guess()
     if below == 0 and exposed:
         return (
@@ -132,6 +134,12 @@ def _confidence(view: View) -> str:
     if rare:
         were = "was" if rare == 1 else "were"
         said += f"{count(rare, view.noun)} {were} measured too rarely for a limit. "
+    short = int((limited & (upper < view.guess) & (view.floor >= view.guess)).sum())
+    if short:
+        said += (
+            f"For {count(short, view.noun)} the floor lies above a guess by the estimate but not at that confidence: "
+            "more runs would tell. "
+        )
     return said + "The limits are checked by simulation, not proved: docs/theory-accounting.md."
 
 

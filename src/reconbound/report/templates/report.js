@@ -16,7 +16,9 @@
 
   // Paper is narrower or wider than the screen: draw for it, and go back afterwards.
   const PAPER = 640;
+  const folded = document.querySelectorAll("details:not([open])");
   function onPaper(printing) {
+    for (const some of folded) some.open = printing;
     for (const place of drawn) {
       Plotly.relayout(place, printing ? { width: PAPER, autosize: false } : { width: null, autosize: true });
     }

@@ -1,0 +1,152 @@
+"""What the arguments of a step must satisfy, each message naming the argument; nothing here changes a value.
+
+`check_arguments` costs no look at the data and is always made. `check_values` reads data and parameters (on CUDA it
+waits for them), so it is left out while a graph is captured and where the caller has made it before (checked=True).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path
+
+from reconbound._check import InputError
+from reconbound.validate.structure import check_structure
+
+
+def check_arguments(model: Any, loss_fn: Any, inputs: Any, targets: Any, generator: Any = None) -> None:
+    """Kinds and devices: a module, a function, tensors on the module's device, a generator there too."""
+    if not isinstance(model, nn.Module):
+        raise InputError("model", "must be a torch.nn.Module", type(model).__name__)
+    if not callable(loss_fn):
+        raise InputError("loss_fn", "must be a function (outputs, targets) -> losses, (B,)", type(loss_fn).__name__)
+    devices = {p.device for p in model.parameters()}
+    device = next(iter(devices)) if len(devices) == 1 else None  # spread over several: PyTorch must say
+    for name, tree in (("inputs", inputs), ("targets", targets)):
+        tensors = 0
+        for place, leaf in _leaves(name, tree):
+            if isinstance(leaf, np.ndarray | np.generic):
+                raise ValueError(f"{place} is a NumPy array, it must be a tensor: torch.as_tensor({place})")
+            if isinstance(leaf, Tensor):
+                tensors += 1
+                if device is not None and leaf.device != device:
+                    raise ValueError(f"{place} is on {leaf.device}, the model on {device}: use {place}.to('{device}')")
+        if not tensors and (name == "inputs" or tree is not None):
+            raise ValueError(
+                f"{name} must be a tensor with one row per record, or a tuple or dictionary of such, "
+                f"got {type(tree).__name__} without a tensor"
+            )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise InputError("generator", "must be a torch.Generator", generator)
+    if generator is not None and device is not None and generator.device.type != device.type:
+        raise ValueError(
+            f"generator is on {generator.device}, the model on {device}: torch.Generator('{device.type}') is wanted"
+        )
+
+
+def check_values(model: nn.Module, inputs: Any, targets: Any) -> None:
+    """No BatchNorm, no dropout left on, finite parameters (ModelError, naming the module); finite data."""
+    check_structure(model)
+    for name, tree in (("inputs", inputs), ("targets", targets)):
+        for place, leaf in _leaves(name, tree):
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.is_meta:
+                continue
+            bad = ~torch.isfinite(leaf)
+            if bool(bad.any()):
+                where = [int(i) for i in bad.nonzero()[0]]
+                raise ValueError(
+                    f"{place}{where} is {leaf[tuple(where)].item()}, one of {int(bad.sum())} values that are not "
+                    "finite: remove those records or fill the values in"
+                )
+
+
+def capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing may wait for a value."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _leaves(name: str, tree: Any) -> Iterator[tuple[str, Any]]:
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        yield name + "".join(map(str, path)), leaf
+
+
+def check_losses(losses: Any, records: int) -> None:
+    """One floating-point loss for each record."""
+    if not isinstance(losses, Tensor) or not losses.is_floating_point():
+        kind = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(f"loss_fn must return a floating-point tensor with one loss per record, (B,), got {kind}")
+    if losses.shape == (records,):
+        return
+    shape = tuple(losses.shape)
+    if len(shape) > 1 and shape[0] == records:
+        what = f"(B, {', '.join(map(str, shape[1:]))}): sum or average it over each record, losses.flatten(1).mean(1)"
+    elif math.prod(shape) == 1:
+        what = 'a single number: it was reduced over the batch, use reduction="none"'
+    else:
+        what = f"{shape} for {records} records: it was reduced over the batch or counts something else"
+    raise ValueError(f"loss_fn must return one loss per record, shape (B,), got {what}")
+
+
+def check_trainable(model: nn.Module, params: Mapping[str, Tensor]) -> None:
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"the module {name or type(module).__name__!r} is compiled: pass the model as it was before"
+            )
+    if not params:
+        raise ValueError("the model has no trainable parameters: nothing is released")
+
+
+def check_common(max_grad_norm: float, micro_batch: int | None, method: str) -> None:
+    check_positive("max_grad_norm", max_grad_norm)
+    check_at_least_one("micro_batch", 1 if micro_batch is None else micro_batch)
+    check_choice("method", method, ("auto", "layers", "generic"))
+
+
+def check_positive(name: str, value: Any) -> None:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, Real):
+        raise InputError(name, "must be a number", value)
+    if not 0 < float(value) < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {value!r}")
+
+
+def check_at_least_one(name: str, value: Any) -> None:
+    if not isinstance(value, Integral):
+        raise InputError(name, "must be a whole number", value)
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value!r}")
+
+
+def check_choice(name: str, given: str | int, allowed: tuple[str | int, ...]) -> None:
+    if given not in allowed:
+        raise ValueError(f"{name} must be one of {allowed}, got {given!r}")
+
+
+CUT = (
+    "look for detach(), .data, argmax, integer casts, NumPy or torch.no_grad() in the model and in loss_fn; a true "
+    "zero passes with checked=True"
+)
+
+
+def no_dependence(part: str) -> ValueError:
+    return ValueError(f"the gradient does not depend on the private part ({part}): {CUT}")
+
+
+def no_gradient() -> ValueError:
+    return ValueError(f"the loss does not depend on any trainable parameter: {CUT}")
+
+
+def wrong_kind(error: RuntimeError, z: Tensor, params: Mapping[str, Tensor]) -> ValueError | None:
+    """A clear word for what PyTorch says of a float64 batch that meets a float32 model."""
+    kind = next(iter(params.values())).dtype
+    if "type" not in str(error) or z.dtype == kind:
+        return None
+    return ValueError(f"the private part is {z.dtype}, the model {kind}: convert one of them, inputs.to({kind})")

@@ -1,0 +1,104 @@
+"""What a step says of each record of its batch, and how micro-batches are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, repr=False)
+class StepInformation:
+    """The information that one step gives about each record of the batch, in units of 1/(private part)².
+
+    Every per-record tensor has shape (B,), every per-feature tensor the shape of the private part, (B, ...). All are
+    divided by (σC)², the variance of the noise on the sum. For a record that is known to take part in the step the
+    information is `trace`; exact subsampling weights `across` and `along` by its two factors, the diagonal alike.
+    These numbers tell about single records: keep them as confidential as the records.
+
+    loss: ℓ, (B,).
+    norm: n = ‖g‖, the gradient's norm before clipping, (B,).
+    factor: c(n), (B,). clipped_norm: c(n) n, (B,).
+    along: (c + c'n)² ‖h‖²/(σC)², the part along the gradient, exact, (B,).
+    across: c² Tr JᵀPJ/(σC)², the part across it, estimated, (B,). across_error: its standard error, (B,).
+    gradient_sum: Σ c g over the batch, by parameter name, each of the parameter's shape; no noise is on it.
+    features: d, the number of private features of a record. probes: how many probes `across` is from.
+    diagonal_along, diagonal_across, diagonal_error: the same three for each feature, if asked for, (B, ...).
+    spectral: the largest eigenvalue of J̃ᵀJ̃/(σC)², by power iteration, from below, if asked for, (B,).
+    spectral_residual: ‖J̃ᵀJ̃v − ρv‖/(σC)² at the end of it, (B,): an eigenvalue lies so near.
+    """
+
+    loss: Tensor
+    norm: Tensor
+    factor: Tensor
+    clipped_norm: Tensor
+    along: Tensor
+    across: Tensor
+    across_error: Tensor
+    gradient_sum: dict[str, Tensor]
+    features: int
+    probes: int
+    diagonal_along: Tensor | None = None
+    diagonal_across: Tensor | None = None
+    diagonal_error: Tensor | None = None
+    spectral: Tensor | None = None
+    spectral_residual: Tensor | None = None
+
+    def __repr__(self) -> str:
+        """Sizes alone: the values are secret, and long."""
+        also = [name for name in ("diagonal", "spectral") if getattr(self, name) is not None]
+        more = f", with {' and '.join(also)}" if also else ""
+        probes = f"{self.probes} probe{'s' if self.probes != 1 else ''}"
+        return f"StepInformation({len(self.loss)} records, {self.features} private features, {probes}{more})"
+
+    @property
+    def trace(self) -> Tensor:
+        """Tr J̃ᵀJ̃/(σC)², (B,); its standard error is across_error, for the part along the gradient has none."""
+        return self.along + self.across
+
+    @property
+    def diagonal(self) -> Tensor | None:
+        """diag(J̃ᵀJ̃)/(σC)²: how much each feature leaks, of the private part's shape."""
+        if self.diagonal_along is None or self.diagonal_across is None:
+            return None
+        return self.diagonal_along + self.diagonal_across
+
+
+@dataclass
+class Part:
+    """One micro-batch's share of a StepInformation."""
+
+    loss: Tensor
+    norm: Tensor
+    factor: Tensor
+    clipped_norm: Tensor
+    along: Tensor
+    across: Tensor
+    across_error: Tensor
+    diagonal_along: Tensor | None = None
+    diagonal_across: Tensor | None = None
+    diagonal_error: Tensor | None = None
+    spectral: Tensor | None = None
+    spectral_residual: Tensor | None = None
+    gradient_sum: dict[str, Tensor] = field(default_factory=dict)
+
+
+def nothing(params: Mapping[str, Tensor], z: Tensor, features: int, probes: int) -> StepInformation:
+    """A Poisson batch may be empty."""
+    none = z.new_zeros(0)
+    sums = {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items()}
+    return StepInformation(none, none, none, none, none, none, none, sums, features, probes)
+
+
+def joined(parts: list[Part], features: int, probes: int) -> StepInformation:
+    values: dict[str, Any] = {}
+    for f in fields(Part):
+        pieces = [getattr(p, f.name) for p in parts]
+        if f.name == "gradient_sum":
+            values[f.name] = {name: sum(p[name] for p in pieces[1:]) + first for name, first in pieces[0].items()}
+        else:
+            values[f.name] = None if pieces[0] is None else torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    return StepInformation(**values, features=features, probes=probes)

@@ -1,0 +1,166 @@
+"""Clipped gradient sums and the information of a step, for the records of a data set at a model's present parameters.
+
+What is wrong with a record (a loss that is not finite, a label out of range) is a Fault that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ._check import InputError
+from .fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
+from .fisher.private import Problem, as_private, feature_mask, private_part
+from .settings import Settings
+from .validate import check_batch
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+class Fault(RuntimeError):
+    """A record or a model that training cannot go on with."""
+
+
+class Measurer:
+    """Gradients and information of a model's records, as one run's settings ask for them.
+
+    Args:
+        model, loss_fn, inputs, targets, settings, private: as in PrivateSGD.
+        diagonal, spectral: whether measurements have them. check: check model and data first.
+
+    Attributes:
+        features: d, private features of a record.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        inputs: Any,
+        targets: Any,
+        settings: Settings,
+        private: Private | Tensor | str | None,
+        *,
+        diagonal: bool,
+        spectral: bool,
+        check: bool,
+    ) -> None:
+        self.model, self.loss_fn, self.inputs, self.targets, self.settings = model, loss_fn, inputs, targets, settings
+        self.private, self.diagonal, self.spectral = private, diagonal, spectral
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.device = self.params[0].device
+        few = self.rows(torch.arange(min(3, record_count(inputs, targets))))
+        if check:
+            check_batch(model, loss_fn, *few)
+        self._methods = [
+            covering_method(model, loss_fn, *few, part) for part in (Private("nothing"), as_private(private))
+        ]
+        self._columns, self.features = self._private_features(few)
+
+    def rows(self, indices: Tensor) -> tuple[Any, Any]:
+        """Inputs and targets of these records, on the model's device."""
+
+        def pick(t: Any) -> Any:
+            return t[indices.to(t.device)].to(self.device) if isinstance(t, Tensor) else t
+
+        return tree_map(pick, self.inputs), tree_map(pick, self.targets)
+
+    def gradient_sum(self, indices: Tensor) -> dict[str, Tensor]:
+        """Σ c g over these records, by parameter name."""
+        s = self.settings
+        with self._explained(indices):
+            clipped = clipped_gradient_sum(
+                self.model,
+                self.loss_fn,
+                *self.rows(indices),
+                max_grad_norm=s.max_grad_norm,
+                clip=s.clip,
+                micro_batch=s.micro_batch,
+                method=self._methods[0],
+                checked=True,
+            )
+        self._check_finite(indices, clipped.loss, clipped.norm)
+        return clipped.gradient_sum
+
+    def information(self, indices: Tensor, generator: torch.Generator) -> StepInformation:
+        """What a step would tell about each of these records, its probes drawn from the generator."""
+        s = self.settings
+        with self._explained(indices):
+            found = step_information(
+                self.model,
+                self.loss_fn,
+                *self.rows(indices),
+                max_grad_norm=s.max_grad_norm,
+                noise_multiplier=s.noise_multiplier,
+                clip=s.clip,
+                probes=s.probes,
+                diagonal=self.diagonal,
+                spectral=self.spectral,
+                error="bound",
+                generator=generator,
+                micro_batch=s.micro_batch,
+                private=self.private,
+                method=self._methods[1],
+                checked=True,
+            )
+        self._check_finite(indices, found.loss, found.norm, found.trace)
+        if self._columns is None or found.diagonal_across is None or found.diagonal_along is None:
+            return found
+        across, along = (d.flatten(1)[:, self._columns] for d in (found.diagonal_across, found.diagonal_along))
+        return replace(found, diagonal_across=across, diagonal_along=along)
+
+    def _check_finite(self, indices: Tensor, losses: Tensor, *others: Tensor) -> None:
+        """An error that names the first record whose loss, gradient or information is not a finite number."""
+        if bool(torch.isfinite(torch.stack([losses.double(), *(o.double() for o in others)])).all()):
+            return
+        for what, values in zip(("loss", "gradient norm", "information"), (losses, *others), strict=False):
+            bad = torch.nonzero(~torch.isfinite(values)).flatten()
+            if len(bad):
+                record, value = int(indices[int(bad[0])]), float(values[bad[0]])
+                large = max(float(p.detach().abs().max()) for p in self.params)
+                raise Fault(f"record {record} has {what} {value} (the largest parameter is {large:.3g})")
+
+    @contextmanager
+    def _explained(self, indices: Tensor) -> Iterator[None]:
+        """Name the record at fault where a label or a token is out of range."""
+        try:
+            yield
+        except IndexError as reason:
+            for i in indices.tolist():
+                inputs, targets = self.rows(torch.tensor([i]))
+                try:
+                    with torch.no_grad():
+                        Problem(self.model, self.loss_fn, Private("nothing")).losses(torch.zeros(1), inputs, targets)
+                except IndexError as own:
+                    raise Fault(f"record {i} has an index that is out of range: {own}") from own
+            raise Fault(f"an index is out of range: {reason}") from reason
+
+    def _private_features(self, few: tuple[Any, Any]) -> tuple[Tensor | None, int]:
+        """Which columns of a record's flattened private part are private (None: all), and how many."""
+        private = as_private(self.private)
+        z = private_part(Problem(self.model, self.loss_fn, private), *few)
+        mask = feature_mask(private, z)
+        if mask is None:
+            return None, z[0].numel()
+        columns = torch.nonzero(mask.flatten()).flatten()
+        if len(columns) == 0:
+            raise InputError("private", "must name at least one feature", self.private)
+        return columns, len(columns)
+
+
+def row_counts(inputs: Any, targets: Any) -> set[int]:
+    """Rows of the tensors of a data set: one number if all agree."""
+    return {len(t) if t.dim() > 0 else 0 for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)}
+
+
+def record_count(inputs: Any, targets: Any) -> int:
+    """Records of a data set, or an InputError where its tensors do not agree."""
+    sizes = row_counts(inputs, targets)
+    if len(sizes) != 1 or 0 in sizes:
+        raise InputError("inputs", "and targets must have one row for each record", sorted(sizes))
+    return sizes.pop()

@@ -1,0 +1,97 @@
+"""What can be told from the model alone: trainable parameters, batch statistics, dropout, kinks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+_SMOOTH = "replace them by smooth ones: tanh or GELU for the activation, average pooling for max pooling"
+
+_KINKED_MODULES = tuple(
+    getattr(nn, name)
+    for name in (  # noqa: SIM905
+        "ReLU ReLU6 LeakyReLU PReLU RReLU SELU Hardtanh Hardsigmoid Hardswish Hardshrink Softshrink Threshold "
+        "MaxPool1d MaxPool2d MaxPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d FractionalMaxPool2d "
+        "FractionalMaxPool3d"
+    ).split()
+)
+
+
+LOSS = "loss_fn"  # stands for a module's path where the loss function is meant
+
+
+class ModelError(ValueError):
+    """The model, its loss or its data allow no statement about single records; the message says what to change."""
+
+
+class ReconboundWarning(UserWarning):
+    """The numbers can be computed, but what they promise is weaker than it looks; the message says why."""
+
+
+ModelError.__module__ = ReconboundWarning.__module__ = "reconbound.validate"  # where they are to be imported from
+
+
+def place(path: str) -> str:
+    return path if path == LOSS else f"module '{path}'" if path else "the model's own forward"
+
+
+def label(model: nn.Module, path: str) -> str:
+    return path if path == LOSS else f"{place(path)} ({type(model.get_submodule(path)).__name__})"
+
+
+def check_structure(model: nn.Module) -> None:
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise ModelError("no parameter of the model requires a gradient: call requires_grad_() on those to be trained")
+    for name, p in trainable:
+        if not bool(torch.isfinite(p).all()):
+            raise ModelError(f"parameter '{name}' is not finite: training has diverged, or the checkpoint is damaged")
+    for path, module in model.named_modules():
+        if _uses_batch_statistics(module):
+            raise ModelError(
+                f"{label(model, path)} mixes the records of a batch: its statistics are taken over them, so that no "
+                "loss belongs to one record. Use nn.GroupNorm (or nn.LayerNorm), or, with statistics from public "
+                "data, eval mode"
+            )
+        if _drops_at_random(module):
+            raise ModelError(
+                f"{label(model, path)} drops values at random: call .eval() on it or set its rate to 0 (the noise "
+                "that protects is the one on the gradient)"
+            )
+
+
+def _uses_batch_statistics(module: nn.Module) -> bool:
+    if isinstance(module, _BatchNorm):
+        return module.training or module.running_mean is None
+    return isinstance(module, _InstanceNorm) and module.training and module.track_running_stats
+
+
+def _drops_at_random(module: nn.Module) -> bool:
+    if not module.training:
+        return False
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.RNNBase):
+        return module.dropout > 0 and module.num_layers > 1
+    return isinstance(module, nn.RReLU) or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
+
+
+def kinked_modules(model: nn.Module) -> dict[str, str]:
+    return {path: type(m).__name__ for path, m in model.named_modules() if isinstance(m, _KINKED_MODULES)}
+
+
+def warn_kinks(kinks: Mapping[str, str]) -> None:
+    if kinks:
+        places = ", ".join(f"{place(path)} ({what})" for path, what in kinks.items())
+        warnings.warn(
+            f"kinks in {places}: the gradient jumps with the input there, the Fisher information does not count the "
+            f"jumps, and the error floors are not proved; {_SMOOTH}",
+            ReconboundWarning,
+            stacklevel=3,
+        )

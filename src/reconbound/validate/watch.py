@@ -1,0 +1,202 @@
+"""A run of the model on a few records, watched: what each module got and gave, and the operations that matter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
+
+from reconbound.validate.structure import LOSS, ModelError, label
+
+LossFn = Callable[[Any, Any], Tensor]
+
+KINKED_OPS = frozenset(
+    (  # noqa: SIM905
+        "relu leaky_relu rrelu_with_noise _prelu_kernel hardtanh hardsigmoid hardswish hardshrink softshrink threshold "
+        "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d "
+        "fractional_max_pool3d mkldnn_max_pool2d abs maximum minimum fmax fmin multi_margin_loss sort topk"
+    ).split()
+)
+STEP_OPS = frozenset({"round", "floor", "ceil", "trunc", "sign", "heaviside", "floor_divide", "bucketize"})
+
+
+def _tensors(name: str, tree: Any) -> list[tuple[str, Tensor]]:
+    leaves, _ = tree_flatten_with_path(tree)
+    return [(name + "".join(map(str, path)), leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def record_count(inputs: Any) -> int:
+    first = next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+    return int(first.shape[0]) if first.dim() else 0
+
+
+def check_data(inputs: Any, targets: Any) -> None:
+    named = _tensors("inputs", inputs) + _tensors("targets", targets)
+    if not any(name.startswith("inputs") for name, _ in named):
+        raise ModelError(f"inputs must hold at least one tensor, got {type(inputs).__name__}")
+    records = record_count(inputs)
+    for name, x in named:
+        if x.dim() == 0 or x.shape[0] != records or records == 0:
+            raise ModelError(f"{name} has shape {tuple(x.shape)}: its first dimension must be the {records} records")
+        finite = torch.isfinite(x)
+        if not bool(finite.all()):
+            where = [int(i) for i in (~finite).nonzero()[0]]
+            feature = where[1] if len(where) == 2 else tuple(where[1:])
+            place = f"record {where[0]}" + (f", feature {feature}," if where[1:] else "")
+            raise ModelError(
+                f"{name}: {place} is {x[tuple(where)].item()}, one of {int((~finite).sum())} values that are not "
+                "finite: remove those records or fill the values in"
+            )
+
+
+def rows(tree: Any, rows: list[int]) -> Any:
+    return tree_map(lambda leaf: leaf[rows].detach() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+@dataclass
+class Trace:
+    """One watched run: the losses, what each module got and gave, and the operations that matter, by module path."""
+
+    losses: Tensor = field(default_factory=lambda: torch.empty(0))
+    inputs: Any = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    stack: list[str] = field(default_factory=list)
+    calls: list[tuple[str, Any, Any]] = field(default_factory=list)  # path, (args, kwargs), output; innermost first
+    kinks: dict[str, str] = field(default_factory=dict)
+    steps: dict[str, str] = field(default_factory=dict)
+    in_place: dict[str, str] = field(default_factory=dict)
+    seeded: dict[str, str] = field(default_factory=dict)
+    attention: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def here(self) -> str:
+        return self.stack[-1] if self.stack else LOSS
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the operations that a run performs on tensors of the graph, with the module that performs them."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = trace
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, trace = func._overloadpacket.__name__, self.trace
+        plain = name.removesuffix("_")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            trace.seeded.setdefault(trace.here, name)
+        if any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            if plain in KINKED_OPS or _is_kinked(plain, args, kwargs):
+                trace.kinks.setdefault(trace.here, plain)
+            if plain in STEP_OPS:
+                trace.steps.setdefault(trace.here, plain)
+            if name != plain and func._schema.is_mutable:
+                trace.in_place.setdefault(trace.here, name)
+            if "scaled_dot_product" in name:
+                trace.attention.setdefault(trace.here, name)
+        return func(*args, **kwargs)
+
+
+def _is_kinked(name: str, args: Any, kwargs: Any) -> bool:
+    """A clamp at 0 is a ReLU; ELU and its kin are smooth to first order only where alpha times the input scale is 1."""
+    if name in ("clamp", "clamp_min"):
+        low = args[1] if len(args) > 1 else kwargs.get("min")
+        return isinstance(low, int | float) and low == 0
+    if name == "elu":
+        alpha, input_scale = (args[i] if len(args) > i else 1 for i in (1, 3))
+        return not math.isclose(alpha * input_scale, 1.0)
+    return False
+
+
+def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
+    """Forward pass and losses, watched; inputs are fresh leaves, buffers are copies."""
+    trace = Trace(inputs=tree_map(leaf, inputs), buffers={name: b.clone() for name, b in model.named_buffers()})
+    args, kwargs = arguments(trace.inputs)
+    with _recorded_calls(model, trace), _Watch(trace):
+        try:
+            outputs = functional_call(model, trace.buffers, args, kwargs)
+        except RuntimeError as error:
+            if "in-place" not in str(error):
+                raise
+            raise in_place_error(model, {trace.here: "its input"}, error) from error
+        trace.losses = loss_fn(outputs, tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, targets))
+    check_losses(trace.losses, record_count(inputs))
+    return trace
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+
+
+def leaf(x: Any) -> Any:
+    return x.detach().clone().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x
+
+
+@contextmanager
+def _recorded_calls(model: nn.Module, trace: Trace) -> Iterator[None]:
+    def enter(path: str) -> Callable[..., None]:
+        return lambda module, args, kwargs: trace.stack.append(path)
+
+    def leave(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            trace.stack.pop()
+            trace.calls.append((path, (args, kwargs), output))
+
+        return hook
+
+    handles = []
+    for path, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(enter(path), with_kwargs=True))
+        handles.append(module.register_forward_hook(leave(path), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def random_state_kept(model: nn.Module) -> Iterator[None]:
+    cuda = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(i for i in cuda if i is not None)):
+        yield
+
+
+def check_losses(losses: Any, records: int) -> None:
+    if not isinstance(losses, Tensor) or not losses.is_floating_point():
+        kind = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
+        raise ModelError(f"loss_fn returned {kind}: it must return a floating-point tensor, one loss for each record")
+    shape = tuple(losses.shape)
+    if shape == (records,):
+        bad = (~torch.isfinite(losses)).nonzero()
+        if len(bad):
+            raise ModelError(f"the loss of record {int(bad[0])} is {losses[bad[0]].item()}: model or loss_fn overflows")
+        return
+    if len(shape) > 1 and shape[0] == records:
+        advice = "sum or average it over each record, for example losses.flatten(1).mean(1)"
+    else:
+        advice = "it was reduced over the batch; build the loss with reduction='none'"
+    raise ModelError(f"loss_fn returned {shape} for {records} records, not one loss for each, ({records},): {advice}")
+
+
+def in_place_error(model: nn.Module, places: Mapping[str, str], error: RuntimeError) -> ModelError:
+    where = " and ".join(f"{label(model, path)}: {name}" for path, name in places.items()) or "the model"
+    return ModelError(
+        f"a value that the derivatives need was changed in place, at {where}. Use inplace=False, and x = x + y in "
+        f"place of x += y ({first_line(error)})"
+    )
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).split("\n")[0].split(". ")[0]

@@ -1,0 +1,33 @@
+"""The guides run: every python block, in order, in one place; what it prints is the text block under it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("guide", [DOCS / "guide-private-sgd.md"], ids=lambda p: p.name)
+def test_guide_runs(guide: Path, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = BLOCK.findall(guide.read_text())
+    assert len(blocks) > 10
+    names: dict = {"__name__": "guide"}
+    printed = ""
+    for kind, content in blocks:
+        if kind == "text":
+            assert printed.strip() == content.strip()
+            printed = ""
+            continue
+        assert printed == "", "a block prints something that the guide does not show"
+        told = io.StringIO()
+        with contextlib.redirect_stdout(told):
+            exec(compile(content, f"{guide.name}: {content.splitlines()[0]}", "exec"), names)
+        printed = told.getvalue()
+    assert printed == ""
