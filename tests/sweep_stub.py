@@ -27,7 +27,7 @@ class Stub:
             mark = folder / "steps"
             done = len(mark.read_text()) if mark.exists() else 0
             while done < STEPS:
-                time.sleep(0.02)
+                time.sleep(0.05)
                 with mark.open("a") as file:
                     file.write(".")
                 done += 1

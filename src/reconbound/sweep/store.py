@@ -11,12 +11,10 @@ another process could otherwise come. Time is the server's, or this machine's fo
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import optuna
@@ -24,13 +22,11 @@ import sqlalchemy as sql
 from optuna.trial import FrozenTrial, TrialState
 
 from .._check import InputError
-from .._files import CONFIDENTIAL
+from .database import alone, checked_url, engine_options, locked_from_the_start
 
-BACKENDS = ("sqlite", "postgresql")
 ERRORS = 3  # a trial that raised so often has failed
 DEATHS = 50  # and so has one on which so many workers died
 _NEVER = 1e18
-_LOCK = 0x7265636F6E  # "recon": the key of PostgreSQL's advisory lock
 
 _LEASES = sql.Table(
     "reconbound_leases",
@@ -70,18 +66,18 @@ class Store:
     def __init__(
         self, url: str, name: str, *, lease: float = 60.0, sampler: Any = None, objectives: int = 2, new: bool = True
     ) -> None:
-        self.url, self.name, self.lease = _checked_url(url), name, lease
+        self.url, self.name, self.lease = checked_url(url), name, lease
         self.shown = self.url.render_as_string(hide_password=True)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         try:
-            with _alone(self.url):
+            with alone(self.url):
                 self.storage = optuna.storages.RDBStorage(
-                    self.url.render_as_string(hide_password=False), engine_kwargs=_engine_options(self.url)
+                    self.url.render_as_string(hide_password=False), engine_kwargs=engine_options(self.url)
                 )
                 _LEASES.create(self.storage.engine, checkfirst=True)
                 self.engine = self.storage.engine
                 if self.url.get_backend_name() == "sqlite":
-                    _locked_from_the_start(self.engine)
+                    locked_from_the_start(self.engine)
                 self.study = _study(self.storage, name, sampler, objectives, new)
         except KeyError:
             raise InputError("name", f"must be that of a sweep in {self.shown}", name) from None
@@ -101,7 +97,7 @@ class Store:
             facts: what must stay the same as long as the sweep lives.
             trials: for each a "slot" (its name), and its "setting", "params" and "distributions" where they are fixed.
         """
-        with _alone(self.url):
+        with alone(self.url):
             had = self.study.user_attrs.get("sweep")
             if had is None:
                 self.study.set_user_attr("sweep", dict(facts))
@@ -267,75 +263,6 @@ def _now(connection: Any) -> float:
     if connection.dialect.name == "sqlite":
         return time.time()
     return float(connection.execute(sql.text("SELECT extract(epoch FROM clock_timestamp())")).scalar())
-
-
-def _checked_url(url: str) -> Any:
-    try:
-        made = sql.make_url(url)
-        backend = made.get_backend_name()
-    except (sql.exc.ArgumentError, ValueError):
-        raise InputError(
-            "storage", "must be a URL such as sqlite:///sweep.db or postgresql://user@host/name", url
-        ) from None
-    if backend not in BACKENDS or (backend == "sqlite" and not _file(made)):
-        shown = made.render_as_string(hide_password=True)
-        raise InputError("storage", "must be a SQLite file or a PostgreSQL database", shown)
-    return made
-
-
-def _file(url: Any) -> str:
-    return "" if url.database in (None, "", ":memory:") else str(url.database)
-
-
-def _engine_options(url: Any) -> dict[str, Any]:
-    if url.get_backend_name() == "sqlite":
-        return {"connect_args": {"timeout": 120}}
-    return {"pool_pre_ping": True, "pool_size": 2, "connect_args": {"connect_timeout": 15}}
-
-
-def _locked_from_the_start(engine: Any) -> None:
-    """BEGIN IMMEDIATE instead of sqlite3's own habit of beginning at the first write; a write-ahead log.
-
-    The log outlives a killed process; a loss of power may undo the last moments, which are then done again."""
-
-    def connected(connection: Any, _: Any) -> None:
-        connection.isolation_level = None
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-
-    def begun(connection: Any) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-    sql.event.listen(engine, "connect", connected)
-    sql.event.listen(engine, "begin", begun)
-    engine.dispose()
-
-
-@contextmanager
-def _alone(url: Any) -> Iterator[None]:
-    """One process at a time: making tables and trials is not for two. The lock dies with its holder."""
-    if url.get_backend_name() == "sqlite":
-        path = Path(_file(url))
-        with suppress(FileExistsError):  # made here, so that SQLite does not choose its mode; never opened again:
-            # to close a file's handle lets go of the locks that SQLite holds on it in this process
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, CONFIDENTIAL))
-        handle = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, CONFIDENTIAL)
-        try:
-            with suppress(ImportError):  # Windows
-                import fcntl
-
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(handle)
-        return
-    engine = sql.create_engine(url, **_engine_options(url))
-    try:
-        with engine.connect() as connection:
-            connection.execute(sql.text(f"SELECT pg_advisory_lock({_LOCK})"))
-            yield
-    finally:
-        engine.dispose()  # the session's end lets go of the lock
 
 
 def _study(storage: Any, name: str, sampler: Any, objectives: int, new: bool) -> Any:
