@@ -142,10 +142,11 @@ def test_a_part_of_another_file_is_thrown_away(server, digits, tmp_path):
     "wrong",
     [
         gzip.compress(idx(np.zeros((40, 28, 28), np.uint8))),
-        gzip.compress(bytes(10_000_000)),  # a small file that grows
+        gzip.compress(bytes(10_000_000)),
         b"<html>not found</html>",
         gzip.compress(bytes(31_376))[:-20],
     ],
+    ids=["other digits", "a small file that grows", "a page", "cut off"],
 )
 def test_wrong_content_is_refused_and_not_kept(server, digits, tmp_path, wrong):
     server.files[IMAGES] = wrong

@@ -64,6 +64,56 @@ def test_without_noise_the_record_is_found(name, intercept, method):
     assert found.mse[clear].max() < 1e-12
 
 
+@pytest.mark.parametrize("name", ["logistic", "squared"])
+def test_told_counts_the_side_of_the_fold_from_the_intercept(name):
+    """A large intercept: were it left out, a fifth of the records or more would be put on the other side."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(80, 3)) / 2
+    score = 3 * x[:, 0] + rng.normal(size=80) + 2
+    o = minimise(x, score if name == "squared" else (score > 0).astype(float), LOSSES[name], l2=0.02)
+    assert abs(o.weights[0, -1]) > 0.5
+    at = o.scores[:, 0] - o.weights[0, -1]
+    side, naive = (o.slopes[:, 0] + o.curvatures * s for s in (at, o.scores[:, 0]))
+    clear = (np.abs(o.slopes[:, 0]) > 1e-3) & (np.abs(side) > 1e-2)
+    assert np.mean((side > 0) != (naive > 0)) > 0.2
+    assert simulate(o, 1e-12, 2, branch="told", random_state=0).mse[clear].max() < 1e-12
+
+
+def test_nearest_leaves_the_attacked_record_out_of_the_mean():
+    """The one other member of a class of two stands for it: with the record in the mean other roots would be taken."""
+    other_roots = 0
+    for seed, noise in ((seed, noise) for seed in range(20) for noise in (1e-6, 0.3)):
+        rng = np.random.default_rng(seed)
+        x, y = rng.normal(size=(14, 2)) - [1.0, 0.0], np.zeros(14)
+        x[0], y[:2] = [0.8, 0.3], 1
+        x[1] = x[0] * rng.uniform(1.5, 6)
+        o = minimise(x, y, Logistic(), l2=0.02, intercept=False)
+        released = o.weights + noise * np.random.default_rng(0).standard_normal((30, 1, 2))
+        found = simulate(o, noise, 30, records=[0, 1], keep=30, random_state=0).reconstructions
+        for i in (0, 1):
+            rest = np.arange(14) != i
+            kind = {"loss": o.loss, "l2": o.l2, "intercept": False}
+            guess = reconstruct(released, x[rest], y[rest], 1, near=x[1 - i], **kind)
+            np.testing.assert_allclose(found[i], guess, rtol=1e-6, atol=1e-9)
+            np.testing.assert_allclose(reconstruct(released, x[rest], y[rest], 1, **kind), guess)
+            with_it = reconstruct(released, x[rest], y[rest], 1, near=x[:2].mean(axis=0), **kind)
+            other_roots += noise < 1e-5 and not np.allclose(with_it, guess, rtol=1e-3)
+    assert other_roots > 3
+
+
+def test_what_an_attack_does_not_use():
+    """ "Ratio" never asks for the label; with three classes neither the branch nor `near` is asked for."""
+    o = solved("softmax", True)
+    x, rest = o.rows[:, : o.dim], np.arange(80) > 0
+    told, nearest = (simulate(o, 0.1, 20, branch=branch, random_state=0) for branch in ("told", "nearest"))
+    np.testing.assert_array_equal(told.mse, nearest.mse)
+    kind = {"loss": o.loss, "l2": o.l2}
+    guesses = [reconstruct(o.weights, x[rest], o.y[rest], label, method="ratio", **kind) for label in (0, 1)]
+    np.testing.assert_array_equal(*guesses)
+    guesses = [reconstruct(o.weights + 0.1, x[rest], o.y[rest], 1, near=at, **kind) for at in (np.zeros(5), np.ones(5))]
+    np.testing.assert_array_equal(*guesses)
+
+
 def tight(o, noise, trials=10_000):
     """Ratio of realised variance to the Cramér–Rao floor on records in the linear regime, and that floor."""
     floor = leakage(o, noise, spectral=False, diagonal=False).cramer_rao.value
@@ -104,25 +154,79 @@ def test_floor_is_tight_for_the_likeliest_record(name, intercept):
     Softmax's records run at fewer trials, with the wider sampling error that this leaves."""
     o, noise = solved(name, intercept), 1e-7
     trials, some = (600, 20) if name == "softmax" else (10_000, 50)
-    floor = leakage(o, noise, spectral=False).cramer_rao.value
+    told = leakage(o, noise, spectral=False)
+    floor = told.cramer_rao.value
     clear = np.flatnonzero(np.sqrt(floor * o.dim) < 0.01 * np.linalg.norm(o.rows[:, : o.dim], axis=1))[:some]
     assert len(clear) == some
     method = "ratio" if intercept else "label"
     first = simulate(o, noise, trials, method=method, branch="told", records=clear, keep=trials, random_state=0)
     released = o.weights + noise * np.random.default_rng(0).standard_normal((trials, *o.weights.shape))
-    x, ratio, bias = o.rows[:, : o.dim], [], []
+    x, ratio, bias, shape = o.rows[:, : o.dim], [], [], []
     for i, start in zip(clear, first.reconstructions, strict=True):
         others = np.arange(len(x)) != i
         kind = {"loss": o.loss, "l2": o.l2, "intercept": intercept}
         found = most_likely(released, x[others], o.y[others], o.y[i], start, **kind)
         ratio.append(np.mean(np.var(found, axis=0, ddof=1)) / floor[i])
         bias.append(np.mean((found.mean(axis=0) - x[i]) ** 2) / floor[i])
+        half = np.linalg.cholesky(told.information(i))
+        shape.append(np.linalg.eigvalsh(half.T @ np.cov(found.T) @ half))  # 1 where the covariance is I⁻¹
     sampling = np.sqrt(2 / trials)
     assert min(ratio) > 1 - 5 * sampling
     assert max(ratio) < 1 + max(0.1, 5 * sampling)
     assert np.median(ratio) == pytest.approx(1, abs=2 * sampling)
     assert max(bias) < 0.01 + 10 / trials
+    edge = np.sqrt(o.dim / trials)  # eigenvalues of a sample covariance lie within (1 ± edge)²
+    assert np.all((np.array(shape) > (1 - 2 * edge) ** 2) & (np.array(shape) < (1 + 2 * edge) ** 2))
     assert np.median(first.variance / floor[clear]) > 1.1  # the cruder attack, from which it began
+
+
+def explained(o, released, x, record):
+    """H⁻¹∇F_x(W) and its slope in x (H held), the plain way: whole data set, x in the record's place."""
+    rows, (k, p) = o.rows.copy(), o.weights.shape
+    rows[record, : o.dim] = x
+    s, n = rows @ released.T, len(rows)
+    g, bend = o.loss.slope(s, o.y), o.loss.curvature(s, o.y).reshape(n, k, k)
+    hessian = sum(np.kron(a, np.outer(row, row)) for a, row in zip(bend, rows, strict=True)) + o.penalty * np.eye(k * p)
+    mixed = np.kron(bend[record] @ released[:, : o.dim], rows[record][:, None])
+    mixed += np.kron(g[record][:, None], np.eye(p)[:, : o.dim])
+    left = (g.T @ rows + o.penalty * released).ravel()
+    return np.linalg.solve(hessian, left), np.linalg.solve(hessian, mixed)
+
+
+@pytest.mark.parametrize(
+    ("name", "intercept"), [("logistic", True), ("squared", True), ("softmax", False), ("softmax", True)]
+)
+def test_the_likeliest_record_solves_its_equations(name, intercept, monkeypatch):
+    """What is left of H⁻¹∇F_x is orthogonal to all that moving x could change; from far starts it is never worse."""
+    o, i, trials = solved(name, intercept, n=30), 7, 40
+    x, rest, rng = o.rows[:, : o.dim], np.arange(30) != 7, np.random.default_rng(0)
+    kind = {"loss": o.loss, "l2": o.l2, "intercept": intercept}
+    released = o.weights + 1e-5 * rng.standard_normal((trials, *o.weights.shape))
+    found = most_likely(released, x[rest], o.y[rest], o.y[i], np.tile(x[i] + 1e-2, (trials, 1)), **kind)
+    for w, at in zip(released, found, strict=True):
+        away, slopes = explained(o, w, at, i)
+        across = np.linalg.qr(slopes)[0].T @ away
+        assert np.linalg.norm(across) < 1e-3 * np.linalg.norm(away)
+    for noise in (1e-3, 0.3):
+        released = o.weights + noise * rng.standard_normal((trials, *o.weights.shape))
+        start = x[i] + rng.normal(size=(trials, o.dim)) * rng.choice([0.3, 2.0, 30.0], size=(trials, 1))
+        with np.errstate(all="raise", under="ignore"):
+            found = most_likely(released, x[rest], o.y[rest], o.y[i], start, **kind)
+        sizes = [
+            [np.linalg.norm(explained(o, w, at, i)[0]) for w, at in zip(released, p, strict=True)]
+            for p in (start, found)
+        ]
+        assert np.all(np.array(sizes[1]) <= np.array(sizes[0]) * (1 + 1e-6))
+        share = np.array(sizes[1]) / sizes[0]
+        assert np.quantile(share, 0.25) < 0.5
+        assert noise < 0.1 or np.quantile(share, 0.75) < 0.95  # where whole steps do not help, shorter ones do
+    monkeypatch.setattr("reconbound.attacks.likelihood.FLOATS", 1)  # a chunk per trial
+    alone = most_likely(released[:8], x[rest], o.y[rest], o.y[i], start[:8], **kind)
+    np.testing.assert_allclose(alone, found[:8], rtol=1e-6, atol=1e-6)
+    for far in (1e20, -1e20, 1e140, 0.0):  # as a vanishing denominator leaves them: nothing overflows or is singular
+        with np.errstate(all="raise", under="ignore"):
+            found = most_likely(released[:3], x[rest], o.y[rest], o.y[i], np.full((3, o.dim), far), **kind)
+        assert np.all(np.isfinite(found))
 
 
 @pytest.mark.parametrize("intercept", [False, True])
@@ -173,6 +277,9 @@ def test_softmax_s_scalar_equation():
     found, ok = softmax_slopes((s - c) * t[:, None], c, g / t[:, None], y)
     assert ok.mean() > 0.99  # at the fold rounding decides
     assert np.quantile(np.abs(found / t - 1), 0.98) < 1e-8
+    small = t < 1e-7
+    assert small.sum() >= 5
+    assert np.abs(found / t - 1)[small].max() < 1e-8
     b = np.array([-0.28, -0.278, -0.1, 0.5, 20.0])  # (s − c)σ(s) = b has no root below −0.27846
     two = np.tile(np.array([-1.0, 1.0]) / np.sqrt(2), (5, 1))
     found, ok = softmax_slopes(two * b[:, None], np.zeros((5, 2)), two, np.zeros(5, dtype=int))
@@ -242,6 +349,14 @@ def test_both_roots_of_the_scalar_equation(intercept):
     small, large, solved = squared_slopes((s - intercept) * (s - y), np.full_like(s, intercept), y)
     assert solved.all()
     assert np.minimum(np.abs(small - (s - y)), np.abs(large - (s - y))).max() < 1e-6
+    assert np.all(np.abs(small) <= np.abs(large))
+    b, apart = (
+        np.array([1.0, 1.0, -1e-9]),
+        np.array([1e6, -1e6, 2.0]),
+    )  # t² + apart t = b: no digits lost in the small one
+    small, large, _ = squared_slopes(b, np.zeros(3), apart)
+    np.testing.assert_allclose(small, b / apart * (1 - b / apart**2), rtol=1e-14)
+    np.testing.assert_allclose(large, -apart - small, rtol=1e-14)
     assert not squared_slopes(np.array([-9.0]), np.zeros(1), np.ones(1))[2].any()
     assert not logistic_slopes(np.array([-9.0]), np.zeros(1), np.ones(1))[2].any()
 
@@ -260,6 +375,25 @@ def test_bad_input():
             simulate(o, **{"noise_std": 0.1, "trials": 10, **changes})
     with pytest.raises(InputError, match="weights"):
         reconstruct(np.zeros((1, 5)), np.zeros((9, 5)), np.zeros(9), 0, loss=Logistic(), l2=0.1)
+    for name, changes in (
+        ("features", {"features": np.zeros(9)}),
+        ("features", {"features": np.full((9, 5), np.nan)}),
+        ("weights", {"weights": np.zeros((3, 6))}),
+        ("weights", {"weights": np.zeros((1, 6)), "loss": Softmax()}),
+        ("weights", {"weights": np.zeros(6)}),
+        (r"y must have shape \(9,\)", {"y": np.zeros(8)}),
+        ("y must hold", {"y": np.full(9, 2)}),
+        ("label", {"label": 2}),
+        ("label", {"label": 3, "loss": Softmax(), "weights": np.zeros((3, 6))}),
+        ("label", {"label": np.nan, "loss": Squared()}),
+        ("l2", {"l2": 0.0}),
+    ):
+        given = {"weights": np.zeros((1, 6)), "features": np.zeros((9, 5)), "y": np.zeros(9), "label": 1, **changes}
+        given = {"loss": Logistic(), "l2": 0.1, **given}
+        with pytest.raises(InputError, match=name):
+            reconstruct(**given)
+        with pytest.raises(InputError, match=name):
+            most_likely(**{**given, "weights": given["weights"][None]}, start=np.zeros((1, 5)))
     for weights, start, name in ((np.zeros((1, 6)), np.zeros((1, 5)), "weights"), (np.zeros((2, 1, 6)), 0, "start")):
         with pytest.raises(InputError, match=name):
             most_likely(weights, np.zeros((9, 5)), np.zeros(9), 0, start, loss=Logistic(), l2=0.1)

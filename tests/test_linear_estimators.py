@@ -5,6 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
+from scipy.stats import chi2, kstest
 from sklearn.base import clone
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from sklearn.model_selection import GridSearchCV
@@ -196,6 +197,7 @@ def test_bounds_read_off_the_data_are_warned_about():
     assert {one.filename for one in told} == {__file__}  # the warning points at the caller's line
     assert model.data_norm_ == np.linalg.norm(x, axis=1).max()
     assert model.target_bound_ == np.abs(y).max()
+    assert np.all(model.leakage(x, y).target > 0)  # a target at the bound was not clipped
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         PrivateRidge(noise_std=1e-3, data_norm=9.0, target_bound=9.0).fit(x, y)
@@ -310,3 +312,86 @@ def test_a_grid_search_goes_through_when_constant_columns_are_allowed():
         search.fit(x, y)
     search.set_params(estimator__allow_constant_columns=True).fit(x, y)
     assert search.score(x, y) > 0.9
+
+
+class Planted(np.random.RandomState):
+    """A generator whose standard normal draws all equal one number."""
+
+    def __init__(self, value):
+        super().__init__(0)
+        self.value = value
+
+    def normal(self, loc=0.0, scale=1.0, size=None):
+        return np.full(size, loc + scale * self.value)
+
+
+@pytest.mark.parametrize("name", ["logistic", "softmax", "ridge"])
+def test_the_noise_is_a_standard_normal_times_the_standard_deviation_that_is_reported(name):
+    """Exactly that, with draws that are planted; and the draws are Gaussian, all weights alike."""
+    x, y = table("ridge" if name == "ridge" else "logistic")
+    y = np.digitize(x[:, 0], [-0.5, 0.5]) if name == "softmax" else y
+    model = clone(ESTIMATORS["ridge" if name == "ridge" else "logistic"])
+    model.set_params(noise_std=0.3, random_state=Planted(1.0)).fit(x, y)
+    np.testing.assert_allclose(model._released() - model.solve(x, y).weights, 0.3, rtol=1e-9)
+    model.set_params(noise_std=None, target_mse=1e-3).fit(x, y)
+    np.testing.assert_allclose(model._released() - model.solve(x, y).weights, model.noise_std_, rtol=1e-9)
+    wide = np.random.default_rng(1).normal(size=(20, 100))
+    model.set_params(noise_std=1.0, target_mse=None, allow_wide=True)
+    y = y[:20]
+    best = model.fit(wide, y).solve(wide, y).weights
+    draws = [model.set_params(random_state=seed).fit(wide, y)._released() - best for seed in range(20)]
+    assert kstest(np.ravel(draws), "norm").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("d", [1, 20, 200])
+def test_the_check_for_the_training_data_never_refuses_honest_noise_and_sees_what_is_four_times_as_far(d):
+    """‖released − optimum‖²/σ² is chi-squared: a value with a chance of 1e-15 passes, four times that does not."""
+    x = np.random.default_rng(0).normal(size=(30, d))
+    model = PrivateRidge(noise_std=0.1, data_norm=50.0, target_bound=9.0, allow_wide=True)
+    rare = chi2.isf(1e-15, d + 1)
+    model.set_params(random_state=Planted(np.sqrt(rare / (d + 1)))).fit(x, x[:, 0]).leakage(x, x[:, 0])
+    model.set_params(random_state=Planted(np.sqrt(4 * rare / (d + 1)))).fit(x, x[:, 0])
+    with pytest.raises(ValueError, match="not the training data"):
+        model.leakage(x, x[:, 0])
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_solved_to_a_millionth_of_the_noise(name, monkeypatch):
+    """The gradient that is left may move the weights by 1e-6 σ at most: 1e-6 nλσ, as strong convexity has it."""
+    x, y = table(name)
+    asked = []
+
+    def spy(*args, tolerance, **kind):
+        asked.append(tolerance)
+        return minimise(*args, tolerance=tolerance, **kind)
+
+    monkeypatch.setattr("reconbound.linear._base.minimise", spy)
+    clone(ESTIMATORS[name]).set_params(l2=0.2, noise_std=0.05).fit(x, y).leakage(x, y)
+    np.testing.assert_allclose(asked, [1e-6 * 60 * 0.2 * 0.05] * 2)
+
+
+@pytest.mark.parametrize("name", ["logistic", "softmax"])
+def test_rows_a_little_too_long_are_clipped_and_said_to_be(name):
+    """One part in a million too long is clipped; the norm itself, reached by rounding, is not."""
+    x, y = table("logistic")
+    y = np.digitize(x[:, 0], [-0.5, 0.5]) if name == "softmax" else y
+    x = x / np.linalg.norm(x, axis=1, keepdims=True)
+    x[1::3] *= 0.5
+    x[2::3] *= 1 + 1e-6
+    model = clone(ESTIMATORS["logistic"]).set_params(data_norm=1.0).fit(x, y)
+    best = model.solve(x, y)
+    assert np.linalg.norm(best.rows[:, :-1], axis=1).max() <= 1 + 1e-12
+    found, too_long = model.leakage(x, y), np.arange(len(x)) % 3 == 2
+    np.testing.assert_array_equal(found.clipped, too_long)
+    some = np.array([5, 0, 2, 1])  # not in order, so that a mask that is not taken along is seen
+    np.testing.assert_array_equal(found.cramer_rao_of(some).value > 1e200, too_long[some])
+
+
+def test_noise_that_drowns_the_weights_and_bounds_of_zero():
+    x, y = table("logistic")
+    far = clone(ESTIMATORS["logistic"]).set_params(noise_std=1e9).fit(x, y)
+    near = clone(ESTIMATORS["logistic"]).fit(x, y)
+    np.testing.assert_allclose(far.leakage(x, y).trace * 1e24, near.leakage(x, y).trace, rtol=1e-8)
+    with pytest.warns(DataNormWarning):
+        zero = PrivateRidge(allow_constant_columns=True, fit_intercept=False).fit(0 * x, 0 * y)
+    assert (zero.data_norm_, zero.target_bound_) == (1, 1)

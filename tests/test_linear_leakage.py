@@ -204,3 +204,24 @@ def test_lanczos_on_many_matrices():
     matrices = half @ half.transpose(0, 2, 1)
     found = top_by_lanczos(lambda v: np.einsum("nij,nj->ni", matrices, v), 6, 40)
     np.testing.assert_allclose(found, np.linalg.eigvalsh(matrices)[:, -1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_norms_before_clipping_tell_which_rows_are_clipped(name):
+    """Rounding does not make a row a clipped one; one part in a million does. Wrong norms are refused."""
+    o = solved(name)
+    now = np.linalg.norm(o.rows[:, : o.dim], axis=1)
+    plain, before = leakage(o, NOISE), now * (1 + 1e-12)
+    before[[3, 8]] *= [1 + 1e-6, 4.0]
+    found = leakage(o, NOISE, norms=before)
+    np.testing.assert_array_equal(np.flatnonzero(found.clipped), [3, 8])
+    same = ~found.clipped
+    np.testing.assert_array_equal(found.trace[same], plain.trace[same])
+    np.testing.assert_array_equal(found.cramer_rao.value[same], plain.cramer_rao.value[same])
+    np.testing.assert_array_equal(found.cramer_rao_of([8, 2, 3]).value > 1e200, [True, False, True])
+    z = o.rows[8, : o.dim] / now[8]
+    shrink = (np.eye(o.dim) - np.outer(z, z)) / 4
+    np.testing.assert_allclose(found.information(8), shrink @ plain.information(8) @ shrink, rtol=1e-9, atol=1e-9)
+    for wrong in (before[:-1], before[0], -before, np.full(len(before), np.nan)):
+        with pytest.raises(InputError, match="norms"):
+            leakage(o, NOISE, norms=wrong)

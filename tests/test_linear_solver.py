@@ -1,5 +1,6 @@
 """The Newton solver, and what one record can move its answer."""
 
+import mpmath
 import numpy as np
 import pytest
 from sklearn.datasets import load_breast_cancer
@@ -47,6 +48,16 @@ def test_gradient_is_rounding_alone(name, l2, intercept):
     assert left == o.gradient_norm <= 1e-9
     again = minimise(x, y, LOSSES[name], l2=l2, intercept=intercept, classes=3, start=o.weights + 3.0)
     np.testing.assert_allclose(again.weights, o.weights, rtol=1e-5, atol=1e-6)
+
+
+def test_many_equal_records_are_solved_too():
+    """Sums of equal terms round alike: n eps of their size may be left, not a fixed number of eps."""
+    x, y = np.full((20_000, 2), [np.sqrt(1e-3), 0.0]), np.ones(20_000)
+    y[0] = -1
+    for angle in np.linspace(0.1, 1.5, 30):
+        x[0] = np.cos(angle), np.sin(angle)
+        o = minimise(x, y, Squared(), l2=1e-3, intercept=False)
+        assert o.gradient_norm < 1e-9 < 1e-8 * np.linalg.norm(o.penalty * o.weights)
 
 
 def test_not_converged_is_an_error():
@@ -167,3 +178,50 @@ def test_noise_meets_its_target():
         assert shape.mechanism(noise).epsilon_at(delta) <= epsilon < shape.mechanism(noise * 0.999).epsilon_at(delta)
     noise = choose_noise(shape, None, 0.25, None, None)
     np.testing.assert_allclose(20 / shape.worst_trace(noise), 0.25)
+
+
+@pytest.mark.parametrize("intercept", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_noise_for_epsilon_is_the_analytic_gaussian_mechanism_s_under_replace_one(name, intercept):
+    """δ = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), μ = 2L/(nλσ), L by hand, in 40 digits; ε far above 1 too."""
+    far = np.sqrt(1.5**2 + intercept)
+    steepest = {"logistic": 1.0, "softmax": np.sqrt(2), "squared": 2 * (1 + far / (2 * 0.1))}[name] * far
+    shape = Shape(LOSSES[name], 1000, 20, 3 if name == "softmax" else 2, 0.01, intercept, 1.5, 2.0)
+    for epsilon in (0.1, 1.0, 3.0, 10.0):
+        for delta in (1e-5, 1e-9):
+            noise = choose_noise(shape, None, None, epsilon, delta)
+            reached = [gaussian_delta(epsilon, 2 * steepest / (1000 * 0.01) / s) for s in (noise, noise * 0.9999)]
+            assert reached[0] <= delta < reached[1]
+
+
+def gaussian_delta(epsilon, apart):
+    with mpmath.workdps(40):
+        e, m = mpmath.mpf(epsilon), mpmath.mpf(apart)
+        return mpmath.ncdf(m / 2 - e / m) - mpmath.exp(e) * mpmath.ncdf(-m / 2 - e / m)
+
+
+@pytest.mark.parametrize(
+    ("name", "intercept"),
+    [("logistic", False), ("logistic", True), ("softmax", False), ("softmax", True), ("squared", False)],
+)
+def test_neighbours_that_nearly_meet_the_sensitivity(name, intercept):
+    """L is not loose for a classifier: 2L/(nλ) is met to a fifth, and never passed, by one record turned about an axis.
+
+    The others, n − 1 equal ones along e₁, stretch the weights; the record, of the wrong label and at angle ±a to e₁,
+    has nearly the largest slope on both sides, and no other record holds against its pull along e₂. For squared loss
+    the two gradients differ by (xxᵀ − x'x'ᵀ)θ − yx + y'x', R²‖θ‖ + 2YR at most: half of 2L where λ is small."""
+    n, l2, far, loss, closest = 4000, 0.05, 10.0, LOSSES[name], 0.0
+    if name == "squared":
+        l2, far = 1e-3, 1.0
+    shape = Shape(loss, n, 2, 3, l2, intercept, far, 1.0)
+    x, y = np.zeros((n, 2)), np.zeros(n) if name == "softmax" else np.ones(n)
+    x[:, 0] = np.sqrt(l2) if name == "squared" else far
+    y[0] = {"logistic": 0, "softmax": 1, "squared": -1}[name]
+    for angle in (0.8, 1.0):
+        ends = []
+        for sign in (1, -1):
+            x[0] = far * np.cos(angle), far * sign * np.sin(angle)
+            ends.append(minimise(x, y, loss, l2=l2, intercept=intercept, classes=3).weights)
+        closest = max(closest, np.linalg.norm(ends[0] - ends[1]) / (2 * shape.gradient_norm / (n * l2)))
+    wide = far / (2 * np.sqrt(l2))
+    assert 0.75 < closest <= 1 if name != "squared" else 0.4 < closest <= (wide + 2) / (2 * wide + 2)

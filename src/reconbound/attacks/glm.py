@@ -16,6 +16,7 @@ import numpy as np
 from .._check import InputError, choice, number, whole
 from ..linear.losses import Logistic, Loss, Softmax, Squared
 from ..linear.solver import Optimum
+from ._known import known
 from ._roots import logistic_slopes, softmax_slopes, squared_slopes
 
 METHODS, BRANCHES = ("label", "ratio"), ("nearest", "told")
@@ -36,7 +37,8 @@ class AttackReport:
         standard_error: of `mse`, from the trials' spread (itself unreliable where the second moment is infinite).
         bias: ‖E x̂ − x‖²/d, estimated without bias (so it may be slightly negative); None where not asked for.
         variance: E‖x̂ − E x̂‖²/d, so that mse = variance + bias; None where not asked for.
-        median, trimmed: of ‖x̂ − x‖²/d over trials; the trimmed mean leaves out the largest 1 %.
+        median, trimmed: of ‖x̂ − x‖²/d over trials (of an even number the upper median); the trimmed mean leaves out
+            the largest 1 %, one trial at least.
         unsolved: share of trials in which the scalar equation had no root and the fold was taken.
         reconstructions: x̂ in the first trials, (records, kept, d); None where not asked for.
     """
@@ -83,15 +85,10 @@ def reconstruct(
     """
     released = np.asarray(weights, dtype=np.float64)
     single = released.ndim == 2
-    released = released[None] if single else released
-    x, d = np.asarray(features, dtype=np.float64), np.shape(features)[1]
     _check_method(method, loss, intercept)
-    rows = np.hstack([x, np.ones((len(x), 1))]) if intercept else x
-    if released.shape[2] != rows.shape[1]:
-        raise InputError("weights", f"must have {rows.shape[1]} columns", released.shape)
-    if np.shape(y) != (len(x),):
-        raise InputError("y", f"must have shape ({len(x)},), one target per record", np.shape(y))
-    targets, penalty = np.asarray(y), (len(x) + 1) * number("l2", l2, above=0.0)
+    released, x, rows, targets = known(released[None] if single else released, features, y, label, loss, intercept)
+    d = x.shape[1]
+    penalty = (len(x) + 1) * number("l2", l2, above=0.0)
     if method == "label" and _two_classes(loss, released):
         loss, released, penalty = Logistic(), released[:, 1:] - released[:, :1], penalty / 2
     if near is None:

@@ -9,45 +9,47 @@ from typing import Any
 
 import numpy as np
 
-from .._check import InputError, number
+from .._check import InputError, number, numbers
 from ..linear.losses import Loss
+from ._known import known
 
 #: Gauss–Newton steps at most, and floats in one working array.
 STEPS, FLOATS = 30, 4_000_000
+#: How far a candidate may lie, in lengths of the longest known record: further out its own part of H drowns the rest.
+FAR = 1e6
 
 
 def most_likely(
     weights: Any, features: Any, y: Any, label: float, start: Any, *, loss: Loss, l2: float, intercept: bool = True
 ) -> np.ndarray:
-    """The record near `start` that explains each released model best, by Gauss–Newton steps.
+    """The record near `start` that explains each released model best to first order in the noise: Gauss–Newton steps.
 
         minimise over x: ‖H⁻¹∇F_x(W)‖²
 
-    At small noise its covariance is I⁻¹, the Cramér–Rao floor, with a constant feature or without, for any number of
-    classes. It costs a system of the model's size and one of the record's size per release and step.
+    H's own change with x is left out of the slope. An answer is never worse than its start. At small noise its
+    covariance is I⁻¹, the Cramér–Rao floor, with a constant feature or without, for any number of classes. It costs a
+    system of the model's size and one of the record's size per release and step.
 
     Args:
         weights: released weights, (trials, K, p), the intercept last.
         features, y: all other records, (n − 1, d), and their targets, as the loss takes them.
         label: the missing record's target.
-        start: where to begin, (trials, d): another attack's reconstructions.
+        start: where to begin, (trials, d): another attack's reconstructions. What is a million times as long as every
+            known record is shortened to that.
         loss, l2, intercept: the training problem.
 
     Returns:
         x̂, (trials, d).
     """
-    released, x = np.asarray(weights, dtype=np.float64), np.asarray(features, dtype=np.float64)
-    rows = np.hstack([x, np.ones((len(x), 1))]) if intercept else x
-    begin = np.asarray(start, dtype=np.float64)
-    if released.ndim != 3 or released.shape[2] != rows.shape[1]:
-        raise InputError("weights", f"must have shape (trials, K, {rows.shape[1]})", released.shape)
+    released, x, rows, targets = known(weights, features, y, label, loss, intercept)
+    begin = numbers("start", start)
     if begin.shape != (len(released), x.shape[1]):
         raise InputError("start", f"must have shape ({len(released)}, {x.shape[1]})", begin.shape)
     penalty = (len(x) + 1) * number("l2", l2, above=0.0)
     _, k, p = released.shape
     size = max(1, FLOATS // max(k * p * k * p, len(x) * k * p))
     found = [
-        _climb(_Others(released[i : i + size], rows, np.asarray(y), label, loss, penalty), begin[i : i + size])
+        _climb(_Others(released[i : i + size], rows, targets, label, loss, penalty), begin[i : i + size])
         for i in range(0, len(released), size)
     ]
     return np.concatenate(found)
@@ -61,6 +63,7 @@ class _Others:
     ) -> None:
         count, k, p = released.shape
         self.weights, self.loss, self.label = released, loss, label
+        self.reach = float(np.linalg.norm(rows, axis=1).max())
         scores = np.einsum("tkp,np->tnk", released, rows).reshape(-1, k)
         repeated = np.tile(y, count)
         slopes = loss.slope(scores, repeated).reshape(count, len(rows), k)
@@ -90,17 +93,25 @@ class _Others:
         moved = np.linalg.solve(self.hessian[trials] + own, both)
         jacobian, away = moved[:, :, :d], moved[:, :, d]
         q, r = np.linalg.qr(jacobian)
-        r[:, np.arange(d), np.arange(d)] += np.where(np.einsum("tjj->tj", r) == 0, np.finfo(float).tiny, 0.0)
+        pivots = np.einsum("tjj->tj", r)
+        least = np.maximum(1e-15 * np.abs(pivots).max(axis=1, keepdims=True), 1e-100)
+        r[:, np.arange(d), np.arange(d)] = np.where(np.abs(pivots) < least, least, pivots)
         step = -np.linalg.solve(r, np.einsum("tij,ti->tj", q, away)[..., None])[..., 0]
         return np.einsum("ti,ti->t", away, away), step
 
 
+def _within(x: np.ndarray, longest: float) -> np.ndarray:
+    """Rows of norm at most `longest`."""
+    return np.asarray(x * np.minimum(1.0, longest / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-300)))
+
+
 def _climb(others: _Others, start: np.ndarray) -> np.ndarray:
     """Gauss–Newton steps, shortened where they do not help; never worse than the start."""
-    x, length, live = start.copy(), np.ones(len(start)), np.arange(len(start))
+    far = FAR * others.reach
+    x, length, live = _within(start, far), np.ones(len(start)), np.arange(len(start))
     error, step = others.look(x, live)
     for _ in range(STEPS):
-        tried = x[live] + length[live, None] * step[live]
+        tried = _within(x[live] + length[live, None] * step[live], far)
         new_error, new_step = others.look(tried, live)
         better, gain = new_error < error[live], error[live] - new_error
         short = np.linalg.norm(tried - x[live], axis=1) <= 1e-9 * np.linalg.norm(tried, axis=1)

@@ -9,7 +9,10 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     from .audit import audit_command
     from .report import report_command, show_command
+    from .sweep import frontier_command, sweep_command
 
     app.command("audit")(audit_command)
     app.command("report")(report_command)
     app.command("show")(show_command)
+    app.command("sweep")(sweep_command)
+    app.command("frontier")(frontier_command)

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import grad as convolution_gradients
 
+from reconbound.fisher import patches
+
 _FORWARD: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _INPUT: dict[int, Callable[..., Tensor]] = {
     1: convolution_gradients.conv1d_input,
@@ -34,6 +36,7 @@ _WEIGHT: dict[int, Callable[..., Tensor]] = {
     3: convolution_gradients.conv3d_weight,
 }
 _FEW_PLACES = 4
+_SMALL = 8192  # on CUDA a gradient of so few numbers is formed: cuDNN sums those that are not, slowly
 _MANY_OFFSETS = 16  # on CUDA one transposed convolution beats that many launches
 _MANY_CHANNELS = 16  # from here on cuDNN is faster at a convolution with the turned kernel than at its transpose
 _FEW_CHANNELS = 4  # on a CPU a matrix product and adding patches back beats the transposed convolution up to here
@@ -86,6 +89,9 @@ class ConvRule:
     def columns(self, a: Tensor) -> Tensor:
         """Patches by views (F.unfold would launch one CUDA kernel per record): (B, g, C/g · kernel, places)."""
         r = self.rank
+        if r == 2 and patches.takes(a, self.dilation, self._patch_numbers(a.shape)):
+            found = patches.patches(a.reshape(-1, 1, *a.shape[2:]), *self._pairs())
+            return found.reshape(a.shape[0], self.groups, -1, math.prod(found.shape[-2:]))
         a = F.pad(a, [p for p in reversed(self.padding) for _ in (0, 1)])
         for i in range(r):
             a = a.unfold(2 + i, (self.kernel[i] - 1) * self.dilation[i] + 1, self.stride[i])
@@ -98,6 +104,9 @@ class ConvRule:
 
     def from_columns(self, columns: Tensor, shape: torch.Size) -> Tensor:
         """The transpose of columns: add every patch back where it came from, one kernel offset at a time."""
+        if self.rank == 2 and patches.takes(columns, self.dilation, columns.numel()):
+            images = (shape[0] * shape[1], 1, shape[2], shape[3])
+            return patches.added_patches(columns, images, *self._pairs()).reshape(shape)
         if columns.is_cuda and self.interleaves:
             return self.from_interleaved(columns, shape)
         if self.rank == 2 and (shape[1] > _FEW_CHANNELS or columns.is_cuda):
@@ -200,6 +209,13 @@ class ConvRule:
     def bias(self, bias: Tensor, output: Tensor) -> Tensor:
         return bias.reshape(-1, *(1,) * self.rank)
 
+    def _pairs(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+        (h, w), (down, right), (rows, columns) = self.kernel, self.stride, self.padding
+        return (h, w), (down, right), (rows, columns)
+
+    def _patch_numbers(self, shape: torch.Size) -> int:
+        return math.prod((*shape[:2], *self.kernel, *self._places(shape)))
+
     def _places(self, shape: torch.Size) -> tuple[int, ...]:
         spans = zip(shape[2:], self.padding, self.dilation, self.kernel, self.stride, strict=True)
         return tuple((s + 2 * p - d * (k - 1) - 1) // st + 1 for s, p, d, k, st in spans)
@@ -297,6 +313,8 @@ def forms_gradient(columns: Tensor, rows: Tensor, places: int) -> bool:
     if not columns.is_floating_point():
         return False
     k, o = columns.shape[2], rows.shape[2]
+    if columns.is_cuda and k * o <= _SMALL and places > _FEW_PLACES:
+        return True
     return 3 * k * o < 2 * (k + o) * places
 
 

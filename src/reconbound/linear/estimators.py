@@ -29,9 +29,11 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
     Args:
         l2: λ > 0, per record; the intercept is penalised too, as the weight of a constant feature.
         noise_std: σ, the noise's standard deviation per weight.
-        target_mse: the least noise with which every record of every data set of this shape has d/Tr(I) ≥ this: a
-            floor under the mean squared error per feature of an unbiased attacker, in squared units of X.
-        target_epsilon, target_delta: the least noise with (ε, δ)-DP, one record's value replaced.
+        target_mse: noise with which every record of every data set of this shape has d/Tr(I) ≥ this: a floor under
+            the mean squared error per feature of an unbiased attacker, in squared units of X. It comes from a bound on
+            Tr(I) before the data is seen, so it is enough and not the least that would do.
+        target_epsilon, target_delta: the least noise that makes two normal distributions 2L/(nλ) apart (ε, δ)-close,
+            2L/(nλ) being the most that replacing one record can move the weights.
         data_norm: rows are clipped to this Euclidean norm. Read off the data, with a warning, where None.
         fit_intercept: whether to add the constant feature.
         allow_constant_columns: whether a feature may have one value in all records, which is an error else. The fit and
@@ -45,8 +47,9 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
         noise_std_: σ. data_norm_: the rows' bound. n_samples_fit_: n, which is public.
         mechanism_: the release as an `OutputPerturbation`, for `reconbound.guarantee`; its data_norm is L.
 
-    Guarantee: (ε, δ) and order-2 Rényi DP of `mechanism_` when one record is replaced by another with the same
-    label or not, n fixed; in float64, like every Gaussian mechanism here, floating-point attacks on the noise aside.
+    Guarantee: (ε, δ) and order-2 Rényi DP of `mechanism_` when one record is replaced by another with the same label
+    or not, n and the set of classes fixed: both are published without noise, so a class of one member gives it away.
+    In float64, like every Gaussian mechanism here, floating-point attacks on the noise aside.
 
     >>> x = np.array([[-0.6, 0.2], [-0.4, -0.1], [0.5, 0.3], [0.7, -0.2]])
     >>> model = PrivateLogisticRegression(l2=0.1, noise_std=0.01, data_norm=1.0, random_state=0).fit(x, [0, 0, 1, 1])
@@ -152,6 +155,8 @@ class PrivateRidge(RegressorMixin, PrivateLinear):  # type: ignore[misc]
 
     Attributes:
         coef_ (d,), intercept_ (a number), target_bound_; the rest as in `PrivateLogisticRegression`.
+
+    `target_mse` is about the features: the information about y is what `leakage` says afterwards.
 
     Guarantee: as there, through ‖θ*‖ ≤ Y/(2√λ), so that gradients are at most Y(1 + R/(2√λ))R (docs/theory-linear.md).
 

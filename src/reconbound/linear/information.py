@@ -33,10 +33,10 @@ class Leakage:
         noise_std: the noise's standard deviation per parameter.
         diagonal: Iⱼⱼ, (N, d), or None where it was not asked for.
         spectral_norm: ‖I‖₂ = η², (N,), or None where it was not asked for.
-        inverse_trace: Tr(I⁻¹), (N,), finite floats' largest where I is singular; None for softmax, see `cramer_rao_of`.
+        inverse_trace: Tr(I⁻¹), (N,), 1e308 σ² where I is singular; None for softmax, see `cramer_rao_of`.
         target: the information about y, all features known, (N,), for regression; None otherwise.
         clipped: which rows were longer than data_norm. All is about the row before clipping, whose length is gone: then
-            Tr(I⁻¹) is infinite (finite floats' largest).
+            Tr(I⁻¹) is infinite (1e308 σ², to stay a float).
     """
 
     trace: np.ndarray
@@ -144,6 +144,9 @@ def leakage(
             raise InputError("scale", f"must have one entry per feature, {optimum.dim}", units.size)
     shrunk = np.ones(len(optimum.rows))
     if norms is not None:
+        norms = numbers("norms", norms, at_least=0.0)
+        if norms.shape != shrunk.shape:
+            raise InputError("norms", f"must have shape {shrunk.shape}, one per record", f"shape {norms.shape}")
         now = np.linalg.norm(optimum.rows[:, : optimum.dim], axis=1)
         shrunk = np.minimum(now / np.maximum(norms, np.finfo(float).tiny), 1.0)
         shrunk[norms <= now * (1 + 1e-9)] = 1.0

@@ -64,7 +64,7 @@ class Shape:
         return LinearRelease(self.records, self.l2, noise_std, self.gradient_norm, self.loss.name, self.row_norm)
 
     def worst_trace(self, noise_std: float) -> float:
-        """The largest Tr(I) of any record in any data set of this shape.
+        """What Tr(I) of no record in any data set of this shape exceeds.
 
         ‖J‖_F ≤ ‖H⁻¹‖ (sup‖A‖ sup‖x̃‖ sup‖W‖ + √d sup‖∂ℓ/∂s‖), ‖H⁻¹‖ ≤ 1/(nλ)."""
         shape = (self.row_norm, self.l2, self.target_bound)
@@ -81,7 +81,7 @@ def choose_noise(
     target_epsilon: float | None,
     target_delta: float | None,
 ) -> float:
-    """The noise's standard deviation per parameter, as given or as the smallest that meets the one target given."""
+    """The noise's standard deviation per parameter, as given or as the bounds of `shape` need for the one target."""
     given = [
         name
         for name, value in (("noise_std", noise_std), ("target_mse", target_mse), ("target_epsilon", target_epsilon))

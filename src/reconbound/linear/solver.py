@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from scipy.linalg import cho_solve, cholesky, lapack
@@ -110,17 +111,17 @@ def gradient(rows: np.ndarray, y: np.ndarray, loss: Loss, penalty: float, weight
     return np.asarray(loss.slope(rows @ weights.T, y).T @ rows + penalty * weights)
 
 
-def _targets(y: np.ndarray, count: int, loss: Loss, classes: int) -> np.ndarray:
+def targets_of(y: Any, count: int, loss: Loss, classes: int, name: str = "y") -> np.ndarray:
     """y as the loss takes it, or an error: the formulas would take anything."""
-    values = numbers("y", y)
+    values = numbers(name, y)
     if values.shape != (count,):
-        raise InputError("y", f"must have shape ({count},), one target per record", f"shape {values.shape}")
+        raise InputError(name, f"must have shape ({count},), one target per record", f"shape {values.shape}")
     if isinstance(loss, Squared):
         return values
     top = classes - 1 if isinstance(loss, Softmax) else 1
     bad = (values != np.floor(values)) | (values < 0) | (values > top)
     if bad.any():
-        raise InputError("y", f"must hold whole numbers from 0 to {top} for {loss.name} loss", values[bad][0].item())
+        raise InputError(name, f"must hold whole numbers from 0 to {top} for {loss.name} loss", values[bad][0].item())
     return values.astype(np.int64) if isinstance(loss, Softmax) else values
 
 
@@ -152,7 +153,7 @@ def minimise(
     x = numbers("features", features)
     if x.ndim != 2:
         raise InputError("features", "must have shape (N, d)", f"shape {x.shape}")
-    y = _targets(y, len(x), loss, classes)
+    y = targets_of(y, len(x), loss, classes)
     l2 = number("l2", l2, above=0.0)
     rows = np.ascontiguousarray(np.hstack([x, np.ones((len(x), 1))])) if intercept else x
     penalty = len(x) * l2
@@ -160,7 +161,8 @@ def minimise(
     weights = np.zeros(shape) if start is None else np.array(start, dtype=np.float64).reshape(shape)
     scale = max(float(np.sqrt(np.einsum("ij,ij->i", rows, rows)).sum()), 1.0)  # sizes that are added in a gradient
     size = max(float(np.abs(loss.slope(rows @ weights.T, y)).max()), 1.0)
-    enough = 64 * np.finfo(float).eps * scale * size if tolerance is None else tolerance
+    # a sum of n terms may be off by n·eps of their sizes: equal records do round alike
+    enough = max(64, len(x)) * np.finfo(float).eps * scale * size if tolerance is None else tolerance
 
     def objective(w: np.ndarray) -> float:
         return float(loss.value(rows @ w.T, y).sum() + penalty / 2 * np.sum(w * w))

@@ -8,6 +8,10 @@
     const figure = data.charts[id];
     Plotly.newPlot(place, figure.data, figure.layout, { displayModeBar: false, responsive: true });
     drawn.push(place);
+    place.on("plotly_click", (event) => { // a point of a sweep leads to its run
+      const link = event.points.length ? event.points[0].customdata : null;
+      if (typeof link === "string" && /^trials\/\d+\/index\.html$/.test(link)) window.location.href = link;
+    });
   }
 
   // Paper is narrower or wider than the screen: draw for it, and go back afterwards.

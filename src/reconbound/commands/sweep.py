@@ -1,0 +1,228 @@
+"""reconbound sweep and reconbound frontier: many trainings, and the best of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .._check import InputError, number
+from .options import confidential_note, count, plain_errors
+
+if TYPE_CHECKING:
+    from ..sweep import Sweep
+
+Whole = {"parser": count, "metavar": "<int>"}
+Row = dict[str, Any]
+
+
+def sweep_command(
+    data: Annotated[str, typer.Argument(metavar="[DATA]", help="As in reconbound audit.")] = "digits",
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="lr=0.1,0.5",
+            help="A setting and its values: noise_multiplier, max_grad_norm, sample_rate, lr, momentum, clip, sampler "
+            "or model. For --search tpe also a range: lr=0.01:1:log. Repeatable.",
+        ),
+    ] = None,
+    steps: Annotated[
+        str, typer.Option(metavar="1000,2000", help="Step counts; one training serves all of them.")
+    ] = "100,200,300",
+    runs: Annotated[int, typer.Option(**Whole, help="Independent runs for each setting.")] = 1,
+    search: Annotated[str, typer.Option(help="grid (every combination) or tpe (Optuna's search).")] = "grid",
+    trials: Annotated[int | None, typer.Option(**Whole, help="Settings to try, for --search tpe.")] = None,
+    floor: Annotated[str | None, typer.Option(help="The floor that a search looks at (default: exact_max).")] = None,
+    at_least: Annotated[
+        float | None, typer.Option(help="Search for the best accuracy with that floor at least so high.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="As in reconbound audit, for all settings.")] = None,
+    budget: Annotated[str | None, typer.Option(help="As in reconbound audit.")] = None,
+    delta: Annotated[float, typer.Option(help="Delta at which epsilon is told.")] = 1e-5,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="A database for workers on several machines: postgresql://user@host/name (default: sweep.db in the "
+            "folder). What is stored there is confidential.",
+        ),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Of the sweep in the storage.")] = "sweep",
+    workers: Annotated[int, typer.Option(**Whole, help="Processes on this machine.")] = 1,
+    lease: Annotated[float, typer.Option(help="Seconds without a sign after which a worker counts as dead.")] = 60.0,
+    seed: Annotated[int | None, typer.Option(help="Of the sweep (default: new, kept in the folder; secret).")] = None,
+    target: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
+    private: Annotated[str | None, typer.Option(metavar="A,B", help="Private columns.")] = None,
+    range_: Annotated[list[str] | None, typer.Option("--range", metavar="age=0:120", help="Repeatable.")] = None,
+    unit: Annotated[list[str] | None, typer.Option(metavar="age=years", help="Repeatable.")] = None,
+    data_folder: Annotated[Path | None, typer.Option(help="As in reconbound audit.")] = None,
+    limit: Annotated[int | None, typer.Option(**Whole, help="Train on at most so many records.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results (default: sweep-DATA).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (confidential).")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the page's path and nothing else.")] = False,
+) -> None:
+    """Train many settings and draw the frontier: accuracy against every floor.
+
+    Run it again to go on where it was stopped, with more --workers, or on other machines with the same --storage."""
+    given = dict(locals())
+    with _optuna_there(), plain_errors("; run the same command again to go on"), _notes(quiet):
+        config = _config(given)
+        from ..sweep import sweep
+        from ..sweep.run import publish
+
+        rows = sweep(config, workers=workers, show=not quiet)
+        facts = publish(config.out, config.storage)
+        if as_json:
+            confidential_note()
+            print(json.dumps({**facts, "rows": rows}, indent=2, allow_nan=False))
+        elif quiet:
+            print(facts["page"])
+        else:
+            _print_sweep(facts, rows)
+        if not rows:
+            raise typer.Exit(1)
+
+
+def _config(given: dict[str, Any]) -> Sweep:
+    from ..data.tables import read_ranges, read_units
+    from ..sweep import Sweep, parse_grid, parse_steps
+    from .audit import _budget, _short
+
+    load = {"target": given["target"], "private": given["private"], "limit": given["limit"]}
+    load |= {"folder": given["data_folder"], "ranges": read_ranges(given["range_"] or []) or None}
+    load |= {"units": read_units(given["unit"] or []) or None}
+    plan = {"model": given["model"], "budget": _budget(given["budget"])}
+    same = ("runs", "search", "trials", "floor", "at_least", "delta", "storage", "name", "seed", "lease")
+    return Sweep(
+        data=given["data"],
+        out=given["out"] or Path(f"sweep-{_short(Path(given['data']).name)}"),
+        space=parse_grid(given["grid"] or []),
+        steps=parse_steps(given["steps"]),
+        load=load,
+        plan={name: value for name, value in plan.items() if value is not None},
+        **{name: given[name] for name in same},
+    )
+
+
+def frontier_command(
+    folder: Annotated[Path, typer.Argument(help="Of a sweep, finished or not.")],
+    floor: Annotated[
+        list[str] | None, typer.Option(help="A floor, such as exact_max, paper_q99, theorem1 or lecam. Repeatable.")
+    ] = None,
+    at_least: Annotated[
+        float | None, typer.Option(help="Only the best accuracy with the floor (MSE, in squares of a range) so high.")
+    ] = None,
+    storage: Annotated[str | None, typer.Option(metavar="URL", help="As given to reconbound sweep.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON (confidential).")] = False,
+) -> None:
+    """The best settings of a sweep, and its page and table anew; with --at-least the best accuracy for a floor."""
+    with _optuna_there(), plain_errors():
+        from ..sweep import best, floors_in, pareto
+        from ..sweep.frontier import checked_floor
+        from ..sweep.run import publish, stored
+
+        if at_least is not None:
+            number("at_least", at_least, above=0.0)
+        rows, _ = stored(folder, storage)
+        if not rows:
+            raise InputError("folder", "must hold a sweep with a finished trial", str(folder))
+        asked = [checked_floor(rows, name) for name in floor] if floor else [checked_floor(rows, None)]
+        facts = publish(folder, storage)
+        if at_least is None:
+            fronts = {name: pareto(rows, name) for name in (asked if floor else floors_in(rows))}
+            _print_json({**facts, "fronts": fronts}) if as_json else _print_fronts(facts, {n: fronts[n] for n in asked})
+            return
+        found = {name: best(rows, name, at_least) for name in asked}
+        if as_json:
+            _print_json({**facts, "at_least": at_least, "best": found})
+        else:
+            for name, row in found.items():
+                print(_best_line(rows, name, at_least, row))
+        if None in found.values():
+            raise typer.Exit(1)
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    confidential_note()
+    print(json.dumps(content, indent=2, allow_nan=False))
+
+
+def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None) -> str:
+    if row is None:
+        highest = max((r[floor] for r in rows if r.get(floor) is not None), default=0.0)
+        return f"{floor}: no setting has a floor of at least {at_least:g}; the highest is {highest:.4g}"
+    return f"{floor} at least {at_least:g}: accuracy {row['accuracy']:.4f}, floor {row[floor]:.4g}: {_setting(row)}"
+
+
+def _setting(row: Row) -> str:
+    from ..sweep.space import PARAMETERS
+
+    named = [f"{name} {row[name]}" for name in PARAMETERS if name in row]
+    return f"run {row['trial']}, {', '.join(named)}, {row['steps']:,} steps"
+
+
+def _print_sweep(facts: dict[str, Any], rows: list[Row]) -> None:
+    failed = f", {facts['failed']} failed" if facts["failed"] else ""
+    print(f"{facts['finished']} of {facts['trials']} settings trained{failed}. Confidential:")
+    if facts["error"]:
+        print(f"reconbound: the first failure: {facts['error']}", file=sys.stderr)
+    if rows:
+        from ..sweep.frontier import default_floor
+        from ..sweep.page import verdict
+
+        for line in verdict(rows, default_floor(rows)):
+            print(line)
+        print(f"{facts['table']}\n{facts['page']}")
+
+
+def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..sweep.page import settings_in, told
+
+    console = Console(highlight=False, markup=False)
+    for floor, rows in fronts.items():
+        table = Table(title=f"{told(floor)} ({floor}): no setting beats these", title_justify="left")
+        names = settings_in(rows)
+        for column in ("run", *names, "steps", "accuracy", "floor (MSE)", "ε"):
+            table.add_column(column, justify="right")
+        for row in rows:
+            values = [str(row.get(name, "")) for name in names]
+            epsilon = row.get("epsilon")
+            cells = (f"{row['accuracy']:.4f}", f"{row[floor]:.4g}", "" if epsilon is None else f"{epsilon:.4g}")
+            table.add_row(str(row["trial"]), *values, f"{row['steps']:,}", *cells)
+        console.print(table)
+    console.print(f"{facts['finished']} of {facts['trials']} settings trained. {facts['page']}")
+
+
+@contextmanager
+def _notes(quiet: bool) -> Iterator[None]:
+    """What the owner should know of the data, each once and in a line."""
+    from ..data import DataWarning
+
+    def shown(message: Any, *_: Any, **__: Any) -> None:
+        if not quiet:
+            print(f"Note: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("once", DataWarning)
+        warnings.showwarning = shown
+        yield
+
+
+@contextmanager
+def _optuna_there() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as reason:
+        if reason.name not in ("optuna", "sqlalchemy", "alembic"):
+            raise
+        print("reconbound: this command needs Optuna: pip install 'reconbound[sweep]'", file=sys.stderr)
+        raise typer.Exit(2) from None

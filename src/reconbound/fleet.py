@@ -1,0 +1,276 @@
+"""Many private trainings at once on one device: the same data, batches and measured records, other hyper-parameters.
+
+A small network leaves a GPU idle and Python busy. A fleet holds K trainings side by side: a step of all of them is one
+CUDA graph (fleet_work.py), and their updates and ledgers are a few operations on (K, ...) tensors. Batches and the
+records measured are those of PrivateSGD with the same seed; they are shared by the fleet, which leaves each training's
+own distribution as it is. On a CPU the same code runs without graphs.
+
+For research: noise comes from the device's own generator in the model's precision, and nothing is checkpointed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._check import InputError, choice, number, whole
+from ._random import derive, torch_stream
+from .amplification import PoissonTable, paper_delta, paper_kappa
+from .budget import Blocks
+from .fleet_work import METHODS, LossFn, Work, make_engine
+from .learner_state import reset_parameters
+from .renyi import sensitivity
+from .sampling import Sampler, make_sampler
+from .settings import Settings
+
+NoiseFn = Callable[[int], Tensor]  # step → standard normal numbers, (K, p)
+_OWN = {"poisson": "exact", "fixed": "fixed"}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The fleet after so many steps of a run.
+
+    Attributes:
+        step: steps taken. settings: of each training.
+        own: Σ over steps of the information under the sampler's own rule, Tr I, (K, N) in float64: "exact" for Poisson
+            batches, "fixed" for fixed-size ones. raw: the same with factor 1.
+        features: d. finite: whether each training's parameters are, (K,).
+        found: what `evaluate` said of each training.
+    """
+
+    step: int
+    settings: tuple[Settings, ...]
+    own: Tensor
+    raw: Tensor
+    features: int
+    finite: Tensor
+    found: tuple[Any, ...]
+
+    def dfil(self, rule: str = "") -> Tensor:
+        """Tr I/d of each training and record, (K, N): the sampler's own rule, "none", or "paper" (κ with δ = 1/(N T)).
+
+        Guarantee: as FisherAccountant.dfil of one run of `step` steps. "paper" and "none" are for comparison.
+        """
+        own = _OWN[self.settings[0].sampler]
+        if rule in ("", own):
+            return self.own / self.features
+        if rule == "none":
+            return self.raw / self.features
+        if rule != "paper":
+            raise InputError("rule", f"must be {own}, paper or none", rule)
+        delta = paper_delta(self.raw.shape[1], self.step)
+        kappas = [_kappa(s, delta) for s in self.settings]
+        return self.raw * torch.tensor(kappas, dtype=torch.float64, device=self.raw.device)[:, None] / self.features
+
+
+class Fleet:
+    """K private trainings in step, each with its own noise multiplier, clip norm, step size and momentum.
+
+    Args:
+        make_model: makes one training's model; all start a run from the same fresh parameters.
+        loss_fn: (outputs, targets) → one loss per record, (B,).
+        inputs, targets: the training data, one tensor each, whose private part is the whole input.
+        settings: of each training. Sampler ("poisson" or "fixed"), sample_rate, clip, probes and seed must be the same
+            for all; noise, rules and micro_batch are not used.
+        at: the step counts at which a run is looked at, increasing; the last is its length.
+        budgets: records measured over records trained on, for each stretch between two of `at`; default: the first
+            settings' budget for all. Blocks of a plan end where a stretch ends, so every snapshot is unbiased.
+        device: where to train.
+        method: "stacked": all trainings in the same operations, for chains of the layers that fisher/stacked.py has;
+            "branches": any model, a branch of the graph for each training. "auto": stacked where it can be.
+        streams: branches that may run side by side on a GPU.
+
+    Guarantee: each training is PrivateSGD's mechanism with those settings, and each snapshot's ledger an unbiased
+    estimate of what its steps tell about each record; trainings of one fleet are not independent of each other, for
+    they share batches. On a GPU the noise is float32 from the device's generator: for research, not for release.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[[], nn.Module],
+        loss_fn: LossFn,
+        inputs: Tensor,
+        targets: Tensor,
+        settings: Sequence[Settings],
+        *,
+        at: Sequence[int],
+        budgets: Sequence[float] | None = None,
+        device: torch.device | str = "cpu",
+        method: str = "auto",
+        streams: int = 8,
+    ) -> None:
+        self.settings, self.at = tuple(settings), _checked_counts(at)
+        first = _checked_fleet(self.settings)
+        self.loss_fn, self.device = loss_fn, torch.device(device)
+        self.inputs, self.targets = inputs.to(self.device), targets.to(self.device)
+        self.make_model, self.records, self.features = make_model, len(inputs), inputs[0].numel()
+        self.sampler = make_sampler(first.sampler, self.records, first.sample_rate)
+        self.budgets = _checked_budgets(budgets, first, len(self.at))
+        self.models = [make_model().to(self.device) for _ in self.settings]
+        self.params, self.sums = _flattened(self.models)
+        self.velocity = torch.zeros_like(self.params)
+        self.noise = torch.zeros_like(self.params)
+        self.scale = self._column([s.noise_multiplier * s.max_grad_norm for s in self.settings])
+        self.clip_norm = self._column([s.max_grad_norm for s in self.settings])
+        self.reach = self._column([sensitivity(s.clip) / s.noise_multiplier for s in self.settings]).double()
+        self.lr, self.momentum = (self._column([getattr(s, n) for s in self.settings]) for n in ("lr", "momentum"))
+        self.decay = self._column([s.weight_decay for s in self.settings])
+        self.ledger = torch.zeros(2, len(self.settings), self.records, dtype=torch.float64, device=self.device)
+        self.table = PoissonTable(self.sampler.sample_rate).prepare(self.device, torch.float64)
+        self.engine = make_engine(
+            self, choice("method", method, METHODS), min(whole("streams", streams), len(settings))
+        )
+        self._levels = _levels(self.sampler)
+        self._training: dict[int, Work] = {}
+        self._measuring: dict[int, Work] = {}
+
+    def _column(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=self.params.dtype, device=self.device)[:, None]
+
+    def run(
+        self, number: int, *, evaluate: Callable[[nn.Module], Any] | None = None, noise: NoiseFn | None = None
+    ) -> Iterator[Snapshot]:
+        """Train run `number` from fresh parameters; yields a Snapshot at each of `at`.
+
+        evaluate: called on each training's model at each snapshot. noise: these numbers in place of the generator's."""
+        base = self.settings[0].seed
+        assert base is not None
+        seed = derive(base, "run", number)
+        self._start(derive(base, "initial", number))
+        batches: list[Tensor] = _batches(self.sampler, seed, self.at[-1])  # type: ignore[arg-type]
+        generator = torch_stream(seed, "fleet noise", 0, self.device)
+        done = 0
+        for stretch, end in enumerate(self.at):
+            plan_seed = derive(seed, "stretch", stretch) if stretch else seed
+            plan = Blocks(
+                self.records,
+                self.sampler.sample_rate,
+                end - done,
+                self.budgets[stretch],
+                max(1, round(self.sampler.divisor)),
+            )
+            for step in range(done, end):
+                for part, group in enumerate(plan.at(plan_seed, step - done)):
+                    self._measure(group, plan.weight(step - done), seed, step, part)
+                if noise is None:
+                    self.noise.normal_(generator=generator)
+                else:
+                    self.noise.copy_(noise(step))
+                self._train(batches[step])
+            done = end
+            yield self._snapshot(end, evaluate)
+
+    def _start(self, seed: int) -> None:
+        model = self.make_model()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed % 2**63)
+            reset_parameters(model)
+        self.params.copy_(torch.cat([p.detach().flatten() for p in model.parameters()]).to(self.params))
+        self.velocity.zero_()
+        self.ledger.zero_()
+
+    def _train(self, batch: Tensor) -> None:
+        """One step of every training on this batch, with the noise that lies ready."""
+        size = next((level for level in self._levels if level >= len(batch)), len(batch))
+        if size not in self._training:
+            self._training[size] = Work(self, size, self.engine.gradient_sums)
+        self._training[size](batch)
+        gradient = torch.addcmul(self.sums, self.scale, self.noise).div_(self.sampler.divisor)
+        gradient.addcmul_(self.params, self.decay)
+        self.velocity.mul_(self.momentum).add_(gradient)
+        self.params.addcmul_(self.velocity, self.lr, value=-1)
+
+    def _measure(self, group: Tensor, weight: float, seed: int, step: int, part: int) -> None:
+        """Add what this step tells about these records to every training's ledger."""
+        size = max(len(group), round(self.sampler.divisor))
+        if size not in self._measuring:
+            self._measuring[size] = Work(self, size, self.engine.information)
+        work = self._measuring[size]
+        probes = torch_stream(seed, f"probe {part + 1}", step, self.device)
+        for omega in work.omegas:
+            omega.normal_(generator=probes)
+        work(group)
+        norm, across, along = work.found.double()
+        m = norm / self.scale.double()
+        if self.sampler.name == "poisson":
+            k_across, k_along = self.table(m)
+        else:
+            k_across = k_along = self.table.largest(m + self.reach)
+        values = weight * torch.stack([k_across * across + k_along * along, across + along])
+        self.ledger.index_add_(2, work.index, values)
+
+    def _snapshot(self, step: int, evaluate: Callable[[nn.Module], Any] | None) -> Snapshot:
+        found = tuple(None if evaluate is None else evaluate(model) for model in self.models)
+        own, raw = self.ledger.clone()
+        return Snapshot(step, self.settings, own, raw, self.features, torch.isfinite(self.params).all(1).cpu(), found)
+
+
+def _flattened(models: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
+    """All parameters as one tensor (K, p), of which each model's are views; and room for their gradient sums."""
+    rows = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models]
+    flat = torch.stack(rows)
+    for model, row in zip(models, flat, strict=True):
+        sizes = [p.numel() for p in model.parameters()]
+        for p, piece in zip(model.parameters(), row.split(sizes), strict=True):
+            p.data = piece.view(p.shape)
+    return flat, torch.zeros_like(flat)
+
+
+def _levels(sampler: Sampler) -> tuple[int, ...]:
+    """Sizes to which batches are padded, so that few graphs are needed; a larger batch gets a graph of its own."""
+    if sampler.name != "poisson":
+        return (int(sampler.divisor),)
+    mean = sampler.divisor
+    spread = math.sqrt(mean * (1 - sampler.sample_rate))
+    return tuple(min(sampler.records, math.ceil((mean + z * spread) / 8) * 8) for z in (1.0, 6.0))
+
+
+@lru_cache(maxsize=4)
+def _batches(sampler: Any, seed: int, steps: int) -> list[Tensor]:
+    """The batches of a run, drawn beforehand: fleets with the same seed share them."""
+    return [sampler.batch(seed, step) for step in range(steps)]
+
+
+def _kappa(s: Settings, delta: float) -> float:
+    bound = 1.115 if s.clip == "smooth" else 1.0
+    return paper_kappa(s.noise_multiplier, s.sample_rate, delta, clip_bound=bound)
+
+
+def _checked_counts(at: Sequence[int]) -> tuple[int, ...]:
+    counts = tuple(whole("at", count) for count in at)
+    if not counts or any(b <= a for a, b in pairwise(counts)):
+        raise InputError("at", "must be increasing step counts", at)
+    return counts
+
+
+def _checked_fleet(settings: tuple[Settings, ...]) -> Settings:
+    """The first of the settings, with which all others must agree in what a fleet shares."""
+    if not settings:
+        raise InputError("settings", "must name at least one training", settings)
+    first = settings[0]
+    for name in ("sampler", "sample_rate", "clip", "probes", "seed"):
+        values = {getattr(s, name) for s in settings}
+        if len(values) > 1:
+            raise InputError(f"settings.{name}", "must be the same for all trainings of a fleet", sorted(values))
+    if first.sampler not in _OWN:
+        raise InputError("settings.sampler", f"must be one of {', '.join(_OWN)}", first.sampler)
+    if first.seed is None:
+        raise InputError("settings.seed", "must be given: the fleet shares it", None)
+    return first
+
+
+def _checked_budgets(budgets: Sequence[float] | None, first: Settings, stretches: int) -> tuple[float, ...]:
+    chosen = (first.budget,) * stretches if budgets is None else tuple(budgets)
+    if len(chosen) != stretches:
+        raise InputError("budgets", f"must be {stretches}, one for each stretch", budgets)
+    return tuple(number("budgets", b, above=0.0) for b in chosen)
+
+
+__all__ = ["Fleet", "Snapshot"]

@@ -1,0 +1,20 @@
+"""Many trainings, one frontier: accuracy against every floor. Optuna searches and stores."""
+
+from .frontier import best, floors_in, pareto, rows_of, table, write_table
+from .run import Sweep, sweep
+from .space import Choices, Range, parse_grid, parse_steps
+
+__all__ = [
+    "Choices",
+    "Range",
+    "Sweep",
+    "best",
+    "floors_in",
+    "pareto",
+    "parse_grid",
+    "parse_steps",
+    "rows_of",
+    "sweep",
+    "table",
+    "write_table",
+]

@@ -1,0 +1,88 @@
+"""The two databases that a sweep can be kept in: how they are opened, and how one process has them to itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sql
+
+from .._check import InputError
+from .._files import CONFIDENTIAL
+
+BACKENDS = ("sqlite", "postgresql")
+_LOCK = 0x7265636F6E  # "recon": the key of PostgreSQL's advisory lock
+
+
+def checked_url(url: str) -> Any:
+    """The URL of a SQLite file or a PostgreSQL database, as SQLAlchemy's object."""
+    try:
+        made = sql.make_url(url)
+        backend = made.get_backend_name()
+    except (sql.exc.ArgumentError, ValueError):
+        raise InputError(
+            "storage", "must be a URL such as sqlite:///sweep.db or postgresql://user@host/name", url
+        ) from None
+    if backend not in BACKENDS or (backend == "sqlite" and not _file(made)):
+        shown = made.render_as_string(hide_password=True)
+        raise InputError("storage", "must be a SQLite file or a PostgreSQL database", shown)
+    return made
+
+
+def _file(url: Any) -> str:
+    return "" if url.database in (None, "", ":memory:") else str(url.database)
+
+
+def engine_options(url: Any) -> dict[str, Any]:
+    """How the database is connected to."""
+    if url.get_backend_name() == "sqlite":
+        return {"connect_args": {"timeout": 120}}
+    return {"pool_pre_ping": True, "pool_size": 2, "connect_args": {"connect_timeout": 15}}
+
+
+def locked_from_the_start(engine: Any) -> None:
+    """BEGIN IMMEDIATE instead of sqlite3's own habit of beginning at the first write; a write-ahead log.
+
+    The log outlives a killed process; a loss of power may undo the last moments, which are then done again."""
+
+    def connected(connection: Any, _: Any) -> None:
+        connection.isolation_level = None
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+
+    def begun(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    sql.event.listen(engine, "connect", connected)
+    sql.event.listen(engine, "begin", begun)
+    engine.dispose()
+
+
+@contextmanager
+def alone(url: Any) -> Iterator[None]:
+    """One process at a time: making tables and trials is not for two. The lock dies with its holder."""
+    if url.get_backend_name() == "sqlite":
+        path = Path(_file(url))
+        with suppress(FileExistsError):  # made here, so that SQLite does not choose its mode; never opened again:
+            # to close a file's handle lets go of the locks that SQLite holds on it in this process
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, CONFIDENTIAL))
+        handle = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, CONFIDENTIAL)
+        try:
+            with suppress(ImportError):  # Windows
+                import fcntl
+
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+        return
+    engine = sql.create_engine(url, **engine_options(url))
+    try:
+        with engine.connect() as connection:
+            connection.execute(sql.text(f"SELECT pg_advisory_lock({_LOCK})"))
+            yield
+    finally:
+        engine.dispose()  # the session's end lets go of the lock

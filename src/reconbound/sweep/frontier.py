@@ -1,0 +1,122 @@
+"""The frontier of a sweep: how accurate a model can be for how high a floor."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .._check import InputError
+from .._files import CONFIDENTIAL, write_whole
+from ..calculator import FLOORS as MECHANISM_FLOORS
+from . import space
+from .worker import Row
+
+#: Floors by the information of the records (rule, and where over the records), then those of the mechanism alone.
+FLOORS = (
+    *(f"{rule}_{place}" for rule in ("exact", "fixed", "none", "paper") for place in ("max", "q99", "median")),
+    *MECHANISM_FLOORS,
+)
+TABLE = "sweep.csv"
+
+
+def rows_of(store: Any) -> list[Row]:
+    """Every row of the finished trials: the trial's number and setting, then what it found. A setting counts once."""
+    seen: set[str] = set()
+    rows: list[Row] = []
+    for trial in store.trials():
+        found, setting = trial.user_attrs.get("rows"), trial.user_attrs.get("setting")
+        if trial.state.name != "COMPLETE" or found is None or space.key(setting) in seen:
+            continue
+        seen.add(space.key(setting))
+        rows += [{"trial": trial.number, **setting, **row} for row in found]
+    return rows
+
+
+def floors_in(rows: Iterable[Row]) -> list[str]:
+    """The floors that the rows have, in a fixed order."""
+    there = {name for row in rows for name, value in row.items() if value is not None}
+    return [name for name in FLOORS if name in there]
+
+
+def default_floor(rows: Sequence[Row]) -> str:
+    """The floor that is proved, at the most exposed record."""
+    found = floors_in(rows)
+    if not found:
+        raise InputError("rows", "must have a floor", "none")
+    return found[0]
+
+
+def checked_floor(rows: Sequence[Row], floor: str | None) -> str:
+    """The floor of this name, or the default; an error that lists those that there are."""
+    if floor is None:
+        return default_floor(rows)
+    found = floors_in(rows)
+    if floor not in found:
+        raise InputError("floor", f"must be one of {', '.join(found)}", floor)
+    return floor
+
+
+def pareto(rows: Sequence[Row], floor: str) -> list[Row]:
+    """The rows that no other beats: none is as accurate with a higher floor, or more accurate with one as high.
+
+    From the lowest floor to the highest; of rows that are equal in both, the first.
+
+    >>> rows = [{"accuracy": a, "exact_max": f} for a, f in ((0.9, 1.0), (0.8, 2.0), (0.7, 1.5))]
+    >>> [row["accuracy"] for row in pareto(rows, "exact_max")]
+    [0.9, 0.8]
+    """
+    usable = [row for row in rows if row.get(floor) is not None and row.get("accuracy") is not None]
+    front: list[Row] = []
+    for row in sorted(usable, key=lambda row: (row[floor], row["accuracy"]), reverse=True):
+        if not front or row["accuracy"] > front[-1]["accuracy"]:
+            front.append(row)
+    return front[::-1]
+
+
+def best(rows: Sequence[Row], floor: str, at_least: float) -> Row | None:
+    """The most accurate row whose floor is at least so high; None if there is none. Of equals, that of higher floor."""
+    front = [row for row in pareto(rows, floor) if row[floor] >= at_least]
+    return front[0] if front else None
+
+
+def score_of(rows: Sequence[Row], floor: str, at_least: float) -> float:
+    """What a search for the best accuracy maximises: it, or less than -1, by how far (in powers of ten) it missed."""
+    found = best(rows, floor, at_least)
+    if found is not None:
+        return max(-1.0, float(found["accuracy"]))
+    nearest = max((float(row.get(floor) or 0.0) for row in rows), default=0.0)
+    return -1.0 + min(0.0, space.log10(nearest) - space.log10(at_least))
+
+
+def columns_of(rows: Sequence[Row]) -> list[str]:
+    """The table's columns: trial, settings, steps, accuracy, floors, ε."""
+    there = {name for row in rows for name in row}
+    first = ["trial", *space.PARAMETERS, "steps", "accuracy", "accuracy_sd"]
+    last = ["epsilon", "epsilon_add_remove", "delta", "never_measured"]
+    return [name for name in (*first, *FLOORS, *last) if name in there]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All rows as CSV, with the floors on whose front each lies."""
+    text, columns = io.StringIO(), columns_of(rows)
+    on: dict[int, list[str]] = {id(row): [] for row in rows}
+    for floor in floors_in(rows):
+        for row in pareto(rows, floor):
+            on[id(row)].append(floor)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*columns, "front"])
+    for row in rows:
+        values = ["" if row.get(name) is None else row[name] for name in columns]
+        writer.writerow([*values, " ".join(on[id(row)])])
+    return text.getvalue()
+
+
+def write_table(folder: str | os.PathLike[str], rows: Sequence[Row]) -> Path:
+    """sweep.csv in the folder: figures of the data, so for its owner alone (mode 0600)."""
+    path = Path(folder) / TABLE
+    write_whole(path, table(rows).encode(), mode=CONFIDENTIAL)
+    return path

@@ -1,0 +1,222 @@
+"""frontier.html: the frontier of a sweep on one self-contained page, with a small page for each of its runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .._files import CONFIDENTIAL, write_whole
+from ..report import axes, page
+from ..report.axes import Chart, Key
+from ..report.figures import amount, clean, for_plotly, plus_minus
+from ..run_folder import prepare
+from . import space
+from .frontier import best, columns_of, default_floor, floors_in, pareto
+from .worker import Row, trial_folder
+
+PAGE, RUN_PAGE = "frontier.html", "index.html"
+#: Decades on either side of 1 that a chart shows; what lies beyond is drawn at its edge.
+DECADES = 4.0
+WORDS = {
+    "max": "most exposed record",
+    "q99": "record at the 99 % quantile",
+    "median": "median record",
+    "exact": "exact factor",
+    "fixed": "fixed-size factor",
+    "none": "no amplification",
+    "paper": "the paper's κ (no guarantee)",
+    "theorem1": "Theorem 1",
+    "theorem1_paper": "Theorem 1 as in the paper (no guarantee)",
+    "corners": "all corners",
+    "lecam": "any attacker, Le Cam",
+    "rate_distortion": "any attacker, rate-distortion",
+}
+ASSUMPTIONS = (
+    ("exact, fixed, none", "1/dFIL of a record by the Fisher accountant (Theorem 2): unbiased attackers who know all "
+     "other records and see every noisy step. exact: Poisson batches; fixed: fixed-size batches; none: shuffled "
+     "epochs. An estimate, averaged over the runs."),
+    ("paper", "the same with the paper's κ, whose δ is split over the steps: for comparison, no guarantee."),
+    ("theorem1, corners", "of the mechanism whatever the data, unbiased attackers, replace-one neighbours; theorem1 in "
+     "each feature, corners on average over them. theorem1_paper is the paper's own line, no guarantee."),
+    ("lecam, rate_distortion", "of the mechanism whatever the data, for any attacker, in the worst case over records."),
+)  # fmt: skip
+
+
+def write_pages(folder: Path, rows: Sequence[Row], facts: Mapping[str, Any]) -> Path:
+    """frontier.html and a page for each run, for their owner alone (mode 0600).
+
+    Args:
+        rows: of the finished trials. facts: data, runs, trials, finished and failed.
+    """
+    prepare(folder)
+    for number in sorted({row["trial"] for row in rows}):
+        own = [row for row in rows if row["trial"] == number]
+        place = trial_folder(folder, number)
+        prepare(place)
+        write_whole(place / RUN_PAGE, run_page(own), mode=CONFIDENTIAL)
+    write_whole(folder / PAGE, frontier_page(rows, facts), mode=CONFIDENTIAL)
+    return folder / PAGE
+
+
+def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
+    """The page as HTML with all that it needs inside."""
+    floors, names = floors_in(rows), settings_in(rows)
+    proved = default_floor(rows)
+    rule = proved.partition("_")[0]
+    shown = {chart.id: chart for chart in (_lines(rows, floors), _places(rows, rule))}
+    fronts = [
+        {"name": floor, "text": told(floor), "rows": [_cells(row, floor, names) for row in pareto(rows, floor)]}
+        for floor in floors
+    ]
+    context = {
+        "title": f"{clean(facts['data'], 80)}: how accurate, for how high a floor?",
+        "verdict": verdict(rows, proved),
+        "chart": shown,
+        "fronts": fronts,
+        "names": names,
+        "proved": told(f"{rule}_max").partition(",")[0],
+        "delta": next((f"{row['delta']:g}" for row in rows if row.get("delta")), "–"),
+        "assumptions": ASSUMPTIONS,
+        "version": __version__,
+        **{name: f"{facts[name]:,}" for name in ("runs", "trials", "finished")},
+        "failed": facts["failed"],
+    }
+    return page.render("frontier.html", context, {key: chart.figure for key, chart in shown.items()})
+
+
+def run_page(rows: Sequence[Row]) -> bytes:
+    """One run: its setting, and accuracy, ε and every floor at each step count."""
+    names = settings_in(rows)
+    kept = [name for name in columns_of(rows) if name not in ("trial", "steps", *names)]
+    context = {
+        "title": f"Run {rows[0]['trial']}",
+        "setting": [(name, _value(rows[0][name])) for name in names],
+        "counts": [f"{row['steps']:,}" for row in rows],
+        "rows": [(told(name), [_value(row.get(name)) for row in rows]) for name in kept],
+        "version": __version__,
+    }
+    return page.render("trial.html", context, None)
+
+
+def verdict(rows: Sequence[Row], floor: str) -> list[str]:
+    """The frontier in two sentences."""
+    front = pareto(rows, floor)
+    if not front:
+        return ["No setting has been trained yet."]
+    last = max(front, key=lambda row: row["accuracy"])
+    said = [
+        f"The most accurate setting reaches {_accuracy(last)} and leaves the most exposed record an error of "
+        f"{plus_minus(math.sqrt(last[floor]))} of a feature's range ({told(floor)})."
+    ]
+    kept = best(rows, floor, 1.0)
+    if kept is not None and kept is not last:
+        said.append(f"With an error of at least ±1 range for every record the best accuracy is {_accuracy(kept)}.")
+    elif kept is None:
+        said.append("No setting leaves every record an error of ±1 range.")
+    return said
+
+
+def told(name: str) -> str:
+    """A floor, or another column, in words.
+
+    >>> told("exact_max"), told("lecam"), told("epsilon")
+    ('exact factor, most exposed record', 'any attacker, Le Cam', 'epsilon')
+    """
+    if name in WORDS:
+        return WORDS[name]
+    rule, _, place = name.partition("_")
+    return f"{WORDS[rule]}, {WORDS[place]}" if rule in WORDS and place in WORDS else name.replace("_", " ")
+
+
+def settings_in(rows: Sequence[Row]) -> list[str]:
+    """The settings that the sweep names."""
+    return [name for name in space.PARAMETERS if any(name in row for row in rows)]
+
+
+# --- charts --------------------------------------------------------------------------------
+
+
+def _lines(rows: Sequence[Row], floors: Sequence[str]) -> Chart:
+    """The front of each floor at the most exposed record, and of those of the mechanism."""
+    drawn = [floor for floor in floors if not floor.endswith(("_q99", "_median"))]
+    traces, keys = [], []
+    for k, floor in enumerate(drawn):
+        colour, dash = axes.SERIES[k % len(axes.SERIES)], axes.DASHES[k % len(axes.DASHES)]
+        traces.append(_trace(pareto(rows, floor), floor, colour, dash))
+        keys.append(Key(colour, told(floor), "line", dash))
+    return _chart("chart-frontier", traces, keys, "Accuracy against every floor: the best settings")
+
+
+def _places(rows: Sequence[Row], rule: str) -> Chart:
+    """All settings at three places over the records, and the fronts."""
+    drawn = [f"{rule}_{place}" for place in ("max", "q99", "median") if any(f"{rule}_{place}" in row for row in rows)]
+    traces, keys = [], []
+    for floor, colour in zip(drawn, (axes.VERMILLION, axes.ORANGE, axes.BLUE), strict=False):
+        traces.append({**_trace(rows, floor, colour, "solid"), "mode": "markers", "opacity": 0.45})
+        traces.append(_trace(pareto(rows, floor), floor, colour, "solid"))
+        keys.append(Key(colour, told(floor), "line"))
+    return _chart("chart-places", traces, keys, "Accuracy against the floors of the records")
+
+
+def _trace(rows: Sequence[Row], floor: str, colour: str, dash: str) -> dict[str, Any]:
+    rows = [row for row in rows if row.get(floor) is not None and row.get("accuracy") is not None]
+    return {
+        "type": "scatter", "mode": "lines+markers", "x": [100 * row["accuracy"] for row in rows],
+        "y": [min(DECADES, max(-DECADES, space.log10(row[floor]))) for row in rows],
+        "line": {"color": colour, "dash": dash, "width": 2}, "marker": {"color": colour, "size": 7},
+        "text": [_hover(row, floor) for row in rows], "hoverinfo": "text", "customdata": [_link(row) for row in rows],
+    }  # fmt: skip
+
+
+def _chart(name: str, traces: list[Any], keys: list[Key], label: str) -> Chart:
+    logs = [y for trace in traces for y in trace["y"]] or [0.0]
+    low, high = min(logs) - 0.2, max(logs) + 0.2
+    x = {"title": axes.titled("accuracy (%)"), "zeroline": False, "fixedrange": True, "nticks": 7}
+    layout = axes.layout(460, x, axes.log_axis(low, high, "floor (MSE)"))
+    beyond = any(abs(y) >= DECADES for y in logs)
+    note = f"What lies beyond 10^{DECADES:g} or below 10^−{DECADES:g} is drawn at the edge." if beyond else ""
+    return Chart(name, {"data": traces, "layout": layout}, tuple(keys), note, label, 460)
+
+
+def _hover(row: Row, floor: str) -> str:
+    setting = ", ".join(f"{name} {_value(row[name])}" for name in space.PARAMETERS if name in row)
+    lines = [
+        f"run {row['trial']}: {setting}, {row['steps']:,} steps",
+        f"accuracy {_accuracy(row)}",
+        f"{told(floor)}: {_value(row[floor])} ({plus_minus(math.sqrt(row[floor]))})",
+        f"ε = {_value(row.get('epsilon'))}",
+    ]
+    return "<br>".join(for_plotly(line, 160) for line in lines)
+
+
+def _cells(row: Row, floor: str, names: Sequence[str]) -> dict[str, Any]:
+    return {
+        "link": _link(row),
+        "trial": row["trial"],
+        "settings": [_value(row.get(name)) for name in names],
+        "steps": f"{row['steps']:,}",
+        "accuracy": _accuracy(row),
+        "floor": _value(row[floor]),
+        "error": plus_minus(math.sqrt(row[floor])),
+        "epsilon": _value(row.get("epsilon")),
+    }
+
+
+def _link(row: Row) -> str:
+    return f"trials/{row['trial']:05d}/{RUN_PAGE}"
+
+
+def _accuracy(row: Row) -> str:
+    sd = row.get("accuracy_sd")
+    return f"{100 * row['accuracy']:.1f} %" + (f" ± {100 * sd:.1f}" if sd else "")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return clean(value, 60)
+    if value is None:
+        return "–"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if value < 1e6 else amount(value)

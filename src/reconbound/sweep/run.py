@@ -1,0 +1,292 @@
+"""A sweep: many settings of a training on one data set, by any number of workers, from any number of machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from .._check import InputError, choice, number, whole
+from .._files import CONFIDENTIAL, write_whole
+from .._random import checked_seed, new_seed
+from ..run_folder import prepare
+from . import space as spaces
+from .frontier import default_floor, rows_of, score_of, write_table
+from .progress import progress
+from .space import Choices, Setting, Space
+from .store import Claim, Store
+from .team import supervise
+from .worker import TRIALS, Row, owner_name, work
+
+DATABASE, SEED, ABOUT = "sweep.db", "seed", "sweep.json"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a sweep is to be.
+
+    Attributes:
+        data: name or path of the data set, as in `reconbound.data.load`; load: its options.
+        out: the sweep's folder; confidential (mode 0700).
+        space: settings to search, by name: lists of values, Choices, or (for "tpe") Ranges.
+        steps: step counts; every training goes to the largest and is looked at on the way. runs: for each setting.
+        search: "grid" for every combination, "tpe" for Optuna's tree-structured Parzen estimator; trials: how many.
+        floor, at_least: a "tpe" search is for the best accuracy with this floor at least so high; without at_least,
+            for accuracy and the floor at the largest step count both.
+        plan: options of `Plan` that stay the same. delta: at which ε is told.
+        storage: URL of a SQLite file or a PostgreSQL database; sweep.db in the folder when None. name: of the study.
+        seed: of the sweep; in the folder's file "seed", made if need be, when None. It is as secret as the data.
+        lease: seconds after which a worker that gave no sign is taken for dead.
+    """
+
+    data: str
+    out: Path
+    space: Space
+    steps: tuple[int, ...]
+    runs: int = 1
+    search: str = "grid"
+    trials: int | None = None
+    floor: str | None = None
+    at_least: float | None = None
+    load: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    delta: float = 1e-5
+    storage: str | None = None
+    name: str = "sweep"
+    seed: int | None = None
+    lease: float = 60.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "out", Path(self.out))
+        object.__setattr__(self, "space", spaces.checked_space(self.space))
+        object.__setattr__(self, "steps", spaces.checked_steps(self.steps))
+        whole("runs", self.runs)
+        choice("search", self.search, ("grid", "tpe"))
+        number("delta", self.delta, above=0.0, below=1.0)
+        number("lease", self.lease, at_least=0.1)
+        if self.search == "grid":
+            spaces.settings_of(self.space)
+            for name in ("trials", "at_least"):
+                if getattr(self, name) is not None:
+                    raise InputError(name, "must be left out of a grid: it is for --search tpe", getattr(self, name))
+        elif self.trials is None:
+            raise InputError("trials", "must be given for a search", None)
+        else:
+            whole("trials", self.trials)
+        if self.at_least is not None:
+            number("at_least", self.at_least, above=0.0)
+        if self.seed is not None:
+            checked_seed(self.seed)
+
+    @property
+    def url(self) -> str:
+        """Of the storage."""
+        return self.storage or f"sqlite:///{(self.out / DATABASE).absolute()}"
+
+
+def sweep(
+    config: Sweep, *, workers: int = 1, show: bool = True, make_train: Callable[[Sweep], Any] | None = None
+) -> list[Row]:
+    """Run a sweep to its end, or go on with it; all its rows. Others may work on the same storage meanwhile.
+
+    Args:
+        workers: processes on this machine; one that dies is replaced, and its trial goes on where it was.
+        show: progress on a terminal.
+        make_train: what makes the training, for tests; a function at the top of a module.
+
+    Guarantee: every setting is finished exactly once, whichever workers die when; its rows are a function of the data,
+    the sweep's seed, the plan and the setting, whoever trains it and however often it was interrupted.
+    """
+    whole("workers", workers)
+    for folder in (config.out, config.out / TRIALS):
+        prepare(folder)
+    train = (make_train or make_trainer)(config)
+    store = open_store(config)
+    try:
+        begin(store, config, train)
+        with progress(store, train.steps, show):
+            if workers == 1:
+                _work(store, config, train, owner_name(), lambda: False)
+            else:
+                supervise(store, workers, partial(_join, config, make_train))
+        return rows_of(store)
+    finally:
+        store.dispose()
+
+
+def stored(folder: Path, storage: str | None = None) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of a sweep's finished trials, and how far it is, from its storage.
+
+    Args:
+        folder: the sweep's. storage: its URL, where that is not the folder's own database.
+    """
+    path = folder / ABOUT
+    try:
+        about = json.loads(path.read_text())
+        name, where = about["name"], about["storage"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError("folder", f"must be that of a sweep, with {ABOUT}", str(folder)) from None
+    if where is not None and storage is None:
+        if "***" in where:
+            raise InputError("storage", "must be given again, with its password", where)
+        storage = where
+    store = Store(storage or f"sqlite:///{(folder / DATABASE).absolute()}", name, new=False)
+    try:
+        trials = store.trials()
+        rows = rows_of(store)
+    finally:
+        store.dispose()
+    failed = [trial for trial in trials if trial.state.name == "FAIL"]
+    error = failed[0].user_attrs.get("error") if failed else None
+    facts = {"folder": str(folder), "data": about["data"], "runs": about["runs"], "trials": len(trials)}
+    finished = sum(trial.state.name == "COMPLETE" for trial in trials)
+    return rows, {**facts, "finished": finished, "failed": len(failed), "error": error}
+
+
+def publish(folder: Path, storage: str | None = None) -> dict[str, Any]:
+    """Write the sweep's table and pages, as far as it is; where they are, and how far that is."""
+    from .page import write_pages
+
+    rows, facts = stored(folder, storage)
+    pages: dict[str, str | None] = {"table": None, "page": None}
+    if rows:
+        pages = {"table": str(write_table(folder, rows)), "page": str(write_pages(folder, rows, facts))}
+    return {"confidential": True, **facts, **pages}
+
+
+def make_trainer(config: Sweep) -> Any:
+    """The training of the sweep's settings."""
+    from ..data import load
+    from ..plan import default_plan
+    from .train import Trainer
+
+    dataset = load(config.data, **config.load)
+    plan = default_plan(dataset, **config.plan)
+    return Trainer(dataset, plan, config.steps, config.runs, sweep_seed(config), config.delta)
+
+
+def open_store(config: Sweep) -> Store:
+    """The sweep's storage."""
+    with warnings.catch_warnings():  # Optuna's early versions call the liar experimental
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler = optuna.samplers.TPESampler(n_startup_trials=max(5, (config.trials or 0) // 5), constant_liar=True)
+    objectives = 2 if config.at_least is None else 1
+    return Store(config.url, config.name, lease=config.lease, sampler=sampler, objectives=objectives)
+
+
+def begin(store: Store, config: Sweep, train: Any) -> None:
+    """Make the sweep's trials, and note in the folder where they are."""
+    facts = {**train.facts(), "search": config.search}
+    if config.search == "tpe":
+        facts |= {"grid": spaces.described(config.space), "floor": config.floor, "at_least": config.at_least}
+    store.begin(facts, list(_trials(config)))
+    about = {"name": config.name, "storage": None if config.storage is None else store.shown, "data": config.data}
+    about |= {"grid": spaces.described(config.space), "steps": config.steps, "runs": config.runs}
+    text = json.dumps({"confidential": True, **about}, indent=1)
+    write_whole(config.out / ABOUT, text.encode() + b"\n", mode=CONFIDENTIAL)
+
+
+def _trials(config: Sweep) -> Iterator[dict[str, Any]]:
+    if config.search == "tpe":
+        yield from ({"slot": f"search {k}"} for k in range(config.trials or 0))
+        return
+    for setting in spaces.settings_of(config.space):
+        kinds = {name: _wide(name, value) for name, value in setting.items()}
+        yield {"slot": spaces.key(setting), "setting": setting, "params": setting, "distributions": kinds}
+
+
+def _wide(name: str, value: Any) -> Any:
+    """A distribution that fits every value of this name, so that a grid can grow later."""
+    if spaces.PARAMETERS[name][0] == "number":
+        return optuna.distributions.FloatDistribution(min(0.0, value), max(1e9, value))
+    return optuna.distributions.CategoricalDistribution(spaces.WORDS[name])
+
+
+def ask(store: Store, config: Sweep, claim: Claim) -> Setting:
+    """A claimed trial's setting; for a search the sampler is asked, once for each trial."""
+    trial = store.storage.get_trial(claim.trial_id)
+    if "setting" in trial.user_attrs:
+        return dict(trial.user_attrs["setting"])
+    asked = optuna.trial.Trial(store.study, claim.trial_id)
+    setting: Setting = {}
+    for name, values in config.space.items():
+        if isinstance(values, Choices):
+            setting[name] = asked.suggest_categorical(name, values.values)
+        else:
+            setting[name] = asked.suggest_float(name, values.low, values.high, log=values.log)
+    store.note(claim, "setting", setting)
+    return setting
+
+
+def values_of(config: Sweep, rows: Sequence[Row]) -> list[float]:
+    """What a search looks at: accuracy and floor at the largest step count, or the best accuracy with a floor."""
+    floor = config.floor or default_floor(rows)
+    if config.at_least is not None:
+        return [score_of(rows, floor, config.at_least)]
+    last = rows[-1]
+    return [float(last["accuracy"] or 0.0), spaces.log10(float(last.get(floor) or 0.0))]
+
+
+def found_before(store: Store, setting: Setting) -> list[Row] | None:
+    """The rows of a finished trial of the same setting, if there is one."""
+    for trial in store.trials():
+        found = trial.user_attrs
+        if trial.state.name == "COMPLETE" and spaces.key(found["setting"]) == spaces.key(setting):
+            rows: list[Row] = found["rows"]
+            return rows
+    return None
+
+
+def sweep_seed(config: Sweep) -> int:
+    """The sweep's seed: as given, or as the folder has it; made and kept there the first time."""
+    path = config.out / SEED
+    wanted = new_seed() if config.seed is None else config.seed
+    with suppress(FileExistsError):
+        beside = config.out / f".{SEED}.{secrets.token_hex(4)}"
+        write_whole(beside, f"{wanted}\n".encode(), mode=CONFIDENTIAL)
+        try:
+            os.link(beside, path)  # of several processes, one makes it
+        finally:
+            beside.unlink()
+    try:
+        found = checked_seed(int(path.read_text()))
+    except (OSError, ValueError):
+        raise InputError("out", f"must have the sweep's seed in {SEED}", str(path)) from None
+    if config.seed is not None and config.seed != found:
+        raise InputError("seed", f"must stay the one in {path}", config.seed)
+    return found
+
+
+def _join(config: Sweep, make_train: Callable[[Sweep], Any] | None, owner: str, stop: Callable[[], bool]) -> int:
+    """Work on the sweep from a process of its own; what there is to say of the data has been said."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        train = (make_train or make_trainer)(config)
+    return _work(open_store(config), config, train, owner, stop)
+
+
+def _work(store: Store, config: Sweep, train: Any, owner: str, stop: Callable[[], bool]) -> int:
+    def trained(setting: Setting, folder: Path, tell: Callable[[int], None]) -> list[Row]:
+        before = found_before(store, setting) if config.search == "tpe" else None  # a search may come back to a setting
+        return train(setting, folder, tell) if before is None else before
+
+    return work(
+        store,
+        lambda claim: ask(store, config, claim),
+        trained,
+        lambda rows: values_of(config, rows),
+        config.out,
+        steps=train.steps,
+        owner=owner,
+        stop=stop,
+        wait=min(1.0, config.lease / 4),
+    )

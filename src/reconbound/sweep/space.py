@@ -1,0 +1,200 @@
+"""What a sweep searches: settings of a training, by name, and the values that each may take."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+from .._check import InputError, choice, number, whole
+from .._random import derive
+
+Setting: TypeAlias = dict[str, Any]  # a value for each name
+
+WORDS = {
+    "clip": ("smooth", "hard"),
+    "sampler": ("poisson", "fixed", "shuffle"),
+    "model": ("linear", "mlp", "cnn"),
+}
+#: What can be searched, by the names of Plan: numbers or words, and how a value is checked.
+PARAMETERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "noise_multiplier": ("number", lambda v: number("noise_multiplier", v, above=0.0)),
+    "max_grad_norm": ("number", lambda v: number("max_grad_norm", v, above=0.0)),
+    "sample_rate": ("number", lambda v: number("sample_rate", _ratio(v), above=0.0, at_most=1.0)),
+    "lr": ("number", lambda v: number("lr", v, above=0.0)),
+    "momentum": ("number", lambda v: number("momentum", v, at_least=0.0, below=1.0)),
+    **{name: ("word", partial(choice, name, options=options)) for name, options in WORDS.items()},
+}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A list of values."""
+
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Range:
+    """All numbers from low to high; log: each factor is as likely as another."""
+
+    low: float
+    high: float
+    log: bool = False
+
+
+Space: TypeAlias = dict[str, Choices | Range]
+
+
+def parse_grid(options: Sequence[str]) -> Space:
+    """The space that words such as "lr=0.1,0.5" or "lr=0.01:1:log" describe.
+
+    >>> parse_grid(["lr=0.1,0.5", "noise_multiplier=0.2:5:log"])
+    {'lr': Choices(values=(0.1, 0.5)), 'noise_multiplier': Range(low=0.2, high=5.0, log=True)}
+    """
+    space: Space = {}
+    for option in options:
+        name, equals, text = (part.strip() for part in option.partition("="))
+        known(name)
+        if not equals or not text.strip(" ,"):
+            raise InputError("grid", f"must give {name} values, such as {name}=1,2 or {name}=1:2", option)
+        if name in space:
+            raise InputError("grid", f"must name {name} once, with all its values", option)
+        space[name] = _range(name, text) if ":" in text else _choices(name, text.split(","))
+    if not space:
+        raise InputError("grid", "must name at least one setting with its values, such as lr=0.1,0.5", "none")
+    return space
+
+
+def checked_space(given: Mapping[str, Any]) -> Space:
+    """The space of a mapping from names to lists of values, Choices or Ranges."""
+    space: Space = {}
+    for name, values in given.items():
+        known(name)
+        if isinstance(values, Range):
+            space[name] = values
+            continue
+        listed = values.values if isinstance(values, Choices) else values
+        if isinstance(listed, str) or not isinstance(listed, Iterable):
+            listed = [listed]
+        space[name] = _choices(name, list(listed))
+    if not space:
+        raise InputError("grid", "must name at least one setting with its values", "none")
+    return space
+
+
+def parse_steps(text: str) -> tuple[int, ...]:
+    """Step counts, ascending and distinct.
+
+    >>> parse_steps("2000,1000")
+    (1000, 2000)
+    """
+    return checked_steps([word for word in text.split(",") if word.strip()])
+
+
+def checked_steps(steps: Iterable[Any]) -> tuple[int, ...]:
+    """Step counts, ascending and distinct; at least one."""
+    counts = tuple(sorted({whole("steps", count) for count in steps}))
+    if not counts:
+        raise InputError("steps", "must name at least one step count", "none")
+    return counts
+
+
+def known(name: str) -> None:
+    """An error that lists what can be searched, if this cannot."""
+    if name not in PARAMETERS:
+        raise InputError("grid", f"must name one of {', '.join(PARAMETERS)}", name or "no name")
+
+
+def settings_of(space: Space) -> list[Setting]:
+    """Every combination of the values, in order; the last name changes fastest.
+
+    >>> settings_of(parse_grid(["lr=0.1,0.5", "momentum=0,0.5"]))[1]
+    {'lr': 0.1, 'momentum': 0.5}
+    """
+    for name, values in space.items():
+        if isinstance(values, Range):
+            raise InputError("grid", f"must list the values of {name}: a range is for --search tpe", _told(values))
+    lists = [values.values for values in space.values() if isinstance(values, Choices)]
+    return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*lists)]
+
+
+def key(setting: Mapping[str, Any]) -> str:
+    """One line that is the same for equal settings, whatever their order.
+
+    >>> key({"lr": 0.5, "clip": "hard"}) == key({"clip": "hard", "lr": 0.5})
+    True
+    """
+    return json.dumps(dict(setting), sort_keys=True, separators=(",", ":"))
+
+
+def seed_of(seed: int, setting: Mapping[str, Any]) -> int:
+    """The seed of a setting's training: a function of the sweep's seed and the setting, whoever trains it and when."""
+    place = int.from_bytes(hashlib.sha256(key(setting).encode()).digest()[:8], "little")
+    return derive(seed, "sweep", place)
+
+
+def described(space: Space) -> dict[str, Any]:
+    """The space as JSON."""
+    return {
+        name: list(values.values) if isinstance(values, Choices) else _told(values) for name, values in space.items()
+    }
+
+
+def _choices(name: str, words: Sequence[Any]) -> Choices:
+    kind, check = PARAMETERS[name]
+    values: list[Any] = []
+    for word in words:
+        text = word.strip() if isinstance(word, str) else word
+        if text == "":
+            continue
+        value = _checked(name, kind, check, text)
+        if value not in values:
+            values.append(value)
+    if not values:
+        raise InputError("grid", f"must give {name} at least one value", "none")
+    return Choices(tuple(values))
+
+
+def _range(name: str, text: str) -> Range:
+    kind, check = PARAMETERS[name]
+    low, high, *more = (part.strip() for part in text.split(":"))
+    if kind == "word" or more not in ([], ["log"]):
+        raise InputError(
+            "grid", f"must give {name} a list of values{'' if kind == 'word' else ' or low:high[:log]'}", text
+        )
+    ends = [_checked(name, kind, check, part) for part in (low, high)]
+    if not ends[0] < ends[1] or (more and ends[0] <= 0):
+        raise InputError("grid", f"must give {name} a range from a smaller number to a larger", text)
+    return Range(ends[0], ends[1], log=bool(more))
+
+
+def _ratio(value: Any) -> Any:
+    """A number, also as a fraction: 0.01, 256/50000."""
+    over, slash, under = str(value).partition("/")
+    try:
+        return float(over) / float(under) if slash else value
+    except (ValueError, ZeroDivisionError):
+        return value
+
+
+def _checked(name: str, kind: str, check: Callable[[Any], Any], value: Any) -> Any:
+    """The value, checked; whatever is wrong with it is told of the grid's option."""
+    try:
+        return check(value)
+    except InputError as reason:
+        raise InputError("grid", f"{name} {reason.requirement}", reason.value) from None
+
+
+def _told(values: Range) -> str:
+    return f"{values.low:g}:{values.high:g}{':log' if values.log else ''}"
+
+
+def log10(floor: float) -> float:
+    """log₁₀ of a floor, finite for 0 and ∞ too, as a search needs it."""
+    return math.log10(min(max(floor, 1e-300), 1e300))

@@ -1,0 +1,80 @@
+"""Several workers on one machine: one that dies is replaced, and what it held goes to the others at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from .store import Store, patiently
+from .worker import owner_name
+
+#: What a worker needs, loaded once for all of them; the last three are what Optuna's storage loads when it is made.
+PRELOAD = (
+    "reconbound.sweep.train",
+    "reconbound.sweep.run",
+    "alembic.command",
+    "alembic.migration",
+    "optuna.storages._rdb.models",
+)
+_RAISED = 3  # so many workers of a machine may end by an error of their own
+
+
+class SweepError(RuntimeError):
+    """A sweep cannot go on; what was finished is kept."""
+
+
+def _child(job: Callable[[str, Callable[[], bool]], Any], owner: str) -> None:
+    """A worker in a process of its own; it ends, after the trial at hand, when the process that began it is gone."""
+    signal.signal(signal.SIGTERM, _interrupted)
+    parent = multiprocessing.parent_process()
+    with suppress(KeyboardInterrupt):
+        job(owner, lambda: parent is not None and not parent.is_alive())
+
+
+def _interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def supervise(store: Store, workers: int, job: Callable[[str, Callable[[], bool]], Any]) -> None:
+    """Keep so many workers going until every trial is finished.
+
+    Args:
+        job: what a worker does, called with its name and a function that says when to stop; it is sent to its process.
+    """
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(list(PRELOAD))
+    going: dict[str, Any] = {}
+    raised = 0
+    try:
+        while True:
+            for owner, process in list(going.items()):
+                if process.is_alive():
+                    continue
+                del going[owner]
+                patiently(partial(store.expire, owner))  # so that nobody waits for its lease to run out
+                raised += process.exitcode > 0
+            left = sum(not trial.state.is_finished() for trial in patiently(store.trials))
+            if left == 0:
+                break
+            if raised > _RAISED:
+                raise SweepError(f"{raised} workers ended by an error, which they wrote to standard error")
+            for _ in range(min(workers, left) - len(going)):
+                owner = owner_name()
+                going[owner] = context.Process(target=_child, args=(job, owner), daemon=True)
+                going[owner].start()
+            time.sleep(0.2)
+        for process in going.values():
+            process.join(30)
+    finally:
+        for process in going.values():
+            if process.is_alive():
+                process.terminate()
+        for process in going.values():
+            process.join(30)

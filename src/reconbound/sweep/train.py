@@ -1,0 +1,271 @@
+"""The training of one trial: runs of the largest step count, measured and evaluated at each smaller one on the way.
+
+A run of T steps is, up to step t, a run of t steps: the batches, the noise and the parameters do not know of T. Only
+the ledger does, in two places. Records are measured once in each block of steps, so blocks end at every step count
+(a record would otherwise be counted for a block that is cut off). And the paper's κ splits its δ over the T steps:
+being one number for all records and steps, it is put right by κ(t)/κ(T). ε and the floors of the mechanism are computed
+for t steps."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .._files import CONFIDENTIAL, sealed, unsealed, write_whole
+from .._random import derive
+from ..account import Account, Factors
+from ..accountant import FisherAccountant
+from ..budget import Blocks
+from ..calculator import guarantee
+from ..checkpoint import plain_json
+from ..learner_state import data_digest
+from ..mechanisms import SampledGaussian
+from ..plan import Plan, make_learner, score
+from ..run_folder import CHECKPOINTS, prepare
+from ..sgd import PrivateSGD
+from .space import Setting, seed_of
+from .worker import Row
+
+if TYPE_CHECKING:
+    from ..data import Dataset
+
+TRIAL, LEDGER = "trial.json", "ledger.safetensors"
+#: Where over the records a floor is taken: name → quantile of dFIL.
+PLACES = {"max": 1.0, "q99": 0.99, "median": 0.5}
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Blocks of measured records that end at every step count: one Blocks for each stretch between two of them."""
+
+    starts: tuple[int, ...]
+    parts: tuple[Blocks, ...]
+
+    @classmethod
+    def of(cls, plan: Blocks, counts: Sequence[int]) -> Segments:
+        """Segments that end at these step counts, the last being the run's."""
+        starts = (0, *counts[:-1])
+        parts = (replace(plan, steps=end - start) for start, end in zip(starts, counts, strict=True))
+        return cls(starts, tuple(parts))
+
+    def _part(self, step: int) -> int:
+        return bisect.bisect_right(self.starts, step) - 1
+
+    def weight(self, step: int) -> float:
+        """L q of the step's block."""
+        k = self._part(step)
+        return self.parts[k].weight(step - self.starts[k])
+
+    def at(self, seed: int, step: int) -> list[Tensor]:
+        """The groups that are measured at this step."""
+        k = self._part(step)
+        return self.parts[k].at(derive(seed, "segment", k), step - self.starts[k])
+
+
+class SteppedSGD(PrivateSGD):
+    """Private SGD whose ledger is whole at each of several step counts."""
+
+    counts: tuple[int, ...] = ()
+
+    def _make_ledger(self) -> None:
+        super()._make_ledger()
+        if self.plan is not None:
+            self.plan = Segments.of(self.plan, self.counts)  # type: ignore[assignment]
+
+
+class Trainer:
+    """Trains settings on one data set.
+
+    Args:
+        dataset: what to train on. plan: everything that the settings leave open. counts: step counts, ascending.
+        runs: for each setting. seed: of the sweep. delta: at which ε is told.
+    """
+
+    def __init__(
+        self, dataset: Dataset, plan: Plan, counts: Sequence[int], runs: int, seed: int, delta: float = 1e-5
+    ) -> None:
+        self.dataset, self.counts, self.runs, self.seed, self.delta = dataset, tuple(counts), runs, seed, delta
+        self.plan = replace(plan, steps=self.counts[-1], runs=runs, seed=None)
+        names = ("inputs", "targets", "test_inputs", "test_targets")
+        self.digest = data_digest([torch.from_numpy(getattr(dataset, name)) for name in names], None)
+
+    @property
+    def steps(self) -> int:
+        """Of a whole trial."""
+        return self.counts[-1] * self.runs
+
+    def facts(self) -> dict[str, Any]:
+        """What decides every trial's rows, apart from its setting; JSON."""
+        about = {"data": self.digest, "seed": fingerprint(self.seed), "steps": self.counts, "runs": self.runs}
+        found: dict[str, Any] = plain_json({**about, "delta": self.delta, "plan": asdict(self.plan)})
+        return found
+
+    def __call__(self, setting: Setting, folder: Path, tell: Callable[[int], None] = lambda done: None) -> list[Row]:
+        """One row for each step count; goes on from what the folder holds."""
+        prepare(folder)
+        about = {"setting": dict(setting), **self.facts()}
+        found = _finished(folder, about)
+        if found is not None:
+            return found
+        with one_thread():
+            learner = self._trained(setting, folder, tell)
+        assert learner.accountant is not None
+        rows = [self._row(learner, count, folder) for count in self.counts]
+        learner.accountant.save(folder / LEDGER)
+        text = json.dumps({"confidential": True, **about, "rows": rows}, indent=1, allow_nan=False)
+        write_whole(folder / TRIAL, text.encode() + b"\n", mode=CONFIDENTIAL)
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+        return rows
+
+    def _trained(self, setting: Setting, folder: Path, tell: Callable[[int], None]) -> PrivateSGD:
+        plan = replace(self.plan, **setting, seed=seed_of(self.seed, setting))
+
+        def evaluate(model: Any) -> dict[str, float]:
+            tell(learner.run * learner.steps + learner.step)
+            if learner.step not in self.counts:
+                return {}
+            assert learner.accountant is not None
+            if learner.step < learner.steps:  # at the end the accountant has the run in its mean
+                _keep(folder, learner.run, learner.step, learner.accountant)
+            return {"accuracy": score(self.dataset, model)}
+
+        learner = make_learner(
+            self.dataset,
+            plan,
+            folder / CHECKPOINTS,
+            learner=SteppedSGD,
+            evaluate=evaluate,
+            evaluate_every=_often(self.counts),
+            every=max(20, self.counts[-1] // 30),
+            progress=False,
+        )
+        assert isinstance(learner, SteppedSGD)
+        learner.counts = self.counts
+        learner.repeat(self.runs, self.counts[-1])
+        return learner
+
+    def _row(self, learner: PrivateSGD, count: int, folder: Path) -> Row:
+        """What a run of so many steps gives: accuracy, ε and every floor, in units of the features' ranges."""
+        ledger = learner.accountant
+        assert ledger is not None
+        account = replace(ledger.account, steps=count)
+        dfil, measured = _dfil(ledger, count, self.runs, folder)
+        scores = [h["accuracy"] for h in learner.history if h["step"] == count]
+        row: Row = {"steps": count, "accuracy": _mean(scores), "accuracy_sd": _spread(scores)}
+        for rule, values in zip(account.rules, dfil, strict=True):
+            row |= {f"{rule}_{place}": floor for place, floor in floors_of(values, measured).items()}
+        row["never_measured"] = int((measured == 0).sum())
+        row |= {**companions(account.mechanism(), account.features, self.delta), "delta": self.delta}
+        return {name: _plain(value) for name, value in row.items()}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Sums depend, in their last digits, on how many threads share them; rows must not."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def floors_of(dfil: Tensor, measured: Tensor) -> dict[str, float]:
+    """1/dFIL at the most exposed record, at the 99 % quantile and at the median, of those that were measured."""
+    seen = dfil[measured > 0].sort().values
+    if len(seen) == 0:
+        return dict.fromkeys(PLACES, 0.0)
+    at = {place: float(seen[min(len(seen) - 1, math.ceil(q * (len(seen) - 1)))]) for place, q in PLACES.items()}
+    return {place: 1 / max(value, 1e-300) for place, value in at.items()}
+
+
+@lru_cache(maxsize=1000)
+def companions(mechanism: SampledGaussian, features: int, delta: float) -> dict[str, float | None]:
+    """The floors of the mechanism whatever the data, and its ε: the same for all settings that differ otherwise."""
+    found = guarantee(mechanism, dim=features, delta=delta)
+    floors = {bound.name: float(bound.value) for bound in found.bounds}
+    return {**floors, "epsilon": found.epsilon, "epsilon_add_remove": found.epsilon_add_remove}
+
+
+def kappa_ratio(account: Account, count: int) -> float:
+    """κ(count)/κ(T): the paper's factor depends on the number of steps, over which it splits its δ."""
+    cpu, only = torch.device("cpu"), ("paper",)
+    parts = [Factors(replace(account, steps=steps, rules=only), cpu).kappa for steps in (count, account.steps)]
+    return parts[0] / parts[1]
+
+
+def fingerprint(seed: int) -> str:
+    """Tells seeds apart without telling them."""
+    return f"{derive(seed, 'fingerprint'):064x}"[:16]
+
+
+def _dfil(ledger: FisherAccountant, count: int, runs: int, folder: Path) -> tuple[Tensor, Tensor]:
+    """Mean over the runs of dFIL after so many steps, (rules, N), and how often each record was measured, (N,)."""
+    account = ledger.account
+    if count == account.steps:
+        return torch.stack([ledger.dfil(rule).cpu() for rule in account.rules]), ledger.measured().cpu()
+    kept = [unsealed(_place(folder, run, count))[0] for run in range(runs)]
+    trace = torch.stack([part["trace"] for part in kept]).mean(0)
+    for k, rule in enumerate(account.rules):
+        if rule == "paper":
+            trace[k] *= kappa_ratio(account, count)
+    return trace / account.features, torch.stack([part["measured"] for part in kept]).sum(0)
+
+
+def _keep(folder: Path, run: int, step: int, ledger: FisherAccountant) -> None:
+    """The run's ledger so far, beside the checkpoints: written anew, the same, when a killed run comes by again."""
+    state = ledger.state()
+    content = sealed({name: state[name] for name in ("trace", "measured")}, {"run": run, "step": step})
+    write_whole(_place(folder, run, step), content, mode=CONFIDENTIAL)
+
+
+def _place(folder: Path, run: int, step: int) -> Path:
+    return folder / CHECKPOINTS / f"at-{run}-{step}.safetensors"
+
+
+def _finished(folder: Path, about: Mapping[str, Any]) -> list[Row] | None:
+    """The rows of a trial that was trained here and only not told of."""
+    try:
+        content = json.loads((folder / TRIAL).read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(content, dict) or any(content.get(name) != value for name, value in about.items()):
+        return None
+    rows: list[Row] = content["rows"]
+    return rows
+
+
+def _often(counts: Sequence[int]) -> int:
+    """Steps between two looks such that none of the step counts is passed over; at most 50, to tell how far it is."""
+    every = math.gcd(*counts)
+    return next(k for k in range(min(every, 50), 0, -1) if every % k == 0)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _spread(values: Sequence[float]) -> float | None:
+    if len(values) < 2:
+        return None
+    middle = _mean(values)
+    return math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1))
+
+
+def _plain(value: Any) -> Any:
+    """None for what JSON has no number for."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+__all__ = ["PLACES", "Segments", "SteppedSGD", "Trainer", "fingerprint", "floors_of", "kappa_ratio"]

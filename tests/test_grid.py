@@ -1,0 +1,73 @@
+"""The scripts of figure 5: trained rows are kept and not trained again, and the frontier is read off them rightly."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
+
+import _grid
+
+
+def tiny(trainings: int) -> Any:
+    def load(train: bool) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng(train)
+        return rng.integers(0, 256, (20, 4, 4), dtype=np.uint8), rng.integers(0, 3, 20)
+
+    make = lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3))  # noqa: E731
+    settings = _grid.combinations("poisson", (0.5, 1.0), (1.0, 2.0), (0.1,))
+    return _grid.Grid(make, load, 0.2, 0.5, (2, 5), (1.0, 1.0), settings[:trainings], 2)
+
+
+def trained(grid: Any, path: Path, *more: str) -> list[dict[str, str]]:
+    asked = _grid.options("", runs=2, rows=path).parse_args(["--train", "--device", "cpu", *more])
+    _grid.train(grid, asked)
+    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
+
+
+def test_a_stopped_grid_goes_on_from_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    assert trained(tiny(4), path, "--seconds", "0") == []
+    before = trained(tiny(2), path)
+    assert len(before) == 2 * 2 * 3  # trainings, step counts, runs and their mean
+    after = trained(tiny(4), path)
+    assert after[: len(before)] == before
+    assert len(after) == 2 * len(before)
+    assert trained(tiny(4), path) == after
+    assert len(_grid.finished([path], (2, 5))) == 4
+    assert not _grid.finished([path], (2, 5, 9))
+    alone = trained(replace(tiny(4), fleet=1), tmp_path / "other.csv")
+    key = lambda row: (*(row[k] for k in _grid.KEY), row["steps"], row["run"])  # noqa: E731
+    assert {key(row) for row in alone} == {key(row) for row in after}
+
+
+def test_means_and_the_crossed_maximum(tmp_path: Path) -> None:
+    """Accuracies are averaged; a maximum of the mean is at most the mean of maxima, and so is the crossed one."""
+    rows = trained(tiny(2), tmp_path / "rows.csv")
+    for mean in (row for row in rows if row["run"] == "mean"):
+        same = [r for r in rows if r["run"] != "mean" and all(r[k] == mean[k] for k in (*_grid.KEY, "steps"))]
+        assert np.isclose(float(mean["accuracy"]), np.mean([float(r["accuracy"]) for r in same]))
+        highest = np.mean([float(r["dfil_own_max"]) for r in same])
+        assert float(mean["dfil_own_cross"]) <= highest * (1 + 1e-5)
+        assert float(mean["dfil_own_median"]) <= float(mean["dfil_own_max"]) <= highest * (1 + 1e-5)
+        assert float(mean["dfil_own_max"]) <= float(mean["dfil_paper_max"])
+
+
+def test_frontier_is_the_best_floor_at_each_accuracy() -> None:
+    pytest.importorskip("matplotlib")
+    import _frontier
+
+    accuracy, floors = np.array([0.9, 0.95, 0.8, 0.97]), np.array([2.0, 1.0, 0.5, 0.1])
+    assert _frontier.best(accuracy, floors, 1.0) == 0.95
+    assert _frontier.best(accuracy, floors, 3.0) is None
+    x, y = _frontier.front(accuracy, floors)
+    assert x.tolist() == [0.97, 0.95, 0.9, 0.8]
+    assert y.tolist() == [0.1, 1.0, 2.0, 2.0]
