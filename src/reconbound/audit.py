@@ -28,6 +28,7 @@ from .account import Account
 from .audit_learner import SNAPSHOTS, AuditLearner
 from .calculator import Guarantee, guarantee
 from .checkpoint import held
+from .data.tables import MISSING
 from .plan import Plan, make_learner, model_kind
 from .plan_file import open_folder, settle
 from .run_folder import CHECKPOINTS, CHOSEN_SEED, MODEL, Leakage, Run, write_leakage, write_run
@@ -127,9 +128,6 @@ def leakage_of(dataset: Dataset, plan: Plan, learner: AuditLearner) -> Leakage:
         average = learner.look_closely(sample, plan.runs, probes=1, each=False).state()["average_mean"][0]
     first = [h for h in learner.history if h["run"] == 0]
     scored = [h for h in first if "accuracy" in h]
-    private = dataset.private
-    flat = dataset.inputs.reshape(len(dataset.inputs), -1)
-    columns = flat if private is None else flat[:, private]
     return Leakage(
         dfil=_stacked([ledger.dfil(rule) for rule in rules]),
         error=_stacked([ledger.standard_error(rule) for rule in rules]),
@@ -144,9 +142,22 @@ def leakage_of(dataset: Dataset, plan: Plan, learner: AuditLearner) -> Leakage:
         history=torch.tensor([[h["largest"], h["high"], h["median"]] for h in first]).double().reshape(-1, 3),
         accuracy_step=torch.tensor([int(h["step"]) for h in scored]),
         accuracy=torch.tensor([h["accuracy"] for h in scored]).double(),
-        guess=torch.from_numpy(columns.var(axis=0, dtype=np.float64)),
+        guess=torch.from_numpy(guess_of(dataset)),
         facts={**_leakage_facts(dataset, kept), "rules": list(rules), "most": most},
     )
+
+
+def guess_of(dataset: Dataset) -> np.ndarray:
+    """Mean square error of guessing each private feature's average, (d,); over the records where it is not missing."""
+    flat, private = dataset.inputs.reshape(len(dataset.inputs), -1), dataset.private
+    if private is None:
+        return np.asarray(flat.var(axis=0, dtype=np.float64))
+    marks = {f.name: flat[:, k] == 1 for k, f in enumerate(dataset.features) if f.name.endswith(MISSING)}
+    found = []
+    for j in private:
+        missing = marks.get(f"{dataset.features[j].name} {MISSING}", np.zeros(len(flat), dtype=bool))
+        found.append(flat[~missing, j].var(dtype=np.float64) if not missing.all() else 0.0)
+    return np.array(found, dtype=np.float64)
 
 
 def chosen(dfil: Tensor, measured: Tensor) -> tuple[Tensor, int]:

@@ -73,7 +73,7 @@ class Leakage:
         kept_inputs: (k, *shape). kept_diagonal: (k, d), information about each private feature. average_diagonal: (d,).
         history_step: (h,). history: (h, 3): largest, 99 % quantile and median dFIL after so many steps of the first
             run, of the first rule. accuracy_step: (a,), accuracy: (a,), on test data (R² for a number).
-        guess: (d,), mean square error of guessing each private feature's average over the records.
+        guess: (d,), mean square error of guessing each private feature's average over the records that have one.
         facts: rules, class_names, feature_names, units, scale, offset (lists of d, or one number for all), private
             (flat columns of the inputs, or None for all), record_names (of the kept ones), target_name, confidence,
             task ("classes" or "number"), inferred_ranges (whether any range was read off the data), and what else the
