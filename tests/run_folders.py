@@ -26,7 +26,7 @@ def _trained(
     """A linear model trained privately; its ledger, and the ledger's growth over the steps of a run."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(inputs[0].numel(), classes))
-    settings = Settings(**{**SETTINGS, "noise_multiplier": noise}, lr=0.5, rules=("exact", "paper"), budget=1.0, seed=3)
+    settings = Settings(**{**SETTINGS, "noise_multiplier": noise}, lr=0.5, rules=("exact", "paper"), budget=3.0, seed=3)
     learner = PrivateSGD(
         model, _loss, inputs, targets, settings, private=private, diagonal="all", progress=False, check=False
     )

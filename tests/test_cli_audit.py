@@ -105,6 +105,7 @@ def test_the_plan_is_printed_first_and_the_path_last(tmp_path, capsys, monkeypat
         (["wine", "--range", "alcohol"], "--range must be"),
         (["wine", "--private", "colour"], "--private must name columns"),
         (["--private", "age"], "--private is for tables"),
+        (["wine", "--size", "9"], "--size is for folders of images, got 9"),
     ],
 )
 def test_wrong_options_are_one_line(tmp_path, monkeypatch, capsys, words: list[str], said: str) -> None:

@@ -59,7 +59,7 @@ class Elements(HTMLParser):
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return digits_folder(tmp_path_factory.mktemp("runs") / "digits", runs=2, steps=20, records=200, noise=0.1)
+    return digits_folder(tmp_path_factory.mktemp("runs") / "digits", runs=5, steps=20, records=200, noise=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_verdict_of_images_is_the_leakage_files_own(digits: Path) -> None:
     assert f"For {below} of the 200 images" in page
     lowest = 1 / math.sqrt(float(leakage.upper[0].max()))
     assert f"that of any image at least ±{figure(lowest)}" in page
-    assert "Average of 2 runs." in page
+    assert "Average of 5 runs." in page
 
 
 def test_verdict_of_tables_is_in_each_columns_unit(people: Path) -> None:

@@ -28,9 +28,11 @@ from .account import Account
 from .audit_learner import SNAPSHOTS, AuditLearner
 from .calculator import Guarantee, guarantee
 from .checkpoint import held
+from .data.tables import MISSING
 from .plan import Plan, make_learner, model_kind
 from .plan_file import open_folder, settle
-from .run_folder import CHECKPOINTS, MODEL, Leakage, Run, write_leakage, write_run
+from .run_folder import CHECKPOINTS, CHOSEN_SEED, MODEL, Leakage, Run, write_leakage, write_run
+from .sampling import Sampler, make_sampler
 
 if TYPE_CHECKING:
     from .data import Dataset
@@ -70,7 +72,8 @@ def audit(
         settled = settle(folder, dataset, plan)
         learner = trained(dataset, settled, folder, show=show)
         write_leakage(folder, leakage_of(dataset, settled, learner))
-        write_run(folder, facts_of(dataset, settled, learner, publish_accuracy=publish_accuracy))
+        seed = "the operating system" if plan.seed is None else CHOSEN_SEED
+        write_run(folder, facts_of(dataset, settled, learner, seed_from=seed, publish_accuracy=publish_accuracy))
         from .report import build
 
         build(folder)
@@ -125,9 +128,6 @@ def leakage_of(dataset: Dataset, plan: Plan, learner: AuditLearner) -> Leakage:
         average = learner.look_closely(sample, plan.runs, probes=1, each=False).state()["average_mean"][0]
     first = [h for h in learner.history if h["run"] == 0]
     scored = [h for h in first if "accuracy" in h]
-    private = dataset.private
-    flat = dataset.inputs.reshape(len(dataset.inputs), -1)
-    columns = flat if private is None else flat[:, private]
     return Leakage(
         dfil=_stacked([ledger.dfil(rule) for rule in rules]),
         error=_stacked([ledger.standard_error(rule) for rule in rules]),
@@ -142,9 +142,22 @@ def leakage_of(dataset: Dataset, plan: Plan, learner: AuditLearner) -> Leakage:
         history=torch.tensor([[h["largest"], h["high"], h["median"]] for h in first]).double().reshape(-1, 3),
         accuracy_step=torch.tensor([int(h["step"]) for h in scored]),
         accuracy=torch.tensor([h["accuracy"] for h in scored]).double(),
-        guess=torch.from_numpy(columns.var(axis=0, dtype=np.float64)),
+        guess=torch.from_numpy(guess_of(dataset)),
         facts={**_leakage_facts(dataset, kept), "rules": list(rules), "most": most},
     )
+
+
+def guess_of(dataset: Dataset) -> np.ndarray:
+    """Mean square error of guessing each private feature's average, (d,); over the records where it is not missing."""
+    flat, private = dataset.inputs.reshape(len(dataset.inputs), -1), dataset.private
+    if private is None:
+        return np.asarray(flat.var(axis=0, dtype=np.float64))
+    marks = {f.name: flat[:, k] == 1 for k, f in enumerate(dataset.features) if f.name.endswith(MISSING)}
+    found = []
+    for j in private:
+        missing = marks.get(f"{dataset.features[j].name} {MISSING}", np.zeros(len(flat), dtype=bool))
+        found.append(flat[~missing, j].var(dtype=np.float64) if not missing.all() else 0.0)
+    return np.array(found, dtype=np.float64)
 
 
 def chosen(dfil: Tensor, measured: Tensor) -> tuple[Tensor, int]:
@@ -178,7 +191,11 @@ def _leakage_facts(dataset: Dataset, kept: Tensor) -> dict[str, Any]:
         "notes": list(dataset.notes),
     }
     if dataset.private is not None:
-        facts["public_names"] = [f.name for f in dataset.features if not f.private]
+        flat = dataset.inputs.reshape(len(dataset.inputs), -1)
+        marks: np.ndarray = np.all((flat == 0) | (flat == 1), axis=0)  # a public number has no name: 1 is no yes there
+        facts["public_names"] = [
+            f.name if mark else "" for f, mark in zip(dataset.features, marks, strict=True) if not f.private
+        ]
     if dataset.record_names is not None:
         facts["record_names"] = [dataset.record_name(int(i)) for i in kept]
     if dataset.task == "number" and target is not None:
@@ -186,7 +203,9 @@ def _leakage_facts(dataset: Dataset, kept: Tensor) -> dict[str, Any]:
     return facts
 
 
-def facts_of(dataset: Dataset, plan: Plan, learner: AuditLearner, *, publish_accuracy: bool = False) -> Run:
+def facts_of(
+    dataset: Dataset, plan: Plan, learner: AuditLearner, *, seed_from: str, publish_accuracy: bool = False
+) -> Run:
     """The public facts: what was asked and what the mechanism guarantees whatever the data."""
     last = [h for h in learner.history if h["run"] == 0 and "accuracy" in h]
     accuracy = float(last[-1]["accuracy"]) if publish_accuracy and last else None
@@ -196,7 +215,7 @@ def facts_of(dataset: Dataset, plan: Plan, learner: AuditLearner, *, publish_acc
         mechanism={
             "noise_multiplier": plan.noise_multiplier,
             "max_grad_norm": plan.max_grad_norm,
-            "sample_rate": plan.sample_rate,
+            "sample_rate": learner.sampler.sample_rate,
             "steps": plan.steps,
             "clip": plan.clip,
             "sampler": plan.sampler,
@@ -211,6 +230,7 @@ def facts_of(dataset: Dataset, plan: Plan, learner: AuditLearner, *, publish_acc
             "accounting_budget": plan.budget,
             "probes": plan.probes,
             "parameters": sum(p.numel() for p in learner.params.values()),
+            "seed_from": seed_from,
         },
         guarantee=learner.accountant.guarantee().to_dict(),
         accuracy=accuracy,
@@ -226,6 +246,7 @@ def _data_facts(dataset: Dataset) -> dict[str, Any]:
         "records": len(dataset.inputs),
         "features": len(dataset.scale),
         "task": dataset.task,
+        "inferred_ranges": dataset.inferred_ranges,
     }
     if dataset.kind == "image":
         return {**found, "shape": list(dataset.shape), "unit": dataset.features[0].unit}
@@ -246,6 +267,11 @@ def describe(dataset: Dataset, plan: Plan) -> str:
     return paper[dataset.shape] if ten and dataset.shape in paper else "convolutions, tanh, average pooling"
 
 
+def sampler_of(dataset: Dataset, plan: Plan) -> Sampler:
+    """The plan's sampler: its own rate is that of whole batches, where these are of a fixed size."""
+    return make_sampler(plan.sampler, len(dataset.inputs), plan.sample_rate)
+
+
 def floors_of(dataset: Dataset, plan: Plan) -> Guarantee:
     """What the plan's mechanism guarantees whatever the data, per feature in units of its range."""
     account = Account(
@@ -254,7 +280,7 @@ def floors_of(dataset: Dataset, plan: Plan) -> Guarantee:
         steps=plan.steps,
         noise_multiplier=plan.noise_multiplier,
         max_grad_norm=plan.max_grad_norm,
-        sample_rate=plan.sample_rate,
+        sample_rate=sampler_of(dataset, plan).sample_rate,
         sampler=plan.sampler,
         clip=plan.clip,
     )

@@ -29,6 +29,8 @@ FORMAT = 1
 RUN, LEAKAGE, CHECKPOINTS = "run.json", "leakage.safetensors", "checkpoints"
 REPORT, PUBLIC_REPORT = "report.html", "report-public.html"
 PLAN, MODEL = "plan.json", "model.safetensors"
+#: Where the seed of a run is from that was not made up by the operating system.
+CHOSEN_SEED = "--seed: not for a release"
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,11 @@ class Run:
     Attributes:
         data: name, kind ("image" or "table"), records, features (private numbers of a record), shape (of an image),
             private and public (names of columns; of a table), ranges ({column: [low, high]}, only those that were
-            declared, never those read off the data), unit.
+            declared, never those read off the data), inferred_ranges (whether any range was), unit.
         mechanism: noise_multiplier, max_grad_norm, sample_rate, steps, clip, sampler, runs (for confidence limits; one
             of them is released).
-        training: model (in words), parameters, lr, momentum and what else decides the training.
+        training: model (in words), parameters, lr, momentum, seed_from (CHOSEN_SEED, or who made it up) and what else
+            decides the training.
         guarantee: the calculator's answer, `Guarantee.to_dict()`.
         accuracy: of the released model on test data, only where its owner chose to publish it.
         software: versions.
@@ -70,7 +73,7 @@ class Leakage:
         kept_inputs: (k, *shape). kept_diagonal: (k, d), information about each private feature. average_diagonal: (d,).
         history_step: (h,). history: (h, 3): largest, 99 % quantile and median dFIL after so many steps of the first
             run, of the first rule. accuracy_step: (a,), accuracy: (a,), on test data (R² for a number).
-        guess: (d,), mean square error of guessing each private feature's average over the records.
+        guess: (d,), mean square error of guessing each private feature's average over the records that have one.
         facts: rules, class_names, feature_names, units, scale, offset (lists of d, or one number for all), private
             (flat columns of the inputs, or None for all), record_names (of the kept ones), target_name, confidence,
             task ("classes" or "number"), inferred_ranges (whether any range was read off the data), and what else the

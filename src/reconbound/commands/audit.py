@@ -184,6 +184,7 @@ def _run(
         print(json.dumps(result(folder), indent=2, allow_nan=False))
         return
     if not quiet:
+        confidential_note()
         for line in result(folder)["verdict"]:
             print(line)
     print(folder / REPORT)
@@ -191,11 +192,11 @@ def _run(
 
 def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]:
     """What will be done, what the mechanism guarantees before any training, and how long it will take."""
-    from ..audit import describe, expected_seconds, floors_of
+    from ..audit import describe, expected_seconds, floors_of, sampler_of
     from ..run_folder import PLAN
 
-    found = floors_of(dataset, plan)
-    epochs = plan.steps * plan.sample_rate
+    found, sampler = floors_of(dataset, plan), sampler_of(dataset, plan)
+    epochs = plan.steps / sampler.steps_per_epoch
     others = "the first is the release, the others only measure" if plan.runs > 1 else "no confidence limits"
     says = [f"{name} ±{found[name].rmse:.3g}" for name in ("theorem1", "lecam") if not found[name].vacuous]
     epsilon = "" if found.epsilon is None else f"; ε = {found.epsilon:.3g} (replace-one) at δ = {found.delta:g}"
@@ -205,7 +206,7 @@ def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]
         f"Model: {describe(dataset, plan)}; {plan.runs} run{'s' if plan.runs > 1 else ''} of {plan.steps:,} steps "
         f"({epochs:.3g} epochs), lr {plan.lr:g}: {others}.",
         f"Mechanism: noise multiplier {plan.noise_multiplier:g}, clip norm {plan.max_grad_norm:g} ({plan.clip}), "
-        f"{plan.sampler} batches, sample rate {plan.sample_rate:.3g}{epsilon}.",
+        f"{plan.sampler} batches, sample rate {sampler.sample_rate:.3g}{epsilon}.",
         f"Floors whatever the data, of a feature's range: {', '.join(says) or 'none that says anything'}. "
         "The audit measures those of your records.",
         f"Expected time: about {_duration(expected_seconds(dataset, plan))}{' if nothing is done yet' if on else ''}.",
@@ -241,6 +242,7 @@ def result(folder: Path) -> dict[str, Any]:
         "unit": f"± {view.of_range}",
         "records": view.records,
         "below_guess": view.below(view.guess),
+        "never_measured": view.unknown,
         "accuracy": float(leakage.accuracy[-1]) if leakage.accuracy.numel() else None,
         "epsilon": run.guarantee.get("epsilon"),
     }

@@ -54,8 +54,17 @@ def plain_errors(resume: str = "") -> Iterator[None]:
         raise
 
 
+def one_line(message: str) -> str:
+    """The message on one line, with nothing in it (a file's name, a cell) that steers the terminal.
+
+    >>> one_line("no\\x1b[31m.csv\\n does not exist")
+    'no?[31m.csv does not exist'
+    """
+    return "".join(c if c.isprintable() else "?" for c in " ".join(message.split()))
+
+
 def fail(message: str) -> None:
-    print(f"reconbound: {' '.join(message.split())}", file=sys.stderr)
+    print(f"reconbound: {one_line(message)}", file=sys.stderr)
     raise typer.Exit(2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,7 +60,7 @@ def show_command(
 
         run, leakage = read_run(folder), read_leakage(folder)
         view = View(run, leakage)
-        if as_json:
+        if as_json or record is None:
             confidential_note()
         if record is None:
             _show_all(view, folder, as_json)
@@ -94,12 +95,13 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
         console.print(line)
     table = Table(title=f"The most exposed, floors in ± {view.of_range}", title_justify="left")
     for name in ("record", "name", view.target_name, "floor"):
-        table.add_column(Text(name), justify="right" if name in ("record", "floor") else "left")
+        table.add_column(Text(name), justify="right" if name in ("record", "floor") else "left", overflow="fold")
     for row in rows:
         cells = (f"{row['record']:,}", str(row["name"]), str(row["target"]), f"{row['floor']:.3g}")
         table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
-    console.print(f"One record: reconbound show {folder} --record {most[0] if most else 0}. Pages: {found['report']}")
+    own = shlex.quote(str(folder))
+    console.print(f"One record: reconbound show {own} --record {most[0] if most else 0}. Pages: {found['report']}")
 
 
 def _print_record(view: View, facts: dict[str, Any], record: int, floors: ndarray | None) -> None:

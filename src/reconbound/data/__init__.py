@@ -74,6 +74,8 @@ def load(
     name, division = os.fspath(name_or_path), Division(seed, test_share, limit)
     columns: dict[str, Any] = {"private": private, "ranges": ranges, "units": units}
     lower = name.lower()
+    if size is not None and (name in NAMES or not Path(name).is_dir()):
+        raise InputError("size", "is for folders of images", size)
     if lower.endswith(text.ENDINGS):
         found = text.load_csv(name, target=target, drop=drop, header=header, division=division, **columns)
     else:

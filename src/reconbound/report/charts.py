@@ -31,7 +31,8 @@ from .axes import (
     titled,
 )
 from .figures import amount, for_plotly, plus_minus
-from .view import NOTHING, View
+from .view import NO_LIMIT, NOTHING, View
+from .words import most_exposed_columns
 
 #: Classes and columns in one chart.
 MOST_ROWS = 24
@@ -137,7 +138,7 @@ def _upper(view: View, edges: np.ndarray) -> tuple[Figure, str]:
         "type": "scatter", "mode": "lines", "x": numbers(np.repeat(edges, 2)[1:-1]),
         "y": np.repeat(counts, 2).tolist(), "line": {"color": VERMILLION, "width": 2}, "hoverinfo": "skip",
     }  # fmt: skip
-    return trace, f"{none:,} were measured too rarely for an upper limit." if none else ""
+    return trace, f"Without an upper limit: {none:,} ({NO_LIMIT})." if none else ""
 
 
 def _upright(x: float, top: float, colour: str, dash: str, text: str) -> Figure:
@@ -220,8 +221,7 @@ def by_feature(view: View) -> Chart | None:
         return None
     place = None if view.worst is None else view.place(view.worst)
     worst = None if place is None else view.feature_floors(place)
-    ratio = (average if worst is None else worst) / np.maximum(view.guess_each, np.finfo(float).tiny)
-    order = np.argsort(ratio, kind="stable")[:MOST_ROWS][::-1]
+    order = most_exposed_columns(view, average if worst is None else worst, MOST_ROWS)[::-1]
     kinds = [
         ("average record", average, BLUE, "circle"),
         ("guessing the average", view.guess_each, GREY, "line-ns-open"),
@@ -232,9 +232,9 @@ def by_feature(view: View) -> Chart | None:
     low, high = shown_range(np.concatenate(list(logs.values())))
     data = []
     for text, values, colour, symbol in kinds:
-        told = [plus_minus(float(values[j]), view.feature_unit(int(j)), float(view.scale[j])) for j in order]
+        told = [plus_minus(float(values[j]), view.feature_unit(j), float(view.scale[j])) for j in order]
         hover = [
-            f"{for_plotly(view.feature_name(int(j)))}: {for_plotly(own, 80)}<br>{text}"
+            f"{for_plotly(view.feature_name(j))}: {for_plotly(own, 80)}<br>{text}"
             for j, own in zip(order, told, strict=True)
         ]
         data.append({
@@ -245,7 +245,7 @@ def by_feature(view: View) -> Chart | None:
     drawn = layout(
         110 + 30 * len(order),
         log_axis(low, high, "± share of the range (log)"),
-        {**rows_axis([view.feature_name(int(j)) for j in order]), "showgrid": True},
+        {**rows_axis([view.feature_name(j) for j in order]), "showgrid": True},
     )
     keys = tuple(Key(colour, text, "dot" if symbol != "line-ns-open" else "line") for text, _, colour, symbol in kinds)
     left_out = view.features - len(order)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..run_folder import Run
+from ..run_folder import CHOSEN_SEED, Run
 from . import advice, words
 from .figures import amount, clean, plus_minus, value
 from .view import NOTHING, View, line
@@ -82,6 +82,7 @@ def context(run: Run) -> dict[str, Any]:
         "part": part,
         "a_noun": "an image" if image else "a record",
         "verdict": verdict(run, noun, part),
+        "caveats": caveats(run),
         "about": about(run),
         "floors": floor_rows(run),
         "guess_middle": "±0.5",
@@ -122,6 +123,14 @@ def verdict(run: Run, noun: str, part: str) -> list[str]:
     return said or ["This mechanism’s settings give no floor worth naming for every attacker."]
 
 
+def caveats(run: Run) -> list[str]:
+    """What takes the guarantee away, said beside it."""
+    found = [words.INFERRED] if run.data.get("inferred_ranges") else []
+    if run.training.get("seed_from") == CHOSEN_SEED:
+        found.append(f"The noise is {words.CHOSEN}")
+    return found
+
+
 def about(run: Run) -> list[tuple[str, str]]:
     """The data's public facts: what kind, how many, which columns are private."""
     data, rows = run.data, []
@@ -153,6 +162,16 @@ def column_rows(run: Run) -> list[dict[str, str]]:
 
 def _or_nothing(share: float | None, width: float) -> str:
     return "nothing" if share is None or share < NOTHING else plus_minus(share * width, width=width)
+
+
+def _taken_as_public(run: Run, noun: str) -> str:
+    if noun == "image":
+        return "How many images there are and of what size, the classes, and each image’s class."
+    return (
+        "How many records there are; what the columns are, which categories, classes and missing values occur in them "
+        "(they decide the model’s shape); declared ranges; each record’s target, its public columns, and which of its "
+        "values are missing."
+    )
 
 
 def membership(found: Mapping[str, Any]) -> str | None:
@@ -189,8 +208,14 @@ def assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
         ("Neighbours", "As named in the table: replace-one changes one record, add/remove adds or leaves out one."),
         ("Sampler", words.SAMPLERS.get(str(m.get("sampler")), f"Batches: {m.get('sampler')}.")),
         ("Clip", words.CLIPS.get(str(m.get("clip")), f"Clip: {m.get('clip')}.")),
-        ("Noise", "Gaussian, fresh at every step, from a seed that nobody else knows."),
-        ("Not covered", "Whatever else was released from these data; settings that were chosen by looking at results."),
+        ("Noise", f"Gaussian, {words.seed(run)}"),
+        ("Release", words.release(run)),
+        ("Taken as public", _taken_as_public(run, noun)),
+        (
+            "Not covered",
+            "Whatever else was released from these data; settings that were chosen by looking at results; test "
+            f"{noun}s, on which an accuracy is measured: the noise is for the training {noun}s.",
+        ),
         (
             "Not on this page",
             f"How well each single {noun} is protected: that depends on the data, and their owner has it.",

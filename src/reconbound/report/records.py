@@ -15,7 +15,7 @@ from .._check import InputError, whole
 from ..run_folder import Leakage, Run
 from . import thumbnails
 from .figures import amount, clean, count, percent, plus_minus, value
-from .view import View
+from .view import NO_LIMIT, View
 from .words import most_exposed_columns
 
 #: Images shown of each kind (half as many rows of a table), and columns of one before the rest is folded away.
@@ -94,7 +94,7 @@ def record_table(facts: Mapping[str, Any]) -> RenderableType:
     if facts.get("columns"):
         own = Table(title="Private columns, the most exposed first", title_justify="left")
         for title in ("column", "value", "floor, at least", "a guess errs by"):
-            own.add_column(title, justify="left" if title == "column" else "right")
+            own.add_column(title, justify="left" if title == "column" else "right", overflow="fold")
         for c in facts["columns"]:
             unit = f" {c['unit']}" if c["unit"] else ""
             shown = "–" if c["value"] is None else value(c["value"]) + unit
@@ -118,7 +118,7 @@ def _lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     found.append(("standard error", "more than half of it" if error is None else f"±{amount(error)}"))
     limit = facts["floor_at_upper_limit"]
     if limit is not None:
-        found.append(("at the upper limit", f"±{amount(limit)}" if limit else "measured too rarely for a limit"))
+        found.append(("at the upper limit", f"±{amount(limit)}" if limit else f"none: {NO_LIMIT}"))
     found.append(("guessing the average", f"±{amount(facts['guess'])}"))
     found.append(("exposure", f"number {facts['rank']:,} of {facts['of']:,} measured, the most exposed first"))
     found.append(("measured", f"{facts['measured']:,} times"))
@@ -179,7 +179,7 @@ def _card(view: View, record: int, maps: np.ndarray | None, ends: tuple[float, f
         return card
     rows = [_row(c) for c in columns(view, place)]
     card["columns"], card["more"] = rows[:COLUMNS], rows[COLUMNS:]
-    card["public"] = public_values(view, place)
+    card["public"] = [clean(name, 60) for name in view.marks(place)]
     return card
 
 
@@ -196,18 +196,6 @@ def _row(c: Mapping[str, Any]) -> dict[str, Any]:
         "share": round(100 * share, 1),
         "colour": "#" + "".join(f"{part:02x}" for part in colour),
     }
-
-
-def public_values(view: View, place: int) -> list[str]:
-    """The public columns of a record kept whole, where their names are known: of one-hot columns, those that are 1."""
-    names = view.facts.get("public_names") or ()
-    if view.private is None:
-        return []
-    flat = view.leakage.kept_inputs[place].double().flatten().numpy()
-    public = np.setdiff1d(np.arange(flat.size), view.private)
-    if len(names) != len(public):
-        return []
-    return [clean(name, 60) for name, x in zip(names, flat[public], strict=True) if x == 1.0]
 
 
 def _ratio(floor: float, guess: float) -> str:
@@ -250,7 +238,8 @@ def glance(view: View) -> list[dict[str, str]]:
         {
             "title": "Below the guess",
             "figure": percent(below, view.records),
-            "below": f"{below:,} of {count(view.records, view.noun)}",
+            "below": f"{below:,} of {count(view.records, view.noun)}"
+            + (f", {view.unknown:,} never measured" if view.unknown else ""),
         }
     )
     epsilon = view.run.guarantee.get("epsilon")

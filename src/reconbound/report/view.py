@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from ..data.tables import MISSING
 from ..run_folder import Leakage, Run, floors
 from .figures import clean
 
 #: A floor at a smaller share of the range says nothing in practice.
 NOTHING = 1e-3
+#: Why a record may have no confidence limit (limits.upper_limit).
+NO_LIMIT = "measured too rarely, or the runs differ too much"
 
 
 @dataclass(frozen=True)
@@ -200,9 +203,24 @@ class View:
         return 0 if floors is None else int((floors < self.guess_each).sum())
 
     def values(self, place: int) -> np.ndarray:
-        """The private numbers of a record kept whole, (d,), in their own units."""
+        """The private numbers of a record kept whole, (d,), in their own units; NaN where a public mark says that the
+        value is missing."""
         flat = self.leakage.kept_inputs[place].double().flatten().numpy()
-        return np.asarray(self.offset + self.scale * (flat if self.private is None else flat[self.private]))
+        found = np.array(self.offset + self.scale * (flat if self.private is None else flat[self.private]))
+        marks, names = self.marks(place), self.facts.get("feature_names") or ()
+        found[[j for j, name in enumerate(names) if f"{name} {MISSING}" in marks]] = np.nan
+        return found
+
+    def marks(self, place: int) -> list[str]:
+        """Names of the public columns that are 1 for a record kept whole: its categories, and what is missing."""
+        names = self.facts.get("public_names") or ()
+        if self.private is None:
+            return []
+        flat = self.leakage.kept_inputs[place].double().flatten().numpy()
+        public = np.setdiff1d(np.arange(flat.size), self.private)
+        if len(names) != len(public):
+            return []
+        return [name for name, x in zip(names, flat[public], strict=True) if name and x == 1.0]
 
     # --- the mechanism -------------------------------------------------------------------
 

@@ -6,9 +6,15 @@ from typing import Any
 
 import numpy as np
 
+from ..run_folder import CHOSEN_SEED, Run
 from .figures import clean, count, percent, plus_minus
-from .view import NOTHING, View
+from .view import NO_LIMIT, NOTHING, View
 
+CHOSEN = "from a seed that was chosen by hand. Whoever guesses it can subtract the noise, and no floor here binds them."
+INFERRED = (
+    "Some columns’ ranges were read off the data before training. Another record could then change the inputs of all, "
+    "and neither ε nor the floors account for that."
+)
 #: How many columns the verdict names.
 NAMED = 3
 
@@ -53,8 +59,9 @@ def _first(view: View, worst: int) -> str:
 
 def most_exposed_columns(view: View, floors: np.ndarray, most: int) -> list[int]:
     """The columns whose floor is lowest beside the error of a guess."""
-    order = np.argsort(floors / np.maximum(view.guess_each, np.finfo(float).tiny), kind="stable")
-    return [int(j) for j in order[:most]]
+    with np.errstate(over="ignore"):  # a column whose every value is the same: no floor is low beside that guess
+        ratio = floors / np.maximum(view.guess_each, np.finfo(float).tiny)
+    return [int(j) for j in np.argsort(ratio, kind="stable")[:most]]
 
 
 def _listed(parts: list[str]) -> str:
@@ -62,11 +69,16 @@ def _listed(parts: list[str]) -> str:
 
 
 def _second(view: View) -> str:
-    below, all_of = view.below(view.guess), count(view.records, view.noun)
+    below, all_of, unknown = view.below(view.guess), count(view.records, view.noun), view.unknown
     upper = view.upper_floor
     unsure = upper is None or bool((upper < view.guess).any())
     estimate = "By this estimate, such" if unsure else "Such"
     exposed = view.parts_below_guess()
+    if unknown and below <= unknown:
+        return (
+            f"{unknown:,} of the {all_of} {_were(unknown)} never measured: nothing is known about them, and they count "
+            f"as unprotected. {estimate} an attacker does better by guessing for all others."
+        )
     if below == 0 and exposed:
         return (
             f"Over all {view.part}s together {estimate[0].lower()}{estimate[1:]} an attacker does better by guessing, "
@@ -83,7 +95,8 @@ def _second(view: View) -> str:
             f"For all of the {all_of} the floor lies below that guess: the release may tell such an attacker more than "
             "a guess does, and more noise is called for."
         )
-    share = f"{below:,} of the {all_of} ({percent(below, view.records)})"
+    share = f"{below:,} of the {all_of} ({percent(below, view.records)}"
+    share += f", {unknown:,} of them never measured)" if unknown else ")"
     return (
         f"For {share} the floor lies below the error of that guess, and the release may tell more than a guess does; "
         "for all others such an attacker does better by guessing."
@@ -94,10 +107,9 @@ def sureness(view: View) -> list[str]:
     """How far the verdict can be relied on: confidence limits or standard errors, records never measured."""
     found = [_confidence(view)] if view.worst is not None else []
     if view.unknown:
-        were = "was" if view.unknown == 1 else "were"
         found.append(
-            f"{count(view.unknown, view.noun)} of {view.records:,} {were} never measured: nothing is known about "
-            "them, and they count as unprotected (floor 0) below."
+            f"{count(view.unknown, view.noun)} of {view.records:,} {_were(view.unknown)} never measured: nothing is "
+            "known about them, and they count as unprotected (floor 0) below."
         )
     if view.facts.get("inferred_ranges"):
         found.append(
@@ -132,15 +144,25 @@ def _confidence(view: View) -> str:
         said += f", and that of any {view.noun} at least {plus_minus(lowest)}" if lowest < own else ""
         said += f" ({view.of_range}). "
     if rare:
-        were = "was" if rare == 1 else "were"
-        said += f"{count(rare, view.noun)} {were} measured too rarely for a limit. "
+        said += f"{count(rare, view.noun)} {_have(rare)} no limit: {NO_LIMIT}. "
     short = int((limited & (upper < view.guess) & (view.floor >= view.guess)).sum())
     if short:
         said += (
             f"For {count(short, view.noun)} the floor lies above a guess by the estimate but not at that confidence: "
             "more runs would tell. "
         )
-    return said + "The limits are checked by simulation, not proved: docs/theory-accounting.md."
+    return said + (
+        f"Floors of single {view.part}s are estimates without a limit. The limits are checked by simulation, not "
+        "proved: docs/theory-accounting.md."
+    )
+
+
+def _were(n: int) -> str:
+    return "was" if n == 1 else "were"
+
+
+def _have(n: int) -> str:
+    return "has" if n == 1 else "have"
 
 
 def _any_attacker(view: View) -> str:
@@ -183,6 +205,9 @@ def assumptions(view: View) -> list[tuple[str, str]]:
     """Every assumption that the per-record floors rest on: (about what, in words)."""
     m, noun = view.run.mechanism, view.noun
     parts = "pixels" if view.image else "private columns"
+    where = f"the {'maps' if view.image else 'tables'} above show which"
+    if view.leakage.kept_diagonal is None:
+        where = "which ones is not measured with this sampler"
     known = (
         f"this {noun}’s label"
         if view.facts.get("task", "classes") == "classes"
@@ -196,14 +221,14 @@ def assumptions(view: View) -> list[tuple[str, str]]:
         ),
         (
             "Unbiased",
-            f"The floors bind attackers whose guess is right on average at this {noun} (Theorem 2 of Guo et al., 2022: "
-            "the Cramér–Rao bound, squared error ≥ 1/dFIL). A biased attacker can err less; the floors for any "
-            "attacker bind it too, and hold in the worst case over the data space.",
+            f"The floors bind attackers whose guess is right on average at this {noun} and next to it (Theorem "
+            "2 of Guo et al., 2022: the Cramér–Rao bound, squared error ≥ 1/dFIL). A biased attacker can err less; the "
+            "floors for any attacker bind it too, and hold in the worst case over the data space.",
         ),
         (
             "What a floor is",
             f"The root mean square error over one {noun}’s {parts}, and over the noise. Single {parts} can be known "
-            "better than the average: the maps above show which.",
+            f"better than the average: {where}.",
         ),
         (
             "Neighbours",
@@ -217,15 +242,16 @@ def assumptions(view: View) -> list[tuple[str, str]]:
         (
             "Noise",
             f"Gaussian, with standard deviation {m.get('noise_multiplier'):g} × {m.get('max_grad_norm'):g} on the sum "
-            "of clipped gradients, fresh at every step and from a seed that nobody else knows. Whoever learns the seed "
-            "can subtract the noise.",
+            f"of clipped gradients, {seed(view.run)}",
         ),
         (
             "Estimate",
             "Leakage is an average over the randomness of training, estimated from "
-            f"{count(int(m.get('runs', 1)), 'run')}, of which one is released. Leakage of the released run by itself "
-            "can differ from it.",
+            f"{count(int(m.get('runs', 1)), 'run')}. Leakage of the released run by itself can differ from it. The "
+            f"most and the least exposed {noun}s were picked by these estimates: at the most exposed they are rather "
+            "too high, at the least exposed rather too low.",
         ),
+        ("Release", release(view.run)),
         (
             "Guess",
             f"“Guessing the average” knows the average of all {noun}s and nothing about this one. Somebody who knows "
@@ -239,8 +265,25 @@ def assumptions(view: View) -> list[tuple[str, str]]:
     ]
     found += [("Data", clean(note, 400)) for note in view.facts.get("notes") or ()]
     if view.facts.get("inferred_ranges"):
-        found.append(("Ranges", "Some were read off the data before training; the floors do not account for that."))
+        found.append(("Ranges", INFERRED))
     return found
+
+
+def seed(run: Run) -> str:
+    """Where the noise is from, as the end of a sentence."""
+    if run.training.get("seed_from") == CHOSEN_SEED:
+        return f"fresh at every step, but {CHOSEN}"
+    return "fresh at every step and from a seed that nobody else knows. Whoever learns the seed can subtract the noise."
+
+
+def release(run: Run) -> str:
+    """What is released of the runs."""
+    runs = int(run.mechanism.get("runs", 1))
+    which = "The one run" if runs == 1 else f"The first of {runs:,} runs, fixed beforehand; the others only measure"
+    return (
+        f"{which}. Nothing here covers the release of two or more models from these data, measuring runs included: "
+        "each adds its own leakage, and the information of all of them adds up."
+    )
 
 
 def _rule(view: View) -> str:
@@ -254,7 +297,7 @@ ORDER = (
 TITLES = {"max_grad_norm": "clip norm C", "sample_rate": "sample rate q", "lr": "learning rate"}
 
 
-def settings(run: Any) -> list[tuple[str, str]]:
+def settings(run: Run) -> list[tuple[str, str]]:
     """Mechanism, training and versions as rows: (name, value)."""
     rows = []
     for part in (run.mechanism, run.training):

@@ -1,0 +1,131 @@
+"""What the calculator's commands, bound and calibrate, print. torch is not imported here."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ..bounds._bound import figure
+from ..calculator import Guarantee
+from ..calibrate import Calibration
+from ..mechanisms import ADJACENCIES, Mechanism, SampledGaussian
+
+
+def print_json(content: dict[str, Any]) -> None:
+    print(json.dumps(content, indent=2, allow_nan=False))
+
+
+def calibration_dict(found: Calibration, eps: float | None, delta: float) -> dict[str, Any]:
+    return {
+        found.mechanism.noise_field: found.noise,
+        "target_mse": found.target,
+        "mse": found.bound.value,
+        "bound": found.bound.to_dict(),
+        "mechanism": {**found.mechanism.to_dict(), "sampler": found.mechanism.sampler},
+        "epsilon": eps,
+        "delta": delta,
+    }
+
+
+def _unit(units: str) -> str:
+    return f" {units}" if units else ""
+
+
+def print_guarantee(found: Guarantee, *, default: bool, unsaid: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    units = found.bounds[0].units
+    names = [bound.name for bound in found.bounds]
+    if default:
+        console.print("No mechanism was given: this is the default one. See reconbound bound --help.", style="italic")
+    console.print(str(found.mechanism), style="bold")
+    plural = "s" if found.dim != 1 else ""
+    console.print(
+        f"Records of {found.dim:,} private coordinate{plural} in [{_exact(found.low)}, {_exact(found.high)}]"
+        f"{_unit(units)}."
+    )
+    inside = f", in{_unit(units)}" if units else ""
+    table = Table(title=f"No attacker of the kind named errs by less, per coordinate{inside}", title_justify="left")
+    for name in ("floor", "± error", "MSE", "attacker", "neighbours", "error vs. a guess"):
+        numeric = name in ("± error", "MSE")
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric or name in ("floor", "attacker"))
+    for bound in found.bounds:
+        says = "says nothing" if bound.vacuous else "≥ a guess" if bound.above_guess else _share(bound)
+        table.add_row(bound.name, figure(bound.rmse), figure(bound.mse), bound.attacker, bound.adjacency, says)
+    with console.capture() as drawn:
+        console.print(table)
+    if "…" not in drawn.get():
+        console.print(table)
+    else:  # a table with its cells cut off tells nobody anything
+        console.print(f"{table.title}:")
+        for bound in found.bounds:
+            console.print(f"- {bound}")
+    for note in found.notes:
+        console.print(f"Note: {note}")
+    if unsaid:
+        console.print(
+            "Note: ε was taken as replace-one. Most libraries for private SGD, Opacus among them, report add/remove: "
+            "unless you know better, say --adjacency add/remove, which gives lower floors."
+        )
+    guess = found.bounds[0].guess
+    if guess is not None:
+        console.print(f"A plain guess (of the middle, or as you gave it) errs by ±{figure(guess**0.5)}{_unit(units)}.")
+    right = (1 + found.membership_advantage) / 2
+    console.print(f"Telling two candidate records apart: right at most {right:.1%} of the time (advantage "
+                  f"{found.membership_advantage:.3g}, replace-one).")  # fmt: skip
+    (blind, success), *more = found.rero
+    parts = "".join(f"; {kappa:g} → {chance:.3g}" for kappa, chance in more)
+    console.print(
+        f"A record that a blind guess gets right with chance {blind:g} is rebuilt with chance {success:.3g} at most"
+        f"{parts}."
+    )
+    told = _epsilons(found.mechanism, found.epsilon, found.epsilon_add_remove, found.delta)
+    if told:
+        console.print(told)
+    closing = (
+        "The attacker knows every other record and sees the whole release. Unbiased floors hold at every record, but "
+        "not for attackers who guess with a bias; floors for any attacker hold in the worst case over the box."
+    )
+    if found.dim > 1:
+        closing += (
+            " theorem1 and lecam hold for each coordinate by itself; corners and rate_distortion for the average over "
+            "the coordinates, some of which may be known much better."
+        )
+    if "theorem1_paper" in names:
+        closing += " theorem1_paper is the paper's own line, and no guarantee where it is above theorem1."
+    console.print(closing, style="dim")
+
+
+def _exact(x: float) -> str:
+    """An end of the data's range, as it was given."""
+    return f"{x:,.0f}" if 1e3 <= abs(x) < 1e15 and x == int(x) else f"{x:g}"
+
+
+def _epsilons(mechanism: Mechanism, replace_one: float | None, add_remove: float | None, delta: float) -> str:
+    """One line about (ε, δ); empty where the mechanism does not say."""
+    opacus = ""
+    if isinstance(mechanism, SampledGaussian) and mechanism.sampler == "poisson":
+        hard = mechanism.clip == "hard"
+        opacus = ", as Opacus counts" if hard else "; for Opacus' clipping say --clip hard"
+    known = [(replace_one, "replace-one"), (add_remove, f"add/remove{opacus}")]
+    told = [f"ε = {eps:.4g} ({which})" for eps, which in known if eps is not None]
+    return f"At δ = {delta:g}: {'; '.join(told)}." if told else ""
+
+
+def _share(bound: Any) -> str:
+    return f"{bound.rmse / bound.guess**0.5:.0%} of a guess" if bound.guess else ""
+
+
+def print_calibration(found: Calibration, delta: float) -> None:
+    what = {"noise_multiplier": "noise multiplier", "noise_std": "noise standard deviation"}[
+        found.mechanism.noise_field
+    ]
+    least = f"at least ±{figure(found.target**0.5)}{_unit(found.bound.units)} (MSE {figure(found.target)})"
+    print(f"The smallest {what} with {found.bound.name} {least}: {found.noise:.7g}")
+    print(found.bound)
+    replace_one, add_remove = (found.mechanism.epsilon_at(delta, adjacency) for adjacency in ADJACENCIES)
+    told = _epsilons(found.mechanism, replace_one, add_remove, delta)
+    if told:
+        print(told)

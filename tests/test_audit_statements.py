@@ -1,0 +1,176 @@
+"""What an audit's pages say: numbers against exact Jacobians, what takes a guarantee away, what is secret."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import auditing
+from reconbound import report
+from reconbound.audit import audit, floors_of, trained
+from reconbound.cli import run as command
+from reconbound.commands.audit import told_plan
+from reconbound.commands.options import one_line
+from reconbound.data import load
+from reconbound.plan_file import settle
+from reconbound.report import words
+from reconbound.report.view import View
+from reconbound.run_folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Run, read_leakage, read_run
+from test_audit import run_diagonal
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("said") / "people"
+    return audit(auditing.people(), PLAN, folder, show=False)
+
+
+PLAN = auditing.plan(runs=8, steps=4, budget=4.0)  # every step is measured, and every step's parameters are kept
+
+
+def test_the_pages_floors_are_those_of_the_trajectory_in_years_and_dollars(done: Path) -> None:
+    """Dense Jacobians at the kept parameters of all steps of all runs, with the exact factors, against what is told."""
+    people, leakage = auditing.people(), read_leakage(done)
+    learner = trained(people, settle(done, people, PLAN), done)
+    records = torch.cat([leakage.kept[:1], torch.tensor([3, 17]), leakage.kept[-1:]])
+    exact = sum(run_diagonal(learner, people, run, records) for run in range(8)) / 8
+    dfil, error = leakage.dfil[0, records], leakage.error[0, records]
+    assert bool(((dfil - exact.mean(1)).abs() < 5 * error).all())
+    assert bool((error < 0.2 * dfil).all())
+    floors = np.array([120.0, 1e5]) / exact[0].sqrt().numpy()
+    page = (done / REPORT).read_text()
+    told = {"age": r"±([\d,.]+) years on age", "income": r"±([\d,.]+) \$ on income"}
+    for floor, pattern in zip(floors, told.values(), strict=True):
+        found = re.search(pattern, page)
+        assert found is not None
+        assert float(found.group(1).replace(",", "")) == pytest.approx(floor, rel=5 * 0.5 * (2 / (16 * 32)) ** 0.5)
+    assert f"±{120 * people.inputs[:, 0].std():.3g} years" in page[page.index("guessing the average errs by") :][:80]
+    view = View(read_run(done), leakage)
+    assert view.floor[int(leakage.kept[0])] == pytest.approx(float(dfil[0]) ** -0.5)
+
+
+def test_what_takes_the_guarantee_away_is_on_the_public_page(done: Path, tmp_path: Path) -> None:
+    """A range read off the data (the income's), a seed that somebody chose."""
+    found, page = read_run(done), (done / PUBLIC_REPORT).read_text()
+    assert found.data["inferred_ranges"] is True
+    assert found.training["seed_from"] == CHOSEN_SEED
+    assert 'id="caveats"' in page
+    assert words.INFERRED in page
+    assert "a seed that nobody else knows" not in page + (done / REPORT).read_text()
+    people = auditing.people()
+    sound = replace(people, features=tuple(replace(f, declared=True) for f in people.features))
+    clean = audit(sound, replace(PLAN, seed=None, runs=1, steps=2), tmp_path / "a", show=False)
+    page = (clean / PUBLIC_REPORT).read_text()
+    assert read_run(clean).data["inferred_ranges"] is False
+    assert read_run(clean).training["seed_from"] == "the operating system"
+    assert 'id="caveats"' not in page
+    assert "a seed that nobody else knows" in page
+
+
+def said(pairs: list[tuple[str, str]], name: str) -> str:
+    return next(text for about, text in pairs if about == name)
+
+
+def test_what_is_released_what_is_public_and_how_records_were_picked_is_said(done: Path) -> None:
+    found = read_run(done)
+    public = report.public.assumptions(found, "record", "column")
+    own = words.assumptions(View(found, read_leakage(done)))
+    for pairs in (public, own):
+        assert said(pairs, "Release").startswith("The first of 8 runs, fixed beforehand")
+        assert "two or more models" in said(pairs, "Release")
+    assert "How many records" in said(public, "Taken as public")
+    assert "each image’s class" in said(report.public.assumptions(found, "image", "pixel"), "Taken as public")
+    assert "chosen by looking at results" in said(public, "Not covered")
+    assert "choices of settings made by looking at results" in said(own, "Not covered")
+    assert "were picked by these estimates" in said(own, "Estimate")
+    assert said(own, "What a floor is").endswith("the tables above show which.")
+    whole = View(found, replace(read_leakage(done), kept_diagonal=None, average_diagonal=None))
+    assert said(words.assumptions(whole), "What a floor is").endswith("not measured with this sampler.")
+    one = Run(found.data, {**found.mechanism, "runs": 1}, found.training, found.guarantee)
+    assert words.release(one).startswith("The one run.")
+
+
+def test_records_never_measured_are_not_said_to_be_found_exposed(done: Path) -> None:
+    view = View(read_run(done), read_leakage(done))
+    measured = view.leakage.measured.clone()
+    measured[:7] = 0
+    safe = replace(view.leakage, dfil=view.leakage.dfil / 1e6, upper=None, measured=measured)
+    told = words.verdict(View(view.run, safe))[1]
+    assert told.startswith("7 of the 40 records were never measured: nothing is known about them")
+    bad = safe.dfil.clone()
+    bad[:, 10:12] = 1e6
+    told = words.verdict(View(view.run, replace(safe, dfil=bad)))[1]
+    assert told.startswith("For 9 of the 40 records (22 %, 7 of them never measured) the floor lies below")
+    none = replace(safe, guess=torch.zeros(2))  # a guess that never errs: nobody is below it
+    assert "7 of the 40 records were never measured" in words.verdict(View(view.run, none))[1]
+
+
+def test_a_missing_value_is_no_value_and_a_public_number_no_category(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    lines = [f"{'' if i % 2 else i + 20},{rng.integers(0, 9)},{'ab'[i % 3 == 0]}" for i in range(20)]
+    (tmp_path / "t.csv").write_text("age,hours,kind\n" + "\n".join(lines) + "\n")
+    with pytest.warns(UserWarning, match="read off"):
+        table = load(tmp_path / "t.csv", target="kind", private="age", ranges={"age": (0, 120)})
+    folder = audit(table, auditing.plan(runs=1, steps=2), tmp_path / "a", show=False)
+    run, leakage = read_run(folder), read_leakage(folder)
+    assert leakage.facts["public_names"] == ["age (missing)", ""]
+    known = table.inputs[table.inputs[:, 1] == 0, 0]  # guessing errs by more than with the missing ones in the middle
+    assert float(leakage.guess[0]) == pytest.approx(float(known.var()), rel=1e-5)
+    seen = 0
+    for record in leakage.kept.tolist():
+        age = report.record_facts(leakage, run, record)["columns"][0]["value"]
+        missing = table.inputs[record, 1] == 1
+        assert (age is None) == missing
+        assert missing or age == pytest.approx(120 * float(table.inputs[record, 0]), rel=1e-6)
+        seen += missing
+    assert 0 < seen < len(leakage.kept)
+    assert "hours" not in (folder / PUBLIC_REPORT).read_text()
+
+
+def test_the_terminal_says_what_is_secret_and_how_to_go_on(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spaced = done.parent / "an audit"
+    spaced.symlink_to(done)
+    assert command(["show", str(spaced)]) == 0
+    told = capsys.readouterr()
+    assert f"reconbound show '{spaced}' --record" in " ".join(told.out.split())
+    assert "keep it as secret as the data" in told.err
+
+
+def test_a_narrow_terminal_cuts_no_number_and_ascii_shows_no_question_marks(done: Path) -> None:
+    record = int(read_leakage(done).kept[0])
+    script = f"import sys; sys.argv = ['reconbound', 'show', {str(done)!r}, '--record', '{record}']; "
+    script += "from reconbound.cli import main; main()"
+    source = str(Path(__file__).resolve().parents[1] / "src")
+    environment = {"PATH": "", "PYTHONPATH": source, "PYTHONIOENCODING": "ascii", "LC_ALL": "C", "COLUMNS": "30"}
+    shown = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, env=environment, timeout=120, check=True
+    ).stdout.decode("ascii")
+    assert "\x1b" not in shown
+    assert "?" not in shown
+    assert "..." not in shown
+    assert "person's" in shown
+
+
+def test_errors_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert one_line("no\x1b[31m.csv\n does not exist ±") == "no?[31m.csv does not exist ±"
+    assert command(["audit", "no\x1b[31m.csv", "--target", "x"]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("sampler", "rate", "real"), [("fixed", 0.001, 1 / 40), ("shuffle", 0.31, 12 / 40)])
+def test_the_rate_that_is_told_is_the_one_that_was_used(tmp_path: Path, sampler: str, rate: float, real: float) -> None:
+    """Batches of a fixed size are whole: a rate below one record in N would promise too much."""
+    people, plan = auditing.people(), auditing.plan(sampler=sampler, sample_rate=rate, runs=1, steps=2)
+    lines = " ".join(told_plan(people, plan, tmp_path / "a", fresh=False))
+    found = read_run(audit(people, plan, tmp_path / "a", show=False))
+    assert found.mechanism["sample_rate"] == pytest.approx(real)
+    assert f"sample rate {real:.3g}" in lines
+    assert f"ε = {found.guarantee['epsilon']:.3g} (replace-one)" in lines
+    assert floors_of(people, plan).to_dict() == found.guarantee
