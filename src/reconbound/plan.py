@@ -88,8 +88,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "breast_cancer": {"sample_rate": 0.1, "steps": 150},
     "wine": {"sample_rate": 0.2, "steps": 100},
     "diabetes": {"sample_rate": 0.1, "steps": 150, "lr": 0.3},
-    "mnist": {"sample_rate": 0.005, "steps": 400, "lr": 3.0, "budget": 2.5},  # 25 measurements: enough for limits
-    "cifar10": {"sample_rate": 0.005, "steps": 400, "lr": 1.0, "budget": 2.5},
+    "mnist": {
+        "sample_rate": 0.005,
+        "steps": 400,
+        "lr": 3.0,
+        "budget": 1.0,
+    },  # minutes; limits take --runs 10 --budget 3
+    "cifar10": {"sample_rate": 0.005, "steps": 400, "lr": 1.0, "budget": 1.0},
 }
 
 
