@@ -107,7 +107,7 @@ def test_records_never_measured_are_not_said_to_be_found_exposed(done: Path) -> 
     bad = safe.dfil.clone()
     bad[:, 10:12] = 1e6
     told = words.verdict(View(view.run, replace(safe, dfil=bad)))[1]
-    assert told.startswith("For 9 of the 40 records (22 %, 7 of them never measured) the floor lies below")
+    assert told.startswith("For 9 of the 40 records (22 %, 7 of them never measured) the floor over all columns")
     none = replace(safe, guess=torch.zeros(2))  # a guess that never errs: nobody is below it
     assert "7 of the 40 records were never measured" in words.verdict(View(view.run, none))[1]
 

@@ -132,6 +132,10 @@ def test_verdict_of_images_is_the_leakage_files_own(digits: Path) -> None:
     below = int((leakage.dfil[0] > 1 / guess**2).sum())
     assert 0 < below < 200
     assert f"For {below} of the 200 images" in page
+    row = leakage.kept_diagonal[leakage.kept.tolist().index(int(leakage.dfil[0].argmax()))]
+    single = int((1 / row.double() < leakage.guess.double()).sum())
+    said = f"at the most exposed image, {single} of 64 have a floor below a guess of them" in page
+    assert said == (single > 0)
     lowest = 1 / math.sqrt(float(leakage.upper[0].max()))
     assert f"that of any image at least ±{figure(lowest)}" in page
     assert "Average of 5 runs." in page

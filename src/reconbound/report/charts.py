@@ -79,12 +79,12 @@ def histogram(view: View) -> Chart:
         top = max(top, float(max(trace["y"])))
         data.append(trace)
         level = f"{100 * float(view.facts.get('confidence', 0.95)):g} %"
-        keys.append(Key(VERMILLION, f"the same at the {level} upper limit of their leakage", "line"))
+        keys.append(Key(VERMILLION, f"the same at {level} confidence (the upper limit of their leakage)", "line"))
         notes.append(note)
     for text, at, colour, dash in marks:
         place = math.log10(at) if at > 0 else -math.inf
         where = " (off the chart, left)" if place < low else " (off the chart, right)" if place > high else ""
-        said = "says nothing" if at < NOTHING * view.unit else plus_minus(at)
+        said = f"{plus_minus(at)}, next to nothing" if at < NOTHING * view.unit else plus_minus(at)
         keys.append(Key(colour, f"{text}: {said}{where if at >= NOTHING * view.unit else ''}", "line", dash))
         if not where:
             data.append(_upright(place, 1.08 * top, colour, dash, f"{text}: {plus_minus(at)}"))

@@ -118,7 +118,7 @@ def _lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     found.append(("standard error", "more than half of it" if error is None else f"±{amount(error)}"))
     limit = facts["floor_at_upper_limit"]
     if limit is not None:
-        found.append(("at the upper limit", f"±{amount(limit)}" if limit else f"none: {NO_LIMIT}"))
+        found.append(("with confidence at least", f"±{amount(limit)}" if limit else f"none: {NO_LIMIT}"))
     found.append(("guessing the average", f"±{amount(facts['guess'])}"))
     found.append(("exposure", f"number {facts['rank']:,} of {facts['of']:,} measured, the most exposed first"))
     found.append(("measured", f"{facts['measured']:,} times"))

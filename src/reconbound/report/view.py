@@ -16,7 +16,7 @@ from .figures import clean
 #: A floor at a smaller share of the range says nothing in practice.
 NOTHING = 1e-3
 #: Why a record may have no confidence limit (limits.upper_limit).
-NO_LIMIT = "measured too rarely, or the runs differ too much"
+NO_LIMIT = "measured too rarely (a larger --budget helps), or the runs differ too much (more --runs help)"
 
 
 @dataclass(frozen=True)

@@ -97,9 +97,15 @@ def _second(view: View) -> str:
         )
     share = f"{below:,} of the {all_of} ({percent(below, view.records)}"
     share += f", {unknown:,} of them never measured)" if unknown else ")"
+    single = (
+        f" Single {view.part}s can be known better than that: at the most exposed {view.noun}, {exposed:,} of "
+        f"{view.features:,} have a floor below a guess of them."
+        if exposed and view.features > 1
+        else ""
+    )
     return (
-        f"For {share} the floor lies below the error of that guess, and the release may tell more than a guess does; "
-        "for all others such an attacker does better by guessing."
+        f"For {share} the floor over all {view.part}s together lies below the error of a guess of them, and the "
+        f"release may tell more than a guess does; for all others such an attacker does better by guessing.{single}"
     )
 
 

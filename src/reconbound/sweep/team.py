@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,36 @@ def _interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits: a process that starts meanwhile is known here, and does not hear it (it is told to end)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(1))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+def _start_server() -> None:
+    """The process that workers are forked from. Started deaf to Ctrl-C, and so are they: the parent ends them."""
+    from multiprocessing import forkserver
+
+    if threading.current_thread() is not threading.main_thread():
+        forkserver.ensure_running()
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def supervise(store: Store, workers: int, job: Callable[[str, Callable[[], bool]], Any]) -> None:
     """Keep so many workers going until every trial is finished.
 
@@ -50,6 +81,7 @@ def supervise(store: Store, workers: int, job: Callable[[str, Callable[[], bool]
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload(list(PRELOAD))
+        _start_server()
     going: dict[str, Any] = {}
     raised = 0
     try:
@@ -67,8 +99,10 @@ def supervise(store: Store, workers: int, job: Callable[[str, Callable[[], bool]
                 raise SweepError(f"{raised} workers ended by an error, which they wrote to standard error")
             for _ in range(min(workers, left) - len(going)):
                 owner = owner_name()
-                going[owner] = context.Process(target=_child, args=(job, owner), daemon=True)
-                going[owner].start()
+                process = context.Process(target=_child, args=(job, owner), daemon=True)
+                with _uninterrupted():
+                    process.start()
+                    going[owner] = process
             time.sleep(0.2)
         for process in going.values():
             process.join(30)
