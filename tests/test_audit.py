@@ -59,7 +59,13 @@ def test_the_ledger_is_in_the_leakage_file(done, tmp_path) -> None:
         torch.testing.assert_close(found.upper[k], ledger.upper(rule), rtol=0, atol=0)
     assert found.facts["rules"] == ["exact", "paper"]
     assert torch.equal(found.measured, ledger.measured())
-    assert floors(found).shape == (40,)
+    for rule in (None, "exact", "paper"):
+        torch.testing.assert_close(floors(found, rule), 1 / ledger.dfil(rule))
+    assert bool((floors(found, "paper") != floors(found)).all())
+    unseen = replace(found, measured=found.measured.clone().index_fill_(0, torch.tensor([3]), 0))
+    assert floors(unseen).eq(0).nonzero().flatten().tolist() == [3]
+    with pytest.raises(InputError, match="rule must be one of exact, paper"):
+        floors(found, "fixed")
     order = torch.argsort(ledger.dfil(), descending=True)
     assert found.kept.tolist() == [*order[:12].tolist(), *order[-6:].tolist()]
     assert found.facts["most"] == 12
