@@ -250,6 +250,10 @@ def test_limits_are_refused_by_the_rules() -> None:
     assert torch.isfinite(every).tolist() == [True, True, False, True]
     wide = upper_limit(mean, error + WIDEST, measured, runs=10, confidence=0.95, sampled=False)
     assert bool(torch.isinf(wide).all())
+    for relative, given in ((0.249, 3), (0.251, 0)):  # of the records seen; the one that is not does not vote
+        middle = torch.tensor([0.01, relative, 9.0, 0.9], dtype=torch.float64)
+        found = upper_limit(2 * mean, 2 * middle, measured, runs=10, confidence=0.95, sampled=False)
+        assert int(torch.isfinite(found).sum()) == given
 
 
 @pytest.mark.parametrize(("weight", "stratified", "given"), [(1.0, False, 0), (2.5, True, 0), (0.25, True, 6)])

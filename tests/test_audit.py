@@ -7,6 +7,8 @@ import json
 import os
 import stat
 from dataclasses import replace
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import auditing
-from reconbound import _files
+from reconbound import _files, audit_learner
 from reconbound._check import InputError
 from reconbound._files import Unreadable
 from reconbound.accountant import FEWEST
@@ -57,7 +59,13 @@ def test_the_ledger_is_in_the_leakage_file(done, tmp_path) -> None:
         torch.testing.assert_close(found.upper[k], ledger.upper(rule), rtol=0, atol=0)
     assert found.facts["rules"] == ["exact", "paper"]
     assert torch.equal(found.measured, ledger.measured())
-    assert floors(found).shape == (40,)
+    for rule in (None, "exact", "paper"):
+        torch.testing.assert_close(floors(found, rule), 1 / ledger.dfil(rule))
+    assert bool((floors(found, "paper") != floors(found)).all())
+    unseen = replace(found, measured=found.measured.clone().index_fill_(0, torch.tensor([3]), 0))
+    assert floors(unseen).eq(0).nonzero().flatten().tolist() == [3]
+    with pytest.raises(InputError, match="rule must be one of exact, paper"):
+        floors(found, "fixed")
     order = torch.argsort(ledger.dfil(), descending=True)
     assert found.kept.tolist() == [*order[:12].tolist(), *order[-6:].tolist()]
     assert found.facts["most"] == 12
@@ -85,27 +93,48 @@ def test_the_first_run_is_the_release(done) -> None:
     assert bool((found.history[1:] >= found.history[:-1] - 1e-12).all())
 
 
-def test_diagonals_from_snapshots_are_those_of_all_steps(tmp_path) -> None:
-    """With as many snapshots as steps they are the whole run's: compared with exact Jacobians at each."""
-    people, plan, probes = auditing.people(), auditing.plan(runs=2, steps=4), 300
+@pytest.mark.parametrize(("steps", "snapshots"), [(4, 12), (7, 3)])
+def test_diagonals_from_snapshots_are_those_of_their_steps(tmp_path, monkeypatch, steps: int, snapshots: int) -> None:
+    """Compared with exact Jacobians at each; with as many snapshots as steps they are the whole run's."""
+    monkeypatch.setattr(audit_learner, "SNAPSHOTS", snapshots)
+    people, plan, probes = auditing.people(), auditing.plan(runs=2, steps=steps), 300
     learner = trained(people, settle(open_folder(tmp_path / "a"), people, plan), tmp_path / "a")
-    records = torch.tensor([3, 17])
+    records, taken = torch.tensor([3, 17]), min(steps, snapshots)
     found = learner.look_closely(records, 2, probes=probes, each=True)
     expected = sum(run_diagonal(learner, people, run, records) for run in range(2)) / 2
-    error = 5 * (2 / probes / 8) ** 0.5  # eight measurements, each entry's relative spread at most √(2/probes)
+    error = (
+        5 * (2 / probes / (2 * taken)) ** 0.5
+    )  # so many measurements, each entry's relative spread at most √(2/probes)
     torch.testing.assert_close(found.state()["diagonal_mean"].double(), expected, rtol=error, atol=0)
     torch.testing.assert_close(found.dfil(), found.state()["diagonal_mean"].double().mean(1), rtol=1e-5, atol=0)
     average = learner.look_closely(records, 2, probes=probes, each=False).state()["average_mean"][0]
     torch.testing.assert_close(average, found.state()["diagonal_mean"].double().mean(0), rtol=1e-5, atol=0)
 
 
+def test_snapshots_fall_anywhere_in_their_blocks() -> None:
+    """Uniformly, in each run anew: with the weight L q the expected sum is that over all steps."""
+    steps, runs = 29, 2000
+    taken, weight = np.zeros(steps), np.zeros(steps)
+    for run in range(runs):
+        found = audit_learner.AuditLearner.snapshot_steps(SimpleNamespace(steps=steps, seed=5), run)  # type: ignore[arg-type]
+        assert len(found) == audit_learner.SNAPSHOTS == 12
+        for t, length in found:
+            taken[t] += 1
+            weight[t] += length
+    spread = np.sqrt(2.0 / runs)  # of L times a draw of chance 1/L: √(L − 1), L ≤ 3
+    assert np.abs(weight / runs - 1).max() < 4.5 * spread
+    assert taken.sum() == 12 * runs
+
+
 def run_diagonal(learner, people, run: int, records: torch.Tensor) -> torch.Tensor:
-    """Σ_t q diag(J̃ᵀ [k⊥(I − ĝĝᵀ) + k∥ĝĝᵀ] J̃)/(σC)² with dense Jacobians, over all steps of a run, (k, 2)."""
+    """Σ L q diag(J̃ᵀ [k⊥(I − ĝĝᵀ) + k∥ĝĝᵀ] J̃)/(σC)² with dense Jacobians, over a run's blocks of L steps, (k, 2)."""
     from reconbound.amplification import PoissonTable
 
     s = learner.settings
     steps = learner.snapshot_steps(run)
-    assert [t for t, _ in steps] == list(range(4))
+    starts = [0, *accumulate(length for _, length in steps)]  # blocks without a gap, one snapshot in each
+    assert starts[-1] == learner.steps
+    assert all(a <= t < b for (t, _), (a, b) in zip(steps, pairwise(starts), strict=True))
     noise = s.noise_multiplier * s.max_grad_norm
     table = PoissonTable(s.sample_rate).prepare(torch.device("cpu"), torch.float64)
     total = torch.zeros(len(records), 2, dtype=torch.float64)

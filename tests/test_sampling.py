@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -68,6 +69,16 @@ def test_fixed_size_sets_are_uniform() -> None:
         counts[batch] = counts.get(batch, 0) + 1
     assert len(counts) == 10
     assert stats.chisquare(list(counts.values())).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("apart", [1, 2, 5])
+def test_fixed_size_sets_are_drawn_afresh(apart: int) -> None:
+    """Of B and B records of N, H are the same with hypergeometric chance: in epochs, successive sets share none."""
+    n, size, steps = 12, 4, 4000
+    batches = [set(FixedSize(n, size).batch(2, t).tolist()) for t in range(0, apart * steps, apart)]
+    shared = np.bincount([len(a & b) for a, b in pairwise(batches)], minlength=size + 1)
+    expected = stats.hypergeom.pmf(np.arange(size + 1), n, size, size) * (steps - 1)
+    assert stats.chisquare(shared, expected).pvalue > 1e-4
 
 
 def test_shuffled_epochs_see_every_record_once() -> None:

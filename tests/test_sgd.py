@@ -20,7 +20,7 @@ from reconbound._random import derive
 from reconbound.amplification import fixed_size_factor, paper_delta, paper_kappa
 from reconbound.fisher import Private, dense_information
 from reconbound.noise import draw
-from reconbound.sampling import FixedSize, Poisson
+from reconbound.sampling import FixedSize, Poisson, ShuffledEpochs
 from reconbound.sgd import PrivateSGD, Settings, TrainingError
 
 CPU = torch.device("cpu")
@@ -96,6 +96,23 @@ def test_poisson_divides_by_qn_whatever_was_drawn() -> None:
         expected = before - (total + draw("philox", run_seed, 0, len(before), CPU)) / (q * RECORDS)
         torch.testing.assert_close(flat(model), expected.float(), rtol=1e-4, atol=1e-5)
     assert {0, 1} <= sizes  # empty batches are among them
+
+
+def test_the_last_batch_of_an_epoch_is_divided_like_the_others() -> None:
+    """Ten records in fours: the third batch has two, and moves the parameters by (Σ c g + noise)/4 all the same."""
+    x, y = data(records=10)
+    x, weights, model, sigma, clip = x.double(), [], network().double(), 0.5, 2.0
+    chosen = settings(sampler="shuffle", sample_rate=0.4, noise_multiplier=sigma, max_grad_norm=clip, lr=1.0, seed=2)
+    look = lambda m: weights.append(flat(m)) or {}  # noqa: E731
+    PrivateSGD(model, losses, x, y, chosen, evaluate=look, evaluate_every=1, check=False).fit(3)
+    seed = derive(2, "run", 0)
+    batch = ShuffledEpochs(10, 4).batch(seed, 2)
+    assert len(batch) == 2
+    nn.utils.vector_to_parameters(weights[1], model.parameters())
+    found = dense_information(model, losses, x[batch], y[batch], max_grad_norm=clip, noise_multiplier=sigma)
+    total = torch.cat([v.flatten() for v in found.gradient_sum.values()])
+    moved = (total + sigma * clip * draw("philox", seed, 2, len(total), CPU)) / 4
+    torch.testing.assert_close(weights[2], weights[1] - moved, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("clip", ["smooth", "hard"])
