@@ -81,8 +81,8 @@ def _second(view: View) -> str:
         )
     if below == 0 and exposed:
         return (
-            f"Over all {view.part}s together {estimate[0].lower()}{estimate[1:]} an attacker does better by guessing, "
-            f"for every one of the {all_of}; but on {exposed:,} of {view.features:,} single {view.part}s of the most "
+            f"{estimate} an attacker does better by guessing over all {view.part}s together, for every one of the "
+            f"{all_of}; but on {exposed:,} of {view.features:,} single {view.part}s of the most "
             f"exposed {view.noun} the floor lies below a guess, and the release may tell more."
         )
     if below == 0:
