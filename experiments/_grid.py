@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,13 +125,19 @@ def train(grid: Grid, asked: argparse.Namespace) -> None:
         ]
         options = {"at": grid.at, "budgets": grid.budgets, "device": asked.device, "method": asked.method}
         fleet = Fleet(grid.make_model, losses, x, y, settings, **options)
-        runs = [list(fleet.run(r, evaluate=accuracy)) for r in range(asked.runs)]
+        runs: list[list[Snapshot]] = []
+        for r in range(asked.runs):
+            runs.append([])
+            for shot in fleet.run(r, evaluate=accuracy):
+                runs[-1].append(shot)
+                if asked.runs == 1:  # what a long training has so far is not lost with it
+                    append(out, rows_of([shot], (time.perf_counter() - begun) / len(part)))
         if asked.device == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
         longest = max(longest, seconds)
-        rows = [row for shots in zip(*runs, strict=True) for row in rows_of(shots, seconds / len(part))]
-        append(out, rows)
+        if asked.runs > 1:
+            append(out, [row for shots in zip(*runs, strict=True) for row in rows_of(shots, seconds / len(part))])
         if asked.exposed and not Path(asked.exposed).exists():
             keep_exposed(Path(asked.exposed), [shots[-1] for shots in runs])
         steps = len(part) * asked.runs * grid.at[-1]
@@ -157,6 +163,10 @@ def keep_exposed(path: Path, shots: Sequence[Snapshot], count: int = 12) -> None
 
 def append(path: Path, rows: list[dict[str, object]]) -> None:
     new = not path.exists()
+    there = _there(path)
+    rows = [row for row in rows if _key(row) not in there]
+    if not rows:
+        return
     names = list(rows[0]) if new else path.read_text().split("\n", 1)[0].split(",")  # floors may have been put in
     with open(path, "a", newline="") as file:
         writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
@@ -165,6 +175,16 @@ def append(path: Path, rows: list[dict[str, object]]) -> None:
         writer.writerows(rows)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _key(row: Mapping[str, object]) -> tuple[str, ...]:
+    """What a row is of; numbers as text, whatever they were written as."""
+    text = (row.get(name, "") for name in (*KEY, "variant", "steps", "run"))
+    return tuple(f"{float(v):g}" if str(v).replace(".", "", 1).isdigit() else str(v) for v in text)  # type: ignore[arg-type]
+
+
+def _there(path: Path) -> set[tuple[str, ...]]:
+    return {_key(row) for row in csv.DictReader(path.read_text().splitlines())} if path.exists() else set()
 
 
 def finished(paths: Sequence[Path], at: Sequence[int]) -> set[Training]:
