@@ -10,7 +10,16 @@ from typing import Any
 
 import typer
 
-from .._check import InputError
+from .._check import InputError, number
+
+
+def option(name: str) -> str:
+    """An argument of ours as the command line spells it.
+
+    >>> option("noise_multiplier")
+    '--noise-multiplier'
+    """
+    return "--" + name.replace("_", "-")
 
 
 def ratio(given: Any) -> float:
@@ -33,6 +42,17 @@ def count(given: Any) -> int:
     if whole != parts:
         raise typer.BadParameter("must be a whole number")
     return math.prod(whole)
+
+
+def epochs_as_steps(epochs: Any, sample_rate: Any) -> int:
+    """T = epochs / q, rounded up: one step more lowers a floor, one too few would raise it.
+
+    >>> epochs_as_steps(10, 0.01), epochs_as_steps(1.1, 0.1), epochs_as_steps(10, 256 / 50000)
+    (1000, 11, 1954)
+    """
+    rate = number("sample_rate", sample_rate, above=0.0, at_most=1.0)
+    steps = number("epochs", epochs, above=0.0, at_most=1e15) / rate
+    return max(1, math.ceil(steps * (1 - 1e-12)))
 
 
 @contextmanager

@@ -26,7 +26,8 @@ SHADES, PLAIN = " ░▒▓█", " .:+#"
 def report_command(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Of finished audits.")],
     out: Annotated[
-        Path | None, typer.Option(help="Where the comparison of several audits goes (default: comparison.html).")
+        Path | None,
+        typer.Option("--out", "-o", help="Where the comparison of several audits goes (default: comparison.html)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print where the pages are as JSON.")] = False,
 ) -> None:

@@ -60,10 +60,14 @@ def sweep_command(
     target: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
     private: Annotated[str | None, typer.Option(metavar="A,B", help="Private columns.")] = None,
     range_: Annotated[list[str] | None, typer.Option("--range", metavar="age=0:120", help="Repeatable.")] = None,
-    unit: Annotated[list[str] | None, typer.Option(metavar="age=years", help="Repeatable.")] = None,
+    unit: Annotated[
+        list[str] | None, typer.Option("--unit", "--units", metavar="age=years", help="Repeatable.")
+    ] = None,
     data_folder: Annotated[Path | None, typer.Option(help="As in reconbound audit.")] = None,
     limit: Annotated[int | None, typer.Option(**Whole, help="Train on at most so many records.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results (default: sweep-DATA).")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for the results (default: sweep-DATA).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (confidential).")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the page's path and nothing else.")] = False,
 ) -> None:
