@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from scipy.optimize import brentq
+
 from ._check import InputError, choice, number
 from .bounds import Bound
 from .calculator import FLOORS, floor
@@ -122,24 +124,24 @@ def calibrate_epsilon(
         changes: dict[str, Any] = {mechanism.noise_field: noise}
         return replace(mechanism, **changes)
 
-    def enough(noise: float) -> bool:
-        found = at(noise).epsilon_at(d, adjacency)
-        return found is not None and found <= target
+    def excess(log_noise: float) -> float:
+        """ln ε − ln target: falls with the noise, and is nearly a line in its logarithm."""
+        found = at(math.exp(log_noise)).epsilon_at(d, adjacency)
+        return math.log(max(1e300 if found is None else found, 1e-300) / target)
 
-    large = 1.0
-    while not enough(large):
-        large *= 4
-        if large > LARGEST_NOISE:
+    step = math.log(4)
+    large = 0.0
+    while excess(large) > 0:
+        large += step
+        if large > math.log(LARGEST_NOISE):
             raise InputError("target_epsilon", "must be one that some noise reaches", target_epsilon)
-    small = large / 4
-    while enough(small) and small > SMALLEST_NOISE:
-        small, large = small / 4, small
-    while large / small > 1 + 1e-4:
-        middle = math.sqrt(small * large)
-        small, large = (small, middle) if enough(middle) else (middle, large)
-    noise = _round_up(large, digits=5)
-    while not enough(noise):
-        noise = _round_up(noise * (1 + 1e-4), digits=5)
+    small = large - step
+    while excess(small) <= 0 and small > math.log(SMALLEST_NOISE):
+        small, large = small - step, small
+    root = small if excess(small) <= 0 else brentq(excess, small, large, xtol=2e-5)
+    noise = _round_up(math.exp(root + 2e-5), digits=5)
+    while excess(math.log(noise)) > 0:  # where ε goes up and down in its last digits: a little more noise
+        noise = _round_up(noise * (1 + 2e-5), digits=5)
     return at(noise)
 
 

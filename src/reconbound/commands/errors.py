@@ -28,7 +28,8 @@ def said_of_usage(error: Any, words: Sequence[str], app: typer.Typer) -> str:
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
     if getattr(error, "option_name", None) and hasattr(error, "possibilities"):
         command = "" if context is None or context.parent is None else str(context.info_name)
-        return said_of(str(error.option_name), command, options_of(app, command))
+        known = options_of(app, command) if command else {"--version", "--help"}
+        return said_of(str(error.option_name), command, known)
     if type(error).__name__ == "MissingParameter" and param is not None and not param.opts[0].startswith("-"):
         what = str(param.metavar or param.name).upper()
         return f"{what} is missing: {context.command_path} {what}" if context is not None else f"{what} is missing"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .._check import InputError, number
+from .._check import DataError, number
 from .options import confidential_note, count, plain_errors
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def frontier_command(
             number("at_least", at_least, above=0.0)
         rows, _ = stored(folder, storage)
         if not rows:
-            raise InputError("folder", "must hold a sweep with a finished trial", str(folder))
+            raise DataError(f"{folder} holds a sweep of which no setting is trained yet: run reconbound sweep again")
         asked = [checked_floor(rows, name) for name in floor] if floor else [checked_floor(rows, None)]
         facts = publish(folder, storage)
         if at_least is None:
