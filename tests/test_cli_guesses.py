@@ -98,7 +98,7 @@ def test_a_clip_norm_given_as_the_clip(refused, words):
     assert "max-grad-norm" not in refused(*words, "--clip", "soft")
 
 
-@pytest.mark.parametrize(("command", "shown"), [("show", "FOLDER"), ("frontier", "FOLDER"), ("report", "FOLDER...")])
+@pytest.mark.parametrize(("command", "shown"), [("show", "FOLDER"), ("frontier", "FOLDER"), ("report", "FOLDER")])
 def test_a_missing_folder_is_named_as_in_the_usage(refused, command, shown):
     assert refused(command) == f"{shown} is missing: reconbound {command} {shown}"
 
@@ -199,3 +199,27 @@ def test_epsilons_that_cannot_be_calibrated(refused):
 
 def test_noise_beyond_measure_is_no_fault():
     assert SampledGaussian(1e12, 0.01, 10, sampler="fixed").epsilon_at(1e-5) < 1e-3
+
+
+def test_help_speaks_of_what_can_be_given(capsys):
+    assert cli.run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "..." not in shown.split("Commands:")[1]  # no line is cut off
+    assert "Start with reconbound audit" in shown
+    assert cli.run(["calibrate", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for refused_there in ("--noise-multiplier", "--noise-std", "--rdp2", "  --epsilon"):
+        assert refused_there not in shown
+    for command in ("audit", "sweep", "show", "report", "frontier"):
+        assert cli.run([command, "--help"]) == 0
+        usage = capsys.readouterr().out.splitlines()[0]
+        assert ("DATA" in usage) == (command in ("audit", "sweep"))
+        assert ("FOLDER" in usage) == (command not in ("audit", "sweep"))
+        assert "[[" not in usage
+
+
+def test_audit_and_sweep_read_data_by_the_same_options():
+    """What says how data are read is the same for both, so that an audited file can be swept."""
+    reads = {"--target", "--private", "--range", "--unit", "--units", "--data-folder", "--drop", "--header", "--size"}
+    for command in ("audit", "sweep"):
+        assert reads | {"--test-share", "--limit", "--out", "-o", "--seed"} <= options_of(cli.app, command)

@@ -1,4 +1,4 @@
-"""The README and the calculator's guide as a newcomer uses them: their code runs, their commands print what is shown."""
+"""The README and the calculator's guide as a newcomer uses them: code runs, commands print what is shown."""
 
 from __future__ import annotations
 

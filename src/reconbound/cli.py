@@ -32,7 +32,6 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="How well is each training record protected against reconstruction?",
 )
 
 #: What `reconbound bound` without a mechanism speaks of.
@@ -75,7 +74,9 @@ Output = Annotated[bool, typer.Option("--output-perturbation", help="Noise on th
 Records = Annotated[
     int | None, typer.Option(parser=count, metavar="<int>", help="Output perturbation: number of records.")
 ]
-L2 = Annotated[float | None, typer.Option("--l2", help="Output perturbation: regularisation, as in mean loss + l2/2.")]
+L2 = Annotated[
+    float | None, typer.Option("--l2", help="Output perturbation: regularisation, as in mean loss + l2/2 |w|^2.")
+]
 NoiseStd = Annotated[float | None, typer.Option(help="Output perturbation: noise std per coefficient.")]
 DataNorm = Annotated[float | None, typer.Option(help="Output perturbation: norm to which rows are clipped (1).")]
 Dim = Annotated[
@@ -86,6 +87,7 @@ Low = Annotated[float, typer.Option(help="Smallest value of a coordinate.")]
 High = Annotated[float, typer.Option(help="Largest value of a coordinate.")]
 Baseline = Annotated[float | None, typer.Option(help="MSE of a plain guess on your data (default: guess the middle).")]
 Units = Annotated[str, typer.Option("--units", "--unit", help="Unit of the data, for printing.")]
+Found = Annotated[float | None, typer.Option(hidden=True)]  # given to calibrate, which looks for it: refused by name
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
@@ -101,10 +103,13 @@ def _group(
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """How well is each training record protected against reconstruction?"""
+    """How well is each training record protected against reconstruction?
+
+    Start with reconbound audit, which trains on small pictures and writes a report, or with reconbound bound, which
+    needs no data. Each command has its own --help."""
 
 
-@app.command("bound")
+@app.command("bound", short_help="What a mechanism guarantees, before any data.")
 def bound_command(
     noise_multiplier: Noise = None,
     sample_rate: Rate = None,
@@ -140,7 +145,7 @@ def bound_command(
         print_guarantee(found, default=not given, notes=(*unsaid, *found.notes))
 
 
-@app.command("calibrate")
+@app.command("calibrate", short_help="The smallest noise for a floor, or for an epsilon.")
 def calibrate_command(
     target_mse: Annotated[float | None, typer.Option(help="Squared error per coordinate that must be kept.")] = None,
     target_error: Annotated[
@@ -157,20 +162,23 @@ def calibrate_command(
             "keep it in each coordinate, corners and rate_distortion on average over them."
         ),
     ] = "theorem1",
-    noise_multiplier: Noise = None,
+    noise_multiplier: Found = None,
     sample_rate: Rate = None,
     steps: Steps = None,
     epochs: Epochs = None,
     clip: Clip = None,
     sampler: Sampler = None,
-    epsilon: Epsilon = None,
-    rdp2: Rdp2 = None,
-    adjacency: Adjacency = None,
-    delta: Delta = None,
+    epsilon: Found = None,
+    rdp2: Annotated[float | None, typer.Option("--rdp2", hidden=True)] = None,
+    adjacency: Annotated[
+        str | None,
+        typer.Option(help="Neighbours of --target-epsilon: replace-one (default), or add/remove (as Opacus counts)."),
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="Delta at which epsilon is told (1e-5).")] = None,
     output_perturbation: Output = False,
     records: Records = None,
     l2: L2 = None,
-    noise_std: NoiseStd = None,
+    noise_std: Found = None,
     data_norm: DataNorm = None,
     dim: Dim = 1,
     low: Low = 0.0,

@@ -25,7 +25,7 @@ def audit_command(
     data: Annotated[
         str,
         typer.Argument(
-            metavar="[DATA]",
+            metavar="DATA",
             help="digits (default), breast_cancer, diabetes, wine, mnist, cifar10, a .csv (.csv.gz) or .npz file, or a "
             "folder of images by class.",
         ),
