@@ -223,3 +223,13 @@ def test_audit_and_sweep_read_data_by_the_same_options():
     reads = {"--target", "--private", "--range", "--unit", "--units", "--data-folder", "--drop", "--header", "--size"}
     for command in ("audit", "sweep"):
         assert reads | {"--test-share", "--limit", "--out", "-o", "--seed"} <= options_of(cli.app, command)
+
+
+def test_what_is_too_much_and_files_for_folders(refused, tmp_path):
+    assert refused("bound", "3") == "3 is more than reconbound bound takes: see reconbound bound --help"
+    assert refused("audit", "digits", "more", "words").startswith("more words is more than reconbound audit takes")
+    file = tmp_path / "people.csv"
+    file.write_text("age\n3\n")
+    assert refused("show", file) == f"{file} is a file, not a folder"
+    assert refused("report", file) == f"{file} is a file, not a folder"
+    assert refused("audit", file).endswith("(age)")  # names the columns, and has no "got None"

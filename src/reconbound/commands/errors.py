@@ -17,7 +17,7 @@ def said_of_value(error: InputError, app: typer.Typer) -> str:
     if isinstance(error, DataError):
         return str(error)
     name = option(error.name) if option(error.name) in options_of(app) else error.name
-    message = f"{name} {error.requirement}, got {error.value}"
+    message = f"{name} {error.requirement}" + ("" if error.value is None else f", got {error.value}")
     if name == "--clip" and _is_number(error.value):
         message += " (it says how to clip; the clip norm is --max-grad-norm, which only audit and sweep need)"
     return message
@@ -33,6 +33,9 @@ def said_of_usage(error: Any, words: Sequence[str], app: typer.Typer) -> str:
     if type(error).__name__ == "MissingParameter" and param is not None and not param.opts[0].startswith("-"):
         what = str(param.metavar or param.name).upper()
         return f"{what} is missing: {context.command_path} {what}" if context is not None else f"{what} is missing"
+    if context is not None and str(getattr(error, "message", "")).startswith("Got unexpected extra argument"):
+        extra = error.message.partition("(s) (")[2].rstrip(")") or error.message.partition(" (")[2].rstrip(")")
+        return f"{extra} is more than {context.command_path} takes: see {context.command_path} --help"
     hint = getattr(error, "param_hint", None) or _own(error)
     message = f"{hint} {error.message}" if hint and hasattr(error, "message") else str(error.format_message())
     value = _value(words, getattr(param, "opts", ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,6 +66,8 @@ def plain_errors(resume: str = "") -> Iterator[None]:
         raise typer.Exit(130) from None
     except (InputError, BrokenPipeError):
         raise  # cli.run says them
+    except NotADirectoryError as reason:
+        fail(f"{os.path.dirname(str(reason.filename))} is a file, not a folder")
     except OSError as reason:
         where = f"{reason.filename}: " if reason.filename else ""
         fail(f"{where}{reason.strerror or reason}")
