@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from reconbound import PrivateSGD, Settings
 from reconbound.fisher import clipped_gradient_sum, step_information
+from reconbound.fisher.checks import wrong_kind
 from reconbound.sgd import TrainingError
 from reconbound.validate import check_batch
 
@@ -155,3 +156,18 @@ def test_what_is_wrong_with_an_evaluation_is_told() -> None:
 
     with pytest.raises(RuntimeError, match=r"^mine$"):
         learner(x, y, evaluate=broken).fit(2)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "expected target dtype to be Long or Byte, but got Int",
+        "expected scalar type Long but found Int",
+        "\"nll_loss_forward_reduce_cuda_kernel_2d_index\" not implemented for 'Int'",
+    ],
+)
+def test_what_other_versions_and_devices_say_of_targets(said: str) -> None:
+    found = wrong_kind(RuntimeError(said), network(), torch.ones(2, 16), torch.ones(2, dtype=torch.int32))
+    assert str(found).startswith(f"targets is torch.int32, which loss_fn does not take ({said})")
+    assert wrong_kind(RuntimeError("out of memory"), network(), torch.ones(2, 16), torch.ones(2)) is None
+    assert wrong_kind(RuntimeError(said), network(), torch.ones(2, 16), None) is None

@@ -150,6 +150,6 @@ def no_gradient() -> ValueError:
 def wrong_kind(error: RuntimeError, model: nn.Module, inputs: Any, targets: Any) -> ValueError | None:
     """A clear word for what PyTorch says of a float64 batch that meets a float32 model, or of a loss's targets."""
     said = said_of_inputs(error, model, inputs)
-    if said is None and "target" in str(error):
+    if said is None and any(word in str(error) for word in ("target", "Long", "nll_loss")):  # by version and device
         said = said_of_targets(error, targets)
     return None if said is None else ValueError(said)
