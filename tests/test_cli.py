@@ -12,6 +12,7 @@ import pytest
 from reconbound import __version__, cli
 from reconbound.calculator import guarantee
 from reconbound.calibrate import calibrate
+from reconbound.commands.printing import UNSAID
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
 
 SGD = ["--noise-multiplier", "1", "--sample-rate", "0.01", "--steps", "1000"]
@@ -80,7 +81,10 @@ def process(*arguments, **environment):
 )
 def test_bound_prints_what_the_library_finds(answer, run, options, mechanism, space):
     found = answer("bound", *options)
-    assert found == json.loads(json.dumps(guarantee(mechanism, **space).to_dict()))
+    told = json.loads(json.dumps(guarantee(mechanism, **space).to_dict()))
+    if "--epsilon" in options and "--adjacency" not in options:
+        told["notes"].insert(0, UNSAID)
+    assert found == told
     status, table, err = run("bound", *options)
     assert (status, err) == (0, "")
     for bound in found["bounds"]:
@@ -212,17 +216,33 @@ def test_the_worst_coordinate_and_the_average_are_told_apart(run, answer):
     assert "on average" not in run("calibrate", *options, "--bound", "lecam")[1]
 
 
-def test_a_reported_epsilon_says_how_it_was_taken(run):
-    assert "say --adjacency add/remove" in " ".join(run("bound", "--epsilon", 3)[1].split())
+def test_a_reported_epsilon_says_how_it_was_taken(run, answer):
+    told = " ".join(run("bound", "--epsilon", 3, "--delta", 1e-5)[1].split())
+    assert "it was taken as replace-one" in told
+    assert "An ε from Opacus, TF Privacy and most libraries for private SGD is add/remove: say --adjacency" in told
+    assert any("taken as replace-one" in note for note in answer("bound", "--epsilon", 3)["notes"])
     for adjacency in ("add/remove", "replace-one"):
-        assert "--adjacency" not in run("bound", "--epsilon", 3, "--adjacency", adjacency)[1]
+        options = ["--epsilon", 3, "--delta", 1e-5, "--adjacency", adjacency]
+        said = " ".join(run("bound", *options)[1].split())
+        assert "--adjacency" not in said
+        assert ("by group privacy: (6, 0.000211)" in said) == (adjacency == "add/remove")
+
+
+def test_an_add_remove_epsilon_is_never_worth_more_than_the_same_replace_one(answer):
+    """So saying add/remove is safe whichever it was, as the note says."""
+    for options in (["--epsilon", 0.5], ["--epsilon", 3, "--delta", 1e-5], ["--epsilon", 8, "--delta", 1e-7]):
+        ours, theirs = (answer("bound", *options, "--adjacency", a, "--dim", 5) for a in ("replace-one", "add/remove"))
+        both = zip(floors(ours).values(), floors(theirs).values(), strict=True)
+        assert all(b["mse"] <= a["mse"] for a, b in both)
+        assert theirs["membership_advantage"] >= ours["membership_advantage"]
+        assert all(b["success"] >= a["success"] for a, b in zip(ours["rero"], theirs["rero"], strict=True))
 
 
 def test_silence_is_explained(run, answer):
     options = ["--epsilon", 3, "--delta", 1e-6]
     assert "with chance δ everything is revealed" in " ".join(run("bound", *options)[1].split())
-    assert len(answer("bound", *options)["notes"]) == 1
-    assert answer("bound", "--epsilon", 3)["notes"] == []
+    assert len(answer("bound", *options, "--adjacency", "replace-one")["notes"]) == 1
+    assert answer("bound", "--epsilon", 3, "--adjacency", "replace-one")["notes"] == []
     assert "theorem1_paper" not in run("bound", *options)[1]  # not in the table: not in the text
 
 
@@ -403,7 +423,12 @@ MISSING = [
         ["calibrate", "--target-mse", "1", "--target-error", "1", "--sample-rate", "0.1", "--steps", "3"],
         "--target-error",
     ),
-    (["bound", *SGD, "--epochs", "10"], "--steps"),
+    (["bound", *SGD, "--epochs", "10"], "--epochs does not go with --steps"),
+    (["bound", "--noise-multiplier", "1", "--epochs", "10"], "--sample-rate is missing"),
+    (["bound", "--epsilon", "1", "--epochs", "10"], "--epochs does not go with --epsilon"),
+    (["calibrate", "--target-epsilon", "1", "--target-mse", "1"], "--target-epsilon does not go with --target-mse"),
+    (["calibrate", "--target-mse", "1", "--adjacency", "add/remove"], "--adjacency goes with --target-epsilon"),
+    (["calibrate", "--epsilon", "3", "--sample-rate", "0.1", "--steps", "3"], "--target-epsilon"),
     (["bound", *SGD, "--batch-size", "10"], "--sample-rate"),
     (["bound", *SGD, "--max-grad-norm", "1"], "--max-grad-norm is not needed"),
     (["calibrate", "--target-rmse", "1"], "--target-error"),

@@ -71,7 +71,9 @@ def test_what_was_checked_before_is_not_read_again() -> None:
 
 def test_numpy_and_plain_lists() -> None:
     model, x, y = small()
-    refused(r"inputs is a NumPy array.*torch.as_tensor\(inputs\)", model, cross_entropy, x.numpy(), y)
+    refused(
+        r"inputs is a NumPy array.*torch.as_tensor\(inputs, dtype=torch.float64\)", model, cross_entropy, x.numpy(), y
+    )
     refused("targets is a NumPy array", model, cross_entropy, x, y.numpy())
     refused(r"inputs\['a'\] is a NumPy array", model, cross_entropy, {"a": np.zeros(3)}, y)
     refused("targets must be a tensor with one row per record.*got list", model, cross_entropy, x, y.tolist())
@@ -134,7 +136,7 @@ def test_devices_and_precisions() -> None:
     model, x, y = small()
     refused(r"inputs is on meta, the model on cpu: use inputs.to\('cpu'\)", model, cross_entropy, x.to("meta"), y)
     refused("targets is on meta, the model on cpu", model, cross_entropy, x, y.to("meta"))
-    refused("the private part is torch.float64, the model torch.float32", model.float(), cross_entropy, x, y)
+    refused("inputs is torch.float64, the model torch.float32: convert it", model.float(), cross_entropy, x, y)
 
 
 def test_private_features_that_a_record_does_not_have() -> None:

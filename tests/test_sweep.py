@@ -277,7 +277,7 @@ def test_a_small_sweep_on_digits(tmp_path, capsys) -> None:
     assert cli.run(["frontier", str(out), "--floor", "magic"]) == 2
     assert "--floor must be one of exact_max" in capsys.readouterr().err
     assert cli.run(["frontier", str(tmp_path)]) == 2
-    assert "must be that of a sweep" in capsys.readouterr().err
+    assert f"{tmp_path} holds no sweep" in capsys.readouterr().err
 
     before = (out / "sweep.csv").read_text()
     more = [word.replace("=0.5,2", "=0.5,2,4") for word in words]  # a grid may grow
@@ -440,3 +440,56 @@ def test_a_sweep_of_another_seed_or_other_data_is_refused(tmp_path, digits) -> N
         with pytest.raises(InputError, match=f"{one} must (be|stay) that of the sweep"):
             run.begin(store, config, Trainer(plan=plan, **other))
     store.dispose()
+
+
+# --- what is told on the way -------------------------------------------------------------------
+
+
+def test_without_a_terminal_the_plan_and_a_line_for_each_training_are_told(tmp_path, capsys) -> None:
+    config = Sweep("stub", tmp_path / "s", parse_grid(["noise_multiplier=0.2,0.5", "lr=0.1,0.2"]), (5, 10), seed=1)
+    sweep(config, make_train=sweep_stub.make)
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    plan = [line for line in lines if " trained: " not in line]
+    assert plan == [
+        "4 settings: every combination of noise_multiplier 0.2, 0.5; lr 0.1, 0.2.",
+        "Each is trained for 10 steps and looked at after 5, 10; 1 worker here.",
+        "The expected time is told when the first training has ended. "
+        f"Writes in {tmp_path / 's'} (confidential).",
+    ]  # fmt: skip
+    told = lines[len(plan) :]
+    assert [line.split(" trained: ")[0] for line in told] == [f"{k} of 4" for k in range(1, 5)]
+    settings = {line.split(" trained: ")[1].split(";")[0] for line in told}
+    assert settings == {f"noise_multiplier {noise}, lr {lr}" for noise in (0.2, 0.5) for lr in (0.1, 0.2)}
+    assert all(re.search(r"; about \d+ s left$", line) for line in told[:3])
+    assert "left" not in told[-1]
+
+    sweep(replace(config, space=parse_grid(["noise_multiplier=0.2,0.5,1", "lr=0.1,0.2"])), make_train=sweep_stub.make)
+    again = capsys.readouterr().err
+    assert "4 of them are trained already." in again
+    assert again.count(" trained: ") == 2
+    sweep(config, make_train=sweep_stub.make, show=False)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_without_a_sweep_is_told_with_how_to_make_one(there, tmp_path, capsys) -> None:
+    folder = tmp_path / "nothing"
+    if there:
+        folder.mkdir()
+    assert cli.run(["frontier", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"reconbound: {folder} {'holds no sweep' if there else 'does not exist'}")
+    assert f"make one by reconbound sweep DATA --grid ... --out {folder}" in said
+    assert "--folder" not in said
+    assert said.count("\n") == 1
+
+
+def test_a_sweep_without_a_finished_training_is_told_as_such(tmp_path, capsys) -> None:
+    config = sweep_stub.config(tmp_path, None)
+    store = run.open_store(config)
+    run.begin(store, config, sweep_stub.Stub())
+    store.dispose()
+    assert cli.run(["frontier", str(tmp_path)]) == 2
+    assert "no setting is trained yet: run reconbound sweep again" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The smallest noise that meets a floor."""
+"""The smallest noise that meets a floor, or an ε."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ._check import InputError, number
+from scipy.optimize import brentq
+
+from ._check import InputError, choice, number
 from .bounds import Bound
 from .calculator import FLOORS, floor
-from .mechanisms import OutputPerturbation, SampledGaussian
+from .mechanisms import ADJACENCIES, REPLACE_ONE, OutputPerturbation, SampledGaussian
 
 #: Noise is looked for between these.
 SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e12
+
+
+class OutOfReach(InputError):
+    """No noise lifts a floor to the target; `highest` is where it ends."""
+
+    def __init__(self, name: str, bound: str, highest: float, value: object) -> None:
+        self.bound, self.highest = bound, highest
+        super().__init__(name, f"must be below {highest:.6g}, which no noise lifts {bound} above", value)
 
 
 @dataclass(frozen=True)
@@ -67,8 +77,7 @@ def calibrate(
     small, large = math.log(SMALLEST_NOISE), math.log(LARGEST_NOISE)
     highest = at(LARGEST_NOISE)[1].value
     if target >= highest:
-        requirement = f"must be below {highest:.6g}, which no noise lifts {bound} above"
-        raise InputError("target_mse", requirement, target_mse)
+        raise OutOfReach("target_mse", bound, highest, target_mse)
     if at(SMALLEST_NOISE)[1].value < target:
         while large - small > 1e-7:
             middle = (small + large) / 2
@@ -84,7 +93,59 @@ def calibrate(
     return Calibration(chosen, noise, target, reached)
 
 
-def _round_up(x: float) -> float:
-    """Up to seven significant digits."""
-    unit = 10.0 ** (math.floor(math.log10(x)) - 6)
-    return float(f"{math.ceil(x / unit - 1e-9) * unit:.7g}")
+def calibrate_epsilon(
+    mechanism: SampledGaussian | OutputPerturbation,
+    target_epsilon: float,
+    *,
+    delta: float = 1e-5,
+    adjacency: str = REPLACE_ONE,
+) -> SampledGaussian | OutputPerturbation:
+    """The mechanism with the smallest noise at which ε(δ) is at most `target_epsilon`.
+
+    Args:
+        mechanism: a SampledGaussian or OutputPerturbation; its own noise is ignored.
+        target_epsilon: ε. delta: δ. adjacency: "replace-one", or "add/remove" as Opacus counts.
+
+    Guarantee: ε was computed once more at the returned noise and is at most the target; with noise smaller by more than
+    three parts in ten thousand it is not, as far as ε falls with the noise.
+
+    >>> found = calibrate_epsilon(OutputPerturbation(1000, 0.1, 1.0), 1.0)
+    >>> round(found.noise_std, 3), found.epsilon_at(1e-5) <= 1.0
+    (0.075, True)
+    """
+    if not isinstance(mechanism, (SampledGaussian, OutputPerturbation)):
+        raise InputError("mechanism", "must have noise to calibrate: private SGD or output perturbation", mechanism)
+    target = number("target_epsilon", target_epsilon, at_least=1e-3, at_most=1e6)
+    d = number("delta", delta, above=0.0, below=1.0)
+    if mechanism.epsilon_at(d, choice("adjacency", adjacency, ADJACENCIES)) is None:
+        raise InputError("adjacency", "must be replace-one: for this mechanism no other epsilon is known", adjacency)
+
+    def at(noise: float) -> SampledGaussian | OutputPerturbation:
+        changes: dict[str, Any] = {mechanism.noise_field: noise}
+        return replace(mechanism, **changes)
+
+    def excess(log_noise: float) -> float:
+        """ln ε − ln target: falls with the noise, and is nearly a line in its logarithm."""
+        found = at(math.exp(log_noise)).epsilon_at(d, adjacency)
+        return math.log(max(1e300 if found is None else found, 1e-300) / target)
+
+    step = math.log(4)
+    large = 0.0
+    while excess(large) > 0:
+        large += step
+        if large > math.log(LARGEST_NOISE):
+            raise InputError("target_epsilon", "must be one that some noise reaches", target_epsilon)
+    small = large - step
+    while excess(small) <= 0 and small > math.log(SMALLEST_NOISE):
+        small, large = small - step, small
+    root = small if excess(small) <= 0 else brentq(excess, small, large, xtol=2e-5)
+    noise = _round_up(math.exp(root + 2e-5), digits=5)
+    while excess(math.log(noise)) > 0:  # where ε goes up and down in its last digits: a little more noise
+        noise = _round_up(noise * (1 + 2e-5), digits=5)
+    return at(noise)
+
+
+def _round_up(x: float, digits: int = 7) -> float:
+    """Up to so many significant digits."""
+    unit = 10.0 ** (math.floor(math.log10(x)) - digits + 1)
+    return float(f"{math.ceil(x / unit - 1e-9) * unit:.{digits}g}")

@@ -12,19 +12,26 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
-from ._check import DataError, InputError, number
+from ._check import InputError, number
 from .calculator import FLOORS, guarantee
-from .calibrate import calibrate
+from .calibrate import OutOfReach, calibrate, calibrate_epsilon
 from .commands import register
-from .commands.options import count, one_line, ratio
-from .commands.printing import calibration_dict, print_calibration, print_guarantee, print_json
+from .commands.errors import said_of_usage, said_of_value
+from .commands.options import count, epochs_as_steps, one_line, option, ratio
+from .commands.printing import (
+    UNSAID,
+    calibration_dict,
+    print_calibration,
+    print_epsilon_calibration,
+    print_guarantee,
+    print_json,
+)
 from .mechanisms import DP, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
 
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="How well is each training record protected against reconstruction?",
 )
 
 #: What `reconbound bound` without a mechanism speaks of.
@@ -45,6 +52,10 @@ Rate = Annotated[
 Steps = Annotated[
     int | None, typer.Option(parser=count, metavar="<int>", help="Number of steps: epochs over the sample rate.")
 ]
+Epochs = Annotated[
+    float | None,
+    typer.Option(help="The same as passes over the data: epochs over the sample rate are the steps, rounded up."),
+]
 Clip = Annotated[str | None, typer.Option(help="smooth (the paper's GELU clip; default) or hard (as in Opacus).")]
 Sampler = Annotated[str | None, typer.Option(help="poisson (default) or fixed (fixed size without replacement).")]
 Epsilon = Annotated[float | None, typer.Option(help="Of the mechanism only this epsilon is known.")]
@@ -52,8 +63,8 @@ Rdp2 = Annotated[float | None, typer.Option("--rdp2", help="Only its order-2 Ren
 Adjacency = Annotated[
     str | None,
     typer.Option(
-        help="Neighbours of --epsilon: replace-one (default), or add/remove (as Opacus and most libraries for private "
-        "SGD report it, and the safe choice)."
+        help="Neighbours of --epsilon: replace-one (default), or add/remove (as Opacus, TF Privacy and most libraries "
+        "for private SGD report it, and the safe choice)."
     ),
 ]
 Delta = Annotated[
@@ -63,7 +74,9 @@ Output = Annotated[bool, typer.Option("--output-perturbation", help="Noise on th
 Records = Annotated[
     int | None, typer.Option(parser=count, metavar="<int>", help="Output perturbation: number of records.")
 ]
-L2 = Annotated[float | None, typer.Option("--l2", help="Output perturbation: regularisation, as in mean loss + l2/2.")]
+L2 = Annotated[
+    float | None, typer.Option("--l2", help="Output perturbation: regularisation, as in mean loss + l2/2 |w|^2.")
+]
 NoiseStd = Annotated[float | None, typer.Option(help="Output perturbation: noise std per coefficient.")]
 DataNorm = Annotated[float | None, typer.Option(help="Output perturbation: norm to which rows are clipped (1).")]
 Dim = Annotated[
@@ -73,7 +86,8 @@ Dim = Annotated[
 Low = Annotated[float, typer.Option(help="Smallest value of a coordinate.")]
 High = Annotated[float, typer.Option(help="Largest value of a coordinate.")]
 Baseline = Annotated[float | None, typer.Option(help="MSE of a plain guess on your data (default: guess the middle).")]
-Units = Annotated[str, typer.Option(help="Unit of the data, for printing.")]
+Units = Annotated[str, typer.Option("--units", "--unit", help="Unit of the data, for printing.")]
+Found = Annotated[float | None, typer.Option(hidden=True)]  # given to calibrate, which looks for it: refused by name
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
@@ -89,14 +103,18 @@ def _group(
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """How well is each training record protected against reconstruction?"""
+    """How well is each training record protected against reconstruction?
+
+    Start with reconbound audit, which trains on small pictures and writes a report, or with reconbound bound, which
+    needs no data. Each command has its own --help."""
 
 
-@app.command("bound")
+@app.command("bound", short_help="What a mechanism guarantees, before any data.")
 def bound_command(
     noise_multiplier: Noise = None,
     sample_rate: Rate = None,
     steps: Steps = None,
+    epochs: Epochs = None,
     clip: Clip = None,
     sampler: Sampler = None,
     epsilon: Epsilon = None,
@@ -120,15 +138,22 @@ def bound_command(
     mechanism = _mechanism(given)
     report_delta = 1e-5 if delta is None or (delta == 0 and epsilon is not None) else delta
     found = guarantee(mechanism, dim=dim, low=low, high=high, delta=report_delta, baseline=baseline, units=units)
-    unsaid = epsilon is not None and adjacency is None
-    print_json(found.to_dict()) if as_json else print_guarantee(found, default=not given, unsaid=unsaid)
+    unsaid = (UNSAID,) if epsilon is not None and adjacency is None else ()
+    if as_json:
+        print_json({**found.to_dict(), "notes": [*unsaid, *found.notes]})
+    else:
+        print_guarantee(found, default=not given, notes=(*unsaid, *found.notes))
 
 
-@app.command("calibrate")
+@app.command("calibrate", short_help="The smallest noise for a floor, or for an epsilon.")
 def calibrate_command(
     target_mse: Annotated[float | None, typer.Option(help="Squared error per coordinate that must be kept.")] = None,
     target_error: Annotated[
         float | None, typer.Option(help="The same as an error in data units: the root of --target-mse.")
+    ] = None,
+    target_epsilon: Annotated[
+        float | None,
+        typer.Option(help="In place of a floor: the epsilon that the noise must reach, at --delta and --adjacency."),
     ] = None,
     bound: Annotated[
         str,
@@ -137,19 +162,23 @@ def calibrate_command(
             "keep it in each coordinate, corners and rate_distortion on average over them."
         ),
     ] = "theorem1",
-    noise_multiplier: Noise = None,
+    noise_multiplier: Found = None,
     sample_rate: Rate = None,
     steps: Steps = None,
+    epochs: Epochs = None,
     clip: Clip = None,
     sampler: Sampler = None,
-    epsilon: Epsilon = None,
-    rdp2: Rdp2 = None,
-    adjacency: Adjacency = None,
-    delta: Delta = None,
+    epsilon: Found = None,
+    rdp2: Annotated[float | None, typer.Option("--rdp2", hidden=True)] = None,
+    adjacency: Annotated[
+        str | None,
+        typer.Option(help="Neighbours of --target-epsilon: replace-one (default), or add/remove (as Opacus counts)."),
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="Delta at which epsilon is told (1e-5).")] = None,
     output_perturbation: Output = False,
     records: Records = None,
     l2: L2 = None,
-    noise_std: NoiseStd = None,
+    noise_std: Found = None,
     data_norm: DataNorm = None,
     dim: Dim = 1,
     low: Low = 0.0,
@@ -157,24 +186,41 @@ def calibrate_command(
     units: Units = "",
     as_json: Json = False,
 ) -> None:
-    """The smallest noise with which a floor meets a target."""
+    """The smallest noise with which a floor meets a target, or with which epsilon does."""
     given = _given(locals())
-    if target_mse is not None and target_error is not None:
-        raise typer.BadParameter("does not go with --target-mse", param_hint="--target-error")
-    if target_error is not None:
-        target_mse = number("target_error", target_error, above=0.0, at_most=1e150) ** 2
-    if target_mse is None:
-        raise typer.BadParameter("is missing (or --target-error)", param_hint="--target-mse")
+    targets = {"target_mse": target_mse, "target_error": target_error, "target_epsilon": target_epsilon}
+    asked = [name for name, value in targets.items() if value is not None]
     for name in ("epsilon", "rdp2"):
         if name in given:
-            raise InputError(name, "has no noise to calibrate: describe the mechanism instead", given[name])
+            how = (
+                "say --target-epsilon for the noise that reaches it" if name == "epsilon" else "describe the mechanism"
+            )
+            raise InputError(name, f"has no noise to calibrate: {how}", given[name])
+    if not asked:
+        raise typer.BadParameter("is missing (or --target-error, or --target-epsilon)", param_hint="--target-mse")
+    if len(asked) > 1:
+        raise typer.BadParameter(f"does not go with {option(asked[0])}", param_hint=option(asked[1]))
+    if adjacency is not None and asked != ["target_epsilon"]:
+        raise typer.BadParameter("goes with --target-epsilon alone", param_hint="--adjacency")
     noise = "noise_std" if output_perturbation else "noise_multiplier"
     if noise in given:
         raise InputError(noise, "must be left out: calibrate finds it", given[noise])
-    mechanism = _mechanism({**given, noise: 1.0})
+    mechanism = _mechanism({**{k: v for k, v in given.items() if k != "adjacency"}, noise: 1.0})
     assert isinstance(mechanism, (SampledGaussian, OutputPerturbation))
-    found = calibrate(mechanism, target_mse, bound=bound, dim=dim, low=low, high=high, units=units)
     report_delta = 1e-5 if delta is None else delta
+    if target_epsilon is not None:
+        reached = calibrate_epsilon(mechanism, target_epsilon, delta=report_delta, adjacency=adjacency or "replace-one")
+        space = {"dim": dim, "low": low, "high": high, "units": units}
+        print_epsilon_calibration(reached, target_epsilon, report_delta, adjacency, bound, space, as_json=as_json)
+        return
+    if target_error is not None:
+        target_mse = number("target_error", target_error, above=0.0, at_least=1e-150, at_most=1e150) ** 2
+    try:
+        found = calibrate(mechanism, target_mse or 0.0, bound=bound, dim=dim, low=low, high=high, units=units)
+    except OutOfReach as error:
+        if target_error is None:
+            raise
+        raise OutOfReach("target_error", error.bound, error.highest**0.5, target_error) from None
     if as_json:
         print_json(calibration_dict(found, found.mechanism.epsilon_at(report_delta), report_delta))
     else:
@@ -184,7 +230,7 @@ def calibrate_command(
 # --- from options to a mechanism -----------------------------------
 
 _KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # trigger -> needed, allowed
-    "noise_multiplier": (("noise_multiplier", "sample_rate", "steps"), ("clip", "sampler")),
+    "noise_multiplier": (("noise_multiplier", "sample_rate", "steps"), ("clip", "sampler", "epochs")),
     "epsilon": (("epsilon",), ("adjacency",)),
     "rdp2": (("rdp2",), ()),
     "output_perturbation": (("records", "l2", "noise_std"), ("data_norm",)),
@@ -209,21 +255,25 @@ def _mechanism(given: dict[str, Any]) -> Mechanism:
     needed, allowed = _KINDS[kind]
     for name in chosen:
         if name not in (*needed, *allowed, kind):
-            raise typer.BadParameter(f"does not go with {_option(kind)}", param_hint=_option(name))
+            raise typer.BadParameter(f"does not go with {option(kind)}", param_hint=option(name))
+    if "epochs" in chosen:
+        if "steps" in chosen:
+            raise typer.BadParameter("does not go with --steps", param_hint="--epochs")
+        if "sample_rate" in chosen:
+            chosen["steps"] = epochs_as_steps(chosen["epochs"], chosen["sample_rate"])
+        del chosen["epochs"]
+        needed = tuple(name for name in needed if name != "steps")
     for name in needed:
         if name not in chosen:
-            need = "" if name == kind else f": {_option(kind)} needs it"
-            raise typer.BadParameter(f"is missing{need}", param_hint=_option(name))
+            need = "" if name == kind else f": {option(kind)} needs it"
+            either = " (or --epochs)" if name == "steps" else ""
+            raise typer.BadParameter(f"is missing{either}{need}", param_hint=option(name))
     values = {k: v for k, v in chosen.items() if k != "output_perturbation"}
     if kind == "epsilon":
         return DP(values["epsilon"], delta, values.get("adjacency", "replace-one"))
     if kind == "rdp2":
         return RenyiDP(number("rdp2", values["rdp2"], at_least=0.0))
     return SampledGaussian(**values) if kind == "noise_multiplier" else OutputPerturbation(**values)
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 register(app)
@@ -238,8 +288,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         return app(args=words or ["--help"], prog_name="reconbound", standalone_mode=False) or 0
     except InputError as error:
-        name = _option(error.name) if error.name.isidentifier() else error.name
-        message = str(error) if isinstance(error, DataError) else f"{name} {error.requirement}, got {error.value}"
+        message = said_of_value(error, app)
     except typer.Exit as stop:
         return int(stop.exit_code)
     except typer.Abort:
@@ -247,38 +296,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of click's: a fault of ours, shown in full
             raise
-        hint = getattr(error, "param_hint", None) or _own(error)
-        message = f"{hint} {error.message}" if hint and hasattr(error, "message") else error.format_message()
-        message = _ELSEWHERE.get(getattr(error, "option_name", ""), message)
-        value = _value(words, getattr(getattr(error, "param", None), "opts", ()))
-        if value is not None and value not in message:
-            message = f"{message}, got {value}"
+        message = said_of_usage(error, words, app)
     print(f"reconbound: {one_line(message)}", file=sys.stderr)
     return 2
-
-
-#: Words of Opacus and of people, for which the command line has another.
-_ELSEWHERE = {
-    "--epochs": "--epochs is not known: give --steps, the number of epochs over the sample rate",
-    "--batch-size": "--batch-size is not known: give --sample-rate, the batch size over the number of records",
-    "--max-grad-norm": "--max-grad-norm is not needed: --noise-multiplier is already in units of the clip norm",
-    "--target-rmse": "--target-rmse is not known: give --target-error, or its square as --target-mse",
-}
-
-
-def _own(error: Any) -> str | None:
-    """The option's name where one of our own parsers refused its value."""
-    options = getattr(getattr(error, "param", None), "opts", ())
-    return str(options[0]) if options and str(getattr(error, "message", "")).startswith("must be") else None
-
-
-def _value(words: Sequence[str], options: Sequence[str]) -> str | None:
-    """What was given for an option that could not be read."""
-    for word, following in zip(reversed(words), [None, *reversed(words)], strict=False):
-        name, equals, rest = word.partition("=")
-        if name in options:
-            return rest if equals else following
-    return None
 
 
 _SPELT = {"±": "+/-", "ε": "epsilon", "δ": "delta", "≥": ">=", "→": "->", "–": "-", "é": "e", "λ": "lambda",

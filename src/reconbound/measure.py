@@ -4,11 +4,12 @@ What is wrong with a record (a loss that is not finite, a label out of range) is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -18,6 +19,7 @@ from .fisher import Private, StepInformation, clipped_gradient_sum, covering_met
 from .fisher.private import Problem, as_private, feature_mask, private_part
 from .settings import Settings
 from .validate import check_batch
+from .validate.kinds import is_about_kinds, model_dtype
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -153,6 +155,54 @@ class Measurer:
         return columns, len(columns)
 
 
+def evaluated(evaluate: Callable[[nn.Module], Any], model: nn.Module) -> dict[str, float]:
+    """The numbers that a user's function finds of a model, or an error that says what is wrong with it."""
+    try:
+        found = evaluate(model)
+    except RuntimeError as reason:
+        if not is_about_kinds(reason):
+            raise
+        why = str(reason).split("\n")[0]
+        raise Fault(f"evaluate gave the model data that are not {model_dtype(model)}, as it is: {why}") from reason
+    if not isinstance(found, Mapping):
+        raise InputError("evaluate", "must return a dictionary of numbers, by name", _told(found))
+    numbers: dict[str, float] = {}
+    for name, value in found.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(f"evaluate's {name!r}", "must be one number", _told(value)) from None
+    return numbers
+
+
+def _told(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def as_tensors(model: nn.Module, name: str, tree: Any) -> Any:
+    """A data set's NumPy arrays as tensors, the rest as it is.
+
+    Arrays of floats get the model's dtype (NumPy's own is float64), whole-numbered targets int64, as losses want them;
+    whole-numbered inputs stay what they are, for they may be tokens."""
+    kind = model_dtype(model)
+
+    def turned(x: Any) -> Any:
+        if not isinstance(x, np.ndarray):
+            return x
+        if not np.issubdtype(x.dtype, np.number) and x.dtype != np.bool_:
+            raise InputError(name, "must hold numbers", f"an array of {x.dtype}")
+        own = x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy()  # what torch can share
+        found = torch.as_tensor(own)
+        if found.is_floating_point() and kind is not None:
+            return found.to(kind)
+        return found.long() if name == "targets" and found.dtype in _NARROW else found
+
+    return tree_map(turned, tree) if any(isinstance(x, np.ndarray) for x in tree_leaves(tree)) else tree
+
+
+_NARROW = (torch.int8, torch.int16, torch.int32)
+
+
 def row_counts(inputs: Any, targets: Any) -> set[int]:
     """Rows of the tensors of a data set: one number if all agree."""
     return {len(t) if t.dim() > 0 else 0 for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)}
@@ -161,6 +211,10 @@ def row_counts(inputs: Any, targets: Any) -> set[int]:
 def record_count(inputs: Any, targets: Any) -> int:
     """Records of a data set, or an InputError where its tensors do not agree."""
     sizes = row_counts(inputs, targets)
+    for name, tree in (("inputs", inputs), ("targets", targets)):
+        if not any(isinstance(t, Tensor) for t in tree_leaves(tree)) and (name == "inputs" or tree is not None):
+            what = "must be a tensor or a NumPy array with one row per record, or a tuple or dictionary of such"
+            raise InputError(name, what, f"a {type(tree).__name__} without one")
     if len(sizes) != 1 or 0 in sizes:
         raise InputError("inputs", "and targets must have one row for each record", sorted(sizes))
     return sizes.pop()

@@ -193,7 +193,8 @@ def fixed_size_epsilon(m: float, sample_rate: float, steps: int, target_delta: f
     if m > 30:
         return None
     source = 10**9
-    event = dp.SampledWithoutReplacementDpEvent(source, math.ceil(sample_rate * source), dp.GaussianDpEvent(0.5 / m))
+    noise = 0.5 / max(m, 1e-6)  # less noise is the safe side; dp-accounting fails beyond it
+    event = dp.SampledWithoutReplacementDpEvent(source, math.ceil(sample_rate * source), dp.GaussianDpEvent(noise))
     accountant = dp.rdp.RdpAccountant(
         orders=[2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 512],
         neighboring_relation=dp.NeighboringRelation.REPLACE_ONE,

@@ -24,7 +24,7 @@ from .account import Account
 from .accountant import FisherAccountant
 from .budget import Blocks, batch_weight
 from .fisher import Private, StepInformation
-from .measure import Fault, LossFn, Measurer, record_count, row_counts
+from .measure import Fault, LossFn, Measurer, as_tensors, evaluated, record_count, row_counts
 from .sampling import make_sampler
 from .settings import Settings
 
@@ -41,7 +41,8 @@ class PrivateSGD:
     Args:
         model: any torch model that treats records alone; it is trained in place.
         loss_fn: (outputs, targets) → one loss per record, (B,).
-        inputs, targets: the training data, tensors (or a tuple or dictionary of them) with one row per record.
+        inputs, targets: the training data, tensors or NumPy arrays (or a tuple or dictionary of them) with one row per
+            record. Arrays of floats get the model's dtype; tensors must have it.
         settings: the run's Settings.
         optimizer: parameters → torch optimizer; default SGD with the settings' lr, momentum and weight_decay. Whatever
             it does with the noisy gradient is post-processing.
@@ -82,6 +83,7 @@ class PrivateSGD:
         progress: bool = True,
         check: bool = True,
     ) -> None:
+        inputs, targets = as_tensors(model, "inputs", inputs), as_tensors(model, "targets", targets)
         self.model, self.loss_fn, self.inputs, self.targets, self.settings = model, loss_fn, inputs, targets, settings
         self.records = record_count(inputs, targets)
         self.sampler = make_sampler(settings.sampler, self.records, settings.sample_rate)
@@ -135,6 +137,7 @@ class PrivateSGD:
         """Algorithm 1 as the paper has it: fixed-size batches, smooth clip, all steps measured, κ, δ split over steps.
 
         The ledger also keeps the fixed-size factor, which is proved; κ is for comparison."""
+        inputs, targets = as_tensors(model, "inputs", inputs), as_tensors(model, "targets", targets)
         settings = Settings(
             noise_multiplier,
             max_grad_norm,
@@ -192,8 +195,8 @@ class PrivateSGD:
         last = (self.history[-1]["run"], self.history[-1]["step"]) if self.history else None
         due = self.step == self.steps or (self.evaluate_every and self.step and self.step % self.evaluate_every == 0)
         if self.evaluate is not None and due and last != (self.run, self.step):
-            with states.modes_kept(self.model):
-                found = {name: float(value) for name, value in self.evaluate(self.model).items()}
+            with states.modes_kept(self.model), self._placed():
+                found = evaluated(self.evaluate, self.model)
             self.history.append({"run": self.run, "step": self.step, **found})
         if self.folder is None or self.order <= self._saved:
             return

@@ -25,7 +25,7 @@ def audit_command(
     data: Annotated[
         str,
         typer.Argument(
-            metavar="[DATA]",
+            metavar="DATA",
             help="digits (default), breast_cancer, diabetes, wine, mnist, cifar10, a .csv (.csv.gz) or .npz file, or a "
             "folder of images by class.",
         ),
@@ -71,7 +71,10 @@ def audit_command(
         list[str] | None,
         typer.Option("--range", metavar="age=0:120", help="Range of a column, known without the data. Repeatable."),
     ] = None,
-    unit: Annotated[list[str] | None, typer.Option(metavar="age=years", help="Unit of a column. Repeatable.")] = None,
+    unit: Annotated[
+        list[str] | None,
+        typer.Option("--unit", "--units", metavar="age=years", help="Unit of a column. Repeatable."),
+    ] = None,
     data_folder: Annotated[
         Path | None, typer.Option(help="Folder with mnist/ or cifar10/ (default: the variable RECONBOUND_DATA).")
     ] = None,
@@ -90,7 +93,9 @@ def audit_command(
     publish_accuracy: Annotated[
         bool, typer.Option("--publish-accuracy", help="Put the accuracy into the public page too.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results (default: audit-DATA).")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for the results (default: audit-DATA).")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what the folder holds and start over.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (confidential).")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the report's path and nothing else.")] = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,16 @@ from typing import Any
 
 import typer
 
-from .._check import InputError
+from .._check import InputError, number
+
+
+def option(name: str) -> str:
+    """An argument of ours as the command line spells it.
+
+    >>> option("noise_multiplier")
+    '--noise-multiplier'
+    """
+    return "--" + name.replace("_", "-")
 
 
 def ratio(given: Any) -> float:
@@ -35,6 +45,17 @@ def count(given: Any) -> int:
     return math.prod(whole)
 
 
+def epochs_as_steps(epochs: Any, sample_rate: Any) -> int:
+    """T = epochs / q, rounded up: one step more lowers a floor, one too few would raise it.
+
+    >>> epochs_as_steps(10, 0.01), epochs_as_steps(1.1, 0.1), epochs_as_steps(10, 256 / 50000)
+    (1000, 11, 1954)
+    """
+    rate = number("sample_rate", sample_rate, above=0.0, at_most=1.0)
+    steps = number("epochs", epochs, above=0.0, at_most=1e15) / rate
+    return max(1, math.ceil(steps * (1 - 1e-12)))
+
+
 @contextmanager
 def plain_errors(resume: str = "") -> Iterator[None]:
     """What can go wrong with files, data and models as one line on standard error, and a stop from the keyboard."""
@@ -45,6 +66,8 @@ def plain_errors(resume: str = "") -> Iterator[None]:
         raise typer.Exit(130) from None
     except (InputError, BrokenPipeError):
         raise  # cli.run says them
+    except NotADirectoryError as reason:
+        fail(f"{os.path.dirname(str(reason.filename))} is a file, not a folder")
     except OSError as reason:
         where = f"{reason.filename}: " if reason.filename else ""
         fail(f"{where}{reason.strerror or reason}")

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from ..bounds._bound import figure
-from ..calculator import Guarantee
+from ..calculator import Guarantee, floor
 from ..calibrate import Calibration
-from ..mechanisms import ADJACENCIES, Mechanism, SampledGaussian
+from ..mechanisms import ADJACENCIES, Mechanism, OutputPerturbation, SampledGaussian
+
+#: Said where an epsilon came without its neighbours.
+UNSAID = (
+    "you did not say for which neighbours ε holds: it was taken as replace-one (one record exchanged for another). "
+    "An ε from Opacus, TF Privacy and most libraries for private SGD is add/remove: say --adjacency add/remove, which "
+    "is safe either way and gives lower floors, those of (2ε, (1 + e^ε)δ) under replace-one."
+)
 
 
 def print_json(content: dict[str, Any]) -> None:
@@ -31,7 +39,7 @@ def _unit(units: str) -> str:
     return f" {units}" if units else ""
 
 
-def print_guarantee(found: Guarantee, *, default: bool, unsaid: bool) -> None:
+def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -62,13 +70,8 @@ def print_guarantee(found: Guarantee, *, default: bool, unsaid: bool) -> None:
         console.print(f"{table.title}:")
         for bound in found.bounds:
             console.print(f"- {bound}")
-    for note in found.notes:
+    for note in notes:
         console.print(f"Note: {note}")
-    if unsaid:
-        console.print(
-            "Note: ε was taken as replace-one. Most libraries for private SGD, Opacus among them, report add/remove: "
-            "unless you know better, say --adjacency add/remove, which gives lower floors."
-        )
     guess = found.bounds[0].guess
     if guess is not None:
         console.print(f"A plain guess (of the middle, or as you gave it) errs by ±{figure(guess**0.5)}{_unit(units)}.")
@@ -129,3 +132,32 @@ def print_calibration(found: Calibration, delta: float) -> None:
     told = _epsilons(found.mechanism, replace_one, add_remove, delta)
     if told:
         print(told)
+
+
+def print_epsilon_calibration(
+    mechanism: SampledGaussian | OutputPerturbation,
+    target: float,
+    delta: float,
+    adjacency: str | None,
+    bound: str,
+    space: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    """The noise for an ε, and the floor that comes with it."""
+    noise = getattr(mechanism, mechanism.noise_field)
+    replace_one, add_remove = (mechanism.epsilon_at(delta, which) for which in ADJACENCIES)
+    reached = floor(bound, mechanism, **space)
+    assert reached is not None  # both mechanisms have every floor
+    which = adjacency or ADJACENCIES[0]
+    if as_json:
+        facts = {mechanism.noise_field: noise, "target_epsilon": target, "adjacency": which, "delta": delta}
+        facts |= {"epsilon": replace_one, "epsilon_add_remove": add_remove, "bound": reached.to_dict()}
+        print_json({**facts, "mechanism": {**mechanism.to_dict(), "sampler": mechanism.sampler}})
+        return
+    what = mechanism.noise_field.replace("_", " ")
+    print(f"The smallest {what} with ε at most {target:g} ({which}) at δ = {delta:g}: {noise:.5g}")
+    print(reached)
+    print(_epsilons(mechanism, replace_one, add_remove, delta))
+    if adjacency is None:
+        print("Opacus and TF Privacy count add/remove: for an ε of theirs say --adjacency add/remove.")

@@ -24,9 +24,10 @@ SHADES, PLAIN = " ░▒▓█", " .:+#"
 
 
 def report_command(
-    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Of finished audits.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Of finished audits.")],
     out: Annotated[
-        Path | None, typer.Option(help="Where the comparison of several audits goes (default: comparison.html).")
+        Path | None,
+        typer.Option("--out", "-o", help="Where the comparison of several audits goes (default: comparison.html)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print where the pages are as JSON.")] = False,
 ) -> None:
@@ -48,7 +49,7 @@ def report_command(
 
 
 def show_command(
-    folder: Annotated[Path, typer.Argument(help="Of a finished audit.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of a finished audit.")],
     record: Annotated[int | None, typer.Option(help="A record's number; without it, the whole audit.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (confidential).")] = False,
 ) -> None:

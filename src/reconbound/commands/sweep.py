@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .._check import InputError, number
+from .._check import DataError, number
 from .options import confidential_note, count, plain_errors
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def sweep_command(
-    data: Annotated[str, typer.Argument(metavar="[DATA]", help="As in reconbound audit.")] = "digits",
+    data: Annotated[str, typer.Argument(metavar="DATA", help="As in reconbound audit.")] = "digits",
     grid: Annotated[
         list[str] | None,
         typer.Option(
@@ -59,11 +59,22 @@ def sweep_command(
     seed: Annotated[int | None, typer.Option(help="Of the sweep (default: new, kept in the folder; secret).")] = None,
     target: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
     private: Annotated[str | None, typer.Option(metavar="A,B", help="Private columns.")] = None,
-    range_: Annotated[list[str] | None, typer.Option("--range", metavar="age=0:120", help="Repeatable.")] = None,
-    unit: Annotated[list[str] | None, typer.Option(metavar="age=years", help="Repeatable.")] = None,
+    range_: Annotated[
+        list[str] | None, typer.Option("--range", metavar="age=0:120", help="As in reconbound audit. Repeatable.")
+    ] = None,
+    unit: Annotated[
+        list[str] | None,
+        typer.Option("--unit", "--units", metavar="age=years", help="As in reconbound audit. Repeatable."),
+    ] = None,
     data_folder: Annotated[Path | None, typer.Option(help="As in reconbound audit.")] = None,
+    drop: Annotated[str | None, typer.Option(metavar="A,B", help="As in reconbound audit.")] = None,
+    header: Annotated[str | None, typer.Option(metavar="A,B", help="As in reconbound audit.")] = None,
+    size: Annotated[int | None, typer.Option(**Whole, help="As in reconbound audit.")] = None,
+    test_share: Annotated[float | None, typer.Option(help="As in reconbound audit.")] = None,
     limit: Annotated[int | None, typer.Option(**Whole, help="Train on at most so many records.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results (default: sweep-DATA).")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for the results (default: sweep-DATA).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (confidential).")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the page's path and nothing else.")] = False,
 ) -> None:
@@ -96,7 +107,10 @@ def _config(given: dict[str, Any]) -> Sweep:
 
     load = {"target": given["target"], "private": given["private"], "limit": given["limit"]}
     load |= {"folder": given["data_folder"], "ranges": read_ranges(given["range_"] or []) or None}
-    load |= {"units": read_units(given["unit"] or []) or None}
+    load |= {"units": read_units(given["unit"] or []) or None, "drop": given["drop"], "size": given["size"]}
+    load |= {"header": None if given["header"] is None else given["header"].split(",")}
+    if given["test_share"] is not None:
+        load["test_share"] = given["test_share"]
     plan = {"model": given["model"], "budget": _budget(given["budget"])}
     same = ("runs", "search", "trials", "floor", "at_least", "delta", "storage", "name", "seed", "lease")
     return Sweep(
@@ -111,7 +125,7 @@ def _config(given: dict[str, Any]) -> Sweep:
 
 
 def frontier_command(
-    folder: Annotated[Path, typer.Argument(help="Of a sweep, finished or not.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of a sweep, finished or not.")],
     floor: Annotated[
         list[str] | None, typer.Option(help="A floor, such as exact_max, paper_q99, theorem1 or lecam. Repeatable.")
     ] = None,
@@ -131,7 +145,7 @@ def frontier_command(
             number("at_least", at_least, above=0.0)
         rows, _ = stored(folder, storage)
         if not rows:
-            raise InputError("folder", "must hold a sweep with a finished trial", str(folder))
+            raise DataError(f"{folder} holds a sweep of which no setting is trained yet: run reconbound sweep again")
         asked = [checked_floor(rows, name) for name in floor] if floor else [checked_floor(rows, None)]
         facts = publish(folder, storage)
         if at_least is None:

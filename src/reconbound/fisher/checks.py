@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
 
 from reconbound._check import InputError
+from reconbound.validate.kinds import model_dtype, said_of_inputs, said_of_targets
 from reconbound.validate.structure import check_structure
 
 
@@ -32,7 +33,9 @@ def check_arguments(model: Any, loss_fn: Any, inputs: Any, targets: Any, generat
         tensors = 0
         for place, leaf in _leaves(name, tree):
             if isinstance(leaf, np.ndarray | np.generic):
-                raise ValueError(f"{place} is a NumPy array, it must be a tensor: torch.as_tensor({place})")
+                kind = model_dtype(model) if np.issubdtype(leaf.dtype, np.floating) else None
+                how = place if kind is None else f"{place}, dtype={kind}"
+                raise ValueError(f"{place} is a NumPy array, it must be a tensor: torch.as_tensor({how})")
             if isinstance(leaf, Tensor):
                 tensors += 1
                 if device is not None and leaf.device != device:
@@ -144,9 +147,9 @@ def no_gradient() -> ValueError:
     return ValueError(f"the loss does not depend on any trainable parameter: {CUT}")
 
 
-def wrong_kind(error: RuntimeError, z: Tensor, params: Mapping[str, Tensor]) -> ValueError | None:
-    """A clear word for what PyTorch says of a float64 batch that meets a float32 model."""
-    kind = next(iter(params.values())).dtype
-    if "type" not in str(error) or z.dtype == kind:
-        return None
-    return ValueError(f"the private part is {z.dtype}, the model {kind}: convert one of them, inputs.to({kind})")
+def wrong_kind(error: RuntimeError, model: nn.Module, inputs: Any, targets: Any) -> ValueError | None:
+    """A clear word for what PyTorch says of a float64 batch that meets a float32 model, or of a loss's targets."""
+    said = said_of_inputs(error, model, inputs)
+    if said is None and any(word in str(error) for word in ("target", "Long", "nll_loss")):  # by version and device
+        said = said_of_targets(error, targets)
+    return None if said is None else ValueError(said)

@@ -89,8 +89,8 @@ def private_part(problem: Problem, inputs: Inputs, targets: Any) -> Tensor:
     if not isinstance(z, Tensor) or not z.is_floating_point():
         kind = z.dtype if isinstance(z, Tensor) else type(z).__name__
         raise ValueError(
-            f"the private part ({private.part}) must be a floating-point tensor, got {kind}: "
-            'for tokens use Private("module", "<embedding>"), for labels soft targets'
+            f"the private part ({private.part}) must be a floating-point tensor, got {kind}: numbers and images can be "
+            'converted by .float(); for tokens use Private("module", "<embedding>"), for labels soft targets'
         )
     return z.detach()
 

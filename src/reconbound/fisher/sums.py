@@ -125,8 +125,11 @@ def open_pass(
             if method == "layers":
                 raise ValueError(f'no layer rule covers this model: {reason}; use method="generic"') from reason
         except RuntimeError as error:
-            raise (wrong_kind(error, batch[0], trainable(problem)) if check else None) or error from error
-    return GenericPass(problem, *batch, route=route, check=check and measured)
+            raise (wrong_kind(error, problem.model, *batch[1:]) if check else None) or error from error
+    try:
+        return GenericPass(problem, *batch, route=route, check=check and measured)
+    except RuntimeError as error:
+        raise (wrong_kind(error, problem.model, *batch[1:]) if check else None) or error from error
 
 
 def first_slopes(

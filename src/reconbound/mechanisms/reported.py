@@ -83,9 +83,17 @@ class DP(Mechanism):
         return (f"({self.epsilon:g}, {self.delta:g})-DP under {self.adjacency}",)
 
     def notes(self) -> tuple[str, ...]:
+        grouped = ""
+        if self.adjacency != REPLACE_ONE:
+            eps, delta = self._replace_one()
+            grouped = (
+                "ε is for adding or removing a record; what is said of replace-one neighbours follows from it by group "
+                f"privacy: ({eps:g}, {delta:.3g})."
+            )
         if self.delta == 0:
-            return ()
+            return (grouped,) if grouped else ()
         return (
+            *((grouped,) if grouped else ()),
             "(ε, δ) alone allows that with chance δ everything is revealed: theorem1, corners and rate_distortion say "
             "nothing from it. Describe the mechanism itself (its noise) for all floors.",
         )

@@ -1,45 +1,126 @@
-"""How far a sweep is: a bar over the steps of all its trials, with the time that remains."""
+"""How far a sweep is: on a terminal a bar over the steps of all its trials, elsewhere a line for each that ends."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
+from .space import PARAMETERS, described
 from .store import Store
+
+if TYPE_CHECKING:
+    from .run import Sweep
+
+
+def plan_lines(store: Store, config: Sweep, train: Any, workers: int) -> list[str]:
+    """What the sweep will do: how many trainings of what, by how many workers, where, and what is done already."""
+    grid = "; ".join(
+        f"{name} {', '.join(map(str, values)) if isinstance(values, list) else values}"
+        for name, values in described(config.space).items()
+    )
+    _, finished, failed, total = look(store, train.steps)
+    kind = "every combination of" if config.search == "grid" else "chosen by Optuna from"
+    runs = f" {config.runs} times" if config.runs > 1 else ""
+    at = ", ".join(f"{steps:,}" for steps in config.steps)
+    done = f"{finished - failed} of them are trained already. " if finished > failed else ""
+    dataset = getattr(train, "dataset", None)
+    return [
+        *([dataset.summary()] if dataset is not None else []),
+        f"{total} settings: {kind} {grid}.",
+        f"Each is trained{runs} for {config.steps[-1]:,} steps and looked at after {at}; {workers} "
+        f"worker{'s' if workers > 1 else ''} here.",
+        f"{done}The expected time is told when the first training has ended. Writes in {config.out} (confidential).",
+    ]
 
 
 @contextmanager
 def progress(store: Store, steps: int, show: bool) -> Iterator[None]:
-    """A bar over the steps of the whole sweep, others' work included, with the time that remains."""
-    if not show or not sys.stderr.isatty():
+    """Tell on standard error how far the whole sweep is, others' work included, with the time that remains."""
+    if not show:
         yield
+        return
+    if not sys.stderr.isatty():
+        with _watched(Lines(store, steps).look):
+            yield
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    stop = threading.Event()
     with Progress(*columns, console=Console(stderr=True), speed_estimate_period=1800) as bar:
         task = bar.add_task("trials", total=1)
 
         def draw() -> None:
-            while True:
-                with suppress(Exception):
-                    done, finished, failed, total = look(store, steps)
-                    told = f"{finished} of {total} trials{f', {failed} failed' if failed else ''}"
-                    bar.update(task, total=steps * total, completed=done, description=told)
-                if stop.wait(1.0):
-                    return
+            done, finished, failed, total = look(store, steps)
+            told = f"{finished} of {total} trials{f', {failed} failed' if failed else ''}"
+            bar.update(task, total=steps * total, completed=done, description=told)
 
-        thread = threading.Thread(target=draw, daemon=True)
-        thread.start()
-        try:
+        with _watched(draw):
             yield
-        finally:
-            stop.set()
-            thread.join()
+
+
+@contextmanager
+def _watched(act: Callable[[], None]) -> Iterator[None]:
+    """Act every second in a thread of its own, and once more at the end."""
+    stop = threading.Event()
+
+    def watch() -> None:
+        while True:
+            ended = stop.wait(1.0)
+            with suppress(Exception):  # the storage is busy: the next look may come through
+                act()
+            if ended:
+                return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+class Lines:
+    """One plain line for each training that ends, whoever made it; its setting and the time that remains."""
+
+    def __init__(self, store: Store, steps: int) -> None:
+        self.store, self.steps, self.begun = store, steps, time.monotonic()
+        self.told = {trial.number for trial in store.trials() if trial.state.is_finished()}
+        self.before = look(store, steps)[0]
+
+    def look(self) -> None:
+        trials = self.store.trials()
+        ended = [trial for trial in trials if trial.state.is_finished() and trial.number not in self.told]
+        for trial in ended:
+            self.told.add(trial.number)
+            setting = trial.user_attrs.get("setting", trial.params)
+            named = ", ".join(f"{name} {setting[name]}" for name in PARAMETERS if name in setting)
+            how = "failed" if trial.state.name == "FAIL" else "trained"
+            left = f"; {self._left()}" if len(self.told) < len(trials) else ""
+            print(f"{len(self.told)} of {len(trials)} {how}: {named}{left}", file=sys.stderr, flush=True)
+
+    def _left(self) -> str:
+        """The time that remains, by the steps done since this process began."""
+        done, _, _, total = look(self.store, self.steps)
+        if done <= self.before:
+            return "time left unknown"
+        seconds = (time.monotonic() - self.begun) * (total * self.steps - done) / (done - self.before)
+        return f"about {duration(seconds)} left"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(0.2), duration(300), duration(7200)
+    ('1 s', '5 min', '2.0 h')
+    """
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def look(store: Store, steps: int) -> tuple[int, int, int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,13 +16,13 @@ from typing import Any
 
 import optuna
 
-from .._check import InputError, choice, number, whole
+from .._check import DataError, InputError, choice, number, whole
 from .._files import CONFIDENTIAL, write_whole
 from .._random import checked_seed, new_seed
 from ..run_folder import prepare
 from . import space as spaces
 from .frontier import default_floor, rows_of, score_of, write_table
-from .progress import progress
+from .progress import plan_lines, progress
 from .space import Choices, Setting, Space
 from .store import Claim, Store
 from .team import supervise
@@ -100,7 +101,7 @@ def sweep(
 
     Args:
         workers: processes on this machine; one that dies is replaced, and its trial goes on where it was.
-        show: progress on a terminal.
+        show: the plan and progress on standard error, a bar on a terminal and plain lines elsewhere.
         make_train: what makes the training, for tests; a function at the top of a module.
 
     Guarantee: every setting is finished exactly once, whichever workers die when; its rows are a function of the data,
@@ -113,6 +114,8 @@ def sweep(
     store = open_store(config)
     try:
         begin(store, config, train)
+        if show:
+            print("\n".join(plan_lines(store, config, train, workers)), file=sys.stderr, flush=True)
         with progress(store, train.steps, show):
             if workers == 1:
                 _work(store, config, train, owner_name(), lambda: False)
@@ -134,7 +137,8 @@ def stored(folder: Path, storage: str | None = None) -> tuple[list[Row], dict[st
         about = json.loads(path.read_text())
         name, where = about["name"], about["storage"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise InputError("folder", f"must be that of a sweep, with {ABOUT}", str(folder)) from None
+        why = "does not exist" if not folder.exists() else f"holds no sweep ({ABOUT} cannot be read)"
+        raise DataError(f"{folder} {why}: make one by reconbound sweep DATA --grid ... --out {folder}") from None
     if where is not None and storage is None:
         if "***" in where:
             raise InputError("storage", "must be given again, with its password", where)

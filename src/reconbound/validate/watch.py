@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
+from reconbound.validate.kinds import numpy_arrays, said_of_inputs, said_of_targets
 from reconbound.validate.structure import LOSS, ModelError, label
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -39,6 +40,9 @@ def record_count(inputs: Any) -> int:
 
 
 def check_data(inputs: Any, targets: Any) -> None:
+    arrays = numpy_arrays(inputs, targets)
+    if arrays:
+        raise ModelError(f"{arrays[0]} is a NumPy array, it must be a tensor: torch.as_tensor({arrays[0]})")
     named = _tensors("inputs", inputs) + _tensors("targets", targets)
     if not any(name.startswith("inputs") for name, _ in named):
         raise ModelError(f"inputs must hold at least one tensor, got {type(inputs).__name__}")
@@ -125,10 +129,15 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
         try:
             outputs = functional_call(model, trace.buffers, args, kwargs)
         except RuntimeError as error:
-            if "in-place" not in str(error):
-                raise
-            raise in_place_error(model, {trace.here: "its input"}, error) from error
-        trace.losses = loss_fn(outputs, tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, targets))
+            if "in-place" in str(error):
+                raise in_place_error(model, {trace.here: "its input"}, error) from error
+            said = said_of_inputs(error, model, inputs)
+            raise (error if said is None else ModelError(said)) from error
+        try:
+            trace.losses = loss_fn(outputs, tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, targets))
+        except RuntimeError as error:
+            said = said_of_targets(error, targets)
+            raise (error if said is None else ModelError(said)) from error
     check_losses(trace.losses, record_count(inputs))
     return trace
 
