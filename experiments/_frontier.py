@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -84,10 +85,18 @@ def front(accuracy: np.ndarray, floors: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def report(
-    path: Path, name: str, *, title: str, rate: float, dim: int, paper: dict[tuple[str, float], str], low: float
+    paths: Sequence[Path],
+    name: str,
+    *,
+    title: str,
+    rate: float,
+    dim: int,
+    paper: dict[tuple[str, float], str],
+    low: float,
+    drawn: bool = True,
 ) -> None:
-    """The table and the picture of one data set's rows. paper: what it says of (series, level)."""
-    rows = completed(path, rate, dim)
+    """The table and, if drawn, the picture of one data set's rows. paper: what it says of (series, level)."""
+    rows = [row for path in paths for row in completed(path, rate, dim)]
     poisson = [row for row in rows if row["sampler"] == "poisson"]
     several = any(row["run"] == "mean" for row in poisson)
     whole = [row for row in poisson if row["run"] == ("mean" if several else "0")]
@@ -117,7 +126,8 @@ def report(
         )
     lines += fixed_lines(rows)
     table(name, f"{title}: the accuracy at which the frontier crosses a floor", [r for r in lines if r[2]])
-    picture(whole, name, title, low)
+    if drawn:
+        picture(whole, name, title, low)
 
 
 def _ours(rows: list[dict[str, str]], whole: list[dict[str, str]], runs: list[str], key: str, level: float) -> str:
