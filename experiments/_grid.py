@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from reconbound.fleet import Fleet, Snapshot
+from reconbound.networks import lecun_normal
 from reconbound.settings import Settings
 
 QUANTILES = {"max": 1.0, "p999": 0.999, "p99": 0.99, "p90": 0.9, "median": 0.5, "p10": 0.1, "min": 0.0}
@@ -124,6 +125,7 @@ def train(grid: Grid, asked: argparse.Namespace) -> None:
             for name, s, c, lr in part
         ]
         options = {"at": grid.at, "budgets": grid.budgets, "device": asked.device, "method": asked.method}
+        options["initialise"] = lecun_normal if asked.start == "lecun" else None
         fleet = Fleet(grid.make_model, losses, x, y, settings, **options)
         runs: list[list[Snapshot]] = []
         for r in range(asked.runs):
@@ -208,6 +210,7 @@ def options(doc: str | None, *, runs: int, rows: Path) -> argparse.ArgumentParse
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no fleet that would end later")
     parser.add_argument("--fleet", type=int, default=0, help="trainings at once")
     parser.add_argument("--method", default="auto", help="stacked or branches")
+    parser.add_argument("--start", default="torch", choices=("torch", "lecun"), help="initial parameters")
     parser.add_argument("--tf32", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--exposed", default="", help="JSON file for the first training's most exposed records")

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from _grid import append, losses, options, scaled
+from _grid import append, losses, scaled
+from _grid import options as options_of
 from torch import nn
 
-import reconbound.fleet
 from reconbound.data import mnist
 from reconbound.fleet import Fleet
-from reconbound.networks import mnist_cnn
+from reconbound.networks import lecun_normal, mnist_cnn
 from reconbound.settings import Settings
 
 ROWS = Path(__file__).parent / "results" / "mnist_variants.csv"
@@ -33,15 +33,6 @@ NOISE, CLIP, LR, AT = 2.0, (1.0, 2.0, 4.0, 8.0, 16.0, 32.0), (0.03, 0.1), (3000,
 
 def tanh_logits() -> nn.Sequential:
     return nn.Sequential(*mnist_cnn(), nn.Tanh())
-
-
-def lecun_normal(model: nn.Module) -> None:
-    """Weights N(0, 1/inputs), biases 0."""
-    for p in model.parameters():
-        if p.dim() > 1:
-            nn.init.normal_(p, std=(p[0].numel()) ** -0.5)
-        else:
-            nn.init.zeros_(p)
 
 
 @dataclass(frozen=True)
@@ -66,7 +57,6 @@ def train(runs: int, out: Path, device: str, short: int) -> None:
     x, y = scaled(images), torch.from_numpy(labels)
     images, labels = mnist(train=False)
     test_x, test_y = scaled(images).to(device), torch.from_numpy(labels).to(device)
-    own_start = reconbound.fleet.reset_parameters
 
     def accuracy(model: nn.Module) -> torch.Tensor:
         with torch.no_grad():
@@ -78,9 +68,9 @@ def train(runs: int, out: Path, device: str, short: int) -> None:
             Settings(NOISE, c, 0.01, sampler=v.sampler, lr=lr, momentum=v.momentum, budget=1.0, seed=0)
             for c, lr in itertools.product(CLIP, LR)
         ]
-        reconbound.fleet.reset_parameters = v.start or own_start
         at = tuple(t // (short or 1) for t in AT)
-        fleet = Fleet(v.make_model, losses, x, y, settings, at=at, budgets=(0.01,) * len(at), device=device)
+        options = {"at": at, "budgets": (0.01,) * len(at), "device": device, "initialise": v.start}
+        fleet = Fleet(v.make_model, losses, x, y, settings, **options)
         for run in range(runs):
             for shot in fleet.run(run, evaluate=accuracy):
                 rows = [
@@ -93,7 +83,7 @@ def train(runs: int, out: Path, device: str, short: int) -> None:
 
 
 def main() -> None:
-    asked = options(__doc__, runs=2, rows=ROWS).parse_args()
+    asked = options_of(__doc__, runs=2, rows=ROWS).parse_args()
     if asked.train:
         train(asked.runs, Path(asked.rows), asked.device, asked.short)
         return

@@ -15,6 +15,7 @@ from reconbound._random import derive
 from reconbound.amplification import paper_delta, paper_kappa, poisson_factors
 from reconbound.fisher import dense_information
 from reconbound.fleet import Fleet
+from reconbound.networks import lecun_normal
 from reconbound.noise import draw
 from reconbound.sampling import FixedSize, Poisson
 from reconbound.sgd import PrivateSGD, Settings
@@ -170,6 +171,20 @@ def test_batches_are_the_samplers_own_and_runs_differ() -> None:
         assert len(a.found) == len(CHOICES)
         assert torch.equal(a.own, b.own)
         assert not torch.equal(a.own, c.own)
+
+
+def test_initialise_is_that_of_private_sgd() -> None:
+    """Given initial parameters lead to PrivateSGD's end with the same; without them the end is another."""
+    ends = []
+    for start in (lecun_normal, None):
+        fleet = Fleet(conv, losses, *images(), chosen(rules=()), at=[3], initialise=start)
+        list(fleet.run(0, noise=noise_of(0, size_of(conv()))))
+        ends.append(fleet.params.clone())
+    one = PrivateSGD(conv(), losses, *images(), chosen()[0], progress=False, check=False, initialise=lecun_normal)
+    one.repeat(1, 3)
+    alone = torch.cat([p.detach().flatten() for p in one.model.parameters()])
+    assert torch.allclose(ends[0][0], alone, rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(ends[1][0], alone, rtol=1e-2, atol=1e-2)
 
 
 def test_diverged_trainings_are_named() -> None:

@@ -86,6 +86,7 @@ class Fleet:
         method: "stacked": all trainings in the same operations, for chains of the layers that fisher/stacked.py has;
             "branches": any model, a branch of the graph for each training. "auto": stacked where it can be.
         streams: branches that may run side by side on a GPU.
+        initialise: gives a model its fresh parameters, from torch's generator; default: each module's own way.
 
     Guarantee: each training is PrivateSGD's mechanism with those settings, and each snapshot's ledger an unbiased
     estimate of what its steps tell about each record; trainings of one fleet are not independent of each other, for
@@ -105,10 +106,12 @@ class Fleet:
         device: torch.device | str = "cpu",
         method: str = "auto",
         streams: int = 8,
+        initialise: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self.settings, self.at = tuple(settings), _checked_counts(at)
         first = _checked_fleet(self.settings)
         self.loss_fn, self.device = loss_fn, torch.device(device)
+        self.initialise = initialise or reset_parameters
         self.inputs, self.targets = inputs.to(self.device), targets.to(self.device)
         self.make_model, self.records, self.features = make_model, len(inputs), inputs[0].numel()
         self.sampler = make_sampler(first.sampler, self.records, first.sample_rate)
@@ -171,7 +174,7 @@ class Fleet:
         model = self.make_model()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed % 2**63)
-            reset_parameters(model)
+            self.initialise(model)
         self.params.copy_(torch.cat([p.detach().flatten() for p in model.parameters()]).to(self.params))
         self.velocity.zero_()
         self.ledger.zero_()
