@@ -97,7 +97,7 @@ def lecun_normal(model: nn.Module) -> None:
 
     >>> layer = nn.Linear(10_000, 8)
     >>> lecun_normal(layer)
-    >>> round(float(layer.weight.std()), 3), float(layer.bias.abs().max())
+    >>> round(layer.weight.detach().std().item(), 3), layer.bias.detach().abs().max().item()
     (0.01, 0.0)
     """
     for p in model.parameters():
