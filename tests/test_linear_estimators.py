@@ -395,3 +395,40 @@ def test_noise_that_drowns_the_weights_and_bounds_of_zero():
     with pytest.warns(DataNormWarning):
         zero = PrivateRidge(allow_constant_columns=True, fit_intercept=False).fit(0 * x, 0 * y)
     assert (zero.data_norm_, zero.target_bound_) == (1, 1)
+
+
+def test_classes_that_are_known_beforehand():
+    """A class without records has weights too, as the minimiser with a penalty gives them; order does not matter."""
+    x, y = table("logistic")
+    labels = np.array(["no", "yes"])[y]
+    model = PrivateLogisticRegression(data_norm=10.0, classes=["yes", "no", "perhaps"], **SMALL).fit(x, labels)
+    assert model.classes_.tolist() == ["no", "perhaps", "yes"]
+    rows = np.column_stack([x, np.ones(len(x))])
+    w, index = np.column_stack([model.coef_, model.intercept_]), np.array([0, 2])[y]
+    p = np.exp(rows @ w.T)
+    p /= p.sum(1, keepdims=True)
+    slope = (p - np.eye(3)[index]).T @ rows + len(x) * model.l2 * w
+    assert np.abs(slope).max() < 60 * 1e-3 * 10  # at the minimum but for the noise
+    assert set(model.predict(x)) <= {"no", "yes"}
+    assert (
+        model.mechanism_ == PrivateLogisticRegression(data_norm=10.0, classes=[0, 1, 2], **SMALL).fit(x, y).mechanism_
+    )
+    assert np.isfinite(model.leakage(x, labels).floor.value).all()
+    same = PrivateLogisticRegression(data_norm=10.0, classes=[1, 0], **SMALL).fit(x, y)
+    assert np.array_equal(same.coef_, PrivateLogisticRegression(data_norm=10.0, **SMALL).fit(x, y).coef_)
+    one = PrivateLogisticRegression(data_norm=10.0, classes=[0, 1], **SMALL).fit(x, np.ones(len(x), int))
+    assert one.predict(x).tolist() == [1] * len(x)
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        ([0], "classes must be a list of at least two different labels"),
+        ([0, 1, 1], "classes must be a list of at least two different labels"),
+        (2, "classes must be a list of at least two different labels"),
+        ([0, 2], r"classes must name every label of y; not named, got \[1\]"),
+    ],
+)
+def test_classes_that_do_not_fit(classes, message):
+    with pytest.raises(ValueError, match=message):
+        PrivateLogisticRegression(data_norm=10.0, classes=classes, **SMALL).fit(*table("logistic"))

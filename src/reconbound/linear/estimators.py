@@ -36,6 +36,8 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
             2L/(nλ) being the most that replacing one record can move the weights.
         data_norm: rows are clipped to this Euclidean norm. Read off the data, with a warning, where None.
         fit_intercept: whether to add the constant feature.
+        classes: all labels there can be, at least two, known without the data; a class may have no records. Read off y
+            where None, and then published without noise.
         allow_constant_columns: whether a feature may have one value in all records, which is an error else. The fit and
             the leakage are well defined (λ > 0), as on images, whose border is always black; in a table it is mostly
             a mistake. The error is for the curator: that a column is constant is a fact about the data.
@@ -48,7 +50,8 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
         mechanism_: the release as an `OutputPerturbation`, for `reconbound.guarantee`; its data_norm is L.
 
     Guarantee: (ε, δ) and order-2 Rényi DP of `mechanism_` when one record is replaced by another with the same label
-    or not, n and the set of classes fixed: both are published without noise, so a class of one member gives it away.
+    or not, n fixed; and, where `classes` is None, the set of classes too: it is then published without noise, so a
+    class of one member gives it away.
     In float64, like every Gaussian mechanism here, floating-point attacks on the noise aside.
 
     >>> x = np.array([[-0.6, 0.2], [-0.4, -0.1], [0.5, 0.3], [0.7, -0.2]])
@@ -69,10 +72,12 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
         target_delta: float | None = None,
         data_norm: float | None = None,
         fit_intercept: bool = True,
+        classes: Any = None,
         allow_constant_columns: bool = False,
         allow_wide: bool = False,
         random_state: Any = None,
     ) -> None:
+        self.classes = classes
         self.l2 = l2
         self.noise_std = noise_std
         self.target_mse = target_mse
@@ -95,6 +100,21 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
     def _classes(self) -> int:
         return len(self.classes_)
 
+    def _known_classes(self, y: np.ndarray) -> np.ndarray:
+        """The classes as given, or those of y; sorted."""
+        if self.classes is None:
+            found = np.unique(column_or_1d(y))
+            if len(found) < 2:
+                raise ValueError(f"y must have at least 2 classes, but contains only one class: {found[0]!r}")
+            return found
+        given = np.asarray(self.classes)
+        if given.ndim != 1 or len(np.unique(given)) < max(2, len(given)):
+            raise InputError("classes", "must be a list of at least two different labels", self.classes)
+        missing = np.setdiff1d(column_or_1d(y), given)
+        if missing.size:
+            raise InputError("classes", "must name every label of y; not named", missing[:5].tolist())
+        return np.sort(given)
+
     def _encode(self, y: Any) -> np.ndarray:
         y = column_or_1d(y, warn=True)
         unknown = np.setdiff1d(y, self.classes_)
@@ -111,9 +131,7 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
         """
         x, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
-        self.classes_ = np.unique(column_or_1d(y))
-        if len(self.classes_) < 2:
-            raise ValueError(f"y must have at least 2 classes, but contains only one class: {self.classes_[0]!r}")
+        self.classes_ = self._known_classes(y)
         self._check_table(x)
         self.data_norm_ = self._bound("data_norm", self.data_norm, np.linalg.norm(x, axis=1))
         self._release(x, self._encode(y))
