@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .._check import InputError, number
 from ..mechanisms import OutputPerturbation
-from .losses import Loss, largest_curvature, largest_slope, largest_weights
+from .losses import Loss, Squared, largest_curvature, largest_slope, largest_weights
 
 #: The guarantee when neither noise nor a target is given.
 DEFAULT_EPSILON, DEFAULT_DELTA = 1.0, 1e-5
@@ -21,10 +21,22 @@ class LinearRelease(OutputPerturbation):
 
     Attributes:
         loss: its name. row_norm: the bound on a row, the constant feature included.
+        replaced_norm: the bound on the difference of two records' gradients; 2L where None.
     """
 
     loss: str = "logistic"
     row_norm: float = 1.0
+    replaced_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.replaced_norm is not None:
+            number("replaced_norm", self.replaced_norm, above=0.0, at_most=2 * self.data_norm)
+
+    @property
+    def replaced(self) -> float:
+        both = 2 * self.data_norm if self.replaced_norm is None else self.replaced_norm
+        return self.m * (both / self.data_norm)
 
     def assumes(self) -> tuple[str, ...]:
         rows = f"{self.loss} loss, rows clipped (norm {self.row_norm:g} with the constant feature)"
@@ -59,9 +71,21 @@ class Shape:
         """L = sup‖∂ℓ/∂s‖ sup‖x̃‖: the largest gradient of one record's loss at any minimiser."""
         return largest_slope(self.loss, self.row_norm, self.l2, self.target_bound) * self.row_norm
 
+    @property
+    def replaced_norm(self) -> float:
+        """The largest difference of two records' gradients at any minimiser: 2L, but for squared loss R²‖θ‖ + 2YR.
+
+        (xxᵀ − x'x'ᵀ)θ − yx + y'x', and xxᵀ − x'x'ᵀ has its eigenvalues in [−R², R²]."""
+        if not isinstance(self.loss, Squared):
+            return 2 * self.gradient_norm
+        assert self.target_bound is not None
+        weights = largest_weights(self.loss, 2, self.row_norm, self.l2, self.target_bound)
+        return self.row_norm * (self.row_norm * weights + 2 * self.target_bound)
+
     def mechanism(self, noise_std: float) -> LinearRelease:
         """The release as a mechanism."""
-        return LinearRelease(self.records, self.l2, noise_std, self.gradient_norm, self.loss.name, self.row_norm)
+        both = (self.gradient_norm, self.loss.name, self.row_norm, self.replaced_norm)
+        return LinearRelease(self.records, self.l2, noise_std, *both)
 
     def worst_trace(self, noise_std: float) -> float:
         """What Tr(I) of no record in any data set of this shape exceeds.
@@ -111,7 +135,7 @@ def noise_for_epsilon(shape: Shape, epsilon: float, delta: float) -> float:
         assert found is not None  # the Gaussian mechanism has ε at every δ
         return found
 
-    unit = 2 * shape.gradient_norm / (shape.records * shape.l2)  # noise at which the shift is one standard deviation
+    unit = shape.replaced_norm / (shape.records * shape.l2)  # noise at which the shift is one standard deviation
     low, high = unit, unit
     while reached(high) > epsilon:
         low, high = high, high * 4

@@ -136,8 +136,13 @@ class OutputPerturbation(Mechanism):
         """How far one record moves the minimiser at most, over the noise's standard deviation."""
         return renyi.output_perturbation_shift(self.records, self.l2, self.noise_std, self.data_norm)
 
+    @property
+    def replaced(self) -> float:
+        """The same when a record is replaced by another."""
+        return 2 * self.m
+
     def order2(self) -> float:
-        return renyi.order2_gaussian(self.m)
+        return renyi.order2_gaussian(self.replaced / 2)
 
     def order2_paper(self) -> float:
         return renyi.order2_gaussian(self.m / self.data_norm)  # the paper takes gradients of norm 1, whatever the rows
@@ -146,15 +151,15 @@ class OutputPerturbation(Mechanism):
         return self.m**2 / 2
 
     def overlap(self) -> float:
-        return renyi.overlap_poisson(self.m, 1.0)
+        return renyi.overlap_poisson(self.replaced / 2, 1.0)
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         number("delta", delta, above=0.0, below=1.0)
-        shift = self.m * (2 if choice("adjacency", adjacency, ADJACENCIES) == REPLACE_ONE else 1)
+        shift = self.replaced if choice("adjacency", adjacency, ADJACENCIES) == REPLACE_ONE else self.m
         return plds.gaussian_epsilon(shift, delta)
 
     def membership_advantage(self) -> float:
-        return math.erf(2 * self.m / math.sqrt(8))
+        return math.erf(self.replaced / math.sqrt(8))
 
     def rero(self, kappa: Any) -> Any:
         return rero_from_gdp(kappa, self.m)
