@@ -16,7 +16,7 @@ from ._check import DataError, InputError, number
 from .calculator import FLOORS, guarantee
 from .calibrate import calibrate
 from .commands import register
-from .commands.options import count, one_line, ratio
+from .commands.options import STOPPED, Told, count, one_line, ratio
 from .commands.printing import calibration_dict, print_calibration, print_guarantee, print_json
 from .mechanisms import DP, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
 
@@ -236,14 +236,15 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; the exit status. Every error is one line on standard error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return app(args=words or ["--help"], prog_name="reconbound", standalone_mode=False) or 0
+        status = app(args=words or ["--help"], prog_name="reconbound", standalone_mode=False) or 0
+        return _stopped() if status == STOPPED and not isinstance(status, Told) else int(status)
     except InputError as error:
         name = _option(error.name) if error.name.isidentifier() else error.name
         message = str(error) if isinstance(error, DataError) else f"{name} {error.requirement}, got {error.value}"
     except typer.Exit as stop:
         return int(stop.exit_code)
-    except typer.Abort:
-        message = "stopped"
+    except (typer.Abort, KeyboardInterrupt):
+        return _stopped()
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of click's: a fault of ours, shown in full
             raise
@@ -255,6 +256,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
             message = f"{message}, got {value}"
     print(f"reconbound: {one_line(message)}", file=sys.stderr)
     return 2
+
+
+def _stopped() -> int:
+    print("\nreconbound: stopped", file=sys.stderr)
+    return STOPPED
 
 
 #: Words of Opacus and of people, for which the command line has another.

@@ -56,15 +56,16 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
         "rank": 1 + int((view.floor[view.measured] < view.floor[i]).sum()) if known else None,
         "of": int(view.measured.sum()),
     }
-    place = view.place(i)
-    if place is not None and not view.image:
-        found["columns"] = columns(view, place)
+    if not view.image and (view.place(i) is not None or view.feature_floors(i) is not None):
+        found["columns"] = columns(view, i)
     return found
 
 
-def columns(view: View, place: int) -> list[dict[str, Any]]:
-    """The private columns of a record kept whole, the most exposed first: value, floor and guess in its own unit."""
-    floors, values = view.feature_floors(place), view.values(place)
+def columns(view: View, record: int) -> list[dict[str, Any]]:
+    """The private columns of a record, the most exposed first: value (of those kept whole), floor and guess in its own
+    unit."""
+    floors, place = view.feature_floors(record), view.place(record)
+    values = np.full(view.features, np.nan) if place is None else view.values(place)
     order = range(view.features) if floors is None else most_exposed_columns(view, floors, view.features)
     return [
         {
@@ -177,7 +178,7 @@ def _card(view: View, record: int, maps: np.ndarray | None, ends: tuple[float, f
         if maps is not None and ends is not None:
             card["map"] = thumbnails.data_uri(thumbnails.heat(maps[place], ends))
         return card
-    rows = [_row(c) for c in columns(view, place)]
+    rows = [_row(c) for c in columns(view, record)]
     card["columns"], card["more"] = rows[:COLUMNS], rows[COLUMNS:]
     card["public"] = [clean(name, 60) for name in view.marks(place)]
     return card

@@ -37,15 +37,14 @@ def _first(view: View, worst: int) -> str:
             f"{plus_minus(float(view.floor[worst]))} {view.of_range} per pixel on the most exposed image; guessing the "
             f"average image errs by {plus_minus(view.guess)}."
         )
-    place = view.place(worst)
-    floors = None if place is None else view.feature_floors(place)
-    if floors is None:
+    floors = view.feature_floors(worst)
+    if floors is None or np.isnan(floors).all():
         return (
             "An attacker who knows everything but one record’s private columns and is not biased errs by at least "
             f"{plus_minus(float(view.floor[worst]))} {view.of_range} on the most exposed record (root mean square over "
             f"its private columns); guessing the average errs by {plus_minus(view.guess)}."
         )
-    named = most_exposed_columns(view, floors, NAMED)
+    named = [j for j in most_exposed_columns(view, floors, NAMED) if not np.isnan(floors[j])]
     said = [
         f"{plus_minus(float(floors[j]), view.feature_unit(j), float(view.scale[j]))} on {view.feature_name(j)}"
         for j in named
@@ -73,7 +72,7 @@ def _second(view: View) -> str:
     upper = view.upper_floor
     unsure = upper is None or bool((upper < view.guess).any())
     estimate = "By this estimate, such" if unsure else "Such"
-    exposed = view.parts_below_guess()
+    exposed = view.parts_below_guess() if view.features > 1 else 0
     if unknown and below <= unknown:
         return (
             f"{unknown:,} of the {all_of} {_were(unknown)} never measured: nothing is known about them, and they count "
@@ -99,12 +98,15 @@ def _second(view: View) -> str:
     share += f", {unknown:,} of them never measured)" if unknown else ")"
     single = (
         f" Single {view.part}s can be known better than that: at the most exposed {view.noun}, {exposed:,} of "
-        f"{view.features:,} have a floor below a guess of them."
-        if exposed and view.features > 1
+        f"{view.features:,} {_have(exposed)} a floor below a guess."
+        if exposed
         else ""
     )
+    floor, guess = ("the floor", "a guess")
+    if view.features > 1:
+        floor, guess = f"the floor over all {view.part}s together", "a guess of them"
     return (
-        f"For {share} the floor over all {view.part}s together lies below the error of a guess of them, and the "
+        f"For {share} {floor} lies below the error of {guess}, and the "
         f"release may tell more than a guess does; for all others such an attacker does better by guessing.{single}"
     )
 
