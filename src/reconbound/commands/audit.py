@@ -173,7 +173,7 @@ def _run(
     if not fresh and finished(out, dataset, plan, publish_accuracy=publish_accuracy):
         if not quiet:
             print(
-                f"Finished already: the audit in {out} was made with these data and options, and nothing is done. "
+                f"Finished already: the audit in {out} was made with these data and options; nothing was done. "
                 "--fresh starts over, more --runs add to it, reconbound report builds its pages again.",
                 file=sys.stderr if as_json else sys.stdout,
             )

@@ -12,7 +12,6 @@ import typer
 
 from .._check import InputError
 
-
 #: Exit status of what was stopped from the keyboard.
 STOPPED = 130
 

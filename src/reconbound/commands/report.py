@@ -61,11 +61,11 @@ def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
 
     console = Console(highlight=False, markup=False)
     table = Table(title="Floors in ± share of the range", title_justify="left")
-    for name in ("audit", "data", "noise", "steps", "ε", "most exposed", "median", "guess", "below a guess"):
-        table.add_column(Text(name), justify="left" if name in ("audit", "data") else "right", overflow="fold")
+    for name in ("audit", "noise", "steps", "ε", "lowest", "median", "guess", "below guess"):
+        table.add_column(Text(name), justify="left" if name == "audit" else "right", overflow="fold")
     for a in found["audits"]:
         m, floors = a["mechanism"], a["floors"]
-        cells = (a["name"], a["data"], f"{m['noise_multiplier']:g}", f"{m['steps']:,}", amount(a["epsilon"]),
+        cells = (a["name"], f"{m['noise_multiplier']:g}", f"{m['steps']:,}", amount(a["epsilon"]),
                  plus_minus(floors["lowest"]), plus_minus(floors["median"]), plus_minus(a["guess"]),
                  f"{a['below_guess']:,} of {a['records']:,}")  # fmt: skip
         table.add_row(*(Text(cell) for cell in cells))
@@ -73,11 +73,11 @@ def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
     for a in found["audits"]:
         named = "; ".join(f"{c['name']} {ranged(c)}" for c in a["private"][:CELLS])
         more = f"; and {len(a['private']) - CELLS} more" if len(a["private"]) > CELLS else ""
-        console.print(Text(f"{a['name']}, private: {named}{more}"))
+        console.print(Text(f"{a['name']} ({a['data']}, {a['records']:,} records), private: {named}{more}"))
     if found["warning"]:
-        print(f"reconbound: {found['warning']}", file=sys.stderr)
+        console.print(Text(found["warning"]))
     for d in found["differences"]:
-        console.print(Text(f"{d['what']}: " + "; ".join(f"{said} ({name})" for name, said in d["values"].items())))
+        console.print(Text(f"  {d['what']}: " + "; ".join(f"{name} {said}" for name, said in d["values"].items())))
     print(page)
 
 
@@ -173,7 +173,8 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
         for column in found["columns"]:
             console.print(Text(f"  {sentence(column)}"))
     own = shlex.quote(str(folder))
-    console.print(f"One record: reconbound show {own} --record {most[0] if most else 0}. Pages: {found['report']}")
+    one = shlex.quote(view.names[most[0]]) if most and view.names else str(most[0] if most else 0)
+    console.print(Text(f"One record: reconbound show {own} --record {one}. Pages: {found['report']}"))
 
 
 def _print_record(view: View, facts: dict[str, Any], record: int, floors: ndarray | None) -> None:

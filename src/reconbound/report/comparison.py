@@ -148,13 +148,12 @@ def differences(
 ) -> list[dict[str, Any]]:
     """What the audits do not share, beside settings: [{"what": "range of age", "values": {audit: "0 to 120"}}]."""
     told = [_about(view) for view in views]
-    shared = [set(about["columns"]) for about in told]
     found = []
     for what in ("data set", "kind of data", "private columns", "pixels", "predicts", "training records"):
-        found += _differing(what, names, [about["plain"].get(what, "–") for about in told])
-    for column in [c for c in told[0]["columns"] if all(c in s for s in shared)]:
+        found += _differing(what, names, [about["plain"].get(what) for about in told])
+    for column in dict.fromkeys(c for about in told for c in about["columns"]):
         for k, what in enumerate((f"range of {column}", f"unit of {column}")):
-            found += _differing(what, names, [about["columns"][column][k] for about in told])
+            found += _differing(what, names, [about["columns"].get(column, (None, None))[k] for about in told])
     if not found:
         digests = [_digest(folder) for folder in folders]
         found += _differing("values of the data", names, ["unknown" if d is None else d[:8] for d in digests])
@@ -177,10 +176,11 @@ def _about(view: View) -> dict[str, Any]:
     return {"plain": plain, "columns": {c["name"]: (ranged({**c, "unit": ""}), c["unit"] or "none") for c in own}}
 
 
-def _differing(what: str, names: Sequence[str], values: Sequence[str]) -> list[dict[str, Any]]:
-    if len(set(values)) == 1:
+def _differing(what: str, names: Sequence[str], values: Sequence[str | None]) -> list[dict[str, Any]]:
+    """None: the audit has no such thing, which is told elsewhere."""
+    if len(set(values) - {None}) < 2:
         return []
-    return [{"what": what, "values": dict(zip(names, values, strict=True))}]
+    return [{"what": what, "values": {n: "–" if v is None else v for n, v in zip(names, values, strict=True)}}]
 
 
 def _digest(folder: str | os.PathLike[str]) -> str | None:

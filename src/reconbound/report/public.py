@@ -117,8 +117,8 @@ def headline(run: Run) -> list[str]:
     noun, part = _nouns(run)
     each, mean = line(run, "lecam"), line(run, "rate_distortion")
     one = int(run.data.get("features", 0)) == 1
-    known = f"Only if the columns’ ranges are known without the data ({read_off(run)}): whatever"
-    what = f"{known if run.data.get('inferred_ranges') else 'Whatever'} the data and however clever the attacker"
+    known = f"Provided that every column’s range is known without the data, which is not so here ({read_off(run)}): "
+    what = f"{known + 'w' if run.data.get('inferred_ranges') else 'W'}hatever the data and however clever the attacker"
     said = []
     if each is not None and each >= NOTHING:
         said.append(
@@ -141,9 +141,9 @@ def read_off(run: Run) -> str:
     ranges, own = run.data.get("ranges") or {}, [str(name) for name in run.data.get("private") or ()]
     names = [clean(name, 40) for name in own if name not in ranges]
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    which = f"here {'that' if len(names) == 1 else 'those'} of {listed}" if names else "here some of public columns"
-    verb = "was" if len(names) == 1 else "were"
-    return f"{which} {verb} read off it: audit with --range COLUMN=LOWEST:HIGHEST to declare them"
+    which = f"{'that' if len(names) == 1 else 'those'} of {listed}" if names else "some"
+    verb, them = ("was", "it") if len(names) == 1 else ("were", "them")
+    return f"{which} {verb} read off it: declare {them} by --range COLUMN=LOWEST:HIGHEST and audit again"
 
 
 def caveats(run: Run) -> list[str]:

@@ -94,12 +94,14 @@ def record_table(facts: Mapping[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [Text("Confidential: about one person’s or picture’s data", style="bold red"), table]
     if facts.get("columns"):
         own = Table(title="Private columns, the most exposed first", title_justify="left")
-        for title in ("column", "value", "floor, at least", "a guess errs by"):
+        kept = any(c["value"] is not None for c in facts["columns"])
+        for title in ("column", *(["value"] if kept else []), "floor, at least", "a guess errs by"):
             own.add_column(title, justify="left" if title == "column" else "right", overflow="fold")
         for c in facts["columns"]:
             unit = f" {c['unit']}" if c["unit"] else ""
-            shown = "–" if c["value"] is None else value(c["value"]) + unit
-            cells = (shown, plus_minus(c["floor"], c["unit"], c["width"]), plus_minus(c["guess"], c["unit"]))
+            shown = "missing" if c["value"] is None else value(c["value"]) + unit
+            floor = "value missing" if c["floor"] is None else plus_minus(c["floor"], c["unit"], c["width"])
+            cells = (*([shown] if kept else []), floor, plus_minus(c["guess"], c["unit"]))
             own.add_row(Text(c["name"]), *(Text(cell) for cell in cells))
         parts.append(own)
     return Group(*parts)
@@ -191,7 +193,7 @@ def _row(c: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": c["name"],
         "unit": c["unit"],
-        "value": "–" if c["value"] is None else value(c["value"]),
+        "value": "missing" if c["value"] is None else value(c["value"]),
         "floor": plus_minus(floor, width=c["width"]),
         "guess": plus_minus(c["guess"]),
         "share": round(100 * share, 1),

@@ -46,6 +46,11 @@ class View:
         """One private number of a record."""
         return "pixel" if self.image else "column"
 
+    @property
+    def private_parts(self) -> str:
+        """All private numbers of a record, in words."""
+        return "pixels" if self.image else "private columns" if self.features > 1 else "private column"
+
     @cached_property
     def scale(self) -> np.ndarray:
         """Size of one input unit in the data's own, (d,)."""

@@ -40,9 +40,9 @@ def _first(view: View, worst: int) -> str:
     floors = view.feature_floors(worst)
     if floors is None or np.isnan(floors).all():
         return (
-            "An attacker who knows everything but one record’s private columns and is not biased errs by at least "
-            f"{plus_minus(float(view.floor[worst]))} {view.of_range} on the most exposed record (root mean square over "
-            f"its private columns); guessing the average errs by {plus_minus(view.guess)}."
+            f"An attacker who knows everything but one record’s {view.private_parts} and is not biased errs by at "
+            f"least {plus_minus(float(view.floor[worst]))} {view.of_range} on the most exposed record (root mean "
+            f"square over its {view.private_parts}); guessing the average errs by {plus_minus(view.guess)}."
         )
     named = [j for j in most_exposed_columns(view, floors, NAMED) if not np.isnan(floors[j])]
     said = [
@@ -51,7 +51,7 @@ def _first(view: View, worst: int) -> str:
     ]
     guesses = [plus_minus(float(view.guess_each[j]), view.feature_unit(j)) for j in named]
     return (
-        "An attacker who knows everything but one record’s private columns and is not biased errs by at least "
+        f"An attacker who knows everything but one record’s {view.private_parts} and is not biased errs by at least "
         f"{_listed(said)} for the most exposed record; guessing the average errs by {_listed(guesses)}."
     )
 
@@ -212,10 +212,11 @@ CLIPS = {
 def assumptions(view: View) -> list[tuple[str, str]]:
     """Every assumption that the per-record floors rest on: (about what, in words)."""
     m, noun = view.run.mechanism, view.noun
-    parts = "pixels" if view.image else "private columns"
+    parts = view.private_parts
     where = f"the {'maps' if view.image else 'tables'} above show which"
     if view.leakage.kept_diagonal is None:
         where = "which ones is not measured with this sampler"
+    single = f" Single {parts} can be known better than the average: {where}." if view.features > 1 else ""
     known = (
         f"this {noun}’s label"
         if view.facts.get("task", "classes") == "classes"
@@ -235,12 +236,12 @@ def assumptions(view: View) -> list[tuple[str, str]]:
         ),
         (
             "What a floor is",
-            f"The root mean square error over one {noun}’s {parts}, and over the noise. Single {parts} can be known "
-            f"better than the average: {where}.",
+            f"The root mean square error over one {noun}’s {parts}, and over the noise.{single}",
         ),
         (
             "Neighbours",
-            f"The per-record floors compare the run with runs in which this one {noun}’s {parts} are slightly "
+            f"The per-record floors compare the run with runs in which this one {noun}’s {parts} "
+            f"{'are' if view.features > 1 else 'is'} slightly "
             "different (all else equal). The calculator’s lines say their own neighbours: Theorem 1 and Le Cam replace "
             "one record, rate–distortion adds or removes one.",
         ),
