@@ -74,6 +74,29 @@ def test_a_table_becomes_a_report(done, capsys) -> None:
         assert "<b>pay</b>" not in (done / name).read_text()
 
 
+def test_ranges_that_were_read_off_the_data_are_told_and_how_to_declare_them(tmp_path, capsys) -> None:
+    table = write_people(tmp_path / "people.csv")
+    words = [
+        "audit",
+        str(table),
+        "--target",
+        "<b>pay</b>",
+        "--range",
+        "age=0:120",
+        *QUICK,
+        "--out",
+        str(tmp_path / "a"),
+    ]
+    assert run([*words, "--range", "hours=0:100"]) == 0
+    assert "--range" not in capsys.readouterr().err
+    assert run([*words, "--fresh"]) == 0
+    said = capsys.readouterr()
+    assert "hours: no range was given" in said.err
+    assert "by --range COLUMN=LOWEST:HIGHEST, once for each column" in said.err
+    assert "(only with declared ranges: see the notes above)" in said.out
+    assert said.out.startswith("people.csv: a table of 3 columns beside the target (2 private, 1 public); 48 records")
+
+
 def test_modes(done) -> None:
     public = {RUN, MODEL, PUBLIC_REPORT}
     for path in [done, *done.rglob("*")]:

@@ -25,7 +25,7 @@ from reconbound._check import InputError
 from reconbound._files import Unreadable
 from reconbound.bounds._bound import figure
 from reconbound.report import advice, axes, charts, columns, comparison, records, thumbnails, words
-from reconbound.report.figures import for_plotly, percent
+from reconbound.report.figures import for_plotly
 from reconbound.report.page import as_json
 from reconbound.report.view import View
 from reconbound.run_folder import Leakage, Run, packed_names, prepare, read_leakage, read_run, write_leakage, write_run
@@ -575,7 +575,8 @@ def test_columns_are_counted_over_all_records_on_the_page(people: Path) -> None:
         below, of = int((floors[:, j] < view.guess_each[j]).sum()), int(np.isfinite(floors[:, j]).sum())
         assert (c["below"], c["of"]) == (below, of)
         assert 0 < below < of
-        assert f"{below} of {of} ({percent(below, of)}) below a guess" in page
+        assert f"{below} of {'the ' if j == 1 else ''}{of} records" in columns.sentence(c)
+        assert columns.sentence(c) in page
     figure_ = charts.by_feature(found).figure
     told = " ".join(text for trace in figure_["data"] for text in trace["hovertext"])
     assert for_plotly(columns.sentence(columns.counts(found)[0]), 160) in told

@@ -201,7 +201,7 @@ def expected_seconds(dataset: Dataset, plan: Plan) -> float:
         share = 1.0 if budget == "every" else float(budget[1])
         per_run += share * plan.steps * (measuring - plain)
     records = len(dataset.inputs)
-    times, probes = looks(records, records * len(dataset.scale))
+    times, probes = looks(plan, records, records * len(dataset.scale))
     all_of = times * records * (3 + probes) / 4 if times else SNAPSHOTS * min(SAMPLE, records)
     closer = (all_of + SNAPSHOTS * (MOST + LEAST) * PROBES / 4) / (plan.sample_rate * records)
     return plan.runs * (per_run + closer * measuring)

@@ -60,7 +60,7 @@ def _looked(dataset: Dataset, plan: Plan, learner: AuditLearner, kept: Tensor) -
     sample (of images its average alone). Not for shuffled epochs: parameters depend there on who was seen before."""
     closer = learner.look_closely(kept, plan.runs, probes=PROBES, each=True).state()
     found: dict[str, Any] = {"kept_diagonal": closer["diagonal_mean"].double(), "diagonal_of": None}
-    times, probes = looks(learner.records, learner.records * learner.features)
+    times, probes = looks(plan, learner.records, learner.records * learner.features)
     if times:
         each = learner.look_at_all(plan.runs, looks=times, probes=probes).state()["diagonal_mean"]
     else:
@@ -78,17 +78,23 @@ def _looked(dataset: Dataset, plan: Plan, learner: AuditLearner, kept: Tensor) -
     return {**found, "diagonal": each, "average_diagonal": torch.nan_to_num(each.double().nanmean(0))}
 
 
-def looks(records: int, numbers: int) -> tuple[int, int]:
+def looks(plan: Plan, records: int, numbers: int) -> tuple[int, int]:
     """How often a run's snapshots are looked at for each record, 0 if not for all, and with how many probes.
 
-    About as many measurements as the sample's would be, but two a record at least.
+    As many measurements as the sample's would be, or a quarter of what the ledger takes, at most four a record; two at
+    least.
 
-    >>> looks(240, 1440), looks(1438, 92032), looks(26049, 156294), looks(48000, 37632000)
-    ((12, 1), (4, 1), (2, 2), (0, 1))
+    >>> plan = Plan(sample_rate=0.05, steps=300)
+    >>> looks(plan, 240, 1440), looks(plan, 1438, 92032), looks(plan, 48000, 37632000)
+    ((12, 1), (4, 1), (0, 1))
+    >>> looks(Plan(sample_rate=0.0016, steps=800, budget=4.8), 320_000, 1_920_000)
+    (2, 2)
     """
     if numbers > NUMBERS:
         return 0, 1
-    times = max(2, min(SNAPSHOTS, SNAPSHOTS * SAMPLE // records))
+    share = plan.budget if isinstance(plan.budget, float) else 1.0 if plan.budget == "every" else float(plan.budget[1])
+    measured = plan.steps * plan.sample_rate * share  # of each record, in a run
+    times = min(SNAPSHOTS, max(2, SNAPSHOTS * SAMPLE // records, min(4, round(measured / 4))))
     return times, 1 if times >= 4 else 2
 
 

@@ -151,6 +151,9 @@ def _loaded(data: str, wishes: dict[str, Any], quiet: bool) -> Dataset:
     for warning in caught:
         if not quiet:
             print(f"Note: {warning.message}", file=sys.stderr)
+    if dataset.inferred_ranges and not quiet:
+        hint = "declare ranges that are known without the data by --range COLUMN=LOWEST:HIGHEST, once for each column"
+        print(f"Note: {hint}", file=sys.stderr)
     return dataset
 
 

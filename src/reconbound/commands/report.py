@@ -160,10 +160,12 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
     for line in found["verdict"]:
         console.print(line)
     table = Table(title=f"The most exposed, floors in ± {view.of_range}", title_justify="left")
-    for name in ("record", "name", view.target_name, "floor"):
+    named = ["name"] if view.names else []
+    for name in ("record", *named, view.target_name, "floor"):
         table.add_column(Text(name), justify="right" if name in ("record", "floor") else "left", overflow="fold")
     for row in rows:
-        cells = (f"{row['record']:,}", str(row["name"]), str(row["target"]), f"{row['floor']:.3g}")
+        own_name = [str(row["name"])] if named else []
+        cells = (f"{row['record']:,}", *own_name, str(row["target"]), f"{row['floor']:.3g}")
         table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
     from ..report.columns import sentence, which

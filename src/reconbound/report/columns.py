@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .figures import count, percent, plus_minus
+from .figures import count, plus_minus
 from .view import View
 
 
@@ -54,16 +54,11 @@ def sentence(found: dict[str, Any]) -> str:
     >>> sentence({"name": "pay", "unit": "", "guess": 5.0, "below": 1, "of": 20, "missing": 3})
     'pay: 1 of the 20 records that have a value is below a guess (±5)'
     """
-    of = f"{found['of']:,} record{'' if found['of'] == 1 else 's'}"
+    of = count(found["of"], "record")
     of = f"the {of} that {'has' if found['of'] == 1 else 'have'} a value" if found["missing"] else of
     verb = "is" if found["below"] == 1 else "are"
     guess = plus_minus(found["guess"], found["unit"])
     return f"{found['name']}: {found['below']:,} of {of} {verb} below a guess ({guess})"
-
-
-def share(found: dict[str, Any]) -> str:
-    """The count in a cell of the table."""
-    return f"{found['below']:,} of {found['of']:,} ({percent(found['below'], found['of'])})"
 
 
 def note(view: View) -> str:
@@ -81,7 +76,8 @@ def note(view: View) -> str:
         said += (
             f" Each record’s columns were measured {times:,} times over all runs"
             f"{f' with {int(probes)} probes' if int(probes) > 1 else ''} (the most and the least exposed more "
-            f"closely): random probing alone makes a floor uncertain by up to about {error:.0%}."
+            f"closely): random probing alone makes a floor uncertain by up to about {error:.0%}, and that it was done "
+            "at a few moments of the training adds to it."
         )
     if any(c["missing"] for c in counts(view)):
         said += " Missing values are not counted."

@@ -56,7 +56,7 @@ def feature_rows(view: View) -> list[dict[str, str]]:
         return []
     worst = None if view.worst is None else view.feature_floors(view.worst)
     order = words.most_exposed_columns(view, average if worst is None else worst, view.features)
-    below = [columns.share(found) for found in columns.counts(view)]
+    below = [columns.sentence(found) for found in columns.counts(view)]
     rows = []
     for j in order:
         unit, width = view.feature_unit(j), float(view.scale[j])
