@@ -208,6 +208,22 @@ def test_dark_and_light(browser: Any, folders: dict[str, Path]) -> None:
         assert sign * (values[1] - values[2]) > 80  # axis texts stand out from the card
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_differs_and_columns_counts_can_be_read(browser: Any, folders: dict[str, Path], width: int) -> None:
+    with opened(browser, folders["digits"].parent / "compare.html", width) as page:
+        assert page.locator("#differences strong").inner_text().startswith("Not comparable as they stand")
+        box = page.locator("#differences").bounding_box()
+        assert box["y"] < page.locator("#floors").bounding_box()["y"]  # before the figures
+        assert "hours-per-week 0 to 100 hours" in page.locator("#audited").inner_text()
+    with opened(browser, folders["people"] / "report.html", width) as page:
+        told = page.locator("#below-guess li")
+        assert told.count() == 6
+        for k in range(6):
+            assert told.nth(k).is_visible()
+            assert " of 8 records " in told.nth(k).inner_text()
+        assert "only the 8 records looked at closely" in page.locator("#columns-note").inner_text()
+
+
 def test_hostile_names_are_text(browser: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     run, leakage = read_run(folders["people"]), read_leakage(folders["people"])
     names = {"feature_names": [HOSTILE] * 6, "units": [HOSTILE] * 6, "class_names": [HOSTILE, "b"],
