@@ -508,6 +508,9 @@ def test_cards_are_the_records_kept_in_order(digits: Path) -> None:
     assert [card["record"] for card in found["most"] + found["least"]] == view.leakage.kept.tolist()
     floors = view.floor[[card["record"] for card in found["most"]]]
     assert floors.tolist() == sorted(view.floor)[:6]
+    none = replace(view.leakage, upper=torch.full_like(view.leakage.upper, torch.inf))
+    assert records.cards(View(view.run, none))["most"][0]["limit"] == "no confidence limit"
+    assert found["most"][0]["limit"].startswith("with confidence at least ±")
 
 
 def test_compare_sets_runs_side_by_side(digits: Path, people: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rich.text import Text
 from .._check import InputError, whole
 from ..run_folder import Leakage, Run
 from . import thumbnails
-from .figures import amount, clean, count, percent, plus_minus, value
+from .figures import amount, clean, count, percent, plus_minus, rough, value
 from .view import NO_LIMIT, View
 from .words import most_exposed_columns
 
@@ -165,8 +165,12 @@ def _card(view: View, record: int, maps: np.ndarray | None, ends: tuple[float, f
         "name": view.record_name(record),
         "target": view.target(record),
         "floor": plus_minus(float(view.floor[record])),
-        "error": "s.e. over 50 %" if error is None else f"s.e. {error:.2g}",
-        "limit": None if upper is None else plus_minus(float(upper[record])) if upper[record] > 0 else "none",
+        "error": "s.e. over 50 %" if error is None else f"s.e. {rough(error)}",
+        "limit": None
+        if upper is None
+        else f"with confidence at least {plus_minus(float(upper[record]))}"
+        if upper[record] > 0
+        else "no confidence limit",
         "ratio": _ratio(float(view.floor[record]), view.guess),
         "known": bool(view.measured[record]),
         "picture": None,

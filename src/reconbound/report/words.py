@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..run_folder import CHOSEN_SEED, Run
-from .figures import clean, count, percent, plus_minus
+from .figures import clean, count, percent, plus_minus, rough
 from .view import NO_LIMIT, NOTHING, View
 
 CHOSEN = "from a seed that was chosen by hand. Whoever guesses it can subtract the noise, and no floor here binds them."
@@ -136,7 +136,7 @@ def _confidence(view: View) -> str:
     assert worst is not None
     if upper is None:
         error = view.floor_error(worst)
-        size = f"of {error:.2g}" if error is not None else "of more than half of it"
+        size = f"of {rough(error)}" if error is not None else "of more than half of it"
         return (
             f"These are estimates from one run. The floor of the most exposed {view.noun} has a standard error {size} "
             "from measuring alone; another run would differ by more. Audit with --runs 10 for confidence limits."
