@@ -98,7 +98,7 @@ def digits_folder(
     ledger, learner, grown = _trained(inputs, targets, 10, steps, runs, noise)
     facts = {
         "class_names": [str(k) for k in range(10)], "feature_names": [f"pixel ({i // 8}, {i % 8})" for i in range(64)],
-        "units": [""] * 64, "scale": 1.0, "offset": 0.0, "private": None, "record_names": None, "target_name": "digit",
+        "units": [""] * 64, "scale": 1.0, "offset": 0.0, "private": None, "target_name": "digit",
         "inferred_ranges": False,
     }  # fmt: skip
     data = {"name": "digits", "kind": "image", "records": records, "features": 64, "shape": [1, 8, 8], "unit": ""}
@@ -131,7 +131,7 @@ def people_folder(
     facts = {
         "class_names": ["up to 50K", "over 50K"], "feature_names": list(COLUMNS), "units": list(UNITS),
         "scale": [b - a for a, b in RANGES], "offset": [a for a, _ in RANGES], "private": list(range(6)),
-        "public_names": ["work: private", "work: state", "work: own"], "record_names": None, "target_name": "income",
+        "public_names": ["work: private", "work: state", "work: own"], "target_name": "income",
         "inferred_ranges": False,
     }  # fmt: skip
     data = {

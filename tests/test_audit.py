@@ -17,16 +17,31 @@ from safetensors.torch import load_file
 from torch import nn
 
 import auditing
-from reconbound import _files, audit_learner
+from reconbound import _files, audit_leakage, audit_learner
 from reconbound._check import InputError
 from reconbound._files import Unreadable
+from reconbound._random import derive, numbers_of
 from reconbound.accountant import FEWEST
-from reconbound.audit import audit, chosen, expected_seconds, floors_of, leakage_of, trained
+from reconbound.audit import audit, expected_seconds, facts_of, floors_of, trained
+from reconbound.audit_leakage import chosen, leakage_of
 from reconbound.checkpoint import CheckpointError, held
 from reconbound.data import load
 from reconbound.plan import Plan, default_plan, make_learner, make_loss, make_model, score
 from reconbound.plan_file import open_folder, settle
-from reconbound.run_folder import LEAKAGE, MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, floors, read_leakage, read_run
+from reconbound.report import columns
+from reconbound.report.view import View
+from reconbound.run_folder import (
+    LEAKAGE,
+    MODEL,
+    PLAN,
+    PUBLIC_REPORT,
+    REPORT,
+    RUN,
+    floors,
+    read_leakage,
+    read_run,
+    record_names,
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +84,7 @@ def test_the_ledger_is_in_the_leakage_file(done, tmp_path) -> None:
     order = torch.argsort(ledger.dfil(), descending=True)
     assert found.kept.tolist() == [*order[:12].tolist(), *order[-6:].tolist()]
     assert found.facts["most"] == 12
-    assert found.facts["record_names"] == [f"row {int(i)}" for i in found.kept]
+    assert record_names(found.names) == [f"row {i}" for i in range(40)]
     torch.testing.assert_close(found.kept_inputs, torch.from_numpy(people.inputs)[found.kept])
     np.testing.assert_allclose(found.guess, people.inputs[:, :2].var(axis=0), rtol=1e-5)
     assert found.facts["scale"] == [120.0, 1e5]
@@ -126,8 +141,80 @@ def test_snapshots_fall_anywhere_in_their_blocks() -> None:
     assert taken.sum() == 12 * runs
 
 
-def run_diagonal(learner, people, run: int, records: torch.Tensor) -> torch.Tensor:
-    """Σ L q diag(J̃ᵀ [k⊥(I − ĝĝᵀ) + k∥ĝĝᵀ] J̃)/(σC)² with dense Jacobians, over a run's blocks of L steps, (k, 2)."""
+@pytest.mark.parametrize(("steps", "looks"), [(12, 12), (14, 5), (12, 2), (3, 12)])
+def test_diagonals_of_all_records_are_those_of_the_snapshots_drawn_for_them(tmp_path, steps: int, looks: int) -> None:
+    """Compared with exact Jacobians at the snapshots at which a record was measured, times the blocks of the part."""
+    people, plan, probes = auditing.people(), auditing.plan(runs=2, steps=steps), 200
+    learner = trained(people, settle(open_folder(tmp_path / "a"), people, plan), tmp_path / "a")
+    ledger = learner.look_at_all(2, looks=looks, probes=probes)
+    found, times = ledger.state()["diagonal_mean"].double(), min(looks, steps)
+    assert ledger.measured().tolist() == [2 * times] * 40  # once in each part of each run
+    records = torch.tensor([3, 17, 39])
+    expected = sum(run_diagonal(learner, people, run, records, drawn(learner, run, looks)) for run in range(2)) / 2
+    error = 5 * (2 / probes / (2 * times)) ** 0.5 * (1 if looks == 12 else 1.6)  # unequal weights
+    torch.testing.assert_close(found[records], expected, rtol=error, atol=0)
+
+
+def drawn(learner, run: int, looks: int) -> torch.Tensor:
+    """Blocks of the part over 1 where a record is measured at a snapshot, else 0, (snapshots, N)."""
+    blocks = learner.snapshot_steps(run)
+    chances = np.zeros((len(blocks), learner.records))
+    count = min(looks, len(blocks))
+    ends = [k * len(blocks) // count for k in range(count + 1)]
+    for k, (a, b) in enumerate(pairwise(ends)):
+        at = numbers_of(derive(learner.seed, "run", run), "look", k).integers(0, b - a, learner.records)
+        chances[a + at, np.arange(learner.records)] = b - a
+    return torch.from_numpy(chances)
+
+
+def test_which_snapshots_a_record_is_measured_at_is_uniform_over_each_part() -> None:
+    """So that the expected weight of each block is 1: unbiased whatever the number of looks."""
+    runs, total = 400, 0.0
+    learner = SimpleNamespace(steps=36, seed=5, records=50)
+    learner.snapshot_steps = lambda run: audit_learner.AuditLearner.snapshot_steps(learner, run)
+    for run in range(runs):
+        total = total + drawn(learner, run, 5)
+    assert audit_learner._parts(list(range(12)), 5) == [[0, 1], [2, 3], [4, 5, 6], [7, 8], [9, 10, 11]]
+    spread = np.sqrt(2.0 / (50 * runs))  # of m times a draw of chance 1/m: √(m − 1), m ≤ 3
+    assert float((total.mean(1) / runs - 1).abs().max()) < 4 * spread
+
+
+def test_where_records_are_too_many_a_sample_of_a_table_is_looked_at(tmp_path, monkeypatch) -> None:
+    people, plan, folder = auditing.people(), auditing.plan(runs=2), tmp_path / "a"
+    learner = trained(people, settle(open_folder(folder), people, plan), folder)
+    whole = leakage_of(people, settle(folder, people, plan), learner)
+    assert whole.diagonal_of is None
+    assert whole.diagonal.shape == (40, 2)
+    assert whole.facts["diagonal_measured"] == 24
+    torch.testing.assert_close(whole.average_diagonal, whole.diagonal.double().mean(0))
+    torch.testing.assert_close(whole.diagonal.double().mean(1), whole.dfil[0], rtol=1.0, atol=0)  # roughly
+    monkeypatch.setattr(audit_leakage, "NUMBERS", 79)
+    monkeypatch.setattr(audit_leakage, "SAMPLE", 15)
+    some = leakage_of(people, settle(folder, people, plan), learner)
+    assert some.diagonal.shape == (15, 2)
+    assert some.diagonal_of.unique().tolist() == some.diagonal_of.tolist()
+    again = learner.look_closely(some.diagonal_of, 2, probes=1, each=True).state()["diagonal_mean"]
+    assert torch.equal(again, some.diagonal)
+    torch.testing.assert_close(some.average_diagonal, some.diagonal.double().mean(0))
+    view = View(facts_of(people, plan, learner, seed_from="x"), some)
+    both = set(some.diagonal_of.tolist()) | set(some.kept.tolist())
+    assert columns.which(view) == f"{len(both)} of 40 records: 15 drawn at random, and those kept whole"
+    assert columns.counts(view)[0]["of"] == len(both)
+    assert view.feature_floors(int(some.diagonal_of[0])) is not None
+    assert any(view.feature_floors(i) is None for i in range(40))
+    few = View(view.run, replace(some, diagonal=None, diagonal_of=None))
+    assert columns.which(few) == "only the 18 records looked at closely (the most and the least exposed) of 40"
+    pictures = auditing.pictures()
+    monkeypatch.setattr(audit_leakage, "SAMPLE", 10)
+    found = read_leakage(audit(pictures, plan, tmp_path / "b", show=False))
+    assert found.diagonal is None
+    assert found.average_diagonal.shape == (36,)
+
+
+def run_diagonal(learner, people, run: int, records: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
+    """Σ L q diag(J̃ᵀ [k⊥(I − ĝĝᵀ) + k∥ĝĝᵀ] J̃)/(σC)² with dense Jacobians, over a run's blocks of L steps, (k, 2).
+
+    times: by which each snapshot's share of each record's sum is multiplied, (snapshots, N)."""
     from reconbound.amplification import PoissonTable
 
     s = learner.settings
@@ -138,7 +225,7 @@ def run_diagonal(learner, people, run: int, records: torch.Tensor) -> torch.Tens
     noise = s.noise_multiplier * s.max_grad_norm
     table = PoissonTable(s.sample_rate).prepare(torch.device("cpu"), torch.float64)
     total = torch.zeros(len(records), 2, dtype=torch.float64)
-    for t, length in steps:
+    for k, (t, length) in enumerate(steps):
         parameters = {n: v.double() for n, v in _files.unsealed(learner.snapshot(run, t))[0].items()}
         for row, i in enumerate(records.tolist()):
             x, y = torch.from_numpy(people.inputs[i]).double(), torch.from_numpy(people.targets)[i : i + 1]
@@ -147,7 +234,8 @@ def run_diagonal(learner, people, run: int, records: torch.Tensor) -> torch.Tens
             k_across, k_along = (float(k) for k in table(flat.norm()[None] / noise))
             along = unit @ jacobian
             squares = k_across * (jacobian.square().sum(0) - along.square()) + k_along * along.square()
-            total[row] += length * s.sample_rate * squares[:2] / noise**2
+            share = 1.0 if times is None else float(times[k, i])
+            total[row] += share * length * s.sample_rate * squares[:2] / noise**2
     return total
 
 

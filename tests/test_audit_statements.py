@@ -63,6 +63,12 @@ def test_what_takes_the_guarantee_away_is_on_the_public_page(done: Path, tmp_pat
     assert found.training["seed_from"] == CHOSEN_SEED
     assert 'id="caveats"' in page
     assert words.INFERRED in page
+    told = (
+        "Provided that every column’s range is known without the data, which is not so here (that of income was read "
+        "off it: declare it by --range COLUMN=LOWEST:HIGHEST and audit again): whatever the data"
+    )
+    assert found.headline[0].startswith(told)  # run.json
+    assert f'<p class="verdict">{told}' in page
     assert "a seed that nobody else knows" not in page + (done / REPORT).read_text()
     people = auditing.people()
     sound = replace(people, features=tuple(replace(f, declared=True) for f in people.features))
@@ -71,7 +77,31 @@ def test_what_takes_the_guarantee_away_is_on_the_public_page(done: Path, tmp_pat
     assert read_run(clean).data["inferred_ranges"] is False
     assert read_run(clean).training["seed_from"] == "the operating system"
     assert 'id="caveats"' not in page
+    assert list(read_run(clean).headline) == report.headline(read_run(clean))
+    assert read_run(clean).headline[0].startswith("Whatever the data")
+    assert "--range" not in page
     assert "a seed that nobody else knows" in page
+
+
+def test_the_condition_is_in_the_headline_whatever_else_it_says(done: Path) -> None:
+    """Public columns and the target are not named, one column is spoken of as one, and no floor needs no condition."""
+    found = read_run(done)
+
+    def told(**changes: object) -> list[str]:
+        return report.headline(replace(found, data={**found.data, **changes}))
+
+    assert "(some were read off it: declare them by" in told(ranges={"age": [0, 1], "income": [0, 1]})[0]
+    assert "(those of age, income were read off it: declare them" in told(ranges={})[0]
+    assert "those of a, b, c and 2 more were" in told(private=list("abcde"), ranges={})[0]
+    assert "on the private column of one record" in told(features=1)[0]
+    assert "on each column of one record" in told()[0]
+    bounds = [b for b in found.guarantee["bounds"] if b["name"] == "rate_distortion"]
+    average = replace(found, guarantee={**found.guarantee, "bounds": [{**bounds[0], "rmse": 0.3}]})
+    assert report.headline(average) == [
+        f"{told()[0].partition(':')[0]}: declare it by --range COLUMN=LOWEST:HIGHEST and audit again): whatever the "
+        "data and however clever the attacker, it errs on average over a record’s columns by at least ±0.3 of the "
+        "range."
+    ]
 
 
 def said(pairs: list[tuple[str, str]], name: str) -> str:
@@ -131,6 +161,14 @@ def test_a_missing_value_is_no_value_and_a_public_number_no_category(tmp_path: P
         assert missing or age == pytest.approx(120 * float(table.inputs[record, 0]), rel=1e-6)
         seen += missing
     assert 0 < seen < len(leakage.kept)
+    missing = torch.from_numpy(table.inputs[:, 1] == 1)
+    assert torch.equal(leakage.diagonal.isnan()[:, 0], missing)
+    assert bool(leakage.average_diagonal.isfinite().all())
+    [age] = report.columns.counts(View(run, leakage))
+    assert (age["of"], age["missing"]) == (int((~missing).sum()), int(missing.sum()))
+    lacks = int(missing.nonzero()[0])
+    assert np.isnan(View(run, leakage).feature_floors(lacks)).all()
+    assert "years" not in words.verdict(View(run, leakage))[0]
     assert "hours" not in (folder / PUBLIC_REPORT).read_text()
 
 

@@ -9,13 +9,28 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from reconbound._check import InputError
 from reconbound.cli import run
-from reconbound.run_folder import MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, read_leakage, read_run
+from reconbound.commands.report import found_record
+from reconbound.report.view import View
+from reconbound.run_folder import (
+    MODEL,
+    PLAN,
+    PUBLIC_REPORT,
+    REPORT,
+    RUN,
+    packed_names,
+    read_leakage,
+    read_run,
+    record_names,
+)
 
 QUICK = ["--steps", "4", "--runs", "2", "--sample-rate", "0.1", "--seed", "1", "--lr", "0.5", "--model", "linear"]
 
@@ -59,6 +74,29 @@ def test_a_table_becomes_a_report(done, capsys) -> None:
         assert "<b>pay</b>" not in (done / name).read_text()
 
 
+def test_ranges_that_were_read_off_the_data_are_told_and_how_to_declare_them(tmp_path, capsys) -> None:
+    table = write_people(tmp_path / "people.csv")
+    words = [
+        "audit",
+        str(table),
+        "--target",
+        "<b>pay</b>",
+        "--range",
+        "age=0:120",
+        *QUICK,
+        "--out",
+        str(tmp_path / "a"),
+    ]
+    assert run([*words, "--range", "hours=0:100"]) == 0
+    assert "--range" not in capsys.readouterr().err
+    assert run([*words, "--fresh"]) == 0
+    said = capsys.readouterr()
+    assert "hours: no range was given" in said.err
+    assert "by --range COLUMN=LOWEST:HIGHEST, once for each column" in said.err
+    assert "(only with declared ranges: see the notes above)" in said.out
+    assert said.out.startswith("people.csv: a table of 3 columns beside the target (2 private, 1 public); 48 records")
+
+
 def test_modes(done) -> None:
     public = {RUN, MODEL, PUBLIC_REPORT}
     for path in [done, *done.rglob("*")]:
@@ -78,13 +116,46 @@ def test_the_plan_is_printed_first_and_the_path_last(tmp_path, capsys, monkeypat
     assert any("errs by at least" in line for line in lines[6:])
     assert lines[-1] == "audit-wine/report.html"
     assert Path(lines[-1]).exists()
-    assert run(["audit", "wine", *QUICK, "--json"]) == 0  # all done: it goes on, and is at the end at once
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in Path("audit-wine").rglob("*") if p.is_file()}
+    assert run(["audit", "wine", *QUICK, "--json"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert found["report"] == "audit-wine/report.html"
     assert found["records"] == 142
     assert "keep it as secret as the data" in said.err
-    assert "Goes on in audit-wine" in said.err
+    assert (
+        "Finished already: the audit in audit-wine was made with these data and options; nothing was done." in said.err
+    )
+    assert "Expected time" not in said.err + said.out
+    assert run(["audit", "wine", *QUICK]) == 0
+    again = capsys.readouterr().out.splitlines()
+    assert again[0].startswith("Finished already")
+    assert again[1:] == lines[6:]  # the verdict and the path, as at the end of the audit
+    assert run(["audit", "wine", *QUICK, "--quiet"]) == 0
+    assert capsys.readouterr().out == "audit-wine/report.html\n"
+    assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in Path("audit-wine").rglob("*") if p.is_file()}
+
+
+def test_an_audit_is_finished_only_with_all_that_was_asked_for(digits, capsys) -> None:
+    words = ["audit", "--limit", "60", *QUICK, "--out", str(digits)]
+    (digits / REPORT).unlink()
+    assert run(words) == 0  # a page is missing: it is made again
+    assert "Goes on in" in capsys.readouterr().out
+    assert (digits / REPORT).exists()
+    assert run([*words, "--publish-accuracy"]) == 0
+    assert "Goes on in" in capsys.readouterr().out
+    assert read_run(digits).accuracy is not None
+    assert run([*words, "--publish-accuracy"]) == 0
+    assert "Finished already" in capsys.readouterr().out
+    assert run(words) == 0  # and taken back
+    assert read_run(digits).accuracy is None
+    more = [*words]
+    more[more.index("--runs") + 1] = "3"
+    assert run(more) == 0
+    assert "3 runs of 4 steps" in capsys.readouterr().out
+    assert read_run(digits).mechanism["runs"] == 3
+    assert run(words) == 2
+    assert "runs was 3 and is 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -181,7 +252,26 @@ def test_report_rebuilds_and_compares(done, digits, tmp_path, capsys, monkeypatc
     assert (digits / REPORT).read_bytes() == before
     page = tmp_path / "both.html"
     assert run(["report", str(done), str(digits), "--out", str(page)]) == 0
-    assert capsys.readouterr().out.strip() == str(page)
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1] == str(page)
+    told = " ".join(said.out.split())
+    assert "age 0 to 120 years; hours" in told
+    assert "read off the data" in told
+    assert "every pixel 0 to 16 grey levels" in told
+    assert "Not comparable as they stand: these audits differ in data set, kind of data" in told
+    assert "secret" in said.err
+    assert run(["report", str(done), str(digits), "--out", str(page), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["comparison"] == str(page)
+    assert found["audits"][0]["private"][0] == {
+        "name": "age",
+        "low": 0.0,
+        "high": 120.0,
+        "unit": "years",
+        "declared": True,
+    }
+    assert found["audits"][0]["private"][1]["declared"] is False
+    assert found["warning"].startswith("Not comparable")
     assert stat.S_IMODE(page.stat().st_mode) == 0o600
     assert run(["report", str(digits), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["report"] == str(digits / REPORT)
@@ -213,6 +303,71 @@ def test_show_an_audit_and_a_record(done, digits, capsys) -> None:
     assert "--record must be below" in capsys.readouterr().err
 
 
+def test_a_record_is_found_by_its_name_and_every_one_has_floors_of_its_columns(done, digits, capsys) -> None:
+    leakage = read_leakage(done)
+    names = record_names(leakage.names)
+    assert len(names) == 48
+    other = next(i for i in range(48) if i not in leakage.kept.tolist())
+    assert run(["show", str(done), "--record", names[other].upper(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["record"], found["name"]) == (other, names[other])
+    expected = torch.tensor(leakage.facts["scale"]) / leakage.diagonal[other].sqrt()
+    told = {c["name"]: c["floor"] for c in found["columns"]}
+    assert [told["age"], told["hours"]] == pytest.approx(expected.tolist(), rel=1e-6)
+    assert run(["show", str(done), "--record", names[other]]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "rougher, and its values are not kept" in said
+    assert "│ value" not in said
+    for wrong, near in (
+        ("row 1", "like row"),
+        ("rwo 22", "like row 22" if "row 22" in names else "like row"),
+        ("?!", "such as row"),
+    ):
+        assert run(["show", str(done), "--record", wrong]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert f"({near}" in error
+        assert error.rstrip().endswith(f"got {wrong}")
+    few = read_leakage(digits)
+    other = next(i for i in range(60) if i not in few.kept.tolist())
+    assert run(["show", str(digits), "--record", f"record {other}"]) == 0
+    assert "Where it is exposed" in capsys.readouterr().out
+    assert run(["show", str(digits), "--record", "cat.png"]) == 2
+    assert "these records have no names" in capsys.readouterr().err
+
+
+def test_an_image_is_found_by_its_files_name(done) -> None:
+    run_, leakage = read_run(done), read_leakage(done)
+    names = [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(24)]
+    names[24] = "dog/Rex.PNG"
+    view = View(run_, replace(leakage, names=packed_names(names)))
+    assert found_record(view, "rex.png") == 24
+    assert found_record(view, "Dog/rex.png") == 24
+    assert found_record(view, "cat/7.png") == 7
+    with pytest.raises(InputError, match=r"there are 2: 7 \(cat/7.png\), 31 \(dog/7.png\), got '7.png'"):
+        found_record(view, "7.png")
+
+
+def test_columns_are_counted_for_machines_and_people(done, capsys) -> None:
+    leakage = read_leakage(done)
+    best = leakage.diagonal.double()
+    best[leakage.kept] = leakage.kept_diagonal
+    below = (best > 1 / leakage.guess).sum(0).tolist()
+    assert run(["show", str(done), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(c["name"], c["below"], c["of"]) for c in found["columns"]] == [
+        ("age", below[0], 48),
+        ("hours", below[1], 48),
+    ]
+    assert found["columns_of"] == "all records"
+    assert run(["show", str(done)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    guess = 120 * float(leakage.guess[0].sqrt())
+    assert f"age: {below[0]} of 48 records are below a guess (±{guess:.3g} years)" in said
+    assert "below_guess" not in (done / RUN).read_text()
+    assert "below a guess" not in (done / PUBLIC_REPORT).read_text()
+
+
 def test_stopping_from_the_keyboard(tmp_path) -> None:
     """SIGINT while it trains: one line, status 130, and the same command goes on."""
     words = [sys.executable, "-m", "reconbound.cli", "audit", "--limit", "60", *QUICK, "--quiet", "--out", "out"]
@@ -230,6 +385,31 @@ def test_stopping_from_the_keyboard(tmp_path) -> None:
     assert started.returncode == 130
     assert error.strip() == "reconbound: stopped; run the same command again to go on"
     assert (tmp_path / "out" / PLAN).exists()
+
+
+@pytest.mark.parametrize("words", [["bound"], ["audit", "--limit", "60", *QUICK, "--quiet", "--out", "out"]])
+def test_stopping_early_is_one_line(tmp_path, words: list[str]) -> None:
+    """SIGINT at several moments from the first lines of ours on, while modules are imported."""
+    source = Path(__file__).resolve().parents[1] / "src"
+    script = "import sys; print('here', flush=True); from reconbound.__main__ import main; main()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])}
+    seen = 0
+    for wait in (0.05, 0.2, 0.5, 0.9):
+        started = subprocess.Popen(
+            [sys.executable, "-c", script, *words],
+            cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert started.stdout.readline() == "here\n"
+        time.sleep(wait)
+        started.send_signal(signal.SIGINT)
+        _, error = started.communicate(timeout=60)
+        if started.returncode == 0:
+            break  # done before the signal
+        assert started.returncode == 130, error
+        assert error.strip().splitlines()[-1].startswith("reconbound: stopped")
+        assert len([line for line in error.splitlines() if line.strip()]) == 1
+        seen += 1
+    assert seen >= 2
 
 
 def test_help_needs_no_torch() -> None:

@@ -67,7 +67,10 @@ def test_numbers_categories_and_missing_values(write):
     assert found.record_names == ("row 2", "row 3", "row 4", "row 5")
     assert not found.inferred_ranges
     assert found.notes == ()
-    assert "2 of them private" in found.summary()
+    assert "a table of 3 columns beside the target (2 private, 1 public)" in found.summary()
+    assert found.columns == (("age", "hours"), ("job",))
+    alone = all_rows(write("a,y\n" + "1,u\n2,v\n" * 3), target="y", ranges={"a": (0, 9)})
+    assert "a table of 1 column beside the target (1 private, 0 public)" in alone.summary()
 
 
 def test_the_way_back_to_the_datas_units(write):

@@ -24,11 +24,11 @@ from reconbound import report
 from reconbound._check import InputError
 from reconbound._files import Unreadable
 from reconbound.bounds._bound import figure
-from reconbound.report import advice, axes, charts, records, thumbnails, words
+from reconbound.report import advice, axes, charts, columns, comparison, records, thumbnails, words
 from reconbound.report.figures import for_plotly
 from reconbound.report.page import as_json
 from reconbound.report.view import View
-from reconbound.run_folder import Leakage, Run, read_leakage, read_run, write_leakage
+from reconbound.run_folder import Leakage, Run, packed_names, prepare, read_leakage, read_run, write_leakage, write_run
 from run_folders import RANGES, digits_folder, people_folder
 
 HOSTILE = '</script><script>window.pwned=1</script><img src=x onerror="window.pwned=2">&amp;<b>bold</b>\u2028[red]%{x}$'
@@ -134,7 +134,7 @@ def test_verdict_of_images_is_the_leakage_files_own(digits: Path) -> None:
     assert f"For {below} of the 200 images" in page
     row = leakage.kept_diagonal[leakage.kept.tolist().index(int(leakage.dfil[0].argmax()))]
     single = int((1 / row.double() < leakage.guess.double()).sum())
-    said = f"at the most exposed image, {single} of 64 have a floor below a guess of them" in page
+    said = f"at the most exposed image, {single} of 64 have a floor below a guess" in page
     assert said == (single > 0)
     lowest = 1 / math.sqrt(float(leakage.upper[0].max()))
     assert f"that of any image at least ±{figure(lowest)}" in page
@@ -322,14 +322,15 @@ def _hostile(folder: Path) -> tuple[Run, Leakage]:
     d = leakage.guess.numel()
     facts = {
         **leakage.facts, "class_names": [f"{HOSTILE}{k}" for k in range(10)], "feature_names": [HOSTILE] * d,
-        "units": [HOSTILE] * d, "record_names": [HOSTILE] * len(leakage.kept), "target_name": HOSTILE,
+        "units": [HOSTILE] * d, "target_name": HOSTILE,
         "public_names": [HOSTILE] * 3, "rules": [HOSTILE, "paper"],
     }  # fmt: skip
     data = {**run.data, "name": HOSTILE, "private": [HOSTILE], "public": [HOSTILE], "ranges": {HOSTILE: [0, 1]},
             "units": {HOSTILE: HOSTILE}}  # fmt: skip
     software = {HOSTILE: HOSTILE}
     training = {HOSTILE: HOSTILE, "model": HOSTILE}
-    return replace(run, data=data, training=training, software=software), replace(leakage, facts=facts)
+    names = packed_names([HOSTILE] * len(leakage.targets))
+    return replace(run, data=data, training=training, software=software), replace(leakage, facts=facts, names=names)
 
 
 @pytest.mark.parametrize("kind", ["digits", "people"])
@@ -507,6 +508,9 @@ def test_cards_are_the_records_kept_in_order(digits: Path) -> None:
     assert [card["record"] for card in found["most"] + found["least"]] == view.leakage.kept.tolist()
     floors = view.floor[[card["record"] for card in found["most"]]]
     assert floors.tolist() == sorted(view.floor)[:6]
+    none = replace(view.leakage, upper=torch.full_like(view.leakage.upper, torch.inf))
+    assert records.cards(View(view.run, none))["most"][0]["limit"] == "no confidence limit"
+    assert found["most"][0]["limit"].startswith("with confidence at least ±")
 
 
 def test_compare_sets_runs_side_by_side(digits: Path, people: Path, tmp_path: Path) -> None:
@@ -515,10 +519,88 @@ def test_compare_sets_runs_side_by_side(digits: Path, people: Path, tmp_path: Pa
     text = Elements(path.read_text()).text
     for folder in (digits, people):
         assert f"±{figure(float(_view(folder).floor.min()))}" in text
-    assert "different data" in text
+    assert "Not comparable as they stand: these audits differ in data set, kind of data" in text
     assert "Confidential." in text
     with pytest.raises(InputError, match="folders"):
         report.compare([digits], tmp_path / "one.html")
+
+
+def test_a_comparison_says_what_differs(people: Path, tmp_path: Path) -> None:
+    """Ranges, units and columns by audit; nothing to say where only settings differ."""
+    run, leakage = read_run(people), read_leakage(people)
+
+    def other(name: str, data: dict | None = None, **facts: Any) -> Path:
+        write_run(prepare(tmp_path / name), replace(run, data={**run.data, **(data or {})}))
+        write_leakage(tmp_path / name, replace(leakage, facts={**leakage.facts, **facts}))
+        return tmp_path / name
+
+    same = other("same")
+    found = comparison.facts([people, same])
+    assert found["warning"] == ""
+    assert found["differences"] == []
+    assert 'id="differences"' not in report.compare([people, same], tmp_path / "c.html").read_text()
+    scale, units = leakage.facts["scale"], leakage.facts["units"]
+    ranges = {**run.data["ranges"], "age": [0.0, 100.0]}
+    wider = other("wider", {"ranges": ranges}, scale=[100.0, *scale[1:]], units=["weeks", *units[1:]])
+    off = other("off", {"ranges": {k: v for k, v in ranges.items() if k != "age"}}, scale=[100.0, *scale[1:]])
+    found = comparison.facts([people, wider, off])
+    assert found["differences"] == [
+        {"what": "range of age",
+         "values": {"people": "0 to 120", "wider": "0 to 100", "off": "0 to 100, read off the data"}},
+        {"what": "unit of age", "values": {"people": "years", "wider": "weeks", "off": "years"}},
+    ]  # fmt: skip
+    assert found["warning"].startswith(
+        "Not comparable as they stand: these audits differ in range of age, unit of age."
+    )
+    text = Elements(report.compare([people, wider, off], tmp_path / "c.html").read_text()).text
+    assert found["warning"] in text
+    assert "0 to 100 weeks" in text
+    assert "0 to 100 years, read off the data" in text
+    named = other("named", {"name": "others", "records": 7})
+    assert comparison.facts([people, named])["warning"] == "Compare with care: these audits differ in data set."
+    for folder, digest in ((people, "a" * 64), (same, "b" * 64)):
+        (folder / "plan.json").write_text(json.dumps({"data": {"digest": digest}}))
+    assert comparison.facts([people, same])["differences"][0]["what"] == "values of the data"
+    (people / "plan.json").unlink()
+
+
+def test_columns_are_counted_over_all_records_on_the_page(people: Path) -> None:
+    view = _view(people)
+    rng = np.random.default_rng(0)
+    information = torch.from_numpy(rng.uniform(0.2, 5, (view.records, 6)) / view.leakage.guess.numpy()).float()
+    information[:7, 1] = torch.nan
+    found = View(view.run, replace(view.leakage, diagonal=information))
+    best = information.double()
+    best[view.leakage.kept] = view.leakage.kept_diagonal
+    floors = view.scale / np.sqrt(best.numpy())
+    page = Elements(report.confidential_page(found.run, found.leakage).decode()).text
+    for j, c in enumerate(columns.counts(found)):
+        below, of = int((floors[:, j] < view.guess_each[j]).sum()), int(np.isfinite(floors[:, j]).sum())
+        assert (c["below"], c["of"]) == (below, of)
+        assert 0 < below < of
+        assert f"{below} of {'the ' if j == 1 else ''}{of} records" in columns.sentence(c)
+        assert columns.sentence(c) in page
+    figure_ = charts.by_feature(found).figure
+    told = " ".join(text for trace in figure_["data"] for text in trace["hovertext"])
+    assert for_plotly(columns.sentence(columns.counts(found)[0]), 160) in told
+    assert "of all records" in columns.note(found)
+
+
+def test_one_column_is_spoken_of_as_one(people: Path) -> None:
+    view = _view(people)
+    facts = {
+        n: v[:1] if n in ("scale", "offset", "units", "feature_names", "private") else v for n, v in view.facts.items()
+    }
+    own = {"kept_diagonal": view.leakage.kept_diagonal[:, :1], "average_diagonal": view.leakage.average_diagonal[:1]}
+    one = View(view.run, replace(view.leakage, guess=view.leakage.guess[:1], facts=facts, **own))
+    told = " ".join([*words.verdict(one), *advice.for_records(one), *(text for _, text in words.assumptions(one))])
+    assert "private columns" not in told
+    assert "all columns together" not in told
+    assert "single column" not in told
+    two = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
+    two.kept_diagonal[view.places[view.worst], 0] = 1e4
+    told = advice.for_records(View(view.run, two))[0]
+    assert "To lift the one column of the most exposed record that lies below a guess to the error of a guess" in told
 
 
 def test_single_columns_below_a_guess_are_not_passed_over(people: Path) -> None:

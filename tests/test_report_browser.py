@@ -16,7 +16,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from reconbound import report
-from reconbound.run_folder import read_leakage, read_run, write_leakage, write_run
+from reconbound.run_folder import packed_names, read_leakage, read_run, write_leakage, write_run
 from run_folders import digits_folder, people_folder
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)")
@@ -208,12 +208,29 @@ def test_dark_and_light(browser: Any, folders: dict[str, Path]) -> None:
         assert sign * (values[1] - values[2]) > 80  # axis texts stand out from the card
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_differs_and_columns_counts_can_be_read(browser: Any, folders: dict[str, Path], width: int) -> None:
+    with opened(browser, folders["digits"].parent / "compare.html", width) as page:
+        assert page.locator("#differences strong").inner_text().startswith("Not comparable as they stand")
+        box = page.locator("#differences").bounding_box()
+        assert box["y"] < page.locator("#floors").bounding_box()["y"]  # before the figures
+        assert "hours-per-week 0 to 100 hours" in page.locator("#audited").inner_text()
+    with opened(browser, folders["people"] / "report.html", width) as page:
+        told = page.locator("#below-guess li")
+        assert told.count() == 6
+        for k in range(6):
+            assert told.nth(k).is_visible()
+            assert " of 8 records " in told.nth(k).inner_text()
+        assert "only the 8 records looked at closely" in page.locator("#columns-note").inner_text()
+
+
 def test_hostile_names_are_text(browser: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     run, leakage = read_run(folders["people"]), read_leakage(folders["people"])
     names = {"feature_names": [HOSTILE] * 6, "units": [HOSTILE] * 6, "class_names": [HOSTILE, "b"],
-             "record_names": [HOSTILE] * len(leakage.kept), "target_name": HOSTILE}  # fmt: skip
+             "target_name": HOSTILE}  # fmt: skip
     write_run(tmp_path, replace(run, data={**run.data, "name": HOSTILE, "private": [HOSTILE]}))
-    write_leakage(tmp_path, replace(leakage, facts={**leakage.facts, **names}))
+    own = packed_names([HOSTILE] * len(leakage.targets))
+    write_leakage(tmp_path, replace(leakage, facts={**leakage.facts, **names}, names=own))
     for path in report.build(tmp_path):
         with opened(browser, path, 390) as page:
             assert page.evaluate("window.pwned") is None

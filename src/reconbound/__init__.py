@@ -4,8 +4,9 @@ Names are imported when first used, so that the calculator never loads torch."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # nothing is imported here, so that the command line starts at once
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0.dev0"
 
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'reconbound' has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(f".{_HOME[name]}", __name__), name)
 
 

@@ -18,29 +18,22 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from . import __version__
 from ._progress import progress_bar
 from .account import Account
+from .audit_leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, looks
 from .audit_learner import SNAPSHOTS, AuditLearner
 from .calculator import Guarantee, guarantee
 from .checkpoint import held
-from .data.tables import MISSING
 from .plan import Plan, make_learner, model_kind
 from .plan_file import open_folder, settle
-from .run_folder import CHECKPOINTS, CHOSEN_SEED, MODEL, Leakage, Run, write_leakage, write_run
+from .run_folder import CHECKPOINTS, CHOSEN_SEED, MODEL, Run, write_leakage, write_run
 from .sampling import Sampler, make_sampler
 
 if TYPE_CHECKING:
     from .data import Dataset
-
-#: Most and least exposed records that are kept whole, with probes for each of their measurements; records over which
-#: the average diagonal is taken.
-MOST, LEAST, PROBES, SAMPLE = 12, 6, 16, 500
-CONFIDENCE = 0.95
 
 
 def audit(
@@ -73,9 +66,10 @@ def audit(
         learner = trained(dataset, settled, folder, show=show)
         write_leakage(folder, leakage_of(dataset, settled, learner))
         seed = "the operating system" if plan.seed is None else CHOSEN_SEED
-        write_run(folder, facts_of(dataset, settled, learner, seed_from=seed, publish_accuracy=publish_accuracy))
-        from .report import build
+        run = facts_of(dataset, settled, learner, seed_from=seed, publish_accuracy=publish_accuracy)
+        from .report import build, headline
 
+        write_run(folder, replace(run, headline=headline(run)))
         build(folder)
     return folder
 
@@ -109,98 +103,6 @@ def trained(dataset: Dataset, plan: Plan, folder: Path, *, show: bool = False) -
         )
         assert isinstance(learner, AuditLearner)
         return learner.repeat(plan.runs, plan.steps)
-
-
-def leakage_of(dataset: Dataset, plan: Plan, learner: AuditLearner) -> Leakage:
-    """What the runs told about each record, with a closer look at the most and the least exposed."""
-    ledger = learner.accountant
-    assert ledger is not None
-    rules = ledger.account.rules
-    kept, most = chosen(ledger.dfil().cpu(), ledger.measured().cpu())
-    diagonal = average = None
-    if plan.sampler != "shuffle":  # there, parameters depend on whether a record was seen in the epoch
-        closer = learner.look_closely(kept, plan.runs, probes=PROBES, each=True).state()
-        diagonal = closer["diagonal_mean"].double()
-        sample = torch.arange(learner.records)
-        if len(sample) > SAMPLE:
-            generator = torch.Generator().manual_seed(0)  # who is in the sample is no secret
-            sample = torch.randperm(learner.records, generator=generator)[:SAMPLE].sort().values
-        average = learner.look_closely(sample, plan.runs, probes=1, each=False).state()["average_mean"][0]
-    first = [h for h in learner.history if h["run"] == 0]
-    scored = [h for h in first if "accuracy" in h]
-    return Leakage(
-        dfil=_stacked([ledger.dfil(rule) for rule in rules]),
-        error=_stacked([ledger.standard_error(rule) for rule in rules]),
-        upper=_stacked([ledger.upper(rule, CONFIDENCE) for rule in rules]) if ledger.runs > 1 else None,
-        measured=ledger.measured().cpu(),
-        targets=torch.from_numpy(np.array(dataset.targets)),
-        kept=kept,
-        kept_inputs=torch.from_numpy(np.array(dataset.inputs[kept.numpy()])),
-        kept_diagonal=diagonal,
-        average_diagonal=average,
-        history_step=torch.tensor([int(h["step"]) for h in first]),
-        history=torch.tensor([[h["largest"], h["high"], h["median"]] for h in first]).double().reshape(-1, 3),
-        accuracy_step=torch.tensor([int(h["step"]) for h in scored]),
-        accuracy=torch.tensor([h["accuracy"] for h in scored]).double(),
-        guess=torch.from_numpy(guess_of(dataset)),
-        facts={**_leakage_facts(dataset, kept), "rules": list(rules), "most": most},
-    )
-
-
-def guess_of(dataset: Dataset) -> np.ndarray:
-    """Mean square error of guessing each private feature's average, (d,); over the records where it is not missing."""
-    flat, private = dataset.inputs.reshape(len(dataset.inputs), -1), dataset.private
-    if private is None:
-        return np.asarray(flat.var(axis=0, dtype=np.float64))
-    marks = {f.name: flat[:, k] == 1 for k, f in enumerate(dataset.features) if f.name.endswith(MISSING)}
-    found = []
-    for j in private:
-        missing = marks.get(f"{dataset.features[j].name} {MISSING}", np.zeros(len(flat), dtype=bool))
-        found.append(flat[~missing, j].var(dtype=np.float64) if not missing.all() else 0.0)
-    return np.array(found, dtype=np.float64)
-
-
-def chosen(dfil: Tensor, measured: Tensor) -> tuple[Tensor, int]:
-    """Among the records measured the most exposed in order, then the least exposed (the least last), and how many of
-    them are the most exposed."""
-    order = torch.argsort(dfil, descending=True, stable=True)
-    order = order[measured[order] > 0]
-    most = min(MOST, (len(order) + 1) // 2)
-    least = min(LEAST, len(order) - most)
-    return torch.cat([order[:most], order[len(order) - least :]]), most
-
-
-def _stacked(rows: list[Tensor]) -> Tensor:
-    return torch.stack(rows).cpu()
-
-
-def _leakage_facts(dataset: Dataset, kept: Tensor) -> dict[str, Any]:
-    private, target = dataset.private_features, dataset.target
-    facts: dict[str, Any] = {
-        "class_names": list(dataset.class_names),
-        "feature_names": [f.name for f in private],
-        "units": [f.unit for f in private],
-        "scale": dataset.scale.tolist(),
-        "offset": dataset.offset.tolist(),
-        "private": None if dataset.private is None else dataset.private.tolist(),
-        "target_name": "" if target is None else target.name,
-        "target_unit": "" if target is None else target.unit,
-        "confidence": CONFIDENCE,
-        "task": dataset.task,
-        "inferred_ranges": dataset.inferred_ranges,
-        "notes": list(dataset.notes),
-    }
-    if dataset.private is not None:
-        flat = dataset.inputs.reshape(len(dataset.inputs), -1)
-        marks: np.ndarray = np.all((flat == 0) | (flat == 1), axis=0)  # a public number has no name: 1 is no yes there
-        facts["public_names"] = [
-            f.name if mark else "" for f, mark in zip(dataset.features, marks, strict=True) if not f.private
-        ]
-    if dataset.record_names is not None:
-        facts["record_names"] = [dataset.record_name(int(i)) for i in kept]
-    if dataset.task == "number" and target is not None:
-        facts |= {"target_offset": target.low, "target_scale": target.high - target.low}
-    return facts
 
 
 def facts_of(
@@ -298,8 +200,11 @@ def expected_seconds(dataset: Dataset, plan: Plan) -> float:
     else:
         share = 1.0 if budget == "every" else float(budget[1])
         per_run += share * plan.steps * (measuring - plain)
-    closer = (min(SAMPLE, len(dataset.inputs)) + (MOST + LEAST) * PROBES / 4) / (plan.sample_rate * len(dataset.inputs))
-    return plan.runs * (per_run + SNAPSHOTS * closer * measuring)
+    records = len(dataset.inputs)
+    times, probes = looks(plan, records, records * len(dataset.scale))
+    all_of = times * records * (3 + probes) / 4 if times else SNAPSHOTS * min(SAMPLE, records)
+    closer = (all_of + SNAPSHOTS * (MOST + LEAST) * PROBES / 4) / (plan.sample_rate * records)
+    return plan.runs * (per_run + closer * measuring)
 
 
 def _step_seconds(dataset: Dataset, plan: Plan, measuring: bool, steps: int = 3) -> float:

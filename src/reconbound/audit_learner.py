@@ -1,5 +1,5 @@
-"""The learner of an audit: it keeps the parameters of a few random steps, so that the records that turn out to be most
-exposed can be looked at closely afterwards, feature by feature.
+"""The learner of an audit: it keeps the parameters of a few random steps, so that records can be looked at afterwards,
+feature by feature: closely those that turn out to be most exposed, and all of them where they are few.
 
 A run is cut into blocks of L steps; in each, the parameters before one uniformly random step are kept. Measured there
 with weight L·q, a record's diagonal is an unbiased estimate of the run's (docs/theory-accounting.md, the third way)."""
@@ -32,6 +32,10 @@ SNAPSHOTS, POINTS = 12, 20
 FEW = 2000
 #: Record-probe pairs measured in one go.
 _AT_ONCE = 4096
+#: Records that share their probes when all are looked at.
+_TOGETHER = 512
+#: Which records (their places in the ledger) are measured at the snapshot before a step, with which weight over q.
+Visit = tuple[int, float, Tensor]
 
 
 class AuditLearner(PrivateSGD):
@@ -92,6 +96,44 @@ class AuditLearner(PrivateSGD):
 
     def look_closely(self, records: Tensor, runs: int, *, probes: int, each: bool) -> FisherAccountant:
         """A ledger of these records alone, from the snapshots of all runs, with their diagonals or the average one."""
+        everyone = torch.arange(len(records))
+
+        def visits(run: int) -> list[Visit]:
+            return [(step, float(length), everyone) for step, length in self.snapshot_steps(run)]
+
+        at_once = max(1, _AT_ONCE // probes)
+        return self._measured_at(records, runs, visits, "close", probes=probes, each=each, at_once=at_once)
+
+    def look_at_all(self, runs: int, *, looks: int, probes: int) -> FisherAccountant:
+        """A ledger with the diagonals of all records, each measured so many times in a run.
+
+        A run's blocks are joined into `looks` parts. In each, a record is measured at the snapshot of one of the part's
+        m blocks, drawn uniformly and by itself: at a given step of a block of L with the chance 1/(mL), so with weight
+        mLq (docs/theory-accounting.md)."""
+
+        def visits(run: int) -> list[Visit]:
+            found = []
+            for k, blocks in enumerate(_parts(self.snapshot_steps(run), looks)):
+                rng = numbers_of(derive(self.seed, "run", run), "look", k)
+                drawn = torch.from_numpy(rng.integers(0, len(blocks), self.records))
+                for j, (step, length) in enumerate(blocks):
+                    found.append((step, float(len(blocks) * length), torch.nonzero(drawn == j).flatten()))
+            return found
+
+        everyone = torch.arange(self.records)
+        return self._measured_at(everyone, runs, visits, "all", probes=probes, each=True, at_once=_TOGETHER)
+
+    def _measured_at(
+        self,
+        records: Tensor,
+        runs: int,
+        visits: Callable[[int], list[Visit]],
+        name: str,
+        *,
+        probes: int,
+        each: bool,
+        at_once: int,
+    ) -> FisherAccountant:
         assert self.accountant is not None
         account = replace(self.accountant.account, records=len(records), rules=self.accountant.account.rules[:1])
         ledger = FisherAccountant(account, diagonal="all" if each else "average", device=self.device)
@@ -99,16 +141,16 @@ class AuditLearner(PrivateSGD):
         measurer = Measurer(
             self.model, self.loss_fn, *data, more, self.private, diagonal=True, spectral=False, check=False
         )
-        parts = torch.arange(len(records)).split(max(1, _AT_ONCE // probes))
         own = {name: value.clone() for name, value in self.model.state_dict().items()}
         try:
             for run in range(runs):
-                for step, length in self.snapshot_steps(run):
+                seed = derive(self.seed, "run", run)
+                for step, weight, places in visits(run):
                     self._put_back(run, step)
-                    for k, part in enumerate(parts):
-                        seed = derive(self.seed, "run", run)
-                        found = measurer.information(records[part], torch_stream(seed, f"close {k}", step, self.device))
-                        ledger.add(part, found, weight=length * account.sample_rate, stratified=True)
+                    for k, part in enumerate(places.split(at_once)):
+                        probe = torch_stream(seed, f"{name} {k}", step, self.device)
+                        found = measurer.information(records[part], probe)
+                        ledger.add(part, found, weight=weight * account.sample_rate, stratified=True)
                 ledger.finish_run()
         finally:
             self.model.load_state_dict(own)
@@ -120,6 +162,12 @@ class AuditLearner(PrivateSGD):
             self.model.load_state_dict(unsealed(path)[0])
         except FileNotFoundError:
             raise Unreadable(f"{path} has been removed: start over with --fresh") from None
+
+
+def _parts(blocks: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
+    """The blocks in order, joined into so many parts (at most one a block), of nearly the same number of blocks."""
+    ends = [k * len(blocks) // min(count, len(blocks)) for k in range(min(count, len(blocks)) + 1)]
+    return [blocks[a:b] for a, b in pairwise(ends)]
 
 
 def _plain_file(model: nn.Module) -> bytes:

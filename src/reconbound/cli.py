@@ -17,7 +17,7 @@ from .calculator import FLOORS, guarantee
 from .calibrate import OutOfReach, calibrate, calibrate_epsilon
 from .commands import register
 from .commands.errors import said_of_usage, said_of_value
-from .commands.options import count, epochs_as_steps, one_line, option, ratio
+from .commands.options import STOPPED, Told, count, epochs_as_steps, one_line, option, ratio
 from .commands.printing import (
     UNSAID,
     calibration_dict,
@@ -286,19 +286,25 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; the exit status. Every error is one line on standard error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return app(args=words or ["--help"], prog_name="reconbound", standalone_mode=False) or 0
+        status = app(args=words or ["--help"], prog_name="reconbound", standalone_mode=False) or 0
+        return _stopped() if status == STOPPED and not isinstance(status, Told) else int(status)
     except InputError as error:
         message = said_of_value(error, app)
     except typer.Exit as stop:
         return int(stop.exit_code)
-    except typer.Abort:
-        message = "stopped"
+    except (typer.Abort, KeyboardInterrupt):
+        return _stopped()
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of click's: a fault of ours, shown in full
             raise
         message = said_of_usage(error, words, app)
     print(f"reconbound: {one_line(message)}", file=sys.stderr)
     return 2
+
+
+def _stopped() -> int:
+    print("\nreconbound: stopped", file=sys.stderr)
+    return STOPPED
 
 
 _SPELT = {"±": "+/-", "ε": "epsilon", "δ": "delta", "≥": ">=", "→": "->", "–": "-", "é": "e", "λ": "lambda",

@@ -94,6 +94,9 @@ _OWN: dict[str, dict[str, Any]] = {
         "lr": 3.0,
         "budget": 1.0,
     },  # minutes; limits take --runs 10 --budget 3
+    # lr of cifar10: one training each by this plan (one run, seed 1, accuracy on 2,000 test images). 1.0 reached 23.6 %
+    # after 50 steps, 33.6 % after 200 and 40.4 % after 400. Not taken to the end: 0.5 had 27.7 % after 200; 2.0 was
+    # ahead, 36.9 % after 200; 3.0 had learned nothing (12 %) after 50. So 1.0 trains, well clear of what does not.
     "cifar10": {"sample_rate": 0.005, "steps": 400, "lr": 1.0, "budget": 1.0},
 }
 

@@ -14,7 +14,7 @@ from ._random import new_seed
 from .checkpoint import LOCK, NAMES, plain_json
 from .learner_state import data_digest
 from .plan import Plan, _tensor
-from .run_folder import CHECKPOINTS, LEAKAGE, MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, prepare
+from .run_folder import CHECKPOINTS, LEAKAGE, MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, prepare, read_run
 
 if TYPE_CHECKING:
     from .data import Dataset
@@ -80,6 +80,23 @@ def refuse_other(folder: str | os.PathLike[str], dataset: Dataset, plan: Plan) -
             str(folder),
         )
     return before
+
+
+def finished(folder: str | os.PathLike[str], dataset: Dataset, plan: Plan, *, publish_accuracy: bool = False) -> bool:
+    """Whether the folder holds this very audit, with all its runs and files; an InputError if it holds another's.
+
+    One whose accuracy is to be published, or no longer, is not finished."""
+    place = Path(folder)
+    before = refuse_other(place, dataset, plan)
+    if before is None or before["plan"] != _wanted(dataset, plan)["plan"]:
+        return False
+    if not all((place / name).exists() for name in (RUN, LEAKAGE, REPORT, PUBLIC_REPORT, MODEL)):
+        return False
+    try:
+        run = read_run(place)
+    except Unreadable:
+        return False
+    return run.mechanism.get("runs") == plan.runs and (run.accuracy is not None) == publish_accuracy
 
 
 def _wanted(dataset: Dataset, plan: Plan) -> dict[str, Any]:

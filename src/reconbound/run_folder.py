@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,6 +47,7 @@ class Run:
         training: model (in words), parameters, lr, momentum, seed_from (CHOSEN_SEED, or who made it up) and what else
             decides the training.
         guarantee: the calculator's answer, `Guarantee.to_dict()`.
+        headline: what it means in sentences, with the conditions that it rests on: those of the public page.
         accuracy: of the released model on test data, only where its owner chose to publish it.
         software: versions.
     """
@@ -56,6 +58,7 @@ class Run:
     guarantee: Mapping[str, Any]
     accuracy: float | None = None
     software: Mapping[str, str] = field(default_factory=dict)
+    headline: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,17 @@ class Leakage:
         targets: (N,), the class or number of each record.
         kept: (k,), records kept whole: the most exposed first in order, then the least exposed (the least last).
         kept_inputs: (k, *shape). kept_diagonal: (k, d), information about each private feature. average_diagonal: (d,).
+        diagonal: (n, d), the same, less exactly, for all records (n = N) or for those of diagonal_of, (n,), which were
+            drawn at random; NaN where a record's value is missing.
+        names: of all records, as UTF-8 parted by newlines (`record_names`); None where they have none.
         history_step: (h,). history: (h, 3): largest, 99 % quantile and median dFIL after so many steps of the first
             run, of the first rule. accuracy_step: (a,), accuracy: (a,), on test data (R² for a number).
         guess: (d,), mean square error of guessing each private feature's average over the records that have one.
         facts: rules, class_names, feature_names, units, scale, offset (lists of d, or one number for all), private
-            (flat columns of the inputs, or None for all), record_names (of the kept ones), target_name, confidence,
-            task ("classes" or "number"), inferred_ranges (whether any range was read off the data), and what else the
-            page needs.
+            (flat columns of the inputs, or None for all), target_name, confidence, task ("classes" or "number"),
+            inferred_ranges (whether any range was read off the data), diagonal_measured and diagonal_probes (how often
+            each record of `diagonal` was measured, over all runs, and with how many probes), and what else the page
+            needs.
     """
 
     dfil: Tensor
@@ -94,7 +101,25 @@ class Leakage:
     upper: Tensor | None = None
     kept_diagonal: Tensor | None = None
     average_diagonal: Tensor | None = None
+    diagonal: Tensor | None = None
+    diagonal_of: Tensor | None = None
+    names: Tensor | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def packed_names(names: Sequence[str]) -> Tensor:
+    """Names of records as one tensor of bytes.
+
+    >>> record_names(packed_names(["row 2", "Zoë.png"]))
+    ['row 2', 'Zoë.png']
+    """
+    told = "\n".join(name.replace("\n", " ") for name in names)
+    return torch.from_numpy(np.frombuffer(told.encode("utf-8", "replace"), dtype=np.uint8).copy())
+
+
+def record_names(packed: Tensor | None) -> list[str]:
+    """What `packed_names` packed; empty for None."""
+    return [] if packed is None else packed.numpy().tobytes().decode("utf-8", "replace").split("\n")
 
 
 def prepare(folder: str | os.PathLike[str]) -> Path:

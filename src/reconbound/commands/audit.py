@@ -156,6 +156,9 @@ def _loaded(data: str, wishes: dict[str, Any], quiet: bool) -> Dataset:
     for warning in caught:
         if not quiet:
             print(f"Note: {warning.message}", file=sys.stderr)
+    if dataset.inferred_ranges and not quiet:
+        hint = "declare ranges that are known without the data by --range COLUMN=LOWEST:HIGHEST, once for each column"
+        print(f"Note: {hint}", file=sys.stderr)
     return dataset
 
 
@@ -172,18 +175,31 @@ def _run(
     dataset: Dataset, plan: Plan, out: Path, publish_accuracy: bool, fresh: bool, as_json: bool, quiet: bool
 ) -> None:
     from ..audit import audit
-    from ..plan_file import open_folder, refuse_other
-    from ..run_folder import REPORT
+    from ..plan_file import finished, open_folder
 
     open_folder(out)
-    if not fresh:
-        refuse_other(out, dataset, plan)
+    if not fresh and finished(out, dataset, plan, publish_accuracy=publish_accuracy):
+        if not quiet:
+            print(
+                f"Finished already: the audit in {out} was made with these data and options; nothing was done. "
+                "--fresh starts over, more --runs add to it, reconbound report builds its pages again.",
+                file=sys.stderr if as_json else sys.stdout,
+            )
+        _tell(out, as_json, quiet)
+        return
     if plan.seed is not None and not quiet:
         print("Note: whoever guesses the seed knows the noise: release no model that had --seed", file=sys.stderr)
     if not quiet:
         for line in told_plan(dataset, plan, out, fresh):
             print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
     folder = audit(dataset, plan, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
+    _tell(folder, as_json, quiet)
+
+
+def _tell(folder: Path, as_json: bool, quiet: bool) -> None:
+    """The verdict of a finished audit, and where its report is."""
+    from ..run_folder import REPORT
+
     if as_json:
         confidential_note()
         print(json.dumps(result(folder), indent=2, allow_nan=False))
@@ -212,7 +228,8 @@ def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]
         f"({epochs:.3g} epochs), lr {plan.lr:g}: {others}.",
         f"Mechanism: noise multiplier {plan.noise_multiplier:g}, clip norm {plan.max_grad_norm:g} ({plan.clip}), "
         f"{plan.sampler} batches, sample rate {sampler.sample_rate:.3g}{epsilon}.",
-        f"Floors whatever the data, of a feature's range: {', '.join(says) or 'none that says anything'}. "
+        f"Floors whatever the data, of a feature's range: {', '.join(says) or 'none that says anything'}"
+        f"{' (only with declared ranges: see the notes above)' if dataset.inferred_ranges else ''}. "
         "The audit measures those of your records.",
         f"Expected time: about {_duration(expected_seconds(dataset, plan))}{' if nothing is done yet' if on else ''}.",
         f"{'Goes on' if on else 'Writes'} in {out}, which is confidential apart from run.json, model.safetensors and "
@@ -228,6 +245,7 @@ def _duration(seconds: float) -> str:
 
 def result(folder: Path) -> dict[str, Any]:
     """The verdict of a finished audit and where it is; confidential."""
+    from ..report.columns import counts, which
     from ..report.view import View
     from ..report.words import sureness, verdict
     from ..run_folder import MODEL, PUBLIC_REPORT, REPORT, read_leakage, read_run
@@ -248,6 +266,8 @@ def result(folder: Path) -> dict[str, Any]:
         "records": view.records,
         "below_guess": view.below(view.guess),
         "never_measured": view.unknown,
+        "columns": counts(view),
+        "columns_of": which(view) if counts(view) else None,
         "accuracy": float(leakage.accuracy[-1]) if leakage.accuracy.numel() else None,
         "epsilon": run.guarantee.get("epsilon"),
     }

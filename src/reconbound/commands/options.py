@@ -23,6 +23,14 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+#: Exit status of what was stopped from the keyboard.
+STOPPED = 130
+
+
+class Told(int):
+    """An exit status whose reason has been printed."""
+
+
 def ratio(given: Any) -> float:
     """A number, also as a fraction: 0.01, 256/50000."""
     text = str(given)  # typer passes defaults too
@@ -63,7 +71,7 @@ def plain_errors(resume: str = "") -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         print(f"\nreconbound: stopped{resume}", file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise typer.Exit(Told(STOPPED)) from None
     except (InputError, BrokenPipeError):
         raise  # cli.run says them
     except NotADirectoryError as reason:

@@ -36,8 +36,7 @@ def report_command(
         from ..report import build, compare
 
         if len(folders) > 1:
-            page = compare(folders, out if out is not None else Path("comparison.html"))
-            print(json.dumps({"comparison": str(page)}) if as_json else page)
+            _compared(folders, compare(folders, out if out is not None else Path("comparison.html")), as_json)
             return
         if out is not None:
             raise InputError("out", "is for comparing several folders; one audit's pages stay in its folder", str(out))
@@ -48,9 +47,47 @@ def report_command(
             print(f"{public}\n{own}")
 
 
+def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
+    from ..report.comparison import facts, ranged
+    from ..report.figures import amount, plus_minus
+
+    found = facts(folders)
+    confidential_note()
+    if as_json:
+        print(json.dumps({"comparison": str(page), **found}, indent=2, allow_nan=False))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, markup=False)
+    table = Table(title="Floors in ± share of the range", title_justify="left")
+    for name in ("audit", "noise", "steps", "ε", "lowest", "median", "guess", "below guess"):
+        table.add_column(Text(name), justify="left" if name == "audit" else "right", overflow="fold")
+    for a in found["audits"]:
+        m, floors = a["mechanism"], a["floors"]
+        cells = (a["name"], f"{m['noise_multiplier']:g}", f"{m['steps']:,}", amount(a["epsilon"]),
+                 plus_minus(floors["lowest"]), plus_minus(floors["median"]), plus_minus(a["guess"]),
+                 f"{a['below_guess']:,} of {a['records']:,}")  # fmt: skip
+        table.add_row(*(Text(cell) for cell in cells))
+    console.print(table)
+    for a in found["audits"]:
+        named = "; ".join(f"{c['name']} {ranged(c)}" for c in a["private"][:CELLS])
+        more = f"; and {len(a['private']) - CELLS} more" if len(a["private"]) > CELLS else ""
+        console.print(Text(f"{a['name']} ({a['data']}, {a['records']:,} records), private: {named}{more}"))
+    if found["warning"]:
+        console.print(Text(found["warning"]))
+    for d in found["differences"]:
+        console.print(Text(f"  {d['what']}: " + "; ".join(f"{name} {said}" for name, said in d["values"].items())))
+    print(page)
+
+
 def show_command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of a finished audit.")],
-    record: Annotated[int | None, typer.Option(help="A record's number; without it, the whole audit.")] = None,
+    record: Annotated[
+        str | None,
+        typer.Option(help="A record's number (from 0) or name as the report has it; without it, the whole audit."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (confidential).")] = False,
 ) -> None:
     """Show an audit, or what it found about one record, in the terminal (confidential)."""
@@ -66,13 +103,42 @@ def show_command(
         if record is None:
             _show_all(view, folder, as_json)
             return
-        facts = record_facts(leakage, run, record)
-        floors = _pixel_floors(view, record)
+        number = found_record(view, record)
+        facts = record_facts(leakage, run, number)
+        floors = _pixel_floors(view, number)
         if as_json:
             pixels = {} if floors is None else {"pixel_floors": floors.tolist()}
             print(json.dumps({**facts, **pixels}, indent=2, allow_nan=False))
             return
-        _print_record(view, facts, record, floors)
+        _print_record(view, facts, number, floors)
+
+
+def found_record(view: View, given: str) -> int:
+    """The number of a record that was named by it, or by its name in any case ("row 22", "cat/1.png", "1.png", "record
+    1,234"); an InputError with near matches where there is none, or more than one."""
+    text = given.strip()
+    plain = text.lower().removeprefix("record ").replace(",", "")
+    if plain.lstrip("-").isdigit():
+        if 0 <= int(plain) < view.records:
+            return int(plain)
+        raise InputError("record", f"must be below {view.records:,}, the number of records", given)
+    names = [name.lower() for name in view.names]
+    for called in (names, [name.rpartition("/")[2] for name in names]):
+        found = [i for i, name in enumerate(called) if name == text.lower()]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            which = ", ".join(f"{i} ({view.record_name(i)})" for i in found[:5])
+            raise InputError("record", f"must be one record's name or number; there are {len(found)}: {which}", given)
+    if not names:
+        raise InputError(
+            "record", f"must be a number from 0 to {view.records - 1:,}: these records have no names", given
+        )
+    from difflib import get_close_matches
+
+    near = [view.names[names.index(name)] for name in get_close_matches(text.lower(), names, n=3, cutoff=0.5)]
+    hint = f" (like {', '.join(near)})" if near else f" (such as {view.names[0]})"
+    raise InputError("record", f"must be the name of a record that was trained on{hint}, or a number", given)
 
 
 def _show_all(view: View, folder: Path, as_json: bool) -> None:
@@ -95,14 +161,23 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
     for line in found["verdict"]:
         console.print(line)
     table = Table(title=f"The most exposed, floors in ± {view.of_range}", title_justify="left")
-    for name in ("record", "name", view.target_name, "floor"):
+    named = ["name"] if view.names else []
+    for name in ("record", *named, view.target_name, "floor"):
         table.add_column(Text(name), justify="right" if name in ("record", "floor") else "left", overflow="fold")
     for row in rows:
-        cells = (f"{row['record']:,}", str(row["name"]), str(row["target"]), f"{row['floor']:.3g}")
+        own_name = [str(row["name"])] if named else []
+        cells = (f"{row['record']:,}", *own_name, str(row["target"]), f"{row['floor']:.3g}")
         table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
+    from ..report.columns import sentence, which
+
+    if found["columns"]:
+        console.print(f"Single columns, of {which(view)} (by estimates):")
+        for column in found["columns"]:
+            console.print(Text(f"  {sentence(column)}"))
     own = shlex.quote(str(folder))
-    console.print(f"One record: reconbound show {own} --record {most[0] if most else 0}. Pages: {found['report']}")
+    one = shlex.quote(view.names[most[0]]) if most and view.names else str(most[0] if most else 0)
+    console.print(Text(f"One record: reconbound show {own} --record {one}. Pages: {found['report']}"))
 
 
 def _print_record(view: View, facts: dict[str, Any], record: int, floors: ndarray | None) -> None:
@@ -114,30 +189,38 @@ def _print_record(view: View, facts: dict[str, Any], record: int, floors: ndarra
     console = Console(highlight=False, markup=False)
     console.print(record_table(facts))
     place = view.place(record)
-    if place is None:
-        console.print("Single features are kept for the most and the least exposed records alone.")
+    if view.feature_floors(record) is None:
+        console.print(
+            f"Single {view.part}s were not measured for this {view.noun}: of data of this size only for some."
+        )
         return
+    if place is None:
+        console.print(
+            f"This {view.noun} is not among the most and the least exposed, which were looked at closely: its "
+            f"{view.part}s' floors are rougher, and {'it' if view.image else 'its values'} "
+            f"{'is' if view.image else 'are'} not kept in the folder."
+        )
     if floors is None:
         return
-    image = view.leakage.kept_inputs[place].double().numpy().mean(axis=0)
     low, high = float(floors.min()), float(floors.max())
-    console.print(f"The image, and where it is exposed (darkest ±{low:.3g}, lightest ±{high:.3g} {view.of_range}):")
+    what = "Where it is exposed" if place is None else "The image, and where it is exposed"
+    console.print(f"{what} (darkest ±{low:.3g}, lightest ±{high:.3g} {view.of_range}):")
     import numpy as np
 
     heat = np.log(high / np.maximum(floors, np.finfo(float).tiny))
-    left, right = draw(image), draw(heat / heat.max() if heat.max() > 0 else heat)
-    beside = 2 * len(left[0]) + 5 <= console.width
-    lines = [f"  {a}   {b}" for a, b in zip(left, right, strict=True)] if beside else [*left, "", *right]
+    right = draw(heat / heat.max() if heat.max() > 0 else heat)
+    left = [] if place is None else draw(view.leakage.kept_inputs[place].double().numpy().mean(axis=0))
+    beside = place is not None and 2 * len(left[0]) + 5 <= console.width
+    lines = [f"  {a}   {b}" for a, b in zip(left, right, strict=True)] if beside else [*left, *right]
     for line in lines:
         console.print(Text(line), no_wrap=True, crop=False)
 
 
 def _pixel_floors(view: View, record: int) -> ndarray | None:
-    """± floor of each pixel, (H, W), of a record kept whole: over the planes, that of the most exposed."""
-    place = view.place(record)
-    if place is None or not view.image or view.private is not None:
+    """± floor of each pixel, (H, W): over the planes, that of the most exposed."""
+    if not view.image or view.private is not None:
         return None
-    floors = view.feature_floors(place)
+    floors = view.feature_floors(record)
     return None if floors is None else floors.reshape(view.leakage.kept_inputs.shape[1:]).min(axis=0)
 
 

@@ -35,6 +35,7 @@ class Feature:
         low, high: its range in data units; the model sees (value - low)/(high - low).
         declared: False where the range was read off the data, so that it must not be published.
         private: whether the audit protects it; categories and marks of missing values are public.
+        column: of the file that it was made from, where that has another name (a category's, a mark's); "" else.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Feature:
     high: float = 1.0
     declared: bool = True
     private: bool = True
+    column: str = ""
 
 
 class Pixels(Sequence[Feature]):
@@ -154,6 +156,14 @@ class Dataset:
         return tuple(f for f in self.features if f.private)
 
     @property
+    def columns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of a table's private and of its public columns, as its owner knows them: a column of categories is one,
+        whatever the model sees of it. The target is not among them."""
+        private = tuple(dict.fromkeys(f.column or f.name for f in self.features if f.private))
+        public = dict.fromkeys(f.column or f.name for f in self.features if not f.private)
+        return private, tuple(name for name in public if name not in private)
+
+    @property
     def inferred_ranges(self) -> bool:
         """Whether a range, of a feature or the target, was read off the data."""
         own = self.target is not None and self.task == "number" and not self.target.declared
@@ -170,7 +180,9 @@ class Dataset:
             planes, height, width = self.shape
             what = f"images of {height}×{width}" + (f" in {planes} planes" if planes > 1 else "")
         else:
-            d = len(self.features) if self.private is None else len(self.private)
-            what = f"a table of {len(self.features)} columns, {d} of them private"
+            private, public = self.columns
+            both = len(private) + len(public)
+            what = f"a table of {both:,} column{'s' if both > 1 else ''} beside the target "
+            what += f"({len(private):,} private, {len(public):,} public)"
         aim = f"{len(self.class_names)} classes" if self.task == "classes" else "a number"
         return f"{self.name}: {what}; {count}; predicts {self.target.name if self.target else 'the class'} ({aim})"

@@ -194,7 +194,7 @@ def numbers(
     scaled = (np.clip(filled, feature.low, feature.high) - feature.low) / (feature.high - feature.low)
     if not missing.any():
         return scaled[:, None], [feature]
-    mark = Feature(f"{column.name} {MISSING}", private=False)
+    mark = Feature(f"{column.name} {MISSING}", private=False, column=column.name)
     return np.stack([scaled, missing.astype(np.float64)], axis=1), [feature, mark]
 
 
@@ -230,7 +230,9 @@ def categories(table: str, column: Column, notes: list[str]) -> tuple[np.ndarray
         return np.zeros((len(codes), 0)), []
     if len(found) == 1:
         notes.append(f"{column.name}: every value is {str(found[0]) or MISSING!r}")
-    named = [Feature(f"{column.name} = {text or MISSING}", private=False) for text in map(str, found)]
+    named = [
+        Feature(f"{column.name} = {text or MISSING}", private=False, column=column.name) for text in map(str, found)
+    ]
     return (codes.reshape(-1, 1) == np.arange(len(found))).astype(np.float64), named
 
 

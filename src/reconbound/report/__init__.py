@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import __version__
-from .._check import InputError
 from .._files import CONFIDENTIAL, PUBLIC, write_whole
 from ..run_folder import PUBLIC_REPORT, REPORT, Leakage, Run, read_leakage, read_run
-from . import advice, charts, page, public, words
+from . import advice, charts, columns, page, public, words
 from .axes import Chart
+from .comparison import compare
 from .figures import amount, clean, percent, plus_minus
+from .public import headline
 from .records import cards, glance, quantiles, record_facts, record_table
 from .view import View
 
-__all__ = ["build", "compare", "confidential_page", "public_page", "record_facts", "record_table"]
+__all__ = ["build", "compare", "confidential_page", "headline", "public_page", "record_facts", "record_table"]
 
 
 def build(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
@@ -57,6 +57,7 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         "rules": words.RULES,
         "cards": cards(view),
         "features": public.feature_rows(view),
+        "columns_note": columns.note(view),
         "assumptions": words.assumptions(view),
         "floors": public.floor_rows(run, view.unit),
         "guess_middle": plus_minus(view.unit / 2),
@@ -106,61 +107,3 @@ def public_page(run: Run) -> bytes:
     Guarantee: no per-record leakage is read, so none can be in it; accuracy only where its owner chose to publish it.
     """
     return page.render("public.html", {**public.context(run), "version": __version__}, None)
-
-
-def compare(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
-    """Write one page (confidential, mode 0600) that sets several audits side by side.
-
-    Args:
-        folders: of finished audits, two or more.
-        out: the file to write.
-    """
-    if len(folders) < 2:
-        raise InputError("folders", "must be two or more to compare", [str(folder) for folder in folders])
-    views = [View(read_run(folder), read_leakage(folder)) for folder in folders]
-    names = _names(folders)
-    chart = charts.overlay(views, names)
-    same = len({clean(view.run.data.get("name", "")) for view in views}) == 1
-    context = {
-        "title": f"{len(views)} audits side by side",
-        "rows": [_compared(view, name) for view, name in zip(views, names, strict=True)],
-        "same": same,
-        "unknown": any(view.unknown for view in views),
-        "chart": {chart.id: chart},
-        "version": __version__,
-    }
-    target = Path(out)
-    write_whole(target, page.render("compare.html", context, {chart.id: chart.figure}), mode=CONFIDENTIAL)
-    return target
-
-
-def _names(folders: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """A short name for each folder: its last part, or all of it where last parts are alike."""
-    short = [clean(Path(folder).resolve().name, 60) for folder in folders]
-    return [s if short.count(s) == 1 else clean(os.fspath(f), 120) for s, f in zip(short, folders, strict=True)]
-
-
-def _compared(view: View, name: str) -> dict[str, str]:
-    m, upper = view.run.mechanism, view.upper_floor
-    worst = None if view.worst is None else float(view.floor[view.worst]) / view.unit
-    limit = None if upper is None or not (upper > 0).any() else float(upper[upper > 0].min()) / view.unit
-    epsilon = view.run.guarantee.get("epsilon")
-    last = float(view.leakage.accuracy[-1]) if view.leakage.accuracy.numel() else float("nan")
-    classes = view.facts.get("task", "classes") == "classes"
-    return {
-        "name": name,
-        "data": clean(view.run.data.get("name", "–"), 60),
-        "noise": f"{float(m.get('noise_multiplier', 0)):g}",
-        "clip": f"{float(m.get('max_grad_norm', 0)):g}",
-        "rate": f"{float(m.get('sample_rate', 0)):.3g}",
-        "steps": f"{int(m.get('steps', 0)):,}",
-        "runs": f"{int(m.get('runs', 1)):,}",
-        "epsilon": "–" if epsilon is None else amount(float(epsilon)),
-        "accuracy": "–" if last != last else f"{last:.1%}" if classes else f"R² {last:.3f}",
-        "worst": plus_minus(worst),
-        "limit": "–" if limit is None else plus_minus(limit),
-        "median": plus_minus(view.quantile(0.5) / view.unit),
-        "guess": plus_minus(view.guess / view.unit),
-        "below": f"{view.below(view.guess):,} of {view.records:,}",
-        "unknown": f"{view.unknown:,}",
-    }

@@ -72,11 +72,12 @@ def for_records(view: View) -> list[str]:
         "better. "
         "The path itself changes with the noise, so this is an estimate; only another audit tells."
     )
-    single = view.parts_below_guess()
+    single = view.parts_below_guess() if view.features > 1 else 0
     if worst >= view.guess and not single:
+        also = f", and so is that of each of its {view.part}s" if view.features > 1 else ""
         return [
-            f"The most exposed {view.noun}’s floor is above the error of a guess already, and so is that of each of "
-            f"its {view.part}s. If accuracy is short, less noise may do; audit again and see.",
+            f"The most exposed {view.noun}’s floor is above the error of a guess already{also}. If accuracy is short, "
+            "less noise may do; audit again and see.",
             why,
         ]
     factor = _factor(view, worst)
@@ -85,8 +86,8 @@ def for_records(view: View) -> list[str]:
     what = (
         f"the most exposed {view.noun} from {plus_minus(worst)} to the error of a guess, {plus_minus(view.guess)}"
         if not single
-        else f"the {single:,} single {view.part}s of the most exposed {view.noun} that lie below a guess to the error "
-        "of a guess"
+        else f"the {f'{single:,} single {view.part}s' if single > 1 else f'one {view.part}'} of the most exposed "
+        f"{view.noun} that {'lie' if single > 1 else 'lies'} below a guess to the error of a guess"
     )
     return [
         f"To lift {what}, try a noise multiplier of about {noise * factor:.3g} (now {noise:g}): an estimate.",
@@ -99,8 +100,7 @@ def for_records(view: View) -> list[str]:
 def _factor(view: View, worst: float) -> float:
     """How many times more noise lifts the most exposed record, and each of its features, to the error of a guess."""
     assert view.worst is not None
-    place = view.place(view.worst)
-    floors = None if place is None else view.feature_floors(place)
+    floors = view.feature_floors(view.worst)
     found = view.guess / worst if worst > 0 else math.inf
     if floors is None:
         return found

@@ -30,6 +30,7 @@ from .axes import (
     steps_axis,
     titled,
 )
+from .columns import counts, sentence
 from .figures import amount, for_plotly, plus_minus
 from .view import NO_LIMIT, NOTHING, View
 from .words import most_exposed_columns
@@ -219,8 +220,7 @@ def by_feature(view: View) -> Chart | None:
     average = view.feature_floors(None)
     if view.image or average is None:
         return None
-    place = None if view.worst is None else view.place(view.worst)
-    worst = None if place is None else view.feature_floors(place)
+    worst = None if view.worst is None else view.feature_floors(view.worst)
     order = most_exposed_columns(view, average if worst is None else worst, MOST_ROWS)[::-1]
     kinds = [
         ("average record", average, BLUE, "circle"),
@@ -228,6 +228,7 @@ def by_feature(view: View) -> Chart | None:
     ]
     if worst is not None:
         kinds.insert(1, ("most exposed record", worst, VERMILLION, "diamond"))
+    told_counts = [sentence(found) for found in counts(view)]
     logs = {text: logs_of(np.minimum(values[order] / view.scale[order], 1e150)) for text, values, _, _ in kinds}
     low, high = shown_range(np.concatenate(list(logs.values())))
     data = []
@@ -235,6 +236,7 @@ def by_feature(view: View) -> Chart | None:
         told = [plus_minus(float(values[j]), view.feature_unit(j), float(view.scale[j])) for j in order]
         hover = [
             f"{for_plotly(view.feature_name(j))}: {for_plotly(own, 80)}<br>{text}"
+            + (f"<br>{for_plotly(told_counts[j], 160)}" if told_counts else "")
             for j, own in zip(order, told, strict=True)
         ]
         data.append({

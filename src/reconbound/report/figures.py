@@ -23,6 +23,15 @@ def amount(x: float | None, width: float = 1.0) -> str:
     return f"over {figure(REACH * width)}" if x > REACH * width else figure(x)
 
 
+def rough(x: float) -> str:
+    """Two digits, as for an error of an error.
+
+    >>> rough(123.4), rough(0.01234), rough(5.0)
+    ('120', '0.012', '5')
+    """
+    return amount(float(f"{x:.2g}"))
+
+
 def plus_minus(x: float | None, unit: str = "", width: float = 1.0) -> str:
     """± error and unit.
 

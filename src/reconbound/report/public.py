@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..run_folder import CHOSEN_SEED, Run
-from . import advice, words
+from . import advice, columns, words
 from .figures import amount, clean, plus_minus, value
 from .view import NOTHING, View, line
 
@@ -54,9 +54,9 @@ def feature_rows(view: View) -> list[dict[str, str]]:
     average = view.feature_floors(None)
     if view.image or average is None:
         return []
-    place = None if view.worst is None else view.place(view.worst)
-    worst = None if place is None else view.feature_floors(place)
+    worst = None if view.worst is None else view.feature_floors(view.worst)
     order = words.most_exposed_columns(view, average if worst is None else worst, view.features)
+    below = [columns.sentence(found) for found in columns.counts(view)]
     rows = []
     for j in order:
         unit, width = view.feature_unit(j), float(view.scale[j])
@@ -67,6 +67,7 @@ def feature_rows(view: View) -> list[dict[str, str]]:
             "average": plus_minus(float(average[j]), width=width),
             "worst": "–" if worst is None else plus_minus(float(worst[j]), width=width),
             "guess": plus_minus(float(view.guess_each[j])),
+            "below": below[j] if below else "",
         })  # fmt: skip
     return rows
 
@@ -74,14 +75,13 @@ def feature_rows(view: View) -> list[dict[str, str]]:
 def context(run: Run) -> dict[str, Any]:
     """All that the public page says."""
     data, found = run.data, run.guarantee
-    image = data.get("kind") == "image"
-    noun, part = ("image", "pixel") if image else ("record", "column")
+    noun, part = _nouns(run)
     return {
         "title": f"{clean(data.get('name', 'data'), 80)}: what the training guarantees",
         "noun": noun,
         "part": part,
-        "a_noun": "an image" if image else "a record",
-        "verdict": verdict(run, noun, part),
+        "a_noun": "an image" if noun == "image" else "a record",
+        "verdict": headline(run),
         "caveats": caveats(run),
         "about": about(run),
         "floors": floor_rows(run),
@@ -107,20 +107,43 @@ def _accuracy(run: Run) -> str:
     return f"{run.accuracy:.1%}"
 
 
-def verdict(run: Run, noun: str, part: str) -> list[str]:
-    """What the mechanism guarantees, in two sentences."""
+def _nouns(run: Run) -> tuple[str, str]:
+    return ("image", "pixel") if run.data.get("kind") == "image" else ("record", "column")
+
+
+def headline(run: Run) -> list[str]:
+    """What the mechanism guarantees, in two sentences, with the condition that it rests on where ranges were read off
+    the data: the first words of the public page, and of run.json."""
+    noun, part = _nouns(run)
     each, mean = line(run, "lecam"), line(run, "rate_distortion")
+    one = int(run.data.get("features", 0)) == 1
+    known = f"Provided that every column’s range is known without the data, which is not so here ({read_off(run)}): "
+    what = f"{known + 'w' if run.data.get('inferred_ranges') else 'W'}hatever the data and however clever the attacker"
     said = []
     if each is not None and each >= NOTHING:
         said.append(
-            f"Whatever the data and however clever the attacker, even one who knows every other {noun} and sees every "
-            f"step of the training errs by at least {plus_minus(each)} of the range on each {part} of one {noun}, in "
+            f"{what}, even one who knows every other {noun} and sees every "
+            f"step of the training errs by at least {plus_minus(each)} of the range on "
+            f"{f'the private {part}' if one else f'each {part}'} of one {noun}, in "
             f"the worst case over all {noun}s there could be; without the model, guessing the middle errs by at most "
             "±0.5."
         )
     if mean is not None and mean > max(NOTHING, each or 0.0):
-        said.append(f"On average over a {noun}’s {part}s it errs by at least {plus_minus(mean)} of the range.")
+        over = f"On a {noun}’s private {part}" if one else f"On average over a {noun}’s {part}s"
+        start = f"{over} it errs" if said else f"{what}, it errs {over[0].lower()}{over[1:]}"
+        said.append(f"{start} by at least {plus_minus(mean)} of the range.")
     return said or ["This mechanism’s settings give no floor worth naming for every attacker."]
+
+
+def read_off(run: Run) -> str:
+    """Which ranges were read off the data and how to declare them; names private columns alone, the others are not
+    told to the public."""
+    ranges, own = run.data.get("ranges") or {}, [str(name) for name in run.data.get("private") or ()]
+    names = [clean(name, 40) for name in own if name not in ranges]
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    which = f"{'that' if len(names) == 1 else 'those'} of {listed}" if names else "some"
+    verb, them = ("was", "it") if len(names) == 1 else ("were", "them")
+    return f"{which} {verb} read off it: declare {them} by --range COLUMN=LOWEST:HIGHEST and audit again"
 
 
 def caveats(run: Run) -> list[str]:

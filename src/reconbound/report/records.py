@@ -14,7 +14,7 @@ from rich.text import Text
 from .._check import InputError, whole
 from ..run_folder import Leakage, Run
 from . import thumbnails
-from .figures import amount, clean, count, percent, plus_minus, value
+from .figures import amount, clean, count, percent, plus_minus, rough, value
 from .view import NO_LIMIT, View
 from .words import most_exposed_columns
 
@@ -56,15 +56,16 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
         "rank": 1 + int((view.floor[view.measured] < view.floor[i]).sum()) if known else None,
         "of": int(view.measured.sum()),
     }
-    place = view.place(i)
-    if place is not None and not view.image:
-        found["columns"] = columns(view, place)
+    if not view.image and (view.place(i) is not None or view.feature_floors(i) is not None):
+        found["columns"] = columns(view, i)
     return found
 
 
-def columns(view: View, place: int) -> list[dict[str, Any]]:
-    """The private columns of a record kept whole, the most exposed first: value, floor and guess in its own unit."""
-    floors, values = view.feature_floors(place), view.values(place)
+def columns(view: View, record: int) -> list[dict[str, Any]]:
+    """The private columns of a record, the most exposed first: value (of those kept whole), floor and guess in its own
+    unit."""
+    floors, place = view.feature_floors(record), view.place(record)
+    values = np.full(view.features, np.nan) if place is None else view.values(place)
     order = range(view.features) if floors is None else most_exposed_columns(view, floors, view.features)
     return [
         {
@@ -93,12 +94,14 @@ def record_table(facts: Mapping[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [Text("Confidential: about one person’s or picture’s data", style="bold red"), table]
     if facts.get("columns"):
         own = Table(title="Private columns, the most exposed first", title_justify="left")
-        for title in ("column", "value", "floor, at least", "a guess errs by"):
+        kept = any(c["value"] is not None for c in facts["columns"])
+        for title in ("column", *(["value"] if kept else []), "floor, at least", "a guess errs by"):
             own.add_column(title, justify="left" if title == "column" else "right", overflow="fold")
         for c in facts["columns"]:
             unit = f" {c['unit']}" if c["unit"] else ""
-            shown = "–" if c["value"] is None else value(c["value"]) + unit
-            cells = (shown, plus_minus(c["floor"], c["unit"], c["width"]), plus_minus(c["guess"], c["unit"]))
+            shown = "missing" if c["value"] is None else value(c["value"]) + unit
+            floor = "value missing" if c["floor"] is None else plus_minus(c["floor"], c["unit"], c["width"])
+            cells = (*([shown] if kept else []), floor, plus_minus(c["guess"], c["unit"]))
             own.add_row(Text(c["name"]), *(Text(cell) for cell in cells))
         parts.append(own)
     return Group(*parts)
@@ -162,8 +165,12 @@ def _card(view: View, record: int, maps: np.ndarray | None, ends: tuple[float, f
         "name": view.record_name(record),
         "target": view.target(record),
         "floor": plus_minus(float(view.floor[record])),
-        "error": "s.e. over 50 %" if error is None else f"s.e. {error:.2g}",
-        "limit": None if upper is None else plus_minus(float(upper[record])) if upper[record] > 0 else "none",
+        "error": "s.e. over 50 %" if error is None else f"s.e. {rough(error)}",
+        "limit": None
+        if upper is None
+        else f"with confidence at least {plus_minus(float(upper[record]))}"
+        if upper[record] > 0
+        else "no confidence limit",
         "ratio": _ratio(float(view.floor[record]), view.guess),
         "known": bool(view.measured[record]),
         "picture": None,
@@ -177,7 +184,7 @@ def _card(view: View, record: int, maps: np.ndarray | None, ends: tuple[float, f
         if maps is not None and ends is not None:
             card["map"] = thumbnails.data_uri(thumbnails.heat(maps[place], ends))
         return card
-    rows = [_row(c) for c in columns(view, place)]
+    rows = [_row(c) for c in columns(view, record)]
     card["columns"], card["more"] = rows[:COLUMNS], rows[COLUMNS:]
     card["public"] = [clean(name, 60) for name in view.marks(place)]
     return card
@@ -190,7 +197,7 @@ def _row(c: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": c["name"],
         "unit": c["unit"],
-        "value": "–" if c["value"] is None else value(c["value"]),
+        "value": "missing" if c["value"] is None else value(c["value"]),
         "floor": plus_minus(floor, width=c["width"]),
         "guess": plus_minus(c["guess"]),
         "share": round(100 * share, 1),

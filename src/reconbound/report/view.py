@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..data.tables import MISSING
-from ..run_folder import Leakage, Run, floors
+from ..run_folder import Leakage, Run, floors, record_names
 from .figures import clean
 
 #: A floor at a smaller share of the range says nothing in practice.
@@ -45,6 +45,11 @@ class View:
     def part(self) -> str:
         """One private number of a record."""
         return "pixel" if self.image else "column"
+
+    @property
+    def private_parts(self) -> str:
+        """All private numbers of a record, in words."""
+        return "pixels" if self.image else "private columns" if self.features > 1 else "private column"
 
     @cached_property
     def scale(self) -> np.ndarray:
@@ -87,12 +92,15 @@ class View:
         unit = units if isinstance(units, str) else units[j] if j < len(units) else ""
         return clean(unit or "", 40)
 
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of all records as the page prints them; empty where they have none of their own."""
+        return [clean(name, 80) for name in record_names(self.leakage.names)]
+
     def record_name(self, record: int) -> str:
-        """ "record 17", with its file's name where it has one (names are kept for the records kept whole)."""
-        names, place = self.facts.get("record_names"), self.place(record)
-        if not names or place is None or place >= len(names) or not names[place]:
-            return f"record {record:,}"
-        return clean(names[place], 80)
+        """Its own name ("row 18", a file's), or "record 17"."""
+        names = self.names
+        return (names[record] if record < len(names) else "") or f"record {record:,}"
 
     def target(self, record: int) -> str:
         """The record's class by name, or its number."""
@@ -188,18 +196,45 @@ class View:
         """± error of guessing each feature's average, (d,), in the feature's own unit."""
         return np.asarray(self.scale * np.sqrt(np.nan_to_num(self.leakage.guess.double().numpy())))
 
-    def feature_floors(self, place: int | None) -> np.ndarray | None:
-        """± floor of each feature, (d,), in its own unit: of a record kept whole, or (None) of the average record."""
-        kept = self.leakage.average_diagonal if place is None else self.leakage.kept_diagonal
-        if kept is None:
-            return None
-        information = np.nan_to_num((kept.flatten() if place is None else kept[place]).double().numpy(), posinf=np.inf)
+    @cached_property
+    def looked_at(self) -> tuple[np.ndarray, np.ndarray]:
+        """Records of which single features are known, (n,), and their information, (n, d), NaN where a value is
+        missing: from the closer look where there was one."""
+        kept, few = self.leakage.kept.numpy(), self.leakage.kept_diagonal
+        closer = np.empty((0, self.features)) if few is None else few.double().numpy().copy()
+        if few is None:
+            kept = kept[:0]
+        for place in range(len(kept)) if self.leakage.facts.get("public_names") else ():
+            closer[place, np.isnan(self.values(place))] = np.nan
+        if self.leakage.diagonal is None:
+            return kept, closer
+        each = self.leakage.diagonal.double().numpy().copy()
+        of = np.arange(len(each)) if self.leakage.diagonal_of is None else self.leakage.diagonal_of.numpy()
+        rows = {int(record): row for row, record in enumerate(of)}
+        own = [place for place, record in enumerate(kept) if int(record) in rows]
+        each[[rows[int(kept[place])] for place in own]] = closer[own]
+        others = [place for place in range(len(kept)) if int(kept[place]) not in rows]
+        return np.concatenate([of, kept[others]]), np.concatenate([each, closer[others]])
+
+    @cached_property
+    def looked_rows(self) -> dict[int, int]:
+        return {int(record): row for row, record in enumerate(self.looked_at[0])}
+
+    def feature_floors(self, record: int | None) -> np.ndarray | None:
+        """± floor of each feature, (d,), in its own unit, of a record or (None) of the average one; NaN where its value
+        is missing. None where it is not known."""
+        if record is None:
+            average = self.leakage.average_diagonal
+            return None if average is None else self._errors(np.nan_to_num(average.flatten().double().numpy()))
+        row = self.looked_rows.get(record)
+        return None if row is None else self._errors(self.looked_at[1][row])
+
+    def _errors(self, information: np.ndarray) -> np.ndarray:
         return np.asarray(self.scale / np.sqrt(np.maximum(information, np.finfo(float).tiny)))
 
     def parts_below_guess(self) -> int:
         """Features of the most exposed record whose own floor lies below the error of guessing their average."""
-        place = None if self.worst is None else self.place(self.worst)
-        floors = None if place is None else self.feature_floors(place)
+        floors = None if self.worst is None else self.feature_floors(self.worst)
         return 0 if floors is None else int((floors < self.guess_each).sum())
 
     def values(self, place: int) -> np.ndarray:

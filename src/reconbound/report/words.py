@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..run_folder import CHOSEN_SEED, Run
-from .figures import clean, count, percent, plus_minus
+from .figures import clean, count, percent, plus_minus, rough
 from .view import NO_LIMIT, NOTHING, View
 
 CHOSEN = "from a seed that was chosen by hand. Whoever guesses it can subtract the noise, and no floor here binds them."
@@ -37,22 +37,21 @@ def _first(view: View, worst: int) -> str:
             f"{plus_minus(float(view.floor[worst]))} {view.of_range} per pixel on the most exposed image; guessing the "
             f"average image errs by {plus_minus(view.guess)}."
         )
-    place = view.place(worst)
-    floors = None if place is None else view.feature_floors(place)
-    if floors is None:
+    floors = view.feature_floors(worst)
+    if floors is None or np.isnan(floors).all():
         return (
-            "An attacker who knows everything but one record’s private columns and is not biased errs by at least "
-            f"{plus_minus(float(view.floor[worst]))} {view.of_range} on the most exposed record (root mean square over "
-            f"its private columns); guessing the average errs by {plus_minus(view.guess)}."
+            f"An attacker who knows everything but one record’s {view.private_parts} and is not biased errs by at "
+            f"least {plus_minus(float(view.floor[worst]))} {view.of_range} on the most exposed record (root mean "
+            f"square over its {view.private_parts}); guessing the average errs by {plus_minus(view.guess)}."
         )
-    named = most_exposed_columns(view, floors, NAMED)
+    named = [j for j in most_exposed_columns(view, floors, NAMED) if not np.isnan(floors[j])]
     said = [
         f"{plus_minus(float(floors[j]), view.feature_unit(j), float(view.scale[j]))} on {view.feature_name(j)}"
         for j in named
     ]
     guesses = [plus_minus(float(view.guess_each[j]), view.feature_unit(j)) for j in named]
     return (
-        "An attacker who knows everything but one record’s private columns and is not biased errs by at least "
+        f"An attacker who knows everything but one record’s {view.private_parts} and is not biased errs by at least "
         f"{_listed(said)} for the most exposed record; guessing the average errs by {_listed(guesses)}."
     )
 
@@ -73,7 +72,7 @@ def _second(view: View) -> str:
     upper = view.upper_floor
     unsure = upper is None or bool((upper < view.guess).any())
     estimate = "By this estimate, such" if unsure else "Such"
-    exposed = view.parts_below_guess()
+    exposed = view.parts_below_guess() if view.features > 1 else 0
     if unknown and below <= unknown:
         return (
             f"{unknown:,} of the {all_of} {_were(unknown)} never measured: nothing is known about them, and they count "
@@ -99,12 +98,15 @@ def _second(view: View) -> str:
     share += f", {unknown:,} of them never measured)" if unknown else ")"
     single = (
         f" Single {view.part}s can be known better than that: at the most exposed {view.noun}, {exposed:,} of "
-        f"{view.features:,} have a floor below a guess of them."
-        if exposed and view.features > 1
+        f"{view.features:,} {_have(exposed)} a floor below a guess."
+        if exposed
         else ""
     )
+    floor, guess = ("the floor", "a guess")
+    if view.features > 1:
+        floor, guess = f"the floor over all {view.part}s together", "a guess of them"
     return (
-        f"For {share} the floor over all {view.part}s together lies below the error of a guess of them, and the "
+        f"For {share} {floor} lies below the error of {guess}, and the "
         f"release may tell more than a guess does; for all others such an attacker does better by guessing.{single}"
     )
 
@@ -134,7 +136,7 @@ def _confidence(view: View) -> str:
     assert worst is not None
     if upper is None:
         error = view.floor_error(worst)
-        size = f"of {error:.2g}" if error is not None else "of more than half of it"
+        size = f"of {rough(error)}" if error is not None else "of more than half of it"
         return (
             f"These are estimates from one run. The floor of the most exposed {view.noun} has a standard error {size} "
             "from measuring alone; another run would differ by more. Audit with --runs 10 for confidence limits."
@@ -210,10 +212,11 @@ CLIPS = {
 def assumptions(view: View) -> list[tuple[str, str]]:
     """Every assumption that the per-record floors rest on: (about what, in words)."""
     m, noun = view.run.mechanism, view.noun
-    parts = "pixels" if view.image else "private columns"
+    parts = view.private_parts
     where = f"the {'maps' if view.image else 'tables'} above show which"
     if view.leakage.kept_diagonal is None:
         where = "which ones is not measured with this sampler"
+    single = f" Single {parts} can be known better than the average: {where}." if view.features > 1 else ""
     known = (
         f"this {noun}’s label"
         if view.facts.get("task", "classes") == "classes"
@@ -233,12 +236,12 @@ def assumptions(view: View) -> list[tuple[str, str]]:
         ),
         (
             "What a floor is",
-            f"The root mean square error over one {noun}’s {parts}, and over the noise. Single {parts} can be known "
-            f"better than the average: {where}.",
+            f"The root mean square error over one {noun}’s {parts}, and over the noise.{single}",
         ),
         (
             "Neighbours",
-            f"The per-record floors compare the run with runs in which this one {noun}’s {parts} are slightly "
+            f"The per-record floors compare the run with runs in which this one {noun}’s {parts} "
+            f"{'are' if view.features > 1 else 'is'} slightly "
             "different (all else equal). The calculator’s lines say their own neighbours: Theorem 1 and Le Cam replace "
             "one record, rate–distortion adds or removes one.",
         ),

@@ -1,0 +1,162 @@
+"""What an audit's runs told about each record: the ledger of whole records, and single features from the snapshots."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .audit_learner import SNAPSHOTS, AuditLearner
+from .data.tables import MISSING
+from .plan import Plan
+from .run_folder import Leakage, packed_names
+
+if TYPE_CHECKING:
+    from .data import Dataset
+
+#: Most and least exposed records that are kept whole, with probes for each of their measurements; records over which
+#: the average diagonal is taken where not all are looked at.
+MOST, LEAST, PROBES, SAMPLE = 12, 6, 16, 500
+#: The diagonals of all records are kept where they are so many numbers at most (4 bytes each).
+NUMBERS = 2_000_000
+CONFIDENCE = 0.95
+
+
+def leakage_of(dataset: Dataset, plan: Plan, learner: AuditLearner) -> Leakage:
+    """What the runs told about each record, with a closer look at the most and the least exposed."""
+    ledger = learner.accountant
+    assert ledger is not None
+    rules = ledger.account.rules
+    kept, most = chosen(ledger.dfil().cpu(), ledger.measured().cpu())
+    looked = {} if plan.sampler == "shuffle" else _looked(dataset, plan, learner, kept)
+    first = [h for h in learner.history if h["run"] == 0]
+    scored = [h for h in first if "accuracy" in h]
+    return Leakage(
+        dfil=_stacked([ledger.dfil(rule) for rule in rules]),
+        error=_stacked([ledger.standard_error(rule) for rule in rules]),
+        upper=_stacked([ledger.upper(rule, CONFIDENCE) for rule in rules]) if ledger.runs > 1 else None,
+        measured=ledger.measured().cpu(),
+        targets=torch.from_numpy(np.array(dataset.targets)),
+        kept=kept,
+        kept_inputs=torch.from_numpy(np.array(dataset.inputs[kept.numpy()])),
+        kept_diagonal=looked.get("kept_diagonal"),
+        average_diagonal=looked.get("average_diagonal"),
+        diagonal=looked.get("diagonal"),
+        diagonal_of=looked.get("diagonal_of"),
+        names=None if dataset.record_names is None else packed_names(dataset.record_names),
+        history_step=torch.tensor([int(h["step"]) for h in first]),
+        history=torch.tensor([[h["largest"], h["high"], h["median"]] for h in first]).double().reshape(-1, 3),
+        accuracy_step=torch.tensor([int(h["step"]) for h in scored]),
+        accuracy=torch.tensor([h["accuracy"] for h in scored]).double(),
+        guess=torch.from_numpy(guess_of(dataset)),
+        facts={**_leakage_facts(dataset), "rules": list(rules), "most": most, **looked.get("facts", {})},
+    )
+
+
+def _looked(dataset: Dataset, plan: Plan, learner: AuditLearner, kept: Tensor) -> dict[str, Any]:
+    """Diagonals from the snapshots: closely of the records kept whole; of all where that is not too much, else of a
+    sample (of images its average alone). Not for shuffled epochs: parameters depend there on who was seen before."""
+    closer = learner.look_closely(kept, plan.runs, probes=PROBES, each=True).state()
+    found: dict[str, Any] = {"kept_diagonal": closer["diagonal_mean"].double(), "diagonal_of": None}
+    times, probes = looks(plan, learner.records, learner.records * learner.features)
+    if times:
+        each = learner.look_at_all(plan.runs, looks=times, probes=probes).state()["diagonal_mean"]
+    else:
+        generator = torch.Generator().manual_seed(0)  # who is in the sample is no secret
+        sample = torch.randperm(learner.records, generator=generator)[:SAMPLE].sort().values
+        table = dataset.kind == "table"
+        state = learner.look_closely(sample, plan.runs, probes=probes, each=table).state()
+        if not table:
+            return {**found, "average_diagonal": state["average_mean"][0]}
+        each, found["diagonal_of"], times = state["diagonal_mean"], sample, SNAPSHOTS
+    rows = np.arange(learner.records) if found["diagonal_of"] is None else found["diagonal_of"].numpy()
+    for j, missing in missing_of(dataset).items():
+        each[torch.from_numpy(missing[rows]), j] = torch.nan
+    found["facts"] = {"diagonal_measured": plan.runs * min(times, plan.steps), "diagonal_probes": probes}
+    return {**found, "diagonal": each, "average_diagonal": torch.nan_to_num(each.double().nanmean(0))}
+
+
+def looks(plan: Plan, records: int, numbers: int) -> tuple[int, int]:
+    """How often a run's snapshots are looked at for each record, 0 if not for all, and with how many probes.
+
+    As many measurements as the sample's would be, or a quarter of what the ledger takes, at most four a record; two at
+    least.
+
+    >>> plan = Plan(sample_rate=0.05, steps=300)
+    >>> looks(plan, 240, 1440), looks(plan, 1438, 92032), looks(plan, 48000, 37632000)
+    ((12, 1), (4, 1), (0, 1))
+    >>> looks(Plan(sample_rate=0.0016, steps=800, budget=4.8), 320_000, 1_920_000)
+    (2, 2)
+    """
+    if numbers > NUMBERS:
+        return 0, 1
+    share = plan.budget if isinstance(plan.budget, float) else 1.0 if plan.budget == "every" else float(plan.budget[1])
+    measured = plan.steps * plan.sample_rate * share  # of each record, in a run
+    times = min(SNAPSHOTS, max(2, SNAPSHOTS * SAMPLE // records, min(4, round(measured / 4))))
+    return times, 1 if times >= 4 else 2
+
+
+def missing_of(dataset: Dataset) -> dict[int, np.ndarray]:
+    """Which records lack a private feature, (N,) of bool, by its place among them; only of those that some record lacks
+    (a public mark says so)."""
+    flat, private = dataset.inputs.reshape(len(dataset.inputs), -1), dataset.private
+    if private is None:
+        return {}
+    marks = {f.name: k for k, f in enumerate(dataset.features) if f.name.endswith(MISSING) and not f.private}
+    names = [f"{f.name} {MISSING}" for f in dataset.private_features]
+    return {j: flat[:, marks[name]] == 1 for j, name in enumerate(names) if name in marks}
+
+
+def guess_of(dataset: Dataset) -> np.ndarray:
+    """Mean square error of guessing each private feature's average, (d,); over the records where it is not missing."""
+    flat, private = dataset.inputs.reshape(len(dataset.inputs), -1), dataset.private
+    if private is None:
+        return np.asarray(flat.var(axis=0, dtype=np.float64))
+    missing, found = missing_of(dataset), []
+    for j, column in enumerate(private):
+        here = ~missing[j] if j in missing else np.ones(len(flat), dtype=bool)
+        found.append(flat[here, column].var(dtype=np.float64) if here.any() else 0.0)
+    return np.array(found, dtype=np.float64)
+
+
+def chosen(dfil: Tensor, measured: Tensor) -> tuple[Tensor, int]:
+    """Among the records measured the most exposed in order, then the least exposed (the least last), and how many of
+    them are the most exposed."""
+    order = torch.argsort(dfil, descending=True, stable=True)
+    order = order[measured[order] > 0]
+    most = min(MOST, (len(order) + 1) // 2)
+    least = min(LEAST, len(order) - most)
+    return torch.cat([order[:most], order[len(order) - least :]]), most
+
+
+def _stacked(rows: list[Tensor]) -> Tensor:
+    return torch.stack(rows).cpu()
+
+
+def _leakage_facts(dataset: Dataset) -> dict[str, Any]:
+    private, target = dataset.private_features, dataset.target
+    facts: dict[str, Any] = {
+        "class_names": list(dataset.class_names),
+        "feature_names": [f.name for f in private],
+        "units": [f.unit for f in private],
+        "scale": dataset.scale.tolist(),
+        "offset": dataset.offset.tolist(),
+        "private": None if dataset.private is None else dataset.private.tolist(),
+        "target_name": "" if target is None else target.name,
+        "target_unit": "" if target is None else target.unit,
+        "confidence": CONFIDENCE,
+        "task": dataset.task,
+        "inferred_ranges": dataset.inferred_ranges,
+        "notes": list(dataset.notes),
+    }
+    if dataset.private is not None:
+        flat = dataset.inputs.reshape(len(dataset.inputs), -1)
+        marks: np.ndarray = np.all((flat == 0) | (flat == 1), axis=0)  # a public number has no name: 1 is no yes there
+        facts["public_names"] = [
+            f.name if mark else "" for f, mark in zip(dataset.features, marks, strict=True) if not f.private
+        ]
+    if dataset.task == "number" and target is not None:
+        facts |= {"target_offset": target.low, "target_scale": target.high - target.low}
+    return facts

@@ -1,0 +1,206 @@
+"""Several audits side by side, and what makes their floors hard to compare: other data, columns, ranges or units."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .._check import InputError
+from .._files import CONFIDENTIAL, write_whole
+from ..run_folder import PLAN, read_leakage, read_run
+from . import charts, page
+from .figures import amount, clean, plus_minus, value
+from .view import View
+
+#: Columns named in one cell of the table, before the rest is folded away.
+NAMED = 12
+#: Differences that are about what floors are shares of.
+SCALES = ("kind of data", "private columns", "range of", "unit of", "pixels")
+
+
+def compare(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
+    """Write one page (confidential, mode 0600) that sets several audits side by side.
+
+    Args:
+        folders: of finished audits, two or more.
+        out: the file to write.
+    """
+    views, names = opened(folders)
+    told = differences(views, names, folders)
+    chart = charts.overlay(views, names)
+    rows = [compared(view, name) for view, name in zip(views, names, strict=True)]
+    context = {
+        "title": f"{len(views)} audits side by side",
+        "rows": [row | {"shown": row["columns"][:NAMED], "more": row["columns"][NAMED:]} for row in rows],
+        "differences": told,
+        "warning": warning(told),
+        "unknown": any(view.unknown for view in views),
+        "chart": {chart.id: chart},
+        "version": __version__,
+    }
+    target = Path(out)
+    write_whole(target, page.render("compare.html", context, {chart.id: chart.figure}), mode=CONFIDENTIAL)
+    return target
+
+
+def facts(folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
+    """The comparison for machines and the terminal; confidential."""
+    views, names = opened(folders)
+    told = differences(views, names, folders)
+    audits = []
+    for view, name, folder in zip(views, names, folders, strict=True):
+        worst = None if view.worst is None else float(view.floor[view.worst]) / view.unit
+        audits.append({
+            "name": name, "folder": os.fspath(folder), "data": clean(view.run.data.get("name", ""), 60),
+            "records": view.records, "private": private(view), "mechanism": dict(view.run.mechanism),
+            "epsilon": view.run.guarantee.get("epsilon"), "accuracy": _accuracy(view),
+            "floors": {"lowest": worst, "median": view.quantile(0.5) / view.unit},
+            "guess": view.guess / view.unit, "unit": "± share of the range", "below_guess": view.below(view.guess),
+            "never_measured": view.unknown,
+        })  # fmt: skip
+    return {"confidential": True, "audits": audits, "differences": told, "warning": warning(told)}
+
+
+def opened(folders: Sequence[str | os.PathLike[str]]) -> tuple[list[View], list[str]]:
+    """The audits, and a short name for each: its folder's last part, or all of it where last parts are alike."""
+    if len(folders) < 2:
+        raise InputError("folders", "must be two or more to compare", [str(folder) for folder in folders])
+    views = [View(read_run(folder), read_leakage(folder)) for folder in folders]
+    short = [clean(Path(folder).resolve().name, 60) for folder in folders]
+    names = [s if short.count(s) == 1 else clean(os.fspath(f), 120) for s, f in zip(short, folders, strict=True)]
+    return views, names
+
+
+def private(view: View) -> list[dict[str, Any]]:
+    """The private columns with range and unit; of images one entry for all pixels."""
+    if view.image:
+        low, high = float(view.offset[0]), float(view.offset[0] + view.scale[0])
+        unit = clean(view.run.data.get("unit", "") or "", 40)
+        return [{"name": "every pixel", "low": low, "high": high, "unit": unit, "declared": True}]
+    declared = view.run.data.get("ranges") or {}
+    spelled = view.facts.get("feature_names") or ()
+    return [
+        {
+            "name": view.feature_name(j),
+            "low": float(view.offset[j]),
+            "high": float(view.offset[j] + view.scale[j]),
+            "unit": view.feature_unit(j),
+            "declared": j < len(spelled) and spelled[j] in declared,
+        }
+        for j in range(view.features)
+    ]
+
+
+def ranged(column: dict[str, Any]) -> str:
+    """A column's range in words.
+
+    >>> ranged({"low": 0.0, "high": 120.0, "unit": "years", "declared": False})
+    '0 to 120 years, read off the data'
+    """
+    unit = f" {column['unit']}" if column["unit"] else ""
+    return (
+        f"{value(column['low'])} to {value(column['high'])}{unit}{'' if column['declared'] else ', read off the data'}"
+    )
+
+
+def compared(view: View, name: str) -> dict[str, Any]:
+    """One audit's row, ready for the template."""
+    m, upper = view.run.mechanism, view.upper_floor
+    worst = None if view.worst is None else float(view.floor[view.worst]) / view.unit
+    limit = None if upper is None or not (upper > 0).any() else float(upper[upper > 0].min()) / view.unit
+    epsilon, last = view.run.guarantee.get("epsilon"), _accuracy(view)
+    classes = view.facts.get("task", "classes") == "classes"
+    return {
+        "name": name,
+        "data": clean(view.run.data.get("name", "–"), 60),
+        "records": f"{view.records:,}",
+        "columns": [(column["name"], ranged(column)) for column in private(view)],
+        "noise": f"{float(m.get('noise_multiplier', 0)):g}",
+        "clip": f"{float(m.get('max_grad_norm', 0)):g}",
+        "rate": f"{float(m.get('sample_rate', 0)):.3g}",
+        "steps": f"{int(m.get('steps', 0)):,}",
+        "runs": f"{int(m.get('runs', 1)):,}",
+        "epsilon": "–" if epsilon is None else amount(float(epsilon)),
+        "accuracy": "–" if last is None else f"{last:.1%}" if classes else f"R² {last:.3f}",
+        "worst": plus_minus(worst),
+        "limit": "–" if limit is None else plus_minus(limit),
+        "median": plus_minus(view.quantile(0.5) / view.unit),
+        "guess": plus_minus(view.guess / view.unit),
+        "below": f"{view.below(view.guess):,} of {view.records:,}",
+        "unknown": f"{view.unknown:,}",
+    }
+
+
+def _accuracy(view: View) -> float | None:
+    last = float(view.leakage.accuracy[-1]) if view.leakage.accuracy.numel() else float("nan")
+    return None if last != last else last
+
+
+# --- what differs -----------------------------------------------------------------------------------
+
+
+def differences(
+    views: Sequence[View], names: Sequence[str], folders: Sequence[str | os.PathLike[str]]
+) -> list[dict[str, Any]]:
+    """What the audits do not share, beside settings: [{"what": "range of age", "values": {audit: "0 to 120"}}]."""
+    told = [_about(view) for view in views]
+    found = []
+    for what in ("data set", "kind of data", "private columns", "pixels", "predicts", "training records"):
+        found += _differing(what, names, [about["plain"].get(what) for about in told])
+    for column in dict.fromkeys(c for about in told for c in about["columns"]):
+        for k, what in enumerate((f"range of {column}", f"unit of {column}")):
+            found += _differing(what, names, [about["columns"].get(column, (None, None))[k] for about in told])
+    if not found:
+        digests = [_digest(folder) for folder in folders]
+        found += _differing("values of the data", names, ["unknown" if d is None else d[:8] for d in digests])
+    return found
+
+
+def _about(view: View) -> dict[str, Any]:
+    own = private(view)
+    shape = view.run.data.get("shape")
+    plain = {
+        "data set": clean(view.run.data.get("name", "–"), 60),
+        "kind of data": "images" if view.image else "a table",
+        "predicts": view.target_name,
+        "training records": f"{view.records:,}",
+    }
+    if view.image:
+        size = " × ".join(str(k) for k in shape) if shape else f"{view.features:,} numbers"
+        return {"plain": plain | {"pixels": f"{size}, {ranged(own[0])}"}, "columns": {}}
+    plain["private columns"] = ", ".join(column["name"] for column in own)
+    return {"plain": plain, "columns": {c["name"]: (ranged({**c, "unit": ""}), c["unit"] or "none") for c in own}}
+
+
+def _differing(what: str, names: Sequence[str], values: Sequence[str | None]) -> list[dict[str, Any]]:
+    """None: the audit has no such thing, which is told elsewhere."""
+    if len(set(values) - {None}) < 2:
+        return []
+    return [{"what": what, "values": {n: "–" if v is None else v for n, v in zip(names, values, strict=True)}}]
+
+
+def _digest(folder: str | os.PathLike[str]) -> str | None:
+    """Of the data, as the plan file has it; None where it cannot be read."""
+    try:
+        return str(json.loads((Path(folder) / PLAN).read_text())["data"]["digest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def warning(told: Sequence[dict[str, Any]]) -> str:
+    """One plain sentence or two about what differs; empty where nothing does."""
+    if not told:
+        return ""
+    whats = [d["what"] for d in told]
+    named = ", ".join(whats[:6]) + (f" and {len(whats) - 6} more" if len(whats) > 6 else "")
+    if any(what.startswith(SCALES) for what in whats):
+        return (
+            f"Not comparable as they stand: these audits differ in {named}. Floors here are shares of a range, over "
+            "all private columns together: with another range, unit or set of columns the same figure means another "
+            "error. Compare single columns in their own units, in each audit’s report."
+        )
+    return f"Compare with care: these audits differ in {named}."
