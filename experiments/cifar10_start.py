@@ -25,8 +25,11 @@ def main() -> None:
         return {"accuracy": float(right.double().mean())}
 
     settings = Settings(2.0, 2.0, 0.004, lr=0.03, momentum=0.5, rules=None, seed=1)
-    options = {"initialise": lecun_normal if start == "lecun" else None, "evaluate": accuracy, "evaluate_every": 100}
-    PrivateSGD(cifar10_cnn(), losses, x, y, settings, **options).fit(steps)
+    torch.manual_seed(0)
+    model = cifar10_cnn()
+    if start == "lecun":
+        lecun_normal(model)
+    PrivateSGD(model, losses, x, y, settings, evaluate=accuracy, evaluate_every=100).fit(steps)
 
 
 if __name__ == "__main__":
