@@ -29,6 +29,7 @@ from sklearn.datasets import (
     load_digits,
     load_iris,
     load_wine,
+    make_blobs,
     make_circles,
     make_friedman1,
     make_moons,
@@ -80,11 +81,14 @@ TRIALS = {
     "outliers long": Trial("outliers", 80, 5, rate=0.1, steps=300, noise=1.0, clip=4.0, lr=0.05),
     "moons long": Trial("moons", 60, 6, rate=0.15, steps=250, noise=1.0, clip=1.0, lr=0.3),
     "digits long": Trial("digits", 60, 0, rate=0.2, steps=200, noise=0.5, clip=1.0, lr=0.3),
-    # never looked at before the rule was frozen
+    # not looked at before the rule was frozen
     "diabetes": Trial("diabetes", 100, 4, rate=0.1, steps=300, noise=1.0, clip=1.0, lr=0.1),
     "circles": Trial("circles", 80, 8, rate=0.1, steps=300, noise=1.0, clip=1.0, lr=0.2, momentum=0.5),
     "imbalanced": Trial("imbalanced", 100, 5, rate=0.1, steps=400, noise=1.0, clip=2.0, lr=0.1),
     "wine linear": Trial("wine", 100, 0, rate=0.1, steps=400, noise=0.7, clip=1.0, lr=0.1),
+    # nor these before it was frozen for the second time
+    "friedman": Trial("friedman", 80, 3, rate=0.1, steps=300, noise=1.0, clip=1.0, lr=0.1, momentum=0.5),
+    "blobs": Trial("blobs", 100, 0, rate=0.1, steps=300, noise=1.5, clip=0.5, lr=0.3),
 }
 #: Half the squared error of one output, where the others have cross-entropy.
 SQUARED = ("diabetes", "friedman")
@@ -121,6 +125,7 @@ LOADERS: dict[str, Any] = {
 MADE: dict[str, Any] = {
     "moons": lambda: make_moons(200, noise=0.2, random_state=1),
     "circles": lambda: make_circles(200, noise=0.15, factor=0.5, random_state=1),
+    "blobs": lambda: make_blobs(200, n_features=3, centers=4, cluster_std=3.0, random_state=1),
     "friedman": lambda: make_friedman1(200, noise=1.0, random_state=1),
 }
 
@@ -241,6 +246,7 @@ def covered(truth: Tensor, ledger: FisherAccountant) -> dict[str, float]:
     answers = [(group.upper(), group.dfil()) for group in alone(ledger, len(truth))]
     limits, means = (torch.stack(part) for part in zip(*answers, strict=True))
     given, over, largest = torch.isfinite(limits), limits >= truth, limits.max(1).values
+    whole = torch.isfinite(largest)
     known, often = given.any(1), given.sum(0) >= 50
     each = [float(o[g].double().mean()) for o, g in zip(over[known], given[known], strict=True)]
     record = (over & given).sum(0)[often] / given.sum(0)[often]
@@ -255,6 +261,7 @@ def covered(truth: Tensor, ledger: FisherAccountant) -> dict[str, float]:
         "limit_over_truth": float((limits / truth)[given].median()) if each else math.nan,
         "coverage": float(over.double().mean()),
         "maximum_coverage": float((largest >= truth.max()).double().mean()),
+        "maximum_over_truth": float((largest[whole] / truth.max()).median()) if bool(whole.any()) else math.nan,
         "maximum_given": float(torch.isfinite(largest).double().mean()),
     }
 

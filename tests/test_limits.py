@@ -10,7 +10,7 @@ import torch
 from scipy.stats import t as student
 
 from reconbound._check import InputError
-from reconbound.limits import FEWEST, WIDEST, upper_limit
+from reconbound.limits import WIDEST, upper_limit
 
 Rule = Callable[[np.ndarray, np.ndarray], np.ndarray]
 T = 3.689662  # t of 99.75 % at 9 degrees of freedom, from a table
@@ -27,7 +27,7 @@ def limit(
 def test_formula_in_numbers() -> None:
     """Five records: the second has the median spread, 0.2, and the fourth the lower quartile of the means, 2."""
     mean, relative = np.array([1.0, 4.0, 8.0, 2.0, 5.0]), np.array([0.1, 0.2, 0.3, 0.05, 0.25])
-    expected = [2 * np.exp(0.2 * T), 4 * np.exp(0.2 * T), 8 * np.exp(0.3 * T), 2 * np.exp(0.2 * T), 5 * np.exp(T / 4)]
+    expected = np.array([2, 4, 8 * (1 + 0.1 * T), 2, 5 * (1 + 0.05 * T)]) * np.exp(0.2 * T)
     np.testing.assert_allclose(limit(mean, mean * relative), expected, rtol=1e-6)
 
 
@@ -37,7 +37,9 @@ def test_formula_anew_with_numpy(runs: int, confidence: float) -> None:
     rng = np.random.default_rng(runs)
     mean, relative = rng.lognormal(size=101), rng.uniform(0.05, 0.5, 101)
     quantile = student.isf((1 - confidence) / 20, runs - 1)
-    expected = np.maximum(mean, np.quantile(mean, 0.25)) * np.exp(quantile * np.maximum(relative, np.median(relative)))
+    middle = np.median(relative)
+    beyond = np.where(relative > middle, 1 + quantile * (relative - middle), 1.0)
+    expected = np.maximum(mean, np.quantile(mean, 0.25)) * np.exp(quantile * middle) * beyond
     np.testing.assert_allclose(limit(mean, mean * relative, runs=runs, confidence=confidence), expected, rtol=1e-9)
     unseen = np.zeros(60)
     found = limit(
@@ -64,7 +66,7 @@ def test_no_limit_is_below_the_t_limit_or_above_a_worse_records() -> None:
 
 
 def test_records_measured_too_rarely_have_no_limit() -> None:
-    mean, measured = np.ones(4), [FEWEST, FEWEST - 1, 0, 99]
+    mean, measured = np.ones(4), [25, 24, 0, 99]
     given = np.isfinite(limit(mean, 0.1 * mean, measured))
     assert given.tolist() == [True, False, False, True]
     every = np.isfinite(limit(mean, 0.1 * mean, measured, sampled=False))
@@ -127,8 +129,9 @@ def low(mean: np.ndarray) -> np.ndarray:
     return np.maximum(mean, np.quantile(mean, 0.25))
 
 
-def wide(relative: np.ndarray) -> np.ndarray:
-    return np.maximum(relative, np.median(relative))
+def tangent(relative: np.ndarray, at: np.ndarray | float) -> np.ndarray:
+    """exp(T r) at r = at, and its tangent beyond."""
+    return np.exp(T * at) * (1 + T * np.maximum(relative - at, 0))
 
 
 @pytest.mark.parametrize(
@@ -136,9 +139,10 @@ def wide(relative: np.ndarray) -> np.ndarray:
     [
         pytest.param(lambda m, e: m + student.ppf(0.95, RUNS - 1) * e, id="plain t of 95 %"),
         pytest.param(lambda m, e: m + student.ppf(0.999, RUNS - 1) * e, id="plain t of 99.9 %"),
-        pytest.param(lambda m, e: low(m) * (1 + T * wide(e / m)), id="without the log scale"),
-        pytest.param(lambda m, e: low(m) * np.exp(T * e / m), id="with the record's own spread alone"),
-        pytest.param(lambda m, e: m * np.exp(T * wide(e / m)), id="with the record's own mean alone"),
+        pytest.param(lambda m, e: low(m) * (1 + T * np.maximum(e / m, np.median(e / m))), id="without the log scale"),
+        pytest.param(lambda m, e: low(m) * tangent(e / m, 0.0), id="with the record's own spread alone"),
+        pytest.param(lambda m, e: low(m) * np.exp(T * e / m), id="the same, on the log scale"),
+        pytest.param(lambda m, e: m * tangent(e / m, np.median(e / m)), id="with the record's own mean alone"),
     ],
 )
 def test_no_part_of_the_rule_can_be_spared(sums: tuple[np.ndarray, np.ndarray], rule: Rule) -> None:

@@ -16,13 +16,14 @@ FEWEST, WIDEST = 25, 0.35
 def upper_limit(
     mean: Tensor, error: Tensor, measured: Tensor, *, runs: int, confidence: float, sampled: bool
 ) -> Tensor:
-    """U = m · exp(t_{1−(1−confidence)/20, R−1} · r) for each record, (N,), or infinity where it would not hold.
+    """U = m · exp(t r̃) · (1 + t · max(0, r − r̃)) for each record, (N,), or infinity where it would not hold.
 
-        m = max(mean, lower quartile of mean),   r = max(error/mean, median of error/mean),   over the records measured
+        m = max(mean, lower quartile of mean),   r = error/mean,   r̃ = median of r,   t = t_{1−(1−confidence)/20, R−1},
 
-    On the log scale, because the sums are skewed to the right and vary in proportion to their size. The other records
-    bound m and r from below, because a record whose most telling steps were missed has a small mean and a small spread
-    both, and looks like one that is well protected.
+    the quantiles over the records that were measured. On the log scale, because the sums are skewed to the right and
+    vary in proportion to their size: the exponential at the median spread and, for records with a larger one, its
+    tangent there. The other records bound m and r from below, because a record whose most telling steps were missed
+    has a small mean and a small spread both, and looks like one that is well protected.
 
     Args:
         mean, error: of each record over the runs, and its standard error. measured: how often it was measured, (N,).
@@ -31,7 +32,7 @@ def upper_limit(
     >>> mean = torch.tensor([1.0, 2.0, 0.1, 4.0, 9.0], dtype=torch.float64)
     >>> error, measured = mean * torch.tensor([0.1, 0.2, 0.1, 0.05, 0.1]), torch.tensor([30, 30, 30, 30, 20])
     >>> upper_limit(mean, error, measured, runs=10, confidence=0.95, sampled=True).round(decimals=2).tolist()
-    [1.45, 4.18, 1.45, 5.78, inf]
+    [1.45, 3.96, 1.45, 5.78, inf]
     """
     if runs < 2:
         raise InputError("runs", "must be at least 2 for a confidence limit", runs)
@@ -44,6 +45,7 @@ def upper_limit(
     if float(spread) > WIDEST:
         return torch.full_like(mean, torch.inf)
     least = torch.maximum(mean, low)
-    limit = least * torch.exp(float(student.ppf(tail, runs - 1)) * torch.maximum(relative, spread))
+    t = float(student.ppf(tail, runs - 1))
+    limit = least * torch.exp(t * spread) * (1 + t * (relative - spread).clamp(min=0))
     limit = limit.masked_fill(least == 0, 0.0)  # not 0 · ∞
     return limit.masked_fill(measured < (FEWEST if sampled else 1), torch.inf)
