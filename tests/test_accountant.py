@@ -16,7 +16,6 @@ from reconbound.accountant import FEWEST, Account, FisherAccountant
 from reconbound.amplification import fixed_size_factor, paper_delta, paper_kappa, poisson_factors
 from reconbound.budget import Blocks
 from reconbound.fisher import StepInformation
-from reconbound.limits import WIDEST, upper_limit
 
 
 def account(records: int = 6, features: int = 3, **changes) -> Account:
@@ -237,23 +236,6 @@ def test_standard_error_of_blocks_is_the_formula() -> None:
         if k:
             expected = np.sum(np.diff(x[: k + 1]) ** 2) / 2 * (k + 1) / k
         assert float(ledger.standard_error()[1]) == pytest.approx(expected**0.5 / 3)
-
-
-def test_limits_are_refused_by_the_rules() -> None:
-    """Fewer than 25 measurements where some steps are measured; half of the records wide: see limits.py."""
-    mean, error = torch.ones(4, dtype=torch.float64), torch.tensor([0.1, 0.2, 0.3, 0.9], dtype=torch.float64)
-    measured = torch.tensor([25, 24, 0, 99])
-    quantile = 4.296806  # t of 99.9 % at 9 degrees of freedom, from a table
-    limit = upper_limit(mean, error, measured, runs=10, confidence=0.95, sampled=True)
-    np.testing.assert_allclose(limit.numpy(), [1 + 0.1 * quantile, np.inf, np.inf, 1 + 0.9 * quantile], rtol=1e-6)
-    every = upper_limit(mean, error, measured, runs=10, confidence=0.95, sampled=False)
-    assert torch.isfinite(every).tolist() == [True, True, False, True]
-    wide = upper_limit(mean, error + WIDEST, measured, runs=10, confidence=0.95, sampled=False)
-    assert bool(torch.isinf(wide).all())
-    for relative, given in ((0.249, 3), (0.251, 0)):  # of the records seen; the one that is not does not vote
-        middle = torch.tensor([0.01, relative, 9.0, 0.9], dtype=torch.float64)
-        found = upper_limit(2 * mean, 2 * middle, measured, runs=10, confidence=0.95, sampled=False)
-        assert int(torch.isfinite(found).sum()) == given
 
 
 @pytest.mark.parametrize(("weight", "stratified", "given"), [(1.0, False, 0), (2.5, True, 0), (0.25, True, 6)])

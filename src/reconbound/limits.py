@@ -9,29 +9,43 @@ from torch import Tensor
 from ._check import InputError, number
 
 #: No confidence limit is given for a record that was measured less often over all runs (unless at every step), nor for
-#: any where half of the records have a larger relative standard error: the sums' tail has then not been seen, and the
-#: t quantile covers too rarely.
-FEWEST, WIDEST = 25, 0.25
+#: any where half of the records have a larger relative standard error: the sums' tail has then not been seen.
+FEWEST, WIDEST = 25, 0.35
 
 
 def upper_limit(
     mean: Tensor, error: Tensor, measured: Tensor, *, runs: int, confidence: float, sampled: bool
 ) -> Tensor:
-    """U = mean + t_{1−(1−confidence)/50, R−1} · error for each record, (N,), or infinity where it would not hold.
+    """U = m · exp(t r̃) · (1 + t · max(0, r − r̃)) for each record, (N,), or infinity where it would not hold.
+
+        m = max(mean, lower quartile of mean),   r = error/mean,   r̃ = median of r,   t = t_{1−(1−confidence)/20, R−1},
+
+    the quantiles over the records that were measured. On the log scale, because the sums are skewed to the right and
+    vary in proportion to their size: the exponential at the median spread and, for records with a larger one, its
+    tangent there. The other records bound m and r from below, because a record whose most telling steps were missed
+    has a small mean and a small spread both, and looks like one that is well protected.
 
     Args:
         mean, error: of each record over the runs, and its standard error. measured: how often it was measured, (N,).
         runs: R. confidence: of the limit. sampled: whether records were measured at some steps alone.
 
-    >>> mean, measured = torch.ones(2, dtype=torch.float64), torch.tensor([30, 20])
-    >>> upper_limit(mean, 0.1 * mean, measured, runs=10, confidence=0.95, sampled=True).round(decimals=2).tolist()
-    [1.43, inf]
+    >>> mean = torch.tensor([1.0, 2.0, 0.1, 4.0, 9.0], dtype=torch.float64)
+    >>> error, measured = mean * torch.tensor([0.1, 0.2, 0.1, 0.05, 0.1]), torch.tensor([30, 30, 30, 30, 20])
+    >>> upper_limit(mean, error, measured, runs=10, confidence=0.95, sampled=True).round(decimals=2).tolist()
+    [1.45, 3.96, 1.45, 5.78, inf]
     """
     if runs < 2:
         raise InputError("runs", "must be at least 2 for a confidence limit", runs)
-    tail = 1 - (1 - number("confidence", confidence, above=0.0, below=1.0)) / 50
+    tail = 1 - (1 - number("confidence", confidence, above=0.0, below=1.0)) / 20
     seen = measured > 0
-    if bool(seen.any()) and float((error[seen] / mean[seen].clamp(min=1e-300)).median()) > WIDEST:
+    if not bool(seen.any()):
         return torch.full_like(mean, torch.inf)
-    limit = mean + float(student.ppf(tail, runs - 1)) * error
+    relative = error / mean.clamp(min=1e-300)
+    spread, low = relative[seen].median(), mean[seen].kthvalue((int(seen.sum()) + 3) // 4).values
+    if float(spread) > WIDEST:
+        return torch.full_like(mean, torch.inf)
+    least = torch.maximum(mean, low)
+    t = float(student.ppf(tail, runs - 1))
+    limit = least * torch.exp(t * spread) * (1 + t * (relative - spread).clamp(min=0))
+    limit = limit.masked_fill(least == 0, 0.0)  # not 0 · ∞
     return limit.masked_fill(measured < (FEWEST if sampled else 1), torch.inf)
