@@ -28,6 +28,7 @@ from .audit_learner import SNAPSHOTS, AuditLearner
 from .calculator import Guarantee, guarantee
 from .checkpoint import held
 from .plan import Plan, make_learner, model_kind
+from .plan_check import check_plan
 from .plan_file import open_folder, settle
 from .run_folder import CHECKPOINTS, CHOSEN_SEED, MODEL, Run, write_leakage, write_run
 from .sampling import Sampler, make_sampler
@@ -56,6 +57,7 @@ def audit(
     Guarantee: as FisherAccountant's, for the release of the first run's noisy steps. The records kept whole are chosen
     by the estimate itself, so the largest is more often too large than too small.
     """
+    caveats = check_plan(dataset, plan)
     folder = open_folder(out)
     with held(folder):
         for leftover in folder.glob(".*.part"):
@@ -69,7 +71,7 @@ def audit(
         run = facts_of(dataset, settled, learner, seed_from=seed, publish_accuracy=publish_accuracy)
         from .report import build, headline
 
-        write_run(folder, replace(run, headline=headline(run)))
+        write_run(folder, replace(run, headline=headline(run), caveats=caveats))
         build(folder)
     return folder
 

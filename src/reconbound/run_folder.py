@@ -50,6 +50,8 @@ class Run:
         headline: what it means in sentences, with the conditions that it rests on: those of the public page.
         accuracy: of the released model on test data, only where its owner chose to publish it.
         software: versions.
+        caveats: what the floors do not cover of this model: "kinks" (floors of single records are not proved), "model";
+            empty where the check found nothing, None in folders from before it was kept.
     """
 
     data: Mapping[str, Any]
@@ -59,6 +61,7 @@ class Run:
     accuracy: float | None = None
     software: Mapping[str, str] = field(default_factory=dict)
     headline: Sequence[str] = ()
+    caveats: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,9 @@ def _run(
     dataset: Dataset, plan: Plan, out: Path, publish_accuracy: bool, fresh: bool, as_json: bool, quiet: bool
 ) -> None:
     from ..audit import audit
+    from ..plan_check import check_plan
     from ..plan_file import finished, open_folder
+    from ..validate import ReconboundWarning
 
     open_folder(out)
     if not fresh and finished(out, dataset, plan, publish_accuracy=publish_accuracy):
@@ -189,10 +191,14 @@ def _run(
         return
     if plan.seed is not None and not quiet:
         print("Note: whoever guesses the seed knows the noise: release no model that had --seed", file=sys.stderr)
+    for said in check_plan(dataset, plan).values():  # even if quiet: it takes floors away
+        print(f"Note: {said}", file=sys.stderr)
     if not quiet:
         for line in told_plan(dataset, plan, out, fresh):
             print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
-    folder = audit(dataset, plan, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ReconboundWarning)  # said above, and kept in run.json
+        folder = audit(dataset, plan, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
     _tell(folder, as_json, quiet)
 
 
@@ -260,6 +266,7 @@ def result(folder: Path) -> dict[str, Any]:
         "public_report": str(folder / PUBLIC_REPORT),
         "model": str(folder / MODEL),
         "verdict": [*verdict(view), *sureness(view)[:1]],
+        "caveats": dict(run.caveats or {}),
         "floors": {name: view.quantile(share) for name, share in names.items()},
         "guess": view.guess,
         "unit": f"± {view.of_range}",

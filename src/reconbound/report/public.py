@@ -233,6 +233,7 @@ def assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
         ("Clip", words.CLIPS.get(str(m.get("clip")), f"Clip: {m.get('clip')}.")),
         ("Noise", f"Gaussian, {words.seed(run)}"),
         ("Release", words.release(run)),
+        *(("Model", said) for said in words.caveats(run)),
         ("Taken as public", _taken_as_public(run, noun)),
         (
             "Not covered",

@@ -15,6 +15,9 @@ INFERRED = (
     "Some columns’ ranges were read off the data before training. Another record could then change the inputs of all, "
     "and neither ε nor the floors account for that."
 )
+SMOOTH = "The floors need a gradient that is smooth in a record’s values: no ReLU, no max pooling. "
+CHECKED = "The check before training, on three records, found no kinks."
+UNCHECKED = "This folder does not say whether the model was checked for it."
 #: How many columns the verdict names.
 NAMED = 3
 
@@ -27,7 +30,12 @@ def verdict(view: View) -> list[str]:
             f"None of the {count(view.records, view.noun)} was ever measured, so nothing can be said about them.",
             "Audit with more steps or a larger accounting budget.",
         ]
-    return [_first(view, worst), _second(view)]
+    return [*caveats(view.run), _first(view, worst), _second(view)]
+
+
+def caveats(run: Run) -> list[str]:
+    """What the floors do not cover of this model, as the audit's check found it: said first."""
+    return [clean(said, 600) for said in (run.caveats or {}).values()]
 
 
 def _first(view: View, worst: int) -> str:
@@ -261,6 +269,10 @@ def assumptions(view: View) -> list[tuple[str, str]]:
             "too high, at the least exposed rather too low.",
         ),
         ("Release", release(view.run)),
+        *(
+            ("Model", said)
+            for said in caveats(view.run) or [SMOOTH + (CHECKED if view.run.caveats is not None else UNCHECKED)]
+        ),
         (
             "Guess",
             f"“Guessing the average” knows the average of all {noun}s and nothing about this one. Somebody who knows "
