@@ -325,6 +325,25 @@ def test_a_target_in_data_units(answer):
     )
 
 
+def test_no_noise_is_advised_where_none_is_needed(answer, run):
+    options = ["--target-error", 0.4, "--bound", "lecam", "--sample-rate", 0.005, "--steps", 50, "--dim", 784]
+    status, out, _ = run("calibrate", *options)
+    assert status == 0
+    assert "met without noise: with chance 78% a record is never drawn" in " ".join(out.split())
+    assert "1e-06" not in out
+    assert "ε" not in out
+    found = answer("calibrate", *options)
+    assert found["met_without_noise"] is True
+    assert found["never_drawn"] == pytest.approx(0.995**50)
+    assert found["noise_multiplier"] is found["epsilon"] is found["mechanism"]["noise_multiplier"] is None
+
+
+def test_at_tiny_noise_no_more_is_told_than_who_was_drawn_can_tell(run):
+    for noise in (0.1, 0.01, 1e-6):
+        out = run("bound", "--noise-multiplier", noise, "--sample-rate", 0.005, "--steps", 50, "--dim", 784)[1]
+        assert "right at most 61.1%" in " ".join(out.split())
+
+
 def test_calibrate_output_perturbation(answer):
     found = answer("calibrate", "--target-mse", 0.1, "--output-perturbation", "--records", 12665, "--l2", 0.01)
     assert found["noise_std"] == calibrate(OutputPerturbation(12665, 0.01, 1.0), 0.1).noise

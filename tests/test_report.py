@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
@@ -219,6 +220,20 @@ def test_charts_are_plotly_figures(kind: str, request: pytest.FixtureRequest) ->
     for found in figures.values():
         go.Figure(found)  # refuses what plotly does not know
         assert found["layout"]["xaxis"]["title"]["text"]
+
+
+def test_a_target_that_needs_no_noise_is_no_advice(digits: Path) -> None:
+    from reconbound import guarantee
+    from reconbound.mechanisms import SampledGaussian
+
+    found = guarantee(SampledGaussian(0.7, 0.005, 50), dim=64).to_dict()
+    run = replace(read_run(digits), guarantee=found)
+    assert all("each" not in row["who"] or "unbiased" in row["who"] for row in advice.targets(run, "pixel"))
+    for page in (report.public_page(run).decode(), report.confidential_page(run, read_leakage(digits)).decode()):
+        said = html.unescape(page)
+        assert "±0.25 (any attacker, each pixel) and ±0.4 (any attacker, each pixel) are met without noise" in said
+        assert "with chance 78% a record is never drawn" in said
+        assert '<td class="n">1e-06</td>' not in said
 
 
 def test_noise_for_a_target_meets_it(digits: Path) -> None:

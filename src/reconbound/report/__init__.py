@@ -64,6 +64,7 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         "of_range": view.of_range,
         "advice": advice.for_records(view),
         "targets": advice.targets(run, view.part, view.unit),
+        "without_noise": advice.without_noise(run, view.part, view.unit),
         "settings": words.settings(run),
         "accuracy": accuracy_line(view),
         "version": __version__,

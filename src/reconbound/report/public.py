@@ -95,6 +95,7 @@ def context(run: Run) -> dict[str, Any]:
         "notes": [clean(note, 400) for note in found.get("notes", ())],
         "assumptions": assumptions(run, noun, part),
         "targets": advice.targets(run, part),
+        "without_noise": advice.without_noise(run, part),
         "settings": [(clean(name, 80), clean(said, 400)) for name, said in words.settings(run)],
         "accuracy": None if run.accuracy is None else _accuracy(run),
     }
