@@ -18,8 +18,13 @@ import pytest
 import torch
 
 from reconbound._check import InputError
+from reconbound.audit import floors_of
+from reconbound.bounds._bound import figure
 from reconbound.cli import run
+from reconbound.commands.audit import told_plan
 from reconbound.commands.report import found_record
+from reconbound.data import load
+from reconbound.plan import Plan
 from reconbound.report import confidential_page
 from reconbound.report.view import View
 from reconbound.run_folder import (
@@ -35,6 +40,9 @@ from reconbound.run_folder import (
 )
 
 QUICK = ["--steps", "4", "--runs", "2", "--sample-rate", "0.1", "--seed", "1", "--lr", "0.5", "--model", "linear"]
+
+
+MILD = {"noise_multiplier": 2.0, "steps": 4, "sample_rate": 0.1}
 
 
 def write_people(path: Path, records: int = 60) -> Path:
@@ -113,7 +121,8 @@ def test_the_plan_is_printed_first_and_the_path_last(tmp_path, capsys, monkeypat
     assert lines[0].startswith("wine: a table")
     assert "linear; 2 runs of 4 steps" in lines[1]
     assert "noise multiplier 0.7" in lines[2]
-    assert "theorem1 ±" in lines[3]
+    assert "of a column's range: theorem1 ±" in lines[3]
+    assert "an attacker unbiased for every record there could be" in lines[3]
     assert lines[4].startswith("Expected time: about ")
     assert any("errs by at least" in line for line in lines[6:])
     assert lines[-1] == "audit-wine/report.html"
@@ -136,6 +145,15 @@ def test_the_plan_is_printed_first_and_the_path_last(tmp_path, capsys, monkeypat
     assert run(["audit", "wine", *QUICK, "--quiet"]) == 0
     assert capsys.readouterr().out == "audit-wine/report.html\n"
     assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in Path("audit-wine").rglob("*") if p.is_file()}
+
+
+def test_the_plan_is_in_the_verdicts_units(digits) -> None:
+    dataset = load("digits", limit=60)
+    said = told_plan(dataset, Plan(**{**MILD, "model": "linear"}), Path("nowhere"), fresh=True)[3]
+    found = floors_of(dataset, Plan(**MILD))
+    assert View(read_run(digits), read_leakage(digits)).of_range == "of the 0–16 range"
+    assert f"of the 0–16 range: theorem1 ±{figure(16 * found['theorem1'].rmse)} (" in said
+    assert f"lecam ±{figure(16 * found['lecam'].rmse)} (any attacker" in said
 
 
 def test_an_audit_is_finished_only_with_all_that_was_asked_for(digits, capsys) -> None:

@@ -153,7 +153,8 @@ def _data_facts(dataset: Dataset) -> dict[str, Any]:
         "inferred_ranges": dataset.inferred_ranges,
     }
     if dataset.kind == "image":
-        return {**found, "shape": list(dataset.shape), "unit": dataset.features[0].unit}
+        pixel = dataset.features[0]
+        return {**found, "shape": list(dataset.shape), "unit": pixel.unit, "range": [pixel.low, pixel.high]}
     private = dataset.private_features
     found["private"] = [f.name for f in private]
     found["ranges"] = {f.name: [f.low, f.high] for f in private if f.declared}

@@ -41,7 +41,7 @@ class Run:
     Attributes:
         data: name, kind ("image" or "table"), records, features (private numbers of a record), shape (of an image),
             private and public (names of columns; of a table), ranges ({column: [low, high]}, only those that were
-            declared, never those read off the data), inferred_ranges (whether any range was), unit.
+            declared, never those read off the data), inferred_ranges (whether any range was), unit, range (of a pixel).
         mechanism: noise_multiplier, max_grad_norm, sample_rate, steps, clip, sampler, runs (for confidence limits; one
             of them is released).
         training: model (in words), parameters, lr, momentum, seed_from (CHOSEN_SEED, or who made it up) and what else

@@ -62,6 +62,7 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         "floors": public.floor_rows(run, view.unit),
         "guess_middle": plus_minus(view.unit / 2),
         "of_range": view.of_range,
+        "two_demands": words.two_demands(view.noun),
         "advice": advice.for_records(view),
         "targets": advice.targets(run, view.part, view.unit),
         "without_noise": advice.without_noise(run, view.part, view.unit),

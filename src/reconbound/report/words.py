@@ -33,11 +33,6 @@ def verdict(view: View) -> list[str]:
     return [*caveats(view.run), _first(view, worst), _second(view)]
 
 
-def caveats(run: Run) -> list[str]:
-    """What the floors do not cover of this model, as the audit's check found it: said first."""
-    return [clean(said, 600) for said in (run.caveats or {}).values()]
-
-
 def _first(view: View, worst: int) -> str:
     if view.image:
         return (
@@ -242,6 +237,7 @@ def assumptions(view: View) -> list[tuple[str, str]]:
             "2 of Guo et al., 2022: the Cramér–Rao bound, squared error ≥ 1/dFIL). A biased attacker can err less; the "
             "floors for any attacker bind it too, and hold in the worst case over the data space.",
         ),
+        ("Two demands", two_demands(noun)),
         (
             "What a floor is",
             f"The root mean square error over one {noun}’s {parts}, and over the noise.{single}",
@@ -304,6 +300,24 @@ def release(run: Run) -> str:
     return (
         f"{which}. Nothing here covers the release of two or more models from these data, measuring runs included: "
         "each adds its own leakage, and the information of all of them adds up."
+    )
+
+
+def caveats(run: Run) -> list[str]:
+    """What the floors do not cover of this model, as the audit's check found it: said first."""
+    return [clean(said, 600) for said in (run.caveats or {}).values()]
+
+
+def two_demands(noun: str) -> str:
+    """What the unbiased floors of single records and those whatever the data ask of the attacker, and which to report.
+
+    docs/theory.md 5: Theorem 2 needs its mean to move with the record at the record; Theorem 1 and corners need it
+    right at the record and at the far walls, or all corners, of the data space."""
+    return (
+        f"A single {noun}’s floor binds an attacker whose guesses are right on average for this {noun} and those next "
+        f"to it; Theorem 1 and “all corners” bind only one whose guesses are right on average for every {noun} there "
+        "could be, up to the ends of the range. That asks more of the attacker, so they can be far higher and "
+        "still agree. Report the lower one: it holds for both."
     )
 
 
