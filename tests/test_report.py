@@ -235,6 +235,18 @@ def test_what_each_unbiased_floor_asks_is_said_where_the_lines_are(kind: str, re
     assert own.index("chart-floors") < own.index('id="two-demands"') < own.index('class="threshold"')
 
 
+def test_the_chart_over_training_says_how_often_records_were_measured(digits: Path) -> None:
+    leakage = read_leakage(digits)
+    run = read_run(digits)
+    often = float(leakage.measured.double().mean()) / run.mechanism["runs"]
+    assert often > 1.5
+    assert f"Each image is measured {often:.0f} times in a run on average" in words.growth_note(View(run, leakage))
+    few = replace(leakage, measured=torch.ones_like(leakage.measured))
+    page = report.confidential_page(run, few).decode()
+    growth = page[page.index('id="growth"') :]
+    assert "Each image is measured once or less in a run on average" in growth[: growth.index("</section>")]
+
+
 def test_both_pages_speak_of_an_images_floors_in_its_own_range(digits: Path) -> None:
     before = read_run(digits)
     run = replace(before, data={**before.data, "range": [0.0, 255.0]})

@@ -63,6 +63,7 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         "guess_middle": plus_minus(view.unit / 2),
         "of_range": view.of_range,
         "two_demands": words.two_demands(view.noun),
+        "growth_note": words.growth_note(view),
         "advice": advice.for_records(view),
         "targets": advice.targets(run, view.part, view.unit),
         "without_noise": advice.without_noise(run, view.part, view.unit),

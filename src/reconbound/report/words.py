@@ -308,6 +308,18 @@ def caveats(run: Run) -> list[str]:
     return [clean(said, 600) for said in (run.caveats or {}).values()]
 
 
+def growth_note(view: View) -> str:
+    """What the chart of floors over training shows: mostly when records were measured, if that is seldom."""
+    known = view.leakage.measured.double()
+    often = float(known.mean()) / max(1, int(view.run.mechanism.get("runs", 1))) if known.numel() else 0.0
+    times = f"{often:.0f} times" if often >= 1.5 else "once or less"
+    return (
+        f"Every step tells a little more. Each {view.noun} is measured {times} in a run on average: the drops show "
+        "when records happened to be measured more than when they leaked, and only the right end is the run’s "
+        "estimate. First run."
+    )
+
+
 def two_demands(noun: str) -> str:
     """What the unbiased floors of single records and those whatever the data ask of the attacker, and which to report.
 
