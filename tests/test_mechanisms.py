@@ -533,7 +533,8 @@ def test_delta_and_adjacency_are_checked(mechanism):
         (SampledGaussian, {"noise_multiplier": 1.0, "steps": 1.5}, "steps"),
         (SampledGaussian, {"noise_multiplier": 1.0, "steps": 10**400}, "steps"),
         (SampledGaussian, {"noise_multiplier": 1.0, "clip": "soft"}, "clip"),
-        (SampledGaussian, {"noise_multiplier": 1.0, "sampler": "shuffle"}, "sampler"),
+        (SampledGaussian, {"noise_multiplier": 1.0, "sampler": "shuffled"}, "sampler"),
+        (SampledGaussian, {"noise_multiplier": 1.0, "sampler": "shuffle", "sample_rate": 0.5}, "sample_rate"),
         (DP, {"epsilon": -1.0}, "epsilon"),
         (DP, {"epsilon": 1.0, "delta": 1.0}, "delta"),
         (DP, {"epsilon": 1.0, "adjacency": "x"}, "adjacency"),
@@ -605,3 +606,25 @@ def test_two_steps_without_noise_by_simulation():
     seen = (rng.random((200_000, steps)) < q).any(axis=1)  # then the test is sure, else it says the first candidate
     advantage = seen.mean()
     assert SampledGaussian(1e-9, q, steps).membership_advantage() == pytest.approx(advantage, abs=5e-3)
+
+
+def test_shuffled_batches_against_every_shuffle():
+    """One epoch of four records with gradients ±1 and 0 in two batches of two: the mixture over all shuffles, before
+    and after one record is replaced, tells no more than one release with every record in it."""
+    from itertools import permutations, product
+
+    sigma = 1.0
+    found = SampledGaussian.shuffled(sigma, 2, 2, clip="hard")
+    x = np.linspace(-8, 8, 161)
+    first, second = np.meshgrid(x, x, indexing="ij")
+
+    def release(gradients):
+        sums = {(sum(p[:2]), sum(p[2:])) for p in permutations(gradients)}
+        weights = [(sum(p[:2]), sum(p[2:])) for p in permutations(gradients)]
+        p = sum(weights.count(s) * norm.pdf(first, s[0], sigma) * norm.pdf(second, s[1], sigma) for s in sums)
+        return p / p.sum() + 1e-300
+
+    for others in product((-1, 0, 1), repeat=3):
+        p, other = release((*others, 1)), release((*others, -1))
+        assert math.log1p(chi2(p.ravel(), other.ravel())) <= found.order2() + 1e-9
+        assert 0.5 * np.abs(p - other).sum() <= found.membership_advantage() + 1e-6

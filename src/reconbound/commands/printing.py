@@ -67,6 +67,7 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
         table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric or name in ("floor", "attacker"))
     for bound in found.bounds:
         says = "says nothing" if bound.vacuous else "≥ a guess" if bound.above_guess else _share(bound)
+        says = "no guarantee" if bound.name == "theorem1_paper" else says
         table.add_row(bound.name, figure(bound.rmse), figure(bound.mse), bound.attacker, bound.adjacency, says)
     with console.capture() as drawn:
         console.print(table)
@@ -75,7 +76,7 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
     else:  # a table with its cells cut off tells nobody anything
         console.print(f"{table.title}:")
         for bound in found.bounds:
-            console.print(f"- {bound}")
+            console.print(f"- {bound}{' (no guarantee)' if bound.name == 'theorem1_paper' else ''}")
     for note in notes:
         console.print(f"Note: {note}")
     guess = found.bounds[0].guess
