@@ -177,7 +177,7 @@ def _run(
     from ..audit import audit
     from ..plan_check import check_plan
     from ..plan_file import finished, open_folder
-    from ..validate import ReconboundWarning
+    from ..validate import KinkWarning
 
     open_folder(out)
     if not fresh and finished(out, dataset, plan, publish_accuracy=publish_accuracy):
@@ -197,7 +197,7 @@ def _run(
         for line in told_plan(dataset, plan, out, fresh):
             print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ReconboundWarning)  # said above, and kept in run.json
+        warnings.simplefilter("ignore", KinkWarning)  # said above, and kept in run.json
         folder = audit(dataset, plan, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
     _tell(folder, as_json, quiet)
 
