@@ -111,6 +111,7 @@ def test_shuffled_epochs_are_not_amplified() -> None:
     assert shuffled.rules == ("none",)
     mechanism = shuffled.mechanism()
     assert (mechanism.sample_rate, mechanism.steps) == (1.0, 3)  # epochs of three batches: 4, 4, 2
+    assert mechanism.sampler == "shuffle"
 
 
 # --- budgets ---------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch import nn
 
 import auditing
 from reconbound import _files, audit_leakage, audit_learner
+from reconbound import plan as plans
 from reconbound._check import InputError
 from reconbound._files import Unreadable
 from reconbound._random import derive, numbers_of
@@ -444,6 +445,28 @@ def test_defaults_by_size() -> None:
         rate, steps, budget = (lambda p: (p.sample_rate, p.steps, p.budget))(default_plan(auditing.people(records)))
         assert 5 * int(steps * rate * budget + 1e-9) >= 25
     assert default_plan(auditing.people(), lr=0.25, runs=7).runs == 7
+
+
+def test_defaults_of_a_part_keep_the_batch() -> None:
+    """The noise is on a batch's sum: 3,000 of MNIST's 60,000 are trained by batches of 300, as the whole is."""
+    whole_set = replace(auditing.pictures(), name="mnist")
+
+    def of(records: int) -> Plan:
+        few = np.broadcast_to(whole_set.inputs[:1], (records, *whole_set.shape))
+        return default_plan(replace(whole_set, inputs=few, targets=np.zeros(records, dtype=np.int64)))
+
+    full, half, small, tiny = (of(n) for n in (60_000, 30_000, 3_000, 100))
+    assert (full.sample_rate, full.steps) == (0.005, 400)
+    assert (half.sample_rate, half.steps) == (pytest.approx(0.01), 400)
+    assert (small.sample_rate, small.steps) == (pytest.approx(0.1), 150)
+    assert (tiny.sample_rate, tiny.steps) == (pytest.approx(0.32), 50)
+    for plan in (full, half, small, tiny):
+        assert (plan.noise_multiplier, plan.lr) == (full.noise_multiplier, full.lr)
+    for name in ("digits", "breast_cancer", "wine"):  # the whole sets are what the defaults are meant for
+        found = load(name)
+        assert plans._WHOLE[name] == len(found.inputs)
+        assert default_plan(found).sample_rate == plans._OWN[name]["sample_rate"]
+    assert plans._WHOLE["diabetes"] == len(load("diabetes").inputs)
 
 
 def test_models_are_what_was_asked_and_seeded() -> None:

@@ -413,3 +413,23 @@ def test_which_floors_bind_each_coordinate():
     assert per_group(np.eye(3), [0, 2]).coordinates == "average"
     assert "on average" not in str(theorem1(1.0, dim=3))
     assert "on average over the coordinates; the median of 2 values" in str(from_trace([1.0, 2.0], 3))
+
+
+def test_who_is_unbiased_near_one_record_alone_is_not_bound_by_theorem_1():
+    """h = m tanh(k(z − ½)) + N(0, 1) on [0, 1]: the floor at ½ is 1/(mk)², which an attacker unbiased there to first
+    order reaches, however high Theorem 1 (at order 2, (2m)²) is: they ask different things, and the lower binds both.
+    """
+    m, k = 0.5, 40.0
+    near = 1 / (m * k) ** 2  # Cramér–Rao at ½
+    far = theorem1((2 * m) ** 2, widths=1.0, dim=1).value
+    assert near < far / 10
+
+    def mean(z: float) -> float:  # of ẑ = ½ + h/(mk)
+        return 0.5 + math.tanh(k * (z - 0.5)) / k
+
+    step = 1e-6
+    assert mean(0.5) == 0.5
+    assert (mean(0.5 + step) - mean(0.5 - step)) / (2 * step) == pytest.approx(1.0, abs=1e-6)
+    assert abs(mean(1.0) - 1.0) > 0.4  # at the end of the range it is not unbiased: Theorem 1 does not bind it
+    noise = np.random.default_rng(0).standard_normal(100_000) / (m * k)
+    assert noise.var() == pytest.approx(near, rel=0.02)

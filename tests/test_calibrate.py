@@ -103,6 +103,17 @@ def test_smallest_noise_is_returned_when_it_is_enough():
     assert found.noise == SMALLEST_NOISE
 
 
+def test_what_is_met_without_noise_is_said_to_be():
+    """Le Cam's floor of sampled steps is at least (1 − q)ᵀ/4 whatever the noise; no other floor is."""
+    never = 0.995**50
+    found = calibrate(SampledGaussian(1.0, 0.005, 50), 0.16, bound="lecam")
+    assert found.without_noise == pytest.approx(never)
+    assert floor("lecam", SampledGaussian(1e-30, 0.005, 50)).value == pytest.approx(never / 4)
+    assert calibrate(SampledGaussian(1.0, 0.005, 50), never / 4 + 1e-3, bound="lecam").without_noise is None
+    assert calibrate(SampledGaussian(1.0, 0.005, 50), 0.1).without_noise is None
+    assert calibrate(OutputPerturbation(10**9, 100.0, 1.0), 1e-9, bound="lecam").without_noise is None
+
+
 def test_targets_beyond_every_noise_are_refused():
     with pytest.raises(InputError, match="which no noise lifts theorem1 above"):
         calibrate(SampledGaussian(1.0), 1e30)

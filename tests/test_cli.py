@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from reconbound import __version__, cli
-from reconbound.calculator import guarantee
+from reconbound.calculator import floor, guarantee
 from reconbound.calibrate import calibrate
 from reconbound.commands.printing import UNSAID
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
@@ -325,6 +325,54 @@ def test_a_target_in_data_units(answer):
     )
 
 
+def test_shuffled_epochs_count_as_steps_without_sampling_and_are_called_so(answer, run):
+    """Two epochs and a bit: three Gaussian releases, one for each epoch begun; nothing is said of add/remove."""
+    options = ["--noise-multiplier", 3, "--sample-rate", 0.3, "--steps", 9, "--sampler", "shuffle"]
+    found = answer("bound", *options)  # epochs of four batches
+    same = guarantee(SampledGaussian(3.0, 1.0, 3))
+    assert found["mechanism"]["sampler"] == "shuffle"
+    assert found["mechanism"]["steps"] == 3
+    for bound in found["bounds"]:
+        assert bound["mse"] == same[bound["name"]].value
+        assert bound["sampler"] == "shuffle"
+        assert bound["adjacency"] in ("replace-one", "zero-out")
+    assert found["epsilon"] == same.epsilon
+    assert found["membership_advantage"] == same.membership_advantage
+    assert found["epsilon_add_remove"] is None
+    out = " ".join(run("bound", *options)[1].split())
+    assert "sampling brings no protection" in out
+    assert "poisson" not in out
+    assert str(SampledGaussian.shuffled(3.0, 4, 9)) in out
+    assert "shuffle batches" in str(floor("lecam", SampledGaussian.shuffled(3.0, 4, 9)))
+
+
+@pytest.mark.parametrize("columns", ["80", "200", "40"])
+def test_the_papers_line_is_called_no_guarantee_in_its_row(run, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    out = run("bound", "--noise-multiplier", 1, "--sample-rate", 0.01, "--steps", 1000)[1]
+    flat = " ".join(out.split())
+    assert "no guarantee" in flat.partition("Telling two candidate")[0].replace("│ ", "")
+
+
+def test_no_noise_is_advised_where_none_is_needed(answer, run):
+    options = ["--target-error", 0.4, "--bound", "lecam", "--sample-rate", 0.005, "--steps", 50, "--dim", 784]
+    status, out, _ = run("calibrate", *options)
+    assert status == 0
+    assert "met without noise: with chance 78% a record is never drawn" in " ".join(out.split())
+    assert "1e-06" not in out
+    assert "ε" not in out
+    found = answer("calibrate", *options)
+    assert found["met_without_noise"] is True
+    assert found["never_drawn"] == pytest.approx(0.995**50)
+    assert found["noise_multiplier"] is found["epsilon"] is found["mechanism"]["noise_multiplier"] is None
+
+
+def test_at_tiny_noise_no_more_is_told_than_who_was_drawn_can_tell(run):
+    for noise in (0.1, 0.01, 1e-6):
+        out = run("bound", "--noise-multiplier", noise, "--sample-rate", 0.005, "--steps", 50, "--dim", 784)[1]
+        assert "right at most 61.1%" in " ".join(out.split())
+
+
 def test_calibrate_output_perturbation(answer):
     found = answer("calibrate", "--target-mse", 0.1, "--output-perturbation", "--records", 12665, "--l2", 0.01)
     assert found["noise_std"] == calibrate(OutputPerturbation(12665, 0.01, 1.0), 0.1).noise
@@ -353,7 +401,7 @@ WRONG = [
     (["bound", "--noise-multiplier", "1", "--sample-rate", "0.1", "--steps", "1.5"], "--steps", "1.5"),
     (["bound", "--noise-multiplier", "1", "--sample-rate", "0.1", "--steps", "9" * 400], "--steps", "9" * 400),
     (["bound", *SGD, "--clip", "soft"], "--clip", "soft"),
-    (["bound", *SGD, "--sampler", "shuffle"], "--sampler", "shuffle"),
+    (["bound", *SGD, "--sampler", "shuffled"], "--sampler", "shuffled"),
     (["bound", *SGD, "--dim", "0"], "--dim", "0"),
     (["bound", *SGD, "--dim", "3x"], "--dim", "3x"),
     (["bound", *SGD, "--dim", "1e-3"], "--dim", "1e-3"),

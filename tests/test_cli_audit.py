@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import signal
@@ -17,8 +18,14 @@ import pytest
 import torch
 
 from reconbound._check import InputError
+from reconbound.audit import floors_of
+from reconbound.bounds._bound import figure
 from reconbound.cli import run
+from reconbound.commands.audit import told_plan
 from reconbound.commands.report import found_record
+from reconbound.data import load
+from reconbound.plan import Plan
+from reconbound.report import confidential_page
 from reconbound.report.view import View
 from reconbound.run_folder import (
     MODEL,
@@ -33,6 +40,9 @@ from reconbound.run_folder import (
 )
 
 QUICK = ["--steps", "4", "--runs", "2", "--sample-rate", "0.1", "--seed", "1", "--lr", "0.5", "--model", "linear"]
+
+
+MILD = {"noise_multiplier": 2.0, "steps": 4, "sample_rate": 0.1}
 
 
 def write_people(path: Path, records: int = 60) -> Path:
@@ -111,7 +121,8 @@ def test_the_plan_is_printed_first_and_the_path_last(tmp_path, capsys, monkeypat
     assert lines[0].startswith("wine: a table")
     assert "linear; 2 runs of 4 steps" in lines[1]
     assert "noise multiplier 0.7" in lines[2]
-    assert "theorem1 ±" in lines[3]
+    assert "of a column's range: theorem1 ±" in lines[3]
+    assert "an attacker unbiased for every record there could be" in lines[3]
     assert lines[4].startswith("Expected time: about ")
     assert any("errs by at least" in line for line in lines[6:])
     assert lines[-1] == "audit-wine/report.html"
@@ -134,6 +145,15 @@ def test_the_plan_is_printed_first_and_the_path_last(tmp_path, capsys, monkeypat
     assert run(["audit", "wine", *QUICK, "--quiet"]) == 0
     assert capsys.readouterr().out == "audit-wine/report.html\n"
     assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in Path("audit-wine").rglob("*") if p.is_file()}
+
+
+def test_the_plan_is_in_the_verdicts_units(digits) -> None:
+    dataset = load("digits", limit=60)
+    said = told_plan(dataset, Plan(**{**MILD, "model": "linear"}), Path("nowhere"), fresh=True)[3]
+    found = floors_of(dataset, Plan(**MILD))
+    assert View(read_run(digits), read_leakage(digits)).of_range == "of the 0–16 range"
+    assert f"of the 0–16 range: theorem1 ±{figure(16 * found['theorem1'].rmse)} (" in said
+    assert f"lecam ±{figure(16 * found['lecam'].rmse)} (any attacker" in said
 
 
 def test_an_audit_is_finished_only_with_all_that_was_asked_for(digits, capsys) -> None:
@@ -211,29 +231,86 @@ def test_folders_that_cannot_be_used(tmp_path, capsys) -> None:
         assert run(["audit", *QUICK, "--out", str(tmp_path / "locked" / "a"), "--quiet"]) == 2
 
 
-def test_a_factory_of_the_users(tmp_path, monkeypatch, capsys) -> None:
+FACTORIES = """
+from torch import nn
+def small(shape, outputs):
+    return nn.Sequential(nn.Flatten(), nn.Linear(13, 4), nn.Tanh(), nn.Linear(4, outputs))
+def relu(shape, outputs):
+    return nn.Sequential(nn.Flatten(), nn.Linear(13, 4), nn.ReLU(), nn.Linear(4, outputs))
+def norm(shape, outputs):
+    return nn.Sequential(nn.Linear(13, 4), nn.BatchNorm1d(4), nn.Linear(4, outputs))
+def few(shape, outputs):
+    return nn.Linear(13, 2)
+def wide(shape, outputs):
+    return nn.Linear(14, outputs)
+def broken(shape, outputs):
+    raise KeyError('x')
+def nothing(shape, outputs):
+    return None
+"""
+REFUSED = {
+    "norm": "the model of mine:norm: module '1' (BatchNorm1d) mixes the records of a batch",
+    "few": "--model must name a factory whose model gives 3 outputs for each record, one for each of the 3 classes, "
+    "got mine:few -> 2 outputs",
+    "wide": "--model must name a factory whose model takes records of shape (13,) (RuntimeError: mat1 and mat2",
+    "broken": "--model must name a factory to be called as factory(shape, outputs) (KeyError: 'x'), got mine:broken",
+    "nothing": "--model must name a factory that returns a torch module, got mine:nothing -> NoneType",
+    "missing": "--model must name a function of mine, got mine:missing",
+}
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(
-        "from torch import nn\n"
-        "def small(shape, outputs):\n"
-        "    return nn.Sequential(nn.Flatten(), nn.Linear(13, 4), nn.Tanh(), nn.Linear(4, outputs))\n"
-        "def relu(shape, outputs):\n"
-        "    return nn.Sequential(nn.Linear(13, 4), nn.BatchNorm1d(4), nn.Linear(4, outputs))\n"
-        "def broken(shape, outputs):\n"
-        "    raise KeyError('x')\n"
-    )
-    try:
-        assert run(["audit", "wine", *QUICK, "--model", "mine:small", "--out", "a", "--quiet"]) == 0
-        assert read_run("a").training["model"] == "mine:small"
-        assert read_run("a").training["parameters"] == 71
-        for bad, said in (("relu", "BatchNorm"), ("broken", "KeyError"), ("missing", "must name a function of mine")):
-            assert run(["audit", "wine", *QUICK, "--model", f"mine:{bad}", "--out", "b", "--quiet"]) == 2
-            error = capsys.readouterr().err
-            assert said in error
-            assert error.count("\n") == 1
-        assert str(tmp_path) not in sys.path
-    finally:
-        sys.modules.pop("mine", None)
+    Path("mine.py").write_text(FACTORIES)
+    yield
+    sys.modules.pop("mine", None)
+
+
+def test_a_factory_of_the_users(mine, tmp_path, capsys) -> None:
+    assert run(["audit", "wine", *QUICK, "--model", "mine:small", "--out", "a", "--quiet"]) == 0
+    assert read_run("a").training["model"] == "mine:small"
+    assert read_run("a").training["parameters"] == 71
+    assert read_run("a").caveats == {}
+    assert "found no kinks" in Path("a", REPORT).read_text()
+    assert str(tmp_path) not in sys.path
+
+
+@pytest.mark.parametrize("bad", REFUSED)
+@pytest.mark.parametrize("form", [["--quiet"], []])
+def test_a_factory_that_does_not_do_is_one_line_before_any_training(mine, capsys, bad: str, form: list[str]) -> None:
+    assert run(["audit", "wine", *QUICK, "--model", f"mine:{bad}", "--out", "b", *form]) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Note:")]
+    assert len(error) == 1
+    assert error[0].startswith(f"reconbound: {REFUSED[bad]}")
+    assert not Path("b", PLAN).exists()
+
+
+def test_floors_that_are_not_proved_for_a_model_with_kinks_are_said_so_everywhere(mine, capsys) -> None:
+    said = "The floors of single records are not proved for this model: it has kinks, in module '2' (ReLU)"
+    assert run(["audit", "wine", *QUICK, "--model", "mine:relu", "--out", "a"]) == 0
+    told = capsys.readouterr()
+    assert said in told.err.replace("\n", " ")  # before training
+    assert said in told.out  # the verdict
+    assert "UserWarning" not in told.err
+    found = read_run("a")
+    assert found.caveats is not None
+    assert found.caveats["kinks"].startswith(said)
+    assert json.loads(Path("a", RUN).read_text())["caveats"]["kinks"].startswith(said)
+    own, public = (html.unescape(Path("a", name).read_text()) for name in (REPORT, PUBLIC_REPORT))
+    verdict = own[own.index('id="verdict"') :]
+    assert said in verdict[: verdict.index("</div>")]
+    for page in (own, public):
+        assert f"<dt>Model</dt><dd>{said}" in page
+    assert said not in public[: public.index('id="assumptions"')]  # its floors need no smooth model
+    assert "found no kinks" not in own
+    for words in (["show", "a"], ["show", "a", "--record", "0"]):
+        assert run(words) == 0
+        assert said in " ".join(capsys.readouterr().out.split())
+    assert run(["show", "a", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["caveats"]["kinks"].startswith(said)
+    before = replace(found, caveats=None)  # a folder from before it was kept claims nothing
+    assert "does not say whether" in confidential_page(before, read_leakage("a")).decode()
 
 
 def test_epochs_and_publishing(tmp_path) -> None:

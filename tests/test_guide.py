@@ -13,11 +13,12 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("guide", [DOCS / "guide-private-sgd.md"], ids=lambda p: p.name)
-def test_guide_runs(guide: Path, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(("name", "least"), [("guide-private-sgd.md", 10), ("guide-gpu.md", 3)])
+def test_guide_runs(name: str, least: int, tmp_path, monkeypatch) -> None:
+    guide = DOCS / name
     monkeypatch.chdir(tmp_path)
     blocks = BLOCK.findall(guide.read_text())
-    assert len(blocks) > 10
+    assert len(blocks) > least
     names: dict = {"__name__": "guide"}
     printed = ""
     for kind, content in blocks:

@@ -533,7 +533,8 @@ def test_delta_and_adjacency_are_checked(mechanism):
         (SampledGaussian, {"noise_multiplier": 1.0, "steps": 1.5}, "steps"),
         (SampledGaussian, {"noise_multiplier": 1.0, "steps": 10**400}, "steps"),
         (SampledGaussian, {"noise_multiplier": 1.0, "clip": "soft"}, "clip"),
-        (SampledGaussian, {"noise_multiplier": 1.0, "sampler": "shuffle"}, "sampler"),
+        (SampledGaussian, {"noise_multiplier": 1.0, "sampler": "shuffled"}, "sampler"),
+        (SampledGaussian, {"noise_multiplier": 1.0, "sampler": "shuffle", "sample_rate": 0.5}, "sample_rate"),
         (DP, {"epsilon": -1.0}, "epsilon"),
         (DP, {"epsilon": 1.0, "delta": 1.0}, "delta"),
         (DP, {"epsilon": 1.0, "adjacency": "x"}, "adjacency"),
@@ -568,3 +569,62 @@ def test_laplace_pair_by_integration_bounds_pure_dp():
     for eps in (0.3, 2.0):
         square = quad(lambda x: 0.5 * math.exp(-2 * abs(x) + abs(x - eps)), -40, 40, points=[0, eps])[0]  # noqa: B023
         assert math.log(square) <= DP(eps).order2()
+
+
+# --- records that are never drawn -----------------------------------
+
+
+@pytest.mark.parametrize("sampler", ["poisson", "fixed"])
+@pytest.mark.parametrize(("q", "steps"), [(0.005, 50), (0.3, 1), (0.01, 1000), (1.0, 3)])
+def test_without_noise_whoever_is_drawn_is_told_and_nobody_else(sampler, q, steps):
+    """As the noise goes to 0: advantage 1 − (1 − q)ᵀ, and from 1 − (1 − q)ᵀ(1 − κ) to κ + 1 − (1 − q)ᵀ to rebuild."""
+    kappa = np.array([1e-6, 1e-2, 0.5])
+    never = (1 - q) ** steps
+    last = math.inf
+    for noise in (1e-6, 1e-3, 0.01, 0.02, 0.05, 0.1, 0.3, 1.0):
+        found = SampledGaussian(noise, q, steps, sampler=sampler)
+        advantage = found.membership_advantage()
+        assert advantage <= min(1 - never, last) + 1e-9  # never more than the limit, and more noise never tells more
+        assert (found.rero(kappa) <= kappa + 1 - never + 1e-12).all()
+        last = advantage
+        if noise < 0.02:
+            assert advantage == pytest.approx(1 - never, abs=1e-12)
+            assert (found.rero(kappa) >= 1 - never * (1 - kappa) - 1e-12).all()  # what the best attack reaches
+
+
+@pytest.mark.parametrize("noise", [1e-6, 0.01, 0.1, 1.0])
+def test_one_step_advantage_is_the_closed_form(noise):
+    """q (2Φ(m) − 1) between (1 − q)N(0, 1) + qN(±m, 1)."""
+    found = SampledGaussian(noise, 0.2, 1, clip="hard")
+    exact = 0.2 * math.erf(1 / noise / math.sqrt(2))
+    assert exact - 1e-12 <= found.membership_advantage() <= exact + 1e-4
+
+
+def test_two_steps_without_noise_by_simulation():
+    """A release that shows z in every batch with it: the best test between two candidates, counted over draws."""
+    rng, q, steps = np.random.default_rng(0), 0.1, 4
+    seen = (rng.random((200_000, steps)) < q).any(axis=1)  # then the test is sure, else it says the first candidate
+    advantage = seen.mean()
+    assert SampledGaussian(1e-9, q, steps).membership_advantage() == pytest.approx(advantage, abs=5e-3)
+
+
+def test_shuffled_batches_against_every_shuffle():
+    """One epoch of four records with gradients ±1 and 0 in two batches of two: the mixture over all shuffles, before
+    and after one record is replaced, tells no more than one release with every record in it."""
+    from itertools import permutations, product
+
+    sigma = 1.0
+    found = SampledGaussian.shuffled(sigma, 2, 2, clip="hard")
+    x = np.linspace(-8, 8, 161)
+    first, second = np.meshgrid(x, x, indexing="ij")
+
+    def release(gradients):
+        sums = {(sum(p[:2]), sum(p[2:])) for p in permutations(gradients)}
+        weights = [(sum(p[:2]), sum(p[2:])) for p in permutations(gradients)]
+        p = sum(weights.count(s) * norm.pdf(first, s[0], sigma) * norm.pdf(second, s[1], sigma) for s in sums)
+        return p / p.sum() + 1e-300
+
+    for others in product((-1, 0, 1), repeat=3):
+        p, other = release((*others, 1)), release((*others, -1))
+        assert math.log1p(chi2(p.ravel(), other.ravel())) <= found.order2() + 1e-9
+        assert 0.5 * np.abs(p - other).sum() <= found.membership_advantage() + 1e-6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from reconbound.bounds._bound import figure
 from reconbound.report import advice, axes, charts, columns, comparison, records, thumbnails, words
 from reconbound.report.figures import for_plotly
 from reconbound.report.page import as_json
+from reconbound.report.public import floor_rows
 from reconbound.report.view import View
 from reconbound.run_folder import Leakage, Run, packed_names, prepare, read_leakage, read_run, write_leakage, write_run
 from run_folders import RANGES, digits_folder, people_folder
@@ -197,7 +199,9 @@ def test_records_never_measured_are_counted_and_called_unprotected(digits: Path)
 def test_histogram_counts_every_record(digits: Path) -> None:
     chart = charts.histogram(_view(digits))
     assert sum(chart.figure["data"][0]["y"]) == 200
-    assert {"guessing the average", "Theorem 1, any data"} <= {key.text.split(":")[0] for key in chart.keys}
+    assert {"guessing the average", "Theorem 1, any data, attacker unbiased for every image"} <= {
+        key.text.split(":")[0] for key in chart.keys
+    }
 
 
 def test_embedded_floors_are_the_leakage_files(digits: Path) -> None:
@@ -219,6 +223,58 @@ def test_charts_are_plotly_figures(kind: str, request: pytest.FixtureRequest) ->
     for found in figures.values():
         go.Figure(found)  # refuses what plotly does not know
         assert found["layout"]["xaxis"]["title"]["text"]
+
+
+@pytest.mark.parametrize("kind", ["digits", "people"])
+def test_what_each_unbiased_floor_asks_is_said_where_the_lines_are(kind: str, request: pytest.FixtureRequest) -> None:
+    own, public = (path.read_text() for path in report.build(request.getfixturevalue(kind)))
+    noun = "image" if kind == "digits" else "record"
+    for page in (own, public):
+        assert f"bind only one whose guesses are right on average for every {noun} there could be" in page
+        assert "Report the lower one" in page
+    assert own.index("chart-floors") < own.index('id="two-demands"') < own.index('class="threshold"')
+
+
+def test_the_chart_over_training_says_how_often_records_were_measured(digits: Path) -> None:
+    leakage = read_leakage(digits)
+    run = read_run(digits)
+    often = float(leakage.measured.double().mean()) / run.mechanism["runs"]
+    assert often > 1.5
+    assert f"Each image is measured {often:.0f} times in a run on average" in words.growth_note(View(run, leakage))
+    few = replace(leakage, measured=torch.ones_like(leakage.measured))
+    page = report.confidential_page(run, few).decode()
+    growth = page[page.index('id="growth"') :]
+    assert "Each image is measured once or less in a run on average" in growth[: growth.index("</section>")]
+
+
+def test_both_pages_speak_of_an_images_floors_in_its_own_range(digits: Path) -> None:
+    before = read_run(digits)
+    run = replace(before, data={**before.data, "range": [0.0, 255.0]})
+    view = View(run, read_leakage(digits))
+    scaled = View(run, replace(view.leakage, facts={**view.leakage.facts, "scale": 255.0}))
+    page = report.public_page(run).decode()
+    own = report.confidential_page(run, scaled.leakage).decode()
+    found = {row["title"]: row["error"] for row in floor_rows(run, 255.0)}
+    for error in found.values():
+        assert f'<td class="n">{error}</td>' in page
+        assert f'<td class="n">{error}</td>' in own
+    assert f"{scaled.of_range}; guessing the middle errs by ±128" in page
+    assert any(scaled.of_range in said for said in report.headline(run))
+    assert "of the range" in " ".join(report.headline(before))  # a folder that does not say the range
+
+
+def test_a_target_that_needs_no_noise_is_no_advice(digits: Path) -> None:
+    from reconbound import guarantee
+    from reconbound.mechanisms import SampledGaussian
+
+    found = guarantee(SampledGaussian(0.7, 0.005, 50), dim=64).to_dict()
+    run = replace(read_run(digits), guarantee=found)
+    assert all("each" not in row["who"] or "unbiased" in row["who"] for row in advice.targets(run, "pixel"))
+    for page in (report.public_page(run).decode(), report.confidential_page(run, read_leakage(digits)).decode()):
+        said = html.unescape(page)
+        assert "±0.25 (any attacker, each pixel) and ±0.4 (any attacker, each pixel) are met without noise" in said
+        assert "with chance 78% a record is never drawn" in said
+        assert '<td class="n">1e-06</td>' not in said
 
 
 def test_noise_for_a_target_meets_it(digits: Path) -> None:

@@ -242,3 +242,25 @@ def test_hostile_names_are_text(browser: Any, folders: dict[str, Path], tmp_path
                 assert ticks.first.text_content() == HOSTILE[:17] + "…"
                 assert page.locator("main b:not([id])").count() == 0
                 assert page.locator(".chart a").count() == 0
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_axis_titles_do_not_lie_over_ticks_and_large_thresholds_have_separators(
+    browser: Any, folders: dict[str, Path], tmp_path: Path, width: int
+) -> None:
+    run, leakage = read_run(folders["digits"]), read_leakage(folders["digits"])
+    facts = {**leakage.facts, "scale": 255.0}
+    small = replace(leakage, dfil=leakage.dfil / 1e5, history=leakage.history / 1e5, upper=None, facts=facts)
+    write_run(tmp_path, run)
+    write_leakage(tmp_path, small)
+    report.build(tmp_path)
+    with opened(browser, tmp_path / "report.html", width) as page:
+        for chart in ("#chart-growth", "#chart-floors", "#chart-accuracy"):
+            title = page.locator(f"{chart} .ytitle").bounding_box()
+            ticks = page.locator(f"{chart} .ytick text")
+            assert ticks.count() >= 2
+            left = min(ticks.nth(k).bounding_box()["x"] for k in range(ticks.count()))
+            assert title["x"] + title["width"] <= left
+            assert title["x"] >= page.locator(chart).bounding_box()["x"] - 1
+        page.locator("#threshold-exact").fill("431000")
+        assert page.locator("#threshold-value").inner_text() == "431,000"

@@ -64,8 +64,7 @@ class Account:
         """The same run for the calculator; shuffled epochs are steps without sampling, one for each epoch."""
         if self.sampler == "shuffle":
             per_epoch = math.ceil(self.records / max(1, round(self.sample_rate * self.records)))
-            epochs = math.ceil(self.steps / per_epoch)
-            return SampledGaussian(self.noise_multiplier, 1.0, epochs, self.clip)
+            return SampledGaussian.shuffled(self.noise_multiplier, per_epoch, self.steps, self.clip)
         return SampledGaussian(self.noise_multiplier, self.sample_rate, self.steps, self.clip, self.sampler)
 
 

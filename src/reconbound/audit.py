@@ -28,6 +28,7 @@ from .audit_learner import SNAPSHOTS, AuditLearner
 from .calculator import Guarantee, guarantee
 from .checkpoint import held
 from .plan import Plan, make_learner, model_kind
+from .plan_check import check_plan
 from .plan_file import open_folder, settle
 from .run_folder import CHECKPOINTS, CHOSEN_SEED, MODEL, Run, write_leakage, write_run
 from .sampling import Sampler, make_sampler
@@ -56,6 +57,7 @@ def audit(
     Guarantee: as FisherAccountant's, for the release of the first run's noisy steps. The records kept whole are chosen
     by the estimate itself, so the largest is more often too large than too small.
     """
+    caveats = check_plan(dataset, plan)
     folder = open_folder(out)
     with held(folder):
         for leftover in folder.glob(".*.part"):
@@ -69,7 +71,7 @@ def audit(
         run = facts_of(dataset, settled, learner, seed_from=seed, publish_accuracy=publish_accuracy)
         from .report import build, headline
 
-        write_run(folder, replace(run, headline=headline(run)))
+        write_run(folder, replace(run, headline=headline(run), caveats=caveats))
         build(folder)
     return folder
 
@@ -151,7 +153,8 @@ def _data_facts(dataset: Dataset) -> dict[str, Any]:
         "inferred_ranges": dataset.inferred_ranges,
     }
     if dataset.kind == "image":
-        return {**found, "shape": list(dataset.shape), "unit": dataset.features[0].unit}
+        pixel = dataset.features[0]
+        return {**found, "shape": list(dataset.shape), "unit": pixel.unit, "range": [pixel.low, pixel.high]}
     private = dataset.private_features
     found["private"] = [f.name for f in private]
     found["ranges"] = {f.name: [f.low, f.high] for f in private if f.declared}

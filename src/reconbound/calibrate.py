@@ -27,12 +27,18 @@ class OutOfReach(InputError):
 
 @dataclass(frozen=True)
 class Calibration:
-    """The mechanism with the smallest noise that meets the target, and the floor that it reaches."""
+    """The mechanism with the smallest noise that meets the target, and the floor that it reaches.
+
+    Where `without_noise` is set, the target is met whatever the noise, and `noise` is only the end of the search: that
+    is the chance (1 − q)ᵀ that a record is in no batch, from which Le Cam's floor of sampled steps is at least
+    (1 − q)ᵀ (w/2)². It protects nobody who is drawn.
+    """
 
     mechanism: SampledGaussian | OutputPerturbation
     noise: float
     target: float
     bound: Bound
+    without_noise: float | None = None
 
 
 def calibrate(
@@ -84,13 +90,15 @@ def calibrate(
             small, large = (small, middle) if at(math.exp(middle))[1].value >= target else (middle, large)
     else:
         large = small
+    unneeded = large == small and bound == "lecam" and isinstance(mechanism, SampledGaussian)
     noise = _round_up(math.exp(large))
     chosen, reached = at(noise)
     step = 1e-6
     while reached.value < target:  # where the floor is flat, its last digit goes up and down: a little more noise
         noise, step = min(_round_up(noise * (1 + step)), LARGEST_NOISE), 2 * step
         chosen, reached = at(noise)
-    return Calibration(chosen, noise, target, reached)
+    never = mechanism.never_drawn if unneeded and isinstance(mechanism, SampledGaussian) else None
+    return Calibration(chosen, noise, target, reached, never)
 
 
 def calibrate_epsilon(

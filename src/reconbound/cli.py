@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -57,7 +58,13 @@ Epochs = Annotated[
     typer.Option(help="The same as passes over the data: epochs over the sample rate are the steps, rounded up."),
 ]
 Clip = Annotated[str | None, typer.Option(help="smooth (the paper's GELU clip; default) or hard (as in Opacus).")]
-Sampler = Annotated[str | None, typer.Option(help="poisson (default) or fixed (fixed size without replacement).")]
+Sampler = Annotated[
+    str | None,
+    typer.Option(
+        help="poisson (default), fixed (fixed size without replacement), or shuffle (shuffled epochs, from which no "
+        "protection is counted)."
+    ),
+]
 Epsilon = Annotated[float | None, typer.Option(help="Of the mechanism only this epsilon is known.")]
 Rdp2 = Annotated[float | None, typer.Option("--rdp2", help="Only its order-2 Renyi divergence (replace-one) is known.")]
 Adjacency = Annotated[
@@ -273,6 +280,12 @@ def _mechanism(given: dict[str, Any]) -> Mechanism:
         return DP(values["epsilon"], delta, values.get("adjacency", "replace-one"))
     if kind == "rdp2":
         return RenyiDP(number("rdp2", values["rdp2"], at_least=0.0))
+    if values.get("sampler") == "shuffle":
+        rate = number("sample_rate", values["sample_rate"], above=0.0, at_most=1.0)
+        batches = math.ceil(1 / rate * (1 - 1e-12))  # ⌈N/B⌉ of an epoch
+        return SampledGaussian.shuffled(
+            values["noise_multiplier"], batches, values["steps"], values.get("clip") or "smooth"
+        )
     return SampledGaussian(**values) if kind == "noise_multiplier" else OutputPerturbation(**values)
 
 

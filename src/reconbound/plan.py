@@ -101,14 +101,30 @@ _OWN: dict[str, dict[str, Any]] = {
 }
 
 
+#: Training records of the known sets, for which their defaults are meant; and epochs of a smaller part of one.
+_WHOLE = {"digits": 1438, "breast_cancer": 456, "wine": 142, "diabetes": 354, "mnist": 60_000, "cifar10": 50_000}
+_EPOCHS = 15
+
+
 def default_plan(dataset: Dataset, **changes: Any) -> Plan:
     """The defaults for this data set, with some options changed; by its size where it is not one of the known ones.
 
+    Of a part of a known set (--limit), below nine tenths of it: batches of the same size, at most a quarter of the
+    records or 32, for as many steps, at most 15 epochs or 50 steps. The noise beside a batch is then what it was.
+
     Of an unknown set of N records: batches of 5 % of them, at least 32 and at most 512, for 15 epochs and at most 800
     steps. Five runs and enough measurements of each record, 25, for confidence limits."""
-    own = _OWN.get(dataset.name)
+    own, records = _OWN.get(dataset.name), len(dataset.inputs)
+    whole_set = _WHOLE.get(dataset.name, 0)
+    if own is not None and records < 0.9 * whole_set:
+        batch = min(own["sample_rate"] * whole_set, max(32, records / 4), records)
+        rate = batch / records
+        own = {
+            **own,
+            "sample_rate": rate,
+            "steps": max(min(50, own["steps"]), min(own["steps"], round(_EPOCHS / rate))),
+        }
     if own is None:
-        records = len(dataset.inputs)
         batch = min(records, max(32, min(512, round(0.05 * records))))
         own = {"sample_rate": batch / records, "steps": min(800, max(50, round(15 * records / batch)))}
         own["lr"] = 1.0 if dataset.task == "classes" else 0.3

@@ -41,7 +41,7 @@ class Run:
     Attributes:
         data: name, kind ("image" or "table"), records, features (private numbers of a record), shape (of an image),
             private and public (names of columns; of a table), ranges ({column: [low, high]}, only those that were
-            declared, never those read off the data), inferred_ranges (whether any range was), unit.
+            declared, never those read off the data), inferred_ranges (whether any range was), unit, range (of a pixel).
         mechanism: noise_multiplier, max_grad_norm, sample_rate, steps, clip, sampler, runs (for confidence limits; one
             of them is released).
         training: model (in words), parameters, lr, momentum, seed_from (CHOSEN_SEED, or who made it up) and what else
@@ -50,6 +50,8 @@ class Run:
         headline: what it means in sentences, with the conditions that it rests on: those of the public page.
         accuracy: of the released model on test data, only where its owner chose to publish it.
         software: versions.
+        caveats: what the floors do not cover of this model: "kinks" (floors of single records are not proved), "model";
+            empty where the check found nothing, None in folders from before it was kept.
     """
 
     data: Mapping[str, Any]
@@ -59,6 +61,7 @@ class Run:
     accuracy: float | None = None
     software: Mapping[str, str] = field(default_factory=dict)
     headline: Sequence[str] = ()
+    caveats: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)

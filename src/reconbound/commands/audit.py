@@ -175,7 +175,9 @@ def _run(
     dataset: Dataset, plan: Plan, out: Path, publish_accuracy: bool, fresh: bool, as_json: bool, quiet: bool
 ) -> None:
     from ..audit import audit
+    from ..plan_check import check_plan
     from ..plan_file import finished, open_folder
+    from ..validate import KinkWarning
 
     open_folder(out)
     if not fresh and finished(out, dataset, plan, publish_accuracy=publish_accuracy):
@@ -189,10 +191,14 @@ def _run(
         return
     if plan.seed is not None and not quiet:
         print("Note: whoever guesses the seed knows the noise: release no model that had --seed", file=sys.stderr)
+    for said in check_plan(dataset, plan).values():  # even if quiet: it takes floors away
+        print(f"Note: {said}", file=sys.stderr)
     if not quiet:
         for line in told_plan(dataset, plan, out, fresh):
             print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
-    folder = audit(dataset, plan, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KinkWarning)  # said above, and kept in run.json
+        folder = audit(dataset, plan, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
     _tell(folder, as_json, quiet)
 
 
@@ -214,12 +220,19 @@ def _tell(folder: Path, as_json: bool, quiet: bool) -> None:
 def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]:
     """What will be done, what the mechanism guarantees before any training, and how long it will take."""
     from ..audit import describe, expected_seconds, floors_of, sampler_of
+    from ..bounds._bound import figure
     from ..run_folder import PLAN
 
     found, sampler = floors_of(dataset, plan), sampler_of(dataset, plan)
     epochs = plan.steps / sampler.steps_per_epoch
     others = "the first is the release, the others only measure" if plan.runs > 1 else "no confidence limits"
-    says = [f"{name} ±{found[name].rmse:.3g}" for name in ("theorem1", "lecam") if not found[name].vacuous]
+    image = dataset.kind == "image"
+    noun, pixel = "image" if image else "record", dataset.features[0]
+    unit, of_range = (pixel.high - pixel.low, f"of the {pixel.low:g}–{pixel.high:g} range") if image else (
+        1.0, "of a column's range")  # fmt: skip
+    whom = {"theorem1": f"an attacker unbiased for every {noun} there could be", "lecam": "any attacker, at worst"}
+    says = [f"{name} ±{figure(found[name].rmse * unit)} ({who})" for name, who in whom.items()
+            if not found[name].vacuous]  # fmt: skip
     epsilon = "" if found.epsilon is None else f"; ε = {found.epsilon:.3g} (replace-one) at δ = {found.delta:g}"
     on = not fresh and (out / PLAN).exists()
     return [
@@ -228,9 +241,10 @@ def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]
         f"({epochs:.3g} epochs), lr {plan.lr:g}: {others}.",
         f"Mechanism: noise multiplier {plan.noise_multiplier:g}, clip norm {plan.max_grad_norm:g} ({plan.clip}), "
         f"{plan.sampler} batches, sample rate {sampler.sample_rate:.3g}{epsilon}.",
-        f"Floors whatever the data, of a feature's range: {', '.join(says) or 'none that says anything'}"
+        f"Floors whatever the data, {of_range}: {', '.join(says) or 'none that says anything'}"
         f"{' (only with declared ranges: see the notes above)' if dataset.inferred_ranges else ''}. "
-        "The audit measures those of your records.",
+        f"The audit measures each {noun}'s own, for an attacker unbiased near it, and may find lower ones: report "
+        "the lower.",
         f"Expected time: about {_duration(expected_seconds(dataset, plan))}{' if nothing is done yet' if on else ''}.",
         f"{'Goes on' if on else 'Writes'} in {out}, which is confidential apart from run.json, model.safetensors and "
         "report-public.html.",
@@ -260,6 +274,7 @@ def result(folder: Path) -> dict[str, Any]:
         "public_report": str(folder / PUBLIC_REPORT),
         "model": str(folder / MODEL),
         "verdict": [*verdict(view), *sureness(view)[:1]],
+        "caveats": dict(run.caveats or {}),
         "floors": {name: view.quantile(share) for name, share in names.items()},
         "guess": view.guess,
         "unit": f"± {view.of_range}",

@@ -24,6 +24,12 @@ def print_json(content: dict[str, Any]) -> None:
 
 
 def calibration_dict(found: Calibration, eps: float | None, delta: float) -> dict[str, Any]:
+    if found.without_noise is not None:  # no noise is named, nor an ε that would be that of the search's end
+        told = {**found.mechanism.to_dict(), "sampler": found.mechanism.sampler, found.mechanism.noise_field: None}
+        facts: dict[str, Any] = {found.mechanism.noise_field: None}
+        facts |= {"met_without_noise": True, "never_drawn": found.without_noise}
+        facts |= {"target_mse": found.target, "mse": found.bound.value, "bound": found.bound.to_dict()}
+        return {**facts, "mechanism": told, "epsilon": None, "delta": delta}
     return {
         found.mechanism.noise_field: found.noise,
         "target_mse": found.target,
@@ -61,6 +67,7 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
         table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric or name in ("floor", "attacker"))
     for bound in found.bounds:
         says = "says nothing" if bound.vacuous else "≥ a guess" if bound.above_guess else _share(bound)
+        says = "no guarantee" if bound.name == "theorem1_paper" else says
         table.add_row(bound.name, figure(bound.rmse), figure(bound.mse), bound.attacker, bound.adjacency, says)
     with console.capture() as drawn:
         console.print(table)
@@ -69,7 +76,7 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
     else:  # a table with its cells cut off tells nobody anything
         console.print(f"{table.title}:")
         for bound in found.bounds:
-            console.print(f"- {bound}")
+            console.print(f"- {bound}{' (no guarantee)' if bound.name == 'theorem1_paper' else ''}")
     for note in notes:
         console.print(f"Note: {note}")
     guess = found.bounds[0].guess
@@ -121,7 +128,20 @@ def _share(bound: Any) -> str:
     return f"{bound.rmse / bound.guess**0.5:.0%} of a guess" if bound.guess else ""
 
 
+def without_noise(found: Calibration) -> str:
+    """Why no noise is named for a target that is met without any."""
+    return (
+        f"±{figure(found.target**0.5)}{_unit(found.bound.units)} is met without noise: with chance "
+        f"{found.without_noise:.0%} a record is never drawn in the whole run, and {found.bound.name} is an average "
+        "over that. It protects no record that is drawn: no noise follows from it. Ask for more, or for --bound "
+        "theorem1, corners or rate_distortion, or for --target-epsilon."
+    )
+
+
 def print_calibration(found: Calibration, delta: float) -> None:
+    if found.without_noise is not None:
+        print(without_noise(found))
+        return
     what = {"noise_multiplier": "noise multiplier", "noise_std": "noise standard deviation"}[
         found.mechanism.noise_field
     ]

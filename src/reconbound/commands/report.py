@@ -185,8 +185,11 @@ def _print_record(view: View, facts: dict[str, Any], record: int, floors: ndarra
     from rich.text import Text
 
     from ..report import record_table
+    from ..report.words import caveats
 
     console = Console(highlight=False, markup=False)
+    for said in caveats(view.run):
+        console.print(said)
     console.print(record_table(facts))
     place = view.place(record)
     if view.feature_floors(record) is None:

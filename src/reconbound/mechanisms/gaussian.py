@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .. import plds, renyi
-from .._check import choice, number, whole
+from .._check import InputError, choice, number, whole
 from ..bounds import rero_from_gdp
 from ._base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Mechanism, plain
 
@@ -23,8 +23,9 @@ class SampledGaussian(Mechanism):
         sample_rate: q, the chance of a record to be in a batch (B/N for fixed-size batches).
         steps: T.
         clip: "smooth" (the paper's GELU clip, norms up to 1.1153 C) or "hard" (norms up to C, as in Opacus).
-        sampler: "poisson", or "fixed": uniform batches of fixed size without replacement. Epoch shuffling is neither:
-            for it, give sample_rate 1 and the number of epochs as steps.
+        sampler: "poisson"; "fixed": uniform batches of fixed size without replacement; "shuffle": batches cut from
+            shuffled epochs, which hide nobody: sample_rate must be 1 and steps the number of epochs (`shuffled`).
+            Given the shuffles a record is in one step of each epoch; by joint convexity not knowing them only helps.
 
     >>> round(SampledGaussian(1.0, 0.01, clip="hard").order2(), 9)
     0.000457554
@@ -42,7 +43,15 @@ class SampledGaussian(Mechanism):
         rate = number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
         plain(self, noise_multiplier=noise, sample_rate=rate, steps=whole("steps", self.steps))
         choice("clip", self.clip, ("smooth", "hard"))
-        choice("sampler", self.sampler, ("poisson", "fixed"))
+        choice("sampler", self.sampler, ("poisson", "fixed", "shuffle"))
+        if self.sampler == "shuffle" and rate != 1:
+            raise InputError("sample_rate", "must be 1 with shuffled epochs, and steps count epochs", self.sample_rate)
+
+    @classmethod
+    def shuffled(cls, noise_multiplier: float, per_epoch: int, steps: int, clip: str = "smooth") -> SampledGaussian:
+        """T steps of shuffled epochs of so many batches: one step without sampling for each epoch, begun or whole."""
+        epochs = math.ceil(whole("steps", steps) / whole("per_epoch", per_epoch))
+        return cls(noise_multiplier, 1.0, epochs, clip, "shuffle")
 
     @property
     def kl_neighbours(self) -> str:
@@ -50,31 +59,38 @@ class SampledGaussian(Mechanism):
 
     @property
     def paper_neighbours(self) -> str:
-        return ADD_REMOVE
+        return ZERO_OUT if self.sampler == "shuffle" else ADD_REMOVE  # without a record, other batches are cut
 
     @property
     def m(self) -> float:
         """Largest clipped norm over the noise's standard deviation on the sum."""
         return renyi.sensitivity(self.clip) / self.noise_multiplier
 
+    @property
+    def never_drawn(self) -> float:
+        """(1 − q)ᵀ, the chance that a record is in no batch of the run: then the release does not depend on it."""
+        return math.exp(self.steps * math.log1p(-self.sample_rate)) if self.sample_rate < 1 else 0.0
+
     def order2(self) -> float:
-        step = renyi.order2_poisson if self.sampler == "poisson" else renyi.order2_fixed
+        step = renyi.order2_poisson if self.sampler != "fixed" else renyi.order2_fixed
         return self.steps * step(self.m, self.sample_rate)
 
     def order2_paper(self) -> float:
         return self.steps * renyi.order2_paper(self.m, self.sample_rate)
 
     def kl(self) -> float:
-        step = renyi.kl_poisson if self.sampler == "poisson" else renyi.kl_fixed
+        step = renyi.kl_poisson if self.sampler != "fixed" else renyi.kl_fixed
         return self.steps * step(self.m, self.sample_rate)
 
     def overlap(self) -> float:
-        if self.sampler == "poisson":
+        if self.sampler != "fixed":
             return renyi.overlap_poisson(self.m, self.sample_rate, self.steps)
         return renyi.overlap_fixed(self.m, self.sample_rate, self.steps, order2=self.order2())
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         d, simple = number("delta", delta, above=0.0, below=1.0), super().epsilon_at(delta, adjacency)
+        if self.sampler == "shuffle" and adjacency != REPLACE_ONE:
+            return None  # leaving a record out cuts other batches
         if self.sampler == "fixed":
             better = (
                 plds.fixed_size_epsilon(self.m, self.sample_rate, self.steps, d) if adjacency == REPLACE_ONE else None
@@ -86,18 +102,25 @@ class SampledGaussian(Mechanism):
         return min(known) if known else None
 
     def membership_advantage(self) -> float:
-        simple = super().membership_advantage()
-        pld = plds.gaussian(self.m, self.sample_rate, self.steps, REPLACE_ONE) if self.sampler == "poisson" else None
+        simple = min(super().membership_advantage(), 1 - self.never_drawn)  # docs/theory.md 6.5
+        pld = plds.gaussian(self.m, self.sample_rate, self.steps, REPLACE_ONE) if self.sampler != "fixed" else None
         return simple if pld is None else min(simple, plds.delta(pld, 0.0))
 
     def rero(self, kappa: Any) -> Any:
-        simple = super().rero(kappa)
-        pld = plds.gaussian(self.m, self.sample_rate, self.steps, ADD_REMOVE) if self.sampler == "poisson" else None
+        drawn = np.asarray(kappa, dtype=np.float64) + (1 - self.never_drawn)
+        simple = np.minimum(super().rero(kappa), drawn)[()]
+        pld = plds.gaussian(self.m, self.sample_rate, self.steps, ADD_REMOVE) if self.sampler != "fixed" else None
         return simple if pld is None else np.minimum(simple, plds.rero(pld, kappa))[()]
 
     def assumes(self) -> tuple[str, ...]:
-        size = "a fixed divisor qN" if self.sampler == "poisson" else "uniform batches of fixed size"
+        sizes = {"poisson": "a fixed divisor qN", "fixed": "uniform batches of fixed size"}
+        size = sizes.get(self.sampler, "shuffled epochs, each counted as one step with every record")
         return (f"{self.clip} clipping, {size}", "the attacker sees every noisy step")
+
+    def notes(self) -> tuple[str, ...]:
+        if self.sampler != "shuffle":
+            return ()
+        return ("Shuffled epochs: sampling brings no protection, so each epoch counts as one step with every record.",)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .._check import InputError
-from ..calibrate import calibrate
+from ..calibrate import Calibration, calibrate
 from ..mechanisms import SampledGaussian
 from ..run_folder import Run
 from .figures import plus_minus
@@ -42,8 +42,9 @@ def targets(run: Run, part: str, unit: float = 1.0) -> list[dict[str, Any]]:
     dim = int(run.guarantee.get("data", {}).get("dim", 1))
     for error, name, who in TARGETS if mechanism is not None else ():
         assert mechanism is not None
-        noise = smallest_noise(replace(mechanism, noise_multiplier=1.0), error**2, name, dim)
-        if noise is not None:
+        reached = smallest_noise(replace(mechanism, noise_multiplier=1.0), error**2, name, dim)
+        if reached is not None and reached.without_noise is None:
+            noise = reached.noise
             found.append({
                 "target": plus_minus(error * unit), "who": who.format(part=part), "noise": f"{noise:.3g}",
                 "enough": noise <= mechanism.noise_multiplier,
@@ -51,11 +52,29 @@ def targets(run: Run, part: str, unit: float = 1.0) -> list[dict[str, Any]]:
     return found
 
 
+def without_noise(run: Run, part: str, unit: float = 1.0) -> str:
+    """Which of the targets are met whatever the noise, and why that is no advice; empty where none is."""
+    mechanism, met = mechanism_of(run), []
+    dim = int(run.guarantee.get("data", {}).get("dim", 1))
+    for error, name, who in TARGETS if mechanism is not None else ():
+        assert mechanism is not None
+        reached = smallest_noise(replace(mechanism, noise_multiplier=1.0), error**2, name, dim)
+        if reached is not None and reached.without_noise is not None:
+            met.append(f"{plus_minus(error * unit)} ({who.format(part=part)})")
+    if not met or mechanism is None:
+        return ""
+    return (
+        f"{' and '.join(met)} {'is' if len(met) == 1 else 'are'} met without noise: with chance "
+        f"{mechanism.never_drawn:.0%} a record is never drawn in the whole run, and that floor is an average over it. "
+        "It protects no record that is drawn, so no noise follows from it."
+    )
+
+
 @lru_cache(maxsize=64)
-def smallest_noise(mechanism: SampledGaussian, target_mse: float, name: str, dim: int) -> float | None:
+def smallest_noise(mechanism: SampledGaussian, target_mse: float, name: str, dim: int) -> Calibration | None:
     """As `calibrate` finds it, once for both pages; None where no noise does."""
     try:
-        return calibrate(mechanism, target_mse, bound=name, dim=dim).noise
+        return calibrate(mechanism, target_mse, bound=name, dim=dim)
     except InputError:
         return None
 

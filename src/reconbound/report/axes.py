@@ -123,7 +123,7 @@ def layout(height: int, x: Figure, y: Figure, **more: Any) -> Figure:
         "height": height, "autosize": True, "showlegend": False, "hovermode": "closest", "dragmode": False,
         "margin": {"l": 56, "r": 14, "t": 12, "b": 58}, "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)", "font": {"family": "system-ui, sans-serif", "size": 13},
-        "xaxis": x, "yaxis": y, **more,
+        "xaxis": x, "yaxis": {"automargin": True, **y}, **more,
     }  # fmt: skip
 
 

@@ -45,10 +45,11 @@ MOST_ROWS = 24
 def lines(view: View) -> list[tuple[str, float, str, str]]:
     """The calculator's lines and the guess: (text, ± error, colour, dash)."""
     found = [("guessing the average", view.guess, GREY, "dot")]
+    everywhere = f"any data, attacker unbiased for every {view.noun}"
     for name, text, colour, dash in (
-        ("theorem1", "Theorem 1, any data", GREEN, "solid"),
+        ("theorem1", f"Theorem 1, {everywhere}", GREEN, "solid"),
         ("theorem1_paper", "Theorem 1 as the paper computes it (no guarantee)", PURPLE, "dash"),
-        ("corners", "all corners, any data", ORANGE, "dashdot"),
+        ("corners", f"all corners, {everywhere}", ORANGE, "dashdot"),
     ):
         at = view.line(name)
         if at is not None:

@@ -26,7 +26,7 @@ ABOUT = {
     "private": "Private",
     "public": "Public",
 }
-ATTACKERS = {"unbiased": "unbiased attacker", "any": "any attacker"}
+ATTACKERS = {"unbiased": "attacker unbiased for every record there could be", "any": "any attacker"}
 
 
 def floor_rows(run: Run, unit: float = 1.0) -> list[dict[str, Any]]:
@@ -76,6 +76,7 @@ def context(run: Run) -> dict[str, Any]:
     """All that the public page says."""
     data, found = run.data, run.guarantee
     noun, part = _nouns(run)
+    unit, of_range = units(run)
     return {
         "title": f"{clean(data.get('name', 'data'), 80)}: what the training guarantees",
         "noun": noun,
@@ -84,9 +85,10 @@ def context(run: Run) -> dict[str, Any]:
         "verdict": headline(run),
         "caveats": caveats(run),
         "about": about(run),
-        "floors": floor_rows(run),
-        "guess_middle": "±0.5",
-        "of_range": "of the range",
+        "floors": floor_rows(run, unit),
+        "guess_middle": plus_minus(unit / 2),
+        "of_range": of_range,
+        "two_demands": words.two_demands(noun),
         "columns": column_rows(run),
         "any_unbiased": (line(run, "theorem1") or 0.0) >= NOTHING,
         "membership": membership(found),
@@ -94,7 +96,8 @@ def context(run: Run) -> dict[str, Any]:
         "epsilons": epsilons(found),
         "notes": [clean(note, 400) for note in found.get("notes", ())],
         "assumptions": assumptions(run, noun, part),
-        "targets": advice.targets(run, part),
+        "targets": advice.targets(run, part, unit),
+        "without_noise": advice.without_noise(run, part, unit),
         "settings": [(clean(name, 80), clean(said, 400)) for name, said in words.settings(run)],
         "accuracy": None if run.accuracy is None else _accuracy(run),
     }
@@ -111,10 +114,19 @@ def _nouns(run: Run) -> tuple[str, str]:
     return ("image", "pixel") if run.data.get("kind") == "image" else ("record", "column")
 
 
+def units(run: Run) -> tuple[float, str]:
+    """In what the page's errors are, as the audit prints them: an image's range, else shares of a column's."""
+    ends = run.data.get("range")
+    if run.data.get("kind") != "image" or not ends:
+        return 1.0, "of the range"
+    low, high = float(ends[0]), float(ends[1])
+    return high - low, f"of the {low:g}–{high:g} range"
+
+
 def headline(run: Run) -> list[str]:
     """What the mechanism guarantees, in two sentences, with the condition that it rests on where ranges were read off
     the data: the first words of the public page, and of run.json."""
-    noun, part = _nouns(run)
+    (noun, part), (unit, of_range) = _nouns(run), units(run)
     each, mean = line(run, "lecam"), line(run, "rate_distortion")
     one = int(run.data.get("features", 0)) == 1
     known = f"Provided that every column’s range is known without the data, which is not so here ({read_off(run)}): "
@@ -123,15 +135,15 @@ def headline(run: Run) -> list[str]:
     if each is not None and each >= NOTHING:
         said.append(
             f"{what}, even one who knows every other {noun} and sees every "
-            f"step of the training errs by at least {plus_minus(each)} of the range on "
+            f"step of the training errs by at least {plus_minus(each * unit)} {of_range} on "
             f"{f'the private {part}' if one else f'each {part}'} of one {noun}, in "
             f"the worst case over all {noun}s there could be; without the model, guessing the middle errs by at most "
-            "±0.5."
+            f"{plus_minus(unit / 2)}."
         )
     if mean is not None and mean > max(NOTHING, each or 0.0):
         over = f"On a {noun}’s private {part}" if one else f"On average over a {noun}’s {part}s"
         start = f"{over} it errs" if said else f"{what}, it errs {over[0].lower()}{over[1:]}"
-        said.append(f"{start} by at least {plus_minus(mean)} of the range.")
+        said.append(f"{start} by at least {plus_minus(mean * unit)} {of_range}.")
     return said or ["This mechanism’s settings give no floor worth naming for every attacker."]
 
 
@@ -220,8 +232,9 @@ def assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
         (
             "Two kinds",
             f"Floors for any attacker hold in the worst case over all {noun}s there could be, biased attackers "
-            "included. Floors for an attacker who is not biased hold at every record, and say little where they exceed "
-            "a guess.",
+            f"included. Floors for an attacker who is unbiased for every {noun} there could be hold at each of them, "
+            f"and say little where they exceed a guess. An attacker who is unbiased only near one {noun} is bound by "
+            f"that {noun}’s own floor, which may be far lower and which the owner of the data has.",
         ),
         (
             "Each or average",
@@ -233,6 +246,7 @@ def assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
         ("Clip", words.CLIPS.get(str(m.get("clip")), f"Clip: {m.get('clip')}.")),
         ("Noise", f"Gaussian, {words.seed(run)}"),
         ("Release", words.release(run)),
+        *(("Model", said) for said in words.caveats(run)),
         ("Taken as public", _taken_as_public(run, noun)),
         (
             "Not covered",

@@ -15,6 +15,9 @@ INFERRED = (
     "Some columns’ ranges were read off the data before training. Another record could then change the inputs of all, "
     "and neither ε nor the floors account for that."
 )
+SMOOTH = "The floors need a gradient that is smooth in a record’s values: no ReLU, no max pooling. "
+CHECKED = "The check before training, on three records, found no kinks."
+UNCHECKED = "This folder does not say whether the model was checked for it."
 #: How many columns the verdict names.
 NAMED = 3
 
@@ -27,7 +30,7 @@ def verdict(view: View) -> list[str]:
             f"None of the {count(view.records, view.noun)} was ever measured, so nothing can be said about them.",
             "Audit with more steps or a larger accounting budget.",
         ]
-    return [_first(view, worst), _second(view)]
+    return [*caveats(view.run), _first(view, worst), _second(view)]
 
 
 def _first(view: View, worst: int) -> str:
@@ -234,6 +237,7 @@ def assumptions(view: View) -> list[tuple[str, str]]:
             "2 of Guo et al., 2022: the Cramér–Rao bound, squared error ≥ 1/dFIL). A biased attacker can err less; the "
             "floors for any attacker bind it too, and hold in the worst case over the data space.",
         ),
+        ("Two demands", two_demands(noun)),
         (
             "What a floor is",
             f"The root mean square error over one {noun}’s {parts}, and over the noise.{single}",
@@ -261,6 +265,10 @@ def assumptions(view: View) -> list[tuple[str, str]]:
             "too high, at the least exposed rather too low.",
         ),
         ("Release", release(view.run)),
+        *(
+            ("Model", said)
+            for said in caveats(view.run) or [SMOOTH + (CHECKED if view.run.caveats is not None else UNCHECKED)]
+        ),
         (
             "Guess",
             f"“Guessing the average” knows the average of all {noun}s and nothing about this one. Somebody who knows "
@@ -292,6 +300,36 @@ def release(run: Run) -> str:
     return (
         f"{which}. Nothing here covers the release of two or more models from these data, measuring runs included: "
         "each adds its own leakage, and the information of all of them adds up."
+    )
+
+
+def caveats(run: Run) -> list[str]:
+    """What the floors do not cover of this model, as the audit's check found it: said first."""
+    return [clean(said, 600) for said in (run.caveats or {}).values()]
+
+
+def growth_note(view: View) -> str:
+    """What the chart of floors over training shows: mostly when records were measured, if that is seldom."""
+    known = view.leakage.measured.double()
+    often = float(known.mean()) / max(1, int(view.run.mechanism.get("runs", 1))) if known.numel() else 0.0
+    times = f"{often:.0f} times" if often >= 1.5 else "once or less"
+    return (
+        f"Every step tells a little more. Each {view.noun} is measured {times} in a run on average: the drops show "
+        "when records happened to be measured more than when they leaked, and only the right end is the run’s "
+        "estimate. First run."
+    )
+
+
+def two_demands(noun: str) -> str:
+    """What the unbiased floors of single records and those whatever the data ask of the attacker, and which to report.
+
+    docs/theory.md 5: Theorem 2 needs its mean to move with the record at the record; Theorem 1 and corners need it
+    right at the record and at the far walls, or all corners, of the data space."""
+    return (
+        f"A single {noun}’s floor binds an attacker whose guesses are right on average for this {noun} and those next "
+        f"to it; Theorem 1 and “all corners” bind only one whose guesses are right on average for every {noun} there "
+        "could be, up to the ends of the range. That asks more of the attacker, so they can be far higher and "
+        "still agree. Report the lower one: it holds for both."
     )
 
 

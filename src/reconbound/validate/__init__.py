@@ -15,10 +15,17 @@ from torch import nn
 
 from reconbound.validate.derivatives import check_derivatives, check_differences, math_attention
 from reconbound.validate.runs import PROBE_RECORDS, check_coupling, check_randomness, check_steps
-from reconbound.validate.structure import ModelError, ReconboundWarning, check_structure, kinked_modules, warn_kinks
+from reconbound.validate.structure import (
+    KinkWarning,
+    ModelError,
+    ReconboundWarning,
+    check_structure,
+    kinked_modules,
+    warn_kinks,
+)
 from reconbound.validate.watch import LossFn, Trace, check_data, random_state_kept, record_count, rows, run
 
-__all__ = ["ModelError", "ReconboundWarning", "check_batch", "check_model", "math_attention"]
+__all__ = ["KinkWarning", "ModelError", "ReconboundWarning", "check_batch", "check_model", "math_attention"]
 
 
 def check_model(model: nn.Module) -> None:

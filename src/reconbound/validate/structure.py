@@ -34,7 +34,16 @@ class ReconboundWarning(UserWarning):
     """The numbers can be computed, but what they promise is weaker than it looks; the message says why."""
 
 
-ModelError.__module__ = ReconboundWarning.__module__ = "reconbound.validate"  # where they are to be imported from
+class KinkWarning(ReconboundWarning):
+    """The gradient jumps with the input in `places`: floors of single records are not proved."""
+
+    def __init__(self, message: str, places: str) -> None:
+        super().__init__(message)
+        self.places = places
+
+
+for _own in (ModelError, ReconboundWarning, KinkWarning):
+    _own.__module__ = "reconbound.validate"  # where they are to be imported from
 
 
 def place(path: str) -> str:
@@ -89,9 +98,8 @@ def kinked_modules(model: nn.Module) -> dict[str, str]:
 def warn_kinks(kinks: Mapping[str, str]) -> None:
     if kinks:
         places = ", ".join(f"{place(path)} ({what})" for path, what in kinks.items())
-        warnings.warn(
+        said = (
             f"kinks in {places}: the gradient jumps with the input there, the Fisher information does not count the "
-            f"jumps, and the error floors are not proved; {_SMOOTH}",
-            ReconboundWarning,
-            stacklevel=3,
+            f"jumps, and the error floors are not proved; {_SMOOTH}"
         )
+        warnings.warn(KinkWarning(said, places), stacklevel=3)

@@ -52,10 +52,11 @@
   }
 
   const whole = new Intl.NumberFormat("en-US");
+  const short = new Intl.NumberFormat("en-US", { maximumSignificantDigits: 3 });
   function show(threshold) {
     const count = below(threshold);
     document.getElementById("threshold-count").textContent = whole.format(count);
-    document.getElementById("threshold-value").textContent = Number(threshold.toPrecision(3)).toString();
+    document.getElementById("threshold-value").textContent = short.format(threshold);
     document.getElementById("threshold-share").textContent = share(count);
     told.dataset.threshold = threshold.toString();
     told.dataset.count = count.toString();
