@@ -22,7 +22,7 @@ class OutOfReach(InputError):
 
     def __init__(self, name: str, bound: str, highest: float, value: object) -> None:
         self.bound, self.highest = bound, highest
-        super().__init__(name, f"must be below {highest:.6g}, which no noise lifts {bound} above", value)
+        super().__init__(name, f"must be below {highest:.6g}, which no noise lifts {bound} above on this range", value)
 
 
 @dataclass(frozen=True)
