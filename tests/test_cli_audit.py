@@ -175,6 +175,8 @@ def test_an_audit_is_finished_only_with_all_that_was_asked_for(digits, capsys) -
         (["--steps", "3", "--epochs", "1"], "--epochs does not go with --steps"),
         (["wine", "--range", "alcohol"], "--range must be"),
         (["wine", "--private", "colour"], "--private must name columns"),
+        (["wine", "--private", "alcohol", "--private", "ash2"], "did you mean 'ash'?, got ash2"),
+        (["wine", "--private", ""], "--private must name at least one column"),
         (["--private", "age"], "--private is for tables"),
         (["wine", "--size", "9"], "--size is for folders of images, got 9"),
     ],

@@ -65,7 +65,8 @@ def audit_command(
     ] = None,
     target: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
     private: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Private columns (default: all columns of numbers).")
+        list[str] | None,
+        typer.Option(metavar="A,B", help="Private columns (default: all columns of numbers). Repeatable."),
     ] = None,
     range_: Annotated[
         list[str] | None,
@@ -79,6 +80,10 @@ def audit_command(
         Path | None, typer.Option(help="Folder with mnist/ or cifar10/ (default: the variable RECONBOUND_DATA).")
     ] = None,
     drop: Annotated[str | None, typer.Option(metavar="A,B", help="Columns of a CSV file to leave out.")] = None,
+    category: Annotated[
+        list[str] | None,
+        typer.Option(metavar="A", help="A CSV file's column to take as categories, whatever it holds. Repeatable."),
+    ] = None,
     header: Annotated[
         str | None,
         typer.Option(metavar="A,B", help="Names of a CSV file's columns, where it has no first row of them."),
@@ -120,8 +125,13 @@ def audit_command(
     given = {name: value for name, value in changes.items() if value is not None}
     if epochs is not None and steps is not None:
         raise typer.BadParameter("does not go with --steps", param_hint="--epochs")
-    wishes: dict[str, Any] = {"target": target, "private": private, "limit": limit, "folder": data_folder}
-    wishes |= {"drop": drop, "header": None if header is None else header.split(","), "size": size}
+    wishes: dict[str, Any] = {"target": target, "private": private or None, "limit": limit, "folder": data_folder}
+    wishes |= {
+        "categories": category or None,
+        "drop": drop,
+        "header": None if header is None else header.split(","),
+        "size": size,
+    }
     if test_share is not None:
         wishes["test_share"] = test_share
     resume = "; run the same command again to go on"

@@ -58,7 +58,10 @@ def sweep_command(
     lease: Annotated[float, typer.Option(help="Seconds without a sign after which a worker counts as dead.")] = 60.0,
     seed: Annotated[int | None, typer.Option(help="Of the sweep (default: new, kept in the folder; secret).")] = None,
     target: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
-    private: Annotated[str | None, typer.Option(metavar="A,B", help="Private columns.")] = None,
+    private: Annotated[
+        list[str] | None, typer.Option(metavar="A,B", help="As in reconbound audit. Repeatable.")
+    ] = None,
+    category: Annotated[list[str] | None, typer.Option(metavar="A", help="As in reconbound audit. Repeatable.")] = None,
     range_: Annotated[
         list[str] | None, typer.Option("--range", metavar="age=0:120", help="As in reconbound audit. Repeatable.")
     ] = None,
@@ -105,10 +108,12 @@ def _config(given: dict[str, Any]) -> Sweep:
     from ..sweep import Sweep, parse_grid, parse_steps
     from .audit import _budget, _short
 
-    load = {"target": given["target"], "private": given["private"], "limit": given["limit"]}
+    load = {"target": given["target"], "private": given["private"] or None, "limit": given["limit"]}
     load |= {"folder": given["data_folder"], "ranges": read_ranges(given["range_"] or []) or None}
     load |= {"units": read_units(given["unit"] or []) or None, "drop": given["drop"], "size": given["size"]}
     load |= {"header": None if given["header"] is None else given["header"].split(",")}
+    if given["category"]:
+        load["categories"] = given["category"]
     if given["test_share"] is not None:
         load["test_share"] = given["test_share"]
     plan = {"model": given["model"], "budget": _budget(given["budget"])}
