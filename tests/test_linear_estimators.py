@@ -287,7 +287,11 @@ HOLE = np.where(np.arange(60).reshape(20, 3) == 5, np.nan, X)
         bad("logistic", "l2 must be greater than 0, got 0", l2=0),
         bad("logistic", "l2 must be a number", l2="much"),
         bad("logistic", "noise_std must be greater than 0", noise_std=0.0),
-        bad("logistic", "must not be given together", target_epsilon=1.0),
+        bad(
+            "logistic",
+            "noise_std must not be given together with target_epsilon: one .*, got 0.001",
+            target_epsilon=1.0,
+        ),
         bad("ridge", "target_delta belongs to target_epsilon", target_delta=1e-5),
         bad("ridge", "data_norm must be greater than 0", data_norm=-1.0),
         bad("ridge", "target_bound must be greater than 0", target_bound=0.0),

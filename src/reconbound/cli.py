@@ -215,13 +215,16 @@ def calibrate_command(
         return
     if target_error is not None:
         target_mse = number("target_error", target_error, above=0.0, at_least=1e-150, at_most=1e150) ** 2
-    _within_range(target_mse, target_error, low, high)
+    if bound not in ("lecam", "rate_distortion"):  # these have a limit of their own, below that
+        _within_range(target_mse, target_error, low, high)
     try:
         found = calibrate(mechanism, target_mse or 0.0, bound=bound, **space)
     except OutOfReach as error:
-        if target_error is None:
-            raise
-        raise OutOfReach("target_error", error.bound, error.highest**0.5, target_error) from None
+        name, most, given_target = "target_mse", error.highest, target_mse
+        if target_error is not None:
+            name, most, given_target = "target_error", error.highest**0.5, target_error
+        where = f" on data from {low:g} to {high:g} (--low and --high)"
+        raise OutOfReach(name, error.bound, most, given_target, where) from None
     if as_json:
         print_json(calibration_dict(found, found.mechanism.epsilon_at(report_delta), report_delta))
     else:

@@ -133,8 +133,8 @@ class Bound:
             least = ", ".join(f"±{figure(x)}" for x in roots.min(axis=0)[:8])
             more = f" and so on for {values.shape[1]:,} features" if values.shape[1] > 8 else ""
             said = (
-                f"{who} errs by at least {least}{more} (feature by feature, in the unit of each) on the most exposed "
-                f"of {len(values):,} records"
+                f"{who} errs by at least {least}{more} (feature by feature, in the unit of each, on the record most "
+                f"exposed in it of {len(values):,})"
             )
         elif values.size == 1:
             said = f"{who} errs by at least ±{figure(roots[0])}{unit} (MSE {figure(values[0])}){mean}"

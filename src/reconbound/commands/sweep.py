@@ -144,6 +144,7 @@ def frontier_command(
     with _optuna_there(), plain_errors():
         from ..sweep import best, floors_in, pareto
         from ..sweep.frontier import checked_floor
+        from ..sweep.page import majority
         from ..sweep.run import publish, stored
 
         if at_least is not None:
@@ -163,6 +164,8 @@ def frontier_command(
         else:
             for name, row in found.items():
                 print(_best_line(rows, name, at_least, row))
+            for line in majority(facts["guesses"]):
+                print(line)
         if None in found.values():
             raise typer.Exit(1)
 
@@ -195,7 +198,7 @@ def _print_sweep(facts: dict[str, Any], rows: list[Row]) -> None:
         from ..sweep.frontier import default_floor
         from ..sweep.page import verdict
 
-        for line in verdict(rows, default_floor(rows)):
+        for line in verdict(rows, default_floor(rows), facts.get("guesses")):
             print(line)
         print(f"{facts['table']}\n{facts['page']}")
 
@@ -204,7 +207,7 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ..sweep.page import settings_in, told
+    from ..sweep.page import majority, settings_in, told
 
     console = Console(highlight=False, markup=False)
     for floor, rows in fronts.items():
@@ -218,6 +221,8 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]]) -> None:
             cells = (f"{row['accuracy']:.4f}", f"{row[floor]:.4g}", "" if epsilon is None else f"{epsilon:.4g}")
             table.add_row(str(row["trial"]), *values, f"{row['steps']:,}", *cells)
         console.print(table)
+    for line in majority(facts["guesses"]):
+        console.print(line)
     console.print(f"{facts['finished']} of {facts['trials']} settings trained. {facts['page']}")
 
 
