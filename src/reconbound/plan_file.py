@@ -14,6 +14,7 @@ from ._random import new_seed
 from .checkpoint import LOCK, NAMES, plain_json
 from .learner_state import data_digest
 from .plan import Plan, _tensor
+from .release import INPUTS
 from .run_folder import CHECKPOINTS, LEAKAGE, MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, prepare, read_run
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def open_folder(out: str | os.PathLike[str], *, fresh: bool = False) -> Path:
 
 def remove(folder: Path) -> None:
     """Remove what an audit leaves in its folder, and nothing else; the plan last, so that it can be done again."""
-    names = [RUN, LEAKAGE, REPORT, PUBLIC_REPORT, MODEL]
+    names = [RUN, LEAKAGE, REPORT, PUBLIC_REPORT, MODEL, INPUTS]
     inside = folder / CHECKPOINTS
     for path in [*(inside / name for name in NAMES), *inside.glob("parameters-*.safetensors"), inside / LOCK]:
         path.unlink(missing_ok=True)
@@ -95,7 +96,7 @@ def finished(folder: str | os.PathLike[str], dataset: Dataset, plan: Plan, *, pu
     before = refuse_other(place, dataset, plan)
     if before is None or before["plan"] != _wanted(dataset, plan)["plan"]:
         return False
-    if not all((place / name).exists() for name in (RUN, LEAKAGE, REPORT, PUBLIC_REPORT, MODEL)):
+    if not all((place / name).exists() for name in (RUN, LEAKAGE, REPORT, PUBLIC_REPORT, MODEL, INPUTS)):
         return False
     try:
         run = read_run(place)
