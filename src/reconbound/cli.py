@@ -17,7 +17,7 @@ from .calculator import FLOORS, guarantee
 from .calibrate import OutOfReach, calibrate, calibrate_epsilon
 from .commands import register
 from .commands.errors import said_of_usage, said_of_value
-from .commands.options import STOPPED, Told, count, epochs_as_steps, one_line, option, ratio
+from .commands.options import STOPPED, Told, count, epochs_as_steps, one_line, option, ratio, within_range
 from .commands.printing import (
     UNSAID,
     calibration_dict,
@@ -216,7 +216,7 @@ def calibrate_command(
     if target_error is not None:
         target_mse = number("target_error", target_error, above=0.0, at_least=1e-150, at_most=1e150) ** 2
     if bound not in ("lecam", "rate_distortion"):  # these have a limit of their own, below that
-        _within_range(target_mse, target_error, low, high)
+        within_range(target_mse, target_error, low, high)
     try:
         found = calibrate(mechanism, target_mse or 0.0, bound=bound, **space)
     except OutOfReach as error:
@@ -229,23 +229,6 @@ def calibrate_command(
         print_json(calibration_dict(found, found.mechanism.epsilon_at(report_delta), report_delta))
     else:
         print_calibration(found, report_delta, space)
-
-
-def _within_range(target_mse: float | None, target_error: float | None, low: float, high: float) -> None:
-    """Refuse a target beyond the range: whoever guesses within it errs by less, so the range was forgotten."""
-    width = high - low
-    if target_mse is None or not (width > 0 and target_mse > width**2 * (1 + 1e-9)):
-        return
-    name, most, given = ("target_error", width, target_error)
-    if target_error is None:
-        name, most, given = ("target_mse", width**2, target_mse)
-    which = "the range" if target_error is not None else "the square of the range"
-    raise InputError(
-        name,
-        f"must be at most {most:g}, {which} of the data ({low:g} to {high:g}), by which any guess within it is off at "
-        "most: give the range by --low and --high",
-        given,
-    )
 
 
 # --- from options to a mechanism -----------------------------------

@@ -122,8 +122,8 @@ KINDS = {
     "rate_distortion": "any attacker, in the worst case over the box",
 }
 ADVICE = (
-    "lecam is the one to use against attackers who may guess with a bias or know what is likely (most do); theorem1 "
-    "for a statement about every single record, against unbiased attackers only."
+    "lecam and rate_distortion are for attackers who may guess with a bias or know what is likely, as most do; "
+    "theorem1 and corners for a statement about every single record, against unbiased attackers only."
 )
 
 
