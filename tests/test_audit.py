@@ -29,6 +29,7 @@ from reconbound.checkpoint import CheckpointError, held
 from reconbound.data import load
 from reconbound.plan import Plan, default_plan, make_learner, make_loss, make_model, score
 from reconbound.plan_file import open_folder, settle
+from reconbound.release import INPUTS
 from reconbound.report import columns
 from reconbound.report.view import View
 from reconbound.run_folder import (
@@ -61,7 +62,7 @@ def test_everybody_may_read_only_the_public_files(done) -> None:
     for path in done.rglob("*"):
         expected = 0o700 if path.is_dir() else 0o644 if path.name in public else 0o600
         assert mode(path) == expected, path
-    assert {p.name for p in done.iterdir()} == {*public, LEAKAGE, REPORT, PLAN, "checkpoints", "lock"}
+    assert {p.name for p in done.iterdir()} == {*public, LEAKAGE, REPORT, PLAN, INPUTS, "checkpoints", "lock"}
 
 
 def test_the_ledger_is_in_the_leakage_file(done, tmp_path) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -213,7 +214,7 @@ def test_the_worst_coordinate_and_the_average_are_told_apart(run, answer):
     assert kinds == dict(zip(NAMES, ["each", "each", "average", "each", "average"], strict=True))
     options = ["--target-mse", 0.1, "--sample-rate", 0.01, "--steps", 100, "--dim", 9]
     assert "on average over the coordinates" in run("calibrate", *options, "--bound", "rate_distortion")[1]
-    assert "on average" not in run("calibrate", *options, "--bound", "lecam")[1]
+    assert "on average" not in run("calibrate", *options, "--bound", "lecam")[1].splitlines()[1]
 
 
 def test_a_reported_epsilon_says_how_it_was_taken(run, answer):
@@ -385,6 +386,59 @@ def test_what_calibrate_finds_bound_confirms(answer):
     assert floors(answer("bound", "--noise-multiplier", repr(noise), *sgd))["lecam"]["mse"] >= 0.2
 
 
+def test_calibrate_says_under_which_condition_and_what_other_floors_need(run, answer):
+    options = ["--target-error", 5, "--high", 120, "--units", "years", "--sample-rate", "32/240", "--steps", 112]
+    for name in ("theorem1", "corners", "lecam", "rate_distortion"):
+        told = run("calibrate", *options, "--bound", name)[1].splitlines()
+        assert ("in the worst case over the box" in told[1]) == (name in ("lecam", "rate_distortion"))
+        assert told[3].startswith(f"{name} binds {'any' if name in ('lecam', 'rate_distortion') else 'unbiased'} att")
+        others = {line.split()[0]: float(line.split()[-1]) for line in told[4:7]}
+        assert set(others) == {"theorem1", "corners", "lecam", "rate_distortion"} - {name}
+        for other, noise in others.items():
+            found = answer("calibrate", *options, "--bound", other)["noise_multiplier"]
+            assert noise == pytest.approx(found, rel=1e-3)
+        assert told[7].endswith("The box is [0, 120] years.")
+    beyond = run("calibrate", "--target-error", 0.6, "--sample-rate", 0.1, "--steps", 10)[1]
+    assert "lecam (any attacker, in the worst case over the box): no noise is enough" in beyond
+
+
+@pytest.mark.parametrize("bound", ["theorem1", "lecam"])
+def test_a_target_beyond_the_range_names_the_options_for_the_range(run, bound):
+    rest = ["--sample-rate", "0.1", "--steps", "3", "--bound", bound]
+    for options in (
+        ["--target-error", 5, "--units", "years"],
+        ["--target-mse", 25],
+        ["--target-error", 5, "--high", 4],
+    ):
+        status, out, err = run("calibrate", *options, *rest)
+        check_refused(status, out, err)
+        assert "--low and --high" in err
+        assert options[0] in err
+    assert run("calibrate", "--target-error", 5, "--high", 120, *rest)[0] == 0
+
+
+def test_bound_begins_with_what_it_means_for_a_record(run):
+    """The strongest floor that says something, by the floors themselves."""
+    told = " ".join(run("bound", "--epsilon", 3, "--delta", 1e-5)[1].split())
+    lecam = guarantee(DP(3.0, 1e-5))["lecam"]
+    assert told.startswith(
+        f"Any attacker, even one who knows every other record, errs by at least ±{lecam.rmse:.3g} (a"
+    )
+    assert "in the worst case over records in [0, 1], not at every one of them (lecam)." in told
+    several = guarantee(SampledGaussian(1.0, 0.01, 1000), dim=784)
+    assert "on average over a record's coordinates" in several.in_short
+    years = guarantee(RenyiDP(2.0), high=100.0, units="years")
+    assert "±50 years" in years.in_short
+    assert str(years).splitlines()[0] == "Records of 1 private coordinate in [0, 100] years:"
+    silent = replace(years, bounds=tuple(replace(bound, value=0.0) for bound in years.bounds))
+    assert silent.in_short.startswith("No floor says anything")
+    unbiased = replace(years, bounds=years.bounds[:2])
+    assert unbiased.in_short.startswith("An attacker without bias, ")
+    assert unbiased.in_short.endswith(
+        "are not bound (corners)." if years.bounds[1].name == "corners" else "(theorem1)."
+    )
+
+
 # --- errors -----------------------------------
 
 WRONG = [
@@ -481,6 +535,7 @@ MISSING = [
     (["bound", *SGD, "--max-grad-norm", "1"], "--max-grad-norm is not needed"),
     (["calibrate", "--target-rmse", "1"], "--target-error"),
     (["calibrate", "--target-mse", "0.1", "--steps", "3"], "--sample-rate"),
+    (["calibrate", "--target-error", "5"], "--sample-rate is missing: private SGD needs it (or say --output-pert"),
     (["calibrate", "--target-mse", "0.1", "--output-perturbation", "--l2", "1"], "--records"),
     (["calibrate", "--target-mse", "0.1", "--sample-rate", "0.1", "--steps", "3", "--noise-std", "1"], "--noise-std"),
     (["calibrat"], "calibrat"),

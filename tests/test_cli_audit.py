@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -190,11 +191,15 @@ def test_an_audit_is_finished_only_with_all_that_was_asked_for(digits, capsys) -
         (["--steps", "x"], "must be a whole number, got x"),
         (["--noise-multiplier", "-1"], "--noise-multiplier must be greater than 0"),
         (["--sample-rate", "2"], "--sample-rate must be at most 1"),
-        (["--budget", "some"], "--budget must be a number, got some"),
+        (["--budget", "lots"], "--budget must be a number greater than 0, or every, got lots"),
+        (["wine", "--budget", "-1"], "--budget must be a number greater than 0, or every, got -1"),
+        (["wine", "--noise-multiplier", "-1"], "--noise-multiplier must be greater than 0"),
         (["--sampler", "odd"], "--sampler must be one of poisson, fixed, shuffle, got odd"),
         (["--steps", "3", "--epochs", "1"], "--epochs does not go with --steps"),
         (["wine", "--range", "alcohol"], "--range must be"),
         (["wine", "--private", "colour"], "--private must name columns"),
+        (["wine", "--private", "alcohol", "--private", "ash2"], "did you mean 'ash'?, got ash2"),
+        (["wine", "--private", ""], "--private must name at least one column"),
         (["--private", "age"], "--private is for tables"),
         (["wine", "--size", "9"], "--size is for folders of images, got 9"),
     ],
@@ -202,7 +207,7 @@ def test_an_audit_is_finished_only_with_all_that_was_asked_for(digits, capsys) -
 def test_wrong_options_are_one_line(tmp_path, monkeypatch, capsys, words: list[str], said: str) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["audit", *words, "--out", "out"]) == 2
-    error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Note: ")]
+    error = capsys.readouterr().err.splitlines()  # no notes on the data before it
     assert len(error) == 1
     assert error[0].startswith("reconbound: ")
     assert said in error[0]
@@ -216,6 +221,18 @@ def test_other_options_in_the_same_folder_are_refused(digits, capsys) -> None:
     assert error.count("\n") == 1
     assert "noise_multiplier was 0.7 and is 3.0" in error
     assert "--fresh" in error
+    assert (digits / REPORT).read_bytes() == before
+
+
+def test_an_audit_of_other_data_in_the_folder_is_one_short_line(digits, capsys) -> None:
+    before = (digits / REPORT).read_bytes()
+    assert run(["audit", "wine", *QUICK, "--out", str(digits)]) == 2
+    assert capsys.readouterr().err == f"reconbound: {digits} holds an audit of digits; choose another --out\n"
+    many = ["--lr", "0.01", "--momentum", "0.9", "--clip", "hard", "--max-grad-norm", "7", "--noise-multiplier", "3"]
+    assert run(["audit", "--limit", "60", *QUICK, *many, "--out", str(digits)]) == 2
+    error = capsys.readouterr().err
+    assert error.count(" and is ") == 3
+    assert re.search(r"; and [23] more\), got ", error)
     assert (digits / REPORT).read_bytes() == before
 
 
@@ -377,7 +394,7 @@ def test_show_an_audit_and_a_record(done, digits, capsys) -> None:
     pixels = np.array(json.loads(capsys.readouterr().out)["pixel_floors"])
     np.testing.assert_allclose(pixels.flatten(), 16 / read_leakage(digits).kept_diagonal[0].sqrt().numpy(), rtol=1e-5)
     assert run(["show", str(done), "--record", "60"]) == 2
-    assert "--record must be below" in capsys.readouterr().err
+    assert "--record must be from 0 to " in capsys.readouterr().err
 
 
 def test_a_record_is_found_by_its_name_and_every_one_has_floors_of_its_columns(done, digits, capsys) -> None:

@@ -218,6 +218,61 @@ def test_a_mostly_numeric_column_with_a_word_in_it(write):
             all_rows(write(text), target="y", **wish)
 
 
+def test_a_few_words_among_numbers_are_refused_with_their_place(write):
+    """One bad cell neither drops a sensitive column nor makes it public."""
+    rows = [f"{1000 + k},{k},{'pq'[k % 2]}" for k in range(120)]
+    rows[19] = "abc,19,q"
+    text = "income,x,y\n" + "\n".join(rows)
+    said = (
+        r"row 21, column 'income': 'abc' is not a number, but 119 of 120 values are: .* --category 'income' or --drop"
+    )
+    for options in ({}, {"private": "x"}):
+        with pytest.raises(DataError, match=said):
+            all_rows(write(text), target="y", ranges={"x": (0, 200)}, **options)
+    with pytest.raises(DataError, match="row 21, column 'income': 'abc' is not a number, and the column is private"):
+        all_rows(write(text), target="y", private="income")
+    with pytest.warns(DataWarning, match="income: 120 different texts, more than 100"):
+        asked = all_rows(write(text), target="y", ranges={"x": (0, 200)}, categories="income")
+    assert [f.name for f in asked.features] == ["x"]
+    emptied = all_rows(write(text.replace("abc", "")), target="y", ranges={"x": (0, 200), "income": (0, 2000)})
+    assert emptied.columns == (("income", "x"), ())
+    rows[:13] = [f"abc,{k},{'pq'[k % 2]}" for k in range(13)]  # 106 of 120: fewer than nine of ten
+    with pytest.warns(DataWarning) as caught:
+        all_rows(write("income,x,y\n" + "\n".join(rows)), target="y", ranges={"x": (0, 200)})
+    assert any("though 106 of 120 values are numbers" in str(w.message) for w in caught)
+
+
+def test_columns_can_be_asked_for_as_categories(write):
+    text = "code,n,y\n" + "".join(f"{k % 3},{k},{k % 2 if k else '1+'}\n" for k in range(30))
+    with pytest.warns(DataWarning, match="y: taken as categories"):
+        found = all_rows(write(text), target="y", ranges={"n": (0, 30)}, categories=["code"])
+    assert [f.name for f in found.features] == ["code = 0", "code = 1", "code = 2", "n"]
+    assert found.class_names == ("0", "1", "1+")  # a target of few classes may be numbers and a word
+    with pytest.raises(InputError, match="category must not name a private column"):
+        all_rows(write(text), target="y", private="code", categories="code")
+    with pytest.raises(InputError, match=r"category must name columns of .*did you mean 'code'"):
+        all_rows(write(text), target="y", categories="codes")
+    with pytest.raises(InputError, match="category is for CSV files"):
+        load("wine", categories="alcohol")
+
+
+def test_a_column_with_a_comma_in_its_name_can_be_private(write):
+    text = 'age,"hours, week",hours,pay\n' + "".join(f"{k},{k + 1},{k + 2},{'lh'[k % 2]}\n" for k in range(20))
+    ranges = dict.fromkeys(("age", "hours, week", "hours"), (0, 99))
+    for private in ("hours, week", ["hours, week"], "hours,week"):
+        if private == "hours,week":
+            with pytest.raises(InputError, match=r"private must name columns .* did you mean 'hours, week'"):
+                all_rows(write(text), target="pay", ranges=ranges, private=private)
+        else:
+            found = all_rows(write(text), target="pay", ranges=ranges, private=private)
+            assert [f.name for f in found.private_features] == ["hours, week"]
+    for private in ("age, hours, week", ["age", "hours, week"], "hours, week,age"):
+        found = all_rows(write(text), target="pay", ranges=ranges, private=private)
+        assert [f.name for f in found.private_features] == ["age", "hours, week"]
+    del ranges["hours, week"]
+    assert all_rows(write(text), target="pay", ranges=ranges, private="age,hours", drop="hours, week").columns[1] == ()
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -261,6 +316,9 @@ def test_what_is_wrong_is_said_with_its_place(write, content, said):
             r"private must name columns of the table \(age, job, hours, income\)",
         ),
         ({"target": "income", "private": []}, "private must name at least one column"),
+        ({"target": "income", "private": ""}, r"private must name at least one column \(without it"),
+        ({"target": "income", "private": "hour"}, "did you mean 'hours'"),
+        ({"target": "incom"}, r"did you mean 'income'\?, got 'incom'"),
         ({"target": "income", "private": "income"}, "private must not name the target"),
         ({"target": "age", "private": "age"}, "private must not name the target"),
         ({"target": "income", "ranges": {"nobody": (0, 1)}}, "range must name columns"),

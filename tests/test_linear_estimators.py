@@ -14,7 +14,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 import reconbound
-from reconbound.linear import DataNormWarning, NotConverged, PrivateLogisticRegression, PrivateRidge
+from reconbound.linear import DataNormWarning, NoiseWarning, NotConverged, PrivateLogisticRegression, PrivateRidge
 from reconbound.linear.solver import minimise
 
 SMALL = {"noise_std": 1e-3, "random_state": 0}
@@ -203,6 +203,39 @@ def test_bounds_read_off_the_data_are_warned_about():
         PrivateRidge(noise_std=1e-3, data_norm=9.0, target_bound=9.0).fit(x, y)
 
 
+@pytest.mark.parametrize(
+    ("model", "loose", "weights"),
+    [
+        (PrivateLogisticRegression(l2=1e-2, target_epsilon=1.0, data_norm=3.0, classes=[0, 1]), "l2", 5),
+        (PrivateLogisticRegression(l2=1e-2, target_epsilon=1.0, data_norm=3.0, classes=[0, 1, 2]), "l2", 15),
+        (PrivateRidge(l2=1e-2, target_epsilon=1.0, data_norm=3.0, target_bound=3.0, fit_intercept=False), "more", 4),
+    ],
+    ids=["logistic", "softmax", "ridge"],
+)
+def test_noise_that_drowns_any_weights_is_warned_about_whatever_the_data(model, loose, weights):
+    """It depends on public facts alone: other data of the same shape say the same words."""
+    x, y = table("ridge" if isinstance(model, PrivateRidge) else "logistic")
+    said = []
+    for rows, targets in ((x, y), (x[::-1] / 3, y)):
+        with pytest.warns(NoiseWarning, match=f"in each of {weights} weights, .* drowns any weights") as told:
+            fitted = clone(model).fit(rows, targets)
+        assert told[0].filename == __file__
+        said.append(str(told[0].message))
+    assert said[0] == said[1]
+    assert all(word in said[0] for word in ("l2 (now 0.01)", "more records (now 60)", "target_epsilon", "data_norm"))
+    limit = float(said[0].partition("(norm ")[2].split()[0])  # no data of the shape have longer weights
+    hard = np.clip(100 * x, -1.4, 1.4)
+    best = fitted._solve(fitted._clip(hard)[0], fitted._encode(y), 1e-9)
+    assert np.linalg.norm(best.weights) <= limit < fitted.noise_std_ * np.sqrt(weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if loose == "l2":
+            clone(model).set_params(l2=20.0).fit(x, y)
+        else:
+            clone(model).set_params(l2=1.0).fit(np.tile(x, (50, 1)), np.tile(y, 50))
+
+
+@pytest.mark.filterwarnings("ignore::reconbound.linear.NoiseWarning")
 def test_targets_are_met():
     x, y = table("logistic", n=500)
     for target in (1e-4, 0.3):
@@ -254,7 +287,11 @@ HOLE = np.where(np.arange(60).reshape(20, 3) == 5, np.nan, X)
         bad("logistic", "l2 must be greater than 0, got 0", l2=0),
         bad("logistic", "l2 must be a number", l2="much"),
         bad("logistic", "noise_std must be greater than 0", noise_std=0.0),
-        bad("logistic", "must not be given together", target_epsilon=1.0),
+        bad(
+            "logistic",
+            "noise_std must not be given together with target_epsilon: one .*, got 0.001",
+            target_epsilon=1.0,
+        ),
         bad("ridge", "target_delta belongs to target_epsilon", target_delta=1e-5),
         bad("ridge", "data_norm must be greater than 0", data_norm=-1.0),
         bad("ridge", "target_bound must be greater than 0", target_bound=0.0),
@@ -325,6 +362,7 @@ class Planted(np.random.RandomState):
         return np.full(size, loc + scale * self.value)
 
 
+@pytest.mark.filterwarnings("ignore::reconbound.linear.NoiseWarning")
 @pytest.mark.parametrize("name", ["logistic", "softmax", "ridge"])
 def test_the_noise_is_a_standard_normal_times_the_standard_deviation_that_is_reported(name):
     """Exactly that, with draws that are planted; and the draws are Gaussian, all weights alike."""
@@ -387,6 +425,7 @@ def test_rows_a_little_too_long_are_clipped_and_said_to_be(name):
     np.testing.assert_array_equal(found.cramer_rao_of(some).value > 1e200, too_long[some])
 
 
+@pytest.mark.filterwarnings("ignore::reconbound.linear.NoiseWarning")
 def test_noise_that_drowns_the_weights_and_bounds_of_zero():
     x, y = table("logistic")
     far = clone(ESTIMATORS["logistic"]).set_params(noise_std=1e9).fit(x, y)

@@ -225,3 +225,21 @@ def test_norms_before_clipping_tell_which_rows_are_clipped(name):
     for wrong in (before[:-1], before[0], -before, np.full(len(before), np.nan)):
         with pytest.raises(InputError, match="norms"):
             leakage(o, NOISE, norms=wrong)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_leakage_and_its_floors_are_printed_in_a_line(name):
+    """Not hundreds of rows of arrays; floors of features of different units are told feature by feature."""
+    scale = np.array([15.0, 5.0, 1.0, 0.5])
+    found = leakage(solved(name), NOISE, scale=scale)
+    for shown in (str(found), repr(found)):
+        assert "\n" not in shown
+        assert len(shown) < 300
+        assert "24 records with 4 private features" in shown
+        assert "mixed units" in shown
+    assert "X's units" in repr(leakage(solved(name), NOISE))
+    told = str(found.feature_floors)
+    assert len(told) < 300
+    for least in found.feature_floors.rmse.min(axis=0):
+        assert f"±{least:.3g}" in told
+    assert "in the unit of each" in told

@@ -38,6 +38,22 @@ def test_python_blocks_run_in_order_from_nothing(page: str, least: int, tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert "reconbound" not in done.stderr  # no warning of ours
+    shown = blocks(page, "text")
+    assert all(one in done.stdout for one in shown)
+    assert shown or page != "README.md"
+
+
+def test_the_readme_s_linear_model_is_useful_whatever_the_seed() -> None:
+    """What the README says of 20 seeds, and that its model is no coin."""
+    page = (HOME / "README.md").read_text(encoding="utf-8")
+    block = next(one for one in blocks("README.md", "python") if "PrivateLogisticRegression" in one)
+    scores = []
+    for seed in range(20):
+        names: dict = {}
+        exec(block.replace("random_state=0", f"random_state={seed}").replace("print(", "str("), names)
+        scores.append(names["model"].score(names["X"], names["y"]))
+    assert f"seeds the accuracy is {min(scores):.2f} to {max(scores):.2f}" in page
+    assert min(scores) > 0.7
 
 
 def command_lines(page: str) -> list[list[str]]:

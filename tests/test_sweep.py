@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import optuna
 import pytest
 import torch
@@ -23,7 +24,7 @@ from reconbound.checkpoint import CheckpointError
 from reconbound.data import load
 from reconbound.plan import default_plan, make_learner
 from reconbound.sweep import Range, Sweep, best, floors_in, frontier, pareto, parse_grid, parse_steps, run, sweep
-from reconbound.sweep.page import frontier_page, told
+from reconbound.sweep.page import frontier_page, told, verdict
 from reconbound.sweep.space import seed_of, settings_of
 from reconbound.sweep.store import ERRORS
 from reconbound.sweep.train import Segments, Trainer, floors_of, kappa_ratio
@@ -305,6 +306,32 @@ class Searched(sweep_stub.Stub):
         self.asked.append(setting)
         noise, lr = setting["noise_multiplier"], setting["lr"]
         return [{"steps": 5, "accuracy": 1 - noise / 10 - (lr - 0.3) ** 2, "exact_max": noise**2, "delta": None}]
+
+
+def test_the_verdict_takes_a_guess_as_its_target_and_says_what_the_largest_class_gives() -> None:
+    rows = [
+        {"accuracy": 0.9, "exact_max": 0.01},
+        {"accuracy": 0.8, "exact_max": 0.05},
+        {"accuracy": 0.7, "exact_max": 0.5},
+    ]
+    said = verdict(rows, "exact_max", {"accuracy": 0.45, "error": 0.2})  # 0.2² = 0.04
+    assert "With an error of ±0.2 of the range, that of guessing the average, at least for every record" in said[1]
+    assert said[1].endswith("the best accuracy is 80.0 %.")
+    assert said[2] == "Always naming the largest class has an accuracy of 45.0 %."
+    said = verdict(rows, "exact_max")  # not known: a guess of the middle, ±0.5 at worst
+    assert "±0.5 of the range, that of guessing the middle, at worst, at least" in said[1]
+    assert said[1].endswith("the best accuracy is 70.0 %.")
+    assert len(said) == 2
+    assert "No setting leaves every record an error of ±0.9" in verdict(rows, "exact_max", {"error": 0.9})[1]
+
+
+@pytest.mark.filterwarnings("ignore::reconbound.data.DataWarning")
+def test_guesses_are_of_the_data() -> None:
+    dataset = load("wine", ranges={"alcohol": (0, 20)}, private="alcohol", limit=60)
+    found = Trainer(dataset, default_plan(dataset), (2,), 1, 0).guesses()
+    classes, counts = np.unique(dataset.targets, return_counts=True)
+    assert found["accuracy"] == np.mean(dataset.test_targets == classes[counts.argmax()])
+    assert found["error"] == pytest.approx(dataset.inputs[:, dataset.private[0]].std(), rel=1e-6)
 
 
 def test_tpe_searches_ranges_and_lists_and_can_be_longer(tmp_path, monkeypatch) -> None:

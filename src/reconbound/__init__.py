@@ -24,6 +24,7 @@ _HOME = {
     "PrivateRidge": "linear",
     "Mechanism": "mechanisms",
     "OutputPerturbation": "mechanisms",
+    "load_release": "release",
     "PLD": "mechanisms",
     "RenyiDP": "mechanisms",
     "SampledGaussian": "mechanisms",
@@ -47,6 +48,7 @@ __all__ = [
     "__version__",
     "floor",
     "guarantee",
+    "load_release",
 ]
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from .calculator import Guarantee, floor, guarantee
     from .linear import PrivateLogisticRegression, PrivateRidge
     from .mechanisms import DP, PLD, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
+    from .release import load_release
     from .sgd import PrivateSGD, Settings
 
 

@@ -30,6 +30,7 @@ from .checkpoint import held
 from .plan import Plan, make_learner, model_kind
 from .plan_check import check_plan
 from .plan_file import open_folder, settle
+from .release import write_inputs
 from .run_folder import CHECKPOINTS, CHOSEN_SEED, MODEL, Run, write_leakage, write_run
 from .sampling import Sampler, make_sampler
 
@@ -66,6 +67,7 @@ def audit(
             open_folder(folder, fresh=True)
         settled = settle(folder, dataset, plan)
         learner = trained(dataset, settled, folder, show=show)
+        write_inputs(folder, dataset, model_kind(dataset, plan.model))
         write_leakage(folder, leakage_of(dataset, settled, learner))
         seed = "the operating system" if plan.seed is None else CHOSEN_SEED
         run = facts_of(dataset, settled, learner, seed_from=seed, publish_accuracy=publish_accuracy)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ._check import InputError, number, whole
 from .bounds import Bound, corners, lecam, rate_distortion, theorem1
-from .bounds._bound import Box
+from .bounds._bound import Box, figure
 from .bounds.any_attacker import box_of
 from .mechanisms import ADD_REMOVE, REPLACE_ONE, Mechanism, as_mechanism
 
@@ -67,8 +67,43 @@ class Guarantee:
             "notes": list(self.notes),
         }
 
+    @property
+    def box(self) -> str:
+        """The data space, in words."""
+        units = self.bounds[0].units
+        plural = "s" if self.dim != 1 else ""
+        ends = f"[{exact(self.low)}, {exact(self.high)}]"
+        return f"Records of {self.dim:,} private coordinate{plural} in {ends}{f' {units}' if units else ''}"
+
+    @property
+    def in_short(self) -> str:
+        """The strongest floor that says something, in a sentence: one for any attacker where there is one."""
+        proved = [bound for bound in self.bounds if not bound.vacuous and bound.name != "theorem1_paper"]
+        if not proved:
+            return "No floor says anything here: this mechanism is not known to protect a record from being rebuilt."
+        bound = max(proved, key=lambda b: (b.attacker == "any", round(b.rmse, 12), b.coordinates == "each"))
+        unit = f" {bound.units}" if bound.units else ""
+        who = "any attacker" if bound.attacker == "any" else "an attacker without bias"
+        where = "on average over a record's coordinates" if bound.coordinates == "average" else "on each coordinate"
+        where = f" {where}" if self.dim > 1 else ""
+        guess = "" if bound.guess is None else f" (a plain guess: ±{figure(bound.guess**0.5)}{unit})"
+        holds = (
+            f"in the worst case over records in [{exact(self.low)}, {exact(self.high)}]{unit}, not at every one of them"
+            if bound.attacker == "any"
+            else "at every record; attackers with a bias, who may just guess, are not bound"
+        )
+        return (
+            f"{who.capitalize()}, even one who knows every other record, errs by at least "
+            f"±{figure(bound.rmse)}{unit}{where}{guess}, {holds} ({bound.name})."
+        )
+
     def __str__(self) -> str:
-        return "\n".join(str(bound) for bound in self.bounds)
+        return "\n".join([f"{self.box}:", *(str(bound) for bound in self.bounds)])
+
+
+def exact(x: float) -> str:
+    """An end of the data's range, as it was given."""
+    return f"{x:,.0f}" if 1e3 <= abs(x) < 1e15 and x == int(x) else f"{x:g}"
 
 
 def _theorem1(mechanism: Mechanism, space: Box) -> Bound | None:
@@ -137,8 +172,8 @@ def floor(
 
     >>> from reconbound.mechanisms import DP
     >>> print(floor("lecam", DP(1.0), high=100.0, units="years"))
-    lecam: any attacker errs by at least ±44.3 years (MSE 1,970); a plain guess errs by ±50 years
-    [Le Cam; replace-one]
+    lecam: any attacker errs by at least ±44.3 years (MSE 1,970), in the worst case over the box;
+    a plain guess errs by ±50 years [Le Cam; replace-one]
     """
     if name not in FLOORS:
         raise InputError("bound", f"must be one of {', '.join(FLOORS)}", name)

@@ -20,9 +20,9 @@ SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e12
 class OutOfReach(InputError):
     """No noise lifts a floor to the target; `highest` is where it ends."""
 
-    def __init__(self, name: str, bound: str, highest: float, value: object) -> None:
+    def __init__(self, name: str, bound: str, highest: float, value: object, where: str = "") -> None:
         self.bound, self.highest = bound, highest
-        super().__init__(name, f"must be below {highest:.6g}, which no noise lifts {bound} above", value)
+        super().__init__(name, f"must be below {highest:.6g}, which no noise lifts {bound} above{where}", value)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from .calculator import FLOORS, guarantee
 from .calibrate import OutOfReach, calibrate, calibrate_epsilon
 from .commands import register
 from .commands.errors import said_of_usage, said_of_value
-from .commands.options import STOPPED, Told, count, epochs_as_steps, one_line, option, ratio
+from .commands.options import STOPPED, Told, count, epochs_as_steps, one_line, option, ratio, within_range
 from .commands.printing import (
     UNSAID,
     calibration_dict,
@@ -212,26 +212,30 @@ def calibrate_command(
     noise = "noise_std" if output_perturbation else "noise_multiplier"
     if noise in given:
         raise InputError(noise, "must be left out: calibrate finds it", given[noise])
-    mechanism = _mechanism({**{k: v for k, v in given.items() if k != "adjacency"}, noise: 1.0})
+    mechanism = _mechanism({**{k: v for k, v in given.items() if k != "adjacency"}, noise: 1.0}, noise)
     assert isinstance(mechanism, (SampledGaussian, OutputPerturbation))
     report_delta = 1e-5 if delta is None else delta
+    space: dict[str, Any] = {"dim": dim, "low": low, "high": high, "units": units}
     if target_epsilon is not None:
         reached = calibrate_epsilon(mechanism, target_epsilon, delta=report_delta, adjacency=adjacency or "replace-one")
-        space = {"dim": dim, "low": low, "high": high, "units": units}
         print_epsilon_calibration(reached, target_epsilon, report_delta, adjacency, bound, space, as_json=as_json)
         return
     if target_error is not None:
         target_mse = number("target_error", target_error, above=0.0, at_least=1e-150, at_most=1e150) ** 2
+    if bound not in ("lecam", "rate_distortion"):  # these have a limit of their own, below that
+        within_range(target_mse, target_error, low, high)
     try:
-        found = calibrate(mechanism, target_mse or 0.0, bound=bound, dim=dim, low=low, high=high, units=units)
+        found = calibrate(mechanism, target_mse or 0.0, bound=bound, **space)
     except OutOfReach as error:
-        if target_error is None:
-            raise
-        raise OutOfReach("target_error", error.bound, error.highest**0.5, target_error) from None
+        name, most, given_target = "target_mse", error.highest, target_mse
+        if target_error is not None:
+            name, most, given_target = "target_error", error.highest**0.5, target_error
+        where = f" on data from {low:g} to {high:g} (--low and --high)"
+        raise OutOfReach(name, error.bound, most, given_target, where) from None
     if as_json:
         print_json(calibration_dict(found, found.mechanism.epsilon_at(report_delta), report_delta))
     else:
-        print_calibration(found, report_delta)
+        print_calibration(found, report_delta, space)
 
 
 # --- from options to a mechanism -----------------------------------
@@ -252,8 +256,11 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mechanism(given: dict[str, Any]) -> Mechanism:
-    """The one mechanism that the options describe; a clear line about what is missing or too much."""
+def _mechanism(given: dict[str, Any], found: str | None = None) -> Mechanism:
+    """The one mechanism that the options describe; a clear line about what is missing or too much.
+
+    Args:
+        found: the noise's name where calibrate looks for it, so that the user never gave it."""
     delta = given.get("delta", 0.0)
     chosen = {k: v for k, v in given.items() if k != "delta"}
     if not chosen:
@@ -272,7 +279,9 @@ def _mechanism(given: dict[str, Any]) -> Mechanism:
         needed = tuple(name for name in needed if name != "steps")
     for name in needed:
         if name not in chosen:
-            need = "" if name == kind else f": {option(kind)} needs it"
+            need = "" if name == kind or found == kind else f": {option(kind)} needs it"
+            if name in ("sample_rate", "steps") and found == kind:
+                need = ": private SGD needs it (or say --output-perturbation, --records and --l2)"
             either = " (or --epochs)" if name == "steps" else ""
             raise typer.BadParameter(f"is missing{either}{need}", param_hint=option(name))
     values = {k: v for k, v in chosen.items() if k != "output_perturbation"}

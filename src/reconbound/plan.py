@@ -171,11 +171,16 @@ def _built(dataset: Dataset, kind: str) -> nn.Module:
                 "model", "must name a factory that returns a torch module", f"{kind} -> {type(made).__name__}"
             )
         return made
+    return network(kind, shape, outputs, image=dataset.kind == "image")
+
+
+def network(kind: str, shape: tuple[int, ...], outputs: int, *, image: bool) -> nn.Module:
+    """One of our own models, by its kind (linear, mlp or cnn)."""
     if kind == "linear":
         return networks.linear(shape, outputs)
     if kind == "mlp":
         return networks.mlp(shape, outputs)
-    if choice("model", kind, MODELS) == "cnn" and (dataset.kind != "image" or min(shape[1:]) < 4):
+    if choice("model", kind, MODELS) == "cnn" and (not image or min(shape[1:]) < 4):
         raise InputError("model", f"must be linear or mlp for records of shape {shape}", kind)
     if shape == (1, 28, 28) and outputs == 10:
         return networks.mnist_cnn()
@@ -296,6 +301,7 @@ __all__ = [
     "make_loss",
     "make_model",
     "model_kind",
+    "network",
     "outputs_of",
     "score",
 ]

@@ -8,18 +8,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ._check import InputError
+from ._check import DataError, InputError
 from ._files import CONFIDENTIAL, Unreadable, write_whole
 from ._random import new_seed
 from .checkpoint import LOCK, NAMES, plain_json
 from .learner_state import data_digest
 from .plan import Plan, _tensor
+from .release import INPUTS
 from .run_folder import CHECKPOINTS, LEAKAGE, MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, prepare, read_run
 
 if TYPE_CHECKING:
     from .data import Dataset
 
 FORMAT = 1
+#: Differences that an error names.
+TOLD = 3
 
 
 def open_folder(out: str | os.PathLike[str], *, fresh: bool = False) -> Path:
@@ -41,7 +44,7 @@ def open_folder(out: str | os.PathLike[str], *, fresh: bool = False) -> Path:
 
 def remove(folder: Path) -> None:
     """Remove what an audit leaves in its folder, and nothing else; the plan last, so that it can be done again."""
-    names = [RUN, LEAKAGE, REPORT, PUBLIC_REPORT, MODEL]
+    names = [RUN, LEAKAGE, REPORT, PUBLIC_REPORT, MODEL, INPUTS]
     inside = folder / CHECKPOINTS
     for path in [*(inside / name for name in NAMES), *inside.glob("parameters-*.safetensors"), inside / LOCK]:
         path.unlink(missing_ok=True)
@@ -63,7 +66,7 @@ def settle(folder: Path, dataset: Dataset, plan: Plan) -> Plan:
 
 
 def refuse_other(folder: str | os.PathLike[str], dataset: Dataset, plan: Plan) -> dict[str, Any] | None:
-    """What the folder's plan file says, if it has one; an InputError that names each difference if it is another's.
+    """What the folder's plan file says, if it has one; an InputError with the first differences if it is another's.
 
     A plan of which nothing was done yet (its model was refused, say) binds nobody."""
     path = Path(folder) / PLAN
@@ -71,12 +74,15 @@ def refuse_other(folder: str | os.PathLike[str], dataset: Dataset, plan: Plan) -
     if not path.exists() or not any(p.exists() for p in done):
         return None
     before, wanted = _read(path), _wanted(dataset, plan)
+    if before["data"]["name"] != wanted["data"]["name"]:
+        raise DataError(f"{folder} holds an audit of {before['data']['name']}; choose another --out")
     told = [*_differences(before["plan"], wanted["plan"]), *_differences(before["data"], wanted["data"])]
     if told:
+        more = f"; and {len(told) - TOLD} more" if len(told) > TOLD else ""
         raise InputError(
             "out",
             "must be another folder, or --fresh be given to start over: its audit was begun with other options "
-            f"({'; '.join(told)})",
+            f"({'; '.join(told[:TOLD])}{more})",
             str(folder),
         )
     return before
@@ -90,7 +96,7 @@ def finished(folder: str | os.PathLike[str], dataset: Dataset, plan: Plan, *, pu
     before = refuse_other(place, dataset, plan)
     if before is None or before["plan"] != _wanted(dataset, plan)["plan"]:
         return False
-    if not all((place / name).exists() for name in (RUN, LEAKAGE, REPORT, PUBLIC_REPORT, MODEL)):
+    if not all((place / name).exists() for name in (RUN, LEAKAGE, REPORT, PUBLIC_REPORT, MODEL, INPUTS)):
         return False
     try:
         run = read_run(place)
@@ -129,10 +135,16 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if isinstance(was, dict) and isinstance(is_, dict):
             told += [f"{name} of {part}" for part in _differences(was, is_)]
         elif name != "digest":
-            told.append(f"{name} was {was or 'not given'} and is {is_ or 'not given'}")
+            told.append(f"{name} was {_said(was)} and is {_said(is_)}")
         elif not told:  # ranges and the like change the inputs too
             told.append("the data have changed")
     return told
+
+
+def _said(value: Any) -> str:
+    """A value of an option, cut where it is long."""
+    text = str(value or "not given")
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -88,6 +88,18 @@ class Bound:
         result = np.asarray(self.value) >= self.guess
         return bool(result) if result.ndim == 0 else result
 
+    @property
+    def condition(self) -> str:
+        """Where a floor for any attacker holds, as words of a sentence; "" for unbiased ones, which name theirs.
+
+        >>> Bound("lecam", 1.0, "Le Cam", "any", "replace-one", assumes=("worst case over the box",)).condition
+        'in the worst case over the box'
+        """
+        if self.attacker != "any":
+            return ""
+        said = next((a for a in self.assumes if a.startswith(("worst case", "on average"))), "")
+        return f"in the {said.partition(':')[0]}" if said.startswith("worst case") else said
+
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary for JSON."""
 
@@ -113,9 +125,17 @@ class Bound:
         who = "an unbiased attacker" if self.attacker == "unbiased" else "any attacker"
         unit = f" {self.units}" if self.units else ""
         mean = " on average over the coordinates" if self.coordinates == "average" else ""
+        mean += f", {self.condition}" if self.condition else ""
         values, roots = np.atleast_1d(self.value), np.atleast_1d(self.rmse)
         if bool(np.all(self.vacuous)):
             said = f"says nothing about {who} here (MSE {figure(values.min())})"
+        elif values.ndim == 2:  # records × features, each of its own unit: no figure for all of them
+            least = ", ".join(f"±{figure(x)}" for x in roots.min(axis=0)[:8])
+            more = f" and so on for {values.shape[1]:,} features" if values.shape[1] > 8 else ""
+            said = (
+                f"{who} errs by at least {least}{more} (feature by feature, in the unit of each, on the record most "
+                f"exposed in it of {len(values):,})"
+            )
         elif values.size == 1:
             said = f"{who} errs by at least ±{figure(roots[0])}{unit} (MSE {figure(values[0])}){mean}"
         else:

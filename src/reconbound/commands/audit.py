@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .._check import number
+from .._check import InputError, number
 from .options import confidential_note, count, plain_errors, ratio
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def audit_command(
     ] = None,
     target: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
     private: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Private columns (default: all columns of numbers).")
+        list[str] | None,
+        typer.Option(metavar="A,B", help="Private columns (default: all columns of numbers). Repeatable."),
     ] = None,
     range_: Annotated[
         list[str] | None,
@@ -79,6 +80,10 @@ def audit_command(
         Path | None, typer.Option(help="Folder with mnist/ or cifar10/ (default: the variable RECONBOUND_DATA).")
     ] = None,
     drop: Annotated[str | None, typer.Option(metavar="A,B", help="Columns of a CSV file to leave out.")] = None,
+    category: Annotated[
+        list[str] | None,
+        typer.Option(metavar="A", help="A CSV file's column to take as categories, whatever it holds. Repeatable."),
+    ] = None,
     header: Annotated[
         str | None,
         typer.Option(metavar="A,B", help="Names of a CSV file's columns, where it has no first row of them."),
@@ -120,25 +125,39 @@ def audit_command(
     given = {name: value for name, value in changes.items() if value is not None}
     if epochs is not None and steps is not None:
         raise typer.BadParameter("does not go with --steps", param_hint="--epochs")
-    wishes: dict[str, Any] = {"target": target, "private": private, "limit": limit, "folder": data_folder}
-    wishes |= {"drop": drop, "header": None if header is None else header.split(","), "size": size}
+    wishes: dict[str, Any] = {"target": target, "private": private or None, "limit": limit, "folder": data_folder}
+    wishes |= {
+        "categories": category or None,
+        "drop": drop,
+        "header": None if header is None else header.split(","),
+        "size": size,
+    }
     if test_share is not None:
         wishes["test_share"] = test_share
     resume = "; run the same command again to go on"
     with plain_errors(resume):
         from ..data.tables import read_ranges, read_units
+        from ..plan_file import open_folder, refuse_other
 
         wishes |= {"ranges": read_ranges(range_ or []) or None, "units": read_units(unit or []) or None}
-        dataset = _loaded(data, wishes, quiet)
+        dataset, notes = _loaded(data, wishes)
         plan = _plan(dataset, given, epochs)
         folder = out if out is not None else Path(f"audit-{_short(dataset.name)}")
+        open_folder(folder)
+        if not fresh:
+            refuse_other(folder, dataset, plan)
+        for note in [] if quiet else notes:  # after all that may be wrong with the options
+            print(f"Note: {note}", file=sys.stderr)
         _run(dataset, plan, folder, publish_accuracy, fresh, as_json, quiet)
 
 
 def _budget(given: str | None) -> float | str | None:
     if given is None or given == "every":
         return given
-    return number("budget", given, above=0.0)
+    try:
+        return number("budget", given, above=0.0)
+    except InputError:
+        raise InputError("budget", "must be a number greater than 0, or every", given) from None
 
 
 def _short(name: str) -> str:
@@ -147,19 +166,19 @@ def _short(name: str) -> str:
     return kept.strip("-")[:60] or "data"
 
 
-def _loaded(data: str, wishes: dict[str, Any], quiet: bool) -> Dataset:
+def _loaded(data: str, wishes: dict[str, Any]) -> tuple[Dataset, list[str]]:
+    """The data, and what its owner should know of them."""
     from ..data import DataWarning, load
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DataWarning)
         dataset = load(data, **wishes)
-    for warning in caught:
-        if not quiet:
-            print(f"Note: {warning.message}", file=sys.stderr)
-    if dataset.inferred_ranges and not quiet:
-        hint = "declare ranges that are known without the data by --range COLUMN=LOWEST:HIGHEST, once for each column"
-        print(f"Note: {hint}", file=sys.stderr)
-    return dataset
+    notes = [str(warning.message) for warning in caught]
+    if dataset.inferred_ranges:
+        notes.append(
+            "declare ranges that are known without the data by --range COLUMN=LOWEST:HIGHEST, once for each column"
+        )
+    return dataset, notes
 
 
 def _plan(dataset: Dataset, given: dict[str, Any], epochs: float | None) -> Plan:
@@ -176,10 +195,9 @@ def _run(
 ) -> None:
     from ..audit import audit
     from ..plan_check import check_plan
-    from ..plan_file import finished, open_folder
+    from ..plan_file import finished
     from ..validate import KinkWarning
 
-    open_folder(out)
     if not fresh and finished(out, dataset, plan, publish_accuracy=publish_accuracy):
         if not quiet:
             print(

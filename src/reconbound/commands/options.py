@@ -64,6 +64,23 @@ def epochs_as_steps(epochs: Any, sample_rate: Any) -> int:
     return max(1, math.ceil(steps * (1 - 1e-12)))
 
 
+def within_range(target_mse: float | None, target_error: float | None, low: float, high: float) -> None:
+    """Refuse a target beyond the range: whoever guesses within it errs by less, so the range was forgotten."""
+    width = high - low
+    if target_mse is None or not (width > 0 and target_mse > width**2 * (1 + 1e-9)):
+        return
+    name, most, given = ("target_error", width, target_error)
+    if target_error is None:
+        name, most, given = ("target_mse", width**2, target_mse)
+    which = "the range" if target_error is not None else "the square of the range"
+    raise InputError(
+        name,
+        f"must be at most {most:g}, {which} of the data ({low:g} to {high:g}), by which any guess within it is off at "
+        "most: give the range by --low and --high",
+        given,
+    )
+
+
 @contextmanager
 def plain_errors(resume: str = "") -> Iterator[None]:
     """What can go wrong with files, data and models as one line on standard error, and a stop from the keyboard."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..bounds._bound import figure
-from ..calculator import Guarantee, floor
-from ..calibrate import Calibration
+from ..calculator import FLOORS, Guarantee, exact, floor
+from ..calibrate import Calibration, OutOfReach, calibrate
 from ..mechanisms import ADJACENCIES, Mechanism, OutputPerturbation, SampledGaussian
 
 #: Said where an epsilon came without its neighbours.
@@ -54,12 +54,9 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
     names = [bound.name for bound in found.bounds]
     if default:
         console.print("No mechanism was given: this is the default one. See reconbound bound --help.", style="italic")
+    console.print(found.in_short)
     console.print(str(found.mechanism), style="bold")
-    plural = "s" if found.dim != 1 else ""
-    console.print(
-        f"Records of {found.dim:,} private coordinate{plural} in [{_exact(found.low)}, {_exact(found.high)}]"
-        f"{_unit(units)}."
-    )
+    console.print(f"{found.box}.")
     inside = f", in{_unit(units)}" if units else ""
     table = Table(title=f"No attacker of the kind named errs by less, per coordinate{inside}", title_justify="left")
     for name in ("floor", "± error", "MSE", "attacker", "neighbours", "error vs. a guess"):
@@ -95,8 +92,8 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
     if told:
         console.print(told)
     closing = (
-        "The attacker knows every other record and sees the whole release. Unbiased floors hold at every record, but "
-        "not for attackers who guess with a bias; floors for any attacker hold in the worst case over the box."
+        "The attacker knows every other record and sees the whole release. Unbiased floors hold at every record for "
+        "attackers who are unbiased all over the box, not for those who guess with a bias; floors for any attacker hold in the worst case over the box."
     )
     if found.dim > 1:
         closing += (
@@ -106,11 +103,6 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
     if "theorem1_paper" in names:
         closing += " theorem1_paper is the paper's own line, and no guarantee where it is above theorem1."
     console.print(closing, style="dim")
-
-
-def _exact(x: float) -> str:
-    """An end of the data's range, as it was given."""
-    return f"{x:,.0f}" if 1e3 <= abs(x) < 1e15 and x == int(x) else f"{x:g}"
 
 
 def _epsilons(mechanism: Mechanism, replace_one: float | None, add_remove: float | None, delta: float) -> str:
@@ -138,7 +130,22 @@ def without_noise(found: Calibration) -> str:
     )
 
 
-def print_calibration(found: Calibration, delta: float) -> None:
+#: Whom each floor binds and where, and so when to use it.
+KINDS = {
+    "theorem1": "unbiased attackers, at every record",
+    "theorem1_paper": "nobody: the paper's own line, to compare with",
+    "corners": "unbiased attackers, at every record",
+    "lecam": "any attacker, in the worst case over the box",
+    "rate_distortion": "any attacker, in the worst case over the box",
+}
+ADVICE = (
+    "lecam and rate_distortion are for attackers who may guess with a bias or know what is likely, as most do; "
+    "theorem1 and corners for a statement about every single record, against unbiased attackers only."
+)
+
+
+def print_calibration(found: Calibration, delta: float, space: dict[str, Any]) -> None:
+    """The noise, the floor that it gives, and the noise that other floors would need for the same target."""
     if found.without_noise is not None:
         print(without_noise(found))
         return
@@ -152,6 +159,24 @@ def print_calibration(found: Calibration, delta: float) -> None:
     told = _epsilons(found.mechanism, replace_one, add_remove, delta)
     if told:
         print(told)
+    print(f"{found.bound.name} binds {_kind(found.bound.name, space)}. The same target by another --bound:")
+    for name in FLOORS:
+        if name not in (found.bound.name, "theorem1_paper"):
+            print(f"  {name} ({_kind(name, space)}): {_noise_for(name, found, space)}")
+    print(f"{ADVICE} The box is [{exact(space['low'])}, {exact(space['high'])}]{_unit(found.bound.units)}.")
+
+
+def _kind(name: str, space: dict[str, Any]) -> str:
+    mean = ", on average over the coordinates" if space["dim"] > 1 and name in ("corners", "rate_distortion") else ""
+    return f"{KINDS[name]}{mean}"
+
+
+def _noise_for(name: str, found: Calibration, space: dict[str, Any]) -> str:
+    try:
+        reached = calibrate(found.mechanism, found.target, bound=name, **space)
+        return "met without noise" if reached.without_noise is not None else f"{reached.noise:.4g}"
+    except OutOfReach as error:
+        return f"no noise is enough, as a plain guess errs by ±{figure(error.highest**0.5)} at most"
 
 
 def print_epsilon_calibration(

@@ -121,7 +121,7 @@ def found_record(view: View, given: str) -> int:
     if plain.lstrip("-").isdigit():
         if 0 <= int(plain) < view.records:
             return int(plain)
-        raise InputError("record", f"must be below {view.records:,}, the number of records", given)
+        raise InputError("record", f"must be from 0 to {view.records - 1:,}: there are {view.records:,} records", given)
     names = [name.lower() for name in view.names]
     for called in (names, [name.rpartition("/")[2] for name in names]):
         found = [i for i, name in enumerate(called) if name == text.lower()]

@@ -58,7 +58,10 @@ def sweep_command(
     lease: Annotated[float, typer.Option(help="Seconds without a sign after which a worker counts as dead.")] = 60.0,
     seed: Annotated[int | None, typer.Option(help="Of the sweep (default: new, kept in the folder; secret).")] = None,
     target: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
-    private: Annotated[str | None, typer.Option(metavar="A,B", help="Private columns.")] = None,
+    private: Annotated[
+        list[str] | None, typer.Option(metavar="A,B", help="As in reconbound audit. Repeatable.")
+    ] = None,
+    category: Annotated[list[str] | None, typer.Option(metavar="A", help="As in reconbound audit. Repeatable.")] = None,
     range_: Annotated[
         list[str] | None, typer.Option("--range", metavar="age=0:120", help="As in reconbound audit. Repeatable.")
     ] = None,
@@ -105,10 +108,12 @@ def _config(given: dict[str, Any]) -> Sweep:
     from ..sweep import Sweep, parse_grid, parse_steps
     from .audit import _budget, _short
 
-    load = {"target": given["target"], "private": given["private"], "limit": given["limit"]}
+    load = {"target": given["target"], "private": given["private"] or None, "limit": given["limit"]}
     load |= {"folder": given["data_folder"], "ranges": read_ranges(given["range_"] or []) or None}
     load |= {"units": read_units(given["unit"] or []) or None, "drop": given["drop"], "size": given["size"]}
     load |= {"header": None if given["header"] is None else given["header"].split(",")}
+    if given["category"]:
+        load["categories"] = given["category"]
     if given["test_share"] is not None:
         load["test_share"] = given["test_share"]
     plan = {"model": given["model"], "budget": _budget(given["budget"])}
@@ -139,6 +144,7 @@ def frontier_command(
     with _optuna_there(), plain_errors():
         from ..sweep import best, floors_in, pareto
         from ..sweep.frontier import checked_floor
+        from ..sweep.page import majority
         from ..sweep.run import publish, stored
 
         if at_least is not None:
@@ -158,6 +164,8 @@ def frontier_command(
         else:
             for name, row in found.items():
                 print(_best_line(rows, name, at_least, row))
+            for line in majority(facts["guesses"]):
+                print(line)
         if None in found.values():
             raise typer.Exit(1)
 
@@ -190,7 +198,7 @@ def _print_sweep(facts: dict[str, Any], rows: list[Row]) -> None:
         from ..sweep.frontier import default_floor
         from ..sweep.page import verdict
 
-        for line in verdict(rows, default_floor(rows)):
+        for line in verdict(rows, default_floor(rows), facts.get("guesses")):
             print(line)
         print(f"{facts['table']}\n{facts['page']}")
 
@@ -199,7 +207,7 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ..sweep.page import settings_in, told
+    from ..sweep.page import majority, settings_in, told
 
     console = Console(highlight=False, markup=False)
     for floor, rows in fronts.items():
@@ -213,6 +221,8 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]]) -> None:
             cells = (f"{row['accuracy']:.4f}", f"{row[floor]:.4g}", "" if epsilon is None else f"{epsilon:.4g}")
             table.add_row(str(row["trial"]), *values, f"{row['steps']:,}", *cells)
         console.print(table)
+    for line in majority(facts["guesses"]):
+        console.print(line)
     console.print(f"{facts['finished']} of {facts['trials']} settings trained. {facts['page']}")
 
 

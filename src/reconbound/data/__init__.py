@@ -45,6 +45,7 @@ def load(
     units: Mapping[str, str] | None = None,
     drop: Sequence[str] | str | None = None,
     header: Sequence[str] | None = None,
+    categories: Sequence[str] | str | None = None,
     size: int | None = None,
     seed: int = 0,
     test_share: float = 0.2,
@@ -58,11 +59,13 @@ def load(
         folder: where mnist/ or cifar10/ lies; else RECONBOUND_DATA, else the user's cache.
         target: the column of a CSV file to predict. Text, or at most 20 different whole numbers, make classes; a range
             given for it makes it a number.
-        private: columns to protect, a list or parted by commas; None for every column of numbers. Images: all pixels.
+        private: columns to protect, a list or parted by commas (a name with commas of its own is found); None for every
+            column of numbers. Images: all pixels.
         ranges: {column: (lowest, highest)} in the data's units. A declared range makes a row's numbers depend on that
             row alone; others are read off the data, which tells about it. {"pixel": ...} for images in an .npz file.
         units: {column: "years"}.
         drop: columns of a CSV file to leave out. header: names of its columns where it lacks a first row of them.
+        categories: columns of a CSV file to take as categories, whatever they hold.
         size: longest side, in pixels, to bring the images of a folder to.
         seed: decides which records are held out, and which are kept under a limit.
         test_share: share of the records held out for testing, class by class, where the data has no test set.
@@ -77,9 +80,10 @@ def load(
     if size is not None and (name in NAMES or not Path(name).is_dir()):
         raise InputError("size", "is for folders of images", size)
     if lower.endswith(text.ENDINGS):
-        found = text.load_csv(name, target=target, drop=drop, header=header, division=division, **columns)
+        own: dict[str, Any] = {"target": target, "drop": drop, "header": header, "categories": categories}
+        found = text.load_csv(name, division=division, **own, **columns)
     else:
-        for said, given in (("target", target), ("drop", drop), ("header", header)):
+        for said, given in (("target", target), ("drop", drop), ("header", header), ("category", categories)):
             if given is not None:
                 raise InputError(said, "is for CSV files", given)
         if name in builtin.NAMES:

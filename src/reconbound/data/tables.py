@@ -50,11 +50,9 @@ def wishes(
     target: str | None = None,
 ) -> Wishes:
     """The wishes, checked against the columns there are."""
-    if isinstance(private, str):
-        private = [name.strip() for name in private.split(",")]
-    asked = None if private is None else tuple(dict.fromkeys(clean(str(name)) for name in private))
+    asked = None if private is None else listed(private, names)
     if asked == ():
-        raise InputError("private", "must name at least one column", private)
+        raise InputError("private", "must name at least one column (without it, every one of numbers is)", "no name")
     if asked is not None and target in asked:
         raise InputError("private", "must not name the target, which the attacker is taken to know", target)
     checked = {clean(str(name)): _range(name, pair) for name, pair in (ranges or {}).items()}
@@ -62,9 +60,45 @@ def wishes(
     for said, given in (("private", asked or ()), ("range", checked), ("unit", units)):
         for name in given:
             if name not in names:
-                shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-                raise InputError(said, f"must name columns of the table ({shown})", name)
+                raise InputError(said, f"must name columns of the table ({shown(names)}){like(name, names)}", name)
     return Wishes(checked, units, asked)
+
+
+def listed(given: Sequence[str] | str, names: Sequence[str]) -> tuple[str, ...]:
+    """Names of columns that were given as a list or parted by commas; a column whose own name has commas comes first.
+
+    >>> listed("age, hours, week,pay", ["age", "hours, week", "pay"])
+    ('age', 'hours, week', 'pay')
+    """
+    found: list[str] = []
+    for text in [given] if isinstance(given, str) else given:
+        parts = str(text).split(",")
+        while parts:
+            ends = [k for k in range(len(parts), 0, -1) if clean(",".join(parts[:k])) in names]
+            taken = ends[0] if ends else 1
+            found.append(clean(",".join(parts[:taken])))
+            parts = parts[taken:]
+    return tuple(dict.fromkeys(name for name in found if name))
+
+
+def shown(names: Sequence[str]) -> str:
+    """The first of the names."""
+    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+
+
+def like(name: str, names: Sequence[str]) -> str:
+    """A question with the column that may have been meant; empty where none is near.
+
+    >>> like("hours", ["age", "hours per week"])
+    "; did you mean 'hours per week'?"
+    """
+    from difflib import get_close_matches
+
+    lower = {known.lower(): known for known in names}
+    text = name.lower()
+    near = [known for known in lower if text and (text in known or (len(known) > 2 and known in text))]
+    near = near or get_close_matches(text, list(lower), n=1)
+    return f"; did you mean {lower[near[0]]!r}?" if near else ""
 
 
 def read_ranges(words: Sequence[str]) -> dict[str, tuple[float, float]]:

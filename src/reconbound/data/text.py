@@ -21,7 +21,7 @@ import numpy as np
 from .._check import DataError, DataMissing, InputError
 from .dataset import Dataset, clean
 from .split import Division
-from .tables import CATEGORY_IS_PUBLIC, Column, table, wishes
+from .tables import CATEGORY_IS_PUBLIC, MOST_CLASS_NUMBERS, Column, like, listed, shown, table, wishes
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Cells:
     point: str = "."
 
 
+#: From this share of numbers on, the other cells of a column are taken for mistakes.
+MOSTLY = 0.9
 ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 MISSING = frozenset({"", "?", "na", "n/a", "#n/a", "nan", "null"})  # whatever their case
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?inf(inity)?", re.IGNORECASE | re.ASCII)
@@ -48,32 +50,35 @@ def load_csv(
     units: Mapping[str, str] | None = None,
     drop: Sequence[str] | str | None = None,
     header: Sequence[str] | None = None,
+    categories: Sequence[str] | str | None = None,
     division: Division | None = None,
 ) -> Dataset:
     """A table from a CSV file, plain or .gz; cells are parted by comma, semicolon or tab.
 
-    A column is one of numbers if all its values are, or missing; else one of categories. What was asked as private, or
+    A column is one of numbers if all its values are, or missing; else one of categories, but where nine of ten values
+    are numbers the others are an error, unless it is asked for as one of categories. What was asked as private, or
     given a range, must be numbers.
 
     Args:
         target: the column to predict. private: columns to protect, or None for every one of numbers.
         ranges: {column: (lowest, highest)}. units: {column: "years"}. drop: columns to leave out.
-        header: names of the columns of a file without a first row of names."""
+        header: names of the columns of a file without a first row of names.
+        categories: columns to take as categories whatever they hold."""
     file = os.fspath(path)
     cells = read_cells(path, header)
     names = cells.names
-    if isinstance(drop, str):
-        drop = drop.split(",")
-    left_out = [clean(str(name)) for name in drop or ()]
+    left_out, texts = listed(drop or (), names), listed(categories or (), names)
     if target is None:
-        raise InputError("target", f"must name the column of {file} to predict ({_listed(names)})", target)
+        raise InputError("target", f"must name the column of {file} to predict ({shown(names)})", target)
     target = clean(target)
     if target not in names:
-        raise InputError("target", f"must be a column of {file} ({_listed(names)}; row 1 names them)", target)
+        near = like(target, names)
+        raise InputError("target", f"must be a column of {file} ({shown(names)}; row 1 names them){near}", target)
     wish = wishes(names, private=private, ranges=ranges, units=units, target=target)
-    for name in left_out:
-        if name not in names:
-            raise InputError("drop", f"must name columns of {file} ({_listed(names)})", name)
+    for option, given in (("drop", left_out), ("category", texts)):
+        for name in given:
+            if name not in names:
+                raise InputError(option, f"must name columns of {file} ({shown(names)}){like(name, names)}", name)
     notes: list[str] = []
     columns, aim = [], None
     asked = {**dict.fromkeys(wish.ranges, "has a range"), **dict.fromkeys(wish.private or (), "is private")}
@@ -82,7 +87,12 @@ def load_csv(
             if name in asked or name == target:
                 raise InputError("drop", "must not name the target, a private column or one with a range", name)
             continue
-        column = _column(file, cells, k, asked.get(name), notes)
+        if name in texts:
+            if name in asked:
+                raise InputError("category", "must not name a private column or one with a range", name)
+            column: Column | None = Column(name, np.array(_texts(cells, k), dtype=object))
+        else:
+            column = _column(file, cells, k, asked.get(name), notes, aimed=name == target)
         if name == target:
             _complete(file, cells, k)
             aim = column
@@ -174,10 +184,19 @@ def _names(file: str, row: Sequence[Any]) -> list[str]:
     return names
 
 
-def _column(file: str, cells: Cells, k: int, asked: str | None, notes: list[str]) -> Column | None:
-    """Numbers, or categories, or nothing where every value is missing; numbers alone where the user asked for it so."""
+def _texts(cells: Cells, k: int) -> list[str]:
+    """The cells of a column, "" where missing."""
+    return ["" if row[k].lower() in MISSING else row[k] for row in cells.rows]
+
+
+def _column(
+    file: str, cells: Cells, k: int, asked: str | None, notes: list[str], *, aimed: bool = False
+) -> Column | None:
+    """Numbers, or categories, or nothing where every value is missing; numbers alone where the user asked for it so.
+
+    A few words among numbers are refused, as the column would go public or missing; not so a target of few classes."""
     name, places = cells.names[k], cells.places
-    texts = ["" if row[k].lower() in MISSING else row[k] for row in cells.rows]
+    texts = _texts(cells, k)
     known = sum(1 for text in texts if text)
     if not known:
         if asked:
@@ -193,6 +212,12 @@ def _column(file: str, cells: Cells, k: int, asked: str | None, notes: list[str]
         if asked:
             place = f"{file}, row {places[wrong]}, column {name!r}"
             raise DataError(f"{place}: {_short(texts[wrong])} is not a number, and the column {asked}")
+        if good >= MOSTLY * known and not (aimed and len(set(texts)) <= MOST_CLASS_NUMBERS):
+            place = f"{file}, row {places[wrong]}, column {name!r}"
+            raise DataError(
+                f"{place}: {_short(texts[wrong])} is not a number, but {good:,} of {known:,} values are: mend "
+                f"the cell or empty it, or say --category {name!r} or --drop {name!r}"
+            )
         if 2 * good > known:
             notes.append(
                 f"{name}: taken as categories, since row {places[wrong]} holds {_short(texts[wrong])}, "
@@ -223,7 +248,3 @@ def _complete(file: str, cells: Cells, k: int) -> None:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:40] + "...")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")

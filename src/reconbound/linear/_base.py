@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -22,6 +23,10 @@ SOLVED = 1e-6
 
 class DataNormWarning(UserWarning):
     """A bound that the guarantee needs was read off the data, so the guarantee holds for data within it only."""
+
+
+class NoiseWarning(UserWarning):
+    """The noise is longer than any weights that data of this shape can have: the release hardly depends on the data."""
 
 
 class PrivateLinear(BaseEstimator):  # type: ignore[misc]
@@ -113,6 +118,7 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         self.n_samples_fit_ = len(x)
         shape = self._shape()
         sigma = choose_noise(shape, self.noise_std, self.target_mse, self.target_epsilon, self.target_delta)
+        self._warn_if_drowned(shape, sigma)
         self.mechanism_ = shape.mechanism(sigma)
         self.noise_std_ = sigma
         found = self._solve(self._clip(x)[0], targets, len(x) * strength * sigma * SOLVED)
@@ -120,6 +126,23 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         rng = np.random.default_rng() if self.random_state is None else check_random_state(self.random_state)
         noise = rng.normal(size=found.weights.shape)
         self._keep(found.weights + sigma * noise)
+
+    def _warn_if_drowned(self, shape: Shape, sigma: float) -> None:
+        """Warn where σ√(number of weights) exceeds the largest norm of any minimiser: public facts alone decide it."""
+        weights = (shape.classes if shape.classes > 2 else 1) * (shape.dim + shape.intercept)
+        bound = (shape.row_norm, shape.l2, shape.target_bound)
+        largest = largest_weights(shape.loss, shape.classes, *bound)
+        length = sigma * math.sqrt(weights)
+        if length > largest:
+            smaller = "data_norm" if shape.target_bound is None else "data_norm or target_bound"
+            warnings.warn(
+                f"the noise (standard deviation {sigma:.3g} in each of {weights:,} weights, {length:.3g} together) "
+                f"drowns any weights that such data can have (norm {largest:.3g} at most): predictions are likely to "
+                f"be little better than chance. A larger l2 (now {shape.l2:g}), more records (now {shape.records:,}), "
+                f"a larger target_epsilon (or less noise_std or target_mse) or a smaller {smaller} helps",
+                NoiseWarning,
+                stacklevel=4,
+            )
 
     def _solve(self, x: np.ndarray, targets: np.ndarray, tolerance: float, start: np.ndarray | None = None) -> Optimum:
         return minimise(

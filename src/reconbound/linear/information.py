@@ -21,7 +21,7 @@ from .spectral import top_by_lanczos, top_of_updates
 BLOCK, FLOATS = 1024, 4_000_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Leakage:
     """Fisher information of the released model about each record of the training set, one entry per record.
 
@@ -50,6 +50,15 @@ class Leakage:
     _optimum: Optimum = field(repr=False)
     _scale: np.ndarray | None = field(repr=False)
     _shrunk: np.ndarray = field(repr=False)
+
+    def __repr__(self) -> str:
+        n, unit = len(self.trace), "X's units" if self._scale is None else "mixed units, those before scaling"
+        floors = np.asarray(self.floor.rmse)
+        return (
+            f"Leakage of {n:,} records with {self.dim} private features (noise {self.noise_std:.3g}, "
+            f"{int(self.clipped.sum()):,} rows clipped): floors, on average over the features in {unit}, from "
+            f"±{floors.min():.3g} to ±{floors.max():.3g}, median ±{np.median(floors):.3g}. Not private: for the curator"
+        )
 
     @property
     def dfil(self) -> np.ndarray:

@@ -112,7 +112,11 @@ def choose_noise(
         if value is not None
     ]
     if len(given) > 1:
-        raise InputError(" and ".join(given), "must not be given together: one of them sets the noise", len(given))
+        first, *others = given
+        values = {"noise_std": noise_std, "target_mse": target_mse, "target_epsilon": target_epsilon}
+        raise InputError(
+            first, f"must not be given together with {' and '.join(others)}: one of them sets the noise", values[first]
+        )
     if target_delta is not None and given and given != ["target_epsilon"]:
         raise InputError(
             "target_delta", f"belongs to target_epsilon and must not be given with {given[0]}", target_delta

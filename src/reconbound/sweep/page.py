@@ -73,7 +73,7 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
     ]
     context = {
         "title": f"{clean(facts['data'], 80)}: how accurate, for how high a floor?",
-        "verdict": verdict(rows, proved),
+        "verdict": verdict(rows, proved, facts.get("guesses")),
         "chart": shown,
         "fronts": fronts,
         "names": names,
@@ -101,8 +101,12 @@ def run_page(rows: Sequence[Row]) -> bytes:
     return page.render("trial.html", context, None)
 
 
-def verdict(rows: Sequence[Row], floor: str) -> list[str]:
-    """The frontier in two sentences."""
+def verdict(rows: Sequence[Row], floor: str, guesses: Mapping[str, Any] | None = None) -> list[str]:
+    """The frontier in two or three sentences.
+
+    Args:
+        guesses: what is reached without a model: "accuracy" and "error" (± in ranges; 0.5, of guessing the middle at
+            worst, where it is not known)."""
     front = pareto(rows, floor)
     if not front:
         return ["No setting has been trained yet."]
@@ -111,12 +115,21 @@ def verdict(rows: Sequence[Row], floor: str) -> list[str]:
         f"The most accurate setting reaches {_accuracy(last)} and leaves the most exposed record an error of "
         f"{plus_minus(math.sqrt(last[floor]))} of a feature's range ({told(floor)})."
     ]
-    kept = best(rows, floor, 1.0)
+    known = (guesses or {}).get("error")
+    error, whose = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")
+    kept = best(rows, floor, error**2)
+    as_much = f"an error of {plus_minus(error)} of the range, that of {whose},"
     if kept is not None and kept is not last:
-        said.append(f"With an error of at least ±1 range for every record the best accuracy is {_accuracy(kept)}.")
+        said.append(f"With {as_much} at least for every record the best accuracy is {_accuracy(kept)}.")
     elif kept is None:
-        said.append("No setting leaves every record an error of ±1 range.")
-    return said
+        said.append(f"No setting leaves every record {as_much} or more.")
+    return [*said, *majority(guesses)]
+
+
+def majority(guesses: Mapping[str, Any] | None) -> list[str]:
+    """What accuracy is worth: a sentence, or none where it is not known."""
+    plain = (guesses or {}).get("accuracy")
+    return [] if plain is None else [f"Always naming the largest class has an accuracy of {100 * plain:.1f} %."]
 
 
 def told(name: str) -> str:

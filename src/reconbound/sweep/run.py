@@ -153,6 +153,7 @@ def stored(folder: Path, storage: str | None = None) -> tuple[list[Row], dict[st
     error = failed[0].user_attrs.get("error") if failed else None
     facts = {"folder": str(folder), "data": about["data"], "runs": about["runs"], "trials": len(trials)}
     finished = sum(trial.state.name == "COMPLETE" for trial in trials)
+    facts["guesses"] = about.get("guesses") or {}
     return rows, {**facts, "finished": finished, "failed": len(failed), "error": error}
 
 
@@ -195,6 +196,8 @@ def begin(store: Store, config: Sweep, train: Any) -> None:
     store.begin(facts, list(_trials(config)))
     about = {"name": config.name, "storage": None if config.storage is None else store.shown, "data": config.data}
     about |= {"grid": spaces.described(config.space), "steps": config.steps, "runs": config.runs}
+    if hasattr(train, "guesses"):
+        about["guesses"] = train.guesses()
     text = json.dumps({"confidential": True, **about}, indent=1)
     write_whole(config.out / ABOUT, text.encode() + b"\n", mode=CONFIDENTIAL)
 

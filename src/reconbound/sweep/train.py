@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from .._files import CONFIDENTIAL, sealed, unsealed, write_whole
 from .._random import derive
 from ..account import Account, Factors
 from ..accountant import FisherAccountant
+from ..audit_leakage import guess_of
 from ..budget import Blocks
 from ..calculator import guarantee
 from ..checkpoint import plain_json
@@ -110,6 +112,15 @@ class Trainer:
         about = {"data": self.digest, "seed": fingerprint(self.seed), "steps": self.counts, "runs": self.runs}
         found: dict[str, Any] = plain_json({**about, "delta": self.delta, "plan": asdict(self.plan)})
         return found
+
+    def guesses(self) -> dict[str, float | None]:
+        """What is reached without the model, to compare with: `accuracy` of always naming the largest class (None for a
+        number), and `error`, ± in ranges, of guessing the average record. Figures of the data: confidential."""
+        labels, own = self.dataset.test_targets, guess_of(self.dataset)
+        known = self.dataset.task == "classes" and len(labels)
+        largest = np.bincount(self.dataset.targets).argmax() if known else None
+        accuracy = None if largest is None else float((labels == largest).mean())
+        return {"accuracy": accuracy, "error": float(np.sqrt(np.nan_to_num(own).mean()))}
 
     def __call__(self, setting: Setting, folder: Path, tell: Callable[[int], None] = lambda done: None) -> list[Row]:
         """One row for each step count; goes on from what the folder holds."""
