@@ -93,7 +93,8 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
         console.print(told)
     closing = (
         "The attacker knows every other record and sees the whole release. Unbiased floors hold at every record for "
-        "attackers who are unbiased all over the box, not for those who guess with a bias; floors for any attacker hold in the worst case over the box."
+        "attackers who are unbiased all over the box, not for those who guess with a bias; floors for any attacker "
+        "hold in the worst case over the box."
     )
     if found.dim > 1:
         closing += (
