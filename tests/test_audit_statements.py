@@ -20,7 +20,7 @@ from reconbound.commands.audit import told_plan
 from reconbound.commands.options import one_line
 from reconbound.data import load
 from reconbound.plan_file import settle
-from reconbound.report import words
+from reconbound.report import verdicts, words
 from reconbound.report.view import View
 from reconbound.run_folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Run, read_leakage, read_run
 from test_audit import run_diagonal
@@ -132,14 +132,14 @@ def test_records_never_measured_are_not_said_to_be_found_exposed(done: Path) -> 
     measured = view.leakage.measured.clone()
     measured[:7] = 0
     safe = replace(view.leakage, dfil=view.leakage.dfil / 1e6, upper=None, measured=measured)
-    told = words.verdict(View(view.run, safe))[1]
+    told = verdicts.verdict(View(view.run, safe))[2]
     assert told.startswith("7 of the 40 records were never measured: nothing is known about them")
     bad = safe.dfil.clone()
     bad[:, 10:12] = 1e6
-    told = words.verdict(View(view.run, replace(safe, dfil=bad)))[1]
+    told = verdicts.verdict(View(view.run, replace(safe, dfil=bad)))[2]
     assert told.startswith("For 9 of the 40 records (22 %, 7 of them never measured) the floor over all columns")
     none = replace(safe, guess=torch.zeros(2))  # a guess that never errs: nobody is below it
-    assert "7 of the 40 records were never measured" in words.verdict(View(view.run, none))[1]
+    assert "7 of the 40 records were never measured" in verdicts.verdict(View(view.run, none))[2]
 
 
 def test_a_missing_value_is_no_value_and_a_public_number_no_category(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_missing_value_is_no_value_and_a_public_number_no_category(tmp_path: P
     assert (age["of"], age["missing"]) == (int((~missing).sum()), int(missing.sum()))
     lacks = int(missing.nonzero()[0])
     assert np.isnan(View(run, leakage).feature_floors(lacks)).all()
-    assert "years" not in words.verdict(View(run, leakage))[0]
+    assert "years" not in verdicts.verdict(View(run, leakage))[0]
     assert "hours" not in (folder / PUBLIC_REPORT).read_text()
 
 

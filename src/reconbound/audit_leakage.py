@@ -151,6 +151,18 @@ def guess_of(dataset: Dataset) -> np.ndarray:
     return np.array(found, dtype=np.float64)
 
 
+def baseline_of(dataset: Dataset) -> float | None:
+    """Accuracy on the test data of always telling the most frequent training class; R² of the mean training target.
+    None where there are no test data (or one number alone)."""
+    known, truth = np.asarray(dataset.targets), np.asarray(dataset.test_targets)
+    if len(known) == 0 or len(truth) == 0:
+        return None
+    if dataset.task == "classes":
+        return float((truth == np.bincount(known).argmax()).mean())
+    spread = float(truth.var(dtype=np.float64))
+    return 1 - float(np.square(truth - known.mean(dtype=np.float64)).mean()) / spread if spread > 0 else None
+
+
 def chosen(dfil: Tensor, measured: Tensor) -> tuple[Tensor, int]:
     """Among the records measured the most exposed in order, then the least exposed (the least last), and how many of
     them are the most exposed."""
@@ -187,6 +199,9 @@ def _leakage_facts(dataset: Dataset) -> dict[str, Any]:
         facts["public_names"] = [
             f.name if mark else "" for f, mark in zip(dataset.features, marks, strict=True) if not f.private
         ]
+    baseline = baseline_of(dataset)
+    if baseline is not None:
+        facts["accuracy_baseline"] = baseline
     if dataset.task == "number" and target is not None:
         facts |= {"target_offset": target.low, "target_scale": target.high - target.low}
     return facts
