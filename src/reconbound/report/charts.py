@@ -147,7 +147,7 @@ def _upper(view: View, edges: np.ndarray) -> tuple[Figure, str]:
 def _upright(x: float, top: float, colour: str, dash: str, text: str) -> Figure:
     return {
         "type": "scatter", "mode": "lines", "x": [x] * 9, "y": [top * k / 8 for k in range(9)],
-        "line": {"color": colour, "dash": dash, "width": 2.5}, "hovertext": for_plotly(text, 120), "hoverinfo": "text",
+        "line": {"color": colour, "dash": dash, "width": 3}, "hovertext": for_plotly(text, 120), "hoverinfo": "text",
     }  # fmt: skip
 
 

@@ -195,12 +195,12 @@ def _confidence(view: View) -> str:
     limited = upper > 0
     rare = int((view.measured & ~limited).sum())
     said = f"Average of {runs:,} runs. "
+    said += f"{_whose(view, worst)} is {_here(view, float(view.floor[worst]))} by the estimate"
     if upper[worst] > 0:
         own, lowest = float(upper[worst]), float(upper[limited].min())
-        said += f"{_whose(view, worst)} is {_here(view, float(view.floor[worst]))} by the estimate, and at {level} "
-        said += f"confidence at least {plus_minus(own)}"
+        said += f", and at {level} confidence at least {plus_minus(own)}"
         said += f"; that of any {view.noun} at least {plus_minus(lowest)}" if lowest < own else ""
-        said += f". Guessing errs by {plus_minus(view.guess)}. "
+    said += f". Guessing errs by {plus_minus(view.guess)}. "
     if rare:
         said += f"{count(rare, view.noun)} {_have(rare)} no limit: {NO_LIMIT}. "
     short = int((limited & (upper < view.guess) & (view.floor >= view.guess)).sum())
