@@ -639,3 +639,89 @@ def test_single_columns_below_a_guess_are_not_passed_over(people: Path) -> None:
     ratio = max(math.sqrt(float(g)) for g in view.leakage.guess[:2]) / 0.01
     assert f"try a noise multiplier of about {0.1 * ratio:.3g} (now 0.1): an estimate" in told
     assert "less noise may do" in advice.for_records(View(view.run, protected))[0]
+
+
+def test_floors_beyond_the_range_tell_nothing_and_units_are_said_once(people: Path) -> None:
+    view = _view(people)
+    diagonal = view.leakage.kept_diagonal.clone()
+    diagonal[:, 4] = 0.39  # ±160 of 100 hours
+    facts = {**view.facts, "feature_names": ["age (years)", *view.facts["feature_names"][1:]]}
+    wide = View(view.run, replace(view.leakage, kept_diagonal=diagonal, facts=facts))
+    hours = columns.counts(wide)[4]
+    assert "±160 hours (record" in columns.sentence(hours)
+    assert columns.sentence(hours).endswith("more than the whole range: nothing is learnt")
+    card = {row["name"]: row for row in records.cards(wide)["most"][0]["columns"]}
+    assert (card["hours-per-week"]["beyond"], card["hours-per-week"]["unit"]) == (True, "hours")
+    assert (card["age (years)"]["beyond"], card["age (years)"]["unit"]) == (False, "")
+    page = Elements(_page(wide.run, wide.leakage)).text
+    assert page.count("over the range") >= 5
+    console = Console(width=200)
+    with console.capture() as told:
+        console.print(report.record_table(report.record_facts(wide.leakage, wide.run, int(wide.leakage.kept[0]))))
+    assert "nothing is learnt" in told.get()
+    first = verdicts.verdict(View(view.run, replace(view.leakage, kept_diagonal=diagonal * 0 + 0.39)))[0]
+    assert "more than the whole range: nothing is learnt)" in first
+
+
+def test_the_harmonic_mean_is_said_and_so(people: Path) -> None:
+    """d/Tr I ≤ mean of 1/I_jj: a record's floor is no more than the root mean square of its columns'."""
+    view = _view(people)
+    for record in view.leakage.kept.tolist():
+        shares = view.feature_floors(record) / view.scale
+        trace = float(view.looked_at[1][view.looked_rows[record]].sum())
+        assert (view.features / trace) ** 0.5 <= np.sqrt(np.square(shares).mean())
+    told = dict(words.assumptions(view))["What a floor is"]
+    assert "harmonic mean of their squares 1/I_jj" in told
+
+
+def test_the_first_runs_chart_says_where_it_ends(digits: Path, people: Path) -> None:
+    view = _view(digits)
+    own = 1 / math.sqrt(float(view.leakage.history[-1, 0]))
+    note = charts.growth(view).note
+    assert f"ends at ±{figure(own)} for the image most exposed in it" in note
+    assert f"mean over 5 runs, where the lowest is ±{figure(float(view.floor.min()))}." in note
+    assert charts.growth(_view(people)).note == ""  # one run is the verdict's
+
+
+def test_legends_show_what_is_drawn(digits: Path, people: Path) -> None:
+    chart = charts.histogram(_view(digits))
+    kinds = {key.text.split(":")[0]: key.kind for key in chart.keys}
+    assert kinds["the threshold below; shaded"] == "line"
+    drawn = [str(trace.get("hovertext")) for trace in chart.figure["data"]]
+    for text, _, _, _ in charts.lines(_view(digits)):
+        assert (kinds[text] == "line") == any(told.startswith(text) for told in drawn)
+    assert "none" in kinds.values() or all("not drawn" not in key.text for key in chart.keys)
+    keys = {key.text: key.kind for key in charts.by_feature(_view(people)).keys}
+    assert keys["the record most exposed in that column"] == "diamond"
+    assert {"line", "rect"} == {shape["type"] for shape in chart.figure["layout"]["shapes"]}
+    assert all(shape["layer"] == "below" for shape in chart.figure["layout"]["shapes"])  # the guess stays in sight
+
+
+def test_the_public_pages_columns_say_their_condition(people: Path) -> None:
+    text = " ".join(Elements(report.public_page(read_run(people)).decode()).text.split())
+    head = text[text.index("column and declared range") :]
+    assert head.startswith(
+        "column and declared range any attacker, in the worst case over all records there could be, at least"
+    )
+    assert "any attacker, in the worst case over all records there could be · each column" in text
+    assert "any attacker, at least" not in text
+
+
+def test_common_columns_are_compared_in_their_own_units(people: Path, tmp_path: Path) -> None:
+    """By name and unit; with a column in another unit left out."""
+    run, leakage = read_run(people), read_leakage(people)
+    facts = {**leakage.facts, "units": ["weeks", *leakage.facts["units"][1:]]}
+    write_run(prepare(tmp_path / "other"), run)
+    write_leakage(tmp_path / "other", replace(leakage, facts=facts, kept_diagonal=leakage.kept_diagonal / 4))
+    found = comparison.facts([people, tmp_path / "other"])
+    assert [c["name"] for c in found["columns"]] == leakage.facts["feature_names"][1:]
+    for j, column in enumerate(found["columns"], start=1):
+        low, high = RANGES[j]
+        floor = (high - low) / math.sqrt(float(leakage.kept_diagonal[:, j].max()))
+        own, other = column["audits"]["people"], column["audits"]["other"]
+        assert (own["lowest"], other["lowest"]) == (pytest.approx(floor), pytest.approx(2 * floor))
+        assert own["below"] == columns.counts(_view(people))[j]["below"]
+    text = Elements(report.compare([people, tmp_path / "other"], tmp_path / "c.html").read_text()).text
+    assert f"±{figure(2 * floor)}" in text[text.index("Single columns, in their own units") :]
+    assert found["audits"][0]["floors"]["lowest_at_upper_limit"] is None
+    json.dumps(found, allow_nan=False)

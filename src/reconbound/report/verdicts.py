@@ -239,7 +239,10 @@ def _any_attacker(view: View) -> str:
         said.append(f"{plus_minus(mean)} on average over the {view.part}s")
     if not said:
         return "The noise by itself gives no floor worth naming for it."
+    if view.single:
+        said = [f"{plus_minus(max(each, mean))} {view.of_range}"]
+    where = "" if view.single else f" ({view.of_range})"
     return (
-        f"Any attacker, biased or not, errs by at least {' and '.join(said)} ({view.of_range}) in the worst case over "
+        f"Any attacker, biased or not, errs by at least {' and '.join(said)}{where} in the worst case over "
         f"all {view.noun}s there could be: that is what the noise by itself guarantees, whatever the data."
     )
