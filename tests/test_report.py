@@ -157,7 +157,7 @@ def test_verdict_of_tables_is_in_each_columns_unit(people: Path) -> None:
     for j in order:
         assert f"±{figure(floors[j])} {units[j]} on {names[j]} (record {whose[j]:,}" in first
         assert f"±{figure(guesses[j])} {units[j]}" in first.split("guessing the average errs by")[1]
-    assert "each for the record most exposed in that column (of only the 8 records looked at closely" in first
+    assert "each for the record most exposed in that column among the 8 records looked at (of 200);" in first
     assert "3 private columns more are less exposed" in first
     rows = {row["name"]: row for row in report.public.feature_rows(_view(people))}
     chart = charts.by_feature(_view(people)).figure["data"][1]

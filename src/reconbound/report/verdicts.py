@@ -52,7 +52,7 @@ def _first(view: View, worst: int) -> str:
         "for the record most exposed in it" if len(named) == 1 else "each for the record most exposed in that column"
     )
     if len(view.looked_at[0]) < view.records:
-        whose += f" (of {columns.which(view)})"
+        whose += f" among the {len(view.looked_at[0]):,} records looked at (of {view.records:,})"
     more = int((~np.isnan(floors)).sum()) - len(named)
     rest = (
         f" {count(more, 'private column')} more {'is' if more == 1 else 'are'} less exposed beside a guess."
