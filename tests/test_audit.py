@@ -189,14 +189,16 @@ def test_where_records_are_too_many_a_sample_of_a_table_is_looked_at(tmp_path, m
     assert whole.diagonal.shape == (40, 2)
     assert whole.facts["diagonal_measured"] == 24
     torch.testing.assert_close(whole.average_diagonal, whole.diagonal.double().mean(0))
-    torch.testing.assert_close(whole.diagonal.double().mean(1), whole.dfil[0], rtol=1.0, atol=0)  # roughly
+    for diagonal, of in ((whole.diagonal, torch.arange(40)), (whole.kept_diagonal, whole.kept)):  # the ledger's level
+        torch.testing.assert_close(diagonal.double().mean(1), whole.dfil[0, of], rtol=1e-6, atol=0)
     monkeypatch.setattr(audit_leakage, "NUMBERS", 79)
     monkeypatch.setattr(audit_leakage, "SAMPLE", 15)
     some = leakage_of(people, settle(folder, people, plan), learner)
     assert some.diagonal.shape == (15, 2)
     assert some.diagonal_of.unique().tolist() == some.diagonal_of.tolist()
     again = learner.look_closely(some.diagonal_of, 2, probes=1, each=True).state()["diagonal_mean"]
-    assert torch.equal(again, some.diagonal)
+    shares = again.double() / again.double().sum(1, keepdim=True)
+    torch.testing.assert_close(some.diagonal.double(), 2 * some.dfil[0, some.diagonal_of, None] * shares)
     torch.testing.assert_close(some.average_diagonal, some.diagonal.double().mean(0))
     view = View(facts_of(people, plan, learner, seed_from="x"), some)
     both = set(some.diagonal_of.tolist()) | set(some.kept.tolist())
@@ -211,6 +213,37 @@ def test_where_records_are_too_many_a_sample_of_a_table_is_looked_at(tmp_path, m
     found = read_leakage(audit(pictures, plan, tmp_path / "b", show=False))
     assert found.diagonal is None
     assert found.average_diagonal.shape == (36,)
+    drawn = torch.randperm(30, generator=torch.Generator().manual_seed(0))[:10]
+    assert bool((found.measured[drawn] > 0).all())
+    assert float(found.average_diagonal.mean()) == pytest.approx(float(found.dfil[0, drawn].mean()))
+
+
+def test_records_that_the_ledger_never_measured_keep_their_diagonals_and_nothing_seen_is_shared_evenly() -> None:
+    ledger = SimpleNamespace(
+        trace=lambda: torch.tensor([6.0, 0.0, 4.0, 8.0], dtype=torch.float64),
+        measured=lambda: torch.tensor([3, 0, 1, 2]),
+    )
+    own = torch.tensor([[1.0, 2.0], [5.0, 1.0], [0.0, 0.0]])
+    found = audit_leakage.levelled(own, ledger, torch.tensor([0, 1, 2]))  # type: ignore[arg-type]
+    assert found.tolist() == [[2.0, 4.0], [5.0, 1.0], [2.0, 2.0]]
+    one = audit_leakage.levelled(torch.tensor([[0.3]]), ledger, torch.tensor([3]))  # type: ignore[arg-type]
+    assert one.tolist() == [[8.0]]  # exactly
+
+
+def test_diagonals_at_the_ledgers_level_are_nearer_to_those_of_all_steps(tmp_path, monkeypatch) -> None:
+    """Against exact Jacobians at every step of the same runs: floors are off by less than at the snapshots' level."""
+    people, plan, records = auditing.people(), auditing.plan(runs=2, steps=48, budget=4.0), torch.arange(0, 40, 2)
+    monkeypatch.setattr(audit_learner, "SNAPSHOTS", 48)
+    dense = trained(people, settle(open_folder(tmp_path / "a"), people, plan), tmp_path / "a")
+    true = sum(run_diagonal(dense, people, run, records) for run in range(2)) / 2
+    monkeypatch.setattr(audit_learner, "SNAPSHOTS", 12)
+    learner = trained(people, settle(open_folder(tmp_path / "b"), people, plan), tmp_path / "b")
+    assert torch.equal(learner.accountant.trace(), dense.accountant.trace())  # the same runs
+    for looks in (12, 4, 2):
+        plain = learner.look_at_all(2, looks=looks, probes=1).state()["diagonal_mean"][records]
+        level = audit_leakage.levelled(plain, learner.accountant, records)
+        off, now = ((true / found).sqrt() - 1 for found in (plain.double(), level))
+        assert float(now.square().mean()) < float(off.square().mean())
 
 
 def run_diagonal(learner, people, run: int, records: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:

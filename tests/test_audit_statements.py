@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,12 +17,14 @@ import torch
 import auditing
 from reconbound import report
 from reconbound.audit import audit, floors_of, trained
+from reconbound.audit_leakage import baseline_of
 from reconbound.cli import run as command
 from reconbound.commands.audit import told_plan
 from reconbound.commands.options import one_line
 from reconbound.data import load
 from reconbound.plan_file import settle
-from reconbound.report import words
+from reconbound.report import verdicts, words
+from reconbound.report.figures import plus_minus
 from reconbound.report.view import View
 from reconbound.run_folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Run, read_leakage, read_run
 from test_audit import run_diagonal
@@ -132,14 +136,79 @@ def test_records_never_measured_are_not_said_to_be_found_exposed(done: Path) -> 
     measured = view.leakage.measured.clone()
     measured[:7] = 0
     safe = replace(view.leakage, dfil=view.leakage.dfil / 1e6, upper=None, measured=measured)
-    told = words.verdict(View(view.run, safe))[1]
+    told = verdicts.verdict(View(view.run, safe))[2]
     assert told.startswith("7 of the 40 records were never measured: nothing is known about them")
     bad = safe.dfil.clone()
     bad[:, 10:12] = 1e6
-    told = words.verdict(View(view.run, replace(safe, dfil=bad)))[1]
+    told = verdicts.verdict(View(view.run, replace(safe, dfil=bad)))[2]
     assert told.startswith("For 9 of the 40 records (22 %, 7 of them never measured) the floor over all columns")
     none = replace(safe, guess=torch.zeros(2))  # a guess that never errs: nobody is below it
-    assert "7 of the 40 records were never measured" in words.verdict(View(view.run, none))[1]
+    assert "7 of the 40 records were never measured" in verdicts.verdict(View(view.run, none))[2]
+
+
+def test_one_private_column_has_one_floor_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The ledger's: in verdict, cards, columns, counts, terminal and JSON, in the column's own unit."""
+    people = auditing.people()
+    one = replace(people, features=(people.features[0], *(replace(f, private=False) for f in people.features[1:])))
+    folder = audit(one, auditing.plan(runs=5, noise_multiplier=0.3, budget=4.0), tmp_path / "a", show=False)
+    run, leakage = read_run(folder), read_leakage(folder)
+    view = View(run, leakage)
+    assert bool((leakage.measured > 0).all())
+    assert torch.equal(leakage.diagonal[:, 0], leakage.dfil[0])
+    assert torch.equal(leakage.kept_diagonal[:, 0], leakage.dfil[0, leakage.kept])
+    assert view.of_range == "years"
+    for i in range(40):
+        facts = report.record_facts(leakage, run, i)
+        assert facts["floor"] == facts["columns"][0]["floor"] == pytest.approx(120 / float(leakage.dfil[0, i]) ** 0.5)
+        assert facts["unit"] == "± years"
+        assert facts["guess"] == facts["columns"][0]["guess"]
+        assert facts["floor_below_guess"] == (facts["floor"] < facts["guess"])
+    below, worst = view.below(view.guess), int(leakage.kept[0])
+    [age] = report.columns.counts(view)
+    assert 0 < below < 40
+    assert (age["below"], age["record"], age["lowest"]) == (below, worst, float(view.floor[worst]))
+    shown = plus_minus(float(view.floor[worst]))
+    first, second = verdicts.verdict(view)
+    assert f"{shown} years on age (row {worst})" in first
+    assert second.startswith(f"For {below} of the 40 records")
+    sure = verdicts.sureness(view)[0]
+    assert f"(row {worst}) is {shown} years by the estimate, and at 95 % confidence at least ±" in sure
+    assert f"Guessing errs by {plus_minus(view.guess)}." in sure
+    card = report.cards(view)["most"][0]
+    assert (card["floor"], card["columns"][0]["floor"]) == (shown, shown)
+    assert command(["show", str(folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["floors"]["lowest"] == told["most_exposed"][0]["floor"] == told["columns"][0]["lowest"]
+    assert told["below_guess"] == told["columns"][0]["below"] == told["below_guess_on_some_column"]["below"]
+    assert told["unit"] == "± years"
+
+
+def test_the_level_of_every_diagonal_is_the_ledgers(done: Path) -> None:
+    leakage = read_leakage(done)
+    torch.testing.assert_close(leakage.diagonal.double().mean(1), leakage.dfil[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(leakage.kept_diagonal.mean(1), leakage.dfil[0, leakage.kept], rtol=1e-12, atol=0)
+    mean = leakage.diagonal.double().mean(0)
+    torch.testing.assert_close(leakage.average_diagonal, mean, rtol=1e-6, atol=0)
+
+
+def test_what_is_no_use_too_few_or_weak_is_said(done: Path, tmp_path: Path) -> None:
+    people, view = auditing.people(), View(read_run(done), read_leakage(done))
+    share = float((people.test_targets == np.bincount(people.targets).argmax()).mean())
+    assert view.facts["accuracy_baseline"] == pytest.approx(share)
+    assert f"always telling the most frequent class is right for {share:.1%}." in report.accuracy_line(view)
+    poor = View(view.run, replace(view.leakage, accuracy=torch.tensor([share])))
+    assert "no better than that" in report.accuracy_line(poor)
+    number = SimpleNamespace(task="number", targets=people.inputs[:, 0], test_targets=people.test_inputs[:, 0])
+    miss = np.square(number.test_targets - number.targets.mean()).mean() / number.test_targets.var()
+    assert baseline_of(number) == pytest.approx(1 - miss, rel=1e-5)
+    assert baseline_of(replace(people, test_inputs=people.inputs[:0], test_targets=people.targets[:0])) is None
+    assert verdicts.weak(30, 10.0, "record") == verdicts.weak(40, None, "record") == []
+    few, epsilon = verdicts.weak(29, 33.24, "record")
+    assert few.startswith("Only 29 training records: ")
+    assert epsilon.startswith("ε = 33.2 is weak as differential privacy goes")
+    for public in (PUBLIC_REPORT, "run.json"):
+        assert "baseline" not in (done / public).read_text()
+        assert "most frequent class" not in (done / public).read_text()
 
 
 def test_a_missing_value_is_no_value_and_a_public_number_no_category(tmp_path: Path) -> None:
@@ -168,7 +237,7 @@ def test_a_missing_value_is_no_value_and_a_public_number_no_category(tmp_path: P
     assert (age["of"], age["missing"]) == (int((~missing).sum()), int(missing.sum()))
     lacks = int(missing.nonzero()[0])
     assert np.isnan(View(run, leakage).feature_floors(lacks)).all()
-    assert "years" not in words.verdict(View(run, leakage))[0]
+    assert "years" not in verdicts.verdict(View(run, leakage))[0]
     assert "hours" not in (folder / PUBLIC_REPORT).read_text()
 
 

@@ -6,6 +6,7 @@ import html
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -22,7 +23,7 @@ from reconbound._check import InputError
 from reconbound.audit import floors_of
 from reconbound.bounds._bound import figure
 from reconbound.cli import run
-from reconbound.commands.audit import told_plan
+from reconbound.commands.audit import told_columns, told_plan
 from reconbound.commands.report import found_record
 from reconbound.data import load
 from reconbound.plan import Plan
@@ -364,6 +365,20 @@ def test_report_rebuilds_and_compares(done, digits, tmp_path, capsys, monkeypatc
         "unit": "years",
         "declared": True,
     }
+    assert found["columns"] == []  # a table and images have none in common
+    shutil.copytree(done, tmp_path / "again")
+    assert run(["report", str(done), str(tmp_path / "again"), "--out", str(page)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "accuracy" in told
+    assert "limit" in told
+    assert "Single columns, in their own units" in told
+    assert run(["report", str(done), str(tmp_path / "again"), "--out", str(page), "--json"]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert [c["name"] for c in both["columns"]] == ["age", "hours"]
+    age = both["columns"][0]["audits"]["again"]
+    assert f"±{age['lowest']:.3g} years" in told
+    assert f"{age['below']} of 48" in told
+    assert both["audits"][0]["floors"].keys() == {"lowest", "lowest_at_upper_limit", "median"}
     assert found["audits"][0]["private"][1]["declared"] is False
     assert found["warning"].startswith("Not comparable")
     assert stat.S_IMODE(page.stat().st_mode) == 0o600
@@ -458,8 +473,20 @@ def test_columns_are_counted_for_machines_and_people(done, capsys) -> None:
     said = " ".join(capsys.readouterr().out.split())
     guess = 120 * float(leakage.guess[0].sqrt())
     assert f"age: {below[0]} of 48 records are below a guess (±{guess:.3g} years)" in said
+    exposed = int((best > 1 / leakage.guess).any(1).sum())
+    assert found["below_guess_on_some_column"] == {"below": exposed, "of": 48}
+    lowest = [int(best[:, j].argmax()) for j in range(2)]
+    assert [c["record"] for c in found["columns"]] == lowest
+    names = record_names(leakage.names)
+    years = 120 / float(best[lowest[0], 0]) ** 0.5
+    assert f"lowest ±{years:.3g} years ({names[lowest[0]]})" in said
+    assert said.count("always telling the most frequent class is right for") == 1
     assert "below_guess" not in (done / RUN).read_text()
     assert "below a guess" not in (done / PUBLIC_REPORT).read_text()
+    assert "most frequent class" not in (done / PUBLIC_REPORT).read_text()
+    [told] = told_columns({**found, "columns": found["columns"][:1]})[1:]
+    assert told.startswith("  age: ")
+    assert told_columns({**found, "columns": found["columns"] * 7})[-1] == "  and 2 more, in the report"
 
 
 def test_stopping_from_the_keyboard(tmp_path) -> None:

@@ -25,7 +25,7 @@ from reconbound import report
 from reconbound._check import InputError
 from reconbound._files import Unreadable
 from reconbound.bounds._bound import figure
-from reconbound.report import advice, axes, charts, columns, comparison, records, thumbnails, words
+from reconbound.report import advice, axes, charts, columns, comparison, records, thumbnails, verdicts, words
 from reconbound.report.figures import for_plotly
 from reconbound.report.page import as_json
 from reconbound.report.public import floor_rows
@@ -144,20 +144,34 @@ def test_verdict_of_images_is_the_leakage_files_own(digits: Path) -> None:
 
 
 def test_verdict_of_tables_is_in_each_columns_unit(people: Path) -> None:
+    """Each for the record that is most exposed in that column, which is named."""
     leakage = read_leakage(people)
     worst = int(leakage.dfil[0].argmax())
-    place = leakage.kept.tolist().index(worst)
-    floors = [(b - a) / math.sqrt(float(i)) for (a, b), i in zip(RANGES, leakage.kept_diagonal[place], strict=True)]
+    most = leakage.kept_diagonal.max(0)
+    whose = [int(leakage.kept[i]) for i in most.indices]
+    assert len(set(whose)) > 1
+    floors = [(b - a) / math.sqrt(float(i)) for (a, b), i in zip(RANGES, most.values, strict=True)]
     guesses = [(b - a) * math.sqrt(float(g)) for (a, b), g in zip(RANGES, leakage.guess, strict=True)]
-    first = words.verdict(_view(people))[0]
+    first = verdicts.verdict(_view(people))[0]
     order = np.argsort(np.array(floors) / np.array(guesses))[:3]
     names = leakage.facts["feature_names"]
     units = leakage.facts["units"]
     for j in order:
-        assert f"±{figure(floors[j])} {units[j]} on {names[j]}" in first
+        assert f"±{figure(floors[j])} {units[j]} on {names[j]} (record {whose[j]:,}" in first
         assert f"±{figure(guesses[j])} {units[j]}" in first.split("guessing the average errs by")[1]
-    sure = " ".join(words.sureness(_view(people)))
+    assert "each for the record most exposed in that column among the 8 records looked at (of 200);" in first
+    assert "3 private columns more are less exposed" in first
+    rows = {row["name"]: row for row in report.public.feature_rows(_view(people))}
+    chart = charts.by_feature(_view(people)).figure["data"][1]
+    for j, name in enumerate(names):
+        assert (rows[name]["worst"], rows[name]["whose"]) == (f"±{figure(floors[j])}", f"record {whose[j]:,}")
+        assert any(f"{name}: ±{figure(floors[j])}" in text for text in chart["hovertext"])
+    sure = " ".join(verdicts.sureness(_view(people)))
     assert "estimates from one run" in sure
+    assert (
+        f"over all its columns (record {worst:,}) is ±{figure(1 / math.sqrt(float(leakage.dfil[0, worst])))} " in sure
+    )
+    assert f"Guessing errs by ±{figure(math.sqrt(float(leakage.guess.mean())))}." in sure
     error = 0.5 * float(leakage.error[0, worst]) * float(leakage.dfil[0, worst]) ** -1.5
     assert f"a standard error of {error:.2g}" in sure
 
@@ -166,9 +180,9 @@ def test_an_attacker_does_better_by_guessing_where_floors_are_high(digits: Path)
     view = _view(digits)
     safe = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
     protected = View(view.run, safe)
-    assert "does better by guessing than by relying on the release" in words.verdict(protected)[1]
+    assert "does better by guessing than by relying on the release" in verdicts.verdict(protected)[1]
     exposed = View(view.run, replace(view.leakage, dfil=view.leakage.dfil * 1e4))
-    assert "For all of the 200 images the floor lies below that guess" in words.verdict(exposed)[1]
+    assert "For all of the 200 images the floor lies below that guess" in verdicts.verdict(exposed)[1]
 
 
 def test_what_is_not_sure_is_called_an_estimate(digits: Path) -> None:
@@ -176,13 +190,13 @@ def test_what_is_not_sure_is_called_an_estimate(digits: Path) -> None:
     safe = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
     upper = safe.dfil * 1.5
     sure = View(view.run, replace(safe, upper=upper))
-    assert words.verdict(sure)[1].startswith("Such an attacker")
-    assert "not at that confidence" not in " ".join(words.sureness(sure))
+    assert verdicts.verdict(sure)[1].startswith("Such an attacker")
+    assert "not at that confidence" not in " ".join(verdicts.sureness(sure))
     wide = upper.clone()
     wide[0, :3] = 1e9
     unsure = View(view.run, replace(safe, upper=wide))
-    assert words.verdict(unsure)[1].startswith("By this estimate, such an attacker")
-    assert "For 3 images the floor lies above a guess by the estimate" in " ".join(words.sureness(unsure))
+    assert verdicts.verdict(unsure)[1].startswith("By this estimate, such an attacker")
+    assert "For 3 images the floor lies above a guess by the estimate" in " ".join(verdicts.sureness(unsure))
 
 
 def test_records_never_measured_are_counted_and_called_unprotected(digits: Path) -> None:
@@ -191,7 +205,7 @@ def test_records_never_measured_are_counted_and_called_unprotected(digits: Path)
     measured[:7] = 0
     seen = View(view.run, replace(view.leakage, measured=measured))
     assert seen.below(1e-300) == 7
-    assert "7 images of 200 were never measured" in " ".join(words.sureness(seen))
+    assert "7 images of 200 were never measured" in " ".join(verdicts.sureness(seen))
     assert sum(charts.histogram(seen).figure["data"][0]["y"]) == 193
     assert "7 never measured are not drawn" in charts.histogram(seen).note
 
@@ -649,28 +663,121 @@ def test_one_column_is_spoken_of_as_one(people: Path) -> None:
     }
     own = {"kept_diagonal": view.leakage.kept_diagonal[:, :1], "average_diagonal": view.leakage.average_diagonal[:1]}
     one = View(view.run, replace(view.leakage, guess=view.leakage.guess[:1], facts=facts, **own))
-    told = " ".join([*words.verdict(one), *advice.for_records(one), *(text for _, text in words.assumptions(one))])
+    told = " ".join([*verdicts.verdict(one), *advice.for_records(one), *(text for _, text in words.assumptions(one))])
     assert "private columns" not in told
     assert "all columns together" not in told
     assert "single column" not in told
     two = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
     two.kept_diagonal[view.places[view.worst], 0] = 1e4
     told = advice.for_records(View(view.run, two))[0]
-    assert "To lift the one column of the most exposed record that lies below a guess to the error of a guess" in told
+    assert "To lift the one column of some records that lies below a guess to the error of a guess" in told
 
 
 def test_single_columns_below_a_guess_are_not_passed_over(people: Path) -> None:
     """The whole record may be safe on average and one of its columns not: the verdict says so."""
     view = _view(people)
     protected = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
-    assert "single columns" not in words.verdict(View(view.run, protected))[1]
+    none = verdicts.verdict(View(view.run, protected))
+    assert none[1].startswith("By these estimates no single column’s floor lies below the error of a guess")
+    assert "on its own the release hardly helps it" in none[2]
     place = view.places[view.worst]
     diagonal = protected.kept_diagonal.clone()
     diagonal[place, :2] = 1e4  # ±1 % of the range
-    exposed = words.verdict(View(view.run, replace(protected, kept_diagonal=diagonal)))
-    assert "on 2 of 6 single columns of the most exposed record the floor lies below a guess" in exposed[1]
+    exposed = verdicts.verdict(View(view.run, replace(protected, kept_diagonal=diagonal)))
+    assert "at least one column lies below the error of a guess for 1 of the 8 records looked at (12 %)" in exposed[1]
+    assert exposed[1].endswith("more about it than a guess does: age 1, education-num 1.")
+    assert "a mean that hides the columns which are exposed" in exposed[2]
+    tiles = {t["title"]: t for t in records.glance(View(view.run, replace(protected, kept_diagonal=diagonal)))}
+    assert tiles["Below a guess on at least one column"]["below"] == "1 of 8 records looked at"
+    assert tiles["Below a guess over all columns"]["below"] == "0 of 200 records"
     assert "±1.2 years on age" in exposed[0]
     told = advice.for_records(View(view.run, replace(protected, kept_diagonal=diagonal)))[0]
     ratio = max(math.sqrt(float(g)) for g in view.leakage.guess[:2]) / 0.01
     assert f"try a noise multiplier of about {0.1 * ratio:.3g} (now 0.1): an estimate" in told
     assert "less noise may do" in advice.for_records(View(view.run, protected))[0]
+
+
+def test_floors_beyond_the_range_tell_nothing_and_units_are_said_once(people: Path) -> None:
+    view = _view(people)
+    diagonal = view.leakage.kept_diagonal.clone()
+    diagonal[:, 4] = 0.39  # ±160 of 100 hours
+    facts = {**view.facts, "feature_names": ["age (years)", *view.facts["feature_names"][1:]]}
+    wide = View(view.run, replace(view.leakage, kept_diagonal=diagonal, facts=facts))
+    hours = columns.counts(wide)[4]
+    assert "±160 hours (record" in columns.sentence(hours)
+    assert columns.sentence(hours).endswith("more than the whole range: nothing is learnt")
+    card = {row["name"]: row for row in records.cards(wide)["most"][0]["columns"]}
+    assert (card["hours-per-week"]["beyond"], card["hours-per-week"]["unit"]) == (True, "hours")
+    assert (card["age (years)"]["beyond"], card["age (years)"]["unit"]) == (False, "")
+    page = Elements(_page(wide.run, wide.leakage)).text
+    assert page.count("over the range") >= 5
+    console = Console(width=200)
+    with console.capture() as told:
+        console.print(report.record_table(report.record_facts(wide.leakage, wide.run, int(wide.leakage.kept[0]))))
+    assert "nothing is learnt" in told.get()
+    first = verdicts.verdict(View(view.run, replace(view.leakage, kept_diagonal=diagonal * 0 + 0.39)))[0]
+    assert "more than the whole range: nothing is learnt)" in first
+
+
+def test_the_harmonic_mean_is_said_and_so(people: Path) -> None:
+    """d/Tr I ≤ mean of 1/I_jj: a record's floor is no more than the root mean square of its columns'."""
+    view = _view(people)
+    for record in view.leakage.kept.tolist():
+        shares = view.feature_floors(record) / view.scale
+        trace = float(view.looked_at[1][view.looked_rows[record]].sum())
+        assert (view.features / trace) ** 0.5 <= np.sqrt(np.square(shares).mean())
+    told = dict(words.assumptions(view))["What a floor is"]
+    assert "harmonic mean of their squares 1/I_jj" in told
+
+
+def test_the_first_runs_chart_says_where_it_ends(digits: Path, people: Path) -> None:
+    view = _view(digits)
+    own = 1 / math.sqrt(float(view.leakage.history[-1, 0]))
+    note = charts.growth(view).note
+    assert f"ends at ±{figure(own)} for the image most exposed in it" in note
+    assert f"mean over 5 runs, where the lowest is ±{figure(float(view.floor.min()))}." in note
+    assert charts.growth(_view(people)).note == ""  # one run is the verdict's
+
+
+def test_legends_show_what_is_drawn(digits: Path, people: Path) -> None:
+    chart = charts.histogram(_view(digits))
+    kinds = {key.text.split(":")[0]: key.kind for key in chart.keys}
+    assert kinds["the threshold below; shaded"] == "line"
+    drawn = [str(trace.get("hovertext")) for trace in chart.figure["data"]]
+    for text, _, _, _ in charts.lines(_view(digits)):
+        assert (kinds[text] == "line") == any(told.startswith(text) for told in drawn)
+    assert "none" in kinds.values() or all("not drawn" not in key.text for key in chart.keys)
+    keys = {key.text: key.kind for key in charts.by_feature(_view(people)).keys}
+    assert keys["the record most exposed in that column"] == "diamond"
+    assert {"line", "rect"} == {shape["type"] for shape in chart.figure["layout"]["shapes"]}
+    assert all(shape["layer"] == "below" for shape in chart.figure["layout"]["shapes"])  # the guess stays in sight
+
+
+def test_the_public_pages_columns_say_their_condition(people: Path) -> None:
+    text = " ".join(Elements(report.public_page(read_run(people)).decode()).text.split())
+    head = text[text.index("column and declared range") :]
+    assert head.startswith(
+        "column and declared range any attacker, in the worst case over all records there could be, at least"
+    )
+    assert "any attacker, in the worst case over all records there could be · each column" in text
+    assert "any attacker, at least" not in text
+
+
+def test_common_columns_are_compared_in_their_own_units(people: Path, tmp_path: Path) -> None:
+    """By name and unit; with a column in another unit left out."""
+    run, leakage = read_run(people), read_leakage(people)
+    facts = {**leakage.facts, "units": ["weeks", *leakage.facts["units"][1:]]}
+    write_run(prepare(tmp_path / "other"), run)
+    write_leakage(tmp_path / "other", replace(leakage, facts=facts, kept_diagonal=leakage.kept_diagonal / 4))
+    found = comparison.facts([people, tmp_path / "other"])
+    assert [c["name"] for c in found["columns"]] == leakage.facts["feature_names"][1:]
+    for j, column in enumerate(found["columns"], start=1):
+        low, high = RANGES[j]
+        floor = (high - low) / math.sqrt(float(leakage.kept_diagonal[:, j].max()))
+        own, other = column["audits"]["people"], column["audits"]["other"]
+        assert (own["lowest"], other["lowest"]) == (pytest.approx(floor), pytest.approx(2 * floor))
+        assert own["below"] == columns.counts(_view(people))[j]["below"]
+    text = Elements(report.compare([people, tmp_path / "other"], tmp_path / "c.html").read_text()).text
+    assert f"±{figure(2 * floor)}" in text[text.index("Single columns, in their own units") :]
+    assert found["audits"][0]["floors"]["lowest_at_upper_limit"] is None
+    json.dumps(found, allow_nan=False)

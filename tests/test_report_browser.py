@@ -224,6 +224,31 @@ def test_what_differs_and_columns_counts_can_be_read(browser: Any, folders: dict
         assert "only the 8 records looked at closely" in page.locator("#columns-note").inner_text()
 
 
+def test_a_table_that_goes_on_says_so_on_a_phone(browser: Any, folders: dict[str, Path]) -> None:
+    for width in WIDTHS:
+        with opened(browser, folders["digits"].parent / "compare.html", width) as page:
+            table = page.locator("#runs .scroll")
+            cut = table.evaluate("e => e.scrollWidth > e.clientWidth")
+            assert page.locator("#runs .swipe").is_visible() == cut == (width == 390)
+            assert "linear-gradient" in table.evaluate("e => getComputedStyle(e).backgroundImage")
+
+
+def test_long_names_break_at_underscores(browser: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    run, leakage = read_run(folders["people"]), read_leakage(folders["people"])
+    name = "systolic_blood_pressure_morning_average"
+    facts = {**leakage.facts, "feature_names": [name, *leakage.facts["feature_names"][1:]]}
+    path = tmp_path / "report.html"
+    path.write_bytes(report.confidential_page(run, replace(leakage, facts=facts)))
+    with opened(browser, path, 390) as page:
+        assert _sideways(page) == 0
+        sticks_out = "e => Math.max(...[...e.querySelectorAll('table')].map(t => t.offsetWidth)) - e.clientWidth"
+        assert all(card.evaluate(sticks_out) <= 0 for card in page.locator(".record").all())
+        cell = page.locator(".record td", has_text=name).first
+        assert name in cell.inner_text()
+        wide = "e => [...e.querySelectorAll('wbr')].length"
+        assert cell.evaluate(wide) == 4
+
+
 def test_hostile_names_are_text(browser: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     run, leakage = read_run(folders["people"]), read_leakage(folders["people"])
     names = {"feature_names": [HOSTILE] * 6, "units": [HOSTILE] * 6, "class_names": [HOSTILE, "b"],

@@ -14,6 +14,7 @@ from .plan import Plan
 from .run_folder import Leakage, packed_names
 
 if TYPE_CHECKING:
+    from .accountant import FisherAccountant
     from .data import Dataset
 
 #: Most and least exposed records that are kept whole, with probes for each of their measurements; records over which
@@ -56,10 +57,12 @@ def leakage_of(dataset: Dataset, plan: Plan, learner: AuditLearner) -> Leakage:
 
 
 def _looked(dataset: Dataset, plan: Plan, learner: AuditLearner, kept: Tensor) -> dict[str, Any]:
-    """Diagonals from the snapshots: closely of the records kept whole; of all where that is not too much, else of a
-    sample (of images its average alone). Not for shuffled epochs: parameters depend there on who was seen before."""
-    closer = learner.look_closely(kept, plan.runs, probes=PROBES, each=True).state()
-    found: dict[str, Any] = {"kept_diagonal": closer["diagonal_mean"].double(), "diagonal_of": None}
+    """Diagonals from the snapshots, at the ledger's level: closely of the records kept whole; of all where that is not
+    too much, else of a sample (of images its average alone). Not for shuffled epochs: parameters depend there on who
+    was seen before."""
+    assert learner.accountant is not None
+    closer = learner.look_closely(kept, plan.runs, probes=PROBES, each=True).state()["diagonal_mean"]
+    found: dict[str, Any] = {"kept_diagonal": levelled(closer, learner.accountant, kept), "diagonal_of": None}
     times, probes = looks(plan, learner.records, learner.records * learner.features)
     if times:
         each = learner.look_at_all(plan.runs, looks=times, probes=probes).state()["diagonal_mean"]
@@ -67,15 +70,42 @@ def _looked(dataset: Dataset, plan: Plan, learner: AuditLearner, kept: Tensor) -
         generator = torch.Generator().manual_seed(0)  # who is in the sample is no secret
         sample = torch.randperm(learner.records, generator=generator)[:SAMPLE].sort().values
         table = dataset.kind == "table"
-        state = learner.look_closely(sample, plan.runs, probes=probes, each=table).state()
+        ledger = learner.look_closely(sample, plan.runs, probes=probes, each=table)
         if not table:
-            return {**found, "average_diagonal": state["average_mean"][0]}
-        each, found["diagonal_of"], times = state["diagonal_mean"], sample, SNAPSHOTS
-    rows = np.arange(learner.records) if found["diagonal_of"] is None else found["diagonal_of"].numpy()
+            average = ledger.state()["average_mean"].double()
+            told = torch.where(*_told(learner.accountant, sample), ledger.trace().cpu()).mean()
+            return {**found, "average_diagonal": (_shares(average.cpu()) * told)[0]}
+        each, found["diagonal_of"], times = ledger.state()["diagonal_mean"], sample, SNAPSHOTS
+    rows = torch.arange(learner.records) if found["diagonal_of"] is None else found["diagonal_of"]
+    each = levelled(each, learner.accountant, rows)
     for j, missing in missing_of(dataset).items():
-        each[torch.from_numpy(missing[rows]), j] = torch.nan
+        each[torch.from_numpy(missing[rows.numpy()]), j] = torch.nan
     found["facts"] = {"diagonal_measured": plan.runs * min(times, plan.steps), "diagonal_probes": probes}
-    return {**found, "diagonal": each, "average_diagonal": torch.nan_to_num(each.double().nanmean(0))}
+    average = torch.nan_to_num(each.nanmean(0))
+    return {**found, "diagonal": each if learner.features == 1 else each.float(), "average_diagonal": average}
+
+
+def levelled(diagonal: Tensor, ledger: FisherAccountant, records: Tensor) -> Tensor:
+    """Diagonals with the ledger's trace: the snapshots tell how it is shared among the features, (n, d), float64.
+
+        Î_jj = d · dFIL · I_jj/Σ_k I_kk      (main rule; even shares where the snapshots saw nothing)
+
+    For d = 1 exactly the ledger's dFIL. A record that the ledger never measured keeps its own diagonal."""
+    own = diagonal.double().cpu()
+    told, trace = _told(ledger, records)
+    return torch.where(told[:, None], _shares(own) * trace[:, None], own)
+
+
+def _told(ledger: FisherAccountant, records: Tensor) -> tuple[Tensor, Tensor]:
+    """Which records the ledger has measured, and their traces under the main rule; (n,) each."""
+    trace = ledger.trace().cpu()[records]
+    return (ledger.measured().cpu()[records] > 0) & trace.isfinite(), trace
+
+
+def _shares(diagonal: Tensor) -> Tensor:
+    total = diagonal.sum(1, keepdim=True)
+    even = torch.full_like(diagonal, 1 / diagonal.shape[1])
+    return torch.where(total > 0, diagonal / total, even)
 
 
 def looks(plan: Plan, records: int, numbers: int) -> tuple[int, int]:
@@ -121,6 +151,18 @@ def guess_of(dataset: Dataset) -> np.ndarray:
     return np.array(found, dtype=np.float64)
 
 
+def baseline_of(dataset: Dataset) -> float | None:
+    """Accuracy on the test data of always telling the most frequent training class; R² of the mean training target.
+    None where there are no test data (or one number alone)."""
+    known, truth = np.asarray(dataset.targets), np.asarray(dataset.test_targets)
+    if len(known) == 0 or len(truth) == 0:
+        return None
+    if dataset.task == "classes":
+        return float((truth == np.bincount(known).argmax()).mean())
+    spread = float(truth.var(dtype=np.float64))
+    return 1 - float(np.square(truth - known.mean(dtype=np.float64)).mean()) / spread if spread > 0 else None
+
+
 def chosen(dfil: Tensor, measured: Tensor) -> tuple[Tensor, int]:
     """Among the records measured the most exposed in order, then the least exposed (the least last), and how many of
     them are the most exposed."""
@@ -157,6 +199,9 @@ def _leakage_facts(dataset: Dataset) -> dict[str, Any]:
         facts["public_names"] = [
             f.name if mark else "" for f, mark in zip(dataset.features, marks, strict=True) if not f.private
         ]
+    baseline = baseline_of(dataset)
+    if baseline is not None:
+        facts["accuracy_baseline"] = baseline
     if dataset.task == "number" and target is not None:
         facts |= {"target_offset": target.low, "target_scale": target.high - target.low}
     return facts

@@ -76,7 +76,8 @@ class Leakage:
             or None after a single run. measured: (N,), how often each record was measured.
         targets: (N,), the class or number of each record.
         kept: (k,), records kept whole: the most exposed first in order, then the least exposed (the least last).
-        kept_inputs: (k, *shape). kept_diagonal: (k, d), information about each private feature. average_diagonal: (d,).
+        kept_inputs: (k, *shape). kept_diagonal: (k, d), information about each private feature, at the level of dfil
+            (its mean over the features is dfil under the first rule). average_diagonal: (d,).
         diagonal: (n, d), the same, less exactly, for all records (n = N) or for those of diagonal_of, (n,), which were
             drawn at random; NaN where a record's value is missing.
         names: of all records, as UTF-8 parted by newlines (`record_names`); None where they have none.
@@ -86,8 +87,8 @@ class Leakage:
         facts: rules, class_names, feature_names, units, scale, offset (lists of d, or one number for all), private
             (flat columns of the inputs, or None for all), target_name, confidence, task ("classes" or "number"),
             inferred_ranges (whether any range was read off the data), diagonal_measured and diagonal_probes (how often
-            each record of `diagonal` was measured, over all runs, and with how many probes), and what else the page
-            needs.
+            each record of `diagonal` was measured, over all runs, and with how many probes), accuracy_baseline (on the
+            test data, of always telling the most frequent class or the mean), and what else the page needs.
     """
 
     dfil: Tensor

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ..plan import Plan
 
 Whole = {"parser": count, "metavar": "<int>"}
+#: Columns of which the terminal says how many records are exposed.
+NAMED = 12
 
 
 def audit_command(
@@ -212,6 +214,12 @@ def _run(
     for said in check_plan(dataset, plan).values():  # even if quiet: it takes floors away
         print(f"Note: {said}", file=sys.stderr)
     if not quiet:
+        from ..audit import floors_of
+        from ..report.verdicts import weak
+
+        noun = "image" if dataset.kind == "image" else "record"
+        for line in weak(len(dataset.inputs), floors_of(dataset, plan).epsilon, noun):
+            print(f"Note: {line}", file=sys.stderr)
         for line in told_plan(dataset, plan, out, fresh):
             print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
     with warnings.catch_warnings():
@@ -230,9 +238,25 @@ def _tell(folder: Path, as_json: bool, quiet: bool) -> None:
         return
     if not quiet:
         confidential_note()
-        for line in result(folder)["verdict"]:
+        found = result(folder)
+        for line in (*found["verdict"], *told_columns(found), found["accuracy_said"]):
             print(line)
     print(folder / REPORT)
+
+
+def told_columns(found: dict[str, Any]) -> list[str]:
+    """What is said of single columns, the most exposed first: how many records are below a guess, and the lowest."""
+    from ..report.columns import sentence
+
+    if not found["columns"]:
+        return []
+    rows = sorted(found["columns"], key=lambda c: (-c["below"], (c["lowest"] or 0.0) / (c["guess"] or 1.0)))
+    more = [f"  and {len(rows) - NAMED} more, in the report"] if len(rows) > NAMED else []
+    return [
+        f"Single columns, of {found['columns_of']} (by estimates):",
+        *(f"  {sentence(c)}" for c in rows[:NAMED]),
+        *more,
+    ]
 
 
 def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]:
@@ -277,14 +301,15 @@ def _duration(seconds: float) -> str:
 
 def result(folder: Path) -> dict[str, Any]:
     """The verdict of a finished audit and where it is; confidential."""
-    from ..report.columns import counts, which
+    from ..report import accuracy_line
+    from ..report.columns import anyone, counts, which
+    from ..report.verdicts import sureness, verdict
     from ..report.view import View
-    from ..report.words import sureness, verdict
     from ..run_folder import MODEL, PUBLIC_REPORT, REPORT, read_leakage, read_run
 
     run, leakage = read_run(folder), read_leakage(folder)
     view = View(run, leakage)
-    names = {"lowest": 0.0, "1 %": 0.01, "median": 0.5}
+    names, exposed = {"lowest": 0.0, "1 %": 0.01, "median": 0.5}, anyone(view)
     return {
         "confidential": True,
         "folder": str(folder),
@@ -298,9 +323,12 @@ def result(folder: Path) -> dict[str, Any]:
         "unit": f"± {view.of_range}",
         "records": view.records,
         "below_guess": view.below(view.guess),
+        "below_guess_on_some_column": None if exposed is None else {"below": exposed[0], "of": exposed[1]},
         "never_measured": view.unknown,
         "columns": counts(view),
         "columns_of": which(view) if counts(view) else None,
         "accuracy": float(leakage.accuracy[-1]) if leakage.accuracy.numel() else None,
+        "accuracy_baseline": view.facts.get("accuracy_baseline"),
+        "accuracy_said": accuracy_line(view),
         "epsilon": run.guarantee.get("epsilon"),
     }

@@ -15,6 +15,7 @@ from .options import confidential_note, plain_errors
 
 if TYPE_CHECKING:
     from numpy import ndarray
+    from rich.console import Console
 
     from ..report.view import View
 
@@ -49,7 +50,6 @@ def report_command(
 
 def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
     from ..report.comparison import facts, ranged
-    from ..report.figures import amount, plus_minus
 
     found = facts(folders)
     confidential_note()
@@ -61,16 +61,20 @@ def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
     from rich.text import Text
 
     console = Console(highlight=False, markup=False)
-    table = Table(title="Floors in ± share of the range", title_justify="left")
-    for name in ("audit", "noise", "steps", "ε", "lowest", "median", "guess", "below guess"):
-        table.add_column(Text(name), justify="left" if name == "audit" else "right", overflow="fold")
-    for a in found["audits"]:
-        m, floors = a["mechanism"], a["floors"]
-        cells = (a["name"], f"{m['noise_multiplier']:g}", f"{m['steps']:,}", amount(a["epsilon"]),
-                 plus_minus(floors["lowest"]), plus_minus(floors["median"]), plus_minus(a["guess"]),
-                 f"{a['below_guess']:,} of {a['records']:,}")  # fmt: skip
-        table.add_row(*(Text(cell) for cell in cells))
-    console.print(table)
+    for title, names, cells in (
+        ("Settings", ("audit", "noise", "steps", "ε", "accuracy"), _settings),
+        ("Floors in ± share of the range", ("audit", "lowest", "limit", "median", "guess", "below guess"), _floors),
+    ):
+        table = Table(title=title, title_justify="left")
+        for name in names:
+            table.add_column(Text(name), justify="left" if name == "audit" else "right", overflow="fold")
+        for a in found["audits"]:
+            table.add_row(*(Text(cell) for cell in (a["name"], *cells(a))))
+        console.print(table)
+    console.print(
+        "limit: the lowest floor at the upper confidence limit of the leakage; below guess: over all columns together"
+    )
+    _columns(found, console)
     for a in found["audits"]:
         named = "; ".join(f"{c['name']} {ranged(c)}" for c in a["private"][:CELLS])
         more = f"; and {len(a['private']) - CELLS} more" if len(a["private"]) > CELLS else ""
@@ -80,6 +84,42 @@ def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
     for d in found["differences"]:
         console.print(Text(f"  {d['what']}: " + "; ".join(f"{name} {said}" for name, said in d["values"].items())))
     print(page)
+
+
+def _settings(a: dict[str, Any]) -> tuple[str, ...]:
+    from ..report.figures import amount
+
+    m = a["mechanism"]
+    return f"{m['noise_multiplier']:g}", f"{m['steps']:,}", amount(a["epsilon"]), a["accuracy_said"]
+
+
+def _floors(a: dict[str, Any]) -> tuple[str, ...]:
+    from ..report.figures import plus_minus
+
+    shown = [a["floors"][name] for name in ("lowest", "lowest_at_upper_limit", "median")]
+    return *(plus_minus(x) for x in (*shown, a["guess"])), f"{a['below_guess']:,} of {a['records']:,}"
+
+
+def _columns(found: dict[str, Any], console: Console) -> None:
+    """Single columns that the audits have in common, in their own units."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..report.figures import plus_minus
+
+    if not found["columns"]:
+        return
+    table = Table(title="Single columns, in their own units", title_justify="left")
+    for name in ("column", "audit", "lowest", "of", "guess", "below guess"):
+        table.add_column(Text(name), justify="left" if name in ("column", "audit", "of") else "right", overflow="fold")
+    for column in found["columns"][:CELLS]:
+        for name, c in column["audits"].items():
+            cells = (column["name"], name, plus_minus(c["lowest"], column["unit"], c["width"]), c["record_name"] or "–",
+                     plus_minus(c["guess"], column["unit"]), f"{c['below']:,} of {c['of']:,}")  # fmt: skip
+            table.add_row(*(Text(cell) for cell in cells))
+    console.print(table)
+    if len(found["columns"]) > CELLS:
+        console.print(f"and {len(found['columns']) - CELLS} columns more, on the page")
 
 
 def show_command(
@@ -142,7 +182,7 @@ def found_record(view: View, given: str) -> int:
 
 
 def _show_all(view: View, folder: Path, as_json: bool) -> None:
-    from .audit import result
+    from .audit import result, told_columns
 
     found = result(folder)
     most = [int(i) for i in view.leakage.kept[: int(view.facts.get("most", 5))]]
@@ -160,7 +200,8 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
     console = Console(highlight=False, markup=False)
     for line in found["verdict"]:
         console.print(line)
-    table = Table(title=f"The most exposed, floors in ± {view.of_range}", title_justify="left")
+    over = "" if view.single or view.image else ", over all columns"
+    table = Table(title=f"The most exposed, floors in ± {view.of_range}{over}", title_justify="left")
     named = ["name"] if view.names else []
     for name in ("record", *named, view.target_name, "floor"):
         table.add_column(Text(name), justify="right" if name in ("record", "floor") else "left", overflow="fold")
@@ -169,12 +210,8 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
         cells = (f"{row['record']:,}", *own_name, str(row["target"]), f"{row['floor']:.3g}")
         table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
-    from ..report.columns import sentence, which
-
-    if found["columns"]:
-        console.print(f"Single columns, of {which(view)} (by estimates):")
-        for column in found["columns"]:
-            console.print(Text(f"  {sentence(column)}"))
+    for line in (*told_columns(found), found["accuracy_said"]):
+        console.print(Text(line))
     own = shlex.quote(str(folder))
     one = shlex.quote(view.names[most[0]]) if most and view.names else str(most[0] if most else 0)
     console.print(Text(f"One record: reconbound show {own} --record {one}. Pages: {found['report']}"))

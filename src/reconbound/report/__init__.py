@@ -12,7 +12,7 @@ import numpy as np
 from .. import __version__
 from .._files import CONFIDENTIAL, PUBLIC, write_whole
 from ..run_folder import PUBLIC_REPORT, REPORT, Leakage, Run, read_leakage, read_run
-from . import advice, charts, columns, page, public, words
+from . import advice, charts, columns, page, public, verdicts, words
 from .axes import Chart
 from .comparison import compare
 from .figures import amount, clean, percent, plus_minus
@@ -48,8 +48,8 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         "title": f"{clean(run.data.get('name', 'data'), 80)}: how well is each {view.noun} protected?",
         "view": view,
         "part": view.part,
-        "verdict": words.verdict(view),
-        "sureness": words.sureness(view),
+        "verdict": verdicts.verdict(view),
+        "sureness": verdicts.sureness(view),
         "glance": glance(view),
         "chart": shown,
         "slider": slider(view, shown["chart-floors"]),
@@ -58,6 +58,7 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         "cards": cards(view),
         "features": public.feature_rows(view),
         "columns_note": columns.note(view),
+        "columns_of": columns.which(view) if len(view.looked_at[0]) < view.records else "",
         "assumptions": words.assumptions(view),
         "floors": public.floor_rows(run, view.unit),
         "guess_middle": plus_minus(view.unit / 2),
@@ -98,10 +99,22 @@ def accuracy_line(view: View) -> str:
     found = view.leakage.accuracy
     if found.numel() == 0 or not bool(found[-1].isfinite()):
         return "No accuracy was measured."
-    last = float(found[-1])
-    if view.facts.get("task", "classes") == "classes":
-        return f"{last:.1%} of the test {view.noun}s are classified rightly at the end of the run."
-    return f"R² on test data is {last:.3f} at the end of the run."
+    last, plain = float(found[-1]), view.facts.get("accuracy_baseline")
+    classes = view.facts.get("task", "classes") == "classes"
+    said = (
+        f"{last:.1%} of the test {view.noun}s are classified rightly at the end of the run"
+        if classes
+        else f"R² on test data is {last:.3f} at the end of the run"
+    )
+    if plain is None:
+        return f"{said}."
+    other = (
+        f"always telling the most frequent class is right for {plain:.1%}"
+        if classes
+        else f"always telling the mean of the training data gives {plain:.3f}"
+    )
+    poor = " The model is no better than that: what it protects is of little use." if last <= plain else ""
+    return f"{said}; {other}.{poor}"
 
 
 def public_page(run: Run) -> bytes:

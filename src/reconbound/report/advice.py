@@ -13,6 +13,7 @@ from .._check import InputError
 from ..calibrate import Calibration, calibrate
 from ..mechanisms import SampledGaussian
 from ..run_folder import Run
+from . import columns
 from .figures import plus_minus
 from .view import View
 
@@ -91,9 +92,10 @@ def for_records(view: View) -> list[str]:
         "better. "
         "The path itself changes with the noise, so this is an estimate; only another audit tells."
     )
-    single = view.parts_below_guess() if view.features > 1 else 0
+    single, some = _single(view)
     if worst >= view.guess and not single:
-        also = f", and so is that of each of its {view.part}s" if view.features > 1 else ""
+        each = "each of its pixels" if view.image else "every single column, for each record looked at"
+        also = f", and so is that of {each}" if view.features > 1 else ""
         return [
             f"The most exposed {view.noun}’s floor is above the error of a guess already{also}. If accuracy is short, "
             "less noise may do; audit again and see.",
@@ -105,8 +107,8 @@ def for_records(view: View) -> list[str]:
     what = (
         f"the most exposed {view.noun} from {plus_minus(worst)} to the error of a guess, {plus_minus(view.guess)}"
         if not single
-        else f"the {f'{single:,} single {view.part}s' if single > 1 else f'one {view.part}'} of the most exposed "
-        f"{view.noun} that {'lie' if single > 1 else 'lies'} below a guess to the error of a guess"
+        else f"the {f'{single:,} single {view.part}s' if single > 1 else f'one {view.part}'} of {some} that "
+        f"{'lie' if single > 1 else 'lies'} below a guess to the error of a guess"
     )
     return [
         f"To lift {what}, try a noise multiplier of about {noise * factor:.3g} (now {noise:g}): an estimate.",
@@ -116,10 +118,20 @@ def for_records(view: View) -> list[str]:
     ]
 
 
+def _single(view: View) -> tuple[int, str]:
+    """How many single features lie below a guess, and whose: the most exposed image's; of a table, any record's."""
+    if view.features == 1:
+        return 0, ""
+    if view.image:
+        return view.parts_below_guess(), "the most exposed image"
+    return sum(c["below"] > 0 for c in columns.counts(view)), "some records"
+
+
 def _factor(view: View, worst: float) -> float:
-    """How many times more noise lifts the most exposed record, and each of its features, to the error of a guess."""
+    """How many times more noise lifts the most exposed record, and its pixels or all records' columns, to the error of
+    a guess."""
     assert view.worst is not None
-    floors = view.feature_floors(view.worst)
+    floors = view.feature_floors(view.worst) if view.image else columns.lowest(view)
     found = view.guess / worst if worst > 0 else math.inf
     if floors is None:
         return found

@@ -28,7 +28,7 @@ class Key:
 
     colour: str
     text: str
-    kind: str = "bar"  # or "line", "dot"
+    kind: str = "bar"  # or "line", "upright", "dot", "diamond", "none"
     dash: str = "solid"
 
 

@@ -30,10 +30,9 @@ from .axes import (
     steps_axis,
     titled,
 )
-from .columns import counts, sentence
+from .columns import counts, lowest, most_exposed, sentence
 from .figures import amount, for_plotly, plus_minus
 from .view import NO_LIMIT, NOTHING, View
-from .words import most_exposed_columns
 
 #: Classes and columns in one chart.
 MOST_ROWS = 24
@@ -86,19 +85,22 @@ def histogram(view: View) -> Chart:
     for text, at, colour, dash in marks:
         place = math.log10(at) if at > 0 else -math.inf
         where = " (off the chart, left)" if place < low else " (off the chart, right)" if place > high else ""
-        said = f"{plus_minus(at)}, next to nothing" if at < NOTHING * view.unit else plus_minus(at)
-        keys.append(Key(colour, f"{text}: {said}{where if at >= NOTHING * view.unit else ''}", "line", dash))
+        said = plus_minus(at)
+        if where and at < NOTHING * view.unit:
+            said, where = f"{said}, next to nothing", " (not drawn)"
+        keys.append(Key(colour, f"{text}: {said}{where}", "none" if where else "line", dash))
         if not where:
             data.append(_upright(place, 1.08 * top, colour, dash, f"{text}: {plus_minus(at)}"))
+    keys.append(Key("currentColor", "the threshold below; shaded: lower floors", "line"))
     drawn = layout(
         380,
-        log_axis(low, high, f"± error {view.of_range} (log scale)"),
+        log_axis(low, high, f"± {'' if view.single else 'error '}{view.of_range} (log scale)"),
         {"title": titled(f"{view.noun}s"), "range": [0, 1.08 * top], "fixedrange": True, "rangemode": "tozero"},
         shapes=[
             {"type": "rect", "xref": "x", "yref": "paper", "x0": low, "x1": low, "y0": 0, "y1": 1, "layer": "below",
              "line": {"width": 0}, "fillcolor": "rgba(213,94,0,0.16)"},
-            {"type": "line", "xref": "x", "yref": "paper", "x0": low, "x1": low, "y0": 0, "y1": 1,
-             "line": {"width": 2.5, "color": VERMILLION}},
+            {"type": "line", "xref": "x", "yref": "paper", "x0": low, "x1": low, "y0": 0, "y1": 1, "layer": "below",
+             "line": {"width": 1.5, "color": VERMILLION}},
         ],
     )  # fmt: skip
     label = f"Histogram of the floors of {view.records:,} {view.noun}s"
@@ -146,7 +148,7 @@ def _upper(view: View, edges: np.ndarray) -> tuple[Figure, str]:
 def _upright(x: float, top: float, colour: str, dash: str, text: str) -> Figure:
     return {
         "type": "scatter", "mode": "lines", "x": [x] * 9, "y": [top * k / 8 for k in range(9)],
-        "line": {"color": colour, "dash": dash, "width": 2.5}, "hovertext": for_plotly(text, 120), "hoverinfo": "text",
+        "line": {"color": colour, "dash": dash, "width": 3}, "hovertext": for_plotly(text, 120), "hoverinfo": "text",
     }  # fmt: skip
 
 
@@ -190,7 +192,7 @@ def by_class(view: View) -> Chart | None:
     height = 110 + 30 * len(shown)
     drawn = layout(
         height,
-        log_axis(low, high, f"± {view.of_range if view.image else 'share of the range'} (log)"),
+        log_axis(low, high, f"± {view.of_range if view.image or view.single else 'share of the range'} (log)"),
         rows_axis([name for name, _ in shown]),
     )
     note = f"The {MOST_ROWS} most exposed of {len(groups):,} classes." if left_out > 0 else ""
@@ -217,18 +219,19 @@ def _groups(view: View) -> list[tuple[str, np.ndarray]]:
 
 
 def by_feature(view: View) -> Chart | None:
-    """Floors of each column as shares of its range: of the average and the most exposed record, beside the guess."""
+    """Floors of each column as shares of its range: of the average record, and of the one that is most exposed in that
+    column, beside the guess."""
     average = view.feature_floors(None)
     if view.image or average is None:
         return None
-    worst = None if view.worst is None else view.feature_floors(view.worst)
-    order = most_exposed_columns(view, average if worst is None else worst, MOST_ROWS)[::-1]
+    worst = lowest(view)
+    order = most_exposed(view, average if worst is None else worst, MOST_ROWS)[::-1]
     kinds = [
         ("average record", average, BLUE, "circle"),
         ("guessing the average", view.guess_each, GREY, "line-ns-open"),
     ]
     if worst is not None:
-        kinds.insert(1, ("most exposed record", worst, VERMILLION, "diamond"))
+        kinds.insert(1, ("the record most exposed in that column", worst, VERMILLION, "diamond"))
     told_counts = [sentence(found) for found in counts(view)]
     logs = {text: logs_of(np.minimum(values[order] / view.scale[order], 1e150)) for text, values, _, _ in kinds}
     low, high = shown_range(np.concatenate(list(logs.values())))
@@ -250,7 +253,8 @@ def by_feature(view: View) -> Chart | None:
         log_axis(low, high, "± share of the range (log)"),
         {**rows_axis([view.feature_name(j) for j in order]), "showgrid": True},
     )
-    keys = tuple(Key(colour, text, "dot" if symbol != "line-ns-open" else "line") for text, _, colour, symbol in kinds)
+    marks = {"circle": "dot", "line-ns-open": "upright"}
+    keys = tuple(Key(colour, text, marks.get(symbol, symbol)) for text, _, colour, symbol in kinds)
     left_out = view.features - len(order)
     note = f"The {len(order)} most exposed of {view.features:,} columns." if left_out > 0 else ""
     return Chart(
@@ -290,7 +294,21 @@ def growth(view: View) -> Chart | None:
                      "line": {"color": GREY, "width": 2, "dash": "dot"}, "hoverinfo": "skip"})  # fmt: skip
         keys.append(Key(GREY, f"guessing the average: {plus_minus(view.guess)}", "line", "dot"))
     drawn = layout(320, steps_axis(), log_axis(low, high, f"floor, ± {view.of_range}"))
-    return Chart("chart-growth", {"data": data, "layout": drawn}, tuple(keys), "", "Floors over training", 320)
+    return Chart(
+        "chart-growth", {"data": data, "layout": drawn}, tuple(keys), _ends(view, floor), "Floors over training", 320
+    )
+
+
+def _ends(view: View, floor: np.ndarray) -> str:
+    """Why the chart of one run ends at another number than the verdict's."""
+    runs = int(view.run.mechanism.get("runs", 1))
+    if runs < 2 or view.worst is None or not math.isfinite(floor[-1, 0]):
+        return ""
+    return (
+        f"The first run alone ends at {plus_minus(float(floor[-1, 0]))} for the {view.noun} most exposed in it. The "
+        f"page’s floors are of the mean over {runs:,} runs, where the lowest is "
+        f"{plus_minus(float(view.floor[view.worst]))}."
+    )
 
 
 def accuracy(view: View) -> Chart | None:

@@ -7,33 +7,67 @@ from typing import Any
 
 import numpy as np
 
-from .figures import count, plus_minus
+from .figures import beyond, count, plus_minus
 from .view import View
+
+#: What is said of a floor that is wider than the column's range.
+BEYOND = "more than the whole range: nothing is learnt"
 
 
 def counts(view: View) -> list[dict[str, Any]]:
     """For each private column: "below", how many records have a floor on it below the error of guessing its average,
-    "of" how many that were looked at and have a value, "missing" of those looked at; name, unit and guess beside.
+    "of" how many that were looked at and have a value, "missing" of those looked at, "lowest", the lowest floor on it,
+    with "record" and "record_name" of the record that has it; name, unit, width of the range and guess beside.
 
     Empty for images, and where no single columns were measured."""
     records, information = view.looked_at
     if view.image or len(records) == 0:
         return []
-    guess = np.nan_to_num(view.leakage.guess.double().numpy())
     missing = np.isnan(information)
-    with np.errstate(over="ignore"):  # floor² = 1/I < guess² as I · guess² > 1
-        below = (np.where(missing, 0.0, information) * guess > 1).sum(0)
-    return [
-        {
+    below = _below(view).sum(0)
+    most = np.where(missing, -1.0, information).argmax(0)
+    found = []
+    for j in range(view.features):
+        row, known = int(most[j]), not missing[:, j].all()
+        found.append({
             "name": view.feature_name(j),
             "unit": view.feature_unit(j),
+            "width": float(view.scale[j]),
             "guess": float(view.guess_each[j]),
             "below": int(below[j]),
             "of": int((~missing[:, j]).sum()),
             "missing": int(missing[:, j].sum()),
-        }
-        for j in range(view.features)
-    ]
+            "lowest": float(view._errors(information[row])[j]) if known else None,
+            "record": int(records[row]) if known else None,
+            "record_name": view.record_name(int(records[row])) if known else None,
+        })  # fmt: skip
+    return found
+
+
+def _below(view: View) -> np.ndarray:
+    """Whether the floor of a record's column lies below a guess, (n, d), of the records looked at."""
+    return np.asarray(view._errors(view.looked_at[1]) < view.guess_each)
+
+
+def anyone(view: View) -> tuple[int, int] | None:
+    """Records of a table with at least one column below a guess, and of how many looked at; None where single columns
+    were not measured."""
+    if view.image or len(view.looked_at[0]) == 0:
+        return None
+    return int(_below(view).any(1).sum()), len(view.looked_at[0])
+
+
+def lowest(view: View) -> np.ndarray | None:
+    """The lowest floor on each column, of whichever record has it, (d,), in its own unit; NaN where all are missing."""
+    found = [np.nan if c["lowest"] is None else c["lowest"] for c in counts(view)]
+    return np.array(found) if found else None
+
+
+def most_exposed(view: View, floors: np.ndarray, most: int) -> list[int]:
+    """The columns whose floor is lowest beside the error of a guess."""
+    with np.errstate(over="ignore"):  # a column whose every value is the same: no floor is low beside that guess
+        ratio = floors / np.maximum(view.guess_each, np.finfo(float).tiny)
+    return [int(j) for j in np.argsort(ratio, kind="stable")[:most]]
 
 
 def which(view: View) -> str:
@@ -51,14 +85,19 @@ def sentence(found: dict[str, Any]) -> str:
 
     >>> sentence({"name": "age", "unit": "years", "guess": 9.6, "below": 31, "of": 240, "missing": 0})
     'age: 31 of 240 records are below a guess (±9.6 years)'
-    >>> sentence({"name": "pay", "unit": "", "guess": 5.0, "below": 1, "of": 20, "missing": 3})
-    'pay: 1 of the 20 records that have a value is below a guess (±5)'
+    >>> sentence({"name": "pay", "unit": "", "guess": 5.0, "below": 1, "of": 20, "missing": 3, "lowest": 4.0,
+    ...           "width": 10.0, "record_name": "row 18"})
+    'pay: 1 of the 20 records that have a value is below a guess (±5); lowest ±4 (row 18)'
     """
     of = count(found["of"], "record")
     of = f"the {of} that {'has' if found['of'] == 1 else 'have'} a value" if found["missing"] else of
     verb = "is" if found["below"] == 1 else "are"
     guess = plus_minus(found["guess"], found["unit"])
-    return f"{found['name']}: {found['below']:,} of {of} {verb} below a guess ({guess})"
+    low = ""
+    if found.get("lowest") is not None:
+        low = f"; lowest {plus_minus(found['lowest'], found['unit'], found['width'])} ({found['record_name']})"
+        low += f", {BEYOND}" if beyond(found["lowest"], found["width"]) else ""
+    return f"{found['name']}: {found['below']:,} of {of} {verb} below a guess ({guess}){low}"
 
 
 def note(view: View) -> str:
@@ -69,7 +108,10 @@ def note(view: View) -> str:
     said = (
         f"“Below a guess”: of {which(view)}, those whose floor on the column is lower than the error of guessing its "
     )
-    said += "average; by estimates, so those close to the line may fall on either side."
+    said += (
+        "average; by estimates, so those close to the line may fall on either side. “Lowest”: the floor of the record "
+    )
+    said += "that is most exposed in that column, which need not be the one most exposed over all columns."
     if probes:
         times = int(view.facts["diagonal_measured"])
         error = 0.5 * math.sqrt(2 / (times * int(probes)))

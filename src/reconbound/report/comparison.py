@@ -13,7 +13,8 @@ from .._check import InputError
 from .._files import CONFIDENTIAL, write_whole
 from ..run_folder import PLAN, read_leakage, read_run
 from . import charts, page
-from .figures import amount, clean, plus_minus, value
+from .columns import counts
+from .figures import amount, beyond, clean, names_its_unit, plus_minus, value
 from .view import View
 
 #: Columns named in one cell of the table, before the rest is folded away.
@@ -38,6 +39,7 @@ def compare(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
         "rows": [row | {"shown": row["columns"][:NAMED], "more": row["columns"][NAMED:]} for row in rows],
         "differences": told,
         "warning": warning(told),
+        "columns": column_rows(common(views, names)),
         "unknown": any(view.unknown for view in views),
         "chart": {chart.id: chart},
         "version": __version__,
@@ -58,11 +60,14 @@ def facts(folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
             "name": name, "folder": os.fspath(folder), "data": clean(view.run.data.get("name", ""), 60),
             "records": view.records, "private": private(view), "mechanism": dict(view.run.mechanism),
             "epsilon": view.run.guarantee.get("epsilon"), "accuracy": _accuracy(view),
-            "floors": {"lowest": worst, "median": view.quantile(0.5) / view.unit},
+            "accuracy_said": _said(view), "accuracy_baseline": view.facts.get("accuracy_baseline"),
+            "floors": {"lowest": worst, "lowest_at_upper_limit": _limit(view),
+                       "median": view.quantile(0.5) / view.unit},
             "guess": view.guess / view.unit, "unit": "± share of the range", "below_guess": view.below(view.guess),
             "never_measured": view.unknown,
         })  # fmt: skip
-    return {"confidential": True, "audits": audits, "differences": told, "warning": warning(told)}
+    return {"confidential": True, "audits": audits, "columns": common(views, names), "differences": told,
+            "warning": warning(told)}  # fmt: skip
 
 
 def opened(folders: Sequence[str | os.PathLike[str]]) -> tuple[list[View], list[str]]:
@@ -109,11 +114,9 @@ def ranged(column: dict[str, Any]) -> str:
 
 def compared(view: View, name: str) -> dict[str, Any]:
     """One audit's row, ready for the template."""
-    m, upper = view.run.mechanism, view.upper_floor
+    m, limit = view.run.mechanism, _limit(view)
     worst = None if view.worst is None else float(view.floor[view.worst]) / view.unit
-    limit = None if upper is None or not (upper > 0).any() else float(upper[upper > 0].min()) / view.unit
-    epsilon, last = view.run.guarantee.get("epsilon"), _accuracy(view)
-    classes = view.facts.get("task", "classes") == "classes"
+    epsilon = view.run.guarantee.get("epsilon")
     return {
         "name": name,
         "data": clean(view.run.data.get("name", "–"), 60),
@@ -125,7 +128,7 @@ def compared(view: View, name: str) -> dict[str, Any]:
         "steps": f"{int(m.get('steps', 0)):,}",
         "runs": f"{int(m.get('runs', 1)):,}",
         "epsilon": "–" if epsilon is None else amount(float(epsilon)),
-        "accuracy": "–" if last is None else f"{last:.1%}" if classes else f"R² {last:.3f}",
+        "accuracy": _said(view),
         "worst": plus_minus(worst),
         "limit": "–" if limit is None else plus_minus(limit),
         "median": plus_minus(view.quantile(0.5) / view.unit),
@@ -138,6 +141,50 @@ def compared(view: View, name: str) -> dict[str, Any]:
 def _accuracy(view: View) -> float | None:
     last = float(view.leakage.accuracy[-1]) if view.leakage.accuracy.numel() else float("nan")
     return None if last != last else last
+
+
+def _said(view: View) -> str:
+    last = _accuracy(view)
+    classes = view.facts.get("task", "classes") == "classes"
+    return "–" if last is None else f"{last:.1%}" if classes else f"R² {last:.3f}"
+
+
+def _limit(view: View) -> float | None:
+    """The lowest floor at the upper confidence limit, as a share of the range; None where there is none."""
+    upper = view.upper_floor
+    return None if upper is None or not (upper > 0).any() else float(upper[upper > 0].min()) / view.unit
+
+
+def common(views: Sequence[View], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Columns that two audits or more have, by the same name and in the same unit, in that unit: the lowest floor and
+    whose it is, the guess, and how many records are below it. [{"name", "unit", "audits": {audit: counts}}]."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for view, audit in zip(views, names, strict=True):
+        for c in counts(view):
+            found.setdefault((c["name"], c["unit"]), {})[audit] = {k: c[k] for k in c if k not in ("name", "unit")}
+    return [{"name": n, "unit": u, "audits": audits} for (n, u), audits in found.items() if len(audits) > 1]
+
+
+def column_rows(columns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same, ready for the template."""
+    return [
+        {
+            "name": column["name"],
+            "unit": "" if names_its_unit(column["name"], column["unit"]) else column["unit"],
+            "audits": [
+                {
+                    "audit": audit,
+                    "lowest": plus_minus(c["lowest"], width=c["width"]),
+                    "beyond": beyond(c["lowest"], c["width"]),
+                    "record": c["record_name"] or "–",
+                    "guess": plus_minus(c["guess"]),
+                    "below": f"{c['below']:,} of {c['of']:,}",
+                }
+                for audit, c in column["audits"].items()
+            ],
+        }
+        for column in columns
+    ]
 
 
 # --- what differs -----------------------------------------------------------------------------------
@@ -201,6 +248,6 @@ def warning(told: Sequence[dict[str, Any]]) -> str:
         return (
             f"Not comparable as they stand: these audits differ in {named}. Floors here are shares of a range, over "
             "all private columns together: with another range, unit or set of columns the same figure means another "
-            "error. Compare single columns in their own units, in each audit’s report."
+            "error. Compare single columns in their own units: those in common are listed."
         )
     return f"Compare with care: these audits differ in {named}."

@@ -43,6 +43,11 @@ def plus_minus(x: float | None, unit: str = "", width: float = 1.0) -> str:
     return f"{signed} {unit}" if unit and x is not None else signed
 
 
+def beyond(x: float | None, width: float) -> bool:
+    """Whether a floor is more than the whole range: nothing is learnt, for every value in it is nearer."""
+    return x is not None and x > width
+
+
 def value(x: float) -> str:
     """A value of the data, in its own unit: what its owner would write.
 
@@ -86,6 +91,15 @@ def clean(text: object, most: int = 200) -> str:
     told = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", str(text))
     told = told.encode("utf-8", "replace").decode("utf-8")
     return told if len(told) <= most else told[: most - 1] + "…"
+
+
+def names_its_unit(name: str, unit: str) -> bool:
+    """Whether a column's name ends in its unit, so that it need not be said again.
+
+    >>> names_its_unit("Gewicht kg", "kg"), names_its_unit("age (years)", "years"), names_its_unit("harm", "m")
+    (True, True, False)
+    """
+    return bool(unit) and re.search(rf"[\W_]{re.escape(unit)}\W*$", name, re.IGNORECASE) is not None
 
 
 def for_plotly(text: object, most: int = 32) -> str:

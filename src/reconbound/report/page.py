@@ -39,6 +39,15 @@ def _shown(given: Any) -> Any:
     return figures.clean(given, len(given)) if isinstance(given, str) and not isinstance(given, Markup) else given
 
 
+def breaks(name: str) -> Markup:
+    """A name that may be broken after each underscore, rather than within a word.
+
+    >>> breaks("hours_per_<week>")
+    Markup('hours_<wbr>per_<wbr>&lt;week&gt;')
+    """
+    return Markup("_<wbr>").join(figures.clean(name, len(name)).split("_"))
+
+
 @cache
 def _environment() -> jinja2.Environment:
     found = jinja2.Environment(
@@ -49,6 +58,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         finalize=_shown,
     )
+    found.filters["breaks"] = breaks
     found.filters["clean"] = figures.clean
     found.filters["amount"] = figures.amount
     return found

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..run_folder import CHOSEN_SEED, Run
 from . import advice, columns, words
-from .figures import amount, clean, plus_minus, value
+from .figures import amount, beyond, clean, plus_minus, value
 from .view import NOTHING, View, line
 
 TITLES = {
@@ -26,7 +26,10 @@ ABOUT = {
     "private": "Private",
     "public": "Public",
 }
-ATTACKERS = {"unbiased": "attacker unbiased for every record there could be", "any": "any attacker"}
+ATTACKERS = {
+    "unbiased": "attacker unbiased for every {noun} there could be",
+    "any": "any attacker, in the worst case over all {noun}s there could be",
+}
 
 
 def floor_rows(run: Run, unit: float = 1.0) -> list[dict[str, Any]]:
@@ -38,7 +41,7 @@ def floor_rows(run: Run, unit: float = 1.0) -> list[dict[str, Any]]:
             "title": TITLES.get(bound["name"], bound["name"]),
             "paper": bound["name"] == "theorem1_paper",
             "error": "says nothing" if bound.get("vacuous") is True else plus_minus(error),
-            "attacker": ATTACKERS.get(bound["attacker"], bound["attacker"]),
+            "attacker": ATTACKERS.get(bound["attacker"], bound["attacker"]).format(noun=_nouns(run)[0]),
             "neighbours": bound["adjacency"],
             "coordinates": bound.get("coordinates", "average"),
             "theorem": bound["theorem"],
@@ -49,14 +52,15 @@ def floor_rows(run: Run, unit: float = 1.0) -> list[dict[str, Any]]:
     return rows
 
 
-def feature_rows(view: View) -> list[dict[str, str]]:
-    """Columns of a table in their own units: floor of the average record, of the most exposed one, and the guess."""
+def feature_rows(view: View) -> list[dict[str, Any]]:
+    """Columns of a table in their own units: floor of the average record, of the one most exposed in that column, and
+    the guess."""
     average = view.feature_floors(None)
     if view.image or average is None:
         return []
-    worst = None if view.worst is None else view.feature_floors(view.worst)
-    order = words.most_exposed_columns(view, average if worst is None else worst, view.features)
-    below = [columns.sentence(found) for found in columns.counts(view)]
+    worst, found = columns.lowest(view), columns.counts(view)
+    order = columns.most_exposed(view, average if worst is None else worst, view.features)
+    below = [columns.sentence(column) for column in found]
     rows = []
     for j in order:
         unit, width = view.feature_unit(j), float(view.scale[j])
@@ -65,7 +69,9 @@ def feature_rows(view: View) -> list[dict[str, str]]:
             "name": view.feature_name(j),
             "range": f"{low} to {high}{f' {unit}' if unit else ''}",
             "average": plus_minus(float(average[j]), width=width),
-            "worst": "–" if worst is None else plus_minus(float(worst[j]), width=width),
+            "worst": "–" if worst is None else plus_minus(found[j]["lowest"], width=width),
+            "whose": "" if worst is None else found[j]["record_name"] or "",
+            "beyond": [beyond(float(average[j]), width), worst is not None and beyond(found[j]["lowest"], width)],
             "guess": plus_minus(float(view.guess_each[j])),
             "below": below[j] if below else "",
         })  # fmt: skip

@@ -14,9 +14,9 @@ from rich.text import Text
 from .._check import InputError, whole
 from ..run_folder import Leakage, Run
 from . import thumbnails
-from .figures import amount, clean, count, percent, plus_minus, rough, value
+from .columns import BEYOND, anyone, most_exposed
+from .figures import amount, beyond, clean, count, names_its_unit, percent, plus_minus, rough, value
 from .view import NO_LIMIT, View
-from .words import most_exposed_columns
 
 #: Images shown of each kind (half as many rows of a table), and columns of one before the rest is folded away.
 SHOWN, COLUMNS = 8, 8
@@ -50,9 +50,9 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
         "floor": float(view.floor[i]),
         "floor_standard_error": view.floor_error(i),
         "floor_at_upper_limit": None if upper is None else float(upper[i]),
-        "unit": f"± {view.of_range} per {view.part}",
+        "unit": f"± {view.of_range}{'' if view.single else f' per {view.part}'}",
         "guess": view.guess,
-        "better_than_guess": bool(known and view.floor[i] < view.guess),
+        "floor_below_guess": bool(view.floor[i] < view.guess) if known else None,
         "rank": 1 + int((view.floor[view.measured] < view.floor[i]).sum()) if known else None,
         "of": int(view.measured.sum()),
     }
@@ -66,7 +66,7 @@ def columns(view: View, record: int) -> list[dict[str, Any]]:
     unit."""
     floors, place = view.feature_floors(record), view.place(record)
     values = np.full(view.features, np.nan) if place is None else view.values(place)
-    order = range(view.features) if floors is None else most_exposed_columns(view, floors, view.features)
+    order = range(view.features) if floors is None else most_exposed(view, floors, view.features)
     return [
         {
             "name": view.feature_name(j),
@@ -101,6 +101,7 @@ def record_table(facts: Mapping[str, Any]) -> RenderableType:
             unit = f" {c['unit']}" if c["unit"] else ""
             shown = "missing" if c["value"] is None else value(c["value"]) + unit
             floor = "value missing" if c["floor"] is None else plus_minus(c["floor"], c["unit"], c["width"])
+            floor += f" ({BEYOND})" if beyond(c["floor"], c["width"]) else ""
             cells = (*([shown] if kept else []), floor, plus_minus(c["guess"], c["unit"]))
             own.add_row(Text(c["name"]), *(Text(cell) for cell in cells))
         parts.append(own)
@@ -143,6 +144,7 @@ def cards(view: View) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: [_card(view, record, maps, ends) for record in group] for name, group in groups.items()
     }
+    found["more"] = most if most > len(groups["most"]) else 0
     found["heat"] = None
     if ends is not None:
         low, high = (plus_minus(view.unit * 10 ** (-end / 2)) for end in ends)
@@ -196,7 +198,8 @@ def _row(c: Mapping[str, Any]) -> dict[str, Any]:
     colour = thumbnails.viridis(np.array(share)).tolist()
     return {
         "name": c["name"],
-        "unit": c["unit"],
+        "unit": "" if names_its_unit(c["name"], c["unit"]) else c["unit"],
+        "beyond": beyond(floor, c["width"]),
         "value": "missing" if c["value"] is None else value(c["value"]),
         "floor": plus_minus(floor, width=c["width"]),
         "guess": plus_minus(c["guess"]),
@@ -241,9 +244,15 @@ def glance(view: View) -> list[dict[str, str]]:
             {"title": f"Median {view.noun}", "figure": plus_minus(middle), "below": _ratio(middle, view.guess)}
         )
     tiles.append({"title": "Guessing the average", "figure": plus_minus(view.guess), "below": view.of_range})
+    exposed = anyone(view) if view.features > 1 else None
+    if exposed is not None:
+        some, of = exposed
+        looked = "" if of == view.records else " looked at"
+        tiles.append({"title": "Below a guess on at least one column", "figure": percent(some, of),
+                      "below": f"{some:,} of {count(of, view.noun)}{looked}"})  # fmt: skip
     tiles.append(
         {
-            "title": "Below the guess",
+            "title": "Below a guess over all columns" if exposed is not None else "Below the guess",
             "figure": percent(below, view.records),
             "below": f"{below:,} of {count(view.records, view.noun)}"
             + (f", {view.unknown:,} never measured" if view.unknown else ""),
@@ -256,6 +265,8 @@ def glance(view: View) -> list[dict[str, str]]:
     if view.leakage.accuracy.numel() and math.isfinite(float(view.leakage.accuracy[-1])):
         last = float(view.leakage.accuracy[-1])
         classes = view.facts.get("task", "classes") == "classes"
+        plain = view.facts.get("accuracy_baseline")
+        beside = "" if plain is None else f"; most frequent class {plain:.1%}" if classes else f"; the mean {plain:.3f}"
         tiles.append({"title": "Accuracy" if classes else "R²", "figure": f"{last:.1%}" if classes else f"{last:.3f}",
-                      "below": "on test data"})  # fmt: skip
+                      "below": f"on test data{beside}"})  # fmt: skip
     return tiles

@@ -22,7 +22,7 @@ NO_LIMIT = "measured too rarely (a larger --budget helps), or the runs differ to
 @dataclass(frozen=True)
 class View:
     """Errors are roots of squared errors, ± per feature: for images in pixel values, for tables as shares of a column's
-    range, for one column in its own unit."""
+    range, for one column (and for whole records that have but one) in its own unit."""
 
     run: Run
     leakage: Leakage
@@ -51,6 +51,11 @@ class View:
         """All private numbers of a record, in words."""
         return "pixels" if self.image else "private columns" if self.features > 1 else "private column"
 
+    @property
+    def single(self) -> bool:
+        """Whether a record of a table has but one private column: its floor is the record's."""
+        return not self.image and self.features == 1
+
     @cached_property
     def scale(self) -> np.ndarray:
         """Size of one input unit in the data's own, (d,)."""
@@ -66,12 +71,15 @@ class View:
 
     @property
     def unit(self) -> float:
-        """Errors of whole records are shown in this many input units: the pixels' range; 1 for tables."""
-        return float(self.scale[0]) if self.image else 1.0
+        """Errors of whole records are shown in this many input units: the range of the pixels, or of the one private
+        column; 1 for tables with more."""
+        return float(self.scale[0]) if self.image or self.single else 1.0
 
     @property
     def of_range(self) -> str:
         """The unit of errors of whole records, in words."""
+        if self.single:
+            return self.feature_unit(0) or f"in units of {self.feature_name(0)}"
         if not self.image:
             return "of a column’s range"
         low, high = float(self.offset[0]), float(self.offset[0] + self.scale[0])
@@ -230,10 +238,11 @@ class View:
         return None if row is None else self._errors(self.looked_at[1][row])
 
     def _errors(self, information: np.ndarray) -> np.ndarray:
-        return np.asarray(self.scale / np.sqrt(np.maximum(information, np.finfo(float).tiny)))
+        return np.asarray(self.scale * np.sqrt(1 / np.maximum(information, np.finfo(float).tiny)))
 
     def parts_below_guess(self) -> int:
-        """Features of the most exposed record whose own floor lies below the error of guessing their average."""
+        """Features of the most exposed record whose own floor lies below the error of guessing their average: of an
+        image; of tables all records are looked at (columns.counts)."""
         floors = None if self.worst is None else self.feature_floors(self.worst)
         return 0 if floors is None else int((floors < self.guess_each).sum())
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ..run_folder import CHOSEN_SEED, Run
-from .figures import clean, count, percent, plus_minus, rough
-from .view import NO_LIMIT, NOTHING, View
+from .figures import clean, count
+from .view import View
 
 CHOSEN = "from a seed that was chosen by hand. Whoever guesses it can subtract the noise, and no floor here binds them."
 INFERRED = (
@@ -18,178 +16,6 @@ INFERRED = (
 SMOOTH = "The floors need a gradient that is smooth in a record’s values: no ReLU, no max pooling. "
 CHECKED = "The check before training, on three records, found no kinks."
 UNCHECKED = "This folder does not say whether the model was checked for it."
-#: How many columns the verdict names.
-NAMED = 3
-
-
-def verdict(view: View) -> list[str]:
-    """Two sentences: the floor at the most exposed record beside a guess, and what that means for all records."""
-    worst = view.worst
-    if worst is None:
-        return [
-            f"None of the {count(view.records, view.noun)} was ever measured, so nothing can be said about them.",
-            "Audit with more steps or a larger accounting budget.",
-        ]
-    return [*caveats(view.run), _first(view, worst), _second(view)]
-
-
-def _first(view: View, worst: int) -> str:
-    if view.image:
-        return (
-            "An attacker who knows everything but one image’s pixels and is not biased errs by at least "
-            f"{plus_minus(float(view.floor[worst]))} {view.of_range} per pixel on the most exposed image; guessing the "
-            f"average image errs by {plus_minus(view.guess)}."
-        )
-    floors = view.feature_floors(worst)
-    if floors is None or np.isnan(floors).all():
-        return (
-            f"An attacker who knows everything but one record’s {view.private_parts} and is not biased errs by at "
-            f"least {plus_minus(float(view.floor[worst]))} {view.of_range} on the most exposed record (root mean "
-            f"square over its {view.private_parts}); guessing the average errs by {plus_minus(view.guess)}."
-        )
-    named = [j for j in most_exposed_columns(view, floors, NAMED) if not np.isnan(floors[j])]
-    said = [
-        f"{plus_minus(float(floors[j]), view.feature_unit(j), float(view.scale[j]))} on {view.feature_name(j)}"
-        for j in named
-    ]
-    guesses = [plus_minus(float(view.guess_each[j]), view.feature_unit(j)) for j in named]
-    return (
-        f"An attacker who knows everything but one record’s {view.private_parts} and is not biased errs by at least "
-        f"{_listed(said)} for the most exposed record; guessing the average errs by {_listed(guesses)}."
-    )
-
-
-def most_exposed_columns(view: View, floors: np.ndarray, most: int) -> list[int]:
-    """The columns whose floor is lowest beside the error of a guess."""
-    with np.errstate(over="ignore"):  # a column whose every value is the same: no floor is low beside that guess
-        ratio = floors / np.maximum(view.guess_each, np.finfo(float).tiny)
-    return [int(j) for j in np.argsort(ratio, kind="stable")[:most]]
-
-
-def _listed(parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def _second(view: View) -> str:
-    below, all_of, unknown = view.below(view.guess), count(view.records, view.noun), view.unknown
-    upper = view.upper_floor
-    unsure = upper is None or bool((upper < view.guess).any())
-    estimate = "By this estimate, such" if unsure else "Such"
-    exposed = view.parts_below_guess() if view.features > 1 else 0
-    if unknown and below <= unknown:
-        return (
-            f"{unknown:,} of the {all_of} {_were(unknown)} never measured: nothing is known about them, and they count "
-            f"as unprotected. {estimate} an attacker does better by guessing for all others."
-        )
-    if below == 0 and exposed:
-        return (
-            f"{estimate} an attacker does better by guessing over all {view.part}s together, for every one of the "
-            f"{all_of}; but on {exposed:,} of {view.features:,} single {view.part}s of the most "
-            f"exposed {view.noun} the floor lies below a guess, and the release may tell more."
-        )
-    if below == 0:
-        return (
-            f"{estimate} an attacker does better by guessing than by relying on the release, for every one of the "
-            f"{all_of}: on its own the release hardly helps it."
-        )
-    if below == view.records:
-        return (
-            f"For all of the {all_of} the floor lies below that guess: the release may tell such an attacker more than "
-            "a guess does, and more noise is called for."
-        )
-    share = f"{below:,} of the {all_of} ({percent(below, view.records)}"
-    share += f", {unknown:,} of them never measured)" if unknown else ")"
-    single = (
-        f" Single {view.part}s can be known better than that: at the most exposed {view.noun}, {exposed:,} of "
-        f"{view.features:,} {_have(exposed)} a floor below a guess."
-        if exposed
-        else ""
-    )
-    floor, guess = ("the floor", "a guess")
-    if view.features > 1:
-        floor, guess = f"the floor over all {view.part}s together", "a guess of them"
-    return (
-        f"For {share} {floor} lies below the error of {guess}, and the "
-        f"release may tell more than a guess does; for all others such an attacker does better by guessing.{single}"
-    )
-
-
-def sureness(view: View) -> list[str]:
-    """How far the verdict can be relied on: confidence limits or standard errors, records never measured."""
-    found = [_confidence(view)] if view.worst is not None else []
-    if view.unknown:
-        found.append(
-            f"{count(view.unknown, view.noun)} of {view.records:,} {_were(view.unknown)} never measured: nothing is "
-            "known about them, and they count as unprotected (floor 0) below."
-        )
-    if view.facts.get("inferred_ranges"):
-        found.append(
-            "Some columns’ ranges were read off the data. Their units rest on it, and the training did too: declare "
-            "ranges (--range) to rule this out."
-        )
-    found.append(
-        "A biased attacker, such as one who mixes the release with what it knows about "
-        f"{'pictures' if view.image else 'people'} in general, is not bound by these floors. " + _any_attacker(view)
-    )
-    return found
-
-
-def _confidence(view: View) -> str:
-    worst, upper = view.worst, view.upper_floor
-    assert worst is not None
-    if upper is None:
-        error = view.floor_error(worst)
-        size = f"of {rough(error)}" if error is not None else "of more than half of it"
-        return (
-            f"These are estimates from one run. The floor of the most exposed {view.noun} has a standard error {size} "
-            "from measuring alone; another run would differ by more. Audit with --runs 10 for confidence limits."
-        )
-    level = f"{100 * float(view.facts.get('confidence', 0.95)):g} %"
-    runs = int(view.run.mechanism.get("runs", 2))
-    limited = upper > 0
-    rare = int((view.measured & ~limited).sum())
-    said = f"Average of {runs:,} runs. "
-    if upper[worst] > 0:
-        own, lowest = float(upper[worst]), float(upper[limited].min())
-        said += f"At {level} confidence the floor of the most exposed {view.noun} is at least {plus_minus(own)}"
-        said += f", and that of any {view.noun} at least {plus_minus(lowest)}" if lowest < own else ""
-        said += f" ({view.of_range}). "
-    if rare:
-        said += f"{count(rare, view.noun)} {_have(rare)} no limit: {NO_LIMIT}. "
-    short = int((limited & (upper < view.guess) & (view.floor >= view.guess)).sum())
-    if short:
-        said += (
-            f"For {count(short, view.noun)} the floor lies above a guess by the estimate but not at that confidence: "
-            "more runs would tell. "
-        )
-    return said + (
-        f"Floors of single {view.part}s are estimates without a limit. The limits are checked by simulation, not "
-        "proved: docs/theory-accounting.md."
-    )
-
-
-def _were(n: int) -> str:
-    return "was" if n == 1 else "were"
-
-
-def _have(n: int) -> str:
-    return "has" if n == 1 else "have"
-
-
-def _any_attacker(view: View) -> str:
-    each, mean = (view.line(name) or 0.0 for name in ("lecam", "rate_distortion"))
-    said = []
-    if each >= NOTHING * view.unit:
-        said.append(f"{plus_minus(each)} on each {view.part}")
-    if mean >= max(NOTHING * view.unit, each):
-        said.append(f"{plus_minus(mean)} on average over the {view.part}s")
-    if not said:
-        return "The noise by itself gives no floor worth naming for it."
-    return (
-        f"Any attacker, biased or not, errs by at least {' and '.join(said)} ({view.of_range}) in the worst case over "
-        f"all {view.noun}s there could be: that is what the noise by itself guarantees, whatever the data."
-    )
-
 
 SAMPLERS = {
     "poisson": "Every record is in each batch by the toss of a coin (Poisson sampling), with a fixed divisor qN that "
@@ -240,7 +66,7 @@ def assumptions(view: View) -> list[tuple[str, str]]:
         ("Two demands", two_demands(noun)),
         (
             "What a floor is",
-            f"The root mean square error over one {noun}’s {parts}, and over the noise.{single}",
+            f"The root mean square error over one {noun}’s {parts}, and over the noise.{_means(view)}{single}",
         ),
         (
             "Neighbours",
@@ -284,6 +110,16 @@ def assumptions(view: View) -> list[tuple[str, str]]:
     if view.facts.get("inferred_ranges"):
         found.append(("Ranges", INFERRED))
     return found
+
+
+def _means(view: View) -> str:
+    if view.features == 1:
+        return ""
+    return (
+        f" It is at most the root mean square of the {view.part}s’ own floors (as shares of the range): d/Tr I is the "
+        "harmonic mean of their squares 1/I_jj, no more than the arithmetic mean, and equal to it where all "
+        f"{view.part}s are exposed alike."
+    )
 
 
 def seed(run: Run) -> str:
