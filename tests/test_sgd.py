@@ -17,11 +17,13 @@ from learning import CLASSES, FEATURES, RECORDS, data, learner, losses, network,
 from reconbound import sgd as sgd_module
 from reconbound._check import InputError
 from reconbound._random import derive
+from reconbound.accountant import FisherAccountant
 from reconbound.amplification import fixed_size_factor, paper_delta, paper_kappa
 from reconbound.fisher import Private, dense_information
 from reconbound.noise import draw
 from reconbound.sampling import FixedSize, Poisson, ShuffledEpochs
 from reconbound.sgd import PrivateSGD, Settings, TrainingError
+from reconbound.validate import ReconboundWarning
 
 CPU = torch.device("cpu")
 
@@ -534,3 +536,43 @@ def test_mnist_exact_floors_are_higher_than_the_papers_at_every_record() -> None
     assert one.accountant is not None
     exact, paper = one.accountant.mse_floor("exact").value, one.accountant.mse_floor("paper").value
     assert bool((exact > paper).all())
+
+
+# --- caveats -----------------------------------------------------------------------------------
+
+
+class FunctionalKinks(nn.Module):
+    """A ReLU that no module shows: only the run of check_batch finds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(FEATURES, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.relu(self.one(x)))
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Sequential(nn.Linear(FEATURES, 5), nn.ReLU(), nn.Linear(5, CLASSES)), FunctionalKinks()]
+)
+def test_floors_of_a_model_with_kinks_say_so_wherever_they_are_kept(model, tmp_path) -> None:
+    with pytest.warns(ReconboundWarning, match="kinks"):
+        one = learner(model, check=True, diagonal="all", checkpoint=tmp_path / "run").fit(steps=4)
+    ledger = one.accountant
+    assert len(ledger.caveats) == 1
+    assert ledger.caveats[0].lower().startswith("not proved: the model has kinks (relu")
+    ledger.save(tmp_path / "ledger")
+    back = FisherAccountant.load(tmp_path / "ledger")
+    other = FisherAccountant(ledger.account, diagonal="all")
+    other.merge(back)
+    resumed = learner(model, diagonal="all", checkpoint=tmp_path / "run").fit(steps=4).accountant  # check=False
+    for found in (ledger, back, other, resumed):
+        assert ledger.caveats[0] in found.mse_floor().assumes
+        assert ledger.caveats[0] in found.feature_floors().assumes
+        assert found.summary()["caveats"] == list(ledger.caveats)
+
+
+def test_floors_of_a_smooth_model_have_no_caveat() -> None:
+    one = learner(check=True).fit(steps=4)
+    assert one.accountant.caveats == ()
+    assert "not proved" not in " ".join(one.accountant.mse_floor().assumes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,10 @@ class FisherAccountant:
             standardised features: their standard deviations). Floors are given in data units through it.
         device: where the ledger lives.
 
+    Attributes:
+        caveats: what every floor of this ledger must carry (a model with kinks: "not proved: …"); kept by save, merge
+            and checkpoints. A learner sets it; set it yourself beside a training loop of your own.
+
     Guarantee: `dfil` estimates without bias an upper bound of Tr I(z)/d for an attacker who knows all other records and
     sees every noisy step; with rule "exact" it is that value itself. One run is one draw of a random sum: for a
     confidence statement use `upper` after two runs or more. Rule "paper" is for comparison and guarantees nothing.
@@ -59,6 +63,7 @@ class FisherAccountant:
         self.features = FeatureLedger(account, diagonal, self.device)
         self.feature_scale = _scale(feature_scale, account.features)
         self.runs = 0
+        self.caveats: tuple[str, ...] = ()
         self._state = _empty(account, spectral, self.device)
         self._factors = Factors(account, self.device)
 
@@ -178,6 +183,7 @@ class FisherAccountant:
             raise InputError("other", "must have the same feature_scale", other.feature_scale)
         if other.runs == 0:
             return
+        self.caveats = joined(self.caveats, other.caveats)
         mine, theirs, total = self._state, other._state, self.runs + other.runs
         delta = theirs["mean"].to(self.device) - mine["mean"]
         mine["spread"] += theirs["spread"].to(self.device) + delta.square() * (self.runs * other.runs / total)
@@ -260,6 +266,7 @@ class FisherAccountant:
         assumes: tuple[str, ...] = (note.get(name, paper), f"mean over {runs}", f"{self.account.clip} clipping")
         if unseen.any():
             assumes += (f"{int(unseen.sum())} record(s) never measured: floor 0",)
+        assumes += self.caveats
         return Bound("dfil", value, bound.theorem, "unbiased", bound.adjacency, self.account.sampler, assumes)
 
     def feature_floors(self, *, average: bool = False) -> Bound:
@@ -270,7 +277,8 @@ class FisherAccountant:
         Guarantee: I_jj is estimated without bias, as in `dfil`; of chosen records given the choice, which the runs
         they are measured in had no part in.
         """
-        return self.features.floors(self.feature_scale, self.runs, self.measured(), average)
+        found = self.features.floors(self.feature_scale, self.runs, self.measured(), average)
+        return replace(found, assumes=(*found.assumes, *self.caveats))
 
     def feature_standard_error(self) -> Tensor:
         """Standard error of I_jj of each chosen record and feature over runs, (kept, d), in the model's input units."""
@@ -308,6 +316,7 @@ class FisherAccountant:
         found: dict[str, Any] = {"confidential": True, "runs": self.runs, "floors": floors}
         found["measured_per_record"] = {"least": int(measured.min()), "median": float(measured.double().median())}
         found["never_measured"] = int((~seen).sum())
+        found["caveats"] = list(self.caveats)
         dfil, error = self.dfil(), self.standard_error()
         found["relative_standard_error_median"] = float((error / dfil.clamp(min=1e-300)).median())
         if self.runs > 1:
@@ -343,6 +352,7 @@ class FisherAccountant:
         """Write the ledger: safetensors, atomically, mode 0600, marked confidential."""
         kept = [] if self.rows is None else self.rows.tolist()
         about = {"account": asdict(self.account), "runs": self.runs, "diagonal": self.diagonal, "rows": kept}
+        about["caveats"] = list(self.caveats)
         if self.features.choice is not None:
             about["choice"] = asdict(self.features.choice)
         tensors = {**self.state(), "feature_scale": self.feature_scale}
@@ -365,6 +375,7 @@ class FisherAccountant:
         scale = tensors.pop("feature_scale")
         ledger = cls(account, diagonal=diagonal, spectral="spectral" in tensors, feature_scale=scale, device=device)
         ledger.restore(tensors, about["runs"])
+        ledger.caveats = tuple(about.get("caveats", ()))
         return ledger
 
     def _rule(self, rule: str | None) -> int:
@@ -372,6 +383,11 @@ class FisherAccountant:
 
     def _unit(self) -> float:
         return float(self.feature_scale.mean()) ** 2
+
+
+def joined(*caveats: Sequence[str]) -> tuple[str, ...]:
+    """All of them, each once, in order."""
+    return tuple(dict.fromkeys(c for some in caveats for c in some))
 
 
 _AVERAGED = ("variance", "spectral")

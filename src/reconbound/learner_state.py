@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ._check import InputError
+from .accountant import joined
 from .checkpoint import Checkpoint, CheckpointError, digest, plain_json
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def snapshot(learner: PrivateSGD, belongs: dict[str, Any]) -> Checkpoint:
     if learner.schedule is not None:
         facts["schedule_state"] = pack(learner.schedule.state_dict(), tensors, "schedule", strict=False)
     if learner.accountant is not None:
-        facts["runs"] = learner.accountant.runs
+        facts["runs"], facts["caveats"] = learner.accountant.runs, list(learner.accountant.caveats)
         tensors |= {f"ledger/{name}": value for name, value in learner.accountant.state().items()}
     return Checkpoint(tensors, facts)
 
@@ -154,6 +155,7 @@ def reinstate(learner: PrivateSGD, saved: Checkpoint) -> None:
         learner.schedule.load_state_dict(unpack(facts["schedule_state"], tensors))
     if learner.accountant is not None:
         learner.accountant.restore(_under("ledger/", tensors), facts["runs"])
+        learner.accountant.caveats = joined(learner.accountant.caveats, facts.get("caveats", ()))
     learner.seed, learner.run, learner.step = int(facts["seed"]), int(facts["run"]), int(facts["step"])
     learner.history[:] = facts["history"]
 

@@ -20,6 +20,7 @@ from .fisher.private import Problem, as_private, feature_mask, private_part
 from .settings import Settings
 from .validate import check_batch
 from .validate.kinds import is_about_kinds, model_dtype
+from .validate.structure import kink_caveats, kinked_modules
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -36,7 +37,7 @@ class Measurer:
         diagonal, spectral: whether measurements have them. check: check model and data first.
 
     Attributes:
-        features: d, private features of a record.
+        features: d, private features of a record. caveats: what every floor of this model must carry.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class Measurer:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.device = self.params[0].device
         few = self.rows(torch.arange(min(3, record_count(inputs, targets))))
-        if check:
-            check_batch(model, loss_fn, *few)
+        known = kink_caveats(kinked_modules(model))
+        self.caveats: tuple[str, ...] = check_batch(model, loss_fn, *few) if check else known
         self._methods = [
             covering_method(model, loss_fn, *few, part) for part in (Private("nothing"), as_private(private))
         ]

@@ -343,6 +343,7 @@ class PrivateSGD:
             feature_scale=self.feature_scale,
             device=self.device,
         )
+        self.accountant.caveats = self.measurer.caveats
         # at a step of a shuffled epoch the parameters tell whether a record was seen: only batches can be measured
         self.accountant.features.followed = self.accountant.diagonal == "chosen" and s.sampler != "shuffle"
         if isinstance(s.budget, float):
