@@ -15,9 +15,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR, 
 
 from learning import data, learner, losses, network, same_state, settings
 from reconbound import _files, checkpoint
+from reconbound._check import InputError
 from reconbound.accountant import Chosen
 from reconbound.checkpoint import LOCK, NAMES, Checkpoint, CheckpointError, held, load, save
-from reconbound.sgd import PrivateSGD
+from reconbound.learner_state import data_digest
+from reconbound.plan import Plan
+from reconbound.sgd import PrivateSGD, TrainingError
+from reconbound.sweep.run import Sweep
 
 MINE = {"configuration": {"lr": 0.1, "rules": ["exact"]}, "data": {"records": 3, "digest": "ab"}}
 
@@ -306,3 +310,43 @@ def test_no_module_pickles() -> None:
         code = path.read_text()
         for word in ("import pickle", "torch.save(", "torch.load(", "import dill", "joblib"):
             assert word not in code, f"{path.name}: {word}"
+
+
+# --- secrets -------------------------------------------------------------------------------------
+
+SECRET = 294263246810135724680
+
+
+def test_neither_seeds_nor_digests_of_data_are_ever_shown(tmp_path) -> None:
+    one = learner(seed=SECRET, checkpoint=tmp_path, evaluate=lambda model: {"x": 1.0}).fit(steps=4)
+    found = [
+        repr(one),
+        repr(one.settings),
+        str(one.history),
+        repr(one.accountant.account),
+        str(one.accountant.summary()),
+    ]
+    digest = data_digest(one.inputs, one.targets)
+    for change in ({"seed": SECRET + 1}, {"seed": SECRET, "records": (changed(data()[0]), data()[1])}):
+        with pytest.raises(CheckpointError, match="differs") as refused:
+            learner(checkpoint=tmp_path, **change).fit(steps=4)
+        found.append(str(refused.value))
+    assert digest[:6] in found[-1]
+    for bad in (-SECRET, float(SECRET), str(SECRET)):
+        with pytest.raises(InputError, match="seed") as refused:
+            settings(seed=bad)
+        found.append(str(refused.value))
+    for said in found:
+        assert str(SECRET)[:8] not in said
+        assert f"{float(SECRET)}"[:6] not in said
+        assert digest[:7] not in said
+    one._midway, one.folder = True, None
+    with pytest.raises(TrainingError) as stopped:
+        one.fit(steps=4)
+    assert str(SECRET)[:8] not in str(stopped.value)
+    assert all((tmp_path / name).stat().st_mode & 0o077 == 0 for name in NAMES)  # the seed is in them
+
+
+def test_plans_and_sweeps_do_not_print_their_seed(tmp_path) -> None:
+    assert str(SECRET) not in repr(Plan(seed=SECRET))
+    assert str(SECRET) not in repr(Sweep("digits", tmp_path / "s", space={"lr": [0.1]}, steps=(3,), seed=SECRET))

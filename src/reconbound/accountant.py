@@ -297,8 +297,8 @@ class FisherAccountant:
         notes: tuple[str, ...] = (said, *self.caveats)
         if unseen.any():
             notes += (f"{int(unseen.sum())} of {len(unseen)} records were never measured: no floor (0)",)
-        plain = (bound.theorem, "unbiased", bound.adjacency, self.account.sampler)
-        return Bound("dfil", value, *plain, (*assumes, *notes), notes=notes), relative, said
+        found = replace(bound, name="dfil", value=value, sampler=self.account.sampler, notes=notes)
+        return replace(found, attacker="unbiased", assumes=(*assumes, *notes)), relative, said
 
     def feature_floors(self, *, average: bool = False) -> Bound:
         """1/I_jj of each record kept and feature, (kept, d), in the squares of the data's own units; kept as in `rows`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import socket
 import warnings
 from collections.abc import Iterator, Mapping
@@ -139,10 +140,17 @@ def _check_belongs(path: Path, facts: Mapping[str, Any], belongs: Mapping[str, A
         if isinstance(wanted, Mapping) and isinstance(has, Mapping):
             keys = [k for k in {**wanted, **has} if wanted.get(k) != has.get(k)]
             keys = ["class"] if "class" in keys else keys  # another class has other hyper-parameters anyway
-            told = ", ".join(f"{k} was {has.get(k)!r} and is {wanted.get(k)!r}" for k in keys)
+            told = ", ".join(f"{k} was {_shown(has.get(k))} and is {_shown(wanted.get(k))}" for k in keys)
+        elif name == "seed":
+            told = "neither is shown, for it is as secret as the data"
         else:
-            told = f"it was {has!r} and is {wanted!r}"
+            told = f"it was {_shown(has)} and is {_shown(wanted)}"
         raise CheckpointError(f"{path} belongs to another run: the {name} differs ({told})")
+
+
+def _shown(value: Any) -> str:
+    """The value written out, digests of data cut down to a few digits: the whole one would confirm a guess of them."""
+    return re.sub(r"[0-9a-f]{16,}", lambda digits: digits.group()[:6] + "…", repr(value))
 
 
 def plain_json(value: Any) -> Any:
