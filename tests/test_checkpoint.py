@@ -350,3 +350,54 @@ def test_neither_seeds_nor_digests_of_data_are_ever_shown(tmp_path) -> None:
 def test_plans_and_sweeps_do_not_print_their_seed(tmp_path) -> None:
     assert str(SECRET) not in repr(Plan(seed=SECRET))
     assert str(SECRET) not in repr(Sweep("digits", tmp_path / "s", space={"lr": [0.1]}, steps=(3,), seed=SECRET))
+
+
+# --- loss, advice, folder --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda outputs, targets: 1.01 * losses(outputs, targets), lambda outputs, targets: (outputs**2).sum(1)],
+)
+def test_another_loss_is_refused(tmp_path, other) -> None:
+    attempt(tmp_path)
+    with pytest.raises(CheckpointError, match=r"the loss differs .*other losses.*another folder"):
+        attempt(tmp_path, loss=other)
+    attempt(tmp_path)
+    attempt(tmp_path, loss=lambda outputs, targets: losses(outputs, targets) * (1 + 1e-7))  # rounding
+
+
+def test_losses_are_compared_without_a_trace_of_it(tmp_path) -> None:
+    """Buffers that the forward pass changes, and random numbers, are as without checkpoints."""
+
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x):
+            self.calls.add_(1)
+            return self.inner(x)
+
+    kept, plain = attempt(tmp_path, model=Counts(), every=1), attempt(None, model=Counts())
+    assert same_state(kept, plain)
+    assert torch.equal(kept.model.calls, plain.model.calls)
+
+
+def test_two_damaged_checkpoints_say_what_can_be_done(tmp_path) -> None:
+    attempt(tmp_path, every=1)
+    for name in NAMES:
+        (tmp_path / name).write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="no other checkpoint is there: bring the files back from a copy, or rem"):
+        attempt(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes")
+def test_a_folder_that_others_may_enter_is_warned_of(tmp_path) -> None:
+    place = tmp_path / "open"
+    place.mkdir()
+    place.chmod(0o755)
+    with pytest.warns(UserWarning, match="others may enter the checkpoint folder .*open: chmod 700"):
+        attempt(place)
+    assert stat.S_IMODE(place.stat().st_mode) == 0o755  # left as it was

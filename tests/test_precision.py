@@ -42,6 +42,7 @@ def test_one_measurement_is_said_and_warned_of_once_a_run() -> None:
     error = float((ledger.standard_error() / ledger.dfil())[0])  # √(1 − π) of a rare draw, and the probes' error
     assert error == pytest.approx(math.sqrt(0.9 + 0.1 * 0.1**2))
     said = f"estimated: measured 1 time per record (median), relative standard error {100 * error:.0f} % (median)"
+    said += " by measuring alone: another run would differ by more"
     assert said in bound.assumes
     assert said in str(bound)
     silent(ledger.mse_floor)

@@ -382,8 +382,16 @@ def test_epochs_are_passes_through_the_data() -> None:
         with pytest.raises(InputError, match="steps"):
             learner().fit(**wrong)
     done = learner().fit(3)
-    with pytest.raises(InputError, match="must stay"):
+    with pytest.raises(InputError, match=r"steps must stay 3, as fit began with: .* make a new PrivateSGD, .*, got 4"):
         done.fit(4)
+    with pytest.raises(InputError, match=r"repeat cannot follow fit .*make a new .*repeat\(3 steps\) after fit"):
+        done.repeat(2, 3)
+    with pytest.warns(ReconboundWarning, match="fit has done its 3 steps already and trains nothing more: to"):
+        done.fit(3)
+    many = learner().repeat(2, 3)
+    with pytest.warns(ReconboundWarning, match="repeat has done"):
+        many.repeat(2, 3)
+    assert many.repeat(3, 3).accountant.runs == 3
 
 
 # --- errors ------------------------------------------------------------------------------------
@@ -576,3 +584,62 @@ def test_floors_of_a_smooth_model_have_no_caveat() -> None:
     one = learner(check=True).fit(steps=4)
     assert one.accountant.caveats == ()
     assert "not proved" not in " ".join(one.accountant.mse_floor().assumes)
+
+
+# --- which parameters ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_after_repeat_the_model_is_that_of_the_first_run(tmp_path, folder: bool) -> None:
+    """It is the one that may be released; also after more runs, and for who comes back to the folder."""
+    options = {"checkpoint": tmp_path / "run"} if folder else {}
+    first = learner().repeat(1, 4)
+    many = learner(**options).repeat(3, 4)
+    assert torch.equal(flat(many.model), flat(first.model))
+    assert torch.equal(flat(many.repeat(4, 4).model), flat(first.model))
+    assert many.accountant.runs == 4
+    if folder:
+        again = learner(network(5), **options).repeat(4, 4)
+        assert torch.equal(flat(again.model), flat(first.model))
+        torch.testing.assert_close(again.accountant.trace(), many.accountant.trace(), rtol=0, atol=0)
+    one_by_one = learner().repeat(4, 4)
+    torch.testing.assert_close(one_by_one.accountant.trace(), many.accountant.trace(), rtol=0, atol=0)
+
+
+def test_repeat_says_that_pretrained_parameters_are_lost_unless_they_are_put_back() -> None:
+    pretrained = network(9).state_dict()
+    lost = learner()
+    lost.model.load_state_dict(pretrained)
+    with pytest.warns(ReconboundWarning, match="fresh parameters.*initialise"):
+        lost.repeat(2, 2)
+    starts = []
+
+    def initialise(model: nn.Module) -> None:
+        model.load_state_dict(pretrained)
+        starts.append(flat(model))
+
+    kept = learner(initialise=initialise)
+    kept.model.load_state_dict(pretrained)
+    kept.repeat(2, 2)  # no warning
+    assert len(starts) == 2
+    assert all(torch.equal(start, flat(network(9))) for start in starts)
+
+
+def test_an_optimizer_that_is_made_already_is_refused() -> None:
+    model = network()
+    made = torch.optim.Adam(model.parameters())
+    with pytest.raises(InputError, match=r"optimizer must be a function .*a Adam that is made already"):
+        learner(model, optimizer=made)
+    with pytest.raises(InputError, match="schedule must be a function"):
+        learner(model, schedule=StepLR(made, 2))
+
+
+def test_a_training_that_says_nothing_about_anybody_is_warned_of() -> None:
+    """Saturated outputs: gradients are exactly 0, floors the largest number, errors 0."""
+    model = network()
+    with torch.no_grad():
+        model[2].bias.copy_(torch.tensor([1e5, 0.0, 0.0]))
+    x, _ = data()
+    one = learner(model, records=(x, torch.zeros(RECORDS, dtype=torch.int64)), noise_multiplier=1e-6).fit(2)
+    with pytest.warns(ReconboundWarning, match="24 of 24 records told nothing whenever they were measured.*diverged"):
+        assert "told nothing" in str(one.accountant.mse_floor())

@@ -25,7 +25,7 @@ from .calculator import Guarantee, guarantee
 from .feature_ledger import Chosen, Diagonal, FeatureLedger
 from .fisher import StepInformation
 from .limits import FEWEST, WIDEST, upper_limit, why_no_limit
-from .precision import relative_median, told, warn_if_coarse
+from .precision import relative_median, told, warn_if_coarse, warn_if_silent
 from .validate.structure import ReconboundWarning
 
 
@@ -280,7 +280,15 @@ class FisherAccountant:
         bound, relative, said = self._floor(rule)
         if self._first("floors"):
             warn_if_coarse(relative, said)
+            if 2 * int((self.trace(rule) == 0).sum()) > self.account.records:
+                warn_if_silent(self._silent(rule))
         return bound
+
+    def _silent(self, rule: str | None) -> tuple[str, ...]:
+        """Said of records about which no step told anything, though they were measured: training may have diverged."""
+        none = int(((self.trace(rule) == 0) & (self.measured() > 0)).sum())
+        where = f"{none} of {self.account.records} records told nothing whenever they were measured"
+        return (f"{where}: their floor is the largest number there is",) if none else ()
 
     def _floor(self, rule: str | None) -> tuple[Bound, float, str]:
         """The floors, their median relative standard error, and the words for it."""
@@ -293,8 +301,8 @@ class FisherAccountant:
         runs = f"{self.runs} run(s)" if self.runs else "a run in progress"
         assumes: tuple[str, ...] = (note.get(name, paper), f"mean over {runs}", f"{self.account.clip} clipping")
         relative = relative_median(self.dfil(rule), self.standard_error(rule))
-        said = told(self.measured(), relative)
-        notes: tuple[str, ...] = (said, *self.caveats)
+        said = told(self.measured(), relative, runs=self.runs)
+        notes: tuple[str, ...] = (said, *self.caveats, *self._silent(rule))
         if unseen.any():
             notes += (f"{int(unseen.sum())} of {len(unseen)} records were never measured: no floor (0)",)
         found = replace(bound, name="dfil", value=value, sampler=self.account.sampler, notes=notes)
@@ -315,7 +323,7 @@ class FisherAccountant:
         notes = self.caveats
         if not (average or self.diagonal == "average"):
             measured, relative = self.features.precision(self.runs, self.measured())
-            said = told(measured, relative, " of a feature")
+            said = told(measured, relative, " of a feature", runs=self.runs)
             notes = (said, *notes)
             if self._first("features"):
                 warn_if_coarse(relative, said)

@@ -63,6 +63,7 @@ def load(folder: str | os.PathLike[str], belongs: Mapping[str, Any]) -> tuple[Ch
     wanted = plain_json(belongs)
     found: list[tuple[int, int, Checkpoint]] = []
     refused: list[str] = []
+    foreign = False
     for turn, name in enumerate(NAMES):
         path = Path(folder) / name
         if not path.exists():
@@ -72,13 +73,14 @@ def load(folder: str | os.PathLike[str], belongs: Mapping[str, Any]) -> tuple[Ch
             _check_belongs(path, facts, wanted)
         except (Unreadable, CheckpointError) as reason:
             refused.append(str(reason))
+            foreign |= isinstance(reason, CheckpointError)
         except OSError as reason:
             refused.append(f"{path} cannot be read ({reason.strerror})")
         else:
             found.append((int(facts["order"]), turn, Checkpoint(tensors, facts)))
     if not found:
         if refused:
-            raise CheckpointError("; ".join(refused) + "; no other checkpoint is there")
+            raise CheckpointError("; ".join(refused) + f"; no other checkpoint is there: {_advice(foreign)}")
         return None
     _, turn, checkpoint = max(found, key=lambda item: item[0])
     if refused:
@@ -87,10 +89,19 @@ def load(folder: str | os.PathLike[str], belongs: Mapping[str, Any]) -> tuple[Ch
     return checkpoint, turn
 
 
+def _advice(foreign: bool) -> str:
+    if foreign:
+        return "give the new run a folder of its own, or go on with what this one began with"
+    return "bring the files back from a copy, or remove them to begin anew (with another seed, where one is given)"
+
+
 @contextmanager
 def held(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Hold the folder (made with mode 0700) against other processes; leftovers of a killed one are removed."""
     place = _made(folder)
+    if os.name == "posix" and place.stat().st_mode & 0o077:
+        # not changed: it may be a folder that others share for a reason; the files in it are 0600 in any case
+        warnings.warn(f"others may enter the checkpoint folder {place}: chmod 700 it", UserWarning, stacklevel=5)
     try:
         handle = os.open(place / LOCK, os.O_RDWR | os.O_CREAT, CONFIDENTIAL)
     except OSError as reason:

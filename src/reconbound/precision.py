@@ -25,17 +25,19 @@ def relative_median(value: Tensor, error: Tensor) -> float:
     return float((error[there] / value[there]).median()) if bool(there.any()) else math.inf
 
 
-def told(measured: Tensor, relative: float, of: str = "") -> str:
-    """What stands in a floor's `assumes`; measured: how often each record was, (N,).
+def told(measured: Tensor, relative: float, of: str = "", *, runs: int) -> str:
+    """What stands in a floor's `assumes`; measured: how often each record was, (N,), over so many runs.
 
     >>> import torch
-    >>> told(torch.tensor([1, 3, 3]), 0.42)
+    >>> told(torch.tensor([1, 3, 3]), 0.42, runs=2)
     'estimated: measured 3 times per record (median), relative standard error 42 % (median)'
     """
     times = float(measured.double().median()) if len(measured) else 0.0
     size = f"relative standard error{of} {100 * relative:.0f} % (median)"
     if math.isinf(relative):
         size = f"standard error{of} not known"
+    elif runs < 2:
+        size += " by measuring alone: another run would differ by more"
     return f"estimated: measured {times:g} time{'' if times == 1 else 's'} per record (median), {size}"
 
 
@@ -49,3 +51,14 @@ def warn_if_coarse(relative: float, said: str, stacklevel: int = 3) -> None:
         ReconboundWarning,
         stacklevel=stacklevel,
     )
+
+
+def warn_if_silent(said: tuple[str, ...], stacklevel: int = 3) -> None:
+    """Warn of records with no information at all: a smooth model that learns has some about every record."""
+    if said:
+        warnings.warn(
+            f"{said[0]}; their gradients do not depend on them at all, as when training has diverged or the outputs "
+            "are saturated: look at the loss, and lower lr or the noise",
+            ReconboundWarning,
+            stacklevel=stacklevel,
+        )
