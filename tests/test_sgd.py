@@ -297,6 +297,7 @@ class Two(nn.Module):
 @pytest.mark.parametrize(
     "private", [None, Private("input", "x"), Private("module", "words"), Private("input", "x", torch.tensor([0, 2]))]
 )
+@pytest.mark.filterwarnings("ignore:floors do not cover all")
 def test_named_inputs_and_what_is_private_in_them(private) -> None:
     x, y = data()
     tokens = torch.randint(0, 6, (RECORDS,), generator=torch.Generator().manual_seed(1))
@@ -643,3 +644,40 @@ def test_a_training_that_says_nothing_about_anybody_is_warned_of() -> None:
     one = learner(model, records=(x, torch.zeros(RECORDS, dtype=torch.int64)), noise_multiplier=1e-6).fit(2)
     with pytest.warns(ReconboundWarning, match="24 of 24 records told nothing whenever they were measured.*diverged"):
         assert "told nothing" in str(one.accountant.mse_floor())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_floors_of_an_embedding_say_what_they_are_about(tmp_path, frozen: bool) -> None:
+    x, y = data()
+    model, tokens = Two(), torch.arange(RECORDS) % 6
+    model.words.requires_grad_(not frozen)
+
+    def made() -> PrivateSGD:
+        return PrivateSGD(model, losses, (tokens, x), y, settings(), private=Private("module", "words"))
+
+    if frozen:
+        one = made()
+    else:
+        with pytest.warns(ReconboundWarning, match="do not cover all that is released.*which rows.*freeze it"):
+            one = made()
+    said = str(one.fit(4).accountant.mse_floor())
+    assert "about the output of module 'words', not about what went into it (tokens)" in said
+    assert ("not covered" in said) is not frozen
+    one.accountant.save(tmp_path / "ledger")
+    for ledger in (one.accountant, FisherAccountant.load(tmp_path / "ledger")):
+        with pytest.raises(InputError, match="low and high must be given: the private part is a module's output"):
+            ledger.guarantee(delta=1e-6)
+        assert ledger.guarantee(low=-2.0, high=2.0).low == -2.0
+    assert learner().fit(4).accountant.guarantee().high == 1.0
+
+
+def test_the_table_of_a_trained_embedding_shows_its_rows() -> None:
+    """Why it is not covered: the released gradient is 0 but for the row that was used; the floor is the same for all."""
+    torch.manual_seed(0)
+    model, x, y = Two(), *data()
+    rows = []
+    for token in range(6):
+        problem = PrivateSGD(model, losses, (torch.full((RECORDS,), token), x), y, settings(), check=False)
+        found = problem.measurer.gradient_sum(torch.tensor([0]))["words.weight"]
+        rows.append(torch.nonzero(found.abs().sum(1)).flatten().tolist())
+    assert rows == [[token] for token in range(6)]

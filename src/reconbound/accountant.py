@@ -46,6 +46,7 @@ class FisherAccountant:
     Attributes:
         caveats: what every floor of this ledger must carry (a model with kinks: "not proved: …"); kept by save, merge
             and checkpoints. A learner sets it; set it yourself beside a training loop of your own.
+        needs_range: `guarantee` must be told low and high, for the private part is not known to lie in [0, 1].
 
     Guarantee: `dfil` estimates without bias an upper bound of Tr I(z)/d for an attacker who knows all other records and
     sees every noisy step; with rule "exact" it is that value itself. One run is one draw of a random sum: for a
@@ -67,6 +68,7 @@ class FisherAccountant:
         self.feature_scale = _scale(feature_scale, account.features)
         self.runs = 0
         self.caveats: tuple[str, ...] = ()
+        self.needs_range = False
         self._warned: dict[str, int] = {}  # of what, at how many runs
         self._state = _empty(account, spectral, self.device)
         self._factors = Factors(account, self.device)
@@ -187,7 +189,7 @@ class FisherAccountant:
             raise InputError("other", "must have the same feature_scale", other.feature_scale)
         if other.runs == 0:
             return
-        self.caveats = joined(self.caveats, other.caveats)
+        self.caveats, self.needs_range = joined(self.caveats, other.caveats), self.needs_range or other.needs_range
         mine, theirs, total = self._state, other._state, self.runs + other.runs
         delta = theirs["mean"].to(self.device) - mine["mean"]
         mine["spread"] += theirs["spread"].to(self.device) + delta.square() * (self.runs * other.runs / total)
@@ -382,7 +384,13 @@ class FisherAccountant:
         return found
 
     def guarantee(self, **space: Any) -> Guarantee:
-        """What the mechanism guarantees whatever the data: all floors of the calculator (may be published)."""
+        """What the mechanism guarantees whatever the data: all floors of the calculator (may be published).
+
+        space: low and high of every private feature, in [0, 1] if left out, and what else `guarantee` takes. Where the
+        private part is a module's output they must be given."""
+        if self.needs_range and not {"low", "high"} <= space.keys():
+            why = "and high must be given: the private part is a module's output, and nothing says that it is in [0, 1]"
+            raise InputError("low", why, space.get("low"))
         return guarantee(self.account.mechanism(), dim=self.account.features, **space)
 
     # --- keeping -----------------------------------------------------------------------
@@ -408,7 +416,7 @@ class FisherAccountant:
         """Write the ledger: safetensors, atomically, mode 0600, marked confidential."""
         kept = [] if self.rows is None else self.rows.tolist()
         about = {"account": asdict(self.account), "runs": self.runs, "diagonal": self.diagonal, "rows": kept}
-        about["caveats"] = list(self.caveats)
+        about["caveats"], about["needs_range"] = list(self.caveats), self.needs_range
         if self.features.choice is not None:
             about["choice"] = asdict(self.features.choice)
         tensors = {**self.state(), "feature_scale": self.feature_scale}
@@ -431,7 +439,7 @@ class FisherAccountant:
         scale = tensors.pop("feature_scale")
         ledger = cls(account, diagonal=diagonal, spectral="spectral" in tensors, feature_scale=scale, device=device)
         ledger.restore(tensors, about["runs"])
-        ledger.caveats = tuple(about.get("caveats", ()))
+        ledger.caveats, ledger.needs_range = tuple(about.get("caveats", ())), bool(about.get("needs_range", False))
         return ledger
 
     def _rule(self, rule: str | None) -> int:

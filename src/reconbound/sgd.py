@@ -25,6 +25,7 @@ from .account import Account
 from .accountant import FisherAccountant
 from .budget import Blocks, batch_weight
 from .fisher import Private, StepInformation
+from .fisher.private import as_private
 from .measure import Fault, LossFn, Measurer, as_tensors, evaluated, record_count, row_counts
 from .sampling import make_sampler
 from .settings import Settings
@@ -395,6 +396,7 @@ class PrivateSGD:
             device=self.device,
         )
         self.accountant.caveats = self.measurer.caveats
+        self.accountant.needs_range = as_private(self.private).part == "module"
         # at a step of a shuffled epoch the parameters tell whether a record was seen: only batches can be measured
         self.accountant.features.followed = self.accountant.diagonal == "chosen" and s.sampler != "shuffle"
         if isinstance(s.budget, float):
