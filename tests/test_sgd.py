@@ -672,7 +672,7 @@ def test_floors_of_an_embedding_say_what_they_are_about(tmp_path, frozen: bool) 
 
 
 def test_the_table_of_a_trained_embedding_shows_its_rows() -> None:
-    """Why it is not covered: the released gradient is 0 but for the row that was used; the floor is the same for all."""
+    """Why it is not covered: the gradient that is released (with noise) is 0 but for the row that was used."""
     torch.manual_seed(0)
     model, x, y = Two(), *data()
     rows = []
