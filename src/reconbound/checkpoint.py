@@ -99,9 +99,6 @@ def _advice(foreign: bool) -> str:
 def held(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Hold the folder (made with mode 0700) against other processes; leftovers of a killed one are removed."""
     place = _made(folder)
-    if os.name == "posix" and place.stat().st_mode & 0o077:
-        # not changed: it may be a folder that others share for a reason; the files in it are 0600 in any case
-        warnings.warn(f"others may enter the checkpoint folder {place}: chmod 700 it", UserWarning, stacklevel=5)
     try:
         handle = os.open(place / LOCK, os.O_RDWR | os.O_CREAT, CONFIDENTIAL)
     except OSError as reason:
@@ -113,6 +110,12 @@ def held(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         os.close(handle)  # which lets go of the lock; the file stays: to remove it would be a race
+
+
+def warn_if_open(folder: str | os.PathLike[str]) -> None:
+    """Warn of a folder that others may enter. It is left as it is: they may share it for a reason; files are 0600."""
+    if os.name == "posix" and Path(folder).stat().st_mode & 0o077:
+        warnings.warn(f"others may enter the checkpoint folder {folder}: chmod 700 it", UserWarning, stacklevel=5)
 
 
 def _take(handle: int, place: Path) -> None:

@@ -352,6 +352,7 @@ class PrivateSGD:
             yield
             return
         with checkpoints.held(self.folder):
+            checkpoints.warn_if_open(self.folder)
             self._resume()
             yield
 
