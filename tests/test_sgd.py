@@ -16,10 +16,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR, S
 from learning import CLASSES, FEATURES, RECORDS, data, learner, losses, network, same_state, settings
 from reconbound import sgd as sgd_module
 from reconbound._check import InputError
-from reconbound._random import derive
-from reconbound.accountant import FisherAccountant
+from reconbound._random import derive, seeded, torch_stream
+from reconbound.accountant import Account, FisherAccountant
 from reconbound.amplification import fixed_size_factor, paper_delta, paper_kappa
-from reconbound.fisher import Private, dense_information
+from reconbound.fisher import Private, dense_information, step_information
+from reconbound.learner_state import reset_parameters
 from reconbound.noise import draw
 from reconbound.sampling import FixedSize, Poisson, ShuffledEpochs
 from reconbound.sgd import PrivateSGD, Settings, TrainingError
@@ -681,3 +682,57 @@ def test_the_table_of_a_trained_embedding_shows_its_rows() -> None:
         found = problem.measurer.gradient_sum(torch.tensor([0]))["words.weight"]
         rows.append(torch.nonzero(found.abs().sum(1)).flatten().tolist())
     assert rows == [[token] for token in range(6)]
+
+
+# --- a loop of one's own -----------------------------------------------------------------------
+
+
+def test_a_loop_of_ones_own_gives_the_ledger_of_the_learner() -> None:
+    """add, finish_run and the divisor qN as the guide has them, on the batches, noise and probes of a learner."""
+    one = learner(budget="every", clip="hard", lr=0.5).repeat(2, 6)
+    x, y = data()
+    account = Account(
+        records=RECORDS,
+        features=FEATURES,
+        steps=6,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        sample_rate=0.25,
+        clip="hard",
+    )
+    beside, ends = FisherAccountant(account), []
+    for run in range(2):
+        model, seed = network(), derive(7, "run", run)
+        with seeded(derive(7, "initial", run)):
+            reset_parameters(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(6):
+            batch = Poisson(RECORDS, 0.25).batch(seed, step)
+            sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+            if len(batch):
+                generator = torch_stream(seed, "probe 0", step)
+                found = step_information(
+                    model,
+                    losses,
+                    x[batch],
+                    y[batch],
+                    max_grad_norm=1.0,
+                    noise_multiplier=1.0,
+                    clip="hard",
+                    generator=generator,
+                    error="bound",
+                )
+                beside.add(batch, found, weight=1.0)
+                sums = found.gradient_sum
+            noise = draw("philox", seed, step, sum(p.numel() for p in model.parameters()), CPU)
+            for (name, p), z in zip(
+                model.named_parameters(), noise.split([p.numel() for p in model.parameters()]), strict=True
+            ):
+                p.grad = ((sums[name].double() + z.reshape(p.shape)) / (0.25 * RECORDS)).to(p.dtype)
+            optimizer.step()
+        beside.finish_run()
+        ends.append(flat(model))
+    torch.testing.assert_close(ends[0], flat(one.model))
+    torch.testing.assert_close(beside.trace(), one.accountant.trace(), rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(beside.standard_error(), one.accountant.standard_error(), rtol=1e-4, atol=1e-9)
+    assert beside.account == one.accountant.account
