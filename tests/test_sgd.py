@@ -736,3 +736,9 @@ def test_a_loop_of_ones_own_gives_the_ledger_of_the_learner() -> None:
     torch.testing.assert_close(beside.trace(), one.accountant.trace(), rtol=1e-5, atol=1e-12)
     torch.testing.assert_close(beside.standard_error(), one.accountant.standard_error(), rtol=1e-4, atol=1e-9)
     assert beside.account == one.accountant.account
+
+
+def test_inputs_of_another_width_name_the_module_and_the_shape() -> None:
+    x, y = data()
+    with pytest.raises(ValueError, match=r"module '0' \(Linear\) does not take .*a record has the shape inputs \(3,\)"):
+        learner(records=(x[:, :3], y), check=True)
