@@ -243,7 +243,7 @@ def covered(truth: Tensor, ledger: FisherAccountant) -> dict[str, float]:
     """Coverage of `upper` over groups and records where it is given, its error over groups, which are independent, and
     the record covered least of those with a limit in 50 groups; coverage of the maximum, refusals counted as covered.
     """
-    answers = [(group.upper(), group.dfil()) for group in alone(ledger, len(truth))]
+    answers = [(group.upper(warn=False), group.dfil()) for group in alone(ledger, len(truth))]
     limits, means = (torch.stack(part) for part in zip(*answers, strict=True))
     given, over, largest = torch.isfinite(limits), limits >= truth, limits.max(1).values
     whole = torch.isfinite(largest)

@@ -15,9 +15,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR, 
 
 from learning import data, learner, losses, network, same_state, settings
 from reconbound import _files, checkpoint
+from reconbound._check import InputError
 from reconbound.accountant import Chosen
 from reconbound.checkpoint import LOCK, NAMES, Checkpoint, CheckpointError, held, load, save
-from reconbound.sgd import PrivateSGD
+from reconbound.learner_state import data_digest
+from reconbound.plan import Plan
+from reconbound.sgd import PrivateSGD, TrainingError
+from reconbound.sweep.run import Sweep
 
 MINE = {"configuration": {"lr": 0.1, "rules": ["exact"]}, "data": {"records": 3, "digest": "ab"}}
 
@@ -306,3 +310,94 @@ def test_no_module_pickles() -> None:
         code = path.read_text()
         for word in ("import pickle", "torch.save(", "torch.load(", "import dill", "joblib"):
             assert word not in code, f"{path.name}: {word}"
+
+
+# --- secrets -------------------------------------------------------------------------------------
+
+SECRET = 294263246810135724680
+
+
+def test_neither_seeds_nor_digests_of_data_are_ever_shown(tmp_path) -> None:
+    one = learner(seed=SECRET, checkpoint=tmp_path, evaluate=lambda model: {"x": 1.0}).fit(steps=4)
+    found = [
+        repr(one),
+        repr(one.settings),
+        str(one.history),
+        repr(one.accountant.account),
+        str(one.accountant.summary()),
+    ]
+    digest = data_digest(one.inputs, one.targets)
+    for change in ({"seed": SECRET + 1}, {"seed": SECRET, "records": (changed(data()[0]), data()[1])}):
+        with pytest.raises(CheckpointError, match="differs") as refused:
+            learner(checkpoint=tmp_path, **change).fit(steps=4)
+        found.append(str(refused.value))
+    assert digest[:6] in found[-1]
+    for bad in (-SECRET, float(SECRET), str(SECRET)):
+        with pytest.raises(InputError, match="seed") as refused:
+            settings(seed=bad)
+        found.append(str(refused.value))
+    for said in found:
+        assert str(SECRET)[:8] not in said
+        assert f"{float(SECRET)}"[:6] not in said
+        assert digest[:7] not in said
+    one._midway, one.folder = True, None
+    with pytest.raises(TrainingError) as stopped:
+        one.fit(steps=4)
+    assert str(SECRET)[:8] not in str(stopped.value)
+    assert all((tmp_path / name).stat().st_mode & 0o077 == 0 for name in NAMES)  # the seed is in them
+
+
+def test_plans_and_sweeps_do_not_print_their_seed(tmp_path) -> None:
+    assert str(SECRET) not in repr(Plan(seed=SECRET))
+    assert str(SECRET) not in repr(Sweep("digits", tmp_path / "s", space={"lr": [0.1]}, steps=(3,), seed=SECRET))
+
+
+# --- loss, advice, folder --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda outputs, targets: 1.01 * losses(outputs, targets), lambda outputs, targets: (outputs**2).sum(1)],
+)
+def test_another_loss_is_refused(tmp_path, other) -> None:
+    attempt(tmp_path)
+    with pytest.raises(CheckpointError, match=r"the loss differs .*other losses.*another folder"):
+        attempt(tmp_path, loss=other)
+    attempt(tmp_path)
+    attempt(tmp_path, loss=lambda outputs, targets: losses(outputs, targets) * (1 + 1e-7))  # rounding
+
+
+def test_losses_are_compared_without_a_trace_of_it(tmp_path) -> None:
+    """Buffers that the forward pass changes, and random numbers, are as without checkpoints."""
+
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x):
+            self.calls.add_(1)
+            return self.inner(x)
+
+    kept, plain = attempt(tmp_path, model=Counts(), every=1), attempt(None, model=Counts())
+    assert same_state(kept, plain)
+    assert torch.equal(kept.model.calls, plain.model.calls)
+
+
+def test_two_damaged_checkpoints_say_what_can_be_done(tmp_path) -> None:
+    attempt(tmp_path, every=1)
+    for name in NAMES:
+        (tmp_path / name).write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="no other checkpoint is there: bring the files back from a copy, or rem"):
+        attempt(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes")
+def test_a_folder_that_others_may_enter_is_warned_of(tmp_path) -> None:
+    place = tmp_path / "open"
+    place.mkdir()
+    place.chmod(0o755)
+    with pytest.warns(UserWarning, match="others may enter the checkpoint folder .*open: chmod 700"):
+        attempt(place)
+    assert stat.S_IMODE(place.stat().st_mode) == 0o755  # left as it was

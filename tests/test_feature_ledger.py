@@ -21,8 +21,8 @@ def information(ledger: FisherAccountant) -> np.ndarray:
 
 
 def test_forms() -> None:
-    assert resolved(("auto", 8 * 100 * 7), 100, 7) == "all"
-    assert resolved(("auto", 8 * 100 * 7 - 1), 100, 7) == Chosen(16, 16, 1)
+    assert resolved(("auto", 12 * 100 * 7), 100, 7) == "all"
+    assert resolved(("auto", 12 * 100 * 7 - 1), 100, 7) == Chosen(16, 16, 1)
     assert resolved(("top", 3), 100, 7) == Chosen(3, 0, 1)
     assert resolved(Chosen(3, 2, 4), 100, 7) == Chosen(3, 2, 4)
     for bad in ("some", ("top",), ("top", 0), ("top", 2.5), ("best", 3), ("auto", 0), [100], [-1], [1, 1], []):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,8 @@ def test_guide_runs(name: str, least: int, tmp_path, monkeypatch) -> None:
             continue
         assert printed == "", "a block prints something that the guide does not show"
         told = io.StringIO()
-        with contextlib.redirect_stdout(told):
+        with contextlib.redirect_stdout(told), warnings.catch_warnings():
+            warnings.simplefilter("error")  # a guide that warns is no guide
             exec(compile(content, f"{guide.name}: {content.splitlines()[0]}", "exec"), names)
         printed = told.getvalue()
     assert printed == ""

@@ -27,7 +27,9 @@ def new_seed() -> int:
 def checked_seed(seed: object) -> int:
     """A whole number from 0 to 2²⁵⁶ − 1; never through a float, which would drop bits."""
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= int(seed) < 2**_BITS:
-        raise InputError("seed", f"must be a whole number from 0 to 2**{_BITS} - 1", seed)
+        # its value is not shown: a seed is as secret as the data, and this may be one mistyped
+        kind = "one that is not" if isinstance(seed, (int, np.integer)) else f"a {type(seed).__name__}"
+        raise InputError("seed", f"must be a whole number from 0 to 2**{_BITS} - 1", kind)
     return int(seed)
 
 

@@ -8,8 +8,9 @@ alone. Derivations: docs/theory-accounting.md."""
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ from .bounds import Bound, from_trace
 from .calculator import Guarantee, guarantee
 from .feature_ledger import Chosen, Diagonal, FeatureLedger
 from .fisher import StepInformation
-from .limits import FEWEST, WIDEST, upper_limit
+from .limits import FEWEST, WIDEST, upper_limit, why_no_limit
+from .precision import relative_median, told, warn_if_coarse, warn_if_silent
+from .validate.structure import ReconboundWarning
 
 
 class FisherAccountant:
@@ -39,6 +42,11 @@ class FisherAccountant:
         feature_scale: size of one unit of the model's input in the data's own units, one number or one per feature (of
             standardised features: their standard deviations). Floors are given in data units through it.
         device: where the ledger lives.
+
+    Attributes:
+        caveats: what every floor of this ledger must carry (a model with kinks: "not proved: …"); kept by save, merge
+            and checkpoints. A learner sets it; set it yourself beside a training loop of your own.
+        needs_range: `guarantee` must be told low and high, for the private part is not known to lie in [0, 1].
 
     Guarantee: `dfil` estimates without bias an upper bound of Tr I(z)/d for an attacker who knows all other records and
     sees every noisy step; with rule "exact" it is that value itself. One run is one draw of a random sum: for a
@@ -59,6 +67,9 @@ class FisherAccountant:
         self.features = FeatureLedger(account, diagonal, self.device)
         self.feature_scale = _scale(feature_scale, account.features)
         self.runs = 0
+        self.caveats: tuple[str, ...] = ()
+        self.needs_range = False
+        self._warned: dict[str, int] = {}  # of what, at how many runs
         self._state = _empty(account, spectral, self.device)
         self._factors = Factors(account, self.device)
 
@@ -178,6 +189,7 @@ class FisherAccountant:
             raise InputError("other", "must have the same feature_scale", other.feature_scale)
         if other.runs == 0:
             return
+        self.caveats, self.needs_range = joined(self.caveats, other.caveats), self.needs_range or other.needs_range
         mine, theirs, total = self._state, other._state, self.runs + other.runs
         delta = theirs["mean"].to(self.device) - mine["mean"]
         mine["spread"] += theirs["spread"].to(self.device) + delta.square() * (self.runs * other.runs / total)
@@ -198,10 +210,13 @@ class FisherAccountant:
         return (self._state["mean"] if self.runs else self._state["trace"])[k].clone()
 
     def dfil(self, rule: str | None = None) -> Tensor:
-        """dFIL = Tr I/d of each record, (N,), in the model's input units. 0 for a record that was never measured."""
+        """dFIL = Tr I/d of each record, (N,), in the model's input units: small is good.
+
+        Of a record that was never measured it is 0, which says nothing about it (its floor is 0 as well, not infinite):
+        look at `measured` where that can be, or give a larger budget."""
         return self.trace(rule) / self.account.features
 
-    def upper(self, rule: str | None = None, confidence: float = 0.95) -> Tensor:
+    def upper(self, rule: str | None = None, confidence: float = 0.95, *, warn: bool = True) -> Tensor:
         """Upper confidence limit of each record's dFIL over runs, (N,); needs two runs or more.
 
             U = max(mean, m) · exp(t r̃) · (1 + t max(0, r − r̃)),     r = (sd/√R)/mean,   t = t_{0.9975, R−1} for 95 %
@@ -212,7 +227,7 @@ class FisherAccountant:
 
         Infinite, that is refused, for a record that was measured less than 25 times over all runs without being
         measured at every step; and for all of them where r̃ exceeds 0.35 (at ten runs: a relative spread of 1.1 between
-        runs). More runs, budget or probes mend either.
+        runs). More runs, budget or probes mend either. A warning says which (warn=False: none), and `no_limit_because`.
 
         Guarantee: none that is proved. In 45,000 Poisson-sampled trainings of small models with R = 10, on seeds and
         partly on problems that the rule was not chosen on, the limits, where given, covered the record's dFIL in at
@@ -220,14 +235,27 @@ class FisherAccountant:
         (experiments/coverage.py; docs/theory-accounting.md has the figures, and harder problems, where it was 98 % and
         90 %). The maximum over records is an upper limit for the largest dFIL of all.
         """
-        return upper_limit(
-            self.dfil(rule),
-            self.standard_error(rule),
-            self._state["measured_total"],
-            runs=self.runs,
-            confidence=confidence,
-            sampled=bool(self._state["rare"].any()),
-        )
+        limits = upper_limit(*self._for_limits(rule), runs=self.runs, confidence=confidence, sampled=self._sampled)
+        reason = self.no_limit_because(rule) if warn else None
+        if reason is not None and self._first("limits"):
+            warnings.warn(f"no confidence limit (infinity): {reason}", ReconboundWarning, stacklevel=2)
+        return limits
+
+    def no_limit_because(self, rule: str | None = None) -> str | None:
+        """Why `upper` is infinite for some or all records, and what mends it; None where all have a limit."""
+        return why_no_limit(*self._for_limits(rule), runs=self.runs, sampled=self._sampled)
+
+    def _for_limits(self, rule: str | None) -> tuple[Tensor, Tensor, Tensor]:
+        return self.dfil(rule), self.standard_error(rule), self._state["measured_total"]
+
+    @property
+    def _sampled(self) -> bool:
+        return bool(self._state["rare"].any())
+
+    def _first(self, what: str) -> bool:
+        """Whether this is the first time to speak of it since the last run ended."""
+        before, self._warned[what] = self._warned.get(what), self.runs
+        return before != self.runs
 
     def standard_error(self, rule: str | None = None) -> Tensor:
         """Standard error of each record's dFIL, (N,).
@@ -248,8 +276,24 @@ class FisherAccountant:
 
             E‖ẑ − z‖²/d ≥ s̄²/dFIL,     s̄ the mean of feature_scale    (Cauchy–Schwarz; 1/dFIL when the scale is 1)
 
-        A record that was never measured has the trivial floor 0.
+        A record that was never measured has the trivial floor 0. The floors are estimates: `assumes` says how often the
+        records were measured and the median relative standard error; above 50 % there is a warning, once a run.
         """
+        bound, relative, said = self._floor(rule)
+        if self._first("floors"):
+            warn_if_coarse(relative, said)
+            if 2 * int((self.trace(rule) == 0).sum()) > self.account.records:
+                warn_if_silent(self._silent(rule))
+        return bound
+
+    def _silent(self, rule: str | None) -> tuple[str, ...]:
+        """Said of records about which no step told anything, though they were measured: training may have diverged."""
+        none = int(((self.trace(rule) == 0) & (self.measured() > 0)).sum())
+        where = f"{none} of {self.account.records} records told nothing whenever they were measured"
+        return (f"{where}: their floor is the largest number there is",) if none else ()
+
+    def _floor(self, rule: str | None) -> tuple[Bound, float, str]:
+        """The floors, their median relative standard error, and the words for it."""
         name = self.account.rules[self._rule(rule)]
         bound = from_trace(self.trace(rule).cpu().numpy(), self.account.features)
         unseen = (self.measured() == 0).cpu().numpy()
@@ -258,23 +302,41 @@ class FisherAccountant:
         paper = "the paper's κ: comparison, no guarantee"
         runs = f"{self.runs} run(s)" if self.runs else "a run in progress"
         assumes: tuple[str, ...] = (note.get(name, paper), f"mean over {runs}", f"{self.account.clip} clipping")
+        relative = relative_median(self.dfil(rule), self.standard_error(rule))
+        said = told(self.measured(), relative, runs=self.runs)
+        notes: tuple[str, ...] = (said, *self.caveats, *self._silent(rule))
         if unseen.any():
-            assumes += (f"{int(unseen.sum())} record(s) never measured: floor 0",)
-        return Bound("dfil", value, bound.theorem, "unbiased", bound.adjacency, self.account.sampler, assumes)
+            notes += (f"{int(unseen.sum())} of {len(unseen)} records were never measured: no floor (0)",)
+        found = replace(bound, name="dfil", value=value, sampler=self.account.sampler, notes=notes)
+        return replace(found, attacker="unbiased", assumes=(*assumes, *notes)), relative, said
 
     def feature_floors(self, *, average: bool = False) -> Bound:
         """1/I_jj of each record kept and feature, (kept, d), in the squares of the data's own units; kept as in `rows`.
 
         average: that of the information averaged over all records instead, (1, d).
 
+        Like `mse_floor` they are estimates, of which `assumes` says how good they are; of single features they are
+        coarser than of a record. A warning is given, once a run, where their median relative error is above 50 %.
+
         Guarantee: I_jj is estimated without bias, as in `dfil`; of chosen records given the choice, which the runs
         they are measured in had no part in.
         """
-        return self.features.floors(self.feature_scale, self.runs, self.measured(), average)
+        found = self.features.floors(self.feature_scale, self.runs, self.measured(), average)
+        notes = self.caveats
+        if not (average or self.diagonal == "average"):
+            measured, relative = self.features.precision(self.runs, self.measured())
+            said = told(measured, relative, " of a feature", runs=self.runs)
+            notes = (said, *notes)
+            if self._first("features"):
+                warn_if_coarse(relative, said)
+        return replace(found, assumes=(*found.assumes, *notes), notes=notes)
 
     def feature_standard_error(self) -> Tensor:
-        """Standard error of I_jj of each chosen record and feature over runs, (kept, d), in the model's input units."""
-        return self.features.standard_error()
+        """Standard error of I_jj of each record kept and feature, (kept, d), in the model's input units.
+
+        After two runs or more, of the mean over runs. Of one run, for given or all records: √Σx² over its measurements
+        x, whose square is in expectation no less than the variance of their sum given the run's parameters."""
+        return self.features.standard_error(self.runs, self.measured())
 
     def spectral_bound(self) -> Tensor:
         """Upper bound of each record's spectral norm ‖I‖₂, (N,), in the model's input units."""
@@ -287,7 +349,9 @@ class FisherAccountant:
         return self._state["measured_total"] + self._state["measured"]
 
     def most_exposed(self, k: int = 10, rule: str | None = None) -> list[tuple[int, float]]:
-        """The k records with the lowest floors among those measured: (index, floor), lowest first."""
+        """The k records with the lowest floors among those measured: (index, floor), lowest first.
+
+        Those never measured have no floor and are left out: `summary()["never_measured"]` counts them."""
         dfil = self.dfil(rule).masked_fill(self.measured() == 0, -1.0)
         top = torch.topk(dfil, min(whole("k", k), int((dfil >= 0).sum())))
         floors = self.mse_floor(rule).value
@@ -296,29 +360,37 @@ class FisherAccountant:
     def summary(self) -> dict[str, Any]:
         """Floors at the most exposed record and at quantiles, for every rule. Depends on the data: confidential.
 
-        Quantiles are over the records that were measured; a confidence limit is given after two runs."""
+        Quantiles are over the records that were measured. After two runs "floor_at_upper_limit" is the lowest floor of
+        all at its upper limit, or None where some record has no limit: "no_limit_because" says why."""
         names = {"lowest": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9}
         measured = self.measured().cpu()
         seen = (measured > 0).numpy()
         floors: dict[str, Any] = {}
         for rule in self.account.rules:
-            value = self.mse_floor(rule).value[seen]
+            value = self._floor(rule)[0].value[seen]
             at = np.quantile(value, list(names.values()), method="lower") if seen.any() else [0.0] * len(names)
             floors[rule] = {name: float(v) for name, v in zip(names, at, strict=True)}
         found: dict[str, Any] = {"confidential": True, "runs": self.runs, "floors": floors}
         found["measured_per_record"] = {"least": int(measured.min()), "median": float(measured.double().median())}
         found["never_measured"] = int((~seen).sum())
-        dfil, error = self.dfil(), self.standard_error()
-        found["relative_standard_error_median"] = float((error / dfil.clamp(min=1e-300)).median())
+        found["caveats"] = list(self.caveats)
+        found["relative_standard_error_median"] = relative_median(self.dfil(), self.standard_error())
         if self.runs > 1:
-            limits = self.upper()
+            limits = self.upper(warn=False)
             worst = float(limits.max())
-            found["floor_at_upper_limit"] = self._unit() / worst if worst > 0 else None
+            found["floor_at_upper_limit"] = self._unit() / worst if 0 < worst < np.inf else None
             found["without_limit"] = int(torch.isinf(limits).sum())
+            found["no_limit_because"] = self.no_limit_because()
         return found
 
     def guarantee(self, **space: Any) -> Guarantee:
-        """What the mechanism guarantees whatever the data: all floors of the calculator (may be published)."""
+        """What the mechanism guarantees whatever the data: all floors of the calculator (may be published).
+
+        space: low and high of every private feature, in [0, 1] if left out, and what else `guarantee` takes. Where the
+        private part is a module's output they must be given."""
+        if self.needs_range and not {"low", "high"} <= space.keys():
+            why = "and high must be given: the private part is a module's output, and nothing says that it is in [0, 1]"
+            raise InputError("low", why, space.get("low"))
         return guarantee(self.account.mechanism(), dim=self.account.features, **space)
 
     # --- keeping -----------------------------------------------------------------------
@@ -337,12 +409,14 @@ class FisherAccountant:
         for name, value in self._state.items():
             value.copy_(tensors[name])
         self.features.restore(tensors)
+        self.features.first = runs == 0
         self.runs = whole("runs", runs, at_least=0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the ledger: safetensors, atomically, mode 0600, marked confidential."""
         kept = [] if self.rows is None else self.rows.tolist()
         about = {"account": asdict(self.account), "runs": self.runs, "diagonal": self.diagonal, "rows": kept}
+        about["caveats"], about["needs_range"] = list(self.caveats), self.needs_range
         if self.features.choice is not None:
             about["choice"] = asdict(self.features.choice)
         tensors = {**self.state(), "feature_scale": self.feature_scale}
@@ -365,6 +439,7 @@ class FisherAccountant:
         scale = tensors.pop("feature_scale")
         ledger = cls(account, diagonal=diagonal, spectral="spectral" in tensors, feature_scale=scale, device=device)
         ledger.restore(tensors, about["runs"])
+        ledger.caveats, ledger.needs_range = tuple(about.get("caveats", ())), bool(about.get("needs_range", False))
         return ledger
 
     def _rule(self, rule: str | None) -> int:
@@ -372,6 +447,11 @@ class FisherAccountant:
 
     def _unit(self) -> float:
         return float(self.feature_scale.mean()) ** 2
+
+
+def joined(*caveats: Sequence[str]) -> tuple[str, ...]:
+    """All of them, each once, in order."""
+    return tuple(dict.fromkeys(c for some in caveats for c in some))
 
 
 _AVERAGED = ("variance", "spectral")

@@ -37,7 +37,7 @@ def leakage_of(dataset: Dataset, plan: Plan, learner: AuditLearner) -> Leakage:
     return Leakage(
         dfil=_stacked([ledger.dfil(rule) for rule in rules]),
         error=_stacked([ledger.standard_error(rule) for rule in rules]),
-        upper=_stacked([ledger.upper(rule, CONFIDENCE) for rule in rules]) if ledger.runs > 1 else None,
+        upper=_stacked([ledger.upper(rule, CONFIDENCE, warn=False) for rule in rules]) if ledger.runs > 1 else None,
         measured=ledger.measured().cpu(),
         targets=torch.from_numpy(np.array(dataset.targets)),
         kept=kept,

@@ -137,6 +137,7 @@ class AuditLearner(PrivateSGD):
         assert self.accountant is not None
         account = replace(self.accountant.account, records=len(records), rules=self.accountant.account.rules[:1])
         ledger = FisherAccountant(account, diagonal="all" if each else "average", device=self.device)
+        ledger.caveats = self.accountant.caveats
         more, data = replace(self.settings, probes=probes), (self.inputs, self.targets)
         measurer = Measurer(
             self.model, self.loss_fn, *data, more, self.private, diagonal=True, spectral=False, check=False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import socket
 import warnings
 from collections.abc import Iterator, Mapping
@@ -62,6 +63,7 @@ def load(folder: str | os.PathLike[str], belongs: Mapping[str, Any]) -> tuple[Ch
     wanted = plain_json(belongs)
     found: list[tuple[int, int, Checkpoint]] = []
     refused: list[str] = []
+    foreign = False
     for turn, name in enumerate(NAMES):
         path = Path(folder) / name
         if not path.exists():
@@ -71,19 +73,26 @@ def load(folder: str | os.PathLike[str], belongs: Mapping[str, Any]) -> tuple[Ch
             _check_belongs(path, facts, wanted)
         except (Unreadable, CheckpointError) as reason:
             refused.append(str(reason))
+            foreign |= isinstance(reason, CheckpointError)
         except OSError as reason:
             refused.append(f"{path} cannot be read ({reason.strerror})")
         else:
             found.append((int(facts["order"]), turn, Checkpoint(tensors, facts)))
     if not found:
         if refused:
-            raise CheckpointError("; ".join(refused) + "; no other checkpoint is there")
+            raise CheckpointError("; ".join(refused) + f"; no other checkpoint is there: {_advice(foreign)}")
         return None
     _, turn, checkpoint = max(found, key=lambda item: item[0])
     if refused:
         at = ", ".join(f"{name} {checkpoint.facts[name]}" for name in ("run", "step") if name in checkpoint.facts)
         warnings.warn(f"{'; '.join(refused)}: going on from the other one, {at}", UserWarning, stacklevel=2)
     return checkpoint, turn
+
+
+def _advice(foreign: bool) -> str:
+    if foreign:
+        return "give the new run a folder of its own, or go on with what this one began with"
+    return "bring the files back from a copy, or remove them to begin anew (with another seed, where one is given)"
 
 
 @contextmanager
@@ -101,6 +110,12 @@ def held(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         os.close(handle)  # which lets go of the lock; the file stays: to remove it would be a race
+
+
+def warn_if_open(folder: str | os.PathLike[str]) -> None:
+    """Warn of a folder that others may enter. It is left as it is: they may share it for a reason; files are 0600."""
+    if os.name == "posix" and Path(folder).stat().st_mode & 0o077:
+        warnings.warn(f"others may enter the checkpoint folder {folder}: chmod 700 it", UserWarning, stacklevel=5)
 
 
 def _take(handle: int, place: Path) -> None:
@@ -139,10 +154,17 @@ def _check_belongs(path: Path, facts: Mapping[str, Any], belongs: Mapping[str, A
         if isinstance(wanted, Mapping) and isinstance(has, Mapping):
             keys = [k for k in {**wanted, **has} if wanted.get(k) != has.get(k)]
             keys = ["class"] if "class" in keys else keys  # another class has other hyper-parameters anyway
-            told = ", ".join(f"{k} was {has.get(k)!r} and is {wanted.get(k)!r}" for k in keys)
+            told = ", ".join(f"{k} was {_shown(has.get(k))} and is {_shown(wanted.get(k))}" for k in keys)
+        elif name == "seed":
+            told = "neither is shown, for it is as secret as the data"
         else:
-            told = f"it was {has!r} and is {wanted!r}"
+            told = f"it was {_shown(has)} and is {_shown(wanted)}"
         raise CheckpointError(f"{path} belongs to another run: the {name} differs ({told})")
+
+
+def _shown(value: Any) -> str:
+    """The value written out, digests of data cut down to a few digits: the whole one would confirm a guess of them."""
+    return re.sub(r"[0-9a-f]{16,}", lambda digits: digits.group()[:6] + "…", repr(value))
 
 
 def plain_json(value: Any) -> Any:

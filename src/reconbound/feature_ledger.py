@@ -20,6 +20,7 @@ from ._check import InputError, choice, number, whole
 from .account import Account
 from .bounds import Bound, per_feature
 from .fisher import StepInformation
+from .precision import relative_median
 
 #: Bytes that diagonal="auto" may take.
 MEMORY = 2**28
@@ -67,7 +68,7 @@ def resolved(diagonal: Diagonal, records: int, features: int) -> str | Chosen | 
         if len(diagonal) == 2 and diagonal[0] == "top":
             return Chosen(whole("diagonal", diagonal[1]), 0)
         if len(diagonal) == 2 and diagonal[0] == "auto":
-            fits = 8 * records * features <= number("diagonal", diagonal[1], above=0.0)  # float32: this run, the mean
+            fits = 12 * records * features <= number("diagonal", diagonal[1], above=0.0)  # float32: run, mean, error
             return "all" if fits else Chosen()
         raise InputError("diagonal", 'must be ("top", records) or ("auto", bytes) where it is such a pair', diagonal)
     rows = torch.as_tensor(diagonal, dtype=torch.int64).flatten().cpu()
@@ -85,11 +86,11 @@ class FeatureLedger:
     Attributes:
         kind: "none", "all", "average", "some" (given records) or "chosen". rows: the records kept, None for all or
             none; empty until they are chosen. state: its tensors. followed: chosen records are measured apart, with
-            `follow`, and not when they happen to be among those of `add`.
+            `follow`, and not when they happen to be among those of `add`. first: no run has ended yet.
     """
 
     def __init__(self, account: Account, diagonal: Diagonal, device: torch.device) -> None:
-        self.account, self.device, self.followed = account, device, False
+        self.account, self.device, self.followed, self.first = account, device, False, True
         what = resolved(diagonal, account.records, account.features)
         self.choice = what if isinstance(what, Chosen) else None
         self.kind = what if isinstance(what, str) else "some" if isinstance(what, Tensor) else "chosen"
@@ -120,6 +121,9 @@ class FeatureLedger:
             self.state["diagonal_spread"] = self._zeros(count, dtype)
             self.state["diagonal_runs"] = torch.zeros(count, dtype=torch.int64)
             self.state["rows"] = rows
+        elif self.kind != "chosen":
+            # of one run Σx² over its measurements, from the second on the squared spread between runs
+            self.state["diagonal_error"] = self._zeros(count, dtype)
 
     # --- writing ---------------------------------------------------------------------
 
@@ -130,12 +134,15 @@ class FeatureLedger:
         entries = self._entries(found, across, along)
         if "average" in self.state:
             self.state["average"] += entries.sum(0, keepdim=True) / self.account.records
-        if self.kind == "all":
-            self.state["diagonal"].index_add_(0, index, entries.to(torch.float32))
-        elif self.kind in ("some", "chosen") and not self.followed:
+        if self.kind in ("some", "chosen") and not self.followed:
             place = self._place[index]
             kept = place >= 0
-            self.state["diagonal"].index_add_(0, place[kept], entries[kept].to(self.state["diagonal"].dtype))
+            index, entries = place[kept], entries[kept]
+        if self.kind == "average" or self.followed:
+            return
+        self.state["diagonal"].index_add_(0, index, entries.to(self.state["diagonal"].dtype))
+        if "diagonal_error" in self.state and self.first:
+            self.state["diagonal_error"].index_add_(0, index, entries.square().to(torch.float32))
 
     def follow(self, found: StepInformation, across: Tensor, along: Tensor) -> None:
         """Add a step's diagonals of all the chosen records, in the order of `rows`."""
@@ -152,6 +159,10 @@ class FeatureLedger:
 
         mean_trace, measured: each record's mean over the runs so far and how often it was measured, (N,).
         """
+        if "diagonal_error" in self.state and runs > 1:
+            apart = (self.state["diagonal"] - self.state["diagonal_mean"]).square() * ((runs - 1) / runs)
+            self.state["diagonal_error"].mul_(float(runs > 2)).add_(apart)
+        self.first = False
         for name in ("average", "diagonal"):
             if name in self.state and not (self.kind == "chosen" and name == "diagonal"):
                 self.state[f"{name}_mean"] += (self.state[name] - self.state[f"{name}_mean"]) / runs
@@ -181,11 +192,25 @@ class FeatureLedger:
     def merge(self, other: FeatureLedger, runs: int, more: int) -> None:
         """Take in the averages of `more` runs of another such ledger; this one has `runs`. Chosen records of either."""
         mine, theirs = self.state, other.state
+        if "diagonal_error" in mine:
+            self._merge_error(other, runs, more)
+        self.first = False
         for name in ("average_mean", "diagonal_mean"):
             if name in mine and not (self.kind == "chosen" and name == "diagonal_mean"):
                 mine[name] += (theirs[name].to(self.device) - mine[name]) * (more / (runs + more))
         if self.kind == "chosen":
             self._merge_chosen(other)
+
+    def _merge_error(self, other: FeatureLedger, runs: int, more: int) -> None:
+        """The squared spread between the runs of both; of one run alone its own Σx²."""
+        mine, theirs = self.state["diagonal_error"], other.state["diagonal_error"].to(self.device)
+        if runs == 0:
+            mine.copy_(theirs)
+            return
+        delta = other.state["diagonal_mean"].to(self.device) - self.state["diagonal_mean"]
+        mine.mul_(float(runs > 1)).add_(delta.square() * (runs * more / (runs + more)))
+        if more > 1:
+            mine.add_(theirs)
 
     def _merge_chosen(self, other: FeatureLedger) -> None:
         """Records of both: the mean over the runs of both. A record of one of them alone keeps that one's runs."""
@@ -238,10 +263,27 @@ class FeatureLedger:
             assumes += (f"records chosen by {self.choice.after} run(s), measured in the others",)
         return Bound(bound.name, value, bound.theorem, "unbiased", bound.adjacency, self.account.sampler, assumes)
 
-    def standard_error(self) -> Tensor:
-        """Of I_jj of the chosen records over runs, (k, d), in the model's input units; infinite below two runs."""
+    def standard_error(self, runs: int, measured: Tensor) -> Tensor:
+        """Of I_jj of the records kept, (k, d), in the model's input units; infinite for a record never measured.
+
+        Over runs where there are two or more; for given or all records √Σx² of one run; of chosen ones infinite."""
+        if self.kind in ("none", "average"):
+            raise InputError("diagonal", "must keep records, for the error of their features", self.kind)
         if self.choice is None:
-            raise InputError("diagonal", "must choose its records, for the error of their features", self.kind)
+            variance = self.state["diagonal_error"].double() / max(1, runs * (runs - 1))
+            seen = (measured if self.rows is None else measured[self.rows.to(measured.device)]) > 0
+            return variance.sqrt().masked_fill(~seen[:, None].to(self.device), torch.inf)
+        return self._chosen_error()
+
+    def precision(self, runs: int, measured: Tensor) -> tuple[Tensor, float]:
+        """How often the records kept were measured, (k,), and the median relative standard error of their entries."""
+        kept, error = self._information(runs, average=False), self.standard_error(runs, measured).cpu()
+        if self.followed and self.rows is not None:  # at every step of the runs after the choice
+            return self.state["diagonal_runs"] * self.account.steps, relative_median(kept, error)
+        times = measured if self.rows is None else measured[self.rows.to(measured.device)]
+        return times, relative_median(kept, error)
+
+    def _chosen_error(self) -> Tensor:
         runs = self.state["diagonal_runs"].to(self.device)[:, None]
         variance = self.state["diagonal_spread"].clamp(min=0) / (runs * (runs - 1)).clamp(min=1)
         return variance.sqrt().masked_fill(runs < 2, torch.inf)
@@ -258,7 +300,10 @@ class FeatureLedger:
             rows = tensors["rows"].to(torch.int64).cpu()
             self._keep(rows.clone(), len(rows))
         for name, value in self.state.items():
-            value.copy_(tensors[name])
+            if name in tensors:
+                value.copy_(tensors[name])
+            else:  # the error of a ledger that was written before errors were kept: not known
+                value.fill_(torch.inf)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Shapes as they must be; an error names the one that is not."""
@@ -266,6 +311,8 @@ class FeatureLedger:
         if rows is not None and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.account.records:
             raise InputError("rows", f"must be record indices below {self.account.records}", rows.tolist())
         for name, value in self.state.items():
+            if name == "diagonal_error" and name not in tensors:
+                continue
             free = rows is not None and (name.startswith("diagonal") or name == "rows")
             shape = (len(rows), *value.shape[1:]) if free and rows is not None else tuple(value.shape)
             if name not in tensors or tuple(tensors[name].shape) != shape:

@@ -261,7 +261,8 @@ def _checked_fleet(settings: tuple[Settings, ...]) -> Settings:
     for name in ("sampler", "sample_rate", "clip", "probes", "seed"):
         values = {getattr(s, name) for s in settings}
         if len(values) > 1:
-            raise InputError(f"settings.{name}", "must be the same for all trainings of a fleet", sorted(values))
+            shown = f"{len(values)} of them" if name == "seed" else sorted(values)
+            raise InputError(f"settings.{name}", "must be the same for all trainings of a fleet", shown)
     if first.sampler not in _OWN:
         raise InputError("settings.sampler", f"must be one of {', '.join(_OWN)}", first.sampler)
     if first.seed is None:

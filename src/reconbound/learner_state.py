@@ -18,7 +18,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ._check import InputError
+from ._random import seeded
+from .accountant import joined
 from .checkpoint import Checkpoint, CheckpointError, digest, plain_json
+from .fisher import Private
+from .fisher.private import Problem
 
 if TYPE_CHECKING:
     from .sgd import PrivateSGD
@@ -126,6 +130,7 @@ def snapshot(learner: PrivateSGD, belongs: dict[str, Any]) -> Checkpoint:
     optimizer = learner.optimizer.state_dict()
     facts: dict[str, Any] = {
         **belongs,
+        "losses": some_losses(learner),
         "seed": learner.seed,
         "run": learner.run,
         "step": learner.step,
@@ -136,8 +141,9 @@ def snapshot(learner: PrivateSGD, belongs: dict[str, Any]) -> Checkpoint:
     }
     if learner.schedule is not None:
         facts["schedule_state"] = pack(learner.schedule.state_dict(), tensors, "schedule", strict=False)
+    tensors |= {f"released/{name}": value for name, value in learner.first_parameters.items()}
     if learner.accountant is not None:
-        facts["runs"] = learner.accountant.runs
+        facts["runs"], facts["caveats"] = learner.accountant.runs, list(learner.accountant.caveats)
         tensors |= {f"ledger/{name}": value for name, value in learner.accountant.state().items()}
     return Checkpoint(tensors, facts)
 
@@ -145,7 +151,14 @@ def snapshot(learner: PrivateSGD, belongs: dict[str, Any]) -> Checkpoint:
 def reinstate(learner: PrivateSGD, saved: Checkpoint) -> None:
     """Put a learner into the state of a checkpoint that belongs to it."""
     tensors, facts = dict(saved.tensors), saved.facts
+    before = {name: value.clone() for name, value in learner.model.state_dict().items()}
     learner.model.load_state_dict(_under("model/", tensors))
+    try:
+        _check_losses(learner, facts.get("losses"))
+    except CheckpointError:
+        learner.model.load_state_dict(before)
+        raise
+    learner.first_parameters = _under("released/", tensors)
     learner.restart()
     learner.optimizer.load_state_dict(
         {"state": unpack(facts["state"], tensors), "param_groups": unpack(facts["groups"], tensors)}
@@ -154,8 +167,39 @@ def reinstate(learner: PrivateSGD, saved: Checkpoint) -> None:
         learner.schedule.load_state_dict(unpack(facts["schedule_state"], tensors))
     if learner.accountant is not None:
         learner.accountant.restore(_under("ledger/", tensors), facts["runs"])
+        learner.accountant.caveats = joined(learner.accountant.caveats, facts.get("caveats", ()))
     learner.seed, learner.run, learner.step = int(facts["seed"]), int(facts["run"]), int(facts["step"])
     learner.history[:] = facts["history"]
+
+
+def some_losses(learner: PrivateSGD) -> list[float] | None:
+    """Losses of eight records at the present parameters: they tell apart loss functions, which cannot be read.
+
+    None where they cannot be had or are not finite. Buffers and random numbers are left as they are."""
+    some = torch.linspace(0, learner.records - 1, min(8, learner.records)).long()
+    inputs, targets = learner.measurer.rows(some)
+    own = {name: value.detach().clone() for name, value in learner.model.state_dict().items()}
+    problem = Problem(learner.model, learner.loss_fn, Private("nothing"))
+    try:
+        with torch.no_grad(), seeded(0):
+            losses = problem.losses(torch.zeros(len(some)), inputs, targets, own)
+    except Exception:  # whatever is wrong with the loss or a record is said where it is trained on, not here
+        return None
+    return losses.double().cpu().tolist() if bool(torch.isfinite(losses).all()) else None
+
+
+def _check_losses(learner: PrivateSGD, before: list[float] | None) -> None:
+    """Refuse another loss function: within rounding, eight records must have the losses that they had."""
+    now = some_losses(learner)
+    if before is None or now is None:
+        return
+    short = any(p.dtype in (torch.float16, torch.bfloat16) for p in learner.model.parameters())
+    was, is_, share = torch.tensor(before), torch.tensor(now), 0.05 if short else 1e-3
+    if not torch.allclose(was, is_, rtol=share, atol=share * float(was.abs().max())):
+        raise CheckpointError(
+            "the checkpoint belongs to another run: the loss differs (its parameters give eight of the records other "
+            "losses than before): go on with the loss function and model that it began with, or take another folder"
+        )
 
 
 def reset_parameters(model: nn.Module) -> None:

@@ -40,8 +40,8 @@ def upper_limit(
     seen = measured > 0
     if not bool(seen.any()):
         return torch.full_like(mean, torch.inf)
-    relative = error / mean.clamp(min=1e-300)
-    spread, low = relative[seen].median(), mean[seen].kthvalue((int(seen.sum()) + 3) // 4).values
+    relative, spread = _relative(mean, error, seen)
+    low = mean[seen].kthvalue((int(seen.sum()) + 3) // 4).values
     if float(spread) > WIDEST:
         return torch.full_like(mean, torch.inf)
     least = torch.maximum(mean, low)
@@ -49,3 +49,31 @@ def upper_limit(
     limit = least * torch.exp(t * spread) * (1 + t * (relative - spread).clamp(min=0))
     limit = limit.masked_fill(least == 0, 0.0)  # not 0 · ∞
     return limit.masked_fill(measured < (FEWEST if sampled else 1), torch.inf)
+
+
+def _relative(mean: Tensor, error: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """r of each record and r̃, their median over those measured."""
+    relative = error / mean.clamp(min=1e-300)
+    return relative, relative[seen].median()
+
+
+def why_no_limit(mean: Tensor, error: Tensor, measured: Tensor, *, runs: int, sampled: bool) -> str | None:
+    """Why `upper_limit` is infinite for some or all records, and what mends it; None where it is not.
+
+    >>> few = torch.tensor([30, 3])
+    >>> why_no_limit(torch.ones(2), torch.full((2,), 0.1), few, runs=10, sampled=True)
+    '1 of 2 records were measured fewer than 25 times over all runs: more runs or a larger budget'
+    """
+    if runs < 2:
+        return f"{runs} finished run(s), and a limit needs two or more: use repeat"
+    seen, fewest = measured > 0, FEWEST if sampled else 1
+    rare = int((measured < fewest).sum())
+    reasons = []
+    if rare:
+        times = f"fewer than {fewest} times" if sampled else "never"
+        reasons.append(f"{rare:,} of {len(measured):,} records were measured {times} over all runs")
+    if bool(seen.any()):
+        spread = float(_relative(mean, error, seen)[1])
+        if spread > WIDEST:
+            reasons.append(f"the runs differ too much (median relative standard error {spread:.2f}, above {WIDEST})")
+    return "; ".join(reasons) + ": more runs or a larger budget" if reasons else None

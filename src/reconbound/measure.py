@@ -4,6 +4,7 @@ What is wrong with a record (a loss that is not finite, a label out of range) is
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,10 +17,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ._check import InputError
 from .fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
-from .fisher.private import Problem, as_private, feature_mask, private_part
+from .fisher.private import Problem, as_private, feature_mask, module_caveats, private_part
 from .settings import Settings
 from .validate import check_batch
 from .validate.kinds import is_about_kinds, model_dtype
+from .validate.structure import ReconboundWarning, kink_caveats, kinked_modules
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -36,7 +38,7 @@ class Measurer:
         diagonal, spectral: whether measurements have them. check: check model and data first.
 
     Attributes:
-        features: d, private features of a record.
+        features: d, private features of a record. caveats: what every floor of this model must carry.
     """
 
     def __init__(
@@ -57,8 +59,15 @@ class Measurer:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.device = self.params[0].device
         few = self.rows(torch.arange(min(3, record_count(inputs, targets))))
-        if check:
-            check_batch(model, loss_fn, *few)
+        known = kink_caveats(kinked_modules(model))
+        found = check_batch(model, loss_fn, *few) if check else known
+        about = module_caveats(model, as_private(private))
+        self.caveats: tuple[str, ...] = (*found, *about)
+        if check and len(about) > 1:
+            why = "freeze it (requires_grad_(False)), or read the floors as for an attacker who does not look there"
+            warnings.warn(
+                f"floors do not cover all that is released, {about[1]}: {why}", ReconboundWarning, stacklevel=3
+            )
         self._methods = [
             covering_method(model, loss_fn, *few, part) for part in (Private("nothing"), as_private(private))
         ]

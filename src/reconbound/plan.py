@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ class Plan:
     budget: Budget = 1.0
     probes: int = 1
     noise: str = "philox"
-    seed: int | None = None
+    seed: int | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if ":" not in self.model:

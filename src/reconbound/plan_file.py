@@ -134,6 +134,8 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             continue
         if isinstance(was, dict) and isinstance(is_, dict):
             told += [f"{name} of {part}" for part in _differences(was, is_)]
+        elif name == "seed":
+            told.append("seed differs")  # not shown: it is as secret as the data
         elif name != "digest":
             told.append(f"{name} was {_said(was)} and is {_said(is_)}")
         elif not told:  # ranges and the like change the inputs too

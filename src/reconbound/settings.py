@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ._check import choice, number, whole
 from ._random import checked_seed
@@ -42,7 +42,7 @@ class Settings:
     budget: Budget = 0.15
     probes: int = 1
     noise: str = "philox"
-    seed: int | None = None
+    seed: int | None = field(default=None, repr=False)
     micro_batch: int | None = None
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ randomness is a function of (seed, run, step), so a run that was killed goes on 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -24,9 +25,11 @@ from .account import Account
 from .accountant import FisherAccountant
 from .budget import Blocks, batch_weight
 from .fisher import Private, StepInformation
+from .fisher.private import as_private
 from .measure import Fault, LossFn, Measurer, as_tensors, evaluated, record_count, row_counts
 from .sampling import make_sampler
 from .settings import Settings
+from .validate.structure import ReconboundWarning
 
 Measured = list[tuple[Tensor, StepInformation, float, bool]]  # records, what was found, weight, once per block
 
@@ -48,7 +51,7 @@ class PrivateSGD:
             it does with the noisy gradient is post-processing.
         schedule: optimizer → learning-rate scheduler, stepped once a step.
         initialise: called on the model before each run of `repeat`; default: reset_parameters of every module that
-            has a trainable parameter.
+            has a trainable parameter. Pretrained parameters must be put back by it: lambda m: m.load_state_dict(start).
         private: the private part of a record, as in `step_information`.
         diagonal, spectral, feature_scale: what else the ledger keeps, as in FisherAccountant. Records that the first
             runs of `repeat` have chosen are measured at every step of the runs after them, apart from the budget.
@@ -93,6 +96,8 @@ class PrivateSGD:
         self.device = next(iter(self.params.values())).device
         self.seed = new_seed() if settings.seed is None else int(settings.seed)
         self.private, self.diagonal, self.spectral, self.feature_scale = private, diagonal, spectral, feature_scale
+        _check_maker("optimizer", optimizer, torch.optim.Optimizer)
+        _check_maker("schedule", schedule, torch.optim.lr_scheduler.LRScheduler)
         self.make_optimizer, self.make_schedule = optimizer or self._sgd, schedule
         self.initialise = initialise or states.reset_parameters
         self.folder, self.every = checkpoint, whole("every", every)
@@ -113,7 +118,9 @@ class PrivateSGD:
         self.accountant: FisherAccountant | None = None
         self.history: list[dict[str, float]] = []
         self.kind, self.run, self.step, self.steps = "", 0, 0, 0
+        self.first_parameters: dict[str, Tensor] = {}
         self._turn, self._saved, self._midway = 0, -1, False
+        self._versions = self._parameter_versions()
         self._identity: dict[str, Any] = {}
         self.restart()
 
@@ -156,16 +163,27 @@ class PrivateSGD:
 
     def fit(self, steps: int | None = None, *, epochs: float | None = None) -> PrivateSGD:
         """Train one run of so many steps, or epochs of 1/q steps, from the model's present parameters; goes on from
-        the checkpoint folder's last good state."""
+        the checkpoint folder's last good state.
+
+        A run cannot be made longer afterwards: which steps measure which record is planned over all of its steps."""
+        done = self._done(1)
         with self._opened("fit", steps, epochs):
+            self._warn_if(done)
             self._train_run()
         return self
 
     def repeat(self, runs: int, steps: int | None = None, *, epochs: float | None = None) -> PrivateSGD:
         """Train `runs` independent runs, each from fresh parameters, and average their ledgers; resumable run by run
-        and step by step. More runs can be added later."""
+        and step by step. More runs can be added later.
+
+        Afterwards the model has the parameters of the FIRST run: that one may be released. The others only measure (and
+        to release one more of them would leak as much again). Fresh parameters are what `initialise` makes them."""
         count = whole("runs", runs)
+        done, changed = self._done(count), self._parameter_versions() != self._versions
         with self._opened("repeat", steps, epochs):
+            self._warn_if(done)
+            if changed:
+                self._warn_of_lost_parameters()
             while self.run < count:
                 if self.step == 0:
                     with seeded(derive(self.seed, "initial", self.run)):
@@ -175,7 +193,32 @@ class PrivateSGD:
                 if self.run + 1 == count:
                     break
                 self.run, self.step = self.run + 1, 0
+            self.model.load_state_dict(self.first_parameters)
         return self
+
+    def _parameter_versions(self) -> list[int]:
+        return [p._version for p in self.model.parameters()]
+
+    def _warn_of_lost_parameters(self) -> None:
+        if self.order == 0 and self.initialise is states.reset_parameters:
+            self._say(
+                "repeat begins each run from fresh parameters: those that the model was given are lost. To start from "
+                "them, give PrivateSGD initialise=lambda m: m.load_state_dict(start)"
+            )
+
+    def _done(self, runs: int) -> bool:
+        """Whether this learner, not one before it in the same folder, has trained so many runs."""
+        return self.steps > 0 and self.step == self.steps and self.run + 1 >= runs
+
+    def _warn_if(self, done: bool) -> None:
+        if done:
+            self._say(
+                f"{self.kind} has done its {self.steps} steps already and trains nothing more: to train longer make "
+                "a new PrivateSGD (with a checkpoint folder of its own) and give it all the steps"
+            )
+
+    def _say(self, what: str) -> None:
+        warnings.warn(what, ReconboundWarning, stacklevel=4)
 
     @property
     def order(self) -> int:
@@ -192,6 +235,8 @@ class PrivateSGD:
 
     def _after_step(self) -> None:
         """Evaluate and save where that is due; nothing happens twice, so it can be called again after an error."""
+        if self.kind == "repeat" and self.run == 0 and self.step == self.steps:
+            self.first_parameters = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         last = (self.history[-1]["run"], self.history[-1]["step"]) if self.history else None
         due = self.step == self.steps or (self.evaluate_every and self.step and self.step % self.evaluate_every == 0)
         if self.evaluate is not None and due and last != (self.run, self.step):
@@ -296,10 +341,7 @@ class PrivateSGD:
     def _opened(self, kind: str, steps: int | None, epochs: float | None) -> Iterator[None]:
         """Make the ledger for runs of this length; hold the checkpoint folder and go on from its last good state."""
         length = self._length(steps, epochs)
-        if self.steps and (kind, length) != (self.kind, self.steps):
-            raise InputError(
-                "steps", f"must stay those of {self.kind}({self.steps} steps): the ledger is for them", length
-            )
+        self._check_length(kind, length)
         if self._midway and self.folder is None:
             raise TrainingError("the learner was interrupted in the middle of a step: make a new one")
         if not self.steps:
@@ -310,8 +352,19 @@ class PrivateSGD:
             yield
             return
         with checkpoints.held(self.folder):
+            checkpoints.warn_if_open(self.folder)
             self._resume()
             yield
+
+    def _check_length(self, kind: str, length: int) -> None:
+        """An error that says what to do where another kind of training or another length is asked of a learner."""
+        anew = "make a new PrivateSGD, with a checkpoint folder of its own"
+        if self.steps and kind != self.kind:
+            why = f"cannot follow {self.kind} on one learner, whose ledger is for {self.kind}: {anew}"
+            raise InputError(kind, why, f"{kind}({length} steps) after {self.kind}({self.steps} steps)")
+        if self.steps and length != self.steps:
+            why = "which steps measure which record is planned over all steps of a run"
+            raise InputError("steps", f"must stay {self.steps}, as {kind} began with: {why}. For others {anew}", length)
 
     def _length(self, steps: int | None, epochs: float | None) -> int:
         if (steps is None) == (epochs is None):
@@ -343,6 +396,8 @@ class PrivateSGD:
             feature_scale=self.feature_scale,
             device=self.device,
         )
+        self.accountant.caveats = self.measurer.caveats
+        self.accountant.needs_range = as_private(self.private).part == "module"
         # at a step of a shuffled epoch the parameters tell whether a record was seen: only batches can be measured
         self.accountant.features.followed = self.accountant.diagonal == "chosen" and s.sampler != "shuffle"
         if isinstance(s.budget, float):
@@ -374,6 +429,12 @@ class PrivateSGD:
     @property
     def diagonal_kept(self) -> bool:
         return not (isinstance(self.diagonal, str) and self.diagonal == "none")
+
+
+def _check_maker(name: str, given: Any, kind: type) -> None:
+    if isinstance(given, kind):
+        what = "must be a function that makes one (lambda parameters: Adam(parameters)): each run begins with a new one"
+        raise InputError(name, what, f"a {type(given).__name__} that is made already")
 
 
 __all__ = ["PrivateSGD", "Settings", "TrainingError"]

@@ -44,6 +44,7 @@ class Bound:
         units: the unit of the data, for printing.
         coordinates: "each": no coordinate by itself is known better than this; "average": only the mean over the
             record's coordinates is bounded, and some of them may be known much better.
+        notes: those of `assumes` that must be read with the number; printed with it.
 
     >>> age = Bound("theorem1", 391.3, "Theorem 1", "unbiased", "replace-one", guess=2500.0, units="years",
     ...             coordinates="each")
@@ -62,6 +63,10 @@ class Bound:
     guess: float | None = None
     units: str = ""
     coordinates: Coordinates = "average"
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError("a Bound is not indexed itself: its numbers are in .value (squared units) and .rmse (units)")
 
     @property
     def mse(self) -> Any:
@@ -145,7 +150,8 @@ class Bound:
             )
         guess = f"; a plain guess errs by ±{figure(math.sqrt(self.guess))}{unit}" if self.guess is not None else ""
         sampler = f"; {self.sampler} batches" if self.sampler not in ("any", "none") else ""
-        return f"{self.name}: {said}{guess} [{self.theorem}; {self.adjacency}{sampler}]"
+        notes = "".join(f"; {note}" for note in self.notes)
+        return f"{self.name}: {said}{guess} [{self.theorem}; {self.adjacency}{sampler}{notes}]"
 
 
 @dataclass(frozen=True)

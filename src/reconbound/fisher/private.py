@@ -28,7 +28,9 @@ class Private:
 
     part: "input" (the default), "target" (label privacy: soft targets, with a loss that is differentiable in them) or
         "module" (the OUTPUT of the named module, such as a token embedding, is the private variable; what went into the
-        module is public). ("nothing": for a step that measures no one.)
+        module is public). ("nothing": for a step that measures no one.) A floor for an embedding's output is about
+        that vector, taken as any point of its space: it is not about the token, of which there are finitely many to
+        choose from, and where the embedding itself is trained its gradient shows which rows were used: freeze it.
     name: for "input", the key or position among several inputs; for "module", its dotted name in the model.
     features: a boolean mask or integer indices over one record's flattened private part; all of it when None.
     """
@@ -73,6 +75,17 @@ def as_private(private: Private | Tensor | str | None) -> Private:
     if isinstance(private, Private):
         return private
     raise ValueError(f'private must be None, a tensor of features, "input", "target" or a Private, got {private!r}')
+
+
+def module_caveats(model: nn.Module, private: Private) -> tuple[str, ...]:
+    """What floors for a module's output must say: what they are about, and that training the module gives more away."""
+    if private.part != "module":
+        return ()
+    about = f"about the output of module {private.name!r}, not about what went into it (tokens)"
+    if not any(p.requires_grad for p in _module(model, private).parameters()):
+        return (about,)
+    shown = f"the parameters of module {private.name!r} are trained, and their gradient shows what went into it"
+    return (about, f"not covered: {shown} (of an embedding: which rows)")
 
 
 def private_part(problem: Problem, inputs: Inputs, targets: Any) -> Tensor:

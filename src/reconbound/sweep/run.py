@@ -63,7 +63,7 @@ class Sweep:
     delta: float = 1e-5
     storage: str | None = None
     name: str = "sweep"
-    seed: int | None = None
+    seed: int | None = field(default=None, repr=False)
     lease: float = 60.0
 
     def __post_init__(self) -> None:
@@ -269,7 +269,7 @@ def sweep_seed(config: Sweep) -> int:
     except (OSError, ValueError):
         raise InputError("out", f"must have the sweep's seed in {SEED}", str(path)) from None
     if config.seed is not None and config.seed != found:
-        raise InputError("seed", f"must stay the one in {path}", config.seed)
+        raise InputError("seed", f"must stay the one in {path}", "another")
     return found
 
 

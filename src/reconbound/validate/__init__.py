@@ -20,6 +20,7 @@ from reconbound.validate.structure import (
     ModelError,
     ReconboundWarning,
     check_structure,
+    kink_caveats,
     kinked_modules,
     warn_kinks,
 )
@@ -50,7 +51,7 @@ def check_model(model: nn.Module) -> None:
     warn_kinks(kinked_modules(model))
 
 
-def check_batch(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> None:
+def check_batch(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> tuple[str, ...]:
     """Check a model, its loss and a batch together; the model runs on three of the records, and is left as it was.
 
     Args:
@@ -58,6 +59,9 @@ def check_batch(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) ->
         loss_fn: loss_fn(outputs, targets) -> one loss for each record, shape (B,).
         inputs: a tensor (B, ...), or a tuple or dictionary of such: model(x), model(*x) or model(**x).
         targets: what loss_fn takes, tensors with B rows.
+
+    Returns:
+        Caveats that every floor of this model must carry: that it is not proved, where the model has kinks; else ().
 
     Raises:
         ModelError: all that `check_model` raises; a value of the batch is not finite; the loss was reduced over the
@@ -91,7 +95,9 @@ def check_batch(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) ->
         if not (trace.kinks or kinked_modules(model)):  # differences across a kink would say nothing
             check_differences(model, loss_fn, few, trace)
     _warn_buffers(model, trace)
-    warn_kinks({**trace.kinks, **kinked_modules(model)})
+    kinks = {**trace.kinks, **kinked_modules(model)}
+    warn_kinks(kinks)
+    return kink_caveats(kinks)
 
 
 def _warn_buffers(model: nn.Module, trace: Trace) -> None:

@@ -95,6 +95,14 @@ def kinked_modules(model: nn.Module) -> dict[str, str]:
     return {path: type(m).__name__ for path, m in model.named_modules() if isinstance(m, _KINKED_MODULES)}
 
 
+def kink_caveats(kinks: Mapping[str, str]) -> tuple[str, ...]:
+    """What every floor must say of a model with these kinks: nothing, or one sentence."""
+    if not kinks:
+        return ()
+    places = ", ".join(f"{what} at {place(path)}" for path, what in kinks.items())
+    return (f"not proved: the model has kinks ({places})",)
+
+
 def warn_kinks(kinks: Mapping[str, str]) -> None:
     if kinks:
         places = ", ".join(f"{place(path)} ({what})" for path, what in kinks.items())

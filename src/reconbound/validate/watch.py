@@ -131,7 +131,7 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
         except RuntimeError as error:
             if "in-place" in str(error):
                 raise in_place_error(model, {trace.here: "its input"}, error) from error
-            said = said_of_inputs(error, model, inputs)
+            said = said_of_inputs(error, model, inputs) or _said_of_shapes(error, model, trace, inputs)
             raise (error if said is None else ModelError(said)) from error
         try:
             trace.losses = loss_fn(outputs, tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, targets))
@@ -140,6 +140,15 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
             raise (error if said is None else ModelError(said)) from error
     check_losses(trace.losses, record_count(inputs))
     return trace
+
+
+def _said_of_shapes(error: RuntimeError, model: nn.Module, trace: Trace, inputs: Any) -> str | None:
+    """Which module does not take what it is given, and a record's shape; None if PyTorch speaks of other matters."""
+    why = first_line(error)
+    if not any(word in why for word in ("cannot be multiplied", "channels", "must match the size", "normalized_shape")):
+        return None
+    shapes = ", ".join(f"{name} {tuple(x.shape[1:])}" for name, x in _tensors("inputs", inputs))
+    return f"{label(model, trace.here)} does not take what it is given ({why}); a record has the shape {shapes}"
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
