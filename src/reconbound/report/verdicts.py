@@ -175,7 +175,7 @@ def weak(records: int, epsilon: float | None, noun: str) -> list[str]:
     if epsilon is not None and epsilon > WEAK:
         found.append(
             f"ε = {amount(float(epsilon))} is weak as differential privacy goes (it hardly hides who took part); the "
-            f"floors here are about rebuilding a {noun}’s values, and stand by themselves."
+            f"floors here are about rebuilding the values of one {noun}, and stand by themselves."
         )
     return found
 
