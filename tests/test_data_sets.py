@@ -1,6 +1,5 @@
 """The Dataset type, the split by seed, scikit-learn's own sets, and MNIST and CIFAR-10 by name."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,7 @@ from reconbound._check import InputError
 from reconbound.data import NAMES, DataError, Dataset, Feature, Pixels, load
 from reconbound.data.dataset import clean
 from reconbound.data.split import Division, keep, split
-
-FOLDER = os.environ.get("RECONBOUND_DATA")
+from where import FOLDER, needs
 
 
 def everything(found):
@@ -210,9 +208,9 @@ def test_torch_is_not_imported():
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.skipif(not FOLDER or not (Path(FOLDER) / "mnist").is_dir(), reason="no MNIST in RECONBOUND_DATA")
+@needs("mnist")
 def test_mnist_by_name():
-    found = load("mnist", limit=500)
+    found = load("mnist", folder=FOLDER, limit=500)
     assert found.inputs.shape == (500, 1, 28, 28)
     assert found.test_inputs.shape == (10_000, 1, 28, 28)
     assert 0.1 < found.inputs.mean() < 0.16
@@ -221,13 +219,13 @@ def test_mnist_by_name():
     assert found.features[28].name == "pixel (1, 0)"
 
 
-@pytest.mark.skipif(not FOLDER or not (Path(FOLDER) / "adult").is_dir(), reason="no Adult in RECONBOUND_DATA")
+@needs("adult")
 def test_adult_as_a_csv_file_with_six_private_columns(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "experiments"))
     import adult_csv
 
     path = tmp_path / "adult.csv"
-    assert adult_csv.write(path, Path(FOLDER) / "adult") == 32_561
+    assert adult_csv.write(path, FOLDER / "adult") == 32_561
     ranges = {name: (low, high) for name, (_, low, high) in adult_csv.NUMBERS.items()}
     units = {name: unit for name, (unit, *_) in adult_csv.NUMBERS.items()}
     found = load(path, target="income", private=list(adult_csv.NUMBERS), ranges=ranges, units=units)
@@ -238,7 +236,7 @@ def test_adult_as_a_csv_file_with_six_private_columns(tmp_path, monkeypatch):
     assert int(found.targets.sum() + found.test_targets.sum()) == 7_841
 
     values = found.offset + found.scale * found.inputs[:, found.private].astype(np.float64)
-    people = adult_csv.rows(Path(FOLDER) / "adult")
+    people = adult_csv.rows(FOLDER / "adult")
     for k in (0, 1000, 20_000):
         person = people[int(found.record_names[k].removeprefix("row ")) - 2]
         own = [float(person[adult_csv.COLUMNS.index(name)]) for name in adult_csv.NUMBERS]

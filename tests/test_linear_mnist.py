@@ -1,8 +1,6 @@
 """The paper's logistic regression, where the data folder is given: the claims of figures 2 and 3 in small."""
 
 import math
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +10,7 @@ from reconbound import OutputPerturbation
 from reconbound.attacks import simulate
 from reconbound.data import mnist
 from reconbound.linear import Logistic, leakage, minimise, reference
-
-FOLDER = os.environ.get("RECONBOUND_DATA", "")
-needs_data = pytest.mark.skipif(
-    not Path(FOLDER, "mnist").is_dir() or not FOLDER, reason="RECONBOUND_DATA has no mnist/"
-)
+from where import FOLDER, needs
 
 
 def digits(train):
@@ -25,7 +19,7 @@ def digits(train):
     return x[keep].reshape(-1, 784) / 255.0, y[keep].astype(float)
 
 
-@needs_data
+@needs("mnist")
 def test_figures_2_and_3_in_small():
     x, y = digits(True)
     assert len(x) == 12_665

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import warnings
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from reconbound.noise import draw
 from reconbound.sampling import FixedSize, Poisson, ShuffledEpochs
 from reconbound.sgd import PrivateSGD, Settings, TrainingError
 from reconbound.validate import ReconboundWarning
+from where import FOLDER, needs
 
 CPU = torch.device("cpu")
 
@@ -527,18 +527,12 @@ def test_a_bar_on_a_terminal_unless_switched_off(monkeypatch, wanted: bool) -> N
 # --- MNIST -------------------------------------------------------------------------------------
 
 
-def mnist_folder() -> Path:
-    named = os.environ.get("RECONBOUND_DATA") or Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
-    if not (Path(named) / "mnist").is_dir():
-        pytest.skip(f"no MNIST under {named}: set RECONBOUND_DATA")
-    return Path(named)
-
-
+@needs("mnist")
 def test_mnist_exact_floors_are_higher_than_the_papers_at_every_record() -> None:
     from reconbound.data import mnist
     from reconbound.networks import mnist_cnn
 
-    images, labels = mnist(mnist_folder())
+    images, labels = mnist(FOLDER)
     x, y = torch.from_numpy(images[:600].copy()).float().unsqueeze(1) / 255, torch.from_numpy(labels[:600].copy())
     torch.manual_seed(0)
     chosen = Settings(0.5, 8.0, 0.05, lr=0.03, momentum=0.5, rules=("exact", "paper"), budget=1.0, seed=0)
