@@ -55,6 +55,7 @@ def test_clone_pipeline_grid_search_and_pickle(name):
     assert search.best_params_.keys() == {f"{step}__l2"}
     assert search.score(x, y) > 0.9
     fitted = model.fit(x, y)
+    # its own bytes, which a scikit-learn estimator must survive; the library itself loads no pickle
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(fitted)).predict(x), fitted.predict(x))
     np.testing.assert_array_equal(clone(model).fit(x, y).coef_, fitted.coef_)
     assert not np.array_equal(clone(model).set_params(random_state=1).fit(x, y).coef_, fitted.coef_)
