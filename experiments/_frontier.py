@@ -94,8 +94,11 @@ def report(
     paper: dict[tuple[str, float], str],
     low: float,
     drawn: bool = True,
+    more: Sequence[tuple[str, float, str]] = (),
 ) -> None:
-    """The table and, if drawn, the picture of one data set's rows. paper: what it says of (series, level)."""
+    """The table and, if drawn, the picture of one data set's rows.
+
+    paper: what it says of (series, level). more: further (series, level, what the level is)."""
     rows = [row for path in paths for row in completed(path, rate, dim)]
     poisson = [row for row in rows if row["sampler"] == "poisson"]
     several = any(row["run"] == "mean" for row in poisson)
@@ -109,6 +112,8 @@ def report(
                 lines.append(
                     (f"best accuracy with MSE floor ≥ {level:g}: {label}", said, _ours(rows, whole, runs, key, level))
                 )
+    for key, level, what in more:
+        lines.append((f"best accuracy with {what}: {SERIES[key][0]}", "", _ours(rows, whole, runs, key, level)))
     lines.append(
         (
             "best accuracy with MSE floor ≥ 1: add/remove bound at sensitivity 2C",

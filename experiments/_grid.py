@@ -57,6 +57,18 @@ def scaled(images: np.ndarray) -> Tensor:
     return (x.unsqueeze(1) if x.dim() == 3 else x).float() / 255
 
 
+def on_test(load: Callable[..., tuple[np.ndarray, np.ndarray]], device: str) -> Callable[[nn.Module], Tensor]:
+    """What gives a model's accuracy on the test set; load takes train=."""
+    images, labels = load(train=False)
+    x, y = scaled(images).to(device), torch.from_numpy(labels).to(device)
+
+    def accuracy(model: nn.Module) -> Tensor:
+        with torch.no_grad():
+            return torch.cat([model(part).argmax(1) for part in x.split(2500)]).eq(y).double().mean()
+
+    return accuracy
+
+
 def summary(dfil: Tensor) -> dict[str, Tensor]:
     """The quantiles over records, (K,) each."""
     ordered = dfil.sort(dim=1).values
@@ -105,13 +117,8 @@ def train(grid: Grid, asked: argparse.Namespace) -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = asked.tf32
     images, labels = grid.load(True)
     x, y = scaled(images), torch.from_numpy(labels)
-    images, labels = grid.load(False)
-    test_x, test_y = scaled(images).to(asked.device), torch.from_numpy(labels).to(asked.device)
+    accuracy = on_test(lambda train: grid.load(train), asked.device)
     print(f"{len(done)} trainings done before, {len(todo)} to do", flush=True)
-
-    def accuracy(model: nn.Module) -> Tensor:
-        with torch.no_grad():
-            return torch.cat([model(part).argmax(1) for part in test_x.split(2500)]).eq(test_y).double().mean()
 
     longest = 0.0
     for first in range(0, len(todo), asked.fleet or grid.fleet):
@@ -211,6 +218,7 @@ def options(doc: str | None, *, runs: int, rows: Path) -> argparse.ArgumentParse
     parser.add_argument("--fleet", type=int, default=0, help="trainings at once")
     parser.add_argument("--method", default="auto", help="stacked or branches")
     parser.add_argument("--start", default="torch", choices=("torch", "lecun"), help="initial parameters")
+    parser.add_argument("--scale", default="unit", help="of the pixels: unit, symmetric or standard")
     parser.add_argument("--tf32", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--exposed", default="", help="JSON file for the first training's most exposed records")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from _grid import append, losses, scaled
+from _grid import append, losses, on_test, scaled
 from _grid import options as options_of
 from torch import nn
 
@@ -55,12 +55,7 @@ VARIANTS = {
 def train(runs: int, out: Path, device: str, short: int) -> None:
     images, labels = mnist(train=True)
     x, y = scaled(images), torch.from_numpy(labels)
-    images, labels = mnist(train=False)
-    test_x, test_y = scaled(images).to(device), torch.from_numpy(labels).to(device)
-
-    def accuracy(model: nn.Module) -> torch.Tensor:
-        with torch.no_grad():
-            return torch.cat([model(part).argmax(1) for part in test_x.split(2500)]).eq(test_y).double().mean()
+    accuracy = on_test(mnist, device)
 
     for name, v in VARIANTS.items():
         begun = time.perf_counter()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def mnist_cnn() -> nn.Sequential:
@@ -46,6 +47,35 @@ def cifar10_cnn() -> nn.Sequential:
             channels = width
         blocks.append(nn.AvgPool2d(2))
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(2048, 128), nn.Tanh(), nn.Linear(128, 10))
+
+
+class _Standardise(nn.Module):
+    """(x − mean)/std of each channel, with constants that do not come from the private data."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
+        super().__init__()
+        for name, value in (("mean", mean), ("std", std)):
+            tensor = torch.tensor(value, dtype=torch.get_default_dtype())
+            self.register_buffer(name, tensor.reshape(-1, 1, 1) if tensor.dim() else tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / self.std
+
+
+def standardised(model: nn.Sequential, mean: float | Sequence[float], std: float | Sequence[float]) -> nn.Sequential:
+    """The network behind a fixed layer that takes (x − mean)/std, each a number or one for each channel of an image.
+
+    The private input stays x as it was, so floors stay in its units. The constants must be public: if they were
+    computed from the private data, that release is not accounted for.
+
+    >>> model = standardised(nn.Sequential(nn.Identity()), 0.5, 0.25)
+    >>> model(torch.tensor([0.0, 1.0]))
+    tensor([-2.,  2.])
+    """
+    return nn.Sequential(_Standardise(mean, std), *model)
 
 
 def linear(shape: Sequence[int], outputs: int) -> nn.Sequential:
