@@ -5,6 +5,7 @@
     plan.json              what was asked, and the seed (confidential)
     checkpoints/           of the training (confidential)
     model.safetensors      the released parameters: those of the first run
+    inputs.json            how a record enters the model (confidential)
     report.html            the page for the data's owner (confidential)
     report-public.html     the page that may be shown
 

@@ -136,7 +136,7 @@ def audit_command(
     }
     if test_share is not None:
         wishes["test_share"] = test_share
-    resume = "; run the same command again to go on"
+    resume = f"; run the same command again{', without --fresh,' if fresh else ''} to go on"
     with plain_errors(resume):
         from ..data.tables import read_ranges, read_units
         from ..plan_file import open_folder, refuse_other
