@@ -243,7 +243,9 @@ class FeatureLedger:
         return not given or torch.equal(self.rows, other.rows)  # type: ignore[arg-type]
 
     def floors(self, scale: Tensor, runs: int, measured: Tensor, average: bool) -> Bound:
-        """1/I_jj in the squares of the data's units: of the records kept, (k, d), or of the average, (1, d)."""
+        """1/I_jj in the squares of the data's units: of the records kept, (k, d), or of the average, (1, d).
+
+        Of the average no standard error is kept, and the result says so."""
         if self.kind == "none":
             raise InputError("diagonal", "must have been kept to speak of features", self.kind)
         average = average or self.kind == "average"
@@ -259,6 +261,8 @@ class FeatureLedger:
                 unseen = self.state["diagonal_runs"] == 0
             value = np.where(unseen.numpy()[:, None], 0.0, value)
         assumes = (*bound.assumes, f"rule {self.account.rules[0]}")
+        if average:
+            assumes += ("of the average record: an estimate whose standard error is not known",)
         if self.choice is not None and not average:
             assumes += (f"records chosen by {self.choice.after} run(s), measured in the others",)
         return Bound(bound.name, value, bound.theorem, "unbiased", bound.adjacency, self.account.sampler, assumes)

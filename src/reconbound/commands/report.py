@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -61,6 +62,8 @@ def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
     from rich.text import Text
 
     console = Console(highlight=False, markup=False)
+    for said in found["caveats"]:
+        console.print(Text(said))
     for title, names, cells in (
         ("Settings", ("audit", "noise", "steps", "ε", "accuracy"), _settings),
         ("Floors in ± share of the range", ("audit", "lowest", "limit", "median", "guess", "below guess"), _floors),
@@ -158,7 +161,7 @@ def found_record(view: View, given: str) -> int:
     1,234"); an InputError with near matches where there is none, or more than one."""
     text = given.strip()
     plain = text.lower().removeprefix("record ").replace(",", "")
-    if plain.lstrip("-").isdigit():
+    if re.fullmatch(r"-?[0-9]+", plain):
         if 0 <= int(plain) < view.records:
             return int(plain)
         raise InputError("record", f"must be from 0 to {view.records - 1:,}: there are {view.records:,} records", given)
