@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import html
+import json
+import math
 import shutil
+import stat
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from reconbound import cli
-from reconbound.report import comparison
-from reconbound.run_folder import read_run, write_run
-from run_folders import people_folder
+from pages import Elements, view_of
+from reconbound import cli, report
+from reconbound._check import InputError
+from reconbound.bounds._bound import figure
+from reconbound.report import columns, comparison
+from reconbound.run_folder import prepare, read_leakage, read_run, write_leakage, write_run
+from run_folders import RANGES, digits_folder, people_folder
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +57,88 @@ def test_audits_are_told_apart_however_long_their_paths_are(people: Path, tmp_pa
     told = comparison.differences(views, names, folders)
     assert [d["values"] for d in told if d["what"] == "data set"] == [{names[0]: "people", names[1]: "others"}]
     assert len(comparison.common(views, names)) == views[0].features
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return digits_folder(tmp_path_factory.mktemp("runs") / "digits", runs=5, steps=20, records=200, noise=0.1)
+
+
+def test_a_comparison_escapes_folder_names(digits: Path, people: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "<img src=x onerror=alert(1)>"
+    odd.symlink_to(digits)
+    short = tmp_path / "b"
+    short.symlink_to(people)
+    report.compare([odd, short], tmp_path / "out.html")
+    assert sum(tag == "img" for tag, _ in Elements((tmp_path / "out.html").read_text()).found) == 0
+
+
+def test_compare_sets_runs_side_by_side(digits: Path, people: Path, tmp_path: Path) -> None:
+    path = report.compare([digits, people], tmp_path / "compare.html")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    text = Elements(path.read_text()).text
+    for folder in (digits, people):
+        assert f"±{figure(float(view_of(folder).floor.min()))}" in text
+    assert "Not comparable as they stand: these audits differ in data set, kind of data" in text
+    assert "Confidential." in text
+    with pytest.raises(InputError, match="folders"):
+        report.compare([digits], tmp_path / "one.html")
+
+
+def test_a_comparison_says_what_differs(people: Path, tmp_path: Path) -> None:
+    """Ranges, units and columns by audit; nothing to say where only settings differ."""
+    run, leakage = read_run(people), read_leakage(people)
+
+    def other(name: str, data: dict | None = None, **facts: Any) -> Path:
+        write_run(prepare(tmp_path / name), replace(run, data={**run.data, **(data or {})}))
+        write_leakage(tmp_path / name, replace(leakage, facts={**leakage.facts, **facts}))
+        return tmp_path / name
+
+    same = other("same")
+    found = comparison.facts([people, same])
+    assert found["warning"] == ""
+    assert found["differences"] == []
+    assert 'id="differences"' not in report.compare([people, same], tmp_path / "c.html").read_text()
+    scale, units = leakage.facts["scale"], leakage.facts["units"]
+    ranges = {**run.data["ranges"], "age": [0.0, 100.0]}
+    wider = other("wider", {"ranges": ranges}, scale=[100.0, *scale[1:]], units=["weeks", *units[1:]])
+    off = other("off", {"ranges": {k: v for k, v in ranges.items() if k != "age"}}, scale=[100.0, *scale[1:]])
+    found = comparison.facts([people, wider, off])
+    assert found["differences"] == [
+        {"what": "range of age",
+         "values": {"people": "0 to 120", "wider": "0 to 100", "off": "0 to 100, read off the data"}},
+        {"what": "unit of age", "values": {"people": "years", "wider": "weeks", "off": "years"}},
+    ]  # fmt: skip
+    assert found["warning"].startswith(
+        "Not comparable as they stand: these audits differ in range of age, unit of age."
+    )
+    text = Elements(report.compare([people, wider, off], tmp_path / "c.html").read_text()).text
+    assert found["warning"] in text
+    assert "0 to 100 weeks" in text
+    assert "0 to 100 years, read off the data" in text
+    named = other("named", {"name": "others", "records": 7})
+    assert comparison.facts([people, named])["warning"] == "Compare with care: these audits differ in data set."
+    for folder, digest in ((people, "a" * 64), (same, "b" * 64)):
+        (folder / "plan.json").write_text(json.dumps({"data": {"digest": digest}}))
+    assert comparison.facts([people, same])["differences"][0]["what"] == "values of the data"
+    (people / "plan.json").unlink()
+
+
+def test_common_columns_are_compared_in_their_own_units(people: Path, tmp_path: Path) -> None:
+    """By name and unit; with a column in another unit left out."""
+    run, leakage = read_run(people), read_leakage(people)
+    facts = {**leakage.facts, "units": ["weeks", *leakage.facts["units"][1:]]}
+    write_run(prepare(tmp_path / "other"), run)
+    write_leakage(tmp_path / "other", replace(leakage, facts=facts, kept_diagonal=leakage.kept_diagonal / 4))
+    found = comparison.facts([people, tmp_path / "other"])
+    assert [c["name"] for c in found["columns"]] == leakage.facts["feature_names"][1:]
+    for j, column in enumerate(found["columns"], start=1):
+        low, high = RANGES[j]
+        floor = (high - low) / math.sqrt(float(leakage.kept_diagonal[:, j].max()))
+        own, other = column["audits"]["people"], column["audits"]["other"]
+        assert (own["lowest"], other["lowest"]) == (pytest.approx(floor), pytest.approx(2 * floor))
+        assert own["below"] == columns.counts(view_of(people))[j]["below"]
+    text = Elements(report.compare([people, tmp_path / "other"], tmp_path / "c.html").read_text()).text
+    assert f"±{figure(2 * floor)}" in text[text.index("Single columns, in their own units") :]
+    assert found["audits"][0]["floors"]["lowest_at_upper_limit"] is None
+    json.dumps(found, allow_nan=False)
