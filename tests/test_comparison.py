@@ -17,7 +17,7 @@ from pages import Elements, view_of
 from reconbound import cli, report
 from reconbound._check import InputError
 from reconbound.bounds._bound import figure
-from reconbound.report import columns, comparison
+from reconbound.report import columns, comparison, verdicts
 from reconbound.run_folder import prepare, read_leakage, read_run, write_leakage, write_run
 from run_folders import RANGES, digits_folder, people_folder
 
@@ -142,3 +142,30 @@ def test_common_columns_are_compared_in_their_own_units(people: Path, tmp_path: 
     assert f"±{figure(2 * floor)}" in text[text.index("Single columns, in their own units") :]
     assert found["audits"][0]["floors"]["lowest_at_upper_limit"] is None
     json.dumps(found, allow_nan=False)
+
+
+def test_a_limit_is_not_given_for_records_that_have_none(people: Path, tmp_path: Path, capsys) -> None:
+    """The most exposed record was measured too rarely: the others' limit, though higher, is not its own."""
+    other = shutil.copytree(people, tmp_path / "other")
+    first, leakage = read_run(people), read_leakage(people)
+    worst = int(leakage.dfil[0].argmax())
+    upper = 1.2 * leakage.dfil
+    upper[:, worst] = math.inf
+    write_leakage(other, replace(leakage, upper=upper))
+    write_run(other, replace(first, mechanism={**first.mechanism, "runs": 2}))
+    view = view_of(other)
+    assert view.unlimited == 1
+    lowest = float(view.upper_floor[view.upper_floor > 0].min())
+    page = tmp_path / "page.html"
+    assert cli.run(["report", str(people), str(other), "--out", str(page)]) == 0
+    said = f"±{figure(lowest / view.unit)}, 1 without"
+    assert said in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f'<td class="n">{said}</td>' in page.read_text()
+    found = comparison.facts([people, other])["audits"]
+    assert [audit["without_limit"] for audit in found] == [0, 1]
+    assert found[1]["floors"]["lowest_at_upper_limit"] == pytest.approx(lowest / view.unit)
+    upper[:, worst] = 1.2 * leakage.dfil[:, worst]
+    upper[:, (worst + 1) % upper.shape[1]] = math.inf
+    upper[:, (worst + 2) % upper.shape[1]] = 2 * upper[:, worst]  # the lowest limit is another record's
+    write_leakage(other, replace(leakage, upper=upper))
+    assert "that of any record that has a limit at least" in verdicts.sureness(view_of(other))[0]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
+import json
 import math
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from pages import Elements, data_of, page_of, view_of
-from reconbound import report
+from reconbound import cli, report
 from reconbound._files import Unreadable
 from reconbound.bounds._bound import figure
 from reconbound.report import advice, axes, charts, verdicts, words
@@ -61,6 +63,19 @@ def test_a_folder_without_an_audit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Unreadable, match="holds no finished audit"):
         report.build(tmp_path)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("part", ["data", "mechanism", "training", "guarantee"])
+def test_a_file_of_facts_that_was_changed_by_hand_is_refused_in_a_line(
+    part: str, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(digits, tmp_path / "digits")
+    facts = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**facts, part: [3]}))
+    for command in ("report", "show"):
+        assert cli.run([command, str(folder)]) == 2
+        said = capsys.readouterr().err
+        assert said == f"reconbound: {folder / 'run.json'} is not a file of reconbound's ({part} must be an object)\n"
 
 
 @pytest.mark.parametrize("kind", ["digits", "people"])

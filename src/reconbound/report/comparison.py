@@ -65,7 +65,8 @@ def facts(folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
             "floors": {"lowest": worst, "lowest_at_upper_limit": _limit(view),
                        "median": view.quantile(0.5) / view.unit},
             "guess": view.guess / view.unit, "unit": "± share of the range", "below_guess": view.below(view.guess),
-            "never_measured": view.unknown, "caveats": dict(view.run.caveats or {}),
+            "never_measured": view.unknown, "without_limit": view.unlimited,
+            "caveats": dict(view.run.caveats or {}),
         })  # fmt: skip
     return {"confidential": True, "audits": audits, "columns": common(views, names), "differences": told,
             "warning": warning(told), "caveats": caveats(views, names)}  # fmt: skip
@@ -141,7 +142,7 @@ def compared(view: View, name: str) -> dict[str, Any]:
         "epsilon": "–" if epsilon is None else amount(float(epsilon)),
         "accuracy": _said(view),
         "worst": plus_minus(worst),
-        "limit": "–" if limit is None else plus_minus(limit),
+        "limit": limited(limit, view.unlimited),
         "median": plus_minus(view.quantile(0.5) / view.unit),
         "guess": plus_minus(view.guess / view.unit),
         "below": f"{view.below(view.guess):,} of {view.records:,}",
@@ -160,8 +161,18 @@ def _said(view: View) -> str:
     return "–" if last is None else f"{last:.1%}" if classes else f"R² {last:.3f}"
 
 
+def limited(limit: float | None, without: int) -> str:
+    """The lowest limit, and of how many records that were measured it says nothing.
+
+    >>> limited(0.25, 0), limited(0.25, 3), limited(None, 3)
+    ('±0.25', '±0.25, 3 without', '–')
+    """
+    return "–" if limit is None else f"{plus_minus(limit)}{f', {without:,} without' if without else ''}"
+
+
 def _limit(view: View) -> float | None:
-    """The lowest floor at the upper confidence limit, as a share of the range; None where there is none."""
+    """The lowest floor at the upper confidence limit, as a share of the range, of the records that have one; None where
+    none has."""
     upper = view.upper_floor
     return None if upper is None or not (upper > 0).any() else float(upper[upper > 0].min()) / view.unit
 
