@@ -105,6 +105,21 @@ def test_records_never_measured_are_said_and_no_word_is_given_for_them(tmp_path)
     assert "measured the best" not in verdict([{**row, "never_measured": 0} for row in rows], "exact_max")[1]
 
 
+@pytest.mark.filterwarnings("ignore::reconbound.data.DataWarning")
+def test_ranges_that_were_read_off_the_data_are_said(tmp_path, capsys) -> None:
+    said = "Some columns’ ranges were read off the data before training."
+    table = tmp_path / "table.csv"
+    table.write_text("\n".join(["age,y", *(f"{k % 50},{'ab'[k % 2]}" for k in range(40))]) + "\n")
+    words = ["sweep", str(table), "--target", "y", "--grid", "lr=1", "--steps", "2", "--model", "linear"]
+    for more, there in (([], True), (["--range", "age=0:60"], False)):
+        out = tmp_path / str(there)
+        assert cli.run([*words, *more, "--out", str(out)]) == 0
+        assert (said in capsys.readouterr().out) == there
+        assert (said in (out / "frontier.html").read_text()) == there
+        assert cli.run(["frontier", str(out)]) == 0
+        assert (said in " ".join(capsys.readouterr().out.split())) == there
+
+
 def test_without_test_records_it_is_not_said_that_nothing_was_trained(tmp_path, capsys) -> None:
     words = ["sweep", "digits", "--limit", "40", "--test-share", "0", "--grid", "lr=1", "--steps", "2"]
     assert cli.run([*words, "--model", "linear", "--out", str(tmp_path)]) == 0

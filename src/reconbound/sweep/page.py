@@ -51,8 +51,8 @@ def write_pages(folder: Path, rows: Sequence[Row], facts: Mapping[str, Any]) -> 
     """frontier.html and a page for each run, for their owner alone (mode 0600).
 
     Args:
-        rows: of the finished trials. facts: data, runs, trials, finished and failed; guesses, task and caveats where
-            they are known.
+        rows: of the finished trials. facts: data, runs, trials, finished and failed; guesses, task, caveats and
+            inferred_ranges where they are known.
     """
     prepare(folder)
     for number in sorted({row["trial"] for row in rows}):
@@ -120,7 +120,7 @@ def measured_by(facts: Mapping[str, Any]) -> str:
 
 
 def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
-    """What takes from the floors of single records, said first: kinks of the model, records never measured."""
+    """What takes from the floors, said first: kinks of the model, records never measured, ranges read off the data."""
     found = [clean(said, 600) for said in (facts.get("caveats") or {}).values()]
     most = max((int(row.get("never_measured") or 0) for row in rows), default=0)
     if most:
@@ -128,6 +128,8 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
             f"Up to {count(most, 'record')} of a training {'was' if most == 1 else 'were'} never measured: nothing is "
             "known about them, and the floors of records leave them out. A number as --budget measures every record."
         )
+    if facts.get("inferred_ranges"):
+        found.append(words.INFERRED)
     return found
 
 

@@ -157,7 +157,8 @@ def stored(folder: Path, storage: str | None = None) -> tuple[list[Row], dict[st
     error = failed[0].user_attrs.get("error") if failed else None
     facts = {"folder": str(folder), "data": about["data"], "runs": about["runs"], "trials": len(trials)}
     finished = sum(trial.state.name == "COMPLETE" for trial in trials)
-    facts |= {"guesses": about.get("guesses") or {}, "task": about.get("task"), "caveats": about.get("caveats")}
+    facts |= {"guesses": about.get("guesses") or {}}
+    facts |= {name: about.get(name) for name in ("task", "caveats", "inferred_ranges")}
     return rows, {**facts, "finished": finished, "failed": len(failed), "error": error}
 
 
@@ -211,7 +212,8 @@ def _known(config: Sweep, train: Any) -> dict[str, Any]:
         return {}
     named = config.space.get("model")
     models = tuple(named.values) if isinstance(named, Choices) else ()
-    return {"guesses": train.guesses(), "task": train.dataset.task, "caveats": train.caveats(models)}
+    found = {"guesses": train.guesses(), "task": train.dataset.task, "caveats": train.caveats(models)}
+    return {**found, "inferred_ranges": train.dataset.inferred_ranges}
 
 
 def _trials(config: Sweep) -> Iterator[dict[str, Any]]:
