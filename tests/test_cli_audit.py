@@ -178,6 +178,9 @@ def test_an_audit_is_finished_only_with_all_that_was_asked_for(digits, capsys) -
         (["wine", "--noise-multiplier", "-1"], "--noise-multiplier must be greater than 0"),
         (["--sampler", "odd"], "--sampler must be one of poisson, fixed, shuffle, got odd"),
         (["--steps", "3", "--epochs", "1"], "--epochs does not go with --steps"),
+        (["wine", "--epochs", "1e308"], "--epochs must be at most 1e+15, got 1e+308"),
+        (["wine", "--epochs", "1", "--sample-rate", "1e-300"], "--steps must be at most 1e+15"),
+        (["wine", "--lr", "1e300"], "--lr must be at most 1e+30, got 1e+300"),
         (["wine", "--range", "alcohol"], "--range must be"),
         (["wine", "--private", "colour"], "--private must name columns"),
         (["wine", "--private", "alcohol", "--private", "ash2"], "did you mean 'ash'?, got ash2"),
@@ -203,6 +206,8 @@ def test_other_options_in_the_same_folder_are_refused(digits, capsys) -> None:
     assert error.count("\n") == 1
     assert "noise_multiplier was 0.7 and is 3.0" in error
     assert "--fresh" in error
+    assert run(["audit", "--limit", "60", *QUICK, "--momentum", "0.5", "--out", str(digits), "--quiet"]) == 2
+    assert "momentum was 0.0 and is 0.5" in capsys.readouterr().err  # 0 is a value
     assert (digits / REPORT).read_bytes() == before
 
 

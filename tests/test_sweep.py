@@ -53,6 +53,7 @@ def trainer(dataset, counts=(6, 14), runs=2, **plan) -> Trainer:
         (["lr=0.1,abc"], "lr must be a number, got 'abc'"),
         (["lr=-1"], "lr must be greater than 0"),
         (["lr=nan"], "lr must be a finite number"),
+        (["lr=1e300"], "lr must be at most 1e+30"),
         (["lr=1", "lr=2"], "must name lr once"),
         (["lr=2:1"], "from a smaller number to a larger"),
         (["lr=1:2:cubic"], "low:high"),
@@ -87,6 +88,7 @@ def test_bad_grids_are_told_in_a_line(options, said, capsys, tmp_path) -> None:
         (["--storage", "postgresql+psycopg2://u:secret@127.0.0.1:1/d"], "--storage must be a database that can be"),
         (["--workers", "0"], "--workers must be at least 1"),
         (["--delta", "2"], "--delta must be less than 1"),
+        (["--floor", "exact"], "--floor must be one of exact_max, exact_q99, "),
     ],
 )  # fmt: skip
 def test_bad_options_are_told_in_a_line(words, said, capsys, tmp_path) -> None:

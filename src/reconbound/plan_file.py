@@ -150,7 +150,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def _said(value: Any) -> str:
     """A value of an option, cut where it is long."""
-    text = str(value or "not given")
+    text = "not given" if value is None or value == "" else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

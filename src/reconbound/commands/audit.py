@@ -189,7 +189,8 @@ def _plan(dataset: Dataset, given: dict[str, Any], epochs: float | None) -> Plan
     plan = default_plan(dataset, **given)
     if epochs is None:
         return plan
-    return replace(plan, steps=max(1, round(number("epochs", epochs, above=0.0) / plan.sample_rate)))
+    steps = number("epochs", epochs, above=0.0, at_most=1e15) / plan.sample_rate
+    return replace(plan, steps=max(1, round(number("steps", steps, at_most=1e15))))
 
 
 def _run(

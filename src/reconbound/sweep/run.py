@@ -21,7 +21,7 @@ from .._files import CONFIDENTIAL, write_whole
 from .._random import checked_seed, new_seed
 from ..run_folder import prepare
 from . import space as spaces
-from .frontier import default_floor, rows_of, score_of, write_table
+from .frontier import FLOORS, default_floor, rows_of, score_of, write_table
 from .progress import plan_lines, progress
 from .space import Choices, Setting, Space
 from .store import Claim, Store
@@ -83,6 +83,8 @@ class Sweep:
             raise InputError("trials", "must be given for a search", None)
         else:
             whole("trials", self.trials)
+        if self.floor is not None:
+            choice("floor", self.floor, FLOORS)
         if self.at_least is not None:
             number("at_least", self.at_least, above=0.0)
         if self.seed is not None:
