@@ -98,7 +98,9 @@ def test_options_that_do_not_fit(options, said):
 
 
 def test_an_unknown_name_lists_what_there_is(tmp_path):
-    with pytest.raises(InputError, match=rf"one of {', '.join(NAMES)}, or a file or folder that exists, got 'digit'"):
+    with pytest.raises(
+        InputError, match=rf"^digit does not exist: name one of {', '.join(NAMES)}, or a file or folder that exists$"
+    ):
         load("digit")
     (tmp_path / "a.parquet").write_bytes(b"x")
     with pytest.raises(InputError, match=r"must be a \.csv, \.csv\.gz or \.npz file"):

@@ -230,7 +230,7 @@ def calibrate_command(
         where = f" on data from {low:g} to {high:g} (--low and --high)"
         raise OutOfReach(name, error.bound, most, given_target, where) from None
     if as_json:
-        print_json(calibration_dict(found, found.mechanism.epsilon_at(report_delta), report_delta))
+        print_json(calibration_dict(found, report_delta, space))
     else:
         print_calibration(found, report_delta, space)
 

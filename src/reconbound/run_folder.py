@@ -159,11 +159,25 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
                 raise TypeError(f"{name} must be an object")
         return Run(**content)
     except FileNotFoundError:
-        raise Unreadable(f"{path} does not exist: {folder} holds no finished audit") from None
+        raise Unreadable(unfinished(folder, path)) from None
     except (ValueError, TypeError, KeyError, AttributeError) as reason:
         if isinstance(reason, Unreadable):
             raise
         raise Unreadable(f"{path} is not a file of reconbound's ({reason})") from None
+
+
+def unfinished(folder: str | os.PathLike[str], path: Path) -> str:
+    """Why a folder has no results: there is no audit in it, or one that was begun and can go on."""
+    if not (Path(folder) / PLAN).exists():
+        return f"{path} does not exist: {folder} holds no finished audit"
+    try:
+        data = str(json.loads((Path(folder) / PLAN).read_text())["data"]["name"])
+    except (OSError, ValueError, KeyError, TypeError):
+        data = "DATA"
+    return (
+        f"{folder} holds an audit of {data} that was begun and is not finished: run the same command again, reconbound "
+        f"audit with the same data and options and --out {folder}, to go on"
+    )
 
 
 def write_leakage(folder: str | os.PathLike[str], leakage: Leakage) -> None:
@@ -180,7 +194,7 @@ def read_leakage(folder: str | os.PathLike[str]) -> Leakage:
     try:
         tensors, facts = unsealed(path)
     except FileNotFoundError:
-        raise Unreadable(f"{path} does not exist: {folder} holds no finished audit") from None
+        raise Unreadable(unfinished(folder, path)) from None
     if facts.pop("kind", None) != "leakage" or facts.pop("format", None) != FORMAT:
         raise Unreadable(f"{path} is no leakage file of this version of reconbound")
     names = {f.name for f in fields(Leakage)} - {"facts"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -145,12 +147,26 @@ def audit_command(
         dataset, notes = _loaded(data, wishes)
         plan = _plan(dataset, given, epochs)
         folder = out if out is not None else Path(f"audit-{_short(dataset.name)}")
-        open_folder(folder)
-        if not fresh:
-            refuse_other(folder, dataset, plan)
-        for note in [] if quiet else notes:  # after all that may be wrong with the options
-            print(f"Note: {note}", file=sys.stderr)
-        _run(dataset, plan, folder, publish_accuracy, fresh, as_json, quiet)
+        with _no_empty_folder(folder):
+            open_folder(folder)
+            if not fresh:
+                refuse_other(folder, dataset, plan)
+            for note in [] if quiet else notes:  # after all that may be wrong with the options
+                print(f"Note: {note}", file=sys.stderr)
+            _run(dataset, plan, folder, publish_accuracy, fresh, as_json, quiet)
+
+
+@contextmanager
+def _no_empty_folder(folder: Path) -> Iterator[None]:
+    """Where an audit fails before it wrote anything, the folder that was made for it goes too."""
+    there = folder.exists()
+    try:
+        yield
+    except BaseException:
+        if not there:
+            with suppress(OSError):  # not empty, or never made
+                folder.rmdir()
+        raise
 
 
 def _budget(given: str | None) -> float | str | None:
@@ -251,7 +267,9 @@ def told_columns(found: dict[str, Any]) -> list[str]:
 
     if not found["columns"]:
         return []
-    rows = sorted(found["columns"], key=lambda c: (-c["below"], (c["lowest"] or 0.0) / (c["guess"] or 1.0)))
+    rows = sorted(
+        found["columns"], key=lambda c: (c["constant"], -c["below"], (c["lowest"] or 0.0) / (c["guess"] or 1.0))
+    )
     more = [f"  and {len(rows) - NAMED} more, in the report"] if len(rows) > NAMED else []
     return [
         f"Single columns, of {found['columns_of']} (by estimates):",
@@ -278,8 +296,10 @@ def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]
             if not found[name].vacuous]  # fmt: skip
     epsilon = "" if found.epsilon is None else f"; ε = {found.epsilon:.3g} (replace-one) at δ = {found.delta:g}"
     on = not fresh and (out / PLAN).exists()
+    known = () if image else dataset.columns[1]
     return [
         dataset.summary(),
+        *([f"Public, taken as known to the attacker: {', '.join(known)}."] if known else []),
         f"Model: {describe(dataset, plan)}; {plan.runs} run{'s' if plan.runs > 1 else ''} of {plan.steps:,} steps "
         f"({epochs:.3g} epochs), lr {plan.lr:g}: {others}.",
         f"Mechanism: noise multiplier {plan.noise_multiplier:g}, clip norm {plan.max_grad_norm:g} ({plan.clip}), "

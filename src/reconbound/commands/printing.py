@@ -23,22 +23,42 @@ def print_json(content: dict[str, Any]) -> None:
     print(json.dumps(content, indent=2, allow_nan=False))
 
 
-def calibration_dict(found: Calibration, eps: float | None, delta: float) -> dict[str, Any]:
+def calibration_dict(found: Calibration, delta: float, space: dict[str, Any]) -> dict[str, Any]:
+    """What print_calibration says, for machines; other_bounds: the noise that each would need, None where none does."""
     if found.without_noise is not None:  # no noise is named, nor an ε that would be that of the search's end
         told = {**found.mechanism.to_dict(), "sampler": found.mechanism.sampler, found.mechanism.noise_field: None}
         facts: dict[str, Any] = {found.mechanism.noise_field: None}
         facts |= {"met_without_noise": True, "never_drawn": found.without_noise}
         facts |= {"target_mse": found.target, "mse": found.bound.value, "bound": found.bound.to_dict()}
-        return {**facts, "mechanism": told, "epsilon": None, "delta": delta}
+        return {**facts, "mechanism": told, "epsilon": None, "epsilon_add_remove": None, "delta": delta}
+    replace_one, add_remove = (found.mechanism.epsilon_at(delta, adjacency) for adjacency in ADJACENCIES)
     return {
         found.mechanism.noise_field: found.noise,
         "target_mse": found.target,
         "mse": found.bound.value,
         "bound": found.bound.to_dict(),
         "mechanism": {**found.mechanism.to_dict(), "sampler": found.mechanism.sampler},
-        "epsilon": eps,
+        "epsilon": replace_one,
+        "epsilon_add_remove": add_remove,
         "delta": delta,
+        "other_bounds": {name: _other(name, found, space) for name in FLOORS if name not in _own(found)},
     }
+
+
+def _own(found: Calibration) -> tuple[str, ...]:
+    """The floors whose noise is not told beside."""
+    return found.bound.name, "theorem1_paper"
+
+
+def _other(name: str, found: Calibration, space: dict[str, Any]) -> dict[str, Any]:
+    """The noise that another floor needs for the same target, None where none is enough or none is needed."""
+    try:
+        reached = calibrate(found.mechanism, found.target, bound=name, **space)
+    except OutOfReach as error:
+        return {found.mechanism.noise_field: None, "highest_mse": error.highest}
+    if reached.without_noise is not None:
+        return {found.mechanism.noise_field: None, "met_without_noise": True}
+    return {found.mechanism.noise_field: reached.noise}
 
 
 def _unit(units: str) -> str:
@@ -162,7 +182,7 @@ def print_calibration(found: Calibration, delta: float, space: dict[str, Any]) -
         print(told)
     print(f"{found.bound.name} binds {_kind(found.bound.name, space)}. The same target by another --bound:")
     for name in FLOORS:
-        if name not in (found.bound.name, "theorem1_paper"):
+        if name not in _own(found):
             print(f"  {name} ({_kind(name, space)}): {_noise_for(name, found, space)}")
     print(f"{ADVICE} The box is [{exact(space['low'])}, {exact(space['high'])}]{_unit(found.bound.units)}.")
 
@@ -173,11 +193,11 @@ def _kind(name: str, space: dict[str, Any]) -> str:
 
 
 def _noise_for(name: str, found: Calibration, space: dict[str, Any]) -> str:
-    try:
-        reached = calibrate(found.mechanism, found.target, bound=name, **space)
-        return "met without noise" if reached.without_noise is not None else f"{reached.noise:.4g}"
-    except OutOfReach as error:
-        return f"no noise is enough, as a plain guess errs by ±{figure(error.highest**0.5)} at most"
+    other = _other(name, found, space)
+    if "highest_mse" in other:
+        return f"no noise is enough, as a plain guess errs by ±{figure(other['highest_mse'] ** 0.5)} at most"
+    noise = other[found.mechanism.noise_field]
+    return "met without noise" if noise is None else f"{noise:.4g}"
 
 
 def print_epsilon_calibration(

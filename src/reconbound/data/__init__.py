@@ -83,8 +83,9 @@ def load(
         own: dict[str, Any] = {"target": target, "drop": drop, "header": header, "categories": categories}
         found = text.load_csv(name, division=division, **own, **columns)
     else:
+        there = name in NAMES or lower.endswith(".npz") or Path(name).exists()
         for said, given in (("target", target), ("drop", drop), ("header", header), ("category", categories)):
-            if given is not None:
+            if given is not None and there:
                 raise InputError(said, "is for CSV files", given)
         if name in builtin.NAMES:
             found = builtin.load_builtin(name, division=division, **columns)
@@ -99,7 +100,10 @@ def load(
         elif Path(name).exists():
             raise InputError("the data", "must be a .csv, .csv.gz or .npz file, or a folder of images by class", name)
         else:
-            raise InputError("the data", f"must be one of {', '.join(NAMES)}, or a file or folder that exists", name)
+            near = next((name + ending for ending in (*text.ENDINGS, ".npz") if Path(name + ending).exists()), None)
+            meant = f"; did you mean {near}?" if near else ""
+            known = ", ".join(NAMES)
+            raise DataMissing(f"{name} does not exist: name one of {known}, or a file or folder that exists{meant}")
     for note in found.notes:
         warnings.warn(f"{found.name}: {note}", DataWarning, stacklevel=2)
     return found

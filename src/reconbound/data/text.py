@@ -22,6 +22,7 @@ from .._check import DataError, DataMissing, InputError
 from .dataset import Dataset, clean
 from .split import Division
 from .tables import CATEGORY_IS_PUBLIC, MOST_CLASS_NUMBERS, Column, like, listed, shown, table, wishes
+from .tell_tales import tell_tale
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Cells:
 MOSTLY = 0.9
 ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 MISSING = frozenset({"", "?", "na", "n/a", "#n/a", "nan", "null"})  # whatever their case
+UNNAMED = "row 1 names them; if it holds values, name the columns by --header A,B,..."
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?inf(inity)?", re.IGNORECASE | re.ASCII)
 
 
@@ -68,12 +70,13 @@ def load_csv(
     cells = read_cells(path, header)
     names = cells.names
     left_out, texts = listed(drop or (), names), listed(categories or (), names)
+    unnamed = "" if header is not None else f"; {UNNAMED}"
     if target is None:
-        raise InputError("target", f"must name the column of {file} to predict ({shown(names)})", target)
+        raise InputError("target", f"must name the column of {file} to predict ({shown(names)}{unnamed})", target)
     target = clean(target)
     if target not in names:
         near = like(target, names)
-        raise InputError("target", f"must be a column of {file} ({shown(names)}; row 1 names them){near}", target)
+        raise InputError("target", f"must be a column of {file} ({shown(names)}{unnamed}){near}", target)
     wish = wishes(names, private=private, ranges=ranges, units=units, target=target)
     for option, given in (("drop", left_out), ("category", texts)):
         for name in given:
@@ -98,6 +101,8 @@ def load_csv(
             aim = column
         elif column is not None:
             columns.append(column)
+            if name not in asked and (said_of_it := tell_tale(column)):
+                notes.append(said_of_it)
     if aim is None:
         raise DataError(f"{file}, column {target!r}: every value of the target is missing")
     said = [f"row {place}" for place in cells.places]
@@ -118,7 +123,7 @@ def read_cells(path: str | os.PathLike[str], header: Sequence[str] | None = None
     file, text = os.fspath(path), _text(Path(path))
     mark = _delimiter(text)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=mark, skipinitialspace=True, strict=True)
-    names = None if header is None else _names(file, list(header))
+    names = None if header is None else _names(file, list(header), "--header")
     rows: list[list[str]] = []
     places: list[int] = []
     place = 0
@@ -174,13 +179,14 @@ def _delimiter(text: str) -> str:
     return max(",;\t", key=first.count)
 
 
-def _names(file: str, row: Sequence[Any]) -> list[str]:
+def _names(file: str, row: Sequence[Any], place: str = "row 1") -> list[str]:
     """The header, with a name for nameless columns; no name may come twice."""
     names = [clean(str(cell)) or f"column {k + 1}" for k, cell in enumerate(row)]
     for k, name in enumerate(names):
         if name in names[:k]:
             first = names.index(name) + 1
-            raise DataError(f"{file}, row 1: columns {first} and {k + 1} are both named {name!r}")
+            hint = f" ({UNNAMED})" if place == "row 1" else ""
+            raise DataError(f"{file}, {place}: columns {first} and {k + 1} are both named {name!r}{hint}")
     return names
 
 

@@ -34,6 +34,7 @@ def counts(view: View) -> list[dict[str, Any]]:
             "unit": view.feature_unit(j),
             "width": float(view.scale[j]),
             "guess": float(view.guess_each[j]),
+            "constant": constant(view, j),
             "below": int(below[j]),
             "of": int((~missing[:, j]).sum()),
             "missing": int(missing[:, j].sum()),
@@ -42,6 +43,11 @@ def counts(view: View) -> list[dict[str, Any]]:
             "record_name": view.record_name(int(records[row])) if known else None,
         })  # fmt: skip
     return found
+
+
+def constant(view: View, j: int) -> bool:
+    """Whether a column has one value in all records (to the rounding of float32): there is nothing to reconstruct."""
+    return bool(view.guess_each[j] <= 1e-6 * view.scale[j])
 
 
 def _below(view: View) -> np.ndarray:
@@ -89,6 +95,8 @@ def sentence(found: dict[str, Any]) -> str:
     ...           "width": 10.0, "record_name": "row 18"})
     'pay: 1 of the 20 records that have a value is below a guess (±5); lowest ±4 (row 18)'
     """
+    if found.get("constant"):
+        return f"{found['name']}: constant, one value in all records, so there is nothing to reconstruct"
     of = count(found["of"], "record")
     of = f"the {of} that {'has' if found['of'] == 1 else 'have'} a value" if found["missing"] else of
     verb = "is" if found["below"] == 1 else "are"

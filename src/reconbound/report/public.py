@@ -24,7 +24,7 @@ ABOUT = {
     "shape": "Shape",
     "features": "Private numbers of a record",
     "private": "Private",
-    "public": "Public",
+    "public": "Public, taken as known to the attacker",
 }
 ATTACKERS = {
     "unbiased": "attacker unbiased for every {noun} there could be",
@@ -154,8 +154,7 @@ def headline(run: Run) -> list[str]:
 
 
 def read_off(run: Run) -> str:
-    """Which ranges were read off the data and how to declare them; names private columns alone, the others are not
-    told to the public."""
+    """Which ranges were read off the data and how to declare them; names private columns alone."""
     ranges, own = run.data.get("ranges") or {}, [str(name) for name in run.data.get("private") or ()]
     names = [clean(name, 40) for name in own if name not in ranges]
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

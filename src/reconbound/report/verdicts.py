@@ -45,7 +45,9 @@ def _first(view: View, worst: int) -> str:
             f"least {plus_minus(float(view.floor[worst]))} {view.of_range} on the most exposed record (root mean "
             f"square over its {view.private_parts}); guessing the average errs by {plus_minus(view.guess)}."
         )
-    named = [j for j in columns.most_exposed(view, floors, NAMED) if not np.isnan(floors[j])]
+    told = [j for j in range(view.features) if not columns.constant(view, j)] or list(range(view.features))
+    order = [j for j in columns.most_exposed(view, floors, view.features) if j in told and not np.isnan(floors[j])]
+    named = order[:NAMED]
     found = columns.counts(view)
     said = [_lowest(found[j]) for j in named]
     guesses = [plus_minus(float(view.guess_each[j]), view.feature_unit(j)) for j in named]
@@ -54,7 +56,7 @@ def _first(view: View, worst: int) -> str:
     )
     if len(view.looked_at[0]) < view.records:
         whose += f" among the {len(view.looked_at[0]):,} records looked at (of {view.records:,})"
-    more = int((~np.isnan(floors)).sum()) - len(named)
+    more = len(order) - len(named)
     rest = (
         f" {count(more, 'private column')} more {'is' if more == 1 else 'are'} less exposed beside a guess."
         if more

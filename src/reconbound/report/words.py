@@ -38,6 +38,12 @@ CLIPS = {
 }
 
 
+def public_columns(run: Run) -> list[tuple[str, str]]:
+    """The columns that are not protected, by name; nothing where there are none."""
+    names = [clean(str(name), 80) for name in run.data.get("public") or ()]
+    return [("Public", f"Taken as known to the attacker: {', '.join(names)}.")] if names else []
+
+
 def assumptions(view: View) -> list[tuple[str, str]]:
     """Every assumption that the per-record floors rest on: (about what, in words)."""
     m, noun = view.run.mechanism, view.noun
@@ -57,6 +63,7 @@ def assumptions(view: View) -> list[tuple[str, str]]:
             f"Knows every other record, {known} and everything else about it but its {parts}, the model, the "
             "code and all settings, and sees every noisy step of the training, not only the final model.",
         ),
+        *public_columns(view.run),
         (
             "Unbiased",
             f"The floors bind attackers whose guess is right on average at this {noun} and next to it (Theorem "
