@@ -172,8 +172,7 @@ def _data_facts(dataset: Dataset) -> dict[str, Any]:
         return {**found, "shape": list(dataset.shape), "unit": pixel.unit, "range": [pixel.low, pixel.high]}
     private = dataset.private_features
     found["private"] = [f.name for f in private]
-    own = {f.column for f in dataset.features if f.column}  # a name of one's own may hold a category: "sex = f"
-    found["public"] = [name for name in dataset.columns[1] if name in own]
+    found["public"] = list(dict.fromkeys(name.partition(" = ")[0] for name in dataset.columns[1]))  # no categories
     found["ranges"] = {f.name: [f.low, f.high] for f in private if f.declared}
     found["units"] = {f.name: f.unit for f in private if f.unit}
     return found

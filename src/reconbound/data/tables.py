@@ -233,10 +233,10 @@ def numbers(
 
 
 def _ranged(table: str, name: str, known: np.ndarray, wish: Wishes, private: bool, notes: list[str]) -> Feature:
-    unit, column = wish.units.get(name, ""), "" if private else name
+    unit = wish.units.get(name, "")
     if name in wish.ranges:
         low, high = wish.ranges[name]
-        return Feature(name, unit, low, high, True, private, column)
+        return Feature(name, unit, low, high, True, private)
     if known.size == 0:
         raise DataError(f"{table}, column {name!r}: every value is missing; leave the column out or give its range")
     low, high = float(known.min()), float(known.max())
@@ -248,7 +248,7 @@ def _ranged(table: str, name: str, known: np.ndarray, wish: Wishes, private: boo
     notes.append(
         f"{name}: no range was given, so {low:g} to {high:g} was read off the data, which tells about its records"
     )
-    return Feature(name, unit, low, high, False, private, column)
+    return Feature(name, unit, low, high, False, private)
 
 
 def categories(table: str, column: Column, notes: list[str]) -> tuple[np.ndarray, list[Feature]]:
