@@ -101,7 +101,7 @@ def test_verdict_of_images_is_the_leakage_files_own(digits: Path) -> None:
     guess = math.sqrt(float(leakage.guess.mean()))
     images = load_digits().images[:200] / 16
     assert guess == pytest.approx(math.sqrt(float(images.var(0).mean())), rel=1e-6)
-    assert f"errs by at least ±{figure(floor)} of the 0–1 range per pixel on the most exposed image" in page
+    assert f"errs by at least ±{figure(floor)} on the pixel scale of 0 to 1 per pixel on the most exposed image" in page
     assert f"guessing the average image errs by ±{figure(guess)}." in page
     below = int((leakage.dfil[0] > 1 / guess**2).sum())
     assert 0 < below < 200
@@ -169,6 +169,23 @@ def test_what_is_not_sure_is_called_an_estimate(digits: Path) -> None:
     unsure = View(view.run, replace(safe, upper=wide))
     assert verdicts.verdict(unsure)[1].startswith("By this estimate, such an attacker")
     assert "For 3 images the floor lies above a guess by the estimate" in " ".join(verdicts.sureness(unsure))
+
+
+def test_where_no_record_has_a_limit_none_is_drawn(digits: Path) -> None:
+    view = view_of(digits)
+    none = View(view.run, replace(view.leakage, upper=torch.full_like(view.leakage.upper, torch.inf)))
+    some, without = charts.histogram(view), charts.histogram(none)
+    assert [key.text for key in some.keys if "95 % confidence" in key.text]
+    assert not [key.text for key in without.keys if "confidence" in key.text]
+    assert len(without.figure["data"]) == len(some.figure["data"]) - 1
+    assert "Without an upper limit: 200 (" in without.note
+
+
+def test_without_javascript_a_sentence_says_why_charts_are_blank(digits: Path) -> None:
+    own, public = (path.read_text() for path in report.build(digits))
+    assert own.count("<noscript>") == 1
+    assert "drawn by JavaScript" in own
+    assert "<noscript>" not in public  # it has no charts
 
 
 def test_records_never_measured_are_counted_and_called_unprotected(digits: Path) -> None:

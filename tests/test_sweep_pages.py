@@ -244,3 +244,35 @@ def test_a_sweep_without_a_finished_training_is_told_as_such(tmp_path, capsys) -
     store.dispose()
     assert cli.run(["frontier", str(tmp_path)]) == 2
     assert "no setting is trained yet: run reconbound sweep again" in capsys.readouterr().err
+
+
+def test_floors_of_records_are_called_estimates_and_floors_have_their_name(tmp_path, capsys) -> None:
+    words = ["sweep", "digits", "--limit", "60", "--steps", "3", "--model", "linear", "--out", str(tmp_path)]
+    search = ["--search", "tpe", "--trials", "1", "--grid", "lr=0.1:1:log", "--grid", "noise_multiplier=0.5:2:log"]
+    assert cli.run([*words, *search]) == 0
+    assert "(exact factor, most exposed record; from one run: an estimate)." in capsys.readouterr().out
+    assert "most exposed record; from one run: an estimate)." in (tmp_path / "frontier.html").read_text()
+    rows, _ = stored(tmp_path)
+    for floor, said in (("exact_max", " (from one run: an estimate): run 0"), ("lecam", ": run 0")):
+        assert cli.run(["frontier", str(tmp_path), "--floor", floor, "--at-least", "1e-12"]) == 0
+        assert f", floor MSE {rows[0][floor]:.4g}{said}" in capsys.readouterr().out
+    assert cli.run(["frontier", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    lr, noise = rows[0]["lr"], rows[0]["noise_multiplier"]
+    assert len(str(lr)) > 8  # a search's numbers have many digits
+    assert f" {lr:.4g} " in table
+    assert f" {noise:.4g} " in table
+    assert "…" not in table
+    assert "mean of 3 runs: an estimate" in verdict(ROWS, "exact_max", runs=3)[0]
+    assert "estimate" not in verdict(ROWS, "lecam", runs=3)[0]
+
+
+def test_the_most_exposed_record_has_one_colour_in_both_charts() -> None:
+    rows = [{**ROWS[0], "exact_q99": 3.0, "exact_median": 4.0, "paper_max": 1.0}]
+    page = frontier_page(rows, FACTS).decode()
+    charts = json.loads(page.split('id="data">')[1].split("</script>")[0])["charts"]
+    first, second = (charts[name]["data"] for name in ("chart-frontier", "chart-places"))
+    assert first[0]["line"]["color"] == second[0]["line"]["color"] == second[1]["line"]["color"]
+    assert len({trace["line"]["color"] for trace in first}) == len(first)
+    assert page.count("<noscript>") == 1
+    assert "drawn by JavaScript" in page

@@ -282,6 +282,7 @@ def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]
     """What will be done, what the mechanism guarantees before any training, and how long it will take."""
     from ..audit import describe, expected_seconds, floors_of, sampler_of
     from ..bounds._bound import figure
+    from ..report.figures import pixel_scale
     from ..run_folder import PLAN
 
     found, sampler = floors_of(dataset, plan), sampler_of(dataset, plan)
@@ -289,7 +290,7 @@ def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]
     others = "the first is the release, the others only measure" if plan.runs > 1 else "no confidence limits"
     image = dataset.kind == "image"
     noun, pixel = "image" if image else "record", dataset.features[0]
-    unit, of_range = (pixel.high - pixel.low, f"of the {pixel.low:g}–{pixel.high:g} range") if image else (
+    unit, of_range = (pixel.high - pixel.low, pixel_scale(pixel.low, pixel.high)) if image else (
         1.0, "of a column's range")  # fmt: skip
     whom = {"theorem1": f"an attacker unbiased for every {noun} there could be", "lecam": "any attacker, at worst"}
     says = [f"{name} ±{figure(found[name].rmse * unit)} ({who})" for name, who in whom.items()

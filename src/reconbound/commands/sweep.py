@@ -147,7 +147,7 @@ def frontier_command(
     with _optuna_there(), plain_errors():
         from ..sweep import best, floors_in, pareto
         from ..sweep.frontier import checked_floor
-        from ..sweep.page import cautions, majority, measured_by
+        from ..sweep.page import cautions, majority
         from ..sweep.run import publish, stored
 
         if at_least is not None:
@@ -172,7 +172,7 @@ def frontier_command(
             for line in cautions(rows, facts):
                 print(line)
             for name, row in found.items():
-                print(_best_line(rows, name, at_least, row, measured_by(facts)))
+                print(_best_line(rows, name, at_least, row, facts))
             for line in majority(facts["guesses"]):
                 print(line)
         if None in found.values():
@@ -183,13 +183,17 @@ def _print_json(content: dict[str, Any]) -> None:
     print(json.dumps(content, indent=2, allow_nan=False))
 
 
-def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, measure: str) -> str:
+def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, facts: dict[str, Any]) -> str:
+    from ..sweep.page import measured_by, precision
+
     if all(r.get("accuracy") is None for r in rows):
         return f"{floor}: no setting has an accuracy to choose by: there were no test records"
     if row is None:
         highest = max((r[floor] for r in rows if r.get(floor) is not None), default=0.0)
-        return f"{floor}: no setting has a floor of at least {at_least:g}; the highest is {highest:.4g}"
-    return f"{floor} at least {at_least:g}: {measure} {row['accuracy']:.4f}, floor {row[floor]:.4g}: {_setting(row)}"
+        return f"{floor}: no setting has a floor of at least {at_least:g}; the highest is MSE {highest:.4g}"
+    how = precision(floor, facts["runs"])
+    said = f"{measured_by(facts)} {row['accuracy']:.4f}, floor MSE {row[floor]:.4g}{f' ({how})' if how else ''}"
+    return f"{floor} at least {at_least:g}: {said}: {_setting(row)}"
 
 
 def _setting(row: Row) -> str:
@@ -208,7 +212,7 @@ def _print_sweep(facts: dict[str, Any], rows: list[Row]) -> None:
         from ..sweep.frontier import default_floor
         from ..sweep.page import cautions, measured_by, verdict
 
-        said = verdict(rows, default_floor(rows), facts.get("guesses"), measured_by(facts))
+        said = verdict(rows, default_floor(rows), facts.get("guesses"), measured_by(facts), facts["runs"])
         for line in (*cautions(rows, facts), *said):
             print(line)
         print(f"{facts['table']}\n{facts['page']}")
@@ -229,7 +233,7 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
         for column in ("run", *names, "steps", measured_by(facts), "floor (MSE)", "ε"):
             table.add_column(column, justify="right")
         for row in rows:
-            values = [str(row.get(name, "")) for name in names]
+            values = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in (row.get(name, "") for name in names)]
             epsilon = row.get("epsilon")
             cells = (f"{row['accuracy']:.4f}", f"{row[floor]:.4g}", "" if epsilon is None else f"{epsilon:.4g}")
             table.add_row(str(row["trial"]), *values, f"{row['steps']:,}", *cells)

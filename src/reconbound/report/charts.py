@@ -77,11 +77,12 @@ def histogram(view: View) -> Chart:
     notes = [_edges_note(view, logs, low, high)]
     if view.upper_floor is not None:
         trace, note = _upper(view, edges)
-        top = max(top, float(max(trace["y"])))
-        data.append(trace)
-        level = f"{100 * float(view.facts.get('confidence', 0.95)):g} %"
-        keys.append(Key(VERMILLION, f"the same at {level} confidence (the upper limit of their leakage)", "line"))
         notes.append(note)
+        if max(trace["y"]) > 0:  # else no record has a limit, and a line along the axis would say nothing
+            top = max(top, float(max(trace["y"])))
+            data.append(trace)
+            level = f"{100 * float(view.facts.get('confidence', 0.95)):g} %"
+            keys.append(Key(VERMILLION, f"the same at {level} confidence (the upper limit of their leakage)", "line"))
     for text, at, colour, dash in marks:
         place = math.log10(at) if at > 0 else -math.inf
         where = " (off the chart, left)" if place < low else " (off the chart, right)" if place > high else ""

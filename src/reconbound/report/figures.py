@@ -86,6 +86,15 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
+def pixel_scale(low: float, high: float) -> str:
+    """In what an image's errors are; not "of the range", which would be read as so many ranges.
+
+    >>> f"±17.7 {pixel_scale(0, 16)}"
+    '±17.7 on the pixel scale of 0 to 16'
+    """
+    return f"on the pixel scale of {low:g} to {high:g}"
+
+
 def clean(text: object, most: int = 200) -> str:
     """Text from outside without control and direction characters or lone surrogates, at most `most` long."""
     told = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", str(text))

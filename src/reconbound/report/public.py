@@ -7,7 +7,7 @@ from typing import Any
 
 from ..run_folder import CHOSEN_SEED, Run
 from . import advice, columns, words
-from .figures import amount, beyond, clean, plus_minus, value
+from .figures import amount, beyond, clean, pixel_scale, plus_minus, value
 from .view import NOTHING, View, line
 
 TITLES = {
@@ -126,7 +126,7 @@ def units(run: Run) -> tuple[float, str]:
     if run.data.get("kind") != "image" or not ends:
         return 1.0, "of the range"
     low, high = float(ends[0]), float(ends[1])
-    return high - low, f"of the {low:g}–{high:g} range"
+    return high - low, pixel_scale(low, high)
 
 
 def headline(run: Run) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..data.tables import MISSING
 from ..run_folder import Leakage, Run, floors, record_names
-from .figures import clean
+from .figures import clean, pixel_scale
 
 #: A floor at a smaller share of the range says nothing in practice.
 NOTHING = 1e-3
@@ -83,7 +83,7 @@ class View:
         if not self.image:
             return "of a column’s range"
         low, high = float(self.offset[0]), float(self.offset[0] + self.scale[0])
-        return f"of the {low:g}–{high:g} range"
+        return pixel_scale(low, high)
 
     @cached_property
     def private(self) -> np.ndarray | None:

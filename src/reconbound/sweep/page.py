@@ -81,7 +81,7 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
     ]
     context = {
         "title": f"{clean(facts['data'], 80)}: how accurate, for how high a floor?",
-        "verdict": [*cautions(rows, facts), *verdict(rows, proved, facts.get("guesses"), measure)],
+        "verdict": [*cautions(rows, facts), *verdict(rows, proved, facts.get("guesses"), measure, facts["runs"])],
         "measure": measure,
         "chart": shown,
         "fronts": fronts,
@@ -141,14 +141,18 @@ def _smoothness(facts: Mapping[str, Any]) -> list[str]:
 
 
 def verdict(
-    rows: Sequence[Row], floor: str, guesses: Mapping[str, Any] | None = None, measure: str = ACCURACY
+    rows: Sequence[Row],
+    floor: str,
+    guesses: Mapping[str, Any] | None = None,
+    measure: str = ACCURACY,
+    runs: int | None = None,
 ) -> list[str]:
     """The frontier in two or three sentences.
 
     Args:
         guesses: what is reached without a model: "accuracy" and "error" (± in ranges; 0.5, of guessing the middle at
             worst, where it is not known).
-        measure: what accuracy is, as `measured_by` tells."""
+        measure: what accuracy is, as `measured_by` tells. runs: of each setting, where it is known."""
     front = pareto(rows, floor)
     if not front:
         why = "There were no test records: no setting has an accuracy." if rows else "No setting has been trained yet."
@@ -156,7 +160,7 @@ def verdict(
     last = max(front, key=lambda row: row["accuracy"])
     said = [
         f"The most accurate setting reaches {_accuracy(last, measure)} and leaves the most exposed record an error of "
-        f"{plus_minus(math.sqrt(last[floor]))} of a feature's range ({told(floor)})."
+        f"{plus_minus(math.sqrt(last[floor]))} of a feature's range ({told(floor)}{_of_runs(floor, runs)})."
     ]
     known = (guesses or {}).get("error")
     error, whose = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")
@@ -171,6 +175,22 @@ def verdict(
     elif kept is None:
         said.append(f"No setting leaves every record {as_much} or more.")
     return [*said, *majority(guesses)]
+
+
+def _of_runs(floor: str, runs: int | None) -> str:
+    said = precision(floor, runs)
+    return f"; {said}" if said else ""
+
+
+def precision(floor: str, runs: int | None) -> str:
+    """How exact a floor is, in words; "" for those of the mechanism, which are computed, and where it is not known.
+
+    >>> precision("exact_max", 1), precision("lecam", 1)
+    ('from one run: an estimate', '')
+    """
+    if runs is None or not floor.endswith(("_max", "_q99", "_median")):
+        return ""
+    return "from one run: an estimate" if runs == 1 else f"mean of {runs:,} runs: an estimate"
 
 
 def majority(guesses: Mapping[str, Any] | None) -> list[str]:
@@ -203,8 +223,10 @@ def _lines(rows: Sequence[Row], floors: Sequence[str], measure: str) -> Chart:
     """The front of each floor at the most exposed record, and of those of the mechanism."""
     drawn = [floor for floor in floors if not floor.endswith(("_q99", "_median"))]
     traces, keys = [], []
+    # the first is the most exposed record's, of one colour in both charts and in an audit's
+    colours = (axes.VERMILLION, *(colour for colour in axes.SERIES if colour != axes.VERMILLION))
     for k, floor in enumerate(drawn):
-        colour, dash = axes.SERIES[k % len(axes.SERIES)], axes.DASHES[k % len(axes.DASHES)]
+        colour, dash = colours[k % len(colours)], axes.DASHES[k % len(axes.DASHES)]
         traces.append(_trace(pareto(rows, floor), floor, colour, dash, measure))
         keys.append(Key(colour, told(floor), "line", dash))
     return _chart("chart-frontier", traces, keys, f"{_title(measure)} against every floor: the best settings", measure)
