@@ -134,8 +134,8 @@ def test_the_plan_is_in_the_verdicts_units(digits) -> None:
     dataset = load("digits", limit=60)
     said = told_plan(dataset, Plan(**{**MILD, "model": "linear"}), Path("nowhere"), fresh=True)[3]
     found = floors_of(dataset, Plan(**MILD))
-    assert View(read_run(digits), read_leakage(digits)).of_range == "on the pixel scale of 0 to 16"
-    assert f"on the pixel scale of 0 to 16: theorem1 ±{figure(16 * found['theorem1'].rmse)} (" in said
+    assert View(read_run(digits), read_leakage(digits)).of_range == "on the 0–16 pixel scale"
+    assert f"on the 0–16 pixel scale: theorem1 ±{figure(16 * found['theorem1'].rmse)} (" in said
     assert f"lecam ±{figure(16 * found['lecam'].rmse)} (any attacker" in said
 
 

@@ -309,7 +309,7 @@ def test_what_is_wrong_is_said_with_its_place(write, content, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, r"target must name the column of .* \(age, job, hours, income; row 1 names them"),
+        ({}, r"target must name the column of .* \(age, job, hours, income\)"),
         ({"target": "salary"}, r"target must be a column of .*, got 'salary'"),
         (
             {"target": "income", "private": "agee"},

@@ -101,7 +101,7 @@ def test_verdict_of_images_is_the_leakage_files_own(digits: Path) -> None:
     guess = math.sqrt(float(leakage.guess.mean()))
     images = load_digits().images[:200] / 16
     assert guess == pytest.approx(math.sqrt(float(images.var(0).mean())), rel=1e-6)
-    assert f"errs by at least ±{figure(floor)} on the pixel scale of 0 to 1 per pixel on the most exposed image" in page
+    assert f"errs by at least ±{figure(floor)} on the 0–1 pixel scale per pixel on the most exposed image" in page
     assert f"guessing the average image errs by ±{figure(guess)}." in page
     below = int((leakage.dfil[0] > 1 / guess**2).sum())
     assert 0 < below < 200

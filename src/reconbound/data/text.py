@@ -72,7 +72,8 @@ def load_csv(
     left_out, texts = listed(drop or (), names), listed(categories or (), names)
     unnamed = "" if header is not None else f"; {UNNAMED}"
     if target is None:
-        raise InputError("target", f"must name the column of {file} to predict ({shown(names)}{unnamed})", target)
+        odd = unnamed if any(number_or_none(name) is not None for name in names) else ""
+        raise InputError("target", f"must name the column of {file} to predict ({shown(names)}{odd})", target)
     target = clean(target)
     if target not in names:
         near = like(target, names)

@@ -90,9 +90,9 @@ def pixel_scale(low: float, high: float) -> str:
     """In what an image's errors are; not "of the range", which would be read as so many ranges.
 
     >>> f"±17.7 {pixel_scale(0, 16)}"
-    '±17.7 on the pixel scale of 0 to 16'
+    '±17.7 on the 0–16 pixel scale'
     """
-    return f"on the pixel scale of {low:g} to {high:g}"
+    return f"on the {low:g}–{high:g} pixel scale"
 
 
 def clean(text: object, most: int = 200) -> str:
