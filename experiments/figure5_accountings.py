@@ -49,9 +49,8 @@ def crossing(rows: list[tuple[float, int, float]], step: Callable[[float], float
 
 def main() -> None:
     grids = ((MNIST.rate, trained([ROWS])), (CIFAR10.rate, trained([STANDARD_ROWS, LECUN_ROWS])))
-    print(
-        "| divergence of a step, sensitivity | clip | MNIST | CIFAR-10, standardised pixels |\n| --- | --- | --- | --- |"
-    )
+    print("| divergence of a step, sensitivity | clip | MNIST | CIFAR-10, pixels standardised |")
+    print("| --- | --- | --- | --- |")
     for name, bound in BOUNDS.items():
         for clip in ("hard", "smooth"):
             reach = sensitivity(clip)
