@@ -269,7 +269,7 @@ class FisherAccountant:
             variance = self._state["spread"][k].clamp(min=0) / (self.runs * (self.runs - 1))
         else:
             variance = (self._state["variance_mean"] if self.runs else self._state["variance"])[k]
-        return (variance.sqrt() / self.account.features).masked_fill(self.measured() == 0, torch.inf)
+        return (variance.sqrt() / self.account.features).masked_fill(self._told_of() == 0, torch.inf)
 
     def mse_floor(self, rule: str | None = None) -> Bound:
         """1/dFIL of each record: Theorem 2, for unbiased attackers, in the squares of the data's units.
@@ -282,13 +282,16 @@ class FisherAccountant:
         bound, relative, said = self._floor(rule)
         if self._first("floors"):
             warn_if_coarse(relative, said)
-            if 2 * int((self.trace(rule) == 0).sum()) > self.account.records:
+            if 2 * self._mute(rule) > int((self._told_of() > 0).sum()):
                 warn_if_silent(self._silent(rule))
         return bound
 
+    def _mute(self, rule: str | None) -> int:
+        """Records about which no step told anything, though they were measured: training may have diverged."""
+        return int(((self.trace(rule) == 0) & (self._told_of() > 0)).sum())
+
     def _silent(self, rule: str | None) -> tuple[str, ...]:
-        """Said of records about which no step told anything, though they were measured: training may have diverged."""
-        none = int(((self.trace(rule) == 0) & (self.measured() > 0)).sum())
+        none = self._mute(rule)
         where = f"{none} of {self.account.records} records told nothing whenever they were measured"
         return (f"{where}: their floor is the largest number there is",) if none else ()
 
@@ -296,14 +299,15 @@ class FisherAccountant:
         """The floors, their median relative standard error, and the words for it."""
         name = self.account.rules[self._rule(rule)]
         bound = from_trace(self.trace(rule).cpu().numpy(), self.account.features)
-        unseen = (self.measured() == 0).cpu().numpy()
-        value = np.where(unseen, 0.0, np.minimum(bound.value * self._unit(), np.finfo(np.float64).max))
+        unseen = (self._told_of() == 0).cpu().numpy()
+        with np.errstate(over="ignore"):  # of what told nothing, whose floor is the largest number already
+            value = np.where(unseen, 0.0, np.minimum(bound.value * self._unit(), np.finfo(np.float64).max))
         note = {"exact": "exact Poisson factors", "fixed": "the fixed-size factor", "none": "no amplification"}
         paper = "the paper's κ: comparison, no guarantee"
         runs = f"{self.runs} run(s)" if self.runs else "a run in progress"
         assumes: tuple[str, ...] = (note.get(name, paper), f"mean over {runs}", f"{self.account.clip} clipping")
         relative = relative_median(self.dfil(rule), self.standard_error(rule))
-        said = told(self.measured(), relative, runs=self.runs)
+        said = told(self._told_of(), relative, runs=self.runs)
         notes: tuple[str, ...] = (said, *self.caveats, *self._silent(rule))
         if unseen.any():
             notes += (f"{int(unseen.sum())} of {len(unseen)} records were never measured: no floor (0)",)
@@ -313,7 +317,8 @@ class FisherAccountant:
     def feature_floors(self, *, average: bool = False) -> Bound:
         """1/I_jj of each record kept and feature, (kept, d), in the squares of the data's own units; kept as in `rows`.
 
-        average: that of the information averaged over all records instead, (1, d).
+        average: that of the information averaged over all records instead, (1, d), which bounds the mean of their
+        squared errors and not each record's.
 
         Like `mse_floor` they are estimates, of which `assumes` says how good they are; of single features they are
         coarser than of a record. A warning is given, once a run, where their median relative error is above 50 %.
@@ -321,22 +326,22 @@ class FisherAccountant:
         Guarantee: I_jj is estimated without bias, as in `dfil`; of chosen records given the choice, which the runs
         they are measured in had no part in.
         """
-        found = self.features.floors(self.feature_scale, self.runs, self.measured(), average)
+        found = self.features.floors(self.feature_scale, self.runs, self._told_of(), average)
         notes = self.caveats
         if not (average or self.diagonal == "average"):
-            measured, relative = self.features.precision(self.runs, self.measured())
+            measured, relative = self.features.precision(self.runs, self._told_of())
             said = told(measured, relative, " of a feature", runs=self.runs)
             notes = (said, *notes)
             if self._first("features"):
                 warn_if_coarse(relative, said)
-        return replace(found, assumes=(*found.assumes, *notes), notes=notes)
+        return replace(found, assumes=(*found.assumes, *notes), notes=(*found.notes, *notes))
 
     def feature_standard_error(self) -> Tensor:
         """Standard error of I_jj of each record kept and feature, (kept, d), in the model's input units.
 
         After two runs or more, of the mean over runs. Of one run, for given or all records: √Σx² over its measurements
         x, whose square is in expectation no less than the variance of their sum given the run's parameters."""
-        return self.features.standard_error(self.runs, self.measured())
+        return self.features.standard_error(self.runs, self._told_of())
 
     def spectral_bound(self) -> Tensor:
         """Upper bound of each record's spectral norm ‖I‖₂, (N,), in the model's input units."""
@@ -348,11 +353,15 @@ class FisherAccountant:
         """How often each record was measured, over all runs, (N,)."""
         return self._state["measured_total"] + self._state["measured"]
 
+    def _told_of(self) -> Tensor:
+        """How often in the runs that `trace` speaks of, (N,): 0 for a record first measured in the present one."""
+        return self._state["measured_total"] if self.runs else self._state["measured"]
+
     def most_exposed(self, k: int = 10, rule: str | None = None) -> list[tuple[int, float]]:
         """The k records with the lowest floors among those measured: (index, floor), lowest first.
 
         Those never measured have no floor and are left out: `summary()["never_measured"]` counts them."""
-        dfil = self.dfil(rule).masked_fill(self.measured() == 0, -1.0)
+        dfil = self.dfil(rule).masked_fill(self._told_of() == 0, -1.0)
         top = torch.topk(dfil, min(whole("k", k), int((dfil >= 0).sum())))
         floors = self.mse_floor(rule).value
         return [(int(i), float(floors[int(i)])) for i in top.indices]
@@ -363,7 +372,7 @@ class FisherAccountant:
         Quantiles are over the records that were measured. After two runs "floor_at_upper_limit" is the lowest floor of
         all at its upper limit, or None where some record has no limit: "no_limit_because" says why."""
         names = {"lowest": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9}
-        measured = self.measured().cpu()
+        measured = self._told_of().cpu()
         seen = (measured > 0).numpy()
         floors: dict[str, Any] = {}
         for rule in self.account.rules:
@@ -418,7 +427,7 @@ class FisherAccountant:
         about = {"account": asdict(self.account), "runs": self.runs, "diagonal": self.diagonal, "rows": kept}
         about["caveats"], about["needs_range"] = list(self.caveats), self.needs_range
         if self.features.choice is not None:
-            about["choice"] = asdict(self.features.choice)
+            about["choice"], about["followed"] = asdict(self.features.choice), self.features.followed
         tensors = {**self.state(), "feature_scale": self.feature_scale}
         write_whole(path, sealed(tensors, {"ledger": about}), mode=CONFIDENTIAL)
 
@@ -439,6 +448,7 @@ class FisherAccountant:
         scale = tensors.pop("feature_scale")
         ledger = cls(account, diagonal=diagonal, spectral="spectral" in tensors, feature_scale=scale, device=device)
         ledger.restore(tensors, about["runs"])
+        ledger.features.followed = bool(about.get("followed", False))
         ledger.caveats, ledger.needs_range = tuple(about.get("caveats", ())), bool(about.get("needs_range", False))
         return ledger
 

@@ -9,7 +9,7 @@ their features measured in the runs after them, which are independent (docs/theo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -160,8 +160,11 @@ class FeatureLedger:
         mean_trace, measured: each record's mean over the runs so far and how often it was measured, (N,).
         """
         if "diagonal_error" in self.state and runs > 1:
-            apart = (self.state["diagonal"] - self.state["diagonal_mean"]).square() * ((runs - 1) / runs)
-            self.state["diagonal_error"].mul_(float(runs > 2)).add_(apart)
+            if runs == 2:
+                self.state["diagonal_error"].zero_()  # not times 0: what one run left may be infinite
+            self.state["diagonal_error"] += (self.state["diagonal"] - self.state["diagonal_mean"]).square() * (
+                (runs - 1) / runs
+            )
         self.first = False
         for name in ("average", "diagonal"):
             if name in self.state and not (self.kind == "chosen" and name == "diagonal"):
@@ -208,9 +211,11 @@ class FeatureLedger:
             mine.copy_(theirs)
             return
         delta = other.state["diagonal_mean"].to(self.device) - self.state["diagonal_mean"]
-        mine.mul_(float(runs > 1)).add_(delta.square() * (runs * more / (runs + more)))
+        if runs == 1:
+            mine.zero_()
+        mine += delta.square() * (runs * more / (runs + more))
         if more > 1:
-            mine.add_(theirs)
+            mine += theirs
 
     def _merge_chosen(self, other: FeatureLedger) -> None:
         """Records of both: the mean over the runs of both. A record of one of them alone keeps that one's runs."""
@@ -261,7 +266,10 @@ class FeatureLedger:
         assumes = (*bound.assumes, f"rule {self.account.rules[0]}")
         if self.choice is not None and not average:
             assumes += (f"records chosen by {self.choice.after} run(s), measured in the others",)
-        return Bound(bound.name, value, bound.theorem, "unbiased", bound.adjacency, self.account.sampler, assumes)
+        notes: tuple[str, ...] = ()
+        if average:  # by Jensen: mean 1/Iⱼⱼ ≥ 1/mean Iⱼⱼ
+            notes = (f"of the mean over {self.account.records:,} records: single ones may be known better",)
+        return replace(bound, value=value, sampler=self.account.sampler, assumes=(*assumes, *notes), notes=notes)
 
     def standard_error(self, runs: int, measured: Tensor) -> Tensor:
         """Of I_jj of the records kept, (k, d), in the model's input units; infinite for a record never measured.
