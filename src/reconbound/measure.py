@@ -177,6 +177,8 @@ def evaluated(evaluate: Callable[[nn.Module], Any], model: nn.Module) -> dict[st
         raise InputError("evaluate", "must return a dictionary of numbers, by name", _told(found))
     numbers: dict[str, float] = {}
     for name, value in found.items():
+        if str(name) in ("run", "step"):
+            raise InputError("evaluate", "must not return a number of this name, which the history has itself", name)
         try:
             numbers[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError):
@@ -191,8 +193,8 @@ def _told(value: Any) -> str:
 def as_tensors(model: nn.Module, name: str, tree: Any) -> Any:
     """A data set's NumPy arrays as tensors, the rest as it is.
 
-    Arrays of floats get the model's dtype (NumPy's own is float64), whole-numbered targets int64, as losses want them;
-    whole-numbered inputs stay what they are, for they may be tokens."""
+    Arrays of floats get the model's dtype (NumPy's own is float64), whole-numbered targets int64, as losses want them
+    (but bytes, which they take); whole-numbered inputs stay what they are, for they may be tokens."""
     kind = model_dtype(model)
 
     def turned(x: Any) -> Any:
@@ -200,6 +202,8 @@ def as_tensors(model: nn.Module, name: str, tree: Any) -> Any:
             return x
         if not np.issubdtype(x.dtype, np.number) and x.dtype != np.bool_:
             raise InputError(name, "must hold numbers", f"an array of {x.dtype}")
+        if not x.dtype.isnative or x.dtype == np.longdouble:
+            x = x.astype(np.float64 if x.dtype == np.longdouble else x.dtype.newbyteorder("="))
         own = x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy()  # what torch can share
         found = torch.as_tensor(own)
         if found.is_floating_point() and kind is not None:
@@ -209,7 +213,7 @@ def as_tensors(model: nn.Module, name: str, tree: Any) -> Any:
     return tree_map(turned, tree) if any(isinstance(x, np.ndarray) for x in tree_leaves(tree)) else tree
 
 
-_NARROW = (torch.int8, torch.int16, torch.int32)
+_NARROW = (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
 
 
 def row_counts(inputs: Any, targets: Any) -> set[int]:

@@ -193,8 +193,17 @@ class PrivateSGD:
                 if self.run + 1 == count:
                     break
                 self.run, self.step = self.run + 1, 0
-            self.model.load_state_dict(self.first_parameters)
+            self._leave_first_parameters()
         return self
+
+    def _leave_first_parameters(self) -> None:
+        if self.first_parameters:
+            self.model.load_state_dict(self.first_parameters)
+            return
+        self._say(
+            "the checkpoint comes from a version of reconbound that did not keep the first run's parameters: the model "
+            "has those of the last run instead. Release them and no other run's"
+        )
 
     def _parameter_versions(self) -> list[int]:
         return [p._version for p in self.model.parameters()]
