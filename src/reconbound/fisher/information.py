@@ -30,7 +30,7 @@ from reconbound.fisher.checks import (
     check_values,
 )
 from reconbound.fisher.clipping import Clip, check_clip, clipping
-from reconbound.fisher.gradients import Pass, Route
+from reconbound.fisher.passes import Pass, Route
 from reconbound.fisher.private import (
     Inputs,
     Private,

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from reconbound.fisher.clipping import Clip, check_clip
 from reconbound.fisher.generic import load_forward_mode
-from reconbound.fisher.gradients import trainable
+from reconbound.fisher.passes import trainable
 from reconbound.fisher.private import Inputs, Private, Problem, as_private, batch_rows, feature_mask, private_part
 
 

@@ -21,7 +21,8 @@ from reconbound.fisher.checks import (
 )
 from reconbound.fisher.clipping import Clip, check_clip, clipping
 from reconbound.fisher.generic import GenericPass
-from reconbound.fisher.gradients import LayerPass, NotCovered, Pass, Route, trainable
+from reconbound.fisher.gradients import LayerPass, NotCovered
+from reconbound.fisher.passes import Pass, Route, trainable
 from reconbound.fisher.private import Inputs, Private, Problem, batch_rows, check_rows, private_part
 from reconbound.fisher.probes import SHARED_FROM
 
