@@ -127,6 +127,11 @@ class FeatureLedger:
 
     # --- writing ---------------------------------------------------------------------
 
+    def check_found(self, found: StepInformation) -> None:
+        """An error, before anything is changed, where there is no diagonal to add."""
+        if self.kind != "none" and (found.diagonal_across is None or found.diagonal_along is None):
+            raise InputError("found", "must have the diagonal: this ledger keeps it", None)
+
     def add(self, index: Tensor, found: StepInformation, across: Tensor, along: Tensor) -> None:
         """Add a step's diagonals, times these factors of each record."""
         if self.kind == "none":
@@ -149,8 +154,9 @@ class FeatureLedger:
         self.state["diagonal"] += self._entries(found, across, along)
 
     def _entries(self, found: StepInformation, across: Tensor, along: Tensor) -> Tensor:
-        if found.diagonal_across is None or found.diagonal_along is None:
-            raise InputError("found", "must have the diagonal: this ledger keeps it", None)
+        self.check_found(found)
+        assert found.diagonal_across is not None
+        assert found.diagonal_along is not None
         entries = across[:, None] * found.diagonal_across.flatten(1).to(self.device, torch.float64)
         return entries + along[:, None] * found.diagonal_along.flatten(1).to(self.device, torch.float64)
 
