@@ -12,6 +12,9 @@ from reconbound.accountant import Chosen, FisherAccountant
 from reconbound.feature_ledger import resolved
 from test_accountant import account, info
 
+#: these ledgers are made up: a few measurements that tell of no whole run
+pytestmark = pytest.mark.filterwarnings("ignore:the measurements of a run tell")
+
 
 def information(ledger: FisherAccountant) -> np.ndarray:
     return 1 / ledger.feature_floors().value
@@ -37,6 +40,8 @@ def test_forms() -> None:
     ("wanted", "rows"),
     [(Chosen(2, 2), [4, 1, 0, 5]), (Chosen(2, 0), [4, 1]), (Chosen(0, 1), [5]), (Chosen(9, 9), [4, 1, 2, 0, 5])],
 )
+
+
 def test_the_most_exposed_come_first_and_the_least_exposed_last(wanted: Chosen, rows: list[int]) -> None:
     ledger = FisherAccountant(account(), diagonal=wanted)
     assert ledger.rows is not None

@@ -16,6 +16,9 @@ from reconbound.accountant import Chosen, FisherAccountant
 from reconbound.validate import ReconboundWarning
 from test_accountant import account, info
 
+#: these ledgers are made up: a few measurements that tell of no whole run
+pytestmark = pytest.mark.filterwarnings("ignore:the measurements of a run tell")
+
 COARSE = "floors from so few measurements"
 
 

@@ -116,7 +116,13 @@ class FisherAccountant:
         self.features.follow(found, across, along)
 
     def finish_run(self) -> None:
-        """Close the current run: fold it into the averages over runs and start an empty ledger."""
+        """Close the current run: fold it into the averages over runs and start an empty ledger.
+
+        Warns where the run's measurements tell of other than the account's steps, by a tenth and more than chance."""
+        fault = self.traces.missing()
+        if fault:
+            cure = "measure every step, with the right weight, or make the Account with the steps that were taken"
+            warnings.warn(f"{fault}; {cure}", ReconboundWarning, stacklevel=2)
         self.runs += 1
         self.traces.finish_run(self.runs)
         self.features.finish_run(self.runs, self.traces.trace(0, self.runs), self.traces.told_of(self.runs))
@@ -269,6 +275,7 @@ class FisherAccountant:
 
         Quantiles are over the records that were measured. After two runs "floor_at_upper_limit" is the lowest floor of
         all at its upper limit, or None where some record has no limit: "no_limit_because" says why."""
+        self.mse_floor()  # for its warnings
         names = {"lowest": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9}
         measured = self._told_of().cpu()
         seen = (measured > 0).numpy()

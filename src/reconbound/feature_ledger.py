@@ -256,7 +256,8 @@ class FeatureLedger:
     def floors(self, scale: Tensor, runs: int, measured: Tensor, average: bool) -> Bound:
         """1/I_jj in the squares of the data's units: of the records kept, (k, d), or of the average, (1, d)."""
         if self.kind == "none":
-            raise InputError("diagonal", "must have been kept to speak of features", self.kind)
+            how = 'FisherAccountant(account, diagonal="all") keeps it, as does PrivateSGD(..., diagonal="all")'
+            raise InputError("diagonal", f"must have been kept to speak of features ({how})", self.kind)
         average = average or self.kind == "average"
         if self.choice is not None and not average and not bool((self.state["diagonal_runs"] > 0).any()):
             raise InputError("runs", f"must be more than the {self.choice.after} by which the records are chosen", runs)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ._check import InputError
+from ._opacus import is_wrapper
 from .fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
 from .fisher.private import Problem, as_private, feature_mask, module_caveats, private_part
 from .settings import Settings
@@ -56,6 +57,9 @@ class Measurer:
     ) -> None:
         self.model, self.loss_fn, self.inputs, self.targets, self.settings = model, loss_fn, inputs, targets, settings
         self.private, self.diagonal, self.spectral = private, diagonal, spectral
+        if is_wrapper(model):
+            why = "must be the network itself, as before Opacus's make_private: clipping and noise are added here"
+            raise InputError("model", why, type(model).__name__)
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.device = self.params[0].device
         few = self.rows(torch.arange(min(3, record_count(inputs, targets))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from .fisher import StepInformation
 from .precision import relative_median, told
 
 _AVERAGED = ("variance", "spectral")
+_NEWER = {"weights": math.nan, "partial": False}  # what ledgers of earlier versions lack, and what it then is
 
 
 class TraceLedger:
@@ -53,8 +55,14 @@ class TraceLedger:
         return indices.to(self.device, torch.int64)
 
     def _check_found(self, indices: Tensor, found: StepInformation) -> None:
-        if found.features != self.account.features:
-            raise InputError("found", f"must be about the account's {self.account.features} features", found.features)
+        account = self.account
+        if found.features != account.features:
+            raise InputError("found", f"must be about the account's {account.features} features", found.features)
+        for name in ("noise_multiplier", "max_grad_norm", "clip"):
+            given, wanted = getattr(found, name), getattr(account, name)
+            if given is not None and given != wanted:
+                why = f"must have been computed with the account's {name}, {wanted!r}, by which noise is scaled"
+                raise InputError("found", why if name != "clip" else why.partition(", by")[0], given)
         if "spectral" in self.state and (found.spectral is None or found.spectral_residual is None):
             raise InputError("found", "must have the spectral norm: this ledger keeps it", None)
         numbers = torch.stack([x.double() for x in (found.across, found.along, found.across_error, found.clipped_norm)])
@@ -79,6 +87,9 @@ class TraceLedger:
             first = first or [across, along]
         self._add_spectral(index, found, torch.maximum(*first))
         state["measured"].index_add_(0, index, torch.ones_like(index))
+        state["weights"][0] += weight * len(index)
+        if not stratified:
+            state["weights"][1].clamp_(min=weight)
         return first[0], first[1]
 
     def _add_variance(
@@ -111,9 +122,29 @@ class TraceLedger:
     def _here(self, values: Tensor) -> Tensor:
         return values.to(device=self.device, dtype=torch.float64)
 
+    def steps_told(self) -> float:
+        """Of how many steps the measurements of the present run tell: their weights over what one step's add up to."""
+        account, batch = self.account, max(1, round(self.account.sample_rate * self.account.records))
+        of_a_step = {"poisson": account.sample_rate * account.records, "fixed": float(batch)}.get(
+            account.sampler, account.records / math.ceil(account.records / batch)
+        )
+        return float(self.state["weights"][0]) / of_a_step
+
+    def missing(self) -> str:
+        """What is said of a run whose measurements tell of other than T steps, by more than chance explains; or ""."""
+        told, steps = self.steps_told(), self.account.steps
+        weight = max(1.0, float(self.state["weights"][1]))  # steps measured with chance 1/weight; batches vary as well
+        chance = 6 * math.sqrt(steps * (weight - 1 + weight / (self.account.sample_rate * self.account.records)))
+        if math.isnan(told) or abs(told - steps) <= 0.1 * steps + chance:
+            return ""
+        fault = "too high" if told < steps else "too low"
+        return f"the measurements of a run tell of about {told:.3g} of its {steps} steps: its floors are {fault}"
+
     def finish_run(self, runs: int) -> None:
         """Fold the run, the `runs`-th, into the averages, and start anew."""
         state = self.state
+        state["partial"] |= bool(self.missing())
+        state["weights"].zero_()
         delta = state["trace"] - state["mean"]
         state["mean"] += delta / runs
         state["spread"] += delta * (state["trace"] - state["mean"])
@@ -136,6 +167,7 @@ class TraceLedger:
                 mine[name] += (theirs[name].to(self.device) - mine[name]) * (more / total)
         mine["measured_total"] += theirs["measured_total"].to(self.device)
         mine["rare"] |= theirs["rare"].to(self.device)
+        mine["partial"] |= theirs["partial"].to(self.device)
 
     # --- reading -----------------------------------------------------------------------
 
@@ -165,6 +197,10 @@ class TraceLedger:
         relative = relative_median(self.trace(k, runs), self.standard_error(k, runs))
         said = told(self.told_of(runs), relative, runs=runs)
         notes: tuple[str, ...] = (said, *caveats, *self.silent(k, runs))
+        if bool(self.state["partial"]):
+            notes += (f"some runs were not measured over all of their {account.steps} steps: floors of another run",)
+        elif not runs:
+            notes += (f"a run in progress: about {self.steps_told():.3g} of {account.steps} steps measured so far",)
         if unseen.any():
             notes += (f"{int(unseen.sum())} of {len(unseen)} records were never measured: no floor (0)",)
         assumes = (rule, mean, f"{account.clip} clipping", *notes)
@@ -203,6 +239,8 @@ class TraceLedger:
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Shapes as they must be; an error names the one that is not."""
         for name, value in self.state.items():
+            if name in _NEWER and name not in tensors:
+                continue
             if name not in tensors or tensors[name].shape != value.shape:
                 got = tuple(tensors[name].shape) if name in tensors else None
                 raise InputError(name, f"must be a tensor of shape {tuple(value.shape)}", got)
@@ -210,7 +248,10 @@ class TraceLedger:
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Put back what `state` held; the shapes have been checked."""
         for name, value in self.state.items():
-            value.copy_(tensors[name])
+            if name in tensors:
+                value.copy_(tensors[name])
+            else:  # a ledger of an earlier version: whether its present run is whole cannot be told
+                value.fill_(_NEWER[name])
 
 
 def _empty(account: Account, spectral: bool, device: torch.device) -> dict[str, Tensor]:
@@ -221,7 +262,8 @@ def _empty(account: Account, spectral: bool, device: torch.device) -> dict[str, 
 
     state = {name: zeros(*shape) for name in ("trace", "mean", "spread", "variance", "variance_mean", "last")}
     state |= {name: zeros(n, dtype=torch.int64) for name in ("measured", "measured_total")}
-    state["rare"] = zeros(1, dtype=torch.bool)
+    state["rare"], state["partial"] = zeros(1, dtype=torch.bool), zeros(1, dtype=torch.bool)
+    state["weights"] = zeros(2)  # of the present run's measurements: sum, and the largest of those at random steps
     if spectral:
         state |= {"spectral": zeros(n), "spectral_mean": zeros(n)}
     return state

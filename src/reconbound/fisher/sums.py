@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from reconbound._check import InputError
+from reconbound._opacus import unhooked
 from reconbound.fisher.checks import (
     capturing,
     check_arguments,
@@ -39,6 +40,7 @@ class ClippedSum:
     gradient_sum: dict[str, Tensor]
 
 
+@unhooked
 def clipped_gradient_sum(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],
@@ -87,6 +89,7 @@ def clipped_gradient_sum(
     return ClippedSum(torch.cat(losses), torch.cat(norms), torch.cat(factors), total)
 
 
+@unhooked
 def covering_method(
     model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], inputs: Inputs, targets: Any, private: Private
 ) -> Method:
