@@ -444,6 +444,7 @@ def test_small_problem_has_what_the_tests_assume() -> None:
     ("changes", "said"),
     [
         ({"diagonal_across": None}, "must have the diagonal"),
+        ({"diagonal_along": torch.ones(4, 5)}, r"diagonal of the account's 3 features, no others .*got \(4, 5\)"),
         ({"spectral": None}, "must have the spectral norm"),
         ({"across": torch.tensor([1.0, 2.0, torch.nan, 1.0])}, r"finite numbers.*of record 5, got \[nan, 1.0\]"),
         ({"along": torch.tensor([1.0, torch.inf, 2.0, 1.0])}, r"finite numbers.*of record 3, got \[1.0, inf\]"),

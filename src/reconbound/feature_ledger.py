@@ -128,9 +128,15 @@ class FeatureLedger:
     # --- writing ---------------------------------------------------------------------
 
     def check_found(self, found: StepInformation) -> None:
-        """An error, before anything is changed, where there is no diagonal to add."""
-        if self.kind != "none" and (found.diagonal_across is None or found.diagonal_along is None):
+        """An error, before anything is changed, where there is no diagonal to add or one of other features."""
+        if self.kind == "none":
+            return
+        if found.diagonal_across is None or found.diagonal_along is None:
             raise InputError("found", "must have the diagonal: this ledger keeps it", None)
+        for part in (found.diagonal_across, found.diagonal_along):
+            if part[0].numel() != self.account.features:
+                what = f"must have the diagonal of the account's {self.account.features} features, no others"
+                raise InputError("found", f"{what} (of a masked record pick its columns)", tuple(part.shape))
 
     def add(self, index: Tensor, found: StepInformation, across: Tensor, along: Tensor) -> None:
         """Add a step's diagonals, times these factors of each record."""
