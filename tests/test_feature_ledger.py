@@ -40,8 +40,6 @@ def test_forms() -> None:
     ("wanted", "rows"),
     [(Chosen(2, 2), [4, 1, 0, 5]), (Chosen(2, 0), [4, 1]), (Chosen(0, 1), [5]), (Chosen(9, 9), [4, 1, 2, 0, 5])],
 )
-
-
 def test_the_most_exposed_come_first_and_the_least_exposed_last(wanted: Chosen, rows: list[int]) -> None:
     ledger = FisherAccountant(account(), diagonal=wanted)
     assert ledger.rows is not None

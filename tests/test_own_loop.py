@@ -88,7 +88,7 @@ def test_hooks_are_back_after_an_error() -> None:
 def test_wrappers_that_cannot_be_used_are_named() -> None:
     x, y = data()
     model, _, _ = wrapped("ew")
-    with pytest.raises(InputError, match="model._module"):
+    with pytest.raises(InputError, match=r"model\._module"):
         step_information(model, losses, x, y, **SETTING)
     model, _, _ = wrapped("hooks")
     with pytest.raises(InputError, match="make_private"):
