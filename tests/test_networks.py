@@ -77,3 +77,10 @@ def test_lecun_normal_refuses_a_scale_that_nobody_resets() -> None:
 
     with pytest.raises(InputError, match="no reset_parameters for 'scale' of, got 'Scaled'"):
         lecun_normal(Scaled())
+
+
+def test_audits_of_photographs_centre_their_pixels() -> None:
+    model = network("cnn", (3, 32, 32), 10, image=True)
+    grey = model[0](torch.full((1, 3, 32, 32), 0.5))
+    assert grey.abs().max() == 0
+    assert sum(p.numel() for p in model.parameters()) == 550_570
