@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from reconbound._check import InputError
 from reconbound.fisher import dense_information, step_information
 from reconbound.networks import lecun_normal, standardised
+from reconbound.plan import network
 
 MEAN, STD = (0.5, 0.25, 0.375), (0.5, 0.25, 2.0)
 SETTING = {"max_grad_norm": 0.7, "noise_multiplier": 1.3}
