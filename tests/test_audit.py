@@ -18,16 +18,11 @@ from torch import nn
 
 import auditing
 from reconbound import _files, audit_leakage, audit_learner
-from reconbound import plan as plans
 from reconbound._check import InputError
-from reconbound._files import Unreadable
 from reconbound._random import derive, numbers_of
-from reconbound.accountant import FEWEST
-from reconbound.audit import audit, expected_seconds, facts_of, floors_of, trained
+from reconbound.audit import audit, facts_of, trained
 from reconbound.audit_leakage import chosen, leakage_of
-from reconbound.checkpoint import CheckpointError, held
-from reconbound.data import load
-from reconbound.plan import Plan, default_plan, make_learner, make_loss, make_model, score
+from reconbound.plan import make_learner, score
 from reconbound.plan_file import open_folder, settle
 from reconbound.release import INPUTS
 from reconbound.report import columns
@@ -325,96 +320,6 @@ def test_accuracy_is_published_only_on_request(tmp_path) -> None:
     assert read_run(folder).accuracy is None
 
 
-def test_more_runs_can_be_added(done, tmp_path) -> None:
-    people = auditing.people()
-    audit(people, auditing.plan(runs=1), tmp_path / "a", show=False)
-    audit(people, auditing.plan(runs=3), tmp_path / "a", show=False)
-    for name in (RUN, REPORT, PUBLIC_REPORT, MODEL, PLAN):
-        assert (tmp_path / "a" / name).read_bytes() == (done / name).read_bytes(), name
-    auditing.assert_same_leakage(tmp_path / "a", done)
-    with pytest.raises(InputError, match="runs was 3 and is 2"):
-        audit(people, auditing.plan(runs=2), tmp_path / "a", show=False)
-
-
-def test_other_options_or_data_are_refused(done) -> None:
-    people = auditing.people()
-    before = {p: p.read_bytes() for p in done.rglob("*") if p.is_file()}
-    with pytest.raises(InputError, match=r"noise_multiplier was 0.7 and is 2.0; lr was 0.5 and is 0.1"):
-        audit(people, auditing.plan(runs=3, noise_multiplier=2.0, lr=0.1), done, show=False)
-    with pytest.raises(InputError, match="the data have changed"):
-        audit(auditing.people(seed=1), auditing.plan(runs=3), done, show=False)
-    wider = replace(people, features=(replace(people.features[0], high=130.0), *people.features[1:]))
-    with pytest.raises(InputError, match=r"ranges of age was \[0.0, 120.0\] and is \[0.0, 130.0\]"):
-        audit(wider, auditing.plan(runs=3), done, show=False)
-    assert before == {p: p.read_bytes() for p in done.rglob("*") if p.is_file()}
-
-
-def test_fresh_starts_over_and_removes_nothing_of_others(tmp_path) -> None:
-    people, folder = auditing.people(), tmp_path / "a"
-    audit(people, auditing.plan(runs=1, steps=4), folder, show=False)
-    (folder / "notes.txt").write_text("mine")
-    audit(people, auditing.plan(runs=1, steps=3), folder, show=False, fresh=True)
-    assert read_run(folder).mechanism["steps"] == 3
-    assert (folder / "notes.txt").read_text() == "mine"
-
-
-def test_without_a_seed_each_folder_has_its_own_and_keeps_it(tmp_path) -> None:
-    people = auditing.people()
-    seeds = []
-    for name in ("a", "b", "a"):
-        audit(people, auditing.plan(runs=1, steps=2, seed=None), tmp_path / name, show=False)
-        seeds.append(json.loads((tmp_path / name / PLAN).read_text())["seed"])
-    assert seeds[0] == seeds[2] != seeds[1]
-    assert seeds[0] > 2**64
-
-
-def test_folders_that_are_no_audit_are_left_alone(tmp_path) -> None:
-    (tmp_path / "letter.txt").write_text("x")
-    before = mode(tmp_path)
-    with pytest.raises(InputError, match="must be a new or empty folder"):
-        open_folder(tmp_path)
-    with pytest.raises(InputError, match="must be a folder that can be read"):
-        open_folder(tmp_path / "letter.txt")
-    assert mode(tmp_path) == before
-
-
-def test_one_audit_at_a_time_in_a_folder(tmp_path) -> None:
-    with held(tmp_path / "a"), pytest.raises(CheckpointError, match="in use"):
-        audit(auditing.people(), auditing.plan(), tmp_path / "a", show=False)
-
-
-def test_damaged_and_missing_files_are_named(tmp_path) -> None:
-    people, plan, folder = auditing.people(), auditing.plan(runs=1, steps=4), tmp_path / "a"
-    audit(people, plan, folder, show=False)
-    path = next((folder / "checkpoints").glob("parameters-*"))
-    path.unlink()
-    with pytest.raises(Unreadable, match="has been removed: start over with --fresh"):
-        audit(people, plan, folder, show=False)
-    (folder / PLAN).write_text("{")
-    with pytest.raises(Unreadable, match=r"plan.json is not a file of reconbound's"):
-        audit(people, plan, folder, show=False)
-
-
-def test_a_full_disk_is_an_error_that_leaves_the_last_state(tmp_path, monkeypatch) -> None:
-    people, plan, folder = auditing.people(), auditing.plan(), tmp_path / "a"
-    fsync, left = os.fsync, [12]
-
-    def full(handle: int) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise OSError(28, "No space left on device")
-        fsync(handle)
-
-    monkeypatch.setattr(_files.os, "fsync", full)
-    with pytest.raises((OSError, CheckpointError), match="No space left"):
-        audit(people, plan, folder, show=False)
-    monkeypatch.undo()
-    audit(people, plan, folder, show=False)
-    audit(people, plan, tmp_path / "b", show=False)
-    assert (folder / REPORT).read_bytes() == (tmp_path / "b" / REPORT).read_bytes()
-    assert not list(folder.rglob("*.part"))
-
-
 @pytest.mark.parametrize("sampler", ["fixed", "shuffle"])
 def test_other_samplers(tmp_path, sampler: str) -> None:
     people = auditing.people()
@@ -455,92 +360,6 @@ def test_chosen_records_are_distinct_and_in_order() -> None:
     kept, most = chosen(dfil[:3], torch.tensor([1, 0, 1]))
     assert (kept.tolist(), most) == ([2, 0], 1)
     assert chosen(dfil[:1], torch.ones(1))[0].tolist() == [0]
-
-
-# --- plans and models ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["digits", "breast_cancer", "wine", "diabetes"])
-@pytest.mark.filterwarnings("ignore::reconbound.data.DataWarning")
-def test_defaults_train_a_step(name: str) -> None:
-    dataset = load(name)
-    plan = default_plan(dataset)
-    assert plan.runs >= 3
-    learner = make_learner(dataset, plan, progress=False).repeat(1, 2)
-    assert learner.features == len(dataset.scale)
-    assert plan.runs * int(plan.steps * plan.sample_rate * plan.budget) >= FEWEST  # enough for a confidence limit
-
-
-def test_defaults_by_size() -> None:
-    small, large = default_plan(auditing.people(30)), default_plan(auditing.people(20000))
-    assert small.sample_rate == 1.0
-    assert large.sample_rate == pytest.approx(512 / 20000)
-    for records in (30, 20000, 10**6):
-        rate, steps, budget = (lambda p: (p.sample_rate, p.steps, p.budget))(default_plan(auditing.people(records)))
-        assert 5 * int(steps * rate * budget + 1e-9) >= 25
-    assert default_plan(auditing.people(), lr=0.25, runs=7).runs == 7
-
-
-def test_defaults_of_a_part_keep_the_batch() -> None:
-    """The noise is on a batch's sum: 3,000 of MNIST's 60,000 are trained by batches of 300, as the whole is."""
-    whole_set = replace(auditing.pictures(), name="mnist")
-
-    def of(records: int) -> Plan:
-        few = np.broadcast_to(whole_set.inputs[:1], (records, *whole_set.shape))
-        return default_plan(replace(whole_set, inputs=few, targets=np.zeros(records, dtype=np.int64)))
-
-    full, half, small, tiny = (of(n) for n in (60_000, 30_000, 3_000, 100))
-    assert (full.sample_rate, full.steps) == (0.005, 400)
-    assert (half.sample_rate, half.steps) == (pytest.approx(0.01), 400)
-    assert (small.sample_rate, small.steps) == (pytest.approx(0.1), 150)
-    assert (tiny.sample_rate, tiny.steps) == (pytest.approx(0.32), 50)
-    for plan in (full, half, small, tiny):
-        assert (plan.noise_multiplier, plan.lr) == (full.noise_multiplier, full.lr)
-    for name in ("digits", "breast_cancer", "wine"):  # the whole sets are what the defaults are meant for
-        found = load(name)
-        assert plans._WHOLE[name] == len(found.inputs)
-        assert default_plan(found).sample_rate == plans._OWN[name]["sample_rate"]
-    assert plans._WHOLE["diabetes"] == len(load("diabetes").inputs)
-
-
-def test_models_are_what_was_asked_and_seeded() -> None:
-    people, pictures = auditing.people(), auditing.pictures()
-    assert sum(p.numel() for p in make_model(people, "linear").parameters()) == 8
-    assert isinstance(make_model(pictures, "auto")[0], nn.Conv2d)
-    one, same, other = (make_model(people, "mlp", seed=s).state_dict()["1.weight"] for s in (1, 1, 2))
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
-    with pytest.raises(InputError, match="must be linear or mlp"):
-        make_model(people, "cnn")
-    for bad in ("forest", "no.such.module:f", "json:nothing", "json:loads", "auditing:plan"):
-        with pytest.raises(InputError, match=r"^model must"):
-            make_model(people, Plan(model=bad).model)
-
-
-def test_loss_is_one_number_a_record() -> None:
-    people = auditing.people()
-    x, y = torch.from_numpy(people.inputs), torch.from_numpy(people.targets)
-    outputs = make_model(people, "linear")(x)
-    expected = -outputs.log_softmax(1)[torch.arange(40), y]
-    torch.testing.assert_close(make_loss(people)(outputs, y), expected)
-    numbers = replace(people, task="number", targets=people.inputs[:, 0].copy(),
-                      test_targets=people.test_inputs[:, 0].copy())  # fmt: skip
-    found = make_loss(numbers)(torch.tensor([[3.0], [1.0]]), torch.tensor([1.0, 1.0]))
-    assert found.tolist() == [2.0, 0.0]
-
-
-def test_plans_are_checked() -> None:
-    for bad in ({"steps": 0}, {"runs": 1.5}, {"lr": -1}, {"momentum": 1}, {"sampler": "x"}, {"noise_multiplier": 0},
-                {"budget": "some"}, {"seed": -1}, {"clip": "soft"}):  # fmt: skip
-        with pytest.raises(InputError, match=f"^{next(iter(bad))} must"):
-            Plan(**bad)
-
-
-def test_expected_time_and_floors_need_no_training() -> None:
-    people, plan = auditing.people(), auditing.plan()
-    assert 0 < expected_seconds(people, plan) < 60
-    assert 0 < expected_seconds(people, replace(plan, budget="every")) < 60
-    assert floors_of(people, plan).dim == 2
 
 
 def test_leakage_of_a_learner_that_never_measured_a_record(tmp_path) -> None:

@@ -10,40 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from reconbound import __version__, cli
+from calling import NAMES, OUTPUT, SGD, check_refused, floors
+from reconbound import __version__
 from reconbound.calculator import floor, guarantee
-from reconbound.calibrate import calibrate
 from reconbound.commands.printing import UNSAID
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
 
-SGD = ["--noise-multiplier", "1", "--sample-rate", "0.01", "--steps", "1000"]
-OUTPUT = ["--output-perturbation", "--records", "12665", "--l2", "0.01", "--noise-std", "0.01"]
 VENDOR = ["--epsilon", "3", "--delta", "1e-6", "--adjacency", "add/remove"]
-NAMES = ["theorem1", "theorem1_paper", "corners", "lecam", "rate_distortion"]
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run a command line in this process: status, standard output, standard error."""
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def call(*arguments):
-        status = cli.run([str(a) for a in arguments])
-        return status, *capsys.readouterr()
-
-    return call
-
-
-@pytest.fixture
-def answer(run):
-    """The JSON of a command that must succeed."""
-
-    def call(*arguments):
-        status, out, err = run(*arguments, "--json")
-        assert (status, err) == (0, "")
-        return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
-
-    return call
 
 
 def process(*arguments, **environment):
@@ -115,10 +88,6 @@ def test_json_has_the_keys_that_the_issue_names(answer):
     assert 0 < found["membership_advantage"] < 1
     assert found["epsilon"] > found["epsilon_add_remove"] > 0
     assert found["delta"] == 1e-5
-
-
-def floors(found):
-    return {bound["name"]: bound for bound in found["bounds"]}
 
 
 def test_the_papers_numbers(answer):
@@ -300,32 +269,6 @@ def test_help(run):
         assert option in run("bound", "--help")[1]
 
 
-# --- calibrate -----------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_calibrate_private_sgd(answer, run, name):
-    options = ["--target-mse", 0.1, "--bound", name, "--sample-rate", 0.01, "--steps", 1000, "--dim", 3]
-    found = answer("calibrate", *options)
-    same = calibrate(SampledGaussian(1.0, 0.01, 1000), 0.1, bound=name, dim=3)
-    assert found["noise_multiplier"] == same.noise
-    assert found["mse"] == found["bound"]["mse"] == same.bound.value >= 0.1
-    assert found["bound"]["name"] == name
-    assert found["mechanism"]["noise_multiplier"] == found["noise_multiplier"]
-    assert found["target_mse"] == 0.1
-    assert found["epsilon"] > 0
-    status, out, err = run("calibrate", *options)
-    assert (status, err) == (0, "")
-    assert f"{same.noise:.7g}" in out
-
-
-def test_a_target_in_data_units(answer):
-    options = ["--sample-rate", 0.01, "--steps", 100, "--bound", "lecam"]
-    assert answer("calibrate", "--target-error", 0.25, *options) == answer(
-        "calibrate", "--target-mse", 0.0625, *options
-    )
-
-
 def test_shuffled_epochs_count_as_steps_without_sampling_and_are_called_so(answer, run):
     """Two epochs and a bit: three Gaussian releases, one for each epoch begun; nothing is said of add/remove."""
     options = ["--noise-multiplier", 3, "--sample-rate", 0.3, "--steps", 9, "--sampler", "shuffle"]
@@ -355,66 +298,10 @@ def test_the_papers_line_is_called_no_guarantee_in_its_row(run, monkeypatch, col
     assert "no guarantee" in flat.partition("Telling two candidate")[0].replace("│ ", "")
 
 
-def test_no_noise_is_advised_where_none_is_needed(answer, run):
-    options = ["--target-error", 0.4, "--bound", "lecam", "--sample-rate", 0.005, "--steps", 50, "--dim", 784]
-    status, out, _ = run("calibrate", *options)
-    assert status == 0
-    assert "met without noise: with chance 78% a record is never drawn" in " ".join(out.split())
-    assert "1e-06" not in out
-    assert "ε" not in out
-    found = answer("calibrate", *options)
-    assert found["met_without_noise"] is True
-    assert found["never_drawn"] == pytest.approx(0.995**50)
-    assert found["noise_multiplier"] is found["epsilon"] is found["mechanism"]["noise_multiplier"] is None
-
-
 def test_at_tiny_noise_no_more_is_told_than_who_was_drawn_can_tell(run):
     for noise in (0.1, 0.01, 1e-6):
         out = run("bound", "--noise-multiplier", noise, "--sample-rate", 0.005, "--steps", 50, "--dim", 784)[1]
         assert "right at most 61.1%" in " ".join(out.split())
-
-
-def test_calibrate_output_perturbation(answer):
-    found = answer("calibrate", "--target-mse", 0.1, "--output-perturbation", "--records", 12665, "--l2", 0.01)
-    assert found["noise_std"] == calibrate(OutputPerturbation(12665, 0.01, 1.0), 0.1).noise
-    assert "noise_multiplier" not in found
-
-
-def test_what_calibrate_finds_bound_confirms(answer):
-    sgd = ["--sample-rate", 0.02, "--steps", 500, "--sampler", "fixed", "--clip", "hard"]
-    noise = answer("calibrate", "--target-mse", 0.2, "--bound", "lecam", *sgd)["noise_multiplier"]
-    assert floors(answer("bound", "--noise-multiplier", repr(noise), *sgd))["lecam"]["mse"] >= 0.2
-
-
-def test_calibrate_says_under_which_condition_and_what_other_floors_need(run, answer):
-    options = ["--target-error", 5, "--high", 120, "--units", "years", "--sample-rate", "32/240", "--steps", 112]
-    for name in ("theorem1", "corners", "lecam", "rate_distortion"):
-        told = run("calibrate", *options, "--bound", name)[1].splitlines()
-        assert ("in the worst case over the box" in told[1]) == (name in ("lecam", "rate_distortion"))
-        assert told[3].startswith(f"{name} binds {'any' if name in ('lecam', 'rate_distortion') else 'unbiased'} att")
-        others = {line.split()[0]: float(line.split()[-1]) for line in told[4:7]}
-        assert set(others) == {"theorem1", "corners", "lecam", "rate_distortion"} - {name}
-        for other, noise in others.items():
-            found = answer("calibrate", *options, "--bound", other)["noise_multiplier"]
-            assert noise == pytest.approx(found, rel=1e-3)
-        assert told[7].endswith("The box is [0, 120] years.")
-    beyond = run("calibrate", "--target-error", 0.6, "--sample-rate", 0.1, "--steps", 10)[1]
-    assert "lecam (any attacker, in the worst case over the box): no noise is enough" in beyond
-
-
-@pytest.mark.parametrize("bound", ["theorem1", "lecam"])
-def test_a_target_beyond_the_range_names_the_options_for_the_range(run, bound):
-    rest = ["--sample-rate", "0.1", "--steps", "3", "--bound", bound]
-    for options in (
-        ["--target-error", 5, "--units", "years"],
-        ["--target-mse", 25],
-        ["--target-error", 5, "--high", 4],
-    ):
-        status, out, err = run("calibrate", *options, *rest)
-        check_refused(status, out, err)
-        assert "--low and --high" in err
-        assert options[0] in err
-    assert run("calibrate", "--target-error", 5, "--high", 120, *rest)[0] == 0
 
 
 def test_bound_begins_with_what_it_means_for_a_record(run):
@@ -437,144 +324,6 @@ def test_bound_begins_with_what_it_means_for_a_record(run):
     assert unbiased.in_short.endswith(
         "are not bound (corners)." if years.bounds[1].name == "corners" else "(theorem1)."
     )
-
-
-# --- errors -----------------------------------
-
-WRONG = [
-    (["bound", "--noise-multiplier", "-1", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier", "-1"),
-    (["bound", "--noise-multiplier", "0", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier", "0"),
-    (["bound", "--noise-multiplier", "nan", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier", "nan"),
-    (["bound", "--noise-multiplier", "inf", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier", "inf"),
-    (["bound", "--noise-multiplier", "1e-200", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier", "1e-200"),
-    (["bound", "--noise-multiplier", "abc", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier", "abc"),
-    (["bound", "--noise-multiplier=xyz", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier", "xyz"),
-    (["bound", "--noise-multiplier", "1", "--sample-rate", "1.5", "--steps", "3"], "--sample-rate", "1.5"),
-    (["bound", "--noise-multiplier", "1", "--sample-rate", "0", "--steps", "3"], "--sample-rate", "0"),
-    (["bound", "--noise-multiplier", "1", "--sample-rate", "0.1", "--steps", "0"], "--steps", "0"),
-    (["bound", "--noise-multiplier", "1", "--sample-rate", "0.1", "--steps", "1.5"], "--steps", "1.5"),
-    (["bound", "--noise-multiplier", "1", "--sample-rate", "0.1", "--steps", "9" * 400], "--steps", "9" * 400),
-    (["bound", *SGD, "--clip", "soft"], "--clip", "soft"),
-    (["bound", *SGD, "--sampler", "shuffled"], "--sampler", "shuffled"),
-    (["bound", *SGD, "--dim", "0"], "--dim", "0"),
-    (["bound", *SGD, "--dim", "3x"], "--dim", "3x"),
-    (["bound", *SGD, "--dim", "1e-3"], "--dim", "1e-3"),
-    (["bound", *SGD, "--dim", "0x3"], "--dim", "0"),
-    (["bound", "--noise-multiplier", "1", "--sample-rate", "1/0", "--steps", "3"], "--sample-rate", "1/0"),
-    (["bound", "--noise-multiplier", "1", "--sample-rate", "1%", "--steps", "3"], "--sample-rate", "1%"),
-    (["bound", "--noise-multiplier", "1", "--sample-rate", "0.1", "--steps", "nan"], "--steps", "nan"),
-    (["bound", "--noise-multiplier", "1", "--sample-rate", "0.1", "--steps", "1e99999999"], "--steps", "1e99999999"),
-    (["bound", *SGD, "--low", "2", "--high", "1"], "--low", "2"),
-    (["bound", *SGD, "--low", "1", "--high", "1"], "--low", "1"),
-    (["bound", *SGD, "--low", "nan"], "--low", "nan"),
-    (["bound", *SGD, "--high", "inf"], "--high", "inf"),
-    (["bound", *SGD, "--high", "1e200"], "--high", "1e+200"),
-    (["bound", *SGD, "--delta", "0"], "--delta", "0"),
-    (["bound", *SGD, "--delta", "1"], "--delta", "1"),
-    (["bound", *SGD, "--delta", "nan"], "--delta", "nan"),
-    (["bound", *SGD, "--baseline", "-1"], "--baseline", "-1"),
-    (["bound", "--epsilon", "-1"], "--epsilon", "-1"),
-    (["bound", "--epsilon", "nan"], "--epsilon", "nan"),
-    (["bound", "--epsilon", "1", "--delta", "2"], "--delta", "2"),
-    (["bound", "--epsilon", "1", "--adjacency", "swap"], "--adjacency", "swap"),
-    (["bound", "--rdp2", "-1"], "--rdp2", "-1"),
-    (["bound", "--output-perturbation", "--records", "0", "--l2", "1", "--noise-std", "1"], "--records", "0"),
-    (["bound", "--output-perturbation", "--records", "1", "--l2", "-1", "--noise-std", "1"], "--l2", "-1"),
-    (["bound", "--output-perturbation", "--records", "1", "--l2", "1", "--noise-std", "0"], "--noise-std", "0"),
-    (["bound", *OUTPUT, "--data-norm", "0"], "--data-norm", "0"),
-    (
-        ["bound", "--output-perturbation", "--records", "1", "--l2", "1e-200", "--noise-std", "1e-200"],
-        "--noise-std",
-        "1e-200",
-    ),
-    (["calibrate", "--target-mse", "nan", "--sample-rate", "0.1", "--steps", "3"], "--target-mse", "nan"),
-    (["calibrate", "--target-error", "-1", "--sample-rate", "0.1", "--steps", "3"], "--target-error", "-1"),
-    (["calibrate", "--target-error", "1e300", "--sample-rate", "0.1", "--steps", "3"], "--target-error", "1e+300"),
-    (["calibrate", "--target-mse", "0", "--sample-rate", "0.1", "--steps", "3"], "--target-mse", "0"),
-    (
-        ["calibrate", "--target-mse", "0.25", "--bound", "lecam", "--sample-rate", "0.1", "--steps", "3"],
-        "--target-mse",
-        "0.25",
-    ),
-    (["calibrate", "--target-mse", "1e300", "--sample-rate", "0.1", "--steps", "3"], "--target-mse", "1e+300"),
-    (["calibrate", "--target-mse", "1", "--bound", "dfil", "--sample-rate", "0.1", "--steps", "3"], "--bound", "dfil"),
-    (["calibrate", "--target-mse", "1", "--epsilon", "1"], "--epsilon", "1"),
-    (["calibrate", "--target-mse", "1", "--rdp2", "1"], "--rdp2", "1"),
-    (["calibrate", "--target-mse", "1", *SGD], "--noise-multiplier", "1"),
-    (["calibrate", "--target-mse", "1", "--sample-rate", "2", "--steps", "3"], "--sample-rate", "2"),
-]
-
-MISSING = [
-    (["bound", "--noise-multiplier", "1", "--steps", "3"], "--sample-rate"),
-    (["bound", "--noise-multiplier", "1", "--sample-rate", "0.1"], "--steps"),
-    (["bound", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier"),
-    (["bound", "--clip", "hard"], "--noise-multiplier"),
-    (["bound", "--output-perturbation", "--l2", "1", "--noise-std", "1"], "--records"),
-    (["bound", "--output-perturbation", "--records", "1", "--noise-std", "1"], "--l2"),
-    (["bound", "--output-perturbation", "--records", "1", "--l2", "1"], "--noise-std"),
-    (["bound", "--records", "1"], "--records"),
-    (["bound", "--epsilon", "1", "--steps", "3"], "--steps"),
-    (["bound", "--epsilon", "1", "--rdp2", "3"], "--rdp2"),
-    (["bound", "--rdp2", "1", "--adjacency", "add/remove"], "--adjacency"),
-    (["bound", *OUTPUT, "--noise-multiplier", "1"], "--noise-multiplier"),
-    (["bound", "--noise-multiplier"], "--noise-multiplier"),
-    (["bound", "--speed", "1"], "--speed"),
-    (["bound", "extra"], "extra"),
-    (["calibrate", "--sample-rate", "0.1", "--steps", "3"], "--target-mse"),
-    (
-        ["calibrate", "--target-mse", "1", "--target-error", "1", "--sample-rate", "0.1", "--steps", "3"],
-        "--target-error",
-    ),
-    (["bound", *SGD, "--epochs", "10"], "--epochs does not go with --steps"),
-    (["bound", "--noise-multiplier", "1", "--epochs", "10"], "--sample-rate is missing"),
-    (["bound", "--epsilon", "1", "--epochs", "10"], "--epochs does not go with --epsilon"),
-    (["calibrate", "--target-epsilon", "1", "--target-mse", "1"], "--target-epsilon does not go with --target-mse"),
-    (["calibrate", "--target-mse", "1", "--adjacency", "add/remove"], "--adjacency goes with --target-epsilon"),
-    (["calibrate", "--epsilon", "3", "--sample-rate", "0.1", "--steps", "3"], "--target-epsilon"),
-    (["bound", *SGD, "--batch-size", "10"], "--sample-rate"),
-    (["bound", *SGD, "--max-grad-norm", "1"], "--max-grad-norm is not needed"),
-    (["calibrate", "--target-rmse", "1"], "--target-error"),
-    (["calibrate", "--target-mse", "0.1", "--steps", "3"], "--sample-rate"),
-    (["calibrate", "--target-error", "5"], "--sample-rate is missing: private SGD needs it (or say --output-pert"),
-    (["calibrate", "--target-mse", "0.1", "--output-perturbation", "--l2", "1"], "--records"),
-    (["calibrate", "--target-mse", "0.1", "--sample-rate", "0.1", "--steps", "3", "--noise-std", "1"], "--noise-std"),
-    (["calibrat"], "calibrat"),
-    (["--version-of-nothing"], "--version-of-nothing"),
-]
-
-
-def check_refused(status, out, err):
-    assert status == 2
-    assert out == ""
-    assert err.endswith("\n")
-    assert err.count("\n") == 1
-    assert err.startswith("reconbound: ")
-    assert "Traceback" not in err
-
-
-@pytest.mark.parametrize(("arguments", "option", "value"), WRONG, ids=lambda x: str(x)[:60])
-@pytest.mark.parametrize("form", [[], ["--json"]], ids=["table", "json"])
-def test_wrong_values_are_one_line(run, arguments, option, value, form):
-    status, out, err = run(*arguments, *form)
-    check_refused(status, out, err)
-    assert re.search(rf"{option}\b", err)
-    assert value in err
-
-
-@pytest.mark.parametrize(("arguments", "option"), MISSING, ids=lambda x: str(x)[:60])
-def test_missing_and_needless_options_are_one_line(run, arguments, option):
-    status, out, err = run(*arguments)
-    check_refused(status, out, err)
-    assert option in err
-
-
-def test_a_fault_of_ours_is_not_dressed_up(run, monkeypatch):
-    def broken(*_, **__):
-        raise ZeroDivisionError("ours")
-
-    monkeypatch.setattr(cli, "guarantee", broken)
-    with pytest.raises(ZeroDivisionError):
-        run("bound")
 
 
 # --- as a process -----------------------------------

@@ -6,7 +6,6 @@ import html
 import json
 import os
 import re
-import shutil
 import signal
 import stat
 import subprocess
@@ -15,16 +14,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
-from reconbound._check import InputError
+from calling import QUICK, write_people
 from reconbound.audit import floors_of
 from reconbound.bounds._bound import figure
 from reconbound.cli import run
-from reconbound.commands.audit import told_columns, told_plan
-from reconbound.commands.report import found_record
+from reconbound.commands.audit import told_plan
 from reconbound.data import load
 from reconbound.plan import Plan
 from reconbound.report import confidential_page
@@ -35,26 +31,11 @@ from reconbound.run_folder import (
     PUBLIC_REPORT,
     REPORT,
     RUN,
-    packed_names,
     read_leakage,
     read_run,
-    record_names,
 )
 
-QUICK = ["--steps", "4", "--runs", "2", "--sample-rate", "0.1", "--seed", "1", "--lr", "0.5", "--model", "linear"]
-
-
 MILD = {"noise_multiplier": 2.0, "steps": 4, "sample_rate": 0.1}
-
-
-def write_people(path: Path, records: int = 60) -> Path:
-    rng = np.random.default_rng(0)
-    lines = ["age,hours,job,<b>pay</b>"]
-    for _ in range(records):
-        age, hours = int(rng.integers(18, 90)), int(rng.integers(1, 80))
-        lines.append(f"{age},{hours},{rng.choice(['clerk', 'cook'])},{'high' if age + hours > 90 else 'low'}")
-    path.write_text("\n".join(lines) + "\n")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +178,9 @@ def test_an_audit_is_finished_only_with_all_that_was_asked_for(digits, capsys) -
         (["wine", "--noise-multiplier", "-1"], "--noise-multiplier must be greater than 0"),
         (["--sampler", "odd"], "--sampler must be one of poisson, fixed, shuffle, got odd"),
         (["--steps", "3", "--epochs", "1"], "--epochs does not go with --steps"),
+        (["wine", "--epochs", "1e308"], "--epochs must be at most 1e+15, got 1e+308"),
+        (["wine", "--epochs", "1", "--sample-rate", "1e-300"], "--steps must be at most 1e+15"),
+        (["wine", "--lr", "1e300"], "--lr must be at most 1e+30, got 1e+300"),
         (["wine", "--range", "alcohol"], "--range must be"),
         (["wine", "--private", "colour"], "--private must name columns"),
         (["wine", "--private", "alcohol", "--private", "ash2"], "did you mean 'ash'?, got ash2"),
@@ -222,6 +206,8 @@ def test_other_options_in_the_same_folder_are_refused(digits, capsys) -> None:
     assert error.count("\n") == 1
     assert "noise_multiplier was 0.7 and is 3.0" in error
     assert "--fresh" in error
+    assert run(["audit", "--limit", "60", *QUICK, "--momentum", "0.5", "--out", str(digits), "--quiet"]) == 2
+    assert "momentum was 0.0 and is 0.5" in capsys.readouterr().err  # 0 is a value
     assert (digits / REPORT).read_bytes() == before
 
 
@@ -337,156 +323,6 @@ def test_epochs_and_publishing(tmp_path) -> None:
     found = read_run(tmp_path / "a")
     assert found.mechanism["steps"] == 4
     assert 0 <= found.accuracy <= 1
-
-
-def test_report_rebuilds_and_compares(done, digits, tmp_path, capsys, monkeypatch) -> None:
-    before = (digits / REPORT).read_bytes()
-    (digits / REPORT).unlink()
-    assert run(["report", str(digits)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == str(digits / REPORT)
-    assert (digits / REPORT).read_bytes() == before
-    page = tmp_path / "both.html"
-    assert run(["report", str(done), str(digits), "--out", str(page)]) == 0
-    said = capsys.readouterr()
-    assert said.out.splitlines()[-1] == str(page)
-    told = " ".join(said.out.split())
-    assert "age 0 to 120 years; hours" in told
-    assert "read off the data" in told
-    assert "every pixel 0 to 16 grey levels" in told
-    assert "Not comparable as they stand: these audits differ in data set, kind of data" in told
-    assert "secret" in said.err
-    assert run(["report", str(done), str(digits), "--out", str(page), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["comparison"] == str(page)
-    assert found["audits"][0]["private"][0] == {
-        "name": "age",
-        "low": 0.0,
-        "high": 120.0,
-        "unit": "years",
-        "declared": True,
-    }
-    assert found["columns"] == []  # a table and images have none in common
-    shutil.copytree(done, tmp_path / "again")
-    assert run(["report", str(done), str(tmp_path / "again"), "--out", str(page)]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "accuracy" in told
-    assert "limit" in told
-    assert "Single columns, in their own units" in told
-    assert run(["report", str(done), str(tmp_path / "again"), "--out", str(page), "--json"]) == 0
-    both = json.loads(capsys.readouterr().out)
-    assert [c["name"] for c in both["columns"]] == ["age", "hours"]
-    age = both["columns"][0]["audits"]["again"]
-    assert f"±{age['lowest']:.3g} years" in told
-    assert f"{age['below']} of 48" in told
-    assert both["audits"][0]["floors"].keys() == {"lowest", "lowest_at_upper_limit", "median"}
-    assert found["audits"][0]["private"][1]["declared"] is False
-    assert found["warning"].startswith("Not comparable")
-    assert stat.S_IMODE(page.stat().st_mode) == 0o600
-    assert run(["report", str(digits), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["report"] == str(digits / REPORT)
-    for words in (["report", str(tmp_path)], ["report", str(digits), "--out", "x"], ["show", str(tmp_path)]):
-        assert run(words) == 2
-        assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_show_an_audit_and_a_record(done, digits, capsys) -> None:
-    leakage = read_leakage(done)
-    worst = int(leakage.kept[0])
-    assert run(["show", str(done), "--json"]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["most_exposed"][0]["record"] == worst
-    assert "secret" in said.err
-    assert run(["show", str(done)]) == 0
-    assert "errs by at least" in " ".join(capsys.readouterr().out.split())
-    assert run(["show", str(done), "--record", str(worst)]) == 0
-    said = capsys.readouterr().out
-    assert "age" in said
-    assert "years" in said
-    kept = int(read_leakage(digits).kept[0])
-    assert run(["show", str(digits), "--record", str(kept)]) == 0
-    assert "where it is exposed" in capsys.readouterr().out
-    assert run(["show", str(digits), "--record", str(kept), "--json"]) == 0
-    pixels = np.array(json.loads(capsys.readouterr().out)["pixel_floors"])
-    np.testing.assert_allclose(pixels.flatten(), 16 / read_leakage(digits).kept_diagonal[0].sqrt().numpy(), rtol=1e-5)
-    assert run(["show", str(done), "--record", "60"]) == 2
-    assert "--record must be from 0 to " in capsys.readouterr().err
-
-
-def test_a_record_is_found_by_its_name_and_every_one_has_floors_of_its_columns(done, digits, capsys) -> None:
-    leakage = read_leakage(done)
-    names = record_names(leakage.names)
-    assert len(names) == 48
-    other = next(i for i in range(48) if i not in leakage.kept.tolist())
-    assert run(["show", str(done), "--record", names[other].upper(), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["record"], found["name"]) == (other, names[other])
-    expected = torch.tensor(leakage.facts["scale"]) / leakage.diagonal[other].sqrt()
-    told = {c["name"]: c["floor"] for c in found["columns"]}
-    assert [told["age"], told["hours"]] == pytest.approx(expected.tolist(), rel=1e-6)
-    assert run(["show", str(done), "--record", names[other]]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "rougher, and its values are not kept" in said
-    assert "│ value" not in said
-    for wrong, near in (
-        ("row 1", "like row"),
-        ("rwo 22", "like row 22" if "row 22" in names else "like row"),
-        ("?!", "such as row"),
-    ):
-        assert run(["show", str(done), "--record", wrong]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert f"({near}" in error
-        assert error.rstrip().endswith(f"got {wrong}")
-    few = read_leakage(digits)
-    other = next(i for i in range(60) if i not in few.kept.tolist())
-    assert run(["show", str(digits), "--record", f"record {other}"]) == 0
-    assert "Where it is exposed" in capsys.readouterr().out
-    assert run(["show", str(digits), "--record", "cat.png"]) == 2
-    assert "these records have no names" in capsys.readouterr().err
-
-
-def test_an_image_is_found_by_its_files_name(done) -> None:
-    run_, leakage = read_run(done), read_leakage(done)
-    names = [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(24)]
-    names[24] = "dog/Rex.PNG"
-    view = View(run_, replace(leakage, names=packed_names(names)))
-    assert found_record(view, "rex.png") == 24
-    assert found_record(view, "Dog/rex.png") == 24
-    assert found_record(view, "cat/7.png") == 7
-    with pytest.raises(InputError, match=r"there are 2: 7 \(cat/7.png\), 31 \(dog/7.png\), got '7.png'"):
-        found_record(view, "7.png")
-
-
-def test_columns_are_counted_for_machines_and_people(done, capsys) -> None:
-    leakage = read_leakage(done)
-    best = leakage.diagonal.double()
-    best[leakage.kept] = leakage.kept_diagonal
-    below = (best > 1 / leakage.guess).sum(0).tolist()
-    assert run(["show", str(done), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [(c["name"], c["below"], c["of"]) for c in found["columns"]] == [
-        ("age", below[0], 48),
-        ("hours", below[1], 48),
-    ]
-    assert found["columns_of"] == "all records"
-    assert run(["show", str(done)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    guess = 120 * float(leakage.guess[0].sqrt())
-    assert f"age: {below[0]} of 48 records are below a guess (±{guess:.3g} years)" in said
-    exposed = int((best > 1 / leakage.guess).any(1).sum())
-    assert found["below_guess_on_some_column"] == {"below": exposed, "of": 48}
-    lowest = [int(best[:, j].argmax()) for j in range(2)]
-    assert [c["record"] for c in found["columns"]] == lowest
-    names = record_names(leakage.names)
-    years = 120 / float(best[lowest[0], 0]) ** 0.5
-    assert f"lowest ±{years:.3g} years ({names[lowest[0]]})" in said
-    assert said.count("always telling the most frequent class is right for") == 1
-    assert "below_guess" not in (done / RUN).read_text()
-    assert "below a guess" not in (done / PUBLIC_REPORT).read_text()
-    assert "most frequent class" not in (done / PUBLIC_REPORT).read_text()
-    [told] = told_columns({**found, "columns": found["columns"][:1]})[1:]
-    assert told.startswith("  age: ")
-    assert told_columns({**found, "columns": found["columns"] * 7})[-1] == "  and 2 more, in the report"
 
 
 def test_stopping_from_the_keyboard(tmp_path) -> None:

@@ -36,6 +36,18 @@ def test_forms() -> None:
             Chosen(**bad)
 
 
+@pytest.mark.parametrize("diagonal", ["all", "average", [0, 2]])
+@pytest.mark.filterwarnings("ignore")
+def test_floors_of_the_average_say_that_their_error_is_not_known(diagonal: object) -> None:
+    ledger = FisherAccountant(account(), diagonal=diagonal)
+    ledger.add(torch.tensor([0, 1, 2]), info(torch.tensor([0.3, 4.0, 1.0]), torch.zeros(3)))
+    ledger.finish_run()
+    said = "of the average record: an estimate whose standard error is not known"
+    assert said in ledger.feature_floors(average=True).assumes
+    if diagonal != "average":
+        assert said not in ledger.feature_floors().assumes
+
+
 @pytest.mark.parametrize(
     ("wanted", "rows"),
     [(Chosen(2, 2), [4, 1, 0, 5]), (Chosen(2, 0), [4, 1]), (Chosen(0, 1), [5]), (Chosen(9, 9), [4, 1, 2, 0, 5])],

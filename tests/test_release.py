@@ -176,3 +176,20 @@ def test_the_guide_s_blocks_run(table, tmp_path, monkeypatch, capsys) -> None:
     told = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"\['[lh]' '[lh]'\]", told[0])
     assert told[1].startswith("[('row ")
+
+
+def test_a_category_called_none_is_one_and_not_a_missing_value(tmp_path) -> None:
+    path = tmp_path / "table.csv"
+    lines = [f"{k % 7},{('none', 'some', '')[k % 3]},{'ab'[k % 2]}" for k in range(40)]
+    path.write_text("\n".join(["age,level,y", *lines]) + "\n")
+    dataset = load(path, target="y", ranges={"age": (0, 10)})
+    release = load_release(audit(dataset, default_plan(dataset, **QUICK), tmp_path / "out", show=False))
+    names = [f.name for f in dataset.features]
+    for given, meant in (("none", "none"), ("None", None), ("", "(missing)"), (None, "(missing)")):
+        if meant is None:  # as the data's reader tells them apart
+            with pytest.raises(InputError, match="must be one of '', 'none', 'some', got 'None'"):
+                release.inputs([{"age": 1, "level": given}])
+            continue
+        found = release.inputs([{"age": 1, "level": given}])[0]
+        assert found[names.index(f"level = {meant}")] == 1, given
+        assert found[1:].sum() == 1

@@ -233,6 +233,24 @@ def test_a_table_that_goes_on_says_so_on_a_phone(browser: Any, folders: dict[str
             assert "linear-gradient" in table.evaluate("e => getComputedStyle(e).backgroundImage")
 
 
+def test_many_audits_scroll_in_their_own_boxes(browser: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    copies = [shutil.copytree(folders["people"], tmp_path / f"audit-of_a_long_name-in-month-{k}") for k in range(6)]
+    report.compare([*copies, folders["digits"]], tmp_path / "many.html")
+    for width in (320, 390):
+        with opened(browser, tmp_path / "many.html", width) as page:
+            assert _sideways(page) == 0
+            boxes = page.locator(".scroll")
+            wide = [boxes.nth(k).evaluate("box => box.scrollWidth > box.clientWidth") for k in range(boxes.count())]
+            assert sum(wide) >= 2
+            for k in range(boxes.count()):
+                assert boxes.nth(k).evaluate("box => getComputedStyle(box).overflowX") == "auto"
+        with opened(browser, folders["people"] / "report.html", width) as page:
+            assert _sideways(page) == 0
+            cards = page.locator(".record")
+            for k in range(cards.count()):  # a table that is wider than its card scrolls within it
+                assert cards.nth(k).evaluate("card => getComputedStyle(card).overflowX") == "auto"
+
+
 def test_long_names_break_at_underscores(browser: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     run, leakage = read_run(folders["people"]), read_leakage(folders["people"])
     name = "systolic_blood_pressure_morning_average"

@@ -7,7 +7,6 @@ import json
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import optuna
@@ -23,8 +22,7 @@ from reconbound.budget import Blocks
 from reconbound.checkpoint import CheckpointError
 from reconbound.data import load
 from reconbound.plan import default_plan, make_learner
-from reconbound.sweep import Range, Sweep, best, floors_in, frontier, pareto, parse_grid, parse_steps, run, sweep
-from reconbound.sweep.page import frontier_page, told, verdict
+from reconbound.sweep import Range, Sweep, best, frontier, pareto, parse_grid, parse_steps, run, sweep
 from reconbound.sweep.space import seed_of, settings_of
 from reconbound.sweep.store import ERRORS
 from reconbound.sweep.train import Segments, Trainer, floors_of, kappa_ratio
@@ -55,6 +53,7 @@ def trainer(dataset, counts=(6, 14), runs=2, **plan) -> Trainer:
         (["lr=0.1,abc"], "lr must be a number, got 'abc'"),
         (["lr=-1"], "lr must be greater than 0"),
         (["lr=nan"], "lr must be a finite number"),
+        (["lr=1e300"], "lr must be at most 1e+30"),
         (["lr=1", "lr=2"], "must name lr once"),
         (["lr=2:1"], "from a smaller number to a larger"),
         (["lr=1:2:cubic"], "low:high"),
@@ -89,6 +88,7 @@ def test_bad_grids_are_told_in_a_line(options, said, capsys, tmp_path) -> None:
         (["--storage", "postgresql+psycopg2://u:secret@127.0.0.1:1/d"], "--storage must be a database that can be"),
         (["--workers", "0"], "--workers must be at least 1"),
         (["--delta", "2"], "--delta must be less than 1"),
+        (["--floor", "exact"], "--floor must be one of exact_max, exact_q99, "),
     ],
 )  # fmt: skip
 def test_bad_options_are_told_in_a_line(words, said, capsys, tmp_path) -> None:
@@ -308,23 +308,6 @@ class Searched(sweep_stub.Stub):
         return [{"steps": 5, "accuracy": 1 - noise / 10 - (lr - 0.3) ** 2, "exact_max": noise**2, "delta": None}]
 
 
-def test_the_verdict_takes_a_guess_as_its_target_and_says_what_the_largest_class_gives() -> None:
-    rows = [
-        {"accuracy": 0.9, "exact_max": 0.01},
-        {"accuracy": 0.8, "exact_max": 0.05},
-        {"accuracy": 0.7, "exact_max": 0.5},
-    ]
-    said = verdict(rows, "exact_max", {"accuracy": 0.45, "error": 0.2})  # 0.2² = 0.04
-    assert "With an error of ±0.2 of the range, that of guessing the average, at least for every record" in said[1]
-    assert said[1].endswith("the best accuracy is 80.0 %.")
-    assert said[2] == "Always naming the largest class has an accuracy of 45.0 %."
-    said = verdict(rows, "exact_max")  # not known: a guess of the middle, ±0.5 at worst
-    assert "±0.5 of the range, that of guessing the middle, at worst, at least" in said[1]
-    assert said[1].endswith("the best accuracy is 70.0 %.")
-    assert len(said) == 2
-    assert "No setting leaves every record an error of ±0.9" in verdict(rows, "exact_max", {"error": 0.9})[1]
-
-
 @pytest.mark.filterwarnings("ignore::reconbound.data.DataWarning")
 def test_guesses_are_of_the_data() -> None:
     dataset = load("wine", ranges={"alcohol": (0, 20)}, private="alcohol", limit=60)
@@ -414,16 +397,6 @@ def test_a_worker_that_died_between_finishing_and_closing_leaves_nothing_to_do(t
     store.dispose()
 
 
-def test_pages_escape_and_say_every_floor(tmp_path) -> None:
-    rows = [{"trial": 0, "lr": 1.0, "steps": 5, "accuracy": 0.5, "exact_max": 2.0, "lecam": 0.1, "epsilon": 1.0}]
-    facts = {"data": "<script>alert(1)</script>", "runs": 1, "trials": 1, "finished": 1, "failed": 0}
-    page = frontier_page(rows, facts).decode()
-    assert "<script>alert(1)" not in page
-    for floor in floors_in(rows):
-        assert f"front-{floor}" in page
-    assert told("paper_q99") == "the paper's κ (no guarantee), record at the 99 % quantile"
-
-
 def test_a_trial_whose_folder_is_in_use_is_left_alone_for_a_while(tmp_path) -> None:
     """A worker that was suspended, not killed: others pass its trial over, and nobody takes it for a failure."""
 
@@ -441,22 +414,6 @@ def test_a_trial_whose_folder_is_in_use_is_left_alone_for_a_while(tmp_path) -> N
     assert [setting["lr"] for setting in stub.asked] == [0.1, 0.2, *[0.1] * 5]
 
 
-def test_the_guide_says_commands_that_are_understood(tmp_path, monkeypatch, capsys) -> None:
-    """Every sweep of docs/guide-sweep.md, up to the training."""
-    text = (Path(__file__).resolve().parent.parent / "docs" / "guide-sweep.md").read_text()
-    lines = re.sub(r" \\\n\s+", " ", text).splitlines()
-    commands = [line.split()[1:] for line in lines if line.startswith("    reconbound sweep ") and "..." not in line]
-    asked = []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("reconbound.sweep.sweep", lambda config, **options: asked.append(config) or [{}])
-    monkeypatch.setattr(run, "publish", lambda *_: {"page": "page"})
-    for command in commands:
-        assert cli.run([*command, "--quiet"]) == 0, capsys.readouterr().err
-    assert [config.search for config in asked] == ["grid", "tpe"]
-    assert len(settings_of(asked[0].space)) == 6
-    assert str(asked[0].out) == "sweep-digits"
-
-
 def test_a_sweep_of_another_seed_or_other_data_is_refused(tmp_path, digits) -> None:
     config = Sweep("digits", tmp_path, {"lr": [0.1]}, (5,), seed=1)
     store = run.open_store(config)
@@ -467,56 +424,3 @@ def test_a_sweep_of_another_seed_or_other_data_is_refused(tmp_path, digits) -> N
         with pytest.raises(InputError, match=f"{one} must (be|stay) that of the sweep"):
             run.begin(store, config, Trainer(plan=plan, **other))
     store.dispose()
-
-
-# --- what is told on the way -------------------------------------------------------------------
-
-
-def test_without_a_terminal_the_plan_and_a_line_for_each_training_are_told(tmp_path, capsys) -> None:
-    config = Sweep("stub", tmp_path / "s", parse_grid(["noise_multiplier=0.2,0.5", "lr=0.1,0.2"]), (5, 10), seed=1)
-    sweep(config, make_train=sweep_stub.make)
-    out, err = capsys.readouterr()
-    assert out == ""
-    lines = err.splitlines()
-    plan = [line for line in lines if " trained: " not in line]
-    assert plan == [
-        "4 settings: every combination of noise_multiplier 0.2, 0.5; lr 0.1, 0.2.",
-        "Each is trained for 10 steps and looked at after 5, 10; 1 worker here.",
-        "The expected time is told when the first training has ended. "
-        f"Writes in {tmp_path / 's'} (confidential).",
-    ]  # fmt: skip
-    told = lines[len(plan) :]
-    assert [line.split(" trained: ")[0] for line in told] == [f"{k} of 4" for k in range(1, 5)]
-    settings = {line.split(" trained: ")[1].split(";")[0] for line in told}
-    assert settings == {f"noise_multiplier {noise}, lr {lr}" for noise in (0.2, 0.5) for lr in (0.1, 0.2)}
-    assert all(re.search(r"; about \d+ s left$", line) for line in told[:3])
-    assert "left" not in told[-1]
-
-    sweep(replace(config, space=parse_grid(["noise_multiplier=0.2,0.5,1", "lr=0.1,0.2"])), make_train=sweep_stub.make)
-    again = capsys.readouterr().err
-    assert "4 of them are trained already." in again
-    assert again.count(" trained: ") == 2
-    sweep(config, make_train=sweep_stub.make, show=False)
-    assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_a_folder_without_a_sweep_is_told_with_how_to_make_one(there, tmp_path, capsys) -> None:
-    folder = tmp_path / "nothing"
-    if there:
-        folder.mkdir()
-    assert cli.run(["frontier", str(folder)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"reconbound: {folder} {'holds no sweep' if there else 'does not exist'}")
-    assert f"make one by reconbound sweep DATA --grid ... --out {folder}" in said
-    assert "--folder" not in said
-    assert said.count("\n") == 1
-
-
-def test_a_sweep_without_a_finished_training_is_told_as_such(tmp_path, capsys) -> None:
-    config = sweep_stub.config(tmp_path, None)
-    store = run.open_store(config)
-    run.begin(store, config, sweep_stub.Stub())
-    store.dispose()
-    assert cli.run(["frontier", str(tmp_path)]) == 2
-    assert "no setting is trained yet: run reconbound sweep again" in capsys.readouterr().err

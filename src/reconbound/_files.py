@@ -32,18 +32,26 @@ def write_whole(path: str | os.PathLike[str], content: bytes, *, mode: int = CON
     """Write a file so that a reader, or a crash at any moment, sees the old content or the new, never a part."""
     target = Path(path)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(beside, mode)
+        _write_beside(beside, content, mode)
         os.replace(beside, target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    except OSError as reason:
+        if reason.errno is None:
+            raise
+        raise OSError(reason.errno, reason.strerror, str(target)) from None  # not the name of the part
+    finally:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
     _flush_folder(target.parent)
+
+
+def _write_beside(beside: Path, content: bytes, mode: int) -> None:
+    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.chmod(beside, mode)
 
 
 def _flush_folder(folder: Path) -> None:

@@ -31,7 +31,17 @@ from .plan import Plan, make_learner, model_kind
 from .plan_check import check_plan
 from .plan_file import open_folder, settle
 from .release import write_inputs
-from .run_folder import CHECKPOINTS, CHOSEN_SEED, MODEL, Run, write_leakage, write_run
+from .run_folder import (
+    CHECKPOINTS,
+    CHOSEN_SEED,
+    MODEL,
+    PUBLIC_REPORT,
+    REPORT,
+    RUN,
+    Run,
+    write_leakage,
+    write_run,
+)
 from .sampling import Sampler, make_sampler
 
 if TYPE_CHECKING:
@@ -68,7 +78,10 @@ def audit(
         settled = settle(folder, dataset, plan)
         learner = trained(dataset, settled, folder, show=show)
         write_inputs(folder, dataset, model_kind(dataset, plan.model))
-        write_leakage(folder, leakage_of(dataset, settled, learner))
+        leakage = leakage_of(dataset, settled, learner)
+        for name in (RUN, REPORT, PUBLIC_REPORT):  # of fewer runs: killed from here on, the audit is not finished
+            (folder / name).unlink(missing_ok=True)
+        write_leakage(folder, leakage)
         seed = "the operating system" if plan.seed is None else CHOSEN_SEED
         run = facts_of(dataset, settled, learner, seed_from=seed, publish_accuracy=publish_accuracy)
         from .report import build, headline

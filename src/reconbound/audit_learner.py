@@ -64,6 +64,8 @@ class AuditLearner(PrivateSGD):
     def repeat(self, runs: int, steps: int | None = None, *, epochs: float | None = None) -> AuditLearner:
         self.evaluate_every = max(1, self._length(steps, epochs) // POINTS)
         super().repeat(runs, steps, epochs=epochs)
+        if not self.released.exists():  # somebody removed it after the first run
+            write_whole(self.released, _plain_file(self.model), mode=PUBLIC)
         return self
 
     def _after_step(self) -> None:

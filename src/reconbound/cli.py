@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import io
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,8 @@ from .calculator import FLOORS, guarantee
 from .calibrate import OutOfReach, calibrate, calibrate_epsilon
 from .commands import register
 from .commands.errors import said_of_usage, said_of_value
-from .commands.options import STOPPED, Told, count, epochs_as_steps, one_line, option, ratio, within_range
+from .commands.mechanism import given_of, mechanism_of
+from .commands.options import STOPPED, Told, count, one_line, option, ratio, within_range
 from .commands.printing import (
     UNSAID,
     calibration_dict,
@@ -27,16 +27,13 @@ from .commands.printing import (
     print_guarantee,
     print_json,
 )
-from .mechanisms import DP, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
+from .mechanisms import OutputPerturbation, SampledGaussian
 
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-#: What `reconbound bound` without a mechanism speaks of.
-DEFAULT = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1000}
 
 
 Noise = Annotated[
@@ -141,8 +138,8 @@ def bound_command(
     as_json: Json = False,
 ) -> None:
     """What a mechanism guarantees against reconstruction, in the units of your data."""
-    given = _given(locals())
-    mechanism = _mechanism(given)
+    given = given_of(locals())
+    mechanism = mechanism_of(given)
     report_delta = 1e-5 if delta is None or (delta == 0 and epsilon is not None) else delta
     found = guarantee(mechanism, dim=dim, low=low, high=high, delta=report_delta, baseline=baseline, units=units)
     unsaid = (UNSAID,) if epsilon is not None and adjacency is None else ()
@@ -194,7 +191,7 @@ def calibrate_command(
     as_json: Json = False,
 ) -> None:
     """The smallest noise with which a floor meets a target, or with which epsilon does."""
-    given = _given(locals())
+    given = given_of(locals())
     targets = {"target_mse": target_mse, "target_error": target_error, "target_epsilon": target_epsilon}
     asked = [name for name, value in targets.items() if value is not None]
     for name in ("epsilon", "rdp2"):
@@ -212,7 +209,7 @@ def calibrate_command(
     noise = "noise_std" if output_perturbation else "noise_multiplier"
     if noise in given:
         raise InputError(noise, "must be left out: calibrate finds it", given[noise])
-    mechanism = _mechanism({**{k: v for k, v in given.items() if k != "adjacency"}, noise: 1.0}, noise)
+    mechanism = mechanism_of({**{k: v for k, v in given.items() if k != "adjacency"}, noise: 1.0}, noise)
     assert isinstance(mechanism, (SampledGaussian, OutputPerturbation))
     report_delta = 1e-5 if delta is None else delta
     space: dict[str, Any] = {"dim": dim, "low": low, "high": high, "units": units}
@@ -236,66 +233,6 @@ def calibrate_command(
         print_json(calibration_dict(found, found.mechanism.epsilon_at(report_delta), report_delta))
     else:
         print_calibration(found, report_delta, space)
-
-
-# --- from options to a mechanism -----------------------------------
-
-_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # trigger -> needed, allowed
-    "noise_multiplier": (("noise_multiplier", "sample_rate", "steps"), ("clip", "sampler", "epochs")),
-    "epsilon": (("epsilon",), ("adjacency",)),
-    "rdp2": (("rdp2",), ()),
-    "output_perturbation": (("records", "l2", "noise_std"), ("data_norm",)),
-}
-_MECHANISM_OPTIONS = {name for needed, allowed in _KINDS.values() for name in (*needed, *allowed)} | set(_KINDS)
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """The mechanism options that the user gave (and delta)."""
-    return {
-        k: v for k, v in options.items() if k in _MECHANISM_OPTIONS | {"delta"} and v is not None and v is not False
-    }
-
-
-def _mechanism(given: dict[str, Any], found: str | None = None) -> Mechanism:
-    """The one mechanism that the options describe; a clear line about what is missing or too much.
-
-    Args:
-        found: the noise's name where calibrate looks for it, so that the user never gave it."""
-    delta = given.get("delta", 0.0)
-    chosen = {k: v for k, v in given.items() if k != "delta"}
-    if not chosen:
-        return SampledGaussian(**DEFAULT)  # type: ignore[arg-type]
-    kind: str = next((k for k in ("output_perturbation", "epsilon", "rdp2") if k in chosen), "noise_multiplier")
-    needed, allowed = _KINDS[kind]
-    for name in chosen:
-        if name not in (*needed, *allowed, kind):
-            raise typer.BadParameter(f"does not go with {option(kind)}", param_hint=option(name))
-    if "epochs" in chosen:
-        if "steps" in chosen:
-            raise typer.BadParameter("does not go with --steps", param_hint="--epochs")
-        if "sample_rate" in chosen:
-            chosen["steps"] = epochs_as_steps(chosen["epochs"], chosen["sample_rate"])
-        del chosen["epochs"]
-        needed = tuple(name for name in needed if name != "steps")
-    for name in needed:
-        if name not in chosen:
-            need = "" if name == kind or found == kind else f": {option(kind)} needs it"
-            if name in ("sample_rate", "steps") and found == kind:
-                need = ": private SGD needs it (or say --output-perturbation, --records and --l2)"
-            either = " (or --epochs)" if name == "steps" else ""
-            raise typer.BadParameter(f"is missing{either}{need}", param_hint=option(name))
-    values = {k: v for k, v in chosen.items() if k != "output_perturbation"}
-    if kind == "epsilon":
-        return DP(values["epsilon"], delta, values.get("adjacency", "replace-one"))
-    if kind == "rdp2":
-        return RenyiDP(number("rdp2", values["rdp2"], at_least=0.0))
-    if values.get("sampler") == "shuffle":
-        rate = number("sample_rate", values["sample_rate"], above=0.0, at_most=1.0)
-        batches = math.ceil(1 / rate * (1 - 1e-12))  # ⌈N/B⌉ of an epoch
-        return SampledGaussian.shuffled(
-            values["noise_multiplier"], batches, values["steps"], values.get("clip") or "smooth"
-        )
-    return SampledGaussian(**values) if kind == "noise_multiplier" else OutputPerturbation(**values)
 
 
 register(app)

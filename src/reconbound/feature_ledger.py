@@ -260,7 +260,9 @@ class FeatureLedger:
         return not given or torch.equal(self.rows, other.rows)  # type: ignore[arg-type]
 
     def floors(self, scale: Tensor, runs: int, measured: Tensor, average: bool) -> Bound:
-        """1/I_jj in the squares of the data's units: of the records kept, (k, d), or of the average, (1, d)."""
+        """1/I_jj in the squares of the data's units: of the records kept, (k, d), or of the average, (1, d).
+
+        Of the average no standard error is kept, and the result says so."""
         if self.kind == "none":
             how = 'FisherAccountant(account, diagonal="all") keeps it, as does PrivateSGD(..., diagonal="all")'
             raise InputError("diagonal", f"must have been kept to speak of features ({how})", self.kind)
@@ -277,6 +279,8 @@ class FeatureLedger:
                 unseen = self.state["diagonal_runs"] == 0
             value = np.where(unseen.numpy()[:, None], 0.0, value)
         assumes = (*bound.assumes, f"rule {self.account.rules[0]}")
+        if average:
+            assumes += ("of the average record: an estimate whose standard error is not known",)
         if self.choice is not None and not average:
             assumes += (f"records chosen by {self.choice.after} run(s), measured in the others",)
         notes: tuple[str, ...] = ()

@@ -59,7 +59,7 @@ class Plan:
             choice("model", self.model, (*MODELS, "package.module:factory"))
         whole("steps", self.steps)
         whole("runs", self.runs)
-        number("lr", self.lr, above=0.0)
+        number("lr", self.lr, above=0.0, at_most=1e30)  # within the numbers of float32
         number("momentum", self.momentum, at_least=0.0, below=1.0)
         object.__setattr__(self, "budget", checked_budget(self.budget))
         self.settings()

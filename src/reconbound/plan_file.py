@@ -29,7 +29,7 @@ def open_folder(out: str | os.PathLike[str], *, fresh: bool = False) -> Path:
     """The audit's folder, made if need be. One that holds anything but an audit is refused: its mode would change."""
     path = Path(out)
     try:
-        foreign = path.exists() and not (path / PLAN).exists() and any(p.name != LOCK for p in path.iterdir())
+        foreign = path.exists() and not (path / PLAN).exists() and any(_foreign(p.name) for p in path.iterdir())
     except OSError as reason:
         raise InputError("out", f"must be a folder that can be read ({reason.strerror})", str(path)) from None
     if foreign:
@@ -40,6 +40,11 @@ def open_folder(out: str | os.PathLike[str], *, fresh: bool = False) -> Path:
     if fresh:
         remove(folder)
     return folder
+
+
+def _foreign(name: str) -> bool:
+    """Not so: the lock, and what is left of a file where an audit was killed while it wrote it."""
+    return name != LOCK and not (name.startswith(".") and name.endswith(".part"))
 
 
 def remove(folder: Path) -> None:
@@ -145,7 +150,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def _said(value: Any) -> str:
     """A value of an option, cut where it is long."""
-    text = str(value or "not given")
+    text = "not given" if value is None or value == "" else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

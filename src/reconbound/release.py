@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ._check import InputError
 from ._files import CONFIDENTIAL, Unreadable, write_whole
+from .data.text import MISSING as BLANK
 from .plan import network, outputs_of
 from .run_folder import MODEL
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 FORMAT = 1
 INPUTS = "inputs.json"
 NUMBER, MISSING, CATEGORY = "number", "missing", "category"
-#: Cells that stand for a missing value, whatever their case.
-BLANK = frozenset({"", "?", "na", "n/a", "#n/a", "nan", "null", "none"})
 
 
 def write_inputs(folder: str | os.PathLike[str], dataset: Dataset, model: str) -> None:

@@ -5,6 +5,7 @@
     plan.json              what was asked, and the seed (confidential)
     checkpoints/           of the training (confidential)
     model.safetensors      the released parameters: those of the first run
+    inputs.json            how a record enters the model (confidential)
     report.html            the page for the data's owner (confidential)
     report-public.html     the page that may be shown
 
@@ -153,6 +154,9 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         content = json.loads(path.read_text())
         if content.pop("format") != FORMAT:
             raise Unreadable(f"{path} is of another version of reconbound")
+        for name in ("data", "mechanism", "training", "guarantee"):
+            if not isinstance(content[name], dict):
+                raise TypeError(f"{name} must be an object")
         return Run(**content)
     except FileNotFoundError:
         raise Unreadable(f"{path} does not exist: {folder} holds no finished audit") from None

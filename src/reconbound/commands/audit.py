@@ -136,7 +136,7 @@ def audit_command(
     }
     if test_share is not None:
         wishes["test_share"] = test_share
-    resume = "; run the same command again to go on"
+    resume = f"; run the same command again{', without --fresh,' if fresh else ''} to go on"
     with plain_errors(resume):
         from ..data.tables import read_ranges, read_units
         from ..plan_file import open_folder, refuse_other
@@ -189,7 +189,8 @@ def _plan(dataset: Dataset, given: dict[str, Any], epochs: float | None) -> Plan
     plan = default_plan(dataset, **given)
     if epochs is None:
         return plan
-    return replace(plan, steps=max(1, round(number("epochs", epochs, above=0.0) / plan.sample_rate)))
+    steps = number("epochs", epochs, above=0.0, at_most=1e15) / plan.sample_rate
+    return replace(plan, steps=max(1, round(number("steps", steps, at_most=1e15))))
 
 
 def _run(

@@ -38,6 +38,8 @@ def said_of_usage(error: Any, words: Sequence[str], app: typer.Typer) -> str:
         return f"{extra} is more than {context.command_path} takes: see {context.command_path} --help"
     hint = getattr(error, "param_hint", None) or _own(error)
     message = f"{hint} {error.message}" if hint and hasattr(error, "message") else str(error.format_message())
+    if "--seed" in getattr(param, "opts", ()):  # not shown: it may be one mistyped, and is as secret as the data
+        return "--seed must be a whole number"
     value = _value(words, getattr(param, "opts", ()))
     return message if value is None or value in message else f"{message}, got {value}"
 

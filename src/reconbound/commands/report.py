@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -61,6 +62,8 @@ def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
     from rich.text import Text
 
     console = Console(highlight=False, markup=False)
+    for said in found["caveats"]:
+        console.print(Text(said))
     for title, names, cells in (
         ("Settings", ("audit", "noise", "steps", "ε", "accuracy"), _settings),
         ("Floors in ± share of the range", ("audit", "lowest", "limit", "median", "guess", "below guess"), _floors),
@@ -72,7 +75,8 @@ def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
             table.add_row(*(Text(cell) for cell in (a["name"], *cells(a))))
         console.print(table)
     console.print(
-        "limit: the lowest floor at the upper confidence limit of the leakage; below guess: over all columns together"
+        "limit: the lowest floor at the upper confidence limit of the leakage (without: records that have none, of "
+        "which it says nothing); below guess: over all columns together"
     )
     _columns(found, console)
     for a in found["audits"]:
@@ -94,10 +98,13 @@ def _settings(a: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _floors(a: dict[str, Any]) -> tuple[str, ...]:
+    from ..report.comparison import limited
     from ..report.figures import plus_minus
 
-    shown = [a["floors"][name] for name in ("lowest", "lowest_at_upper_limit", "median")]
-    return *(plus_minus(x) for x in (*shown, a["guess"])), f"{a['below_guess']:,} of {a['records']:,}"
+    found = a["floors"]
+    limit = limited(found["lowest_at_upper_limit"], a["without_limit"])
+    rest = (plus_minus(found["median"]), plus_minus(a["guess"]), f"{a['below_guess']:,} of {a['records']:,}")
+    return plus_minus(found["lowest"]), limit, *rest
 
 
 def _columns(found: dict[str, Any], console: Console) -> None:
@@ -158,7 +165,7 @@ def found_record(view: View, given: str) -> int:
     1,234"); an InputError with near matches where there is none, or more than one."""
     text = given.strip()
     plain = text.lower().removeprefix("record ").replace(",", "")
-    if plain.lstrip("-").isdigit():
+    if re.fullmatch(r"-?[0-9]+", plain):
         if 0 <= int(plain) < view.records:
             return int(plain)
         raise InputError("record", f"must be from 0 to {view.records - 1:,}: there are {view.records:,} records", given)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .._check import DataError, number
-from .options import confidential_note, count, plain_errors
+from .options import confidential_note, count, one_line, plain_errors
 
 if TYPE_CHECKING:
     from ..sweep import Sweep
@@ -96,7 +96,10 @@ def sweep_command(
             confidential_note()
             print(json.dumps({**facts, "rows": rows}, indent=2, allow_nan=False))
         elif quiet:
-            print(facts["page"])
+            for said in (facts.get("caveats") or {}).values():  # even so: it takes floors away
+                print(f"Note: {said}", file=sys.stderr)
+            if facts["page"]:
+                print(facts["page"])
         else:
             _print_sweep(facts, rows)
         if not rows:
@@ -144,7 +147,7 @@ def frontier_command(
     with _optuna_there(), plain_errors():
         from ..sweep import best, floors_in, pareto
         from ..sweep.frontier import checked_floor
-        from ..sweep.page import majority
+        from ..sweep.page import cautions, majority, measured_by
         from ..sweep.run import publish, stored
 
         if at_least is not None:
@@ -154,16 +157,22 @@ def frontier_command(
             raise DataError(f"{folder} holds a sweep of which no setting is trained yet: run reconbound sweep again")
         asked = [checked_floor(rows, name) for name in floor] if floor else [checked_floor(rows, None)]
         facts = publish(folder, storage)
+        confidential_note()
         if at_least is None:
             fronts = {name: pareto(rows, name) for name in (asked if floor else floors_in(rows))}
-            _print_json({**facts, "fronts": fronts}) if as_json else _print_fronts(facts, {n: fronts[n] for n in asked})
+            if as_json:
+                _print_json({**facts, "fronts": fronts})
+            else:
+                _print_fronts(facts, {n: fronts[n] for n in asked}, cautions(rows, facts))
             return
         found = {name: best(rows, name, at_least) for name in asked}
         if as_json:
             _print_json({**facts, "at_least": at_least, "best": found})
         else:
+            for line in cautions(rows, facts):
+                print(line)
             for name, row in found.items():
-                print(_best_line(rows, name, at_least, row))
+                print(_best_line(rows, name, at_least, row, measured_by(facts)))
             for line in majority(facts["guesses"]):
                 print(line)
         if None in found.values():
@@ -171,15 +180,16 @@ def frontier_command(
 
 
 def _print_json(content: dict[str, Any]) -> None:
-    confidential_note()
     print(json.dumps(content, indent=2, allow_nan=False))
 
 
-def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None) -> str:
+def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, measure: str) -> str:
+    if all(r.get("accuracy") is None for r in rows):
+        return f"{floor}: no setting has an accuracy to choose by: there were no test records"
     if row is None:
         highest = max((r[floor] for r in rows if r.get(floor) is not None), default=0.0)
         return f"{floor}: no setting has a floor of at least {at_least:g}; the highest is {highest:.4g}"
-    return f"{floor} at least {at_least:g}: accuracy {row['accuracy']:.4f}, floor {row[floor]:.4g}: {_setting(row)}"
+    return f"{floor} at least {at_least:g}: {measure} {row['accuracy']:.4f}, floor {row[floor]:.4g}: {_setting(row)}"
 
 
 def _setting(row: Row) -> str:
@@ -193,27 +203,30 @@ def _print_sweep(facts: dict[str, Any], rows: list[Row]) -> None:
     failed = f", {facts['failed']} failed" if facts["failed"] else ""
     print(f"{facts['finished']} of {facts['trials']} settings trained{failed}. Confidential:")
     if facts["error"]:
-        print(f"reconbound: the first failure: {facts['error']}", file=sys.stderr)
+        print(f"reconbound: the first failure: {one_line(facts['error'])}", file=sys.stderr)
     if rows:
         from ..sweep.frontier import default_floor
-        from ..sweep.page import verdict
+        from ..sweep.page import cautions, measured_by, verdict
 
-        for line in verdict(rows, default_floor(rows), facts.get("guesses")):
+        said = verdict(rows, default_floor(rows), facts.get("guesses"), measured_by(facts))
+        for line in (*cautions(rows, facts), *said):
             print(line)
         print(f"{facts['table']}\n{facts['page']}")
 
 
-def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]]) -> None:
+def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ..sweep.page import majority, settings_in, told
+    from ..sweep.page import majority, measured_by, settings_in, told
 
     console = Console(highlight=False, markup=False)
+    for line in cautions:
+        console.print(line)
     for floor, rows in fronts.items():
         table = Table(title=f"{told(floor)} ({floor}): no setting beats these", title_justify="left")
         names = settings_in(rows)
-        for column in ("run", *names, "steps", "accuracy", "floor (MSE)", "ε"):
+        for column in ("run", *names, "steps", measured_by(facts), "floor (MSE)", "ε"):
             table.add_column(column, justify="right")
         for row in rows:
             values = [str(row.get(name, "")) for name in names]
@@ -230,6 +243,7 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]]) -> None:
 def _notes(quiet: bool) -> Iterator[None]:
     """What the owner should know of the data, each once and in a line."""
     from ..data import DataWarning
+    from ..validate import KinkWarning
 
     def shown(message: Any, *_: Any, **__: Any) -> None:
         if not quiet:
@@ -237,6 +251,7 @@ def _notes(quiet: bool) -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("once", DataWarning)
+        warnings.simplefilter("ignore", KinkWarning)  # said with the plan, and on the page
         warnings.showwarning = shown
         yield
 

@@ -137,7 +137,7 @@ def _upper(view: View, edges: np.ndarray) -> tuple[Figure, str]:
     assert view.upper_floor is not None
     limited = view.upper_floor > 0
     counts = _counted(logs_of(view.upper_floor[limited]), edges)
-    none = int((view.measured & ~limited).sum())
+    none = view.unlimited
     trace = {
         "type": "scatter", "mode": "lines", "x": numbers(np.repeat(edges, 2)[1:-1]),
         "y": np.repeat(counts, 2).tolist(), "line": {"color": VERMILLION, "width": 2}, "hoverinfo": "skip",

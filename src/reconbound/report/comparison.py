@@ -12,7 +12,7 @@ from .. import __version__
 from .._check import InputError
 from .._files import CONFIDENTIAL, write_whole
 from ..run_folder import PLAN, read_leakage, read_run
-from . import charts, page
+from . import charts, page, words
 from .columns import counts
 from .figures import amount, beyond, clean, names_its_unit, plus_minus, value
 from .view import View
@@ -39,6 +39,7 @@ def compare(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
         "rows": [row | {"shown": row["columns"][:NAMED], "more": row["columns"][NAMED:]} for row in rows],
         "differences": told,
         "warning": warning(told),
+        "caveats": caveats(views, names),
         "columns": column_rows(common(views, names)),
         "unknown": any(view.unknown for view in views),
         "chart": {chart.id: chart},
@@ -64,20 +65,31 @@ def facts(folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
             "floors": {"lowest": worst, "lowest_at_upper_limit": _limit(view),
                        "median": view.quantile(0.5) / view.unit},
             "guess": view.guess / view.unit, "unit": "± share of the range", "below_guess": view.below(view.guess),
-            "never_measured": view.unknown,
+            "never_measured": view.unknown, "without_limit": view.unlimited,
+            "caveats": dict(view.run.caveats or {}),
         })  # fmt: skip
     return {"confidential": True, "audits": audits, "columns": common(views, names), "differences": told,
-            "warning": warning(told)}  # fmt: skip
+            "warning": warning(told), "caveats": caveats(views, names)}  # fmt: skip
 
 
 def opened(folders: Sequence[str | os.PathLike[str]]) -> tuple[list[View], list[str]]:
-    """The audits, and a short name for each: its folder's last part, or all of it where last parts are alike."""
+    """The audits, and a short name for each, no two alike: its folder's last part, or all of it where last parts are
+    alike, with its place among them where even that is too long to tell them apart."""
     if len(folders) < 2:
         raise InputError("folders", "must be two or more to compare", [str(folder) for folder in folders])
     views = [View(read_run(folder), read_leakage(folder)) for folder in folders]
     short = [clean(Path(folder).resolve().name, 60) for folder in folders]
     names = [s if short.count(s) == 1 else clean(os.fspath(f), 120) for s, f in zip(short, folders, strict=True)]
-    return views, names
+    return views, [n if names.count(n) == 1 else f"{k + 1}: {n}" for k, n in enumerate(names)]
+
+
+def caveats(views: Sequence[View], names: Sequence[str]) -> list[str]:
+    """What the floors do not cover of these audits' models, each once, with the audits that it is about."""
+    about: dict[str, list[str]] = {}
+    for view, name in zip(views, names, strict=True):
+        for said in words.caveats(view.run):
+            about.setdefault(said, []).append(name)
+    return [f"{', '.join(whose)}: {said}" for said, whose in about.items()]
 
 
 def private(view: View) -> list[dict[str, Any]]:
@@ -130,7 +142,7 @@ def compared(view: View, name: str) -> dict[str, Any]:
         "epsilon": "–" if epsilon is None else amount(float(epsilon)),
         "accuracy": _said(view),
         "worst": plus_minus(worst),
-        "limit": "–" if limit is None else plus_minus(limit),
+        "limit": limited(limit, view.unlimited),
         "median": plus_minus(view.quantile(0.5) / view.unit),
         "guess": plus_minus(view.guess / view.unit),
         "below": f"{view.below(view.guess):,} of {view.records:,}",
@@ -149,8 +161,18 @@ def _said(view: View) -> str:
     return "–" if last is None else f"{last:.1%}" if classes else f"R² {last:.3f}"
 
 
+def limited(limit: float | None, without: int) -> str:
+    """The lowest limit, and of how many records that were measured it says nothing.
+
+    >>> limited(0.25, 0), limited(0.25, 3), limited(None, 3)
+    ('±0.25', '±0.25, 3 without', '–')
+    """
+    return "–" if limit is None else f"{plus_minus(limit)}{f', {without:,} without' if without else ''}"
+
+
 def _limit(view: View) -> float | None:
-    """The lowest floor at the upper confidence limit, as a share of the range; None where there is none."""
+    """The lowest floor at the upper confidence limit, as a share of the range, of the records that have one; None where
+    none has."""
     upper = view.upper_floor
     return None if upper is None or not (upper > 0).any() else float(upper[upper > 0].min()) / view.unit
 

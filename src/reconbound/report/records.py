@@ -39,11 +39,8 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
     rules = list(view.facts.get("rules") or ["exact"])
     upper = view.upper_floor
     known = bool(view.measured[i])
-    found: dict[str, Any] = {
-        "confidential": True,
-        "record": i,
-        "name": view.record_name(i),
-        view.target_name: view.target(i),
+    found: dict[str, Any] = {"confidential": True, "record": i, "name": view.record_name(i)}
+    rest: dict[str, Any] = {
         "measured": int(leakage.measured[i]),
         "dfil": {rule: _finite(float(leakage.dfil[k, i])) for k, rule in enumerate(rules)},
         "dfil_standard_error": {rule: _finite(float(leakage.error[k, i])) for k, rule in enumerate(rules)},
@@ -57,8 +54,9 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
         "of": int(view.measured.sum()),
     }
     if not view.image and (view.place(i) is not None or view.feature_floors(i) is not None):
-        found["columns"] = columns(view, i)
-    return found
+        rest["columns"] = columns(view, i)
+    taken = view.target_name in {*found, *rest, "columns", "pixel_floors"}  # a target called "name", say
+    return {**found, f"{view.target_name} (target)" if taken else view.target_name: view.target(i), **rest}
 
 
 def columns(view: View, record: int) -> list[dict[str, Any]]:

@@ -194,13 +194,14 @@ def _confidence(view: View) -> str:
     level = f"{100 * float(view.facts.get('confidence', 0.95)):g} %"
     runs = int(view.run.mechanism.get("runs", 2))
     limited = upper > 0
-    rare = int((view.measured & ~limited).sum())
+    rare = view.unlimited
     said = f"Average of {runs:,} runs. "
     said += f"{_whose(view, worst)} is {_here(view, float(view.floor[worst]))} by the estimate"
     if upper[worst] > 0:
         own, lowest = float(upper[worst]), float(upper[limited].min())
         said += f", and at {level} confidence at least {plus_minus(own)}"
-        said += f"; that of any {view.noun} at least {plus_minus(lowest)}" if lowest < own else ""
+        any_one = f"any {view.noun}{' that has a limit' if rare else ''}"
+        said += f"; that of {any_one} at least {plus_minus(lowest)}" if lowest < own else ""
     said += f". Guessing errs by {plus_minus(view.guess)}. "
     if rare:
         said += f"{count(rare, view.noun)} {_have(rare)} no limit: {NO_LIMIT}. "

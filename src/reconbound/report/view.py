@@ -148,6 +148,11 @@ class View:
             found = self.unit / np.sqrt(np.maximum(upper, np.finfo(float).tiny))
         return np.where(np.isfinite(upper) & self.measured, found, 0.0)
 
+    @property
+    def unlimited(self) -> int:
+        """Records that were measured and have no upper limit; 0 after one run, when none has."""
+        return 0 if self.upper_floor is None else int((self.measured & ~(self.upper_floor > 0)).sum())
+
     @cached_property
     def relative_error(self) -> np.ndarray:
         """Standard error of each record's dFIL over its dFIL, (N,); infinite where nothing is known."""

@@ -9,15 +9,17 @@ from typing import Any
 
 from .. import __version__
 from .._files import CONFIDENTIAL, write_whole
-from ..report import axes, page
+from ..report import axes, page, words
 from ..report.axes import Chart, Key
-from ..report.figures import amount, clean, for_plotly, plus_minus
+from ..report.figures import amount, clean, count, for_plotly, plus_minus
 from ..run_folder import prepare
 from . import space
 from .frontier import best, columns_of, default_floor, floors_in, pareto
 from .worker import Row, trial_folder
 
 PAGE, RUN_PAGE = "frontier.html", "index.html"
+#: What a row's "accuracy" is: the share of right classes, or of a number's spread that is explained.
+ACCURACY, R2 = "accuracy", "R²"
 #: Decades on either side of 1 that a chart shows; what lies beyond is drawn at its edge.
 DECADES = 4.0
 WORDS = {
@@ -49,14 +51,15 @@ def write_pages(folder: Path, rows: Sequence[Row], facts: Mapping[str, Any]) -> 
     """frontier.html and a page for each run, for their owner alone (mode 0600).
 
     Args:
-        rows: of the finished trials. facts: data, runs, trials, finished and failed.
+        rows: of the finished trials. facts: data, runs, trials, finished and failed; guesses, task, caveats and
+            inferred_ranges where they are known.
     """
     prepare(folder)
     for number in sorted({row["trial"] for row in rows}):
         own = [row for row in rows if row["trial"] == number]
         place = trial_folder(folder, number)
         prepare(place)
-        write_whole(place / RUN_PAGE, run_page(own), mode=CONFIDENTIAL)
+        write_whole(place / RUN_PAGE, run_page(own, facts), mode=CONFIDENTIAL)
     write_whole(folder / PAGE, frontier_page(rows, facts), mode=CONFIDENTIAL)
     return folder / PAGE
 
@@ -66,20 +69,26 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
     floors, names = floors_in(rows), settings_in(rows)
     proved = default_floor(rows)
     rule = proved.partition("_")[0]
-    shown = {chart.id: chart for chart in (_lines(rows, floors), _places(rows, rule))}
+    measure = measured_by(facts)
+    shown = {chart.id: chart for chart in (_lines(rows, floors, measure), _places(rows, rule, measure))}
     fronts = [
-        {"name": floor, "text": told(floor), "rows": [_cells(row, floor, names) for row in pareto(rows, floor)]}
+        {
+            "name": floor,
+            "text": told(floor),
+            "rows": [_cells(row, floor, names, measure) for row in pareto(rows, floor)],
+        }
         for floor in floors
     ]
     context = {
         "title": f"{clean(facts['data'], 80)}: how accurate, for how high a floor?",
-        "verdict": verdict(rows, proved, facts.get("guesses")),
+        "verdict": [*cautions(rows, facts), *verdict(rows, proved, facts.get("guesses"), measure)],
+        "measure": measure,
         "chart": shown,
         "fronts": fronts,
         "names": names,
         "proved": told(f"{rule}_max").partition(",")[0],
         "delta": next((f"{row['delta']:g}" for row in rows if row.get("delta")), "–"),
-        "assumptions": ASSUMPTIONS,
+        "assumptions": (*ASSUMPTIONS, *(("Model", said) for said in _smoothness(facts))),
         "version": __version__,
         **{name: f"{facts[name]:,}" for name in ("runs", "trials", "finished")},
         "failed": facts["failed"],
@@ -87,32 +96,66 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
     return page.render("frontier.html", context, {key: chart.figure for key, chart in shown.items()})
 
 
-def run_page(rows: Sequence[Row]) -> bytes:
+def run_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
     """One run: its setting, and accuracy, ε and every floor at each step count."""
     names = settings_in(rows)
     kept = [name for name in columns_of(rows) if name not in ("trial", "steps", *names)]
     context = {
         "title": f"Run {rows[0]['trial']}",
         "setting": [(name, _value(rows[0][name])) for name in names],
+        "cautions": cautions(rows, facts),
         "counts": [f"{row['steps']:,}" for row in rows],
-        "rows": [(told(name), [_value(row.get(name)) for row in rows]) for name in kept],
+        "rows": [
+            (told(name).replace("accuracy", measured_by(facts)), [_value(row.get(name)) for row in rows])
+            for name in kept
+        ],
         "version": __version__,
     }
     return page.render("trial.html", context, None)
 
 
-def verdict(rows: Sequence[Row], floor: str, guesses: Mapping[str, Any] | None = None) -> list[str]:
+def measured_by(facts: Mapping[str, Any]) -> str:
+    """What a row's "accuracy" is: R² where a number is predicted."""
+    return R2 if facts.get("task") == "number" else ACCURACY
+
+
+def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
+    """What takes from the floors, said first: kinks of the model, records never measured, ranges read off the data."""
+    found = [clean(said, 600) for said in (facts.get("caveats") or {}).values()]
+    most = max((int(row.get("never_measured") or 0) for row in rows), default=0)
+    if most:
+        found.append(
+            f"Up to {count(most, 'record')} of a training {'was' if most == 1 else 'were'} never measured: nothing is "
+            "known about them, and the floors of records leave them out. A number as --budget measures every record."
+        )
+    if facts.get("inferred_ranges"):
+        found.append(words.INFERRED)
+    return found
+
+
+def _smoothness(facts: Mapping[str, Any]) -> list[str]:
+    known = facts.get("caveats")
+    return [clean(said, 600) for said in (known or {}).values()] or [
+        words.SMOOTH + (words.UNCHECKED if known is None else words.CHECKED)
+    ]
+
+
+def verdict(
+    rows: Sequence[Row], floor: str, guesses: Mapping[str, Any] | None = None, measure: str = ACCURACY
+) -> list[str]:
     """The frontier in two or three sentences.
 
     Args:
         guesses: what is reached without a model: "accuracy" and "error" (± in ranges; 0.5, of guessing the middle at
-            worst, where it is not known)."""
+            worst, where it is not known).
+        measure: what accuracy is, as `measured_by` tells."""
     front = pareto(rows, floor)
     if not front:
-        return ["No setting has been trained yet."]
+        why = "There were no test records: no setting has an accuracy." if rows else "No setting has been trained yet."
+        return [why]
     last = max(front, key=lambda row: row["accuracy"])
     said = [
-        f"The most accurate setting reaches {_accuracy(last)} and leaves the most exposed record an error of "
+        f"The most accurate setting reaches {_accuracy(last, measure)} and leaves the most exposed record an error of "
         f"{plus_minus(math.sqrt(last[floor]))} of a feature's range ({told(floor)})."
     ]
     known = (guesses or {}).get("error")
@@ -120,7 +163,11 @@ def verdict(rows: Sequence[Row], floor: str, guesses: Mapping[str, Any] | None =
     kept = best(rows, floor, error**2)
     as_much = f"an error of {plus_minus(error)} of the range, that of {whose},"
     if kept is not None and kept is not last:
-        said.append(f"With {as_much} at least for every record the best accuracy is {_accuracy(kept)}.")
+        best_one = (
+            f"the best accuracy is {_accuracy(kept)}" if measure == ACCURACY else f"the best {_accuracy(kept, R2)}"
+        )
+        which = " that was measured" if kept.get("never_measured") else ""
+        said.append(f"With {as_much} at least for every record{which} {best_one}.")
     elif kept is None:
         said.append(f"No setting leaves every record {as_much} or more.")
     return [*said, *majority(guesses)]
@@ -152,66 +199,73 @@ def settings_in(rows: Sequence[Row]) -> list[str]:
 # --- charts --------------------------------------------------------------------------------
 
 
-def _lines(rows: Sequence[Row], floors: Sequence[str]) -> Chart:
+def _lines(rows: Sequence[Row], floors: Sequence[str], measure: str) -> Chart:
     """The front of each floor at the most exposed record, and of those of the mechanism."""
     drawn = [floor for floor in floors if not floor.endswith(("_q99", "_median"))]
     traces, keys = [], []
     for k, floor in enumerate(drawn):
         colour, dash = axes.SERIES[k % len(axes.SERIES)], axes.DASHES[k % len(axes.DASHES)]
-        traces.append(_trace(pareto(rows, floor), floor, colour, dash))
+        traces.append(_trace(pareto(rows, floor), floor, colour, dash, measure))
         keys.append(Key(colour, told(floor), "line", dash))
-    return _chart("chart-frontier", traces, keys, "Accuracy against every floor: the best settings")
+    return _chart("chart-frontier", traces, keys, f"{_title(measure)} against every floor: the best settings", measure)
 
 
-def _places(rows: Sequence[Row], rule: str) -> Chart:
+def _places(rows: Sequence[Row], rule: str, measure: str) -> Chart:
     """All settings at three places over the records, and the fronts."""
     drawn = [f"{rule}_{place}" for place in ("max", "q99", "median") if any(f"{rule}_{place}" in row for row in rows)]
     traces, keys = [], []
     for floor, colour in zip(drawn, (axes.VERMILLION, axes.ORANGE, axes.BLUE), strict=False):
-        traces.append({**_trace(rows, floor, colour, "solid"), "mode": "markers", "opacity": 0.45})
-        traces.append(_trace(pareto(rows, floor), floor, colour, "solid"))
+        traces.append({**_trace(rows, floor, colour, "solid", measure), "mode": "markers", "opacity": 0.45})
+        traces.append(_trace(pareto(rows, floor), floor, colour, "solid", measure))
         keys.append(Key(colour, told(floor), "line"))
-    return _chart("chart-places", traces, keys, "Accuracy against the floors of the records")
+    return _chart("chart-places", traces, keys, f"{_title(measure)} against the floors of the records", measure)
 
 
-def _trace(rows: Sequence[Row], floor: str, colour: str, dash: str) -> dict[str, Any]:
+def _title(measure: str) -> str:
+    return measure[0].upper() + measure[1:]
+
+
+def _trace(rows: Sequence[Row], floor: str, colour: str, dash: str, measure: str) -> dict[str, Any]:
+    times = 100 if measure == ACCURACY else 1
     rows = [row for row in rows if row.get(floor) is not None and row.get("accuracy") is not None]
     return {
-        "type": "scatter", "mode": "lines+markers", "x": [100 * row["accuracy"] for row in rows],
+        "type": "scatter", "mode": "lines+markers", "x": [times * row["accuracy"] for row in rows],
         "y": [min(DECADES, max(-DECADES, space.log10(row[floor]))) for row in rows],
         "line": {"color": colour, "dash": dash, "width": 2}, "marker": {"color": colour, "size": 7},
-        "text": [_hover(row, floor) for row in rows], "hoverinfo": "text", "customdata": [_link(row) for row in rows],
+        "text": [_hover(row, floor, measure) for row in rows], "hoverinfo": "text",
+        "customdata": [_link(row) for row in rows],
     }  # fmt: skip
 
 
-def _chart(name: str, traces: list[Any], keys: list[Key], label: str) -> Chart:
+def _chart(name: str, traces: list[Any], keys: list[Key], label: str, measure: str) -> Chart:
     logs = [y for trace in traces for y in trace["y"]] or [0.0]
     low, high = min(logs) - 0.2, max(logs) + 0.2
-    x = {"title": axes.titled("accuracy (%)"), "zeroline": False, "fixedrange": True, "nticks": 7}
+    title = axes.titled(f"{measure} (%)" if measure == ACCURACY else f"{measure} on test data")
+    x = {"title": title, "zeroline": False, "fixedrange": True, "nticks": 7}
     layout = axes.layout(460, x, axes.log_axis(low, high, "floor (MSE)"))
     beyond = any(abs(y) >= DECADES for y in logs)
     note = f"What lies beyond 10^{DECADES:g} or below 10^−{DECADES:g} is drawn at the edge." if beyond else ""
     return Chart(name, {"data": traces, "layout": layout}, tuple(keys), note, label, 460)
 
 
-def _hover(row: Row, floor: str) -> str:
+def _hover(row: Row, floor: str, measure: str) -> str:
     setting = ", ".join(f"{name} {_value(row[name])}" for name in space.PARAMETERS if name in row)
     lines = [
         f"run {row['trial']}: {setting}, {row['steps']:,} steps",
-        f"accuracy {_accuracy(row)}",
+        f"accuracy {_accuracy(row)}" if measure == ACCURACY else _accuracy(row, measure),
         f"{told(floor)}: {_value(row[floor])} ({plus_minus(math.sqrt(row[floor]))})",
         f"ε = {_value(row.get('epsilon'))}",
     ]
     return "<br>".join(for_plotly(line, 160) for line in lines)
 
 
-def _cells(row: Row, floor: str, names: Sequence[str]) -> dict[str, Any]:
+def _cells(row: Row, floor: str, names: Sequence[str], measure: str) -> dict[str, Any]:
     return {
         "link": _link(row),
         "trial": row["trial"],
         "settings": [_value(row.get(name)) for name in names],
         "steps": f"{row['steps']:,}",
-        "accuracy": _accuracy(row),
+        "accuracy": _accuracy(row, measure).removeprefix(f"{R2} "),
         "floor": _value(row[floor]),
         "error": plus_minus(math.sqrt(row[floor])),
         "epsilon": _value(row.get("epsilon")),
@@ -222,8 +276,10 @@ def _link(row: Row) -> str:
     return f"trials/{row['trial']:05d}/{RUN_PAGE}"
 
 
-def _accuracy(row: Row) -> str:
+def _accuracy(row: Row, measure: str = ACCURACY) -> str:
     sd = row.get("accuracy_sd")
+    if measure == R2:
+        return f"{R2} {row['accuracy']:.3f}" + (f" ± {sd:.3f}" if sd else "")
     return f"{100 * row['accuracy']:.1f} %" + (f" ± {100 * sd:.1f}" if sd else "")
 
 

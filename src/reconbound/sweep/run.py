@@ -21,7 +21,7 @@ from .._files import CONFIDENTIAL, write_whole
 from .._random import checked_seed, new_seed
 from ..run_folder import prepare
 from . import space as spaces
-from .frontier import default_floor, rows_of, score_of, write_table
+from .frontier import FLOORS, default_floor, rows_of, score_of, write_table
 from .progress import plan_lines, progress
 from .space import Choices, Setting, Space
 from .store import Claim, Store
@@ -83,6 +83,8 @@ class Sweep:
             raise InputError("trials", "must be given for a search", None)
         else:
             whole("trials", self.trials)
+        if self.floor is not None:
+            choice("floor", self.floor, FLOORS)
         if self.at_least is not None:
             number("at_least", self.at_least, above=0.0)
         if self.seed is not None:
@@ -115,7 +117,9 @@ def sweep(
     try:
         begin(store, config, train)
         if show:
-            print("\n".join(plan_lines(store, config, train, workers)), file=sys.stderr, flush=True)
+            caveats = json.loads((config.out / ABOUT).read_text()).get("caveats") or {}
+            told = [*plan_lines(store, config, train, workers), *(f"Note: {said}" for said in caveats.values())]
+            print("\n".join(told), file=sys.stderr, flush=True)
         with progress(store, train.steps, show):
             if workers == 1:
                 _work(store, config, train, owner_name(), lambda: False)
@@ -143,6 +147,8 @@ def stored(folder: Path, storage: str | None = None) -> tuple[list[Row], dict[st
         if "***" in where:
             raise InputError("storage", "must be given again, with its password", where)
         storage = where
+    if storage is None and not (folder / DATABASE).exists():
+        raise DataError(f"{folder / DATABASE} does not exist: it held what the sweep found")
     store = Store(storage or f"sqlite:///{(folder / DATABASE).absolute()}", name, new=False)
     try:
         trials = store.trials()
@@ -153,7 +159,8 @@ def stored(folder: Path, storage: str | None = None) -> tuple[list[Row], dict[st
     error = failed[0].user_attrs.get("error") if failed else None
     facts = {"folder": str(folder), "data": about["data"], "runs": about["runs"], "trials": len(trials)}
     finished = sum(trial.state.name == "COMPLETE" for trial in trials)
-    facts["guesses"] = about.get("guesses") or {}
+    facts |= {"guesses": about.get("guesses") or {}}
+    facts |= {name: about.get(name) for name in ("task", "caveats", "inferred_ranges")}
     return rows, {**facts, "finished": finished, "failed": len(failed), "error": error}
 
 
@@ -190,16 +197,25 @@ def open_store(config: Sweep) -> Store:
 
 def begin(store: Store, config: Sweep, train: Any) -> None:
     """Make the sweep's trials, and note in the folder where they are."""
+    known = _known(config, train)  # a model that cannot be trained is refused before its trials are made
     facts = {**train.facts(), "search": config.search}
     if config.search == "tpe":
         facts |= {"grid": spaces.described(config.space), "floor": config.floor, "at_least": config.at_least}
     store.begin(facts, list(_trials(config)))
     about = {"name": config.name, "storage": None if config.storage is None else store.shown, "data": config.data}
     about |= {"grid": spaces.described(config.space), "steps": config.steps, "runs": config.runs}
-    if hasattr(train, "guesses"):
-        about["guesses"] = train.guesses()
-    text = json.dumps({"confidential": True, **about}, indent=1)
+    text = json.dumps({"confidential": True, **about, **known}, indent=1)
     write_whole(config.out / ABOUT, text.encode() + b"\n", mode=CONFIDENTIAL)
+
+
+def _known(config: Sweep, train: Any) -> dict[str, Any]:
+    """What the pages say of the data and the models beside the rows."""
+    if not hasattr(train, "guesses"):
+        return {}
+    named = config.space.get("model")
+    models = tuple(named.values) if isinstance(named, Choices) else ()
+    found = {"guesses": train.guesses(), "task": train.dataset.task, "caveats": train.caveats(models)}
+    return {**found, "inferred_ranges": train.dataset.inferred_ranges}
 
 
 def _trials(config: Sweep) -> Iterator[dict[str, Any]]:
@@ -274,11 +290,15 @@ def sweep_seed(config: Sweep) -> int:
 
 
 def _join(config: Sweep, make_train: Callable[[Sweep], Any] | None, owner: str, stop: Callable[[], bool]) -> int:
-    """Work on the sweep from a process of its own; what there is to say of the data has been said."""
+    """Work on the sweep from a process of its own; what there is to say of the data and the model has been said."""
+    from ..validate import KinkWarning
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         train = (make_train or make_trainer)(config)
-    return _work(open_store(config), config, train, owner, stop)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KinkWarning)
+        return _work(open_store(config), config, train, owner, stop)
 
 
 def _work(store: Store, config: Sweep, train: Any, owner: str, stop: Callable[[], bool]) -> int:

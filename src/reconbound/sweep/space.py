@@ -26,7 +26,7 @@ PARAMETERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "noise_multiplier": ("number", lambda v: number("noise_multiplier", v, above=0.0)),
     "max_grad_norm": ("number", lambda v: number("max_grad_norm", v, above=0.0)),
     "sample_rate": ("number", lambda v: number("sample_rate", _ratio(v), above=0.0, at_most=1.0)),
-    "lr": ("number", lambda v: number("lr", v, above=0.0)),
+    "lr": ("number", lambda v: number("lr", v, above=0.0, at_most=1e30)),
     "momentum": ("number", lambda v: number("momentum", v, at_least=0.0, below=1.0)),
     **{name: ("word", partial(choice, name, options=options)) for name, options in WORDS.items()},
 }

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._check import InputError
 from .._files import CONFIDENTIAL, sealed, unsealed, write_whole
 from .._random import derive
 from ..account import Account, Factors
@@ -34,6 +35,7 @@ from ..checkpoint import plain_json
 from ..learner_state import data_digest
 from ..mechanisms import SampledGaussian
 from ..plan import Plan, make_learner, score
+from ..plan_check import check_plan
 from ..run_folder import CHECKPOINTS, prepare
 from ..sgd import PrivateSGD
 from .space import Setting, seed_of
@@ -121,6 +123,21 @@ class Trainer:
         largest = np.bincount(self.dataset.targets).argmax() if known else None
         accuracy = None if largest is None else float((labels == largest).mean())
         return {"accuracy": accuracy, "error": float(np.sqrt(np.nan_to_num(own).mean()))}
+
+    def caveats(self, models: Sequence[str] = ()) -> dict[str, str]:
+        """What the floors do not cover of the models, as `check_plan` finds it before any is trained.
+
+        Args:
+            models: those that the settings name; the plan's own where they name none. One of ours that does not fit the
+                data is left to fail with its own setting."""
+        found: dict[str, str] = {}
+        for model in models or (self.plan.model,):
+            try:
+                found |= check_plan(self.dataset, replace(self.plan, model=model))
+            except InputError:
+                if ":" in model:
+                    raise
+        return found
 
     def __call__(self, setting: Setting, folder: Path, tell: Callable[[int], None] = lambda done: None) -> list[Row]:
         """One row for each step count; goes on from what the folder holds."""

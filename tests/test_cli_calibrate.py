@@ -1,0 +1,86 @@
+"""reconbound calibrate: the smallest noise for a floor or an epsilon."""
+
+import pytest
+
+from calling import NAMES, check_refused, floors
+from reconbound.calibrate import calibrate
+from reconbound.mechanisms import OutputPerturbation, SampledGaussian
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calibrate_private_sgd(answer, run, name):
+    options = ["--target-mse", 0.1, "--bound", name, "--sample-rate", 0.01, "--steps", 1000, "--dim", 3]
+    found = answer("calibrate", *options)
+    same = calibrate(SampledGaussian(1.0, 0.01, 1000), 0.1, bound=name, dim=3)
+    assert found["noise_multiplier"] == same.noise
+    assert found["mse"] == found["bound"]["mse"] == same.bound.value >= 0.1
+    assert found["bound"]["name"] == name
+    assert found["mechanism"]["noise_multiplier"] == found["noise_multiplier"]
+    assert found["target_mse"] == 0.1
+    assert found["epsilon"] > 0
+    status, out, err = run("calibrate", *options)
+    assert (status, err) == (0, "")
+    assert f"{same.noise:.7g}" in out
+
+
+def test_a_target_in_data_units(answer):
+    options = ["--sample-rate", 0.01, "--steps", 100, "--bound", "lecam"]
+    assert answer("calibrate", "--target-error", 0.25, *options) == answer(
+        "calibrate", "--target-mse", 0.0625, *options
+    )
+
+
+def test_no_noise_is_advised_where_none_is_needed(answer, run):
+    options = ["--target-error", 0.4, "--bound", "lecam", "--sample-rate", 0.005, "--steps", 50, "--dim", 784]
+    status, out, _ = run("calibrate", *options)
+    assert status == 0
+    assert "met without noise: with chance 78% a record is never drawn" in " ".join(out.split())
+    assert "1e-06" not in out
+    assert "ε" not in out
+    found = answer("calibrate", *options)
+    assert found["met_without_noise"] is True
+    assert found["never_drawn"] == pytest.approx(0.995**50)
+    assert found["noise_multiplier"] is found["epsilon"] is found["mechanism"]["noise_multiplier"] is None
+
+
+def test_calibrate_output_perturbation(answer):
+    found = answer("calibrate", "--target-mse", 0.1, "--output-perturbation", "--records", 12665, "--l2", 0.01)
+    assert found["noise_std"] == calibrate(OutputPerturbation(12665, 0.01, 1.0), 0.1).noise
+    assert "noise_multiplier" not in found
+
+
+def test_what_calibrate_finds_bound_confirms(answer):
+    sgd = ["--sample-rate", 0.02, "--steps", 500, "--sampler", "fixed", "--clip", "hard"]
+    noise = answer("calibrate", "--target-mse", 0.2, "--bound", "lecam", *sgd)["noise_multiplier"]
+    assert floors(answer("bound", "--noise-multiplier", repr(noise), *sgd))["lecam"]["mse"] >= 0.2
+
+
+def test_calibrate_says_under_which_condition_and_what_other_floors_need(run, answer):
+    options = ["--target-error", 5, "--high", 120, "--units", "years", "--sample-rate", "32/240", "--steps", 112]
+    for name in ("theorem1", "corners", "lecam", "rate_distortion"):
+        told = run("calibrate", *options, "--bound", name)[1].splitlines()
+        assert ("in the worst case over the box" in told[1]) == (name in ("lecam", "rate_distortion"))
+        assert told[3].startswith(f"{name} binds {'any' if name in ('lecam', 'rate_distortion') else 'unbiased'} att")
+        others = {line.split()[0]: float(line.split()[-1]) for line in told[4:7]}
+        assert set(others) == {"theorem1", "corners", "lecam", "rate_distortion"} - {name}
+        for other, noise in others.items():
+            found = answer("calibrate", *options, "--bound", other)["noise_multiplier"]
+            assert noise == pytest.approx(found, rel=1e-3)
+        assert told[7].endswith("The box is [0, 120] years.")
+    beyond = run("calibrate", "--target-error", 0.6, "--sample-rate", 0.1, "--steps", 10)[1]
+    assert "lecam (any attacker, in the worst case over the box): no noise is enough" in beyond
+
+
+@pytest.mark.parametrize("bound", ["theorem1", "lecam"])
+def test_a_target_beyond_the_range_names_the_options_for_the_range(run, bound):
+    rest = ["--sample-rate", "0.1", "--steps", "3", "--bound", bound]
+    for options in (
+        ["--target-error", 5, "--units", "years"],
+        ["--target-mse", 25],
+        ["--target-error", 5, "--high", 4],
+    ):
+        status, out, err = run("calibrate", *options, *rest)
+        check_refused(status, out, err)
+        assert "--low and --high" in err
+        assert options[0] in err
+    assert run("calibrate", "--target-error", 5, "--high", 120, *rest)[0] == 0
