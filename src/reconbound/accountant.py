@@ -225,7 +225,7 @@ class FisherAccountant:
         """1/I_jj of each record kept and feature, (kept, d), in the squares of the data's own units; kept as in `rows`.
 
         average: that of the information averaged over all records instead, (1, d), which bounds the mean of their
-        squared errors and not each record's.
+        squared errors and not each record's. Of the average no standard error is kept, and `assumes` says so.
 
         Like `mse_floor` they are estimates, of which `assumes` says how good they are; of single features they are
         coarser than of a record. A warning is given, once a run, where their median relative error is above 50 %.
