@@ -5,6 +5,7 @@
 The file is looked for in RECONBOUND_DATA/adult, plain or .gz. Ranges are round public constants (the file caps ages at
 90, hours at 99 and gains at 99,999), so that nothing about the preparation depends on who is in it."""
 
+import argparse
 import csv
 import gzip
 import io
@@ -13,6 +14,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from reconbound._check import DataError, DataMissing
 from reconbound._files import PUBLIC, write_whole
 from reconbound.data import data_folder
 
@@ -49,10 +51,12 @@ def rows(folder: Path, name: str = "adult.data") -> list[list[str]]:
     """The people of one of UCI's two files, a list of 15 texts each; blank lines and the comment are left out."""
     plain = folder / name
     opener, path = (open, plain) if plain.exists() else (gzip.open, folder / f"{name}.gz")
+    if not path.exists():
+        raise DataMissing(f"{plain} (or .gz) does not exist")
     with opener(path, "rt") as file:
         people = [line.rstrip().rstrip(".").split(", ") for line in file if line.count(",") == len(COLUMNS) - 1]
     if not people:
-        raise ValueError(f"{path}: no row of {len(COLUMNS)} cells")
+        raise DataError(f"{path}: no row of {len(COLUMNS)} cells")
     return people
 
 
@@ -74,8 +78,14 @@ def write(out: str | os.PathLike[str], folder: Path) -> int:
 
 
 def main() -> None:
-    out = sys.argv[1] if len(sys.argv) > 1 else "adult.csv"
-    count = write(out, data_folder() / "adult")
+    about, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(description=about, epilog=rest.rpartition("\n\n")[2])
+    parser.add_argument("out", nargs="?", default="adult.csv", help="the file to write (default: adult.csv)")
+    out = parser.parse_args().out
+    try:
+        count = write(out, data_folder() / "adult")
+    except DataError as problem:
+        sys.exit(f"adult_csv.py: {problem}")
     print(f"{out}: {count:,} people. To audit it:\n\nreconbound audit {shlex.quote(out)} {shlex.join(options())}")
 
 

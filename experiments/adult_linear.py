@@ -3,9 +3,11 @@
 Logistic regression on five numbers about each person, once with strong noise and once with little. Scales and ranges
 are public constants, so that nothing about the preparation depends on the people."""
 
+from collections.abc import Sequence
+
 import adult_csv
 import numpy as np
-from _common import BLUE, GREY, RED, folder, plt, save, table, write
+from _common import BLUE, GREY, RED, first, folder, options, parse, plt, run, save, table, write
 
 from reconbound.linear import PrivateLogisticRegression
 
@@ -29,9 +31,11 @@ def people(name: str) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum(values, largest), np.array([row[14].startswith(">50K") for row in rows]).astype(int)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
+    given = parse(options(__doc__), words)
     centre, scale = (np.array([feature[i] for feature in FEATURES]) for i in (3, 4))
     (own, y), (own_test, y_test) = people("adult.data"), people("adult.test")
+    own, y = first(own, given.records), first(y, given.records)
     x, x_test = (own - centre) / scale, (own_test - centre) / scale
     guess = own.std(axis=0)
     figure, axes = plt.subplots(1, len(FEATURES), figsize=(14.5, 3.2))
@@ -78,11 +82,16 @@ def main() -> None:
     handles, names = axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="lower center", ncols=3, bbox_to_anchor=(0.5, -0.06))
     figure.tight_layout()
-    save(figure, "adult_linear")
+    save(figure, "adult_linear", given.out)
     order = np.argsort(np.min([column / np.median(column) for column in columns.values()], axis=0))[:KEPT]
-    write("adult_linear", {"person": order, **{name: column[order] for name, column in columns.items()}})
-    table("adult_linear", "Adult: the least error of an unbiased attacker on one attribute, all others known", rows)
+    write("adult_linear", {"person": order, **{name: column[order] for name, column in columns.items()}}, given.out)
+    table(
+        "adult_linear",
+        "Adult: the least error of an unbiased attacker on one attribute, all others known",
+        rows,
+        given.out,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,9 +1,10 @@
 """Figure 2 of the paper: floors of every record of a logistic regression on MNIST 0 against 1, released with noise."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
-from _common import BLUE, GREEN, GREY, RED, digits, plt, save, table, write
+from _common import BLUE, GREEN, GREY, RED, digits, options, parse, plt, run, save, table, write
 
 from reconbound import OutputPerturbation
 from reconbound.bounds import corners, theorem1
@@ -19,8 +20,9 @@ def accuracy(weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
     return float(np.mean((x @ released.T > 0) == (y[:, None] > 0)))
 
 
-def main() -> None:
-    (x, y), (x_test, y_test) = digits(), digits(train=False)
+def main(words: Sequence[str] | None = None) -> None:
+    given = parse(options(__doc__), words)
+    (x, y), (x_test, y_test) = digits(records=given.records), digits(train=False)
     n, norms = len(x), np.linalg.norm(x, axis=1)
     o = minimise(x, y, Logistic(), l2=L2, intercept=False)
     found = leakage(o, NOISE)
@@ -40,8 +42,8 @@ def main() -> None:
         ("order-2 ε, sound for pixels in [0,1] (rows up to √784 = 28)", "", f"{sound:.0f}"),
         (f"the same for the longest row seen, {norms.max():.2f} (read off the data)", "", f"{seen:.0f}"),
         ("test accuracy, noisy weights", "99.95 %", f"{100 * accuracy(o.weights, x_test, y_test):.2f} %"),
-        ("Theorem 1 at ε = 2.49", "≈ 0.02", f"{rdp:.4f}"),
-        ("all corners at ε = 2.49", "", f"{all_corners:.1f}"),
+        (f"Theorem 1 at ε = {paper:.2f}", "≈ 0.02", f"{rdp:.4f}"),
+        (f"all corners at ε = {paper:.2f}", "", f"{all_corners:.1f}"),
         ("Theorem 1 at the sound ε", "", f"{theorem1(sound, dim=DIM).value:.1g}"),
         ("per-record floors, smallest", "> 1", f"{floor.min():.3f}"),
         ("per-record floors, median", "", f"{np.median(floor):.3g}"),
@@ -50,15 +52,14 @@ def main() -> None:
         ("exact Cramér–Rao floor Tr(I⁻¹)/d, smallest", "", f"{np.min(found.cramer_rao.value):.3f}"),
         ("weakest direction 1/‖I‖, smallest", "", f"{np.min(found.spectral_floor.value):.3f}"),
         ("one pixel 1/Iⱼⱼ, smallest", "", f"{np.min(found.feature_floors.value):.3f}"),
-        ("rows clipped to norm 1, where ε = 2.49 is sound: accuracy", "", f"{100 * clipped_accuracy:.2f} %"),
+        (f"rows clipped to norm 1, where ε = {paper:.2f} is sound: accuracy", "", f"{100 * clipped_accuracy:.2f} %"),
         ("rows clipped to norm 1: smallest floor", "", f"{floor_clipped.min():.3f}"),
         ("gradient norm left by the solver", "", f"{o.gradient_norm:.1e}"),
         ("noise in gradient units, nλσ√d", "", f"{noise:.1f}"),
     ]
-    table("figure2_linear", "Figure 2: MNIST 0 against 1, λ = 1e-2, σ = 1e-2", rows)
-    write(
-        "figure2_linear", {"record": range(n), "label": y.astype(int), "floor": floor, "floor_clipped": floor_clipped}
-    )
+    table("figure2_linear", "Figure 2: MNIST 0 against 1, λ = 1e-2, σ = 1e-2", rows, given.out)
+    columns = {"record": range(n), "label": y.astype(int), "floor": floor, "floor_clipped": floor_clipped}
+    write("figure2_linear", columns, given.out)
 
     figure, axis = plt.subplots(figsize=(6.4, 3.6))
     bins = np.logspace(-2.2, math.log10(floor.max()) + 0.2, 90)
@@ -66,9 +67,9 @@ def main() -> None:
     top = axis.get_ylim()[1] * 1.55
     axis.set_ylim(0, top)
     for value, colour, style, name in (
-        (rdp, RED, "-", f"Theorem 1 at ε = 2.49: {rdp:.3f}"),
+        (rdp, RED, "-", f"Theorem 1 at ε = {paper:.2f}: {rdp:.3f}"),
         (1.0, GREY, "--", "MSE = 1"),
-        (all_corners, GREEN, "-.", f"all corners at ε = 2.49: {all_corners:.1f}"),
+        (all_corners, GREEN, "-.", f"all corners at ε = {paper:.2f}: {all_corners:.1f}"),
     ):
         axis.axvline(value, color=colour, linestyle=style, label=name)
     axis.set(xscale="log", xlabel="floor under an unbiased attacker's MSE per pixel", ylabel="training records")
@@ -76,8 +77,8 @@ def main() -> None:
     axis.set_title(
         f"Red and green rest on gradients of norm 1: for raw pixels ε is {sound:.0f}", fontsize=10, loc="left"
     )
-    save(figure, "figure2_linear")
+    save(figure, "figure2_linear", given.out)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,15 +1,19 @@
 """Figure 3 of the paper: each record's floor against the GLM attack's real error over 10,000 releases."""
 
-import argparse
+import csv
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
-from _common import BLUE, GREY, RED, RESULTS, digits, plt, save, table, write
+from _common import BLUE, GREY, RED, at_least, digits, options, parse, plt, run, save, table, write
 from scipy.stats import spearmanr
 
+from reconbound._check import DataMissing
 from reconbound.attacks import AttackReport, simulate
 from reconbound.linear import Logistic, leakage, minimise
 
 L2, NOISE, TRIALS, SEED = 1e-2, 1e-5, 10_000, 0
+SIZE, GUESS = "records, trials", "MSE of guessing the mean of the others with that label"  # rows that --draw reads
 
 
 def rank(floor: np.ndarray, error: np.ndarray) -> float:
@@ -38,21 +42,21 @@ def rows_for(name: str, floor: np.ndarray, exact: np.ndarray, found: AttackRepor
     ]  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--trials", type=int, default=TRIALS)
-    parser.add_argument("--draw", action="store_true", help="only draw again, from the CSV file")
-    given = parser.parse_args()
-    trials = given.trials
-    x, y = digits()
-    guess = sum(np.mean(y == label) * np.mean(x[y == label].var(axis=0)) for label in (0, 1))
+def main(words: Sequence[str] | None = None) -> None:
+    parser = options(__doc__)
+    parser.add_argument(
+        "--trials", type=at_least(2), default=TRIALS, metavar="T", help=f"releases (default: {TRIALS:,})"
+    )
+    parser.add_argument("--draw", action="store_true", help="only draw again, from the files in the folder of --out")
+    given = parse(parser, words, ("records", "trials"))
     if given.draw:
-        drawn = np.genfromtxt(RESULTS / "figure3_glm.csv.gz", delimiter=",", names=True)
-        return draw({name: drawn[name] for name in drawn.dtype.names}, trials, guess)
+        return draw(*kept(given.out), given.out)
+    trials, (x, y) = given.trials, digits(records=given.records)
+    guess = sum(np.mean(y == label) * np.mean(x[y == label].var(axis=0)) for label in (0, 1))
     with_constant = minimise(x, y, Logistic(), l2=L2, intercept=True)
     without = minimise(x, y, Logistic(), l2=L2, intercept=False)
-    rows = [("records, trials", "12,665, 10,000", f"{len(x):,}, {trials:,}")]
-    rows.append(("MSE of guessing the mean of the others with that label", "", f"{guess:.4f}"))
+    rows = [(SIZE, "12,665, 10,000", f"{len(x):,}, {trials:,}")]
+    rows.append((GUESS, "", f"{guess:.4f}"))
     columns: dict = {"record": np.arange(len(x)), "label": y.astype(int)}
     for name, o, method, branch in (
         ("ratio", with_constant, "ratio", "nearest"),
@@ -71,12 +75,25 @@ def main() -> None:
             columns |= {f"{key}_floor": floor, f"{key}_cramer_rao": exact}
         columns |= {f"{key}_mse": attack.mse, f"{key}_median": attack.median, f"{key}_trimmed": attack.trimmed}
         columns |= {f"{key}_bias": attack.bias}  # the variance is the mean error less this
-    table("figure3_glm", "Figure 3: floor against the GLM attack's error, λ = 1e-2, σ = 1e-5", rows)
-    write("figure3_glm", columns, digits=4, compress=True)
-    draw(columns, trials, guess)
+    table("figure3_glm", "Figure 3: floor against the GLM attack's error, λ = 1e-2, σ = 1e-5", rows, given.out)
+    write("figure3_glm", columns, given.out, digits=4, compress=True)
+    draw(columns, trials, guess, given.out)
 
 
-def draw(columns: dict, trials: int, guess: float) -> None:
+def kept(out: Path) -> tuple[dict, int, float]:
+    """What an earlier run left in the folder: columns, trials, the error of a guess."""
+    data, told = out / "figure3_glm.csv.gz", out / "figure3_glm_table.csv"
+    for path in (data, told):
+        if not path.exists():
+            raise DataMissing(f"{path} does not exist: run without --draw first")
+    drawn = np.genfromtxt(data, delimiter=",", names=True)
+    with told.open(encoding="utf-8", newline="") as file:
+        said = {row["what"]: row["ours"] for row in csv.DictReader(file)}
+    trials = int(said[SIZE].split(", ")[1].replace(",", ""))
+    return {name: drawn[name] for name in drawn.dtype.names}, trials, float(said[GUESS])
+
+
+def draw(columns: dict, trials: int, guess: float, out: Path) -> None:
     """The scatter plots; red dots lie below their floor."""
     figure, axes = plt.subplots(1, 4, figsize=(14.5, 3.9), sharex=True, sharey=True)
     shown = (
@@ -101,20 +118,14 @@ def draw(columns: dict, trials: int, guess: float) -> None:
         if below.any():
             told_so = f"{below.sum():,} below the floor"
             axis.text(0.97, 0.03, told_so, color=RED, transform=axis.transAxes, ha="right", fontsize=9)
-    axes[0].text(
-        0.97,
-        guess / 1.6,
-        "guess: mean of that label",
-        color=GREY,
-        fontsize=8,
-        ha="right",
-        va="top",
-        transform=axes[0].get_yaxis_transform(),
-    )
+    low, high = axes[0].get_ylim()
+    if low < guess < high:
+        across, say = axes[0].get_yaxis_transform(), {"color": GREY, "fontsize": 8, "ha": "right", "va": "top"}
+        axes[0].text(0.97, guess / 1.6, "guess: mean of that label", transform=across, **say)
     axes[0].set_ylabel(f"squared error per pixel, {trials:,} trials")
     figure.tight_layout()
-    save(figure, "figure3_glm")
+    save(figure, "figure3_glm", out)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

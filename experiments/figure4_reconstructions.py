@@ -1,24 +1,35 @@
 """Figure 4 of the paper: the 8 most and the 8 least exposed digits, and what the GLM attack makes of one release."""
 
+from collections.abc import Sequence
+
 import numpy as np
-from _common import digits, plt, save, table, write
+from _common import at_least, digits, options, parse, plt, run, save, table, write
 
 from reconbound.attacks import simulate
 from reconbound.linear import Logistic, leakage, minimise
 
-L2, NOISE, SEED, SHOWN = 1e-2, 1e-5, 0, 8
+L2, NOISE, TRIALS, SEED, SHOWN = 1e-2, 1e-5, 1000, 0, 8
 
 
-def main() -> None:
-    x, y = digits()
+def main(words: Sequence[str] | None = None) -> None:
+    parser = options(__doc__)
+    parser.add_argument(
+        "--trials",
+        type=at_least(2),
+        default=TRIALS,
+        metavar="T",
+        help=f"releases behind each median (default: {TRIALS:,})",
+    )
+    given = parse(parser, words, ("records", "trials"))
+    x, y = digits(records=given.records)
     o = minimise(x, y, Logistic(), l2=L2, intercept=True)
     found = leakage(o, NOISE, spectral=False, diagonal=False)
     floor = np.asarray(found.floor.value)
     order = np.argsort(floor)
     chosen = np.concatenate([order[:SHOWN], order[-SHOWN:]])
     kind = {"records": chosen, "keep": 1, "random_state": SEED}
-    ratio = simulate(o, NOISE, 1000, method="ratio", **kind)
-    label = simulate(o, NOISE, 1000, method="label", branch="told", **kind)
+    ratio = simulate(o, NOISE, given.trials, method="ratio", **kind)
+    label = simulate(o, NOISE, given.trials, method="label", branch="told", **kind)
     assert ratio.reconstructions is not None
     assert label.reconstructions is not None
 
@@ -37,7 +48,7 @@ def main() -> None:
         axes[row, 0].set_ylabel(name, fontsize=9)
     figure.suptitle("Floor d/Tr(I) above each digit: the 8 most exposed (left), the 8 least (right)", fontsize=11)
     figure.tight_layout(w_pad=0.2, h_pad=0.3)
-    save(figure, "figure4_reconstructions")
+    save(figure, "figure4_reconstructions", given.out)
     write(
         "figure4_reconstructions",
         {
@@ -47,6 +58,7 @@ def main() -> None:
             "ratio_median_error": ratio.median,
             "label_median_error": label.median,
         },
+        given.out,
     )
     rows = [
         (
@@ -59,8 +71,8 @@ def main() -> None:
         ("8 least exposed: smallest floor", "", f"{floor[chosen[SHOWN:]].min():.2g}"),
         ("8 most exposed, label solve told its root: largest median error", "", f"{label.median[:SHOWN].max():.2g}"),
     ]
-    table("figure4_reconstructions", "Figure 4: most and least exposed digits, λ = 1e-2, σ = 1e-5", rows)
+    table("figure4_reconstructions", "Figure 4: most and least exposed digits, λ = 1e-2, σ = 1e-5", rows, given.out)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -434,3 +435,48 @@ def test_small_problem_has_what_the_tests_assume() -> None:
     one = learner(budget="every").fit(3)
     assert one.accountant is not None
     assert (one.accountant.account.records, one.accountant.account.features) == (RECORDS, FEATURES)
+
+
+# --- what cannot be added ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"diagonal_across": None}, "must have the diagonal"),
+        ({"diagonal_along": torch.ones(4, 5)}, r"diagonal of the account's 3 features, no others .*got \(4, 5\)"),
+        ({"spectral": None}, "must have the spectral norm"),
+        ({"across": torch.tensor([1.0, 2.0, torch.nan, 1.0])}, r"finite numbers.*of record 5, got \[nan, 1.0\]"),
+        ({"along": torch.tensor([1.0, torch.inf, 2.0, 1.0])}, r"finite numbers.*of record 3, got \[1.0, inf\]"),
+        ({"across": torch.tensor([-3.0, 1.0, 1.0, 1.0])}, "no negative trace, of record 1"),
+        ({"clipped_norm": torch.full((4,), torch.nan)}, "finite numbers.*of record 1"),
+        ({"features": 4}, "must be about the account's 3 features, got 4"),
+    ],
+)
+def test_what_cannot_be_added_leaves_the_ledger_as_it_was(changes: dict, said: str) -> None:
+    """So that the caller may mend it and add again: nothing is counted twice, and no NaN stays."""
+    ledger = FisherAccountant(account(rules=("exact", "paper")), diagonal="all", spectral=True)
+    good, records = info(torch.ones(4), torch.ones(4)), torch.tensor([1, 3, 5, 0])
+    with pytest.raises(InputError, match=said):
+        ledger.add(records, replace(good, **changes))
+    assert not any(bool(value.any()) for value in ledger.state().values())
+    ledger.add(records, good)
+    assert ledger.measured().tolist() == [1, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("indices", "said"),
+    [
+        (torch.tensor([1, 3, 5]), "indices must be 4, one for each record found, got 3"),
+        (torch.tensor([1.0, 3.0, 5.0, 0.0]), "indices must be a tensor of record indices"),
+        (torch.ones(4, dtype=torch.bool), "indices must be a tensor of record indices"),
+        ([1, 3, 5, 0], "indices must be a tensor of record indices"),
+    ],
+)
+def test_indices_that_are_none(indices, said: str) -> None:
+    ledger, good = FisherAccountant(account()), info(torch.ones(4), torch.ones(4))
+    with pytest.raises(InputError, match=said):
+        ledger.add(indices, good)
+    ledger.add(torch.tensor([1, 3, 5, 0], dtype=torch.int32), good)
+    ledger.add(torch.tensor([], dtype=torch.int64), good)  # an empty batch
+    assert ledger.measured().tolist() == [1, 1, 0, 1, 0, 1]

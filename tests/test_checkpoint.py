@@ -16,12 +16,14 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR, 
 from learning import data, learner, losses, network, same_state, settings
 from reconbound import _files, checkpoint
 from reconbound._check import InputError
+from reconbound._files import sealed, unsealed, write_whole
 from reconbound.accountant import Chosen
 from reconbound.checkpoint import LOCK, NAMES, Checkpoint, CheckpointError, held, load, save
-from reconbound.learner_state import data_digest
+from reconbound.learner_state import data_digest, some_losses
 from reconbound.plan import Plan
 from reconbound.sgd import PrivateSGD, TrainingError
 from reconbound.sweep.run import Sweep
+from reconbound.validate import ReconboundWarning
 
 MINE = {"configuration": {"lr": 0.1, "rules": ["exact"]}, "data": {"records": 3, "digest": "ab"}}
 
@@ -401,3 +403,40 @@ def test_a_folder_that_others_may_enter_is_warned_of(tmp_path) -> None:
     with pytest.warns(UserWarning, match="others may enter the checkpoint folder .*open: chmod 700"):
         attempt(place)
     assert stat.S_IMODE(place.stat().st_mode) == 0o755  # left as it was
+
+
+def test_a_checkpoint_without_the_first_runs_parameters_is_gone_on_with(tmp_path) -> None:
+    """As versions before 'released/' wrote them: training ends well, and the user is told which run the model has."""
+    learner(checkpoint=tmp_path, every=1).repeat(2, steps=3)
+    for name in NAMES:
+        tensors, facts = unsealed(tmp_path / name)
+        older = {key: value for key, value in tensors.items() if not key.startswith("released/")}
+        write_whole(tmp_path / name, sealed(older, facts))
+    again = learner(checkpoint=tmp_path, every=1)
+    with pytest.warns(ReconboundWarning, match="has those of the last run instead"):
+        again.repeat(3, steps=3)
+    assert again.accountant is not None
+    assert again.accountant.runs == 3
+    whole, tensors = learner().repeat(3, steps=3), unsealed(tmp_path / NAMES[again._turn % 2])[0]
+    assert whole.accountant is not None
+    assert torch.equal(again.accountant.trace(), whole.accountant.trace())
+    assert all(torch.equal(value, tensors[f"model/{name}"]) for name, value in again.model.state_dict().items())
+
+
+@pytest.mark.parametrize("records", [3, 1000, 2**24 + 4, 2**25 + 3])
+def test_losses_are_those_of_records_that_are_there(records: int) -> None:
+    """Above 2²⁴ records a float32 index would round beyond the last."""
+    asked: list[torch.Tensor] = []
+
+    class Many:
+        def rows(self, indices):
+            asked.append(indices)
+            x, y = data(records=len(indices))
+            return x, y
+
+    one = learner()
+    one.records, one.measurer = records, Many()  # type: ignore[assignment]
+    assert some_losses(one) is not None
+    assert asked[0].min() == 0
+    assert records - 3 <= asked[0].max() < records
+    assert len(asked[0].unique()) == min(8, records)

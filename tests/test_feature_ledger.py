@@ -12,6 +12,9 @@ from reconbound.accountant import Chosen, FisherAccountant
 from reconbound.feature_ledger import resolved
 from test_accountant import account, info
 
+#: these ledgers are made up: a few measurements that tell of no whole run
+pytestmark = pytest.mark.filterwarnings("ignore:the measurements of a run tell")
+
 
 def information(ledger: FisherAccountant) -> np.ndarray:
     return 1 / ledger.feature_floors().value

@@ -1,5 +1,7 @@
 """The GLM attack: many trials as products against every reconstruction formed, and the floor met where it must be."""
 
+import re
+
 import mpmath
 import numpy as np
 import pytest
@@ -397,3 +399,22 @@ def test_bad_input():
     for weights, start, name in ((np.zeros((1, 6)), np.zeros((1, 5)), "weights"), (np.zeros((2, 1, 6)), 0, "start")):
         with pytest.raises(InputError, match=name):
             most_likely(weights, np.zeros((9, 5)), np.zeros(9), 0, start, loss=Logistic(), l2=0.1)
+
+
+def test_a_report_prints_a_few_lines_and_its_figures():
+    found = simulate(solved("logistic", True), 0.01, 50, keep=3, random_state=0)
+    lines = str(found).splitlines()
+    assert repr(found) == str(found)
+    assert len(lines) <= 7
+    assert max(map(len, lines)) <= 120
+    assert lines[0] == "AttackReport of 80 records, 50 releases (method 'label', branch 'nearest')"
+    for line, values in zip(lines[1:4], (found.mse, found.median, found.variance), strict=True):
+        told = [float(word.replace(",", "")) for word in re.findall(r"([\d.,e+-]+) \(", line.split(":")[1])]
+        np.testing.assert_allclose(told, [values.min(), np.median(values), values.max()], rtol=6e-3)
+    assert lines[4].endswith(f": {np.sum(found.bias > found.mse / 10)}")
+    assert "at the worst record" in lines[5]
+    alone = simulate(solved("logistic", True), 0.01, 50, method="ratio", records=[4], bias=False, random_state=0)
+    one = str(alone).splitlines()
+    assert one[0].startswith("AttackReport of 1 record,")
+    assert len(one) == 4
+    assert float(one[1].split(":")[1].replace(",", "")) == pytest.approx(alone.mse[0], rel=6e-3)

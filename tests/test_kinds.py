@@ -50,8 +50,11 @@ def locked(array: np.ndarray) -> np.ndarray:
         lambda x, y: (locked(x), locked(y)),
         lambda x, y: (x[::-1].copy()[::-1], y[::-1].copy()[::-1]),
         lambda x, y: (torch.tensor(x).float(), y),
+        lambda x, y: (x.astype(">f4"), y.astype(">i2")),
+        lambda x, y: (x.astype(np.longdouble), y.astype("uint16")),
+        lambda x, y: (x, y.astype("uint64")),
     ],
-    ids=["float64", "float32", "float16", "read-only", "reversed", "tensor and array"],
+    ids=["float64", "float32", "float16", "read-only", "reversed", "tensor and array", "swapped bytes", "long", "uint"],
 )
 def test_numpy_arrays_train_as_their_tensors_do(turn: Any, recwarn: pytest.WarningsRecorder) -> None:
     x, y = data()  # whole numbers up to 255: the same in all these kinds
@@ -144,6 +147,7 @@ def test_what_is_wrong_with_an_evaluation_is_told() -> None:
     x, y = data()
     for evaluate, kind, said in (
         (lambda m: {"a": m(torch.tensor(x)).sum()}, TrainingError, r"evaluate gave the model data .*torch\.float32"),
+        (lambda m: {"step": 1.0}, ValueError, "evaluate must not return a number of this name, .* got 'step'"),
         (lambda m: 0.5, ValueError, "evaluate must return a dictionary of numbers, by name, got 'a float'"),
         (lambda m: {"a": torch.ones(3)}, ValueError, r"evaluate's 'a' must be one number, got 'a tensor of shape \(3"),
     ):

@@ -10,7 +10,7 @@ import torch
 from scipy.stats import t as student
 
 from reconbound._check import InputError
-from reconbound.limits import WIDEST, upper_limit
+from reconbound.limits import WIDEST, upper_limit, why_no_limit
 
 Rule = Callable[[np.ndarray, np.ndarray], np.ndarray]
 T = 3.689662  # t of 99.75 % at 9 degrees of freedom, from a table
@@ -89,6 +89,19 @@ def test_nothing_is_not_a_number() -> None:
     found = limit([0.0, 0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.3, 0.3, 0.3], runs=2, confidence=0.9999)
     assert np.isinf(found[2:]).all()
     assert not np.isnan(found).any()
+
+
+def test_records_that_told_nothing_do_not_vote() -> None:
+    """They have no spread, which says nothing of the others'; and their limit is that of the lower quartile."""
+    mean, relative = np.array([1.0, 2.0, 4.0, 8.0, 9.0]), np.array([0.1, 0.2, 0.3, 0.1, 0.2])
+    zeros = np.zeros(7)
+    alone, among = limit(mean, mean * relative), limit(np.r_[zeros, mean], np.r_[zeros, mean * relative])
+    np.testing.assert_allclose(among[7:], alone)
+    np.testing.assert_allclose(among[:7], 2 * np.exp(0.2 * T), rtol=1e-6)
+    wild = np.r_[zeros, 0.9 * mean]
+    assert np.isinf(limit(np.r_[zeros, mean], wild)).all()
+    parts = (torch.tensor(np.r_[zeros, mean]), torch.tensor(wild), torch.full((12,), 99))
+    assert "differ too much" in str(why_no_limit(*parts, runs=10, sampled=True))
 
 
 def test_two_runs_at_least() -> None:

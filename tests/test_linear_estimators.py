@@ -236,6 +236,13 @@ def test_noise_that_drowns_any_weights_is_warned_about_whatever_the_data(model, 
             clone(model).set_params(l2=1.0).fit(np.tile(x, (50, 1)), np.tile(y, 50))
 
 
+def test_where_the_noise_is_given_less_of_it_is_all_that_helps():
+    """With noise_std as it is, a larger l2 makes the weights smaller still."""
+    x, y = table("logistic")
+    with pytest.warns(NoiseWarning, match="What helps: less noise_std$"):
+        PrivateLogisticRegression(l2=0.1, noise_std=50.0, data_norm=3.0, classes=[0, 1]).fit(x, y)
+
+
 @pytest.mark.filterwarnings("ignore::reconbound.linear.NoiseWarning")
 def test_targets_are_met():
     x, y = table("logistic", n=500)

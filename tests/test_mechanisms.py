@@ -2,6 +2,7 @@
 
 import json
 import math
+from fractions import Fraction
 
 import dp_accounting as dp
 import numpy as np
@@ -204,6 +205,17 @@ def test_conversions_from_order_2_are_sound_and_tight(epsilon):
         best = min(kappa + math.sqrt(size * kappa * (1 - kappa)), 1.0)
         assert m.rero(kappa) == pytest.approx(best, rel=1e-12)
     assert m.overlap() <= 2 / (1 + math.exp(epsilon)) * (1 + 1e-12) or m.overlap() == pytest.approx(math.exp(-epsilon))
+
+
+@pytest.mark.parametrize(("rate", "steps"), [(1e-17, 3), (1e-9, 1), (3e-12, 1000), (0.01, 5), (0.5, 2)])
+def test_the_chance_to_be_drawn_is_never_rounded_down(rate, steps):
+    """Where the noise hides nothing, the advantage and the success of an attacker are the chance to be drawn."""
+    drawn = 1 - (1 - Fraction(rate)) ** steps
+    for sampler in ("fixed", "poisson"):
+        m = SampledGaussian(1e-3, rate, steps, sampler=sampler)
+        assert m.membership_advantage() == pytest.approx(float(drawn), rel=1e-12, abs=0)
+        assert m.rero(1e-20) == pytest.approx(float(drawn) + 1e-20, rel=1e-12, abs=0)
+        assert m.never_drawn == pytest.approx(float(1 - drawn), rel=1e-12, abs=0)
 
 
 def test_conversions_from_order_2_hold_for_random_pairs():

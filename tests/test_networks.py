@@ -1,13 +1,16 @@
-"""Networks behind a fixed layer that standardises the input."""
+"""Networks behind a fixed layer that standardises the input, and fresh parameters."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from reconbound._check import InputError
 from reconbound.fisher import dense_information, step_information
-from reconbound.networks import standardised
+from reconbound.networks import lecun_normal, standardised
+from reconbound.plan import network
 
 MEAN, STD = (0.5, 0.25, 0.375), (0.5, 0.25, 2.0)
 SETTING = {"max_grad_norm": 0.7, "noise_multiplier": 1.3}
@@ -44,3 +47,41 @@ def test_layer_rules_cover_it() -> None:
     exact = dense_information(model, losses, x, y, **SETTING)
     torch.testing.assert_close(found.along, exact.along, rtol=1e-9, atol=0)
     assert ((found.across - exact.across).abs() < 5 * found.across_error).all()
+
+
+# --- fresh parameters ----------------------------------------------------------------------------
+
+
+def test_lecun_normal_keeps_scales_and_what_is_frozen() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(400, 100), nn.GroupNorm(2, 100), nn.Tanh(), nn.Linear(100, 50), nn.Linear(50, 2))
+    model[4].requires_grad_(False)
+    model[1].bias.requires_grad_(False)
+    with torch.no_grad():
+        model[1].weight.fill_(7.0)
+        model[1].bias.fill_(3.0)
+    frozen = [p.clone() for p in model[4].parameters()]
+    lecun_normal(model)
+    assert (model[1].weight == 1).all()  # 0 would cut the network in two
+    assert (model[1].bias == 3).all()
+    assert (model[0].bias == 0).all()
+    assert abs(float(model[0].weight.detach().std()) - 0.05) < 4 * 0.05 / (2 * 40_000) ** 0.5
+    assert abs(float(model[3].weight.detach().std()) - 0.1) < 4 * 0.1 / (2 * 5_000) ** 0.5
+    assert all(torch.equal(a, b) for a, b in zip(frozen, model[4].parameters(), strict=True))
+
+
+def test_lecun_normal_refuses_a_scale_that_nobody_resets() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
+
+    with pytest.raises(InputError, match="no reset_parameters for 'scale' of, got 'Scaled'"):
+        lecun_normal(Scaled())
+
+
+def test_audits_of_photographs_centre_their_pixels() -> None:
+    model = network("cnn", (3, 32, 32), 10, image=True)
+    grey = model[0](torch.full((1, 3, 32, 32), 0.5))
+    assert grey.abs().max() == 0
+    assert sum(p.numel() for p in model.parameters()) == 550_570

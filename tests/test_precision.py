@@ -16,6 +16,9 @@ from reconbound.accountant import Chosen, FisherAccountant
 from reconbound.validate import ReconboundWarning
 from test_accountant import account, info
 
+#: these ledgers are made up: a few measurements that tell of no whole run
+pytestmark = pytest.mark.filterwarnings("ignore:the measurements of a run tell")
+
 COARSE = "floors from so few measurements"
 
 
@@ -142,6 +145,34 @@ def test_ledgers_without_the_error_can_still_be_read(tmp_path) -> None:
     other.restore(tensors, 1)
     assert bool(torch.isinf(other.feature_standard_error()).all())
     np.testing.assert_array_equal(other.feature_floors().value, ledger.feature_floors().value)
+    merged = FisherAccountant(ledger.account, diagonal="all")
+    merged.restore(tensors, 1)
+    merged.merge(filled([4.0], "all"))
+    for one in (other, ledger):  # from the second run on it is that between runs, which is known
+        one.add(torch.arange(6), info(4 * torch.ones(6), torch.zeros(6)), weight=2.5, stratified=True)
+        one.finish_run()
+    for one in (other, merged):
+        torch.testing.assert_close(one.feature_standard_error(), ledger.feature_standard_error())
+    assert "relative standard error of a feature 14 %" in str(other.feature_floors())  # of 3 and 4
+
+
+def test_the_average_is_not_said_of_a_record() -> None:
+    ledger = filled([1.0], "all")
+    average, each = ledger.feature_floors(average=True), ledger.feature_floors()
+    assert "mean over 6 records: single ones may be known better" in str(average)
+    assert "most exposed" not in str(average)
+    assert "most exposed in it of 6" in str(each)
+    assert "single ones" not in str(each)
+    assert each.coordinates == "each"
+
+
+def test_a_loaded_ledger_says_the_same_of_its_chosen_records(tmp_path) -> None:
+    ledger = learner(diagonal=Chosen(2, 1)).repeat(runs=3, steps=8).accountant
+    assert ledger is not None
+    ledger.save(tmp_path / "ledger")
+    said = str(ledger.feature_floors())
+    assert "measured 16 times per record" in said  # at each of 8 steps of the two runs after the choice
+    assert str(FisherAccountant.load(tmp_path / "ledger").feature_floors()) == said
 
 
 # --- limits ------------------------------------------------------------------------------------
@@ -189,3 +220,35 @@ def test_a_bound_says_where_its_numbers_are() -> None:
     with pytest.raises(TypeError, match=r"\.value"):
         bound[:2]
     assert replace(bound, notes=()).notes == ()
+
+
+def test_a_record_first_measured_in_the_run_in_progress_has_no_floor_yet() -> None:
+    """Floors speak of the finished runs, in which it was not measured: to say that it tells nothing would be wrong."""
+    ledger = FisherAccountant(account(), diagonal="all", feature_scale=10.0)
+    ledger.add(torch.arange(5), info(torch.ones(5), torch.zeros(5)))
+    ledger.finish_run()
+    ledger.add(torch.tensor([5]), info(torch.ones(1), torch.zeros(1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # such as that a floor overflows
+        floors, features = ledger.mse_floor(), ledger.feature_floors()
+    assert (floors.value == 0).tolist() == [False] * 5 + [True]
+    assert (features.value == 0).all(1).tolist() == [False] * 5 + [True]
+    assert math.isinf(ledger.standard_error()[5])
+    assert bool(torch.isinf(ledger.feature_standard_error()[5]).all())
+    assert "1 of 6 records were never measured" in str(floors)
+    assert sorted(i for i, _ in ledger.most_exposed(6)) == [0, 1, 2, 3, 4]
+    assert ledger.summary()["never_measured"] == 1
+    ledger.finish_run()
+    assert (ledger.mse_floor().value > 0).all()
+    assert ledger.measured().tolist() == [1] * 6
+
+
+def test_divergence_is_suspected_of_the_records_that_were_measured() -> None:
+    """One of four that told nothing is no reason, however many were never measured; three of four are."""
+    for told, suspected in (([0.0, 1, 1, 1], False), ([0.0, 0, 0, 1], True)):
+        ledger = FisherAccountant(account(20, rules=("none",)))
+        ledger.add(torch.arange(4), info(torch.tensor(told), torch.zeros(4)), weight=0.25)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            ledger.mse_floor()
+        assert any("diverged" in str(one.message) for one in found) is suspected

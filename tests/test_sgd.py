@@ -736,3 +736,13 @@ def test_inputs_of_another_width_name_the_module_and_the_shape() -> None:
     x, y = data()
     with pytest.raises(ValueError, match=r"module '0' \(Linear\) does not take .*a record has the shape inputs \(3,\)"):
         learner(records=(x[:, :3], y), check=True)
+
+
+def test_what_is_done_to_the_model_between_calls_is_not_taken_for_the_first_run() -> None:
+    whole = learner().repeat(2, steps=3)
+    one = learner().repeat(1, steps=3)
+    with torch.no_grad():
+        for p in one.model.parameters():
+            p.zero_()
+    one.repeat(2, steps=3)
+    assert same_state(one, whole)

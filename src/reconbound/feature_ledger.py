@@ -9,7 +9,7 @@ their features measured in the runs after them, which are independent (docs/theo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -127,6 +127,17 @@ class FeatureLedger:
 
     # --- writing ---------------------------------------------------------------------
 
+    def check_found(self, found: StepInformation) -> None:
+        """An error, before anything is changed, where there is no diagonal to add or one of other features."""
+        if self.kind == "none":
+            return
+        if found.diagonal_across is None or found.diagonal_along is None:
+            raise InputError("found", "must have the diagonal: this ledger keeps it", None)
+        for part in (found.diagonal_across, found.diagonal_along):
+            if part[0].numel() != self.account.features:
+                what = f"must have the diagonal of the account's {self.account.features} features, no others"
+                raise InputError("found", f"{what} (of a masked record pick its columns)", tuple(part.shape))
+
     def add(self, index: Tensor, found: StepInformation, across: Tensor, along: Tensor) -> None:
         """Add a step's diagonals, times these factors of each record."""
         if self.kind == "none":
@@ -149,8 +160,9 @@ class FeatureLedger:
         self.state["diagonal"] += self._entries(found, across, along)
 
     def _entries(self, found: StepInformation, across: Tensor, along: Tensor) -> Tensor:
-        if found.diagonal_across is None or found.diagonal_along is None:
-            raise InputError("found", "must have the diagonal: this ledger keeps it", None)
+        self.check_found(found)
+        assert found.diagonal_across is not None
+        assert found.diagonal_along is not None
         entries = across[:, None] * found.diagonal_across.flatten(1).to(self.device, torch.float64)
         return entries + along[:, None] * found.diagonal_along.flatten(1).to(self.device, torch.float64)
 
@@ -160,8 +172,11 @@ class FeatureLedger:
         mean_trace, measured: each record's mean over the runs so far and how often it was measured, (N,).
         """
         if "diagonal_error" in self.state and runs > 1:
-            apart = (self.state["diagonal"] - self.state["diagonal_mean"]).square() * ((runs - 1) / runs)
-            self.state["diagonal_error"].mul_(float(runs > 2)).add_(apart)
+            if runs == 2:
+                self.state["diagonal_error"].zero_()  # not times 0: what one run left may be infinite
+            self.state["diagonal_error"] += (self.state["diagonal"] - self.state["diagonal_mean"]).square() * (
+                (runs - 1) / runs
+            )
         self.first = False
         for name in ("average", "diagonal"):
             if name in self.state and not (self.kind == "chosen" and name == "diagonal"):
@@ -208,9 +223,11 @@ class FeatureLedger:
             mine.copy_(theirs)
             return
         delta = other.state["diagonal_mean"].to(self.device) - self.state["diagonal_mean"]
-        mine.mul_(float(runs > 1)).add_(delta.square() * (runs * more / (runs + more)))
+        if runs == 1:
+            mine.zero_()
+        mine += delta.square() * (runs * more / (runs + more))
         if more > 1:
-            mine.add_(theirs)
+            mine += theirs
 
     def _merge_chosen(self, other: FeatureLedger) -> None:
         """Records of both: the mean over the runs of both. A record of one of them alone keeps that one's runs."""
@@ -247,7 +264,8 @@ class FeatureLedger:
 
         Of the average no standard error is kept, and the result says so."""
         if self.kind == "none":
-            raise InputError("diagonal", "must have been kept to speak of features", self.kind)
+            how = 'FisherAccountant(account, diagonal="all") keeps it, as does PrivateSGD(..., diagonal="all")'
+            raise InputError("diagonal", f"must have been kept to speak of features ({how})", self.kind)
         average = average or self.kind == "average"
         if self.choice is not None and not average and not bool((self.state["diagonal_runs"] > 0).any()):
             raise InputError("runs", f"must be more than the {self.choice.after} by which the records are chosen", runs)
@@ -265,7 +283,10 @@ class FeatureLedger:
             assumes += ("of the average record: an estimate whose standard error is not known",)
         if self.choice is not None and not average:
             assumes += (f"records chosen by {self.choice.after} run(s), measured in the others",)
-        return Bound(bound.name, value, bound.theorem, "unbiased", bound.adjacency, self.account.sampler, assumes)
+        notes: tuple[str, ...] = ()
+        if average:  # by Jensen: mean 1/Iⱼⱼ ≥ 1/mean Iⱼⱼ
+            notes = (f"of the mean over {self.account.records:,} records: single ones may be known better",)
+        return replace(bound, value=value, sampler=self.account.sampler, assumes=(*assumes, *notes), notes=notes)
 
     def standard_error(self, runs: int, measured: Tensor) -> Tensor:
         """Of I_jj of the records kept, (k, d), in the model's input units; infinite for a record never measured.

@@ -176,7 +176,8 @@ def some_losses(learner: PrivateSGD) -> list[float] | None:
     """Losses of eight records at the present parameters: they tell apart loss functions, which cannot be read.
 
     None where they cannot be had or are not finite. Buffers and random numbers are left as they are."""
-    some = torch.linspace(0, learner.records - 1, min(8, learner.records)).long()
+    last = learner.records - 1
+    some = torch.linspace(0, last, min(8, learner.records)).long().clamp(max=last)  # above 2²⁴ floats round up too
     inputs, targets = learner.measurer.rows(some)
     own = {name: value.detach().clone() for name, value in learner.model.state_dict().items()}
     problem = Problem(learner.model, learner.loss_fn, Private("nothing"))

@@ -20,10 +20,10 @@ def upper_limit(
 
         m = max(mean, lower quartile of mean),   r = error/mean,   r̃ = median of r,   t = t_{1−(1−confidence)/20, R−1},
 
-    the quantiles over the records that were measured. On the log scale, because the sums are skewed to the right and
-    vary in proportion to their size: the exponential at the median spread and, for records with a larger one, its
-    tangent there. The other records bound m and r from below, because a record whose most telling steps were missed
-    has a small mean and a small spread both, and looks like one that is well protected.
+    the quantiles over the records that were measured and told something. On the log scale, because the sums are skewed
+    to the right and vary in proportion to their size: the exponential at the median spread and, for records with a
+    larger one, its tangent there. The other records bound m and r from below, because a record whose most telling steps
+    were missed has a small mean and a small spread both, and looks like one that is well protected.
 
     Args:
         mean, error: of each record over the runs, and its standard error. measured: how often it was measured, (N,).
@@ -37,24 +37,28 @@ def upper_limit(
     if runs < 2:
         raise InputError("runs", "must be at least 2 for a confidence limit", runs)
     tail = 1 - (1 - number("confidence", confidence, above=0.0, below=1.0)) / 20
-    seen = measured > 0
-    if not bool(seen.any()):
-        return torch.full_like(mean, torch.inf)
-    relative, spread = _relative(mean, error, seen)
-    low = mean[seen].kthvalue((int(seen.sum()) + 3) // 4).values
+    rare, voters = measured < (FEWEST if sampled else 1), _voters(mean, measured)
+    if not bool(voters.any()):  # nobody told anything
+        return torch.zeros_like(mean).masked_fill(rare, torch.inf)
+    relative, spread = _relative(mean, error, voters)
+    low = mean[voters].kthvalue((int(voters.sum()) + 3) // 4).values
     if float(spread) > WIDEST:
         return torch.full_like(mean, torch.inf)
     least = torch.maximum(mean, low)
     t = float(student.ppf(tail, runs - 1))
     limit = least * torch.exp(t * spread) * (1 + t * (relative - spread).clamp(min=0))
-    limit = limit.masked_fill(least == 0, 0.0)  # not 0 · ∞
-    return limit.masked_fill(measured < (FEWEST if sampled else 1), torch.inf)
+    return limit.masked_fill(rare, torch.inf)
 
 
-def _relative(mean: Tensor, error: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """r of each record and r̃, their median over those measured."""
-    relative = error / mean.clamp(min=1e-300)
-    return relative, relative[seen].median()
+def _voters(mean: Tensor, measured: Tensor) -> Tensor:
+    """Records that were measured and told something: those that told nothing have no spread to speak of."""
+    return (measured > 0) & (mean > 0)
+
+
+def _relative(mean: Tensor, error: Tensor, voters: Tensor) -> tuple[Tensor, Tensor]:
+    """r of each record, 0 of one that told nothing, and r̃, the voters' median."""
+    relative = torch.where(voters, error / torch.where(voters, mean, torch.ones_like(mean)), torch.zeros_like(mean))
+    return relative, relative[voters].median()
 
 
 def why_no_limit(mean: Tensor, error: Tensor, measured: Tensor, *, runs: int, sampled: bool) -> str | None:
@@ -66,14 +70,14 @@ def why_no_limit(mean: Tensor, error: Tensor, measured: Tensor, *, runs: int, sa
     """
     if runs < 2:
         return f"{runs} finished run(s), and a limit needs two or more: use repeat"
-    seen, fewest = measured > 0, FEWEST if sampled else 1
+    voters, fewest = _voters(mean, measured), FEWEST if sampled else 1
     rare = int((measured < fewest).sum())
     reasons = []
     if rare:
         times = f"fewer than {fewest} times" if sampled else "never"
         reasons.append(f"{rare:,} of {len(measured):,} records were measured {times} over all runs")
-    if bool(seen.any()):
-        spread = float(_relative(mean, error, seen)[1])
+    if bool(voters.any()):
+        spread = float(_relative(mean, error, voters)[1])
         if spread > WIDEST:
             reasons.append(f"the runs differ too much (median relative standard error {spread:.2f}, above {WIDEST})")
     return "; ".join(reasons) + ": more runs or a larger budget" if reasons else None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ._check import InputError
+from ._opacus import is_wrapper
 from .fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
 from .fisher.private import Problem, as_private, feature_mask, module_caveats, private_part
 from .settings import Settings
@@ -56,6 +57,9 @@ class Measurer:
     ) -> None:
         self.model, self.loss_fn, self.inputs, self.targets, self.settings = model, loss_fn, inputs, targets, settings
         self.private, self.diagonal, self.spectral = private, diagonal, spectral
+        if is_wrapper(model):
+            why = "must be the network itself, as before Opacus's make_private: clipping and noise are added here"
+            raise InputError("model", why, type(model).__name__)
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.device = self.params[0].device
         few = self.rows(torch.arange(min(3, record_count(inputs, targets))))
@@ -177,6 +181,8 @@ def evaluated(evaluate: Callable[[nn.Module], Any], model: nn.Module) -> dict[st
         raise InputError("evaluate", "must return a dictionary of numbers, by name", _told(found))
     numbers: dict[str, float] = {}
     for name, value in found.items():
+        if str(name) in ("run", "step"):
+            raise InputError("evaluate", "must not return a number of this name, which the history has itself", name)
         try:
             numbers[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError):
@@ -191,8 +197,8 @@ def _told(value: Any) -> str:
 def as_tensors(model: nn.Module, name: str, tree: Any) -> Any:
     """A data set's NumPy arrays as tensors, the rest as it is.
 
-    Arrays of floats get the model's dtype (NumPy's own is float64), whole-numbered targets int64, as losses want them;
-    whole-numbered inputs stay what they are, for they may be tokens."""
+    Arrays of floats get the model's dtype (NumPy's own is float64), whole-numbered targets int64, as losses want them
+    (but bytes, which they take); whole-numbered inputs stay what they are, for they may be tokens."""
     kind = model_dtype(model)
 
     def turned(x: Any) -> Any:
@@ -200,6 +206,8 @@ def as_tensors(model: nn.Module, name: str, tree: Any) -> Any:
             return x
         if not np.issubdtype(x.dtype, np.number) and x.dtype != np.bool_:
             raise InputError(name, "must hold numbers", f"an array of {x.dtype}")
+        if not x.dtype.isnative or x.dtype == np.longdouble:
+            x = x.astype(np.float64 if x.dtype == np.longdouble else x.dtype.newbyteorder("="))
         own = x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy()  # what torch can share
         found = torch.as_tensor(own)
         if found.is_floating_point() and kind is not None:
@@ -209,7 +217,7 @@ def as_tensors(model: nn.Module, name: str, tree: Any) -> Any:
     return tree_map(turned, tree) if any(isinstance(x, np.ndarray) for x in tree_leaves(tree)) else tree
 
 
-_NARROW = (torch.int8, torch.int16, torch.int32)
+_NARROW = (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
 
 
 def row_counts(inputs: Any, targets: Any) -> set[int]:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ._check import InputError
+
 
 def mnist_cnn() -> nn.Sequential:
     """Table 1: 26,010 parameters, inputs (B, 1, 28, 28).
@@ -123,15 +125,32 @@ def lecun_normal(model: nn.Module) -> None:
     """Fresh parameters: weights N(0, 1/inputs), biases 0, so that a deep chain with tanh keeps its signal.
 
     PyTorch's own have a third of that variance. Eight layers of them leave `cifar10_cnn` with logits that hardly depend
-    on the image. As `initialise` of PrivateSGD and Fleet.
+    on the image. As `initialise` of PrivateSGD and Fleet. Scales of one dimension (of GroupNorm) become what their
+    module's reset_parameters makes them; frozen parameters stay.
 
     >>> layer = nn.Linear(10_000, 8)
     >>> lecun_normal(layer)
     >>> round(layer.weight.detach().std().item(), 3), layer.bias.detach().abs().max().item()
     (0.01, 0.0)
     """
-    for p in model.parameters():
-        if p.dim() > 1:
-            nn.init.normal_(p, std=p[0].numel() ** -0.5)
-        else:
-            nn.init.zeros_(p)
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        learned = {name: p for name, p in own.items() if p.requires_grad}
+        scales = [name for name, p in learned.items() if p.dim() < 2 and "bias" not in name]
+        if scales:
+            _reset_scales(module, scales[0], [p for p in own.values() if not p.requires_grad])
+        for name, p in learned.items():
+            if p.dim() > 1:
+                nn.init.normal_(p, std=p[0].numel() ** -0.5)
+            elif "bias" in name:
+                nn.init.zeros_(p)
+
+
+def _reset_scales(module: nn.Module, name: str, frozen: list[nn.Parameter]) -> None:
+    reset, kept = getattr(module, "reset_parameters", None), [p.detach().clone() for p in frozen]
+    if not callable(reset):
+        raise InputError("initialise", f"must be another: no reset_parameters for {name!r} of", type(module).__name__)
+    reset()
+    with torch.no_grad():
+        for p, before in zip(frozen, kept, strict=True):
+            p.copy_(before)

@@ -16,22 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from . import checkpoint as checkpoints
+from . import learner_measuring as measuring
 from . import learner_state as states
+from . import learner_words as words
 from . import noise as noises
 from ._check import InputError, number, whole
 from ._progress import progress_bar
-from ._random import derive, new_seed, seeded, torch_stream
-from .account import Account
+from ._random import derive, new_seed, seeded
 from .accountant import FisherAccountant
-from .budget import Blocks, batch_weight
-from .fisher import Private, StepInformation
-from .fisher.private import as_private
+from .budget import Blocks
+from .fisher import Private
 from .measure import Fault, LossFn, Measurer, as_tensors, evaluated, record_count, row_counts
 from .sampling import make_sampler
 from .settings import Settings
 from .validate.structure import ReconboundWarning
-
-Measured = list[tuple[Tensor, StepInformation, float, bool]]  # records, what was found, weight, once per block
 
 
 class TrainingError(RuntimeError):
@@ -96,8 +94,8 @@ class PrivateSGD:
         self.device = next(iter(self.params.values())).device
         self.seed = new_seed() if settings.seed is None else int(settings.seed)
         self.private, self.diagonal, self.spectral, self.feature_scale = private, diagonal, spectral, feature_scale
-        _check_maker("optimizer", optimizer, torch.optim.Optimizer)
-        _check_maker("schedule", schedule, torch.optim.lr_scheduler.LRScheduler)
+        words.check_maker("optimizer", optimizer, torch.optim.Optimizer)
+        words.check_maker("schedule", schedule, torch.optim.lr_scheduler.LRScheduler)
         self.make_optimizer, self.make_schedule = optimizer or self._sgd, schedule
         self.initialise = initialise or states.reset_parameters
         self.folder, self.every = checkpoint, whole("every", every)
@@ -116,6 +114,7 @@ class PrivateSGD:
         )
         self.features = self.measurer.features
         self.accountant: FisherAccountant | None = None
+        self.plan: Blocks | None = None
         self.history: list[dict[str, float]] = []
         self.kind, self.run, self.step, self.steps = "", 0, 0, 0
         self.first_parameters: dict[str, Tensor] = {}
@@ -193,18 +192,21 @@ class PrivateSGD:
                 if self.run + 1 == count:
                     break
                 self.run, self.step = self.run + 1, 0
-            self.model.load_state_dict(self.first_parameters)
+            self._leave_first_parameters()
         return self
+
+    def _leave_first_parameters(self) -> None:
+        if self.first_parameters:
+            self.model.load_state_dict(self.first_parameters)
+            return
+        self._say(words.NO_FIRST_RUN)
 
     def _parameter_versions(self) -> list[int]:
         return [p._version for p in self.model.parameters()]
 
     def _warn_of_lost_parameters(self) -> None:
         if self.order == 0 and self.initialise is states.reset_parameters:
-            self._say(
-                "repeat begins each run from fresh parameters: those that the model was given are lost. To start from "
-                "them, give PrivateSGD initialise=lambda m: m.load_state_dict(start)"
-            )
+            self._say(words.LOST_PARAMETERS)
 
     def _done(self, runs: int) -> bool:
         """Whether this learner, not one before it in the same folder, has trained so many runs."""
@@ -212,10 +214,7 @@ class PrivateSGD:
 
     def _warn_if(self, done: bool) -> None:
         if done:
-            self._say(
-                f"{self.kind} has done its {self.steps} steps already and trains nothing more: to train longer make "
-                "a new PrivateSGD (with a checkpoint folder of its own) and give it all the steps"
-            )
+            self._say(words.done_already(self.kind, self.steps))
 
     def _say(self, what: str) -> None:
         warnings.warn(what, ReconboundWarning, stacklevel=4)
@@ -235,7 +234,7 @@ class PrivateSGD:
 
     def _after_step(self) -> None:
         """Evaluate and save where that is due; nothing happens twice, so it can be called again after an error."""
-        if self.kind == "repeat" and self.run == 0 and self.step == self.steps:
+        if self.kind == "repeat" and self.run == 0 and self.step == self.steps and not self.first_parameters:
             self.first_parameters = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         last = (self.history[-1]["run"], self.history[-1]["step"]) if self.history else None
         due = self.step == self.steps or (self.evaluate_every and self.step and self.step % self.evaluate_every == 0)
@@ -257,8 +256,9 @@ class PrivateSGD:
         chosen = self.sampler.batch(seed, self.step)
         if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.records:
             self._fail(f"a record from {int(chosen.min())} to {int(chosen.max())} was drawn: index out of range")
-        measured, followed = self._measured_groups(seed), self._followed(seed)
-        flat = self._gradient_sum(chosen, seed, measured).double()
+        with self._placed():
+            measured, kept = measuring.measured_groups(self, seed), measuring.followed(self, seed)
+            flat = measuring.gradient_sum(self, chosen, seed, measured).double()
         flat += s.noise_multiplier * s.max_grad_norm * noises.draw(s.noise, seed, self.step, len(flat), flat.device)
         flat /= self.sampler.divisor
         for p, piece in zip(self.params.values(), flat.split([p.numel() for p in self.params.values()]), strict=True):
@@ -273,53 +273,12 @@ class PrivateSGD:
         if self.accountant is not None:
             for indices, found, weight, stratified in measured:
                 self.accountant.add(indices, found, weight=weight, stratified=stratified)
-            if followed is not None:
-                self.accountant.follow(followed)
+            if kept is not None:
+                self.accountant.follow(kept)
             if self.step + 1 == self.steps:
                 self.accountant.finish_run()
         self.step += 1
         self._midway = False
-
-    def _gradient_sum(self, chosen: Tensor, seed: int, measured: Measured) -> Tensor:
-        """Σ c g over the batch, flattened; where the batch itself is to be measured, that is done in the same pass."""
-        s = self.settings
-        if len(chosen) == 0:
-            return torch.cat([torch.zeros_like(p).flatten() for p in self.params.values()])
-        weight = None if self.accountant is None else batch_weight(s.budget, seed, self.step)
-        with self._placed():
-            if weight is not None:
-                found = self.measurer.information(chosen, self._probes(seed, "0"))
-                measured.append((chosen, found, weight, False))
-                sums = found.gradient_sum
-            else:
-                sums = self.measurer.gradient_sum(chosen)
-        flat = torch.cat([sums[name].flatten() for name in self.params])
-        if not bool(torch.isfinite(flat).all()):
-            self._fail("the clipped gradient sum is not finite: the model has exploded; lower lr")
-        return flat
-
-    def _measured_groups(self, seed: int) -> Measured:
-        """Measure the records whose turn it is, at the parameters before this step."""
-        if self.accountant is None or self.plan is None:
-            return []
-        measured: Measured = []
-        for k, group in enumerate(self.plan.at(seed, self.step)):
-            with self._placed():
-                found = self.measurer.information(group, self._probes(seed, f"{k + 1}"))
-            measured.append((group, found, self.plan.weight(self.step), True))
-        return measured
-
-    def _followed(self, seed: int) -> StepInformation | None:
-        """Measure the records whose features are kept, at the parameters before this step, drawn or not."""
-        if self.accountant is None or not self.accountant.features.followed or self.accountant.rows is None:
-            return None
-        if len(self.accountant.rows) == 0:
-            return None
-        with self._placed():
-            return self.measurer.information(self.accountant.rows, self._probes(seed, "kept"))
-
-    def _probes(self, seed: int, part: str) -> torch.Generator:
-        return torch_stream(seed, f"probe {part}", self.step, self.device)
 
     # --- errors --------------------------------------------------------------------------
 
@@ -341,7 +300,7 @@ class PrivateSGD:
     def _opened(self, kind: str, steps: int | None, epochs: float | None) -> Iterator[None]:
         """Make the ledger for runs of this length; hold the checkpoint folder and go on from its last good state."""
         length = self._length(steps, epochs)
-        self._check_length(kind, length)
+        words.check_length(kind, length, self.kind, self.steps)
         if self._midway and self.folder is None:
             raise TrainingError("the learner was interrupted in the middle of a step: make a new one")
         if not self.steps:
@@ -356,16 +315,6 @@ class PrivateSGD:
             self._resume()
             yield
 
-    def _check_length(self, kind: str, length: int) -> None:
-        """An error that says what to do where another kind of training or another length is asked of a learner."""
-        anew = "make a new PrivateSGD, with a checkpoint folder of its own"
-        if self.steps and kind != self.kind:
-            why = f"cannot follow {self.kind} on one learner, whose ledger is for {self.kind}: {anew}"
-            raise InputError(kind, why, f"{kind}({length} steps) after {self.kind}({self.steps} steps)")
-        if self.steps and length != self.steps:
-            why = "which steps measure which record is planned over all steps of a run"
-            raise InputError("steps", f"must stay {self.steps}, as {kind} began with: {why}. For others {anew}", length)
-
     def _length(self, steps: int | None, epochs: float | None) -> int:
         if (steps is None) == (epochs is None):
             raise InputError("steps", "or epochs must be given, and not both", steps)
@@ -374,35 +323,7 @@ class PrivateSGD:
         return max(1, round(number("epochs", epochs, above=0.0) * self.sampler.steps_per_epoch))
 
     def _make_ledger(self) -> None:
-        s, rate = self.settings, self.sampler.sample_rate
-        self.plan: Blocks | None = None
-        if s.rules is None:
-            return
-        account = Account(
-            records=self.records,
-            features=self.features,
-            steps=self.steps,
-            noise_multiplier=s.noise_multiplier,
-            max_grad_norm=s.max_grad_norm,
-            sample_rate=rate,
-            sampler=s.sampler,
-            clip=s.clip,
-            rules=s.rules,
-        )
-        self.accountant = FisherAccountant(
-            account,
-            diagonal=self.diagonal,
-            spectral=self.spectral,
-            feature_scale=self.feature_scale,
-            device=self.device,
-        )
-        self.accountant.caveats = self.measurer.caveats
-        self.accountant.needs_range = as_private(self.private).part == "module"
-        # at a step of a shuffled epoch the parameters tell whether a record was seen: only batches can be measured
-        self.accountant.features.followed = self.accountant.diagonal == "chosen" and s.sampler != "shuffle"
-        if isinstance(s.budget, float):
-            group = max(1, min(self.records, round(rate * self.records)))
-            self.plan = Blocks(self.records, rate, self.steps, s.budget, group)
+        self.accountant, self.plan = measuring.ledger_and_plan(self)
 
     def _resume(self) -> None:
         assert self.folder is not None
@@ -429,12 +350,6 @@ class PrivateSGD:
     @property
     def diagonal_kept(self) -> bool:
         return not (isinstance(self.diagonal, str) and self.diagonal == "none")
-
-
-def _check_maker(name: str, given: Any, kind: type) -> None:
-    if isinstance(given, kind):
-        what = "must be a function that makes one (lambda parameters: Adam(parameters)): each run begins with a new one"
-        raise InputError(name, what, f"a {type(given).__name__} that is made already")
 
 
 __all__ = ["PrivateSGD", "Settings", "TrainingError"]

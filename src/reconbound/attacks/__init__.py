@@ -1,6 +1,7 @@
 """Attacks that rebuild training records: what was released and what the attacker knows in, reconstructions out."""
 
-from .glm import AttackReport, reconstruct, simulate
+from ._report import AttackReport
+from .glm import reconstruct, simulate
 from .likelihood import most_likely
 
 __all__ = ["AttackReport", "most_likely", "reconstruct", "simulate"]

@@ -8,7 +8,6 @@ v is of rank one: its left factor is the direction of ∂ℓ/∂s. docs/theory-l
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from .._check import InputError, choice, number, whole
 from ..linear.losses import Logistic, Loss, Softmax, Squared
 from ..linear.solver import Optimum
 from ._known import known
+from ._report import AttackReport
 from ._roots import logistic_slopes, softmax_slopes, squared_slopes
 
 METHODS, BRANCHES = ("label", "ratio"), ("nearest", "told")
@@ -24,37 +24,6 @@ METHODS, BRANCHES = ("label", "ratio"), ("nearest", "told")
 FLOATS, TRIM = 1_000_000, 0.01
 #: A slope of zero has no reconstruction; this stands in for it, and the error is huge but finite.
 TINY = 1e-50
-
-
-@dataclass(frozen=True)
-class AttackReport:
-    """Errors of the attack over many releases, one entry per attacked record; squared errors are per feature, /d.
-
-    Attributes:
-        records: which records were attacked, indices into the training set.
-        trials: number of releases. method, branch: how the attack was run.
-        mse: mean of ‖x̂ − x‖²/d. It need not settle with more trials: see `median` and `trimmed`.
-        standard_error: of `mse`, from the trials' spread (itself unreliable where the second moment is infinite).
-        bias: ‖E x̂ − x‖²/d, estimated without bias (so it may be slightly negative); None where not asked for.
-        variance: E‖x̂ − E x̂‖²/d, so that mse = variance + bias; None where not asked for.
-        median, trimmed: of ‖x̂ − x‖²/d over trials (of an even number the upper median); the trimmed mean leaves out
-            the largest 1 %, one trial at least.
-        unsolved: share of trials in which the scalar equation had no root and the fold was taken.
-        reconstructions: x̂ in the first trials, (records, kept, d); None where not asked for.
-    """
-
-    records: np.ndarray
-    trials: int
-    method: str
-    branch: str
-    mse: np.ndarray
-    standard_error: np.ndarray
-    median: np.ndarray
-    trimmed: np.ndarray
-    unsolved: np.ndarray
-    bias: np.ndarray | None = None
-    variance: np.ndarray | None = None
-    reconstructions: np.ndarray | None = field(default=None, repr=False)
 
 
 def reconstruct(

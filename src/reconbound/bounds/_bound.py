@@ -137,10 +137,8 @@ class Bound:
         elif values.ndim == 2:  # records × features, each of its own unit: no figure for all of them
             least = ", ".join(f"±{figure(x)}" for x in roots.min(axis=0)[:8])
             more = f" and so on for {values.shape[1]:,} features" if values.shape[1] > 8 else ""
-            said = (
-                f"{who} errs by at least {least}{more} (feature by feature, in the unit of each, on the record most "
-                f"exposed in it of {len(values):,})"
-            )
+            where = f", on the record most exposed in it of {len(values):,}" if len(values) > 1 else ""
+            said = f"{who} errs by at least {least}{more} (feature by feature, in the unit of each{where})"
         elif values.size == 1:
             said = f"{who} errs by at least ±{figure(roots[0])}{unit} (MSE {figure(values[0])}){mean}"
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
-_RATE = "give --sample-rate, the batch size over the number of records (256/50000 will do)"
+_RATE = "give --sample-rate, the batch size over the number of records (256/50000 will do; Opacus: 1/len(loader))"
 _GRID = "give its values to try, as --grid {}"
 _PRINTED = "the answer is printed; keep it by --json > FILE"
 _NO_LR = "is not needed: what is released does not depend on the learning rate"

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from reconbound.fisher.checks import no_dependence, no_gradient
-from reconbound.fisher.gradients import Params, Route, trainable
+from reconbound.fisher.passes import Params, Route, trainable
 from reconbound.fisher.private import Inputs, Problem, batch_rows
 
 

@@ -13,61 +13,20 @@ the graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import Tensor
 
 from reconbound.fisher import layers
 from reconbound.fisher.checks import no_dependence, no_gradient
 from reconbound.fisher.layers import EmbeddingRule
-from reconbound.fisher.private import Inputs, Problem, batch_rows
-from reconbound.fisher.recorder import NotCovered, Recorder, Site, check_covered, check_leading
+from reconbound.fisher.passes import Params, Pass, Route, trainable
+from reconbound.fisher.private import Inputs, Problem
+from reconbound.fisher.recorder import NotCovered, Site, check_covered, check_leading, check_small_batch, recorded
 
-Params = Mapping[str, Tensor]
-Route = Literal["reverse", "forward"]
 Pair = tuple[Tensor, Tensor]
-_CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()  # what _check_small_batch has passed
-
-
-class Pass(Protocol):
-    """What the information of a step needs to know of one micro-batch."""
-
-    method: Literal["layers", "generic"]
-    losses: Tensor
-
-    def squared_norms(self) -> Tensor:
-        """n², (B,), alone."""
-
-    def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:
-        """n², (B,), and Jᵀg, of z's shape. moving: products Jv will follow."""
-
-    def slope(self) -> Tensor:
-        """∇_z ℓ, of z's shape."""
-
-    def output_slope(self) -> Tensor | None:
-        """∇_z ½‖f − mean f‖² of a record's outputs f, of z's shape, if the outputs are a tensor with a row for each."""
-
-    def probe(self, direction: Params) -> tuple[Tensor, Tensor]:
-        """⟨g, u⟩, (B,), and Jᵀu, of z's shape, for one direction u in parameter space, shared by the batch."""
-
-    def moved(self, v: Tensor) -> Tensor:
-        """‖Jv‖² for each record, (B,), for a direction v of z's shape."""
-
-    def normal(self, v: Tensor) -> Tensor:
-        """JᵀJv, of z's shape."""
-
-    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        """Σ_i weights_i g_i, by parameter name."""
-
-
-def trainable(problem: Problem) -> dict[str, Tensor]:
-    """The parameters whose gradients are released, by name; a shared one once."""
-    return {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
 
 
 class LayerPass:
@@ -94,11 +53,11 @@ class LayerPass:
     ) -> None:
         self.params = trainable(problem)
         if check:
-            _check_small_batch(problem, self.params, z, inputs, targets)
+            check_small_batch(problem, self.params, z, inputs, targets)
         self.z = z.detach().requires_grad_()
         self.strict = problem.private.part if check else None
         with torch.enable_grad():
-            losses, self.outputs, sites = _recorded(problem, self.params, self.z, inputs, targets)
+            losses, self.outputs, sites = recorded(problem, self.params, self.z, inputs, targets)
             check_covered(losses, sites, self.params)
             check_leading(sites, z.shape[0])
             self.losses = losses.detach()
@@ -334,33 +293,6 @@ class _Tangents:
     where: list[tuple[int, bool]]
     seeds: list[Tensor]
     pulled: Tensor
-
-
-def _recorded(
-    problem: Problem, params: Params, z: Tensor, inputs: Inputs, targets: Any
-) -> tuple[Tensor, Any, list[Site]]:
-    recorder = Recorder(params)
-    with recorder:
-        losses, outputs = problem.losses_and_outputs(z, inputs, targets)
-    return losses, outputs, recorder.sites
-
-
-def _check_small_batch(problem: Problem, params: Params, z: Tensor, inputs: Inputs, targets: Any) -> None:
-    """A batch of another size must show in the first dimension of every layer's input, or it does not count records.
-
-    Not again while a CUDA graph is captured of what has been run before: the check would be replayed with the graph.
-    """
-    done = _CHECKED.setdefault(problem.model, set())
-    key = (tuple(z.shape[1:]), problem.private.part, problem.private.name)
-    if key in done and z.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    records = 1 if z.shape[0] > 1 else 2
-    z, inputs, targets = batch_rows((z, inputs, targets), slice(0, 1))
-    if records == 2:
-        z, inputs, targets = tree_map(lambda t: torch.cat([t, t]) if isinstance(t, Tensor) else t, (z, inputs, targets))
-    with torch.enable_grad():
-        check_leading(_recorded(problem, params, z, inputs, targets)[2], records)
-    done.add(key)
 
 
 def _output_gradients(losses: Tensor, at: Any, *, create_graph: bool) -> list[Tensor | None]:

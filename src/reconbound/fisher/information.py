@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from reconbound._opacus import unhooked
 from reconbound.fisher.checks import (
     capturing,
     check_arguments,
@@ -30,7 +31,7 @@ from reconbound.fisher.checks import (
     check_values,
 )
 from reconbound.fisher.clipping import Clip, check_clip, clipping
-from reconbound.fisher.gradients import Pass, Route
+from reconbound.fisher.passes import Pass, Route
 from reconbound.fisher.private import (
     Inputs,
     Private,
@@ -75,6 +76,7 @@ class _Plan:
     start: Tensor | None  # of the power iteration
 
 
+@unhooked
 def step_information(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],
@@ -165,8 +167,9 @@ def step_information(
     params = released(problem)
     features = feature_mask(problem.private, z)
     size = math.prod(z.shape[1:]) if features is None else _count(problem.private)
+    setting = {"noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm, "clip": check_clip(clip)}
     if records == 0:
-        return nothing(params, z, size, probes)
+        return nothing(params, z, size, probes, setting)
     if not (checked or capturing(z)):
         check_values(model, inputs, targets)
     if directions is None:
@@ -206,7 +209,7 @@ def step_information(
         if sharing:  # all records are in this pass
             plan = _shared(plan, work.slope()[:SHARED_FROM], present, shared, signs)
         parts.append(_measure(work, plan, None if present is None else present[rows]))
-    return joined(parts, size, len(drawn))
+    return joined(parts, size, len(drawn), setting)
 
 
 def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> Part:

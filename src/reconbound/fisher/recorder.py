@@ -11,16 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from reconbound.fisher.layers import ConvRule, EmbeddingRule, LinearRule, Rule, ScaleRule
+from reconbound.fisher.private import Inputs, Problem, batch_rows
 from reconbound.fisher.smooth_ops import convolve, pool, poolable
+
+_CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()  # what check_small_batch has passed
 
 
 class NotCovered(Exception):
@@ -195,6 +200,34 @@ _KNOWN: dict[Any, Callable[..., Tensor | None]] = {
     F.layer_norm: _layer_norm,
     F.group_norm: _group_norm,
 }
+
+
+def recorded(
+    problem: Problem, params: Mapping[str, Tensor], z: Tensor, inputs: Inputs, targets: Any
+) -> tuple[Tensor, Any, list[Site]]:
+    """The losses, the outputs and every use of these parameters, in one forward pass."""
+    recorder = Recorder(params)
+    with recorder:
+        losses, outputs = problem.losses_and_outputs(z, inputs, targets)
+    return losses, outputs, recorder.sites
+
+
+def check_small_batch(problem: Problem, params: Mapping[str, Tensor], z: Tensor, inputs: Inputs, targets: Any) -> None:
+    """A batch of another size must show in the first dimension of every layer's input, or it does not count records.
+
+    Not again while a CUDA graph is captured of what has been run before: the check would be replayed with the graph.
+    """
+    done = _CHECKED.setdefault(problem.model, set())
+    key = (tuple(z.shape[1:]), problem.private.part, problem.private.name)
+    if key in done and z.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    records = 1 if z.shape[0] > 1 else 2
+    z, inputs, targets = batch_rows((z, inputs, targets), slice(0, 1))
+    if records == 2:
+        z, inputs, targets = tree_map(lambda t: torch.cat([t, t]) if isinstance(t, Tensor) else t, (z, inputs, targets))
+    with torch.enable_grad():
+        check_leading(recorded(problem, params, z, inputs, targets)[2], records)
+    done.add(key)
 
 
 def check_covered(losses: Tensor, sites: list[Site], params: Mapping[str, Tensor]) -> None:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.func import grad, jacrev, jvp, vmap
 from torch.utils._pytree import tree_map
 
+from reconbound._opacus import unhooked
 from reconbound.fisher.clipping import Clip, check_clip
 from reconbound.fisher.generic import load_forward_mode
-from reconbound.fisher.gradients import trainable
+from reconbound.fisher.passes import trainable
 from reconbound.fisher.private import Inputs, Private, Problem, as_private, batch_rows, feature_mask, private_part
 
 
@@ -49,6 +50,7 @@ class DenseInformation:
         return values[:, -1]
 
 
+@unhooked
 def dense_information(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],
@@ -97,6 +99,7 @@ def dense_information(
     return _dense(g, jacobian, noise_multiplier * max_grad_norm, sums)
 
 
+@unhooked
 def coordinate_information(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],

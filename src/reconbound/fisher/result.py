@@ -29,6 +29,7 @@ class StepInformation:
     diagonal_along, diagonal_across, diagonal_error: the same three for each feature, if asked for, (B, ...).
     spectral: the largest eigenvalue of J̃ᵀJ̃/(σC)², by power iteration, from below, if asked for, (B,).
     spectral_residual: ‖J̃ᵀJ̃v − ρv‖/(σC)² at the end of it, (B,): an eigenvalue lies so near.
+    noise_multiplier, max_grad_norm, clip: what it was computed for; a ledger refuses that of another mechanism.
     """
 
     loss: Tensor
@@ -46,6 +47,9 @@ class StepInformation:
     diagonal_error: Tensor | None = None
     spectral: Tensor | None = None
     spectral_residual: Tensor | None = None
+    noise_multiplier: float | None = None
+    max_grad_norm: float | None = None
+    clip: str | None = None
 
     def __repr__(self) -> str:
         """Sizes alone: the values are secret, and long."""
@@ -86,14 +90,16 @@ class Part:
     gradient_sum: dict[str, Tensor] = field(default_factory=dict)
 
 
-def nothing(params: Mapping[str, Tensor], z: Tensor, features: int, probes: int) -> StepInformation:
+def nothing(
+    params: Mapping[str, Tensor], z: Tensor, features: int, probes: int, setting: Mapping[str, Any]
+) -> StepInformation:
     """A Poisson batch may be empty."""
     none = z.new_zeros(0)
     sums = {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items()}
-    return StepInformation(none, none, none, none, none, none, none, sums, features, probes)
+    return StepInformation(none, none, none, none, none, none, none, sums, features, probes, **setting)
 
 
-def joined(parts: list[Part], features: int, probes: int) -> StepInformation:
+def joined(parts: list[Part], features: int, probes: int, setting: Mapping[str, Any]) -> StepInformation:
     values: dict[str, Any] = {}
     for f in fields(Part):
         pieces = [getattr(p, f.name) for p in parts]
@@ -101,4 +107,4 @@ def joined(parts: list[Part], features: int, probes: int) -> StepInformation:
             values[f.name] = {name: sum(p[name] for p in pieces[1:]) + first for name, first in pieces[0].items()}
         else:
             values[f.name] = None if pieces[0] is None else torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-    return StepInformation(**values, features=features, probes=probes)
+    return StepInformation(**values, features=features, probes=probes, **setting)

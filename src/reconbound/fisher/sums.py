@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from reconbound._check import InputError
+from reconbound._opacus import unhooked
 from reconbound.fisher.checks import (
     capturing,
     check_arguments,
@@ -21,7 +22,8 @@ from reconbound.fisher.checks import (
 )
 from reconbound.fisher.clipping import Clip, check_clip, clipping
 from reconbound.fisher.generic import GenericPass
-from reconbound.fisher.gradients import LayerPass, NotCovered, Pass, Route, trainable
+from reconbound.fisher.gradients import LayerPass, NotCovered
+from reconbound.fisher.passes import Pass, Route, trainable
 from reconbound.fisher.private import Inputs, Private, Problem, batch_rows, check_rows, private_part
 from reconbound.fisher.probes import SHARED_FROM
 
@@ -38,6 +40,7 @@ class ClippedSum:
     gradient_sum: dict[str, Tensor]
 
 
+@unhooked
 def clipped_gradient_sum(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],
@@ -86,6 +89,7 @@ def clipped_gradient_sum(
     return ClippedSum(torch.cat(losses), torch.cat(norms), torch.cat(factors), total)
 
 
+@unhooked
 def covering_method(
     model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], inputs: Inputs, targets: Any, private: Private
 ) -> Method:

@@ -135,11 +135,16 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         length = sigma * math.sqrt(weights)
         if length > largest:
             smaller = "data_norm" if shape.target_bound is None else "data_norm or target_bound"
+            helps = (
+                "less noise_std"
+                if self.noise_std is not None
+                else f"a larger l2 (now {shape.l2:g}), more records (now {shape.records:,}), a larger target_epsilon "
+                f"or a smaller target_mse, or a smaller {smaller}"
+            )
             warnings.warn(
                 f"the noise (standard deviation {sigma:.3g} in each of {weights:,} weights, {length:.3g} together) "
                 f"drowns any weights that such data can have (norm {largest:.3g} at most): predictions are likely to "
-                f"be little better than chance. A larger l2 (now {shape.l2:g}), more records (now {shape.records:,}), "
-                f"a larger target_epsilon (or less noise_std or target_mse) or a smaller {smaller} helps",
+                f"be little better than chance. What helps: {helps}",
                 NoiseWarning,
                 stacklevel=4,
             )

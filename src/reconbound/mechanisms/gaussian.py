@@ -71,6 +71,11 @@ class SampledGaussian(Mechanism):
         """(1 − q)ᵀ, the chance that a record is in no batch of the run: then the release does not depend on it."""
         return math.exp(self.steps * math.log1p(-self.sample_rate)) if self.sample_rate < 1 else 0.0
 
+    @property
+    def _drawn(self) -> float:
+        """1 − (1 − q)ᵀ without cancellation: a chance that is rounded to 0 would promise too much."""
+        return -math.expm1(self.steps * math.log1p(-self.sample_rate)) if self.sample_rate < 1 else 1.0
+
     def order2(self) -> float:
         step = renyi.order2_poisson if self.sampler != "fixed" else renyi.order2_fixed
         return self.steps * step(self.m, self.sample_rate)
@@ -102,12 +107,12 @@ class SampledGaussian(Mechanism):
         return min(known) if known else None
 
     def membership_advantage(self) -> float:
-        simple = min(super().membership_advantage(), 1 - self.never_drawn)  # docs/theory.md 6.5
+        simple = min(super().membership_advantage(), self._drawn)  # docs/theory.md 6.5
         pld = plds.gaussian(self.m, self.sample_rate, self.steps, REPLACE_ONE) if self.sampler != "fixed" else None
         return simple if pld is None else min(simple, plds.delta(pld, 0.0))
 
     def rero(self, kappa: Any) -> Any:
-        drawn = np.asarray(kappa, dtype=np.float64) + (1 - self.never_drawn)
+        drawn = np.asarray(kappa, dtype=np.float64) + self._drawn
         simple = np.minimum(super().rero(kappa), drawn)[()]
         pld = plds.gaussian(self.m, self.sample_rate, self.steps, ADD_REMOVE) if self.sampler != "fixed" else None
         return simple if pld is None else np.minimum(simple, plds.rero(pld, kappa))[()]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from reconbound._opacus import unhooked
 from reconbound.validate.derivatives import check_derivatives, check_differences, math_attention
 from reconbound.validate.runs import PROBE_RECORDS, check_coupling, check_randomness, check_steps
 from reconbound.validate.structure import (
@@ -51,6 +52,7 @@ def check_model(model: nn.Module) -> None:
     warn_kinks(kinked_modules(model))
 
 
+@unhooked
 def check_batch(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> tuple[str, ...]:
     """Check a model, its loss and a batch together; the model runs on three of the records, and is left as it was.
 
