@@ -193,7 +193,7 @@ def test_the_guide_says_commands_that_are_understood(tmp_path, monkeypatch, caps
         assert cli.run([*command, "--quiet"]) == 0, capsys.readouterr().err
     assert [config.search for config in asked] == ["grid", "tpe"]
     assert len(settings_of(asked[0].space)) == 6
-    assert str(asked[0].out) == "sweep-digits"
+    assert str(asked[0].out) == "sweep-twice"
 
 
 def test_without_a_terminal_the_plan_and_a_line_for_each_training_are_told(tmp_path, capsys) -> None:

@@ -41,8 +41,6 @@ def number(
 ) -> float:
     """A finite float within the limits, or an InputError that says which limit was missed."""
     try:
-        if isinstance(value, str | bytes):
-            raise TypeError
         x = float(value)
     except (TypeError, ValueError):
         raise InputError(name, "must be a number", _shown(value)) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ._check import choice, number, whole
+from ._check import InputError, choice, number, whole
 from ._random import checked_seed
 from .budget import Budget, checked_budget
 from .fisher import Clip
@@ -46,6 +46,9 @@ class Settings:
     micro_batch: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("noise_multiplier", "max_grad_norm", "sample_rate", "lr", "momentum", "weight_decay"):
+            if isinstance(getattr(self, name), str):  # it would do here, and fail in the first step
+                raise InputError(name, "must be a number", getattr(self, name))
         number("noise_multiplier", self.noise_multiplier, above=0.0)
         number("max_grad_norm", self.max_grad_norm, above=0.0)
         number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
