@@ -37,3 +37,19 @@ def answer(run):
         return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
 
     return call
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """The folder of a short training on digits."""
+    from run_folders import digits_folder
+
+    return digits_folder(tmp_path_factory.mktemp("runs") / "digits", runs=5, steps=20, records=200, noise=0.1)
+
+
+@pytest.fixture(scope="module")
+def people(tmp_path_factory):
+    """The folder of a short training on a table."""
+    from run_folders import people_folder
+
+    return people_folder(tmp_path_factory.mktemp("runs") / "people", steps=20, records=200, noise=0.1)

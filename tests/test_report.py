@@ -27,18 +27,7 @@ from reconbound.report import advice, axes, charts, verdicts, words
 from reconbound.report.public import floor_rows
 from reconbound.report.view import View
 from reconbound.run_folder import Leakage, Run, read_leakage, read_run
-from run_folders import RANGES, digits_folder, people_folder
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return digits_folder(tmp_path_factory.mktemp("runs") / "digits", runs=5, steps=20, records=200, noise=0.1)
-
-
-@pytest.fixture(scope="module")
-def people(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return people_folder(tmp_path_factory.mktemp("runs") / "people", steps=20, records=200, noise=0.1)
-
+from run_folders import RANGES
 
 # --- files ---------------------------------------------------------------------------------------------
 

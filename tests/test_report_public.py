@@ -16,17 +16,6 @@ from reconbound.bounds._bound import figure
 from reconbound.report.figures import for_plotly
 from reconbound.report.page import as_json
 from reconbound.run_folder import Leakage, read_leakage, read_run, write_leakage
-from run_folders import digits_folder, people_folder
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return digits_folder(tmp_path_factory.mktemp("runs") / "digits", runs=5, steps=20, records=200, noise=0.1)
-
-
-@pytest.fixture(scope="module")
-def people(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return people_folder(tmp_path_factory.mktemp("runs") / "people", steps=20, records=200, noise=0.1)
 
 
 @pytest.mark.parametrize("kind", ["digits", "people"])

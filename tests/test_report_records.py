@@ -20,17 +20,6 @@ from reconbound.report import advice, charts, columns, records, thumbnails, verd
 from reconbound.report.figures import for_plotly
 from reconbound.report.view import View
 from reconbound.run_folder import read_leakage, read_run
-from run_folders import digits_folder, people_folder
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return digits_folder(tmp_path_factory.mktemp("runs") / "digits", runs=5, steps=20, records=200, noise=0.1)
-
-
-@pytest.fixture(scope="module")
-def people(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return people_folder(tmp_path_factory.mktemp("runs") / "people", steps=20, records=200, noise=0.1)
 
 
 def test_thumbnails_are_the_records_pixels() -> None:
