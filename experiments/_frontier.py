@@ -30,6 +30,7 @@ SERIES = {
     "dfil_own_p99": ("99 % of records, exact factor", "dfil_own_p99", True),
     "dfil_own_median": ("median record, exact factor", "dfil_own_median", True),
 }
+LOW = ("dfil_own_max", "dfil_paper_max", "dfil_own_cross", "dfil_paper_cross")  # where the floor 0.1 is of interest too
 ANY = {"lecam": "Le Cam, any attacker", "rate_distortion": "rate–distortion, any attacker"}
 
 
@@ -84,8 +85,19 @@ def front(accuracy: np.ndarray, floors: np.ndarray) -> tuple[np.ndarray, np.ndar
     return accuracy[order], np.maximum.accumulate(floors[order])
 
 
+def settled(groups: Sequence[list[dict[str, str]]]) -> list[dict[str, str]]:
+    """A row for each setting of each group: the mean over runs where there is one, else its single run."""
+    kept: dict[tuple[object, ...], dict[str, str]] = {}
+    for i, group in enumerate(groups):
+        for row in sorted(group, key=lambda row: row["run"] == "mean"):
+            if row["sampler"] == "poisson" and row["run"] in ("0", "mean"):
+                setting = (float(row[k]) for k in ("noise_multiplier", "max_grad_norm", "lr", "steps"))
+                kept[(i, *setting)] = row
+    return list(kept.values())
+
+
 def report(
-    paths: Sequence[Path],
+    groups: Sequence[Sequence[Path]],
     name: str,
     *,
     title: str,
@@ -93,22 +105,28 @@ def report(
     dim: int,
     paper: dict[tuple[str, float], str],
     low: float,
+    corner: str = "lower left",
     drawn: bool = True,
     more: Sequence[tuple[str, float, str]] = (),
 ) -> None:
     """The table and, if drawn, the picture of one data set's rows.
 
+    groups: the files of each kind of training; a mean over runs stands in the place of a single run of its setting.
     paper: what it says of (series, level). more: further (series, level, what the level is)."""
-    rows = [row for path in paths for row in completed(path, rate, dim)]
-    poisson = [row for row in rows if row["sampler"] == "poisson"]
-    several = any(row["run"] == "mean" for row in poisson)
-    whole = [row for row in poisson if row["run"] == ("mean" if several else "0")]
-    runs = sorted({row["run"] for row in poisson} - {"mean"})
-    lines = [("settings, runs of each", "", f"{len(whole)}, {len(runs)}")]
+    files = [[row for path in group for row in completed(path, rate, dim)] for group in groups]
+    rows, whole = [row for group in files for row in group], settled(files)
+    means = sum(row["run"] == "mean" for row in whole)
+    runs = sorted({row["run"] for row in rows} - {"mean"}) if means == len(whole) else []
+    counted = (
+        f"{len(whole)}, {means} of them means of two runs"
+        if 0 < means < len(whole)
+        else f"{len(whole)}, {len(runs) or 1}"
+    )
+    lines = [("settings, runs of each", "", counted)]
     for key, (label, _, _) in SERIES.items():
         for level in (1.0, 0.1):
             said = paper.get((key, level), "")
-            if level == 1.0 or said or key in ("dfil_own_max", "dfil_paper_max"):
+            if level == 1.0 or said or key in LOW:
                 lines.append(
                     (f"best accuracy with MSE floor ≥ {level:g}: {label}", said, _ours(rows, whole, runs, key, level))
                 )
@@ -132,7 +150,7 @@ def report(
     lines += fixed_lines(rows)
     table(name, f"{title}: the accuracy at which the frontier crosses a floor", [r for r in lines if r[2]])
     if drawn:
-        picture(whole, name, title, low)
+        picture(whole, name, title, low=low, rate=rate, corner=corner)
 
 
 def _ours(rows: list[dict[str, str]], whole: list[dict[str, str]], runs: list[str], key: str, level: float) -> str:
@@ -141,7 +159,7 @@ def _ours(rows: list[dict[str, str]], whole: list[dict[str, str]], runs: list[st
     if not len(accuracy):
         return ""
     text = _percent(best(accuracy, floors, level))
-    if len(runs) > 1 and "cross" not in key and SERIES[key][2]:
+    if runs and "cross" not in key and SERIES[key][2]:
         alone = [[r for r in rows if r["sampler"] == "poisson" and r["run"] == run] for run in runs]
         text += f" (single runs: {', '.join(_percent(best(*series(part, key), level)) for part in alone)})"
     return text
@@ -187,10 +205,10 @@ def _percent(value: float | None) -> str:
     return "never" if value is None else f"{100 * value:.2f} %"
 
 
-def picture(rows: list[dict[str, str]], name: str, title: str, low: float) -> None:
+def picture(rows: list[dict[str, str]], name: str, title: str, *, low: float, rate: float, corner: str) -> None:
     """Each setting a point, each Pareto front a line: the paper's accounting on the left, ours on the right."""
     left = {
-        "theorem1_paper": (BLUE, "RDP: Theorem 1, add/remove"),
+        "theorem1_paper": (BLUE, "RDP: Theorem 1, add/remove, C"),
         "dfil_paper_max": (RED, "largest dFIL, κ"),
         "dfil_paper_median": (ORANGE, "median dFIL, κ"),
     }
@@ -213,10 +231,15 @@ def picture(rows: list[dict[str, str]], name: str, title: str, low: float) -> No
             x, y = front(accuracy, floors)
             kept = (x >= low) & (y > 0)
             axis.step(100 * x[kept], y[kept], where="post", color=colour, linewidth=1.6, label=label)
+        if kinds is left:
+            x, y = front(*doubled(rows, rate))
+            kept = (x >= low) & (y > 0)
+            label = "RDP at sensitivity 2C"
+            axis.step(100 * x[kept], y[kept], ":", where="post", color=BLUE, linewidth=1.6, label=label)
         axis.axhline(1.0, color=GREY, linestyle="--", linewidth=1)
         axis.set(yscale="log", xlabel="test accuracy, %", ylim=(1e-3, 1e5))
         axis.set_title(head, fontsize=10, loc="left")
-        axis.legend(fontsize=8, loc="lower left")
+        axis.legend(fontsize=8, loc=corner)
     axes[0].set_ylabel("floor under MSE per pixel")
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, fontsize=10)
     save(figure, name)

@@ -76,7 +76,7 @@ def summary(dfil: Tensor) -> dict[str, Tensor]:
     return {name: ordered[:, round(q * last)].cpu() for name, q in QUANTILES.items()}
 
 
-def rows_of(shots: Sequence[Snapshot], seconds: float) -> list[dict[str, object]]:
+def rows_of(shots: Sequence[Snapshot], seconds: float, accounted: bool = True) -> list[dict[str, object]]:
     """Rows of one step count: each run's own, and the mean over runs (accuracies averaged, ledgers averaged first)."""
     own = "exact" if shots[0].settings[0].sampler == "poisson" else "fixed"
     rows: list[dict[str, object]] = []
@@ -93,7 +93,7 @@ def rows_of(shots: Sequence[Snapshot], seconds: float) -> list[dict[str, object]
                 "accuracy": float(np.mean([float(x.found[k]) for x in chosen])),
             }
             row["finite"] = int(all(bool(x.finite[k]) for x in chosen))
-            for rule, label in ((own, "own"), ("paper", "paper")):
+            for rule, label in ((own, "own"), ("paper", "paper")) if accounted else ():
                 row |= {f"dfil_{label}_{q}": f"{float(v[k]):.6g}" for q, v in numbers[rule].items()}
                 row[f"dfil_{label}_cross"] = f"{crossed(shots, rule, k):.6g}" if name == "mean" else ""
             row["seconds"] = round(seconds, 2)
@@ -131,7 +131,8 @@ def train(grid: Grid, asked: argparse.Namespace) -> None:
             Settings(s, c, grid.rate, sampler=name, lr=lr, momentum=grid.momentum, budget=1.0, seed=asked.seed)
             for name, s, c, lr in part
         ]
-        options = {"at": grid.at, "budgets": grid.budgets, "device": asked.device, "method": asked.method}
+        budgets = (1e-3,) * len(grid.at) if asked.scout else grid.budgets
+        options = {"at": grid.at, "budgets": budgets, "device": asked.device, "method": asked.method}
         options["initialise"] = lecun_normal if asked.start == "lecun" else None
         fleet = Fleet(grid.make_model, losses, x, y, settings, **options)
         runs: list[list[Snapshot]] = []
@@ -140,13 +141,20 @@ def train(grid: Grid, asked: argparse.Namespace) -> None:
             for shot in fleet.run(r, evaluate=accuracy):
                 runs[-1].append(shot)
                 if asked.runs == 1:  # what a long training has so far is not lost with it
-                    append(out, rows_of([shot], (time.perf_counter() - begun) / len(part)))
+                    append(out, rows_of([shot], (time.perf_counter() - begun) / len(part), not asked.scout))
         if asked.device == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
         longest = max(longest, seconds)
         if asked.runs > 1:
-            append(out, [row for shots in zip(*runs, strict=True) for row in rows_of(shots, seconds / len(part))])
+            append(
+                out,
+                [
+                    row
+                    for shots in zip(*runs, strict=True)
+                    for row in rows_of(shots, seconds / len(part), not asked.scout)
+                ],
+            )
         if asked.exposed and not Path(asked.exposed).exists():
             keep_exposed(Path(asked.exposed), [shots[-1] for shots in runs])
         steps = len(part) * asked.runs * grid.at[-1]
@@ -219,6 +227,7 @@ def options(doc: str | None, *, runs: int, rows: Path) -> argparse.ArgumentParse
     parser.add_argument("--method", default="auto", help="stacked or branches")
     parser.add_argument("--start", default="torch", choices=("torch", "lecun"), help="initial parameters")
     parser.add_argument("--scale", default="unit", help="of the pixels: unit, symmetric or standard")
+    parser.add_argument("--scout", action="store_true", help="accuracies alone: hardly measured, in half the time")
     parser.add_argument("--tf32", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--exposed", default="", help="JSON file for the first training's most exposed records")

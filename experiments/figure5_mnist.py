@@ -41,7 +41,7 @@ def main() -> None:
     from _frontier import report
 
     report(
-        [ROWS],
+        [[ROWS]],
         "figure5_mnist",
         title="MNIST, 26,010 parameters, batches of 600; 432 settings, two runs each",
         rate=GRID.rate,

@@ -71,3 +71,35 @@ def test_frontier_is_the_best_floor_at_each_accuracy() -> None:
     x, y = _frontier.front(accuracy, floors)
     assert x.tolist() == [0.97, 0.95, 0.9, 0.8]
     assert y.tolist() == [0.1, 1.0, 2.0, 2.0]
+
+
+def test_a_mean_takes_the_place_of_its_settings_single_run() -> None:
+    pytest.importorskip("matplotlib")
+    import _frontier
+
+    def row(clip: str, run: str, accuracy: str, sampler: str = "poisson") -> dict[str, str]:
+        setting = {"sampler": sampler, "noise_multiplier": "2.0", "max_grad_norm": clip, "lr": "0.1", "steps": "9"}
+        return setting | {"run": run, "accuracy": accuracy}
+
+    single = [row("1.0", "0", "0.9"), row("2.0", "0", "0.8"), row("1.0", "mean", "0.99", "fixed")]
+    twice = [row("1", "0", "0.7"), row("1", "1", "0.5"), row("1", "mean", "0.6")]
+    found = _frontier.settled([twice + single, [row("1.0", "0", "0.3")]])
+    assert sorted(r["accuracy"] for r in found) == ["0.3", "0.6", "0.8"]  # another group's run stands by itself
+
+
+def test_scouted_rows_have_accuracies_alone(tmp_path: Path) -> None:
+    rows = trained(tiny(2), tmp_path / "rows.csv", "--scout", "--runs", "1")
+    assert len(rows) == 2 * 2
+    assert all(0 <= float(row["accuracy"]) <= 1 for row in rows)
+    assert not [name for name in rows[0] if name.startswith("dfil")]
+
+
+def test_crossing_of_theorem_1_in_the_units_of_a_pixel() -> None:
+    pytest.importorskip("matplotlib")
+    import figure5_accountings as script
+
+    rows = [{"noise_multiplier": "1", "steps": str(t), "accuracy": f"0.{t}"} for t in (1, 2, 3)]
+    each = float(np.log1p(0.25 / 1.5))  # a floor of 1.5 after one step, about 0.7 after two, 0.43 after three
+    assert script.crossing(rows, lambda noise: each * noise) == "10.0 %"
+    assert script.crossing(rows, lambda noise: each * noise, 2.0) == "30.0 %"
+    assert script.crossing(rows, lambda noise: 2 * each) == "never: 0.69 at most, at 10.0 %"
