@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from _common import BLUE, GREEN, GREY, RED, plt, save, table
 
+from reconbound._files import write_whole
 from reconbound.bounds import theorem1
 from reconbound.calculator import FLOORS, floor
 from reconbound.mechanisms import SampledGaussian
@@ -48,10 +50,11 @@ def completed(path: Path, rate: float, dim: int) -> list[dict[str, str]]:
         row["accuracy"] = f"{float(row['accuracy']):.5f}"
         found = _floors(float(row["noise_multiplier"]), rate, int(row["steps"]), row["sampler"], dim)
         row.update({name: f"{value:.6g}" for name, value in found.items()})
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, text.getvalue().encode(), mode=0o644)
     return rows
 
 

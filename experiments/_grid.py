@@ -23,6 +23,7 @@ from reconbound.settings import Settings
 
 QUANTILES = {"max": 1.0, "p999": 0.999, "p99": 0.99, "p90": 0.9, "median": 0.5, "p10": 0.1, "min": 0.0}
 KEY = ("sampler", "noise_multiplier", "max_grad_norm", "lr")
+RESULTS = Path(__file__).resolve().parent / "results"
 Training = tuple[str, float, float, float]  # KEY
 
 
@@ -235,3 +236,12 @@ def options(doc: str | None, *, runs: int, rows: Path) -> argparse.ArgumentParse
     parser.add_argument("--until", type=int, default=0, help="leave out the step counts above this")
     parser.add_argument("--short", type=int, default=0, help="divide all step counts by this, to try the script")
     return parser
+
+
+def given(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options given. Rows of shortened or hardly measured trainings do not go where the committed ones are."""
+    asked = parser.parse_args(words)
+    other = [f"--{name}" for name in ("short", "scout") if getattr(asked, name)]
+    if asked.train and other and (asked.rows == "." or Path(asked.rows).resolve().parent == RESULTS):
+        parser.error(f"{' '.join(other)} would add to the full-size results: give another file by --rows FILE")
+    return asked

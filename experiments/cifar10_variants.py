@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from _grid import append, losses, on_test, options, scaled
+from _grid import append, given, losses, on_test, options, scaled
 from torch import nn
 
 from reconbound.data import cifar10
@@ -62,7 +62,7 @@ def train(asked: argparse.Namespace, out: Path) -> None:
 
 
 def main() -> None:
-    asked = options(__doc__, runs=1, rows=ROWS).parse_args()
+    asked = given(options(__doc__, runs=1, rows=ROWS))
     if asked.train:
         train(asked, Path(asked.rows))
         return

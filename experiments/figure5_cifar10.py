@@ -10,7 +10,7 @@ these with two more runs each, by --only and --runs 2 --seed 1 (results/cifar10_
 from dataclasses import replace
 from pathlib import Path
 
-from _grid import Grid, Training, combinations, options, train
+from _grid import Grid, Training, combinations, given, options, train
 from cifar10_variants import network
 from figure5_mnist import chosen
 from torch import nn
@@ -72,7 +72,7 @@ def main() -> None:
     parser = options(__doc__, runs=RUNS, rows=Path())
     parser.add_argument("--long", action="store_true", help="the long trainings in place of the grid")
     parser.add_argument("--tanh", action="store_true", help="a tanh after the last layer, as in table 2")
-    asked = parser.parse_args()
+    asked = given(parser)
     if asked.rows == ".":
         asked.rows = str(ROWS if not asked.long else LONG_ROWS if asked.scale == "unit" else STANDARD_ROWS)
     if asked.train:

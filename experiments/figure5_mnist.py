@@ -6,7 +6,7 @@ Trained on a GPU by `python experiments/figure5_mnist.py --train`, which goes on
 from dataclasses import replace
 from pathlib import Path
 
-from _grid import Grid, combinations, options, train
+from _grid import Grid, combinations, given, options, train
 
 from reconbound.data import mnist
 from reconbound.networks import mnist_cnn
@@ -34,7 +34,7 @@ def chosen(grid: Grid, only: str, until: int, short: int) -> Grid:
 
 
 def main() -> None:
-    asked = options(__doc__, runs=RUNS, rows=ROWS).parse_args()
+    asked = given(options(__doc__, runs=RUNS, rows=ROWS))
     if asked.train:
         train(chosen(GRID, asked.only, asked.until, asked.short), asked)
         return

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from _grid import append, losses, on_test, scaled
+from _grid import append, given, losses, on_test, scaled
 from _grid import options as options_of
 from torch import nn
 
@@ -78,7 +78,7 @@ def train(runs: int, out: Path, device: str, short: int) -> None:
 
 
 def main() -> None:
-    asked = options_of(__doc__, runs=2, rows=ROWS).parse_args()
+    asked = given(options_of(__doc__, runs=2, rows=ROWS))
     if asked.train:
         train(asked.runs, Path(asked.rows), asked.device, asked.short)
         return

@@ -103,3 +103,14 @@ def test_crossing_of_theorem_1_in_the_units_of_a_pixel() -> None:
     assert script.crossing(rows, lambda noise: each * noise) == "10.0 %"
     assert script.crossing(rows, lambda noise: each * noise, 2.0) == "30.0 %"
     assert script.crossing(rows, lambda noise: 2 * each) == "never: 0.69 at most, at 10.0 %"
+
+
+def test_short_trainings_do_not_go_into_the_committed_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    committed = _grid.RESULTS / "rows.csv"
+    for words in (["--short", "100"], ["--scout"], ["--scout", "--rows", "."]):
+        with pytest.raises(SystemExit):
+            _grid.given(_grid.options("", runs=1, rows=committed), ["--train", *words])
+        assert f"{words[0]} would add to the full-size results" in capsys.readouterr().err
+        elsewhere = ["--train", *words[: 2 - (words[0] == "--scout")], "--rows", str(tmp_path / "rows.csv")]
+        assert _grid.given(_grid.options("", runs=1, rows=committed), elsewhere).train
+    assert _grid.given(_grid.options("", runs=1, rows=committed), ["--train"]).rows == str(committed)
