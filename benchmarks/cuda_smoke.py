@@ -10,6 +10,8 @@ from torch.nn.functional import cross_entropy
 from reconbound import networks
 from reconbound.amplification import PoissonTable, poisson_factors
 from reconbound.fisher import clipped_gradient_sum, step_information
+from reconbound.fleet import Fleet
+from reconbound.settings import Settings
 
 
 def losses(outputs, targets):
@@ -64,6 +66,22 @@ def _stop_at_17(model):
     raise KeyboardInterrupt
 
 
+def fleets(device: str) -> None:
+    """A training of a fleet, with noise of its own, is the same whoever is beside it."""
+    x, y = torch.rand(40, 1, 28, 28), torch.randint(0, 10, (40,))
+    for method in ("stacked", "branches"):
+        found = {}
+        for of in ((0, 1, 2), (2, 0)):
+            chosen = [Settings(0.5 + k, 1.0, 0.2, lr=0.1 + k, budget=1.0, seed=1) for k in of]
+            fleet = Fleet(networks.mnist_cnn, losses, x, y, chosen, at=[4], device=device, method=method)
+            (shot,) = fleet.run(0, seeds=[10 + k for k in of])
+            found[of] = {k: (fleet.params[i].clone(), shot.own[i].float()) for i, k in enumerate(of)}
+        for k in (0, 2):
+            for a, b in zip(*(each[k] for each in found.values()), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    print("fleets ok: a training with its own seed does not depend on the others")
+
+
 def main() -> None:
     torch.manual_seed(0)
     normed = nn.Sequential(
@@ -104,6 +122,7 @@ def main() -> None:
             assert torch.allclose(v, there.gradient_sum[n], rtol=1e-9, atol=1e-12), (name, n)
         print(name, "ok: CPU, CUDA and CUDA graph agree to 1e-9")
     sampled_probes(cases)
+    fleets("cuda")
     private_sgd()
     table = PoissonTable(0.01).prepare("cuda", torch.float64)
     m = torch.linspace(0, 30, 1000, dtype=torch.float64, device="cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 from reconbound.checkpoint import held
@@ -43,15 +44,20 @@ class Stub:
             for t in (5, 10)
         ]
 
+    def train_all(self, settings: list[dict], folders: list[Path], tell) -> list[list[dict]]:
+        return [
+            self(s, folder, partial(tell, [k])) for k, (s, folder) in enumerate(zip(settings, folders, strict=True))
+        ]
+
 
 def make(config: Sweep) -> Stub:
     return Stub()
 
 
-def config(out: Path, url: str | None, settings: int = 12) -> Sweep:
+def config(out: Path, url: str | None, settings: int = 12, together: int | None = None) -> Sweep:
     lrs = ",".join(str(round(0.1 + 0.1 * k, 1)) for k in range(settings // 4))
     grid = ["noise_multiplier=0.2,0.5,1,2", f"lr={lrs}"]
-    return Sweep("stub", out, parse_grid(grid), (5, 10), storage=url, seed=1, lease=1.0)
+    return Sweep("stub", out, parse_grid(grid), (5, 10), storage=url, seed=1, lease=1.0, together=together)
 
 
 def join(out: str, url: str) -> None:

@@ -190,6 +190,32 @@ def test_initialise_is_that_of_private_sgd() -> None:
     assert not torch.allclose(ends[1][0], alone, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("method", ["stacked", "branches"])
+def test_a_training_with_its_own_seed_does_not_depend_on_the_others(method: str) -> None:
+    def found(of: list[int], number: int = 0) -> dict[int, tuple[Any, Any]]:
+        settings = [Settings(0.5 + k, 1.0, 0.2, lr=0.1 * (k + 1), budget=1.0, seed=1) for k in of]
+        fleet = Fleet(conv, losses, *images(), settings, at=[3], method=method)
+        told: list[int] = []
+        (shot,) = fleet.run(number, seeds=[100 + k for k in of], tell=told.append)
+        assert told == [0, 1, 2]
+        return {k: (fleet.params[i].clone(), shot.own[i]) for i, k in enumerate(of)}
+
+    three, one, again, other = found([0, 1, 2]), found([1]), found([2, 1]), found([1], number=1)
+    for k, few in ((1, one), (1, again), (2, again)):
+        for a, b in zip(three[k], few[k], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(one[1][0], other[1][0])
+    noise = [100.0] * 2  # all of it: the same seed for two trainings gives the same noise, another seed another
+    settings = [Settings(s, 1.0, 0.2, lr=0.1, budget=1.0, seed=1) for s in noise]
+    fleet = Fleet(conv, losses, *images(), settings, at=[1], method=method)
+    list(fleet.run(0, seeds=[5, 5]))
+    assert torch.equal(fleet.noise[0], fleet.noise[1])
+    list(fleet.run(0, seeds=[5, 6]))
+    assert not torch.allclose(fleet.noise[0], fleet.noise[1])
+    with pytest.raises(InputError, match="seeds"):
+        list(fleet.run(0, seeds=[5]))
+
+
 def test_diverged_trainings_are_named() -> None:
     settings = [Settings(99.0, 1.0, 0.2, lr=lr, budget=1.0, seed=1) for lr in (0.1, 1e308)]
     (found,) = Fleet(conv, losses, *images(), settings, at=[3]).run(0)

@@ -138,17 +138,29 @@ class Fleet:
         return torch.tensor(values, dtype=self.params.dtype, device=self.device)[:, None]
 
     def run(
-        self, number: int, *, evaluate: Callable[[nn.Module], Any] | None = None, noise: NoiseFn | None = None
+        self,
+        number: int,
+        *,
+        evaluate: Callable[[nn.Module], Any] | None = None,
+        noise: NoiseFn | None = None,
+        seeds: Sequence[int] | None = None,
+        tell: Callable[[int], None] | None = None,
     ) -> Iterator[Snapshot]:
         """Train run `number` from fresh parameters; yields a Snapshot at each of `at`.
 
-        evaluate: called on each training's model at each snapshot. noise: these numbers in place of the generator's."""
+        Args:
+            evaluate: called on each training's model at each snapshot.
+            noise: these numbers in place of the generator's.
+            seeds: one for each training's noise, which then does not depend on who else is in the fleet; by default
+                one generator makes the noise of all.
+            tell: called with the number of each step before it is taken; what it raises ends the run.
+        """
         base = self.settings[0].seed
         assert base is not None
         seed = derive(base, "run", number)
         self._start(derive(base, "initial", number))
         batches: list[Tensor] = _batches(self.sampler, seed, self.at[-1])  # type: ignore[arg-type]
-        generator = torch_stream(seed, "fleet noise", 0, self.device)
+        draw = self._drawn(seed, seeds, number) if noise is None else lambda step: self.noise.copy_(noise(step))
         done = 0
         for stretch, end in enumerate(self.at):
             plan_seed = derive(seed, "stretch", stretch) if stretch else seed
@@ -160,15 +172,24 @@ class Fleet:
                 max(1, round(self.sampler.divisor)),
             )
             for step in range(done, end):
+                if tell is not None:
+                    tell(step)
                 for part, group in enumerate(plan.at(plan_seed, step - done)):
                     self._measure(group, plan.weight(step - done), seed, step, part)
-                if noise is None:
-                    self.noise.normal_(generator=generator)
-                else:
-                    self.noise.copy_(noise(step))
+                draw(step)
                 self._train(batches[step])
             done = end
             yield self._snapshot(end, evaluate)
+
+    def _drawn(self, seed: int, seeds: Sequence[int] | None, number: int) -> Callable[[int], Any]:
+        """What puts a step's noise into its place."""
+        if seeds is None:
+            generator = torch_stream(seed, "fleet noise", 0, self.device)
+            return lambda step: self.noise.normal_(generator=generator)
+        if len(seeds) != len(self.settings):
+            raise InputError("seeds", f"must be {len(self.settings)}, one for each training", f"{len(seeds)} of them")
+        own = [torch_stream(derive(s, "run", number), "fleet noise", 0, self.device) for s in seeds]
+        return lambda step: [row.normal_(generator=g) for row, g in zip(self.noise, own, strict=True)]
 
     def _start(self, seed: int) -> None:
         model = self.make_model()

@@ -232,7 +232,7 @@ def _half_square(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.flatten(1)[:, 0] - targets).square() / 2
 
 
-def _tensor(array: np.ndarray) -> Tensor:
+def as_tensor(array: np.ndarray) -> Tensor:
     """The array as a tensor; a copy where torch could not share it (read-only, not in order)."""
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
@@ -248,13 +248,22 @@ def score(dataset: Dataset, model: nn.Module, most: int | None = None) -> float:
     rows = slice(None, None, 1 if most is None else max(1, count // most))
     device = next(model.parameters()).device
     with torch.no_grad():
-        parts = _tensor(dataset.test_inputs[rows]).split(1000)
+        parts = as_tensor(dataset.test_inputs[rows]).split(1000)
         found = torch.cat([model(part.to(device)).cpu() for part in parts])
-    truth = _tensor(dataset.test_targets[rows])
+    truth = as_tensor(dataset.test_targets[rows])
     if dataset.task == "classes":
         return float((found.argmax(1) == truth).double().mean())
     rest, spread = (found.flatten(1)[:, 0] - truth).square().mean(), truth.var(unbiased=False)
     return float(1 - rest / spread) if spread > 0 else float("nan")
+
+
+def starter(dataset: Dataset, spec: str) -> Callable[[nn.Module], None]:
+    """What gives a model its fresh parameters, from torch's generator as it stands."""
+
+    def initialise(own: nn.Module) -> None:
+        own.load_state_dict(make_model(dataset, spec).state_dict())
+
+    return initialise
 
 
 def make_learner(
@@ -277,25 +286,23 @@ def make_learner(
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = make_model(dataset, plan.model, seed=0).to(place)  # repeat starts each run from parameters of its own
 
-    def initialise(own: nn.Module) -> None:
-        own.load_state_dict(make_model(dataset, plan.model).state_dict())
-
     scale = dataset.scale
     chosen: dict[str, Any] = {
-        "initialise": initialise,
-        "private": None if dataset.private is None else _tensor(dataset.private),
+        "initialise": starter(dataset, plan.model),
+        "private": None if dataset.private is None else as_tensor(dataset.private),
         "feature_scale": float(scale[0]) if (scale == scale[0]).all() else scale.tolist(),
         "checkpoint": None if folder is None else Path(folder),
         "every": max(1, plan.steps // 30),
         **options,
     }
-    inputs, targets = _tensor(dataset.inputs), _tensor(dataset.targets)
+    inputs, targets = as_tensor(dataset.inputs), as_tensor(dataset.targets)
     return learner(model, make_loss(dataset), inputs, targets, plan.settings(), **chosen)
 
 
 __all__ = [
     "MODELS",
     "Plan",
+    "as_tensor",
     "default_plan",
     "make_learner",
     "make_loss",
@@ -304,4 +311,5 @@ __all__ = [
     "network",
     "outputs_of",
     "score",
+    "starter",
 ]

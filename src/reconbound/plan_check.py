@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ._check import InputError
-from .plan import Plan, _tensor, make_loss, make_model, outputs_of
+from .plan import Plan, as_tensor, make_loss, make_model, outputs_of
 from .validate import KinkWarning, ModelError, ReconboundWarning, check_batch, check_model
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def check_plan(dataset: Dataset, plan: Plan) -> dict[str, str]:
             too few numbers for them. ModelError: as `reconbound.validate.check_batch`.
     """
     model = make_model(dataset, plan.model, seed=0)
-    inputs, targets = _tensor(dataset.inputs[:_FEW]), _tensor(dataset.targets[:_FEW])
+    inputs, targets = as_tensor(dataset.inputs[:_FEW]), as_tensor(dataset.targets[:_FEW])
     own = ":" in plan.model
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -13,7 +13,7 @@ from ._files import CONFIDENTIAL, Unreadable, write_whole
 from ._random import new_seed
 from .checkpoint import LOCK, NAMES, plain_json
 from .learner_state import data_digest
-from .plan import Plan, _tensor
+from .plan import Plan, as_tensor
 from .release import INPUTS
 from .run_folder import CHECKPOINTS, LEAKAGE, MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, prepare, read_run
 
@@ -125,8 +125,8 @@ def about(dataset: Dataset) -> dict[str, Any]:
         found["ranges"] = {f.name: [f.low, f.high] for f in dataset.private_features}
         found["units"] = {f.name: f.unit for f in dataset.private_features}
     found["digest"] = data_digest(
-        [_tensor(dataset.inputs), _tensor(dataset.test_inputs)],
-        [_tensor(dataset.targets), _tensor(dataset.test_targets)],
+        [as_tensor(dataset.inputs), as_tensor(dataset.test_inputs)],
+        [as_tensor(dataset.targets), as_tensor(dataset.test_targets)],
     )
     return found
 

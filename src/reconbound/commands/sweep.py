@@ -55,6 +55,14 @@ def sweep_command(
     ] = None,
     name: Annotated[str, typer.Option(help="Of the sweep in the storage.")] = "sweep",
     workers: Annotated[int, typer.Option(**Whole, help="Processes on this machine.")] = 1,
+    together: Annotated[
+        int | None,
+        typer.Option(
+            **Whole,
+            help="Settings that a worker trains at once, as one batch of models: what keeps a GPU busy (20 to 40 for "
+            "small networks). They share their batches, and a killed one begins anew.",
+        ),
+    ] = None,
     lease: Annotated[float, typer.Option(help="Seconds without a sign after which a worker counts as dead.")] = 60.0,
     seed: Annotated[int | None, typer.Option(help="Of the sweep (default: new, kept in the folder; secret).")] = None,
     target: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
@@ -120,7 +128,7 @@ def _config(given: dict[str, Any]) -> Sweep:
     if given["test_share"] is not None:
         load["test_share"] = given["test_share"]
     plan = {"model": given["model"], "budget": _budget(given["budget"])}
-    same = ("runs", "search", "trials", "floor", "at_least", "delta", "storage", "name", "seed", "lease")
+    same = ("runs", "search", "trials", "floor", "at_least", "delta", "storage", "name", "seed", "lease", "together")
     return Sweep(
         data=given["data"],
         out=given["out"] or Path(f"sweep-{_short(Path(given['data']).name)}"),

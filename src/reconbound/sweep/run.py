@@ -21,6 +21,7 @@ from .._files import CONFIDENTIAL, write_whole
 from .._random import checked_seed, new_seed
 from ..run_folder import prepare
 from . import space as spaces
+from .crowd import work_together
 from .frontier import FLOORS, default_floor, rows_of, score_of, write_table
 from .progress import plan_lines, progress
 from .space import Choices, Setting, Space
@@ -47,6 +48,7 @@ class Sweep:
         storage: URL of a SQLite file or a PostgreSQL database; sweep.db in the folder when None. name: of the study.
         seed: of the sweep; in the folder's file "seed", made if need be, when None. It is as secret as the data.
         lease: seconds after which a worker that gave no sign is taken for dead.
+        together: so many settings are trained at once on one device, as a fleet; one by one when None.
     """
 
     data: str
@@ -65,12 +67,15 @@ class Sweep:
     name: str = "sweep"
     seed: int | None = field(default=None, repr=False)
     lease: float = 60.0
+    together: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "out", Path(self.out))
         object.__setattr__(self, "space", spaces.checked_space(self.space))
         object.__setattr__(self, "steps", spaces.checked_steps(self.steps))
         whole("runs", self.runs)
+        if self.together is not None:
+            whole("together", self.together)
         choice("search", self.search, ("grid", "tpe"))
         number("delta", self.delta, above=0.0, below=1.0)
         number("lease", self.lease, at_least=0.1)
@@ -179,11 +184,13 @@ def make_trainer(config: Sweep) -> Any:
     """The training of the sweep's settings."""
     from ..data import load
     from ..plan import default_plan
+    from .together import TogetherTrainer
     from .train import Trainer
 
     dataset = load(config.data, **config.load)
     plan = default_plan(dataset, **config.plan)
-    return Trainer(dataset, plan, config.steps, config.runs, sweep_seed(config), config.delta)
+    kind = Trainer if config.together is None else TogetherTrainer
+    return kind(dataset, plan, config.steps, config.runs, sweep_seed(config), config.delta)
 
 
 def open_store(config: Sweep) -> Store:
@@ -302,18 +309,24 @@ def _join(config: Sweep, make_train: Callable[[Sweep], Any] | None, owner: str, 
 
 
 def _work(store: Store, config: Sweep, train: Any, owner: str, stop: Callable[[], bool]) -> int:
+    def known(setting: Setting) -> list[Row] | None:  # a search may come back to a setting
+        return found_before(store, setting) if config.search == "tpe" else None
+
     def trained(setting: Setting, folder: Path, tell: Callable[[int], None]) -> list[Row]:
-        before = found_before(store, setting) if config.search == "tpe" else None  # a search may come back to a setting
+        before = known(setting)
         return train(setting, folder, tell) if before is None else before
 
-    return work(
-        store,
-        lambda claim: ask(store, config, claim),
-        trained,
-        lambda rows: values_of(config, rows),
-        config.out,
-        steps=train.steps,
-        owner=owner,
-        stop=stop,
-        wait=min(1.0, config.lease / 4),
-    )
+    def trained_together(settings: Sequence[Setting], folders: Sequence[Path], tell: Any) -> list[Any]:
+        found: dict[int, Any] = {k: rows for k, s in enumerate(settings) if (rows := known(s)) is not None}
+        new = [k for k in range(len(settings)) if k not in found]
+        if new:
+            own = [settings[k] for k in new], [folders[k] for k in new]
+            rows = train.train_all(*own, lambda which, done: tell([new[k] for k in which], done))
+            found |= dict(zip(new, rows, strict=True))
+        return [found[k] for k in range(len(settings))]
+
+    asked, values = partial(ask, store, config), partial(values_of, config)
+    options: dict[str, Any] = {"steps": train.steps, "owner": owner, "stop": stop, "wait": min(1.0, config.lease / 4)}
+    if config.together is None:
+        return work(store, asked, trained, values, config.out, **options)
+    return work_together(store, asked, trained_together, values, config.out, together=config.together, **options)

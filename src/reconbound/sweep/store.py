@@ -122,6 +122,9 @@ class Store:
             if had.get(name) == value:
                 continue
             whose = f"that of the sweep {self.name!r} in {self.shown}"
+            if name == "together":
+                was = "be given, as when" if had.get(name) else "be left out, as when"
+                raise InputError(name, f"must {was} {whose.removeprefix('that of ')} began", value)
             if name == "seed":
                 raise InputError(name, f"must be {whose}: copy the file seed from the folder where it began", "another")
             raise InputError(name, f"must stay {whose}, {had.get(name)!r}", value)

@@ -104,6 +104,8 @@ class Trainer:
         names = ("inputs", "targets", "test_inputs", "test_targets")
         self.digest = data_digest([torch.from_numpy(getattr(dataset, name)) for name in names], None)
 
+    together: bool | None = None  # whether settings are trained many at once
+
     @property
     def steps(self) -> int:
         """Of a whole trial."""
@@ -112,6 +114,7 @@ class Trainer:
     def facts(self) -> dict[str, Any]:
         """What decides every trial's rows, apart from its setting; JSON."""
         about = {"data": self.digest, "seed": fingerprint(self.seed), "steps": self.counts, "runs": self.runs}
+        about["together"] = self.together
         found: dict[str, Any] = plain_json({**about, "delta": self.delta, "plan": asdict(self.plan)})
         return found
 
@@ -142,8 +145,8 @@ class Trainer:
     def __call__(self, setting: Setting, folder: Path, tell: Callable[[int], None] = lambda done: None) -> list[Row]:
         """One row for each step count; goes on from what the folder holds."""
         prepare(folder)
-        about = {"setting": dict(setting), **self.facts()}
-        found = _finished(folder, about)
+        about = self._about(setting)
+        found = finished_rows(folder, about)
         if found is not None:
             return found
         with one_thread():
@@ -155,6 +158,10 @@ class Trainer:
         write_whole(folder / TRIAL, text.encode() + b"\n", mode=CONFIDENTIAL)
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         return rows
+
+    def _about(self, setting: Setting) -> dict[str, Any]:
+        """What decides a trial's rows."""
+        return {"setting": dict(setting), **self.facts()}
 
     def _trained(self, setting: Setting, folder: Path, tell: Callable[[int], None]) -> PrivateSGD:
         plan = replace(self.plan, **setting, seed=seed_of(self.seed, setting))
@@ -190,7 +197,11 @@ class Trainer:
         account = replace(ledger.account, steps=count)
         dfil, measured = _dfil(ledger, count, self.runs, folder)
         scores = [h["accuracy"] for h in learner.history if h["step"] == count]
-        row: Row = {"steps": count, "accuracy": _mean(scores), "accuracy_sd": _spread(scores)}
+        return self._told(account, scores, dfil, measured)
+
+    def _told(self, account: Account, scores: Sequence[float], dfil: Tensor, measured: Tensor) -> Row:
+        """A row: accuracies of the runs, dFIL in the mean over them, (rules, N), how often each record was measured."""
+        row: Row = {"steps": account.steps, "accuracy": _mean(scores), "accuracy_sd": _spread(scores)}
         for rule, values in zip(account.rules, dfil, strict=True):
             row |= {f"{rule}_{place}": floor for place, floor in floors_of(values, measured).items()}
         row["never_measured"] = int((measured == 0).sum())
@@ -262,7 +273,7 @@ def _place(folder: Path, run: int, step: int) -> Path:
     return folder / CHECKPOINTS / f"at-{run}-{step}.safetensors"
 
 
-def _finished(folder: Path, about: Mapping[str, Any]) -> list[Row] | None:
+def finished_rows(folder: Path, about: Mapping[str, Any]) -> list[Row] | None:
     """The rows of a trial that was trained here and only not told of."""
     try:
         content = json.loads((folder / TRIAL).read_text())

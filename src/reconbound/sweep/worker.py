@@ -82,11 +82,11 @@ def _one(
         return 0
     except CheckpointError as reason:
         if "is in use by" not in str(reason):
-            _failed(store, claim, reason)
+            failed(store, claim, reason)
         else:  # whoever had the trial before is not dead, only late
             patiently(lambda: store.release(claim, pause=store.lease / 2))
     except Exception as reason:
-        _failed(store, claim, reason)
+        failed(store, claim, reason)
     except BaseException:  # stopped from outside: the next worker need not wait for the lease to run out
         with suppress(Exception):
             store.release(claim)
@@ -94,7 +94,8 @@ def _one(
     return 0
 
 
-def _failed(store: Store, claim: Claim, reason: Exception) -> None:
+def failed(store: Store, claim: Claim, reason: Exception) -> None:
+    """Leave a trial that raised an error to another attempt, or give it up after the last."""
     if claim.errors + 1 >= ERRORS:
         why = f"{type(reason).__name__}: {reason}"
         patiently(lambda: store.fail(claim, why))
@@ -119,8 +120,12 @@ class Heart:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        """Ask it to stop, without waiting."""
         self._stop.set()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
         self._thread.join()
 
     def tell(self, done: int) -> None:

@@ -1,0 +1,120 @@
+"""A worker that takes many trials at a time and trains them together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .space import Setting
+from .store import Claim, Store, patiently
+from .worker import Heart, LeaseLost, Row, failed, owner_name, trial_folder
+
+
+def work_together(
+    store: Store,
+    ask: Callable[[Claim], Setting],
+    train: Callable[..., Sequence[list[Row] | Exception]],
+    values: Callable[[Sequence[Row]], Sequence[float]],
+    out: Path,
+    *,
+    steps: int,
+    together: int,
+    owner: str | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    wait: float = 1.0,
+) -> int:
+    """Work on the sweep until every trial is finished, so many at a time; how many of them this worker finished.
+
+    Args:
+        train: (settings, folders, tell) → the rows of each, or the exception that it ended by. The rest as `work`.
+    """
+    me = owner or owner_name()
+    finished = 0
+    while not stop():
+        claims = _claimed(store, me, together)
+        if claims:
+            finished += _all(store, claims, ask, train, values, out, steps)
+        elif all(trial.state.is_finished() for trial in patiently(store.trials)):
+            break
+        else:
+            time.sleep(wait)  # others have the rest; one of them may die
+    return finished
+
+
+def _claimed(store: Store, me: str, together: int) -> list[Claim]:
+    claims: list[Claim] = []
+    while len(claims) < together:
+        claim = patiently(lambda: store.claim(me))
+        if claim is None:
+            break
+        claims.append(claim)
+    return claims
+
+
+def _all(
+    store: Store,
+    claims: list[Claim],
+    ask: Callable[[Claim], Setting],
+    train: Callable[..., Sequence[list[Row] | Exception]],
+    values: Callable[[Sequence[Row]], Sequence[float]],
+    out: Path,
+    steps: int,
+) -> int:
+    """Train these trials; how many that finished."""
+    left = list(claims)
+    finished = 0
+    try:
+        with Hearts(store, claims) as hearts:
+            settings = [patiently(partial(ask, claim)) for claim in claims]
+            found = train(settings, [trial_folder(out, claim.number) for claim in claims], hearts.tell)
+        for claim, rows in zip(claims, found, strict=True):
+            if isinstance(rows, Exception):  # the same would come of it again
+                why = f"{type(rows).__name__}: {rows}"
+                patiently(partial(store.fail, claim, why))
+            else:
+                finished += int(patiently(partial(store.finish, claim, rows, values(rows), steps)))
+            left.remove(claim)
+    except LeaseLost:
+        pass
+    except Exception as reason:
+        for claim in left:
+            failed(store, claim, reason)
+    except BaseException:  # stopped from outside: the next worker need not wait for the leases to run out
+        for claim in left:
+            with suppress(Exception):
+                store.release(claim)
+        raise
+    return finished
+
+
+class Hearts:
+    """A heart for each of several claims. A lease that is lost is told when the trial is to be finished; only if all of
+    them are lost is there nothing to train for."""
+
+    def __init__(self, store: Store, claims: Sequence[Claim]) -> None:
+        self.each = [Heart(store, claim) for claim in claims]
+
+    def __enter__(self) -> Hearts:
+        for heart in self.each:
+            heart.__enter__()
+        return self
+
+    def __exit__(self, *what: Any) -> None:
+        for heart in self.each:
+            heart.stop()
+        for heart in self.each:
+            heart.__exit__(*what)
+
+    def tell(self, which: Sequence[int], done: int) -> None:
+        """Note the steps that these trials have done; raises LeaseLost if all trials are others'."""
+        for k in which:
+            self.each[k].done = done
+        if all(heart.lost for heart in self.each):
+            raise LeaseLost
+
+
+__all__ = ["Hearts", "work_together"]

@@ -1,0 +1,160 @@
+"""Settings trained many at once on one device, as a fleet: one small network leaves a GPU idle and Python busy.
+
+The trainings of a sweep share their batches and the records measured (which leaves each one's own distribution as it
+is, and takes that luck out of the comparison); the noise of each is its own. So the rows are a function of the data,
+the sweep's seed, the plan and the setting, but for the rounding of the device, however many are trained at once.
+A fleet keeps no checkpoints: of a killed worker's trials nothing is lost or counted twice, but they begin anew."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._check import InputError
+from .._files import CONFIDENTIAL, write_whole
+from .._random import derive
+from ..account import Account
+from ..fleet import Fleet, Snapshot
+from ..plan import RULES, Plan, as_tensor, make_loss, make_model, model_kind, score, starter
+from ..run_folder import prepare
+from .space import Setting, seed_of
+from .train import TRIAL, Trainer, finished_rows, one_thread
+from .worker import Row
+
+#: (which of the settings, steps that each of them has done)
+Tell = Callable[[Sequence[int], int], None]
+_SHARED = ("model", "sampler", "sample_rate", "clip")  # what the trainings of one fleet have in common
+
+
+class Exploded(RuntimeError):
+    """A training's parameters are no longer finite."""
+
+
+class TogetherTrainer(Trainer):
+    """A Trainer of many settings at once.
+
+    Args:
+        device: where to train; a GPU where there is one when None.
+    """
+
+    together = True
+
+    def __init__(self, *args: Any, device: torch.device | str | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.dataset.private is not None:
+            raise InputError("together", "must be left out where columns of the data are public", True)
+        self._checked(self.plan)
+
+    def _checked(self, plan: Plan) -> Plan:
+        if isinstance(plan.budget, str | tuple):
+            raise InputError("budget", "must be a number for settings trained together", plan.budget)
+        if plan.sampler not in ("poisson", "fixed"):
+            raise InputError("sampler", "must be poisson or fixed for settings trained together", plan.sampler)
+        return plan
+
+    def train_all(
+        self, settings: Sequence[Setting], folders: Sequence[Path], tell: Tell = lambda which, done: None
+    ) -> list[list[Row] | Exploded]:
+        """The rows of each setting, one for each step count, or what became of it; equal settings are trained once."""
+        found: dict[int, list[Row] | Exploded] = {}
+        for k, (setting, folder) in enumerate(zip(settings, folders, strict=True)):
+            prepare(folder)
+            known = finished_rows(folder, self._about(setting))
+            if known is not None:
+                found[k] = known
+        for part in self._parts(settings, found):
+            with one_thread():
+                rows = self._trained_together([settings[k] for k in part], partial(tell, part))
+            gc.collect()  # a fleet and its work hold each other, and with them the device's memory
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            for k, own in zip(part, rows, strict=True):
+                found[k] = own
+                if not isinstance(own, Exploded):
+                    self._keep_rows(settings[k], folders[k], own)
+        first = {json.dumps(s, sort_keys=True): k for k, s in reversed(list(enumerate(settings)))}
+        return [found[k] if k in found else found[first[json.dumps(s, sort_keys=True)]] for k, s in enumerate(settings)]
+
+    def __call__(self, setting: Setting, folder: Path, tell: Callable[[int], None] = lambda done: None) -> list[Row]:
+        """One setting's rows; raises what became of it otherwise."""
+        (found,) = self.train_all([setting], [folder], lambda which, done: tell(done))
+        if isinstance(found, Exploded):
+            raise found
+        return found
+
+    def _parts(self, settings: Sequence[Setting], done: dict[int, Any]) -> list[list[int]]:
+        """Which settings can be trained together: numbers, each once, equal settings once."""
+        parts: dict[tuple[Any, ...], dict[str, int]] = {}
+        for k, setting in enumerate(settings):
+            if k in done:
+                continue
+            plan = self._checked(replace(self.plan, **setting))
+            kind = tuple(getattr(plan, name) for name in _SHARED)
+            parts.setdefault(kind, {}).setdefault(json.dumps(setting, sort_keys=True), k)
+        return [list(of.values()) for of in parts.values()]
+
+    def _trained_together(self, settings: Sequence[Setting], tell: Callable[[int], None]) -> list[list[Row] | Exploded]:
+        plans = [replace(self.plan, **s, seed=derive(self.seed, "together", 0)) for s in settings]
+        kind = model_kind(self.dataset, plans[0].model)
+        fleet = Fleet(
+            lambda: make_model(self.dataset, kind, seed=0),
+            make_loss(self.dataset),
+            as_tensor(self.dataset.inputs),
+            as_tensor(self.dataset.targets),
+            [plan.settings() for plan in plans],
+            at=self.counts,
+            device=self.device,
+            initialise=starter(self.dataset, kind),
+        )
+        seeds = [seed_of(self.seed, s) for s in settings]
+        looks: list[list[_Look]] = [[] for _ in self.counts]
+        for run in range(self.runs):
+            note = partial(_from, run * self.counts[-1], tell)
+            for at, shot in enumerate(fleet.run(run, evaluate=partial(score, self.dataset), seeds=seeds, tell=note)):
+                looks[at].append(_Look(shot))
+        return [self._rows(k, plan, looks) for k, plan in enumerate(plans)]
+
+    def _rows(self, k: int, plan: Plan, looks: Sequence[Sequence[_Look]]) -> list[Row] | Exploded:
+        lost = [look.step for each in looks for look in each if not look.finite[k]]
+        if lost:
+            return Exploded(f"the parameters are not finite after {min(lost)} steps: the model has exploded; lower lr")
+        rows = []
+        for each in looks:
+            account = self._account(plan, each[0].step)
+            dfil = torch.stack([torch.stack([look.dfil[rule][k] for rule in account.rules]) for look in each]).mean(0)
+            measured = torch.ones(dfil.shape[1])  # blocks measure every record
+            rows.append(self._told(account, [look.accuracy[k] for look in each], dfil, measured))
+        return rows
+
+    def _account(self, plan: Plan, count: int) -> Account:
+        features = self.dataset.inputs[0].size
+        mechanism = (plan.noise_multiplier, plan.max_grad_norm, plan.sample_rate, plan.sampler, plan.clip)
+        return Account(len(self.dataset.inputs), features, count, *mechanism, RULES[plan.sampler])
+
+    def _keep_rows(self, setting: Setting, folder: Path, rows: list[Row]) -> None:
+        text = json.dumps({"confidential": True, **self._about(setting), "rows": rows}, indent=1, allow_nan=False)
+        write_whole(folder / TRIAL, text.encode() + b"\n", mode=CONFIDENTIAL)
+
+
+def _from(before: int, tell: Callable[[int], None], step: int) -> None:
+    tell(before + step)
+
+
+class _Look:
+    """What a snapshot says, off the device: of each rule dFIL, (K, N)."""
+
+    def __init__(self, shot: Snapshot) -> None:
+        self.step, self.finite, self.accuracy = shot.step, shot.finite.tolist(), [float(v) for v in shot.found]
+        self.dfil: dict[str, Tensor] = {rule: shot.dfil(rule).cpu() for rule in RULES[shot.settings[0].sampler]}
+
+
+__all__ = ["Exploded", "TogetherTrainer"]

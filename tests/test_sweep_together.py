@@ -1,0 +1,279 @@
+"""Settings trained many at once: their rows, their leases, and what a fleet cannot do."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import sweep_stub
+from reconbound import cli
+from reconbound._check import InputError
+from reconbound._random import derive
+from reconbound.fleet import Fleet
+from reconbound.plan import as_tensor, default_plan, make_loss, make_model, score, starter
+from reconbound.sweep import Sweep, run, sweep
+from reconbound.sweep.crowd import Hearts
+from reconbound.sweep.space import seed_of
+from reconbound.sweep.store import ERRORS
+from reconbound.sweep.together import Exploded, TogetherTrainer
+from reconbound.sweep.train import Trainer
+from reconbound.sweep.worker import LeaseLost
+from test_sweep import Searched, digits, trainer  # noqa: F401
+from test_sweep_kills import _importable, check, count_finishes, expected  # noqa: F401
+
+GRID = [{"noise_multiplier": s, "lr": lr} for s in (0.5, 1.0) for lr in (0.3, 1.0)]
+
+
+def together(dataset, counts=(6, 14), runs=2, **plan) -> TogetherTrainer:
+    own = default_plan(dataset, model="linear", **{"sample_rate": 0.2, **plan})
+    return TogetherTrainer(dataset, own, counts, runs, seed=7, device="cpu")
+
+
+def folders(path: Path, count: int) -> list[Path]:
+    return [path / str(k) for k in range(count)]
+
+
+def close(a: list[dict], b: list[dict]) -> None:
+    for one, other in zip(a, b, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert other[name] == (None if value is None else pytest.approx(value, rel=1e-4)), name
+
+
+@pytest.mark.parametrize("sampler", ["poisson", "fixed"])
+def test_rows_do_not_depend_on_who_is_trained_beside(digits, tmp_path, sampler) -> None:  # noqa: F811
+    settings = [setting | {"sampler": sampler} for setting in GRID]
+    told: list[tuple[tuple[int, ...], int]] = []
+    many = together(digits).train_all(settings, folders(tmp_path / "a", 4), lambda which, n: told.append((*which, n)))
+    assert [row["steps"] for row in many[0]] == [6, 14]
+    assert told == [(0, 1, 2, 3, step) for step in range(2 * 14)]
+    alone = together(digits)(settings[2], tmp_path / "b")
+    close(alone, many[2])
+    short = together(digits, (6,))(settings[2], tmp_path / "c")  # a shorter training is the beginning of a longer one
+    close(short, many[2][:1])
+    assert len({rows[-1]["paper_median"] for rows in many}) == 4
+
+
+def test_rows_are_those_of_a_fleet_and_have_what_single_trainings_have(digits, tmp_path) -> None:  # noqa: F811
+    """Accuracies are means over runs; dFIL is averaged over runs before its maximum is taken; κ is of so many steps."""
+    own = together(digits)
+    (rows,) = own.train_all([GRID[1]], folders(tmp_path, 1))
+    plan = default_plan(digits, model="linear", sample_rate=0.2, **GRID[1])
+    settings = [replace(plan.settings(), seed=derive(7, "together", 0))]
+    fleet = Fleet(
+        lambda: make_model(digits, "linear", seed=0), make_loss(digits), as_tensor(digits.inputs),
+        as_tensor(digits.targets), settings, at=(6, 14), initialise=starter(digits, "linear"),
+    )  # fmt: skip
+    shots = [
+        list(fleet.run(r, evaluate=lambda model: score(digits, model), seeds=[seed_of(7, GRID[1])])) for r in (0, 1)
+    ]
+    for at, row in enumerate(rows):
+        assert row["accuracy"] == pytest.approx((shots[0][at].found[0] + shots[1][at].found[0]) / 2)
+        for rule in ("exact", "paper"):
+            dfil = (shots[0][at].dfil(rule)[0] + shots[1][at].dfil(rule)[0]) / 2
+            assert row[f"{rule}_max"] == pytest.approx(1 / float(dfil.max()), rel=1e-5)
+    single = trainer(digits)(GRID[1], tmp_path / "single")
+    for one, other in zip(single, rows, strict=True):
+        assert one.keys() == other.keys()
+        for name in ("steps", "theorem1", "corners", "lecam", "epsilon", "delta", "never_measured"):
+            assert one[name] == pytest.approx(other[name])
+
+
+def test_the_information_is_that_of_single_trainings_in_the_mean(digits, tmp_path) -> None:  # noqa: F811
+    """Other batches and other noise, the same distribution: over 30 runs the medians agree to a few per cent."""
+    options = {"counts": (10,), "runs": 30}
+    (one,), (other,) = (make(digits, **options)(GRID[2], tmp_path / make.__name__) for make in (trainer, together))
+    assert other["exact_median"] == pytest.approx(one["exact_median"], rel=0.1)
+    assert other["exact_q99"] == pytest.approx(one["exact_q99"], rel=0.25)
+    assert other["accuracy"] == pytest.approx(one["accuracy"], abs=0.1)
+
+
+def test_kinds_are_trained_apart_equal_settings_once_and_finished_ones_not_again(digits, tmp_path) -> None:  # noqa: F811
+    settings = [{"clip": "hard"}, {"clip": "smooth"}, {"clip": "hard", "lr": 0.5}, {"clip": "hard"}]
+    parts: list[tuple[int, ...]] = []
+    found = together(digits).train_all(
+        settings, folders(tmp_path, 4), lambda which, done: parts.append(tuple(which)) if done == 0 else None
+    )
+    assert parts == [(0, 2), (1,)]
+    assert found[3] == found[0] != found[2]
+    again = together(digits).train_all(settings[:3], folders(tmp_path, 3), lambda which, done: pytest.fail("trained"))
+    assert again == found[:3]
+    kept = tmp_path / "0" / "trial.json"
+    assert (kept.stat().st_mode & 0o777) == 0o600
+    assert json.loads(kept.read_text())["confidential"] is True
+
+
+def test_an_exploded_training_leaves_the_others_alone(digits, tmp_path) -> None:  # noqa: F811
+    good, bad = together(digits).train_all([{"lr": 0.5}, {"lr": 1e30, "max_grad_norm": 1e20}], folders(tmp_path, 2))
+    assert isinstance(bad, Exploded)
+    assert "lower lr" in str(bad)
+    close(together(digits)({"lr": 0.5}, tmp_path / "alone"), good)
+    assert not (tmp_path / "1" / "trial.json").exists()
+    config = Sweep(
+        "digits", tmp_path / "s", {"lr": [1e-20, 1e30], "max_grad_norm": [1e20]}, (6, 14), seed=7, together=2
+    )
+    rows = sweep(config, make_train=lambda _: together(digits), show=False)
+    assert [(row["lr"], row["steps"]) for row in rows] == [(1e-20, 6), (1e-20, 14)]
+    _, facts = run.stored(tmp_path / "s")
+    assert (facts["finished"], facts["failed"]) == (1, 1)
+    assert facts["error"].startswith("Exploded: the parameters are not finite")
+
+
+@pytest.mark.parametrize(
+    ("plan", "setting", "said"),
+    [
+        ({"budget": "every"}, {}, "budget"),
+        ({"sampler": "shuffle"}, {}, "sampler"),
+        ({}, {"sampler": "shuffle"}, "sampler"),
+    ],
+)
+def test_what_a_fleet_cannot_do_is_said(digits, tmp_path, plan, setting, said) -> None:  # noqa: F811
+    with pytest.raises(InputError, match=f"{said} must be .* for settings trained together"):
+        together(digits, **plan)(setting, tmp_path)
+
+
+def test_public_columns_and_bad_numbers_are_refused_in_a_line(tmp_path, capsys) -> None:
+    table = tmp_path / "t.csv"
+    rows = "\n".join(f"{k % 7},{k % 5},{'yn'[k % 2]}" for k in range(60))
+    table.write_text(f"a,b,c\n{rows}\n")
+    words = ["sweep", str(table), "--target", "c", "--private", "a", "--grid", "lr=1", "--steps", "3"]
+    words += ["--range", "a=0:7", "--range", "b=0:5", "-o", str(tmp_path / "out")]
+    assert cli.run([*words, "--together", "2"]) == 2
+    assert "together must be left out where columns of the data are public" in capsys.readouterr().err
+    assert cli.run([*words, "--together", "0"]) == 2
+    assert "together" in capsys.readouterr().err
+
+
+def test_one_by_one_and_together_are_not_mixed(digits, tmp_path) -> None:  # noqa: F811
+    for first, then, said in ((trainer, together, "left out"), (together, trainer, "given")):
+        (tmp_path / said).mkdir()
+        config = Sweep("digits", tmp_path / said, {"lr": [0.1]}, (6, 14), seed=1)
+        store = run.open_store(config)
+        run.begin(store, config, first(digits))
+        run.begin(store, config, first(digits))
+        with pytest.raises(InputError, match=f"together must be {said}, as when the sweep 'sweep' in .* began"):
+            run.begin(store, config, then(digits))
+        store.dispose()
+    assert Trainer.together is None
+
+
+class Crowd(Searched):
+    """Searched, many at once."""
+
+    def train_all(self, settings, folders, tell):
+        self.crowds = [*getattr(self, "crowds", []), len(settings)]
+        tell(range(len(settings)), 0)
+        return [self(setting, folder, lambda done: None) for setting, folder in zip(settings, folders, strict=True)]
+
+
+def test_a_worker_takes_so_many_and_errors_are_tried_again(tmp_path) -> None:
+    class Fails(Crowd):
+        def train_all(self, settings, folders, tell):
+            found = super().train_all(settings, folders, tell)
+            if len(self.crowds) < ERRORS:
+                raise RuntimeError("out of memory")
+            return found
+
+    stub = Fails()
+    space = {"lr": [0.1, 0.2, 0.3, 0.4, 0.5], "noise_multiplier": [1.0]}
+    rows = sweep(Sweep("stub", tmp_path / "a", space, (5,), seed=1, together=3), make_train=lambda _: stub, show=False)
+    assert [row["lr"] for row in rows] == [0.1, 0.2, 0.3, 0.4, 0.5]
+    assert stub.crowds == [3, 3, 3, 2]
+
+    class Always(Crowd):
+        def train_all(self, settings, folders, tell):
+            super().train_all(settings, folders, tell)
+            raise RuntimeError("out of memory")
+
+    stub = Always()
+    config = Sweep("stub", tmp_path / "b", space, (5,), seed=1, together=5)
+    assert sweep(config, make_train=lambda _: stub, show=False) == []
+    assert stub.crowds == [5] * ERRORS
+    assert run.stored(tmp_path / "b")[1]["error"] == "RuntimeError: out of memory"
+
+
+def test_an_interrupted_worker_gives_all_its_trials_back_at_once(tmp_path) -> None:
+    class Stopped(Crowd):
+        def train_all(self, settings, folders, tell):
+            raise KeyboardInterrupt
+
+    config = Sweep("stub", tmp_path, {"lr": [0.1, 0.2], "noise_multiplier": [1.0]}, (5,), seed=1, together=2, lease=999)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(config, make_train=lambda _: Stopped(), show=False)
+    stub = Crowd()
+    assert len(sweep(config, make_train=lambda _: stub, show=False)) == 2
+    assert stub.crowds == [2]
+
+
+def test_a_search_asks_for_many_and_does_not_train_a_setting_again(tmp_path) -> None:
+    stub = Crowd()
+    space = {"lr": [0.1, 0.3], "noise_multiplier": [0.5, 1.0]}
+    config = Sweep("stub", tmp_path, space, (5,), seed=1, search="tpe", trials=16, together=4)
+    sweep(config, make_train=lambda _: stub, show=False)
+    assert run.stored(tmp_path)[1]["finished"] == 16
+    assert sum(stub.crowds) < 16
+
+
+def test_leases_that_others_took_are_theirs(tmp_path) -> None:
+    config = sweep_stub.config(tmp_path, None)
+    tmp_path.chmod(0o700)
+    store = run.open_store(config)
+    run.begin(store, config, sweep_stub.Stub())
+    claims = [store.claim("me") for _ in range(2)]
+    with Hearts(store, claims) as hearts:
+        hearts.tell([0], 5)
+        assert [heart.done for heart in hearts.each] == [5, 0]
+        hearts.each[0].lost = True
+        hearts.tell([1], 6)
+        hearts.each[1].lost = True
+        with pytest.raises(LeaseLost):
+            hearts.tell([0, 1], 7)
+    store.dispose()
+
+
+def test_killed_workers_are_replaced_and_every_trial_is_finished_once(tmp_path) -> None:
+    out, rng, kills = tmp_path / "out", random.Random(3), []
+    settings = sweep_stub.config(out, f"sqlite:///{tmp_path / 'shared.db'}", together=3)
+    out.mkdir(mode=0o700)
+    store = run.open_store(settings)
+    run.begin(store, settings, sweep_stub.Stub())
+    count_finishes(settings.url)
+    over = threading.Event()
+
+    def killer() -> None:
+        while len(kills) < 5 and not over.wait(rng.uniform(0.2, 0.6)):
+            going = multiprocessing.active_children()
+            if going and store.leases():
+                victim = rng.choice(going)
+                os.kill(victim.pid, signal.SIGKILL)
+                kills.append(victim.pid)
+
+    thread = threading.Thread(target=killer)
+    thread.start()
+    try:
+        found = sweep(settings, workers=2, make_train=sweep_stub.make, show=False)
+    finally:
+        over.set()
+        thread.join()
+        store.dispose()
+    assert len(kills) >= 2
+    check(settings.url, out, found, expected(tmp_path))
+
+
+def test_the_command(tmp_path, capsys) -> None:
+    words = ["sweep", "digits", "--limit", "60", "--model", "linear", "--grid", "lr=0.5,1", "--steps", "4,8"]
+    assert cli.run([*words, "--together", "2", "-o", str(tmp_path / "s")]) == 0
+    said = capsys.readouterr()
+    assert "2 of 2 settings trained" in said.out
+    assert "each with 2 settings at once" in said.err
+    assert (tmp_path / "s" / "frontier.html").exists()
+    assert cli.run([*words, "-o", str(tmp_path / "s")]) == 2
+    assert "together must be given, as when the sweep" in capsys.readouterr().err
