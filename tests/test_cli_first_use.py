@@ -139,7 +139,8 @@ def test_a_column_that_is_narrow_in_its_range_is_not_called_constant(tmp_path, c
     rows = [f"{17 * i % 1500},{'' if i % 4 == 0 else 7},{i % 50},{'ab'[i % 2]}" for i in range(60)]
     path.write_text("debt,flat,age,income\n" + "\n".join(rows))
     wide = ["--range", "debt=0:1e9", "--range", "flat=0:10", "--range", "age=0:120"]
-    assert run(["audit", str(path), "--target", "income", *wide, *QUICK, "--out", str(tmp_path / "out"), "--quiet"]) == 0
+    words = ["audit", str(path), "--target", "income", *wide, *QUICK, "--out", str(tmp_path / "out"), "--quiet"]
+    assert run(words) == 0
     capsys.readouterr()
     assert run(["show", str(tmp_path / "out"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
