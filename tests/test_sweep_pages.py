@@ -170,6 +170,16 @@ def test_the_verdict_takes_a_guess_as_its_target_and_says_what_the_largest_class
     assert "No setting leaves every record an error of ±0.9" in verdict(rows, "exact_max", {"error": 0.9})[1]
 
 
+def test_the_verdict_names_its_attacker() -> None:
+    rows = [{"accuracy": 0.9, "exact_max": 0.01, "lecam": 0.04}]
+    said = verdict(rows, "exact_max", {})[0]
+    assert "an unbiased attacker errs by at least ±0.1 of a feature's range on the most exposed record (exact f" in said
+    assert "any attacker errs by at least ±0.2 of a feature's range in the worst case" in verdict(rows, "lecam", {})[0]
+    page = html.unescape(frontier_page([{**ROWS[0], **rows[0]}], FACTS).decode())
+    assert said.removesuffix(").") in page
+    assert "least mean squared error of an attacker of the kind named below" in page
+
+
 def test_pages_escape_and_say_every_floor(tmp_path) -> None:
     rows = [{"trial": 0, "lr": 1.0, "steps": 5, "accuracy": 0.5, "exact_max": 2.0, "lecam": 0.1, "epsilon": 1.0}]
     facts = {"data": "<script>alert(1)</script>", "runs": 1, "trials": 1, "finished": 1, "failed": 0}

@@ -159,8 +159,9 @@ def verdict(
         return [why]
     last = max(front, key=lambda row: row["accuracy"])
     said = [
-        f"The most accurate setting reaches {_accuracy(last, measure)} and leaves the most exposed record an error of "
-        f"{plus_minus(math.sqrt(last[floor]))} of a feature's range ({told(floor)}{_of_runs(floor, runs)})."
+        f"The most accurate setting reaches {_accuracy(last, measure)} and {_attacker(floor)[0]} errs by at least "
+        f"{plus_minus(math.sqrt(last[floor]))} of a feature's range {_attacker(floor)[1]} "
+        f"({told(floor)}{_of_runs(floor, runs)})."
     ]
     known = (guesses or {}).get("error")
     error, whose = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")
@@ -175,6 +176,14 @@ def verdict(
     elif kept is None:
         said.append(f"No setting leaves every record {as_much} or more.")
     return [*said, *majority(guesses)]
+
+
+def _attacker(floor: str) -> tuple[str, str]:
+    """Whom a floor binds, and where."""
+    if floor in ("lecam", "rate_distortion"):
+        return "any attacker", "in the worst case over records"
+    place = floor.rpartition("_")[2]
+    return "an unbiased attacker", f"on the {WORDS[place]}" if place in ("max", "q99", "median") else "on every record"
 
 
 def _of_runs(floor: str, runs: int | None) -> str:
