@@ -14,7 +14,7 @@ from ..report.axes import Chart, Key
 from ..report.figures import amount, clean, count, for_plotly, plus_minus
 from ..run_folder import prepare
 from . import space
-from .frontier import best, columns_of, default_floor, floors_in, pareto
+from .frontier import best, columns_of, crossed_of, default_floor, floors_in, pareto
 from .worker import Row, trial_folder
 
 PAGE, RUN_PAGE = "frontier.html", "index.html"
@@ -26,6 +26,7 @@ WORDS = {
     "max": "most exposed record",
     "q99": "record at the 99 % quantile",
     "median": "median record",
+    "crossed": "crossed",
     "exact": "exact factor",
     "fixed": "fixed-size factor",
     "none": "no amplification",
@@ -36,6 +37,12 @@ WORDS = {
     "lecam": "any attacker, Le Cam",
     "rate_distortion": "any attacker, rate-distortion",
 }
+#: What the two numbers of the most exposed record mean.
+CROSSED = (
+    "The floor of the most exposed record comes from the largest of many noisy dFIL, which is too large on average, so "
+    "it leans low; “crossed”, what each run says of the record that the other runs find most exposed, has a dFIL that "
+    "is too small on average, so its floor leans high: on average the largest dFIL lies between the two."
+)
 ASSUMPTIONS = (
     ("exact, fixed, none", "1/dFIL of a record by the Fisher accountant (Theorem 2): unbiased attackers who know all "
      "other records and see every noisy step. exact: Poisson batches; fixed: fixed-size batches; none: shuffled "
@@ -75,6 +82,7 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         {
             "name": floor,
             "text": told(floor),
+            "crossed": has_crossed(pareto(rows, floor), floor),
             "rows": [_cells(row, floor, names, measure) for row in pareto(rows, floor)],
         }
         for floor in floors
@@ -87,6 +95,7 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         "fronts": fronts,
         "names": names,
         "proved": told(f"{rule}_max").partition(",")[0],
+        "crossed": _said_of_crossed(rows),
         "delta": next((f"{row['delta']:g}" for row in rows if row.get("delta")), "–"),
         "assumptions": (*ASSUMPTIONS, *(("Model", said) for said in _smoothness(facts))),
         "version": __version__,
@@ -109,6 +118,7 @@ def run_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
             (told(name).replace("accuracy", measured_by(facts)), [_value(row.get(name)) for row in rows])
             for name in kept
         ],
+        "crossed": _said_of_crossed(rows),
         "version": __version__,
     }
     return page.render("trial.html", context, None)
@@ -202,6 +212,16 @@ def precision(floor: str, runs: int | None) -> str:
     return "from one run: an estimate" if runs == 1 else f"mean of {runs:,} runs: an estimate"
 
 
+def has_crossed(rows: Sequence[Row], floor: str) -> bool:
+    """Whether there is a second number beside this floor."""
+    name = crossed_of(floor)
+    return name is not None and any(row.get(name) is not None for row in rows)
+
+
+def _said_of_crossed(rows: Sequence[Row]) -> str:
+    return CROSSED if any(has_crossed(rows, floor) for floor in floors_in(rows)) else ""
+
+
 def majority(guesses: Mapping[str, Any] | None) -> list[str]:
     """What accuracy is worth: a sentence, or none where it is not known."""
     plain = (guesses or {}).get("accuracy")
@@ -285,9 +305,15 @@ def _hover(row: Row, floor: str, measure: str) -> str:
         f"run {row['trial']}: {setting}, {row['steps']:,} steps",
         f"accuracy {_accuracy(row)}" if measure == ACCURACY else _accuracy(row, measure),
         f"{told(floor)}: {_value(row[floor])} ({plus_minus(math.sqrt(row[floor]))})",
+        *([_crossed(row, floor)] if has_crossed([row], floor) else []),
         f"ε = {_value(row.get('epsilon'))}",
     ]
     return "<br>".join(for_plotly(line, 160) for line in lines)
+
+
+def _crossed(row: Row, floor: str) -> str:
+    second = row[crossed_of(floor) or ""]
+    return f"crossed: {_value(second)} ({plus_minus(math.sqrt(second))})"
 
 
 def _cells(row: Row, floor: str, names: Sequence[str], measure: str) -> dict[str, Any]:
@@ -299,6 +325,7 @@ def _cells(row: Row, floor: str, names: Sequence[str], measure: str) -> dict[str
         "accuracy": _accuracy(row, measure).removeprefix(f"{R2} "),
         "floor": _value(row[floor]),
         "error": plus_minus(math.sqrt(row[floor])),
+        "crossed": _value(row.get(crossed_of(floor) or "")),
         "epsilon": _value(row.get("epsilon")),
     }
 
