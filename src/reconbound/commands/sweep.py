@@ -147,8 +147,9 @@ def frontier_command(
     with _optuna_there(), plain_errors():
         from ..sweep import best, floors_in, pareto
         from ..sweep.frontier import checked_floor
-        from ..sweep.page import cautions, majority
+        from ..sweep.page import cautions
         from ..sweep.run import publish, stored
+        from ..sweep.words import majority
 
         if at_least is not None:
             number("at_least", at_least, above=0.0)
@@ -184,14 +185,16 @@ def _print_json(content: dict[str, Any]) -> None:
 
 
 def _said_of_crossed(found: dict[str, Row | None]) -> list[str]:
-    from ..sweep.page import CROSSED, has_crossed
+    from ..sweep.page import has_crossed
+    from ..sweep.words import CROSSED
 
     return [CROSSED] if any(row is not None and has_crossed([row], floor) for floor, row in found.items()) else []
 
 
 def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, facts: dict[str, Any]) -> str:
     from ..sweep.frontier import crossed_of
-    from ..sweep.page import has_crossed, measured_by, precision
+    from ..sweep.page import has_crossed, measured_by
+    from ..sweep.words import precision
 
     if all(r.get("accuracy") is None for r in rows):
         return f"{floor}: no setting has an accuracy to choose by: there were no test records"
@@ -232,13 +235,15 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
     from rich.table import Table
 
     from ..sweep.frontier import crossed_of
-    from ..sweep.page import CROSSED, has_crossed, majority, measured_by, settings_in, told
+    from ..sweep.page import has_crossed, measured_by, settings_in
+    from ..sweep.words import CROSSED, majority, told, whom
 
     console = Console(highlight=False, markup=False)
     for line in cautions:
         console.print(line)
     for floor, rows in fronts.items():
-        table = Table(title=f"{told(floor)} ({floor}): no setting beats these", title_justify="left")
+        title = f"{told(floor)} ({floor}){whom(floor)}: no setting beats these"
+        table = Table(title=title, title_justify="left")
         names = settings_in(rows)
         second = ["crossed (MSE)"] if has_crossed(rows, floor) else []
         for column in ("run", *names, "steps", measured_by(facts), "floor (MSE)", *second, "ε"):
@@ -254,6 +259,9 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
         console.print(CROSSED)
     for line in majority(facts["guesses"]):
         console.print(line)
+    delta = next((row["delta"] for rows in fronts.values() for row in rows if row.get("delta")), None)
+    if delta is not None:
+        console.print(f"ε is for replace-one neighbours at δ = {delta:g}.")
     console.print(f"{facts['finished']} of {facts['trials']} settings trained. {facts['page']}")
 
 
