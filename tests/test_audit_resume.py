@@ -67,6 +67,23 @@ def test_what_is_left_of_a_file_does_not_make_a_folder_anothers(tmp_path) -> Non
     assert not list(tmp_path.glob(".*.part"))
 
 
+def test_an_unfinished_download_of_the_users_is_no_leftover(tmp_path) -> None:
+    """Hidden and named .part too, but not by us."""
+    mine = tmp_path / "a" / ".film.mkv.part"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    with pytest.raises(InputError, match="must be a new or empty folder"):
+        open_folder(mine.parent)
+    mine.unlink()
+    audit(auditing.people(), auditing.plan(steps=2, runs=1), mine.parent, show=False)
+    mine.write_text("mine")
+    inside = mine.parent / "checkpoints" / ".parameters-0-1.safetensors.0123abcd.part"  # killed while it wrote this
+    inside.write_text("ours")
+    audit(auditing.people(), auditing.plan(steps=2, runs=2), mine.parent, show=False)
+    assert mine.read_text() == "mine"
+    assert not inside.exists()
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("audit") / "people"

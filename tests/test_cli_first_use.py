@@ -14,6 +14,7 @@ from reconbound.cli import run
 from reconbound.commands.audit import told_columns, told_plan
 from reconbound.data import DataWarning, load
 from reconbound.plan import Plan
+from reconbound.report.columns import sentence
 from reconbound.run_folder import PLAN, PUBLIC_REPORT, REPORT, RUN, read_run
 
 
@@ -130,6 +131,27 @@ def test_a_constant_column_is_last_and_called_so(staff, capsys) -> None:
     assert last == "  country_code: constant, one value in all records, so there is nothing to reconstruct"
     assert not any("country_code" in line for line in (*others, *found["verdict"]))
     assert "country_code: constant" in (staff / "out" / REPORT).read_text()
+
+
+def test_a_column_that_is_narrow_in_its_range_is_not_called_constant(tmp_path, capsys) -> None:
+    """Debts up to 1,500 in a range of a billion; and one value or none in a column with gaps."""
+    path = tmp_path / "a.csv"
+    rows = [f"{17 * i % 1500},{'' if i % 4 == 0 else 7},{i % 50},{'ab'[i % 2]}" for i in range(60)]
+    path.write_text("debt,flat,age,income\n" + "\n".join(rows))
+    wide = ["--range", "debt=0:1e9", "--range", "flat=0:10", "--range", "age=0:120"]
+    words = ["audit", str(path), "--target", "income", *wide, *QUICK, "--out", str(tmp_path / "out"), "--quiet"]
+    assert run(words) == 0
+    capsys.readouterr()
+    assert run(["show", str(tmp_path / "out"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [c["name"] for c in found["columns"] if c["constant"]] == ["flat"]
+    said = "flat: constant, one value in all records that have one, so there is nothing to reconstruct"
+    assert told_columns(found)[-1] == f"  {said}"
+
+
+def test_a_column_without_any_value_is_not_called_constant() -> None:
+    none = {"name": "x", "unit": "", "guess": 0.0, "constant": True, "below": 0, "of": 0, "missing": 3, "lowest": None}
+    assert sentence(none) == "x: no record that was looked at has a value"
 
 
 # --- 4 to 7: errors ---------------------------------------------------------------------

@@ -14,9 +14,10 @@ import pytest
 import sweep_stub
 from reconbound import cli
 from reconbound.sweep import Sweep, floors_in, parse_grid, run, sweep
-from reconbound.sweep.page import cautions, frontier_page, run_page, told, verdict
+from reconbound.sweep.page import cautions, frontier_page, run_page, verdict
 from reconbound.sweep.run import stored
 from reconbound.sweep.space import settings_of
+from reconbound.sweep.words import told
 
 FACTS = {"data": "people", "runs": 1, "trials": 1, "finished": 1, "failed": 0}
 ROWS = [{"trial": 0, "lr": 1.0, "steps": 5, "accuracy": 0.5, "exact_max": 2.0, "lecam": 0.1, "epsilon": 1.0}]
@@ -168,6 +169,37 @@ def test_the_verdict_takes_a_guess_as_its_target_and_says_what_the_largest_class
     assert said[1].endswith("the best accuracy is 70.0 %.")
     assert len(said) == 2
     assert "No setting leaves every record an error of ±0.9" in verdict(rows, "exact_max", {"error": 0.9})[1]
+
+
+def test_the_verdict_names_its_attacker() -> None:
+    rows = [{"accuracy": 0.9, "exact_max": 0.01, "lecam": 0.04}]
+    said = verdict(rows, "exact_max", {})[0]
+    assert "an unbiased attacker errs by at least ±0.1 of a feature's range on the most exposed record (exact f" in said
+    assert "any attacker errs by at least ±0.2 of a feature's range in the worst case" in verdict(rows, "lecam", {})[0]
+    page = html.unescape(frontier_page([{**ROWS[0], **rows[0]}], FACTS).decode())
+    assert said.removesuffix(").") in page
+    assert "least mean squared error of an attacker of the kind named below" in page
+
+
+def test_the_command_and_a_runs_page_say_whom_floors_bind_and_which_neighbours(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    words = ["sweep", "digits", "--limit", "60", "--steps", "3", "--model", "linear", "--grid", "lr=1", "--quiet"]
+    assert cli.run([*words, "--out", str(tmp_path)]) == 0
+    capsys.readouterr()
+    floors = ("exact_max", "paper_max", "theorem1", "lecam")
+    assert cli.run(["frontier", str(tmp_path), *(word for floor in floors for word in ("--floor", floor))]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "exact factor, most exposed record (exact_max), for unbiased attackers: no setting beats these" in out
+    assert "the paper's κ (no guarantee), most exposed record (paper_max): no setting beats these" in out
+    assert "Theorem 1 (theorem1), for unbiased attackers: no" in out
+    assert "any attacker, Le Cam (lecam): no setting beats these" in out
+    assert "ε is for replace-one neighbours at δ = 1e-05." in out
+    page = (tmp_path / "trials" / "00000" / "index.html").read_text()
+    assert "epsilon is for replace-one neighbours, epsilon add remove for adding or removing a record" in page
+    assert "frontier.html#assumptions" in page
+    front = (tmp_path / "frontier.html").read_text()
+    assert "lecam by replace-one neighbours, rate_distortion by leaving the record out (add/remove, or zeroed)" in front
+    assert "all for the sampler of the setting" in front
 
 
 def test_pages_escape_and_say_every_floor(tmp_path) -> None:

@@ -80,6 +80,8 @@ def test_rows_are_those_of_a_fleet_and_have_what_single_trainings_have(digits, t
         for rule in ("exact", "paper"):
             dfil = (shots[0][at].dfil(rule)[0] + shots[1][at].dfil(rule)[0]) / 2
             assert row[f"{rule}_max"] == pytest.approx(1 / float(dfil.max()), rel=1e-5)
+            a, b = (each[at].dfil(rule)[0] for each in shots)
+            assert row[f"{rule}_crossed"] == pytest.approx(2 / float(a[b.argmax()] + b[a.argmax()]), rel=1e-5)
     single = trainer(digits)(GRID[1], tmp_path / "single")
     for one, other in zip(single, rows, strict=True):
         assert one.keys() == other.keys()

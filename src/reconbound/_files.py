@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 CONFIDENTIAL = 0o600
 PUBLIC = 0o644
 _BLANK = "0" * 64
+_PART = re.compile(r"\..+\.[0-9a-f]{8}\.part")
 _SEAL = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 
@@ -43,6 +44,11 @@ def write_whole(path: str | os.PathLike[str], content: bytes, *, mode: int = CON
         with suppress(OSError):
             beside.unlink(missing_ok=True)
     _flush_folder(target.parent)
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a file of this name is what `write_whole` leaves when it is killed; another's hidden .part is not."""
+    return _PART.fullmatch(name) is not None
 
 
 def _write_beside(beside: Path, content: bytes, mode: int) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import __version__
+from ._files import is_leftover
 from ._progress import progress_bar
 from .account import Account
 from .audit_leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, looks
@@ -71,8 +72,9 @@ def audit(
     caveats = check_plan(dataset, plan)
     folder = open_folder(out)
     with held(folder):
-        for leftover in folder.glob(".*.part"):
-            leftover.unlink(missing_ok=True)
+        for leftover in (*folder.glob(".*.part"), *(folder / CHECKPOINTS).glob(".*.part")):
+            if is_leftover(leftover.name):
+                leftover.unlink(missing_ok=True)
         if fresh:
             open_folder(folder, fresh=True)
         settled = settle(folder, dataset, plan)

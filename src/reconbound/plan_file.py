@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._check import DataError, InputError
-from ._files import CONFIDENTIAL, Unreadable, write_whole
+from ._files import CONFIDENTIAL, Unreadable, is_leftover, write_whole
 from ._random import new_seed
 from .checkpoint import LOCK, NAMES, plain_json
 from .learner_state import data_digest
@@ -44,7 +44,7 @@ def open_folder(out: str | os.PathLike[str], *, fresh: bool = False) -> Path:
 
 def _foreign(name: str) -> bool:
     """Not so: the lock, and what is left of a file where an audit was killed while it wrote it."""
-    return name != LOCK and not (name.startswith(".") and name.endswith(".part"))
+    return name != LOCK and not is_leftover(name)
 
 
 def remove(folder: Path) -> None:

@@ -155,8 +155,9 @@ def frontier_command(
     with _optuna_there(), plain_errors():
         from ..sweep import best, floors_in, pareto
         from ..sweep.frontier import checked_floor
-        from ..sweep.page import cautions, majority
+        from ..sweep.page import cautions
         from ..sweep.run import publish, stored
+        from ..sweep.words import majority
 
         if at_least is not None:
             number("at_least", at_least, above=0.0)
@@ -181,7 +182,7 @@ def frontier_command(
                 print(line)
             for name, row in found.items():
                 print(_best_line(rows, name, at_least, row, facts))
-            for line in majority(facts["guesses"]):
+            for line in (*_said_of_crossed(found), *majority(facts["guesses"])):
                 print(line)
         if None in found.values():
             raise typer.Exit(1)
@@ -191,8 +192,17 @@ def _print_json(content: dict[str, Any]) -> None:
     print(json.dumps(content, indent=2, allow_nan=False))
 
 
+def _said_of_crossed(found: dict[str, Row | None]) -> list[str]:
+    from ..sweep.page import has_crossed
+    from ..sweep.words import CROSSED
+
+    return [CROSSED] if any(row is not None and has_crossed([row], floor) for floor, row in found.items()) else []
+
+
 def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, facts: dict[str, Any]) -> str:
-    from ..sweep.page import measured_by, precision
+    from ..sweep.frontier import crossed_of
+    from ..sweep.page import has_crossed, measured_by
+    from ..sweep.words import precision
 
     if all(r.get("accuracy") is None for r in rows):
         return f"{floor}: no setting has an accuracy to choose by: there were no test records"
@@ -200,6 +210,8 @@ def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, fa
         highest = max((r[floor] for r in rows if r.get(floor) is not None), default=0.0)
         return f"{floor}: no setting has a floor of at least {at_least:g}; the highest is MSE {highest:.4g}"
     how = precision(floor, facts["runs"])
+    if has_crossed([row], floor):
+        how += f"; crossed {row[crossed_of(floor) or '']:.4g}"
     said = f"{measured_by(facts)} {row['accuracy']:.4f}, floor MSE {row[floor]:.4g}{f' ({how})' if how else ''}"
     return f"{floor} at least {at_least:g}: {said}: {_setting(row)}"
 
@@ -230,24 +242,34 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
     from rich.console import Console
     from rich.table import Table
 
-    from ..sweep.page import majority, measured_by, settings_in, told
+    from ..sweep.frontier import crossed_of
+    from ..sweep.page import has_crossed, measured_by, settings_in
+    from ..sweep.words import CROSSED, majority, told, whom
 
     console = Console(highlight=False, markup=False)
     for line in cautions:
         console.print(line)
     for floor, rows in fronts.items():
-        table = Table(title=f"{told(floor)} ({floor}): no setting beats these", title_justify="left")
+        title = f"{told(floor)} ({floor}){whom(floor)}: no setting beats these"
+        table = Table(title=title, title_justify="left")
         names = settings_in(rows)
-        for column in ("run", *names, "steps", measured_by(facts), "floor (MSE)", "ε"):
+        second = ["crossed (MSE)"] if has_crossed(rows, floor) else []
+        for column in ("run", *names, "steps", measured_by(facts), "floor (MSE)", *second, "ε"):
             table.add_column(column, justify="right")
         for row in rows:
             values = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in (row.get(name, "") for name in names)]
-            epsilon = row.get("epsilon")
-            cells = (f"{row['accuracy']:.4f}", f"{row[floor]:.4g}", "" if epsilon is None else f"{epsilon:.4g}")
+            given = [row.get(crossed_of(floor) or "")] if second else []
+            more = ["" if value is None else f"{value:.4g}" for value in (*given, row.get("epsilon"))]
+            cells = (f"{row['accuracy']:.4f}", f"{row[floor]:.4g}", *more)
             table.add_row(str(row["trial"]), *values, f"{row['steps']:,}", *cells)
         console.print(table)
+    if any(has_crossed(rows, floor) for floor, rows in fronts.items()):
+        console.print(CROSSED)
     for line in majority(facts["guesses"]):
         console.print(line)
+    delta = next((row["delta"] for rows in fronts.values() for row in rows if row.get("delta")), None)
+    if delta is not None:
+        console.print(f"ε is for replace-one neighbours at δ = {delta:g}.")
     console.print(f"{facts['finished']} of {facts['trials']} settings trained. {facts['page']}")
 
 

@@ -46,8 +46,9 @@ def counts(view: View) -> list[dict[str, Any]]:
 
 
 def constant(view: View, j: int) -> bool:
-    """Whether a column has one value in all records (to the rounding of float32): there is nothing to reconstruct."""
-    return bool(view.guess_each[j] <= 1e-6 * view.scale[j])
+    """Whether a column has one value in all records that have one: there is nothing to reconstruct. To the rounding of
+    a variance in float64 alone: values may be narrow in the range that was declared for them."""
+    return bool(view.guess_each[j] <= 1e-12 * view.scale[j])
 
 
 def _below(view: View) -> np.ndarray:
@@ -95,8 +96,11 @@ def sentence(found: dict[str, Any]) -> str:
     ...           "width": 10.0, "record_name": "row 18"})
     'pay: 1 of the 20 records that have a value is below a guess (±5); lowest ±4 (row 18)'
     """
+    if found["of"] == 0:
+        return f"{found['name']}: no record that was looked at has a value"
     if found.get("constant"):
-        return f"{found['name']}: constant, one value in all records, so there is nothing to reconstruct"
+        whose = "all records that have one" if found["missing"] else "all records"
+        return f"{found['name']}: constant, one value in {whose}, so there is nothing to reconstruct"
     of = count(found["of"], "record")
     of = f"the {of} that {'has' if found['of'] == 1 else 'have'} a value" if found["missing"] else of
     verb = "is" if found["below"] == 1 else "are"

@@ -23,6 +23,15 @@ FLOORS = (
 TABLE = "sweep.csv"
 
 
+def crossed_of(floor: str) -> str | None:
+    """The column beside a floor of the most exposed record: what each run says of the others' (`train.crossed`).
+
+    >>> crossed_of("exact_max"), crossed_of("exact_q99"), crossed_of("lecam")
+    ('exact_crossed', None, None)
+    """
+    return f"{floor.removesuffix('_max')}_crossed" if floor.endswith("_max") else None
+
+
 def rows_of(store: Any) -> list[Row]:
     """Every row of the finished trials: the trial's number and setting, then what it found. A setting counts once."""
     seen: set[str] = set()
@@ -97,7 +106,8 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
     there = {name for row in rows for name in row}
     first = ["trial", *space.PARAMETERS, "steps", "accuracy", "accuracy_sd"]
     last = ["epsilon", "epsilon_add_remove", "delta", "never_measured"]
-    return [name for name in (*first, *FLOORS, *last) if name in there]
+    floors = (name for floor in FLOORS for name in (floor, crossed_of(floor)) if name is not None)
+    return [name for name in (*first, *floors, *last) if name in there]
 
 
 def table(rows: Sequence[Row]) -> str:

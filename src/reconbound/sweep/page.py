@@ -14,7 +14,8 @@ from ..report.axes import Chart, Key
 from ..report.figures import amount, clean, count, for_plotly, plus_minus
 from ..run_folder import prepare
 from . import space
-from .frontier import best, columns_of, default_floor, floors_in, pareto
+from .frontier import best, columns_of, crossed_of, default_floor, floors_in, pareto
+from .words import ASSUMPTIONS, CROSSED, attacker, majority, precision, told
 from .worker import Row, trial_folder
 
 PAGE, RUN_PAGE = "frontier.html", "index.html"
@@ -22,29 +23,6 @@ PAGE, RUN_PAGE = "frontier.html", "index.html"
 ACCURACY, R2 = "accuracy", "R²"
 #: Decades on either side of 1 that a chart shows; what lies beyond is drawn at its edge.
 DECADES = 4.0
-WORDS = {
-    "max": "most exposed record",
-    "q99": "record at the 99 % quantile",
-    "median": "median record",
-    "exact": "exact factor",
-    "fixed": "fixed-size factor",
-    "none": "no amplification",
-    "paper": "the paper's κ (no guarantee)",
-    "theorem1": "Theorem 1",
-    "theorem1_paper": "Theorem 1 as in the paper (no guarantee)",
-    "corners": "all corners",
-    "lecam": "any attacker, Le Cam",
-    "rate_distortion": "any attacker, rate-distortion",
-}
-ASSUMPTIONS = (
-    ("exact, fixed, none", "1/dFIL of a record by the Fisher accountant (Theorem 2): unbiased attackers who know all "
-     "other records and see every noisy step. exact: Poisson batches; fixed: fixed-size batches; none: shuffled "
-     "epochs. An estimate, averaged over the runs."),
-    ("paper", "the same with the paper's κ, whose δ is split over the steps: for comparison, no guarantee."),
-    ("theorem1, corners", "of the mechanism whatever the data, unbiased attackers, replace-one neighbours; theorem1 in "
-     "each feature, corners on average over them. theorem1_paper is the paper's own line, no guarantee."),
-    ("lecam, rate_distortion", "of the mechanism whatever the data, for any attacker, in the worst case over records."),
-)  # fmt: skip
 
 
 def write_pages(folder: Path, rows: Sequence[Row], facts: Mapping[str, Any]) -> Path:
@@ -75,6 +53,7 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         {
             "name": floor,
             "text": told(floor),
+            "crossed": has_crossed(pareto(rows, floor), floor),
             "rows": [_cells(row, floor, names, measure) for row in pareto(rows, floor)],
         }
         for floor in floors
@@ -87,6 +66,7 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         "fronts": fronts,
         "names": names,
         "proved": told(f"{rule}_max").partition(",")[0],
+        "crossed": _said_of_crossed(rows),
         "delta": next((f"{row['delta']:g}" for row in rows if row.get("delta")), "–"),
         "assumptions": (*ASSUMPTIONS, *(("Model", said) for said in _smoothness(facts))),
         "version": __version__,
@@ -109,6 +89,7 @@ def run_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
             (told(name).replace("accuracy", measured_by(facts)), [_value(row.get(name)) for row in rows])
             for name in kept
         ],
+        "crossed": _said_of_crossed(rows),
         "version": __version__,
     }
     return page.render("trial.html", context, None)
@@ -159,8 +140,9 @@ def verdict(
         return [why]
     last = max(front, key=lambda row: row["accuracy"])
     said = [
-        f"The most accurate setting reaches {_accuracy(last, measure)} and leaves the most exposed record an error of "
-        f"{plus_minus(math.sqrt(last[floor]))} of a feature's range ({told(floor)}{_of_runs(floor, runs)})."
+        f"The most accurate setting reaches {_accuracy(last, measure)} and {attacker(floor)[0]} errs by at least "
+        f"{plus_minus(math.sqrt(last[floor]))} of a feature's range {attacker(floor)[1]} "
+        f"({told(floor)}{_of_runs(floor, runs)})."
     ]
     known = (guesses or {}).get("error")
     error, whose = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")
@@ -182,33 +164,14 @@ def _of_runs(floor: str, runs: int | None) -> str:
     return f"; {said}" if said else ""
 
 
-def precision(floor: str, runs: int | None) -> str:
-    """How exact a floor is, in words; "" for those of the mechanism, which are computed, and where it is not known.
-
-    >>> precision("exact_max", 1), precision("lecam", 1)
-    ('from one run: an estimate', '')
-    """
-    if runs is None or not floor.endswith(("_max", "_q99", "_median")):
-        return ""
-    return "from one run: an estimate" if runs == 1 else f"mean of {runs:,} runs: an estimate"
+def has_crossed(rows: Sequence[Row], floor: str) -> bool:
+    """Whether there is a second number beside this floor."""
+    name = crossed_of(floor)
+    return name is not None and any(row.get(name) is not None for row in rows)
 
 
-def majority(guesses: Mapping[str, Any] | None) -> list[str]:
-    """What accuracy is worth: a sentence, or none where it is not known."""
-    plain = (guesses or {}).get("accuracy")
-    return [] if plain is None else [f"Always naming the largest class has an accuracy of {100 * plain:.1f} %."]
-
-
-def told(name: str) -> str:
-    """A floor, or another column, in words.
-
-    >>> told("exact_max"), told("lecam"), told("epsilon")
-    ('exact factor, most exposed record', 'any attacker, Le Cam', 'epsilon')
-    """
-    if name in WORDS:
-        return WORDS[name]
-    rule, _, place = name.partition("_")
-    return f"{WORDS[rule]}, {WORDS[place]}" if rule in WORDS and place in WORDS else name.replace("_", " ")
+def _said_of_crossed(rows: Sequence[Row]) -> str:
+    return CROSSED if any(has_crossed(rows, floor) for floor in floors_in(rows)) else ""
 
 
 def settings_in(rows: Sequence[Row]) -> list[str]:
@@ -276,9 +239,15 @@ def _hover(row: Row, floor: str, measure: str) -> str:
         f"run {row['trial']}: {setting}, {row['steps']:,} steps",
         f"accuracy {_accuracy(row)}" if measure == ACCURACY else _accuracy(row, measure),
         f"{told(floor)}: {_value(row[floor])} ({plus_minus(math.sqrt(row[floor]))})",
+        *([_crossed(row, floor)] if has_crossed([row], floor) else []),
         f"ε = {_value(row.get('epsilon'))}",
     ]
     return "<br>".join(for_plotly(line, 160) for line in lines)
+
+
+def _crossed(row: Row, floor: str) -> str:
+    second = row[crossed_of(floor) or ""]
+    return f"crossed: {_value(second)} ({plus_minus(math.sqrt(second))})"
 
 
 def _cells(row: Row, floor: str, names: Sequence[str], measure: str) -> dict[str, Any]:
@@ -290,6 +259,7 @@ def _cells(row: Row, floor: str, names: Sequence[str], measure: str) -> dict[str
         "accuracy": _accuracy(row, measure).removeprefix(f"{R2} "),
         "floor": _value(row[floor]),
         "error": plus_minus(math.sqrt(row[floor])),
+        "crossed": _value(row.get(crossed_of(floor) or "")),
         "epsilon": _value(row.get("epsilon")),
     }
 

@@ -130,9 +130,9 @@ class TogetherTrainer(Trainer):
         rows = []
         for each in looks:
             account = self._account(plan, each[0].step)
-            dfil = torch.stack([torch.stack([look.dfil[rule][k] for rule in account.rules]) for look in each]).mean(0)
-            measured = torch.ones(dfil.shape[1])  # blocks measure every record
-            rows.append(self._told(account, [look.accuracy[k] for look in each], dfil, measured))
+            dfil = torch.stack([torch.stack([look.dfil[rule][k] for rule in account.rules]) for look in each])
+            scores, measured = [look.accuracy[k] for look in each], torch.ones(dfil.shape[2])  # blocks measure all
+            rows.append(self._told(account, scores, dfil.mean(0), measured, dfil if len(each) > 1 else None))
         return rows
 
     def _account(self, plan: Plan, count: int) -> Account:

@@ -171,7 +171,7 @@ class Trainer:
             if learner.step not in self.counts:
                 return {}
             assert learner.accountant is not None
-            if learner.step < learner.steps:  # at the end the accountant has the run in its mean
+            if learner.step < learner.steps or self.runs > 1:
                 _keep(folder, learner.run, learner.step, learner.accountant)
             return {"accuracy": score(self.dataset, model)}
 
@@ -197,13 +197,19 @@ class Trainer:
         account = replace(ledger.account, steps=count)
         dfil, measured = _dfil(ledger, count, self.runs, folder)
         scores = [h["accuracy"] for h in learner.history if h["step"] == count]
-        return self._told(account, scores, dfil, measured)
+        each = _by_run(ledger, count, self.runs, folder) if self.runs > 1 else None
+        return self._told(account, scores, dfil, measured, each)
 
-    def _told(self, account: Account, scores: Sequence[float], dfil: Tensor, measured: Tensor) -> Row:
-        """A row: accuracies of the runs, dFIL in the mean over them, (rules, N), how often each record was measured."""
+    def _told(
+        self, account: Account, scores: Sequence[float], dfil: Tensor, measured: Tensor, each: Tensor | None
+    ) -> Row:
+        """A row: accuracies of the runs, dFIL in the mean over them, (rules, N), how often each record was measured,
+        and each run's dFIL, (runs, rules, N), where there are several."""
         row: Row = {"steps": account.steps, "accuracy": _mean(scores), "accuracy_sd": _spread(scores)}
-        for rule, values in zip(account.rules, dfil, strict=True):
+        for k, (rule, values) in enumerate(zip(account.rules, dfil, strict=True)):
             row |= {f"{rule}_{place}": floor for place, floor in floors_of(values, measured).items()}
+            if each is not None:
+                row[f"{rule}_crossed"] = crossed_floor(each[:, k])
         row["never_measured"] = int((measured == 0).sum())
         row |= {**companions(account.mechanism(), account.features, self.delta), "delta": self.delta}
         return {name: _plain(value) for name, value in row.items()}
@@ -227,6 +233,27 @@ def floors_of(dfil: Tensor, measured: Tensor) -> dict[str, float]:
         return dict.fromkeys(PLACES, 0.0)
     at = {place: float(seen[min(len(seen) - 1, math.ceil(q * (len(seen) - 1)))]) for place, q in PLACES.items()}
     return {place: 1 / max(value, 1e-300) for place, value in at.items()}
+
+
+def crossed(dfil: Tensor) -> float:
+    """What each run says of the record that the other runs find most exposed, on average over the runs.
+
+        mean over r of dFIL_r(i_r),     i_r = argmax of the mean of dFIL over the other runs
+
+    The choice of i_r has no part in run r, so each term is unbiased for a record's dFIL, and the whole on average at
+    most the largest; the maximum over records of the runs' mean is on average at least that.
+
+    Args:
+        dfil: of each run and record, (R, N), R at least 2.
+    """
+    others = [torch.cat([dfil[:r], dfil[r + 1 :]]).mean(0) for r in range(len(dfil))]
+    return _mean([float(own[other.argmax()]) for own, other in zip(dfil, others, strict=True)])
+
+
+def crossed_floor(dfil: Tensor) -> float | None:
+    """1/crossed; None where no run met the records that the others point at."""
+    found = crossed(dfil)
+    return 1 / found if found > 0 else None
 
 
 @lru_cache(maxsize=1000)
@@ -255,17 +282,38 @@ def _dfil(ledger: FisherAccountant, count: int, runs: int, folder: Path) -> tupl
     if count == account.steps:
         return torch.stack([ledger.dfil(rule).cpu() for rule in account.rules]), ledger.measured().cpu()
     kept = [unsealed(_place(folder, run, count))[0] for run in range(runs)]
-    trace = torch.stack([part["trace"] for part in kept]).mean(0)
-    for k, rule in enumerate(account.rules):
-        if rule == "paper":
-            trace[k] *= kappa_ratio(account, count)
-    return trace / account.features, torch.stack([part["measured"] for part in kept]).sum(0)
+    dfil = _rescaled(torch.stack([part["trace"] for part in kept]).mean(0), account, count)
+    return dfil, torch.stack([part["measured"] for part in kept]).sum(0)
+
+
+def _by_run(ledger: FisherAccountant, count: int, runs: int, folder: Path) -> Tensor | None:
+    """dFIL of each run after so many steps, (R, rules, N); None where an earlier version did not keep all runs' ends.
+
+    At the end of a run the ledger has it in its mean over the runs so far, m_r: it is r m_r − (r − 1) m_{r−1}."""
+    places = [_place(folder, run, count) for run in range(runs)]
+    if not all(place.exists() for place in places):
+        return None
+    kept = [unsealed(place)[0] for place in places]
+    if count < ledger.account.steps:
+        traces = torch.stack([part["trace"] for part in kept])
+    else:
+        totals = torch.stack([(r + 1) * part["mean"] for r, part in enumerate(kept)])
+        traces = torch.cat([totals[:1], totals.diff(dim=0).clamp(min=0)])  # 0 is rounding's to tell
+    return torch.stack([_rescaled(trace, ledger.account, count) for trace in traces])
+
+
+def _rescaled(trace: Tensor, account: Account, count: int) -> Tensor:
+    """dFIL after so many steps from the traces of each rule, (rules, N)."""
+    factors = [kappa_ratio(account, count) if rule == "paper" else 1.0 for rule in account.rules]
+    return trace * torch.tensor(factors, dtype=trace.dtype)[:, None] / account.features
 
 
 def _keep(folder: Path, run: int, step: int, ledger: FisherAccountant) -> None:
-    """The run's ledger so far, beside the checkpoints: written anew, the same, when a killed run comes by again."""
-    state = ledger.state()
-    content = sealed({name: state[name] for name in ("trace", "measured")}, {"run": run, "step": step})
+    """The run's ledger so far, beside the checkpoints: written anew, the same, when a killed run comes by again. At the
+    run's end it is in the mean over the runs so far, which is kept in its place."""
+    state, ended = ledger.state(), ledger.runs > run
+    names = ("mean",) if ended else ("trace", "measured")
+    content = sealed({name: state[name] for name in names}, {"run": run, "step": step})
     write_whole(_place(folder, run, step), content, mode=CONFIDENTIAL)
 
 
@@ -307,4 +355,14 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-__all__ = ["PLACES", "Segments", "SteppedSGD", "Trainer", "fingerprint", "floors_of", "kappa_ratio"]
+__all__ = [
+    "PLACES",
+    "Segments",
+    "SteppedSGD",
+    "Trainer",
+    "crossed",
+    "crossed_floor",
+    "fingerprint",
+    "floors_of",
+    "kappa_ratio",
+]

@@ -1,0 +1,86 @@
+"""What a sweep's floors are called, whom they bind and how exact they are, in words for its pages and the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+WORDS = {
+    "max": "most exposed record",
+    "q99": "record at the 99 % quantile",
+    "median": "median record",
+    "crossed": "crossed",
+    "exact": "exact factor",
+    "fixed": "fixed-size factor",
+    "none": "no amplification",
+    "paper": "the paper's κ (no guarantee)",
+    "theorem1": "Theorem 1",
+    "theorem1_paper": "Theorem 1 as in the paper (no guarantee)",
+    "corners": "all corners",
+    "lecam": "any attacker, Le Cam",
+    "rate_distortion": "any attacker, rate-distortion",
+}
+#: What the two numbers of the most exposed record mean.
+CROSSED = (
+    "The floor of the most exposed record comes from the largest of many noisy dFIL, which is too large on average, so "
+    "it leans low; “crossed”, what each run says of the record that the other runs find most exposed, has a dFIL that "
+    "is too small on average, so its floor leans high: on average the largest dFIL lies between the two."
+)
+ASSUMPTIONS = (
+    ("exact, fixed, none", "1/dFIL of a record by the Fisher accountant (Theorem 2): unbiased attackers who know all "
+     "other records and see every noisy step. exact: Poisson batches; fixed: fixed-size batches; none: shuffled "
+     "epochs. An estimate, averaged over the runs."),
+    ("paper", "the same with the paper's κ, whose δ is split over the steps: for comparison, no guarantee."),
+    ("theorem1, corners", "of the mechanism whatever the data, unbiased attackers, replace-one neighbours; theorem1 in "
+     "each feature, corners on average over them. theorem1_paper is the paper's own line, no guarantee."),
+    ("lecam, rate_distortion", "of the mechanism whatever the data, for any attacker, in the worst case over records: "
+     "lecam by replace-one neighbours, rate_distortion by leaving the record out (add/remove, or zeroed). These and "
+     "those above are all for the sampler of the setting."),
+)  # fmt: skip
+
+
+def told(name: str) -> str:
+    """A floor, or another column, in words.
+
+    >>> told("exact_max"), told("lecam"), told("epsilon")
+    ('exact factor, most exposed record', 'any attacker, Le Cam', 'epsilon')
+    """
+    if name in WORDS:
+        return WORDS[name]
+    rule, _, place = name.partition("_")
+    return f"{WORDS[rule]}, {WORDS[place]}" if rule in WORDS and place in WORDS else name.replace("_", " ")
+
+
+def attacker(floor: str) -> tuple[str, str]:
+    """Whom a floor binds, and where."""
+    if floor in ("lecam", "rate_distortion"):
+        return "any attacker", "in the worst case over records"
+    place = floor.rpartition("_")[2]
+    return "an unbiased attacker", f"on the {WORDS[place]}" if place in ("max", "q99", "median") else "on every record"
+
+
+def whom(floor: str) -> str:
+    """Whom a floor binds, after its name; nothing where the name says it, or that there is no guarantee.
+
+    >>> whom("exact_max"), whom("lecam"), whom("paper_max")
+    (', for unbiased attackers', '', '')
+    """
+    said = told(floor)
+    return "" if "any attacker" in said or "no guarantee" in said else ", for unbiased attackers"
+
+
+def precision(floor: str, runs: int | None) -> str:
+    """How exact a floor is, in words; "" for those of the mechanism, which are computed, and where it is not known.
+
+    >>> precision("exact_max", 1), precision("lecam", 1)
+    ('from one run: an estimate', '')
+    """
+    if runs is None or not floor.endswith(("_max", "_q99", "_median")):
+        return ""
+    return "from one run: an estimate" if runs == 1 else f"mean of {runs:,} runs: an estimate"
+
+
+def majority(guesses: Mapping[str, Any] | None) -> list[str]:
+    """What accuracy is worth: a sentence, or none where it is not known."""
+    plain = (guesses or {}).get("accuracy")
+    return [] if plain is None else [f"Always naming the largest class has an accuracy of {100 * plain:.1f} %."]
