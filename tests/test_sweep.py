@@ -23,9 +23,10 @@ from reconbound.checkpoint import CheckpointError
 from reconbound.data import load
 from reconbound.plan import default_plan, make_learner
 from reconbound.sweep import Range, Sweep, best, frontier, pareto, parse_grid, parse_steps, run, sweep
+from reconbound.sweep.ledgers import floors_of, kappa_ratio
 from reconbound.sweep.space import seed_of, settings_of
 from reconbound.sweep.store import ERRORS
-from reconbound.sweep.train import Segments, Trainer, floors_of, kappa_ratio
+from reconbound.sweep.train import Segments, Trainer
 
 TINY = {"limit": 60, "test_share": 0.3}
 

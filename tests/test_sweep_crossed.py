@@ -16,9 +16,10 @@ from reconbound.accountant import FisherAccountant
 from reconbound.data import load
 from reconbound.plan import default_plan, make_learner
 from reconbound.sweep.frontier import columns_of, floors_in, table
+from reconbound.sweep.ledgers import crossed, crossed_floor
 from reconbound.sweep.page import frontier_page, run_page
 from reconbound.sweep.space import seed_of
-from reconbound.sweep.train import Trainer, crossed, crossed_floor
+from reconbound.sweep.train import Trainer
 from reconbound.sweep.words import CROSSED
 
 FACTS = {"data": "people", "runs": 2, "trials": 1, "finished": 1, "failed": 0}

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from .._check import InputError
-from .._files import CONFIDENTIAL, sealed, unsealed, write_whole
+from .._files import CONFIDENTIAL, write_whole
 from .._random import derive
-from ..account import Account, Factors
-from ..accountant import FisherAccountant
+from ..account import Account
 from ..audit_leakage import guess_of
 from ..budget import Blocks
 from ..calculator import guarantee
@@ -38,6 +37,7 @@ from ..plan import Plan, make_learner, score
 from ..plan_check import check_plan
 from ..run_folder import CHECKPOINTS, prepare
 from ..sgd import PrivateSGD
+from .ledgers import by_run, crossed_floor, dfil_at, floors_of, keep, mean_of
 from .space import Setting, seed_of
 from .worker import Row
 
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from ..data import Dataset
 
 TRIAL, LEDGER = "trial.json", "ledger.safetensors"
-#: Where over the records a floor is taken: name → quantile of dFIL.
-PLACES = {"max": 1.0, "q99": 0.99, "median": 0.5}
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,7 @@ class Trainer:
                 return {}
             assert learner.accountant is not None
             if learner.step < learner.steps or self.runs > 1:
-                _keep(folder, learner.run, learner.step, learner.accountant)
+                keep(folder, learner.run, learner.step, learner.accountant)
             return {"accuracy": score(self.dataset, model)}
 
         learner = make_learner(
@@ -195,9 +193,9 @@ class Trainer:
         ledger = learner.accountant
         assert ledger is not None
         account = replace(ledger.account, steps=count)
-        dfil, measured = _dfil(ledger, count, self.runs, folder)
+        dfil, measured = dfil_at(ledger, count, self.runs, folder)
         scores = [h["accuracy"] for h in learner.history if h["step"] == count]
-        each = _by_run(ledger, count, self.runs, folder) if self.runs > 1 else None
+        each = by_run(ledger, count, self.runs, folder) if self.runs > 1 else None
         return self._told(account, scores, dfil, measured, each)
 
     def _told(
@@ -205,7 +203,7 @@ class Trainer:
     ) -> Row:
         """A row: accuracies of the runs, dFIL in the mean over them, (rules, N), how often each record was measured,
         and each run's dFIL, (runs, rules, N), where there are several."""
-        row: Row = {"steps": account.steps, "accuracy": _mean(scores), "accuracy_sd": _spread(scores)}
+        row: Row = {"steps": account.steps, "accuracy": mean_of(scores), "accuracy_sd": _spread(scores)}
         for k, (rule, values) in enumerate(zip(account.rules, dfil, strict=True)):
             row |= {f"{rule}_{place}": floor for place, floor in floors_of(values, measured).items()}
             if each is not None:
@@ -226,36 +224,6 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def floors_of(dfil: Tensor, measured: Tensor) -> dict[str, float]:
-    """1/dFIL at the most exposed record, at the 99 % quantile and at the median, of those that were measured."""
-    seen = dfil[measured > 0].sort().values
-    if len(seen) == 0:
-        return dict.fromkeys(PLACES, 0.0)
-    at = {place: float(seen[min(len(seen) - 1, math.ceil(q * (len(seen) - 1)))]) for place, q in PLACES.items()}
-    return {place: 1 / max(value, 1e-300) for place, value in at.items()}
-
-
-def crossed(dfil: Tensor) -> float:
-    """What each run says of the record that the other runs find most exposed, on average over the runs.
-
-        mean over r of dFIL_r(i_r),     i_r = argmax of the mean of dFIL over the other runs
-
-    The choice of i_r has no part in run r, so each term is unbiased for a record's dFIL, and the whole on average at
-    most the largest; the maximum over records of the runs' mean is on average at least that.
-
-    Args:
-        dfil: of each run and record, (R, N), R at least 2.
-    """
-    others = [torch.cat([dfil[:r], dfil[r + 1 :]]).mean(0) for r in range(len(dfil))]
-    return _mean([float(own[other.argmax()]) for own, other in zip(dfil, others, strict=True)])
-
-
-def crossed_floor(dfil: Tensor) -> float | None:
-    """1/crossed; None where no run met the records that the others point at."""
-    found = crossed(dfil)
-    return 1 / found if found > 0 else None
-
-
 @lru_cache(maxsize=1000)
 def companions(mechanism: SampledGaussian, features: int, delta: float) -> dict[str, float | None]:
     """The floors of the mechanism whatever the data, and its ε: the same for all settings that differ otherwise."""
@@ -264,61 +232,9 @@ def companions(mechanism: SampledGaussian, features: int, delta: float) -> dict[
     return {**floors, "epsilon": found.epsilon, "epsilon_add_remove": found.epsilon_add_remove}
 
 
-def kappa_ratio(account: Account, count: int) -> float:
-    """κ(count)/κ(T): the paper's factor depends on the number of steps, over which it splits its δ."""
-    cpu, only = torch.device("cpu"), ("paper",)
-    parts = [Factors(replace(account, steps=steps, rules=only), cpu).kappa for steps in (count, account.steps)]
-    return parts[0] / parts[1]
-
-
 def fingerprint(seed: int) -> str:
     """Tells seeds apart without telling them."""
     return f"{derive(seed, 'fingerprint'):064x}"[:16]
-
-
-def _dfil(ledger: FisherAccountant, count: int, runs: int, folder: Path) -> tuple[Tensor, Tensor]:
-    """Mean over the runs of dFIL after so many steps, (rules, N), and how often each record was measured, (N,)."""
-    account = ledger.account
-    if count == account.steps:
-        return torch.stack([ledger.dfil(rule).cpu() for rule in account.rules]), ledger.measured().cpu()
-    kept = [unsealed(_place(folder, run, count))[0] for run in range(runs)]
-    dfil = _rescaled(torch.stack([part["trace"] for part in kept]).mean(0), account, count)
-    return dfil, torch.stack([part["measured"] for part in kept]).sum(0)
-
-
-def _by_run(ledger: FisherAccountant, count: int, runs: int, folder: Path) -> Tensor | None:
-    """dFIL of each run after so many steps, (R, rules, N); None where an earlier version did not keep all runs' ends.
-
-    At the end of a run the ledger has it in its mean over the runs so far, m_r: it is r m_r − (r − 1) m_{r−1}."""
-    places = [_place(folder, run, count) for run in range(runs)]
-    if not all(place.exists() for place in places):
-        return None
-    kept = [unsealed(place)[0] for place in places]
-    if count < ledger.account.steps:
-        traces = torch.stack([part["trace"] for part in kept])
-    else:
-        totals = torch.stack([(r + 1) * part["mean"] for r, part in enumerate(kept)])
-        traces = torch.cat([totals[:1], totals.diff(dim=0).clamp(min=0)])  # 0 is rounding's to tell
-    return torch.stack([_rescaled(trace, ledger.account, count) for trace in traces])
-
-
-def _rescaled(trace: Tensor, account: Account, count: int) -> Tensor:
-    """dFIL after so many steps from the traces of each rule, (rules, N)."""
-    factors = [kappa_ratio(account, count) if rule == "paper" else 1.0 for rule in account.rules]
-    return trace * torch.tensor(factors, dtype=trace.dtype)[:, None] / account.features
-
-
-def _keep(folder: Path, run: int, step: int, ledger: FisherAccountant) -> None:
-    """The run's ledger so far, beside the checkpoints: written anew, the same, when a killed run comes by again. At the
-    run's end it is in the mean over the runs so far, which is kept in its place."""
-    state, ended = ledger.state(), ledger.runs > run
-    names = ("mean",) if ended else ("trace", "measured")
-    content = sealed({name: state[name] for name in names}, {"run": run, "step": step})
-    write_whole(_place(folder, run, step), content, mode=CONFIDENTIAL)
-
-
-def _place(folder: Path, run: int, step: int) -> Path:
-    return folder / CHECKPOINTS / f"at-{run}-{step}.safetensors"
 
 
 def finished_rows(folder: Path, about: Mapping[str, Any]) -> list[Row] | None:
@@ -339,14 +255,10 @@ def _often(counts: Sequence[int]) -> int:
     return next(k for k in range(min(every, 50), 0, -1) if every % k == 0)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def _spread(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
-    middle = _mean(values)
+    middle = mean_of(values)
     return math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1))
 
 
@@ -355,14 +267,4 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-__all__ = [
-    "PLACES",
-    "Segments",
-    "SteppedSGD",
-    "Trainer",
-    "crossed",
-    "crossed_floor",
-    "fingerprint",
-    "floors_of",
-    "kappa_ratio",
-]
+__all__ = ["Segments", "SteppedSGD", "Trainer", "fingerprint"]
