@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from reconbound import Account, FisherAccountant, PrivateSGD, Settings
 from reconbound._check import InputError
 from reconbound.fisher import clipped_gradient_sum, dense_information, step_information
 from reconbound.validate import ReconboundWarning, check_batch
+from test_accountant import info
 
 SETTING: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "clip": "hard"}
 
@@ -172,3 +174,131 @@ def test_ledgers_of_earlier_versions_are_not_suspected() -> None:
 def test_numbers_must_be_numbers() -> None:
     with pytest.raises(InputError, match="noise_multiplier must be a number, got '1'"):
         Settings("1", 1.0, 0.1)  # type: ignore[arg-type]
+
+
+# --- what would be wrong and not be seen ---------------------------------------------------------
+
+
+def small(records: int = 8, **changes: Any) -> FisherAccountant:
+    diagonal = changes.pop("diagonal", "none")
+    about = {"records": records, "features": 3, "steps": 10, "noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    return FisherAccountant(Account(**{**about, "sample_rate": 0.25, **changes}), diagonal=diagonal)
+
+
+def ones(records: int = 8) -> Any:
+    return info(torch.ones(records), torch.zeros(records))
+
+
+@pytest.mark.parametrize("sampler", ["poisson", "fixed"])
+def test_a_ledger_of_a_few_records_is_not_suspected(sampler: str) -> None:
+    """As the closer look of an audit keeps them: fewer records than a batch has, each once in every block."""
+    kept = small(sampler=sampler, steps=1000, sample_rate=0.02)
+    for _ in range(10):
+        kept.add(torch.arange(8), ones(), weight=100 * 0.02, stratified=True)
+    assert kept.traces.steps_told() == pytest.approx(1000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept.finish_run()
+
+
+def test_a_subset_of_the_records_wants_a_ledger_of_its_own() -> None:
+    kept = small(80, steps=400)
+    for _ in range(400):
+        kept.add(torch.arange(8), ones(), weight=0.25)
+    with pytest.warns(ReconboundWarning, match="and the records that are measured"):
+        kept.finish_run()
+
+
+def test_a_ledger_of_an_earlier_version_does_not_say_nan() -> None:
+    kept, other = small(), small()
+    kept.add(torch.arange(8), ones(), weight=0.25)
+    other.restore({name: v for name, v in kept.state().items() if name not in ("weights", "partial")}, 0)
+    assert "nan" not in str(other.mse_floor())
+    assert "not known how many of its 10 steps" in str(other.mse_floor())
+    assert any("of 10 steps measured so far" in note for note in kept.mse_floor().notes)
+
+
+def test_a_chance_above_one_is_refused() -> None:
+    """A weight below q, as when a share p is given in place of 1/p: the floors would be too high."""
+    kept = small()
+    with pytest.raises(InputError, match=r"weight must be at least the sample rate, 0.25.*got 0.2"):
+        kept.add(torch.arange(8), ones(), weight=0.2)
+    assert int(kept.measured().sum()) == 0
+    kept.add(torch.arange(8), ones(), weight=0.25)
+
+
+def test_records_once_measured_at_some_steps_alone_stay_so() -> None:
+    """Blocks of a run differ by a step in length: two steps, then one. Limits still need 25 measurements."""
+    kept = small()
+    for _ in range(3):
+        kept.add(torch.arange(8), ones(), weight=0.5, stratified=True)
+        kept.add(torch.arange(8), ones(), weight=0.25, stratified=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kept.finish_run()
+    assert kept.traces.sampled
+    assert bool(torch.isinf(kept.upper(warn=False)).all())
+
+
+@pytest.mark.parametrize("indices", [torch.zeros(0, dtype=torch.int64), torch.tensor(3), torch.arange(8)[:, None]])
+def test_indices_of_another_shape_leave_the_ledger_alone(indices: Tensor) -> None:
+    kept = small()
+    with pytest.raises(InputError, match="indices"):
+        kept.add(indices, ones(1 if indices.dim() == 0 else 8))
+    assert all(float(v.double().abs().sum()) == 0 for v in kept.state().values())
+
+
+def test_a_run_not_measured_to_its_end_is_said_of_features_and_in_the_summary() -> None:
+    kept = small(diagonal="all", steps=400)
+    kept.add(torch.arange(8), ones())
+    so_far = "a run in progress: about 4 of 400 steps measured so far"
+    assert so_far in kept.feature_floors().notes
+    assert so_far in kept.feature_floors(average=True).notes
+    with pytest.warns(ReconboundWarning, match="too high"):
+        kept.finish_run()
+    said = "not measured over all of their 400 steps"
+    assert said in str(kept.feature_floors())
+    assert any(said in one for one in kept.summary()["caveats"])
+
+
+def test_a_ledger_is_not_merged_with_itself() -> None:
+    """The same runs twice would halve the variance of their mean."""
+    kept = small()
+    kept.add(torch.arange(8), ones())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kept.finish_run()
+    with pytest.raises(InputError, match="other must be another ledger"):
+        kept.merge(kept)
+    assert kept.runs == 1
+
+
+@pytest.mark.parametrize(("records", "change"), [(1, {}), (3, {}), (2, {"noise_multiplier": 2.0})])
+def test_followed_records_are_those_chosen_and_of_the_same_mechanism(records: int, change: dict[str, float]) -> None:
+    """One record's diagonal would be added to all of them; that of another noise is none of theirs."""
+    kept = small(diagonal=("top", 2))
+    kept.features.followed = True
+    kept.add(torch.arange(8), ones())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kept.finish_run()
+    with pytest.raises(InputError, match="found"):
+        kept.follow(replace(ones(records), **change))
+    assert float(kept.state()["diagonal"].abs().sum()) == 0
+    kept.follow(replace(ones(2), noise_multiplier=1.0))
+
+
+def test_subclasses_of_opacus_models_are_measured_too() -> None:
+    opacus = pytest.importorskip("opacus")
+
+    class Own(opacus.GradSampleModule):  # type: ignore[misc, name-defined]
+        pass
+
+    x, y = data(5)
+    model = Own(network())
+    found = step_information(model, losses, x, y, **SETTING, directions=[torch.ones(6)], probe="inputs")
+    plain = step_information(network(), losses, x, y, **SETTING, directions=[torch.ones(6)], probe="inputs")
+    torch.testing.assert_close(found.trace, plain.trace)
+    assert len(model._module[0]._forward_hooks) == 1
+    with pytest.raises(InputError, match="make_private"):
+        PrivateSGD(model, losses, x, y, Settings(1.0, 1.0, 0.1))
