@@ -302,3 +302,68 @@ def test_subclasses_of_opacus_models_are_measured_too() -> None:
     assert len(model._module[0]._forward_hooks) == 1
     with pytest.raises(InputError, match="make_private"):
         PrivateSGD(model, losses, x, y, Settings(1.0, 1.0, 0.1))
+
+
+# --- what is kept of runs that were not whole ------------------------------------------------------
+
+
+def closed(kept: FisherAccountant) -> list[str]:
+    """The warnings with which a run is closed."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        kept.finish_run()
+    return [str(one.message) for one in found]
+
+
+@pytest.mark.parametrize(("blocks", "suspected"), [(2, True), (5, False)])
+def test_blocks_leave_nothing_to_chance(blocks: int, suspected: bool) -> None:
+    """Blocks of 80 steps, so a weight of 20: two of the five are no whole run, however large the weight."""
+    kept = small(steps=400)
+    for _ in range(blocks):
+        kept.add(torch.arange(8), ones(), weight=80 * 0.25, stratified=True)
+    assert bool(closed(kept)) is suspected
+
+
+@pytest.mark.parametrize(("steps", "suspected"), [(12, False), (20, False), (60, True)])
+def test_random_steps_are_left_to_chance(steps: int, suspected: bool) -> None:
+    """Measured at a share 1/20 of 400 steps: 12 of the 20 expected are two standard deviations off, 60 are nine."""
+    kept = small(800, steps=400)
+    for k in range(steps):
+        kept.add(torch.arange(200 * (k % 4), 200 * (k % 4) + 200), ones(200), weight=20.0)
+    assert bool(closed(kept)) is suspected
+
+
+def whole(kept: FisherAccountant, weight: float = 0.25) -> FisherAccountant:
+    """A run of 10 steps, each record measured at all of them, or with a larger weight at fewer."""
+    for _ in range(round(2.5 / weight)):
+        kept.add(torch.arange(8), ones(), weight=weight, stratified=True)
+    closed(kept)
+    return kept
+
+
+def test_a_run_that_was_not_whole_is_not_forgotten() -> None:
+    said = "not measured over all of their 400 steps"
+    kept = small(steps=400)
+    kept.add(torch.arange(8), ones())
+    assert closed(kept)
+    kept.add(torch.arange(8), ones(), weight=100.0, stratified=True)
+    assert not closed(kept)  # whole
+    assert said in str(kept.mse_floor())
+    clean = small(steps=400)
+    clean.add(torch.arange(8), ones(), weight=100.0, stratified=True)
+    assert not closed(clean)
+    assert said not in str(clean.mse_floor())
+    clean.merge(kept)
+    assert said in str(clean.mse_floor())
+
+
+def test_a_ledger_merged_with_a_sampled_one_is_sampled() -> None:
+    every, rare = whole(whole(small())), whole(whole(small(), weight=0.5), weight=0.5)
+    assert bool(torch.isfinite(every.upper(warn=False)).all())
+    every.merge(rare)  # 30 measurements of each: enough
+    assert every.traces.sampled
+    few = whole(whole(small(), weight=1.25), weight=1.25)
+    again = whole(whole(small()))
+    again.merge(few)  # 24: one too few
+    assert again.measured().tolist() == [24] * 8
+    assert bool(torch.isinf(again.upper(warn=False)).all())
