@@ -85,3 +85,12 @@ def test_audits_of_photographs_centre_their_pixels() -> None:
     grey = model[0](torch.full((1, 3, 32, 32), 0.5))
     assert grey.abs().max() == 0
     assert sum(p.numel() for p in model.parameters()) == 550_570
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "said"),
+    [(0.5, 0.0, "std"), (0.5, (1.0, -1.0), "std"), (0.5, (), "std"), (float("nan"), 1.0, "mean"), ("0.5", 1.0, "mean")],
+)
+def test_constants_that_cannot_standardise_are_named(mean: object, std: object, said: str) -> None:
+    with pytest.raises(InputError, match=f"^{said} must"):
+        standardised(small(), mean, std)  # type: ignore[arg-type]

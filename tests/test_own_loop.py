@@ -201,6 +201,13 @@ def test_a_ledger_of_a_few_records_is_not_suspected(sampler: str) -> None:
         kept.finish_run()
 
 
+def test_an_epoch_of_batches_that_do_not_come_out_even_is_as_many_steps() -> None:
+    kept = small(10, sampler="shuffle", sample_rate=0.4)
+    for first, after in ((0, 4), (4, 8), (8, 10)):
+        kept.add(torch.arange(first, after), ones(after - first))
+    assert kept.traces.steps_told() == pytest.approx(3)
+
+
 def test_a_subset_of_the_records_wants_a_ledger_of_its_own() -> None:
     kept = small(80, steps=400)
     for _ in range(400):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ._check import InputError
+from ._check import InputError, number
 
 
 def mnist_cnn() -> nn.Sequential:
@@ -60,6 +60,11 @@ class _Standardise(nn.Module):
     def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
         super().__init__()
         for name, value in (("mean", mean), ("std", std)):
+            given = value if isinstance(value, Sequence) else [value]
+            if not given:
+                raise InputError(name, "must be a number, or one for each channel", value)
+            for one in given:
+                number(name, one, above=0.0 if name == "std" else None)
             tensor = torch.tensor(value, dtype=torch.get_default_dtype())
             self.register_buffer(name, tensor.reshape(-1, 1, 1) if tensor.dim() else tensor)
 
