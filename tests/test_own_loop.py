@@ -374,3 +374,30 @@ def test_a_ledger_merged_with_a_sampled_one_is_sampled() -> None:
     again.merge(few)  # 24: one too few
     assert again.measured().tolist() == [24] * 8
     assert bool(torch.isinf(again.upper(warn=False)).all())
+
+
+@pytest.mark.parametrize("diagonal", ["all", [5, 1], ("top", 2)])
+@pytest.mark.parametrize("runs", [0, 1, 2, 3])
+def test_a_ledger_goes_on_from_its_file_as_if_it_had_not_been_put_down(tmp_path: Any, runs: int, diagonal: Any) -> None:
+    """In the middle of a run, of the first and of later ones: the two differ in no number."""
+    kept = small(diagonal=diagonal)
+    generator = torch.Generator().manual_seed(runs)
+
+    def measure(ledgers: list[FisherAccountant]) -> None:
+        for k in range(3):
+            found = info(torch.rand(6, generator=generator), torch.rand(6, generator=generator))
+            for one in ledgers:
+                one.add((torch.arange(6) + k) % 8, found, stratified=runs % 2 == 0)
+
+    for _ in range(runs):
+        measure([kept])
+        closed(kept)
+    measure([kept])
+    kept.save(tmp_path / "ledger")
+    back = FisherAccountant.load(tmp_path / "ledger")
+    for _ in range(2):
+        measure([kept, back])
+        assert closed(kept) == closed(back)
+    for name, value in kept.state().items():
+        assert torch.equal(value, back.state()[name]), name
+    torch.testing.assert_close(kept.feature_standard_error(), back.feature_standard_error())
