@@ -398,6 +398,6 @@ def test_a_ledger_goes_on_from_its_file_as_if_it_had_not_been_put_down(tmp_path:
     for _ in range(2):
         measure([kept, back])
         assert closed(kept) == closed(back)
-    for name, value in kept.state().items():
-        assert torch.equal(value, back.state()[name]), name
+        for name, value in kept.state().items():
+            assert torch.equal(value, back.state()[name]), name
     torch.testing.assert_close(kept.feature_standard_error(), back.feature_standard_error())
