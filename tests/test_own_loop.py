@@ -174,6 +174,35 @@ def test_ledgers_of_earlier_versions_are_not_suspected() -> None:
 def test_numbers_must_be_numbers() -> None:
     with pytest.raises(InputError, match="noise_multiplier must be a number, got '1'"):
         Settings("1", 1.0, 0.1)  # type: ignore[arg-type]
+    for name in ("noise_multiplier", "max_grad_norm", "sample_rate"):
+        with pytest.raises(InputError, match=f"{name} must be a number, got '1'"):
+            ledger(**{name: "1"})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_for_ghost_clipping_is_measured_as_it_is() -> None:
+    opacus = pytest.importorskip("opacus")
+    x, y = data()
+    inner = network()
+    model, optimizer, criterion, _ = opacus.PrivacyEngine().make_private(
+        module=inner,
+        optimizer=torch.optim.SGD(inner.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=8),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode="ghost",
+    )
+    found = step_information(model, losses, x, y, **SETTING, directions=[torch.ones(6)], probe="inputs")
+    plain = step_information(network(), losses, x, y, **SETTING, directions=[torch.ones(6)], probe="inputs")
+    torch.testing.assert_close(found.trace, plain.trace)
+    optimizer.zero_grad()
+    criterion(model(x), y).backward()
+    theirs, ours = (
+        torch.cat([g.flatten() for g in gs])
+        for gs in ((p.grad for p in inner.parameters()), found.gradient_sum.values())
+    )
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
 # --- what would be wrong and not be seen ---------------------------------------------------------
