@@ -430,3 +430,26 @@ def test_a_ledger_goes_on_from_its_file_as_if_it_had_not_been_put_down(tmp_path:
         for name, value in kept.state().items():
             assert torch.equal(value, back.state()[name]), name
     torch.testing.assert_close(kept.feature_standard_error(), back.feature_standard_error())
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize(("weight", "stratified"), [(0.25, False), (2.5, True)])
+def test_a_record_left_out_of_a_run_is_said(late: bool, weight: float, stratified: bool) -> None:
+    """The mean over runs counts it there as if it had told nothing: its floor would be twice too high, unsaid."""
+    kept, everyone = small(80), torch.arange(80)
+    found = []
+    for some in (everyone[:-2], everyone) if late else (everyone, everyone[:-2]):
+        for _ in range(round(2.5 / weight)):
+            kept.add(some, ones(len(some)), weight=weight, stratified=stratified)
+        found.append(closed(kept))
+    assert found[0] == []
+    assert "2 of 80 records were measured in some runs and left out of others" in found[1][0]
+    assert "for all records: floors of another run" in str(kept.mse_floor())
+
+
+def test_records_that_were_not_drawn_in_a_run_are_no_fault() -> None:
+    kept = small(80)
+    for some in (torch.arange(20), torch.arange(20, 40)):
+        for _ in range(10):
+            kept.add(some, ones(20))
+        assert closed(kept) == []

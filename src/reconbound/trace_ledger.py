@@ -137,14 +137,25 @@ class TraceLedger:
         return float(self.state["weights"][0]) / of_a_step
 
     def missing(self) -> str:
-        """What is said of a run whose measurements tell of other than T steps, by more than chance explains; or ""."""
-        told, steps = self.steps_told(), self.account.steps
+        """What is said of a run whose measurements tell of other than T steps, by more than chance explains, or of
+        other records than the runs before, where that is not left to chance; or ""."""
+        told, steps, uneven = self.steps_told(), self.account.steps, self._uneven()
+        if uneven:
+            fault = "measured in some runs and left out of others, where they count as if they had told nothing"
+            return f"{uneven:,} of {self.account.records:,} records were {fault}: their floors are too high"
         weight = max(1.0, float(self.state["weights"][1]))  # steps measured with chance 1/weight; batches vary as well
         chance = 6 * math.sqrt(steps * (weight - 1 + weight / (self.account.sample_rate * self.account.records)))
         if math.isnan(told) or abs(told - steps) <= 0.1 * steps + chance:
             return ""
         fault = "too high" if told < steps else "too low"
         return f"the measurements of a run tell of about {told:.3g} of its {steps} steps: its floors are {fault}"
+
+    def _uneven(self) -> int:
+        """Records measured in the present run and in none before, or the other way, though all have their turn."""
+        state, at_random = self.state, self.account.sample_rate * (1 + 1e-9) < float(self.state["weights"][1])
+        now, before = state["measured"] > 0, state["measured_total"] > 0
+        known = bool(now.any()) and bool(before.any()) and not bool(state["weights"].isnan().any())
+        return int((now != before).sum()) if known and not at_random else 0
 
     def finish_run(self, runs: int) -> None:
         """Fold the run, the `runs`-th, into the averages, and start anew."""
@@ -214,7 +225,8 @@ class TraceLedger:
         """What must be said of runs that were not measured over all of their steps, or not yet."""
         steps, told = self.account.steps, self.steps_told()
         if bool(self.state["partial"]):
-            return (f"some runs were not measured over all of their {steps} steps: floors of another run",)
+            what = f"some runs were not measured over all of their {steps} steps, for all records"
+            return (f"{what}: floors of another run",)
         if runs:
             return ()
         if math.isnan(told):  # of an earlier version's ledger
