@@ -87,6 +87,17 @@ def test_hooks_are_back_after_an_error() -> None:
     assert len(inner[0]._forward_hooks) == 1
 
 
+def test_hooks_are_back_in_their_order() -> None:
+    model, inner, _ = wrapped("hooks")
+    x, y = data(5)
+    seen: list[int] = []
+    inner[0].register_forward_hook(lambda *_: seen.append(1))
+    before = list(inner[0]._forward_hooks.items())
+    step_information(model, losses, x, y, **SETTING)
+    assert list(inner[0]._forward_hooks.items()) == before
+    assert seen  # one's own is called by our passes, as by any other
+
+
 def test_wrappers_that_cannot_be_used_are_named() -> None:
     x, y = data()
     model, _, _ = wrapped("ew")
@@ -422,8 +433,10 @@ def test_a_ledger_goes_on_from_its_file_as_if_it_had_not_been_put_down(tmp_path:
         measure([kept])
         closed(kept)
     measure([kept])
+    kept.caveats, kept.needs_range = ("not proved: kinks",), True
     kept.save(tmp_path / "ledger")
     back = FisherAccountant.load(tmp_path / "ledger")
+    assert (back.caveats, back.needs_range) == (kept.caveats, True)
     for _ in range(2):
         measure([kept, back])
         assert closed(kept) == closed(back)
