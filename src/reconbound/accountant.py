@@ -93,7 +93,7 @@ class FisherAccountant:
             found: the step's information about them.
             weight: q over the chance of a record to be measured at this step: 1 when the records are those drawn into
                 the batch, 1/p when that is done at a share p of the steps, L·q when each record is measured once in L
-                steps.
+                steps; never below q.
             stratified: the last: each record is measured exactly once in each block of steps.
         """
         index = self.traces.checked(indices, found)
@@ -123,7 +123,8 @@ class FisherAccountant:
     def finish_run(self) -> None:
         """Close the current run: fold it into the averages over runs and start an empty ledger.
 
-        Warns where the run's measurements tell of other than the account's steps, by a tenth and more than chance."""
+        Warns where the run's measurements tell of other than the account's steps, by a tenth and more than chance, or
+        where a record was left out that other runs measured, though not by chance."""
         fault = self.traces.missing()
         if fault:
             cure = "measure every record at every step, or with the right weight, or make the Account with the steps "
