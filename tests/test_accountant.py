@@ -478,5 +478,5 @@ def test_indices_that_are_none(indices, said: str) -> None:
     with pytest.raises(InputError, match=said):
         ledger.add(indices, good)
     ledger.add(torch.tensor([1, 3, 5, 0], dtype=torch.int32), good)
-    ledger.add(torch.tensor([], dtype=torch.int64), good)  # an empty batch
+    ledger.add(torch.tensor([], dtype=torch.int64), info(torch.ones(0), torch.ones(0)))  # an empty batch
     assert ledger.measured().tolist() == [1, 1, 0, 1, 0, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ def test_information_is_about_the_input_as_it_was() -> None:
     """By the chain rule a feature's information is that of the standardised one over std²; compared in full."""
     x, y = torch.rand(5, 3, 6, 6, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
     mean, std = (torch.tensor(v, dtype=torch.float64).reshape(3, 1, 1) for v in (MEAN, STD))
-    model = standardised(small(), MEAN, STD).double()
+    model = standardised(small(), MEAN, np.array(STD)).double()  # type: ignore[arg-type]
     with torch.no_grad():
         torch.testing.assert_close(model(x), small()((x - mean) / std), rtol=1e-12, atol=1e-12)
     before = dense_information(model, losses, x, y, **SETTING)
@@ -85,3 +86,12 @@ def test_audits_of_photographs_centre_their_pixels() -> None:
     grey = model[0](torch.full((1, 3, 32, 32), 0.5))
     assert grey.abs().max() == 0
     assert sum(p.numel() for p in model.parameters()) == 550_570
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "said"),
+    [(0.5, 0.0, "std"), (0.5, (1.0, -1.0), "std"), (0.5, (), "std"), (float("nan"), 1.0, "mean"), ("0.5", 1.0, "mean")],
+)
+def test_constants_that_cannot_standardise_are_named(mean: object, std: object, said: str) -> None:
+    with pytest.raises(InputError, match=f"^{said} must"):
+        standardised(small(), mean, std)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A ledger beside a training loop of one's own: Opacus's models, and what the ledger refuses or warns of."""
+"""A ledger beside a training loop of one's own: what it refuses or warns of (Opacus's models: test_opacus.py)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from reconbound import Account, FisherAccountant, PrivateSGD, Settings
 from reconbound._check import InputError
-from reconbound.fisher import clipped_gradient_sum, dense_information, step_information
-from reconbound.validate import ReconboundWarning, check_batch
+from reconbound.fisher import step_information
+from reconbound.validate import ReconboundWarning
 
 SETTING: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "clip": "hard"}
 
@@ -30,69 +29,6 @@ def network() -> nn.Sequential:
 def data(records: int = 40) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.rand(records, 6, generator=generator), torch.arange(records) % 3
-
-
-def wrapped(mode: str) -> tuple[nn.Module, nn.Module, Any]:
-    """Opacus's model, the network in it, and its optimizer."""
-    opacus = pytest.importorskip("opacus")
-    inner = network()
-    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(*data()), batch_size=8)
-    private = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "grad_sample_mode": mode}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, optimizer, _ = opacus.PrivacyEngine().make_private(
-            module=inner, optimizer=optimizer, data_loader=loader, **private
-        )
-    return model, inner, optimizer
-
-
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("mode", ["hooks", "functorch"])
-@pytest.mark.parametrize("which", ["wrapped", "inner"])
-@pytest.mark.parametrize("method", ["layers", "generic"])
-def test_opacus_models_are_measured_as_they_are(mode: str, which: str, method: str) -> None:
-    model, inner, optimizer = wrapped(mode)
-    x, y = data()
-    omega = [torch.ones(6)]
-    plain = step_information(network(), losses, x, y, **SETTING, directions=omega, probe="inputs", checked=True)
-    chosen = model if which == "wrapped" else inner
-    found = step_information(chosen, losses, x, y, **SETTING, directions=omega, probe="inputs", method=method)
-    torch.testing.assert_close(found.trace, plain.trace, rtol=1e-5, atol=1e-8)
-    optimizer.zero_grad()
-    losses(model(x), y).mean().backward()  # Opacus's hooks are back, and kept nothing of our passes
-    samples = torch.cat([p.grad_sample.flatten(1) for p in model.parameters()], 1)
-    factor = (1 / samples.norm(dim=1)).clamp(max=1)
-    ours = torch.cat([g.flatten() for g in found.gradient_sum.values()])
-    torch.testing.assert_close(factor @ samples, ours, rtol=1e-4, atol=1e-5)
-
-
-def test_all_that_takes_a_model_takes_an_opacus_one() -> None:
-    model, _, _ = wrapped("hooks")
-    x, y = data(5)
-    exact = dense_information(model, losses, x, y, **SETTING)
-    torch.testing.assert_close(exact.trace, dense_information(network(), losses, x, y, **SETTING).trace)
-    clipped_gradient_sum(model, losses, x, y, max_grad_norm=1.0)
-    assert check_batch(model, losses, x, y) == ()
-    hooks = [h for m in model.modules() for h in (*m._forward_hooks.values(), *m._backward_hooks.values())]
-    assert len(hooks) == 4
-
-
-def test_hooks_are_back_after_an_error() -> None:
-    model, inner, _ = wrapped("hooks")
-    with pytest.raises(ValueError, match="inputs"):
-        step_information(model, losses, torch.full((4, 6), torch.nan), torch.zeros(4, dtype=torch.int64), **SETTING)
-    assert len(inner[0]._forward_hooks) == 1
-
-
-def test_wrappers_that_cannot_be_used_are_named() -> None:
-    x, y = data()
-    model, _, _ = wrapped("ew")
-    with pytest.raises(InputError, match=r"model\._module"):
-        step_information(model, losses, x, y, **SETTING)
-    model, _, _ = wrapped("hooks")
-    with pytest.raises(InputError, match="make_private"):
-        PrivateSGD(model, losses, x, y, Settings(1.0, 1.0, 0.1))
 
 
 def ledger(**changes: Any) -> FisherAccountant:
@@ -172,3 +108,6 @@ def test_ledgers_of_earlier_versions_are_not_suspected() -> None:
 def test_numbers_must_be_numbers() -> None:
     with pytest.raises(InputError, match="noise_multiplier must be a number, got '1'"):
         Settings("1", 1.0, 0.1)  # type: ignore[arg-type]
+    for name in ("noise_multiplier", "max_grad_norm", "sample_rate"):
+        with pytest.raises(InputError, match=f"{name} must be a number, got '1'"):
+            ledger(**{name: "1"})

@@ -746,3 +746,18 @@ def test_what_is_done_to_the_model_between_calls_is_not_taken_for_the_first_run(
             p.zero_()
     one.repeat(2, steps=3)
     assert same_state(one, whole)
+
+
+def test_groups_of_a_step_have_probes_of_their_own(monkeypatch) -> None:
+    """Records that shared them would err together, and the average over records would be known less well than said."""
+    one, used = learner(budget=4.0, sample_rate=0.25), []
+    plain = one.measurer.information
+
+    def seen(rows, probes):
+        used.append(probes.initial_seed())
+        return plain(rows, probes)
+
+    monkeypatch.setattr(one.measurer, "information", seen)
+    one.fit(steps=3)
+    assert len(used) == 12  # all records at each step, in groups of six
+    assert len(set(used)) == 12

@@ -59,9 +59,14 @@ def unhooked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def is_wrapper(model: Any) -> bool:
     """Whether it is one of Opacus's own modules around a network."""
-    return type(model).__module__.startswith("opacus.grad_sample") and hasattr(model, "_module")
+    return _of_opacus(model, "opacus.grad_sample") and hasattr(model, "_module")
 
 
 def _by_opacus(hook: Any) -> bool:
     owner = getattr(getattr(hook, "func", hook), "__self__", None)  # a method, or a partial of one
-    return type(owner).__module__.startswith("opacus.")
+    return _of_opacus(owner, "opacus.")
+
+
+def _of_opacus(thing: Any, package: str) -> bool:
+    """Whether its class, or one that it is made from, is there."""
+    return any(kind.__module__.startswith(package) for kind in type(thing).__mro__)

@@ -93,7 +93,7 @@ class FisherAccountant:
             found: the step's information about them.
             weight: q over the chance of a record to be measured at this step: 1 when the records are those drawn into
                 the batch, 1/p when that is done at a share p of the steps, L·q when each record is measured once in L
-                steps.
+                steps; never below q.
             stratified: the last: each record is measured exactly once in each block of steps.
         """
         index = self.traces.checked(indices, found)
@@ -109,6 +109,11 @@ class FisherAccountant:
         For a learner that measures them at every step, whether drawn or not: weight q. The ledger of traces is left
         as it is. To be used at every step of a run, after `features.followed` was set, or not at all.
         """
+        rows = self.rows if self.diagonal == "chosen" else None
+        if rows is None or len(found.clipped_norm) != len(rows):
+            have = "no" if rows is None else len(rows)
+            raise InputError("found", f"must be about the {have} records that were chosen", len(found.clipped_norm))
+        self.traces.check_found(rows, found)
         rate = self.account.sample_rate
         across, along = (
             rate * f.to(self.device) for f in self.traces.factors(self.account.rules[0], found.clipped_norm)
@@ -118,10 +123,12 @@ class FisherAccountant:
     def finish_run(self) -> None:
         """Close the current run: fold it into the averages over runs and start an empty ledger.
 
-        Warns where the run's measurements tell of other than the account's steps, by a tenth and more than chance."""
+        Warns where the run's measurements tell of other than the account's steps, by a tenth and more than chance, or
+        where a record was left out that other runs measured, though not by chance."""
         fault = self.traces.missing()
         if fault:
-            cure = "measure every step, with the right weight, or make the Account with the steps that were taken"
+            cure = "measure every record at every step, or with the right weight, or make the Account with the steps "
+            cure += "that were taken and the records that are measured"
             warnings.warn(f"{fault}; {cure}", ReconboundWarning, stacklevel=2)
         self.runs += 1
         self.traces.finish_run(self.runs)
@@ -129,6 +136,8 @@ class FisherAccountant:
 
     def merge(self, other: FisherAccountant) -> None:
         """Take in the finished runs of another ledger of the same account (other machines, other seeds)."""
+        if other is self:
+            raise InputError("other", "must be another ledger, with runs of its own", "the same one")
         alike = other.traces.state.keys() == self.traces.state.keys() and self.features.same_parts(other.features)
         if other.account != self.account or not alike:
             raise InputError("other", "must be a ledger of the same account, with the same parts", other.account)
@@ -234,7 +243,7 @@ class FisherAccountant:
         they are measured in had no part in.
         """
         found = self.features.floors(self.feature_scale, self.runs, self._told_of(), average)
-        notes = self.caveats
+        notes = (*self.caveats, *self.traces.unfinished(self.runs))
         if not (average or self.diagonal == "average"):
             measured, relative = self.features.precision(self.runs, self._told_of())
             said = told(measured, relative, " of a feature", runs=self.runs)
@@ -287,7 +296,7 @@ class FisherAccountant:
         found: dict[str, Any] = {"confidential": True, "runs": self.runs, "floors": floors}
         found["measured_per_record"] = {"least": int(measured.min()), "median": float(measured.double().median())}
         found["never_measured"] = int((~seen).sum())
-        found["caveats"] = list(self.caveats)
+        found["caveats"] = [*self.caveats, *self.traces.unfinished(self.runs)]
         found["relative_standard_error_median"] = relative_median(self.dfil(), self.standard_error())
         if self.runs > 1:
             limits = self.upper(warn=False)

@@ -60,11 +60,23 @@ class _Standardise(nn.Module):
     def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
         super().__init__()
         for name, value in (("mean", mean), ("std", std)):
-            tensor = torch.tensor(value, dtype=torch.get_default_dtype())
+            tensor = _constants(name, value)
             self.register_buffer(name, tensor.reshape(-1, 1, 1) if tensor.dim() else tensor)
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - self.mean) / self.std
+
+
+def _constants(name: str, value: float | Sequence[float]) -> Tensor:
+    try:
+        tensor = torch.as_tensor(value, dtype=torch.get_default_dtype()).clone()
+    except (TypeError, ValueError):
+        tensor = torch.empty(0)
+    good = tensor > 0 if name == "std" else tensor == tensor
+    if tensor.numel() == 0 or not bool((good & tensor.isfinite()).all()):
+        kind = "positive number" if name == "std" else "number"
+        raise InputError(name, f"must be a finite {kind}, or one for each channel", value)
+    return tensor
 
 
 def standardised(model: nn.Sequential, mean: float | Sequence[float], std: float | Sequence[float]) -> nn.Sequential:

@@ -41,20 +41,22 @@ class TraceLedger:
         """The indices, on the ledger's device; an InputError, before anything is changed, for what cannot be added."""
         if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.dtype == torch.bool:
             raise InputError("indices", "must be a tensor of record indices", getattr(indices, "dtype", indices))
+        if tuple(indices.shape) != (len(found.clipped_norm),):
+            given = len(indices) if indices.dim() == 1 else tuple(indices.shape)
+            raise InputError("indices", f"must be {len(found.clipped_norm)}, one for each record found", given)
         if indices.numel() == 0:
             return indices
-        if indices.numel() != len(found.clipped_norm):
-            raise InputError("indices", f"must be {len(found.clipped_norm)}, one for each record found", len(indices))
         low, high = int(indices.min()), int(indices.max())
         if low < 0 or high >= self.account.records:
             bad = low if low < 0 else high
             raise InputError("indices", f"must lie between 0 and {self.account.records - 1}", bad)
         if indices.unique().numel() != indices.numel():
             raise InputError("indices", "must name each record at most once", indices.tolist())
-        self._check_found(indices, found)
+        self.check_found(indices, found)
         return indices.to(self.device, torch.int64)
 
-    def _check_found(self, indices: Tensor, found: StepInformation) -> None:
+    def check_found(self, indices: Tensor, found: StepInformation) -> None:
+        """An InputError where it is of another mechanism or model than the account's, or not of numbers."""
         account = self.account
         if found.features != account.features:
             raise InputError("found", f"must be about the account's {account.features} features", found.features)
@@ -75,8 +77,12 @@ class TraceLedger:
     def add(self, index: Tensor, found: StepInformation, weight: float, stratified: bool) -> tuple[Tensor, Tensor]:
         """Add a step's information about these records; returns the factors of the first rule, times the weight."""
         state, account = self.state, self.account
-        count = state["measured"][index]
-        chance = min(1.0, account.sample_rate / number("weight", weight, above=0.0))
+        count, rate = state["measured"][index], account.sample_rate
+        weight = number("weight", weight, above=0.0)
+        if weight < rate * (1 - 1e-9):
+            why = f"must be at least the sample rate, {rate:g}, which is divided by a chance to make it"
+            raise InputError("weight", why, weight)
+        chance = min(1.0, rate / weight)
         first: list[Tensor] = []
         for k, rule in enumerate(account.rules):
             across, along = (weight * f.to(self.device) for f in self.factors(rule, found.clipped_norm))
@@ -102,7 +108,7 @@ class TraceLedger:
         """
         drawn = (1 - chance) * value.square() + chance * error.square()
         variance, last = self.state["variance"][k], self.state["last"][k]
-        self.state["rare"].fill_(chance < 1.0)
+        self.state["rare"] |= chance < 1.0
         if not stratified or chance == 1.0:
             variance.index_add_(0, index, drawn)
             return
@@ -124,21 +130,32 @@ class TraceLedger:
 
     def steps_told(self) -> float:
         """Of how many steps the measurements of the present run tell: their weights over what one step's add up to."""
-        account, batch = self.account, max(1, round(self.account.sample_rate * self.account.records))
-        of_a_step = {"poisson": account.sample_rate * account.records, "fixed": float(batch)}.get(
-            account.sampler, account.records / math.ceil(account.records / batch)
-        )
+        account = self.account
+        of_a_step = account.sample_rate * account.records
+        if account.sampler == "shuffle":  # the last batch of an epoch has what is left
+            of_a_step = account.records / math.ceil(account.records / max(1, round(of_a_step)))
         return float(self.state["weights"][0]) / of_a_step
 
     def missing(self) -> str:
-        """What is said of a run whose measurements tell of other than T steps, by more than chance explains; or ""."""
-        told, steps = self.steps_told(), self.account.steps
+        """What is said of a run whose measurements tell of other than T steps, by more than chance explains, or of
+        other records than the runs before, where that is not left to chance; or ""."""
+        told, steps, uneven = self.steps_told(), self.account.steps, self._uneven()
+        if uneven:
+            fault = "measured in some runs and left out of others, where they count as if they had told nothing"
+            return f"{uneven:,} of {self.account.records:,} records were {fault}: their floors are too high"
         weight = max(1.0, float(self.state["weights"][1]))  # steps measured with chance 1/weight; batches vary as well
         chance = 6 * math.sqrt(steps * (weight - 1 + weight / (self.account.sample_rate * self.account.records)))
         if math.isnan(told) or abs(told - steps) <= 0.1 * steps + chance:
             return ""
         fault = "too high" if told < steps else "too low"
         return f"the measurements of a run tell of about {told:.3g} of its {steps} steps: its floors are {fault}"
+
+    def _uneven(self) -> int:
+        """Records measured in the present run and in none before, or the other way, though all have their turn."""
+        state, at_random = self.state, self.account.sample_rate * (1 + 1e-9) < float(self.state["weights"][1])
+        now, before = state["measured"] > 0, state["measured_total"] > 0
+        known = bool(now.any()) and bool(before.any()) and not bool(state["weights"].isnan().any())
+        return int((now != before).sum()) if known and not at_random else 0
 
     def finish_run(self, runs: int) -> None:
         """Fold the run, the `runs`-th, into the averages, and start anew."""
@@ -197,15 +214,24 @@ class TraceLedger:
         relative = relative_median(self.trace(k, runs), self.standard_error(k, runs))
         said = told(self.told_of(runs), relative, runs=runs)
         notes: tuple[str, ...] = (said, *caveats, *self.silent(k, runs))
-        if bool(self.state["partial"]):
-            notes += (f"some runs were not measured over all of their {account.steps} steps: floors of another run",)
-        elif not runs:
-            notes += (f"a run in progress: about {self.steps_told():.3g} of {account.steps} steps measured so far",)
+        notes += self.unfinished(runs)
         if unseen.any():
             notes += (f"{int(unseen.sum())} of {len(unseen)} records were never measured: no floor (0)",)
         assumes = (rule, mean, f"{account.clip} clipping", *notes)
         found = replace(bound, name="dfil", value=value, sampler=account.sampler, attacker="unbiased")
         return replace(found, assumes=assumes, notes=notes), relative, said
+
+    def unfinished(self, runs: int) -> tuple[str, ...]:
+        """What must be said of runs that were not measured over all of their steps, or not yet."""
+        steps, told = self.account.steps, self.steps_told()
+        if bool(self.state["partial"]):
+            what = f"some runs were not measured over all of their {steps} steps, for all records"
+            return (f"{what}: floors of another run",)
+        if runs:
+            return ()
+        if math.isnan(told):  # of an earlier version's ledger
+            return (f"a run in progress: it is not known how many of its {steps} steps were measured",)
+        return (f"a run in progress: about {told:.3g} of {steps} steps measured so far",)
 
     def mute(self, k: int, runs: int) -> int:
         """Records about which no step told anything, though they were measured: training may have diverged."""

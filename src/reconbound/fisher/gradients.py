@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from reconbound.fisher import layers
+from reconbound.fisher import products
 from reconbound.fisher.checks import no_dependence, no_gradient
 from reconbound.fisher.layers import EmbeddingRule
 from reconbound.fisher.passes import Params, Pass, Route, trainable
@@ -140,11 +140,11 @@ class LayerPass:
                 formed = self._full(name, uses, pairs)
             else:
                 factors = self._factors(uses[0], pairs[uses[0]])
-                if not layers.forms_gradient(*factors[0], sum(columns.shape[-1] for columns, _ in factors)):
+                if not products.forms_gradient(*factors[0], sum(columns.shape[-1] for columns, _ in factors)):
                     columns, rows = _joined(factors)
-                    squares.append((layers.gram(columns, columns) * layers.gram(rows, rows)).sum((1, 2, 3)))
+                    squares.append((products.gram(columns, columns) * products.gram(rows, rows)).sum((1, 2, 3)))
                     continue
-                formed = layers.summed_gradients(factors)
+                formed = products.summed_gradients(factors)
             squares.append(_squares(formed))
             if keep:
                 self.formed[name] = formed
@@ -190,16 +190,16 @@ class LayerPass:
             self.columns[i] = columns
         factors = [(columns, rows)] if pairs[i][0][1] is delta else self._factors(i, pairs[i])
         formed = t = None
-        if layers.forms_gradient(columns, rows, sum(c.shape[-1] for c, _ in factors)):
-            formed = layers.summed_gradients(factors)
+        if products.forms_gradient(columns, rows, sum(c.shape[-1] for c, _ in factors)):
+            formed = products.summed_gradients(factors)
             e = formed @ columns
             if site.a.requires_grad:
-                t = layers.transpose_each(rule, delta, formed, a)
+                t = products.transpose_each(rule, delta, formed, a)
         else:
             others = _joined(factors)
-            e = others[1] @ layers.gram(others[0], columns).to(rows.dtype)
+            e = others[1] @ products.gram(others[0], columns).to(rows.dtype)
             if site.a.requires_grad:
-                t = rule.from_columns(others[0] @ layers.gram(others[1], rows), a.shape)
+                t = rule.from_columns(others[0] @ products.gram(others[1], rows), a.shape)
         along_output[i] = _kept(site, rule.from_rows(e, delta.shape))
         along_input[i] = t
         return formed
@@ -207,9 +207,9 @@ class LayerPass:
     def _several(self, uses: list[int], formed: Tensor, along_output: list[Any], along_input: list[Any]) -> None:
         for i in uses:
             rule, a, delta = self.sites[i].rule, self.inputs[i], self.deltas[i]
-            along_output[i] = _kept(self.sites[i], layers.apply_each(rule, a, formed, delta))
+            along_output[i] = _kept(self.sites[i], products.apply_each(rule, a, formed, delta))
             if self.sites[i].a.requires_grad:
-                along_input[i] = layers.transpose_each(rule, delta, formed, a)
+                along_input[i] = products.transpose_each(rule, delta, formed, a)
 
     def _columns(self, i: int, a: Tensor) -> Tensor:
         kept = self.columns.get(i) if a is self.inputs[i] else None
@@ -220,7 +220,7 @@ class LayerPass:
 
     def _full(self, name: str, uses: list[int], pairs: list[list[Pair]]) -> Tensor:
         weight = self.params[name]
-        each = [layers.full_gradients(self.sites[i].rule, a, d, weight) for i in uses for a, d in pairs[i]]
+        each = [products.full_gradients(self.sites[i].rule, a, d, weight) for i in uses for a, d in pairs[i]]
         return torch.stack(each).sum(0)
 
     def _bias_direction(self, uses: list[int], pairs: list[list[Pair]]) -> Tensor:
