@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,19 +21,11 @@ from reconbound.sweep.words import told
 FACTS = {"data": "people", "runs": 1, "trials": 1, "finished": 1, "failed": 0}
 ROWS = [{"trial": 0, "lr": 1.0, "steps": 5, "accuracy": 0.5, "exact_max": 2.0, "lecam": 0.1, "epsilon": 1.0}]
 KINKS = "The floors of single records are not proved for this model: it has kinks, in module '2' (ReLU)"
-FACTORY = """
+FACTORIES = """
 from torch import nn
 def relu(shape, outputs):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, outputs))
 """
-
-
-@pytest.fixture
-def mine(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(FACTORY)
-    yield
-    sys.modules.pop("mine", None)
 
 
 def test_floors_that_are_not_proved_for_a_model_with_kinks_are_said_so_everywhere(mine, capsys, recwarn) -> None:
