@@ -51,6 +51,7 @@ def test_killed_before_the_pages_of_more_runs_are_there_an_audit_is_not_finished
         with pytest.raises(KeyboardInterrupt):
             audit(people, more, tmp_path, show=False)
     assert not finished(tmp_path, people, more)
+    assert not any((tmp_path / name).exists() for name in (REPORT, PUBLIC_REPORT))  # of one run: neither stays
     audit(people, more, tmp_path, show=False)
     assert finished(tmp_path, people, more)
     assert read_run(tmp_path).mechanism["runs"] == 2
