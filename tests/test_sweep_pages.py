@@ -58,6 +58,13 @@ def test_a_factory_that_does_not_do_is_refused_before_any_trial_is_made(mine, ca
     assert "found no kinks" in Path("s/frontier.html").read_text()
 
 
+def test_of_models_those_are_looked_at_that_the_grid_names(mine, capsys) -> None:
+    words = ["sweep", "digits", "--limit", "60", "--model", "mine:relu", "--steps", "3", "--out", "s", "--quiet"]
+    assert cli.run([*words, "--grid", "model=linear"]) == 0  # in place of the one with kinks
+    assert capsys.readouterr().err == ""
+    assert "found no kinks" in Path("s/frontier.html").read_text()
+
+
 def test_a_sweep_from_before_models_were_checked_claims_nothing_of_them() -> None:
     assert "does not say whether the model was checked" in frontier_page(ROWS, FACTS).decode()
     assert "found no kinks" in frontier_page(ROWS, {**FACTS, "caveats": {}}).decode()
