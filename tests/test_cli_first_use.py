@@ -236,3 +236,13 @@ def test_the_json_of_calibrate_says_where_no_noise_is_enough(capsys) -> None:
     other = json.loads(capsys.readouterr().out)["other_bounds"]["lecam"]
     assert other["noise_multiplier"] is None
     assert other["highest_mse"] == pytest.approx(0.25)
+
+
+def test_the_json_of_calibrate_says_what_is_met_without_noise(capsys) -> None:
+    """A record is never drawn with chance 0.99¹⁰⁰: so much any attacker errs without noise."""
+    command = ["calibrate", "--target-mse", "1e-9", "--sample-rate", "0.01", "--steps", "100"]
+    assert run([*command, "--json"]) == 0
+    other = json.loads(capsys.readouterr().out)["other_bounds"]["lecam"]
+    assert other == {"noise_multiplier": None, "met_without_noise": True}
+    assert run(command) == 0
+    assert "  lecam (any attacker, in the worst case over the box): met without noise\n" in capsys.readouterr().out
