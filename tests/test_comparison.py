@@ -169,3 +169,19 @@ def test_a_limit_is_not_given_for_records_that_have_none(people: Path, tmp_path:
     write_leakage(other, replace(leakage, upper=upper, measured=measured))
     assert (view_of(other).unlimited, view_of(other).unknown) == (0, 1)
     assert "that of any record at least" in verdicts.sureness(view_of(other))[0]
+
+
+def test_the_terminal_says_whom_the_floors_bind_and_of_whom_nothing_is_known(
+    people: Path, tmp_path: Path, capsys
+) -> None:
+    other = shutil.copytree(people, tmp_path / "other")
+    leakage = read_leakage(people)
+    measured = leakage.measured.clone()
+    measured[:3] = 0
+    write_leakage(other, replace(leakage, measured=measured))
+    assert cli.run(["report", str(people), str(other), "--out", str(tmp_path / "page.html")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Floors are estimates, for unbiased attackers who know every other record and see every noisy step" in said
+    assert "ε is for replace-one neighbours" in said
+    assert "other: 3 records were never measured: nothing is known of them, and they count as below a guess" in said
+    assert "people: " not in said
