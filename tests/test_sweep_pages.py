@@ -79,8 +79,9 @@ def test_of_a_number_the_measure_is_r2_and_no_percentage(tmp_path, capsys) -> No
     assert "%" not in out
     page = (tmp_path / "frontier.html").read_text()
     assert "<h2>R² against each floor</h2>" in page
-    assert "R² on test data" in json.loads(page.split('id="data">')[1].split("</script>")[0])["charts"][
-        "chart-frontier"]["layout"]["xaxis"]["title"]["text"]  # fmt: skip
+    chart = json.loads(page.split('id="data">')[1].split("</script>")[0])["charts"]["chart-frontier"]
+    assert "R² on test data" in chart["layout"]["xaxis"]["title"]["text"]
+    assert chart["data"][0]["x"] == [pytest.approx(rows[0]["accuracy"])]  # not times 100
     assert "accuracy (%)" not in page
     assert "<th>R²</th>" in run_page(rows, facts).decode()
     assert cli.run(["frontier", str(tmp_path)]) == 0
