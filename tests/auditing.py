@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,10 @@ def pictures(records: int = 30, size: int = 6, planes: int = 1) -> Dataset:
 def plan(**changes: Any) -> Plan:
     chosen: dict[str, Any] = {"model": "linear", "steps": 12, "runs": 2, "sample_rate": 0.25, "seed": 3, "lr": 0.5}
     return Plan(**{**chosen, **changes})
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 def assert_same_leakage(one: Path, other: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
     os.environ[variable] = "1"
@@ -53,3 +54,46 @@ def people(tmp_path_factory):
     from run_folders import people_folder
 
     return people_folder(tmp_path_factory.mktemp("runs") / "people", steps=20, records=200, noise=0.1)
+
+
+@pytest.fixture(scope="module")
+def audited(tmp_path_factory):
+    """The folder of a finished audit of a small table, by the library: auditing.people with three runs."""
+    import auditing
+    from reconbound.audit import audit
+
+    folder = tmp_path_factory.mktemp("audit") / "people"
+    return audit(auditing.people(), auditing.plan(runs=3), folder, show=False)
+
+
+@pytest.fixture(scope="module")
+def table_audit(tmp_path_factory):
+    """The folder of a finished audit of a small CSV file, by the command."""
+    from calling import QUICK, write_people
+    from reconbound import cli
+
+    root = tmp_path_factory.mktemp("cli")
+    table = write_people(root / "people.csv")
+    options = ["--range", "age=0:120", "--unit", "age=years", "--target", "<b>pay</b>", "--private", "age,hours"]
+    assert cli.run(["audit", str(table), *options, *QUICK, "--out", str(root / "out"), "--quiet"]) == 0
+    return root / "out"
+
+
+@pytest.fixture(scope="module")
+def digits_audit(tmp_path_factory):
+    """The folder of a finished audit of a few digits, by the command."""
+    from calling import QUICK
+    from reconbound import cli
+
+    out = tmp_path_factory.mktemp("digits") / "out"
+    assert cli.run(["audit", "--limit", "60", *QUICK, "--out", str(out), "--quiet"]) == 0
+    return out
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch, request):
+    """A module called mine in the working folder, with the factories that the tests' own module has as FACTORIES."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(request.module.FACTORIES)
+    yield
+    sys.modules.pop("mine", None)

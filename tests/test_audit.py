@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import stat
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
@@ -41,30 +39,20 @@ from reconbound.run_folder import (
 )
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("audit") / "people"
-    return audit(auditing.people(), auditing.plan(runs=3), folder, show=False)
-
-
-def mode(path) -> int:
-    return stat.S_IMODE(os.stat(path).st_mode)
-
-
-def test_everybody_may_read_only_the_public_files(done) -> None:
+def test_everybody_may_read_only_the_public_files(audited) -> None:
     public = {RUN, MODEL, PUBLIC_REPORT}
-    assert mode(done) == 0o700
-    for path in done.rglob("*"):
+    assert auditing.mode(audited) == 0o700
+    for path in audited.rglob("*"):
         expected = 0o700 if path.is_dir() else 0o644 if path.name in public else 0o600
-        assert mode(path) == expected, path
-    assert {p.name for p in done.iterdir()} == {*public, LEAKAGE, REPORT, PLAN, INPUTS, "checkpoints", "lock"}
+        assert auditing.mode(path) == expected, path
+    assert {p.name for p in audited.iterdir()} == {*public, LEAKAGE, REPORT, PLAN, INPUTS, "checkpoints", "lock"}
 
 
-def test_the_ledger_is_in_the_leakage_file(done, tmp_path) -> None:
+def test_the_ledger_is_in_the_leakage_file(audited, tmp_path) -> None:
     """The same plan by hand: PrivateSGD's own ledger."""
     people, plan = auditing.people(), auditing.plan(runs=3)
     ledger = make_learner(people, plan).repeat(plan.runs, plan.steps).accountant
-    found = read_leakage(done)
+    found = read_leakage(audited)
     for k, rule in enumerate(("exact", "paper")):
         torch.testing.assert_close(found.dfil[k], ledger.dfil(rule), rtol=0, atol=0)
         torch.testing.assert_close(found.error[k], ledger.standard_error(rule), rtol=0, atol=0)
@@ -89,14 +77,14 @@ def test_the_ledger_is_in_the_leakage_file(done, tmp_path) -> None:
     assert found.facts["inferred_ranges"]
 
 
-def test_the_first_run_is_the_release(done) -> None:
+def test_the_first_run_is_the_release(audited) -> None:
     people, plan = auditing.people(), auditing.plan(runs=3)
     alone = make_learner(people, plan).repeat(1, plan.steps)
-    released = load_file(done / MODEL)
+    released = load_file(audited / MODEL)
     assert released.keys() == alone.model.state_dict().keys()
     for name, value in alone.model.state_dict().items():
         assert torch.equal(released[name], value)
-    found = read_leakage(done)
+    found = read_leakage(audited)
     assert found.accuracy_step.tolist() == list(range(1, 13))
     assert found.accuracy[-1] == pytest.approx(score(people, alone.model))
     assert found.history_step[-1] == 12
@@ -284,31 +272,31 @@ def clipped_jacobian(learner, parameters, x, y):
     return clipped(x), jacrev(clipped)(x)
 
 
-def test_public_files_hold_no_number_of_a_record(done) -> None:
-    text = (done / RUN).read_text()
-    found = read_leakage(done)
+def test_public_files_hold_no_number_of_a_record(audited) -> None:
+    text = (audited / RUN).read_text()
+    found = read_leakage(audited)
     values = [found.dfil, found.error, found.upper, found.kept_diagonal, found.average_diagonal, floors(found),
               floors(found).sqrt(), found.history, found.guess, found.guess.sqrt(), found.kept_inputs]  # fmt: skip
     for value in values:
         for x in value.flatten().tolist():
             assert x in (0.0, 1.0, float("inf")) or f"{x:.5g}" not in text
-    text += (done / PUBLIC_REPORT).read_text()
+    text += (audited / PUBLIC_REPORT).read_text()
     assert "row " not in text
     assert "sex = f" not in text  # the column's name alone
     assert "100000" not in text  # a range that was read off the data
     assert "100,000" not in text
-    run = json.loads((done / RUN).read_text())
+    run = json.loads((audited / RUN).read_text())
     assert run["data"]["ranges"] == {"age": [0.0, 120.0]}
     assert run["accuracy"] is None
     assert "seed" not in run["mechanism"] | run["training"]
 
 
-def test_public_files_are_the_same_for_other_people(done, tmp_path) -> None:
+def test_public_files_are_the_same_for_other_people(audited, tmp_path) -> None:
     """Nothing in them depends on a record: other records give the same bytes."""
     others = audit(auditing.people(seed=8), auditing.plan(runs=3), tmp_path / "a", show=False)
     for name in (RUN, PUBLIC_REPORT):
-        assert (others / name).read_bytes() == (done / name).read_bytes(), name
-    assert (others / REPORT).read_bytes() != (done / REPORT).read_bytes()
+        assert (others / name).read_bytes() == (audited / name).read_bytes(), name
+    assert (others / REPORT).read_bytes() != (audited / REPORT).read_bytes()
 
 
 def test_accuracy_is_published_only_on_request(tmp_path) -> None:

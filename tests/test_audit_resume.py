@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from dataclasses import replace
 
 import pytest
 
 import auditing
-from reconbound import _files, report
+from reconbound import _files, cli, report
 from reconbound._check import InputError
 from reconbound._files import Unreadable
 from reconbound.audit import audit
@@ -52,11 +51,28 @@ def test_killed_before_the_pages_of_more_runs_are_there_an_audit_is_not_finished
         with pytest.raises(KeyboardInterrupt):
             audit(people, more, tmp_path, show=False)
     assert not finished(tmp_path, people, more)
+    assert not any((tmp_path / name).exists() for name in (REPORT, PUBLIC_REPORT))  # of one run: neither stays
     audit(people, more, tmp_path, show=False)
     assert finished(tmp_path, people, more)
     assert read_run(tmp_path).mechanism["runs"] == 2
     for name, page in zip((REPORT, PUBLIC_REPORT), old, strict=True):
         assert (tmp_path / name).read_bytes() != page
+
+
+def test_killed_between_its_two_files_an_audit_shows_no_facts_of_fewer_runs(tmp_path, monkeypatch, capsys) -> None:
+    """Else the leakage of two runs would be told with the facts of one."""
+    people = auditing.people()
+    audit(people, auditing.plan(steps=4, runs=1), tmp_path, show=False)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("reconbound.audit.write_run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            audit(people, auditing.plan(steps=4, runs=2), tmp_path, show=False)
+    assert cli.run(["show", str(tmp_path)]) == 2
+    assert "was begun and is not finished" in capsys.readouterr().err
 
 
 def test_what_is_left_of_a_file_does_not_make_a_folder_anothers(tmp_path) -> None:
@@ -84,38 +100,28 @@ def test_an_unfinished_download_of_the_users_is_no_leftover(tmp_path) -> None:
     assert not inside.exists()
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("audit") / "people"
-    return audit(auditing.people(), auditing.plan(runs=3), folder, show=False)
-
-
-def mode(path) -> int:
-    return stat.S_IMODE(os.stat(path).st_mode)
-
-
-def test_more_runs_can_be_added(done, tmp_path) -> None:
+def test_more_runs_can_be_added(audited, tmp_path) -> None:
     people = auditing.people()
     audit(people, auditing.plan(runs=1), tmp_path / "a", show=False)
     audit(people, auditing.plan(runs=3), tmp_path / "a", show=False)
     for name in (RUN, REPORT, PUBLIC_REPORT, MODEL, PLAN):
-        assert (tmp_path / "a" / name).read_bytes() == (done / name).read_bytes(), name
-    auditing.assert_same_leakage(tmp_path / "a", done)
+        assert (tmp_path / "a" / name).read_bytes() == (audited / name).read_bytes(), name
+    auditing.assert_same_leakage(tmp_path / "a", audited)
     with pytest.raises(InputError, match="runs was 3 and is 2"):
         audit(people, auditing.plan(runs=2), tmp_path / "a", show=False)
 
 
-def test_other_options_or_data_are_refused(done) -> None:
+def test_other_options_or_data_are_refused(audited) -> None:
     people = auditing.people()
-    before = {p: p.read_bytes() for p in done.rglob("*") if p.is_file()}
+    before = {p: p.read_bytes() for p in audited.rglob("*") if p.is_file()}
     with pytest.raises(InputError, match=r"noise_multiplier was 0.7 and is 2.0; lr was 0.5 and is 0.1"):
-        audit(people, auditing.plan(runs=3, noise_multiplier=2.0, lr=0.1), done, show=False)
+        audit(people, auditing.plan(runs=3, noise_multiplier=2.0, lr=0.1), audited, show=False)
     with pytest.raises(InputError, match="the data have changed"):
-        audit(auditing.people(seed=1), auditing.plan(runs=3), done, show=False)
+        audit(auditing.people(seed=1), auditing.plan(runs=3), audited, show=False)
     wider = replace(people, features=(replace(people.features[0], high=130.0), *people.features[1:]))
     with pytest.raises(InputError, match=r"ranges of age was \[0.0, 120.0\] and is \[0.0, 130.0\]"):
-        audit(wider, auditing.plan(runs=3), done, show=False)
-    assert before == {p: p.read_bytes() for p in done.rglob("*") if p.is_file()}
+        audit(wider, auditing.plan(runs=3), audited, show=False)
+    assert before == {p: p.read_bytes() for p in audited.rglob("*") if p.is_file()}
 
 
 def test_fresh_starts_over_and_removes_nothing_of_others(tmp_path) -> None:
@@ -139,12 +145,12 @@ def test_without_a_seed_each_folder_has_its_own_and_keeps_it(tmp_path) -> None:
 
 def test_folders_that_are_no_audit_are_left_alone(tmp_path) -> None:
     (tmp_path / "letter.txt").write_text("x")
-    before = mode(tmp_path)
+    before = auditing.mode(tmp_path)
     with pytest.raises(InputError, match="must be a new or empty folder"):
         open_folder(tmp_path)
     with pytest.raises(InputError, match="must be a folder that can be read"):
         open_folder(tmp_path / "letter.txt")
-    assert mode(tmp_path) == before
+    assert auditing.mode(tmp_path) == before
 
 
 def test_one_audit_at_a_time_in_a_folder(tmp_path) -> None:

@@ -371,3 +371,13 @@ def test_torch_is_not_imported():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0
     assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize(("rate", "batches"), [("0.3", 4), ("1/3", 3), ("0.1", 10), ("1", 1), ("64/1797", 29)])
+def test_shuffled_epochs_have_as_many_batches_as_the_rate_needs(rate, batches, answer) -> None:
+    """⌈N/B⌉: the last one of an epoch may be small."""
+    words = ["--noise-multiplier", "2", "--sample-rate", rate, "--steps", str(2 * batches), "--sampler", "shuffle"]
+    found = answer("bound", *words)
+    wanted = guarantee(SampledGaussian.shuffled(2.0, batches, 2 * batches), dim=1)
+    assert found["epsilon"] == pytest.approx(wanted.epsilon)
+    assert floors(found)["lecam"]["mse"] == pytest.approx(float(wanted["lecam"].value))

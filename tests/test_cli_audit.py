@@ -38,24 +38,8 @@ from reconbound.run_folder import (
 MILD = {"noise_multiplier": 2.0, "steps": 4, "sample_rate": 0.1}
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("cli")
-    table = write_people(root / "people.csv")
-    options = ["--range", "age=0:120", "--unit", "age=years", "--target", "<b>pay</b>", "--private", "age,hours"]
-    assert run(["audit", str(table), *options, *QUICK, "--out", str(root / "out"), "--quiet"]) == 0
-    return root / "out"
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("digits") / "out"
-    assert run(["audit", "--limit", "60", *QUICK, "--out", str(out), "--quiet"]) == 0
-    return out
-
-
-def test_a_table_becomes_a_report(done, capsys) -> None:
-    found, leakage = read_run(done), read_leakage(done)
+def test_a_table_becomes_a_report(table_audit, capsys) -> None:
+    found, leakage = read_run(table_audit), read_leakage(table_audit)
     assert found.data["private"] == ["age", "hours"]
     assert found.data["ranges"] == {"age": [0.0, 120.0]}
     assert found.mechanism["steps"] == 4
@@ -64,7 +48,7 @@ def test_a_table_becomes_a_report(done, capsys) -> None:
     assert leakage.facts["class_names"] == ["high", "low"]
     assert set(leakage.facts["public_names"]) == {"job = clerk", "job = cook"}
     for name in (REPORT, PUBLIC_REPORT):
-        assert "<b>pay</b>" not in (done / name).read_text()
+        assert "<b>pay</b>" not in (table_audit / name).read_text()
 
 
 def test_ranges_that_were_read_off_the_data_are_told_and_how_to_declare_them(tmp_path, capsys) -> None:
@@ -90,9 +74,9 @@ def test_ranges_that_were_read_off_the_data_are_told_and_how_to_declare_them(tmp
     assert said.out.startswith("people.csv: a table of 3 columns beside the target (2 private, 1 public); 48 records")
 
 
-def test_modes(done) -> None:
+def test_modes(table_audit) -> None:
     public = {RUN, MODEL, PUBLIC_REPORT}
-    for path in [done, *done.rglob("*")]:
+    for path in [table_audit, *table_audit.rglob("*")]:
         expected = 0o700 if path.is_dir() else 0o644 if path.name in public else 0o600
         assert stat.S_IMODE(path.stat().st_mode) == expected, path
 
@@ -130,33 +114,33 @@ def test_the_plan_is_printed_first_and_the_path_last(tmp_path, capsys, monkeypat
     assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in Path("audit-wine").rglob("*") if p.is_file()}
 
 
-def test_the_plan_is_in_the_verdicts_units(digits) -> None:
+def test_the_plan_is_in_the_verdicts_units(digits_audit) -> None:
     dataset = load("digits", limit=60)
     said = told_plan(dataset, Plan(**{**MILD, "model": "linear"}), Path("nowhere"), fresh=True)[3]
     found = floors_of(dataset, Plan(**MILD))
-    assert View(read_run(digits), read_leakage(digits)).of_range == "on the 0–16 pixel scale"
+    assert View(read_run(digits_audit), read_leakage(digits_audit)).of_range == "on the 0–16 pixel scale"
     assert f"on the 0–16 pixel scale: theorem1 ±{figure(16 * found['theorem1'].rmse)} (" in said
     assert f"lecam ±{figure(16 * found['lecam'].rmse)} (any attacker" in said
 
 
-def test_an_audit_is_finished_only_with_all_that_was_asked_for(digits, capsys) -> None:
-    words = ["audit", "--limit", "60", *QUICK, "--out", str(digits)]
-    (digits / REPORT).unlink()
+def test_an_audit_is_finished_only_with_all_that_was_asked_for(digits_audit, capsys) -> None:
+    words = ["audit", "--limit", "60", *QUICK, "--out", str(digits_audit)]
+    (digits_audit / REPORT).unlink()
     assert run(words) == 0  # a page is missing: it is made again
     assert "Goes on in" in capsys.readouterr().out
-    assert (digits / REPORT).exists()
+    assert (digits_audit / REPORT).exists()
     assert run([*words, "--publish-accuracy"]) == 0
     assert "Goes on in" in capsys.readouterr().out
-    assert read_run(digits).accuracy is not None
+    assert read_run(digits_audit).accuracy is not None
     assert run([*words, "--publish-accuracy"]) == 0
     assert "Finished already" in capsys.readouterr().out
     assert run(words) == 0  # and taken back
-    assert read_run(digits).accuracy is None
+    assert read_run(digits_audit).accuracy is None
     more = [*words]
     more[more.index("--runs") + 1] = "3"
     assert run(more) == 0
     assert "3 runs of 4 steps" in capsys.readouterr().out
-    assert read_run(digits).mechanism["runs"] == 3
+    assert read_run(digits_audit).mechanism["runs"] == 3
     assert run(words) == 2
     assert "runs was 3 and is 2" in capsys.readouterr().err
 
@@ -199,28 +183,30 @@ def test_wrong_options_are_one_line(tmp_path, monkeypatch, capsys, words: list[s
     assert not (tmp_path / "out" / PLAN).exists()
 
 
-def test_other_options_in_the_same_folder_are_refused(digits, capsys) -> None:
-    before = (digits / REPORT).read_bytes()
-    assert run(["audit", "--limit", "60", *QUICK, "--noise-multiplier", "3", "--out", str(digits), "--quiet"]) == 2
+def test_other_options_in_the_same_folder_are_refused(digits_audit, capsys) -> None:
+    before = (digits_audit / REPORT).read_bytes()
+    assert (
+        run(["audit", "--limit", "60", *QUICK, "--noise-multiplier", "3", "--out", str(digits_audit), "--quiet"]) == 2
+    )
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "noise_multiplier was 0.7 and is 3.0" in error
     assert "--fresh" in error
-    assert run(["audit", "--limit", "60", *QUICK, "--momentum", "0.5", "--out", str(digits), "--quiet"]) == 2
+    assert run(["audit", "--limit", "60", *QUICK, "--momentum", "0.5", "--out", str(digits_audit), "--quiet"]) == 2
     assert "momentum was 0.0 and is 0.5" in capsys.readouterr().err  # 0 is a value
-    assert (digits / REPORT).read_bytes() == before
+    assert (digits_audit / REPORT).read_bytes() == before
 
 
-def test_an_audit_of_other_data_in_the_folder_is_one_short_line(digits, capsys) -> None:
-    before = (digits / REPORT).read_bytes()
-    assert run(["audit", "wine", *QUICK, "--out", str(digits)]) == 2
-    assert capsys.readouterr().err == f"reconbound: {digits} holds an audit of digits; choose another --out\n"
+def test_an_audit_of_other_data_in_the_folder_is_one_short_line(digits_audit, capsys) -> None:
+    before = (digits_audit / REPORT).read_bytes()
+    assert run(["audit", "wine", *QUICK, "--out", str(digits_audit)]) == 2
+    assert capsys.readouterr().err == f"reconbound: {digits_audit} holds an audit of digits; choose another --out\n"
     many = ["--lr", "0.01", "--momentum", "0.9", "--clip", "hard", "--max-grad-norm", "7", "--noise-multiplier", "3"]
-    assert run(["audit", "--limit", "60", *QUICK, *many, "--out", str(digits)]) == 2
+    assert run(["audit", "--limit", "60", *QUICK, *many, "--out", str(digits_audit)]) == 2
     error = capsys.readouterr().err
     assert error.count(" and is ") == 3
     assert re.search(r"; and [23] more\), got ", error)
-    assert (digits / REPORT).read_bytes() == before
+    assert (digits_audit / REPORT).read_bytes() == before
 
 
 def test_folders_that_cannot_be_used(tmp_path, capsys) -> None:
@@ -261,14 +247,6 @@ REFUSED = {
     "nothing": "--model must name a factory that returns a torch module, got mine:nothing -> NoneType",
     "missing": "--model must name a function of mine, got mine:missing",
 }
-
-
-@pytest.fixture
-def mine(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(FACTORIES)
-    yield
-    sys.modules.pop("mine", None)
 
 
 def test_a_factory_of_the_users(mine, tmp_path, capsys) -> None:

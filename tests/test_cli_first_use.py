@@ -85,6 +85,14 @@ def test_text_that_looks_like_dates_gets_a_note(form, tmp_path) -> None:
     assert not any("dates" in n for n in notes_of(path, drop="born"))
 
 
+@pytest.mark.parametrize(("others", "odd"), [(3, True), (4, False)])
+def test_a_column_of_dates_may_hold_a_tenth_of_other_text(others, odd, tmp_path) -> None:
+    path = tmp_path / "a.csv"
+    rows = [f"{i}.5,{'unknown' if i < others else f'1968-01-{1 + i % 9}'},{'ab'[i % 2]}" for i in range(30)]
+    path.write_text("x,born,income\n" + "\n".join(rows))
+    assert any("dates" in note for note in notes_of(path)) == odd
+
+
 def test_other_text_is_not_taken_for_dates(tmp_path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("x,code,income\n" + "\n".join(f"{i}.5,1-{i % 5}-b,{'ab'[i % 2]}" for i in range(30)))
@@ -106,6 +114,7 @@ def test_an_identifier_among_numbers_gets_a_note_and_stays(staff) -> None:
     [
         ("x", range(30), True),  # counts on
         ("x", [3 * i for i in range(30)], False),
+        ("x", [0, *range(2, 31)], False),  # a gap
         ("customer_ID", [3 * i for i in range(30)], True),
         ("nr", [3 * i for i in range(30)], True),
         ("userid", [i // 2 for i in range(30)], False),  # twice each
@@ -227,3 +236,13 @@ def test_the_json_of_calibrate_says_where_no_noise_is_enough(capsys) -> None:
     other = json.loads(capsys.readouterr().out)["other_bounds"]["lecam"]
     assert other["noise_multiplier"] is None
     assert other["highest_mse"] == pytest.approx(0.25)
+
+
+def test_the_json_of_calibrate_says_what_is_met_without_noise(capsys) -> None:
+    """A record is never drawn with chance 0.99¹⁰⁰: so much any attacker errs without noise."""
+    command = ["calibrate", "--target-mse", "1e-9", "--sample-rate", "0.01", "--steps", "100"]
+    assert run([*command, "--json"]) == 0
+    other = json.loads(capsys.readouterr().out)["other_bounds"]["lecam"]
+    assert other == {"noise_multiplier": None, "met_without_noise": True}
+    assert run(command) == 0
+    assert "  lecam (any attacker, in the worst case over the box): met without noise\n" in capsys.readouterr().out

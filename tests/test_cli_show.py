@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from calling import QUICK, write_people
 from reconbound._check import InputError
 from reconbound.cli import run
 from reconbound.commands.audit import told_columns
@@ -100,30 +99,14 @@ def test_stopped_with_fresh_it_says_how_to_go_on_without_losing_what_was_done(tm
         assert capsys.readouterr().err.endswith(f"reconbound: stopped; run the same command again{how} to go on\n")
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("cli")
-    table = write_people(root / "people.csv")
-    options = ["--range", "age=0:120", "--unit", "age=years", "--target", "<b>pay</b>", "--private", "age,hours"]
-    assert run(["audit", str(table), *options, *QUICK, "--out", str(root / "out"), "--quiet"]) == 0
-    return root / "out"
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("digits") / "out"
-    assert run(["audit", "--limit", "60", *QUICK, "--out", str(out), "--quiet"]) == 0
-    return out
-
-
-def test_report_rebuilds_and_compares(done, digits, tmp_path, capsys, monkeypatch) -> None:
-    before = (digits / REPORT).read_bytes()
-    (digits / REPORT).unlink()
-    assert run(["report", str(digits)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == str(digits / REPORT)
-    assert (digits / REPORT).read_bytes() == before
+def test_report_rebuilds_and_compares(table_audit, digits_audit, tmp_path, capsys, monkeypatch) -> None:
+    before = (digits_audit / REPORT).read_bytes()
+    (digits_audit / REPORT).unlink()
+    assert run(["report", str(digits_audit)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(digits_audit / REPORT)
+    assert (digits_audit / REPORT).read_bytes() == before
     page = tmp_path / "both.html"
-    assert run(["report", str(done), str(digits), "--out", str(page)]) == 0
+    assert run(["report", str(table_audit), str(digits_audit), "--out", str(page)]) == 0
     said = capsys.readouterr()
     assert said.out.splitlines()[-1] == str(page)
     told = " ".join(said.out.split())
@@ -132,7 +115,7 @@ def test_report_rebuilds_and_compares(done, digits, tmp_path, capsys, monkeypatc
     assert "every pixel 0 to 16 grey levels" in told
     assert "Not comparable as they stand: these audits differ in data set, kind of data" in told
     assert "secret" in said.err
-    assert run(["report", str(done), str(digits), "--out", str(page), "--json"]) == 0
+    assert run(["report", str(table_audit), str(digits_audit), "--out", str(page), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["comparison"] == str(page)
     assert found["audits"][0]["private"][0] == {
@@ -143,13 +126,13 @@ def test_report_rebuilds_and_compares(done, digits, tmp_path, capsys, monkeypatc
         "declared": True,
     }
     assert found["columns"] == []  # a table and images have none in common
-    shutil.copytree(done, tmp_path / "again")
-    assert run(["report", str(done), str(tmp_path / "again"), "--out", str(page)]) == 0
+    shutil.copytree(table_audit, tmp_path / "again")
+    assert run(["report", str(table_audit), str(tmp_path / "again"), "--out", str(page)]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "accuracy" in told
     assert "limit" in told
     assert "Single columns, in their own units" in told
-    assert run(["report", str(done), str(tmp_path / "again"), "--out", str(page), "--json"]) == 0
+    assert run(["report", str(table_audit), str(tmp_path / "again"), "--out", str(page), "--json"]) == 0
     both = json.loads(capsys.readouterr().out)
     assert [c["name"] for c in both["columns"]] == ["age", "hours"]
     age = both["columns"][0]["audits"]["again"]
@@ -159,48 +142,52 @@ def test_report_rebuilds_and_compares(done, digits, tmp_path, capsys, monkeypatc
     assert found["audits"][0]["private"][1]["declared"] is False
     assert found["warning"].startswith("Not comparable")
     assert stat.S_IMODE(page.stat().st_mode) == 0o600
-    assert run(["report", str(digits), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["report"] == str(digits / REPORT)
-    for words in (["report", str(tmp_path)], ["report", str(digits), "--out", "x"], ["show", str(tmp_path)]):
+    assert run(["report", str(digits_audit), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["report"] == str(digits_audit / REPORT)
+    for words in (["report", str(tmp_path)], ["report", str(digits_audit), "--out", "x"], ["show", str(tmp_path)]):
         assert run(words) == 2
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_show_an_audit_and_a_record(done, digits, capsys) -> None:
-    leakage = read_leakage(done)
+def test_show_an_audit_and_a_record(table_audit, digits_audit, capsys) -> None:
+    leakage = read_leakage(table_audit)
     worst = int(leakage.kept[0])
-    assert run(["show", str(done), "--json"]) == 0
+    assert run(["show", str(table_audit), "--json"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["most_exposed"][0]["record"] == worst
     assert "secret" in said.err
-    assert run(["show", str(done)]) == 0
+    assert run(["show", str(table_audit)]) == 0
     assert "errs by at least" in " ".join(capsys.readouterr().out.split())
-    assert run(["show", str(done), "--record", str(worst)]) == 0
+    assert run(["show", str(table_audit), "--record", str(worst)]) == 0
     said = capsys.readouterr().out
     assert "age" in said
     assert "years" in said
-    kept = int(read_leakage(digits).kept[0])
-    assert run(["show", str(digits), "--record", str(kept)]) == 0
+    kept = int(read_leakage(digits_audit).kept[0])
+    assert run(["show", str(digits_audit), "--record", str(kept)]) == 0
     assert "where it is exposed" in capsys.readouterr().out
-    assert run(["show", str(digits), "--record", str(kept), "--json"]) == 0
+    assert run(["show", str(digits_audit), "--record", str(kept), "--json"]) == 0
     pixels = np.array(json.loads(capsys.readouterr().out)["pixel_floors"])
-    np.testing.assert_allclose(pixels.flatten(), 16 / read_leakage(digits).kept_diagonal[0].sqrt().numpy(), rtol=1e-5)
-    assert run(["show", str(done), "--record", "60"]) == 2
+    np.testing.assert_allclose(
+        pixels.flatten(), 16 / read_leakage(digits_audit).kept_diagonal[0].sqrt().numpy(), rtol=1e-5
+    )
+    assert run(["show", str(table_audit), "--record", "60"]) == 2
     assert "--record must be from 0 to " in capsys.readouterr().err
 
 
-def test_a_record_is_found_by_its_name_and_every_one_has_floors_of_its_columns(done, digits, capsys) -> None:
-    leakage = read_leakage(done)
+def test_a_record_is_found_by_its_name_and_every_one_has_floors_of_its_columns(
+    table_audit, digits_audit, capsys
+) -> None:
+    leakage = read_leakage(table_audit)
     names = record_names(leakage.names)
     assert len(names) == 48
     other = next(i for i in range(48) if i not in leakage.kept.tolist())
-    assert run(["show", str(done), "--record", names[other].upper(), "--json"]) == 0
+    assert run(["show", str(table_audit), "--record", names[other].upper(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["record"], found["name"]) == (other, names[other])
     expected = torch.tensor(leakage.facts["scale"]) / leakage.diagonal[other].sqrt()
     told = {c["name"]: c["floor"] for c in found["columns"]}
     assert [told["age"], told["hours"]] == pytest.approx(expected.tolist(), rel=1e-6)
-    assert run(["show", str(done), "--record", names[other]]) == 0
+    assert run(["show", str(table_audit), "--record", names[other]]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "rougher, and its values are not kept" in said
     assert "│ value" not in said
@@ -209,21 +196,21 @@ def test_a_record_is_found_by_its_name_and_every_one_has_floors_of_its_columns(d
         ("rwo 22", "like row 22" if "row 22" in names else "like row"),
         ("?!", "such as row"),
     ):
-        assert run(["show", str(done), "--record", wrong]) == 2
+        assert run(["show", str(table_audit), "--record", wrong]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert f"({near}" in error
         assert error.rstrip().endswith(f"got {wrong}")
-    few = read_leakage(digits)
+    few = read_leakage(digits_audit)
     other = next(i for i in range(60) if i not in few.kept.tolist())
-    assert run(["show", str(digits), "--record", f"record {other}"]) == 0
+    assert run(["show", str(digits_audit), "--record", f"record {other}"]) == 0
     assert "Where it is exposed" in capsys.readouterr().out
-    assert run(["show", str(digits), "--record", "cat.png"]) == 2
+    assert run(["show", str(digits_audit), "--record", "cat.png"]) == 2
     assert "these records have no names" in capsys.readouterr().err
 
 
-def test_an_image_is_found_by_its_files_name(done) -> None:
-    run_, leakage = read_run(done), read_leakage(done)
+def test_an_image_is_found_by_its_files_name(table_audit) -> None:
+    run_, leakage = read_run(table_audit), read_leakage(table_audit)
     names = [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(24)]
     names[24] = "dog/Rex.PNG"
     view = View(run_, replace(leakage, names=packed_names(names)))
@@ -234,19 +221,19 @@ def test_an_image_is_found_by_its_files_name(done) -> None:
         found_record(view, "7.png")
 
 
-def test_columns_are_counted_for_machines_and_people(done, capsys) -> None:
-    leakage = read_leakage(done)
+def test_columns_are_counted_for_machines_and_people(table_audit, capsys) -> None:
+    leakage = read_leakage(table_audit)
     best = leakage.diagonal.double()
     best[leakage.kept] = leakage.kept_diagonal
     below = (best > 1 / leakage.guess).sum(0).tolist()
-    assert run(["show", str(done), "--json"]) == 0
+    assert run(["show", str(table_audit), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [(c["name"], c["below"], c["of"]) for c in found["columns"]] == [
         ("age", below[0], 48),
         ("hours", below[1], 48),
     ]
     assert found["columns_of"] == "all records"
-    assert run(["show", str(done)]) == 0
+    assert run(["show", str(table_audit)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     guess = 120 * float(leakage.guess[0].sqrt())
     assert f"age: {below[0]} of 48 records are below a guess (±{guess:.3g} years)" in said
@@ -258,9 +245,9 @@ def test_columns_are_counted_for_machines_and_people(done, capsys) -> None:
     years = 120 / float(best[lowest[0], 0]) ** 0.5
     assert f"lowest ±{years:.3g} years ({names[lowest[0]]})" in said
     assert said.count("always telling the most frequent class is right for") == 1
-    assert "below_guess" not in (done / RUN).read_text()
-    assert "below a guess" not in (done / PUBLIC_REPORT).read_text()
-    assert "most frequent class" not in (done / PUBLIC_REPORT).read_text()
+    assert "below_guess" not in (table_audit / RUN).read_text()
+    assert "below a guess" not in (table_audit / PUBLIC_REPORT).read_text()
+    assert "most frequent class" not in (table_audit / PUBLIC_REPORT).read_text()
     [told] = told_columns({**found, "columns": found["columns"][:1]})[1:]
     assert told.startswith("  age: ")
     assert told_columns({**found, "columns": found["columns"] * 7})[-1] == "  and 2 more, in the report"

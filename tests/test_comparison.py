@@ -19,12 +19,7 @@ from reconbound._check import InputError
 from reconbound.bounds._bound import figure
 from reconbound.report import columns, comparison, verdicts
 from reconbound.run_folder import prepare, read_leakage, read_run, write_leakage, write_run
-from run_folders import RANGES, digits_folder, people_folder
-
-
-@pytest.fixture(scope="module")
-def people(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return people_folder(tmp_path_factory.mktemp("runs") / "people", steps=20, records=200, noise=0.1)
+from run_folders import RANGES, digits_folder
 
 
 def test_a_comparison_says_of_which_audits_floors_are_not_proved(people: Path, tmp_path: Path, capsys) -> None:
@@ -169,3 +164,24 @@ def test_a_limit_is_not_given_for_records_that_have_none(people: Path, tmp_path:
     upper[:, (worst + 2) % upper.shape[1]] = 2 * upper[:, worst]  # the lowest limit is another record's
     write_leakage(other, replace(leakage, upper=upper))
     assert "that of any record that has a limit at least" in verdicts.sureness(view_of(other))[0]
+    measured = leakage.measured.clone()
+    measured[(worst + 1) % len(measured)] = 0  # never measured: told as such, not among those without a limit
+    write_leakage(other, replace(leakage, upper=upper, measured=measured))
+    assert (view_of(other).unlimited, view_of(other).unknown) == (0, 1)
+    assert "that of any record at least" in verdicts.sureness(view_of(other))[0]
+
+
+def test_the_terminal_says_whom_the_floors_bind_and_of_whom_nothing_is_known(
+    people: Path, tmp_path: Path, capsys
+) -> None:
+    other = shutil.copytree(people, tmp_path / "other")
+    leakage = read_leakage(people)
+    measured = leakage.measured.clone()
+    measured[:3] = 0
+    write_leakage(other, replace(leakage, measured=measured))
+    assert cli.run(["report", str(people), str(other), "--out", str(tmp_path / "page.html")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Floors are estimates, for unbiased attackers who know every other record and see every noisy step" in said
+    assert "ε is for replace-one neighbours" in said
+    assert "other: 3 records were never measured: nothing is known of them, and they count as below a guess" in said
+    assert "people: " not in said

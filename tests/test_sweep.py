@@ -23,6 +23,7 @@ from reconbound.checkpoint import CheckpointError
 from reconbound.data import load
 from reconbound.plan import default_plan, make_learner
 from reconbound.sweep import Range, Sweep, best, frontier, pareto, parse_grid, parse_steps, run, sweep
+from reconbound.sweep.database import checked_url
 from reconbound.sweep.ledgers import floors_of, kappa_ratio
 from reconbound.sweep.space import seed_of, settings_of
 from reconbound.sweep.store import ERRORS
@@ -90,6 +91,11 @@ def test_bad_grids_are_told_in_a_line(options, said, capsys, tmp_path) -> None:
         (["--workers", "0"], "--workers must be at least 1"),
         (["--delta", "2"], "--delta must be less than 1"),
         (["--floor", "exact"], "--floor must be one of exact_max, exact_q99, "),
+        (["--search", "tpe", "--trials", "1", "--floor", "fixed_max"],
+         "--floor must be of the batches that are drawn (exact, paper), or of the mechanism, got fixed_max"),
+        (["--storage", "postgresql+psycopg2://127.0.0.1:1/d?password=secret&user=u"], "--storage must be a database"),
+        (["--storage", "postgresql//u:secret@h/d"], "--storage must be a URL such as sqlite:///"),
+        (["--storage", "mysql://h/d?password=secret"], "--storage must be a SQLite file or a PostgreSQL database"),
     ],
 )  # fmt: skip
 def test_bad_options_are_told_in_a_line(words, said, capsys, tmp_path) -> None:
@@ -99,6 +105,23 @@ def test_bad_options_are_told_in_a_line(words, said, capsys, tmp_path) -> None:
     assert len(lines) == 1, lines
     assert said in lines[0]
     assert "secret" not in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("postgresql+psycopg2://h:1/d?password=se%40cret&user=me&sslmode=require", "://me:***@h:1/d?sslmode=require"),
+        ("postgresql+psycopg2://me@h:1/d?sslmode=require&password=se%40cret", "://me:***@h:1/d?sslmode=require"),
+        ("postgresql+psycopg2://h:1/d?sslmode=require&password=se%40cret", "://:***@h:1/d?sslmode=require"),
+    ],
+)
+def test_a_password_in_a_urls_query_is_hidden_and_used(given, shown) -> None:
+    url = checked_url(given)
+    assert url.render_as_string(hide_password=True) == f"postgresql+psycopg2{shown}"
+    again = checked_url(url.render_as_string(hide_password=False))  # as Optuna is given it
+    used = {**again.translate_connect_args(), **again.query}
+    assert used.pop("username", None) == ("me" if "me" in shown.split("@")[0] else None)
+    assert used == {"password": "se@cret", "host": "h", "port": 1, "database": "d", "sslmode": "require"}
 
 
 def test_settings_and_seeds() -> None:

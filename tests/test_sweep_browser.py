@@ -16,7 +16,8 @@ def page_path(tmp_path_factory):
         {"trial": k, "noise_multiplier": noise, "clip": "smooth", "steps": steps,
          "accuracy": 0.9 - noise / 10 + steps / 900, "accuracy_sd": 0.01,
          "exact_max": noise**2 * 10 / steps, "exact_q99": noise**2 * 20 / steps,
-         "exact_median": noise**2 * 90 / steps, "paper_max": noise**2 / steps, "theorem1": 10.0 ** (-9 / noise),
+         "exact_median": noise**2 * 90 / steps, "exact_crossed": noise**2 * 15 / steps,
+         "paper_max": noise**2 / steps, "theorem1": 10.0 ** (-9 / noise),
          "lecam": 0.2, "epsilon": 3 / noise, "delta": 1e-5, "never_measured": 0}
         for k, noise in enumerate((0.3, 1.0, 3.0)) for steps in (10, 30)
     ]  # fmt: skip

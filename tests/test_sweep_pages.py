@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,19 +21,11 @@ from reconbound.sweep.words import told
 FACTS = {"data": "people", "runs": 1, "trials": 1, "finished": 1, "failed": 0}
 ROWS = [{"trial": 0, "lr": 1.0, "steps": 5, "accuracy": 0.5, "exact_max": 2.0, "lecam": 0.1, "epsilon": 1.0}]
 KINKS = "The floors of single records are not proved for this model: it has kinks, in module '2' (ReLU)"
-FACTORY = """
+FACTORIES = """
 from torch import nn
 def relu(shape, outputs):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, outputs))
 """
-
-
-@pytest.fixture
-def mine(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(FACTORY)
-    yield
-    sys.modules.pop("mine", None)
 
 
 def test_floors_that_are_not_proved_for_a_model_with_kinks_are_said_so_everywhere(mine, capsys, recwarn) -> None:
@@ -67,6 +58,13 @@ def test_a_factory_that_does_not_do_is_refused_before_any_trial_is_made(mine, ca
     assert "found no kinks" in Path("s/frontier.html").read_text()
 
 
+def test_of_models_those_are_looked_at_that_the_grid_names(mine, capsys) -> None:
+    words = ["sweep", "digits", "--limit", "60", "--model", "mine:relu", "--steps", "3", "--out", "s", "--quiet"]
+    assert cli.run([*words, "--grid", "model=linear"]) == 0  # in place of the one with kinks
+    assert capsys.readouterr().err == ""
+    assert "found no kinks" in Path("s/frontier.html").read_text()
+
+
 def test_a_sweep_from_before_models_were_checked_claims_nothing_of_them() -> None:
     assert "does not say whether the model was checked" in frontier_page(ROWS, FACTS).decode()
     assert "found no kinks" in frontier_page(ROWS, {**FACTS, "caveats": {}}).decode()
@@ -81,8 +79,9 @@ def test_of_a_number_the_measure_is_r2_and_no_percentage(tmp_path, capsys) -> No
     assert "%" not in out
     page = (tmp_path / "frontier.html").read_text()
     assert "<h2>R² against each floor</h2>" in page
-    assert "R² on test data" in json.loads(page.split('id="data">')[1].split("</script>")[0])["charts"][
-        "chart-frontier"]["layout"]["xaxis"]["title"]["text"]  # fmt: skip
+    chart = json.loads(page.split('id="data">')[1].split("</script>")[0])["charts"]["chart-frontier"]
+    assert "R² on test data" in chart["layout"]["xaxis"]["title"]["text"]
+    assert chart["data"][0]["x"] == [pytest.approx(rows[0]["accuracy"])]  # not times 100
     assert "accuracy (%)" not in page
     assert "<th>R²</th>" in run_page(rows, facts).decode()
     assert cli.run(["frontier", str(tmp_path)]) == 0

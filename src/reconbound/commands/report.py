@@ -51,6 +51,7 @@ def report_command(
 
 def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
     from ..report.comparison import facts, ranged
+    from ..report.figures import count
 
     found = facts(folders)
     confidential_note()
@@ -76,8 +77,15 @@ def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
         console.print(table)
     console.print(
         "limit: the lowest floor at the upper confidence limit of the leakage (without: records that have none, of "
-        "which it says nothing); below guess: over all columns together"
+        "which it says nothing); below guess: over all columns together. Floors are estimates, for unbiased attackers "
+        "who know every other record and see every noisy step. ε is for replace-one neighbours."
     )
+    for a in found["audits"]:
+        if a["never_measured"]:
+            some = count(a["never_measured"], "record")
+            verb, them = ("was", "it, and it counts") if a["never_measured"] == 1 else ("were", "them, and they count")
+            said = f"{a['name']}: {some} {verb} never measured: nothing is known of {them} as below a guess"
+            console.print(Text(said))
     _columns(found, console)
     for a in found["audits"]:
         named = "; ".join(f"{c['name']} {ranged(c)}" for c in a["private"][:CELLS])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,12 +25,24 @@ def checked_url(url: str) -> Any:
         backend = made.get_backend_name()
     except (sql.exc.ArgumentError, ValueError):
         raise InputError(
-            "storage", "must be a URL such as sqlite:///sweep.db or postgresql://user@host/name", url
+            "storage", "must be a URL such as sqlite:///sweep.db or postgresql://user@host/name", _hidden(url)
         ) from None
+    if "password" in made.query:  # it would be shown there
+        user, password = (_last(made.query.get(name, "")) for name in ("user", "password"))
+        made = made.difference_update_query(["user", "password"]).set(username=made.username or user, password=password)
     if backend not in BACKENDS or (backend == "sqlite" and not _file(made)):
         shown = made.render_as_string(hide_password=True)
         raise InputError("storage", "must be a SQLite file or a PostgreSQL database", shown)
     return made
+
+
+def _last(given: str | tuple[str, ...]) -> str:
+    return given if isinstance(given, str) else given[-1]
+
+
+def _hidden(url: str) -> str:
+    """What could not be read as a URL, without what may be a password."""
+    return re.sub(r"(password=)[^&]*", r"\1***", re.sub(r":[^:/@]*@", ":***@", url))
 
 
 def _file(url: Any) -> str:

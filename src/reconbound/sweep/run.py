@@ -182,13 +182,21 @@ def publish(folder: Path, storage: str | None = None) -> dict[str, Any]:
 
 def make_trainer(config: Sweep) -> Any:
     """The training of the sweep's settings."""
+    from ..account import RULES as EVERY
     from ..data import load
-    from ..plan import default_plan
+    from ..plan import RULES, default_plan
     from .together import TogetherTrainer
     from .train import Trainer
 
     dataset = load(config.data, **config.load)
     plan = default_plan(dataset, **config.plan)
+    named = config.space.get("sampler")
+    samplers = named.values if isinstance(named, Choices) else (plan.sampler,)
+    rules = dict.fromkeys(rule for sampler in samplers for rule in RULES[sampler])
+    asked = (config.floor or "").partition("_")[0]
+    if asked in EVERY and asked not in rules:  # no row would have it
+        what = f"must be of the batches that are drawn ({', '.join(rules)}), or of the mechanism"
+        raise InputError("floor", what, config.floor)
     kind = Trainer if config.together is None else TogetherTrainer
     return kind(dataset, plan, config.steps, config.runs, sweep_seed(config), config.delta)
 
