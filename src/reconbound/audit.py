@@ -185,7 +185,7 @@ def describe(dataset: Dataset, plan: Plan) -> str:
     kind = model_kind(dataset, plan.model)
     if kind != "cnn":
         return {"linear": "linear", "mlp": "one hidden layer of 32, tanh"}.get(kind, kind)
-    paper = {(1, 28, 28): "the paper's MNIST network", (3, 32, 32): "the paper's CIFAR-10 network"}
+    paper = {(1, 28, 28): "the paper's MNIST network", (3, 32, 32): "the paper's CIFAR-10 network, pixels −1 to 1"}
     ten = len(dataset.class_names) == 10
     return paper[dataset.shape] if ten and dataset.shape in paper else "convolutions, tanh, average pooling"
 

@@ -31,7 +31,7 @@ def plan_lines(store: Store, config: Sweep, train: Any, workers: int) -> list[st
     many = "" if config.together is None else f", each with {config.together} settings at once"
     return [
         *([dataset.summary()] if dataset is not None else []),
-        f"{total} settings: {kind} {grid}.",
+        f"{total} setting{'s' if total != 1 else ''}: {kind} {grid}.",
         f"Each is trained{runs} for {config.steps[-1]:,} steps and looked at after {at}; {workers} "
         f"worker{'s' if workers > 1 else ''} here{many}.",
         f"{done}The expected time is told when the first training has ended. Writes in {config.out} (confidential).",
