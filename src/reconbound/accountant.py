@@ -85,7 +85,9 @@ class FisherAccountant:
 
     # --- writing ---------------------------------------------------------------------
 
-    def add(self, indices: Tensor, found: StepInformation, *, weight: float = 1.0, stratified: bool = False) -> None:
+    def add(
+        self, indices: Tensor | Sequence[int], found: StepInformation, *, weight: float = 1.0, stratified: bool = False
+    ) -> None:
         """Add one step's information about these records.
 
         Args:
@@ -234,7 +236,7 @@ class FisherAccountant:
         they are measured in had no part in.
         """
         found = self.features.floors(self.feature_scale, self.runs, self._told_of(), average)
-        notes = self.caveats
+        notes = (*self.caveats, *self.traces.unfinished(self.runs))
         if not (average or self.diagonal == "average"):
             measured, relative = self.features.precision(self.runs, self._told_of())
             said = told(measured, relative, " of a feature", runs=self.runs)
@@ -287,7 +289,7 @@ class FisherAccountant:
         found: dict[str, Any] = {"confidential": True, "runs": self.runs, "floors": floors}
         found["measured_per_record"] = {"least": int(measured.min()), "median": float(measured.double().median())}
         found["never_measured"] = int((~seen).sum())
-        found["caveats"] = list(self.caveats)
+        found["caveats"] = [*self.caveats, *self.traces.unfinished(self.runs)]
         found["relative_standard_error_median"] = relative_median(self.dfil(), self.standard_error())
         if self.runs > 1:
             limits = self.upper(warn=False)
@@ -344,10 +346,13 @@ def joined(*caveats: Sequence[str]) -> tuple[str, ...]:
 
 
 def _scale(feature_scale: float | Sequence[float] | Tensor, features: int) -> Tensor:
-    scale = torch.as_tensor(feature_scale, dtype=torch.float64).flatten().cpu()
-    if scale.numel() not in (1, features) or not bool((scale > 0).all()) or not bool(scale.isfinite().all()):
-        raise InputError("feature_scale", f"must be one positive number, or {features} of them", feature_scale)
-    return scale
+    try:
+        scale = torch.as_tensor(feature_scale, dtype=torch.float64).flatten().cpu()
+        if scale.numel() in (1, features) and bool((scale > 0).all()) and bool(scale.isfinite().all()):
+            return scale
+    except (TypeError, ValueError, RuntimeError):  # not numbers at all
+        pass
+    raise InputError("feature_scale", f"must be one positive number, or {features} of them", feature_scale)
 
 
 __all__ = ["FEWEST", "WIDEST", "Account", "Chosen", "FisherAccountant"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -37,10 +38,13 @@ class TraceLedger:
 
     # --- writing ---------------------------------------------------------------------
 
-    def checked(self, indices: Tensor, found: StepInformation) -> Tensor:
+    def checked(self, indices: Tensor | Sequence[int], found: StepInformation) -> Tensor:
         """The indices, on the ledger's device; an InputError, before anything is changed, for what cannot be added."""
+        given = indices
+        with suppress(TypeError, ValueError, RuntimeError):  # a list or an array of whole numbers will do
+            indices = torch.as_tensor(given)
         if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.dtype == torch.bool:
-            raise InputError("indices", "must be a tensor of record indices", getattr(indices, "dtype", indices))
+            raise InputError("indices", "must be a tensor of record indices", getattr(given, "dtype", given))
         if indices.numel() == 0:
             return indices
         if indices.numel() != len(found.clipped_norm):
@@ -196,16 +200,21 @@ class TraceLedger:
         mean = f"mean over {f'{runs} run(s)' if runs else 'a run in progress'}"
         relative = relative_median(self.trace(k, runs), self.standard_error(k, runs))
         said = told(self.told_of(runs), relative, runs=runs)
-        notes: tuple[str, ...] = (said, *caveats, *self.silent(k, runs))
-        if bool(self.state["partial"]):
-            notes += (f"some runs were not measured over all of their {account.steps} steps: floors of another run",)
-        elif not runs:
-            notes += (f"a run in progress: about {self.steps_told():.3g} of {account.steps} steps measured so far",)
+        notes: tuple[str, ...] = (said, *caveats, *self.silent(k, runs), *self.unfinished(runs))
         if unseen.any():
             notes += (f"{int(unseen.sum())} of {len(unseen)} records were never measured: no floor (0)",)
         assumes = (rule, mean, f"{account.clip} clipping", *notes)
         found = replace(bound, name="dfil", value=value, sampler=account.sampler, attacker="unbiased")
         return replace(found, assumes=assumes, notes=notes), relative, said
+
+    def unfinished(self, runs: int) -> tuple[str, ...]:
+        """What every floor must carry where runs were not measured over all their steps, or none has ended yet."""
+        steps = self.account.steps
+        if bool(self.state["partial"]):
+            return (f"some runs were not measured over all of their {steps} steps: floors of another run",)
+        if not runs:
+            return (f"a run in progress: about {self.steps_told():.3g} of {steps} steps measured so far",)
+        return ()
 
     def mute(self, k: int, runs: int) -> int:
         """Records about which no step told anything, though they were measured: training may have diverged."""
