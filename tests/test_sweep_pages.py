@@ -276,3 +276,16 @@ def test_the_most_exposed_record_has_one_colour_in_both_charts() -> None:
     assert len({trace["line"]["color"] for trace in first}) == len(first)
     assert page.count("<noscript>") == 1
     assert "drawn by JavaScript" in page
+
+
+@pytest.mark.parametrize(
+    ("floor", "who"),
+    [
+        ("exact_max", "keeps an unbiased attacker, who knows all other records, at"),
+        ("theorem1", "keeps an unbiased attacker, who knows all other records, at"),
+        ("lecam", "keeps any attacker, in the worst case over records, at"),
+    ],
+)
+def test_the_verdict_names_the_attacker(floor: str, who: str) -> None:
+    """An error "left to a record" would be read as one that every attacker makes."""
+    assert who in verdict([{**ROWS[0], "theorem1": 0.2}], floor)[0]

@@ -159,8 +159,8 @@ def verdict(
         return [why]
     last = max(front, key=lambda row: row["accuracy"])
     said = [
-        f"The most accurate setting reaches {_accuracy(last, measure)} and leaves the most exposed record an error of "
-        f"{plus_minus(math.sqrt(last[floor]))} of a feature's range ({told(floor)}{_of_runs(floor, runs)})."
+        f"The most accurate setting reaches {_accuracy(last, measure)} and keeps {_attacker(floor)}, at "
+        f"{plus_minus(math.sqrt(last[floor]))} of a feature's range or worse ({told(floor)}{_of_runs(floor, runs)})."
     ]
     known = (guesses or {}).get("error")
     error, whose = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")
@@ -175,6 +175,12 @@ def verdict(
     elif kept is None:
         said.append(f"No setting leaves every record {as_much} or more.")
     return [*said, *majority(guesses)]
+
+
+def _attacker(floor: str) -> str:
+    if floor in ("lecam", "rate_distortion"):
+        return "any attacker, in the worst case over records"
+    return "an unbiased attacker, who knows all other records"
 
 
 def _of_runs(floor: str, runs: int | None) -> str:
