@@ -237,3 +237,15 @@ def test_numbers_must_be_numbers() -> None:
 def test_numbers_written_as_text_are_refused(wrong: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
         wrong()
+
+
+def test_units_of_the_guarantee_are_said_where_those_of_the_floors_differ() -> None:
+    """Floors in grey levels from 0 to 16 beside a guarantee for [0, 1] would be compared as they stand."""
+    kept = FisherAccountant(ledger().account, feature_scale=16.0)
+    with pytest.warns(ReconboundWarning, match=r"\[0, 1\].* feature_scale.* give low and high"):
+        kept.guarantee()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kept.guarantee(low=0.0, high=16.0)["lecam"].rmse == pytest.approx(
+            16 * ledger().guarantee()["lecam"].rmse
+        )

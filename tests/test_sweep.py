@@ -424,3 +424,13 @@ def test_a_sweep_of_another_seed_or_other_data_is_refused(tmp_path, digits) -> N
         with pytest.raises(InputError, match=f"{one} must (be|stay) that of the sweep"):
             run.begin(store, config, Trainer(plan=plan, **other))
     store.dispose()
+
+
+def test_a_sweep_that_cannot_begin_leaves_no_folder(tmp_path, capsys) -> None:
+    out = tmp_path / "out"
+    assert cli.run(["sweep", str(tmp_path / "none.csv"), "--grid", "lr=1", "--out", str(out)]) == 2
+    assert "none.csv does not exist" in capsys.readouterr().err
+    assert not out.exists()
+    out.mkdir()  # the user's own stays
+    assert cli.run(["sweep", str(tmp_path / "none.csv"), "--grid", "lr=1", "--out", str(out)]) == 2
+    assert out.exists()

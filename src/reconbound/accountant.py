@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import ledger_file
 from ._check import InputError, choice, whole
-from .account import Account
+from .account import Account, checked_scale
 from .bounds import Bound
 from .calculator import Guarantee, guarantee
 from .feature_ledger import Chosen, Diagonal, FeatureLedger
@@ -67,7 +67,7 @@ class FisherAccountant:
         self.device = torch.device(device)
         self.traces = TraceLedger(account, spectral, self.device)
         self.features = FeatureLedger(account, diagonal, self.device)
-        self.feature_scale = _scale(feature_scale, account.features)
+        self.feature_scale = checked_scale(feature_scale, account.features)
         self.runs = 0
         self.caveats: tuple[str, ...] = ()
         self.needs_range = False
@@ -307,6 +307,9 @@ class FisherAccountant:
         if self.needs_range and not {"low", "high"} <= space.keys():
             why = "and high must be given: the private part is a module's output, and nothing says that it is in [0, 1]"
             raise InputError("low", why, space.get("low"))
+        if not {"low", "high"} & space.keys() and not bool((self.feature_scale == 1).all()):
+            said = "the mechanism's floors are for features in [0, 1], this ledger's in the units of feature_scale"
+            warnings.warn(f"{said}: give low and high in those, to compare them", ReconboundWarning, stacklevel=2)
         return guarantee(self.account.mechanism(), dim=self.account.features, **space)
 
     # --- keeping -----------------------------------------------------------------------
@@ -343,16 +346,6 @@ class FisherAccountant:
 def joined(*caveats: Sequence[str]) -> tuple[str, ...]:
     """All of them, each once, in order."""
     return tuple(dict.fromkeys(c for some in caveats for c in some))
-
-
-def _scale(feature_scale: float | Sequence[float] | Tensor, features: int) -> Tensor:
-    try:
-        scale = torch.as_tensor(feature_scale, dtype=torch.float64).flatten().cpu()
-        if scale.numel() in (1, features) and bool((scale > 0).all()) and bool(scale.isfinite().all()):
-            return scale
-    except (TypeError, ValueError, RuntimeError):  # not numbers at all
-        pass
-    raise InputError("feature_scale", f"must be one positive number, or {features} of them", feature_scale)
 
 
 __all__ = ["FEWEST", "WIDEST", "Account", "Chosen", "FisherAccountant"]
