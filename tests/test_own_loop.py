@@ -249,3 +249,14 @@ def test_units_of_the_guarantee_are_said_where_those_of_the_floors_differ() -> N
         assert kept.guarantee(low=0.0, high=16.0)["lecam"].rmse == pytest.approx(
             16 * ledger().guarantee()["lecam"].rmse
         )
+
+
+def test_shuffled_epochs_are_measured_by_their_batches_alone() -> None:
+    """Within an epoch the parameters depend on whether the record was seen: at another step they differ."""
+    x, y = data()
+    kept = FisherAccountant(Account(40, 6, 50, 1.0, 1.0, 0.2, clip="hard", sampler="shuffle"))
+    found = step_information(network(), losses, x[:8], y[:8], **SETTING)
+    with pytest.raises(InputError, match="stratified must be False with shuffled epochs"):
+        kept.add(torch.arange(8), found, weight=0.5, stratified=True)
+    assert int(kept.measured().sum()) == 0
+    kept.add(torch.arange(8), found)

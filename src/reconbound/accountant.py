@@ -96,8 +96,11 @@ class FisherAccountant:
             weight: q over the chance of a record to be measured at this step: 1 when the records are those drawn into
                 the batch, 1/p when that is done at a share p of the steps, L·q when each record is measured once in L
                 steps.
-            stratified: the last: each record is measured exactly once in each block of steps.
+            stratified: the last: each record is measured exactly once in each block of steps. Not with shuffled epochs,
+                where the parameters at a step depend on whether the record was seen already.
         """
+        if stratified and self.account.sampler == "shuffle":
+            raise InputError("stratified", "must be False with shuffled epochs: measure the batches themselves", True)
         index = self.traces.checked(indices, found)
         if index.numel() == 0:
             return
