@@ -75,7 +75,7 @@ def _leakage(ledger: Any, learner: PrivateSGD, grown: list[list[float]], k: int,
 
 
 def _run(ledger: Any, data: dict[str, Any], steps: int, runs: int, noise: float, accuracy: float | None) -> Run:
-    found = ledger.guarantee()
+    found = ledger.guarantee(low=0.0, high=1.0)
     mechanism = {
         **SETTINGS,
         "noise_multiplier": noise,

@@ -470,7 +470,8 @@ def test_what_cannot_be_added_leaves_the_ledger_as_it_was(changes: dict, said: s
         (torch.tensor([1, 3, 5]), "indices must be 4, one for each record found, got 3"),
         (torch.tensor([1.0, 3.0, 5.0, 0.0]), "indices must be a tensor of record indices"),
         (torch.ones(4, dtype=torch.bool), "indices must be a tensor of record indices"),
-        ([1, 3, 5, 0], "indices must be a tensor of record indices"),
+        (["1", "3", "5", "0"], "indices must be a tensor of record indices"),
+        ([[1], [3, 5], [0]], "indices must be a tensor of record indices"),
     ],
 )
 def test_indices_that_are_none(indices, said: str) -> None:

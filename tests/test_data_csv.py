@@ -242,6 +242,46 @@ def test_a_few_words_among_numbers_are_refused_with_their_place(write):
     assert any("though 106 of 120 values are numbers" in str(w.message) for w in caught)
 
 
+@pytest.mark.parametrize(
+    ("form", "plain"),
+    [
+        ("${:,}", "1000"),
+        ("$ {}.50", "1000.50"),
+        ("-$ {}", "-1000"),
+        ("{} %", "1000"),
+        ("€{}", "1000"),
+        ("{} EUR", "1000"),
+        ("{:,}", "1000"),
+        ("({:,})", "-1000"),
+    ],
+)
+@pytest.mark.parametrize("kinds", [20, 120])
+def test_numbers_with_signs_are_neither_public_nor_left_out_in_silence(write, form, plain, kinds):
+    """A column of dollars must not become a category that the attacker is taken to know, nor an identifier."""
+    cells = [form.format(1000 + k % kinds) for k in range(120)]
+    text = "pay,x,y\n" + "".join(f'"{cell}",{k},{"pq"[k % 2]}\n' for k, cell in enumerate(cells))
+    shown = re.escape(repr(cells[0]))
+    said = rf"row 2, column 'pay': {shown} .* write it as {re.escape(plain)}.*--category 'pay' or --drop"
+    for options in ({}, {"private": "pay"}, {"private": "x"}, {"ranges": {"pay": (0, 2000)}}):
+        with pytest.raises(DataError, match=said):
+            all_rows(write(text), target="y", **options)
+    found = all_rows(write(text), target="y", ranges={"x": (0, 120)}, drop="pay")
+    assert found.columns == (("x",), ())
+
+
+def test_classes_and_codes_with_signs_are_left_alone(write):
+    text = "code,x,y\n" + "".join(f"{['A$B', 'C%', '1-2', '1.2.3'][k % 4]},{k},{k % 3 * 10}%\n" for k in range(30))
+    found = all_rows(write(text), target="y", ranges={"x": (0, 30)})
+    assert found.class_names == ("0%", "10%", "20%")
+    assert [f.name for f in found.features if not f.private] == [f"code = {c}" for c in ("1-2", "1.2.3", "A$B", "C%")]
+
+
+def test_numbers_with_a_unit_behind_them_get_a_note(write):
+    text = "age,x,y\n" + "".join(f"{20 + k % 30} years,{k},{'pq'[k % 2]}\n" for k in range(60))
+    with pytest.warns(DataWarning, match="age: numbers with 'years' after them, taken as categories, which are public"):
+        all_rows(write(text), target="y", ranges={"x": (0, 60)})
+
+
 def test_columns_can_be_asked_for_as_categories(write):
     text = "code,n,y\n" + "".join(f"{k % 3},{k},{k % 2 if k else '1+'}\n" for k in range(30))
     with pytest.warns(DataWarning, match="y: taken as categories"):

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from cases import RECORDS, Wrap, classes, cross_entropy, normal
+from reconbound import PrivateSGD, Settings
 from reconbound._check import InputError
-from reconbound.fisher import Private, clipped_gradient_sum, step_information
+from reconbound.fisher import Private, clipped_gradient_sum, dense_information, step_information
 from reconbound.validate import ModelError
 
 STEP: dict[str, Any] = {"max_grad_norm": 0.8, "noise_multiplier": 0.7}
@@ -163,3 +164,63 @@ def test_the_result_shows_sizes_and_no_value() -> None:
     )
     more = step_information(model, cross_entropy, x, y, diagonal=True, spectral=2, probes=2, **STEP)
     assert repr(more) == "StepInformation(8 records, 6 private features, 2 probes, with diagonal and spectral)"
+
+
+# --- what is private: a number to be predicted, features by a list -------------------------------
+
+
+def _regression() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    return model, torch.rand(6, 4, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
+
+
+def _squared(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.squeeze(-1) - targets).square()
+
+
+@pytest.mark.parametrize("method", ["layers", "generic"])
+@pytest.mark.parametrize("more", [{}, {"diagonal": True}, {"probes": 3}])
+def test_a_private_number_to_be_predicted_needs_no_second_dimension(method: Any, more: dict[str, Any]) -> None:
+    """I = ‖∂g̃/∂y‖²/(σC)², with the Jacobian of each record's clipped gradient taken by autograd."""
+    model, x, y = _regression()
+    weights = list(model.parameters())
+
+    def clipped(i: int, target: Tensor) -> Tensor:
+        loss = _squared(model(x[i : i + 1]), target[None])[0]
+        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights, create_graph=True)])
+        return gradient * (0.3 / gradient.norm()).clamp(max=1.0)
+
+    jacobians = [torch.autograd.functional.jacobian(lambda t, i=i: clipped(i, t), y[i]) for i in range(6)]
+    wanted = torch.stack([j.square().sum() for j in jacobians]) / (2.0 * 0.3) ** 2
+    setting: dict[str, Any] = {"max_grad_norm": 0.3, "noise_multiplier": 2.0, "clip": "hard", "private": "target"}
+    found = step_information(model, _squared, x, y, **setting, method=method, **more)
+    torch.testing.assert_close(found.trace, wanted)
+    assert found.features == 1
+
+
+def test_a_ledger_of_private_numbers_to_be_predicted() -> None:
+    model, x, y = _regression()
+    settings = Settings(1.0, 1.0, 0.5, budget=2.0, seed=1)
+    learner = PrivateSGD(model, _squared, x, y, settings, private="target", progress=False).fit(10)
+    assert learner.features == 1
+    assert learner.accountant is not None
+    assert (learner.accountant.mse_floor().value > 0).all()
+
+
+def test_private_features_may_be_a_list_or_an_array() -> None:
+    model, x, y = _regression()
+    setting: dict[str, Any] = {"max_grad_norm": 0.3, "noise_multiplier": 2.0}
+    wanted = dense_information(model, _squared, x, y, **setting, private=torch.tensor([0, 2]))
+    for private in ([0, 2], np.array([0, 2]), [True, False, True, False], Private(features=[0, 2])):  # type: ignore[arg-type]
+        found = dense_information(model, _squared, x, y, **setting, private=private)  # type: ignore[arg-type]
+        torch.testing.assert_close(found.matrix, wanted.matrix)
+        assert step_information(model, _squared, x, y, **setting, private=private).features == 2  # type: ignore[arg-type]
+    for wrong in (["age"], [0.5], [[1], [2, 3]]):
+        with pytest.raises(InputError, match="private must be None, a tensor or list of features"):
+            step_information(model, _squared, x, y, **setting, private=wrong)  # type: ignore[arg-type]
+
+
+def test_a_part_that_there_is_not_is_named() -> None:
+    with pytest.raises(ValueError, match=r"part must be one of input, target, module.*got 'modul'"):
+        Private("modul", "0")  # type: ignore[arg-type]

@@ -418,3 +418,11 @@ def test_a_report_prints_a_few_lines_and_its_figures():
     assert one[0].startswith("AttackReport of 1 record,")
     assert len(one) == 4
     assert float(one[1].split(":")[1].replace(",", "")) == pytest.approx(alone.mse[0], rel=6e-3)
+
+
+def test_what_is_no_optimum_or_loss_is_named():
+    best = solved("logistic", True)
+    with pytest.raises(InputError, match=r"optimum must be .*solve\(X, y\).*, got 'a Logistic'"):
+        simulate(Logistic(), 1e-3, 10)
+    with pytest.raises(InputError, match=r"loss must be Logistic\(\), Softmax\(\) or Squared\(\), got 'logistic'"):
+        reconstruct(best.weights, best.rows[1:, :5], best.y[1:], best.y[0], loss="logistic", l2=0.02)

@@ -14,7 +14,14 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 import reconbound
-from reconbound.linear import DataNormWarning, NoiseWarning, NotConverged, PrivateLogisticRegression, PrivateRidge
+from reconbound.linear import (
+    DataNormWarning,
+    NoiseWarning,
+    NotConverged,
+    PrivateLogisticRegression,
+    PrivateRidge,
+    ShortenedWarning,
+)
 from reconbound.linear.solver import minimise
 
 SMALL = {"noise_std": 1e-3, "random_state": 0}
@@ -479,3 +486,32 @@ def test_classes_that_are_known_beforehand():
 def test_classes_that_do_not_fit(classes, message):
     with pytest.raises(ValueError, match=message):
         PrivateLogisticRegression(data_norm=10.0, classes=classes, **SMALL).fit(*table("logistic"))
+
+
+@pytest.mark.parametrize("data_norm", [2.5, 1.5])  # with and without rows that are shortened
+def test_floors_of_columns_with_two_values_say_what_they_do_not_bound(data_norm):
+    """One who need only tell 0 from 1 is not unbiased, and a floor of ±0.8 leaves a coin that is far from fair."""
+    rng = np.random.default_rng(0)
+    x = np.column_stack([rng.normal(size=60), rng.integers(0, 2, 60), rng.integers(0, 3, 60) / 3.0])
+    y = np.arange(60) % 2
+    model = PrivateLogisticRegression(noise_std=0.1, data_norm=data_norm, random_state=0).fit(x, y)
+    found = model.leakage(x, y)
+    note = (
+        "1 of 3 columns hold at most two values (column 1): no floor of theirs bounds how well the two are told apart"
+    )
+    assert note in found.feature_floors.notes
+    assert note in str(found.feature_floors)
+    model = PrivateLogisticRegression(noise_std=0.1, data_norm=data_norm, random_state=0).fit(x[:, [0, 2]], y)
+    assert model.leakage(x[:, [0, 2]], y).feature_floors.notes == ()
+
+
+def test_rows_in_raw_units_are_warned_about():
+    """Rows far longer than data_norm are shortened to directions of their largest column: the model learns nothing."""
+    rng = np.random.default_rng(0)
+    x, y = np.column_stack([rng.normal(50, 15, 60), rng.normal(5e4, 2e4, 60)]), np.arange(60) % 2
+    with pytest.warns(ShortenedWarning, match=r"most rows of X are more than 20 times as long as data_norm \(3\)"):
+        PrivateLogisticRegression(noise_std=0.1, data_norm=3.0).fit(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PrivateLogisticRegression(noise_std=0.1, data_norm=3.0).fit((x - [50, 5e4]) / [15, 2e4], y)
+        PrivateLogisticRegression(noise_std=0.1, data_norm=1.0).fit((x - [50, 5e4]) / [5, 5e3], y)

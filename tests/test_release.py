@@ -140,7 +140,7 @@ def test_what_cannot_be_used_is_said(classes, tmp_path) -> None:
     ):
         with pytest.raises(InputError, match=re.escape(said)):
             release.predict([{**good, **changes}])
-    with pytest.raises(InputError, match="must have the columns age, hours, job, score; missing, got 'job'"):
+    with pytest.raises(InputError, match="must have the columns age, hours, job, score, got 'no job'"):
         release.predict([{"age": 1, "hours": 2, "score": 1}])
     with pytest.raises(Unreadable, match="does not exist"):
         load_release(tmp_path)

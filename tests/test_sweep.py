@@ -178,7 +178,7 @@ def test_rows_are_those_of_the_learner_itself(digits, tmp_path) -> None:
             assert row[f"{rule}_max"] == pytest.approx(1 / float(dfil.max()), rel=1e-9)
             assert float((dfil > 1 / row[f"{rule}_median"] * (1 + 1e-9)).double().mean()) <= 0.5
         assert row["never_measured"] == int((~seen).sum())
-        floors = plain.accountant.guarantee()
+        floors = plain.accountant.guarantee(low=0.0, high=1.0)
         assert row["lecam"] == pytest.approx(float(floors["lecam"].value))
         assert row["epsilon"] == pytest.approx(floors.epsilon)
 
@@ -448,3 +448,13 @@ def test_a_sweep_of_another_seed_or_other_data_is_refused(tmp_path, digits) -> N
         with pytest.raises(InputError, match=f"{one} must (be|stay) that of the sweep"):
             run.begin(store, config, Trainer(plan=plan, **other))
     store.dispose()
+
+
+def test_a_sweep_that_cannot_begin_leaves_no_folder(tmp_path, capsys) -> None:
+    out = tmp_path / "out"
+    assert cli.run(["sweep", str(tmp_path / "none.csv"), "--grid", "lr=1", "--out", str(out)]) == 2
+    assert "none.csv does not exist" in capsys.readouterr().err
+    assert not out.exists()
+    out.mkdir()  # the user's own stays
+    assert cli.run(["sweep", str(tmp_path / "none.csv"), "--grid", "lr=1", "--out", str(out)]) == 2
+    assert out.exists()

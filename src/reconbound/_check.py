@@ -39,7 +39,9 @@ def number(
     at_most: float | None = None,
     below: float | None = None,
 ) -> float:
-    """A finite float within the limits, or an InputError that says which limit was missed."""
+    """A finite float within the limits, or an InputError that says which limit was missed. Text is none: `spelled`."""
+    if isinstance(value, str | bytes):  # float() would take it, and the arithmetic after it fail or go wrong
+        raise InputError(name, "must be a number", _shown(value))
     try:
         x = float(value)
     except (TypeError, ValueError):
@@ -57,6 +59,20 @@ def number(
     if below is not None and not x < below:
         raise InputError(name, f"must be less than {below:g}", value)
     return x
+
+
+def spelled(text: Any) -> Any:
+    """The number that a word of a command line spells; what spells none is returned as it is, for `number` to refuse.
+
+    >>> spelled("0.5"), spelled("fast"), spelled(2)
+    (0.5, 'fast', 2)
+    """
+    if not isinstance(text, str):
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def whole(name: str, value: Any, *, at_least: int = 1) -> int:

@@ -23,7 +23,9 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
     They would keep those of our passes too, and fail on second derivatives."""
     if type(model).__name__ == "GradSampleModuleExpandedWeights":
         raise InputError(
-            "model", "must be the network itself, model._module, not Opacus's wrapper for grad_sample_mode='ew'", "it"
+            "model",
+            "must be the network itself, model._module, not Opacus's wrapper for grad_sample_mode='ew'",
+            f"a {type(model).__name__}",
         )
     taken: list[tuple[Any, list[Any]]] = []
     for module in model.modules():

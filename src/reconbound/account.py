@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,3 +93,14 @@ class Factors:
         else:
             k = torch.full_like(m, self.kappa if rule == "paper" else 1.0)
         return k, k
+
+
+def checked_scale(feature_scale: float | Sequence[float] | Tensor, features: int) -> Tensor:
+    """Size of one input unit in the data's units, (1,) or (d,), float64."""
+    try:
+        scale = torch.as_tensor(feature_scale, dtype=torch.float64).flatten().cpu()
+        if scale.numel() in (1, features) and bool((scale > 0).all()) and bool(scale.isfinite().all()):
+            return scale
+    except (TypeError, ValueError, RuntimeError):  # not numbers at all
+        pass
+    raise InputError("feature_scale", f"must be one positive number, or {features} of them", feature_scale)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import ledger_file
 from ._check import InputError, choice, whole
-from .account import Account
+from .account import Account, checked_scale
 from .bounds import Bound
 from .calculator import Guarantee, guarantee
 from .feature_ledger import Chosen, Diagonal, FeatureLedger
@@ -67,7 +67,7 @@ class FisherAccountant:
         self.device = torch.device(device)
         self.traces = TraceLedger(account, spectral, self.device)
         self.features = FeatureLedger(account, diagonal, self.device)
-        self.feature_scale = _scale(feature_scale, account.features)
+        self.feature_scale = checked_scale(feature_scale, account.features)
         self.runs = 0
         self.caveats: tuple[str, ...] = ()
         self.needs_range = False
@@ -85,7 +85,9 @@ class FisherAccountant:
 
     # --- writing ---------------------------------------------------------------------
 
-    def add(self, indices: Tensor, found: StepInformation, *, weight: float = 1.0, stratified: bool = False) -> None:
+    def add(
+        self, indices: Tensor | Sequence[int], found: StepInformation, *, weight: float = 1.0, stratified: bool = False
+    ) -> None:
         """Add one step's information about these records.
 
         Args:
@@ -94,8 +96,11 @@ class FisherAccountant:
             weight: q over the chance of a record to be measured at this step: 1 when the records are those drawn into
                 the batch, 1/p when that is done at a share p of the steps, L·q when each record is measured once in L
                 steps; never below q.
-            stratified: the last: each record is measured exactly once in each block of steps.
+            stratified: the last: each record is measured exactly once in each block of steps. Not with shuffled epochs,
+                where the parameters at a step depend on whether the record was seen already.
         """
+        if stratified and self.account.sampler == "shuffle":
+            raise InputError("stratified", "must be False with shuffled epochs: measure the batches themselves", True)
         index = self.traces.checked(indices, found)
         if index.numel() == 0:
             return
@@ -314,6 +319,9 @@ class FisherAccountant:
         if self.needs_range and not {"low", "high"} <= space.keys():
             why = "and high must be given: the private part is a module's output, and nothing says that it is in [0, 1]"
             raise InputError("low", why, space.get("low"))
+        if not {"low", "high"} & space.keys() and not bool((self.feature_scale == 1).all()):
+            said = "the mechanism's floors are for features in [0, 1], this ledger's in the units of feature_scale"
+            warnings.warn(f"{said}: give low and high in those, to compare them", ReconboundWarning, stacklevel=2)
         return guarantee(self.account.mechanism(), dim=self.account.features, **space)
 
     # --- keeping -----------------------------------------------------------------------
@@ -350,13 +358,6 @@ class FisherAccountant:
 def joined(*caveats: Sequence[str]) -> tuple[str, ...]:
     """All of them, each once, in order."""
     return tuple(dict.fromkeys(c for some in caveats for c in some))
-
-
-def _scale(feature_scale: float | Sequence[float] | Tensor, features: int) -> Tensor:
-    scale = torch.as_tensor(feature_scale, dtype=torch.float64).flatten().cpu()
-    if scale.numel() not in (1, features) or not bool((scale > 0).all()) or not bool(scale.isfinite().all()):
-        raise InputError("feature_scale", f"must be one positive number, or {features} of them", feature_scale)
-    return scale
 
 
 __all__ = ["FEWEST", "WIDEST", "Account", "Chosen", "FisherAccountant"]

@@ -153,7 +153,7 @@ def facts_of(
             "parameters": sum(p.numel() for p in learner.params.values()),
             "seed_from": seed_from,
         },
-        guarantee=learner.accountant.guarantee().to_dict(),
+        guarantee=learner.accountant.guarantee(low=0.0, high=1.0).to_dict(),
         accuracy=accuracy,
         software={"reconbound": __version__, "torch": torch.__version__, "python": platform.python_version()},
     )

@@ -5,7 +5,7 @@ What is wrong with a record (a loss that is not finite, a label out of range) is
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -49,7 +49,7 @@ class Measurer:
         inputs: Any,
         targets: Any,
         settings: Settings,
-        private: Private | Tensor | str | None,
+        private: Private | Tensor | Sequence[int] | str | None,
         *,
         diagonal: bool,
         spectral: bool,

@@ -47,7 +47,8 @@ def warn_if_coarse(relative: float, said: str, stacklevel: int = 3) -> None:
         return
     warnings.warn(
         f"floors from so few measurements are more often too high than too low, many by a factor of 2 and some of 10 "
-        f"({said}): measure more often (a larger Settings.budget, more steps) or average more runs (repeat)",
+        f"({said}): measure more often (a larger Settings.budget; in a loop of your own, every record once in a block "
+        "of steps, add(..., stratified=True)) or average more runs (repeat)",
         ReconboundWarning,
         stacklevel=stacklevel,
     )

@@ -211,7 +211,7 @@ def _by_column(records: Any, columns: Sequence[str]) -> dict[str, list[Any]]:
         rows = {name: [row[name] for row in listed] for name in columns if all(name in row for row in listed)}
     missing = [name for name in columns if name not in rows]
     if missing:
-        raise InputError("records", f"must have the columns {', '.join(columns)}; missing", missing[0])
+        raise InputError("records", f"must have the columns {', '.join(columns)}", f"no {missing[0]}")
     if len({len(rows[name]) for name in columns}) != 1:
         raise InputError("records", "must have as many values in each column", {n: len(rows[n]) for n in columns})
     return {name: rows[name] for name in columns}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -73,7 +73,7 @@ class PrivateSGD:
         optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
         schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
         initialise: Callable[[nn.Module], None] | None = None,
-        private: Private | Tensor | str | None = None,
+        private: Private | Tensor | Sequence[int] | str | None = None,
         diagonal: Any = "none",
         spectral: bool = False,
         feature_scale: Any = 1.0,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -37,13 +38,16 @@ class TraceLedger:
 
     # --- writing ---------------------------------------------------------------------
 
-    def checked(self, indices: Tensor, found: StepInformation) -> Tensor:
+    def checked(self, indices: Tensor | Sequence[int], found: StepInformation) -> Tensor:
         """The indices, on the ledger's device; an InputError, before anything is changed, for what cannot be added."""
+        given = indices
+        with suppress(TypeError, ValueError, RuntimeError):  # a list or an array of whole numbers will do
+            indices = torch.as_tensor(given)
         if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.dtype == torch.bool:
-            raise InputError("indices", "must be a tensor of record indices", getattr(indices, "dtype", indices))
+            raise InputError("indices", "must be a tensor of record indices", getattr(given, "dtype", given))
         if tuple(indices.shape) != (len(found.clipped_norm),):
-            given = len(indices) if indices.dim() == 1 else tuple(indices.shape)
-            raise InputError("indices", f"must be {len(found.clipped_norm)}, one for each record found", given)
+            have = len(indices) if indices.dim() == 1 else tuple(indices.shape)
+            raise InputError("indices", f"must be {len(found.clipped_norm)}, one for each record found", have)
         if indices.numel() == 0:
             return indices
         low, high = int(indices.min()), int(indices.max())
@@ -213,8 +217,7 @@ class TraceLedger:
         mean = f"mean over {f'{runs} run(s)' if runs else 'a run in progress'}"
         relative = relative_median(self.trace(k, runs), self.standard_error(k, runs))
         said = told(self.told_of(runs), relative, runs=runs)
-        notes: tuple[str, ...] = (said, *caveats, *self.silent(k, runs))
-        notes += self.unfinished(runs)
+        notes: tuple[str, ...] = (said, *caveats, *self.silent(k, runs), *self.unfinished(runs))
         if unseen.any():
             notes += (f"{int(unseen.sum())} of {len(unseen)} records were never measured: no floor (0)",)
         assumes = (rule, mean, f"{account.clip} clipping", *notes)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._check import InputError, numbers
-from ..linear.losses import Loss, Softmax
+from ..linear.losses import Logistic, Loss, Softmax, Squared
 from ..linear.solver import targets_of
 
 
@@ -22,6 +22,8 @@ class Known(NamedTuple):
 
 def known(weights: Any, features: Any, y: Any, label: Any, loss: Loss, intercept: bool) -> Known:
     """Arrays of the right shapes, or an error that names the argument."""
+    if not isinstance(loss, Logistic | Softmax | Squared):
+        raise InputError("loss", "must be Logistic(), Softmax() or Squared()", loss)
     x = numbers("features", features)
     if x.ndim != 2:
         raise InputError("features", "must have shape (n − 1, d)", f"shape {x.shape}")

@@ -112,6 +112,10 @@ def simulate(
     sigma, count = number("noise_std", noise_std, above=0.0), whole("trials", trials, at_least=2)
     choice("method", method, METHODS)
     choice("branch", branch, BRANCHES)
+    given: Any = optimum
+    if not isinstance(given, Optimum):
+        must = "must be the optimum without noise: an estimator's solve(X, y), or minimise"
+        raise InputError("optimum", must, f"a {type(given).__name__}")
     _check_method(method, optimum.loss, optimum.intercept)
     chosen = np.arange(len(optimum.rows)) if records is None else np.asarray(records, dtype=np.int64).ravel()
     if chosen.size == 0 or chosen.min() < 0 or chosen.max() >= len(optimum.rows):

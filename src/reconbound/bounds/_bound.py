@@ -132,6 +132,10 @@ class Bound:
         mean = " on average over the coordinates" if self.coordinates == "average" else ""
         mean += f", {self.condition}" if self.condition else ""
         values, roots = np.atleast_1d(self.value), np.atleast_1d(self.rmse)
+        said_of_none, there = "", values.reshape(len(values), -1).any(axis=1)  # records never measured have the floor 0
+        if there.any() and not there.all():
+            said_of_none = f"; {int((~there).sum()):,} of {len(values):,} have no floor (0)"
+            values, roots = values[there], roots[there]
         if bool(np.all(self.vacuous)):
             said = f"says nothing about {who} here (MSE {figure(values.min())})"
         elif values.ndim == 2:  # records × features, each of its own unit: no figure for all of them
@@ -149,7 +153,7 @@ class Bound:
         guess = f"; a plain guess errs by ±{figure(math.sqrt(self.guess))}{unit}" if self.guess is not None else ""
         sampler = f"; {self.sampler} batches" if self.sampler not in ("any", "none") else ""
         notes = "".join(f"; {note}" for note in self.notes)
-        return f"{self.name}: {said}{guess} [{self.theorem}; {self.adjacency}{sampler}{notes}]"
+        return f"{self.name}: {said}{said_of_none}{guess} [{self.theorem}; {self.adjacency}{sampler}{notes}]"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .._check import InputError, number
+from .._check import InputError, number, spelled
 from .options import confidential_note, count, plain_errors, ratio
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def _budget(given: str | None) -> float | str | None:
     if given is None or given == "every":
         return given
     try:
-        return number("budget", given, above=0.0)
+        return number("budget", spelled(given), above=0.0)
     except InputError:
         raise InputError("budget", "must be a number greater than 0, or every", given) from None
 

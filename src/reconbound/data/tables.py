@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .._check import DataError, InputError, number
+from .._check import DataError, InputError, number, spelled
 from .dataset import Dataset, Feature, clean
 from .split import Division
 
@@ -112,7 +112,7 @@ def read_ranges(words: Sequence[str]) -> dict[str, tuple[float, float]]:
         name, mark, pair = word.rpartition("=")
         if not name or not mark or pair.count(":") != 1:
             raise InputError("range", "must be COLUMN=LOWEST:HIGHEST", word)
-        found[clean(name)] = _range(name, pair.split(":"))
+        found[clean(name)] = _range(name, [spelled(part) for part in pair.split(":")])
     return found
 
 

@@ -22,7 +22,7 @@ from .._check import DataError, DataMissing, InputError
 from .dataset import Dataset, clean
 from .split import Division
 from .tables import CATEGORY_IS_PUBLIC, MOST_CLASS_NUMBERS, Column, like, listed, shown, table, wishes
-from .tell_tales import tell_tale
+from .tell_tales import tell_tale, undressed
 
 
 @dataclass(frozen=True)
@@ -214,12 +214,15 @@ def _column(
     wrong = next((i for i, value in enumerate(numeric) if value is None), None)
     if wrong is not None:
         good = sum(1 for text, value in zip(texts, numeric, strict=True) if text and value is not None)
+        few_classes = aimed and len(set(texts)) <= MOST_CLASS_NUMBERS
+        if not few_classes:
+            _dressed(file, cells, k, texts, numeric)
         if asked == "is private" and 2 * good <= known:
             raise DataError(f"{file}, column {name!r}: {CATEGORY_IS_PUBLIC}")
         if asked:
             place = f"{file}, row {places[wrong]}, column {name!r}"
             raise DataError(f"{place}: {_short(texts[wrong])} is not a number, and the column {asked}")
-        if good >= MOSTLY * known and not (aimed and len(set(texts)) <= MOST_CLASS_NUMBERS):
+        if good >= MOSTLY * known and not few_classes:
             place = f"{file}, row {places[wrong]}, column {name!r}"
             raise DataError(
                 f"{place}: {_short(texts[wrong])} is not a number, but {good:,} of {known:,} values are: mend "
@@ -236,6 +239,24 @@ def _column(
         at = int(np.flatnonzero(np.isinf(values))[0])
         raise DataError(f"{file}, row {places[at]}, column {name!r}: {_short(texts[at])} is not a finite number")
     return Column(name, values)
+
+
+def _dressed(file: str, cells: Cells, k: int, texts: list[str], numeric: list[float | None]) -> None:
+    """Refuse a column of numbers with signs of money, percent signs or marks of thousands.
+
+    As text it would be a category, which is public, or be left out: neither is what its owner means."""
+    meant = {i: plain for i, value in enumerate(numeric) if value is None and (plain := undressed(texts[i]))}
+    known = sum(1 for text in texts if text)
+    count = len(meant) + sum(1 for text, value in zip(texts, numeric, strict=True) if text and value is not None)
+    if not meant or count < MOSTLY * known:
+        return
+    at, plain = next(iter(meant.items()))
+    name = cells.names[k]
+    raise DataError(
+        f"{file}, row {cells.places[at]}, column {name!r}: {_short(texts[at])} has a sign of money, a percent sign or "
+        f"a mark of thousands, and would be taken as text: write it as {plain}, and so {len(meant):,} cells of the "
+        f"column, or say --category {name!r} or --drop {name!r}"
+    )
 
 
 def number_or_none(text: str, point: str = ".") -> float | None:

@@ -97,7 +97,7 @@ def step_information(
     generator: torch.Generator | None = None,
     micro_batch: int | None = None,
     mask: Tensor | None = None,
-    private: Private | Tensor | str | None = None,
+    private: Private | Tensor | Sequence[int] | str | None = None,
     method: Method = "auto",
     route: Route = "reverse",
     checked: bool = False,

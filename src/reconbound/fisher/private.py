@@ -6,8 +6,8 @@ Everything else (other inputs, the label, the tokens behind an embedding) is pub
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from reconbound._check import InputError, choice
 from reconbound.fisher.checks import check_losses
 
 Inputs = Any  # a tensor, or a tuple or dictionary of tensors: model(x), model(*x) or model(**x)
@@ -38,6 +39,11 @@ class Private:
     part: Literal["input", "target", "module", "nothing"] = "input"
     name: str | int | None = None
     features: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        choice("part", self.part, ("input", "target", "module", "nothing"))
+        if self.features is not None:
+            object.__setattr__(self, "features", _features(self.features))
 
 
 @dataclass(frozen=True)
@@ -64,17 +70,27 @@ class Problem:
         return losses, outputs
 
 
-def as_private(private: Private | Tensor | str | None) -> Private:
-    """None: the whole input; a tensor: those features of the input; "target": the label."""
+def as_private(private: Private | Tensor | Sequence[int] | str | None) -> Private:
+    """None: the whole input; a tensor or list: those features of the input; "target": the label."""
     if private is None:
         return Private()
-    if isinstance(private, Tensor):
-        return Private(features=private)
-    if private in ("input", "target"):
-        return Private(part=private)  # type: ignore[arg-type]
     if isinstance(private, Private):
         return private
-    raise ValueError(f'private must be None, a tensor of features, "input", "target" or a Private, got {private!r}')
+    if isinstance(private, str) and private in ("input", "target"):
+        return Private(part=private)  # type: ignore[arg-type]
+    return Private(features=_features(private))
+
+
+def _features(chosen: Any) -> Tensor:
+    """Indices or a mask as a tensor; what is neither is refused."""
+    found = None
+    if not isinstance(chosen, str):
+        with suppress(TypeError, ValueError, RuntimeError):
+            found = torch.as_tensor(chosen)
+    if found is None or found.is_floating_point() or found.is_complex():
+        must = 'must be None, a tensor or list of features (whole numbers, or a mask), "input", "target" or a Private'
+        raise InputError("private", must, chosen)
+    return found
 
 
 def module_caveats(model: nn.Module, private: Private) -> tuple[str, ...]:
@@ -105,7 +121,8 @@ def private_part(problem: Problem, inputs: Inputs, targets: Any) -> Tensor:
             f"the private part ({private.part}) must be a floating-point tensor, got {kind}: numbers and images can be "
             'converted by .float(); for tokens use Private("module", "<embedding>"), for labels soft targets'
         )
-    return z.detach()
+    z = z.detach()
+    return z[:, None] if z.dim() == 1 else z  # one number a record, (B,), is one feature; `_place` takes it back
 
 
 def feature_mask(private: Private, z: Tensor) -> Tensor | None:
@@ -150,15 +167,20 @@ def _call(model: nn.Module, inputs: Inputs, params: Mapping[str, Tensor] | None)
 
 def _place(private: Private, z: Tensor, inputs: Inputs, targets: Any) -> tuple[Inputs, Any]:
     if private.part == "target":
-        return inputs, z
+        return inputs, _shaped(z, targets)
     if private.part in ("module", "nothing"):
         return inputs, targets
     if isinstance(inputs, Tensor):
-        return z, targets
+        return _shaped(z, inputs), targets
     name = _only_float(inputs) if private.name is None else private.name
     if isinstance(inputs, Mapping):
-        return {**inputs, name: z}, targets
-    return tuple(z if i == name else x for i, x in enumerate(inputs)), targets
+        return {**inputs, name: _shaped(z, inputs[name])}, targets
+    return tuple(_shaped(z, x) if i == name else x for i, x in enumerate(inputs)), targets
+
+
+def _shaped(z: Tensor, original: Tensor) -> Tensor:
+    """z without the dimension that `private_part` gave to single numbers."""
+    return z.squeeze(-1) if z.dim() == original.dim() + 1 else z
 
 
 def _only_float(inputs: Inputs) -> Any:

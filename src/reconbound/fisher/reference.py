@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ def dense_information(
     max_grad_norm: float,
     noise_multiplier: float,
     clip: Clip = "smooth",
-    private: Private | Tensor | str | None = None,
+    private: Private | Tensor | Sequence[int] | str | None = None,
 ) -> DenseInformation:
     """The information of one step about each record from its dense Jacobian, one record at a time, in float64.
 

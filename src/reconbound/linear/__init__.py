@@ -3,7 +3,7 @@
 `PrivateLogisticRegression` and `PrivateRidge` fit and release; their `leakage(X, y)` says how exposed every training
 record and feature is. `minimise` and `leakage` are the same as plain functions. Derivations: docs/theory-linear.md."""
 
-from ._base import DataNormWarning, NoiseWarning
+from ._base import DataNormWarning, NoiseWarning, ShortenedWarning
 from .estimators import PrivateLogisticRegression, PrivateRidge
 from .information import Leakage, leakage
 from .losses import Logistic, Softmax, Squared
@@ -18,6 +18,7 @@ __all__ = [
     "Optimum",
     "PrivateLogisticRegression",
     "PrivateRidge",
+    "ShortenedWarning",
     "Softmax",
     "Squared",
     "leakage",

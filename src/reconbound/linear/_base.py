@@ -19,6 +19,8 @@ from .solver import Optimum, minimise
 
 #: The gradient that may be left by the solver, as a share of the noise's standard deviation in gradient units, nλσ.
 SOLVED = 1e-6
+#: Rows in raw units (dollars beside years) are so many times data_norm, or more; rows made unit vectors rarely are.
+RAW = 20.0
 
 
 class DataNormWarning(UserWarning):
@@ -27,6 +29,10 @@ class DataNormWarning(UserWarning):
 
 class NoiseWarning(UserWarning):
     """The noise is longer than any weights that data of this shape can have: the release hardly depends on the data."""
+
+
+class ShortenedWarning(UserWarning):
+    """Most rows are far longer than data_norm: once shortened to it they are hardly more than directions."""
 
 
 class PrivateLinear(BaseEstimator):  # type: ignore[misc]
@@ -121,7 +127,16 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         self._warn_if_drowned(shape, sigma)
         self.mechanism_ = shape.mechanism(sigma)
         self.noise_std_ = sigma
-        found = self._solve(self._clip(x)[0], targets, len(x) * strength * sigma * SOLVED)
+        rows, norms = self._clip(x)
+        if np.median(norms) > RAW * self.data_norm_:
+            warnings.warn(
+                f"most rows of X are more than {RAW:g} times as long as data_norm ({self.data_norm_:g}), to which they "
+                "are shortened: little but the largest column is left of them. Centre and scale the columns with "
+                "public numbers first, or give a larger data_norm",
+                ShortenedWarning,
+                stacklevel=3,
+            )
+        found = self._solve(rows, targets, len(x) * strength * sigma * SOLVED)
         # None means fresh entropy here, not NumPy's global generator, which somebody may have seeded
         rng = np.random.default_rng() if self.random_state is None else check_random_state(self.random_state)
         noise = rng.normal(size=found.weights.shape)

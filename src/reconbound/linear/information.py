@@ -5,7 +5,7 @@ docs/theory-linear.md, sections 3 to 6. With H the Hessian, J = ∂W*/∂x = −
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -97,7 +97,21 @@ class Leakage:
         """1/Iⱼⱼ, (N, d): the least variance for one feature, in that feature's squared unit."""
         if self.diagonal is None:
             raise InputError("diagonal", "must be True when leakage is asked for, to have floors per feature", False)
-        return per_feature(self.diagonal)
+        bound, notes = per_feature(self.diagonal), self._two_valued()
+        return replace(bound, assumes=(*bound.assumes, *notes), notes=(*bound.notes, *notes))
+
+    def _two_valued(self) -> tuple[str, ...]:
+        """What floors of columns must carry that hold no more than two values: 0 and 1, before or after scaling."""
+        rows = self._optimum.rows[:, : self.dim] / self._shrunk[:, None]
+        low, high = rows.min(axis=0), rows.max(axis=0)
+        near = 1e-9 * np.maximum(high - low, np.abs(high))  # rows were shortened and are stretched again
+        two = np.flatnonzero(((rows - low <= near) | (high - rows <= near)).all(axis=0))
+        if not two.size:
+            return ()
+        which = f"column{'' if two.size == 1 else 's'} {', '.join(str(int(j)) for j in two[:5])}"
+        which += " and more" if two.size > 5 else ""
+        said = f"{two.size} of {self.dim} columns hold at most two values ({which})"
+        return (f"{said}: no floor of theirs bounds how well the two are told apart",)
 
     @property
     def spectral_floor(self) -> Bound:

@@ -115,9 +115,17 @@ def sweep(
     the sweep's seed, the plan and the setting, whoever trains it and however often it was interrupted.
     """
     whole("workers", workers)
-    for folder in (config.out, config.out / TRIALS):
+    folders = (config.out, config.out / TRIALS)
+    new = [folder for folder in folders if not folder.exists()]
+    for folder in folders:
         prepare(folder)
-    train = (make_train or make_trainer)(config)
+    try:
+        train = (make_train or make_trainer)(config)
+    except BaseException:
+        for folder in reversed(new):  # nothing was begun: what was made for it goes too
+            with suppress(OSError):
+                folder.rmdir()
+        raise
     store = open_store(config)
     try:
         begin(store, config, train)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from .._check import InputError, choice, number, whole
+from .._check import InputError, choice, number, spelled, whole
 from .._random import derive
 
 Setting: TypeAlias = dict[str, Any]  # a value for each name
@@ -23,11 +23,11 @@ WORDS = {
 }
 #: What can be searched, by the names of Plan: numbers or words, and how a value is checked.
 PARAMETERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "noise_multiplier": ("number", lambda v: number("noise_multiplier", v, above=0.0)),
-    "max_grad_norm": ("number", lambda v: number("max_grad_norm", v, above=0.0)),
-    "sample_rate": ("number", lambda v: number("sample_rate", _ratio(v), above=0.0, at_most=1.0)),
-    "lr": ("number", lambda v: number("lr", v, above=0.0, at_most=1e30)),
-    "momentum": ("number", lambda v: number("momentum", v, at_least=0.0, below=1.0)),
+    "noise_multiplier": ("number", lambda v: number("noise_multiplier", spelled(v), above=0.0)),
+    "max_grad_norm": ("number", lambda v: number("max_grad_norm", spelled(v), above=0.0)),
+    "sample_rate": ("number", lambda v: number("sample_rate", spelled(_ratio(v)), above=0.0, at_most=1.0)),
+    "lr": ("number", lambda v: number("lr", spelled(v), above=0.0, at_most=1e30)),
+    "momentum": ("number", lambda v: number("momentum", spelled(v), at_least=0.0, below=1.0)),
     **{name: ("word", partial(choice, name, options=options)) for name, options in WORDS.items()},
 }
 
@@ -94,7 +94,7 @@ def parse_steps(text: str) -> tuple[int, ...]:
     >>> parse_steps("2000,1000")
     (1000, 2000)
     """
-    return checked_steps([word for word in text.split(",") if word.strip()])
+    return checked_steps([spelled(word) for word in text.split(",") if word.strip()])
 
 
 def checked_steps(steps: Iterable[Any]) -> tuple[int, ...]:
