@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import math
+import sys
+import warnings
 from typing import Any
 
 import numpy as np
 
+_INSIDE = ("reconbound", "sklearn", "torch", "functools", "contextlib")
 LARGEST = float(np.finfo(np.float64).max)
+
+
+def warn_user(message: str | Warning, category: type[Warning] | None = None) -> None:
+    """Warn of the line outside this package that led here, however deep this is."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 class InputError(ValueError):

@@ -8,7 +8,6 @@ alone. Derivations: docs/theory-accounting.md."""
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import ledger_file
-from ._check import InputError, choice, whole
+from ._check import InputError, choice, warn_user, whole
 from .account import Account, checked_scale
 from .bounds import Bound
 from .calculator import Guarantee, guarantee
@@ -134,7 +133,7 @@ class FisherAccountant:
         if fault:
             cure = "measure every record at every step, or with the right weight, or make the Account with the steps "
             cure += "that were taken and the records that are measured"
-            warnings.warn(f"{fault}; {cure}", ReconboundWarning, stacklevel=2)
+            warn_user(f"{fault}; {cure}", ReconboundWarning)
         self.runs += 1
         self.traces.finish_run(self.runs)
         self.features.finish_run(self.runs, self.traces.trace(0, self.runs), self.traces.told_of(self.runs))
@@ -192,7 +191,7 @@ class FisherAccountant:
         )
         reason = self.no_limit_because(rule) if warn else None
         if reason is not None and self._first("limits"):
-            warnings.warn(f"no confidence limit (infinity): {reason}", ReconboundWarning, stacklevel=2)
+            warn_user(f"no confidence limit (infinity): {reason}", ReconboundWarning)
         return limits
 
     def no_limit_because(self, rule: str | None = None) -> str | None:
@@ -321,7 +320,7 @@ class FisherAccountant:
             raise InputError("low", why, space.get("low"))
         if not {"low", "high"} & space.keys() and not bool((self.feature_scale == 1).all()):
             said = "the mechanism's floors are for features in [0, 1], this ledger's in the units of feature_scale"
-            warnings.warn(f"{said}: give low and high in those, to compare them", ReconboundWarning, stacklevel=2)
+            warn_user(f"{said}: give low and high in those, to compare them", ReconboundWarning)
         return guarantee(self.account.mechanism(), dim=self.account.features, **space)
 
     # --- keeping -----------------------------------------------------------------------

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import socket
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._check import warn_user
 from ._files import CONFIDENTIAL, Unreadable, sealed, unsealed, write_whole
 
 NAMES = ("checkpoint-0.safetensors", "checkpoint-1.safetensors")
@@ -85,7 +85,7 @@ def load(folder: str | os.PathLike[str], belongs: Mapping[str, Any]) -> tuple[Ch
     _, turn, checkpoint = max(found, key=lambda item: item[0])
     if refused:
         at = ", ".join(f"{name} {checkpoint.facts[name]}" for name in ("run", "step") if name in checkpoint.facts)
-        warnings.warn(f"{'; '.join(refused)}: going on from the other one, {at}", UserWarning, stacklevel=2)
+        warn_user(f"{'; '.join(refused)}: going on from the other one, {at}", UserWarning)
     return checkpoint, turn
 
 
@@ -115,7 +115,7 @@ def held(folder: str | os.PathLike[str]) -> Iterator[None]:
 def warn_if_open(folder: str | os.PathLike[str]) -> None:
     """Warn of a folder that others may enter. It is left as it is: they may share it for a reason; files are 0600."""
     if os.name == "posix" and Path(folder).stat().st_mode & 0o077:
-        warnings.warn(f"others may enter the checkpoint folder {folder}: chmod 700 it", UserWarning, stacklevel=5)
+        warn_user(f"others may enter the checkpoint folder {folder}: chmod 700 it", UserWarning)
 
 
 def _take(handle: int, place: Path) -> None:
@@ -131,7 +131,7 @@ def _take(handle: int, place: Path) -> None:
             f"the checkpoint folder {place} is in use by {holder}: give each run a folder of its own, or wait"
         ) from None
     except OSError as reason:  # some network file systems have no locks
-        warnings.warn(f"{place} cannot be locked ({reason.strerror}): mind that only one run uses it", stacklevel=2)
+        warn_user(f"{place} cannot be locked ({reason.strerror}): mind that only one run uses it")
         return
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

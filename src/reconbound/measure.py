@@ -4,7 +4,6 @@ What is wrong with a record (a loss that is not finite, a label out of range) is
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ._check import InputError
+from ._check import InputError, warn_user
 from ._opacus import is_wrapper
 from .fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
 from .fisher.private import Problem, as_private, feature_mask, module_caveats, private_part
@@ -69,9 +68,7 @@ class Measurer:
         self.caveats: tuple[str, ...] = (*found, *about)
         if check and len(about) > 1:
             why = "freeze it (requires_grad_(False)), or read the floors as for an attacker who does not look there"
-            warnings.warn(
-                f"floors do not cover all that is released, {about[1]}: {why}", ReconboundWarning, stacklevel=3
-            )
+            warn_user(f"floors do not cover all that is released, {about[1]}: {why}", ReconboundWarning)
         self._methods = [
             covering_method(model, loss_fn, *few, part) for part in (Private("nothing"), as_private(private))
         ]

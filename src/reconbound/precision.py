@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 from torch import Tensor
 
+from ._check import warn_user
 from .validate.structure import ReconboundWarning
 
 #: Floors whose median relative standard error is larger come with a warning: an estimate that is half too small, as is
@@ -41,25 +41,23 @@ def told(measured: Tensor, relative: float, of: str = "", *, runs: int) -> str:
     return f"estimated: measured {times:g} time{'' if times == 1 else 's'} per record (median), {size}"
 
 
-def warn_if_coarse(relative: float, said: str, stacklevel: int = 3) -> None:
+def warn_if_coarse(relative: float, said: str) -> None:
     """Warn, with the cure, where the median relative standard error is above COARSE or not known."""
     if relative <= COARSE:
         return
-    warnings.warn(
+    warn_user(
         f"floors from so few measurements are more often too high than too low, many by a factor of 2 and some of 10 "
         f"({said}): measure more often (a larger Settings.budget; in a loop of your own, every record once in a block "
         "of steps, add(..., stratified=True)) or average more runs (repeat)",
         ReconboundWarning,
-        stacklevel=stacklevel,
     )
 
 
-def warn_if_silent(said: tuple[str, ...], stacklevel: int = 3) -> None:
+def warn_if_silent(said: tuple[str, ...]) -> None:
     """Warn of records with no information at all: a smooth model that learns has some about every record."""
     if said:
-        warnings.warn(
+        warn_user(
             f"{said[0]}; their gradients do not depend on them at all, as when training has diverged or the outputs "
             "are saturated: look at the loss, and lower lr or the noise",
             ReconboundWarning,
-            stacklevel=stacklevel,
         )

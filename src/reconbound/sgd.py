@@ -7,7 +7,6 @@ randomness is a function of (seed, run, step), so a run that was killed goes on 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -20,7 +19,7 @@ from . import learner_measuring as measuring
 from . import learner_state as states
 from . import learner_words as words
 from . import noise as noises
-from ._check import InputError, number, whole
+from ._check import InputError, number, warn_user, whole
 from ._progress import progress_bar
 from ._random import derive, new_seed, seeded
 from .accountant import FisherAccountant
@@ -217,7 +216,7 @@ class PrivateSGD:
             self._say(words.done_already(self.kind, self.steps))
 
     def _say(self, what: str) -> None:
-        warnings.warn(what, ReconboundWarning, stacklevel=4)
+        warn_user(what, ReconboundWarning)
 
     @property
     def order(self) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._check import DataError, DataMissing, InputError
+from .._check import DataError, DataMissing, InputError, warn_user
 from . import arrays, builtin, official, pictures, text
 from .dataset import Dataset, DataWarning, Feature, Pixels
 from .official import cifar10, data_folder, mnist, read_idx
@@ -105,5 +104,5 @@ def load(
             known = ", ".join(NAMES)
             raise DataMissing(f"{name} does not exist: name one of {known}, or a file or folder that exists{meant}")
     for note in found.notes:
-        warnings.warn(f"{found.name}: {note}", DataWarning, stacklevel=2)
+        warn_user(f"{found.name}: {note}", DataWarning)
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from .._check import number
+from .._check import number, warn_user
 from .information import Leakage, leakage
 from .losses import Loss, largest_weights
 from .noise import Shape, choose_noise
@@ -69,11 +68,10 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         if given is not None:
             return number(name, given, above=0.0)
         largest = float(sizes.max())
-        warnings.warn(
+        warn_user(
             f"{name} is None: {largest:.6g} is taken from the data, so the guarantee holds among data sets within it "
             f"only, and the bound itself is not private; give {name}",
             DataNormWarning,
-            stacklevel=3,
         )
         return largest if largest > 0 else 1.0
 
@@ -129,12 +127,11 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         self.noise_std_ = sigma
         rows, norms = self._clip(x)
         if np.median(norms) > RAW * self.data_norm_:
-            warnings.warn(
+            warn_user(
                 f"most rows of X are more than {RAW:g} times as long as data_norm ({self.data_norm_:g}), to which they "
                 "are shortened: little but the largest column is left of them. Centre and scale the columns with "
                 "public numbers first, or give a larger data_norm",
                 ShortenedWarning,
-                stacklevel=3,
             )
         found = self._solve(rows, targets, len(x) * strength * sigma * SOLVED)
         # None means fresh entropy here, not NumPy's global generator, which somebody may have seeded
@@ -156,12 +153,11 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
                 else f"a larger l2 (now {shape.l2:g}), more records (now {shape.records:,}), a larger target_epsilon "
                 f"or a smaller target_mse, or a smaller {smaller}"
             )
-            warnings.warn(
+            warn_user(
                 f"the noise (standard deviation {sigma:.3g} in each of {weights:,} weights, {length:.3g} together) "
                 f"drowns any weights that such data can have (norm {largest:.3g} at most): predictions are likely to "
                 f"be little better than chance. What helps: {helps}",
                 NoiseWarning,
-                stacklevel=4,
             )
 
     def _solve(self, x: np.ndarray, targets: np.ndarray, tolerance: float, start: np.ndarray | None = None) -> Optimum:

@@ -7,7 +7,6 @@ needs no data; `check_batch` adds what a few records of a batch can show, and ru
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -26,6 +25,8 @@ from reconbound.validate.structure import (
     warn_kinks,
 )
 from reconbound.validate.watch import LossFn, Trace, check_data, random_state_kept, record_count, rows, run
+
+from .._check import warn_user
 
 __all__ = ["KinkWarning", "ModelError", "ReconboundWarning", "check_batch", "check_model", "math_attention"]
 
@@ -105,9 +106,8 @@ def check_batch(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) ->
 def _warn_buffers(model: nn.Module, trace: Trace) -> None:
     changed = [name for name, b in model.named_buffers() if not torch.equal(b, trace.buffers[name])]
     if changed:
-        warnings.warn(
+        warn_user(
             f"the forward pass changes the buffers {changed}: if they keep anything of the records, it is released "
             "without noise; freeze them (eval mode) or leave them out of the released model",
             ReconboundWarning,
-            stacklevel=3,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from reconbound.validate.structure import ModelError, ReconboundWarning, label, place
 from reconbound.validate.watch import LossFn, Trace, arguments, first_line, in_place_error, leaf, run
+
+from .._check import warn_user
 
 
 @contextmanager
@@ -174,9 +175,8 @@ def _works_with_math_attention(model: nn.Module, loss_fn: LossFn, few: Any) -> b
 
 def _warn_attention(trace: Trace) -> None:
     places = ", ".join(place(path) for path in trace.attention)
-    warnings.warn(
+    warn_user(
         f"the attention kernel of {places} has no second derivative: run under reconbound.validate.math_attention(), "
         "which switches to the plain formula",
         ReconboundWarning,
-        stacklevel=4,
     )

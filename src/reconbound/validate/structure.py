@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 import torch
@@ -10,6 +9,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
+
+from .._check import warn_user
 
 _SMOOTH = "replace them by smooth ones: tanh or GELU for the activation, average pooling for max pooling"
 
@@ -110,4 +111,4 @@ def warn_kinks(kinks: Mapping[str, str]) -> None:
             f"kinks in {places}: the gradient jumps with the input there, the Fisher information does not count the "
             f"jumps, and the error floors are not proved; {_SMOOTH}"
         )
-        warnings.warn(KinkWarning(said, places), stacklevel=3)
+        warn_user(KinkWarning(said, places))
