@@ -11,6 +11,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import optuna
 import pytest
 
 import sweep_stub
@@ -22,10 +23,10 @@ from reconbound.plan import as_tensor, default_plan, make_loss, make_model, scor
 from reconbound.sweep import Sweep, run, sweep
 from reconbound.sweep.crowd import Hearts
 from reconbound.sweep.space import seed_of
-from reconbound.sweep.store import ERRORS
+from reconbound.sweep.store import ERRORS, Store
 from reconbound.sweep.together import Exploded, TogetherTrainer
 from reconbound.sweep.train import Trainer
-from reconbound.sweep.worker import LeaseLost
+from reconbound.sweep.worker import Heart, LeaseLost
 from test_sweep import Searched, digits, trainer  # noqa: F401
 from test_sweep_kills import _importable, check, count_finishes, expected  # noqa: F401
 
@@ -279,3 +280,117 @@ def test_the_command(tmp_path, capsys) -> None:
     assert (tmp_path / "s" / "frontier.html").exists()
     assert cli.run([*words, "-o", str(tmp_path / "s")]) == 2
     assert "together must be given, as when the sweep" in capsys.readouterr().err
+
+
+def test_fixed_size_batches_are_accounted_at_their_own_rate(digits, tmp_path) -> None:  # noqa: F811
+    """qN need not be whole, batches are: ε and the floors of the mechanism are those of single trainings."""
+    setting = {"sampler": "fixed", "sample_rate": 2.6 / len(digits.inputs)}
+    (one,) = trainer(digits, (4,), 1)(setting, tmp_path / "one")
+    (other,) = together(digits, (4,), 1)(setting, tmp_path / "other")
+    for name in ("epsilon", "theorem1", "theorem1_paper", "corners", "lecam", "rate_distortion"):
+        assert other[name] == one[name]
+
+
+def test_a_setting_that_cannot_be_trained_takes_no_others_with_it(digits, tmp_path) -> None:  # noqa: F811
+    space = {"sampler": ["shuffle", "poisson"], "model": ["cnn", "linear"], "lr": [0.5]}
+    own = together(digits, (3,), 1)
+    real, broken = own._trained_together, []
+
+    def trained(settings, tell):
+        if settings[0]["model"] == "cnn":
+            broken.append(len(settings))
+            raise RuntimeError("out of memory")
+        return real(settings, tell)
+
+    own._trained_together = trained
+    config = Sweep("digits", tmp_path, space, (3,), seed=7, together=4)
+    rows = sweep(config, make_train=lambda _: own, show=False)
+    assert [(row["model"], row["sampler"]) for row in rows] == [("linear", "poisson")]
+    assert broken == [1] * ERRORS  # what is no fault of the setting is tried again
+    store = run.open_store(config)
+    said = [trial.user_attrs.get("error", "") for trial in store.trials()]
+    assert [word.partition(":")[0] for word in said] == ["InputError", "InputError", "RuntimeError", ""]
+    assert [lease.errors for lease in store.leases().values()] == [0, 0, ERRORS - 1, 0]
+    store.dispose()
+
+
+def test_secure_noise_is_not_passed_over(digits) -> None:  # noqa: F811
+    with pytest.raises(InputError, match="noise must be left out"):
+        together(digits, noise="secure")
+
+
+def test_an_error_with_one_trials_rows_is_its_own(tmp_path, monkeypatch) -> None:
+    def values(config, rows):
+        if rows[0]["exact_max"] > 2:
+            raise ValueError("no such number")
+        return [1.0, 1.0]
+
+    monkeypatch.setattr(run, "values_of", values)
+    stub = Crowd()
+    space = {"noise_multiplier": [0.5, 2.0, 1.0], "lr": [0.1]}
+    config = Sweep("stub", tmp_path, space, (5,), seed=1, together=3)
+    rows = sweep(config, make_train=lambda _: stub, show=False)
+    assert [row["noise_multiplier"] for row in rows] == [0.5, 1.0]
+    assert stub.crowds == [3, *[1] * (ERRORS - 1)]
+    assert run.stored(tmp_path)[1]["error"] == "ValueError: no such number"
+
+
+@pytest.mark.parametrize("where", ["claim", "start"])
+def test_interrupted_before_the_training_nothing_is_held(tmp_path, monkeypatch, where) -> None:
+    """Ctrl-C between two claims, and while the hearts begin to beat: the next worker waits for no lease."""
+    config = Sweep("stub", tmp_path, {"lr": [0.1, 0.2, 0.3], "noise_multiplier": [1.0]}, (5,), seed=1, lease=999)
+    config = replace(config, together=3)
+    calls, kind = [], Store if where == "claim" else Heart
+    name = "claim" if where == "claim" else "__enter__"
+    real = getattr(kind, name)
+
+    def third(self, *args):
+        calls.append(self)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, name, third)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(config, make_train=lambda _: Crowd(), show=False)
+    if where == "start":
+        for heart in calls[:2]:
+            heart._thread.join(10)
+            assert not heart._thread.is_alive()
+    stub = Crowd()
+    assert len(sweep(config, make_train=lambda _: stub, show=False)) == 3
+    assert stub.crowds == [3]
+
+
+def test_a_trial_that_another_has_is_not_given_up_for_it(tmp_path) -> None:
+    config = sweep_stub.config(tmp_path, None)
+    tmp_path.chmod(0o700)
+    store = run.open_store(config)
+    run.begin(store, config, sweep_stub.Stub())
+    mine = store.claim("me")
+    store.expire("me")
+    theirs = store.claim("other")
+    assert mine.trial_id == theirs.trial_id
+    store.fail(mine, "too late")
+    assert store.finish(theirs, [{"steps": 5}], [1.0, 1.0], 5)
+    store.dispose()
+
+
+def test_a_trial_is_closed_only_when_it_is_finished(tmp_path, monkeypatch) -> None:
+    """The database goes away in the middle of finishing, and the worker with it: the lease runs out as any other."""
+    config = sweep_stub.config(tmp_path, None)
+    tmp_path.chmod(0o700)
+    store = run.open_store(config)
+    run.begin(store, config, sweep_stub.Stub())
+    claim = store.claim("me")
+
+    def away(*_):
+        raise optuna.exceptions.StorageInternalError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.storage, "set_trial_state_values", away)
+        with pytest.raises(optuna.exceptions.StorageInternalError):
+            store.finish(claim, [{"steps": 5}], [1.0, 1.0], 5)
+    assert store.leases()[claim.trial_id].until < store.now() + 2 * config.lease
+    store.dispose()

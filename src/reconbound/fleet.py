@@ -239,7 +239,7 @@ class Fleet:
 
 
 def _flattened(models: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
-    """All trained parameters as one tensor (K, p), of which each model's are views; and room for their gradient sums."""
+    """Trained parameters as one tensor (K, p), of which each model's are views; and room for their gradient sums."""
     flat = torch.stack([_trained(model) for model in models])
     for model, row in zip(models, flat, strict=True):
         own = [p for p in model.parameters() if p.requires_grad]
