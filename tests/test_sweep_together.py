@@ -278,6 +278,10 @@ def test_the_command(tmp_path, capsys) -> None:
     assert "2 of 2 settings trained" in said.out
     assert "each with 2 settings at once" in said.err
     assert (tmp_path / "s" / "frontier.html").exists()
+    assert "ledger.safetensors" not in (tmp_path / "s" / "trials" / "00000" / "index.html").read_text()
+    assert cli.run([*words, "-o", str(tmp_path / "one by one")]) == 0
+    assert "ledger.safetensors in this folder" in (tmp_path / "one by one/trials/00000/index.html").read_text()
+    capsys.readouterr()
     assert cli.run([*words, "-o", str(tmp_path / "s")]) == 2
     assert "together must be given, as when the sweep" in capsys.readouterr().err
 

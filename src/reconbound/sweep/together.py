@@ -1,8 +1,9 @@
 """Settings trained many at once on one device, as a fleet: one small network leaves a GPU idle and Python busy.
 
-The trainings of a sweep share their batches and the records measured (which leaves each one's own distribution as it
-is, and takes that luck out of the comparison); the noise of each is its own. So the rows are a function of the data,
-the sweep's seed, the plan and the setting, but for the rounding of the device, however many are trained at once.
+The trainings of a sweep share first parameters, batches and the records measured (which leaves each one's own
+distribution as it is, and takes that luck out of the comparison); the noise of each is its own. So the rows are a
+function of the data, the sweep's seed, the plan and the setting, but for the rounding of the device, however many are
+trained at once. What ends a kind of them by an error is no other kind's.
 A fleet keeps no checkpoints: of a killed worker's trials nothing is lost or counted twice, but they begin anew."""
 
 from __future__ import annotations
