@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -127,7 +128,7 @@ def test_an_exploded_training_leaves_the_others_alone(digits, tmp_path) -> None:
     assert [(row["lr"], row["steps"]) for row in rows] == [(1e-20, 6), (1e-20, 14)]
     _, facts = run.stored(tmp_path / "s")
     assert (facts["finished"], facts["failed"]) == (1, 1)
-    assert facts["error"].startswith("Exploded: the parameters are not finite")
+    assert facts["error"].startswith("Exploded: the parameters or the ledger are not finite after 6 steps")
 
 
 @pytest.mark.parametrize(
@@ -318,6 +319,34 @@ def test_a_setting_that_cannot_be_trained_takes_no_others_with_it(digits, tmp_pa
     store.dispose()
 
 
+def test_a_ledger_that_is_not_finite_is_no_row(digits, tmp_path) -> None:  # noqa: F811
+    own, real = together(digits), Fleet._snapshot
+
+    def broken(fleet, step, evaluate):
+        shot = real(fleet, step, evaluate)
+        shot.raw[1, 3] = float("nan")
+        shot.own[2, 4] = float("inf")
+        return shot
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fleet, "_snapshot", broken)
+        found = own.train_all(GRID, folders(tmp_path, 4))
+    assert [isinstance(rows, Exploded) for rows in found] == [False, True, True, False]
+
+
+def test_a_training_ends_when_all_its_leases_are_lost(digits, tmp_path) -> None:  # noqa: F811
+    settings, told = [{"clip": "hard"}, {"clip": "smooth"}], []
+
+    def lost(which, done):
+        told.append((*which, done))
+        if done == 2:
+            raise LeaseLost
+
+    with pytest.raises(LeaseLost):
+        together(digits).train_all(settings, folders(tmp_path, 2), lost)
+    assert told == [(0, 0), (0, 1), (0, 2)]
+
+
 def test_secure_noise_is_not_passed_over(digits) -> None:  # noqa: F811
     with pytest.raises(InputError, match="noise must be left out"):
         together(digits, noise="secure")
@@ -398,3 +427,22 @@ def test_a_trial_is_closed_only_when_it_is_finished(tmp_path, monkeypatch) -> No
             store.finish(claim, [{"steps": 5}], [1.0, 1.0], 5)
     assert store.leases()[claim.trial_id].until < store.now() + 2 * config.lease
     store.dispose()
+
+
+@pytest.mark.parametrize("ends", ["well", "by an error"])
+def test_a_fleet_leaves_no_memory_held(digits, tmp_path, ends) -> None:  # noqa: F811
+    """On a GPU the next one needs it."""
+
+    def tell(which, done):
+        if done == 2 and ends != "well":
+            raise RuntimeError("out of memory")
+
+    gc.collect()
+    gc.disable()
+    try:
+        (found,) = together(digits, (4,), 1).train_all([{"lr": 0.5}], folders(tmp_path, 1), tell)
+        alive = [thing for thing in gc.get_objects() if type(thing) is Fleet]
+    finally:
+        gc.enable()
+    assert isinstance(found, RuntimeError) == (ends != "well")
+    assert not alive

@@ -16,7 +16,7 @@ from .worker import Heart, LeaseLost, Row, failed, owner_name, trial_folder
 
 
 class Exploded(RuntimeError):
-    """A training's parameters are no longer finite."""
+    """A training's parameters, or what they tell about the records, are no longer finite."""
 
 
 def work_together(

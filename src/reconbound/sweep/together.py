@@ -142,7 +142,9 @@ class TogetherTrainer(Trainer):
     def _rows(self, k: int, plan: Plan, looks: Sequence[Sequence[_Look]]) -> list[Row] | Exploded:
         lost = [look.step for each in looks for look in each if not look.finite[k]]
         if lost:
-            return Exploded(f"the parameters are not finite after {min(lost)} steps: the model has exploded; lower lr")
+            return Exploded(
+                f"the parameters or the ledger are not finite after {min(lost)} steps: the model has exploded; lower lr"
+            )
         rows = []
         for each in looks:
             account = self._account(plan, each[0].step)
@@ -170,7 +172,9 @@ class _Look:
     """What a snapshot says, off the device: of each rule dFIL, (K, N)."""
 
     def __init__(self, shot: Snapshot) -> None:
-        self.step, self.finite, self.accuracy = shot.step, shot.finite.tolist(), [float(v) for v in shot.found]
+        ledger = (shot.own + shot.raw).isfinite().all(1).cpu()
+        self.step, self.accuracy = shot.step, [float(v) for v in shot.found]
+        self.finite: list[bool] = (shot.finite & ledger).tolist()
         self.dfil: dict[str, Tensor] = {rule: shot.dfil(rule).cpu() for rule in RULES[shot.settings[0].sampler]}
 
 
