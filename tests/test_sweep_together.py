@@ -14,6 +14,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+from torch import nn
 
 import sweep_stub
 from reconbound import cli
@@ -446,3 +447,19 @@ def test_a_fleet_leaves_no_memory_held(digits, tmp_path, ends) -> None:  # noqa:
         gc.enable()
     assert isinstance(found, RuntimeError) == (ends != "well")
     assert not alive
+
+
+def flat(shape: tuple[int, ...], outputs: int) -> nn.Module:
+    """A model that begins at class 3, as no layer of torch's would by itself."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, outputs))
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    nn.init.ones_(model[1].bias.data[3:4])
+    return model
+
+
+def test_a_model_of_ones_own_begins_as_its_factory_makes_it(digits, tmp_path) -> None:  # noqa: F811
+    own = replace(together(digits, (1,)).plan, model=f"{__name__}:flat")
+    (row,) = TogetherTrainer(digits, own, (1,), 2, 7, device="cpu")({"lr": 1e-6}, tmp_path)
+    assert row["accuracy"] == float((digits.test_targets == 3).mean())
+    assert row["accuracy_sd"] == 0
