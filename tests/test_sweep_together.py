@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -242,6 +243,25 @@ def test_leases_that_others_took_are_theirs(tmp_path) -> None:
         with pytest.raises(LeaseLost):
             hearts.tell([0, 1], 7)
     store.dispose()
+
+
+def test_no_heart_beats_after_its_claims_are_let_go() -> None:
+    """A beat under way, as of a slow database, is waited for: it would take back a lease that was given back."""
+
+    class Slow:
+        lease, begun, ended = 0.04, 0, 0
+
+        def beat(self, claim, done) -> bool:
+            self.begun += 1
+            time.sleep(0.3)
+            self.ended += 1
+            return True
+
+    store = Slow()
+    with Hearts(store, [None]):
+        while not store.begun:
+            time.sleep(0.01)
+    assert store.ended == store.begun == 1
 
 
 def test_killed_workers_are_replaced_and_every_trial_is_finished_once(tmp_path) -> None:
