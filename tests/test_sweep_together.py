@@ -120,6 +120,9 @@ def test_an_exploded_training_leaves_the_others_alone(digits, tmp_path) -> None:
     assert [(row["lr"], row["steps"]) for row in rows] == [(1e-20, 6), (1e-20, 14)]
     _, facts = run.stored(tmp_path / "s")
     assert (facts["finished"], facts["failed"]) == (1, 1)
+    store = run.open_store(config)
+    assert [lease.errors for lease in store.leases().values()] == [0, 0]  # it is not trained again to the same end
+    store.dispose()
     assert facts["error"].startswith("Exploded: the parameters or the ledger are not finite after 6 steps")
 
 
