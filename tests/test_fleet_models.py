@@ -85,6 +85,19 @@ def test_what_is_not_trained_comes_from_initialise_too() -> None:
     assert not torch.equal(seen[0], frozen()[1].weight)
 
 
+def test_without_initialise_frozen_parts_are_the_first_models_in_every_run() -> None:
+    def make() -> nn.Sequential:
+        model = made(nn.Flatten(), nn.Linear(25, 6), nn.Tanh(), nn.Linear(6, 3))
+        model[1].requires_grad_(False)
+        return model
+
+    fleet = Fleet(make, losses, *images(), chosen(), at=[1])
+    first = fleet.models[0][1].weight.detach().clone()
+    for run in (0, 1):
+        list(fleet.run(run))
+        assert all(torch.equal(model[1].weight, first) for model in fleet.models)
+
+
 def test_plain_chains_are_stacked() -> None:
     assert isinstance(Fleet(conv, losses, *images(), chosen(), at=[1]).engine, Stacked)
 
