@@ -82,6 +82,25 @@ def test_a_search_asks_for_many_and_does_not_train_a_setting_again(tmp_path) -> 
     assert sum(stub.crowds) < 16
 
 
+def test_steps_are_told_of_the_trial_that_does_them(tmp_path, monkeypatch) -> None:
+    """The third trial has the first one's setting, so only the fourth, second of its crowd, is trained."""
+    rates, told = [0.1, 0.2, 0.1, 0.3], []
+    monkeypatch.setattr(run, "ask", lambda store, config, claim: noted(store, claim, rates[claim.number]))
+    monkeypatch.setattr(Hearts, "tell", lambda self, which, done: told.append(list(which)))
+
+    def noted(store, claim, lr) -> dict:
+        store.note(claim, "setting", {"lr": lr, "noise_multiplier": 1.0})
+        return {"lr": lr, "noise_multiplier": 1.0}
+
+    space = {"lr": [0.1, 0.2, 0.3], "noise_multiplier": [1.0]}
+    config = Sweep("stub", tmp_path, space, (5,), seed=1, search="tpe", trials=4, together=2)
+    stub = Crowd()
+    rows = sweep(config, make_train=lambda _: stub, show=False)
+    assert [row["lr"] for row in rows] == [0.1, 0.2, 0.3]
+    assert stub.crowds == [2, 1]
+    assert told == [[0, 1], [1]]
+
+
 def test_leases_that_others_took_are_theirs(tmp_path) -> None:
     config = sweep_stub.config(tmp_path, None)
     tmp_path.chmod(0o700)
