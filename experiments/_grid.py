@@ -112,6 +112,8 @@ def crossed(shots: Sequence[Snapshot], rule: str, k: int) -> float:
 def train(grid: Grid, asked: argparse.Namespace) -> None:
     """Train what is not in the rows yet, fleet by fleet, until the time is up."""
     start, out = time.perf_counter(), Path(asked.rows)
+    if out.exists() and ("dfil_own_max" not in out.read_text().split("\n", 1)[0]) != asked.scout:
+        raise SystemExit(f"{out} has rows of the other kind, with --scout or without: give another file by --rows FILE")
     done = finished([out, *map(Path, asked.done)], grid.at)
     todo = [t for t in grid.trainings if t not in done]
     torch.backends.cudnn.benchmark = True

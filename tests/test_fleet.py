@@ -216,6 +216,15 @@ def test_a_training_with_its_own_seed_does_not_depend_on_the_others(method: str)
         list(fleet.run(0, seeds=[5]))
 
 
+def test_a_seeds_noise_is_another_in_every_run_and_at_every_step() -> None:
+    fleet = Fleet(conv, losses, *images(), chosen(), at=[1, 2])
+    seen = [fleet.noise.clone() for run in (0, 1, 0) for _ in fleet.run(run, seeds=[5, 6, 7])]
+    assert torch.equal(seen[1], seen[5])
+    rows = torch.cat(seen[:4])
+    assert len(rows.unique(dim=0)) == len(rows)
+    assert rows.std().item() == pytest.approx(1, abs=0.1)
+
+
 def test_diverged_trainings_are_named() -> None:
     settings = [Settings(99.0, 1.0, 0.2, lr=lr, budget=1.0, seed=1) for lr in (0.1, 1e308)]
     (found,) = Fleet(conv, losses, *images(), settings, at=[3]).run(0)

@@ -92,6 +92,11 @@ def test_scouted_rows_have_accuracies_alone(tmp_path: Path) -> None:
     assert len(rows) == 2 * 2
     assert all(0 <= float(row["accuracy"]) <= 1 for row in rows)
     assert not [name for name in rows[0] if name.startswith("dfil")]
+    with pytest.raises(SystemExit, match="rows of the other kind"):  # which would pass for trained
+        trained(tiny(2), tmp_path / "rows.csv", "--runs", "1")
+    trained(tiny(2), tmp_path / "whole.csv", "--runs", "1")
+    with pytest.raises(SystemExit, match="rows of the other kind"):
+        trained(tiny(3), tmp_path / "whole.csv", "--scout", "--runs", "1")
 
 
 def test_crossing_of_theorem_1_in_the_units_of_a_pixel() -> None:

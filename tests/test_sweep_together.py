@@ -1,33 +1,27 @@
-"""Settings trained many at once: their rows, their leases, and what a fleet cannot do."""
+"""Settings trained many at once: their rows, and what a fleet cannot do."""
 
 from __future__ import annotations
 
+import gc
 import json
-import multiprocessing
-import os
-import random
-import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-import sweep_stub
 from reconbound import cli
 from reconbound._check import InputError
 from reconbound._random import derive
 from reconbound.fleet import Fleet
 from reconbound.plan import as_tensor, default_plan, make_loss, make_model, score, starter
 from reconbound.sweep import Sweep, run, sweep
-from reconbound.sweep.crowd import Hearts
 from reconbound.sweep.space import seed_of
 from reconbound.sweep.store import ERRORS
 from reconbound.sweep.together import Exploded, TogetherTrainer
 from reconbound.sweep.train import Trainer
 from reconbound.sweep.worker import LeaseLost
-from test_sweep import Searched, digits, trainer  # noqa: F401
-from test_sweep_kills import _importable, check, count_finishes, expected  # noqa: F401
+from test_sweep import digits, trainer  # noqa: F401
 
 GRID = [{"noise_multiplier": s, "lr": lr} for s in (0.5, 1.0) for lr in (0.3, 1.0)]
 
@@ -126,7 +120,10 @@ def test_an_exploded_training_leaves_the_others_alone(digits, tmp_path) -> None:
     assert [(row["lr"], row["steps"]) for row in rows] == [(1e-20, 6), (1e-20, 14)]
     _, facts = run.stored(tmp_path / "s")
     assert (facts["finished"], facts["failed"]) == (1, 1)
-    assert facts["error"].startswith("Exploded: the parameters are not finite")
+    store = run.open_store(config)
+    assert [lease.errors for lease in store.leases().values()] == [0, 0]  # it is not trained again to the same end
+    store.dispose()
+    assert facts["error"].startswith("Exploded: the parameters or the ledger are not finite after 6 steps")
 
 
 @pytest.mark.parametrize(
@@ -167,109 +164,6 @@ def test_one_by_one_and_together_are_not_mixed(digits, tmp_path) -> None:  # noq
     assert Trainer.together is None
 
 
-class Crowd(Searched):
-    """Searched, many at once."""
-
-    def train_all(self, settings, folders, tell):
-        self.crowds = [*getattr(self, "crowds", []), len(settings)]
-        tell(range(len(settings)), 0)
-        return [self(setting, folder, lambda done: None) for setting, folder in zip(settings, folders, strict=True)]
-
-
-def test_a_worker_takes_so_many_and_errors_are_tried_again(tmp_path) -> None:
-    class Fails(Crowd):
-        def train_all(self, settings, folders, tell):
-            found = super().train_all(settings, folders, tell)
-            if len(self.crowds) < ERRORS:
-                raise RuntimeError("out of memory")
-            return found
-
-    stub = Fails()
-    space = {"lr": [0.1, 0.2, 0.3, 0.4, 0.5], "noise_multiplier": [1.0]}
-    rows = sweep(Sweep("stub", tmp_path / "a", space, (5,), seed=1, together=3), make_train=lambda _: stub, show=False)
-    assert [row["lr"] for row in rows] == [0.1, 0.2, 0.3, 0.4, 0.5]
-    assert stub.crowds == [3, 3, 3, 2]
-
-    class Always(Crowd):
-        def train_all(self, settings, folders, tell):
-            super().train_all(settings, folders, tell)
-            raise RuntimeError("out of memory")
-
-    stub = Always()
-    config = Sweep("stub", tmp_path / "b", space, (5,), seed=1, together=5)
-    assert sweep(config, make_train=lambda _: stub, show=False) == []
-    assert stub.crowds == [5] * ERRORS
-    assert run.stored(tmp_path / "b")[1]["error"] == "RuntimeError: out of memory"
-
-
-def test_an_interrupted_worker_gives_all_its_trials_back_at_once(tmp_path) -> None:
-    class Stopped(Crowd):
-        def train_all(self, settings, folders, tell):
-            raise KeyboardInterrupt
-
-    config = Sweep("stub", tmp_path, {"lr": [0.1, 0.2], "noise_multiplier": [1.0]}, (5,), seed=1, together=2, lease=999)
-    with pytest.raises(KeyboardInterrupt):
-        sweep(config, make_train=lambda _: Stopped(), show=False)
-    stub = Crowd()
-    assert len(sweep(config, make_train=lambda _: stub, show=False)) == 2
-    assert stub.crowds == [2]
-
-
-def test_a_search_asks_for_many_and_does_not_train_a_setting_again(tmp_path) -> None:
-    stub = Crowd()
-    space = {"lr": [0.1, 0.3], "noise_multiplier": [0.5, 1.0]}
-    config = Sweep("stub", tmp_path, space, (5,), seed=1, search="tpe", trials=16, together=4)
-    sweep(config, make_train=lambda _: stub, show=False)
-    assert run.stored(tmp_path)[1]["finished"] == 16
-    assert sum(stub.crowds) < 16
-
-
-def test_leases_that_others_took_are_theirs(tmp_path) -> None:
-    config = sweep_stub.config(tmp_path, None)
-    tmp_path.chmod(0o700)
-    store = run.open_store(config)
-    run.begin(store, config, sweep_stub.Stub())
-    claims = [store.claim("me") for _ in range(2)]
-    with Hearts(store, claims) as hearts:
-        hearts.tell([0], 5)
-        assert [heart.done for heart in hearts.each] == [5, 0]
-        hearts.each[0].lost = True
-        hearts.tell([1], 6)
-        hearts.each[1].lost = True
-        with pytest.raises(LeaseLost):
-            hearts.tell([0, 1], 7)
-    store.dispose()
-
-
-def test_killed_workers_are_replaced_and_every_trial_is_finished_once(tmp_path) -> None:
-    out, rng, kills = tmp_path / "out", random.Random(3), []
-    settings = sweep_stub.config(out, f"sqlite:///{tmp_path / 'shared.db'}", together=3)
-    out.mkdir(mode=0o700)
-    store = run.open_store(settings)
-    run.begin(store, settings, sweep_stub.Stub())
-    count_finishes(settings.url)
-    over = threading.Event()
-
-    def killer() -> None:
-        while len(kills) < 5 and not over.wait(rng.uniform(0.2, 0.6)):
-            going = multiprocessing.active_children()
-            if going and store.leases():
-                victim = rng.choice(going)
-                os.kill(victim.pid, signal.SIGKILL)
-                kills.append(victim.pid)
-
-    thread = threading.Thread(target=killer)
-    thread.start()
-    try:
-        found = sweep(settings, workers=2, make_train=sweep_stub.make, show=False)
-    finally:
-        over.set()
-        thread.join()
-        store.dispose()
-    assert len(kills) >= 2
-    check(settings.url, out, found, expected(tmp_path))
-
-
 def test_the_command(tmp_path, capsys) -> None:
     words = ["sweep", "digits", "--limit", "60", "--model", "linear", "--grid", "lr=0.5,1", "--steps", "4,8"]
     assert cli.run([*words, "--together", "2", "-o", str(tmp_path / "s")]) == 0
@@ -277,5 +171,109 @@ def test_the_command(tmp_path, capsys) -> None:
     assert "2 of 2 settings trained" in said.out
     assert "each with 2 settings at once" in said.err
     assert (tmp_path / "s" / "frontier.html").exists()
+    assert "ledger.safetensors" not in (tmp_path / "s" / "trials" / "00000" / "index.html").read_text()
+    assert cli.run([*words, "-o", str(tmp_path / "one by one")]) == 0
+    assert "ledger.safetensors in this folder" in (tmp_path / "one by one/trials/00000/index.html").read_text()
+    capsys.readouterr()
     assert cli.run([*words, "-o", str(tmp_path / "s")]) == 2
     assert "together must be given, as when the sweep" in capsys.readouterr().err
+
+
+def test_fixed_size_batches_are_accounted_at_their_own_rate(digits, tmp_path) -> None:  # noqa: F811
+    """qN need not be whole, batches are: ε and the floors of the mechanism are those of single trainings."""
+    setting = {"sampler": "fixed", "sample_rate": 2.6 / len(digits.inputs)}
+    (one,) = trainer(digits, (4,), 1)(setting, tmp_path / "one")
+    (other,) = together(digits, (4,), 1)(setting, tmp_path / "other")
+    for name in ("epsilon", "theorem1", "theorem1_paper", "corners", "lecam", "rate_distortion"):
+        assert other[name] == one[name]
+
+
+def test_a_setting_that_cannot_be_trained_takes_no_others_with_it(digits, tmp_path) -> None:  # noqa: F811
+    space = {"sampler": ["shuffle", "poisson"], "model": ["cnn", "linear"], "lr": [0.5]}
+    own = together(digits, (3,), 1)
+    real, broken = own._trained_together, []
+
+    def trained(settings, tell):
+        if settings[0]["model"] == "cnn":
+            broken.append(len(settings))
+            raise RuntimeError("out of memory")
+        return real(settings, tell)
+
+    own._trained_together = trained
+    config = Sweep("digits", tmp_path, space, (3,), seed=7, together=4)
+    rows = sweep(config, make_train=lambda _: own, show=False)
+    assert [(row["model"], row["sampler"]) for row in rows] == [("linear", "poisson")]
+    assert broken == [1] * ERRORS  # what is no fault of the setting is tried again
+    store = run.open_store(config)
+    said = [trial.user_attrs.get("error", "") for trial in store.trials()]
+    assert [word.partition(":")[0] for word in said] == ["InputError", "InputError", "RuntimeError", ""]
+    assert [lease.errors for lease in store.leases().values()] == [0, 0, ERRORS - 1, 0]
+    store.dispose()
+
+
+def test_a_ledger_that_is_not_finite_is_no_row(digits, tmp_path) -> None:  # noqa: F811
+    own, real = together(digits), Fleet._snapshot
+
+    def broken(fleet, step, evaluate):
+        shot = real(fleet, step, evaluate)
+        shot.raw[1, 3] = float("nan")
+        shot.own[2, 4] = float("inf")
+        return shot
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fleet, "_snapshot", broken)
+        found = own.train_all(GRID, folders(tmp_path, 4))
+    assert [isinstance(rows, Exploded) for rows in found] == [False, True, True, False]
+
+
+def test_a_training_ends_when_all_its_leases_are_lost(digits, tmp_path) -> None:  # noqa: F811
+    settings, told = [{"clip": "hard"}, {"clip": "smooth"}], []
+
+    def lost(which, done):
+        told.append((*which, done))
+        if done == 2:
+            raise LeaseLost
+
+    with pytest.raises(LeaseLost):
+        together(digits).train_all(settings, folders(tmp_path, 2), lost)
+    assert told == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_secure_noise_is_not_passed_over(digits) -> None:  # noqa: F811
+    with pytest.raises(InputError, match="noise must be left out"):
+        together(digits, noise="secure")
+
+
+@pytest.mark.parametrize("ends", ["well", "by an error"])
+def test_a_fleet_leaves_no_memory_held(digits, tmp_path, ends) -> None:  # noqa: F811
+    """On a GPU the next one needs it."""
+
+    def tell(which, done):
+        if done == 2 and ends != "well":
+            raise RuntimeError("out of memory")
+
+    gc.collect()
+    gc.disable()
+    try:
+        (found,) = together(digits, (4,), 1).train_all([{"lr": 0.5}], folders(tmp_path, 1), tell)
+        alive = [thing for thing in gc.get_objects() if type(thing) is Fleet]
+    finally:
+        gc.enable()
+    assert isinstance(found, RuntimeError) == (ends != "well")
+    assert not alive
+
+
+def flat(shape: tuple[int, ...], outputs: int) -> nn.Module:
+    """A model that begins at class 3, as no layer of torch's would by itself."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, outputs))
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    nn.init.ones_(model[1].bias.data[3:4])
+    return model
+
+
+def test_a_model_of_ones_own_begins_as_its_factory_makes_it(digits, tmp_path) -> None:  # noqa: F811
+    own = replace(together(digits, (1,)).plan, model=f"{__name__}:flat")
+    (row,) = TogetherTrainer(digits, own, (1,), 2, 7, device="cpu")({"lr": 1e-6}, tmp_path)
+    assert row["accuracy"] == float((digits.test_targets == 3).mean())
+    assert row["accuracy_sd"] == 0

@@ -65,8 +65,7 @@ class Snapshot:
             return self.raw / self.features
         if rule != "paper":
             raise InputError("rule", f"must be {own}, paper or none", rule)
-        delta = paper_delta(self.raw.shape[1], self.step)
-        kappas = [_kappa(s, delta) for s in self.settings]
+        kappas = [_kappa(s, self.raw.shape[1], self.step) for s in self.settings]
         return self.raw * torch.tensor(kappas, dtype=torch.float64, device=self.raw.device)[:, None] / self.features
 
 
@@ -193,10 +192,13 @@ class Fleet:
 
     def _start(self, seed: int) -> None:
         model = self.make_model()
+        model.load_state_dict(_untrained(self.models[0]), strict=False)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed % 2**63)
             self.initialise(model)
-        self.params.copy_(torch.cat([p.detach().flatten() for p in model.parameters()]).to(self.params))
+        self.params.copy_(_trained(model).to(self.params))
+        for own in self.models:
+            own.load_state_dict(_untrained(model), strict=False)
         self.velocity.zero_()
         self.ledger.zero_()
 
@@ -237,14 +239,24 @@ class Fleet:
 
 
 def _flattened(models: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
-    """All parameters as one tensor (K, p), of which each model's are views; and room for their gradient sums."""
-    rows = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models]
-    flat = torch.stack(rows)
+    """Trained parameters as one tensor (K, p), of which each model's are views; and room for their gradient sums."""
+    flat = torch.stack([_trained(model) for model in models])
     for model, row in zip(models, flat, strict=True):
-        sizes = [p.numel() for p in model.parameters()]
-        for p, piece in zip(model.parameters(), row.split(sizes), strict=True):
+        own = [p for p in model.parameters() if p.requires_grad]
+        for p, piece in zip(own, row.split([p.numel() for p in own]), strict=True):
             p.data = piece.view(p.shape)
     return flat, torch.zeros_like(flat)
+
+
+def _trained(model: nn.Module) -> Tensor:
+    """The parameters that are trained, in one row, (p,)."""
+    return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+
+
+def _untrained(model: nn.Module) -> dict[str, Any]:
+    """Buffers and frozen parameters."""
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    return {name: value for name, value in model.state_dict().items() if name not in trained}
 
 
 def _levels(sampler: Sampler) -> tuple[int, ...]:
@@ -262,9 +274,9 @@ def _batches(sampler: Any, seed: int, steps: int) -> list[Tensor]:
     return [sampler.batch(seed, step) for step in range(steps)]
 
 
-def _kappa(s: Settings, delta: float) -> float:
-    bound = 1.115 if s.clip == "smooth" else 1.0
-    return paper_kappa(s.noise_multiplier, s.sample_rate, delta, clip_bound=bound)
+def _kappa(s: Settings, records: int, steps: int) -> float:
+    bound, rate = 1.115 if s.clip == "smooth" else 1.0, make_sampler(s.sampler, records, s.sample_rate).sample_rate
+    return paper_kappa(s.noise_multiplier, rate, paper_delta(records, steps), clip_bound=bound)
 
 
 def _checked_counts(at: Sequence[int]) -> tuple[int, ...]:

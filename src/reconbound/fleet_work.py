@@ -171,14 +171,23 @@ class Branches:
 
 
 def make_engine(fleet: Fleet, method: str, streams: int) -> Engine:
-    """The engine of that name; "auto": stacked where the model's layers and a first batch allow it."""
+    """The engine of that name; "auto": stacked where the model's layers and a first record allow it."""
     if method == "branches":
         return Branches(fleet, streams)
     try:
         engine = Stacked(fleet)
-        engine.stack.open(fleet.inputs[:1], fleet.targets[:1], fleet.loss_fn, measured=False)
-    except ValueError as reason:
+        _check_alike(fleet, engine.stack)
+    except (ValueError, RuntimeError) as reason:  # torch's own, of layers that do not take a batch as it lies here
         if method == "stacked":
             raise InputError("method", f"must be branches for this model ({reason})", method) from None
         return Branches(fleet, streams)
     return engine
+
+
+def _check_alike(fleet: Fleet, stack: Stack) -> None:
+    """ValueError where the layers in a row are not all that the model does: a forward of its own, a hook."""
+    found = stack.open(fleet.inputs[:1], fleet.targets[:1], fleet.loss_fn, measured=False).outputs[:1]
+    with torch.no_grad():
+        own = fleet.models[0](fleet.inputs[:1])
+    if own.shape != found.shape or not bool((own - found).abs().max() <= 0.01 * own.abs().max()):  # TF32's rounding
+        raise ValueError("its outputs are not those of its layers in a row")

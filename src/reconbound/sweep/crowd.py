@@ -9,9 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .._check import InputError
 from .space import Setting
 from .store import Claim, Store, patiently
 from .worker import Heart, LeaseLost, Row, failed, owner_name, trial_folder
+
+
+class Exploded(RuntimeError):
+    """A training's parameters, or what they tell about the records, are no longer finite."""
 
 
 def work_together(
@@ -34,14 +39,19 @@ def work_together(
     """
     me = owner or owner_name()
     finished = 0
-    while not stop():
-        claims = _claimed(store, me, together)
-        if claims:
-            finished += _all(store, claims, ask, train, values, out, steps)
-        elif all(trial.state.is_finished() for trial in patiently(store.trials)):
-            break
-        else:
-            time.sleep(wait)  # others have the rest; one of them may die
+    try:
+        while not stop():
+            claims = _claimed(store, me, together)
+            if claims:
+                finished += _all(store, claims, ask, train, values, out, steps)
+            elif all(trial.state.is_finished() for trial in patiently(store.trials)):
+                break
+            else:
+                time.sleep(wait)  # others have the rest; one of them may die
+    except BaseException:  # between two claims, say
+        with suppress(Exception):
+            store.expire(me)
+        raise
     return finished
 
 
@@ -72,11 +82,7 @@ def _all(
             settings = [patiently(partial(ask, claim)) for claim in claims]
             found = train(settings, [trial_folder(out, claim.number) for claim in claims], hearts.tell)
         for claim, rows in zip(claims, found, strict=True):
-            if isinstance(rows, Exception):  # the same would come of it again
-                why = f"{type(rows).__name__}: {rows}"
-                patiently(partial(store.fail, claim, why))
-            else:
-                finished += int(patiently(partial(store.finish, claim, rows, values(rows), steps)))
+            finished += _end(store, claim, rows, values, steps)
             left.remove(claim)
     except LeaseLost:
         pass
@@ -91,6 +97,26 @@ def _all(
     return finished
 
 
+def _end(
+    store: Store,
+    claim: Claim,
+    rows: list[Row] | Exception,
+    values: Callable[[Sequence[Row]], Sequence[float]],
+    steps: int,
+) -> int:
+    """Put one trial's rows in, or note what became of it, whatever becomes of the others; 1 if that finished it."""
+    try:
+        if not isinstance(rows, Exception):
+            return int(patiently(partial(store.finish, claim, rows, values(rows), steps)))
+        if isinstance(rows, Exploded | InputError):  # the same would come of it again
+            patiently(partial(store.fail, claim, f"{type(rows).__name__}: {rows}"))
+        else:
+            failed(store, claim, rows)
+    except Exception as reason:
+        failed(store, claim, reason)
+    return 0
+
+
 class Hearts:
     """A heart for each of several claims. A lease that is lost is told when the trial is to be finished; only if all of
     them are lost is there nothing to train for."""
@@ -99,8 +125,13 @@ class Hearts:
         self.each = [Heart(store, claim) for claim in claims]
 
     def __enter__(self) -> Hearts:
-        for heart in self.each:
-            heart.__enter__()
+        try:
+            for heart in self.each:
+                heart.__enter__()
+        except BaseException:  # those that beat would hold their trials as long as this process lives
+            for heart in self.each:
+                heart.stop()
+            raise
         return self
 
     def __exit__(self, *what: Any) -> None:
@@ -117,4 +148,4 @@ class Hearts:
             raise LeaseLost
 
 
-__all__ = ["Hearts", "work_together"]
+__all__ = ["Exploded", "Hearts", "work_together"]

@@ -15,6 +15,7 @@ from ..report.figures import amount, clean, count, for_plotly, plus_minus
 from ..run_folder import prepare
 from . import space
 from .frontier import best, columns_of, crossed_of, default_floor, floors_in, pareto
+from .train import LEDGER
 from .words import ASSUMPTIONS, CROSSED, attacker, majority, precision, told
 from .worker import Row, trial_folder
 
@@ -37,7 +38,8 @@ def write_pages(folder: Path, rows: Sequence[Row], facts: Mapping[str, Any]) -> 
         own = [row for row in rows if row["trial"] == number]
         place = trial_folder(folder, number)
         prepare(place)
-        write_whole(place / RUN_PAGE, run_page(own, facts), mode=CONFIDENTIAL)
+        content = run_page(own, facts, ledger=(place / LEDGER).exists())
+        write_whole(place / RUN_PAGE, content, mode=CONFIDENTIAL)
     write_whole(folder / PAGE, frontier_page(rows, facts), mode=CONFIDENTIAL)
     return folder / PAGE
 
@@ -76,8 +78,8 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
     return page.render("frontier.html", context, {key: chart.figure for key, chart in shown.items()})
 
 
-def run_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
-    """One run: its setting, and accuracy, ε and every floor at each step count."""
+def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = False) -> bytes:
+    """One run: its setting, and accuracy, ε and every floor at each step count. ledger: whether it is in the folder."""
     names = settings_in(rows)
     kept = [name for name in columns_of(rows) if name not in ("trial", "steps", *names)]
     context = {
@@ -90,6 +92,7 @@ def run_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
             for name in kept
         ],
         "crossed": _said_of_crossed(rows),
+        "ledger": ledger,
         "version": __version__,
     }
     return page.render("trial.html", context, None)

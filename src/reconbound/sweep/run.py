@@ -107,7 +107,8 @@ def sweep(
     """Run a sweep to its end, or go on with it; all its rows. Others may work on the same storage meanwhile.
 
     Args:
-        workers: processes on this machine; one that dies is replaced, and its trial goes on where it was.
+        workers: processes on this machine; one that dies is replaced, and its trial goes on where it was (settings
+            trained together begin anew).
         show: the plan and progress on standard error, a bar on a terminal and plain lines elsewhere.
         make_train: what makes the training, for tests; a function at the top of a module.
 

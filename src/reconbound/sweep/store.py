@@ -188,9 +188,9 @@ class Store:
             self.storage.set_trial_user_attr(claim.trial_id, "rows", [dict(row) for row in rows])
             self.storage.set_trial_state_values(claim.trial_id, TrialState.COMPLETE, values)
         except RuntimeError:  # as Optuna says of a trial that is finished
-            return False
-        finally:
             self.close(claim)
+            return False
+        self.close(claim)  # only now: an unfinished trial that is closed would be nobody's
         return True
 
     def note(self, claim: Claim, name: str, value: Any) -> None:
@@ -198,7 +198,10 @@ class Store:
         self.storage.set_trial_user_attr(claim.trial_id, name, value)
 
     def fail(self, claim: Claim, why: str) -> None:
-        """Give a trial up for good."""
+        """Give a trial up for good; nothing if it is another's by now."""
+        with self.engine.begin() as connection:
+            if connection.execute(_mine(claim).values(until=_now(connection) + self.lease)).rowcount == 0:
+                return
         with suppress(RuntimeError):
             self.storage.set_trial_user_attr(claim.trial_id, "error", why)
             self.storage.set_trial_state_values(claim.trial_id, TrialState.FAIL)

@@ -1,8 +1,9 @@
 """Settings trained many at once on one device, as a fleet: one small network leaves a GPU idle and Python busy.
 
-The trainings of a sweep share their batches and the records measured (which leaves each one's own distribution as it
-is, and takes that luck out of the comparison); the noise of each is its own. So the rows are a function of the data,
-the sweep's seed, the plan and the setting, but for the rounding of the device, however many are trained at once.
+The trainings of a sweep share first parameters, batches and the records measured (which leaves each one's own
+distribution as it is, and takes that luck out of the comparison); the noise of each is its own. So the rows are a
+function of the data, the sweep's seed, the plan and the setting, but for the rounding of the device, however many are
+trained at once. What ends a kind of them by an error is no other kind's.
 A fleet keeps no checkpoints: of a killed worker's trials nothing is lost or counted twice, but they begin anew."""
 
 from __future__ import annotations
@@ -25,17 +26,15 @@ from ..account import Account
 from ..fleet import Fleet, Snapshot
 from ..plan import RULES, Plan, as_tensor, make_loss, make_model, model_kind, score, starter
 from ..run_folder import prepare
+from ..sampling import make_sampler
+from .crowd import Exploded
 from .space import Setting, seed_of
 from .train import TRIAL, Trainer, finished_rows, one_thread
-from .worker import Row
+from .worker import LeaseLost, Row
 
 #: (which of the settings, steps that each of them has done)
 Tell = Callable[[Sequence[int], int], None]
 _SHARED = ("model", "sampler", "sample_rate", "clip")  # what the trainings of one fleet have in common
-
-
-class Exploded(RuntimeError):
-    """A training's parameters are no longer finite."""
 
 
 class TogetherTrainer(Trainer):
@@ -59,27 +58,25 @@ class TogetherTrainer(Trainer):
             raise InputError("budget", "must be a number for settings trained together", plan.budget)
         if plan.sampler not in ("poisson", "fixed"):
             raise InputError("sampler", "must be poisson or fixed for settings trained together", plan.sampler)
+        if plan.noise != "philox":
+            raise InputError("noise", "must be left out: a fleet's is from the device's generator", plan.noise)
         return plan
 
     def train_all(
         self, settings: Sequence[Setting], folders: Sequence[Path], tell: Tell = lambda which, done: None
-    ) -> list[list[Row] | Exploded]:
-        """The rows of each setting, one for each step count, or what became of it; equal settings are trained once."""
-        found: dict[int, list[Row] | Exploded] = {}
+    ) -> list[list[Row] | Exception]:
+        """The rows of each setting, one for each step count, or the error that it and those of its kind ended by; equal
+        settings are trained once."""
+        found: dict[int, list[Row] | Exception] = {}
         for k, (setting, folder) in enumerate(zip(settings, folders, strict=True)):
             prepare(folder)
             known = finished_rows(folder, self._about(setting))
             if known is not None:
                 found[k] = known
         for part in self._parts(settings, found):
-            with one_thread():
-                rows = self._trained_together([settings[k] for k in part], partial(tell, part))
-            gc.collect()  # a fleet and its work hold each other, and with them the device's memory
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            for k, own in zip(part, rows, strict=True):
+            for k, own in zip(part, self._part([settings[k] for k in part], partial(tell, part)), strict=True):
                 found[k] = own
-                if not isinstance(own, Exploded):
+                if not isinstance(own, Exception):
                     self._keep_rows(settings[k], folders[k], own)
         first = {json.dumps(s, sort_keys=True): k for k, s in reversed(list(enumerate(settings)))}
         return [found[k] if k in found else found[first[json.dumps(s, sort_keys=True)]] for k, s in enumerate(settings)]
@@ -87,20 +84,39 @@ class TogetherTrainer(Trainer):
     def __call__(self, setting: Setting, folder: Path, tell: Callable[[int], None] = lambda done: None) -> list[Row]:
         """One setting's rows; raises what became of it otherwise."""
         (found,) = self.train_all([setting], [folder], lambda which, done: tell(done))
-        if isinstance(found, Exploded):
+        if isinstance(found, Exception):
             raise found
         return found
 
     def _parts(self, settings: Sequence[Setting], done: dict[int, Any]) -> list[list[int]]:
-        """Which settings can be trained together: numbers, each once, equal settings once."""
+        """Which settings can be trained together: numbers, each once, equal settings once. Those that cannot be trained
+        are done with the reason."""
         parts: dict[tuple[Any, ...], dict[str, int]] = {}
         for k, setting in enumerate(settings):
             if k in done:
                 continue
-            plan = self._checked(replace(self.plan, **setting))
+            try:
+                plan = self._checked(replace(self.plan, **setting))
+            except InputError as reason:
+                done[k] = reason
+                continue
             kind = tuple(getattr(plan, name) for name in _SHARED)
             parts.setdefault(kind, {}).setdefault(json.dumps(setting, sort_keys=True), k)
         return [list(of.values()) for of in parts.values()]
+
+    def _part(self, settings: Sequence[Setting], tell: Callable[[int], None]) -> Sequence[list[Row] | Exception]:
+        """Settings of one kind; an error is theirs, not that of the other kinds."""
+        try:
+            with one_thread():
+                return self._trained_together(settings, tell)
+        except LeaseLost:
+            raise
+        except Exception as reason:
+            return [reason.with_traceback(None)] * len(settings)  # whose frames hold the fleet
+        finally:
+            gc.collect()  # a fleet and its work hold each other, and with them the device's memory
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _trained_together(self, settings: Sequence[Setting], tell: Callable[[int], None]) -> list[list[Row] | Exploded]:
         plans = [replace(self.plan, **s, seed=derive(self.seed, "together", 0)) for s in settings]
@@ -126,7 +142,9 @@ class TogetherTrainer(Trainer):
     def _rows(self, k: int, plan: Plan, looks: Sequence[Sequence[_Look]]) -> list[Row] | Exploded:
         lost = [look.step for each in looks for look in each if not look.finite[k]]
         if lost:
-            return Exploded(f"the parameters are not finite after {min(lost)} steps: the model has exploded; lower lr")
+            return Exploded(
+                f"the parameters or the ledger are not finite after {min(lost)} steps: the model has exploded; lower lr"
+            )
         rows = []
         for each in looks:
             account = self._account(plan, each[0].step)
@@ -136,9 +154,10 @@ class TogetherTrainer(Trainer):
         return rows
 
     def _account(self, plan: Plan, count: int) -> Account:
-        features = self.dataset.inputs[0].size
-        mechanism = (plan.noise_multiplier, plan.max_grad_norm, plan.sample_rate, plan.sampler, plan.clip)
-        return Account(len(self.dataset.inputs), features, count, *mechanism, RULES[plan.sampler])
+        records, features = len(self.dataset.inputs), self.dataset.inputs[0].size
+        rate = make_sampler(plan.sampler, records, plan.sample_rate).sample_rate  # of whole records
+        mechanism = (plan.noise_multiplier, plan.max_grad_norm, rate, plan.sampler, plan.clip)
+        return Account(records, features, count, *mechanism, RULES[plan.sampler])
 
     def _keep_rows(self, setting: Setting, folder: Path, rows: list[Row]) -> None:
         text = json.dumps({"confidential": True, **self._about(setting), "rows": rows}, indent=1, allow_nan=False)
@@ -153,7 +172,9 @@ class _Look:
     """What a snapshot says, off the device: of each rule dFIL, (K, N)."""
 
     def __init__(self, shot: Snapshot) -> None:
-        self.step, self.finite, self.accuracy = shot.step, shot.finite.tolist(), [float(v) for v in shot.found]
+        ledger = (shot.own + shot.raw).isfinite().all(1).cpu()
+        self.step, self.accuracy = shot.step, [float(v) for v in shot.found]
+        self.finite: list[bool] = (shot.finite & ledger).tolist()
         self.dfil: dict[str, Tensor] = {rule: shot.dfil(rule).cpu() for rule in RULES[shot.settings[0].sampler]}
 
 
