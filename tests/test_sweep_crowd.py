@@ -147,7 +147,7 @@ def test_killed_workers_are_replaced_and_every_trial_is_finished_once(tmp_path) 
     over = threading.Event()
 
     def killer() -> None:
-        while len(kills) < 5 and not over.wait(rng.uniform(0.2, 0.6)):
+        while len(kills) < 3 and not over.wait(rng.uniform(0.2, 0.6)):
             going = multiprocessing.active_children()
             if going and store.leases():
                 victim = rng.choice(going)
