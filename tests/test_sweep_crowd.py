@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import random
-import signal
-import threading
 import time
 from dataclasses import replace
 
@@ -135,35 +130,6 @@ def test_no_heart_beats_after_its_claims_are_let_go() -> None:
         while not store.begun:
             time.sleep(0.01)
     assert store.ended == store.begun == 1
-
-
-def test_killed_workers_are_replaced_and_every_trial_is_finished_once(tmp_path) -> None:
-    out, rng, kills = tmp_path / "out", random.Random(3), []
-    settings = sweep_stub.config(out, f"sqlite:///{tmp_path / 'shared.db'}", together=3)
-    out.mkdir(mode=0o700)
-    store = run.open_store(settings)
-    run.begin(store, settings, sweep_stub.Stub())
-    count_finishes(settings.url)
-    over = threading.Event()
-
-    def killer() -> None:
-        while len(kills) < 3 and not over.wait(rng.uniform(0.2, 0.6)):
-            going = multiprocessing.active_children()
-            if going and store.leases():
-                victim = rng.choice(going)
-                os.kill(victim.pid, signal.SIGKILL)
-                kills.append(victim.pid)
-
-    thread = threading.Thread(target=killer)
-    thread.start()
-    try:
-        found = sweep(settings, workers=2, make_train=sweep_stub.make, show=False)
-    finally:
-        over.set()
-        thread.join()
-        store.dispose()
-    assert len(kills) >= 2
-    check(settings.url, out, found, expected(tmp_path))
 
 
 def test_an_error_with_one_trials_rows_is_its_own(tmp_path, monkeypatch) -> None:

@@ -144,10 +144,11 @@ def test_four_workers_as_on_four_machines_killed_at_random(tmp_path, url) -> Non
     check(url, out, found, expected(tmp_path))
 
 
-def test_workers_of_one_command_that_are_killed_are_replaced(tmp_path) -> None:
-    out, rng, kills = tmp_path / "out", random.Random(1), []
+@pytest.mark.parametrize(("together", "workers", "most", "pause"), [(None, 3, 6, 0.1), (3, 2, 3, 0.2)])
+def test_workers_of_one_command_that_are_killed_are_replaced(tmp_path, together, workers, most, pause) -> None:
+    out, rng, kills = tmp_path / "out", random.Random(workers), []
     database = tmp_path / "shared.db"
-    settings = sweep_stub.config(out, f"sqlite:///{database}")
+    settings = sweep_stub.config(out, f"sqlite:///{database}", together=together)
     out.mkdir(mode=0o700)
     store = open_store(settings)
     begin(store, settings, sweep_stub.Stub())
@@ -155,7 +156,7 @@ def test_workers_of_one_command_that_are_killed_are_replaced(tmp_path) -> None:
     over = threading.Event()
 
     def killer() -> None:
-        while len(kills) < 6 and not over.wait(rng.uniform(0.1, 0.4)):
+        while len(kills) < most and not over.wait(rng.uniform(pause, pause + 0.3)):
             going = multiprocessing.active_children()
             if going and store.leases():
                 victim = rng.choice(going)
@@ -165,7 +166,7 @@ def test_workers_of_one_command_that_are_killed_are_replaced(tmp_path) -> None:
     thread = threading.Thread(target=killer)
     thread.start()
     try:
-        found = sweep(settings, workers=3, make_train=sweep_stub.make, show=False)
+        found = sweep(settings, workers=workers, make_train=sweep_stub.make, show=False)
     finally:
         over.set()
         thread.join()
