@@ -28,7 +28,7 @@ from ..plan import RULES, Plan, as_tensor, make_loss, make_model, model_kind, sc
 from ..run_folder import prepare
 from ..sampling import make_sampler
 from .crowd import Exploded
-from .space import Setting, seed_of
+from .space import Setting, key, seed_of
 from .train import TRIAL, Trainer, finished_rows, one_thread
 from .worker import LeaseLost, Row
 
@@ -78,8 +78,8 @@ class TogetherTrainer(Trainer):
                 found[k] = own
                 if not isinstance(own, Exception):
                     self._keep_rows(settings[k], folders[k], own)
-        first = {json.dumps(s, sort_keys=True): k for k, s in reversed(list(enumerate(settings)))}
-        return [found[k] if k in found else found[first[json.dumps(s, sort_keys=True)]] for k, s in enumerate(settings)]
+        first = {key(s): k for k, s in reversed(list(enumerate(settings)))}
+        return [found[k] if k in found else found[first[key(s)]] for k, s in enumerate(settings)]
 
     def __call__(self, setting: Setting, folder: Path, tell: Callable[[int], None] = lambda done: None) -> list[Row]:
         """One setting's rows; raises what became of it otherwise."""
@@ -101,7 +101,7 @@ class TogetherTrainer(Trainer):
                 done[k] = reason
                 continue
             kind = tuple(getattr(plan, name) for name in _SHARED)
-            parts.setdefault(kind, {}).setdefault(json.dumps(setting, sort_keys=True), k)
+            parts.setdefault(kind, {}).setdefault(key(setting), k)
         return [list(of.values()) for of in parts.values()]
 
     def _part(self, settings: Sequence[Setting], tell: Callable[[int], None]) -> Sequence[list[Row] | Exception]:
