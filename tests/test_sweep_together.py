@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from reconbound import cli
@@ -209,6 +211,43 @@ def test_a_setting_that_cannot_be_trained_takes_no_others_with_it(digits, tmp_pa
     assert [word.partition(":")[0] for word in said] == ["InputError", "InputError", "RuntimeError", ""]
     assert [lease.errors for lease in store.leases().values()] == [0, 0, ERRORS - 1, 0]
     store.dispose()
+
+
+@pytest.mark.parametrize("reason", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("cannot be captured")])
+def test_a_fleet_that_ends_by_an_error_is_halved(digits, tmp_path, reason) -> None:  # noqa: F811
+    """Memory: by what fits, from then on. Any other error: until it is that of one setting."""
+    own, memory = together(digits, (3,), 1), isinstance(reason, torch.OutOfMemoryError)
+    real, tried = own._trained_together, []
+
+    def trained(settings, tell):
+        tried.append([s["lr"] for s in settings])
+        if len(settings) > 2 if memory else 0.2 in tried[-1]:
+            tell(1)
+            raise reason
+        return real(settings, tell)
+
+    own._trained_together = trained
+    settings = [{"lr": lr} for lr in (0.1, 0.2, 0.3, 0.4, 0.5)]
+    told = []
+    with pytest.warns(UserWarning, match="settings at once") if memory else nullcontext() as warned:
+        found = own.train_all(settings, folders(tmp_path / "a", 5), lambda which, done: told.append((*which, done)))
+    if memory:
+        assert [str(w.message).partition(" for ")[2] for w in warned] == [
+            f"{k} settings at once: they are trained by {fit}" for k, fit in ((5, 3), (3, 2))
+        ]
+        assert tried == [[0.1, 0.2, 0.3, 0.4, 0.5], [0.1, 0.2, 0.3], [0.1, 0.2], [0.3], [0.4, 0.5]]
+        own.train_all(settings[:3], folders(tmp_path / "b", 3))
+        assert tried[5:] == [[0.1, 0.2], [0.3]]
+    else:
+        assert tried == [[0.1, 0.2, 0.3, 0.4, 0.5], [0.1, 0.2, 0.3], [0.1, 0.2], [0.1], [0.2], [0.3], [0.4, 0.5]]
+        assert found[1] is reason
+        assert not (tmp_path / "a" / "1" / "trial.json").exists()
+    assert told[:2] == [(0, 1, 2, 3, 4, 1), (0, 1, 2, 1)]
+    assert (2, 0) in told
+    whole = together(digits, (3,), 1).train_all(settings, folders(tmp_path / "c", 5))
+    for k in range(5):
+        if memory or k != 1:
+            close(found[k], whole[k])
 
 
 def test_a_ledger_that_is_not_finite_is_no_row(digits, tmp_path) -> None:  # noqa: F811

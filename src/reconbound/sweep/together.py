@@ -3,14 +3,15 @@
 The trainings of a sweep share first parameters, batches and the records measured (which leaves each one's own
 distribution as it is, and takes that luck out of the comparison); the noise of each is its own. So the rows are a
 function of the data, the sweep's seed, the plan and the setting, but for the rounding of the device, however many are
-trained at once. What ends a kind of them by an error is no other kind's.
+trained at once. A fleet that ends by an error, too little memory among them, is halved until the error is that of one
+setting.
 A fleet keeps no checkpoints: of a killed worker's trials nothing is lost or counted twice, but they begin anew."""
 
 from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._check import InputError
+from .._check import InputError, warn_user
 from .._files import CONFIDENTIAL, write_whole
 from .._random import derive
 from ..account import Account
@@ -51,6 +52,7 @@ class TogetherTrainer(Trainer):
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self.dataset.private is not None:
             raise InputError("together", "must be left out where columns of the data are public", True)
+        self.most: int | None = None  # that the memory allows at once, once it did not suffice
         self._checked(self.plan)
 
     def _checked(self, plan: Plan) -> Plan:
@@ -65,8 +67,8 @@ class TogetherTrainer(Trainer):
     def train_all(
         self, settings: Sequence[Setting], folders: Sequence[Path], tell: Tell = lambda which, done: None
     ) -> list[list[Row] | Exception]:
-        """The rows of each setting, one for each step count, or the error that it and those of its kind ended by; equal
-        settings are trained once."""
+        """The rows of each setting, one for each step count, or the error that it ended by; equal settings are trained
+        once."""
         found: dict[int, list[Row] | Exception] = {}
         for k, (setting, folder) in enumerate(zip(settings, folders, strict=True)):
             prepare(folder)
@@ -74,7 +76,7 @@ class TogetherTrainer(Trainer):
             if known is not None:
                 found[k] = known
         for part in self._parts(settings, found):
-            for k, own in zip(part, self._part([settings[k] for k in part], partial(tell, part)), strict=True):
+            for k, own in self._part(settings, part, tell):
                 found[k] = own
                 if not isinstance(own, Exception):
                     self._keep_rows(settings[k], folders[k], own)
@@ -104,15 +106,36 @@ class TogetherTrainer(Trainer):
             parts.setdefault(kind, {}).setdefault(key(setting), k)
         return [list(of.values()) for of in parts.values()]
 
-    def _part(self, settings: Sequence[Setting], tell: Callable[[int], None]) -> Sequence[list[Row] | Exception]:
-        """Settings of one kind; an error is theirs, not that of the other kinds."""
+    def _part(
+        self, settings: Sequence[Setting], part: list[int], tell: Tell
+    ) -> Iterator[tuple[int, list[Row] | Exception]]:
+        """The settings of one kind, each when it is done. Those that end by an error are tried again in two halves,
+        which gives the same rows; the error of one alone is its own."""
+        whole = self.most is None or len(part) <= self.most
+        found = self._fleet([settings[k] for k in part], partial(tell, part)) if whole else None
+        if isinstance(found, list):
+            yield from zip(part, found, strict=True)
+        elif isinstance(found, Exception) and len(part) == 1:
+            yield part[0], found
+        else:
+            middle = (len(part) + 1) // 2
+            if _out_of_memory(found):
+                self.most = middle
+                warn_user(f"the memory does not suffice for {len(part)} settings at once: they are trained by {middle}")
+            for half in (part[:middle], part[middle:]):
+                yield from self._part(settings, half, tell)
+
+    def _fleet(
+        self, settings: Sequence[Setting], tell: Callable[[int], None]
+    ) -> list[list[Row] | Exception] | Exception:
+        """The rows of each of these settings, or the error that their fleet ended by."""
         try:
             with one_thread():
-                return self._trained_together(settings, tell)
+                return list(self._trained_together(settings, tell))
         except LeaseLost:
             raise
         except Exception as reason:
-            return [reason.with_traceback(None)] * len(settings)  # whose frames hold the fleet
+            return reason.with_traceback(None)  # whose frames hold the fleet
         finally:
             gc.collect()  # a fleet and its work hold each other, and with them the device's memory
             if self.device.type == "cuda":
@@ -162,6 +185,10 @@ class TogetherTrainer(Trainer):
     def _keep_rows(self, setting: Setting, folder: Path, rows: list[Row]) -> None:
         text = json.dumps({"confidential": True, **self._about(setting), "rows": rows}, indent=1, allow_nan=False)
         write_whole(folder / TRIAL, text.encode() + b"\n", mode=CONFIDENTIAL)
+
+
+def _out_of_memory(reason: Exception | None) -> bool:
+    return isinstance(reason, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(reason)
 
 
 def _from(before: int, tell: Callable[[int], None], step: int) -> None:
