@@ -111,3 +111,35 @@ def test_kappa_is_of_the_batches_that_are_drawn() -> None:
     ((one,), (other,)) = (list(fleet.run(0)) for fleet in (asked, drawn))
     for rule in ("fixed", "paper", "none"):
         assert torch.equal(one.dfil(rule), other.dfil(rule)), rule
+
+
+@pytest.mark.parametrize("method", ["stacked", "branches"])
+@pytest.mark.parametrize("private", [[3, 7, 8, 8], torch.arange(25) % 3 == 0])
+def test_some_features_are_private(method: str, private: list[int] | Tensor) -> None:
+    """Parameters as before; the ledger is PrivateSGD's with the same features, over as many."""
+    settings = chosen()
+    fleet = Fleet(conv, losses, *images(), settings, at=[STEPS], method=method, private=private)
+    (found,) = fleet.run(0, noise=noise_of(0, fleet.params.shape[1]))
+    assert found.features == fleet.features == (3 if isinstance(private, list) else 9)
+    for k, s in enumerate(settings):
+        one = PrivateSGD(conv(), losses, *images(), s, private=private, progress=False, check=False)
+        ledger = one.repeat(1, STEPS).accountant
+        assert ledger is not None
+        for rule in ("exact", "paper"):
+            assert torch.allclose(found.dfil(rule)[k], ledger.dfil(rule), rtol=1e-7, atol=1e-12)
+        own = torch.cat([p.detach().flatten() for p in one.model.parameters()])
+        assert torch.allclose(fleet.params[k], own, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("private", "said"),
+    [
+        ("target", "must be features of the input"),
+        (torch.zeros(25, dtype=torch.bool), "one feature"),
+        ([25], "0 to 24"),
+        ([True, False], "2 entries"),
+    ],
+)
+def test_private_features_that_are_none_are_refused(private: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Fleet(conv, losses, *images(), chosen(), at=[STEPS], private=private)  # type: ignore[arg-type]

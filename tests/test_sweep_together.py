@@ -15,6 +15,7 @@ from torch import nn
 from reconbound import cli
 from reconbound._check import InputError
 from reconbound._random import derive
+from reconbound.data import load
 from reconbound.fleet import Fleet
 from reconbound.plan import as_tensor, default_plan, make_loss, make_model, score, starter
 from reconbound.sweep import Sweep, run, sweep
@@ -141,16 +142,43 @@ def test_what_a_fleet_cannot_do_is_said(digits, tmp_path, plan, setting, said) -
         together(digits, **plan)(setting, tmp_path)
 
 
-def test_public_columns_and_bad_numbers_are_refused_in_a_line(tmp_path, capsys) -> None:
-    table = tmp_path / "t.csv"
+def table(path: Path) -> Path:
+    file = path / "t.csv"
     rows = "\n".join(f"{k % 7},{k % 5},{'yn'[k % 2]}" for k in range(60))
-    table.write_text(f"a,b,c\n{rows}\n")
-    words = ["sweep", str(table), "--target", "c", "--private", "a", "--grid", "lr=1", "--steps", "3"]
+    file.write_text(f"a,b,c\n{rows}\n")
+    return file
+
+
+def test_a_sweep_with_other_private_columns_is_another(tmp_path, capsys) -> None:
+    words = ["sweep", str(table(tmp_path)), "--target", "c", "--private", "a", "--grid", "lr=1", "--steps", "3"]
     words += ["--range", "a=0:7", "--range", "b=0:5", "-o", str(tmp_path / "out")]
-    assert cli.run([*words, "--together", "2"]) == 2
-    assert "together must be left out where columns of the data are public" in capsys.readouterr().err
     assert cli.run([*words, "--together", "0"]) == 2
     assert "together" in capsys.readouterr().err
+    for together in ([], ["--together", "2"]):  # the same data, but other floors
+        for private, other in (("a", "a,b"), ("a,b", "a")):
+            words[5], words[-1] = private, str(tmp_path / f"{private} {len(together)}")
+            assert cli.run([*words, *together]) == 0
+            words[5] = other
+            assert cli.run([*words, *together]) == 2
+            assert "private must stay that of the sweep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("private", [["a"], ["b"], ["a", "b"]])
+def test_floors_are_of_the_private_columns(tmp_path, private) -> None:
+    data = load(str(table(tmp_path)), target="c", private=private, ranges={"a": (0, 7), "b": (0, 5)})
+    (row,) = together(data, (6,), 1)(GRID[0], tmp_path / "one")
+    columns = [["a", "b"].index(name) for name in private]
+    plan = default_plan(data, model="linear", sample_rate=0.2, **GRID[0])
+    fleet = Fleet(
+        lambda: make_model(data, "linear", seed=0), make_loss(data), as_tensor(data.inputs), as_tensor(data.targets),
+        [replace(plan.settings(), seed=derive(7, "together", 0))],
+        at=(6,), initialise=starter(data, "linear"), private=columns,
+    )  # fmt: skip
+    (shot,) = fleet.run(0, seeds=[seed_of(7, GRID[0])])
+    assert row["exact_max"] == pytest.approx(1 / float(shot.dfil()[0].max()), rel=1e-5)
+    single = trainer(data, counts=(6,), runs=1)(GRID[0], tmp_path / "single")[0]
+    for name in ("epsilon", "theorem1", "corners", "lecam", "rate_distortion"):
+        assert row[name] == pytest.approx(single[name])
 
 
 def test_one_by_one_and_together_are_not_mixed(digits, tmp_path) -> None:  # noqa: F811

@@ -23,6 +23,8 @@ from ._check import InputError, choice, number, whole
 from ._random import derive, torch_stream
 from .amplification import PoissonTable, paper_delta, paper_kappa
 from .budget import Blocks
+from .fisher import Private
+from .fisher.private import as_private, feature_mask
 from .fleet_work import METHODS, LossFn, Work, make_engine
 from .learner_state import reset_parameters
 from .renyi import sensitivity
@@ -75,7 +77,7 @@ class Fleet:
     Args:
         make_model: makes one training's model; all start a run from the same fresh parameters.
         loss_fn: (outputs, targets) → one loss per record, (B,).
-        inputs, targets: the training data, one tensor each, whose private part is the whole input.
+        inputs, targets: the training data, one tensor each.
         settings: of each training. Sampler ("poisson" or "fixed"), sample_rate, clip, probes and seed must be the same
             for all; noise, rules and micro_batch are not used.
         at: the step counts at which a run is looked at, increasing; the last is its length.
@@ -86,6 +88,7 @@ class Fleet:
             "branches": any model, a branch of the graph for each training. "auto": stacked where it can be.
         streams: branches that may run side by side on a GPU.
         initialise: gives a model its fresh parameters, from torch's generator; default: each module's own way.
+        private: the features of a record's flattened input that are private, a mask or indices; all of it when None.
 
     Guarantee: each training is PrivateSGD's mechanism with those settings, and each snapshot's ledger an unbiased
     estimate of what its steps tell about each record; trainings of one fleet are not independent of each other, for
@@ -106,17 +109,21 @@ class Fleet:
         method: str = "auto",
         streams: int = 8,
         initialise: Callable[[nn.Module], None] | None = None,
+        private: Private | Tensor | Sequence[int] | None = None,
     ) -> None:
         self.settings, self.at = tuple(settings), _checked_counts(at)
         first = _checked_fleet(self.settings)
         self.loss_fn, self.device = loss_fn, torch.device(device)
         self.initialise = initialise or reset_parameters
         self.inputs, self.targets = inputs.to(self.device), targets.to(self.device)
-        self.make_model, self.records, self.features = make_model, len(inputs), inputs[0].numel()
+        self.make_model, self.records = make_model, len(inputs)
         self.sampler = make_sampler(first.sampler, self.records, first.sample_rate)
         self.budgets = _checked_budgets(budgets, first, len(self.at))
         self.models = [make_model().to(self.device) for _ in self.settings]
         self.params, self.sums = _flattened(self.models)
+        self.mask = _checked_mask(private, self.inputs[:1].to(self.params.dtype))
+        self.private = Private() if self.mask is None else Private(features=self.mask.bool())
+        self.features = inputs[0].numel() if self.mask is None else self.private.count
         self.velocity = torch.zeros_like(self.params)
         self.noise = torch.zeros_like(self.params)
         self.scale = self._column([s.noise_multiplier * s.max_grad_norm for s in self.settings])
@@ -277,6 +284,17 @@ def _batches(sampler: Any, seed: int, steps: int) -> list[Tensor]:
 def _kappa(s: Settings, records: int, steps: int) -> float:
     bound, rate = 1.115 if s.clip == "smooth" else 1.0, make_sampler(s.sampler, records, s.sample_rate).sample_rate
     return paper_kappa(s.noise_multiplier, rate, paper_delta(records, steps), clip_bound=bound)
+
+
+def _checked_mask(private: Any, record: Tensor) -> Tensor | None:
+    """The private features as 0/1 of one record's shape, or None for all."""
+    found = as_private(private)
+    if found.part != "input" or found.name is not None:
+        raise InputError("private", "must be features of the input for a fleet, or None for all of it", private)
+    mask = feature_mask(found, record)
+    if mask is not None and not bool(mask.any()):
+        raise InputError("private", "must name one feature at least", private)
+    return mask
 
 
 def _checked_counts(at: Sequence[int]) -> tuple[int, ...]:

@@ -98,10 +98,14 @@ class Stacked:
         norms = opened.squared_norms().sqrt()
         clips = clipping(norms / fleet.clip_norm, 1.0, fleet.settings[0].clip)
         inverse = torch.where(norms > 0, 1 / norms, 0).flatten()
-        h = opened.own() * inverse[:, None]
-        basis = Basis(h, opened.slope)
+        h, slope = opened.own() * inverse[:, None], opened.slope
+        assert slope is not None
+        if fleet.mask is not None:
+            h, slope = h * fleet.mask.flatten(), slope * fleet.mask.flatten()
+        basis = Basis(h, slope)
         values = []
         for omega in work.omegas:
+            omega = omega if fleet.mask is None else omega * fleet.mask
             v = basis.with_signs(omega.flatten(), len(h))
             inner = (h * v).sum(1).reshape(norms.shape)
             values.append((opened.moved(v) - inner.square()).clamp(min=0))
@@ -118,7 +122,7 @@ class Branches:
     def __init__(self, fleet: Fleet, streams: int) -> None:
         self.fleet = fleet
         few = fleet.inputs[:3], fleet.targets[:3]
-        kinds = (Private("nothing"), Private())
+        kinds = (Private("nothing"), fleet.private)
         self.methods = [covering_method(fleet.models[0], fleet.loss_fn, *few, kind) for kind in kinds]
         self.streams = [torch.cuda.Stream(fleet.device) for _ in range(streams if fleet.device.type == "cuda" else 0)]
 
@@ -163,6 +167,7 @@ class Branches:
             probe="inputs",
             directions=work.omegas,
             error="bound",
+            private=self.fleet.private,
             mask=work.mask,
             method=self.methods[1],
             checked=True,

@@ -166,7 +166,7 @@ def step_information(
     check_rows("targets", targets, records)
     params = released(problem)
     features = feature_mask(problem.private, z)
-    size = math.prod(z.shape[1:]) if features is None else _count(problem.private)
+    size = math.prod(z.shape[1:]) if features is None else problem.private.count
     setting = {"noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm, "clip": check_clip(clip)}
     if records == 0:
         return nothing(params, z, size, probes, setting)
@@ -318,12 +318,6 @@ def _power(work: Pass, plan: _Plan, h: Tensor, c: Tensor, radial: Tensor) -> tup
         residual = _squares(image - _like(rho, v) * v).sqrt()
         v = image
     return rho, residual
-
-
-def _count(private: Private) -> int:
-    chosen = private.features
-    assert chosen is not None
-    return int(chosen.sum()) if chosen.dtype == torch.bool else int(chosen.unique().numel())
 
 
 def _error_from(error: ErrorFrom, probes: int, probe: ProbeIn) -> ErrorFrom:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -44,6 +45,14 @@ class Private:
         choice("part", self.part, ("input", "target", "module", "nothing"))
         if self.features is not None:
             object.__setattr__(self, "features", _features(self.features))
+
+    @cached_property
+    def count(self) -> int:
+        """How many features are chosen; found once, for a CUDA graph cannot."""
+        chosen = self.features
+        if chosen is None:
+            raise ValueError("all of the private part's features are chosen: their number is that of the part's")
+        return int(chosen.sum()) if chosen.dtype == torch.bool else int(chosen.unique().numel())
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,6 @@ class TogetherTrainer(Trainer):
     def __init__(self, *args: Any, device: torch.device | str | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if self.dataset.private is not None:
-            raise InputError("together", "must be left out where columns of the data are public", True)
         self.most: int | None = None  # that the memory allows at once, once it did not suffice
         self._checked(self.plan)
 
@@ -153,6 +151,7 @@ class TogetherTrainer(Trainer):
             at=self.counts,
             device=self.device,
             initialise=starter(self.dataset, kind),
+            private=None if self.dataset.private is None else as_tensor(self.dataset.private),
         )
         seeds = [seed_of(self.seed, s) for s in settings]
         looks: list[list[_Look]] = [[] for _ in self.counts]
@@ -177,7 +176,7 @@ class TogetherTrainer(Trainer):
         return rows
 
     def _account(self, plan: Plan, count: int) -> Account:
-        records, features = len(self.dataset.inputs), self.dataset.inputs[0].size
+        records, features = len(self.dataset.inputs), len(self.dataset.scale)
         rate = make_sampler(plan.sampler, records, plan.sample_rate).sample_rate  # of whole records
         mechanism = (plan.noise_multiplier, plan.max_grad_norm, rate, plan.sampler, plan.clip)
         return Account(records, features, count, *mechanism, RULES[plan.sampler])

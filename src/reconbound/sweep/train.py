@@ -112,7 +112,9 @@ class Trainer:
     def facts(self) -> dict[str, Any]:
         """What decides every trial's rows, apart from its setting; JSON."""
         about = {"data": self.digest, "seed": fingerprint(self.seed), "steps": self.counts, "runs": self.runs}
-        about["together"] = self.together
+        about |= {"together": self.together, "private": None}
+        if self.dataset.private is not None:  # the same data, but other floors
+            about["private"] = [f.name for f in self.dataset.private_features]
         found: dict[str, Any] = plain_json({**about, "delta": self.delta, "plan": asdict(self.plan)})
         return found
 
