@@ -3,5 +3,6 @@
 from ._report import AttackReport
 from .glm import reconstruct, simulate
 from .likelihood import most_likely
+from .sgd import SGDAttackReport, simulate_sgd
 
-__all__ = ["AttackReport", "most_likely", "reconstruct", "simulate"]
+__all__ = ["AttackReport", "SGDAttackReport", "most_likely", "reconstruct", "simulate", "simulate_sgd"]
