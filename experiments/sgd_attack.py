@@ -35,8 +35,8 @@ RUNS = (
     ("points", 0.2, 100, 300, None),
     ("points", 0.35, 400, 150, None),
 )
-NAMES = ("data", "steps", "record", "noise_multiplier", "trials", "mse", "standard_error", "median", "trimmed", "bias", "variance",
-         "floor", "cramer_rao")  # fmt: skip
+NAMES = ("data", "steps", "record", "noise_multiplier", "trials", "mse", "standard_error", "median", "trimmed", "bias",
+         "variance", "floor", "cramer_rao")  # fmt: skip
 
 
 def losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -75,15 +75,26 @@ def train(out: Path, share: float) -> None:
 
 
 def table(rows: list[dict[str, str]]) -> None:
-    print(
-        "| data | σ | T | record | trainings | floor 1/dFIL | Cramér–Rao | attack: error ± standard error | over | bias² |"
+    heads = (
+        "data",
+        "σ",
+        "T",
+        "record",
+        "trainings",
+        "floor 1/dFIL",
+        "Cramér–Rao",
+        "attack's error",
+        "over it",
+        "bias²",
     )
-    print("| --- " * 10 + "|")
+    print(f"| {' | '.join(heads)} |")
+    print("| --- " * len(heads) + "|")
     for r in rows:
         n = {name: float(r[name]) for name in NAMES[2:]}
         error = f"{n['mse']:.3g} ± {n['standard_error']:.2g} | {n['mse'] / n['cramer_rao']:.2f}"
-        print(f"| {r['data']} | {r['noise_multiplier']} | {r['steps']} | {r['record']} | {r['trials']} | {n['floor']:.3g} |"
-              f" {n['cramer_rao']:.3g} | {error} | {n['bias']:.2g} |")  # fmt: skip
+        cells = [r[name] for name in ("data", "noise_multiplier", "steps", "record", "trials")]
+        cells += [f"{n['floor']:.3g}", f"{n['cramer_rao']:.3g}", error, f"{n['bias']:.2g}"]
+        print(f"| {' | '.join(cells)} |")
 
 
 def main() -> None:

@@ -110,7 +110,7 @@ def simulate_sgd(
     """Train so often with PrivateSGD from the model's parameters, and have each training's steps attacked for a record.
 
     Args:
-        model, loss_fn, inputs, targets: as PrivateSGD takes them; computed in float64, the model is left as it is.
+        model, loss_fn, inputs, targets: tensors, as PrivateSGD takes them. Computed on the CPU in float64, on copies.
         settings: with Poisson batches and torch's SGD; seed: of the first training (drawn where None).
         record: whose input is to be rebuilt, an index.
         steps: of a training. trials: trainings.
@@ -129,8 +129,8 @@ def simulate_sgd(
         raise InputError("inputs", "and targets must be tensors, one row per record", type(inputs).__name__)
     if not 0 <= whole("record", record, at_least=0) < len(inputs):
         raise InputError("record", f"must be below {len(inputs)}, the number of records", record)
-    model, x = copy.deepcopy(model).double(), inputs.double()
-    y = targets.double() if targets.is_floating_point() else targets
+    model, x = copy.deepcopy(model).cpu().double(), inputs.cpu().double()
+    y = targets.cpu().double() if targets.is_floating_point() else targets.cpu()
     _check_size(model, x, count)
     others = torch.arange(len(x)) != record
     begin = x[others].mean(0) if start is None else torch.as_tensor(start).to(x)
