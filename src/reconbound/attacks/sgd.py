@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.func import grad, jacfwd, vmap
 
 from .._check import InputError, whole
+from .._progress import progress_bar
 from .._random import derive, new_seed
 from ..amplification import poisson_factors
 from ..bounds._bound import figure
@@ -106,6 +107,7 @@ def simulate_sgd(
     steps: int,
     trials: int,
     start: Tensor | None = None,
+    progress: bool = True,
 ) -> SGDAttackReport:
     """Train so often with PrivateSGD from the model's parameters, and have each training's steps attacked for a record.
 
@@ -115,6 +117,7 @@ def simulate_sgd(
         record: whose input is to be rebuilt, an index.
         steps: of a training. trials: trainings.
         start: where the search begins, a record's input; the other records' average when None.
+        progress: show a progress bar, if output is a terminal.
 
     Guarantee: none about other attackers. Where the answers are not biased their variance is at least `floor`, but for
     the sampling error of both; floors for unbiased attackers do not bind biased answers, as at large noise. A training
@@ -139,11 +142,13 @@ def simulate_sgd(
     first = new_seed() if settings.seed is None else settings.seed
     target = Target(model, loss_fn, y[record : record + 1], x[record : record + 1], settings)
     answers, information = [], torch.zeros(x[0].numel(), x[0].numel(), dtype=x.dtype)
-    for trial in range(trials):
-        own = replace(settings, seed=derive(first, "attack", trial), rules=None)
-        seen = observe(model, loss_fn, x, y, own, record, steps=count)
-        answers.append(target.likeliest(seen, begin.reshape(x[0].shape)).flatten())
-        information += target.information(seen, x[record]) / trials
+    with progress_bar(trials, 0, progress, "trainings") as advance:
+        for trial in range(trials):
+            own = replace(settings, seed=derive(first, "attack", trial), rules=None)
+            seen = observe(model, loss_fn, x, y, own, record, steps=count)
+            answers.append(target.likeliest(seen, begin.reshape(x[0].shape)).flatten())
+            information += target.information(seen, x[record]) / trials
+            advance(1)
     return _report(record, torch.stack(answers).numpy(), x[record].flatten().numpy(), information.numpy())
 
 
