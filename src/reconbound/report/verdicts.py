@@ -213,8 +213,10 @@ def _confidence(view: View) -> str:
             f"For {count(short, view.noun)} the floor lies above a guess by the estimate but not at that confidence: "
             "more runs would tell. "
         )
-    said += f"Floors of single {view.part}s are estimates without a limit. " if view.features > 1 else ""
-    return f"{said}The limits are checked by simulation, not proved: docs/theory-accounting.md."
+    if view.features > 1 and limited.any():
+        said += f"Floors of single {view.part}s are estimates without a limit. "
+    said += "The limits are checked by simulation, not proved: docs/theory-accounting.md." if limited.any() else ""
+    return said.rstrip()
 
 
 def _whose(view: View, record: int) -> str:
