@@ -24,7 +24,16 @@ def figure(x: float) -> str:
     ('0.316', '24,800', '2.5e+12')
     """
     short = f"{x:.3g}"
-    return f"{float(short):,.0f}" if 1e3 <= float(short) < 1e7 else short
+    return f"{float(short):,.0f}" if 1e3 <= float(short) < 1e8 else short
+
+
+def chance(x: float) -> str:
+    """A chance in percent, with three digits.
+
+    >>> chance(1e-6), chance(0.0355), chance(1.0)
+    ('0.0001%', '3.55%', '100%')
+    """
+    return f"{100 * x:.3g}%"
 
 
 @dataclass(frozen=True)
