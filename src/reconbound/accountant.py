@@ -72,6 +72,11 @@ class FisherAccountant:
         self.needs_range = False
         self._warned: dict[str, int] = {}  # of what, at how many runs
 
+    def __repr__(self) -> str:
+        a, runs = self.account, f"{self.runs:,} run{'' if self.runs == 1 else 's'} finished"
+        size = f"{a.records:,} records of {a.features:,} features, {a.steps:,} steps"
+        return f"FisherAccountant({size}, rules {', '.join(a.rules)}, diagonal {self.diagonal!r}, {runs})"
+
     @property
     def diagonal(self) -> str:
         """Which per-feature ledgers are kept: "none", "all", "average", "some" or "chosen"."""
