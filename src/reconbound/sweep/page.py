@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import __version__
 from .._files import CONFIDENTIAL, write_whole
+from ..bounds._bound import figure
 from ..report import axes, page, words
 from ..report.axes import Chart, Key
 from ..report.figures import amount, clean, count, for_plotly, plus_minus
@@ -283,4 +284,4 @@ def _value(value: Any) -> str:
         return clean(value, 60)
     if value is None:
         return "–"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if value < 1e6 else amount(value)
+    return f"{value:,}" if isinstance(value, int) else figure(value, 4) if value < 1e6 else amount(value)
