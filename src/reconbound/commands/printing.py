@@ -8,7 +8,7 @@ from typing import Any
 
 from ..bounds._bound import chance, figure
 from ..calculator import FLOORS, Guarantee, exact, floor
-from ..calibrate import Calibration, OutOfReach, calibrate
+from ..calibrate import Calibration, OutOfReach, calibrate, round_up
 from ..mechanisms import ADJACENCIES, Mechanism, OutputPerturbation, SampledGaussian
 
 #: Said where an epsilon came without its neighbours.
@@ -203,7 +203,7 @@ def _noise_for(name: str, found: Calibration, space: dict[str, Any]) -> str:
     if "highest_mse" in other:
         return f"no noise is enough, as a plain guess errs by ±{figure(other['highest_mse'] ** 0.5)} at most"
     noise = other[found.mechanism.noise_field]
-    return "met without noise" if noise is None else f"{noise:.4g}"
+    return "met without noise" if noise is None else f"{round_up(noise, 4):.4g}"
 
 
 def print_epsilon_calibration(

@@ -233,7 +233,7 @@ def _chart(name: str, traces: list[Any], keys: list[Key], label: str, measure: s
     x = {"title": title, "zeroline": False, "fixedrange": True, "nticks": 7}
     layout = axes.layout(460, x, axes.log_axis(low, high, "floor (MSE)"))
     beyond = any(abs(y) >= DECADES for y in logs)
-    note = f"What lies beyond 10^{DECADES:g} or below 10^−{DECADES:g} is drawn at the edge." if beyond else ""
+    note = f"What lies beyond {10**DECADES:,.0f} or below {10**-DECADES:g} is drawn at the edge." if beyond else ""
     return Chart(name, {"data": traces, "layout": layout}, tuple(keys), note, label, 460)
 
 
