@@ -184,6 +184,7 @@ class FisherAccountant:
         Infinite, that is refused, for a record that was measured less than 25 times over all runs without being
         measured at every step; and for all of them where r̃ exceeds 0.35 (at ten runs: a relative spread of 1.1 between
         runs). More runs, budget or probes mend either. A warning says which (warn=False: none), and `no_limit_because`.
+        At R = 2, t is 127: limits from two runs say next to nothing.
 
         Guarantee: none that is proved. In 45,000 Poisson-sampled trainings of small models with R = 10, on seeds and
         partly on problems that the rule was not chosen on, the limits, where given, covered the record's dFIL in at

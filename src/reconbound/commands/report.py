@@ -92,8 +92,9 @@ def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
         console.print(table)
     console.print(
         "limit: the lowest floor at the upper confidence limit of the leakage (without: records that have none, of "
-        "which it says nothing; –: none has one, as after one run or two); below guess: over all columns together. Floors are estimates, for unbiased attackers "
-        "who know every other record and see every noisy step. ε is for replace-one neighbours."
+        "which it says nothing; –: none has one, as after one run or two); below guess: over all columns together. "
+        "Floors are estimates, for unbiased attackers who know every other record and see every noisy step. "
+        "ε is for replace-one neighbours."
     )
     for a in found["audits"]:
         if a["never_measured"]:
