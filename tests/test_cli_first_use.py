@@ -10,6 +10,7 @@ import pytest
 
 from calling import QUICK, SGD, check_refused, write_people
 from reconbound.audit import _data_facts
+from reconbound.calibrate import round_up
 from reconbound.cli import run
 from reconbound.commands.audit import told_columns, told_plan
 from reconbound.data import DataWarning, load
@@ -249,7 +250,7 @@ def test_the_json_of_calibrate_has_all_that_the_text_says(capsys) -> None:
     assert list(found["other_bounds"]) == ["corners", "lecam", "rate_distortion"]
     for name, other in found["other_bounds"].items():
         (line,) = [line for line in text.splitlines() if line.startswith(f"  {name} (")]
-        assert line.endswith(f": {other['noise_multiplier']:.4g}")
+        assert line.endswith(f": {round_up(other['noise_multiplier'], 4):.4g}")  # a smallest noise is rounded up
 
 
 def test_the_json_of_calibrate_says_where_no_noise_is_enough(capsys) -> None:

@@ -281,7 +281,7 @@ class FisherAccountant:
         return self.traces.told_of(self.runs)
 
     def most_exposed(self, k: int = 10, rule: str | None = None) -> list[tuple[int, float]]:
-        """The k records with the lowest floors among those measured: (index, floor), lowest first.
+        """The k records with the lowest floors among those measured: (index, squared error), lowest first.
 
         Those never measured have no floor and are left out: `summary()["never_measured"]` counts them."""
         dfil = self.dfil(rule).masked_fill(self._told_of() == 0, -1.0)
