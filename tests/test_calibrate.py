@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from reconbound._check import InputError
 from reconbound.calculator import FLOORS, floor
-from reconbound.calibrate import LARGEST_NOISE, SMALLEST_NOISE, _round_up, calibrate
+from reconbound.calibrate import LARGEST_NOISE, SMALLEST_NOISE, calibrate, round_up
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
 
 MECHANISMS = [
@@ -52,6 +52,11 @@ def test_the_target_is_met_and_just_met(mechanism, name):
 def test_unbiased_floors_go_above_a_guess(mechanism, name):
     found = check(mechanism, 1e4, name)
     assert found.bound.above_guess
+
+
+def test_a_calibration_in_words():
+    told = str(calibrate(SampledGaussian(1.0, 0.01, 100), 0.16, bound="lecam"))
+    assert told.startswith("noise_multiplier 0.3553304: lecam: any attacker errs by at least ±0.4 (MSE 0.16)")
 
 
 def test_the_noise_already_there_is_ignored():
@@ -153,6 +158,6 @@ def test_any_target_within_reach_is_met(name, rate, steps, dim, target, sampler)
 
 @given(st.floats(-6, 12).map(lambda x: 10**x))
 def test_rounding_is_upward_and_small(x):
-    rounded = _round_up(x)
+    rounded = round_up(x)
     assert x * (1 - 1e-15) <= rounded <= x * (1 + 1.1e-6)
     assert float(f"{rounded:.7g}") == rounded

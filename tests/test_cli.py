@@ -13,7 +13,7 @@ import pytest
 from calling import NAMES, OUTPUT, SGD, check_refused, floors
 from reconbound import __version__
 from reconbound.calculator import floor, guarantee
-from reconbound.commands.printing import UNSAID
+from reconbound.commands.printing import NO_DELTA, UNSAID
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
 
 VENDOR = ["--epsilon", "3", "--delta", "1e-6", "--adjacency", "add/remove"]
@@ -58,6 +58,8 @@ def test_bound_prints_what_the_library_finds(answer, run, options, mechanism, sp
     told = json.loads(json.dumps(guarantee(mechanism, **space).to_dict()))
     if "--epsilon" in options and "--adjacency" not in options:
         told["notes"].insert(0, UNSAID)
+    if "--epsilon" in options and "--delta" not in options:
+        told["notes"].insert(0, NO_DELTA)
     assert found == told
     status, table, err = run("bound", *options)
     assert (status, err) == (0, "")
@@ -198,6 +200,20 @@ def test_a_reported_epsilon_says_how_it_was_taken(run, answer):
         assert ("by group privacy: (6, 0.000211)" in said) == (adjacency == "add/remove")
 
 
+def test_an_epsilon_without_its_delta_is_not_taken_in_silence(run):
+    """ε = 3.97 from Opacus, its δ forgotten: the floors of pure ε-DP are not those of the training."""
+    told = " ".join(run("bound", "--epsilon", 3.97, "--adjacency", "add/remove", "--dim", 64)[1].split())
+    assert "Note: you gave no δ with ε: it was taken as 0" in told
+    assert "you gave no δ" not in run("bound", "--epsilon", 3.97, "--delta", 1e-5)[1]
+    assert "you gave no δ" not in run("bound", *SGD)[1]
+
+
+def test_numbers_are_written_for_people(run):
+    told = " ".join(run("bound", "--noise-multiplier", 1, "--sample-rate", "1/23", "--steps", 10**6)[1].split())
+    assert "noise multiplier 1, sample rate 0.04347826, steps 1,000,000," in told
+    assert "a blind guess gets right 0.0001% of the time is rebuilt" in told
+
+
 def test_an_add_remove_epsilon_is_never_worth_more_than_the_same_replace_one(answer):
     """So saying add/remove is safe whichever it was, as the note says."""
     for options in (["--epsilon", 0.5], ["--epsilon", 3, "--delta", 1e-5], ["--epsilon", 8, "--delta", 1e-7]):
@@ -212,7 +228,7 @@ def test_silence_is_explained(run, answer):
     options = ["--epsilon", 3, "--delta", 1e-6]
     assert "with chance δ everything is revealed" in " ".join(run("bound", *options)[1].split())
     assert len(answer("bound", *options, "--adjacency", "replace-one")["notes"]) == 1
-    assert answer("bound", "--epsilon", 3, "--adjacency", "replace-one")["notes"] == []
+    assert answer("bound", "--epsilon", 3, "--delta", 0, "--adjacency", "replace-one")["notes"] == []
     assert "theorem1_paper" not in run("bound", *options)[1]  # not in the table: not in the text
 
 

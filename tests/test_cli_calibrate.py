@@ -1,8 +1,11 @@
 """reconbound calibrate: the smallest noise for a floor or an epsilon."""
 
+import re
+
 import pytest
 
 from calling import NAMES, check_refused, floors
+from reconbound.calculator import floor
 from reconbound.calibrate import calibrate
 from reconbound.mechanisms import OutputPerturbation, SampledGaussian
 
@@ -84,3 +87,13 @@ def test_a_target_beyond_the_range_names_the_options_for_the_range(run, bound):
         assert "--low and --high" in err
         assert options[0] in err
     assert run("calibrate", "--target-error", 5, "--high", 120, *rest)[0] == 0
+
+
+def test_the_noise_that_other_floors_need_is_enough_as_it_is_shown(run):
+    """1.372062 shown as 1.372 would miss the target."""
+    for error in (0.41, 0.42, 0.43):
+        options = ["--target-error", error, "--bound", "lecam", "--sample-rate", "1/23", "--steps", 184]
+        shown = dict(re.findall(r"^  (\w+) \(.*\): ([0-9.]+)$", run("calibrate", *options)[1], re.MULTILINE))
+        assert set(shown) == {"theorem1", "corners", "rate_distortion"}
+        for name, noise in shown.items():
+            assert floor(name, SampledGaussian(float(noise), 1 / 23, 184)).rmse >= error

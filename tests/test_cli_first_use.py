@@ -10,6 +10,7 @@ import pytest
 
 from calling import QUICK, SGD, check_refused, write_people
 from reconbound.audit import _data_facts
+from reconbound.calibrate import round_up
 from reconbound.cli import run
 from reconbound.commands.audit import told_columns, told_plan
 from reconbound.data import DataWarning, load
@@ -83,6 +84,27 @@ def test_text_that_looks_like_dates_gets_a_note(form, tmp_path) -> None:
     assert "public" in note
     assert "--drop 'born'" in note
     assert not any("dates" in n for n in notes_of(path, drop="born"))
+
+
+def test_too_many_dates_are_left_out_and_it_is_said_how_to_have_them_protected(tmp_path) -> None:
+    path = tmp_path / "a.csv"
+    rows = [f"{i},{1900 + i}-01-02,{'ab'[i % 2]}" for i in range(120)]
+    path.write_text("x,born,income\n" + "\n".join(rows))
+    notes = [n for n in notes_of(path) if n.startswith("born")]
+    assert any("left out" in n for n in notes)
+    assert any("to use and protect it write it as a number" in n for n in notes)
+
+
+def test_a_range_that_outliers_stretch_is_told(tmp_path) -> None:
+    path = tmp_path / "a.csv"
+    incomes = [20000 + 300 * i for i in range(200)]
+    for values, stretched in ((incomes, False), ([*incomes[:-1], 2175880.5], True), ([0] * 199 + [9], False)):
+        rows = [f"{x},{'ab'[i % 2]}" for i, x in enumerate(values)]
+        path.write_text("wage,income\n" + "\n".join(rows))
+        note = next(n for n in notes_of(path) if n.startswith("wage: no range"))
+        assert ("a few values stretch it" in note) == stretched
+    path.write_text("wage,income\n" + "\n".join(f"{x},{'ab'[i % 2]}" for i, x in enumerate([*incomes, 2175880.5])))
+    assert any("so 20,000 to 2,175,880.5 was read off" in n for n in notes_of(path))
 
 
 @pytest.mark.parametrize(("others", "odd"), [(3, True), (4, False)])
@@ -228,7 +250,7 @@ def test_the_json_of_calibrate_has_all_that_the_text_says(capsys) -> None:
     assert list(found["other_bounds"]) == ["corners", "lecam", "rate_distortion"]
     for name, other in found["other_bounds"].items():
         (line,) = [line for line in text.splitlines() if line.startswith(f"  {name} (")]
-        assert line.endswith(f": {other['noise_multiplier']:.4g}")
+        assert line.endswith(f": {round_up(other['noise_multiplier'], 4):.4g}")  # a smallest noise is rounded up
 
 
 def test_the_json_of_calibrate_says_where_no_noise_is_enough(capsys) -> None:

@@ -80,6 +80,21 @@ def test_a_comparison_that_cannot_be_written_names_the_file_that_was_asked_for(
     assert stat.S_IMODE(os.stat("comparison.html").st_mode) == 0o600
 
 
+def test_a_comparison_replaces_a_comparison_and_says_so_but_nothing_else(wine, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["report", str(wine), str(wine)]
+    assert run(words) == 0
+    assert "replaced" not in capsys.readouterr().err
+    assert run(words) == 0
+    assert capsys.readouterr().err.endswith("reconbound: comparison.html was there, and was replaced\n")
+    Path("people.csv").write_text("age\n40\n")
+    for out in ("people.csv", os.devnull, str(wine / REPORT)):
+        before = Path(out).read_bytes()
+        assert run([*words, "--out", out]) == 2
+        assert capsys.readouterr().err.startswith("reconbound: --out must be a new file, or a comparison to write anew")
+        assert Path(out).read_bytes() == before
+
+
 @pytest.mark.parametrize("command", [["audit", "digits"], ["sweep", "digits", "--grid", "lr=1"]])
 def test_a_mistyped_seed_is_not_shown(command, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)

@@ -133,6 +133,9 @@ def test_images_enter_in_grey_levels(tmp_path) -> None:
 def test_what_cannot_be_used_is_said(classes, tmp_path) -> None:
     _, folder = classes
     release = load_release(folder)
+    assert repr(release) == "Release(mlp: 4 columns -> 2 classes)"  # no ranges, categories or parameters
+    with pytest.raises(InputError, match=r"records must be {column: values}, a data frame or a list .*, got 5"):
+        release.predict(5)
     good = {"age": 40, "hours": 38, "job": "nurse", "score": 1}
     for changes, said in (
         ({"job": "pilot"}, "job of record 0 must be one of '', 'clerk'"),

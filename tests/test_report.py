@@ -154,7 +154,7 @@ def test_what_is_not_sure_is_called_an_estimate(digits: Path) -> None:
     assert verdicts.verdict(sure)[1].startswith("Such an attacker")
     assert "not at that confidence" not in " ".join(verdicts.sureness(sure))
     wide = upper.clone()
-    wide[0, :3] = 1e9
+    wide[0, :3] = 1e4
     unsure = View(view.run, replace(safe, upper=wide))
     assert verdicts.verdict(unsure)[1].startswith("By this estimate, such an attacker")
     assert "For 3 images the floor lies above a guess by the estimate" in " ".join(verdicts.sureness(unsure))
@@ -168,6 +168,25 @@ def test_where_no_record_has_a_limit_none_is_drawn(digits: Path) -> None:
     assert not [key.text for key in without.keys if "confidence" in key.text]
     assert len(without.figure["data"]) == len(some.figure["data"]) - 1
     assert "Without an upper limit: 200 (" in without.note
+
+
+def test_a_limit_that_says_nothing_is_called_none(digits: Path) -> None:
+    """As from two runs, where t is 127: ±1e-06 of a range is no figure to print."""
+    view = view_of(digits)
+    upper = view.leakage.dfil * 1.5
+    upper[0, :3] = 1e12
+    some = View(view.run, replace(view.leakage, upper=upper))
+    sure = " ".join(verdicts.sureness(some))
+    assert some.unlimited == 3
+    assert "3 images have no limit: " in sure
+    assert "checked by simulation" in sure
+    none = View(view.run, replace(view.leakage, upper=torch.full_like(upper, 1e12)))
+    sure = " ".join(verdicts.sureness(none))
+    assert "200 images have no limit: " in sure
+    assert "checked by simulation" not in sure
+    assert "e-0" not in sure
+    narrow = View(view.run, replace(view.leakage, upper=upper, guess=view.leakage.guess * 1e-12))
+    assert narrow.unlimited == 0  # beside a guess that is far smaller still it says something
 
 
 def test_without_javascript_a_sentence_says_why_charts_are_blank(digits: Path) -> None:

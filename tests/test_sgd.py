@@ -22,7 +22,7 @@ from reconbound.fisher import Private, dense_information, step_information
 from reconbound.learner_state import reset_parameters
 from reconbound.noise import draw
 from reconbound.sampling import FixedSize, Poisson, ShuffledEpochs
-from reconbound.sgd import PrivateSGD, Settings, TrainingError
+from reconbound.sgd import NoLedger, PrivateSGD, Settings, TrainingError
 from reconbound.validate import ReconboundWarning
 from where import FOLDER, needs
 
@@ -370,6 +370,35 @@ def test_evaluation_leaves_the_model_as_it_was() -> None:
     assert seen == [3, 6, 7]
     assert one.model.training
     assert one.history[-1] == {"run": 0, "step": 7, "loss": 1.5}
+
+
+def test_before_training_a_ledger_is_asked_for_in_vain_and_told_why() -> None:
+    one = learner()
+    with pytest.raises(NoLedger, match="has no ledger yet: call fit or repeat first"):
+        one.accountant.mse_floor()
+    assert isinstance(one.fit(3).accountant, FisherAccountant)
+    assert learner(rules=None).accountant is None  # none is kept, as asked
+
+
+def test_learner_and_ledger_in_one_line_without_secrets() -> None:
+    one = learner(seed=123456789)
+    assert repr(one).endswith("not trained yet)")
+    one.repeat(2, 3)
+    assert f"{RECORDS} records of {FEATURES} features" in repr(one)
+    assert repr(one).endswith("step 3 of 3 of run 2)")
+    assert repr(one.accountant).endswith("3 steps, rules exact, diagonal 'none', 2 runs finished)")
+    for said in (repr(one), repr(one.accountant), repr(one.settings)):
+        assert "123456789" not in said
+        assert len(said) < 300
+
+
+def test_settings_that_are_none_are_said() -> None:
+    x, y = data()
+    with pytest.raises(InputError, match=r"settings must be a Settings.*, got 'a dict'"):
+        PrivateSGD(network(), losses, x, y, {"noise_multiplier": 1.0})  # type: ignore[arg-type]
+    for name in ("lr", "momentum", "weight_decay"):
+        with pytest.raises(InputError, match=f"{name} must be at least 0, got -1"):
+            settings(**{name: -1})
 
 
 def test_without_accounting() -> None:

@@ -88,6 +88,8 @@ def test_bad_grids_are_told_in_a_line(options, said, capsys, tmp_path) -> None:
         (["--storage", "mysql://u@h/d"], "--storage must be a SQLite file or a PostgreSQL database"),
         (["--storage", "sqlite:////no/such/folder/x.db"], "--storage must be a database that can be used"),
         (["--storage", "postgresql+psycopg2://u:secret@127.0.0.1:1/d"], "--storage must be a database that can be"),
+        (["--storage", "postgresql+asyncpg://u@127.0.0.1:1/d"], "say postgresql+psycopg2://user@host/name, after pip"),
+        (["--grid", "model=a.b:c"], "list of values; a model of your own is for all settings, by --model, got a.b:c"),
         (["--workers", "0"], "--workers must be at least 1"),
         (["--delta", "2"], "--delta must be less than 1"),
         (["--floor", "exact"], "--floor must be one of exact_max, exact_q99, "),

@@ -12,6 +12,7 @@ import pytest
 
 import sweep_stub
 from reconbound import cli
+from reconbound.bounds._bound import figure
 from reconbound.sweep import Sweep, floors_in, parse_grid, run, sweep
 from reconbound.sweep.page import cautions, frontier_page, run_page, verdict
 from reconbound.sweep.run import stored
@@ -251,6 +252,8 @@ def test_without_a_terminal_the_plan_and_a_line_for_each_training_are_told(tmp_p
     again = capsys.readouterr().err
     assert "4 of them are trained already." in again
     assert again.count(" trained: ") == 2
+    sweep(replace(config, space=parse_grid(["noise_multiplier=0.2,0.5,1", "lr=0.1,0.2"])), make_train=sweep_stub.make)
+    assert "expected time" not in capsys.readouterr().err  # all are trained
     sweep(config, make_train=sweep_stub.make, show=False)
     assert capsys.readouterr() == ("", "")
 
@@ -286,7 +289,9 @@ def test_floors_of_records_are_called_estimates_and_floors_have_their_name(tmp_p
     rows, _ = stored(tmp_path)
     for floor, said in (("exact_max", " (from one run: an estimate): run 0"), ("lecam", ": run 0")):
         assert cli.run(["frontier", str(tmp_path), "--floor", floor, "--at-least", "1e-12"]) == 0
-        assert f", floor MSE {rows[0][floor]:.4g}{said}" in capsys.readouterr().out
+        told, mse = capsys.readouterr().out, rows[0][floor]
+        assert f", floor MSE {figure(mse, 4)}, ±{figure(mse**0.5)} of a range{said}" in told
+        assert str(rows[0]["lr"]) not in told  # six digits of it do
     assert cli.run(["frontier", str(tmp_path)]) == 0
     table = capsys.readouterr().out
     lr, noise = rows[0]["lr"], rows[0]["noise_multiplier"]

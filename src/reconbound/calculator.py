@@ -98,7 +98,10 @@ class Guarantee:
         )
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.box}:", *(str(bound) for bound in self.bounds)])
+        known = ((self.epsilon, REPLACE_ONE), (self.epsilon_add_remove, ADD_REMOVE))
+        told = [f"ε = {epsilon:.4g} ({which})" for epsilon, which in known if epsilon is not None]
+        last = [f"At δ = {self.delta:g}: {'; '.join(told)}."] if told else []
+        return "\n".join([f"{self.box}:", *(str(bound) for bound in self.bounds), *last])
 
 
 def exact(x: float) -> str:

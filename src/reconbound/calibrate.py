@@ -40,6 +40,10 @@ class Calibration:
     bound: Bound
     without_noise: float | None = None
 
+    def __str__(self) -> str:
+        found = f"{self.mechanism.noise_field} {self.noise:.7g}" if self.without_noise is None else "met without noise"
+        return f"{found}: {self.bound}"
+
 
 def calibrate(
     mechanism: SampledGaussian | OutputPerturbation,
@@ -91,11 +95,11 @@ def calibrate(
     else:
         large = small
     unneeded = large == small and bound == "lecam" and isinstance(mechanism, SampledGaussian)
-    noise = _round_up(math.exp(large))
+    noise = round_up(math.exp(large))
     chosen, reached = at(noise)
     step = 1e-6
     while reached.value < target:  # where the floor is flat, its last digit goes up and down: a little more noise
-        noise, step = min(_round_up(noise * (1 + step)), LARGEST_NOISE), 2 * step
+        noise, step = min(round_up(noise * (1 + step)), LARGEST_NOISE), 2 * step
         chosen, reached = at(noise)
     never = mechanism.never_drawn if unneeded and isinstance(mechanism, SampledGaussian) else None
     return Calibration(chosen, noise, target, reached, never)
@@ -147,13 +151,17 @@ def calibrate_epsilon(
     while excess(small) <= 0 and small > math.log(SMALLEST_NOISE):
         small, large = small - step, small
     root = small if excess(small) <= 0 else brentq(excess, small, large, xtol=2e-5)
-    noise = _round_up(math.exp(root + 2e-5), digits=5)
+    noise = round_up(math.exp(root + 2e-5), digits=5)
     while excess(math.log(noise)) > 0:  # where ε goes up and down in its last digits: a little more noise
-        noise = _round_up(noise * (1 + 2e-5), digits=5)
+        noise = round_up(noise * (1 + 2e-5), digits=5)
     return at(noise)
 
 
-def _round_up(x: float, digits: int = 7) -> float:
-    """Up to so many significant digits."""
+def round_up(x: float, digits: int = 7) -> float:
+    """Up to so many significant digits: a smallest noise that is shown with fewer must still be enough.
+
+    >>> round_up(1.372062, 4), round_up(0.0005, 3)
+    (1.373, 0.0005)
+    """
     unit = 10.0 ** (math.floor(math.log10(x)) - digits + 1)
     return float(f"{math.ceil(x / unit - 1e-9) * unit:.{digits}g}")

@@ -20,6 +20,7 @@ from .commands.errors import said_of_usage, said_of_value
 from .commands.mechanism import given_of, mechanism_of
 from .commands.options import STOPPED, Told, count, one_line, option, ratio, within_range
 from .commands.printing import (
+    NO_DELTA,
     UNSAID,
     calibration_dict,
     print_calibration,
@@ -142,7 +143,8 @@ def bound_command(
     mechanism = mechanism_of(given)
     report_delta = 1e-5 if delta is None or (delta == 0 and epsilon is not None) else delta
     found = guarantee(mechanism, dim=dim, low=low, high=high, delta=report_delta, baseline=baseline, units=units)
-    unsaid = (UNSAID,) if epsilon is not None and adjacency is None else ()
+    missing = ((NO_DELTA, delta), (UNSAID, adjacency)) if epsilon is not None else ()
+    unsaid = tuple(said for said, value in missing if value is None)
     if as_json:
         print_json({**found.to_dict(), "notes": [*unsaid, *found.notes]})
     else:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._check import InputError
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from .sgd import PrivateSGD
 
 _ANEW = "make a new PrivateSGD, with a checkpoint folder of its own"
 
@@ -16,6 +20,28 @@ NO_FIRST_RUN = (
     "the checkpoint comes from a version of reconbound that did not keep the first run's parameters: the model has "
     "those of the last run instead. Release them and no other run's"
 )
+NO_LEDGER = (
+    "this PrivateSGD has no ledger yet: call fit or repeat first, whose number of steps it is made for (what the "
+    "mechanism guarantees before any training: reconbound.guarantee)"
+)
+
+
+def described(learner: PrivateSGD) -> str:
+    """The learner in one line: public facts, no seed and nothing about single records."""
+    s, many = learner.settings, learner.kind == "repeat"
+    where = f"step {learner.step:,} of {learner.steps:,}{f' of run {learner.run + 1}' if many else ''}"
+    return (
+        f"PrivateSGD({type(learner.model).__name__}, {learner.records:,} records of {learner.features:,} features, "
+        f"noise_multiplier={s.noise_multiplier:g}, max_grad_norm={s.max_grad_norm:g}, "
+        f"sample_rate={s.sample_rate:.4g}, {where if learner.steps else 'not trained yet'})"
+    )
+
+
+def check_settings(given: Any) -> None:
+    """An error where the settings are not Settings, a dictionary say."""
+    if not isinstance(given, Settings):
+        what = "must be a Settings(noise_multiplier=..., max_grad_norm=..., sample_rate=..., ...)"
+        raise InputError("settings", what, f"a {type(given).__name__}")
 
 
 def done_already(kind: str, steps: int) -> str:

@@ -107,6 +107,11 @@ class Release:
     model: nn.Module
     facts: Mapping[str, Any]
 
+    def __repr__(self) -> str:
+        takes = f"images {tuple(self.facts['shape'])}" if self._image else f"{len(self.columns)} columns"
+        gives = f"{self.facts['outputs']} classes" if self.facts["task"] == "classes" else "a number"
+        return f"Release({self.facts['model']}: {takes} -> {gives})"
+
     @property
     def columns(self) -> list[str]:
         """The columns of a table that the model sees, in their order; empty for images."""
@@ -207,7 +212,11 @@ def _by_column(records: Any, columns: Sequence[str]) -> dict[str, list[Any]]:
     if isinstance(records, Mapping) or hasattr(records, "columns"):  # a dictionary, or a data frame
         rows: dict[str, list[Any]] = {str(name): list(np.atleast_1d(records[name])) for name in records}
     else:
-        listed = list(records)
+        try:
+            listed = list(records)
+        except TypeError:
+            what = "must be {column: values}, a data frame or a list of {column: value}"
+            raise InputError("records", what, records) from None
         rows = {name: [row[name] for row in listed] for name in columns if all(name in row for row in listed)}
     missing = [name for name in columns if name not in rows]
     if missing:

@@ -52,6 +52,8 @@ class Settings:
         number("noise_multiplier", self.noise_multiplier, above=0.0)
         number("max_grad_norm", self.max_grad_norm, above=0.0)
         number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
+        for name in ("lr", "momentum", "weight_decay"):
+            number(name, getattr(self, name), at_least=0.0)
         choice("sampler", self.sampler, ("poisson", "fixed", "shuffle"))
         choice("clip", self.clip, ("smooth", "hard"))
         choice("noise", self.noise, tuple(SOURCES))

@@ -35,6 +35,10 @@ class TrainingError(RuntimeError):
     """Training cannot go on; the last good state is in the checkpoint."""
 
 
+class NoLedger(TrainingError, AttributeError):
+    """The ledger was asked for before there was one."""
+
+
 class PrivateSGD:
     """A private learner whose ledger says how well each training record is protected.
 
@@ -83,6 +87,7 @@ class PrivateSGD:
         progress: bool = True,
         check: bool = True,
     ) -> None:
+        words.check_settings(settings)
         inputs, targets = as_tensors(model, "inputs", inputs), as_tensors(model, "targets", targets)
         self.model, self.loss_fn, self.inputs, self.targets, self.settings = model, loss_fn, inputs, targets, settings
         self.records = record_count(inputs, targets)
@@ -112,7 +117,7 @@ class PrivateSGD:
             check=check,
         )
         self.features = self.measurer.features
-        self.accountant: FisherAccountant | None = None
+        self._ledger: FisherAccountant | None = None
         self.plan: Blocks | None = None
         self.history: list[dict[str, float]] = []
         self.kind, self.run, self.step, self.steps = "", 0, 0, 0
@@ -156,6 +161,16 @@ class PrivateSGD:
             seed=seed,
         )
         return cls(model, loss_fn, inputs, targets, settings, **options)
+
+    @property
+    def accountant(self) -> FisherAccountant | None:
+        """The ledger, from the first call of fit or repeat on; None where settings.rules is None: no accounting."""
+        if self._ledger is None and self.settings.rules is not None:
+            raise NoLedger(words.NO_LEDGER)
+        return self._ledger
+
+    def __repr__(self) -> str:
+        return words.described(self)
 
     # --- training ----------------------------------------------------------------------
 
@@ -322,7 +337,7 @@ class PrivateSGD:
         return max(1, round(number("epochs", epochs, above=0.0) * self.sampler.steps_per_epoch))
 
     def _make_ledger(self) -> None:
-        self.accountant, self.plan = measuring.ledger_and_plan(self)
+        self._ledger, self.plan = measuring.ledger_and_plan(self)
 
     def _resume(self) -> None:
         assert self.folder is not None

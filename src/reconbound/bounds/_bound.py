@@ -17,14 +17,23 @@ Coordinates = Literal["each", "average"]
 VACUOUS_SHARE = 1e-6
 
 
-def figure(x: float) -> str:
+def figure(x: float, digits: int = 3) -> str:
     """Three digits as people write them: 24,800 where `g` would give 2.48e+04.
 
-    >>> figure(0.31622), figure(24836.0), figure(2.5e12)
-    ('0.316', '24,800', '2.5e+12')
+    >>> figure(0.31622), figure(24836.0), figure(2.5e12), figure(24836.0, 4)
+    ('0.316', '24,800', '2.5e+12', '24,840')
     """
-    short = f"{x:.3g}"
-    return f"{float(short):,.0f}" if 1e3 <= float(short) < 1e7 else short
+    short = f"{x:.{digits}g}"
+    return f"{float(short):,.0f}" if 1e3 <= float(short) < 1e8 else short
+
+
+def chance(x: float) -> str:
+    """A chance in percent, with three digits.
+
+    >>> chance(1e-6), chance(0.0355), chance(1.0)
+    ('0.0001%', '3.55%', '100%')
+    """
+    return f"{100 * x:.3g}%"
 
 
 @dataclass(frozen=True)

@@ -288,6 +288,7 @@ def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]
     found, sampler = floors_of(dataset, plan), sampler_of(dataset, plan)
     epochs = plan.steps / sampler.steps_per_epoch
     others = "the first is the release, the others only measure" if plan.runs > 1 else "no confidence limits"
+    others += "; confidence limits from two runs say next to nothing, from five they do" if plan.runs == 2 else ""
     image = dataset.kind == "image"
     noun, pixel = "image" if image else "record", dataset.features[0]
     unit, of_range = (pixel.high - pixel.low, pixel_scale(pixel.low, pixel.high)) if image else (

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..bounds._bound import figure
+from ..bounds._bound import chance, figure
 from ..calculator import FLOORS, Guarantee, exact, floor
-from ..calibrate import Calibration, OutOfReach, calibrate
+from ..calibrate import Calibration, OutOfReach, calibrate, round_up
 from ..mechanisms import ADJACENCIES, Mechanism, OutputPerturbation, SampledGaussian
 
 #: Said where an epsilon came without its neighbours.
@@ -16,6 +16,12 @@ UNSAID = (
     "you did not say for which neighbours ε holds: it was taken as replace-one (one record exchanged for another). "
     "An ε from Opacus, TF Privacy and most libraries for private SGD is add/remove: say --adjacency add/remove, which "
     "is safe either way and gives lower floors, those of (2ε, (1 + e^ε)δ) under replace-one."
+)
+#: Said where an epsilon came without its delta.
+NO_DELTA = (
+    "you gave no δ with ε: it was taken as 0, a guarantee without exception, which Gaussian noise never gives. An ε "
+    "from Opacus, TF Privacy and most libraries for private SGD holds at a δ, and these floors do not follow "
+    "from it: say --delta, or better describe the mechanism."
 )
 
 
@@ -103,10 +109,10 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
     console.print(f"Telling two candidate records apart: right at most {right:.1%} of the time (advantage "
                   f"{found.membership_advantage:.3g}, replace-one).")  # fmt: skip
     (blind, success), *more = found.rero
-    parts = "".join(f"; {kappa:g} → {chance:.3g}" for kappa, chance in more)
+    parts = "".join(f"; {chance(kappa)} → {chance(rebuilt)}" for kappa, rebuilt in more)
     console.print(
-        f"A record that a blind guess gets right with chance {blind:g} is rebuilt with chance {success:.3g} at most"
-        f"{parts}."
+        f"A record that a blind guess gets right {chance(blind)} of the time is rebuilt {chance(success)} of the time "
+        f"at most{parts}."
     )
     told = _epsilons(found.mechanism, found.epsilon, found.epsilon_add_remove, found.delta)
     if told:
@@ -197,7 +203,7 @@ def _noise_for(name: str, found: Calibration, space: dict[str, Any]) -> str:
     if "highest_mse" in other:
         return f"no noise is enough, as a plain guess errs by ±{figure(other['highest_mse'] ** 0.5)} at most"
     noise = other[found.mechanism.noise_field]
-    return "met without noise" if noise is None else f"{noise:.4g}"
+    return "met without noise" if noise is None else f"{round_up(noise, 4):.4g}"
 
 
 def print_epsilon_calibration(

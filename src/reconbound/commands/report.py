@@ -38,7 +38,11 @@ def report_command(
         from ..report import build, compare
 
         if len(folders) > 1:
-            _compared(folders, compare(folders, out if out is not None else Path("comparison.html")), as_json)
+            page = out if out is not None else Path("comparison.html")
+            replaces = _may_replace(page)
+            _compared(folders, compare(folders, page), as_json)
+            if replaces:
+                print(f"reconbound: {page} was there, and was replaced", file=sys.stderr)
             return
         if out is not None:
             raise InputError("out", "is for comparing several folders; one audit's pages stay in its folder", str(out))
@@ -47,6 +51,17 @@ def report_command(
             print(json.dumps({"report": str(own), "public_report": str(public)}, indent=2))
         else:
             print(f"{public}\n{own}")
+
+
+def _may_replace(page: Path) -> bool:
+    """Whether a comparison stands there already; an error where anything else does, which would be lost."""
+    from ..report.comparison import is_comparison
+
+    there = page.exists() and not page.is_dir()  # a folder is refused where it is written to
+    if there and not (page.is_file() and is_comparison(page)):
+        what = "must be a new file, or a comparison to write anew: what is there is something else"
+        raise InputError("out", what, str(page))
+    return there
 
 
 def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
@@ -77,8 +92,9 @@ def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
         console.print(table)
     console.print(
         "limit: the lowest floor at the upper confidence limit of the leakage (without: records that have none, of "
-        "which it says nothing); below guess: over all columns together. Floors are estimates, for unbiased attackers "
-        "who know every other record and see every noisy step. ε is for replace-one neighbours."
+        "which it says nothing; –: none has one, as after one run or two); below guess: over all columns together. "
+        "Floors are estimates, for unbiased attackers who know every other record and see every noisy step. "
+        "ε is for replace-one neighbours."
     )
     for a in found["audits"]:
         if a["never_measured"]:

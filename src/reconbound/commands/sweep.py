@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .._check import DataError, number
+from ..bounds._bound import figure
 from .options import confidential_note, count, one_line, plain_errors
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ def sweep_command(
         str | None,
         typer.Option(
             metavar="URL",
-            help="A database for workers on several machines: postgresql://user@host/name (default: sweep.db in the "
-            "folder). What is stored there is confidential.",
+            help="A database for workers on several machines: postgresql+psycopg2://user@host/name (default: "
+            "sweep.db in the folder). What is stored there is confidential.",
         ),
     ] = None,
     name: Annotated[str, typer.Option(help="Of the sweep in the storage.")] = "sweep",
@@ -208,19 +209,22 @@ def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, fa
         return f"{floor}: no setting has an accuracy to choose by: there were no test records"
     if row is None:
         highest = max((r[floor] for r in rows if r.get(floor) is not None), default=0.0)
-        return f"{floor}: no setting has a floor of at least {at_least:g}; the highest is MSE {highest:.4g}"
+        wanted, there = figure(at_least, 4), figure(highest, 4)
+        return f"{floor}: no setting has a floor of at least {wanted}; the highest is MSE {there}"
     how = precision(floor, facts["runs"])
     if has_crossed([row], floor):
-        how += f"; crossed {row[crossed_of(floor) or '']:.4g}"
-    said = f"{measured_by(facts)} {row['accuracy']:.4f}, floor MSE {row[floor]:.4g}{f' ({how})' if how else ''}"
-    return f"{floor} at least {at_least:g}: {said}: {_setting(row)}"
+        how += f"; crossed {figure(row[crossed_of(floor) or ''], 4)}"
+    error = f"±{figure(row[floor] ** 0.5)} of a range"
+    said = f"floor MSE {figure(row[floor], 4)}, {error}{f' ({how})' if how else ''}"
+    said = f"{measured_by(facts)} {row['accuracy']:.4f}, {said}"
+    return f"{floor} at least {figure(at_least, 4)}: {said}: {_setting(row)}"
 
 
 def _setting(row: Row) -> str:
     from ..sweep.space import PARAMETERS
+    from ..sweep.words import setting_told
 
-    named = [f"{name} {row[name]}" for name in PARAMETERS if name in row]
-    return f"run {row['trial']}, {', '.join(named)}, {row['steps']:,} steps"
+    return f"run {row['trial']}, {setting_told(row, PARAMETERS)}, {row['steps']:,} steps"
 
 
 def _print_sweep(facts: dict[str, Any], rows: list[Row]) -> None:
@@ -255,12 +259,12 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
         names = settings_in(rows)
         second = ["crossed (MSE)"] if has_crossed(rows, floor) else []
         for column in ("run", *names, "steps", measured_by(facts), "floor (MSE)", *second, "ε"):
-            table.add_column(column, justify="right")
+            table.add_column(column, justify="right", overflow="fold")
         for row in rows:
             values = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in (row.get(name, "") for name in names)]
             given = [row.get(crossed_of(floor) or "")] if second else []
-            more = ["" if value is None else f"{value:.4g}" for value in (*given, row.get("epsilon"))]
-            cells = (f"{row['accuracy']:.4f}", f"{row[floor]:.4g}", *more)
+            more = ["" if value is None else figure(value, 4) for value in (*given, row.get("epsilon"))]
+            cells = (f"{row['accuracy']:.4f}", figure(row[floor], 4), *more)
             table.add_row(str(row["trial"]), *values, f"{row['steps']:,}", *cells)
         console.print(table)
     if any(has_crossed(rows, floor) for floor, rows in fronts.items()):

@@ -77,7 +77,7 @@ def _listing(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | None, lis
     loose = next((path for _, part, path in images if path.parent == part), None)
     if not images or loose is not None:
         what = f"{loose.name!r} lies in no class's folder" if loose is not None else "no images in its sub-folders"
-        raise DataError(f"{root}: {what}; expected one sub-folder per class, such as {root.name}/cat/1.png")
+        raise DataError(f"{root}: {what}; expected one sub-folder per class, such as {root.resolve().name}/cat/1.png")
     class_of = [path.relative_to(part).parts[0] for _, part, path in images]
     names = sorted({name for name, (k, *_) in zip(class_of, images, strict=True) if k == 0})
     for name, (_, _, path) in zip(class_of, images, strict=True):

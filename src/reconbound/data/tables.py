@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from .._check import DataError, InputError, number, spelled
+from ..bounds._bound import figure
 from .dataset import Dataset, Feature, clean
 from .split import Division
 
 MOST_CATEGORIES = 100
+ENOUGH = 50  # values of a column, from which on a few can be called outliers
 MOST_CLASS_NUMBERS = 20  # a target of at most so many different whole numbers is taken as classes
 MISSING = "(missing)"
 
@@ -216,13 +218,14 @@ def numbers(
     if private and np.sum(~missing) > 9 and len(np.unique(values[~missing])) < 3:
         notes.append(
             f"{column.name}: taken as a continuous number, but holds at most two different values; a floor on its "
-            "error says little about which of them it is, so better leave it out of the private columns"
+            "error says little about which of them it is, so better take it as a public category, by --category "
+            f"{column.name!r}"
         )
     filled = np.where(missing, feature.low / 2 + feature.high / 2, values)
     outside = int(np.sum((filled < feature.low) | (filled > feature.high)))
     if outside:
         notes.append(
-            f"{column.name}: {outside:,} of {len(values):,} values lie outside {feature.low:g} to {feature.high:g} "
+            f"{column.name}: {outside:,} of {len(values):,} values lie outside {_said(feature.low, feature.high)} "
             "and were moved to its ends"
         )
     scaled = (np.clip(filled, feature.low, feature.high) - feature.low) / (feature.high - feature.low)
@@ -246,9 +249,31 @@ def _ranged(table: str, name: str, known: np.ndarray, wish: Wishes, private: boo
     if not math.isfinite(high - low) or not high - low >= np.finfo(np.float64).tiny:
         raise DataError(f"{table}, column {name!r}: values from {low:g} to {high:g} span no usable range; give one")
     notes.append(
-        f"{name}: no range was given, so {low:g} to {high:g} was read off the data, which tells about its records"
+        f"{name}: no range was given, so {_said(low, high)} was read off the data, which tells about its records"
+        f"{_stretched(known)}"
     )
     return Feature(name, unit, low, high, False, private)
+
+
+def _said(low: float, high: float) -> str:
+    """
+    >>> _said(5130, 2175880.5), _said(0, 0.25)
+    ('5,130 to 2,175,880.5', '0 to 0.25')
+    """
+    return f"{low:,.10g} to {high:,.10g}"
+
+
+def _stretched(known: np.ndarray) -> str:
+    """That a few values make a range ten times as wide as 98 % of them need; empty where they do not."""
+    low, high = (float(x) for x in np.quantile(known, (0.01, 0.99)))
+    width = float(known.max()) - float(known.min())
+    if len(known) < ENOUGH or not 0 < high - low < 0.1 * width:
+        return ""
+    most = f"{figure(low)} to {figure(high)}, {(high - low) / width:.1%} of it"
+    return (
+        f"; a few values stretch it: 98 % of them lie in {most}, where the model hardly sees a difference. "
+        "Declare a range: values beyond it are moved to its ends"
+    )
 
 
 def categories(table: str, column: Column, notes: list[str]) -> tuple[np.ndarray, list[Feature]]:

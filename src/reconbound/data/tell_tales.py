@@ -15,6 +15,8 @@ FEWEST = 10
 #: From this share of the values on, a column of text is taken for one of dates.
 MOSTLY = 0.9
 _DATE = re.compile(r"(\d{4}([-/.])\d{1,2}\2\d{1,2}|\d{1,2}([-/.])\d{1,2}\3(\d{4}|\d{2}))([T ]\d.*)?", re.ASCII)
+#: How a date becomes a number.
+AS_NUMBER = "a year, days since a day"
 _IDENTIFIER = ("id", "index", "nr", "number")
 _MONEY = r"(?:[$€£¥₹]|USD|EUR|GBP|CHF|JPY)"
 _DRESSED = re.compile(
@@ -61,15 +63,15 @@ def _identifier(column: Column) -> str | None:
 
 
 def _dates(column: Column) -> str | None:
-    """Text that looks like dates, few enough to be taken as categories."""
+    """Text that looks like dates: taken as categories, or left out where there are too many for that."""
     known = [str(text) for text in column.values if text]
-    if not known or len(set(column.values)) > MOST_CATEGORIES:
+    if not known or sum(1 for text in known if _DATE.fullmatch(text)) < MOSTLY * len(known):
         return None
-    if sum(1 for text in known if _DATE.fullmatch(text)) < MOSTLY * len(known):
-        return None
+    if len(set(column.values)) > MOST_CATEGORIES:
+        return f"{column.name}: text that looks like dates; to use and protect it write it as a number ({AS_NUMBER})"
     return (
         f"{column.name}: text that looks like dates, taken as categories, which are public: the attacker is taken to "
-        f"know them. To protect it write it as a number (a year, days since a day), or leave it out by --drop "
+        f"know them. To protect it write it as a number ({AS_NUMBER}), or leave it out by --drop "
         f"{column.name!r}"
     )
 

@@ -271,7 +271,10 @@ def number_or_none(text: str, point: str = ".") -> float | None:
 def _complete(file: str, cells: Cells, k: int) -> None:
     for row, place in zip(cells.rows, cells.places, strict=True):
         if row[k].lower() in MISSING:
-            raise DataError(f"{file}, row {place}, column {cells.names[k]!r}: the target is missing")
+            raise DataError(
+                f"{file}, row {place}, column {cells.names[k]!r}: the target is missing; fill it in or "
+                "leave the row out"
+            )
 
 
 def _short(text: str) -> str:

@@ -84,8 +84,13 @@ class Mechanism(ABC):
         return {"type": type(self).__name__, **told}
 
     def __str__(self) -> str:
-        told = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in self.to_dict().items() if k != "type")
+        told = ", ".join(f"{k.replace('_', ' ')} {_said(v)}" for k, v in self.to_dict().items() if k != "type")
         return f"{type(self).__name__}: {told}"
+
+
+def _said(value: Any) -> str:
+    """A number with seven digits at most, and with marks of thousands where it is whole."""
+    return f"{value:.7g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
 
 
 def plain(mechanism: Mechanism, **values: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .._check import InputError
-from ..calibrate import Calibration, calibrate
+from ..calibrate import Calibration, calibrate, round_up
 from ..mechanisms import SampledGaussian
 from ..run_folder import Run
 from . import columns
@@ -47,7 +47,7 @@ def targets(run: Run, part: str, unit: float = 1.0) -> list[dict[str, Any]]:
         if reached is not None and reached.without_noise is None:
             noise = reached.noise
             found.append({
-                "target": plus_minus(error * unit), "who": who.format(part=part), "noise": f"{noise:.3g}",
+                "target": plus_minus(error * unit), "who": who.format(part=part), "noise": f"{round_up(noise, 3):.3g}",
                 "enough": noise <= mechanism.noise_multiplier,
             })  # fmt: skip
     return found

@@ -19,6 +19,8 @@ from .view import View
 
 #: Columns named in one cell of the table, before the rest is folded away.
 NAMED = 12
+#: What makes a page a comparison (templates/compare.html).
+KICKER = '<p class="kicker">reconbound · comparison</p>'.encode()
 #: Differences that are about what floors are shares of.
 SCALES = ("kind of data", "private columns", "range of", "unit of", "pixels")
 
@@ -48,6 +50,15 @@ def compare(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
     target = Path(out)
     write_whole(target, page.render("compare.html", context, {chart.id: chart.figure}), mode=CONFIDENTIAL)
     return target
+
+
+def is_comparison(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is a page that `compare` wrote, which may be written anew."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError:
+        return False
+    return b'<meta name="generator" content="reconbound ' in content and KICKER in content
 
 
 def facts(folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..bounds._bound import chance
 from ..run_folder import CHOSEN_SEED, Run
 from . import advice, columns, words
 from .figures import amount, beyond, clean, pixel_scale, plus_minus, value
@@ -98,7 +99,7 @@ def context(run: Run) -> dict[str, Any]:
         "columns": column_rows(run),
         "any_unbiased": (line(run, "theorem1") or 0.0) >= NOTHING,
         "membership": membership(found),
-        "rero": [(f"{r['kappa']:g}", f"{r['success']:.3g}") for r in found.get("rero", ())],
+        "rero": [(chance(r["kappa"]), chance(r["success"])) for r in found.get("rero", ())],
         "epsilons": epsilons(found),
         "notes": [clean(note, 400) for note in found.get("notes", ())],
         "assumptions": assumptions(run, noun, part),

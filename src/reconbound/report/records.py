@@ -30,7 +30,8 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
         record: its number, from 0.
 
     Guarantee: as the accountant's: "floor" bounds from below the root mean square error, per feature, of an unbiased
-    attacker who knows all else, and is an estimate; "floor_at_upper_limit" is its confidence limit, None after one run.
+    attacker who knows all else, and is an estimate; "floor_at_upper_limit" is its confidence limit, None after one run,
+    0 where there is none that says anything.
     """
     view = View(run, leakage)
     i = whole("record", record, at_least=0)

@@ -49,7 +49,8 @@ def _first(view: View, worst: int) -> str:
     order = [j for j in columns.most_exposed(view, floors, view.features) if j in told and not np.isnan(floors[j])]
     named = order[:NAMED]
     found = columns.counts(view)
-    said = [_lowest(found[j]) for j in named]
+    far = all(beyond(found[j]["lowest"], found[j]["width"]) for j in named) and len(named) > 1
+    said = [_lowest(found[j], tell_far=not far) for j in named]
     guesses = [plus_minus(float(view.guess_each[j]), view.feature_unit(j)) for j in named]
     whose = (
         "for the record most exposed in it" if len(named) == 1 else "each for the record most exposed in that column"
@@ -64,14 +65,15 @@ def _first(view: View, worst: int) -> str:
     )
     return (
         f"An attacker who knows everything but one record’s {view.private_parts} and is not biased errs by at least "
-        f"{_listed(said)}, {whose}; guessing the average errs by {_listed(guesses)}.{rest}"
+        f"{_listed(said)}, {whose}{', and each more than the whole range: nothing is learnt' if far else ''}; guessing "
+        f"the average errs by {_listed(guesses)}.{rest}"
     )
 
 
-def _lowest(column: dict[str, Any]) -> str:
-    """A column's lowest floor and whose it is."""
+def _lowest(column: dict[str, Any], *, tell_far: bool) -> str:
+    """A column's lowest floor and whose it is; tell_far: also that it is beyond the range, where it is."""
     floor = plus_minus(column["lowest"], column["unit"], column["width"])
-    far = f"; {columns.BEYOND}" if beyond(column["lowest"], column["width"]) else ""
+    far = f"; {columns.BEYOND}" if tell_far and beyond(column["lowest"], column["width"]) else ""
     return f"{floor} on {column['name']} ({column['record_name']}{far})"
 
 
@@ -213,8 +215,10 @@ def _confidence(view: View) -> str:
             f"For {count(short, view.noun)} the floor lies above a guess by the estimate but not at that confidence: "
             "more runs would tell. "
         )
-    said += f"Floors of single {view.part}s are estimates without a limit. " if view.features > 1 else ""
-    return f"{said}The limits are checked by simulation, not proved: docs/theory-accounting.md."
+    if view.features > 1 and limited.any():
+        said += f"Floors of single {view.part}s are estimates without a limit. "
+    said += "The limits are checked by simulation, not proved: docs/theory-accounting.md." if limited.any() else ""
+    return said.rstrip()
 
 
 def _whose(view: View, record: int) -> str:

@@ -15,8 +15,10 @@ from .figures import clean, pixel_scale
 
 #: A floor at a smaller share of the range says nothing in practice.
 NOTHING = 1e-3
-#: Why a record may have no confidence limit (limits.upper_limit).
-NO_LIMIT = "measured too rarely (a larger --budget helps), or the runs differ too much (more --runs help)"
+#: Why a record may have no confidence limit that says anything (limits.upper_limit, View.upper_floor).
+NO_LIMIT = (
+    "measured too rarely (a larger --budget helps), or the runs are too few or differ too much (more --runs help)"
+)
 
 
 @dataclass(frozen=True)
@@ -140,17 +142,19 @@ class View:
 
     @cached_property
     def upper_floor(self) -> np.ndarray | None:
-        """± floor of each record at the upper confidence limit of its leakage, (N,); 0 where there is no limit."""
+        """± floor of each record at the upper confidence limit of its leakage, (N,); 0 where there is no limit, or one
+        that says nothing: below a thousandth of the range and a hundredth of a guess, as most limits from two runs."""
         if self.leakage.upper is None:
             return None
         upper = np.nan_to_num(self.leakage.upper[0].double().numpy(), nan=np.inf, posinf=np.inf)
         with np.errstate(divide="ignore"):
             found = self.unit / np.sqrt(np.maximum(upper, np.finfo(float).tiny))
-        return np.where(np.isfinite(upper) & self.measured, found, 0.0)
+        least = min(NOTHING * self.unit, 0.01 * self.guess)
+        return np.where(np.isfinite(upper) & self.measured & (found >= least), found, 0.0)
 
     @property
     def unlimited(self) -> int:
-        """Records that were measured and have no upper limit; 0 after one run, when none has."""
+        """Records that were measured and have no upper limit that says anything; 0 after one run, when none has."""
         return 0 if self.upper_floor is None else int((self.measured & ~(self.upper_floor > 0)).sum())
 
     @cached_property

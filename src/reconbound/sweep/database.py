@@ -13,6 +13,7 @@ import sqlalchemy as sql
 
 from .._check import InputError
 from .._files import CONFIDENTIAL
+from .words import POSTGRES
 
 BACKENDS = ("sqlite", "postgresql")
 _LOCK = 0x7265636F6E  # "recon": the key of PostgreSQL's advisory lock
@@ -24,9 +25,7 @@ def checked_url(url: str) -> Any:
         made = sql.make_url(url)
         backend = made.get_backend_name()
     except (sql.exc.ArgumentError, ValueError):
-        raise InputError(
-            "storage", "must be a URL such as sqlite:///sweep.db or postgresql://user@host/name", _hidden(url)
-        ) from None
+        raise InputError("storage", f"must be a URL such as sqlite:///sweep.db or {POSTGRES}", _hidden(url)) from None
     if "password" in made.query:  # it would be shown there
         user, password = (_last(made.query.get(name, "")) for name in ("user", "password"))
         made = made.difference_update_query(["user", "password"]).set(username=made.username or user, password=password)

@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import __version__
 from .._files import CONFIDENTIAL, write_whole
+from ..bounds._bound import figure
 from ..report import axes, page, words
 from ..report.axes import Chart, Key
 from ..report.figures import amount, clean, count, for_plotly, plus_minus
@@ -232,7 +233,7 @@ def _chart(name: str, traces: list[Any], keys: list[Key], label: str, measure: s
     x = {"title": title, "zeroline": False, "fixedrange": True, "nticks": 7}
     layout = axes.layout(460, x, axes.log_axis(low, high, "floor (MSE)"))
     beyond = any(abs(y) >= DECADES for y in logs)
-    note = f"What lies beyond 10^{DECADES:g} or below 10^−{DECADES:g} is drawn at the edge." if beyond else ""
+    note = f"What lies beyond {10**DECADES:,.0f} or below {10**-DECADES:g} is drawn at the edge." if beyond else ""
     return Chart(name, {"data": traces, "layout": layout}, tuple(keys), note, label, 460)
 
 
@@ -283,4 +284,4 @@ def _value(value: Any) -> str:
         return clean(value, 60)
     if value is None:
         return "–"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if value < 1e6 else amount(value)
+    return f"{value:,}" if isinstance(value, int) else figure(value, 4) if value < 1e6 else amount(value)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .space import PARAMETERS, described
 from .store import Store
+from .words import setting_told, value_told
 
 if TYPE_CHECKING:
     from .run import Sweep
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def plan_lines(store: Store, config: Sweep, train: Any, workers: int) -> list[str]:
     """What the sweep will do: how many trainings of what, by how many workers, where, and what is done already."""
     grid = "; ".join(
-        f"{name} {', '.join(map(str, values)) if isinstance(values, list) else values}"
+        f"{name} {', '.join(map(value_told, values)) if isinstance(values, list) else values}"
         for name, values in described(config.space).items()
     )
     _, finished, failed, total = look(store, train.steps)
@@ -27,6 +28,7 @@ def plan_lines(store: Store, config: Sweep, train: Any, workers: int) -> list[st
     runs = f" {config.runs} times" if config.runs > 1 else ""
     at = ", ".join(f"{steps:,}" for steps in config.steps)
     done = f"{finished - failed} of them are trained already. " if finished > failed else ""
+    time_left = "The expected time is told when the first training has ended. " if finished < total else ""
     dataset = getattr(train, "dataset", None)
     many = "" if config.together is None else f", each with {config.together} settings at once"
     return [
@@ -34,7 +36,7 @@ def plan_lines(store: Store, config: Sweep, train: Any, workers: int) -> list[st
         f"{total} setting{'s' if total != 1 else ''}: {kind} {grid}.",
         f"Each is trained{runs} for {config.steps[-1]:,} steps and looked at after {at}; {workers} "
         f"worker{'s' if workers > 1 else ''} here{many}.",
-        f"{done}The expected time is told when the first training has ended. Writes in {config.out} (confidential).",
+        f"{done}{time_left}Writes in {config.out} (confidential).",
     ]
 
 
@@ -100,7 +102,7 @@ class Lines:
         for trial in ended:
             self.told.add(trial.number)
             setting = trial.user_attrs.get("setting", trial.params)
-            named = ", ".join(f"{name} {setting[name]}" for name in PARAMETERS if name in setting)
+            named = setting_told(setting, PARAMETERS)
             how = "failed" if trial.state.name == "FAIL" else "trained"
             left = f"; {self._left()}" if len(self.told) < len(trials) else ""
             print(f"{len(self.told)} of {len(trials)} {how}: {named}{left}", file=sys.stderr, flush=True)

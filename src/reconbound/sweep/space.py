@@ -165,9 +165,9 @@ def _range(name: str, text: str) -> Range:
     kind, check = PARAMETERS[name]
     low, high, *more = (part.strip() for part in text.split(":"))
     if kind == "word" or more not in ([], ["log"]):
-        raise InputError(
-            "grid", f"must give {name} a list of values{'' if kind == 'word' else ' or low:high[:log]'}", text
-        )
+        own = "; a model of your own is for all settings, by --model" if name == "model" else ""
+        other = own if kind == "word" else " or low:high[:log]"
+        raise InputError("grid", f"must give {name} a list of values{other}", text)
     ends = [_checked(name, kind, check, part) for part in (low, high)]
     if not ends[0] < ends[1] or (more and ends[0] <= 0):
         raise InputError("grid", f"must give {name} a range from a smaller number to a larger", text)

@@ -23,6 +23,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from .._check import InputError
 from .database import alone, checked_url, engine_options, locked_from_the_start
+from .words import POSTGRES
 
 ERRORS = 3  # a trial that raised so often has failed
 DEATHS = 50  # and so has one on which so many workers died
@@ -82,9 +83,9 @@ class Store:
         except KeyError:
             raise InputError("name", f"must be that of a sweep in {self.shown}", name) from None
         except (sql.exc.SQLAlchemyError, optuna.exceptions.OptunaError, ImportError, OSError) as reason:
-            raise InputError(
-                "storage", f"must be a database that can be used ({_first_line(reason)})", self.shown
-            ) from None
+            driver = f"; say {POSTGRES}, after pip install 'reconbound[postgres]'"
+            why = f"{_first_line(reason)}{driver if isinstance(reason, ImportError) else ''}"
+            raise InputError("storage", f"must be a database that can be used ({why})", self.shown) from None
 
     # --- making the trials ------------------------------------------------------------
 
@@ -124,7 +125,9 @@ class Store:
             whose = f"that of the sweep {self.name!r} in {self.shown}"
             if name == "together":
                 was = "be given, as when" if had.get(name) else "be left out, as when"
-                raise InputError(name, f"must {was} {whose.removeprefix('that of ')} began", value)
+                raise InputError(
+                    name, f"must {was} {whose.removeprefix('that of ')} began", "a number" if value else "none"
+                )
             if name == "seed":
                 raise InputError(name, f"must be {whose}: copy the file seed from the folder where it began", "another")
             raise InputError(name, f"must stay {whose}, {had.get(name)!r}", value)

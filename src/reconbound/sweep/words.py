@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 WORDS = {
@@ -20,6 +20,8 @@ WORDS = {
     "lecam": "any attacker, Le Cam",
     "rate_distortion": "any attacker, rate-distortion",
 }
+#: A storage as it must be written: without its driver, SQLAlchemy looks for another than reconbound[postgres] brings.
+POSTGRES = "postgresql+psycopg2://user@host/name"
 #: What the two numbers of the most exposed record mean.
 CROSSED = (
     "The floor of the most exposed record comes from the largest of many noisy dFIL, which is too large on average, so "
@@ -84,3 +86,16 @@ def majority(guesses: Mapping[str, Any] | None) -> list[str]:
     """What accuracy is worth: a sentence, or none where it is not known."""
     plain = (guesses or {}).get("accuracy")
     return [] if plain is None else [f"Always naming the largest class has an accuracy of {100 * plain:.1f} %."]
+
+
+def setting_told(setting: Mapping[str, Any], names: Iterable[str]) -> str:
+    """A setting in one line; of numbers that Optuna chose six digits.
+
+    >>> setting_told({"lr": 0.3763947732035219, "clip": "hard"}, ("lr", "clip", "model"))
+    'lr 0.376395, clip hard'
+    """
+    return ", ".join(f"{name} {value_told(setting[name])}" for name in names if name in setting)
+
+
+def value_told(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
