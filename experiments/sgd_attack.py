@@ -93,7 +93,7 @@ def table(rows: list[dict[str, str]]) -> None:
         n = {name: float(r[name]) for name in NAMES[2:]}
         error = f"{n['mse']:.3g} ± {n['standard_error']:.2g} | {n['mse'] / n['cramer_rao']:.2f}"
         cells = [r[name] for name in ("data", "noise_multiplier", "steps", "record", "trials")]
-        cells += [f"{n['floor']:.3g}", f"{n['cramer_rao']:.3g}", error, f"{n['bias']:.2g}"]
+        cells += [f"{n['floor']:.3g}", f"{n['cramer_rao']:.3g}", error, f"{n['median']:.3g}", f"{n['bias']:.2g}"]
         print(f"| {' | '.join(cells)} |")
 
 
