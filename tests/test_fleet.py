@@ -81,6 +81,27 @@ def test_equals_private_sgd_in_parameters_and_ledger(sampler: str, clip: str, me
 
 
 @pytest.mark.parametrize("method", ["stacked", "branches"])
+@pytest.mark.parametrize(
+    ("rate", "steps", "budget"), [(1e-5, 8, 0.9), (1e-5, 100, 0.25), (1e-5, 3, 1e5), (1e-3, 60, 0.15), (1e-9, 20, 0.15)]
+)
+def test_equals_private_sgd_where_batches_are_mostly_empty(rate: float, steps: int, budget: float, method: str) -> None:
+    """Steps fewer than 1/q, one block or a block a step, noise over qN ≪ 1 that drives parameters to 10⁸: the ledgers'
+    entries are the same, though they lie tens of orders of magnitude apart."""
+    settings = chosen(sample_rate=rate, budget=budget, rules=("exact", "none"))
+    fleet = Fleet(conv, losses, *images(), settings, at=[steps], method=method)
+    assert sum(len(fleet.sampler.batch(derive(SEED, "run", 0), t)) for t in range(steps)) <= 2
+    (found,) = fleet.run(0, noise=noise_of(0, size_of(conv())))
+    for k, s in enumerate(settings):
+        one = PrivateSGD(conv(), losses, *images(), s, progress=False, check=False).repeat(1, steps)
+        alone = torch.cat([p.detach().flatten() for p in one.model.parameters()])
+        assert torch.allclose(fleet.params[k], alone, rtol=1e-9)
+        assert one.accountant is not None
+        for rule in ("exact", "none"):
+            assert torch.allclose(found.dfil(rule)[k], one.accountant.dfil(rule), rtol=1e-7, atol=1e-30), (rule, k)
+        assert bool((one.accountant.measured() == (steps if budget > 1e3 else 1)).all())
+
+
+@pytest.mark.parametrize("method", ["stacked", "branches"])
 def test_padding_adds_nothing_and_large_batches_fit(method: str) -> None:
     """Batches of every size, from none to all records, pass through padded buffers; sums are the plain ones."""
     settings = chosen()
