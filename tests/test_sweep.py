@@ -189,6 +189,7 @@ def test_rows_are_those_of_the_learner_itself(digits, tmp_path) -> None:
             assert row[f"{rule}_max"] == pytest.approx(1 / float(dfil.max()), rel=1e-9)
             assert float((dfil > 1 / row[f"{rule}_median"] * (1 + 1e-9)).double().mean()) <= 0.5
         assert row["never_measured"] == int((~seen).sum())
+        assert row["told_nothing"] == 0
         floors = plain.accountant.guarantee(low=0.0, high=1.0)
         assert row["lecam"] == pytest.approx(float(floors["lecam"].value))
         assert row["epsilon"] == pytest.approx(floors.epsilon)
