@@ -147,6 +147,7 @@ def test_public_columns_and_bad_numbers_are_refused_in_a_line(tmp_path, capsys) 
     words += ["--range", "a=0:7", "--range", "b=0:5", "-o", str(tmp_path / "out")]
     assert cli.run([*words, "--together", "2"]) == 2
     assert "together must be left out where columns of the data are public" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()  # nothing was begun
     assert cli.run([*words, "--together", "0"]) == 2
     assert "together" in capsys.readouterr().err
 

@@ -207,6 +207,8 @@ def make_trainer(config: Sweep) -> Any:
         what = f"must be of the batches that are drawn ({', '.join(rules)}), or of the mechanism"
         raise InputError("floor", what, config.floor)
     kind = Trainer if config.together is None else TogetherTrainer
+    if kind is TogetherTrainer:
+        TogetherTrainer.check(dataset, plan)  # before a seed is made for nothing
     return kind(dataset, plan, config.steps, config.runs, sweep_seed(config), config.delta)
 
 

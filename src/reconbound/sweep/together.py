@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from .crowd import Exploded
 from .space import Setting, key, seed_of
 from .train import TRIAL, Trainer, finished_rows, one_thread
 from .worker import LeaseLost, Row
+
+if TYPE_CHECKING:
+    from ..data import Dataset
 
 #: (which of the settings, steps that each of them has done)
 Tell = Callable[[Sequence[int], int], None]
@@ -49,11 +52,13 @@ class TogetherTrainer(Trainer):
     def __init__(self, *args: Any, device: torch.device | str | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if self.dataset.private is not None:
-            raise InputError("together", "must be left out where columns of the data are public", True)
-        self._checked(self.plan)
+        self.check(self.dataset, self.plan)
 
-    def _checked(self, plan: Plan) -> Plan:
+    @staticmethod
+    def check(dataset: Dataset, plan: Plan) -> Plan:
+        """The plan, if a fleet can do it; an InputError otherwise."""
+        if dataset.private is not None:
+            raise InputError("together", "must be left out where columns of the data are public", True)
         if isinstance(plan.budget, str | tuple):
             raise InputError("budget", "must be a number for settings trained together", plan.budget)
         if plan.sampler not in ("poisson", "fixed"):
@@ -96,7 +101,7 @@ class TogetherTrainer(Trainer):
             if k in done:
                 continue
             try:
-                plan = self._checked(replace(self.plan, **setting))
+                plan = self.check(self.dataset, replace(self.plan, **setting))
             except InputError as reason:
                 done[k] = reason
                 continue
