@@ -91,6 +91,15 @@ def test_of_a_number_the_measure_is_r2_and_no_percentage(tmp_path, capsys) -> No
     assert f"R² {rows[0]['accuracy']:.4f}, floor" in capsys.readouterr().out
 
 
+def test_the_most_accurate_setting_is_the_one_of_all_or_said_to_have_this_floor() -> None:
+    """Settings of another sampler have another floor: a better one of them is not passed over in silence."""
+    other = {**ROWS[0], "trial": 1, "accuracy": 0.9, "none_max": 1.0}
+    del other["exact_max"]
+    assert verdict(ROWS, "exact_max")[0].startswith("The most accurate setting reaches 50.0 %")
+    said = verdict([*ROWS, other], "exact_max")
+    assert said[0].startswith("The most accurate setting that has this floor reaches 50.0 %")
+
+
 def test_records_that_told_nothing_are_said() -> None:
     """A record whose outputs are saturated has dFIL 0 and the floor 1e300, which no page may give without a word."""
     said = "In 1 training up to 7 records told nothing whenever measured"

@@ -151,10 +151,11 @@ def verdict(
         why = "There were no test records: no setting has an accuracy." if rows else "No setting has been trained yet."
         return [why]
     last = max(front, key=lambda row: row["accuracy"])
+    only = all(row.get(floor) is not None for row in rows)  # settings of another sampler have another floor
     said = [
-        f"The most accurate setting reaches {_accuracy(last, measure)} and {attacker(floor)[0]} errs by at least "
-        f"{plus_minus(math.sqrt(last[floor]))} of a feature's range {attacker(floor)[1]} "
-        f"({told(floor)}{_of_runs(floor, runs)})."
+        f"The most accurate setting{'' if only else ' that has this floor'} reaches {_accuracy(last, measure)} and "
+        f"{attacker(floor)[0]} errs by at least {plus_minus(math.sqrt(last[floor]))} of a feature's range "
+        f"{attacker(floor)[1]} ({told(floor)}{_of_runs(floor, runs)})."
     ]
     known = (guesses or {}).get("error")
     error, whose = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")
