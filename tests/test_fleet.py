@@ -197,6 +197,26 @@ def test_batches_are_the_samplers_own_and_runs_differ() -> None:
         assert not torch.equal(a.own, c.own)
 
 
+def test_weight_decay_is_that_of_private_sgd() -> None:
+    settings = chosen(weight_decay=0.3)
+    fleet = Fleet(conv, losses, *images(), settings, at=[3])
+    list(fleet.run(0, noise=noise_of(0, size_of(conv()))))
+    for k, s in enumerate(settings):
+        one = PrivateSGD(conv(), losses, *images(), s, progress=False, check=False).repeat(1, 3)
+        alone = torch.cat([p.detach().flatten() for p in one.model.parameters()])
+        assert torch.allclose(fleet.params[k], alone, rtol=1e-9, atol=1e-12)
+
+
+def test_each_stretch_has_a_plan_of_its_own() -> None:
+    """Every record once in each stretch of ten steps; not in the same order, which would measure it at like places."""
+    fleet = Fleet(conv, losses, *images(), chosen(budget=0.5), at=[10, 20])
+    seen: list[list[int]] = [[], []]
+    fleet._measure = lambda group, weight, seed, step, part: seen[step // 10].extend(group.tolist())  # type: ignore
+    list(fleet.run(0))
+    assert sorted(seen[0]) == sorted(seen[1]) == list(range(RECORDS))
+    assert seen[0] != seen[1]
+
+
 def test_initialise_is_that_of_private_sgd() -> None:
     """Given initial parameters lead to PrivateSGD's end with the same; without them the end is another."""
     ends = []

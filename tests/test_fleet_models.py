@@ -109,6 +109,23 @@ def test_without_initialise_frozen_parts_are_the_first_models_in_every_run() -> 
         assert all(torch.equal(model[1].weight, first) for model in fleet.models)
 
 
+def test_tied_weights_begin_every_run_as_the_factory_makes_them() -> None:
+    """One layer used twice is trained under both of its names, and no frozen part under the second."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(5)
+        twice = nn.Linear(25, 25)
+        return made(nn.Flatten(), twice, nn.Tanh(), twice, nn.Linear(25, 3))
+
+    fleet = Fleet(make, losses, *images(), chosen(), at=[1], initialise=lambda model: None)
+    list(fleet.run(0))
+    assert not torch.equal(fleet.models[0][1].weight, make()[1].weight)
+    fleet._start(1)
+    for model in fleet.models:
+        assert torch.equal(model[1].weight, make()[1].weight)
+        assert model[1].weight is model[3].weight
+
+
 def test_plain_chains_are_stacked() -> None:
     assert isinstance(Fleet(conv, losses, *images(), chosen(), at=[1]).engine, Stacked)
 
