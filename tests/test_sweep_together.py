@@ -6,8 +6,10 @@ import gc
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from reconbound import cli
@@ -124,6 +126,21 @@ def test_an_exploded_training_leaves_the_others_alone(digits, tmp_path) -> None:
     assert [lease.errors for lease in store.leases().values()] == [0, 0]  # it is not trained again to the same end
     store.dispose()
     assert facts["error"].startswith("Exploded: the parameters or the ledger are not finite after 6 steps")
+
+
+def test_a_training_that_explodes_in_a_later_run_alone_has_no_row(digits) -> None:  # noqa: F811
+    """Its second run would go into the mean as no number at all."""
+    own = together(digits)
+
+    def looks(step: int, *finite: bool) -> list[SimpleNamespace]:
+        dfil = dict.fromkeys(("exact", "paper"), torch.ones(1, len(digits.inputs), dtype=torch.float64))
+        return [SimpleNamespace(step=step, finite=[good], accuracy=[0.5], dfil=dfil) for good in finite]
+
+    plan = replace(own.plan, seed=1)
+    assert [row["steps"] for row in own._rows(0, plan, [looks(6, True, True), looks(14, True, True)])] == [6, 14]
+    found = own._rows(0, plan, [looks(6, True, True), looks(14, True, False)])
+    assert isinstance(found, Exploded)
+    assert "not finite after 14 steps" in str(found)
 
 
 @pytest.mark.parametrize(
