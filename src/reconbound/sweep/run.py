@@ -228,11 +228,8 @@ def begin(store: Store, config: Sweep, train: Any) -> None:
     if config.search == "tpe":
         facts |= {"grid": spaces.described(config.space), "floor": config.floor, "at_least": config.at_least}
     store.begin(facts, list(_trials(config)))
-    about: dict[str, Any] = {
-        "name": config.name,
-        "storage": None if config.storage is None else store.shown,
-        "data": config.data,
-    }
+    where = None if config.storage is None else store.shown
+    about: dict[str, Any] = {"name": config.name, "storage": where, "data": config.data}
     about |= {"grid": spaces.described(config.space), "steps": config.steps, "runs": config.runs}
     text = json.dumps({"confidential": True, **about, **known}, indent=1)
     write_whole(config.out / ABOUT, text.encode() + b"\n", mode=CONFIDENTIAL)
