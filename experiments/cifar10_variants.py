@@ -69,10 +69,12 @@ def larger(factor: float) -> Callable[[nn.Module], None]:
 STARTS = {"torch": None, "lecun": lecun_normal, "glorot": glorot, "he": larger(2**0.5), "gain": larger(5 / 3)}
 
 
-def make_fleet(variant: str, noise: float, pairs: Sequence[Sequence[float]], x: Tensor, y: Tensor, **options) -> Fleet:
+def make_fleet(
+    variant: str, noise: float, pairs: Sequence[Sequence[float]], x: Tensor, y: Tensor, *, seed: int = 0, **options
+) -> Fleet:
     start, scale, *more = variant.split(", ")
     named = {"clip": "hard" if "hard" in more else "smooth", "sampler": "fixed" if "fixed" in more else "poisson"}
-    settings = [Settings(noise, c, 0.004, lr=lr, momentum=0.5, budget=1.0, seed=0, **named) for c, lr in pairs]
+    settings = [Settings(noise, c, 0.004, lr=lr, momentum=0.5, budget=1.0, seed=seed, **named) for c, lr in pairs]
     return Fleet(
         lambda: network(scale, "tanh" in more), losses, x, y, settings, method="branches", initialise=STARTS[start],
         **options,
@@ -115,7 +117,9 @@ def train(asked: argparse.Namespace, out: Path) -> None:
         if first - begun + longest > asked.seconds:
             print("no time for", variant, flush=True)
             continue
-        fleet = make_fleet(variant, asked.noise, pairs, x, y, at=at, budgets=(1e-3,) * len(at), device=asked.device)
+        fleet = make_fleet(
+            variant, asked.noise, pairs, x, y, at=at, budgets=(1e-3,) * len(at), device=asked.device, seed=asked.seed
+        )
         for run in range(asked.first, asked.first + asked.runs):
             mean = RunningMean(fleet)
             for shot in fleet.run(run, evaluate=accuracy, tell=mean):

@@ -224,3 +224,52 @@ def test_private_features_may_be_a_list_or_an_array() -> None:
 def test_a_part_that_there_is_not_is_named() -> None:
     with pytest.raises(ValueError, match=r"part must be one of input, target, module.*got 'modul'"):
         Private("modul", "0")  # type: ignore[arg-type]
+
+
+class _Scaled(nn.Module):
+    """A module that answers one number a record, (B,), and a parameter that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.alone, self.scale = nn.Linear(4, 1), nn.Flatten(0), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.alone(self.first(x)) * self.scale).square()
+
+
+@pytest.mark.parametrize("private", [None, Private("module", "alone")])
+def test_modules_that_answer_one_number_and_parameters_that_are_one(private: Private | None) -> None:
+    """As dense Jacobians have it, and those as autograd has them; the sum is of the clipped gradients."""
+    torch.manual_seed(0)
+    model, x, y = _Scaled().double(), torch.rand(6, 4, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
+    setting: dict[str, Any] = {"max_grad_norm": 0.1, "noise_multiplier": 2.0}
+    dense = dense_information(model, _squared, x, y, **setting, private=private)
+    found = step_information(model, _squared, x, y, **setting, private=private, probe="inputs", probes=4)
+    assert found.features == (4 if private is None else 1)
+    if private is not None:  # with one feature a probe in it is exact
+        torch.testing.assert_close(found.trace, dense.across + dense.along)
+    torch.testing.assert_close(found.norm, dense.norm)
+    torch.testing.assert_close(found.along, dense.along)
+    sums = clipped_gradient_sum(model, _squared, x, y, max_grad_norm=0.1).gradient_sum
+    for name, wanted in dense.gradient_sum.items():
+        torch.testing.assert_close(sums[name], wanted)
+    hidden = model.first(x).detach()[:, 0]  # by hand: ∇_w loss of the module's answer h alone, d/dh of it
+
+    def gradient(h: Tensor, i: int) -> Tensor:
+        out = torch.tanh(h * model.scale).square()
+        (slope,) = torch.autograd.grad((out - y[i]).square(), h, create_graph=True)
+        (scale,) = torch.autograd.grad((out - y[i]).square(), model.scale, create_graph=True)
+        flat = torch.cat([slope * x[i], slope[None], scale[None]])  # of first.weight, first.bias, scale
+        ratio = flat.norm() / 0.1 - 1
+        return flat / (ratio * (1 + torch.erf(ratio / 2**0.5)) / 2 + 1)
+
+    if private is not None:
+        for i in range(6):
+            own = torch.autograd.functional.jacobian(lambda h, i=i: gradient(h, i), hidden[i].requires_grad_())
+            torch.testing.assert_close(found.trace[i], own.square().sum() / (2.0 * 0.1) ** 2)
+
+
+def test_a_feature_named_twice_is_refused() -> None:
+    """A mask of whole numbers, 1 0 1 0, would be the features 0 and 1 and not 0 and 2."""
+    model, x, y = _regression()
+    refused("must name each feature once.*mask", model, _squared, x, y, private=[1, 0, 1, 0])

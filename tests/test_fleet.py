@@ -81,6 +81,27 @@ def test_equals_private_sgd_in_parameters_and_ledger(sampler: str, clip: str, me
 
 
 @pytest.mark.parametrize("method", ["stacked", "branches"])
+@pytest.mark.parametrize(
+    ("rate", "steps", "budget"), [(1e-5, 8, 0.9), (1e-5, 100, 0.25), (1e-5, 3, 1e5), (1e-3, 60, 0.15), (1e-9, 20, 0.15)]
+)
+def test_equals_private_sgd_where_batches_are_mostly_empty(rate: float, steps: int, budget: float, method: str) -> None:
+    """Steps fewer than 1/q, one block or a block a step, noise over qN ≪ 1 that drives parameters to 10⁸: the ledgers'
+    entries are the same, though they lie tens of orders of magnitude apart."""
+    settings = chosen(sample_rate=rate, budget=budget, rules=("exact", "none"))
+    fleet = Fleet(conv, losses, *images(), settings, at=[steps], method=method)
+    assert sum(len(fleet.sampler.batch(derive(SEED, "run", 0), t)) for t in range(steps)) <= 2
+    (found,) = fleet.run(0, noise=noise_of(0, size_of(conv())))
+    for k, s in enumerate(settings):
+        one = PrivateSGD(conv(), losses, *images(), s, progress=False, check=False).repeat(1, steps)
+        alone = torch.cat([p.detach().flatten() for p in one.model.parameters()])
+        assert torch.allclose(fleet.params[k], alone, rtol=1e-9)
+        assert one.accountant is not None
+        for rule in ("exact", "none"):
+            assert torch.allclose(found.dfil(rule)[k], one.accountant.dfil(rule), rtol=1e-7, atol=1e-30), (rule, k)
+        assert bool((one.accountant.measured() == (steps if budget > 1e3 else 1)).all())
+
+
+@pytest.mark.parametrize("method", ["stacked", "branches"])
 def test_padding_adds_nothing_and_large_batches_fit(method: str) -> None:
     """Batches of every size, from none to all records, pass through padded buffers; sums are the plain ones."""
     settings = chosen()
@@ -174,6 +195,26 @@ def test_batches_are_the_samplers_own_and_runs_differ() -> None:
         assert len(a.found) == len(CHOICES)
         assert torch.equal(a.own, b.own)
         assert not torch.equal(a.own, c.own)
+
+
+def test_weight_decay_is_that_of_private_sgd() -> None:
+    settings = chosen(weight_decay=0.3)
+    fleet = Fleet(conv, losses, *images(), settings, at=[3])
+    list(fleet.run(0, noise=noise_of(0, size_of(conv()))))
+    for k, s in enumerate(settings):
+        one = PrivateSGD(conv(), losses, *images(), s, progress=False, check=False).repeat(1, 3)
+        alone = torch.cat([p.detach().flatten() for p in one.model.parameters()])
+        assert torch.allclose(fleet.params[k], alone, rtol=1e-9, atol=1e-12)
+
+
+def test_each_stretch_has_a_plan_of_its_own() -> None:
+    """Every record once in each stretch of ten steps; not in the same order, which would measure it at like places."""
+    fleet = Fleet(conv, losses, *images(), chosen(budget=0.5), at=[10, 20])
+    seen: list[list[int]] = [[], []]
+    fleet._measure = lambda group, weight, seed, step, part: seen[step // 10].extend(group.tolist())  # type: ignore
+    list(fleet.run(0))
+    assert sorted(seen[0]) == sorted(seen[1]) == list(range(RECORDS))
+    assert seen[0] != seen[1]
 
 
 def test_initialise_is_that_of_private_sgd() -> None:

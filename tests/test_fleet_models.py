@@ -39,6 +39,17 @@ def sharper() -> nn.Sequential:
     return made(nn.Flatten(), nn.Linear(25, 3), kind=Sharper)
 
 
+class Bounded(nn.Sequential):
+    """Differs from its layers where outputs are large alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * torch.tanh(super().forward(x) / 2e3) * 1e3
+
+
+def bounded() -> nn.Sequential:
+    return made(nn.Flatten(), nn.Linear(25, 3), kind=Bounded)
+
+
 def hooked() -> nn.Sequential:
     model = made(nn.Flatten(), nn.Linear(25, 3))
     model.register_forward_hook(lambda module, inputs, output: 3 * output)
@@ -50,7 +61,7 @@ def rows_first() -> nn.Sequential:
     return made(nn.Linear(5, 2), nn.Tanh(), nn.Flatten(), nn.Linear(10, 3))
 
 
-@pytest.mark.parametrize("make", [frozen, sharper, hooked, rows_first])
+@pytest.mark.parametrize("make", [frozen, sharper, bounded, hooked, rows_first])
 def test_any_model_is_trained_as_private_sgd_trains_it(make: Callable[[], nn.Sequential]) -> None:
     settings = chosen()
     fleet = Fleet(make, losses, *images(), settings, at=[STEPS])
@@ -98,8 +109,44 @@ def test_without_initialise_frozen_parts_are_the_first_models_in_every_run() -> 
         assert all(torch.equal(model[1].weight, first) for model in fleet.models)
 
 
+def test_tied_weights_begin_every_run_as_the_factory_makes_them() -> None:
+    """One layer used twice is trained under both of its names, and no frozen part under the second."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(5)
+        twice = nn.Linear(25, 25)
+        return made(nn.Flatten(), twice, nn.Tanh(), twice, nn.Linear(25, 3))
+
+    fleet = Fleet(make, losses, *images(), chosen(), at=[1], initialise=lambda model: None)
+    list(fleet.run(0))
+    assert not torch.equal(fleet.models[0][1].weight, make()[1].weight)
+    fleet._start(1)
+    for model in fleet.models:
+        assert torch.equal(model[1].weight, make()[1].weight)
+        assert model[1].weight is model[3].weight
+
+
 def test_plain_chains_are_stacked() -> None:
     assert isinstance(Fleet(conv, losses, *images(), chosen(), at=[1]).engine, Stacked)
+
+
+def test_a_model_that_starts_with_zeros_is_not_mistaken_for_its_layers() -> None:
+    """Where all outputs are 0, three times them are too. The check leaves parameters as they are."""
+
+    class Twofold(nn.Sequential):
+        __call__ = lambda self, x: 2 * super().__call__(x)  # noqa: E731
+
+    def make(kind: type[nn.Sequential]) -> nn.Sequential:
+        model = made(nn.Flatten(), nn.Linear(25, 3), kind=kind)
+        nn.init.zeros_(model[1].weight)
+        nn.init.zeros_(model[1].bias)
+        return model
+
+    for kind in (Sharper, Twofold):
+        assert isinstance(Fleet(lambda kind=kind: make(kind), losses, *images(), chosen(), at=[1]).engine, Branches)
+    plain = Fleet(lambda: make(nn.Sequential), losses, *images(), chosen(), at=[1])
+    assert isinstance(plain.engine, Stacked)
+    assert not plain.params.any()
 
 
 def test_kappa_is_of_the_batches_that_are_drawn() -> None:
@@ -114,7 +161,7 @@ def test_kappa_is_of_the_batches_that_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("method", ["stacked", "branches"])
-@pytest.mark.parametrize("private", [[3, 7, 8, 8], torch.arange(25) % 3 == 0])
+@pytest.mark.parametrize("private", [[3, 7, 8], torch.arange(25) % 3 == 0])
 def test_some_features_are_private(method: str, private: list[int] | Tensor) -> None:
     """Parameters as before; the ledger is PrivateSGD's with the same features, over as many."""
     settings = chosen()

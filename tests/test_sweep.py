@@ -23,7 +23,7 @@ from reconbound.checkpoint import CheckpointError
 from reconbound.data import load
 from reconbound.plan import default_plan, make_learner
 from reconbound.sweep import Range, Sweep, best, frontier, pareto, parse_grid, parse_steps, run, sweep
-from reconbound.sweep.database import checked_url
+from reconbound.sweep.database import checked_url, shown_url
 from reconbound.sweep.ledgers import floors_of, kappa_ratio
 from reconbound.sweep.space import seed_of, settings_of
 from reconbound.sweep.store import ERRORS
@@ -98,6 +98,12 @@ def test_bad_grids_are_told_in_a_line(options, said, capsys, tmp_path) -> None:
         (["--storage", "postgresql+psycopg2://127.0.0.1:1/d?password=secret&user=u"], "--storage must be a database"),
         (["--storage", "postgresql//u:secret@h/d"], "--storage must be a URL such as sqlite:///"),
         (["--storage", "mysql://h/d?password=secret"], "--storage must be a SQLite file or a PostgreSQL database"),
+        (["--storage", "postgresql://u:secret/secret@h:5x/d"], "got postgresql://***@h:5x/d"),
+        (["--storage", "postgresql:/u:secret:secret@h/d"], "got postgresql:/***@h/d"),
+        (["--storage", "u:p/secret@h/d"], "got ***@h/d"),
+        (["--storage", "postgresql://h:5x/d?PASSWORD=secret"], "got postgresql://h:5x/d?PASSWORD=***"),
+        (["--storage", "postgresql://u:p@secret@h/d"], "--storage must have an @ that is no separator, as in a"),
+        (["--storage", "postgresql+psycopg2://127.0.0.1:1/d?sslpassword=secret"], "d?sslpassword=***"),
     ],
 )  # fmt: skip
 def test_bad_options_are_told_in_a_line(words, said, capsys, tmp_path) -> None:
@@ -115,11 +121,16 @@ def test_bad_options_are_told_in_a_line(words, said, capsys, tmp_path) -> None:
         ("postgresql+psycopg2://h:1/d?password=se%40cret&user=me&sslmode=require", "://me:***@h:1/d?sslmode=require"),
         ("postgresql+psycopg2://me@h:1/d?sslmode=require&password=se%40cret", "://me:***@h:1/d?sslmode=require"),
         ("postgresql+psycopg2://h:1/d?sslmode=require&password=se%40cret", "://:***@h:1/d?sslmode=require"),
+        # as SQLAlchemy does, the query before the rest
+        (
+            "postgresql+psycopg2://a:b@h:1/d?user=me&sslmode=require&password=se%40cret",
+            "://me:***@h:1/d?sslmode=require",
+        ),
     ],
 )
 def test_a_password_in_a_urls_query_is_hidden_and_used(given, shown) -> None:
     url = checked_url(given)
-    assert url.render_as_string(hide_password=True) == f"postgresql+psycopg2{shown}"
+    assert shown_url(url) == f"postgresql+psycopg2{shown}"
     again = checked_url(url.render_as_string(hide_password=False))  # as Optuna is given it
     used = {**again.translate_connect_args(), **again.query}
     assert used.pop("username", None) == ("me" if "me" in shown.split("@")[0] else None)
@@ -180,6 +191,7 @@ def test_rows_are_those_of_the_learner_itself(digits, tmp_path) -> None:
             assert row[f"{rule}_max"] == pytest.approx(1 / float(dfil.max()), rel=1e-9)
             assert float((dfil > 1 / row[f"{rule}_median"] * (1 + 1e-9)).double().mean()) <= 0.5
         assert row["never_measured"] == int((~seen).sum())
+        assert row["told_nothing"] == 0
         floors = plain.accountant.guarantee(low=0.0, high=1.0)
         assert row["lecam"] == pytest.approx(float(floors["lecam"].value))
         assert row["epsilon"] == pytest.approx(floors.epsilon)

@@ -6,17 +6,18 @@ import csv
 import html
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from reconbound import cli
-from reconbound.accountant import FisherAccountant
+from reconbound.accountant import Account, FisherAccountant
 from reconbound.data import load
 from reconbound.plan import default_plan, make_learner
 from reconbound.sweep.frontier import columns_of, floors_in, table
-from reconbound.sweep.ledgers import crossed, crossed_floor
+from reconbound.sweep.ledgers import by_run, crossed, crossed_floor, floors_of, keep
 from reconbound.sweep.page import frontier_page, run_page
 from reconbound.sweep.space import seed_of
 from reconbound.sweep.train import Trainer
@@ -75,6 +76,25 @@ def by_hand(each: list[np.ndarray]) -> float:
         others = np.mean([other for j, other in enumerate(each) if j != k], axis=0)
         said.append(mine[np.argmax(others)])
     return 1 / float(np.mean(said))
+
+
+def test_floors_are_read_at_a_record_that_is_there_and_no_less_exposed_than_the_place_says() -> None:
+    """dFIL 1 to 10, of which the 10 was never measured: between two records, the more exposed."""
+    dfil, measured = torch.arange(1.0, 11.0, dtype=torch.float64), torch.ones(10)
+    assert floors_of(dfil, measured) == {"max": 1 / 10, "q99": 1 / 10, "median": 1 / 6}
+    measured[9] = 0
+    assert floors_of(dfil, measured) == {"max": 1 / 9, "q99": 1 / 9, "median": 1 / 5}
+    assert floors_of(dfil, torch.zeros(10)) == {"max": 0.0, "q99": 0.0, "median": 0.0}
+
+
+def test_a_run_that_told_nothing_is_not_less_than_nothing_by_rounding(tmp_path) -> None:
+    account = Account(1, 2, 5, 1.0, 1.0, 0.5, "poisson", "smooth", ("exact",))
+    (tmp_path / "checkpoints").mkdir()
+    for run, mean in enumerate((0.3, 0.15 - 1e-16)):  # the mean of 0.3 and 0, a little short
+        state = {"mean": torch.full((1, 1), mean, dtype=torch.float64)}
+        keep(tmp_path, run, 5, SimpleNamespace(state=lambda state=state: state, runs=run + 1))
+    each = by_run(SimpleNamespace(account=account), 5, 2, tmp_path)
+    assert each.flatten().tolist() == [0.15, 0.0]
 
 
 @pytest.mark.parametrize("runs", [2, 3])

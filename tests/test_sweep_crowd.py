@@ -96,6 +96,13 @@ def test_steps_are_told_of_the_trial_that_does_them(tmp_path, monkeypatch) -> No
     assert told == [[0, 1], [1]]
 
 
+def test_the_hearts_note_the_steps_of_the_trials_that_did_them() -> None:
+    hearts = Hearts(None, [None] * 3)
+    hearts.tell([1, 2], 5)
+    hearts.tell([2], 7)
+    assert [heart.done for heart in hearts.each] == [0, 5, 7]
+
+
 def test_leases_that_others_took_are_theirs(tmp_path) -> None:
     config = sweep_stub.config(tmp_path, None)
     tmp_path.chmod(0o700)

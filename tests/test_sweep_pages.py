@@ -14,6 +14,7 @@ import sweep_stub
 from reconbound import cli
 from reconbound.bounds._bound import figure
 from reconbound.sweep import Sweep, floors_in, parse_grid, run, sweep
+from reconbound.sweep.frontier import table
 from reconbound.sweep.page import cautions, frontier_page, run_page, verdict
 from reconbound.sweep.run import stored
 from reconbound.sweep.space import settings_of
@@ -89,6 +90,24 @@ def test_of_a_number_the_measure_is_r2_and_no_percentage(tmp_path, capsys) -> No
     assert "R²" in capsys.readouterr().out
     assert cli.run(["frontier", str(tmp_path), "--at-least", "1e-9"]) == 0
     assert f"R² {rows[0]['accuracy']:.4f}, floor" in capsys.readouterr().out
+
+
+def test_the_most_accurate_setting_is_the_one_of_all_or_said_to_have_this_floor() -> None:
+    """Settings of another sampler have another floor: a better one of them is not passed over in silence."""
+    other = {**ROWS[0], "trial": 1, "accuracy": 0.9, "none_max": 1.0}
+    del other["exact_max"]
+    assert verdict(ROWS, "exact_max")[0].startswith("The most accurate setting reaches 50.0 %")
+    said = verdict([*ROWS, other], "exact_max")
+    assert said[0].startswith("The most accurate setting that has this floor reaches 50.0 %")
+
+
+def test_records_that_told_nothing_are_said() -> None:
+    """A record whose outputs are saturated has dFIL 0 and the floor 1e300, which no page may give without a word."""
+    said = "In 1 training up to 7 records told nothing whenever measured"
+    rows = [ROWS[0], {**ROWS[0], "trial": 1, "told_nothing": 3}, {**ROWS[0], "trial": 1, "told_nothing": 7}]
+    assert [line for line in cautions(rows, {}) if said in line and "1e300" in line]
+    assert not cautions([ROWS[0], {**ROWS[0], "told_nothing": 0}], {})
+    assert "told_nothing" in table(rows).splitlines()[0].split(",")
 
 
 def test_records_never_measured_are_said_and_no_word_is_given_for_them(tmp_path) -> None:

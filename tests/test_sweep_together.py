@@ -7,6 +7,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +130,21 @@ def test_an_exploded_training_leaves_the_others_alone(digits, tmp_path) -> None:
     assert facts["error"].startswith("Exploded: the parameters or the ledger are not finite after 6 steps")
 
 
+def test_a_training_that_explodes_in_a_later_run_alone_has_no_row(digits) -> None:  # noqa: F811
+    """Its second run would go into the mean as no number at all."""
+    own = together(digits)
+
+    def looks(step: int, *finite: bool) -> list[SimpleNamespace]:
+        dfil = dict.fromkeys(("exact", "paper"), torch.ones(1, len(digits.inputs), dtype=torch.float64))
+        return [SimpleNamespace(step=step, finite=[good], accuracy=[0.5], dfil=dfil) for good in finite]
+
+    plan = replace(own.plan, seed=1)
+    assert [row["steps"] for row in own._rows(0, plan, [looks(6, True, True), looks(14, True, True)])] == [6, 14]
+    found = own._rows(0, plan, [looks(6, True, True), looks(14, True, False)])
+    assert isinstance(found, Exploded)
+    assert "not finite after 14 steps" in str(found)
+
+
 @pytest.mark.parametrize(
     ("plan", "setting", "said"),
     [
@@ -152,6 +168,9 @@ def table(path: Path) -> Path:
 def test_a_sweep_with_other_private_columns_is_another(tmp_path, capsys) -> None:
     words = ["sweep", str(table(tmp_path)), "--target", "c", "--private", "a", "--grid", "lr=1", "--steps", "3"]
     words += ["--range", "a=0:7", "--range", "b=0:5", "-o", str(tmp_path / "out")]
+    assert cli.run([*words, "--together", "2", "--budget", "every"]) == 2
+    assert "budget must be a number for settings trained together" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()  # nothing was begun
     assert cli.run([*words, "--together", "0"]) == 2
     assert "together" in capsys.readouterr().err
     for together in ([], ["--together", "2"]):  # the same data, but other floors
@@ -344,3 +363,14 @@ def test_a_model_of_ones_own_begins_as_its_factory_makes_it(digits, tmp_path) ->
     (row,) = TogetherTrainer(digits, own, (1,), 2, 7, device="cpu")({"lr": 1e-6}, tmp_path)
     assert row["accuracy"] == float((digits.test_targets == 3).mean())
     assert row["accuracy_sd"] == 0
+
+
+@pytest.mark.parametrize("kind", [Trainer, TogetherTrainer])
+def test_rows_count_records_that_told_nothing(digits, tmp_path, kind) -> None:  # noqa: F811
+    """A step of a million saturates the outputs; a few records may still be near the middle when they are measured."""
+    own = kind(digits, default_plan(digits, model="mlp", sample_rate=0.2), (3, 6), 1, seed=1)
+    rows = own({"lr": 1e6}, tmp_path / "a")
+    assert rows[0]["told_nothing"] > len(digits.inputs) / 2
+    assert rows[0]["exact_median"] > 1e299
+    assert rows[1]["told_nothing"] <= rows[0]["told_nothing"]
+    assert all(row["told_nothing"] == 0 for row in own({"lr": 0.1}, tmp_path / "b"))

@@ -42,9 +42,6 @@ class Account:
     def __post_init__(self) -> None:
         for name in ("records", "features", "steps"):
             whole(name, getattr(self, name))
-        for name in ("noise_multiplier", "max_grad_norm", "sample_rate"):
-            if isinstance(getattr(self, name), str):
-                raise InputError(name, "must be a number", getattr(self, name))
         number("noise_multiplier", self.noise_multiplier, above=0.0)
         number("max_grad_norm", self.max_grad_norm, above=0.0)
         number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._check import InputError
 from .fisher import Private, clipping, covering_method, step_information
@@ -190,9 +190,21 @@ def make_engine(fleet: Fleet, method: str, streams: int) -> Engine:
 
 
 def _check_alike(fleet: Fleet, stack: Stack) -> None:
-    """ValueError where the layers in a row are not all that the model does: a forward of its own, a hook."""
-    found = stack.open(fleet.inputs[:1], fleet.targets[:1], fleet.loss_fn, measured=False).outputs[:1]
-    with torch.no_grad():
-        own = fleet.models[0](fleet.inputs[:1])
+    """ValueError where the layers in a row are not all that the model does: a forward of its own, a hook.
+
+    Tried at random parameters and a random record: at those of the start, zeros maybe, other functions look alike."""
+    model, start = fleet.models[0], fleet.params.clone()
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    if hooked or type(model).forward is not nn.Sequential.forward:
+        raise ValueError("it does more than its layers in a row: a hook, or a forward of its own")
+    generator = torch.Generator(fleet.device).manual_seed(0)
+    try:
+        fleet.params.normal_(0, 0.3, generator=generator)
+        record = torch.empty_like(fleet.inputs[:1]).normal_(generator=generator)
+        found = stack.open(record, fleet.targets[:1], fleet.loss_fn, measured=False).outputs[:1]
+        with torch.no_grad():
+            own = model(record)
+    finally:
+        fleet.params.copy_(start)
     if own.shape != found.shape or not bool((own - found).abs().max() <= 0.01 * own.abs().max()):  # TF32's rounding
         raise ValueError("its outputs are not those of its layers in a row")

@@ -52,7 +52,7 @@ class GenericPass:
         self.gradients, self.losses = self._each(lambda z, pub: self._gradient(z, pub), self.z)
 
     def squared_norms(self) -> Tensor:
-        return torch.stack([g.flatten(1).square().sum(1) for g in self.gradients.values()]).sum(0)
+        return torch.stack([_rows(g).square().sum(1) for g in self.gradients.values()]).sum(0)
 
     def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:
         return self.squared_norms(), self._each(self._pull, self.z, self.gradients)
@@ -65,13 +65,13 @@ class GenericPass:
         return None
 
     def probe(self, direction: Params) -> tuple[Tensor, Tensor]:
-        dots = [g.flatten(1) @ direction[name].flatten() for name, g in self.gradients.items()]
+        dots = [_rows(g) @ direction[name].flatten() for name, g in self.gradients.items()]
         pull = lambda z, pub: self._pull(z, pub, direction)  # noqa: E731
         return torch.stack(dots).sum(0), self._each(pull, self.z)
 
     def moved(self, v: Tensor) -> Tensor:
         moved: dict[str, Tensor] = self._each(self._push, self.z, v)
-        return torch.stack([m.flatten(1).square().sum(1) for m in moved.values()]).sum(0)
+        return torch.stack([_rows(m).square().sum(1) for m in moved.values()]).sum(0)
 
     def normal(self, v: Tensor) -> Tensor:
         pulled: Tensor = self._each(self._pull, self.z, self._each(self._push, self.z, v))
@@ -143,6 +143,11 @@ class GenericPass:
         """vmap over records of function(z, public, ...)."""
         dims = tree_map(lambda t: 0 if isinstance(t, Tensor) else None, self.public)
         return vmap(function, in_dims=(0, dims, *(0,) * (len(args) - 1)))(args[0], self.public, *args[1:])
+
+
+def _rows(each: Tensor) -> Tensor:
+    """A row for each record, (B, ...) → (B, p); of a parameter that is one number, (B,) → (B, 1)."""
+    return each.unsqueeze(-1).flatten(1)
 
 
 class _ForwardModeGuard(TorchFunctionMode):

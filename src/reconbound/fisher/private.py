@@ -145,6 +145,8 @@ def feature_mask(private: Private, z: Tensor) -> Tensor | None:
         return chosen.to(z).reshape(z.shape[1:])
     if chosen.device.type == "cpu" and chosen.numel() and not -size <= int(chosen.min()) <= int(chosen.max()) < size:
         raise ValueError(f"the private features must lie in 0 to {size - 1}, got {chosen.min()} to {chosen.max()}")
+    if chosen.device.type == "cpu" and chosen.unique().numel() < chosen.numel():
+        raise ValueError("the private features must name each feature once; a mask must be of True and False")
     mask = torch.zeros(size, dtype=z.dtype, device=z.device)
     mask[chosen.to(z.device)] = 1
     return mask.reshape(z.shape[1:])
@@ -211,7 +213,7 @@ def _replaced(model: nn.Module, private: Private, z: Tensor) -> Iterator[None]:
     def answer(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        return z + (output - output.detach())
+        return _shaped(z, output) + (output - output.detach())
 
     handle = _module(model, private).register_forward_hook(answer)
     try:

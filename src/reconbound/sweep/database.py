@@ -26,13 +26,22 @@ def checked_url(url: str) -> Any:
         backend = made.get_backend_name()
     except (sql.exc.ArgumentError, ValueError):
         raise InputError("storage", f"must be a URL such as sqlite:///sweep.db or {POSTGRES}", _hidden(url)) from None
+    if "@" in (made.host or ""):  # the rest of a password would pass for a host, and be shown
+        raise InputError("storage", "must have an @ that is no separator, as in a password, as %40", _hidden(url))
     if "password" in made.query:  # it would be shown there
         user, password = (_last(made.query.get(name, "")) for name in ("user", "password"))
-        made = made.difference_update_query(["user", "password"]).set(username=made.username or user, password=password)
+        made = made.difference_update_query(["user", "password"]).set(
+            username=user or made.username or "", password=password
+        )
     if backend not in BACKENDS or (backend == "sqlite" and not _file(made)):
-        shown = made.render_as_string(hide_password=True)
-        raise InputError("storage", "must be a SQLite file or a PostgreSQL database", shown)
+        raise InputError("storage", "must be a SQLite file or a PostgreSQL database", shown_url(made))
     return made
+
+
+def shown_url(url: Any) -> str:
+    """The URL as it may be shown: without passwords, the one of a client's key (sslpassword) neither."""
+    hidden = url.update_query_dict({name: "***" for name in url.query if "password" in name.lower()})
+    return str(hidden.render_as_string(hide_password=True)).replace("%2A%2A%2A", "***")
 
 
 def _last(given: str | tuple[str, ...]) -> str:
@@ -40,8 +49,8 @@ def _last(given: str | tuple[str, ...]) -> str:
 
 
 def _hidden(url: str) -> str:
-    """What could not be read as a URL, without what may be a password."""
-    return re.sub(r"(password=)[^&]*", r"\1***", re.sub(r":[^:/@]*@", ":***@", url))
+    """What could not be read as a URL, without what may be a password: what is before the last @, or after =."""
+    return re.sub(r"^([\w+]+:?//?)?.*@", r"\1***@", re.sub(r"(?i)(pass\w*=)[^&\s]*", r"\1***", url), flags=re.DOTALL)
 
 
 def _file(url: Any) -> str:

@@ -24,7 +24,7 @@ TABLE = "sweep.csv"
 
 
 def crossed_of(floor: str) -> str | None:
-    """The column beside a floor of the most exposed record: what each run says of the others' (`train.crossed`).
+    """The column beside a floor of the most exposed record: what each run says of the others' (`ledgers.crossed`).
 
     >>> crossed_of("exact_max"), crossed_of("exact_q99"), crossed_of("lecam")
     ('exact_crossed', None, None)
@@ -105,7 +105,7 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
     """The table's columns: trial, settings, steps, accuracy, floors, ε."""
     there = {name for row in rows for name in row}
     first = ["trial", *space.PARAMETERS, "steps", "accuracy", "accuracy_sd"]
-    last = ["epsilon", "epsilon_add_remove", "delta", "never_measured"]
+    last = ["epsilon", "epsilon_add_remove", "delta", "never_measured", "told_nothing"]
     floors = (name for floor in FLOORS for name in (floor, crossed_of(floor)) if name is not None)
     return [name for name in (*first, *floors, *last) if name in there]
 

@@ -105,13 +105,22 @@ def measured_by(facts: Mapping[str, Any]) -> str:
 
 
 def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
-    """What takes from the floors, said first: kinks of the model, records never measured, ranges read off the data."""
+    """What takes from the floors, said first: kinks of the model, records never measured or that told nothing, ranges
+    read off the data."""
     found = [clean(said, 600) for said in (facts.get("caveats") or {}).values()]
     most = max((int(row.get("never_measured") or 0) for row in rows), default=0)
     if most:
         found.append(
             f"Up to {count(most, 'record')} of a training {'was' if most == 1 else 'were'} never measured: nothing is "
             "known about them, and the floors of records leave them out. A number as --budget measures every record."
+        )
+    mute = [row for row in rows if row.get("told_nothing")]
+    if mute:
+        some, trials = count(max(row["told_nothing"] for row in mute), "record"), {row["trial"] for row in mute}
+        found.append(
+            f"In {count(len(trials), 'training')} up to {some} told nothing whenever measured, as when outputs are "
+            "saturated or the training has diverged: the largest floors there, 1e300 at most, are no finding. Lower lr "
+            "or the noise, or measure more often (--budget, --runs)."
         )
     if facts.get("inferred_ranges"):
         found.append(words.INFERRED)
@@ -143,10 +152,11 @@ def verdict(
         why = "There were no test records: no setting has an accuracy." if rows else "No setting has been trained yet."
         return [why]
     last = max(front, key=lambda row: row["accuracy"])
+    only = all(row.get(floor) is not None for row in rows)  # settings of another sampler have another floor
     said = [
-        f"The most accurate setting reaches {_accuracy(last, measure)} and {attacker(floor)[0]} errs by at least "
-        f"{plus_minus(math.sqrt(last[floor]))} of a feature's range {attacker(floor)[1]} "
-        f"({told(floor)}{_of_runs(floor, runs)})."
+        f"The most accurate setting{'' if only else ' that has this floor'} reaches {_accuracy(last, measure)} and "
+        f"{attacker(floor)[0]} errs by at least {plus_minus(math.sqrt(last[floor]))} of a feature's range "
+        f"{attacker(floor)[1]} ({told(floor)}{_of_runs(floor, runs)})."
     ]
     known = (guesses or {}).get("error")
     error, whose = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")

@@ -207,6 +207,8 @@ def make_trainer(config: Sweep) -> Any:
         what = f"must be of the batches that are drawn ({', '.join(rules)}), or of the mechanism"
         raise InputError("floor", what, config.floor)
     kind = Trainer if config.together is None else TogetherTrainer
+    if kind is TogetherTrainer:
+        TogetherTrainer.check(plan)  # before a seed is made for nothing
     return kind(dataset, plan, config.steps, config.runs, sweep_seed(config), config.delta)
 
 
@@ -226,7 +228,8 @@ def begin(store: Store, config: Sweep, train: Any) -> None:
     if config.search == "tpe":
         facts |= {"grid": spaces.described(config.space), "floor": config.floor, "at_least": config.at_least}
     store.begin(facts, list(_trials(config)))
-    about = {"name": config.name, "storage": None if config.storage is None else store.shown, "data": config.data}
+    where = None if config.storage is None else store.shown
+    about: dict[str, Any] = {"name": config.name, "storage": where, "data": config.data}
     about |= {"grid": spaces.described(config.space), "steps": config.steps, "runs": config.runs}
     text = json.dumps({"confidential": True, **about, **known}, indent=1)
     write_whole(config.out / ABOUT, text.encode() + b"\n", mode=CONFIDENTIAL)

@@ -22,7 +22,7 @@ import sqlalchemy as sql
 from optuna.trial import FrozenTrial, TrialState
 
 from .._check import InputError
-from .database import alone, checked_url, engine_options, locked_from_the_start
+from .database import alone, checked_url, engine_options, locked_from_the_start, shown_url
 from .words import POSTGRES
 
 ERRORS = 3  # a trial that raised so often has failed
@@ -68,7 +68,7 @@ class Store:
         self, url: str, name: str, *, lease: float = 60.0, sampler: Any = None, objectives: int = 2, new: bool = True
     ) -> None:
         self.url, self.name, self.lease = checked_url(url), name, lease
-        self.shown = self.url.render_as_string(hide_password=True)
+        self.shown = shown_url(self.url)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         try:
             with alone(self.url):

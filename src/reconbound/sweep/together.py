@@ -51,9 +51,11 @@ class TogetherTrainer(Trainer):
         super().__init__(*args, **options)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.most: int | None = None  # that the memory allows at once, once it did not suffice
-        self._checked(self.plan)
+        self.check(self.plan)
 
-    def _checked(self, plan: Plan) -> Plan:
+    @staticmethod
+    def check(plan: Plan) -> Plan:
+        """The plan, if a fleet can do it; an InputError otherwise."""
         if isinstance(plan.budget, str | tuple):
             raise InputError("budget", "must be a number for settings trained together", plan.budget)
         if plan.sampler not in ("poisson", "fixed"):
@@ -96,7 +98,7 @@ class TogetherTrainer(Trainer):
             if k in done:
                 continue
             try:
-                plan = self._checked(replace(self.plan, **setting))
+                plan = self.check(replace(self.plan, **setting))
             except InputError as reason:
                 done[k] = reason
                 continue

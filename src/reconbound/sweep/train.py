@@ -211,6 +211,7 @@ class Trainer:
             if each is not None:
                 row[f"{rule}_crossed"] = crossed_floor(each[:, k])
         row["never_measured"] = int((measured == 0).sum())
+        row["told_nothing"] = int(((dfil[0] == 0) & (measured > 0)).sum())
         row |= {**companions(account.mechanism(), account.features, self.delta), "delta": self.delta}
         return {name: _plain(value) for name, value in row.items()}
 
