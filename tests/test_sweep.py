@@ -137,6 +137,12 @@ def test_a_password_in_a_urls_query_is_hidden_and_used(given, shown) -> None:
     assert used == {"password": "se@cret", "host": "h", "port": 1, "database": "d", "sslmode": "require"}
 
 
+def test_a_url_without_a_driver_takes_the_one_that_is_installed() -> None:
+    pytest.importorskip("psycopg2")
+    assert checked_url("postgresql://me@h/d").get_driver_name() == "psycopg2"
+    assert checked_url("postgresql+asyncpg://me@h/d").drivername == "postgresql+asyncpg"
+
+
 def test_settings_and_seeds() -> None:
     space = parse_grid(["lr=0.1,0.5,0.1", "sample_rate=1/4", "clip=hard,smooth"])
     settings = settings_of(space)

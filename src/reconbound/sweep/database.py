@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def checked_url(url: str) -> Any:
         )
     if backend not in BACKENDS or (backend == "sqlite" and not _file(made)):
         raise InputError("storage", "must be a SQLite file or a PostgreSQL database", shown_url(made))
+    if made.drivername == "postgresql" and find_spec("psycopg2"):  # which of two is meant SQLAlchemy's version decides
+        made = made.set(drivername="postgresql+psycopg2")
     return made
 
 
