@@ -55,12 +55,16 @@ def problem(data: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor, dict[str,
 
 def train(out: Path, share: float) -> None:
     torch.set_num_threads(1)
+    there = csv.DictReader(out.read_text().splitlines()) if out.exists() else ()
+    done = {(r["data"], r["steps"], r["record"], r["noise_multiplier"]) for r in there}  # it goes on from the rows
     for data, noise, steps, trials, places in RUNS:
         model, x, y, options = problem(data)
         settings = Settings(noise, 1.0, seed=1, budget="every", **options)
         ledger = PrivateSGD(copy.deepcopy(model), losses, x, y, settings, progress=False).fit(steps).accountant
         order = ledger.dfil().argsort(descending=True)
         for record in [3] if places is None else [int(order[k]) for k in places]:
+            if (data, str(steps), str(record), str(noise)) in done:
+                continue
             begun, count = time.perf_counter(), max(2, round(share * trials))
             found = simulate_sgd(model, losses, x, y, settings, record, steps=steps, trials=count)
             print(f"{data}, noise {noise}, {time.perf_counter() - begun:.0f} s", found, flush=True)
@@ -93,6 +97,8 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--share", type=float, default=1.0, help="of the trainings, to try the script")
     asked = parser.parse_args()
+    if asked.train and asked.share != 1 and asked.rows.resolve() == ROWS.resolve():
+        parser.error("--share would add to the full-size results: give another file by --rows FILE")
     if asked.train:
         train(asked.rows, asked.share)
     table(list(csv.DictReader(asked.rows.read_text().splitlines())))
