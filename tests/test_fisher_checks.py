@@ -273,3 +273,4 @@ def test_a_feature_named_twice_is_refused() -> None:
     """A mask of whole numbers, 1 0 1 0, would be the features 0 and 1 and not 0 and 2."""
     model, x, y = _regression()
     refused("must name each feature once.*mask", model, _squared, x, y, private=[1, 0, 1, 0])
+    refused("must name each feature once.*mask", model, _squared, x, y, private=[-1, x[0].numel() - 1])

@@ -145,7 +145,7 @@ def feature_mask(private: Private, z: Tensor) -> Tensor | None:
         return chosen.to(z).reshape(z.shape[1:])
     if chosen.device.type == "cpu" and chosen.numel() and not -size <= int(chosen.min()) <= int(chosen.max()) < size:
         raise ValueError(f"the private features must lie in 0 to {size - 1}, got {chosen.min()} to {chosen.max()}")
-    if chosen.device.type == "cpu" and chosen.unique().numel() < chosen.numel():
+    if chosen.device.type == "cpu" and chosen.remainder(size).unique().numel() < chosen.numel():
         raise ValueError("the private features must name each feature once; a mask must be of True and False")
     mask = torch.zeros(size, dtype=z.dtype, device=z.device)
     mask[chosen.to(z.device)] = 1
