@@ -65,7 +65,7 @@ def opened(name: str, records: int = 4) -> tuple[list[nn.Sequential], Stack, Ten
 def test_products_equal_those_of_the_layer_rules(name: str) -> None:
     models, stack, x, y, loss_fn = opened(name)
     work = stack.open(x, y, loss_fn, measured=True)
-    norms, own, weights = work.squared_norms(), work.own(), torch.rand(NETWORKS, len(x), dtype=torch.float64)
+    norms, own, weights = work.norms(), work.own(), torch.rand(NETWORKS, len(x), dtype=torch.float64)
     v = torch.randn(NETWORKS * len(x), x[0].numel(), dtype=torch.float64)
     sums, moved = torch.empty_like(stack.params), work.moved(v)
     work.weighted_sum(weights, sums)
@@ -73,10 +73,10 @@ def test_products_equal_those_of_the_layer_rules(name: str) -> None:
     for k, model in enumerate(models):
         plain = LayerPass(Problem(model, loss_fn, Private()), x, x, y, check=False, sloped=True)
         rows = slice(k * len(x), (k + 1) * len(x))
-        squared, pulled = plain.own(moving=True)
+        norm, pulled = plain.own(moving=True)
         total = torch.cat([s.flatten() for s in plain.weighted_sum(weights[k]).values()])
         pairs = {
-            "norms": (norms[k], squared),
+            "norms": (norms[k], norm),
             "Jᵀg": (own[rows], pulled.flatten(1)),
             "slope": (work.slope[rows], plain.slope().flatten(1)),
             "sum": (sums[k], total),

@@ -87,7 +87,7 @@ class Stacked:
     def gradient_sums(self, work: Work) -> None:
         fleet = self.fleet
         opened = self.stack.open(work.inputs, work.targets, fleet.loss_fn, measured=False)
-        norms = opened.squared_norms().sqrt()
+        norms = opened.norms()
         factor = clipping(norms / fleet.clip_norm, 1.0, fleet.settings[0].clip).factor
         opened.weighted_sum(factor * work.mask, fleet.sums)
 
@@ -95,7 +95,7 @@ class Stacked:
         """As information.py has it, with probes in the private part and two directions of signs."""
         fleet = self.fleet
         opened = self.stack.open(work.inputs, work.targets, fleet.loss_fn, measured=True)
-        norms = opened.squared_norms().sqrt()
+        norms = opened.norms()
         clips = clipping(norms / fleet.clip_norm, 1.0, fleet.settings[0].clip)
         inverse = torch.where(norms > 0, 1 / norms, 0).flatten()
         h, slope = opened.own() * inverse[:, None], opened.slope
@@ -150,7 +150,7 @@ class Branches:
         s, problem = self.fleet.settings[k], Problem(self.fleet.models[k], self.fleet.loss_fn, Private("nothing"))
         batch = (work.mask, work.inputs, work.targets)
         opened = open_pass(problem, batch, self.methods[0], "reverse", check=False, measured=False)
-        norms = opened.squared_norms().clamp(min=0).sqrt()
+        norms = opened.norms()
         sums = opened.weighted_sum(clipping(norms, s.max_grad_norm, s.clip).factor * work.mask)
         torch.cat([v.flatten() for v in sums.values()], out=self.fleet.sums[k])
 

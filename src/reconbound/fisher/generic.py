@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from reconbound.fisher.checks import no_dependence, no_gradient
-from reconbound.fisher.passes import Params, Route, trainable
+from reconbound.fisher.passes import Params, Route, trainable, wide_dtype
 from reconbound.fisher.private import Inputs, Problem, batch_rows
 
 
@@ -45,17 +45,19 @@ class GenericPass:
             load_forward_mode()
         self.problem, self.z, self.route = problem, z.detach(), route
         self.params = {name: p.detach() for name, p in trainable(problem).items()}
+        self.dtype = wide_dtype(*self.params.values())
         self.public = (inputs, targets)
         self._check_dependence()
         if check:
             self._check_private()
         self.gradients, self.losses = self._each(lambda z, pub: self._gradient(z, pub), self.z)
 
-    def squared_norms(self) -> Tensor:
-        return torch.stack([_rows(g).square().sum(1) for g in self.gradients.values()]).sum(0)
+    def norms(self) -> Tensor:
+        sizes = _squares(self.gradients).sqrt()
+        return (sizes * (1 + 8 * torch.finfo(self.dtype).eps)).to(self.dtype)  # not below: a clip's factor is rounded
 
     def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:
-        return self.squared_norms(), self._each(self._pull, self.z, self.gradients)
+        return self.norms(), self._each(self._pull, self.z, self.gradients)
 
     def slope(self) -> Tensor:
         at_z: Tensor = self._each(lambda z, pub: grad(lambda z: self._loss(self.params, z, pub))(z), self.z)
@@ -70,15 +72,19 @@ class GenericPass:
         return torch.stack(dots).sum(0), self._each(pull, self.z)
 
     def moved(self, v: Tensor) -> Tensor:
-        moved: dict[str, Tensor] = self._each(self._push, self.z, v)
-        return torch.stack([_rows(m).square().sum(1) for m in moved.values()]).sum(0)
+        moved: dict[str, Tensor] = self._each(self._push, self.z, v.to(self.z.dtype))
+        return _squares(moved).to(self.dtype)
 
     def normal(self, v: Tensor) -> Tensor:
-        pulled: Tensor = self._each(self._pull, self.z, self._each(self._push, self.z, v))
+        pulled: Tensor = self._each(self._pull, self.z, self._each(self._push, self.z, v.to(self.z.dtype)))
         return pulled
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        return {name: torch.tensordot(weights, g, 1) for name, g in self.gradients.items()}
+        weights = weights.to(self.dtype)  # as a vector: a matrix product may shorten its factors on CUDA
+        return {
+            name: (weights @ _rows(g).to(self.dtype)).reshape(self.params[name].shape)
+            for name, g in self.gradients.items()
+        }
 
     def _check_dependence(self) -> None:
         """With every trainable parameter replaced, nothing may still lead to one; and no layer may be fused."""
@@ -143,6 +149,12 @@ class GenericPass:
         """vmap over records of function(z, public, ...)."""
         dims = tree_map(lambda t: 0 if isinstance(t, Tensor) else None, self.public)
         return vmap(function, in_dims=(0, dims, *(0,) * (len(args) - 1)))(args[0], self.public, *args[1:])
+
+
+def _squares(gradients: Params) -> Tensor:
+    """Returns the squared norm of each record's gradient, (B,), in float64."""
+    sizes = [torch.linalg.vector_norm(_rows(g), dim=1, dtype=torch.float64).square() for g in gradients.values()]
+    return torch.stack(sizes).sum(0)
 
 
 def _rows(each: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from reconbound.fisher import products
 from reconbound.fisher.checks import no_dependence, no_gradient
-from reconbound.fisher.layers import EmbeddingRule
-from reconbound.fisher.passes import Params, Pass, Route, trainable
+from reconbound.fisher.layers import ConvRule, EmbeddingRule
+from reconbound.fisher.passes import Params, Pass, Route, trainable, wide_dtype
 from reconbound.fisher.private import Inputs, Problem
 from reconbound.fisher.recorder import NotCovered, Site, check_covered, check_leading, check_small_batch, recorded
 
@@ -68,19 +68,22 @@ class LayerPass:
         self.graph_sites = [(s, d) for s, d in zip(sites, deltas, strict=True) if d is not None]
         self.sites = [s for s, _ in self.graph_sites]
         self.graph_deltas = [d for _, d in self.graph_sites]
-        self.inputs = [s.a.detach() for s in self.sites]
-        self.deltas = [_kept(s, d.detach()) for s, d in self.graph_sites]
+        self.dtype = wide_dtype(*(s.a for s in self.sites), *self.graph_deltas)
+        self.inputs = [self._wide(s.a.detach()) for s in self.sites]
+        self.deltas = [_kept(s, self._wide(d.detach())) for s, d in self.graph_sites]
         self.weight_uses = _uses(s.weight for s in self.sites)
         self.bias_uses = _uses(s.bias for s in self.sites)
         self.formed: dict[str, Tensor] = {}
         self.columns: dict[int, Tensor] = {}  # of the inputs, kept while products Jv are to follow
         self.tangents: _Tangents | None = None
 
-    def squared_norms(self) -> Tensor:
-        return self._squared(self._own_pairs(), keep=True)
+    def norms(self) -> Tensor:
+        return self._norms([self._own_squares(name, uses) for name, uses in self.weight_uses.items()])
 
     def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:
-        return self._pull(*self._record_direction(self._own_pairs(), keep=True, moving=moving), moving=moving)
+        squares: list[Tensor] = []
+        seeds = self._record_direction(self._own_pairs(), squares, moving=moving)
+        return self._norms(squares), self._pull(*seeds, moving=moving)[1]
 
     def slope(self) -> Tensor:
         return self.at_z
@@ -99,11 +102,11 @@ class LayerPass:
         for site, a, delta in zip(self.sites, self.inputs, self.deltas, strict=True):
             e = t = None
             if site.weight is not None:
-                e = _kept(site, site.rule.apply(a, direction[site.weight]))
+                e = _kept(site, site.rule.apply(a, self._wide(direction[site.weight])))
                 if site.a.requires_grad:
-                    t = site.rule.transpose(delta, direction[site.weight], a.shape)
+                    t = site.rule.transpose(delta, self._wide(direction[site.weight]), a.shape)
             if site.bias is not None:
-                b = site.rule.bias(direction[site.bias], delta)
+                b = site.rule.bias(self._wide(direction[site.bias]), delta)
                 e = b.expand_as(delta) if e is None else e.add_(b)
             along_output.append(e)
             along_input.append(t)
@@ -117,9 +120,8 @@ class LayerPass:
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         sums: dict[str, Tensor] = {}
-        for name, uses in self.bias_uses.items():
-            if name not in self.formed:
-                self.formed[name] = self._bias_direction(uses, self._own_pairs())
+        weights = self._wide(weights)
+        self._form_biases()
         for name, formed in self.formed.items():
             sums[name] = (weights @ formed.flatten(1)).reshape(self.params[name].shape)
         for site, a, delta in zip(self.sites, self.inputs, self.deltas, strict=True):
@@ -127,51 +129,91 @@ class LayerPass:
                 weighted = delta * weights.reshape(-1, *(1,) * (delta.dim() - 1))
                 part = site.rule.total(a, weighted, self.params[site.weight])
                 sums[site.weight] = sums[site.weight] + part if site.weight in sums else part
-        return {name: sums[name] if name in sums else torch.zeros_like(p).detach() for name, p in self.params.items()}
+        return {name: sums[name] if name in sums else self._zeros(p) for name, p in self.params.items()}
+
+    def _zeros(self, param: Tensor) -> Tensor:
+        return torch.zeros(param.shape, dtype=self.dtype, device=param.device)
+
+    def _wide(self, values: Tensor) -> Tensor:
+        """Returns values in the precision of all sums here: at least float32, so that nothing is rounded to 8 bits."""
+        return values.to(self.dtype) if values.is_floating_point() else values
 
     def _own_pairs(self) -> list[list[Pair]]:
         return [[pair] for pair in zip(self.inputs, self.deltas, strict=True)]
 
-    def _squared(self, pairs: list[list[Pair]], *, keep: bool = False) -> Tensor:
+    def _norms(self, squares: list[Tensor]) -> Tensor:
+        """Returns the norms whose squares the weights have, (B,), with those of the biases; keeps their gradients."""
+        self._form_biases()
+        squares = [*squares, *(_squares(self.formed[name]) for name in self.bias_uses)]
+        if not squares:
+            return self.losses.new_zeros(len(self.losses), dtype=self.dtype)
+        total = torch.stack(squares).sum(0).sqrt()
+        return (total * (1 + 8 * torch.finfo(self.dtype).eps)).to(self.dtype)  # not below: a clip's factor is rounded
+
+    def _form_biases(self) -> None:
+        for name, uses in self.bias_uses.items():
+            if name not in self.formed:
+                self.formed[name] = self._bias_direction(uses, self._own_pairs())
+
+    def _own_squares(self, name: str, uses: list[int]) -> Tensor:
+        """Returns squares not below those of the weight's gradients, (B,); keeps gradients that are formed."""
+        if len(uses) > 1:
+            self.formed[name] = self._full(name, uses, self._own_pairs())
+            return _squares(self.formed[name])
+        columns, rows = self._factors(uses[0], [(self.inputs[uses[0]], self.deltas[uses[0]])])[0]
+        if products.forms_gradient(columns, rows, columns.shape[-1]):
+            self.formed[name] = products.record_gradients(columns, rows)
+            return _squares(self.formed[name])
+        return self._above(uses[0], columns, rows, products.gram(columns, columns), products.gram(rows, rows))
+
+    def _above(self, i: int, columns: Tensor, rows: Tensor, of_columns: Tensor, of_rows: Tensor) -> Tensor:
+        """Returns squares not below those of the contributions that `weighted_sum` makes of this use, (B,)."""
+        convolution = isinstance(self.sites[i].rule, ConvRule)
+        rounding = products.sum_rounding(rows.shape[-1], rows, convolution=convolution)
+        width = rows.shape[2] + (columns.shape[2] if columns.is_floating_point() else 0)
+        return products.gram_squares_above(of_columns, of_rows, width, rounding)
+
+    def _squared(self, pairs: list[list[Pair]]) -> Tensor:
         """Squared norms of the gradients that pairs (a, δ) make, (B,)."""
         squares: list[Tensor] = []
         for name, uses in self.weight_uses.items():
             if len(uses) > 1:
-                formed = self._full(name, uses, pairs)
+                squares.append(_squares(self._full(name, uses, pairs)))
+                continue
+            factors = self._factors(uses[0], pairs[uses[0]])
+            if products.forms_gradient(*factors[0], sum(columns.shape[-1] for columns, _ in factors)):
+                squares.append(_squares(products.summed_gradients(factors)))
             else:
-                factors = self._factors(uses[0], pairs[uses[0]])
-                if not products.forms_gradient(*factors[0], sum(columns.shape[-1] for columns, _ in factors)):
-                    columns, rows = _joined(factors)
-                    squares.append((products.gram(columns, columns) * products.gram(rows, rows)).sum((1, 2, 3)))
-                    continue
-                formed = products.summed_gradients(factors)
-            squares.append(_squares(formed))
-            if keep:
-                self.formed[name] = formed
-        for name, uses in self.bias_uses.items():
-            direction = self._bias_direction(uses, pairs)
-            squares.append(_squares(direction))
-            if keep:
-                self.formed[name] = direction
-        return torch.stack(squares).sum(0) if squares else torch.zeros_like(self.losses)
+                columns, rows = _joined(factors)
+                squares.append(products.gram_squares(products.gram(columns, columns), products.gram(rows, rows)))
+        squares += [_squares(self._bias_direction(uses, pairs)) for uses in self.bias_uses.values()]
+        if not squares:
+            return self.losses.new_zeros(len(self.losses), dtype=self.dtype)
+        return torch.stack(squares).sum(0).clamp(min=0).to(self.dtype)
 
     def _record_direction(
-        self, pairs: list[list[Pair]], *, keep: bool = False, moving: bool = False
+        self, pairs: list[list[Pair]], squares: list[Tensor] | None = None, *, moving: bool = False
     ) -> tuple[list[Any], list[Any]]:
-        """Seeds in δ and in a for a direction of each record's own: the sum of the gradients that pairs (a, δ) make."""
+        """Seeds in δ and in a for a direction of each record's own: the sum of the gradients that pairs (a, δ) make.
+
+        squares: given where the pairs are the records' own; takes squares not below those of the weights' gradients,
+            and the gradients that are formed are kept."""
         along_output: list[Tensor | None] = [None] * len(self.sites)
         along_input: list[Tensor | None] = [None] * len(self.sites)
         for name, uses in self.weight_uses.items():
-            formed = self._single(uses[0], pairs, along_output, along_input, moving) if len(uses) == 1 else None
             if len(uses) > 1:
-                formed = self._full(name, uses, pairs)
+                formed: Tensor | None = self._full(name, uses, pairs)
+                assert formed is not None
                 self._several(uses, formed, along_output, along_input)
-            if keep and formed is not None:
-                self.formed[name] = formed
-        for name, uses in self.bias_uses.items():
+                above = None
+            else:
+                formed, above = self._single(uses[0], pairs, along_output, along_input, squares is not None, moving)
+            if squares is not None and formed is not None:
+                self.formed[name], above = formed, _squares(formed)
+            if squares is not None and above is not None:
+                squares.append(above)
+        for uses in self.bias_uses.values():
             direction = self._bias_direction(uses, pairs)
-            if keep:
-                self.formed[name] = direction
             for i in uses:
                 rows = self.sites[i].rule.rows(self.deltas[i])
                 spread = direction.reshape(*rows.shape[:3], 1).expand_as(rows)
@@ -181,15 +223,16 @@ class LayerPass:
         return along_output, along_input
 
     def _single(
-        self, i: int, pairs: list[list[Pair]], along_output: list[Any], along_input: list[Any], moving: bool
-    ) -> Tensor | None:
-        """Seeds of a weight that is used once; the gradients, if forming them was the cheaper way."""
+        self, i: int, pairs: list[list[Pair]], along_output: list[Any], along_input: list[Any], own: bool, moving: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Seeds of a weight that is used once; the gradients, if forming them was the cheaper way, or else (own: of
+        the records' own pairs) squares not below those of their norms."""
         site, rule, a, delta = self.sites[i], self.sites[i].rule, self.inputs[i], self.deltas[i]
         columns, rows = self._columns(i, a), rule.rows(delta)
         if moving:
             self.columns[i] = columns
-        factors = [(columns, rows)] if pairs[i][0][1] is delta else self._factors(i, pairs[i])
-        formed = t = None
+        factors = [(columns, rows)] if own else self._factors(i, pairs[i])
+        formed = above = t = None
         if products.forms_gradient(columns, rows, sum(c.shape[-1] for c, _ in factors)):
             formed = products.summed_gradients(factors)
             e = formed @ columns
@@ -197,12 +240,16 @@ class LayerPass:
                 t = products.transpose_each(rule, delta, formed, a)
         else:
             others = _joined(factors)
-            e = others[1] @ products.gram(others[0], columns).to(rows.dtype)
+            of_columns = products.gram(others[0], columns)
+            of_rows = products.gram(others[1], rows)
+            e = products.combined(others[1], of_columns)
             if site.a.requires_grad:
-                t = rule.from_columns(others[0] @ products.gram(others[1], rows), a.shape)
+                t = rule.from_columns(products.combined(others[0], of_rows), a.shape)
+            if own:
+                above = self._above(i, columns, rows, of_columns, of_rows)
         along_output[i] = _kept(site, rule.from_rows(e, delta.shape))
         along_input[i] = t
-        return formed
+        return formed, above
 
     def _several(self, uses: list[int], formed: Tensor, along_output: list[Any], along_input: list[Any]) -> None:
         for i in uses:
@@ -216,19 +263,29 @@ class LayerPass:
         return self.sites[i].rule.columns(a) if kept is None else kept
 
     def _factors(self, i: int, pairs: list[Pair]) -> list[Pair]:
-        return [(self._columns(i, a), self.sites[i].rule.rows(delta)) for a, delta in pairs]
+        rule = self.sites[i].rule
+        return [(self._wide(self._columns(i, a)), self._wide(rule.rows(delta))) for a, delta in pairs]
 
     def _full(self, name: str, uses: list[int], pairs: list[list[Pair]]) -> Tensor:
         weight = self.params[name]
-        each = [products.full_gradients(self.sites[i].rule, a, d, weight) for i in uses for a, d in pairs[i]]
+        each = [
+            products.full_gradients(self.sites[i].rule, self._wide(a), self._wide(d), weight)
+            for i in uses
+            for a, d in pairs[i]
+        ]
         return torch.stack(each).sum(0)
 
     def _bias_direction(self, uses: list[int], pairs: list[list[Pair]]) -> Tensor:
         """The bias gradients, (B, O). A pair (ȧ, δ) adds nothing: the bias does not meet the input."""
-        each = [self.sites[i].rule.rows(d).sum(3).flatten(1) for i in uses for a, d in pairs[i] if a is self.inputs[i]]
+        each = [
+            self.sites[i].rule.rows(self._wide(d)).sum(3).flatten(1)
+            for i in uses
+            for a, d in pairs[i]
+            if a is self.inputs[i]
+        ]
         if len(each) == 1:
             return each[0]
-        return torch.stack(each).sum(0) if each else self.losses.new_zeros(len(self.losses), 1)
+        return torch.stack(each).sum(0) if each else self.losses.new_zeros(len(self.losses), 1, dtype=self.dtype)
 
     def _pull(self, along_output: list[Any], along_input: list[Any], *, moving: bool = False) -> tuple[Tensor, Tensor]:
         """Inner product with g, and the pull-back to z, of the direction whose seeds are given."""
@@ -242,11 +299,11 @@ class LayerPass:
             dots.append((self.deltas[i] * e).flatten(1).sum(1))
             if self.graph_deltas[i].requires_grad:
                 outputs.append(self.graph_deltas[i])
-                seeds.append(e)
+                seeds.append(e.to(self.graph_deltas[i].dtype))
                 where.append((i, True))
             if along_input[i] is not None:
                 outputs.append(self.sites[i].a)
-                seeds.append(along_input[i])
+                seeds.append(along_input[i].to(self.sites[i].a.dtype))
                 where.append((i, False))
         total = torch.stack(dots).sum(0) if dots else torch.zeros_like(self.losses)
         if not moving:
@@ -274,7 +331,7 @@ class LayerPass:
         where, seeds, pulled = self.tangents.where, self.tangents.seeds, self.tangents.pulled
         dots: Any = ()
         if pulled.requires_grad:
-            dots = torch.autograd.grad(pulled, seeds, v, retain_graph=True, allow_unused=True)
+            dots = torch.autograd.grad(pulled, seeds, v.to(pulled.dtype), retain_graph=True, allow_unused=True)
         found = dict(zip(where, dots, strict=False))
         pairs: list[list[Pair]] = []
         for i, (site, a, delta) in enumerate(zip(self.sites, self.inputs, self.deltas, strict=True)):
@@ -317,7 +374,8 @@ def _joined(factors: list[Pair]) -> Pair:
 
 
 def _squares(gradients: Tensor) -> Tensor:
-    sizes: Tensor = torch.linalg.vector_norm(gradients.flatten(1), dim=1)
+    """Returns the squared norm of each record's row, (B,), in float64: no number is too small or too large for it."""
+    sizes: Tensor = torch.linalg.vector_norm(gradients.flatten(1), dim=1, dtype=torch.float64)
     return sizes.square()
 
 

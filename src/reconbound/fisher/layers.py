@@ -284,7 +284,7 @@ class EmbeddingRule:
         raise AssertionError("indices have no gradient")
 
     def total(self, a: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
-        return torch.zeros_like(weight).index_add_(0, a.flatten(), delta.reshape(-1, delta.shape[-1]))
+        return delta.new_zeros(weight.shape).index_add_(0, a.flatten(), delta.reshape(-1, delta.shape[-1]))
 
     def bias(self, bias: Tensor, output: Tensor) -> Tensor:
         raise AssertionError("an embedding has no bias")

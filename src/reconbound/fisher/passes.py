@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from reconbound.fisher.private import Problem
@@ -19,11 +20,14 @@ class Pass(Protocol):
     method: Literal["layers", "generic"]
     losses: Tensor
 
-    def squared_norms(self) -> Tensor:
-        """n², (B,), alone."""
+    def norms(self) -> Tensor:
+        """Returns n = ‖g‖, (B,), in float32 or wider.
+
+        Guarantee: not below the norm of the record's contribution to `weighted_sum`, with weight 1, as computed there.
+        """
 
     def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:
-        """n², (B,), and Jᵀg, of z's shape. moving: products Jv will follow."""
+        """Returns the norms and Jᵀg, of z's shape. moving: products Jv will follow."""
 
     def slope(self) -> Tensor:
         """∇_z ℓ, of z's shape."""
@@ -41,7 +45,21 @@ class Pass(Protocol):
         """JᵀJv, of z's shape."""
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        """Σ_i weights_i g_i, by parameter name."""
+        """Returns Σ_i weights_i g_i, by parameter name, in float32 or wider."""
+
+
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """Returns the widest precision among floating-point tensors, and at least float32."""
+    widest = torch.float32
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            widest = torch.promote_types(widest, tensor.dtype)
+    return widest
+
+
+def zero_sums(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a sum of no gradients, by parameter name, in float32 or wider."""
+    return {name: torch.zeros(p.shape, dtype=wide_dtype(p), device=p.device) for name, p in params.items()}
 
 
 def trainable(problem: Problem) -> dict[str, Tensor]:

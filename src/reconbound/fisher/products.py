@@ -2,21 +2,96 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
+import torch
 from torch import Tensor
 
 from reconbound.fisher.layers import ConvRule, EmbeddingRule, Rule
 
 _FEW_PLACES = 4
+#: The relative error of a float32 factor of a product, rounded or cut, by torch's names, new and old.
+_SHORTENING = {"none": 0.0, "ieee": 0.0, "highest": 0.0, "tf32": 2.0**-10, "high": 2.0**-10}
+_SHORTENING |= {"bf16": 2.0**-8, "medium": 2.0**-8}
 _SMALL = 8192  # on CUDA a gradient of so few numbers is formed: cuDNN sums those that are not, slowly
 
 
 def gram(first: Tensor, second: Tensor) -> Tensor:
-    """Inner products of columns, (B, g, L₁, L₂); of indices: 1 where they are equal."""
+    """Returns the inner products of columns in float64, (B, g, L₁, L₂); of indices: True where they are equal.
+
+    Products of float32 numbers are exact in float64. In their own precision the sums that follow would cancel to
+    nothing where the places of a record nearly cancel.
+    """
     if not first.is_floating_point():
         return first.unsqueeze(3) == second.unsqueeze(2)
+    same = first is second
+    first = first.double()
+    second = first if same else second.double()
     if first.is_cuda and first.shape[3] * second.shape[3] <= _FEW_PLACES:  # a product of matrices that is slow there
         return (first.unsqueeze(4) * second.unsqueeze(3)).sum(2)
+    if same and first.shape[3] == 1:
+        return first.square().sum(2, keepdim=True)
     return first.transpose(2, 3) @ second
+
+
+def combined(vectors: Tensor, of_pairs: Tensor) -> Tensor:
+    """Returns vectors (B, g, K, L₁) combined by a Gram matrix (B, g, L₁, L₂), rounded once.
+
+    Summed in float64: what follows takes differences between places.
+    """
+    if vectors.shape[-1] == 1 and of_pairs.shape[-1] == 1:
+        return vectors * of_pairs.to(vectors.dtype)  # a single product: nothing can cancel
+    return (vectors.double() @ of_pairs.double()).to(vectors.dtype)
+
+
+def gram_squares(of_columns: Tensor, of_rows: Tensor) -> Tensor:
+    """Returns ‖D Aᵀ‖² of each record, (B,), from the Gram matrices of A and of D."""
+    return (of_columns * of_rows).sum((1, 2, 3))
+
+
+def gram_squares_above(of_columns: Tensor, of_rows: Tensor, width: int, rounding: float) -> Tensor:
+    """Returns squares, (B,), that no rounding puts below ‖fl(D Aᵀ)‖², the contribution as a sum computes it.
+
+    With S = Σ_l ‖a_l‖ ‖δ_l‖, L places and u = 2⁻⁵³:
+
+        ‖D Aᵀ‖² ≤ Σ (AᵀA ∘ DᵀD) + (width + L² + 8) u S²      width = K + O: dot products of that length in float64
+        ‖fl(D Aᵀ)‖ ≤ ‖D Aᵀ‖ + rounding · S                   rounding: see `sum_rounding`
+
+    Args:
+        of_columns: AᵀA of each record, (B, g, L, L), in float64, or of equal indices.
+        of_rows: DᵀD of each record, (B, g, L, L), in float64.
+        width: K + O, the lengths of a column and of a row.
+        rounding: the relative error of the sum over places in the precision that the sum is made in.
+    """
+    places = of_rows.shape[-1]
+    sizes = of_columns.diagonal(dim1=2, dim2=3) * of_rows.diagonal(dim1=2, dim2=3)
+    spread = sizes.sqrt().sum((1, 2))
+    own_error = (width + places**2 + 8) * 2.0**-53
+    squares = gram_squares(of_columns, of_rows).clamp(min=0) + own_error * spread.square()
+    return (squares.sqrt() + rounding * spread).square()
+
+
+def sum_rounding(places: int, like: Tensor, *, convolution: bool) -> float:
+    """Returns r with ‖fl(D Aᵀ) − D Aᵀ‖ ≤ r Σ_l ‖a_l‖ ‖δ_l‖ for a product summed over so many places, in any order.
+
+    Each place is rounded once as it is weighted, once as it is multiplied and once as it is added, and where the
+    hardware shortens its factors (TF32, bfloat16) once more for each of the two.
+    """
+    unit = torch.finfo(like.dtype).eps
+    return (places + 4) * unit + 2.0 * _shortening(like, convolution=convolution)
+
+
+def _shortening(like: Tensor, *, convolution: bool) -> float:
+    """Returns the relative error with which products take their float32 factors: 0 unless in TF32 or bfloat16."""
+    if like.dtype != torch.float32:
+        return 0.0
+    matmul, conv = ("cuda.matmul", "cudnn.conv") if like.is_cuda else ("mkldnn.matmul", "mkldnn.conv")
+    try:
+        precision = attrgetter(f"{conv if convolution else matmul}.fp32_precision")(torch.backends)
+    except AttributeError:  # before torch 2.9
+        shortens = convolution and like.is_cuda and torch.backends.cudnn.allow_tf32
+        precision = "tf32" if shortens else torch.get_float32_matmul_precision()
+    return _SHORTENING[precision]
 
 
 def forms_gradient(columns: Tensor, rows: Tensor, places: int) -> bool:

@@ -235,6 +235,9 @@ def check_covered(losses: Tensor, sites: list[Site], params: Mapping[str, Tensor
     for site in sites:
         if site.a._version != site.version:
             raise NotCovered(f"the input of {site.weight or site.bias} is changed in place after its use")
+    both = {site.weight for site in sites if site.weight} & {site.bias for site in sites if site.bias}
+    if both:  # its gradient has two shares, which only the sum of both can be clipped by
+        raise NotCovered(f"the parameter {min(both)} is a weight in one layer and a bias in another")
     if not losses.requires_grad:
         return
     names = {id(p): name for name, p in params.items()}

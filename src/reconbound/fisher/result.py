@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reconbound.fisher.passes import zero_sums
+
 
 @dataclass(frozen=True, repr=False)
 class StepInformation:
@@ -95,8 +97,7 @@ def nothing(
 ) -> StepInformation:
     """A Poisson batch may be empty."""
     none = z.new_zeros(0)
-    sums = {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items()}
-    return StepInformation(none, none, none, none, none, none, none, sums, features, probes, **setting)
+    return StepInformation(none, none, none, none, none, none, none, zero_sums(params), features, probes, **setting)
 
 
 def joined(parts: list[Part], features: int, probes: int, setting: Mapping[str, Any]) -> StepInformation:

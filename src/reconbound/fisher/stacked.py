@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from reconbound.fisher.products import sum_rounding
 from reconbound.fisher.stacked_layers import made
 
 
@@ -66,9 +67,11 @@ class Opened:
             d = self.layers[i].backward(d, needed=measured or i > 0)
         self.slope = self._by_record(d) if measured else None
 
-    def squared_norms(self) -> Tensor:
-        """n² = ‖g‖², (K, B)."""
-        return torch.stack([n for layer in self.layers if (n := layer.squares()) is not None]).sum(0)
+    def norms(self) -> Tensor:
+        """Returns n = ‖g‖, (K, B), not below the norms of the contributions to `weighted_sum`, as computed there."""
+        squares = torch.stack([n for layer in self.layers if (n := layer.squares()) is not None]).sum(0)
+        rounding = sum_rounding(1, self.outputs, convolution=False)
+        return (squares.sqrt() * (1 + rounding)).to(self.outputs.dtype)
 
     def weighted_sum(self, weights: Tensor, out: Tensor) -> None:
         """Σ_b weights[k, b] g_b, into out (K, p)."""

@@ -130,11 +130,11 @@ class LinearLayer:
 
     def forward(self, a: Tensor) -> Tensor:
         self.shape, self.a = a.shape, a.expand(len(self.weight), -1, -1)
-        self.a2 = self.a.square().sum(2, keepdim=True)
+        self.a2 = _squares(self.a[..., None])[..., None]
         return torch.baddbmm(self.bias[:, None], self.a, self.weight.transpose(1, 2))
 
     def backward(self, d: Tensor, *, needed: bool) -> Tensor:
-        self.d, self.d2 = d, d.square().sum(2, keepdim=True)
+        self.d, self.d2 = d, _squares(d[..., None])[..., None]
         return torch.bmm(d, self.weight) if needed else d
 
     def squares(self) -> Tensor:
@@ -150,7 +150,7 @@ class LinearLayer:
         self.a_dot = dot
         o = None if dot is None else torch.bmm(dot, self.weight.transpose(1, 2))
         if own:
-            applied = self.d * (self.a2 + 1)
+            applied = self.d * (self.a2 + 1).to(self.d.dtype)
             o = applied if o is None else o.add_(applied)
         assert o is not None
         return o
@@ -160,15 +160,20 @@ class LinearLayer:
         if not needed:
             return d
         at = torch.bmm(d, self.weight)
-        return torch.addcmul(at, self.a, self.d2) if own else at
+        return torch.addcmul(at, self.a, self.d2.to(at.dtype)) if own else at
 
     def moved_squares(self) -> Tensor:
-        """‖δ̇aᵀ + δȧᵀ‖² + ‖δ̇‖²."""
-        squares = self.d_dot.square().sum(2) * (self.a2.squeeze(2) + 1)
+        """Returns ‖δ̇aᵀ + δȧᵀ‖² + ‖δ̇‖² as a sum of squares, which cannot cancel.
+
+        With δ̇ = αδ + δ̇', ȧ = βa + ȧ' and δ̇' ⊥ δ, ȧ' ⊥ a the first is (α + β)²‖δ‖²‖a‖² + ‖δ̇'‖²‖a‖² + ‖δ‖²‖ȧ'‖².
+        """
+        a2, d2 = self.a2.squeeze(2), self.d2.squeeze(2)
+        along_d, across_d = _split(self.d_dot, self.d, self.d2)
+        squares = across_d * a2 + _squares(self.d_dot[..., None])
         if self.a_dot is None:
-            return squares
-        cross = (self.d * self.d_dot).sum(2) * (self.a * self.a_dot).sum(2)
-        return squares + self.d2.squeeze(2) * self.a_dot.square().sum(2) + 2 * cross
+            return squares + (along_d.square() * d2) * a2
+        along_a, across_a = _split(self.a_dot, self.a, self.a2)
+        return squares + (along_d + along_a).square() * d2 * a2 + d2 * across_a
 
 
 class PlainLayer:
@@ -288,8 +293,15 @@ def _put(out: Tensor, span: Sequence[int], weights: Tensor, gradients: Tensor, b
 
 
 def _squares(x: Tensor) -> Tensor:
-    sizes: Tensor = torch.linalg.vector_norm(x.flatten(2), dim=2)
+    """Returns the squared norm of each network's and record's part, (K, B), in float64."""
+    sizes: Tensor = torch.linalg.vector_norm(x.flatten(2), dim=2, dtype=torch.float64)
     return sizes.square()
+
+
+def _split(dot: Tensor, x: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns α and ‖dot − αx‖² with dot − αx ⊥ x, each (K, B) in float64; x2 is ‖x‖², (K, B, 1)."""
+    alpha = (dot * x).sum(2, keepdim=True, dtype=torch.float64) / torch.where(x2 > 0, x2, 1)
+    return alpha.squeeze(2), _squares((dot - alpha.to(dot.dtype) * x)[..., None])
 
 
 def _pair(value: Any) -> Pair:

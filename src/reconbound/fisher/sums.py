@@ -23,7 +23,7 @@ from reconbound.fisher.checks import (
 from reconbound.fisher.clipping import Clip, check_clip, clipping
 from reconbound.fisher.generic import GenericPass
 from reconbound.fisher.gradients import LayerPass, NotCovered
-from reconbound.fisher.passes import Pass, Route, trainable
+from reconbound.fisher.passes import Pass, Route, trainable, zero_sums
 from reconbound.fisher.private import Inputs, Private, Problem, batch_rows, check_rows, private_part
 from reconbound.fisher.probes import SHARED_FROM
 
@@ -74,14 +74,14 @@ def clipped_gradient_sum(
     if not (checked or capturing(z)):
         check_values(model, inputs, targets)
     present = None if mask is None else as_present(mask, z)
-    total = {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items()}
+    total = zero_sums(params)
     norms, factors, losses = [z[:0]], [z[:0]], [z[:0]]
     for rows in micro_batches(len(z), micro_batch):
         batch = batch_rows((z, inputs, targets), rows)
         check = rows.start == 0 and not checked
         work = open_pass(problem, batch, method, "reverse", check=check, measured=False)
         method = work.method
-        norms.append(work.squared_norms().clamp(min=0).sqrt())
+        norms.append(work.norms())
         factors.append(clipping(norms[-1], max_grad_norm, check_clip(clip)).factor)
         losses.append(work.losses)
         part = work.weighted_sum(factors[-1] if present is None else factors[-1] * present[rows])
