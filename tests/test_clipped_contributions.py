@@ -214,3 +214,15 @@ def test_the_information_of_a_cancelling_record_is_that_of_the_float64_model() -
     ]
     torch.testing.assert_close(found[1].clipped_norm.double(), found[0].clipped_norm, rtol=1e-2, atol=0)
     torch.testing.assert_close(found[1].trace.double(), found[0].trace, rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("measured", [False, True], ids=["sum", "information"])
+def test_a_gradient_that_is_not_finite_is_refused_by_name(measured: bool) -> None:
+    """One record whose gradient overflows made the whole sum NaN, which shows that it took part."""
+    x, y = torch.ones(3, 4), torch.tensor([1.0, 1e38, 1.0])
+    loss: Any = lambda out, target: (out * target[:, None]).sum(1) * target  # noqa: E731
+    with pytest.raises(ValueError, match=r"record 1 of the batch has gradient norm (inf|nan)"):
+        if measured:
+            step_information(nn.Linear(4, 2), loss, x, y, max_grad_norm=C, noise_multiplier=1.0)
+        else:
+            clipped_gradient_sum(nn.Linear(4, 2), loss, x, y, max_grad_norm=C)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ._check import InputError
-from .fisher import Private, clipping, covering_method, step_information
+from .fisher import Private, clipping, step_information
 from .fisher.private import Problem
 from .fisher.probes import Basis
+from .fisher.self_test import tested_methods
 from .fisher.stacked import Stack
 from .fisher.sums import open_pass
 
@@ -121,9 +122,11 @@ class Branches:
 
     def __init__(self, fleet: Fleet, streams: int) -> None:
         self.fleet = fleet
-        few = fleet.inputs[:3], fleet.targets[:3]
-        kinds = (Private("nothing"), fleet.private)
-        self.methods = [covering_method(fleet.models[0], fleet.loss_fn, *few, kind) for kind in kinds]
+        few, first = (fleet.inputs[:4], fleet.targets[:4]), fleet.settings[0]
+        kinds, clipped = (Private("nothing"), fleet.private), (first.max_grad_norm, first.clip)
+        self.methods = tested_methods(
+            fleet.models[0], fleet.loss_fn, few, kinds, max_grad_norm=clipped[0], clip=clipped[1]
+        )
         self.streams = [torch.cuda.Stream(fleet.device) for _ in range(streams if fleet.device.type == "cuda" else 0)]
 
     def gradient_sums(self, work: Work) -> None:
@@ -201,10 +204,16 @@ def _check_alike(fleet: Fleet, stack: Stack) -> None:
     try:
         fleet.params.normal_(0, 0.3, generator=generator)
         record = torch.empty_like(fleet.inputs[:1]).normal_(generator=generator)
-        found = stack.open(record, fleet.targets[:1], fleet.loss_fn, measured=False).outputs[:1]
-        with torch.no_grad():
+        opened = stack.open(record, fleet.targets[:1], fleet.loss_fn, measured=False)
+        sums = torch.empty_like(fleet.params)
+        opened.weighted_sum(torch.ones_like(opened.norms()), sums)
+        with torch.enable_grad():
             own = model(record)
+            gradients = torch.autograd.grad(fleet.loss_fn(own, fleet.targets[:1]).sum(), list(model.parameters()))
     finally:
         fleet.params.copy_(start)
+    found, plain = opened.outputs[:1].detach(), torch.cat([g.flatten() for g in gradients])
     if own.shape != found.shape or not bool((own - found).abs().max() <= 0.01 * own.abs().max()):  # TF32's rounding
         raise ValueError("its outputs are not those of its layers in a row")
+    if not bool((sums[0] - plain).norm() <= 0.01 * plain.norm()):
+        raise ValueError("its gradients are not those of its layers in a row")

@@ -18,6 +18,7 @@ from ._check import InputError, warn_user
 from ._opacus import is_wrapper
 from .fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
 from .fisher.private import Problem, as_private, feature_mask, module_caveats, private_part
+from .fisher.self_test import tested_methods
 from .settings import Settings
 from .validate import check_batch
 from .validate.kinds import is_about_kinds, model_dtype
@@ -69,9 +70,14 @@ class Measurer:
         if check and len(about) > 1:
             why = "freeze it (requires_grad_(False)), or read the floors as for an attacker who does not look there"
             warn_user(f"floors do not cover all that is released, {about[1]}: {why}", ReconboundWarning)
-        self._methods = [
-            covering_method(model, loss_fn, *few, part) for part in (Private("nothing"), as_private(private))
-        ]
+        kinds = (Private("nothing"), as_private(private))
+        if check:
+            records = record_count(inputs, targets)
+            spread = self.rows(torch.tensor([i * (records - 1) // 3 for i in range(4)]).unique())
+            clipped: Any = {"max_grad_norm": settings.max_grad_norm, "clip": settings.clip}
+            self._methods = tested_methods(model, loss_fn, spread, kinds, **clipped)
+        else:
+            self._methods = [covering_method(model, loss_fn, *few, part) for part in kinds]
         self._columns, self.features = self._private_features(few)
 
     def rows(self, indices: Tensor) -> tuple[Any, Any]:

@@ -27,6 +27,7 @@ def check_arguments(model: Any, loss_fn: Any, inputs: Any, targets: Any, generat
         raise InputError("model", "must be a torch.nn.Module", type(model).__name__)
     if not callable(loss_fn):
         raise InputError("loss_fn", "must be a function (outputs, targets) -> losses, (B,)", type(loss_fn).__name__)
+    check_autocast(model)
     devices = {p.device for p in model.parameters()}
     device = next(iter(devices)) if len(devices) == 1 else None  # spread over several: PyTorch must say
     for name, tree in (("inputs", inputs), ("targets", targets)):
@@ -51,6 +52,16 @@ def check_arguments(model: Any, loss_fn: Any, inputs: Any, targets: Any, generat
         raise ValueError(
             f"generator is on {generator.device}, the model on {device}: torch.Generator('{device.type}') is wanted"
         )
+
+
+def check_autocast(model: nn.Module) -> None:
+    """Refuses autocast around the whole call: the sums of gradients would be rounded to 8 or 11 bits."""
+    for kind in {p.device.type for p in model.parameters()}:
+        if torch.is_autocast_enabled(kind):
+            raise ValueError(
+                f"autocast is on for {kind} around this call, in which gradients are clipped and summed: "
+                "put `with torch.autocast(...)` into the model's forward instead"
+            )
 
 
 def check_values(model: nn.Module, inputs: Any, targets: Any) -> None:
@@ -94,6 +105,17 @@ def check_losses(losses: Any, records: int) -> None:
     else:
         what = f"{shape} for {records} records: it was reduced over the batch or counts something else"
     raise ValueError(f"loss_fn must return one loss per record, shape (B,), got {what}")
+
+
+def check_norms(norms: Tensor) -> None:
+    """Refuses gradients that are not finite: one of them would make the whole sum so, and that shows who took part."""
+    bad = torch.nonzero(~torch.isfinite(norms)).flatten()
+    if len(bad):
+        first = int(bad[0])
+        raise ValueError(
+            f"record {first} of the batch has gradient norm {norms[first].item()}: its gradient overflows "
+            f"{norms.dtype} or the dtype of the model; scale the data or the loss, or use float64"
+        )
 
 
 def check_trainable(model: nn.Module, params: Mapping[str, Tensor]) -> None:

@@ -24,7 +24,15 @@ from reconbound.fisher.checks import no_dependence, no_gradient
 from reconbound.fisher.layers import ConvRule, EmbeddingRule
 from reconbound.fisher.passes import Params, Pass, Route, trainable, wide_dtype
 from reconbound.fisher.private import Inputs, Problem
-from reconbound.fisher.recorder import NotCovered, Site, check_covered, check_leading, check_small_batch, recorded
+from reconbound.fisher.recorder import (
+    NotCovered,
+    Site,
+    check_covered,
+    check_leading,
+    check_order,
+    record_alone,
+    recorded,
+)
 
 Pair = tuple[Tensor, Tensor]
 
@@ -32,8 +40,8 @@ Pair = tuple[Tensor, Tensor]
 class LayerPass:
     """One forward and one backward pass, recorded; then every product by layer rules.
 
-    check: first run a batch of another size, to see that the leading dimension of every layer's input counts records;
-        and refuse gradients that do not depend on z.
+    check: first run two records alone, to see that every layer's input has a row for each record, in their order; and
+        refuse gradients that do not depend on z.
     measured: keep the graph, for products with J; without it there are norms and weighted sums alone.
     sloped: also take ∇_z ℓ on the way.
     """
@@ -52,14 +60,14 @@ class LayerPass:
         sloped: bool = False,
     ) -> None:
         self.params = trainable(problem)
-        if check:
-            check_small_batch(problem, self.params, z, inputs, targets)
+        alone = record_alone(problem, self.params, z, inputs, targets) if check else {}
         self.z = z.detach().requires_grad_()
         self.strict = problem.private.part if check else None
         with torch.enable_grad():
             losses, self.outputs, sites = recorded(problem, self.params, self.z, inputs, targets)
             check_covered(losses, sites, self.params)
             check_leading(sites, z.shape[0])
+            check_order(sites, alone)
             self.losses = losses.detach()
             at = [*(s.edge for s in sites), *([self.z] if sloped else [])]
             deltas = _output_gradients(losses, at, create_graph=measured)

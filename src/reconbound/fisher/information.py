@@ -27,6 +27,7 @@ from reconbound.fisher.checks import (
     check_at_least_one,
     check_choice,
     check_common,
+    check_norms,
     check_positive,
     check_values,
 )
@@ -209,6 +210,8 @@ def step_information(
         if sharing:  # all records are in this pass
             plan = _shared(plan, work.slope()[:SHARED_FROM], present, shared, signs)
         parts.append(_measure(work, plan, None if present is None else present[rows]))
+        if not (checked or capturing(z)):
+            check_norms(parts[-1].norm)
     return joined(parts, size, len(drawn), setting)
 
 

@@ -107,9 +107,12 @@ def _conv(rank: int) -> Callable[..., Tensor | None]:
             a = F.pad(a, [v for t in reversed(total) for v in (t // 2, t - t // 2)])
             padding = 0
         rule = ConvRule(kernel, stride, _each(padding, rank), dilation, groups)
+        kind = a.device.type
+        if torch.is_autocast_enabled(kind) and a.dtype != torch.float64:  # as F.conv does, but seen by the graph
+            a, constant = (t.to(torch.get_autocast_dtype(kind)) for t in (a, constant))
         output = convolve(a, constant, rule)
         if bias is not None:
-            output = output + rule.bias(rec.constant(bias), output)
+            output = output + rule.bias(rec.constant(bias).to(output.dtype), output)
         if rec.name(weight) is None and rec.name(bias) is None:
             return output  # frozen: nothing to record, and still cheap to differentiate twice
         return rec.add(rule, a, output, weight, bias)
@@ -212,22 +215,45 @@ def recorded(
     return losses, outputs, recorder.sites
 
 
-def check_small_batch(problem: Problem, params: Mapping[str, Tensor], z: Tensor, inputs: Inputs, targets: Any) -> None:
-    """A batch of another size must show in the first dimension of every layer's input, or it does not count records.
+def record_alone(
+    problem: Problem, params: Mapping[str, Tensor], z: Tensor, inputs: Inputs, targets: Any
+) -> dict[int, list[Site]]:
+    """Returns the uses by the first and the last record of a batch, each in a batch of another size, by row.
 
-    Not again while a CUDA graph is captured of what has been run before: the check would be replayed with the graph.
+    That size must show in the first dimension of every layer's input, or it does not count records. Not again while a
+    CUDA graph is captured of what has been run before: the runs would be replayed with the graph.
     """
     done = _CHECKED.setdefault(problem.model, set())
     key = (tuple(z.shape[1:]), problem.private.part, problem.private.name)
     if key in done and z.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
+        return {}
     records = 1 if z.shape[0] > 1 else 2
-    z, inputs, targets = batch_rows((z, inputs, targets), slice(0, 1))
-    if records == 2:
-        z, inputs, targets = tree_map(lambda t: torch.cat([t, t]) if isinstance(t, Tensor) else t, (z, inputs, targets))
-    with torch.enable_grad():
-        check_leading(recorded(problem, params, z, inputs, targets)[2], records)
+    found: dict[int, list[Site]] = {}
+    for row in {0, z.shape[0] - 1}:
+        batch = batch_rows((z, inputs, targets), slice(row, row + 1))
+        if records == 2:
+            batch = tree_map(lambda t: torch.cat([t, t]) if isinstance(t, Tensor) else t, batch)
+        with torch.enable_grad():
+            found[row] = recorded(problem, params, *batch)[2]
+        check_leading(found[row], records)
     done.add(key)
+    return found
+
+
+def check_order(sites: list[Site], alone: Mapping[int, list[Site]]) -> None:
+    """Raises NotCovered unless each layer's input has a record's values in the record's own row."""
+    for row, own in alone.items():
+        if len(own) != len(sites):
+            raise NotCovered("the layers that are used depend on the other records or on their number")
+        for site, one in zip(sites, own, strict=True):
+            here, there = site.a[row].detach(), one.a[0].detach()
+            if here.shape == there.shape and bool((here == there).all()):
+                continue
+            if here.shape == there.shape and here.is_floating_point():
+                near = 0.02 * there.abs().max()  # a batch of another size is rounded otherwise
+                if bool(((here - there).abs() <= near).all()):
+                    continue
+            raise NotCovered(f"the input of {site.weight or site.bias} has other values of record {row} in its row")
 
 
 def check_covered(losses: Tensor, sites: list[Site], params: Mapping[str, Tensor]) -> None:
@@ -235,8 +261,8 @@ def check_covered(losses: Tensor, sites: list[Site], params: Mapping[str, Tensor
     for site in sites:
         if site.a._version != site.version:
             raise NotCovered(f"the input of {site.weight or site.bias} is changed in place after its use")
-    both = {site.weight for site in sites if site.weight} & {site.bias for site in sites if site.bias}
-    if both:  # its gradient has two shares, which only the sum of both can be clipped by
+    both = _in_two_roles(sites)
+    if both:  # the rules keep weights and biases apart, and such a gradient is the sum of both shares
         raise NotCovered(f"the parameter {min(both)} is a weight in one layer and a bias in another")
     if not losses.requires_grad:
         return
@@ -251,6 +277,11 @@ def check_covered(losses: Tensor, sites: list[Site], params: Mapping[str, Tensor
         if name is not None:
             raise NotCovered(f"the parameter {name} is used outside the known layers")
         todo.extend(following for following, _ in node.next_functions)
+
+
+def _in_two_roles(sites: list[Site]) -> set[str]:
+    """Returns the parameters that are a weight in one use and a bias in another."""
+    return {site.weight for site in sites if site.weight} & {site.bias for site in sites if site.bias}
 
 
 def check_leading(sites: list[Site], records: int) -> None:

@@ -16,6 +16,7 @@ from reconbound.fisher.checks import (
     capturing,
     check_arguments,
     check_common,
+    check_norms,
     check_trainable,
     check_values,
     wrong_kind,
@@ -82,6 +83,8 @@ def clipped_gradient_sum(
         work = open_pass(problem, batch, method, "reverse", check=check, measured=False)
         method = work.method
         norms.append(work.norms())
+        if not (checked or capturing(z)):
+            check_norms(norms[-1])
         factors.append(clipping(norms[-1], max_grad_norm, check_clip(clip)).factor)
         losses.append(work.losses)
         part = work.weighted_sum(factors[-1] if present is None else factors[-1] * present[rows])
