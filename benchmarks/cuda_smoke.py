@@ -85,8 +85,57 @@ def fleets(device: str) -> None:
     print("fleets ok: a training with its own seed does not depend on the others")
 
 
+PRECISIONS = [(dtype, None) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
+PRECISIONS += [(torch.float32, mixed) for mixed in (torch.bfloat16, torch.float16)]  # by autocast inside the model
+
+
+class Cancelling(nn.Module):
+    """One layer on every place, and a loss on their signed sum; mixed: in half precision by autocast."""
+
+    def __init__(self, layer: nn.Module, mixed: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.layer, self.mixed = layer, mixed
+
+    def forward(self, x):
+        signs = 1 - 2 * (torch.arange(x.shape[-1], device=x.device) % 2)
+        with torch.autocast("cuda", dtype=self.mixed or torch.bfloat16, enabled=self.mixed is not None):
+            out = self.layer(x) if isinstance(self.layer, nn.Conv2d) else self.layer(x.transpose(1, 2)).transpose(1, 2)
+            return (out * signs[: out.shape[-1]]).float().flatten(1).sum(1)
+
+
+def clipped_in_every_precision() -> None:
+    """No single record contributes more than C: TF32 on and off, half precisions, autocast, places that cancel."""
+    worst: dict[str, float] = {}
+    flags = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [f.allow_tf32 for f in flags]
+    for tf32 in (False, True):
+        for flag in flags:
+            flag.allow_tf32 = tf32
+        for dtype, mixed in PRECISIONS:
+            for layer, shape in ((nn.Linear(256, 192), (256, 16)), (nn.Conv2d(64, 64, 3), (64, 6, 6))):
+                model = Cancelling(layer, mixed).cuda().to(dtype)
+                for gap in (1.0, 1e-2, 1e-4):
+                    start = torch.randn(6, *shape[:1], *(1,) * (len(shape) - 1))
+                    x = ((start + gap * torch.randn(6, *shape)) * 30).cuda().to(dtype)
+                    y = torch.full((6,), 100.0, device="cuda")
+                    loss = lambda out, target: out * target  # noqa: E731
+                    for i in range(6):
+                        one = clipped_gradient_sum(
+                            model, loss, x[i : i + 1], y[i : i + 1], max_grad_norm=1.0, clip="hard", method="layers"
+                        )
+                        size = torch.stack([v.double().norm() for v in one.gradient_sum.values()]).norm()
+                        name = f"{dtype}, autocast {mixed}, TF32 {tf32}".replace("torch.", "")
+                        worst[name] = max(worst.get(name, 0.0), float(size))
+    for flag, value in zip(flags, before, strict=True):
+        flag.allow_tf32 = value
+    for name, size in worst.items():
+        assert size <= 1 + 1e-4, (name, size)
+        print(f"{name}: largest contribution {size:.6f} C")
+
+
 def main() -> None:
     torch.manual_seed(0)
+    clipped_in_every_precision()
     normed = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.GELU(), nn.Flatten(), nn.LayerNorm(7200), nn.Linear(7200, 10)
     )
