@@ -170,16 +170,20 @@ def test_repeated_tokens_that_cancel_are_clipped() -> None:
 
 
 def test_tiny_and_huge_factors_of_a_gradient_are_clipped() -> None:
-    """δ of 1e-25 beside inputs of 1e30: in float32 one square is 0 and the other infinite, the norm is 1e5."""
-    model = nn.Linear(3, 2)
-    x = torch.full((2, 3), 1e30)
+    """δ of 1e-24 beside inputs of 1e18: in float32 one square is 0, and so was the norm, which is 1e-6 > C."""
+    model = nn.Linear(16, 9)
+    x = torch.full((2, 16), 1e18)
     loss: Any = lambda out, target: out.sum(1) * target  # noqa: E731
     with torch.no_grad():
         model.weight.zero_()
-    for scale in (1e-25, 1e-20, 1e-30, 1e-36):
-        found = contributions(model, loss, x, torch.full((2,), scale), "hard")
-        assert found.max() <= 1 + SLACK
-        assert found.min() > 0.99 or scale < 1e-29
+    for scale in (1e-16, 1e-20, 1e-24, 1e-30, 1e-36):
+        y = torch.full((2,), scale)
+        one = clipped_gradient_sum(model, loss, x[:1], y[:1], max_grad_norm=1e-8, clip="hard")
+        size = torch.stack([s.double().norm() for s in one.gradient_sum.values()]).norm()
+        assert size <= 1e-8 * (1 + SLACK)
+        assert size > 0.99e-8 or scale < 1e-19
+    with pytest.raises(ValueError, match="record 0 of the batch has gradient norm inf"):
+        clipped_gradient_sum(model, loss, x * 1e12, torch.full((2,), 1e-25), max_grad_norm=1.0)
 
 
 def test_the_sum_of_a_half_precision_model_is_not_rounded() -> None:

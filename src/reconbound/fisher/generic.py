@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from reconbound.fisher.checks import no_dependence, no_gradient
 from reconbound.fisher.passes import Params, Route, trainable, wide_dtype
 from reconbound.fisher.private import Inputs, Problem, batch_rows
+from reconbound.fisher.products import squares_above
 
 
 @cache
@@ -152,9 +153,8 @@ class GenericPass:
 
 
 def _squares(gradients: Params) -> Tensor:
-    """Returns the squared norm of each record's gradient, (B,), in float64."""
-    sizes = [torch.linalg.vector_norm(_rows(g), dim=1, dtype=torch.float64).square() for g in gradients.values()]
-    return torch.stack(sizes).sum(0)
+    """Returns the squared norm of each record's gradient, (B,), in float64, and no rounding puts it below."""
+    return torch.stack([squares_above(_rows(g)) for g in gradients.values()]).sum(0)
 
 
 def _rows(each: Tensor) -> Tensor:

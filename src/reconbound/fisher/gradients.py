@@ -152,7 +152,7 @@ class LayerPass:
     def _norms(self, squares: list[Tensor]) -> Tensor:
         """Returns the norms whose squares the weights have, (B,), with those of the biases; keeps their gradients."""
         self._form_biases()
-        squares = [*squares, *(_squares(self.formed[name]) for name in self.bias_uses)]
+        squares = [*squares, *(products.squares_above(self.formed[name]) for name in self.bias_uses)]
         if not squares:
             return self.losses.new_zeros(len(self.losses), dtype=self.dtype)
         total = torch.stack(squares).sum(0).sqrt()
@@ -167,17 +167,20 @@ class LayerPass:
         """Returns squares not below those of the weight's gradients, (B,); keeps gradients that are formed."""
         if len(uses) > 1:
             self.formed[name] = self._full(name, uses, self._own_pairs())
-            return _squares(self.formed[name])
+            return products.squares_above(self.formed[name])
         columns, rows = self._factors(uses[0], [(self.inputs[uses[0]], self.deltas[uses[0]])])[0]
         if products.forms_gradient(columns, rows, columns.shape[-1]):
             self.formed[name] = products.record_gradients(columns, rows)
-            return _squares(self.formed[name])
-        return self._above(uses[0], columns, rows, products.gram(columns, columns), products.gram(rows, rows))
+            return products.squares_above(self.formed[name])
+        return self._above(uses[0], columns, rows)
 
-    def _above(self, i: int, columns: Tensor, rows: Tensor, of_columns: Tensor, of_rows: Tensor) -> Tensor:
+    def _above(self, i: int, columns: Tensor, rows: Tensor, grams: Pair | None = None) -> Tensor:
         """Returns squares not below those of the contributions that `weighted_sum` makes of this use, (B,)."""
-        convolution = isinstance(self.sites[i].rule, ConvRule)
-        rounding = products.sum_rounding(rows.shape[-1], rows, convolution=convolution)
+        places, convolution = rows.shape[-1], isinstance(self.sites[i].rule, ConvRule)
+        rounding = products.sum_rounding(places, self.deltas[i], convolution=convolution)
+        if places == 1 and columns.is_floating_point():
+            return products.single_place_squares(columns, rows, rounding)
+        of_columns, of_rows = grams or (products.gram(columns, columns), products.gram(rows, rows))
         width = rows.shape[2] + (columns.shape[2] if columns.is_floating_point() else 0)
         return products.gram_squares_above(of_columns, of_rows, width, rounding)
 
@@ -186,15 +189,15 @@ class LayerPass:
         squares: list[Tensor] = []
         for name, uses in self.weight_uses.items():
             if len(uses) > 1:
-                squares.append(_squares(self._full(name, uses, pairs)))
+                squares.append(products.squares_above(self._full(name, uses, pairs)))
                 continue
             factors = self._factors(uses[0], pairs[uses[0]])
             if products.forms_gradient(*factors[0], sum(columns.shape[-1] for columns, _ in factors)):
-                squares.append(_squares(products.summed_gradients(factors)))
+                squares.append(products.squares_above(products.summed_gradients(factors)))
             else:
                 columns, rows = _joined(factors)
                 squares.append(products.gram_squares(products.gram(columns, columns), products.gram(rows, rows)))
-        squares += [_squares(self._bias_direction(uses, pairs)) for uses in self.bias_uses.values()]
+        squares += [products.squares_above(self._bias_direction(uses, pairs)) for uses in self.bias_uses.values()]
         if not squares:
             return self.losses.new_zeros(len(self.losses), dtype=self.dtype)
         return torch.stack(squares).sum(0).clamp(min=0).to(self.dtype)
@@ -217,7 +220,7 @@ class LayerPass:
             else:
                 formed, above = self._single(uses[0], pairs, along_output, along_input, squares is not None, moving)
             if squares is not None and formed is not None:
-                self.formed[name], above = formed, _squares(formed)
+                self.formed[name], above = formed, products.squares_above(formed)
             if squares is not None and above is not None:
                 squares.append(above)
         for uses in self.bias_uses.values():
@@ -247,14 +250,16 @@ class LayerPass:
             if site.a.requires_grad:
                 t = products.transpose_each(rule, delta, formed, a)
         else:
-            others = _joined(factors)
-            of_columns = products.gram(others[0], columns)
-            of_rows = products.gram(others[1], rows)
-            e = products.combined(others[1], of_columns)
+            if rows.shape[-1] > 1 or not own:  # with one place nothing can cancel
+                columns, rows = products.precise(columns), products.precise(rows)
+                factors = [(products.precise(c), products.precise(r)) for c, r in factors]
+            others = (columns, rows) if own else _joined(factors)
+            of_columns, of_rows = products.gram(others[0], columns), products.gram(others[1], rows)
+            e = products.combined(others[1], of_columns).to(self.dtype)
             if site.a.requires_grad:
-                t = rule.from_columns(products.combined(others[0], of_rows), a.shape)
+                t = rule.from_columns(products.combined(others[0], of_rows).to(self.dtype), a.shape)
             if own:
-                above = self._above(i, columns, rows, of_columns, of_rows)
+                above = self._above(i, columns, rows, (of_columns, of_rows))
         along_output[i] = _kept(site, rule.from_rows(e, delta.shape))
         along_input[i] = t
         return formed, above
@@ -379,12 +384,6 @@ def _joined(factors: list[Pair]) -> Pair:
     if len(factors) == 1:
         return factors[0]
     return torch.cat([columns for columns, _ in factors], -1), torch.cat([rows for _, rows in factors], -1)
-
-
-def _squares(gradients: Tensor) -> Tensor:
-    """Returns the squared norm of each record's row, (B,), in float64: no number is too small or too large for it."""
-    sizes: Tensor = torch.linalg.vector_norm(gradients.flatten(1), dim=1, dtype=torch.float64)
-    return sizes.square()
 
 
 def _kept(site: Site, value: Tensor) -> Tensor:

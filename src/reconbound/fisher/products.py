@@ -13,35 +13,65 @@ _FEW_PLACES = 4
 #: The relative error of a float32 factor of a product, rounded or cut, by torch's names, new and old.
 _SHORTENING = {"none": 0.0, "ieee": 0.0, "highest": 0.0, "tf32": 2.0**-10, "high": 2.0**-10}
 _SHORTENING |= {"bf16": 2.0**-8, "medium": 2.0**-8}
+_STRETCH = 256
 _SMALL = 8192  # on CUDA a gradient of so few numbers is formed: cuDNN sums those that are not, slowly
+
+
+def precise(values: Tensor) -> Tensor:
+    """Returns numbers in float64, in which products of float32 numbers are exact; indices as they are."""
+    return values.double() if values.is_floating_point() else values
 
 
 def gram(first: Tensor, second: Tensor) -> Tensor:
     """Returns the inner products of columns in float64, (B, g, L₁, L₂); of indices: True where they are equal.
 
-    Products of float32 numbers are exact in float64. In their own precision the sums that follow would cancel to
-    nothing where the places of a record nearly cancel.
+    In float32 the sums that follow would cancel to nothing where the places of a record nearly cancel.
     """
     if not first.is_floating_point():
         return first.unsqueeze(3) == second.unsqueeze(2)
     same = first is second
-    first = first.double()
-    second = first if same else second.double()
+    if same and first.shape[3] == 1:
+        return (
+            squares_above(first).reshape(-1, 1, 1, 1) if first.shape[1] == 1 else first.double().square().sum(2, True)
+        )
+    first = precise(first)
+    second = first if same else precise(second)
     if first.is_cuda and first.shape[3] * second.shape[3] <= _FEW_PLACES:  # a product of matrices that is slow there
         return (first.unsqueeze(4) * second.unsqueeze(3)).sum(2)
-    if same and first.shape[3] == 1:
-        return first.square().sum(2, keepdim=True)
     return first.transpose(2, 3) @ second
 
 
 def combined(vectors: Tensor, of_pairs: Tensor) -> Tensor:
-    """Returns vectors (B, g, K, L₁) combined by a Gram matrix (B, g, L₁, L₂), rounded once.
+    """Returns vectors (B, g, K, L₁) combined by a Gram matrix (B, g, L₁, L₂), in the precision of the vectors.
 
-    Summed in float64: what follows takes differences between places.
+    What follows takes differences between places: where there are several, they must come in float64.
     """
     if vectors.shape[-1] == 1 and of_pairs.shape[-1] == 1:
-        return vectors * of_pairs.to(vectors.dtype)  # a single product: nothing can cancel
-    return (vectors.double() @ of_pairs.double()).to(vectors.dtype)
+        return vectors * of_pairs.to(vectors.dtype)
+    return vectors @ of_pairs.to(vectors.dtype)
+
+
+def squares_above(gradients: Tensor) -> Tensor:
+    """Returns the squared norm of each record's row, (B,), in float64, and no rounding puts it below.
+
+    On a CPU stretches of 256 numbers are summed in their own precision, whose error is bounded by 264 u and, where
+    squares are too small for it, by its smallest normal number; those sums are then added in float64. (To turn all
+    numbers into float64 first takes up to 40 times as long.)
+    """
+    flat = gradients.flatten(1)
+    if flat.is_cuda or flat.dtype == torch.float64:
+        sizes: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
+        return sizes.square()
+    whole = flat.shape[1] - flat.shape[1] % _STRETCH
+    parts = [flat[:, :whole].unflatten(1, (-1, _STRETCH)), flat[:, None, whole:]]
+    found = torch.cat([torch.linalg.vector_norm(part, dim=2) for part in parts if part.numel()], 1).double()
+    kind = torch.finfo(flat.dtype)
+    return found.square().sum(1) * (1 + (_STRETCH + 8) * kind.eps) + flat.shape[1] * kind.tiny
+
+
+def single_place_squares(columns: Tensor, rows: Tensor, rounding: float) -> Tensor:
+    """Returns squares, (B,), not below ‖fl(δ aᵀ)‖² where a weight meets one place, so that nothing cancels."""
+    return squares_above(columns) * squares_above(rows) * (1 + rounding) ** 2
 
 
 def gram_squares(of_columns: Tensor, of_rows: Tensor) -> Tensor:
@@ -95,13 +125,13 @@ def _shortening(like: Tensor, *, convolution: bool) -> float:
 
 
 def forms_gradient(columns: Tensor, rows: Tensor, places: int) -> bool:
-    """Whether it is cheaper to form G (O·K numbers) than the Gram matrices of L × L places."""
+    """Whether it is cheaper to form G (O·K numbers) than the Gram matrices of L × L places, in float64."""
     if not columns.is_floating_point():
         return False
     k, o = columns.shape[2], rows.shape[2]
     if columns.is_cuda and k * o <= _SMALL and places > _FEW_PLACES:
         return True
-    return 3 * k * o < 2 * (k + o) * places
+    return k * o < 2 * (k + o) * places
 
 
 def record_gradients(columns: Tensor, rows: Tensor) -> Tensor:
