@@ -31,9 +31,7 @@ def gram(first: Tensor, second: Tensor) -> Tensor:
         return first.unsqueeze(3) == second.unsqueeze(2)
     same = first is second
     if same and first.shape[3] == 1:
-        return (
-            squares_above(first).reshape(-1, 1, 1, 1) if first.shape[1] == 1 else first.double().square().sum(2, True)
-        )
+        return squares_above(first.flatten(0, 1)).reshape(*first.shape[:2], 1, 1)
     first = precise(first)
     second = first if same else precise(second)
     if first.is_cuda and first.shape[3] * second.shape[3] <= _FEW_PLACES:  # a product of matrices that is slow there
