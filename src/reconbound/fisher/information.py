@@ -53,6 +53,7 @@ from reconbound.fisher.probes import (
 )
 from reconbound.fisher.result import Part, StepInformation, joined, nothing
 from reconbound.fisher.sums import Method, as_present, first_slopes, micro_batches, open_pass, released
+from reconbound.validate.jumps import check_jumps_once
 
 ErrorFrom = Literal["auto", "spread", "product", "bound"]
 ProbeIn = Literal["auto", "weights", "inputs"]
@@ -137,8 +138,8 @@ def step_information(
         private: None (the whole input), a mask or indices of features, "target", or a Private.
         method: "layers" (a rule per layer), "generic" (torch.func), "auto": layers where they cover the model.
         route: of the generic way: "reverse" over reverse or "forward" over reverse.
-        checked: skip the checks that read values (finite data, no BatchNorm or dropout) and the look at a batch of
-            another size, which the caller has had made (validate.check_batch, covering_method). In a CUDA graph that
+        checked: skip the checks that read values (finite data, no BatchNorm or dropout), the search for jumps (made
+            once for a model and a loss) and the look at a batch of another size, which the caller has had made (validate.check_batch, covering_method). In a CUDA graph that
             is being captured they are skipped anyway.
 
     Guarantee: `along` is exact; E[across] and E[diagonal_across] over the probes are exact for smooth models (twice
@@ -172,6 +173,7 @@ def step_information(
         return nothing(params, z, size, probes, setting)
     if not (checked or capturing(z)):
         check_values(model, inputs, targets)
+        check_jumps_once(model, loss_fn, batch_rows((inputs, targets), slice(0, 3)), problem.private)
     if directions is None:
         drawn: Sequence[Any] = (
             draw_input_probes(z, probes, generator) if in_inputs else draw_probes(params, probes, generator)
