@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ._check import InputError, warn_user
+from ._check import InputError
 from ._opacus import is_wrapper
 from .fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
-from .fisher.private import Problem, as_private, feature_mask, module_caveats, private_part
+from .fisher.private import Problem, as_private, feature_mask, private_part
 from .settings import Settings
 from .validate import check_batch
 from .validate.kinds import is_about_kinds, model_dtype
-from .validate.structure import ReconboundWarning, kink_caveats, kinked_modules
+from .validate.structure import kink_caveats, kinked_modules
+from .validate.uncovered import uncovered_caveats
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -62,13 +63,12 @@ class Measurer:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.device = self.params[0].device
         few = self.rows(torch.arange(min(3, record_count(inputs, targets))))
-        known = kink_caveats(kinked_modules(model))
-        found = check_batch(model, loss_fn, *few) if check else known
-        about = module_caveats(model, as_private(private))
-        self.caveats: tuple[str, ...] = (*found, *about)
-        if check and len(about) > 1:
-            why = "freeze it (requires_grad_(False)), or read the floors as for an attacker who does not look there"
-            warn_user(f"floors do not cover all that is released, {about[1]}: {why}", ReconboundWarning)
+        self.caveats: tuple[str, ...]
+        if check:
+            self.caveats = check_batch(model, loss_fn, *few, private=private)
+        else:
+            beside = uncovered_caveats(model, loss_fn, few, as_private(private))
+            self.caveats = (*kink_caveats(kinked_modules(model)), *beside)
         self._methods = [
             covering_method(model, loss_fn, *few, part) for part in (Private("nothing"), as_private(private))
         ]

@@ -27,6 +27,7 @@ from reconbound.validate.structure import (
     kinked_modules,
     warn_kinks,
 )
+from reconbound.validate.uncovered import uncovered_caveats, warn_uncovered
 from reconbound.validate.watch import LossFn, Trace, check_data, random_state_kept, record_count, rows, run
 
 from .._check import warn_user
@@ -77,7 +78,8 @@ def check_batch(
         private: what is private, as in `step_information`; None: every floating-point input.
 
     Returns:
-        Caveats that every floor of this model must carry: that it is not proved, where the model has kinks; else ().
+        Caveats that every floor of this model must carry: that it is not proved, where the model has kinks; of a
+        module's output, what it is about and which trained parameters it does not cover; else ().
 
     Raises:
         ModelError: all that `check_model` raises; a value of the batch is not finite; the loss was reduced over the
@@ -90,7 +92,8 @@ def check_batch(
     Warns:
         ReconboundWarning: kinks that the private part passes through (ReLU, clamps, maxima, medians, max pooling,
             absolute values, comparisons that leave the loss continuous); an attention kernel without second
-            derivatives, which `math_attention` replaces; buffers that the forward pass changes.
+            derivatives, which `math_attention` replaces; buffers that the forward pass changes; trained parameters
+            that see what went into a private module by another way than its output.
 
     Guarantee:
         None: a passed check is evidence from three records at the present parameters, not a proof.
@@ -117,7 +120,9 @@ def check_batch(
             check_gaps(placed, model, smooth=not kinks)
     _warn_buffers(model, trace)
     warn_kinks(kinks)
-    return kink_caveats(kinks)
+    beside = uncovered_caveats(model, loss_fn, few, chosen_private(private))
+    warn_uncovered(beside)
+    return (*kink_caveats(kinks), *beside)
 
 
 def _warn_buffers(model: nn.Module, trace: Trace) -> None:

@@ -19,7 +19,7 @@ from reconbound.validate.watch import LossFn, Trace, arguments, first_line, in_p
 
 from .._check import warn_user
 
-_POINTS = 3  # the records themselves, and points beside them
+_BESIDE = (0.1, 0.03, 0.003)  # how far from the records, which may lie on kinks: pixels of 0, ties of a maximum
 
 
 @contextmanager
@@ -152,9 +152,9 @@ def _misses(
     def draw() -> list[Tensor]:
         return chosen([s * drawn_like(x, generator) for s, x in zip(sizes, z, strict=True)])
 
-    for point in range(_POINTS):
+    for distance in _BESIDE:
         beside, direction = draw(), draw()
-        base = [x + (0.1 * b if point else 0.0) for x, b in zip(z, beside, strict=True)]
+        base = [x + distance * b for x, b in zip(z, beside, strict=True)]
         try:
             if _misses_at(function, base, direction, generator):
                 return True
