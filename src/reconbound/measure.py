@@ -19,10 +19,11 @@ from ._opacus import is_wrapper
 from .fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
 from .fisher.private import Problem, as_private, feature_mask, private_part
 from .settings import Settings
-from .validate import check_batch
+from .validate import ModelError, check_batch
 from .validate.kinds import is_about_kinds, model_dtype
 from .validate.structure import kink_caveats, kinked_modules
 from .validate.uncovered import uncovered_caveats
+from .validate.watch import random_state_kept
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -73,6 +74,8 @@ class Measurer:
             covering_method(model, loss_fn, *few, part) for part in (Private("nothing"), as_private(private))
         ]
         self._columns, self.features = self._private_features(few)
+        if check:
+            self._try(torch.arange(min(3, record_count(inputs, targets))))
 
     def rows(self, indices: Tensor) -> tuple[Any, Any]:
         """Inputs and targets of these records, on the model's device."""
@@ -125,6 +128,23 @@ class Measurer:
             return found
         across, along = (d.flatten(1)[:, self._columns] for d in (found.diagonal_across, found.diagonal_along))
         return replace(found, diagonal_across=across, diagonal_along=along)
+
+    def _try(self, indices: Tensor) -> None:
+        """Refuses a model whose records PyTorch cannot take apart or differentiate, before training starts."""
+        buffers = {name: b.clone() for name, b in self.model.named_buffers()}
+        try:
+            with random_state_kept(self.model):
+                self.gradient_sum(indices)
+                if self.settings.rules is not None:
+                    self.information(indices, torch.Generator(self.device).manual_seed(0))
+        except Fault:
+            return  # of single records and their values: training names the step too
+        except RuntimeError as error:
+            why = str(error).split("\n")[0]
+            raise ModelError(f"the information of single records cannot be computed for this model: {why}") from error
+        finally:
+            for name, b in self.model.named_buffers():
+                b.copy_(buffers[name])
 
     def _check_finite(self, indices: Tensor, losses: Tensor, *others: Tensor) -> None:
         """An error that names the first record whose loss, gradient or information is not a finite number."""

@@ -14,12 +14,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from reconbound._check import InputError, choice
 from reconbound.fisher.checks import check_losses
+from reconbound.fisher.smooth_ops import TwiceDifferentiable
+from reconbound.validate.structure import CHECKPOINTING
 
 _NAMED = 5  # parameters that a caveat names; the others are counted
 Inputs = Any  # a tensor, or a tuple or dictionary of tensors: model(x), model(*x) or model(**x)
@@ -73,11 +76,18 @@ class Problem:
     ) -> tuple[Tensor, Any]:
         inputs, targets = _place(self.private, z, inputs, targets)
         # of the attention kernels only the math one has second derivatives
-        with _replaced(self.model, self.private, z), sdpa_kernel(SDPBackend.MATH):
+        with _replaced(self.model, self.private, z), twice_differentiable():
             outputs = _call(self.model, inputs, params)
             losses = self.loss_fn(outputs, targets)
         check_losses(losses, z.shape[0])
         return losses, outputs
+
+
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Within it, functions have second derivatives where PyTorch has any; gradient checkpointing is refused."""
+    with sdpa_kernel(SDPBackend.MATH), TwiceDifferentiable(), disable_saved_tensors_hooks(CHECKPOINTING):
+        yield
 
 
 def as_private(private: Private | Tensor | Sequence[int] | str | None) -> Private:

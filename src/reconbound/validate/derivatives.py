@@ -14,7 +14,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from reconbound.validate.placed import Placed, converted, drawn_like
-from reconbound.validate.structure import ModelError, ReconboundWarning, label, place
+from reconbound.validate.structure import (
+    CHECKPOINTING,
+    ModelError,
+    ReconboundWarning,
+    is_about_checkpointing,
+    label,
+    place,
+)
 from reconbound.validate.watch import LossFn, Trace, arguments, first_line, in_place_error, leaf, run
 
 from .._check import warn_user
@@ -45,6 +52,8 @@ def check_derivatives(model: nn.Module, loss_fn: LossFn, few: Any, trace: Trace)
     try:
         _second_derivative(model, trace)
     except RuntimeError as error:
+        if is_about_checkpointing(error):
+            raise ModelError(CHECKPOINTING) from error
         if "inplace" in str(error):
             raise in_place_error(model, trace.in_place, error) from error
         if trace.attention and _works_with_math_attention(model, loss_fn, few):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -61,7 +60,7 @@ class Placed:
 
     def losses(self, z: list[Tensor]) -> Tensor:
         """Returns the loss of each record with z in the place of the private part, (B,)."""
-        from reconbound.fisher.private import Problem  # imported here: fisher imports this package
+        from reconbound.fisher.private import Problem, twice_differentiable  # imported here: fisher imports validate
 
         fresh = {name: t if t.requires_grad else t.clone() for name, t in self.state.items()}
         with _Wide() if self.dtype == torch.float64 else nullcontext():
@@ -70,7 +69,7 @@ class Placed:
             leaves, structure = tree_flatten(self.inputs)
             moved = iter(z)
             inputs = tree_unflatten([next(moved) if _is_float(x) else x for x in leaves], structure)
-            with sdpa_kernel(SDPBackend.MATH):
+            with twice_differentiable():
                 return self.loss_fn(functional_call(self.model, fresh, *arguments(inputs)), self.targets)
 
     def chosen(self, v: list[Tensor]) -> list[Tensor]:

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from reconbound.validate.kinds import numpy_arrays, said_of_inputs, said_of_targets
-from reconbound.validate.structure import LOSS, ModelError, label
+from reconbound.validate.structure import CHECKPOINTING, LOSS, ModelError, is_about_checkpointing, label
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -96,10 +97,12 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
     """Forward pass and losses, watched; inputs are fresh leaves, buffers are copies."""
     trace = Trace(inputs=tree_map(leaf, inputs), buffers={name: b.clone() for name, b in model.named_buffers()})
     args, kwargs = arguments(trace.inputs)
-    with recorded_calls(model, trace), _Watch(trace):
+    with recorded_calls(model, trace), disable_saved_tensors_hooks(CHECKPOINTING), _Watch(trace):
         try:
             outputs = functional_call(model, trace.buffers, args, kwargs)
         except RuntimeError as error:
+            if is_about_checkpointing(error):
+                raise ModelError(f"{label(model, trace.here)}: {CHECKPOINTING}") from error
             if "in-place" in str(error):
                 raise in_place_error(model, {trace.here: "its input"}, error) from error
             said = said_of_inputs(error, model, inputs) or _said_of_shapes(error, model, trace, inputs)
