@@ -70,9 +70,9 @@ class Measurer:
         else:
             beside = uncovered_caveats(model, loss_fn, few, as_private(private))
             self.caveats = (*kink_caveats(kinked_modules(model)), *beside)
-        self._methods = [
-            covering_method(model, loss_fn, *few, part) for part in (Private("nothing"), as_private(private))
-        ]
+        with _refusing():
+            parts = (Private("nothing"), as_private(private))
+            self._methods = [covering_method(model, loss_fn, *few, part) for part in parts]
         self._columns, self.features = self._private_features(few)
         if check:
             self._try(torch.arange(min(3, record_count(inputs, targets))))
@@ -133,15 +133,12 @@ class Measurer:
         """Refuses a model whose records PyTorch cannot take apart or differentiate, before training starts."""
         buffers = {name: b.clone() for name, b in self.model.named_buffers()}
         try:
-            with random_state_kept(self.model):
+            with _refusing(), random_state_kept(self.model):
                 self.gradient_sum(indices)
                 if self.settings.rules is not None:
                     self.information(indices, torch.Generator(self.device).manual_seed(0))
         except Fault:
             return  # of single records and their values: training names the step too
-        except RuntimeError as error:
-            why = str(error).split("\n")[0]
-            raise ModelError(f"the information of single records cannot be computed for this model: {why}") from error
         finally:
             for name, b in self.model.named_buffers():
                 b.copy_(buffers[name])
@@ -183,6 +180,18 @@ class Measurer:
         if len(columns) == 0:
             raise InputError("private", "must name at least one feature", self.private)
         return columns, len(columns)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Says of which matter PyTorch speaks where it cannot take a model's records apart or differentiate it."""
+    try:
+        yield
+    except Fault:
+        raise
+    except RuntimeError as error:
+        why = str(error).split("\n")[0]
+        raise ModelError(f"the information of single records cannot be computed for this model: {why}") from error
 
 
 def evaluated(evaluate: Callable[[nn.Module], Any], model: nn.Module) -> dict[str, float]:

@@ -142,8 +142,8 @@ def step_information(
         method: "layers" (a rule per layer), "generic" (torch.func), "auto": layers where they cover the model.
         route: of the generic way: "reverse" over reverse or "forward" over reverse.
         checked: skip the checks that read values (finite data, no BatchNorm or dropout), the search for jumps (made
-            once for a model and a loss) and the look at a batch of another size, which the caller has had made (validate.check_batch, covering_method). In a CUDA graph that
-            is being captured they are skipped anyway.
+            once for a model and a loss) and the look at a batch of another size, which the caller has had made
+            (validate.check_batch, covering_method). In a CUDA graph that is being captured they are skipped anyway.
 
     Guarantee: `along` is exact; E[across] and E[diagonal_across] over the probes are exact for smooth models (twice
     differentiable at the record). The values hold for an attacker who knows everything but the record's private part,

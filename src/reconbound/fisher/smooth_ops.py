@@ -162,9 +162,7 @@ def _bag(
     return total if mode == "sum" else total / inside.sum(-1, keepdim=True).clamp(min=1)
 
 
-def _in_rows(
-    flat: Tensor, offsets: Tensor, weights: Tensor | None, last: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def _in_rows(flat: Tensor, offsets: Tensor, weights: Tensor | None, last: bool) -> tuple[Tensor, Tensor | None, Tensor]:
     """Bags that lie one after another as rows of the longest one's length, their weights, and which places are used."""
     ends = offsets[1:] if last else torch.cat([offsets[1:], offsets.new_full((1,), flat.shape[0])])
     starts = offsets[:-1] if last else offsets

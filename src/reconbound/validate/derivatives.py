@@ -22,7 +22,7 @@ from reconbound.validate.structure import (
     label,
     place,
 )
-from reconbound.validate.watch import LossFn, Trace, arguments, first_line, in_place_error, leaf, run
+from reconbound.validate.watch import LossFn, Trace, first_line, in_place_error, leaf, run
 
 from .._check import warn_user
 

@@ -70,7 +70,8 @@ class _Flow(TorchDispatchMode):
         floats = [x for x in given if x.is_floating_point() and _PRIVATE in self.of(x)]
         if floats:
             for x, part in flat_parts(name, args, kwargs, output):
-                own.setdefault(id(x), set()).add(self._note(name, part.detach().clone(), floats))
+                what = f"a cast to {x.dtype}" if name == "_to_copy" else name
+                own.setdefault(id(x), set()).add(self._note(what, part.detach().clone(), floats))
             if is_kinked(name, args, kwargs):
                 number = self._note(name, None, floats)
                 for x in outputs:

@@ -69,7 +69,11 @@ def check_jumps_once(model: nn.Module, loss_fn: LossFn, few: Any, private: Priva
     """Refuses a model whose operations show a jump; looks once for each model, loss and private part.
 
     What keeps the few records from being run is left to the caller's own run of all of them."""
-    key = (private.part, private.name, tuple(x.shape[1:] for x in tree_leaves(few) if isinstance(x, Tensor) and x.dim()))
+    key = (
+        private.part,
+        private.name,
+        tuple(x.shape[1:] for x in tree_leaves(few) if isinstance(x, Tensor) and x.dim()),
+    )
     done = _LOOKED.setdefault(model, [])
     if any(known is loss_fn and other == key for known, other in done):
         return
@@ -198,12 +202,12 @@ def _has_gap(function: Callable[[list[Tensor]], Tensor], placed: Placed, v: list
             slopes = torch.autograd.grad(values.sum(), z, allow_unused=True) if values.requires_grad else []
         along = [(s * d).flatten(1).sum(1) for s, d in zip(slopes, v, strict=False) if s is not None]
         slope = torch.stack(along).sum(0) if along else torch.zeros_like(values)
-        return values.detach().double(), slope.detach().double()
+        return values.detach().double().cpu(), slope.detach().double().cpu()
 
     records = len(placed.z[0])
     grid = [torch.full((records,), k / _PANELS, dtype=torch.float64) for k in range(_PANELS + 1)]
     seen = [look(t) for t in grid]
-    values, slopes = (torch.stack([s[i] for s in seen]).cpu() for i in (0, 1))
+    values, slopes = (torch.stack([s[i] for s in seen]) for i in (0, 1))
     change, integral = values.diff(dim=0), (slopes[1:] + slopes[:-1]) / (2 * _PANELS)
     if not bool(torch.isfinite(values).all() and torch.isfinite(slopes).all()):
         return False
@@ -218,18 +222,21 @@ def _has_gap(function: Callable[[list[Tensor]], Tensor], placed: Placed, v: list
     at_low, at_high = (values[worst, pick], slopes[worst, pick]), (values[worst + 1, pick], slopes[worst + 1, pick])
     for _ in range(36 if placed.z[0].dtype == torch.float64 else 16):
         middle = (low + high) / 2
-        at_middle = tuple(x.cpu() for x in look(middle))
+        at_middle = look(middle)
         first = _gap(at_low, at_middle, (high - low) / 2)
         second = _gap(at_middle, at_high, (high - low) / 2)
         if not bool((torch.maximum(first, second) > least / 2).any()):
             return False
         left = first >= second
         low, high = torch.where(left, low, middle), torch.where(left, middle, high)
-        at_low = tuple(torch.where(left, a, b) for a, b in zip(at_low, at_middle, strict=True))
-        at_high = tuple(torch.where(left, a, b) for a, b in zip(at_middle, at_high, strict=True))
+        at_low, at_high = _picked(left, at_low, at_middle), _picked(left, at_middle, at_high)
     return bool((_gap(at_low, at_high, high - low) > least / 2).any())
 
 
-def _gap(at_low: tuple[Tensor, ...], at_high: tuple[Tensor, ...], width: Tensor) -> Tensor:
+def _picked(left: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.where(left, a[0], b[0]), torch.where(left, a[1], b[1])
+
+
+def _gap(at_low: tuple[Tensor, Tensor], at_high: tuple[Tensor, Tensor], width: Tensor) -> Tensor:
     gap = (at_high[0] - at_low[0] - width * (at_low[1] + at_high[1]) / 2).abs()
     return torch.nan_to_num(gap, 0.0, 0.0, 0.0)

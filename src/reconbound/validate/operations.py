@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -14,7 +15,8 @@ _KINKED = frozenset(
         "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d "
         "fractional_max_pool3d mkldnn_max_pool2d max_pool1d max_pool2d max_pool3d quantized_max_pool2d abs maximum "
         "minimum fmax fmin max min amax amin aminmax median nanmedian kthvalue mode cummax cummin sort topk clamp "
-        "clamp_min clamp_max clip multi_margin_loss multilabel_margin_loss_forward renorm grid_sampler_2d grid_sampler_3d"
+        "clamp_min clamp_max clip multi_margin_loss multilabel_margin_loss_forward renorm grid_sampler_2d "
+        "grid_sampler_3d"
     ).split()
 )
 _FLAT = frozenset(
@@ -26,8 +28,8 @@ _FLAT = frozenset(
 )
 _COMPARISONS = frozenset(
     (  # noqa: SIM905
-        "gt ge lt le eq ne isnan isinf isposinf isneginf signbit logical_not logical_and logical_or logical_xor isclose "
-        "all any equal is_nonzero isin"
+        "gt ge lt le eq ne isnan isinf isposinf isneginf signbit logical_not logical_and logical_or logical_xor "
+        "isclose all any equal is_nonzero isin"
     ).split()
 )
 _NORMS = frozenset({"linalg_vector_norm", "norm", "dist", "cdist", "_cdist_forward"})
@@ -95,9 +97,9 @@ def _jumping_part(name: str, args: Any, kwargs: Any) -> Tensor | None:
         other = args[1].detach() if isinstance(args[1], Tensor) else args[1]
         return (x / other).floor() if name == "remainder" else (x / other).trunc()
     if name == "hardshrink":
-        return x.abs() > (args[1] if len(args) > 1 else kwargs.get("lambd", 0.5))
+        return torch.gt(x.abs(), args[1] if len(args) > 1 else kwargs.get("lambd", 0.5))
     if name == "threshold":
-        return x > args[1]
+        return torch.gt(x, args[1])
     return None
 
 

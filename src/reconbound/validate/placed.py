@@ -100,6 +100,9 @@ class Placed:
 class _Wide(TorchDispatchMode):
     """Within it, casts to less precise floating-point numbers are casts to float64: rounding is not at issue."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         wanted = kwargs.get("dtype")

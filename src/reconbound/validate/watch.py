@@ -19,6 +19,7 @@ from reconbound.validate.structure import CHECKPOINTING, LOSS, ModelError, is_ab
 
 LossFn = Callable[[Any, Any], Tensor]
 
+
 def _tensors(name: str, tree: Any) -> list[tuple[str, Tensor]]:
     leaves, _ = tree_flatten_with_path(tree)
     return [(name + "".join(map(str, path)), leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
