@@ -126,7 +126,8 @@ def test_jump_in_the_model_is_refused(function: Callable[[Tensor], Tensor]) -> N
 
 
 @pytest.mark.parametrize(
-    ("function", "name"), [("long", r"a cast to torch\.int64"), ("argsort", "sort"), ("bucketize", "bucketize"), ("frac", "frac")]
+    ("function", "name"),
+    [("long", r"a cast to torch\.int64"), ("argsort", "sort"), ("bucketize", "bucketize"), ("frac", "frac")],
 )
 def test_refusal_names_operation_and_module(function: str, name: str) -> None:
     class Inner(nn.Module):

@@ -26,7 +26,7 @@ from reconbound.validate.watch import LossFn, Trace, first_line, in_place_error,
 
 from .._check import warn_user
 
-_BESIDE = (0.1, 0.03, 0.003)  # how far from the records, which may lie on kinks: pixels of 0, ties of a maximum
+_BESIDE = (0.1, 0.003)  # how far from the records, which may lie on kinks: pixels of 0, ties of a maximum
 
 
 @contextmanager

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 _SEGMENTS = 3  # random directions in which the private part is moved, besides towards the other records
 _FAR = 2.0  # how far, in units of its spread
 _SAME = 1e-6  # change of the loss across a jump, relative to its size, that counts as none (float64)
-_PANELS = 16
+_PANELS = 6
 _SUSPECT = 0.02  # of the loss's whole variation along a segment
-_MOST = 40  # events of one run that are followed
+_FEW = 8  # jumping operations that are followed along two segments; more of them along one
 _LOOKED: WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()  # loss and private part
 
 
@@ -53,8 +53,8 @@ def check_events(placed: Placed, model: nn.Module) -> dict[str, str]:
     ends = [observe(placed, _moved(placed, v, 1.0), model)[0] for v in moves]
     found = [(i, e) for i, e in enumerate(here) if e.reaches and _depends(i, e, ends)]
     jumps = [(i, e) for i, e in found if e.part is not None]
-    for i, event in jumps[:_MOST]:
-        flips = [k for k, end in enumerate(ends) if not _alike(i, event, end)]
+    for i, event in jumps:
+        flips = [k for k, end in enumerate(ends) if not _alike(i, event, end)][: 2 if len(jumps) <= _FEW else 1]
         if any(_jumps(placed, model, moves[k], i, event, losses) for k in flips):
             raise _refused(model, event)
         if not flips and not event.is_comparison and placed.z:
@@ -121,21 +121,18 @@ def _jumps(placed: Placed, model: nn.Module, v: list[Tensor], i: int, event: Eve
     """Whether the losses differ on the two sides of the point where the operation's result changes."""
     low, high, before = 0.0, 1.0, at_start
     run, after = observe(placed, _moved(placed, v, 1.0), model)
-    for _ in range(_halvings(at_start)):
+    exact = at_start.dtype == torch.float64
+    allowed = (_SAME if exact else 1e-3) * (at_start.abs() + 1e-3)
+    for _ in range(36 if exact else 20):
+        if bool(((after - before).abs() <= allowed).all()):
+            return False
         middle = (low + high) / 2
         run, losses = observe(placed, _moved(placed, v, middle), model)
         if _alike(i, event, run):
             low, before = middle, losses
         else:
             high, after = middle, losses
-    if not bool(torch.isfinite(after - before).all()):
-        return False
-    allowed = _SAME if at_start.dtype == torch.float64 else 1e-3
-    return bool(((after - before).abs() > allowed * (at_start.abs() + before.abs() + 1e-3)).any())
-
-
-def _halvings(losses: Tensor) -> int:
-    return 48 if losses.dtype == torch.float64 else 22
+    return bool(((after - before).abs() > allowed).any())
 
 
 def _refused(model: nn.Module, event: Event) -> ModelError:
@@ -163,22 +160,18 @@ def check_gaps(placed: Placed, model: nn.Module, *, smooth: bool) -> None:
     weights = [torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p) for p in placed.params.values()]
 
     def component(z: list[Tensor]) -> Tensor:
-        each = []
         params = list(placed.params.values())
-        for loss in placed.losses(z):
-            own = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
-            parts = [(g * w).sum() for g, w in zip(own, weights, strict=True) if g is not None]
-            each.append(torch.stack(parts).sum() if parts else loss.detach() * 0)
-        return torch.stack(each)
+        own = torch.autograd.grad(placed.losses(z).sum(), params, create_graph=True, materialize_grads=True)
+        return torch.stack([(g * w).sum() for g, w in zip(own, weights, strict=True)]).sum()[None]
 
-    for v in _moves(placed)[:2]:
+    for k, v in enumerate(_moves(placed)[:2]):
         if _has_gap(placed.losses, placed, v):
             raise ModelError(
                 f"the loss of {type(model).__name__} jumps with the private part, where its derivative shows nothing: "
                 "information would be missed. Look for steps computed by NumPy, .item(), if-statements on values of "
                 "the records, or operations of your own"
             )
-        if smooth and _has_gap(component, placed, v):
+        if smooth and k == 1 and _has_gap(component, placed, v):
             raise ModelError(
                 f"the gradient of {type(model).__name__} jumps with the private part, where its derivative shows "
                 "nothing: information would be missed. Look for backward passes written by hand"
@@ -186,7 +179,7 @@ def check_gaps(placed: Placed, model: nn.Module, *, smooth: bool) -> None:
 
 
 def _has_gap(function: Callable[[list[Tensor]], Tensor], placed: Placed, v: list[Tensor]) -> bool:
-    """Whether a function of each record's private part jumps along a segment, for some record.
+    """Whether a function of each record's private part, or of all of them, jumps along a segment.
 
     With the value f and the slope f' at both ends of an interval of length h, f(b) − f(a) − h (f'(a) + f'(b))/2 is
     of order h³ where f is smooth, of order h at a kink, and J at a jump of size J. The halves with the larger gap are
@@ -194,7 +187,7 @@ def _has_gap(function: Callable[[list[Tensor]], Tensor], placed: Placed, v: list
 
     def look(t: Tensor) -> tuple[Tensor, Tensor]:
         z = [
-            (x + t.to(x).reshape(-1, *(1,) * (x.dim() - 1)) * d).requires_grad_()
+            (x + t.to(x).expand(len(x)).reshape(-1, *(1,) * (x.dim() - 1)) * d).requires_grad_()
             for x, d in zip(placed.z, v, strict=True)
         ]
         with torch.enable_grad():
@@ -202,11 +195,10 @@ def _has_gap(function: Callable[[list[Tensor]], Tensor], placed: Placed, v: list
             slopes = torch.autograd.grad(values.sum(), z, allow_unused=True) if values.requires_grad else []
         along = [(s * d).flatten(1).sum(1) for s, d in zip(slopes, v, strict=False) if s is not None]
         slope = torch.stack(along).sum(0) if along else torch.zeros_like(values)
+        slope = slope if len(values) > 1 else slope.sum()[None]
         return values.detach().double().cpu(), slope.detach().double().cpu()
 
-    records = len(placed.z[0])
-    grid = [torch.full((records,), k / _PANELS, dtype=torch.float64) for k in range(_PANELS + 1)]
-    seen = [look(t) for t in grid]
+    seen = [look(torch.full((1,), k / _PANELS, dtype=torch.float64)) for k in range(_PANELS + 1)]
     values, slopes = (torch.stack([s[i] for s in seen]) for i in (0, 1))
     change, integral = values.diff(dim=0), (slopes[1:] + slopes[:-1]) / (2 * _PANELS)
     if not bool(torch.isfinite(values).all() and torch.isfinite(slopes).all()):
@@ -217,7 +209,7 @@ def _has_gap(function: Callable[[list[Tensor]], Tensor], placed: Placed, v: list
     worst = (change - integral).abs().argmax(0)
     if bool(((change - integral).abs().amax(0) <= least).all()):
         return False
-    pick = torch.arange(records)
+    pick = torch.arange(values.shape[1])
     low, high = worst.double() / _PANELS, (worst + 1).double() / _PANELS
     at_low, at_high = (values[worst, pick], slopes[worst, pick]), (values[worst + 1, pick], slopes[worst + 1, pick])
     for _ in range(36 if placed.z[0].dtype == torch.float64 else 16):
