@@ -113,6 +113,20 @@ JUMPS: dict[str, Callable[[Tensor], Tensor]] = {
     "nonzero": lambda h: torch.stack([torch.nonzero(row > 0).sum() for row in h])[:, None].expand_as(h),
     "equality": lambda h: (h == h.max(1, keepdim=True).values).float(),
     "fake quantisation": lambda h: torch.fake_quantize_per_tensor_affine(h.float(), 0.25, 0, -128, 127),
+    "scatter by bins": lambda h: torch.zeros_like(h).scatter_add(1, (h.sigmoid() * 7).long(), torch.ones_like(h)),
+    "top-k mask": lambda h: h * (h >= h.topk(3, 1).values[:, -1:]),
+    "histogram": lambda h: torch.stack([torch.histc(row.detach(), WIDTH, -2, 2) for row in h]),
+    "nearest pixel": lambda h: (
+        F.grid_sample(
+            torch.arange(16.0, dtype=h.dtype).reshape(1, 1, 4, 4).expand(len(h), -1, -1, -1),
+            h.tanh().reshape(len(h), 1, 4, 2),
+            mode="nearest",
+            align_corners=False,
+        )
+        .reshape(len(h), 4)
+        .repeat(1, 2)
+    ),
+    "bits": lambda h: (h.detach().float().view(torch.int32) >> 20) / 2000,
     "NumPy": _numpy_step,
     "if-statement": _branch,
     "if-statement on item": lambda h: torch.stack([row * (1 if row[0].item() > 0 else 2) for row in h]),
