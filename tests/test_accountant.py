@@ -53,7 +53,7 @@ def info(across: Tensor, along: Tensor, norm: Tensor | float = 0.3, *, features:
         across[:, None] * share,
         None,
         spectral,
-        0.1 * spectral,
+        1.1 * spectral,
     )
 
 
@@ -81,12 +81,12 @@ def test_each_rule_multiplies_by_its_factor() -> None:
         np.testing.assert_allclose(ledger.dfil().numpy(), ledger.trace().numpy() / 3)
 
 
-def test_the_spectral_bound_takes_the_larger_factor_and_the_residual() -> None:
+def test_the_spectral_bound_takes_the_larger_factor() -> None:
     ledger = FisherAccountant(account(), spectral=True)
     ledger.add(torch.tensor([1]), info(torch.tensor([2.0]), torch.tensor([4.0]), 0.5), weight=1.5)
     across, along = (float(k) for k in poisson_factors(0.5, 0.25))
     assert abs(across - along) > 1e-3
-    assert float(ledger.spectral_bound()[1]) == pytest.approx(1.5 * max(across, along) * 3.0 * 1.1)  # residual: a tenth
+    assert float(ledger.spectral_bound()[1]) == pytest.approx(1.5 * max(across, along) * 3.0 * 1.1)
 
 
 def test_the_hard_clip_has_kappa_of_its_own() -> None:
@@ -445,7 +445,7 @@ def test_small_problem_has_what_the_tests_assume() -> None:
     [
         ({"diagonal_across": None}, "must have the diagonal"),
         ({"diagonal_along": torch.ones(4, 5)}, r"diagonal of the account's 3 features, no others .*got \(4, 5\)"),
-        ({"spectral": None}, "must have the spectral norm"),
+        ({"spectral_bound": None}, "must have the spectral norm"),
         ({"across": torch.tensor([1.0, 2.0, torch.nan, 1.0])}, r"finite numbers.*of record 5, got \[nan, 1.0\]"),
         ({"along": torch.tensor([1.0, torch.inf, 2.0, 1.0])}, r"finite numbers.*of record 3, got \[1.0, inf\]"),
         ({"across": torch.tensor([-3.0, 1.0, 1.0, 1.0])}, "no negative trace, of record 1"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -95,7 +95,7 @@ class FisherAccountant:
         """Add one step's information about these records.
 
         Args:
-            indices: which records, (B,), each at most once.
+            indices: which records, (B,), each at most once. Those of masked rows (padding) may be anything.
             found: the step's information about them.
             weight: q over the chance of a record to be measured at this step: 1 when the records are those drawn into
                 the batch, 1/p when that is done at a share p of the steps, L·q when each record is measured once in L
@@ -105,6 +105,7 @@ class FisherAccountant:
         """
         if stratified and self.account.sampler == "shuffle":
             raise InputError("stratified", "must be False with shuffled epochs: measure the batches themselves", True)
+        indices, found = measured_rows(indices, found)
         index = self.traces.checked(indices, found)
         if index.numel() == 0:
             return
@@ -122,6 +123,8 @@ class FisherAccountant:
         if rows is None or len(found.clipped_norm) != len(rows):
             have = "no" if rows is None else len(rows)
             raise InputError("found", f"must be about the {have} records that were chosen", len(found.clipped_norm))
+        if found.mask is not None and not bool((found.mask != 0).all()):
+            raise InputError("found", "must be about records that took part, not masked ones", found.mask.tolist())
         self.traces.check_found(rows, found)
         rate = self.account.sample_rate
         across, along = (
@@ -270,7 +273,13 @@ class FisherAccountant:
         return self.features.standard_error(self.runs, self._told_of())
 
     def spectral_bound(self) -> Tensor:
-        """Upper bound of each record's spectral norm ‖I‖₂, (N,), in the model's input units."""
+        """Returns an upper bound of each record's spectral norm ‖I‖₂, (N,), in the model's input units.
+
+        Guarantee: each measurement is above its step's spectral norm with probability at least 1 − 1e-6 over the random
+        start of the power iteration, so that of T measurements all are with probability at least 1 − 1e-6 T. The norm
+        of a sum is at most the sum of the norms. Like `dfil` it is one draw of a random sum over the steps that were
+        measured, averaged over runs: an estimate, without bias, of a bound.
+        """
         return self.traces.spectral(self.runs)
 
     def measured(self) -> Tensor:
@@ -358,6 +367,16 @@ class FisherAccountant:
 
     def _unit(self) -> float:
         return float(self.feature_scale.mean()) ** 2
+
+
+def measured_rows(indices: Any, found: StepInformation) -> tuple[Any, StepInformation]:
+    """Returns indices and information of the records that took part: masked rows are padding, not measurements."""
+    if found.mask is None or len(indices) != len(found.mask):
+        return indices, found
+    kept = torch.nonzero(found.mask).flatten()
+    names = [f.name for f in fields(found) if isinstance(getattr(found, f.name), Tensor)]
+    some = replace(found, **{name: getattr(found, name)[kept] for name in names})
+    return torch.as_tensor(indices)[kept.cpu()], some
 
 
 def joined(*caveats: Sequence[str]) -> tuple[str, ...]:

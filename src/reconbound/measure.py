@@ -14,15 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ._check import InputError, warn_user
+from ._check import InputError
 from ._opacus import is_wrapper
 from .fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
-from .fisher.private import Problem, as_private, feature_mask, module_caveats, private_part
+from .fisher.private import Problem, as_private, feature_mask, private_part
 from .fisher.self_test import tested_methods
 from .settings import Settings
-from .validate import check_batch
+from .validate import ModelError, check_batch
 from .validate.kinds import is_about_kinds, model_dtype
-from .validate.structure import ReconboundWarning, kink_caveats, kinked_modules
+from .validate.structure import kink_caveats, kinked_modules
+from .validate.uncovered import uncovered_caveats
+from .validate.watch import random_state_kept
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -63,22 +65,28 @@ class Measurer:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.device = self.params[0].device
         few = self.rows(torch.arange(min(3, record_count(inputs, targets))))
-        known = kink_caveats(kinked_modules(model))
-        found = check_batch(model, loss_fn, *few) if check else known
-        about = module_caveats(model, as_private(private))
-        self.caveats: tuple[str, ...] = (*found, *about)
-        if check and len(about) > 1:
-            why = "freeze it (requires_grad_(False)), or read the floors as for an attacker who does not look there"
-            warn_user(f"floors do not cover all that is released, {about[1]}: {why}", ReconboundWarning)
-        kinds = (Private("nothing"), as_private(private))
+        self.caveats: tuple[str, ...]
         if check:
-            records = record_count(inputs, targets)
-            spread = self.rows(torch.tensor([i * (records - 1) // 3 for i in range(4)]).unique())
-            clipped: Any = {"max_grad_norm": settings.max_grad_norm, "clip": settings.clip}
-            self._methods = tested_methods(model, loss_fn, spread, kinds, **clipped)
+            self.caveats = check_batch(model, loss_fn, *few, private=private)
         else:
-            self._methods = [covering_method(model, loss_fn, *few, part) for part in kinds]
+            beside = uncovered_caveats(model, loss_fn, few, as_private(private))
+            self.caveats = (*kink_caveats(kinked_modules(model)), *beside)
+        self._methods = self._tested_methods(few, check)
         self._columns, self.features = self._private_features(few)
+        if check:
+            self._try(torch.arange(min(3, record_count(inputs, targets))))
+
+    def _tested_methods(self, few: tuple[Any, Any], check: bool) -> list[Any]:
+        """Returns the methods for sums and for information; check: those whose sums pass the test on four records."""
+        kinds = (Private("nothing"), as_private(self.private))
+        with _refusing():
+            if not check:
+                return [covering_method(self.model, self.loss_fn, *few, kind) for kind in kinds]
+            last = record_count(self.inputs, self.targets) - 1
+            spread = self.rows(torch.tensor([i * last // 3 for i in range(4)]).unique())
+            s = self.settings
+            clipped: Any = {"max_grad_norm": s.max_grad_norm, "clip": s.clip}
+            return tested_methods(self.model, self.loss_fn, spread, kinds, **clipped)
 
     def rows(self, indices: Tensor) -> tuple[Any, Any]:
         """Inputs and targets of these records, on the model's device."""
@@ -132,6 +140,20 @@ class Measurer:
         across, along = (d.flatten(1)[:, self._columns] for d in (found.diagonal_across, found.diagonal_along))
         return replace(found, diagonal_across=across, diagonal_along=along)
 
+    def _try(self, indices: Tensor) -> None:
+        """Refuses a model whose records PyTorch cannot take apart or differentiate, before training starts."""
+        buffers = {name: b.clone() for name, b in self.model.named_buffers()}
+        try:
+            with _refusing(), random_state_kept(self.model):
+                self.gradient_sum(indices)
+                if self.settings.rules is not None:
+                    self.information(indices, torch.Generator(self.device).manual_seed(0))
+        except Fault:
+            return  # of single records and their values: training names the step too
+        finally:
+            for name, b in self.model.named_buffers():
+                b.copy_(buffers[name])
+
     def _check_finite(self, indices: Tensor, losses: Tensor, *others: Tensor) -> None:
         """An error that names the first record whose loss, gradient or information is not a finite number."""
         if bool(torch.isfinite(torch.stack([losses.double(), *(o.double() for o in others)])).all()):
@@ -169,6 +191,18 @@ class Measurer:
         if len(columns) == 0:
             raise InputError("private", "must name at least one feature", self.private)
         return columns, len(columns)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Says of which matter PyTorch speaks where it cannot take a model's records apart or differentiate it."""
+    try:
+        yield
+    except Fault:
+        raise
+    except RuntimeError as error:
+        why = str(error).split("\n")[0]
+        raise ModelError(f"the information of single records cannot be computed for this model: {why}") from error
 
 
 def evaluated(evaluate: Callable[[nn.Module], Any], model: nn.Module) -> dict[str, float]:

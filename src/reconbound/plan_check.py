@@ -37,7 +37,8 @@ def check_plan(dataset: Dataset, plan: Plan) -> dict[str, str]:
         try:
             check_model(model)
             _check_outputs(dataset, plan.model, model, inputs)
-            check_batch(model, make_loss(dataset), inputs, targets)
+            private = None if dataset.private is None else as_tensor(dataset.private)
+            check_batch(model, make_loss(dataset), inputs, targets, private=private)
         except ModelError as reason:
             raise ModelError(f"the model of {plan.model}: {reason}" if own else str(reason)) from reason
     found = [w.message for w in caught if isinstance(w.message, ReconboundWarning)]

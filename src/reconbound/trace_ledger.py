@@ -69,7 +69,7 @@ class TraceLedger:
             if given is not None and given != wanted:
                 why = f"must have been computed with the account's {name}, {wanted!r}, by which noise is scaled"
                 raise InputError("found", why if name != "clip" else why.partition(", by")[0], given)
-        if "spectral" in self.state and (found.spectral is None or found.spectral_residual is None):
+        if "spectral" in self.state and found.spectral_bound is None:
             raise InputError("found", "must have the spectral norm: this ledger keeps it", None)
         numbers = torch.stack([x.double() for x in (found.across, found.along, found.across_error, found.clipped_norm)])
         bad = ~torch.isfinite(numbers).all(0) | (numbers[:2].sum(0) < 0)
@@ -124,10 +124,8 @@ class TraceLedger:
     def _add_spectral(self, index: Tensor, found: StepInformation, largest: Tensor) -> None:
         if "spectral" not in self.state:
             return
-        assert found.spectral is not None
-        assert found.spectral_residual is not None
-        norm = self._here(found.spectral) + self._here(found.spectral_residual)  # power iteration comes from below
-        self.state["spectral"].index_add_(0, index, largest * norm)
+        assert found.spectral_bound is not None
+        self.state["spectral"].index_add_(0, index, largest * self._here(found.spectral_bound))
 
     def _here(self, values: Tensor) -> Tensor:
         return values.to(device=self.device, dtype=torch.float64)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from reconbound._check import InputError
 from reconbound.validate.kinds import model_dtype, said_of_inputs, said_of_targets
-from reconbound.validate.structure import check_structure
+from reconbound.validate.structure import CHECKPOINTING, check_structure, is_about_checkpointing
 
 
 def check_arguments(model: Any, loss_fn: Any, inputs: Any, targets: Any, generator: Any = None) -> None:
@@ -171,6 +171,8 @@ def no_gradient() -> ValueError:
 
 def wrong_kind(error: RuntimeError, model: nn.Module, inputs: Any, targets: Any) -> ValueError | None:
     """A clear word for what PyTorch says of a float64 batch that meets a float32 model, or of a loss's targets."""
+    if is_about_checkpointing(error):
+        return ValueError(CHECKPOINTING)
     said = said_of_inputs(error, model, inputs)
     if said is None and any(word in str(error) for word in ("target", "Long", "nll_loss")):  # by version and device
         said = said_of_targets(error, targets)

@@ -90,7 +90,7 @@ class GenericPass:
     def _check_dependence(self) -> None:
         """With every trainable parameter replaced, nothing may still lead to one; and no layer may be fused."""
         for name, module in self.problem.model.named_modules():
-            if isinstance(module, torch.nn.RNNBase):
+            if isinstance(module, torch.nn.RNNBase | torch.nn.RNNCellBase):
                 raise ValueError(
                     f"torch.func cannot take {name or 'the model'} ({type(module).__name__}) record by record: "
                     "write the recurrence with nn.Linear layers"

@@ -14,13 +14,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from reconbound._check import InputError, choice
 from reconbound.fisher.checks import check_losses
+from reconbound.fisher.smooth_ops import TwiceDifferentiable
+from reconbound.validate.structure import CHECKPOINTING
 
+_NAMED = 5  # parameters that a caveat names; the others are counted
 Inputs = Any  # a tensor, or a tuple or dictionary of tensors: model(x), model(*x) or model(**x)
 
 
@@ -72,11 +76,18 @@ class Problem:
     ) -> tuple[Tensor, Any]:
         inputs, targets = _place(self.private, z, inputs, targets)
         # of the attention kernels only the math one has second derivatives
-        with _replaced(self.model, self.private, z), sdpa_kernel(SDPBackend.MATH):
+        with _replaced(self.model, self.private, z), twice_differentiable():
             outputs = _call(self.model, inputs, params)
             losses = self.loss_fn(outputs, targets)
         check_losses(losses, z.shape[0])
         return losses, outputs
+
+
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Within it, functions have second derivatives where PyTorch has any; gradient checkpointing is refused."""
+    with sdpa_kernel(SDPBackend.MATH), TwiceDifferentiable(), disable_saved_tensors_hooks(CHECKPOINTING):
+        yield
 
 
 def as_private(private: Private | Tensor | Sequence[int] | str | None) -> Private:
@@ -102,15 +113,28 @@ def _features(chosen: Any) -> Tensor:
     return found
 
 
-def module_caveats(model: nn.Module, private: Private) -> tuple[str, ...]:
-    """What floors for a module's output must say: what they are about, and that training the module gives more away."""
+def module_caveats(model: nn.Module, private: Private, seeing: Sequence[str] = ()) -> tuple[str, ...]:
+    """Returns what floors for a module's output must say: what they are about, and what they do not cover.
+
+    Args:
+        model: the model.
+        private: what is private.
+        seeing: trained parameters whose gradient shows what went into the module, by another way than its output.
+    """
     if private.part != "module":
         return ()
-    about = f"about the output of module {private.name!r}, not about what went into it (tokens)"
-    if not any(p.requires_grad for p in _module(model, private).parameters()):
-        return (about,)
-    shown = f"the parameters of module {private.name!r} are trained, and their gradient shows what went into it"
-    return (about, f"not covered: {shown} (of an embedding: which rows)")
+    caveats = [f"about the output of module {private.name!r}, not about what went into it (tokens)"]
+    own = {id(p) for p in _module(model, private).parameters() if p.requires_grad}
+    if own:
+        shown = f"the parameters of module {private.name!r} are trained, and their gradient shows what went into it"
+        caveats.append(f"not covered: {shown} (of an embedding: which rows)")
+    others = [name for name in seeing if id(model.get_parameter(name)) not in own]
+    if others:
+        named = ", ".join(repr(name) for name in others[:_NAMED])
+        named += f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        shown = f"the gradient of {named} shows what went into module {private.name!r} by another way than its output"
+        caveats.append(f"not covered: {shown}")
+    return tuple(caveats)
 
 
 def private_part(problem: Problem, inputs: Inputs, targets: Any) -> Tensor:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from reconbound.fisher.layers import ConvRule, EmbeddingRule, LinearRule, Rule, ScaleRule
 from reconbound.fisher.private import Inputs, Problem, batch_rows
 from reconbound.fisher.smooth_ops import convolve, pool, poolable
+from reconbound.validate.structure import CHECKPOINTING
 
 _CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()  # what check_small_batch has passed
 
@@ -276,6 +277,8 @@ def check_covered(losses: Tensor, sites: list[Site], params: Mapping[str, Tensor
         name = names.get(id(getattr(node, "variable", None)))
         if name is not None:
             raise NotCovered(f"the parameter {name} is used outside the known layers")
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            raise ValueError(CHECKPOINTING)
         todo.extend(following for following, _ in node.next_functions)
 
 

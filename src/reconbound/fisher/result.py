@@ -30,7 +30,9 @@ class StepInformation:
     features: d, the number of private features of a record. probes: how many probes `across` is from.
     diagonal_along, diagonal_across, diagonal_error: the same three for each feature, if asked for, (B, ...).
     spectral: the largest eigenvalue of J̃ᵀJ̃/(σC)², by power iteration, from below, if asked for, (B,).
-    spectral_residual: ‖J̃ᵀJ̃v − ρv‖/(σC)² at the end of it, (B,): an eigenvalue lies so near.
+    spectral_bound: above that eigenvalue, for each record with probability at least 1 − 1e-6 over the iteration's
+        random start, (B,).
+    mask: 1 for the records that took part, 0 for padding, (B,); None: all did. Padding is no measurement.
     noise_multiplier, max_grad_norm, clip: what it was computed for; a ledger refuses that of another mechanism.
     """
 
@@ -48,10 +50,11 @@ class StepInformation:
     diagonal_across: Tensor | None = None
     diagonal_error: Tensor | None = None
     spectral: Tensor | None = None
-    spectral_residual: Tensor | None = None
+    spectral_bound: Tensor | None = None
     noise_multiplier: float | None = None
     max_grad_norm: float | None = None
     clip: str | None = None
+    mask: Tensor | None = None
 
     def __repr__(self) -> str:
         """Sizes alone: the values are secret, and long."""
@@ -88,7 +91,7 @@ class Part:
     diagonal_across: Tensor | None = None
     diagonal_error: Tensor | None = None
     spectral: Tensor | None = None
-    spectral_residual: Tensor | None = None
+    spectral_bound: Tensor | None = None
     gradient_sum: dict[str, Tensor] = field(default_factory=dict)
 
 

@@ -7,14 +7,17 @@ needs no data; `check_batch` adds what a few records of a batch can show, and ru
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from reconbound._opacus import unhooked
 from reconbound.validate.derivatives import check_derivatives, check_differences, math_attention
-from reconbound.validate.runs import PROBE_RECORDS, check_coupling, check_randomness, check_steps
+from reconbound.validate.jumps import check_events, check_gaps
+from reconbound.validate.placed import chosen_private, place_precisely, without_autocast
+from reconbound.validate.runs import PROBE_RECORDS, check_coupling, check_randomness
 from reconbound.validate.structure import (
     KinkWarning,
     ModelError,
@@ -24,9 +27,13 @@ from reconbound.validate.structure import (
     kinked_modules,
     warn_kinks,
 )
+from reconbound.validate.uncovered import uncovered_caveats, warn_uncovered
 from reconbound.validate.watch import LossFn, Trace, check_data, random_state_kept, record_count, rows, run
 
 from .._check import warn_user
+
+if TYPE_CHECKING:
+    from reconbound.fisher.private import Private
 
 __all__ = ["KinkWarning", "ModelError", "ReconboundWarning", "check_batch", "check_model", "math_attention"]
 
@@ -54,7 +61,13 @@ def check_model(model: nn.Module) -> None:
 
 
 @unhooked
-def check_batch(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> tuple[str, ...]:
+def check_batch(
+    model: nn.Module,
+    loss_fn: LossFn,
+    inputs: Any,
+    targets: Any,
+    private: Private | Tensor | Sequence[int] | str | None = None,
+) -> tuple[str, ...]:
     """Check a model, its loss and a batch together; the model runs on three of the records, and is left as it was.
 
     Args:
@@ -62,20 +75,25 @@ def check_batch(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) ->
         loss_fn: loss_fn(outputs, targets) -> one loss for each record, shape (B,).
         inputs: a tensor (B, ...), or a tuple or dictionary of such: model(x), model(*x) or model(**x).
         targets: what loss_fn takes, tensors with B rows.
+        private: what is private, as in `step_information`; None: every floating-point input.
 
     Returns:
-        Caveats that every floor of this model must carry: that it is not proved, where the model has kinks; else ().
+        Caveats that every floor of this model must carry: that it is not proved, where the model has kinks; of a
+        module's output, what it is about and which trained parameters it does not cover; else ().
 
     Raises:
         ModelError: all that `check_model` raises; a value of the batch is not finite; the loss was reduced over the
             batch or has another wrong shape; two runs differ; one record's loss depends on another record; the loss
-            has no second derivative (in-place changes, step functions, operations cut from the graph); or it has one
-            that differences of the gradient, in float64, contradict (detached parts, straight-through estimators,
-            backward passes by hand). The last is skipped for models with kinks or that do not run in float64.
+            has no second derivative (in-place changes, operations cut from the graph); it jumps with the private part
+            (comparisons used as numbers, integer casts, argmax, rounding, remainders); or differences of the gradient
+            along the private part contradict its derivative (detached parts, straight-through estimators, backward
+            passes by hand). All in float64 where the model runs in it, at the present parameters moved a little.
 
     Warns:
-        ReconboundWarning: kinks (ReLU, max pooling, absolute values); an attention kernel without second derivatives,
-            which `math_attention` replaces; buffers that the forward pass changes.
+        ReconboundWarning: kinks that the private part passes through (ReLU, clamps, maxima, medians, max pooling,
+            absolute values, comparisons that leave the loss continuous); an attention kernel without second
+            derivatives, which `math_attention` replaces; buffers that the forward pass changes; trained parameters
+            that see what went into a private module by another way than its output.
 
     Guarantee:
         None: a passed check is evidence from three records at the present parameters, not a proof.
@@ -93,14 +111,18 @@ def check_batch(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) ->
         trace = run(model, loss_fn, *few)
         check_randomness(model, trace, run(model, loss_fn, *few))
         check_coupling(model, loss_fn, few, trace)
-        check_steps(model, trace)
         check_derivatives(model, loss_fn, few, trace)
-        if not (trace.kinks or kinked_modules(model)):  # differences across a kink would say nothing
-            check_differences(model, loss_fn, few, trace)
+        kinks = kinked_modules(model)
+        with without_autocast():
+            placed = place_precisely(model, loss_fn, few, chosen_private(private))
+            kinks = {**check_events(placed, model), **kinks}
+            check_differences(placed, model, trace)
+            check_gaps(placed, model, smooth=not kinks)
     _warn_buffers(model, trace)
-    kinks = {**trace.kinks, **kinked_modules(model)}
     warn_kinks(kinks)
-    return kink_caveats(kinks)
+    beside = uncovered_caveats(model, loss_fn, few, chosen_private(private))
+    warn_uncovered(beside)
+    return (*kink_caveats(kinks), *beside)
 
 
 def _warn_buffers(model: nn.Module, trace: Trace) -> None:

@@ -1,4 +1,4 @@
-"""What runs can show: randomness, records that depend on each other, functions that are flat between jumps."""
+"""What runs can show: randomness, and records that depend on each other."""
 
 from __future__ import annotations
 
@@ -82,12 +82,3 @@ def _last_changed(x: Any) -> Any:
     if x.is_floating_point() and torch.equal(changed, x):
         changed[-1] = 0.5 * x[-1] + 0.1
     return changed
-
-
-def check_steps(model: nn.Module, trace: Trace) -> None:
-    for path, name in trace.steps.items():
-        raise ModelError(
-            f"{label(model, path)} uses {name}, which is not differentiable: it is flat between jumps, its "
-            "derivative says nothing of what it reveals. Replace it by a smooth function, or apply it to the data "
-            "beforehand"
-        )

@@ -24,6 +24,11 @@ _KINKED_MODULES = tuple(
 )
 
 
+CHECKPOINTING = (
+    "the model uses gradient checkpointing (torch.utils.checkpoint) or other saved-tensor hooks, which single records' "
+    "gradients and second derivatives do not go with: turn it off (model.gradient_checkpointing_disable()), and save "
+    "memory with micro_batch"
+)
 LOSS = "loss_fn"  # stands for a module's path where the loss function is meant
 
 
@@ -53,6 +58,11 @@ def place(path: str) -> str:
 
 def label(model: nn.Module, path: str) -> str:
     return path if path == LOSS else f"{place(path)} ({type(model.get_submodule(path)).__name__})"
+
+
+def is_about_checkpointing(error: BaseException) -> bool:
+    """Says whether PyTorch complains of gradient checkpointing, in either of its modes."""
+    return "use_reentrant" in str(error) or CHECKPOINTING in str(error)
 
 
 def check_structure(model: nn.Module) -> None:

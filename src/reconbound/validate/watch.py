@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,23 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from reconbound.validate.kinds import numpy_arrays, said_of_inputs, said_of_targets
-from reconbound.validate.structure import LOSS, ModelError, label
+from reconbound.validate.structure import CHECKPOINTING, LOSS, ModelError, is_about_checkpointing, label
 
 LossFn = Callable[[Any, Any], Tensor]
-
-KINKED_OPS = frozenset(
-    (  # noqa: SIM905
-        "relu leaky_relu rrelu_with_noise _prelu_kernel hardtanh hardsigmoid hardswish hardshrink softshrink threshold "
-        "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d "
-        "fractional_max_pool3d mkldnn_max_pool2d abs maximum minimum fmax fmin multi_margin_loss sort topk"
-    ).split()
-)
-STEP_OPS = frozenset({"round", "floor", "ceil", "trunc", "sign", "heaviside", "floor_divide", "bucketize"})
 
 
 def _tensors(name: str, tree: Any) -> list[tuple[str, Tensor]]:
@@ -74,8 +65,6 @@ class Trace:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     stack: list[str] = field(default_factory=list)
     calls: list[tuple[str, Any, Any]] = field(default_factory=list)  # path, (args, kwargs), output; innermost first
-    kinks: dict[str, str] = field(default_factory=dict)
-    steps: dict[str, str] = field(default_factory=dict)
     in_place: dict[str, str] = field(default_factory=dict)
     seeded: dict[str, str] = field(default_factory=dict)
     attention: dict[str, str] = field(default_factory=dict)
@@ -95,40 +84,26 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name, trace = func._overloadpacket.__name__, self.trace
-        plain = name.removesuffix("_")
         if torch.Tag.nondeterministic_seeded in func.tags:
             trace.seeded.setdefault(trace.here, name)
         if any(isinstance(x, Tensor) and x.requires_grad for x in args):
-            if plain in KINKED_OPS or _is_kinked(plain, args, kwargs):
-                trace.kinks.setdefault(trace.here, plain)
-            if plain in STEP_OPS:
-                trace.steps.setdefault(trace.here, plain)
-            if name != plain and func._schema.is_mutable:
+            if name.endswith("_") and func._schema.is_mutable:
                 trace.in_place.setdefault(trace.here, name)
             if "scaled_dot_product" in name:
                 trace.attention.setdefault(trace.here, name)
         return func(*args, **kwargs)
 
 
-def _is_kinked(name: str, args: Any, kwargs: Any) -> bool:
-    """A clamp at 0 is a ReLU; ELU and its kin are smooth to first order only where alpha times the input scale is 1."""
-    if name in ("clamp", "clamp_min"):
-        low = args[1] if len(args) > 1 else kwargs.get("min")
-        return isinstance(low, int | float) and low == 0
-    if name == "elu":
-        alpha, input_scale = (args[i] if len(args) > i else 1 for i in (1, 3))
-        return not math.isclose(alpha * input_scale, 1.0)
-    return False
-
-
 def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
     """Forward pass and losses, watched; inputs are fresh leaves, buffers are copies."""
     trace = Trace(inputs=tree_map(leaf, inputs), buffers={name: b.clone() for name, b in model.named_buffers()})
     args, kwargs = arguments(trace.inputs)
-    with _recorded_calls(model, trace), _Watch(trace):
+    with recorded_calls(model, trace), disable_saved_tensors_hooks(CHECKPOINTING), _Watch(trace):
         try:
             outputs = functional_call(model, trace.buffers, args, kwargs)
         except RuntimeError as error:
+            if is_about_checkpointing(error):
+                raise ModelError(f"{label(model, trace.here)}: {CHECKPOINTING}") from error
             if "in-place" in str(error):
                 raise in_place_error(model, {trace.here: "its input"}, error) from error
             said = said_of_inputs(error, model, inputs) or _said_of_shapes(error, model, trace, inputs)
@@ -162,7 +137,7 @@ def leaf(x: Any) -> Any:
 
 
 @contextmanager
-def _recorded_calls(model: nn.Module, trace: Trace) -> Iterator[None]:
+def recorded_calls(model: nn.Module, trace: Trace) -> Iterator[None]:
     def enter(path: str) -> Callable[..., None]:
         return lambda module, args, kwargs: trace.stack.append(path)
 

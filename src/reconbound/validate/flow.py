@@ -1,0 +1,137 @@
+"""Where the private part goes: which kinks and jumps it passes through on its way to the loss.
+
+Every operation of a run is seen. A memory block is marked once something of the private part has been written to it;
+whatever is computed from marked memory is marked, through views, detach(), in-place changes and integers. Each kink and
+each jump has a mark of its own, and counts where its mark arrives at the losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from reconbound.validate.operations import flat_parts, is_comparison, is_kinked
+from reconbound.validate.placed import Placed
+from reconbound.validate.watch import Trace, recorded_calls
+
+_PRIVATE = 0  # the mark of the private part; events have those from 1 on
+
+
+@dataclass
+class Event:
+    """A kink or a jump that the private part passes through.
+
+    Attributes:
+        name: the operation.
+        path: the module that performs it.
+        part: of a jump, the values that are flat between jumps; None for a kink.
+        given: the floating-point arguments, to see whether they change with the private part.
+        reaches: whether the loss depends on the result.
+    """
+
+    name: str
+    path: str
+    part: Tensor | None
+    given: list[Tensor]
+    reaches: bool = False
+
+    @property
+    def is_comparison(self) -> bool:
+        return is_comparison(self.name)
+
+
+class _Flow(TorchDispatchMode):
+    def __init__(self, trace: Trace, sources: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = trace
+        self.events: list[Event] = []
+        self.marks: dict[int, set[int]] = {}
+        self.alive: list[Tensor] = []  # so that no memory block is used again for something else
+        for source in sources:
+            self._mark(source, {_PRIVATE})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        marks: set[int] = set()
+        for x in given:
+            marks |= self._passed_on(x)
+        output = func(*args, **kwargs)
+        if _PRIVATE not in marks:
+            return output
+        name = func._overloadpacket.__name__.removesuffix("_")
+        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        own: dict[int, set[int]] = {}
+        floats = [x for x in given if x.is_floating_point() and _PRIVATE in self.of(x)]
+        if floats:
+            for x, part in flat_parts(name, args, kwargs, output):
+                what = f"a cast to {x.dtype}" if name == "_to_copy" else name
+                own.setdefault(id(x), set()).add(self._note(what, part.detach().clone(), floats))
+            if is_kinked(name, args, kwargs):
+                number = self._note(name, None, floats)
+                for x in outputs:
+                    if x.is_floating_point():
+                        own.setdefault(id(x), set()).add(number)
+        for x in (*outputs, *_written(func, args, kwargs)):
+            self._mark(x, marks | own.get(id(x), set()))
+        return output
+
+    def of(self, x: Tensor) -> set[int]:
+        """Returns the marks of a tensor's memory."""
+        return self.marks.get(_block(x), set())
+
+    def _passed_on(self, x: Tensor) -> set[int]:
+        """The marks that results of x take over. A kink counts along paths with derivatives: of detached ones
+        the differences of the gradient show whether they matter."""
+        marks = self.of(x)
+        if x.requires_grad:
+            return marks
+        return {m for m in marks if m == _PRIVATE or self.events[m - 1].part is not None}
+
+    def _mark(self, x: Tensor, marks: set[int]) -> None:
+        self.alive.append(x)
+        self.marks[_block(x)] = self.of(x) | marks
+
+    def _note(self, name: str, part: Tensor | None, given: list[Tensor]) -> int:
+        self.events.append(Event(name, self.trace.here, part, [x.detach().clone() for x in given]))
+        return len(self.events)
+
+
+def observe(placed: Placed, z: list[Tensor], model: nn.Module) -> tuple[list[Event], Tensor]:
+    """Returns the kinks and jumps that the private part meets in a run, and the losses.
+
+    Args:
+        placed: the records.
+        z: their private part.
+        model: whose modules the events are named by.
+    """
+    trace = Trace()
+    z = [x.detach().clone().requires_grad_() for x in z]
+    sources = z or [x for x in tree_leaves(placed.inputs) if isinstance(x, Tensor)]
+    flow = _Flow(trace, sources)
+    with torch.enable_grad(), recorded_calls(model, trace), flow:
+        losses = placed.losses(z)
+    for number in flow.of(losses) - {_PRIVATE}:
+        flow.events[number - 1].reaches = True
+    return flow.events, losses.detach()
+
+
+def _block(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operation changes."""
+    if not func._schema.is_mutable:
+        return []
+    found: list[Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    return found

@@ -1,0 +1,234 @@
+"""Jumps: places where a record's loss changes at once, which no derivative shows.
+
+Two independent looks. What the operations show (`find_events`): a comparison, an integer, a step of the private part
+that reaches the loss is followed to a point where it changes, and the losses just before and just after are compared.
+What the numbers show (`find_gap`): between far points the loss must change by the integral of its derivative; where it
+does not, the interval is halved until only a jump, or nothing, is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from reconbound.validate.flow import Event, observe
+from reconbound.validate.placed import Placed, place_precisely, without_autocast
+from reconbound.validate.structure import ModelError, label
+from reconbound.validate.watch import LossFn, random_state_kept
+
+if TYPE_CHECKING:
+    from reconbound.fisher.private import Private
+
+_SEGMENTS = 3  # random directions in which the private part is moved, besides towards the other records
+_FAR = 2.0  # how far, in units of its spread
+_SAME = 1e-6  # change of the loss across a jump, relative to its size, that counts as none (float64)
+_PANELS = 6
+_SUSPECT = 0.02  # of the loss's whole variation along a segment
+_FEW = 8  # jumping operations that are followed along two segments; more of them along one
+_LOOKED: WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()  # loss and private part
+
+
+def check_events(placed: Placed, model: nn.Module) -> dict[str, str]:
+    """Refuses jumps that operations of the model or the loss show.
+
+    Args:
+        placed: a few records, in the precision to compute in.
+        model: the model.
+
+    Returns:
+        The kinks: a name of an operation for each module that performs one. A jump of an operation that leaves the
+        loss continuous is a kink.
+
+    Raises:
+        ModelError: the loss jumps with the private part, and the module and operation that make it.
+    """
+    here, losses = observe(placed, placed.z, model)
+    if not any(event.reaches for event in here):
+        return {}
+    moves = _moves(placed) if placed.z else []
+    ends = [observe(placed, _moved(placed, v, 1.0), model)[0] for v in moves]
+    found = [(i, e) for i, e in enumerate(here) if e.reaches and _depends(i, e, ends)]
+    jumps = [(i, e) for i, e in found if e.part is not None]
+    for i, event in jumps:
+        flips = [k for k, end in enumerate(ends) if not _alike(i, event, end)][: 2 if len(jumps) <= _FEW else 1]
+        if any(_jumps(placed, model, moves[k], i, event, losses) for k in flips):
+            raise _refused(model, event)
+        if not flips and not event.is_comparison and placed.z:
+            raise _refused(model, event)
+    kinks: dict[str, str] = {}
+    for _, event in found:
+        kinks.setdefault(event.path, event.name)
+    return kinks
+
+
+def check_jumps_once(model: nn.Module, loss_fn: LossFn, few: Any, private: Private) -> None:
+    """Refuses a model whose operations show a jump; looks once for each model, loss and private part.
+
+    What keeps the few records from being run is left to the caller's own run of all of them."""
+    key = (
+        private.part,
+        private.name,
+        tuple(x.shape[1:] for x in tree_leaves(few) if isinstance(x, Tensor) and x.dim()),
+    )
+    done = _LOOKED.setdefault(model, [])
+    if any(known is loss_fn and other == key for known, other in done):
+        return
+    with torch.enable_grad(), random_state_kept(model), without_autocast():
+        try:
+            placed = place_precisely(model, loss_fn, few, private)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return
+        check_events(placed, model)
+    done.append((loss_fn, key))
+
+
+def _moves(placed: Placed) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [placed.to_others(), *([_FAR * x for x in placed.noise(generator)] for _ in range(_SEGMENTS))]
+
+
+def _moved(placed: Placed, v: list[Tensor], t: float) -> list[Tensor]:
+    return [x + t * d for x, d in zip(placed.z, v, strict=True)]
+
+
+def _depends(i: int, event: Event, ends: list[list[Event]]) -> bool:
+    """Whether what the operation is given changes with the private part; taken for granted where it cannot be moved."""
+    others = [end[i] for end in ends if _matches(i, event, end)]
+    if len(others) < len(ends) or not others:
+        return True
+    return any(not _equal(a, b) for other in others for a, b in zip(event.given, other.given, strict=True))
+
+
+def _matches(i: int, event: Event, run: list[Event]) -> bool:
+    return i < len(run) and (run[i].name, run[i].path, len(run[i].given)) == (event.name, event.path, len(event.given))
+
+
+def _alike(i: int, event: Event, run: list[Event]) -> bool:
+    """Whether a jumping operation gave the same in another run. A run in which it is not met has taken another path."""
+    other = run[i].part if _matches(i, event, run) else None
+    return other is not None and event.part is not None and _equal(event.part, other)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a == b).all())
+
+
+def _jumps(placed: Placed, model: nn.Module, v: list[Tensor], i: int, event: Event, at_start: Tensor) -> bool:
+    """Whether the losses differ on the two sides of the point where the operation's result changes."""
+    low, high, before = 0.0, 1.0, at_start
+    run, after = observe(placed, _moved(placed, v, 1.0), model)
+    exact = at_start.dtype == torch.float64
+    allowed = (_SAME if exact else 1e-3) * (at_start.abs() + 1e-3)
+    for _ in range(36 if exact else 20):
+        if bool(((after - before).abs() <= allowed).all()):
+            return False
+        middle = (low + high) / 2
+        run, losses = observe(placed, _moved(placed, v, middle), model)
+        if _alike(i, event, run):
+            low, before = middle, losses
+        else:
+            high, after = middle, losses
+    return bool(((after - before).abs() > allowed).any())
+
+
+def _refused(model: nn.Module, event: Event) -> ModelError:
+    return ModelError(
+        f"{label(model, event.path)} uses {event.name}, which is not differentiable: it is flat between jumps, its "
+        "derivative says nothing of what it reveals. Replace it by a smooth function, or apply it to the data "
+        "beforehand"
+    )
+
+
+def check_gaps(placed: Placed, model: nn.Module, *, smooth: bool) -> None:
+    """Refuses jumps of the loss, and of a smooth model's gradient, that no operation shows.
+
+    Args:
+        placed: a few records, in the precision to compute in.
+        model: the model.
+        smooth: no kinks are known; the gradient is looked at as well, which jumps at every kink.
+
+    Raises:
+        ModelError: the loss or its gradient jumps with the private part.
+    """
+    if not placed.z:
+        return
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p) for p in placed.params.values()]
+
+    def component(z: list[Tensor]) -> Tensor:
+        params = list(placed.params.values())
+        own = torch.autograd.grad(placed.losses(z).sum(), params, create_graph=True, materialize_grads=True)
+        return torch.stack([(g * w).sum() for g, w in zip(own, weights, strict=True)]).sum()[None]
+
+    for k, v in enumerate(_moves(placed)[:2]):
+        if _has_gap(placed.losses, placed, v):
+            raise ModelError(
+                f"the loss of {type(model).__name__} jumps with the private part, where its derivative shows nothing: "
+                "information would be missed. Look for steps computed by NumPy, .item(), if-statements on values of "
+                "the records, or operations of your own"
+            )
+        if smooth and k == 1 and _has_gap(component, placed, v):
+            raise ModelError(
+                f"the gradient of {type(model).__name__} jumps with the private part, where its derivative shows "
+                "nothing: information would be missed. Look for backward passes written by hand"
+            )
+
+
+def _has_gap(function: Callable[[list[Tensor]], Tensor], placed: Placed, v: list[Tensor]) -> bool:
+    """Whether a function of each record's private part, or of all of them, jumps along a segment.
+
+    With the value f and the slope f' at both ends of an interval of length h, f(b) − f(a) − h (f'(a) + f'(b))/2 is
+    of order h³ where f is smooth, of order h at a kink, and J at a jump of size J. The halves with the larger gap are
+    followed; what is left when they have no length is a jump."""
+
+    def look(t: Tensor) -> tuple[Tensor, Tensor]:
+        z = [
+            (x + t.to(x).expand(len(x)).reshape(-1, *(1,) * (x.dim() - 1)) * d).requires_grad_()
+            for x, d in zip(placed.z, v, strict=True)
+        ]
+        with torch.enable_grad():
+            values = function(z)
+            slopes = torch.autograd.grad(values.sum(), z, allow_unused=True) if values.requires_grad else []
+        along = [(s * d).flatten(1).sum(1) for s, d in zip(slopes, v, strict=False) if s is not None]
+        slope = torch.stack(along).sum(0) if along else torch.zeros_like(values)
+        slope = slope if len(values) > 1 else slope.sum()[None]
+        return values.detach().double().cpu(), slope.detach().double().cpu()
+
+    seen = [look(torch.full((1,), k / _PANELS, dtype=torch.float64)) for k in range(_PANELS + 1)]
+    values, slopes = (torch.stack([s[i] for s in seen]) for i in (0, 1))
+    change, integral = values.diff(dim=0), (slopes[1:] + slopes[:-1]) / (2 * _PANELS)
+    if not bool(torch.isfinite(values).all() and torch.isfinite(slopes).all()):
+        return False
+    scale = change.abs().sum(0) + integral.abs().sum(0)
+    rounding = 1e-9 if placed.z[0].dtype == torch.float64 else 1e-4
+    least = _SUSPECT * scale + rounding * values.abs().amax(0)
+    worst = (change - integral).abs().argmax(0)
+    if bool(((change - integral).abs().amax(0) <= least).all()):
+        return False
+    pick = torch.arange(values.shape[1])
+    low, high = worst.double() / _PANELS, (worst + 1).double() / _PANELS
+    at_low, at_high = (values[worst, pick], slopes[worst, pick]), (values[worst + 1, pick], slopes[worst + 1, pick])
+    for _ in range(36 if placed.z[0].dtype == torch.float64 else 16):
+        middle = (low + high) / 2
+        at_middle = look(middle)
+        first = _gap(at_low, at_middle, (high - low) / 2)
+        second = _gap(at_middle, at_high, (high - low) / 2)
+        if not bool((torch.maximum(first, second) > least / 2).any()):
+            return False
+        left = first >= second
+        low, high = torch.where(left, low, middle), torch.where(left, middle, high)
+        at_low, at_high = _picked(left, at_low, at_middle), _picked(left, at_middle, at_high)
+    return bool((_gap(at_low, at_high, high - low) > least / 2).any())
+
+
+def _picked(left: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.where(left, a[0], b[0]), torch.where(left, a[1], b[1])
+
+
+def _gap(at_low: tuple[Tensor, Tensor], at_high: tuple[Tensor, Tensor], width: Tensor) -> Tensor:
+    gap = (at_high[0] - at_low[0] - width * (at_low[1] + at_high[1]) / 2).abs()
+    return torch.nan_to_num(gap, 0.0, 0.0, 0.0)
