@@ -106,13 +106,13 @@ class Bound:
     def condition(self) -> str:
         """Where a floor for any attacker holds, as words of a sentence; "" for unbiased ones, which name theirs.
 
-        >>> Bound("lecam", 1.0, "Le Cam", "any", "replace-one", assumes=("worst case over the box",)).condition
-        'in the worst case over the box'
+        >>> Bound("lecam", 1.0, "Le Cam", "any", "replace-one", assumes=("worst case for the attacker",)).condition
+        'on some conceivable record of the box, not on each'
         """
         if self.attacker != "any":
             return ""
         said = next((a for a in self.assumes if a.startswith(("worst case", "on average"))), "")
-        return f"in the {said.partition(':')[0]}" if said.startswith("worst case") else said
+        return "on some conceivable record of the box, not on each" if said.startswith("worst case") else said
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary for JSON."""
