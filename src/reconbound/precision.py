@@ -12,6 +12,7 @@ from .validate.structure import ReconboundWarning
 #: Floors whose median relative standard error is larger come with a warning: an estimate that is half too small, as is
 #: common then, makes a floor that is twice too high.
 COARSE = 0.5
+HIGH = "Such estimates are more often too high than too low."
 
 
 def relative_median(value: Tensor, error: Tensor) -> float:
