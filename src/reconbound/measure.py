@@ -21,7 +21,7 @@ from .fisher.private import Problem, as_private, feature_mask, module_caveats, p
 from .settings import Settings
 from .validate import check_batch
 from .validate.kinds import is_about_kinds, model_dtype
-from .validate.structure import ReconboundWarning, kink_caveats, kinked_modules
+from .validate.structure import ReconboundWarning, known_caveats
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -62,8 +62,7 @@ class Measurer:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.device = self.params[0].device
         few = self.rows(torch.arange(min(3, record_count(inputs, targets))))
-        known = kink_caveats(kinked_modules(model))
-        found = check_batch(model, loss_fn, *few) if check else known
+        found = check_batch(model, loss_fn, *few) if check else known_caveats(model)
         about = module_caveats(model, as_private(private))
         self.caveats: tuple[str, ...] = (*found, *about)
         if check and len(about) > 1:

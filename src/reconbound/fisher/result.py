@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reconbound.validate.structure import NOT_CHECKED
+
 
 @dataclass(frozen=True, repr=False)
 class StepInformation:
@@ -30,6 +32,8 @@ class StepInformation:
     spectral: the largest eigenvalue of J̃ᵀJ̃/(σC)², by power iteration, from below, if asked for, (B,).
     spectral_residual: ‖J̃ᵀJ̃v − ρv‖/(σC)² at the end of it, (B,): an eigenvalue lies so near.
     noise_multiplier, max_grad_norm, clip: what it was computed for; a ledger refuses that of another mechanism.
+    part: what is private: "input", "target" or "module" (a module's output, whose range nobody knows).
+    caveats: what floors from it must carry; a ledger collects them.
     """
 
     loss: Tensor
@@ -50,6 +54,8 @@ class StepInformation:
     noise_multiplier: float | None = None
     max_grad_norm: float | None = None
     clip: str | None = None
+    part: str = "input"
+    caveats: tuple[str, ...] = (NOT_CHECKED,)
 
     def __repr__(self) -> str:
         """Sizes alone: the values are secret, and long."""

@@ -22,6 +22,7 @@ from reconbound.validate.structure import (
     check_structure,
     kink_caveats,
     kinked_modules,
+    remember_check,
     warn_kinks,
 )
 from reconbound.validate.watch import LossFn, Trace, check_data, random_state_kept, record_count, rows, run
@@ -65,6 +66,7 @@ def check_batch(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) ->
 
     Returns:
         Caveats that every floor of this model must carry: that it is not proved, where the model has kinks; else ().
+        They are remembered with the model: a ledger that is fed with its `step_information` has them.
 
     Raises:
         ModelError: all that `check_model` raises; a value of the batch is not finite; the loss was reduced over the
@@ -99,6 +101,7 @@ def check_batch(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) ->
             check_differences(model, loss_fn, few, trace)
     _warn_buffers(model, trace)
     kinks = {**trace.kinks, **kinked_modules(model)}
+    remember_check(model, kink_caveats(kinks))
     warn_kinks(kinks)
     return kink_caveats(kinks)
 
