@@ -148,7 +148,7 @@ def test_calibrate_says_what_else_the_noise_means(run: Any, answer: Any) -> None
     assert "Who can rebuild a record with a chance of 1% without the release" in out
     status, out, _ = run("calibrate", "--target-epsilon", "500", "--sample-rate", "0.1", "--steps", "10")
     assert out.startswith(FIRST)
-    assert answer("calibrate", "--target-epsilon", "1")["meaningful"] is True
+    assert answer("calibrate", "--target-epsilon", "1", "--sample-rate", "0.1", "--steps", "10")["meaningful"] is True
 
 
 def test_bound_command_says_it_first(run: Any) -> None:

@@ -238,7 +238,8 @@ class FisherAccountant:
             E‖ẑ − z‖²/d ≥ s̄²/dFIL,     s̄ the mean of feature_scale    (Cauchy–Schwarz; 1/dFIL when the scale is 1)
 
         A record that was never measured has the trivial floor 0. The floors are estimates: `assumes` says how often the
-        records were measured and the median relative standard error; above 50 % there is a warning, once a run.
+        records were measured and the median relative standard error. After one run, and where that is above 50 %, there
+        is a warning, once a run. The lower confidence limits, where there are any, are named first: `lower_limit`.
         """
         k = self._rule(rule)
         bound, relative, said = self._floors(k)
@@ -249,7 +250,7 @@ class FisherAccountant:
             first += f", {none:,} of {len(limits):,} records without one" if none else ""
             bound = replace(bound, assumes=(first, *bound.assumes), notes=(first, *bound.notes))
         if self._first("floors"):
-            warn_if_coarse(relative, said)
+            warn_if_coarse(relative, said, self.runs)
             if 2 * self.traces.mute(k, self.runs) > int((self._told_of() > 0).sum()):
                 warn_if_silent(self.traces.silent(k, self.runs))
         return bound
@@ -276,7 +277,7 @@ class FisherAccountant:
             said = told(measured, relative, " of a feature", runs=self.runs)
             notes = (said, *notes)
             if self._first("features"):
-                warn_if_coarse(relative, said)
+                warn_if_coarse(relative, said, self.runs)
         return replace(found, assumes=(*found.assumes, *notes), notes=(*found.notes, *notes))
 
     def feature_standard_error(self) -> Tensor:
@@ -352,7 +353,7 @@ class FisherAccountant:
         limits = self._lower_limits(None)
         found: dict[str, Any] = {"confidential": True, "runs": self.runs}
         if limits is not None:
-            found["floor_lower_limit"] = quantiles(limits[limits > 0], names)
+            found["floor_lower_limit"] = quantiles(limits[limits > 0], names) if (limits > 0).any() else None
             found["without_limit"] = int((limits == 0).sum())
             found["no_limit_because"] = self.no_limit_because()
         found["floor_estimate"] = floors

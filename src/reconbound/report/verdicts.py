@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..precision import HIGH
+from ..precision import how_far_off
 from ..protection import Protection
 from . import columns, words
 from .figures import amount, beyond, count, percent, plus_minus, rough
@@ -179,10 +179,10 @@ def _confidence(view: View) -> str:
     assert worst is not None
     estimate, whose = _here(view, float(view.floor[worst])), _whose(view, worst)
     if upper is None:
-        error = view.floor_error(worst)
+        error, off = view.floor_error(worst), how_far_off(float(view.leakage.measured.double().median()), squared=False)
         size = f"of {rough(error)}" if error is not None else "of more than half of it"
         return (
-            f"These are estimates from one run, without a confidence limit. {HIGH} {whose} is {estimate} by the "
+            f"These are estimates from one run, without a confidence limit: {off}. {whose} is {estimate} by the "
             f"estimate, with a standard error {size} from measuring alone; another run would differ by more. Guessing "
             f"errs by {plus_minus(view.guess)}. Audit with --runs 10 for confidence limits."
         )
@@ -197,7 +197,7 @@ def _confidence(view: View) -> str:
         said += f"{whose} is {estimate} by an estimate without a confidence limit"
     said += f". Guessing errs by {plus_minus(view.guess)}. "
     if rare:
-        said += f"{count(rare, view.noun)} {_have(rare)} no limit: {NO_LIMIT}. {HIGH} "
+        said += f"{count(rare, view.noun)} {_have(rare)} no limit: {NO_LIMIT}. Estimates without a limit are more often too high than too low. "
     short = int((limited & (upper < view.guess) & (view.floor >= view.guess)).sum())
     if short:
         said += (

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..precision import how_far_off
+
 WORDS = {
     "max": "most exposed record (estimate)",
     "q99": "record at the 99 % quantile (estimate)",
@@ -73,15 +75,22 @@ def whom(floor: str) -> str:
     return "" if "any attacker" in said or "no guarantee" in said else ", for unbiased attackers"
 
 
-def precision(floor: str, runs: int | None) -> str:
+def precision(floor: str, runs: int | None, measured: float | None = None) -> str:
     """How exact a floor is, in words; "" for those of the mechanism, which are computed, and where it is not known.
 
-    >>> precision("exact_max", 1), precision("lecam", 1)
-    ('from one run: an estimate', '')
+    Args:
+        floor: its name.
+        runs: over how many runs it was averaged.
+        measured: how often each record was measured over all runs (median), where it is known.
+
+    >>> precision("exact_max", 3), precision("lecam", 1)
+    ('mean of 3 runs: an estimate, more often too high than too low', '')
     """
     if runs is None or not floor.endswith(("_max", "_q99", "_median")):
         return ""
-    return "from one run: an estimate" if runs == 1 else f"mean of {runs:,} runs: an estimate"
+    if runs > 1:
+        return f"mean of {runs:,} runs: an estimate, more often too high than too low"
+    return f"from one run: an estimate; {how_far_off(0.0 if measured is None else measured)}"
 
 
 def majority(guesses: Mapping[str, Any] | None) -> list[str]:
