@@ -7,6 +7,7 @@ alone. Derivations: docs/theory-accounting.md."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from .account import Account, checked_scale
 from .bounds import Bound
 from .bounds._bound import figure
 from .calculator import Guarantee, guarantee
+from .copies import checked_rows
 from .exposure import Exposed, MostExposed, quantiles
 from .feature_ledger import Chosen, Diagonal, FeatureLedger
 from .fisher import StepInformation
@@ -310,6 +312,33 @@ class FisherAccountant:
         found = (Exposed(i, limit, float(floors.value[i])) for i, limit in zip(top, own, strict=True))
         return MostExposed(found, floors.notes)
 
+    def group_floor(self, rows: Sequence[int], rule: str | None = None, confidence: float | None = None) -> Bound:
+        """Returns the floor for somebody who has several rows with the same private part (Theorem 2 for the group).
+
+            E‖ẑ − z‖²/d ≥ s̄² d/Tr I_G,     Tr I_G ≤ k Σ Tr I_i over the k rows    (Cauchy–Schwarz)
+
+        For k equal rows that is 1/k² of a row's floor, and it is attained where every record is in every batch. 0 where
+        one of the rows was never measured, or has no limit. Derivation: docs/theory-accounting.md, "Several rows".
+
+        Args:
+            rows: the records of the group, each once.
+            rule: the subsampling factors; the account's first where left out.
+            confidence: of a lower limit instead of the estimate, for all rows of the group together (Bonferroni); needs
+                two finished runs or more.
+        """
+        index = checked_rows(rows, self.account.records)
+        size, bound = len(index), self._floors(self._rule(rule))[0]
+        said = f"for somebody with {size} rows" if size > 1 else "for one row"
+        dfil = self.dfil(rule) if confidence is None else self.upper(rule, 1 - (1 - confidence) / size)
+        total = size * float(dfil[index].sum())
+        seen = bool((self._told_of()[index] > 0).all()) and math.isfinite(total)
+        value = min(self._unit() / max(total, np.finfo(np.float64).tiny), np.finfo(np.float64).max) if seen else 0.0
+        if confidence is not None:
+            said += f", lower limit at {100 * confidence:g} % confidence (checked by simulation, not proved)"
+        notes = (said, *bound.notes)
+        return replace(bound, name="dfil_group", value=value, assumes=(*bound.assumes, said), notes=notes,
+                       estimate=confidence is None)  # fmt: skip
+
     def lower_limit(self, rule: str | None = None, confidence: float = 0.95) -> Bound:
         """Returns the lower confidence limit of each record's floor, squared data units: s̄²/`upper`; needs two runs.
 
@@ -363,8 +392,10 @@ class FisherAccountant:
         found["relative_standard_error_median"] = relative_median(self.dfil(), self.standard_error())
         return found
 
-    def guarantee(self, **space: Any) -> Guarantee:
+    def guarantee(self, *, copies: int = 1, **space: Any) -> Guarantee:
         """What the mechanism guarantees whatever the data: all floors of the calculator (may be published).
+
+        copies: how many rows the person has; 1 if left out.
 
         space: low and high of every private feature, in [0, 1] if left out, and what else `guarantee` takes. Where the
         private part is a module's output they must be given."""
@@ -374,7 +405,7 @@ class FisherAccountant:
         if not {"low", "high"} & space.keys() and not bool((self.feature_scale == 1).all()):
             said = "the mechanism's floors are for features in [0, 1], this ledger's in the units of feature_scale"
             warn_user(f"{said}: give low and high in those, to compare them", ReconboundWarning)
-        return guarantee(self.account.mechanism(), dim=self.account.features, **space)
+        return guarantee(self.account.mechanism().for_group(copies), dim=self.account.features, **space)
 
     # --- keeping -----------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ._check import InputError, warn_user
 from ._opacus import is_wrapper
+from .copies import describe_copies, find_copies
 from .fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
 from .fisher.private import Problem, as_private, feature_mask, module_caveats, private_part
 from .settings import Settings
@@ -64,7 +65,8 @@ class Measurer:
         few = self.rows(torch.arange(min(3, record_count(inputs, targets))))
         found = check_batch(model, loss_fn, *few) if check else known_caveats(model)
         about = module_caveats(model, as_private(private))
-        self.caveats: tuple[str, ...] = (*found, *about)
+        copied = describe_copies(find_copies(inputs, targets), record_count(inputs, targets)) if check else ()
+        self.caveats: tuple[str, ...] = (*found, *about, *copied)
         if check and len(about) > 1:
             why = "freeze it (requires_grad_(False)), or read the floors as for an attacker who does not look there"
             warn_user(f"floors do not cover all that is released, {about[1]}: {why}", ReconboundWarning)

@@ -67,12 +67,13 @@ class Protection:
         """Returns the sentence that comes before all others where the guarantee means little; "" otherwise."""
         if self.meaningful or self.success is None:
             return ""
-        drawn = "" if self.never_drawn < 1e-3 else f", nearly whenever it is in a batch ({chance(1 - self.never_drawn)})"
+        often = f": nearly whenever it is in a batch, for which the chance is {chance(1 - self.never_drawn)}"
+        drawn = "" if self.never_drawn < 1e-3 else often
         told = "" if self.epsilon is None else f" (ε = {figure(self.epsilon)} at δ = {self.delta:g})"
         return (
             f"No meaningful guarantee: this mechanism does not rule out that {with_article(noun)} which a blind guess "
             f"rebuilds with a chance of {chance(BLIND)} is rebuilt with a chance of {chance(self.success)} from the "
-            f"release{drawn}{told}."
+            f"release{told}{drawn}."
         )
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..bounds._bound import chance
-from ..protection import read_protection, with_article
+from ..protection import BLIND, read_protection, with_article
 from ..run_folder import CHOSEN_SEED, Run
 from . import advice, columns, words
 from .figures import amount, beyond, clean, pixel_scale, plus_minus, value
@@ -234,6 +234,22 @@ def epsilons(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [(name, amount(float(e)), f"at δ = {delta:g}") for name, e in rows if e is not None]
 
 
+def copies(run: Run, noun: str) -> list[tuple[str, str]]:
+    """What the mechanism guarantees to somebody who has several rows; empty where that is not known."""
+    mechanism = advice.mechanism_of(run)
+    if mechanism is None:
+        return []
+    found = [(k, mechanism.for_group(k).rero(BLIND)) for k in (2, 5, 10)]
+    rates = ", ".join(f"{chance(float(success))} with {k} {noun}s" for k, success in found)
+    return [
+        (
+            "Several rows",
+            f"All floors and chances here are for one {noun}. Of somebody with several in the data, who is rebuilt with a "
+            f"chance of {chance(BLIND)} without the release, the chance with it is at most {rates}.",
+        )
+    ]
+
+
 def assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
     """What the mechanism's own floors rest on."""
     m = run.mechanism
@@ -261,6 +277,7 @@ def assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
         ("Noise", f"Gaussian, {words.seed(run)}"),
         ("Release", words.release(run)),
         *(("Model", said) for said in words.caveats(run)),
+        *copies(run, noun),
         ("Taken as public", _taken_as_public(run, noun)),
         (
             "Not covered",

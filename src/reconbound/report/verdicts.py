@@ -40,10 +40,11 @@ def verdict(view: View) -> list[str]:
 def _first(view: View, worst: int) -> str:
     who = f"an unbiased attacker who knows everything but one {view.noun}’s {view.private_parts}"
     floors = None if view.image else columns.lowest(view)
-    if view.image or floors is None or np.isnan(floors).all():
+    limit = view.single and view.limited(worst)  # of several columns only their mean has one
+    if view.image or limit or floors is None or np.isnan(floors).all():
         sure = f"At {view.level} confidence" if view.limited(worst) else "By an estimate"
         per = "per pixel " if view.image else ""
-        over = "" if view.image else f" (root mean square over its {view.private_parts})"
+        over = "" if view.image or view.single else f" (root mean square over its {view.private_parts})"
         guess = "the average image" if view.image else "the average"
         return (
             f"{sure}, {who} errs by at least {plus_minus(float(view.shown[worst]))} {view.of_range} {per}on the most "
@@ -144,6 +145,7 @@ def sureness(view: View) -> list[str]:
             f"{count(view.unknown, view.noun)} of {view.records:,} {_were(view.unknown)} never measured: nothing is "
             "known about them, and they count as unprotected (floor 0) below."
         )
+    found += copied(view)
     found += weak(view.records, view.protection, view.noun)
     if view.facts.get("inferred_ranges"):
         found.append(
@@ -156,6 +158,26 @@ def sureness(view: View) -> list[str]:
         + _any_attacker(view)
     )
     return found
+
+
+def copied(view: View) -> list[str]:
+    """How many records have exact copies, and what that means for somebody who has several rows."""
+    found = view.facts.get("copies")
+    if found is None:
+        return []
+    rows, alike = list(found["largest"]), (found.get("private") or {}).get("records", 0)
+    also = ""
+    if alike > found["records"]:
+        also = f" {alike:,} agree with another in the {view.private_parts} and {view.target_name}, be it by chance."
+    if not rows:
+        return [f"No {view.noun} has an exact copy among the others.{also} A floor is for one row."]
+    floor, k = view.group_floor(rows), len(rows)
+    least = f"{plus_minus(floor)} {view.of_range}, {view.basis}" if floor > 0 else "not known, as not all were measured"
+    return [
+        f"{found['records']:,} of the {count(view.records, view.noun)} have exact copies among the others (at most {k:,} "
+        f"of one). A floor is for one row: should the {k:,} equal rows of the largest group ({view.record_name(rows[0])} "
+        f"and others) be one person’s, the floor of an unbiased attacker is {least}.{also}"
+    ]
 
 
 def weak(records: int, found: Protection, noun: str) -> list[str]:

@@ -227,6 +227,12 @@ class View:
         """A quantile of the floors of the records measured, as `shown` (a floor that some record has)."""
         return float(np.quantile(self.shown[self.measured], share, method="lower")) if self.measured.any() else 0.0
 
+    def group_floor(self, rows: list[int]) -> float:
+        """± floor of somebody who has these rows, as it is shown first: 1/√(k Σ dFIL) (FisherAccountant.group_floor);
+        0 where one of them was never measured."""
+        own = self.shown[rows] / self.unit
+        return 0.0 if not (own > 0).all() else self.unit / float(np.sqrt(len(rows) * (1 / own**2).sum()))
+
     # --- features of the records kept whole ----------------------------------------------
 
     @cached_property

@@ -112,7 +112,7 @@ def assumptions(view: View) -> list[tuple[str, str]]:
         (
             "Not covered",
             "What else was released from these data (other models, statistics, earlier runs, choices of settings made "
-            f"by looking at results), and {noun}s that occur more than once.",
+            f"by looking at results), and persons who have more than one {noun}: see what is said of copies.",
         ),
     ]
     found += [("Data", clean(note, 400)) for note in view.facts.get("notes") or ()]
