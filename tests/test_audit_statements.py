@@ -159,27 +159,31 @@ def test_one_private_column_has_one_floor_everywhere(tmp_path: Path, capsys: pyt
     assert view.of_range == "years"
     for i in range(40):
         facts = report.record_facts(leakage, run, i)
-        assert facts["floor"] == facts["columns"][0]["floor"] == pytest.approx(120 / float(leakage.dfil[0, i]) ** 0.5)
+        assert facts["floor_estimate"] == facts["columns"][0]["floor_estimate"] == pytest.approx(120 / float(leakage.dfil[0, i]) ** 0.5)
         assert facts["unit"] == "± years"
         assert facts["guess"] == facts["columns"][0]["guess"]
-        assert facts["floor_below_guess"] == (facts["floor"] < facts["guess"])
+        assert facts["floor_below_guess"] == ((facts["floor_lower_limit"] or facts["floor_estimate"]) < facts["guess"])
     below, worst = view.below(view.guess), int(leakage.kept[0])
     [age] = report.columns.counts(view)
     assert 0 < below < 40
-    assert (age["below"], age["record"], age["lowest"]) == (below, worst, float(view.floor[worst]))
-    shown = plus_minus(float(view.floor[worst]))
-    first, second = verdicts.verdict(view)
-    assert f"{shown} years on age (row {worst})" in first
+    estimated = int((view.floor < view.guess).sum())
+    assert (age["below"], age["record"], age["lowest"]) == (estimated, worst, float(view.floor[worst]))
+    shown, limit = plus_minus(float(view.floor[worst])), plus_minus(float(view.upper_floor[worst]))
+    first, second = verdicts.verdict(view)[:2]
+    assert first.startswith("At 95 % confidence")
+    assert f"errs by at least {limit} years on the most exposed record" in first
     assert second.startswith(f"For {below} of the 40 records")
     sure = verdicts.sureness(view)[0]
-    assert f"(row {worst}) is {shown} years by the estimate, and at 95 % confidence at least ±" in sure
+    assert f"(row {worst}) is at least {limit} years at 95 % confidence (estimate {shown})" in sure
     assert f"Guessing errs by {plus_minus(view.guess)}." in sure
     card = report.cards(view)["most"][0]
-    assert (card["floor"], card["columns"][0]["floor"]) == (shown, shown)
+    assert (card["floor"], card["columns"][0]["floor"]) == (limit, shown)
     assert command(["show", str(folder), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["floors"]["lowest"] == told["most_exposed"][0]["floor"] == told["columns"][0]["lowest"]
-    assert told["below_guess"] == told["columns"][0]["below"] == told["below_guess_on_some_column"]["below"]
+    assert told["floors_estimate"]["lowest"] == told["columns"][0]["lowest"]
+    assert told["most_exposed"][0]["floor_estimate"] == told["columns"][0]["lowest"]
+    assert told["floors_lower_limit"]["lowest"] <= told["most_exposed"][0]["floor_lower_limit"]
+    assert (told["below_guess"], told["columns"][0]["below"]) == (below, estimated)
     assert told["unit"] == "± years"
 
 
@@ -195,7 +199,7 @@ def test_what_is_no_use_too_few_or_weak_is_said(done: Path, tmp_path: Path) -> N
     people, view = auditing.people(), View(read_run(done), read_leakage(done))
     share = float((people.test_targets == np.bincount(people.targets).argmax()).mean())
     assert view.facts["accuracy_baseline"] == pytest.approx(share)
-    assert f"always telling the most frequent class is right for {share:.1%}." in report.accuracy_line(view)
+    assert f"always naming the most frequent class: {share:.1%}." in report.accuracy_line(view)
     poor = View(view.run, replace(view.leakage, accuracy=torch.tensor([share])))
     assert "no better than that" in report.accuracy_line(poor)
     number = SimpleNamespace(task="number", targets=people.inputs[:, 0], test_targets=people.test_inputs[:, 0])

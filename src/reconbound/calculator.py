@@ -99,7 +99,7 @@ class Guarantee:
     def _strongest(self) -> str:
         proved = [bound for bound in self.bounds if not bound.vacuous and bound.name != "theorem1_paper"]
         if not proved:
-            return "No floor says anything here: this mechanism is not known to protect a record from being rebuilt."
+            return "No error floor says anything here."
         bound = max(proved, key=lambda b: (b.attacker == "any", round(b.rmse, 12), b.coordinates == "each"))
         unit = f" {bound.units}" if bound.units else ""
         where = "on average over its coordinates" if bound.coordinates == "average" else "on each coordinate"

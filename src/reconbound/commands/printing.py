@@ -87,15 +87,15 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
     console.print(str(found.mechanism), style="bold")
     console.print(f"{found.box}.")
     inside = f", in{_unit(units)}" if units else ""
-    table = Table(title=f"Least error per coordinate{inside}, of whom and on which records", title_justify="left")
+    whose = "of unbiased attackers on every record, of any attacker on some record"
+    table = Table(title=f"Least error per coordinate{inside}: {whose}", title_justify="left")
     for name in ("floor", "± error", "MSE", "attacker", "neighbours", "error vs. a guess"):
         numeric = name in ("± error", "MSE")
-        table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric or name == "floor")
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric or name in ("floor", "attacker"))
     for bound in found.bounds:
         says = "says nothing" if bound.vacuous else "≥ a guess" if bound.above_guess else _share(bound)
         says = "no guarantee" if bound.name == "theorem1_paper" else says
-        whom = f"{bound.attacker}, {'some record' if bound.attacker == 'any' else 'every record'}"
-        table.add_row(bound.name, figure(bound.rmse), figure(bound.mse), whom, bound.adjacency, says)
+        table.add_row(bound.name, figure(bound.rmse), figure(bound.mse), bound.attacker, bound.adjacency, says)
     with console.capture() as drawn:
         console.print(table)
     if "…" not in drawn.get():

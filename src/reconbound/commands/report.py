@@ -82,7 +82,7 @@ def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
         console.print(Text(said))
     for title, names, cells in (
         ("Settings", ("audit", "noise", "steps", "ε", "accuracy"), _settings),
-        ("Floors in ± share of the range", ("audit", "limit", "lowest (est.)", "median (est.)", "guess", "below guess"), _floors),
+        ("Floors in ± share of the range", ("audit", "limit", "lowest", "median", "guess", "below guess"), _floors),
     ):
         table = Table(title=title, title_justify="left")
         for name in names:
@@ -92,8 +92,8 @@ def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
         console.print(table)
     console.print(
         "limit: the lowest of the floors' lower confidence limits (without: records that have none, of which it says "
-        "nothing; –: none has one, as after one run or two); est.: estimates, more often too high than too low; below "
-        "guess: over all columns together. Floors are for unbiased attackers who know every other record and see every "
+        "nothing; –: none has one, as after one run or two); lowest, median: of the estimates, which are more often too "
+        "high than too low; below guess: over all columns together. Floors are for unbiased attackers who know every other record and see every "
         "noisy step. ε is for replace-one neighbours."
     )
     for a in found["audits"]:
@@ -140,8 +140,8 @@ def _columns(found: dict[str, Any], console: Console) -> None:
 
     if not found["columns"]:
         return
-    table = Table(title="Single columns, in their own units", title_justify="left")
-    for name in ("column", "audit", "lowest (est.)", "of", "guess", "below guess"):
+    table = Table(title="Single columns, in their own units, by estimates", title_justify="left")
+    for name in ("column", "audit", "lowest", "of", "guess", "below guess"):
         table.add_column(Text(name), justify="left" if name in ("column", "audit", "of") else "right", overflow="fold")
     for column in found["columns"][:CELLS]:
         for name, c in column["audits"].items():

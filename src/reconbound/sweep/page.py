@@ -167,7 +167,7 @@ def verdict(
     said = [
         f"The most accurate setting{weak}{'' if only else ' that has this floor'} reaches {_accuracy(last, measure)} and "
         f"{attacker(floor)[0]} errs by at least {plus_minus(math.sqrt(last[floor]))} of a feature's range "
-        f"{attacker(floor)[1]} ({told(floor)}{_of_runs(floor, runs, last)})."
+        f"{attacker(floor)[1]} ({_of_runs(floor, runs, last)})."
     ]
     known = (guesses or {}).get("error")
     error, whose = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")
@@ -188,7 +188,7 @@ def verdict(
 
 def _of_runs(floor: str, runs: int | None, row: Row) -> str:
     said = precision(floor, runs, row.get("measured_median"))
-    return f"; {said}" if said else ""
+    return f"{told(floor).removesuffix(' (estimate)')}; {said}" if said else told(floor)
 
 
 def has_crossed(rows: Sequence[Row], floor: str) -> bool:
