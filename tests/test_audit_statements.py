@@ -159,7 +159,11 @@ def test_one_private_column_has_one_floor_everywhere(tmp_path: Path, capsys: pyt
     assert view.of_range == "years"
     for i in range(40):
         facts = report.record_facts(leakage, run, i)
-        assert facts["floor_estimate"] == facts["columns"][0]["floor_estimate"] == pytest.approx(120 / float(leakage.dfil[0, i]) ** 0.5)
+        assert (
+            facts["floor_estimate"]
+            == facts["columns"][0]["floor_estimate"]
+            == pytest.approx(120 / float(leakage.dfil[0, i]) ** 0.5)
+        )
         assert facts["unit"] == "± years"
         assert facts["guess"] == facts["columns"][0]["guess"]
         assert facts["floor_below_guess"] == ((facts["floor_lower_limit"] or facts["floor_estimate"]) < facts["guess"])

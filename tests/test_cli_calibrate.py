@@ -63,7 +63,9 @@ def test_calibrate_says_under_which_condition_and_what_other_floors_need(run, an
     for name in ("theorem1", "corners", "lecam", "rate_distortion"):
         told = run("calibrate", *options, "--bound", name)[1].splitlines()
         told = told[1:] if told[0].startswith("No meaningful guarantee") else told
-        assert ("on some conceivable record of the box, not on each" in told[1]) == (name in ("lecam", "rate_distortion"))
+        assert ("on some conceivable record of the box, not on each" in told[1]) == (
+            name in ("lecam", "rate_distortion")
+        )
         assert told[4].startswith(f"{name} binds {'any' if name in ('lecam', 'rate_distortion') else 'unbiased'} att")
         others = {line.split()[0]: float(line.split()[-1]) for line in told[5:8]}
         assert set(others) == {"theorem1", "corners", "lecam", "rate_distortion"} - {name}

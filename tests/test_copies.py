@@ -36,7 +36,7 @@ def one_weight() -> nn.Module:
 
 
 def dense_information(x: float, y: float, copies: int, rate: float, noise: float) -> float:
-    """Fisher information about x of K f(x) + noise, K ~ Binomial(copies, rate), f the clipped gradient, by quadrature."""
+    """Information about x of K f(x) + noise, K ~ Binomial(copies, rate), f the clipped gradient, by quadrature."""
 
     def shift(at: float) -> float:
         gradient = (0.6 * at - y) * at

@@ -137,8 +137,12 @@ def test_single_columns_below_a_guess_are_not_passed_over(people: Path) -> None:
     protected = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
     run = meaningful(view.run)
     none = verdicts.verdict(View(run, protected))
-    assert none[1].startswith("By estimates, an unbiased attacker’s floor is above the error of a guess in every column")
-    assert none[2].startswith("On every one of the 200 records an unbiased attacker errs by at least as much as a guess")
+    assert none[1].startswith(
+        "By estimates, an unbiased attacker’s floor is above the error of a guess in every column"
+    )
+    assert none[2].startswith(
+        "On every one of the 200 records an unbiased attacker errs by at least as much as a guess"
+    )
     place = view.places[view.worst]
     diagonal = protected.kept_diagonal.clone()
     diagonal[place, :2] = 1e4  # ±1 % of the range

@@ -90,7 +90,7 @@ class Guarantee:
     @property
     def in_short(self) -> str:
         """What the guarantee means in two or three sentences, each true by itself: that it means little, where it does;
-        how often a record can be rebuilt; and the strongest floor that says something, for any attacker if there is one.
+        how often a record can be rebuilt; and the strongest floor that says something, for any attacker if one is.
         """
         said = (self.protection.warning() or self.protection.sentence(), self._strongest)
         return " ".join(sentence for sentence in said if sentence)

@@ -22,7 +22,9 @@ def find_copies(*parts: Any) -> list[list[int]]:
     >>> find_copies(np.array([[1.0, 2.0], [3.0, 4.0], [1.0, 2.0]]))
     [[0, 2]]
     """
-    leaves = [leaf for part in parts for leaf in tree_leaves(part) if isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim]
+    leaves = [
+        leaf for part in parts for leaf in tree_leaves(part) if isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim
+    ]
     arrays = [_rows(leaf) for leaf in leaves if len(leaf)]
     groups: dict[bytes, list[int]] = {}
     for record in range(len(arrays[0]) if arrays else 0):

@@ -69,7 +69,7 @@ def told(measured: Tensor, relative: float, of: str = "", *, runs: int) -> str:
 
 
 def warn_if_coarse(relative: float, said: str, runs: int) -> None:
-    """Warns, with the cure, after one run, and where the median relative standard error is above COARSE or not known."""
+    """Warns, with the cure, after one run, and where the median relative standard error is above COARSE."""
     if relative <= COARSE and runs > 1:
         return
     what = "floors from so few measurements" if relative > COARSE else "floors of one run"

@@ -296,8 +296,10 @@ def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]
     noun, pixel = "image" if image else "record", dataset.features[0]
     unit, of_range = (pixel.high - pixel.low, pixel_scale(pixel.low, pixel.high)) if image else (
         1.0, "of a column's range")  # fmt: skip
-    whom = {"theorem1": f"an attacker unbiased for every {noun} there could be",
-            "lecam": f"any attacker, on some conceivable {noun}, not on each"}
+    whom = {
+        "theorem1": f"an attacker unbiased for every {noun} there could be",
+        "lecam": f"any attacker, on some conceivable {noun}, not on each",
+    }
     says = [f"{name} ±{figure(found[name].rmse * unit)} ({who})" for name, who in whom.items()
             if not found[name].vacuous]  # fmt: skip
     epsilon = "" if found.epsilon is None else f"; ε = {found.epsilon:.3g} (replace-one) at δ = {found.delta:g}"

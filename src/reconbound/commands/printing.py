@@ -124,8 +124,8 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
     closing = (
         "The attacker knows every other record and sees the whole release. Unbiased floors hold at every record for "
         "attackers who are unbiased all over the box, not for those who guess with a bias. Floors for any attacker say "
-        "that there is some record in the box, the hardest for it, on which it errs by as much: on other records, those "
-        "trained on included, it may err by less."
+        "that there is some record in the box, the hardest for it, on which it errs by as much: on other records, "
+        "those trained on included, it may err by less."
     )
     if found.dim > 1:
         closing += (

@@ -92,9 +92,9 @@ def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
         console.print(table)
     console.print(
         "limit: the lowest of the floors' lower confidence limits (without: records that have none, of which it says "
-        "nothing; –: none has one, as after one run or two); lowest, median: of the estimates, which are more often too "
-        "high than too low; below guess: over all columns together. Floors are for unbiased attackers who know every other record and see every "
-        "noisy step. ε is for replace-one neighbours."
+        "nothing; –: none has one, as after one run or two); lowest, median: of the estimates, which are more often "
+        "too high than too low; below guess: over all columns together. Floors are for unbiased attackers who know "
+        "every other record and see every noisy step. ε is for replace-one neighbours."
     )
     for a in found["audits"]:
         if a["never_measured"]:
@@ -218,8 +218,13 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
     found = result(folder)
     most = [int(i) for i in view.leakage.kept[: int(view.facts.get("most", 5))]]
     rows = [
-        {"record": i, "name": view.record_name(i), "target": view.target(i),
-         "floor_lower_limit": float(view.shown[i]) if view.limited(i) else None, "floor_estimate": float(view.floor[i])}
+        {
+            "record": i,
+            "name": view.record_name(i),
+            "target": view.target(i),
+            "floor_lower_limit": float(view.shown[i]) if view.limited(i) else None,
+            "floor_estimate": float(view.floor[i]),
+        }
         for i in most
     ]
     if as_json:
@@ -235,7 +240,9 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
     over = "" if view.single or view.image else ", over all columns"
     table = Table(title=f"The most exposed, floors in ± {view.of_range}{over}", title_justify="left")
     named = ["name"] if view.names else []
-    floors = [name for name in ("at least, with confidence", "estimate") if name == "estimate" or view.upper_floor is not None]
+    floors = [
+        name for name in ("at least, with confidence", "estimate") if name == "estimate" or view.upper_floor is not None
+    ]
     for name in ("record", *named, view.target_name, *floors):
         table.add_column(Text(name), justify="right" if name in ("record", *floors) else "left", overflow="fold")
     for row in rows:

@@ -169,8 +169,15 @@ def step_information(
     params = released(problem)
     features = feature_mask(problem.private, z)
     size = math.prod(z.shape[1:]) if features is None else problem.private.count
-    setting: dict[str, Any] = {"noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm, "clip": check_clip(clip)}
-    setting |= {"part": problem.private.part, "caveats": (*known_caveats(model), *module_caveats(model, problem.private))}
+    setting: dict[str, Any] = {
+        "noise_multiplier": noise_multiplier,
+        "max_grad_norm": max_grad_norm,
+        "clip": check_clip(clip),
+    }
+    setting |= {
+        "part": problem.private.part,
+        "caveats": (*known_caveats(model), *module_caveats(model, problem.private)),
+    }
     if records == 0:
         return nothing(params, z, size, probes, setting)
     if not (checked or capturing(z)):

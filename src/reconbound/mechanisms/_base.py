@@ -73,7 +73,7 @@ class Mechanism(ABC):
 
     @property
     def never_drawn(self) -> float:
-        """The chance that a record is in no batch, so that the release does not depend on it; 0 where it is not known."""
+        """The chance that a record is in no batch, so that the release says nothing of it; 0 where it is not known."""
         return 0.0
 
     def for_group(self, copies: int) -> Mechanism:

@@ -77,7 +77,11 @@ class SampledGaussian(Mechanism):
         k = whole("copies", copies)
         if k == 1:
             return self
-        rate = -math.expm1(k * math.log1p(-self.sample_rate)) if self.sampler == "poisson" and self.sample_rate < 1 else 1.0
+        rate = (
+            -math.expm1(k * math.log1p(-self.sample_rate))
+            if self.sampler == "poisson" and self.sample_rate < 1
+            else 1.0
+        )
         return replace(self, noise_multiplier=self.noise_multiplier / k, sample_rate=rate)
 
     @property
@@ -174,7 +178,7 @@ class OutputPerturbation(Mechanism):
         return renyi.output_perturbation_shift(self.records, self.l2, self.noise_std, self.data_norm)
 
     def for_group(self, copies: int) -> OutputPerturbation:
-        """Returns the mechanism with the group's rows as one record: k rows move the minimiser k times as far at most."""
+        """Returns the mechanism with the group as one record: k rows move the minimiser k times as far at most."""
         return replace(self, noise_std=self.noise_std / whole("copies", copies))
 
     @property

@@ -49,7 +49,8 @@ def targets(run: Run, noun: str, part: str, unit: float = 1.0) -> list[dict[str,
             noise, means = reached.noise, reached.mechanism.protection()
             found.append({
                 "target": plus_minus(error * unit), "who": who.format(noun=noun, part=part),
-                "noise": f"{round_up(noise, 3):.3g}", "success": "–" if means.success is None else chance(means.success),
+                "noise": f"{round_up(noise, 3):.3g}",
+                "success": "–" if means.success is None else chance(means.success),
                 "meaningful": means.meaningful,
                 "enough": noise <= mechanism.noise_multiplier and means.meaningful,
             })  # fmt: skip
@@ -98,8 +99,8 @@ def for_records(view: View) -> list[str]:
     single, some = _single(view)
     if not view.protection.meaningful:
         return [
-            "First of all more noise, whatever the floors of single records: they bind unbiased attackers only, and the "
-            "mechanism by itself rules out next to nothing. The table says how much noise, and what it means.",
+            "First of all more noise, whatever the floors of single records: they bind unbiased attackers only, and "
+            "the mechanism by itself rules out next to nothing. The table says how much noise, and what it means.",
             why,
         ]
     if worst >= view.guess and not single:

@@ -12,8 +12,8 @@ import numpy as np
 
 from .. import __version__
 from .._check import InputError
-from ..bounds._bound import chance
 from .._files import CONFIDENTIAL, write_whole
+from ..bounds._bound import chance
 from ..run_folder import PLAN, read_leakage, read_run
 from . import charts, page, words
 from .columns import counts

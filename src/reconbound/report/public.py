@@ -244,8 +244,8 @@ def copies(run: Run, noun: str) -> list[tuple[str, str]]:
     return [
         (
             "Several rows",
-            f"All floors and chances here are for one {noun}. Of somebody with several in the data, who is rebuilt with a "
-            f"chance of {chance(BLIND)} without the release, the chance with it is at most {rates}.",
+            f"All floors here are for one {noun}. Of somebody with several in the data, who is rebuilt with "
+            f"a chance of {chance(BLIND)} without the release, the chance with it is at most {rates}.",
         )
     ]
 

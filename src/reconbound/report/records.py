@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from .._check import InputError, whole
-from ..run_folder import Leakage, Run
 from ..bounds._bound import chance
 from ..protection import BLIND, with_article
+from ..run_folder import Leakage, Run
 from . import thumbnails
 from .columns import BEYOND, anyone, most_exposed
 from .figures import amount, beyond, clean, count, names_its_unit, percent, plus_minus, rough, value
@@ -125,7 +125,9 @@ def _lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         found.append(("errs by at least", f"±{amount(limit)} {unit} with confidence (unbiased attacker)"))
         found.append(("estimate", estimate))
     else:
-        found.append(("errs by about", f"{estimate} (unbiased attacker; an estimate, more often too high than too low)"))
+        found.append(
+            ("errs by about", f"{estimate} (unbiased attacker; an estimate, more often too high than too low)")
+        )
         why = "one run only: more --runs give one" if facts["runs"] == 1 else NO_LIMIT
         found.append(("with confidence", f"none: {why}"))
     found.append(("standard error", "more than half of it" if error is None else f"±{amount(error)}"))
@@ -256,10 +258,10 @@ def glance(view: View) -> list[dict[str, str]]:
     tiles.append({"title": "Guessing the average", "figure": plus_minus(view.guess), "below": view.of_range})
     exposed = anyone(view) if view.features > 1 else None
     if exposed is not None:
-        some, of = exposed
-        looked = "" if of == view.records else " looked at"
-        tiles.append({"title": "Unbiased floor below a guess on at least one column", "figure": percent(some, of),
-                      "below": f"{some:,} of {count(of, view.noun)}{looked}"})  # fmt: skip
+        some, among = exposed
+        looked = "" if among == view.records else " looked at"
+        tiles.append({"title": "Unbiased floor below a guess on at least one column", "figure": percent(some, among),
+                      "below": f"{some:,} of {count(among, view.noun)}{looked}"})  # fmt: skip
     tiles.append(
         {
             "title": f"Unbiased floor below a guess{' over all columns' if exposed is not None else ''}",

@@ -84,7 +84,8 @@ def _single(view: View, below: int, of: int) -> list[str]:
         if not view.protection.meaningful:
             return []
         return [
-            f"By estimates, an unbiased attacker’s floor is above the error of a guess in every column, for each of {whose}."
+            "By estimates, an unbiased attacker’s floor is above the error of a guess in every column, for each of "
+            f"{whose}."
         ]
     found = [c for c in columns.counts(view) if c["below"]]
     found.sort(key=lambda c: -c["below"])
@@ -109,8 +110,9 @@ def _together(view: View, exposed: int) -> list[str]:
     unbound = "" if view.protection.meaningful else "; a biased attacker is not bound by this"
     if unknown and below <= unknown:
         them = "it, and it counts" if unknown == 1 else "them, and they count"
-        said = f"{unknown:,} of the {all_of} {_were(unknown)} never measured: nothing is known about {them} as unprotected."
-        return [said] if unknown == view.records else [said, f"On all other {view.noun}s {errs}{unbound}."]
+        of = f"{unknown:,} of the {all_of} {_were(unknown)}"
+        none = f"{of} never measured: nothing is known about {them} as unprotected."
+        return [none] if unknown == view.records else [none, f"On all other {view.noun}s {errs}{unbound}."]
     every = f"On {'this one' if view.records == 1 else 'every one of the'} {view.noun if view.records == 1 else all_of}"
     if below == 0 and pixels:
         return [
@@ -172,11 +174,13 @@ def copied(view: View) -> list[str]:
     if not rows:
         return [f"No {view.noun} has an exact copy among the others.{also} A floor is for one row."]
     floor, k = view.group_floor(rows), len(rows)
-    least = f"{plus_minus(floor)} {view.of_range}, {view.basis}" if floor > 0 else "not known, as not all were measured"
+    least = "not known, as not all were measured"
+    if floor > 0:
+        least = f"{plus_minus(floor)} {view.of_range} (from each row’s, {view.basis})"
     return [
-        f"{found['records']:,} of the {count(view.records, view.noun)} have exact copies among the others (at most {k:,} "
-        f"of one). A floor is for one row: should the {k:,} equal rows of the largest group ({view.record_name(rows[0])} "
-        f"and others) be one person’s, the floor of an unbiased attacker is {least}.{also}"
+        f"{found['records']:,} of the {count(view.records, view.noun)} have exact copies among the others (at most "
+        f"{k:,} of one). A floor is for one row: should the {k:,} equal rows of the largest group "
+        f"({view.record_name(rows[0])} and others) be one person’s, the floor of an unbiased attacker is {least}.{also}"
     ]
 
 
@@ -212,14 +216,16 @@ def _confidence(view: View) -> str:
     said = f"Average of {int(view.run.mechanism.get('runs', 2)):,} runs. "
     if limited[worst]:
         own, lowest = float(upper[worst]), float(upper[limited].min())
-        said += f"{whose} is at least {_here(view, own)} at {view.level} confidence (estimate {plus_minus(view.floor[worst])})"
+        said += f"{whose} is at least {_here(view, own)} at {view.level} confidence "
+        said += f"(estimate {plus_minus(float(view.floor[worst]))})"
         any_one = f"any {view.noun}{' that has a limit' if rare else ''}"
         said += f"; that of {any_one} at least {plus_minus(lowest)}" if lowest < own else ""
     else:
         said += f"{whose} is {estimate} by an estimate without a confidence limit"
     said += f". Guessing errs by {plus_minus(view.guess)}. "
     if rare:
-        said += f"{count(rare, view.noun)} {_have(rare)} no limit: {NO_LIMIT}. Estimates without a limit are more often too high than too low. "
+        said += f"{count(rare, view.noun)} {_have(rare)} no limit: {NO_LIMIT}. "
+        said += "Estimates without a limit are more often too high than too low. "
     short = int((limited & (upper < view.guess) & (view.floor >= view.guess)).sum())
     if short:
         said += (

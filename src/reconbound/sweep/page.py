@@ -164,8 +164,9 @@ def verdict(
     last = max(front, key=lambda row: row["accuracy"])
     only = all(row.get(floor) is not None for row in rows)  # settings of another sampler have another floor
     weak = "" if protection_of(last).meaningful else ", without a meaningful guarantee"
+    which = f"{weak}{'' if only else ' that has this floor'}"
     said = [
-        f"The most accurate setting{weak}{'' if only else ' that has this floor'} reaches {_accuracy(last, measure)} and "
+        f"The most accurate setting{which} reaches {_accuracy(last, measure)} and "
         f"{attacker(floor)[0]} errs by at least {plus_minus(math.sqrt(last[floor]))} of a feature's range "
         f"{attacker(floor)[1]} ({_of_runs(floor, runs, last)})."
     ]
@@ -188,7 +189,8 @@ def verdict(
 
 def _of_runs(floor: str, runs: int | None, row: Row) -> str:
     said = precision(floor, runs, row.get("measured_median"))
-    return f"{told(floor).removesuffix(' (estimate)')}; {said}" if said else told(floor)
+    plain = told(floor).removesuffix(" (estimate)")
+    return f"{plain}; {said}" if said else plain
 
 
 def has_crossed(rows: Sequence[Row], floor: str) -> bool:

@@ -234,7 +234,11 @@ def companions(mechanism: SampledGaussian, features: int, delta: float) -> dict[
     found = guarantee(mechanism, dim=features, delta=delta)
     floors = {bound.name: float(bound.value) for bound in found.bounds}
     known = found.protection
-    told = {"epsilon": found.epsilon, "epsilon_add_remove": found.epsilon_add_remove, "success_at_1_percent": known.success}
+    told = {
+        "epsilon": found.epsilon,
+        "epsilon_add_remove": found.epsilon_add_remove,
+        "success_at_1_percent": known.success,
+    }
     return {**floors, **told, "never_drawn": known.never_drawn}
 
 

@@ -28,7 +28,8 @@ _KINKED_MODULES = tuple(
 
 #: What every floor of a model says that `check_batch` has not seen.
 NOT_CHECKED = (
-    "not checked: nothing has looked for kinks or jumps in this model (call reconbound.validate.check_batch with it once)"
+    "not checked: nothing has looked for kinks or jumps in this model (call reconbound.validate.check_batch with it "
+    "once)"
 )
 #: What `check_batch` found of each model that it has seen.
 _CHECKED: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
