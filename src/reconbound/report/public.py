@@ -154,7 +154,10 @@ def headline(run: Run) -> list[str]:
     floors = words.for_any_attacker(noun, part, each, mean, shown, one=one)
     guess = f"Guessing the middle errs by at most {shown(0.5)} on every {noun}."
     said += [*floors, guess] if floors else ["These settings give no floor worth naming that binds every attacker."]
-    return [f"{known}{said[0][0].lower()}{said[0][1:]}", *said[1:]] if inferred else said
+    if not inferred:
+        return said
+    others = (f"If the ranges were known without the data: {s[0].lower()}{s[1:]}" for s in said[1:])
+    return [f"{known}{said[0][0].lower()}{said[0][1:]}", *others]
 
 
 def _in_unit(share: float, unit: float, of_range: str) -> str:
