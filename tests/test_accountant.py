@@ -360,10 +360,10 @@ def test_a_record_never_measured_has_no_floor() -> None:
     assert floor.value[2:].tolist() == [0.0] * 4
     assert "never measured" in " ".join(floor.assumes)
     assert ledger.feature_floors().value[3].tolist() == [0.0] * 3
-    assert [i for i, _ in ledger.most_exposed(5)] == [1, 0]
+    assert [e.record for e in ledger.most_exposed(5)] == [1, 0]
     summary = ledger.summary()
     assert summary["never_measured"] == 4
-    assert summary["floors"]["exact"]["lowest"] == pytest.approx(floor.value[1])
+    assert summary["floor_estimate"]["exact"]["lowest"] == pytest.approx(floor.value[1])
 
 
 def test_summary_and_guarantee_travel_with_the_ledger() -> None:
@@ -372,7 +372,7 @@ def test_summary_and_guarantee_travel_with_the_ledger() -> None:
         run(ledger, seed)
     summary = ledger.summary()
     assert summary["runs"] == 3
-    assert summary["floors"]["exact"]["lowest"] > summary["floors"]["paper"]["lowest"]
+    assert summary["floor_estimate"]["exact"]["lowest"] > summary["floor_estimate"]["paper"]["lowest"]
     assert (ledger.spectral_bound() <= ledger.trace()).all()
     companions = ledger.guarantee(delta=1e-6)
     assert companions.dim == 3

@@ -23,6 +23,7 @@ from reconbound.commands.audit import told_plan
 from reconbound.commands.options import one_line
 from reconbound.data import load
 from reconbound.plan_file import settle
+from reconbound.protection import Protection
 from reconbound.report import verdicts, words
 from reconbound.report.figures import plus_minus
 from reconbound.report.view import View
@@ -97,15 +98,15 @@ def test_the_condition_is_in_the_headline_whatever_else_it_says(done: Path) -> N
     assert "(some were read off it: declare them by" in told(ranges={"age": [0, 1], "income": [0, 1]})[0]
     assert "(those of age, income were read off it: declare them" in told(ranges={})[0]
     assert "those of a, b, c and 2 more were" in told(private=list("abcde"), ranges={})[0]
-    assert "on the private column of one record" in told(features=1)[0]
-    assert "on each column of one record" in told()[0]
+    assert " on the private column; on other records" in told(features=1)[1]
+    assert told()[1].startswith("If the ranges were known without the data: for every attacker and every column there")
     bounds = [b for b in found.guarantee["bounds"] if b["name"] == "rate_distortion"]
     average = replace(found, guarantee={**found.guarantee, "bounds": [{**bounds[0], "rmse": 0.3}]})
-    assert report.headline(average) == [
-        f"{told()[0].partition(':')[0]}: declare it by --range COLUMN=LOWEST:HIGHEST and audit again): whatever the "
-        "data and however clever the attacker, it errs on average over a record’s columns by at least ±0.3 of the "
-        "range."
-    ]
+    assert report.headline(average)[1] == (
+        "If the ranges were known without the data: for every attacker there is some conceivable record on which it "
+        "errs by at least ±0.3 of the range on average over the columns; on other records, those trained on included, "
+        "it may err by less."
+    )
 
 
 def said(pairs: list[tuple[str, str]], name: str) -> str:
@@ -159,27 +160,35 @@ def test_one_private_column_has_one_floor_everywhere(tmp_path: Path, capsys: pyt
     assert view.of_range == "years"
     for i in range(40):
         facts = report.record_facts(leakage, run, i)
-        assert facts["floor"] == facts["columns"][0]["floor"] == pytest.approx(120 / float(leakage.dfil[0, i]) ** 0.5)
+        assert (
+            facts["floor_estimate"]
+            == facts["columns"][0]["floor_estimate"]
+            == pytest.approx(120 / float(leakage.dfil[0, i]) ** 0.5)
+        )
         assert facts["unit"] == "± years"
         assert facts["guess"] == facts["columns"][0]["guess"]
-        assert facts["floor_below_guess"] == (facts["floor"] < facts["guess"])
+        assert facts["floor_below_guess"] == ((facts["floor_lower_limit"] or facts["floor_estimate"]) < facts["guess"])
     below, worst = view.below(view.guess), int(leakage.kept[0])
     [age] = report.columns.counts(view)
-    assert 0 < below < 40
-    assert (age["below"], age["record"], age["lowest"]) == (below, worst, float(view.floor[worst]))
-    shown = plus_minus(float(view.floor[worst]))
-    first, second = verdicts.verdict(view)
-    assert f"{shown} years on age (row {worst})" in first
-    assert second.startswith(f"For {below} of the 40 records")
+    assert 0 < below <= 40
+    estimated = int((view.floor < view.guess).sum())
+    assert (age["below"], age["record"], age["lowest"]) == (estimated, worst, float(view.floor[worst]))
+    shown, limit = plus_minus(float(view.floor[worst])), plus_minus(float(view.upper_floor[worst]))
+    first, second = verdicts.verdict(view)[-2:]
+    assert first.startswith("At 95 % confidence")
+    assert f"errs by at least {limit} years on the most exposed record" in first
+    assert second.startswith("For all of the 40 records" if below == 40 else f"For {below} of the 40 records")
     sure = verdicts.sureness(view)[0]
-    assert f"(row {worst}) is {shown} years by the estimate, and at 95 % confidence at least ±" in sure
+    assert f"(row {worst}) is at least {limit} years at 95 % confidence (estimate {shown})" in sure
     assert f"Guessing errs by {plus_minus(view.guess)}." in sure
     card = report.cards(view)["most"][0]
-    assert (card["floor"], card["columns"][0]["floor"]) == (shown, shown)
+    assert (card["floor"], card["columns"][0]["floor"]) == (limit, shown)
     assert command(["show", str(folder), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["floors"]["lowest"] == told["most_exposed"][0]["floor"] == told["columns"][0]["lowest"]
-    assert told["below_guess"] == told["columns"][0]["below"] == told["below_guess_on_some_column"]["below"]
+    assert told["floors_estimate"]["lowest"] == told["columns"][0]["lowest"]
+    assert told["most_exposed"][0]["floor_estimate"] == told["columns"][0]["lowest"]
+    assert told["floors_lower_limit"]["lowest"] <= told["most_exposed"][0]["floor_lower_limit"]
+    assert (told["below_guess"], told["columns"][0]["below"]) == (below, estimated)
     assert told["unit"] == "± years"
 
 
@@ -195,15 +204,16 @@ def test_what_is_no_use_too_few_or_weak_is_said(done: Path, tmp_path: Path) -> N
     people, view = auditing.people(), View(read_run(done), read_leakage(done))
     share = float((people.test_targets == np.bincount(people.targets).argmax()).mean())
     assert view.facts["accuracy_baseline"] == pytest.approx(share)
-    assert f"always telling the most frequent class is right for {share:.1%}." in report.accuracy_line(view)
+    assert f"always naming the most frequent class: {share:.1%}." in report.accuracy_line(view)
     poor = View(view.run, replace(view.leakage, accuracy=torch.tensor([share])))
     assert "no better than that" in report.accuracy_line(poor)
     number = SimpleNamespace(task="number", targets=people.inputs[:, 0], test_targets=people.test_inputs[:, 0])
     miss = np.square(number.test_targets - number.targets.mean()).mean() / number.test_targets.var()
     assert baseline_of(number) == pytest.approx(1 - miss, rel=1e-5)
     assert baseline_of(replace(people, test_inputs=people.inputs[:0], test_targets=people.targets[:0])) is None
-    assert verdicts.weak(30, 10.0, "record") == verdicts.weak(40, None, "record") == []
-    few, epsilon = verdicts.weak(29, 33.24, "record")
+    ten, none, much = (Protection(0.5, epsilon=epsilon) for epsilon in (10.0, None, 33.24))
+    assert verdicts.weak(30, ten, "record") == verdicts.weak(40, none, "record") == []
+    few, epsilon = verdicts.weak(29, much, "record")
     assert few.startswith("Only 29 training records: ")
     assert epsilon.startswith("ε = 33.2 is weak as differential privacy goes")
     for public in (PUBLIC_REPORT, "run.json"):

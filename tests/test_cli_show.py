@@ -31,7 +31,7 @@ from reconbound.run_folder import (
 SHORT = ["--steps", "4", "--runs", "1", "--sample-rate", "0.1", "--lr", "0.5", "--model", "linear", "--quiet"]
 
 
-@pytest.mark.parametrize("target", ["name", "record", "floor", "columns", "confidential"])
+@pytest.mark.parametrize("target", ["name", "record", "floor_estimate", "columns", "confidential"])
 def test_a_target_that_is_called_as_a_fact_of_ours_takes_nobodys_place(target, tmp_path, capsys) -> None:
     table = tmp_path / "table.csv"
     table.write_text("\n".join([f"age,{target}", *(f"{k % 50},{'ab'[k % 2]}" for k in range(40))]) + "\n")
@@ -43,7 +43,7 @@ def test_a_target_that_is_called_as_a_fact_of_ours_takes_nobodys_place(target, t
     assert facts["confidential"] is True
     assert facts["record"] == 3
     assert facts["name"].startswith("row ")
-    assert isinstance(facts["floor"], float)
+    assert isinstance(facts["floor_estimate"], float)
     assert facts[f"{target} (target)"] in ("a", "b")
     assert run(["show", str(tmp_path / "a"), "--record", facts["name"]]) == 0
     shown = capsys.readouterr().out.splitlines()
@@ -153,7 +153,7 @@ def test_report_rebuilds_and_compares(table_audit, digits_audit, tmp_path, capsy
     age = both["columns"][0]["audits"]["again"]
     assert f"±{age['lowest']:.3g} years" in told
     assert f"{age['below']} of 48" in told
-    assert both["audits"][0]["floors"].keys() == {"lowest", "lowest_at_upper_limit", "median"}
+    assert both["audits"][0]["floors"].keys() == {"lowest_lower_limit", "lowest_estimate", "median_estimate"}
     assert found["audits"][0]["private"][1]["declared"] is False
     assert found["warning"].startswith("Not comparable")
     assert stat.S_IMODE(page.stat().st_mode) == 0o600
@@ -200,7 +200,7 @@ def test_a_record_is_found_by_its_name_and_every_one_has_floors_of_its_columns(
     found = json.loads(capsys.readouterr().out)
     assert (found["record"], found["name"]) == (other, names[other])
     expected = torch.tensor(leakage.facts["scale"]) / leakage.diagonal[other].sqrt()
-    told = {c["name"]: c["floor"] for c in found["columns"]}
+    told = {c["name"]: c["floor_estimate"] for c in found["columns"]}
     assert [told["age"], told["hours"]] == pytest.approx(expected.tolist(), rel=1e-6)
     assert run(["show", str(table_audit), "--record", names[other]]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -259,7 +259,7 @@ def test_columns_are_counted_for_machines_and_people(table_audit, capsys) -> Non
     names = record_names(leakage.names)
     years = 120 / float(best[lowest[0], 0]) ** 0.5
     assert f"lowest ±{years:.3g} years ({names[lowest[0]]})" in said
-    assert said.count("always telling the most frequent class is right for") == 1
+    assert said.count("always naming the most frequent class: ") == 1
     assert "below_guess" not in (table_audit / RUN).read_text()
     assert "below a guess" not in (table_audit / PUBLIC_REPORT).read_text()
     assert "most frequent class" not in (table_audit / PUBLIC_REPORT).read_text()

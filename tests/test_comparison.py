@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pages import Elements, view_of
+from pages import Elements, meaningful, view_of
 from reconbound import cli, report
 from reconbound._check import InputError
 from reconbound.bounds._bound import figure
@@ -32,13 +32,16 @@ def test_a_comparison_says_of_which_audits_floors_are_not_proved(people: Path, t
     assert "<b>ReLU" not in told
     assert f"<strong>kinked: {html.escape(said)}</strong>" in told[: told.index('id="floors"')]
     found = comparison.facts([people, kinked])
-    assert found["caveats"] == [f"kinked: {said}"]
+    weak = view_of(people).protection.warning()
+    assert found["caveats"] == [f"people, kinked: {weak}", f"kinked: {said}"]
     assert [a["caveats"] for a in found["audits"]] == [{}, {"kinks": said}]
     other = shutil.copytree(kinked, tmp_path / "other")
-    assert comparison.facts([kinked, other])["caveats"] == [f"kinked, other: {said}"]  # once
+    assert comparison.facts([kinked, other])["caveats"] == [f"kinked, other: {weak}", f"kinked, other: {said}"]  # once
     assert cli.run(["report", str(people), str(kinked), "--out", str(page)]) == 0
     assert f"kinked: {said}" in " ".join(capsys.readouterr().out.split())
-    comparison.compare([people, people], page)
+    sound = shutil.copytree(people, tmp_path / "sound")
+    write_run(sound, meaningful(read_run(people)))
+    comparison.compare([sound, sound], page)
     assert 'id="caveats"' not in page.read_text()
 
 
@@ -135,7 +138,7 @@ def test_common_columns_are_compared_in_their_own_units(people: Path, tmp_path: 
         assert own["below"] == columns.counts(view_of(people))[j]["below"]
     text = Elements(report.compare([people, tmp_path / "other"], tmp_path / "c.html").read_text()).text
     assert f"±{figure(2 * floor)}" in text[text.index("Single columns, in their own units") :]
-    assert found["audits"][0]["floors"]["lowest_at_upper_limit"] is None
+    assert found["audits"][0]["floors"]["lowest_lower_limit"] is None
     json.dumps(found, allow_nan=False)
 
 
@@ -158,7 +161,7 @@ def test_a_limit_is_not_given_for_records_that_have_none(people: Path, tmp_path:
     assert f'<td class="n">{said}</td>' in page.read_text()
     found = comparison.facts([people, other])["audits"]
     assert [audit["without_limit"] for audit in found] == [0, 1]
-    assert found[1]["floors"]["lowest_at_upper_limit"] == pytest.approx(lowest / view.unit)
+    assert found[1]["floors"]["lowest_lower_limit"] == pytest.approx(lowest / view.unit)
     upper[:, worst] = 1.2 * leakage.dfil[:, worst]
     upper[:, (worst + 1) % upper.shape[1]] = math.inf
     upper[:, (worst + 2) % upper.shape[1]] = 2 * upper[:, worst]  # the lowest limit is another record's
@@ -181,7 +184,8 @@ def test_the_terminal_says_whom_the_floors_bind_and_of_whom_nothing_is_known(
     write_leakage(other, replace(leakage, measured=measured))
     assert cli.run(["report", str(people), str(other), "--out", str(tmp_path / "page.html")]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "Floors are estimates, for unbiased attackers who know every other record and see every noisy step" in said
+    assert "Floors are for unbiased attackers who know every other record and see every noisy step" in said
+    assert "lowest, median: of the estimates, which are more often too high than too low" in said
     assert "ε is for replace-one neighbours" in said
     assert "other: 3 records were never measured: nothing is known of them, and they count as below a guess" in said
-    assert "people: " not in said
+    assert "people: 3 records" not in said

@@ -19,7 +19,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from pages import Elements, data_of, page_of, view_of
+from pages import Elements, data_of, meaningful, page_of, view_of
 from reconbound import cli, report
 from reconbound._files import Unreadable
 from reconbound.bounds._bound import figure
@@ -90,9 +90,13 @@ def test_verdict_of_images_is_the_leakage_files_own(digits: Path) -> None:
     guess = math.sqrt(float(leakage.guess.mean()))
     images = load_digits().images[:200] / 16
     assert guess == pytest.approx(math.sqrt(float(images.var(0).mean())), rel=1e-6)
-    assert f"errs by at least ±{figure(floor)} on the 0–1 pixel scale per pixel on the most exposed image" in page
+    worst = int(leakage.dfil[0].argmax())
+    limit = 1 / math.sqrt(float(leakage.upper[0, worst]))
+    first = f"errs by at least ±{figure(limit)} on the 0–1 pixel scale per pixel on the most exposed image"
+    assert f"At 95 % confidence, an unbiased attacker who knows everything but one image’s pixels {first}" in page
+    assert f"(estimate ±{figure(floor)})" in page
     assert f"guessing the average image errs by ±{figure(guess)}." in page
-    below = int((leakage.dfil[0] > 1 / guess**2).sum())
+    below = int((leakage.upper[0] > 1 / guess**2).sum())  # at the lower limits of the floors
     assert 0 < below < 200
     assert f"For {below} of the 200 images" in page
     row = leakage.kept_diagonal[leakage.kept.tolist().index(int(leakage.dfil[0].argmax()))]
@@ -113,7 +117,8 @@ def test_verdict_of_tables_is_in_each_columns_unit(people: Path) -> None:
     assert len(set(whose)) > 1
     floors = [(b - a) / math.sqrt(float(i)) for (a, b), i in zip(RANGES, most.values, strict=True)]
     guesses = [(b - a) * math.sqrt(float(g)) for (a, b), g in zip(RANGES, leakage.guess, strict=True)]
-    first = verdicts.verdict(view_of(people))[0]
+    weak, first = verdicts.verdict(view_of(people))[:2]
+    assert weak.startswith("No meaningful guarantee")
     order = np.argsort(np.array(floors) / np.array(guesses))[:3]
     names = leakage.facts["feature_names"]
     units = leakage.facts["units"]
@@ -140,10 +145,13 @@ def test_verdict_of_tables_is_in_each_columns_unit(people: Path) -> None:
 def test_an_attacker_does_better_by_guessing_where_floors_are_high(digits: Path) -> None:
     view = view_of(digits)
     safe = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
-    protected = View(view.run, safe)
-    assert "does better by guessing than by relying on the release" in verdicts.verdict(protected)[1]
-    exposed = View(view.run, replace(view.leakage, dfil=view.leakage.dfil * 1e4))
-    assert "For all of the 200 images the floor lies below that guess" in verdicts.verdict(exposed)[1]
+    safe = replace(safe, upper=1.5 * safe.dfil)
+    protected = View(meaningful(view.run), safe)
+    said = "On every one of the 200 images an unbiased attacker errs by at least as much as a guess over all pixels"
+    assert verdicts.verdict(protected)[1].startswith(said)
+    exposed = View(view.run, replace(view.leakage, dfil=view.leakage.dfil * 1e4, upper=view.leakage.upper * 1e4))
+    said = "For all of the 200 images the floor over all pixels together lies below the error of a guess of them"
+    assert verdicts.verdict(exposed)[2].startswith(said)
 
 
 def test_what_is_not_sure_is_called_an_estimate(digits: Path) -> None:
@@ -151,12 +159,14 @@ def test_what_is_not_sure_is_called_an_estimate(digits: Path) -> None:
     safe = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
     upper = safe.dfil * 1.5
     sure = View(view.run, replace(safe, upper=upper))
-    assert verdicts.verdict(sure)[1].startswith("Such an attacker")
+    assert "as a guess over all pixels together, at 95 % confidence" in verdicts.verdict(sure)[2]
     assert "not at that confidence" not in " ".join(verdicts.sureness(sure))
     wide = upper.clone()
     wide[0, :3] = 1e4
     unsure = View(view.run, replace(safe, upper=wide))
-    assert verdicts.verdict(unsure)[1].startswith("By this estimate, such an attacker")
+    assert verdicts.verdict(unsure)[2].startswith("For 3 of the 200 images (1.5 %) the floor over all pixels together")
+    none = View(view.run, replace(safe, upper=None))
+    assert "as a guess over all pixels together, by estimates" in verdicts.verdict(none)[2]
     assert "For 3 images the floor lies above a guess by the estimate" in " ".join(verdicts.sureness(unsure))
 
 
@@ -167,7 +177,7 @@ def test_where_no_record_has_a_limit_none_is_drawn(digits: Path) -> None:
     assert [key.text for key in some.keys if "95 % confidence" in key.text]
     assert not [key.text for key in without.keys if "confidence" in key.text]
     assert len(without.figure["data"]) == len(some.figure["data"]) - 1
-    assert "Without an upper limit: 200 (" in without.note
+    assert "Without a confidence limit: 200 (" in without.note
 
 
 def test_a_limit_that_says_nothing_is_called_none(digits: Path) -> None:
@@ -220,7 +230,7 @@ def test_embedded_floors_are_the_leakage_files(digits: Path) -> None:
 
     data = data_of(report.build(digits)[0].read_text())
     floors = np.frombuffer(base64.b64decode(data["floors"]), dtype="<f8")
-    expected = np.sort(1 / np.sqrt(read_leakage(digits).dfil[0].numpy()))
+    expected = np.sort(1 / np.sqrt(read_leakage(digits).upper[0].numpy()))  # the lower limits, shown first
     np.testing.assert_allclose(floors, expected, rtol=1e-15)
 
 
@@ -270,8 +280,8 @@ def test_both_pages_speak_of_an_images_floors_in_its_own_range(digits: Path) -> 
         assert f'<td class="n">{error}</td>' in page
         assert f'<td class="n">{error}</td>' in own
     assert f"{scaled.of_range}; guessing the middle errs by ±128" in page
-    assert any(scaled.of_range in said for said in report.headline(run))
-    assert "of the range" in " ".join(report.headline(before))  # a folder that does not say the range
+    assert any(scaled.of_range in said for said in report.headline(meaningful(run)))
+    assert "of the range" in " ".join(report.headline(meaningful(before)))  # a folder that does not say the range
 
 
 def test_a_target_that_needs_no_noise_is_no_advice(digits: Path) -> None:
@@ -280,10 +290,11 @@ def test_a_target_that_needs_no_noise_is_no_advice(digits: Path) -> None:
 
     found = guarantee(SampledGaussian(0.7, 0.005, 50), dim=64).to_dict()
     run = replace(read_run(digits), guarantee=found)
-    assert all("each" not in row["who"] or "unbiased" in row["who"] for row in advice.targets(run, "pixel"))
+    assert all("each" not in row["who"] or "unbiased" in row["who"] for row in advice.targets(run, "image", "pixel"))
     for page in (report.public_page(run).decode(), report.confidential_page(run, read_leakage(digits)).decode()):
         said = html.unescape(page)
-        assert "±0.25 (any attacker, each pixel) and ±0.4 (any attacker, each pixel) are met without noise" in said
+        each = "(any attacker, on some conceivable image, each pixel)"
+        assert f"±0.25 {each} and ±0.4 {each} are met without noise" in said
         assert "with chance 78% a record is never drawn" in said
         assert '<td class="n">1e-06</td>' not in said
 
@@ -292,7 +303,7 @@ def test_noise_for_a_target_meets_it(digits: Path) -> None:
     from reconbound import floor
 
     run = read_run(digits)
-    rows = advice.targets(run, "pixel")
+    rows = advice.targets(run, "image", "pixel")
     assert len(rows) == len(advice.TARGETS)
     mechanism = advice.mechanism_of(run)
     for row, (target, name, _) in zip(rows, advice.TARGETS, strict=True):
@@ -351,7 +362,7 @@ def test_a_run_that_measured_nothing_says_so(kind: str, request: pytest.FixtureR
     folder = request.getfixturevalue(kind)
     run, leakage = read_run(folder), read_leakage(folder)
     empty = replace(leakage, measured=torch.zeros_like(leakage.measured), dfil=torch.zeros_like(leakage.dfil))
-    assert "was ever measured, so nothing can be said" in Elements(page_of(run, empty)).text
+    assert "was ever measured: nothing is known about them" in Elements(page_of(run, empty)).text
 
 
 def test_the_smallest_leakage_still_makes_a_page(digits: Path) -> None:

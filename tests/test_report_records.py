@@ -13,11 +13,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from pages import Elements, hostile, page_of, view_of
+from pages import Elements, hostile, meaningful, page_of, view_of
 from reconbound import report
 from reconbound._check import InputError
 from reconbound.report import advice, charts, columns, records, thumbnails, verdicts, words
-from reconbound.report.figures import for_plotly
+from reconbound.report.figures import for_plotly, plus_minus
 from reconbound.report.view import View
 from reconbound.run_folder import read_leakage, read_run
 
@@ -50,12 +50,12 @@ def test_record_facts_are_the_leakage_files(people: Path) -> None:
     record = int(leakage.kept[1])
     found = report.record_facts(leakage, run, record)
     dfil = float(leakage.dfil[0, record])
-    assert found["floor"] == pytest.approx(dfil**-0.5, rel=1e-12)
+    assert found["floor_estimate"] == pytest.approx(dfil**-0.5, rel=1e-12)
     assert found["rank"] == 2
-    assert found["floor_at_upper_limit"] is None
+    assert found["floor_lower_limit"] is None
     age = next(c for c in found["columns"] if c["name"] == "age")
     assert age["value"] == pytest.approx(120 * float(leakage.kept_inputs[1, 0]), rel=1e-6)
-    assert age["floor"] == pytest.approx(120 / math.sqrt(float(leakage.kept_diagonal[1, 0])), rel=1e-6)
+    assert age["floor_estimate"] == pytest.approx(120 / math.sqrt(float(leakage.kept_diagonal[1, 0])), rel=1e-6)
     json.dumps(found, allow_nan=False)
     assert "columns" not in report.record_facts(leakage, run, int(leakage.dfil[0].argsort()[100]))
     for bad in (-1, 200, 1.5, "x"):
@@ -70,7 +70,8 @@ def test_record_table_shows_markup_as_text(people: Path) -> None:
     told = console.export_text()
     console.file.close()
     assert "[red]" in told
-    assert "errs by at least" in told
+    assert "errs by about" in told
+    assert "an estimate, more often too high" in told
     unseen = replace(leakage, measured=torch.zeros_like(leakage.measured))
     console = Console(width=100)
     with console.capture() as drawn:
@@ -85,8 +86,10 @@ def test_cards_are_the_records_kept_in_order(digits: Path) -> None:
     floors = view.floor[[card["record"] for card in found["most"]]]
     assert floors.tolist() == sorted(view.floor)[:6]
     none = replace(view.leakage, upper=torch.full_like(view.leakage.upper, torch.inf))
-    assert records.cards(View(view.run, none))["most"][0]["limit"] == "no confidence limit"
-    assert found["most"][0]["limit"].startswith("with confidence at least ±")
+    assert records.cards(View(view.run, none))["most"][0]["kind"] == "estimate, no confidence limit"
+    card, worst = found["most"][0], int(view.leakage.kept[0])
+    assert (card["kind"], card["floor"]) == ("at 95 % confidence", plus_minus(float(view.upper_floor[worst])))
+    assert card["estimate"] == f"estimate {plus_minus(float(view.floor[worst]))}, "
 
 
 def test_columns_are_counted_over_all_records_on_the_page(people: Path) -> None:
@@ -124,7 +127,7 @@ def test_one_column_is_spoken_of_as_one(people: Path) -> None:
     assert "single column" not in told
     two = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
     two.kept_diagonal[view.places[view.worst], 0] = 1e4
-    told = advice.for_records(View(view.run, two))[0]
+    told = advice.for_records(View(meaningful(view.run), two))[0]
     assert "To lift the one column of some records that lies below a guess to the error of a guess" in told
 
 
@@ -132,24 +135,30 @@ def test_single_columns_below_a_guess_are_not_passed_over(people: Path) -> None:
     """The whole record may be safe on average and one of its columns not: the verdict says so."""
     view = view_of(people)
     protected = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
-    none = verdicts.verdict(View(view.run, protected))
-    assert none[1].startswith("By these estimates no single column’s floor lies below the error of a guess")
-    assert "on its own the release hardly helps it" in none[2]
+    run = meaningful(view.run)
+    none = verdicts.verdict(View(run, protected))
+    assert none[1].startswith(
+        "By estimates, an unbiased attacker’s floor is above the error of a guess in every column"
+    )
+    assert none[2].startswith(
+        "On every one of the 200 records an unbiased attacker errs by at least as much as a guess"
+    )
     place = view.places[view.worst]
     diagonal = protected.kept_diagonal.clone()
     diagonal[place, :2] = 1e4  # ±1 % of the range
-    exposed = verdicts.verdict(View(view.run, replace(protected, kept_diagonal=diagonal)))
+    exposed = verdicts.verdict(View(run, replace(protected, kept_diagonal=diagonal)))
     assert "at least one column lies below the error of a guess for 1 of the 8 records looked at (12 %)" in exposed[1]
     assert exposed[1].endswith("more about it than a guess does: age 1, education-num 1.")
     assert "a mean that hides the columns which are exposed" in exposed[2]
     tiles = {t["title"]: t for t in records.glance(View(view.run, replace(protected, kept_diagonal=diagonal)))}
-    assert tiles["Below a guess on at least one column"]["below"] == "1 of 8 records looked at"
-    assert tiles["Below a guess over all columns"]["below"] == "0 of 200 records"
+    assert tiles["Unbiased floor below a guess on at least one column"]["below"] == "1 of 8 records looked at"
+    assert tiles["Unbiased floor below a guess over all columns"]["below"] == "0 of 200 records"
     assert "±1.2 years on age" in exposed[0]
-    told = advice.for_records(View(view.run, replace(protected, kept_diagonal=diagonal)))[0]
+    told = advice.for_records(View(run, replace(protected, kept_diagonal=diagonal)))[0]
     ratio = max(math.sqrt(float(g)) for g in view.leakage.guess[:2]) / 0.01
     assert f"try a noise multiplier of about {0.1 * ratio:.3g} (now 0.1): an estimate" in told
-    assert "less noise may do" in advice.for_records(View(view.run, protected))[0]
+    assert "for unbiased attackers is above the error of a guess" in advice.for_records(View(run, protected))[0]
+    assert advice.for_records(view)[0].startswith("First of all more noise")  # the mechanism guarantees little
 
 
 def test_floors_beyond_the_range_tell_nothing_and_units_are_said_once(people: Path) -> None:
@@ -160,7 +169,7 @@ def test_floors_beyond_the_range_tell_nothing_and_units_are_said_once(people: Pa
     wide = View(view.run, replace(view.leakage, kept_diagonal=diagonal, facts=facts))
     hours = columns.counts(wide)[4]
     assert "±160 hours (record" in columns.sentence(hours)
-    assert columns.sentence(hours).endswith("more than the whole range: nothing is learnt")
+    assert columns.sentence(hours).endswith("more than the whole range")
     card = {row["name"]: row for row in records.cards(wide)["most"][0]["columns"]}
     assert (card["hours-per-week"]["beyond"], card["hours-per-week"]["unit"]) == (True, "hours")
     assert (card["age (years)"]["beyond"], card["age (years)"]["unit"]) == (False, "")
@@ -169,12 +178,12 @@ def test_floors_beyond_the_range_tell_nothing_and_units_are_said_once(people: Pa
     console = Console(width=200)
     with console.capture() as told:
         console.print(report.record_table(report.record_facts(wide.leakage, wide.run, int(wide.leakage.kept[0]))))
-    assert "nothing is learnt" in told.get()
-    first = verdicts.verdict(View(view.run, replace(view.leakage, kept_diagonal=diagonal * 0 + 0.39)))[0]
-    assert first.count("more than the whole range: nothing is learnt") == 1  # of all that are named: once
+    assert "more than the whole range" in told.get()
+    first = verdicts.verdict(View(view.run, replace(view.leakage, kept_diagonal=diagonal * 0 + 0.39)))[1]
+    assert first.count("more than the whole range") == 1  # of all that are named: once
     diagonal[:, 0] = 1e4
-    few = verdicts.verdict(View(view.run, replace(view.leakage, kept_diagonal=diagonal * (diagonal > 1e3) + 0.39)))[0]
-    assert few.count("; more than the whole range: nothing is learnt)") == 2  # of those of which it is so
+    few = verdicts.verdict(View(view.run, replace(view.leakage, kept_diagonal=diagonal * (diagonal > 1e3) + 0.39)))[1]
+    assert few.count("; more than the whole range)") == 2  # of those of which it is so
 
 
 def test_the_harmonic_mean_is_said_and_so(people: Path) -> None:

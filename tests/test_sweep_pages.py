@@ -78,7 +78,8 @@ def test_of_a_number_the_measure_is_r2_and_no_percentage(tmp_path, capsys) -> No
     out = capsys.readouterr().out
     rows, facts = stored(tmp_path)
     assert f"The most accurate setting reaches R² {rows[0]['accuracy']:.3f} and" in out
-    assert "%" not in out
+    assert "reaches R² " in out
+    assert "accuracy" not in out
     page = (tmp_path / "frontier.html").read_text()
     assert "<h2>R² against each floor</h2>" in page
     chart = json.loads(page.split('id="data">')[1].split("</script>")[0])["charts"]["chart-frontier"]
@@ -116,7 +117,7 @@ def test_records_never_measured_are_said_and_no_word_is_given_for_them(tmp_path)
         {**ROWS[0], "accuracy": 0.7, "exact_max": 0.5, "never_measured": 7},
     ]
     said = verdict(rows, "exact_max", {"error": 0.2})
-    assert "at least for every record that was measured the best accuracy is 70.0 %." in said[1]
+    assert "on every record that was measured, as much as guessing the average, has an accuracy of 70.0 %." in said[1]
     told_of = cautions(rows, FACTS)
     assert len(told_of) == 1
     assert told_of[0].startswith("Up to 7 records of a training were never measured: nothing is known about them")
@@ -180,21 +181,25 @@ def test_the_verdict_takes_a_guess_as_its_target_and_says_what_the_largest_class
         {"accuracy": 0.7, "exact_max": 0.5},
     ]
     said = verdict(rows, "exact_max", {"accuracy": 0.45, "error": 0.2})  # 0.2² = 0.04
-    assert "With an error of ±0.2 of the range, that of guessing the average, at least for every record" in said[1]
-    assert said[1].endswith("the best accuracy is 80.0 %.")
+    best = "The best setting with which an unbiased attacker errs by ±"
+    every = "of the range or more on every record, as much as guessing the"
+    assert said[1] == f"{best}0.2 {every} average, has an accuracy of 80.0 %."
     assert said[2] == "Always naming the largest class has an accuracy of 45.0 %."
     said = verdict(rows, "exact_max")  # not known: a guess of the middle, ±0.5 at worst
-    assert "±0.5 of the range, that of guessing the middle, at worst, at least" in said[1]
-    assert said[1].endswith("the best accuracy is 70.0 %.")
+    assert said[1] == f"{best}0.5 {every} middle, at worst, has an accuracy of 70.0 %."
     assert len(said) == 2
-    assert "No setting leaves every record an error of ±0.9" in verdict(rows, "exact_max", {"error": 0.9})[1]
+    none = verdict(rows, "exact_max", {"error": 0.9})[1]
+    assert none == f"With no setting does an unbiased attacker err by ±0.9 {every} average."
 
 
 def test_the_verdict_names_its_attacker() -> None:
     rows = [{"accuracy": 0.9, "exact_max": 0.01, "lecam": 0.04}]
     said = verdict(rows, "exact_max", {})[0]
     assert "an unbiased attacker errs by at least ±0.1 of a feature's range on the most exposed record (exact f" in said
-    assert "any attacker errs by at least ±0.2 of a feature's range in the worst case" in verdict(rows, "lecam", {})[0]
+    assert (
+        "any attacker errs by at least ±0.2 of a feature's range on some conceivable record, not on each"
+        in verdict(rows, "lecam", {})[0]
+    )
     page = html.unescape(frontier_page([{**ROWS[0], **rows[0]}], FACTS).decode())
     assert said.removesuffix(").") in page
     assert "least mean squared error of an attacker of the kind named below" in page
@@ -208,8 +213,11 @@ def test_the_command_and_a_runs_page_say_whom_floors_bind_and_which_neighbours(t
     floors = ("exact_max", "paper_max", "theorem1", "lecam")
     assert cli.run(["frontier", str(tmp_path), *(word for floor in floors for word in ("--floor", floor))]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "exact factor, most exposed record (exact_max), for unbiased attackers: no setting beats these" in out
-    assert "the paper's κ (no guarantee), most exposed record (paper_max): no setting beats these" in out
+    assert (
+        "exact factor, most exposed record (estimate) (exact_max), for unbiased attackers: no setting beats these"
+        in out
+    )
+    assert "the paper's κ (no guarantee), most exposed record (estimate) (paper_max): no setting beats these" in out
     assert "Theorem 1 (theorem1), for unbiased attackers: no" in out
     assert "any attacker, Le Cam (lecam): no setting beats these" in out
     assert "ε is for replace-one neighbours at δ = 1e-05." in out
@@ -228,7 +236,7 @@ def test_pages_escape_and_say_every_floor(tmp_path) -> None:
     assert "<script>alert(1)" not in page
     for floor in floors_in(rows):
         assert f"front-{floor}" in page
-    assert told("paper_q99") == "the paper's κ (no guarantee), record at the 99 % quantile"
+    assert told("paper_q99") == "the paper's κ (no guarantee), record at the 99 % quantile (estimate)"
 
 
 def test_the_guide_says_commands_that_are_understood(tmp_path, monkeypatch, capsys) -> None:
@@ -303,10 +311,19 @@ def test_floors_of_records_are_called_estimates_and_floors_have_their_name(tmp_p
     words = ["sweep", "digits", "--limit", "60", "--steps", "3", "--model", "linear", "--out", str(tmp_path)]
     search = ["--search", "tpe", "--trials", "1", "--grid", "lr=0.1:1:log", "--grid", "noise_multiplier=0.5:2:log"]
     assert cli.run([*words, *search]) == 0
-    assert "(exact factor, most exposed record; from one run: an estimate)." in capsys.readouterr().out
-    assert "most exposed record; from one run: an estimate)." in (tmp_path / "frontier.html").read_text()
+    assert (
+        "(exact factor, most exposed record; from one run: an estimate; in simulated trainings up to "
+        in capsys.readouterr().out
+    )
+    assert (
+        "most exposed record; from one run: an estimate; in simulated trainings up to "
+        in (tmp_path / "frontier.html").read_text()
+    )
     rows, _ = stored(tmp_path)
-    for floor, said in (("exact_max", " (from one run: an estimate): run 0"), ("lecam", ": run 0")):
+    for floor, said in (
+        ("exact_max", " (from one run: an estimate; in simulated trainings up to 61 %"),
+        ("lecam", ": run 0"),
+    ):
         assert cli.run(["frontier", str(tmp_path), "--floor", floor, "--at-least", "1e-12"]) == 0
         told, mse = capsys.readouterr().out, rows[0][floor]
         assert f", floor MSE {figure(mse, 4)}, ±{figure(mse**0.5)} of a range{said}" in told

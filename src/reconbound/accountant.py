@@ -7,6 +7,7 @@ alone. Derivations: docs/theory-accounting.md."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -20,7 +21,10 @@ from . import ledger_file
 from ._check import InputError, choice, warn_user, whole
 from .account import Account, checked_scale
 from .bounds import Bound
+from .bounds._bound import figure
 from .calculator import Guarantee, guarantee
+from .copies import checked_rows
+from .exposure import Exposed, MostExposed, quantiles
 from .feature_ledger import Chosen, Diagonal, FeatureLedger
 from .fisher import StepInformation
 from .limits import FEWEST, WIDEST, upper_limit, why_no_limit
@@ -44,9 +48,10 @@ class FisherAccountant:
         device: where the ledger lives.
 
     Attributes:
-        caveats: what every floor of this ledger must carry (a model with kinks: "not proved: …"); kept by save, merge
-            and checkpoints. A learner sets it; set it yourself beside a training loop of your own.
-        needs_range: `guarantee` must be told low and high, for the private part is not known to lie in [0, 1].
+        caveats: what every floor of this ledger must carry (a model with kinks: "not proved: …"; tokens; that nothing
+            has checked the model); collected from what it is fed with; kept by save, merge and checkpoints.
+        needs_range: `guarantee` must be told low and high, for the private part is not known to lie in [0, 1]: found
+            from what it is fed with.
 
     Guarantee: `dfil` estimates without bias an upper bound of Tr I(z)/d for an attacker who knows all other records and
     sees every noisy step; with rule "exact" it is that value itself. One run is one draw of a random sum: for a
@@ -110,8 +115,15 @@ class FisherAccountant:
         if index.numel() == 0:
             return
         self.features.check_found(found)
+        self._collect(found)
         across, along = self.traces.add(index, found, weight, stratified)
         self.features.add(index, found, across, along)
+
+    def _collect(self, found: StepInformation) -> None:
+        """Keep what floors from this must carry."""
+        if not set(found.caveats) <= set(self.caveats):
+            self.caveats = joined(self.caveats, found.caveats)
+        self.needs_range = self.needs_range or found.part == "module"
 
     def follow(self, found: StepInformation) -> None:
         """Add one step's information about the features of all chosen records, in the order of `rows`.
@@ -126,6 +138,7 @@ class FisherAccountant:
         if found.mask is not None and not bool((found.mask != 0).all()):
             raise InputError("found", "must be about records that took part, not masked ones", found.mask.tolist())
         self.traces.check_found(rows, found)
+        self._collect(found)
         rate = self.account.sample_rate
         across, along = (
             rate * f.to(self.device) for f in self.traces.factors(self.account.rules[0], found.clipped_norm)
@@ -230,12 +243,19 @@ class FisherAccountant:
             E‖ẑ − z‖²/d ≥ s̄²/dFIL,     s̄ the mean of feature_scale    (Cauchy–Schwarz; 1/dFIL when the scale is 1)
 
         A record that was never measured has the trivial floor 0. The floors are estimates: `assumes` says how often the
-        records were measured and the median relative standard error; above 50 % there is a warning, once a run.
+        records were measured and the median relative standard error. After one run, and where that is above 50 %, there
+        is a warning, once a run. The lower confidence limits, where there are any, are named first: `lower_limit`.
         """
         k = self._rule(rule)
         bound, relative, said = self._floors(k)
+        limits = self._lower_limits(rule)
+        if limits is not None and (limits > 0).any():
+            there, none = limits[limits > 0], int((limits == 0).sum())
+            first = f"lower limits at 95 % confidence: lowest MSE {figure(there.min())}"
+            first += f", {none:,} of {len(limits):,} records without one" if none else ""
+            bound = replace(bound, assumes=(first, *bound.assumes), notes=(first, *bound.notes))
         if self._first("floors"):
-            warn_if_coarse(relative, said)
+            warn_if_coarse(relative, said, self.runs)
             if 2 * self.traces.mute(k, self.runs) > int((self._told_of() > 0).sum()):
                 warn_if_silent(self.traces.silent(k, self.runs))
         return bound
@@ -262,7 +282,7 @@ class FisherAccountant:
             said = told(measured, relative, " of a feature", runs=self.runs)
             notes = (said, *notes)
             if self._first("features"):
-                warn_if_coarse(relative, said)
+                warn_if_coarse(relative, said, self.runs)
         return replace(found, assumes=(*found.assumes, *notes), notes=(*found.notes, *notes))
 
     def feature_standard_error(self) -> Tensor:
@@ -289,44 +309,102 @@ class FisherAccountant:
     def _told_of(self) -> Tensor:
         return self.traces.told_of(self.runs)
 
-    def most_exposed(self, k: int = 10, rule: str | None = None) -> list[tuple[int, float]]:
-        """The k records with the lowest floors among those measured: (index, squared error), lowest first.
+    def most_exposed(self, k: int = 10, rule: str | None = None) -> MostExposed:
+        """Returns the k records with the lowest floors among those measured, lowest estimate first, with their caveats.
 
         Those never measured have no floor and are left out: `summary()["never_measured"]` counts them."""
         dfil = self.dfil(rule).masked_fill(self._told_of() == 0, -1.0)
-        top = torch.topk(dfil, min(whole("k", k), int((dfil >= 0).sum())))
-        floors = self.mse_floor(rule).value
-        return [(int(i), float(floors[int(i)])) for i in top.indices]
+        top = torch.topk(dfil, min(whole("k", k), int((dfil >= 0).sum()))).indices.tolist()
+        floors = self.mse_floor(rule)
+        limits = self._lower_limits(rule)
+        own = (None if limits is None or limits[i] == 0 else float(limits[i]) for i in top)
+        found = (Exposed(i, limit, float(floors.value[i])) for i, limit in zip(top, own, strict=True))
+        return MostExposed(found, floors.notes)
+
+    def group_floor(self, rows: Sequence[int], rule: str | None = None, confidence: float | None = None) -> Bound:
+        """Returns the floor for somebody who has several rows with the same private part (Theorem 2 for the group).
+
+            E‖ẑ − z‖²/d ≥ s̄² d/Tr I_G,     Tr I_G ≤ k Σ Tr I_i over the k rows    (Cauchy–Schwarz)
+
+        For k equal rows that is 1/k² of a row's floor, and it is attained where every record is in every batch. 0 where
+        one of the rows was never measured, or has no limit. Derivation: docs/theory-accounting.md, "Several rows".
+
+        Args:
+            rows: the records of the group, each once.
+            rule: the subsampling factors; the account's first where left out.
+            confidence: of a lower limit instead of the estimate, for all rows of the group together (Bonferroni); needs
+                two finished runs or more.
+        """
+        index = checked_rows(rows, self.account.records)
+        size, bound = len(index), self._floors(self._rule(rule))[0]
+        said = f"for somebody with {size} rows" if size > 1 else "for one row"
+        dfil = self.dfil(rule) if confidence is None else self.upper(rule, 1 - (1 - confidence) / size)
+        total = size * float(dfil[index].sum())
+        seen = bool((self._told_of()[index] > 0).all()) and math.isfinite(total)
+        value = min(self._unit() / max(total, np.finfo(np.float64).tiny), np.finfo(np.float64).max) if seen else 0.0
+        if confidence is not None:
+            said += f", lower limit at {100 * confidence:g} % confidence (checked by simulation, not proved)"
+        notes = (said, *bound.notes)
+        return replace(bound, name="dfil_group", value=value, assumes=(*bound.assumes, said), notes=notes,
+                       estimate=confidence is None)  # fmt: skip
+
+    def lower_limit(self, rule: str | None = None, confidence: float = 0.95) -> Bound:
+        """Returns the lower confidence limit of each record's floor, squared data units: s̄²/`upper`; needs two runs.
+
+        It is 0, the trivial floor, for a record that has no limit: `no_limit_because` says why.
+
+        Args:
+            rule: the subsampling factors; the account's first where left out.
+            confidence: of the limits.
+        """
+        limits = self.upper(rule, confidence)
+        value = self._at_limits(limits)
+        bound = self._floors(self._rule(rule))[0]
+        said = f"lower limit at {100 * confidence:g} % confidence, checked by simulation and not proved"
+        notes = (said, *self.caveats, *self.traces.unfinished(self.runs))
+        return replace(bound, name="dfil_lower_limit", value=value, assumes=(*bound.assumes, said), notes=notes,
+                       estimate=False)  # fmt: skip
+
+    def _lower_limits(self, rule: str | None) -> np.ndarray | None:
+        """95 % limits of the floors, (N,), 0 where there is none; None after one run."""
+        return None if self.runs < 2 else self._at_limits(self.upper(rule, warn=False))
+
+    def _at_limits(self, upper: Tensor) -> np.ndarray:
+        with np.errstate(divide="ignore"):
+            value = self._unit() / upper.cpu().numpy()
+        return np.minimum(value, np.finfo(np.float64).max)
 
     def summary(self) -> dict[str, Any]:
-        """Floors at the most exposed record and at quantiles, for every rule. Depends on the data: confidential.
+        """Floors at the most exposed record and at quantiles. Depends on the data: confidential.
 
-        Quantiles are over the records that were measured. After two runs "floor_at_upper_limit" is the lowest floor of
-        all at its upper limit, or None where some record has no limit: "no_limit_because" says why."""
+        "floor_lower_limit", after two runs or more: the 95 % lower confidence limits under the first rule, at quantiles
+        of the records that have one; "without_limit" counts the others, "no_limit_because" says why there are any.
+        "floor_estimate": the estimates for every rule, at quantiles of the records that were measured; they are more
+        often too high than too low."""
         self.mse_floor()  # for its warnings
         names = {"lowest": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9}
         measured = self._told_of().cpu()
         seen = (measured > 0).numpy()
         floors: dict[str, Any] = {}
         for k, rule in enumerate(self.account.rules):
-            value = self._floors(k)[0].value[seen]
-            at = np.quantile(value, list(names.values()), method="lower") if seen.any() else [0.0] * len(names)
-            floors[rule] = {name: float(v) for name, v in zip(names, at, strict=True)}
-        found: dict[str, Any] = {"confidential": True, "runs": self.runs, "floors": floors}
+            floors[rule] = quantiles(self._floors(k)[0].value[seen], names)
+        limits = self._lower_limits(None)
+        found: dict[str, Any] = {"confidential": True, "runs": self.runs}
+        if limits is not None:
+            found["floor_lower_limit"] = quantiles(limits[limits > 0], names) if (limits > 0).any() else None
+            found["without_limit"] = int((limits == 0).sum())
+            found["no_limit_because"] = self.no_limit_because()
+        found["floor_estimate"] = floors
         found["measured_per_record"] = {"least": int(measured.min()), "median": float(measured.double().median())}
         found["never_measured"] = int((~seen).sum())
         found["caveats"] = [*self.caveats, *self.traces.unfinished(self.runs)]
         found["relative_standard_error_median"] = relative_median(self.dfil(), self.standard_error())
-        if self.runs > 1:
-            limits = self.upper(warn=False)
-            worst = float(limits.max())
-            found["floor_at_upper_limit"] = self._unit() / worst if 0 < worst < np.inf else None
-            found["without_limit"] = int(torch.isinf(limits).sum())
-            found["no_limit_because"] = self.no_limit_because()
         return found
 
-    def guarantee(self, **space: Any) -> Guarantee:
+    def guarantee(self, *, copies: int = 1, **space: Any) -> Guarantee:
         """What the mechanism guarantees whatever the data: all floors of the calculator (may be published).
+
+        copies: how many rows the person has; 1 if left out.
 
         space: low and high of every private feature, in [0, 1] if left out, and what else `guarantee` takes. Where the
         private part is a module's output they must be given."""
@@ -336,7 +414,7 @@ class FisherAccountant:
         if not {"low", "high"} & space.keys() and not bool((self.feature_scale == 1).all()):
             said = "the mechanism's floors are for features in [0, 1], this ledger's in the units of feature_scale"
             warn_user(f"{said}: give low and high in those, to compare them", ReconboundWarning)
-        return guarantee(self.account.mechanism(), dim=self.account.features, **space)
+        return guarantee(self.account.mechanism().for_group(copies), dim=self.account.features, **space)
 
     # --- keeping -----------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .audit_learner import SNAPSHOTS, AuditLearner
+from .copies import find_copies
 from .data.tables import MISSING
 from .plan import Plan
 from .run_folder import Leakage, packed_names
@@ -177,6 +178,18 @@ def _stacked(rows: list[Tensor]) -> Tensor:
     return torch.stack(rows).cpu()
 
 
+def copies_of(dataset: Dataset) -> dict[str, Any]:
+    """Returns how many records have exact copies among the others, and the largest group of them: of whole records, and
+    ("private") of those that agree in the private features and the target only."""
+    whole = find_copies(dataset.inputs, dataset.targets)
+    found: dict[str, Any] = {"records": sum(map(len, whole)), "largest": whole[0] if whole else []}
+    if dataset.private is not None:
+        flat = dataset.inputs.reshape(len(dataset.inputs), -1)
+        alike = find_copies(flat[:, dataset.private], dataset.targets)
+        found["private"] = {"records": sum(map(len, alike)), "largest": alike[0] if alike else []}
+    return found
+
+
 def _leakage_facts(dataset: Dataset) -> dict[str, Any]:
     private, target = dataset.private_features, dataset.target
     facts: dict[str, Any] = {
@@ -192,6 +205,7 @@ def _leakage_facts(dataset: Dataset) -> dict[str, Any]:
         "task": dataset.task,
         "inferred_ranges": dataset.inferred_ranges,
         "notes": list(dataset.notes),
+        "copies": copies_of(dataset),
     }
     if dataset.private is not None:
         flat = dataset.inputs.reshape(len(dataset.inputs), -1)

@@ -11,9 +11,10 @@ from .bounds import Bound, corners, lecam, rate_distortion, theorem1
 from .bounds._bound import Box, figure
 from .bounds.any_attacker import box_of
 from .mechanisms import ADD_REMOVE, REPLACE_ONE, Mechanism, as_mechanism
+from .protection import BLIND, Protection
 
 #: Chances of a blind guess at which reconstruction robustness is reported.
-KAPPAS = (1e-6, 1e-4, 1e-2, 1e-1)
+KAPPAS = (1e-6, 1e-4, BLIND, 1e-1)
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,17 @@ class Guarantee:
         """Why floors say nothing here, where the mechanism knows it."""
         return self.mechanism.notes()
 
+    @property
+    def protection(self) -> Protection:
+        """How often a record can be rebuilt, and whether the guarantee means something."""
+        success = dict(self.rero).get(BLIND)
+        return Protection(success, self.mechanism.never_drawn, self.epsilon, self.delta)
+
     def to_dict(self) -> dict[str, Any]:
-        """A plain dictionary for JSON."""
+        """A plain dictionary for JSON.
+
+        "meaningful": False where a record that a blind guess rebuilds with chance 1 % may be rebuilt with chance 90 %
+        or more whenever it is in a batch; "never_drawn": the chance that a record is in none."""
         return {
             "mechanism": {**self.mechanism.to_dict(), "sampler": self.mechanism.sampler},
             "data": {"dim": self.dim, "low": self.low, "high": self.high},
@@ -64,6 +74,8 @@ class Guarantee:
             "epsilon": self.epsilon,
             "epsilon_add_remove": self.epsilon_add_remove,
             "delta": self.delta,
+            "meaningful": self.protection.meaningful,
+            "never_drawn": self.mechanism.never_drawn,
             "notes": list(self.notes),
         }
 
@@ -77,31 +89,41 @@ class Guarantee:
 
     @property
     def in_short(self) -> str:
-        """The strongest floor that says something, in a sentence: one for any attacker where there is one."""
+        """What the guarantee means in two or three sentences, each true by itself: that it means little, where it does;
+        how often a record can be rebuilt; and the strongest floor that says something, for any attacker if one is.
+        """
+        said = (self.protection.warning() or self.protection.sentence(), self._strongest)
+        return " ".join(sentence for sentence in said if sentence)
+
+    @property
+    def _strongest(self) -> str:
         proved = [bound for bound in self.bounds if not bound.vacuous and bound.name != "theorem1_paper"]
         if not proved:
-            return "No floor says anything here: this mechanism is not known to protect a record from being rebuilt."
+            return "No error floor says anything here."
         bound = max(proved, key=lambda b: (b.attacker == "any", round(b.rmse, 12), b.coordinates == "each"))
         unit = f" {bound.units}" if bound.units else ""
-        who = "any attacker" if bound.attacker == "any" else "an attacker without bias"
-        where = "on average over a record's coordinates" if bound.coordinates == "average" else "on each coordinate"
+        where = "on average over its coordinates" if bound.coordinates == "average" else "on each coordinate"
         where = f" {where}" if self.dim > 1 else ""
         guess = "" if bound.guess is None else f" (a plain guess: ±{figure(bound.guess**0.5)}{unit})"
-        holds = (
-            f"in the worst case over records in [{exact(self.low)}, {exact(self.high)}]{unit}, not at every one of them"
-            if bound.attacker == "any"
-            else "at every record; attackers with a bias, who may just guess, are not bound"
-        )
+        errs = f"errs by at least ±{figure(bound.rmse)}{unit}{where}{guess}"
+        if bound.attacker == "any":
+            return (
+                "For every attacker, even one who knows every other record, there is some conceivable record in "
+                f"[{exact(self.low)}, {exact(self.high)}]{unit} on which it {errs}; on others it may err by less "
+                f"({bound.name})."
+            )
         return (
-            f"{who.capitalize()}, even one who knows every other record, errs by at least "
-            f"±{figure(bound.rmse)}{unit}{where}{guess}, {holds} ({bound.name})."
+            f"An attacker without bias, even one who knows every other record, {errs}, at every record; attackers with "
+            f"a bias, who may just guess, are not bound ({bound.name})."
         )
 
     def __str__(self) -> str:
         known = ((self.epsilon, REPLACE_ONE), (self.epsilon_add_remove, ADD_REMOVE))
         told = [f"ε = {epsilon:.4g} ({which})" for epsilon, which in known if epsilon is not None]
         last = [f"At δ = {self.delta:g}: {'; '.join(told)}."] if told else []
-        return "\n".join([f"{self.box}:", *(str(bound) for bound in self.bounds), *last])
+        first, success = self.protection.warning(), self.protection.sentence()
+        lines = [first, f"{self.box}:", *(str(bound) for bound in self.bounds), "" if first else success, *last]
+        return "\n".join(line for line in lines if line)
 
 
 def exact(x: float) -> str:
@@ -175,8 +197,8 @@ def floor(
 
     >>> from reconbound.mechanisms import DP
     >>> print(floor("lecam", DP(1.0), high=100.0, units="years"))
-    lecam: any attacker errs by at least ±44.3 years (MSE 1,970), in the worst case over the box;
-    a plain guess errs by ±50 years [Le Cam; replace-one]
+    lecam: any attacker errs by at least ±44.3 years (MSE 1,970), on some conceivable record of the box, not on
+    each; a plain guess errs by ±50 years [Le Cam; replace-one]
     """
     if name not in FLOORS:
         raise InputError("bound", f"must be one of {', '.join(FLOORS)}", name)

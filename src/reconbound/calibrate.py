@@ -42,7 +42,9 @@ class Calibration:
 
     def __str__(self) -> str:
         found = f"{self.mechanism.noise_field} {self.noise:.7g}" if self.without_noise is None else "met without noise"
-        return f"{found}: {self.bound}"
+        known = self.mechanism.protection()
+        means = "" if self.without_noise is not None else f"\n{known.warning() or known.sentence()}"
+        return f"{found}: {self.bound}{means}"
 
 
 def calibrate(

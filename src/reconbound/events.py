@@ -81,6 +81,16 @@ def _width(event: Any, count: int, replace_one: bool) -> float:
     return 2 * single * min(float(count), 16 * math.sqrt(count))
 
 
+def sampling_rate(leaf: Any) -> float:
+    """The chance of a record to be in the batch of a leaf: 1 where nothing is sampled."""
+    kind = type(leaf).__name__
+    if kind == "PoissonSampledDpEvent":
+        return float(leaf.sampling_probability)
+    if kind == "SampledWithoutReplacementDpEvent":
+        return float(leaf.sample_size / leaf.source_dataset_size)
+    return 0.0 if kind == "NoOpDpEvent" else 1.0
+
+
 def _inner_shift(event: Any) -> float:
     """m of the Gaussian, or of the composition of Gaussians, inside a sampled event."""
     import dp_accounting as dp

@@ -286,7 +286,9 @@ class FeatureLedger:
         notes: tuple[str, ...] = ()
         if average:  # by Jensen: mean 1/Iⱼⱼ ≥ 1/mean Iⱼⱼ
             notes = (f"of the mean over {self.account.records:,} records: single ones may be known better",)
-        return replace(bound, value=value, sampler=self.account.sampler, assumes=(*assumes, *notes), notes=notes)
+        return replace(
+            bound, value=value, sampler=self.account.sampler, assumes=(*assumes, *notes), notes=notes, estimate=True
+        )
 
     def standard_error(self, runs: int, measured: Tensor) -> Tensor:
         """Of I_jj of the records kept, (k, d), in the model's input units; infinite for a record never measured.

@@ -16,13 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ._check import InputError
 from ._opacus import is_wrapper
+from .copies import describe_copies, find_copies
 from .fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
 from .fisher.private import Problem, as_private, feature_mask, private_part
 from .fisher.self_test import tested_methods
 from .settings import Settings
 from .validate import ModelError, check_batch
 from .validate.kinds import is_about_kinds, model_dtype
-from .validate.structure import kink_caveats, kinked_modules
+from .validate.structure import known_caveats
 from .validate.uncovered import uncovered_caveats
 from .validate.watch import random_state_kept
 
@@ -67,10 +68,10 @@ class Measurer:
         few = self.rows(torch.arange(min(3, record_count(inputs, targets))))
         self.caveats: tuple[str, ...]
         if check:
-            self.caveats = check_batch(model, loss_fn, *few, private=private)
+            found = check_batch(model, loss_fn, *few, private=private)
+            self.caveats = (*found, *describe_copies(find_copies(inputs, targets), record_count(inputs, targets)))
         else:
-            beside = uncovered_caveats(model, loss_fn, few, as_private(private))
-            self.caveats = (*kink_caveats(kinked_modules(model)), *beside)
+            self.caveats = (*known_caveats(model), *uncovered_caveats(model, loss_fn, few, as_private(private)))
         self._methods = self._tested_methods(few, check)
         self._columns, self.features = self._private_features(few)
         if check:

@@ -89,7 +89,8 @@ class Leakage:
             (flat columns of the inputs, or None for all), target_name, confidence, task ("classes" or "number"),
             inferred_ranges (whether any range was read off the data), diagonal_measured and diagonal_probes (how often
             each record of `diagonal` was measured, over all runs, and with how many probes), accuracy_baseline (on the
-            test data, of always telling the most frequent class or the mean), and what else the page needs.
+            test data, of always telling the most frequent class or the mean), copies (how many records have exact
+            copies and the largest group: audit_leakage.copies_of), and what else the page needs.
     """
 
     dfil: Tensor

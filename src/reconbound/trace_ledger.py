@@ -220,7 +220,7 @@ class TraceLedger:
             notes += (f"{int(unseen.sum())} of {len(unseen)} records were never measured: no floor (0)",)
         assumes = (rule, mean, f"{account.clip} clipping", *notes)
         found = replace(bound, name="dfil", value=value, sampler=account.sampler, attacker="unbiased")
-        return replace(found, assumes=assumes, notes=notes), relative, said
+        return replace(found, assumes=assumes, notes=notes, estimate=True), relative, said
 
     def unfinished(self, runs: int) -> tuple[str, ...]:
         """What must be said of runs that were not measured over all of their steps, or not yet."""

@@ -54,6 +54,7 @@ class Bound:
         coordinates: "each": no coordinate by itself is known better than this; "average": only the mean over the
             record's coordinates is bounded, and some of them may be known much better.
         notes: those of `assumes` that must be read with the number; printed with it.
+        estimate: whether the number itself was measured, so that the true floor may be lower or higher.
 
     >>> age = Bound("theorem1", 391.3, "Theorem 1", "unbiased", "replace-one", guess=2500.0, units="years",
     ...             coordinates="each")
@@ -73,6 +74,7 @@ class Bound:
     units: str = ""
     coordinates: Coordinates = "average"
     notes: tuple[str, ...] = ()
+    estimate: bool = False
 
     def __getitem__(self, index: Any) -> Any:
         raise TypeError("a Bound is not indexed itself: its numbers are in .value (squared units) and .rmse (units)")
@@ -106,13 +108,13 @@ class Bound:
     def condition(self) -> str:
         """Where a floor for any attacker holds, as words of a sentence; "" for unbiased ones, which name theirs.
 
-        >>> Bound("lecam", 1.0, "Le Cam", "any", "replace-one", assumes=("worst case over the box",)).condition
-        'in the worst case over the box'
+        >>> Bound("lecam", 1.0, "Le Cam", "any", "replace-one", assumes=("worst case for the attacker",)).condition
+        'on some conceivable record of the box, not on each'
         """
         if self.attacker != "any":
             return ""
         said = next((a for a in self.assumes if a.startswith(("worst case", "on average"))), "")
-        return f"in the {said.partition(':')[0]}" if said.startswith("worst case") else said
+        return "on some conceivable record of the box, not on each" if said.startswith("worst case") else said
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary for JSON."""
@@ -133,10 +135,12 @@ class Bound:
             "units": self.units,
             "vacuous": plain(self.vacuous),
             "coordinates": self.coordinates,
+            "estimate": self.estimate,
         }
 
     def __str__(self) -> str:
         who = "an unbiased attacker" if self.attacker == "unbiased" else "any attacker"
+        who = f"by an estimate {who}" if self.estimate else who
         unit = f" {self.units}" if self.units else ""
         mean = " on average over the coordinates" if self.coordinates == "average" else ""
         mean += f", {self.condition}" if self.condition else ""

@@ -17,6 +17,8 @@ from .._check import InputError, number, spelled
 from .options import confidential_note, count, plain_errors, ratio
 
 if TYPE_CHECKING:
+    from numpy import ndarray
+
     from ..data import Dataset
     from ..plan import Plan
 
@@ -234,9 +236,10 @@ def _run(
         from ..audit import floors_of
         from ..report.verdicts import weak
 
-        noun = "image" if dataset.kind == "image" else "record"
-        for line in weak(len(dataset.inputs), floors_of(dataset, plan).epsilon, noun):
-            print(f"Note: {line}", file=sys.stderr)
+        noun, known = "image" if dataset.kind == "image" else "record", floors_of(dataset, plan).protection
+        for line in (known.warning(noun), *weak(len(dataset.inputs), known, noun)):
+            if line:
+                print(f"Note: {line}", file=sys.stderr)
         for line in told_plan(dataset, plan, out, fresh):
             print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
     with warnings.catch_warnings():
@@ -293,7 +296,10 @@ def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]
     noun, pixel = "image" if image else "record", dataset.features[0]
     unit, of_range = (pixel.high - pixel.low, pixel_scale(pixel.low, pixel.high)) if image else (
         1.0, "of a column's range")  # fmt: skip
-    whom = {"theorem1": f"an attacker unbiased for every {noun} there could be", "lecam": "any attacker, at worst"}
+    whom = {
+        "theorem1": f"an attacker unbiased for every {noun} there could be",
+        "lecam": f"any attacker, on some conceivable {noun}, not on each",
+    }
     says = [f"{name} ±{figure(found[name].rmse * unit)} ({who})" for name, who in whom.items()
             if not found[name].vacuous]  # fmt: skip
     epsilon = "" if found.epsilon is None else f"; ε = {found.epsilon:.3g} (replace-one) at δ = {found.delta:g}"
@@ -322,6 +328,13 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+def _quantile(values: ndarray, share: float) -> float:
+    """A quantile that some record has; 0 where there are none."""
+    import numpy as np
+
+    return float(np.quantile(values, share, method="lower")) if len(values) else 0.0
+
+
 def result(folder: Path) -> dict[str, Any]:
     """The verdict of a finished audit and where it is; confidential."""
     from ..report import accuracy_line
@@ -333,6 +346,10 @@ def result(folder: Path) -> dict[str, Any]:
     run, leakage = read_run(folder), read_leakage(folder)
     view = View(run, leakage)
     names, exposed = {"lowest": 0.0, "1 %": 0.01, "median": 0.5}, anyone(view)
+    limits = None  # of the records that have one; those without are counted
+    if view.upper_floor is not None and (view.upper_floor > 0).any():
+        known = view.upper_floor[view.upper_floor > 0]
+        limits = {**{name: _quantile(known, share) for name, share in names.items()}, "without": view.unlimited}
     return {
         "confidential": True,
         "folder": str(folder),
@@ -341,7 +358,10 @@ def result(folder: Path) -> dict[str, Any]:
         "model": str(folder / MODEL),
         "verdict": [*verdict(view), *sureness(view)[:1]],
         "caveats": dict(run.caveats or {}),
-        "floors": {name: view.quantile(share) for name, share in names.items()},
+        "floors_lower_limit": limits,
+        "floors_estimate": {name: _quantile(view.floor[view.measured], share) for name, share in names.items()},
+        "meaningful": view.protection.meaningful,
+        "success_at_1_percent": view.protection.success,
         "guess": view.guess,
         "unit": f"± {view.of_range}",
         "records": view.records,

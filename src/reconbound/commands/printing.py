@@ -37,6 +37,7 @@ def calibration_dict(found: Calibration, delta: float, space: dict[str, Any]) ->
         facts |= {"met_without_noise": True, "never_drawn": found.without_noise}
         facts |= {"target_mse": found.target, "mse": found.bound.value, "bound": found.bound.to_dict()}
         return {**facts, "mechanism": told, "epsilon": None, "epsilon_add_remove": None, "delta": delta}
+    known = found.mechanism.protection(delta)
     replace_one, add_remove = (found.mechanism.epsilon_at(delta, adjacency) for adjacency in ADJACENCIES)
     return {
         found.mechanism.noise_field: found.noise,
@@ -47,6 +48,8 @@ def calibration_dict(found: Calibration, delta: float, space: dict[str, Any]) ->
         "epsilon": replace_one,
         "epsilon_add_remove": add_remove,
         "delta": delta,
+        "success_at_1_percent": known.success,
+        "meaningful": known.meaningful,
         "other_bounds": {name: _other(name, found, space) for name in FLOORS if name not in _own(found)},
     }
 
@@ -84,7 +87,8 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
     console.print(str(found.mechanism), style="bold")
     console.print(f"{found.box}.")
     inside = f", in{_unit(units)}" if units else ""
-    table = Table(title=f"No attacker of the kind named errs by less, per coordinate{inside}", title_justify="left")
+    whose = "of unbiased attackers on every record, of any attacker on some record"
+    table = Table(title=f"Least error per coordinate{inside}: {whose}", title_justify="left")
     for name in ("floor", "± error", "MSE", "attacker", "neighbours", "error vs. a guess"):
         numeric = name in ("± error", "MSE")
         table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric or name in ("floor", "attacker"))
@@ -119,8 +123,9 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
         console.print(told)
     closing = (
         "The attacker knows every other record and sees the whole release. Unbiased floors hold at every record for "
-        "attackers who are unbiased all over the box, not for those who guess with a bias; floors for any attacker "
-        "hold in the worst case over the box."
+        "attackers who are unbiased all over the box, not for those who guess with a bias. Floors for any attacker say "
+        "that there is some record in the box, the hardest for it, on which it errs by as much: on other records, "
+        "those trained on included, it may err by less."
     )
     if found.dim > 1:
         closing += (
@@ -162,8 +167,8 @@ KINDS = {
     "theorem1": "unbiased attackers, at every record",
     "theorem1_paper": "nobody: the paper's own line, to compare with",
     "corners": "unbiased attackers, at every record",
-    "lecam": "any attacker, in the worst case over the box",
-    "rate_distortion": "any attacker, in the worst case over the box",
+    "lecam": "any attacker, on some record of the box",
+    "rate_distortion": "any attacker, on some record of the box",
 }
 ADVICE = (
     "lecam and rate_distortion are for attackers who may guess with a bias or know what is likely, as most do; "
@@ -179,6 +184,9 @@ def print_calibration(found: Calibration, delta: float, space: dict[str, Any]) -
     what = {"noise_multiplier": "noise multiplier", "noise_std": "noise standard deviation"}[
         found.mechanism.noise_field
     ]
+    known = found.mechanism.protection(delta)
+    if known.warning():
+        print(known.warning())
     least = f"at least ±{figure(found.target**0.5)}{_unit(found.bound.units)} (MSE {figure(found.target)})"
     print(f"The smallest {what} with {found.bound.name} {least}: {found.noise:.7g}")
     print(found.bound)
@@ -186,6 +194,7 @@ def print_calibration(found: Calibration, delta: float, space: dict[str, Any]) -
     told = _epsilons(found.mechanism, replace_one, add_remove, delta)
     if told:
         print(told)
+    print(known.sentence())
     print(f"{found.bound.name} binds {_kind(found.bound.name, space)}. The same target by another --bound:")
     for name in FLOORS:
         if name not in _own(found):
@@ -222,14 +231,19 @@ def print_epsilon_calibration(
     reached = floor(bound, mechanism, **space)
     assert reached is not None  # both mechanisms have every floor
     which = adjacency or ADJACENCIES[0]
+    known = mechanism.protection(delta)
     if as_json:
         facts = {mechanism.noise_field: noise, "target_epsilon": target, "adjacency": which, "delta": delta}
         facts |= {"epsilon": replace_one, "epsilon_add_remove": add_remove, "bound": reached.to_dict()}
+        facts |= {"success_at_1_percent": known.success, "meaningful": known.meaningful}
         print_json({**facts, "mechanism": {**mechanism.to_dict(), "sampler": mechanism.sampler}})
         return
     what = mechanism.noise_field.replace("_", " ")
+    if known.warning():
+        print(known.warning())
     print(f"The smallest {what} with ε at most {target:g} ({which}) at δ = {delta:g}: {noise:.5g}")
     print(reached)
     print(_epsilons(mechanism, replace_one, add_remove, delta))
+    print(known.sentence())
     if adjacency is None:
         print("Opacus and TF Privacy count add/remove: for an ε of theirs say --adjacency add/remove.")

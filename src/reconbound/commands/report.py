@@ -82,7 +82,7 @@ def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
         console.print(Text(said))
     for title, names, cells in (
         ("Settings", ("audit", "noise", "steps", "ε", "accuracy"), _settings),
-        ("Floors in ± share of the range", ("audit", "lowest", "limit", "median", "guess", "below guess"), _floors),
+        ("Floors in ± share of the range", ("audit", "limit", "lowest", "median", "guess", "below guess"), _floors),
     ):
         table = Table(title=title, title_justify="left")
         for name in names:
@@ -91,10 +91,10 @@ def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
             table.add_row(*(Text(cell) for cell in (a["name"], *cells(a))))
         console.print(table)
     console.print(
-        "limit: the lowest floor at the upper confidence limit of the leakage (without: records that have none, of "
-        "which it says nothing; –: none has one, as after one run or two); below guess: over all columns together. "
-        "Floors are estimates, for unbiased attackers who know every other record and see every noisy step. "
-        "ε is for replace-one neighbours."
+        "limit: the lowest of the floors' lower confidence limits (without: records that have none, of which it says "
+        "nothing; –: none has one, as after one run or two); lowest, median: of the estimates, which are more often "
+        "too high than too low; below guess: over all columns together. Floors are for unbiased attackers who know "
+        "every other record and see every noisy step. ε is for replace-one neighbours."
     )
     for a in found["audits"]:
         if a["never_measured"]:
@@ -126,9 +126,9 @@ def _floors(a: dict[str, Any]) -> tuple[str, ...]:
     from ..report.figures import plus_minus
 
     found = a["floors"]
-    limit = limited(found["lowest_at_upper_limit"], a["without_limit"])
-    rest = (plus_minus(found["median"]), plus_minus(a["guess"]), f"{a['below_guess']:,} of {a['records']:,}")
-    return plus_minus(found["lowest"]), limit, *rest
+    limit = limited(found["lowest_lower_limit"], a["without_limit"])
+    rest = (plus_minus(found["median_estimate"]), plus_minus(a["guess"]), f"{a['below_guess']:,} of {a['records']:,}")
+    return limit, plus_minus(found["lowest_estimate"]), *rest
 
 
 def _columns(found: dict[str, Any], console: Console) -> None:
@@ -140,7 +140,7 @@ def _columns(found: dict[str, Any], console: Console) -> None:
 
     if not found["columns"]:
         return
-    table = Table(title="Single columns, in their own units", title_justify="left")
+    table = Table(title="Single columns, in their own units, by estimates", title_justify="left")
     for name in ("column", "audit", "lowest", "of", "guess", "below guess"):
         table.add_column(Text(name), justify="left" if name in ("column", "audit", "of") else "right", overflow="fold")
     for column in found["columns"][:CELLS]:
@@ -218,7 +218,13 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
     found = result(folder)
     most = [int(i) for i in view.leakage.kept[: int(view.facts.get("most", 5))]]
     rows = [
-        {"record": i, "name": view.record_name(i), "target": view.target(i), "floor": float(view.floor[i])}
+        {
+            "record": i,
+            "name": view.record_name(i),
+            "target": view.target(i),
+            "floor_lower_limit": float(view.shown[i]) if view.limited(i) else None,
+            "floor_estimate": float(view.floor[i]),
+        }
         for i in most
     ]
     if as_json:
@@ -234,11 +240,16 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
     over = "" if view.single or view.image else ", over all columns"
     table = Table(title=f"The most exposed, floors in ± {view.of_range}{over}", title_justify="left")
     named = ["name"] if view.names else []
-    for name in ("record", *named, view.target_name, "floor"):
-        table.add_column(Text(name), justify="right" if name in ("record", "floor") else "left", overflow="fold")
+    floors = [
+        name for name in ("at least, with confidence", "estimate") if name == "estimate" or view.upper_floor is not None
+    ]
+    for name in ("record", *named, view.target_name, *floors):
+        table.add_column(Text(name), justify="right" if name in ("record", *floors) else "left", overflow="fold")
     for row in rows:
         own_name = [str(row["name"])] if named else []
-        cells = (f"{row['record']:,}", *own_name, str(row["target"]), f"{row['floor']:.3g}")
+        limit, estimate = row["floor_lower_limit"], f"{row['floor_estimate']:.3g}"
+        both = (estimate,) if len(floors) == 1 else ("none" if limit is None else f"{limit:.3g}", estimate)
+        cells = (f"{row['record']:,}", *own_name, str(row["target"]), *both)
         table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
     for line in (*told_columns(found), found["accuracy_said"]):

@@ -211,7 +211,7 @@ def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, fa
         highest = max((r[floor] for r in rows if r.get(floor) is not None), default=0.0)
         wanted, there = figure(at_least, 4), figure(highest, 4)
         return f"{floor}: no setting has a floor of at least {wanted}; the highest is MSE {there}"
-    how = precision(floor, facts["runs"])
+    how = precision(floor, facts["runs"], row.get("measured_median"))
     if has_crossed([row], floor):
         how += f"; crossed {figure(row[crossed_of(floor) or ''], 4)}"
     error = f"±{figure(row[floor] ** 0.5)} of a range"

@@ -41,6 +41,7 @@ from reconbound.fisher.private import (
     batch_rows,
     check_rows,
     feature_mask,
+    module_caveats,
     private_part,
 )
 from reconbound.fisher.probes import (
@@ -55,6 +56,7 @@ from reconbound.fisher.probes import (
 from reconbound.fisher.result import Part, StepInformation, joined, nothing
 from reconbound.fisher.sums import Method, as_present, first_slopes, micro_batches, open_pass, released
 from reconbound.validate.jumps import check_jumps_once
+from reconbound.validate.structure import known_caveats
 
 _MISSED = 1e-6  # chance that a step's bound of a record's spectral norm fails
 ErrorFrom = Literal["auto", "spread", "product", "bound"]
@@ -172,7 +174,15 @@ def step_information(
     params = released(problem)
     features = feature_mask(problem.private, z)
     size = math.prod(z.shape[1:]) if features is None else problem.private.count
-    setting = {"noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm, "clip": check_clip(clip)}
+    setting: dict[str, Any] = {
+        "noise_multiplier": noise_multiplier,
+        "max_grad_norm": max_grad_norm,
+        "clip": check_clip(clip),
+    }
+    setting |= {
+        "part": problem.private.part,
+        "caveats": (*known_caveats(model), *module_caveats(model, problem.private)),
+    }
     if records == 0:
         return nothing(params, z, size, probes, setting)
     if not (checked or capturing(z)):

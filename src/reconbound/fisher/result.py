@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from reconbound.fisher.passes import zero_sums
+from reconbound.validate.structure import NOT_CHECKED
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,6 +35,8 @@ class StepInformation:
         random start, (B,).
     mask: 1 for the records that took part, 0 for padding, (B,); None: all did. Padding is no measurement.
     noise_multiplier, max_grad_norm, clip: what it was computed for; a ledger refuses that of another mechanism.
+    part: what is private: "input", "target" or "module" (a module's output, whose range nobody knows).
+    caveats: what floors from it must carry; a ledger collects them.
     """
 
     loss: Tensor
@@ -55,6 +58,8 @@ class StepInformation:
     max_grad_norm: float | None = None
     clip: str | None = None
     mask: Tensor | None = None
+    part: str = "input"
+    caveats: tuple[str, ...] = (NOT_CHECKED,)
 
     def __repr__(self) -> str:
         """Sizes alone: the values are secret, and long."""

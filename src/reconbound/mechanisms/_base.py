@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from dataclasses import fields
 from typing import Any
 
-from .._check import choice, number
+from .._check import InputError, choice, number, whole
 from ..bounds import (
     overlap_from_order2,
     rero_from_order2,
 )
 from ..bounds._bound import log_expm1
+from ..protection import BLIND, Protection
 
 REPLACE_ONE, ADD_REMOVE = "replace-one", "add/remove"
 ADJACENCIES = (REPLACE_ONE, ADD_REMOVE)
@@ -69,6 +70,29 @@ class Mechanism(ABC):
     def rero(self, kappa: Any) -> Any:
         """Largest chance to reconstruct, where a blind guess succeeds with chance κ."""
         return rero_from_order2(kappa, self.order2())
+
+    @property
+    def never_drawn(self) -> float:
+        """The chance that a record is in no batch, so that the release says nothing of it; 0 where it is not known."""
+        return 0.0
+
+    def for_group(self, copies: int) -> Mechanism:
+        """Returns a mechanism whose guarantees hold for somebody who has this many rows (docs/theory-accounting.md).
+
+        Args:
+            copies: the number of rows, 1 or more.
+        """
+        if whole("copies", copies) == 1:
+            return self
+        raise InputError("copies", f"must be 1: nothing is known of groups from a {type(self).__name__}", copies)
+
+    def protection(self, delta: float = 1e-5) -> Protection:
+        """Returns how often a record can be rebuilt, and whether that is a guarantee worth the name.
+
+        Args:
+            delta: the δ at which ε is told beside it.
+        """
+        return Protection(float(self.rero(BLIND)), self.never_drawn, self.epsilon_at(delta, REPLACE_ONE), delta)
 
     def assumes(self) -> tuple[str, ...]:
         """What every floor of this mechanism rests on."""

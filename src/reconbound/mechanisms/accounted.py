@@ -16,7 +16,7 @@ from .._check import InputError, choice, number
 from ..bounds import (
     overlap_from_losses,
 )
-from ..events import leaves
+from ..events import leaves, sampling_rate
 from ..events import pld as event_pld
 from ._base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, Mechanism
 from .gaussian import SampledGaussian
@@ -145,6 +145,10 @@ class Event(Mechanism):
     def rero(self, kappa: Any) -> Any:
         pld = self._pld(ADD_REMOVE)
         return np.minimum(super().rero(kappa), plds.rero(pld, kappa) if pld is not None else 1.0)[()]
+
+    @property
+    def never_drawn(self) -> float:
+        return math.prod((1 - sampling_rate(leaf.event)) ** count for leaf, count in leaves(self.event))
 
     def to_dict(self) -> dict[str, Any]:
         return {"type": "Event", "event": str(self.event)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -70,6 +70,19 @@ class SampledGaussian(Mechanism):
     def never_drawn(self) -> float:
         """(1 − q)ᵀ, the chance that a record is in no batch of the run: then the release does not depend on it."""
         return math.exp(self.steps * math.log1p(-self.sample_rate)) if self.sample_rate < 1 else 0.0
+
+    def for_group(self, copies: int) -> SampledGaussian:
+        """Returns the mechanism with the group's rows as one record: σ/k, and a batch holds any of them with chance
+        1 − (1 − q)ᵏ (Poisson); without the gain from sampling for batches of fixed size."""
+        k = whole("copies", copies)
+        if k == 1:
+            return self
+        rate = (
+            -math.expm1(k * math.log1p(-self.sample_rate))
+            if self.sampler == "poisson" and self.sample_rate < 1
+            else 1.0
+        )
+        return replace(self, noise_multiplier=self.noise_multiplier / k, sample_rate=rate)
 
     @property
     def _drawn(self) -> float:
@@ -163,6 +176,10 @@ class OutputPerturbation(Mechanism):
     def m(self) -> float:
         """How far one record moves the minimiser at most, over the noise's standard deviation."""
         return renyi.output_perturbation_shift(self.records, self.l2, self.noise_std, self.data_norm)
+
+    def for_group(self, copies: int) -> OutputPerturbation:
+        """Returns the mechanism with the group as one record: k rows move the minimiser k times as far at most."""
+        return replace(self, noise_std=self.noise_std / whole("copies", copies))
 
     @property
     def replaced(self) -> float:

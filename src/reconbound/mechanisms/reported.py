@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import renyi
-from .._check import choice, number
+from .._check import choice, number, whole
 from ..bounds import (
     membership_from_pure,
     overlap_from_order2,
@@ -49,6 +49,12 @@ class DP(Mechanism):
     @property
     def paper_neighbours(self) -> str:
         return self.adjacency
+
+    def for_group(self, copies: int) -> DP:
+        """Returns (kε, δ (e^{kε} − 1)/(e^ε − 1)): group privacy."""
+        k, e = whole("copies", copies), min(self.epsilon, 700.0)
+        times = float(k) if e == 0 else math.expm1(min(k * e, 700.0)) / math.expm1(e)
+        return DP(k * self.epsilon, min(self.delta * times, 1 - 1e-16), self.adjacency)
 
     def _replace_one(self) -> tuple[float, float]:
         if self.adjacency == REPLACE_ONE:

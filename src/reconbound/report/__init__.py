@@ -48,6 +48,7 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         "title": f"{clean(run.data.get('name', 'data'), 80)}: how well is each {view.noun} protected?",
         "view": view,
         "part": view.part,
+        "noun": view.noun,
         "verdict": verdicts.verdict(view),
         "sureness": verdicts.sureness(view),
         "glance": glance(view),
@@ -66,13 +67,13 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         "two_demands": words.two_demands(view.noun),
         "growth_note": words.growth_note(view),
         "advice": advice.for_records(view),
-        "targets": advice.targets(run, view.part, view.unit),
-        "without_noise": advice.without_noise(run, view.part, view.unit),
+        "targets": advice.targets(run, view.noun, view.part, view.unit),
+        "without_noise": advice.without_noise(run, view.noun, view.part, view.unit),
         "settings": words.settings(run),
         "accuracy": accuracy_line(view),
         "version": __version__,
     }
-    sorted_floors = base64.b64encode(np.sort(view.floor).astype("<f8").tobytes()).decode()
+    sorted_floors = base64.b64encode(np.sort(view.shown).astype("<f8").tobytes()).decode()
     data = {"floors": sorted_floors, "slider": context["slider"]}
     return page.render("report.html", context, {key: chart.figure for key, chart in shown.items()}, data)
 
@@ -102,18 +103,18 @@ def accuracy_line(view: View) -> str:
     last, plain = float(found[-1]), view.facts.get("accuracy_baseline")
     classes = view.facts.get("task", "classes") == "classes"
     said = (
-        f"{last:.1%} of the test {view.noun}s are classified rightly at the end of the run"
+        f"Test accuracy at the end of the run: {last:.1%}"
         if classes
         else f"R² on test data is {last:.3f} at the end of the run"
     )
     if plain is None:
         return f"{said}."
     other = (
-        f"always telling the most frequent class is right for {plain:.1%}"
+        f"always naming the most frequent class: {plain:.1%}"
         if classes
-        else f"always telling the mean of the training data gives {plain:.3f}"
+        else f"always naming the mean of the training data: {plain:.3f}"
     )
-    poor = " The model is no better than that: what it protects is of little use." if last <= plain else ""
+    poor = " The model is no better than that." if last <= plain else ""
     return f"{said}; {other}.{poor}"
 
 

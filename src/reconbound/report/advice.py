@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .._check import InputError
+from ..bounds._bound import chance
 from ..calibrate import Calibration, calibrate, round_up
 from ..mechanisms import SampledGaussian
 from ..run_folder import Run
@@ -19,10 +20,10 @@ from .view import View
 
 #: Targets, as shares of the range: (± error, floor, attacker in words).
 TARGETS = (
-    (0.25, "lecam", "any attacker, each {part}"),
-    (0.4, "lecam", "any attacker, each {part}"),
-    (0.45, "rate_distortion", "any attacker, average over the {part}s"),
-    (0.5, "theorem1", "unbiased attacker, each {part}"),
+    (0.25, "lecam", "any attacker, on some conceivable {noun}, each {part}"),
+    (0.4, "lecam", "any attacker, on some conceivable {noun}, each {part}"),
+    (0.45, "rate_distortion", "any attacker, on some conceivable {noun}, average over the {part}s"),
+    (0.5, "theorem1", "attacker unbiased for every {noun}, each {part}"),
 )
 
 
@@ -37,7 +38,7 @@ def mechanism_of(run: Run) -> SampledGaussian | None:
         return None
 
 
-def targets(run: Run, part: str, unit: float = 1.0) -> list[dict[str, Any]]:
+def targets(run: Run, noun: str, part: str, unit: float = 1.0) -> list[dict[str, Any]]:
     """The smallest noise multiplier for some floors that hold whatever the data are; empty where none can be found."""
     mechanism, found = mechanism_of(run), []
     dim = int(run.guarantee.get("data", {}).get("dim", 1))
@@ -45,15 +46,18 @@ def targets(run: Run, part: str, unit: float = 1.0) -> list[dict[str, Any]]:
         assert mechanism is not None
         reached = smallest_noise(replace(mechanism, noise_multiplier=1.0), error**2, name, dim)
         if reached is not None and reached.without_noise is None:
-            noise = reached.noise
+            noise, means = reached.noise, reached.mechanism.protection()
             found.append({
-                "target": plus_minus(error * unit), "who": who.format(part=part), "noise": f"{round_up(noise, 3):.3g}",
-                "enough": noise <= mechanism.noise_multiplier,
+                "target": plus_minus(error * unit), "who": who.format(noun=noun, part=part),
+                "noise": f"{round_up(noise, 3):.3g}",
+                "success": "–" if means.success is None else chance(means.success),
+                "meaningful": means.meaningful,
+                "enough": noise <= mechanism.noise_multiplier and means.meaningful,
             })  # fmt: skip
     return found
 
 
-def without_noise(run: Run, part: str, unit: float = 1.0) -> str:
+def without_noise(run: Run, noun: str, part: str, unit: float = 1.0) -> str:
     """Which of the targets are met whatever the noise, and why that is no advice; empty where none is."""
     mechanism, met = mechanism_of(run), []
     dim = int(run.guarantee.get("data", {}).get("dim", 1))
@@ -61,7 +65,7 @@ def without_noise(run: Run, part: str, unit: float = 1.0) -> str:
         assert mechanism is not None
         reached = smallest_noise(replace(mechanism, noise_multiplier=1.0), error**2, name, dim)
         if reached is not None and reached.without_noise is not None:
-            met.append(f"{plus_minus(error * unit)} ({who.format(part=part)})")
+            met.append(f"{plus_minus(error * unit)} ({who.format(noun=noun, part=part)})")
     if not met or mechanism is None:
         return ""
     return (
@@ -85,7 +89,7 @@ def for_records(view: View) -> list[str]:
     if view.worst is None or view.guess <= 0:
         return []
     noise = float(view.run.mechanism.get("noise_multiplier", 0.0))
-    worst = float(view.floor[view.worst])
+    worst = float(view.shown[view.worst])
     why = (
         "A step’s information is that of the clipped gradient over the square of the noise, times a sampling factor "
         "that shrinks with more noise: along the same training path, twice the noise about doubles every ± floor or "
@@ -93,12 +97,18 @@ def for_records(view: View) -> list[str]:
         "The path itself changes with the noise, so this is an estimate; only another audit tells."
     )
     single, some = _single(view)
+    if not view.protection.meaningful:
+        return [
+            "First of all more noise, whatever the floors of single records: they bind unbiased attackers only, and "
+            "the mechanism by itself rules out next to nothing. The table says how much noise, and what it means.",
+            why,
+        ]
     if worst >= view.guess and not single:
         each = "each of its pixels" if view.image else "every single column, for each record looked at"
         also = f", and so is that of {each}" if view.features > 1 else ""
         return [
-            f"The most exposed {view.noun}’s floor is above the error of a guess already{also}. If accuracy is short, "
-            "less noise may do; audit again and see.",
+            f"The most exposed {view.noun}’s floor for unbiased attackers is above the error of a guess{also}, "
+            f"{view.basis}.",
             why,
         ]
     factor = _factor(view, worst)

@@ -57,10 +57,11 @@ def lines(view: View) -> list[tuple[str, float, str, str]]:
 
 
 def histogram(view: View) -> Chart:
-    """Records by floor, with the same at the upper confidence limit, the guess, and the mechanism's own lines."""
-    logs = logs_of(view.floor[view.measured])
-    marks = lines(view)
-    both = logs if view.upper_floor is None else np.concatenate([logs, logs_of(view.upper_floor)])
+    """Records by floor as they are shown first (lower confidence limits, estimates where there is none), the estimates
+    as an outline where there are limits, the guess, and the mechanism's own lines."""
+    logs = logs_of(view.shown[view.measured])
+    marks, limits = lines(view), view.upper_floor is not None and bool((view.upper_floor > 0).any())
+    both = logs if not limits else np.concatenate([logs, logs_of(view.floor[view.measured])])
     low, high = shown_range(both, [math.log10(at) for _, at, _, _ in marks if at > 0])
     edges = _bins(logs, low, high)
     counts = _counted(logs, edges)
@@ -73,16 +74,15 @@ def histogram(view: View) -> Chart:
         "type": "bar", "x": numbers((edges[:-1] + edges[1:]) / 2), "y": counts.tolist(),
         "width": float(edges[1] - edges[0]) * 0.94, "marker": {"color": BLUE}, "hovertext": hover, "hoverinfo": "text",
     }  # fmt: skip
-    data, keys = [bars], [Key(BLUE, f"{view.noun}s by floor (estimate)")]
+    data, keys = [bars], [Key(BLUE, f"{view.noun}s by floor, {view.basis}")]
     notes = [_edges_note(view, logs, low, high)]
-    if view.upper_floor is not None:
-        trace, note = _upper(view, edges)
-        notes.append(note)
-        if max(trace["y"]) > 0:  # else no record has a limit, and a line along the axis would say nothing
-            top = max(top, float(max(trace["y"])))
-            data.append(trace)
-            level = f"{100 * float(view.facts.get('confidence', 0.95)):g} %"
-            keys.append(Key(VERMILLION, f"the same at {level} confidence (the upper limit of their leakage)", "line"))
+    if view.unlimited:
+        notes.append(f"Without a confidence limit: {view.unlimited:,} ({NO_LIMIT}).")
+    if limits:
+        trace = _estimates(view, edges)
+        top = max(top, float(max(trace["y"])))
+        data.append(trace)
+        keys.append(Key(VERMILLION, "the same by estimates alone", "line"))
     for text, at, colour, dash in marks:
         place = math.log10(at) if at > 0 else -math.inf
         where = " (off the chart, left)" if place < low else " (off the chart, right)" if place > high else ""
@@ -133,17 +133,13 @@ def _edges_note(view: View, logs: np.ndarray, low: float, high: float) -> str:
     return " ".join(found)
 
 
-def _upper(view: View, edges: np.ndarray) -> tuple[Figure, str]:
-    """Outline of the histogram of floors at the upper confidence limit."""
-    assert view.upper_floor is not None
-    limited = view.upper_floor > 0
-    counts = _counted(logs_of(view.upper_floor[limited]), edges)
-    none = view.unlimited
-    trace = {
+def _estimates(view: View, edges: np.ndarray) -> Figure:
+    """Outline of the histogram of the floors' estimates."""
+    counts = _counted(logs_of(view.floor[view.measured]), edges)
+    return {
         "type": "scatter", "mode": "lines", "x": numbers(np.repeat(edges, 2)[1:-1]),
         "y": np.repeat(counts, 2).tolist(), "line": {"color": VERMILLION, "width": 2}, "hoverinfo": "skip",
     }  # fmt: skip
-    return trace, f"Without an upper limit: {none:,} ({NO_LIMIT})." if none else ""
 
 
 def _upright(x: float, top: float, colour: str, dash: str, text: str) -> Figure:

@@ -11,7 +11,7 @@ from .figures import beyond, count, plus_minus
 from .view import View
 
 #: What is said of a floor that is wider than the column's range.
-BEYOND = "more than the whole range: nothing is learnt"
+BEYOND = "more than the whole range"
 
 
 def counts(view: View) -> list[dict[str, Any]]:

@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .. import __version__
 from .._check import InputError
 from .._files import CONFIDENTIAL, write_whole
+from ..bounds._bound import chance
 from ..run_folder import PLAN, read_leakage, read_run
 from . import charts, page, words
 from .columns import counts
@@ -73,8 +76,9 @@ def facts(folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
             "records": view.records, "private": private(view), "mechanism": dict(view.run.mechanism),
             "epsilon": view.run.guarantee.get("epsilon"), "accuracy": _accuracy(view),
             "accuracy_said": _said(view), "accuracy_baseline": view.facts.get("accuracy_baseline"),
-            "floors": {"lowest": worst, "lowest_at_upper_limit": _limit(view),
-                       "median": view.quantile(0.5) / view.unit},
+            "floors": {"lowest_lower_limit": _limit(view), "lowest_estimate": worst,
+                       "median_estimate": _median(view)},
+            "meaningful": view.protection.meaningful, "success_at_1_percent": view.protection.success,
             "guess": view.guess / view.unit, "unit": "± share of the range", "below_guess": view.below(view.guess),
             "never_measured": view.unknown, "without_limit": view.unlimited,
             "caveats": dict(view.run.caveats or {}),
@@ -95,10 +99,11 @@ def opened(folders: Sequence[str | os.PathLike[str]]) -> tuple[list[View], list[
 
 
 def caveats(views: Sequence[View], names: Sequence[str]) -> list[str]:
-    """What the floors do not cover of these audits' models, each once, with the audits that it is about."""
+    """What takes the guarantee away from these audits, each once, with the audits that it is about: that the mechanism
+    guarantees little, and what the floors do not cover of the models."""
     about: dict[str, list[str]] = {}
     for view, name in zip(views, names, strict=True):
-        for said in words.caveats(view.run):
+        for said in filter(None, (view.protection.warning(view.noun), *words.caveats(view.run))):
             about.setdefault(said, []).append(name)
     return [f"{', '.join(whose)}: {said}" for said, whose in about.items()]
 
@@ -154,11 +159,17 @@ def compared(view: View, name: str) -> dict[str, Any]:
         "accuracy": _said(view),
         "worst": plus_minus(worst),
         "limit": limited(limit, view.unlimited),
-        "median": plus_minus(view.quantile(0.5) / view.unit),
+        "median": plus_minus(_median(view)),
+        "success": "–" if view.protection.success is None else chance(view.protection.success),
         "guess": plus_minus(view.guess / view.unit),
         "below": f"{view.below(view.guess):,} of {view.records:,}",
         "unknown": f"{view.unknown:,}",
     }
+
+
+def _median(view: View) -> float:
+    """The median of the estimates, as a share of the range."""
+    return float(np.median(view.floor[view.measured])) / view.unit if view.measured.any() else 0.0
 
 
 def _accuracy(view: View) -> float | None:

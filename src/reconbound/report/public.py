@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ..bounds._bound import chance
+from ..protection import BLIND, read_protection, with_article
 from ..run_folder import CHOSEN_SEED, Run
 from . import advice, columns, words
 from .figures import amount, beyond, clean, pixel_scale, plus_minus, value
@@ -27,9 +29,11 @@ ABOUT = {
     "private": "Private",
     "public": "Public, taken as known to the attacker",
 }
+#: The floors that bind any attacker: of each number by itself, and on average over them.
+ANY = ("lecam", "rate_distortion")
 ATTACKERS = {
     "unbiased": "attacker unbiased for every {noun} there could be",
-    "any": "any attacker, in the worst case over all {noun}s there could be",
+    "any": "any attacker, on some conceivable {noun}, not on each",
 }
 
 
@@ -88,7 +92,7 @@ def context(run: Run) -> dict[str, Any]:
         "title": f"{clean(data.get('name', 'data'), 80)}: what the training guarantees",
         "noun": noun,
         "part": part,
-        "a_noun": "an image" if noun == "image" else "a record",
+        "a_noun": with_article(noun),
         "verdict": headline(run),
         "caveats": caveats(run),
         "about": about(run),
@@ -103,8 +107,8 @@ def context(run: Run) -> dict[str, Any]:
         "epsilons": epsilons(found),
         "notes": [clean(note, 400) for note in found.get("notes", ())],
         "assumptions": assumptions(run, noun, part),
-        "targets": advice.targets(run, part, unit),
-        "without_noise": advice.without_noise(run, part, unit),
+        "targets": advice.targets(run, noun, part, unit),
+        "without_noise": advice.without_noise(run, noun, part, unit),
         "settings": [(clean(name, 80), clean(said, 400)) for name, said in words.settings(run)],
         "accuracy": None if run.accuracy is None else _accuracy(run),
     }
@@ -131,27 +135,33 @@ def units(run: Run) -> tuple[float, str]:
 
 
 def headline(run: Run) -> list[str]:
-    """What the mechanism guarantees, in two sentences, with the condition that it rests on where ranges were read off
-    the data: the first words of the public page, and of run.json."""
+    """What the mechanism guarantees, in sentences that are true by themselves: that it means little, where it does; how
+    often a record can be rebuilt; and the floors for any attacker. With the condition that the first rests on where
+    ranges were read off the data. The first words of the public page, and of run.json."""
     (noun, part), (unit, of_range) = _nouns(run), units(run)
-    each, mean = line(run, "lecam"), line(run, "rate_distortion")
-    one = int(run.data.get("features", 0)) == 1
+    found, inferred = read_protection(run.guarantee), bool(run.data.get("inferred_ranges"))
+    if not found.meaningful:
+        return [found.warning(noun)]
     known = f"Provided that every column’s range is known without the data, which is not so here ({read_off(run)}): "
-    what = f"{known + 'w' if run.data.get('inferred_ranges') else 'W'}hatever the data and however clever the attacker"
+    who = f"even one who knows every other {noun} and sees every step of the training"
     said = []
-    if each is not None and each >= NOTHING:
-        said.append(
-            f"{what}, even one who knows every other {noun} and sees every "
-            f"step of the training errs by at least {plus_minus(each * unit)} {of_range} on "
-            f"{f'the private {part}' if one else f'each {part}'} of one {noun}, in "
-            f"the worst case over all {noun}s there could be; without the model, guessing the middle errs by at most "
-            f"{plus_minus(unit / 2)}."
-        )
-    if mean is not None and mean > max(NOTHING, each or 0.0):
-        over = f"On a {noun}’s private {part}" if one else f"On average over a {noun}’s {part}s"
-        start = f"{over} it errs" if said else f"{what}, it errs {over[0].lower()}{over[1:]}"
-        said.append(f"{start} by at least {plus_minus(mean * unit)} {of_range}.")
-    return said or ["This mechanism’s settings give no floor worth naming for every attacker."]
+    if found.success is not None:
+        rebuilds = found.sentence(noun)
+        said.append(f"Whatever the data and the attacker, {who}: {rebuilds[0].lower()}{rebuilds[1:]}")
+    each, mean = ((x if x is not None and x >= NOTHING else None) for x in (line(run, n) for n in ANY))
+    shown = partial(_in_unit, unit=unit, of_range=of_range)
+    one = int(run.data.get("features", 0)) == 1
+    floors = words.for_any_attacker(noun, part, each, mean, shown, one=one)
+    guess = f"Guessing the middle errs by at most {shown(0.5)} on every {noun}."
+    said += [*floors, guess] if floors else ["These settings give no floor worth naming that binds every attacker."]
+    if not inferred:
+        return said
+    others = (f"If the ranges were known without the data: {s[0].lower()}{s[1:]}" for s in said[1:])
+    return [f"{known}{said[0][0].lower()}{said[0][1:]}", *others]
+
+
+def _in_unit(share: float, unit: float, of_range: str) -> str:
+    return f"{plus_minus(share * unit)} {of_range}"
 
 
 def read_off(run: Run) -> str:
@@ -227,6 +237,22 @@ def epsilons(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [(name, amount(float(e)), f"at δ = {delta:g}") for name, e in rows if e is not None]
 
 
+def copies(run: Run, noun: str) -> list[tuple[str, str]]:
+    """What the mechanism guarantees to somebody who has several rows; empty where that is not known."""
+    mechanism = advice.mechanism_of(run)
+    if mechanism is None:
+        return []
+    found = [(k, mechanism.for_group(k).rero(BLIND)) for k in (2, 5, 10)]
+    rates = ", ".join(f"{chance(float(success))} with {k} {noun}s" for k, success in found)
+    return [
+        (
+            "Several rows",
+            f"All floors here are for one {noun}. Of somebody with several in the data, who is rebuilt with "
+            f"a chance of {chance(BLIND)} without the release, the chance with it is at most {rates}.",
+        )
+    ]
+
+
 def assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
     """What the mechanism's own floors rest on."""
     m = run.mechanism
@@ -237,15 +263,16 @@ def assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
         ),
         (
             "Two kinds",
-            f"Floors for any attacker hold in the worst case over all {noun}s there could be, biased attackers "
-            f"included. Floors for an attacker who is unbiased for every {noun} there could be hold at each of them, "
+            f"Floors for any attacker, biased ones included, say that for each attacker there is some conceivable "
+            f"{noun} on which it errs by as much; on others, those trained on included, it may err by less. "
+            f"Floors for an attacker who is unbiased for every {noun} there could be hold at each of them, "
             f"and say little where they exceed a guess. An attacker who is unbiased only near one {noun} is bound by "
             f"that {noun}’s own floor, which may be far lower and which the owner of the data has.",
         ),
         (
             "Each or average",
-            f"“Each”: no {part} by itself is known better. “Average”: only the mean over the {part}s is bounded, and "
-            "some may be known much better.",
+            f"“Each”: the floor holds for any one {part} by itself. “Average”: only the mean over the {part}s is "
+            "bounded, and some may be known much better.",
         ),
         ("Neighbours", "As named in the table: replace-one changes one record, add/remove adds or leaves out one."),
         ("Sampler", words.SAMPLERS.get(str(m.get("sampler")), f"Batches: {m.get('sampler')}.")),
@@ -253,6 +280,7 @@ def assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
         ("Noise", f"Gaussian, {words.seed(run)}"),
         ("Release", words.release(run)),
         *(("Model", said) for said in words.caveats(run)),
+        *copies(run, noun),
         ("Taken as public", _taken_as_public(run, noun)),
         (
             "Not covered",

@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .._check import InputError, whole
+from ..bounds._bound import chance
+from ..protection import BLIND, with_article
 from ..run_folder import Leakage, Run
 from . import thumbnails
 from .columns import BEYOND, anyone, most_exposed
@@ -29,9 +31,9 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
         leakage, run: of a finished audit (`run_folder.read_leakage`, `read_run`).
         record: its number, from 0.
 
-    Guarantee: as the accountant's: "floor" bounds from below the root mean square error, per feature, of an unbiased
-    attacker who knows all else, and is an estimate; "floor_at_upper_limit" is its confidence limit, None after one run,
-    0 where there is none that says anything.
+    Guarantee: as the accountant's, for the root mean square error, per feature, of an unbiased attacker who knows all
+    else. "floor_lower_limit" is the floor's lower confidence limit, None where there is none that says anything (as
+    after one run); "floor_estimate" is the estimate itself, more often too high than too low.
     """
     view = View(run, leakage)
     i = whole("record", record, at_least=0)
@@ -45,12 +47,13 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
         "measured": int(leakage.measured[i]),
         "dfil": {rule: _finite(float(leakage.dfil[k, i])) for k, rule in enumerate(rules)},
         "dfil_standard_error": {rule: _finite(float(leakage.error[k, i])) for k, rule in enumerate(rules)},
-        "floor": float(view.floor[i]),
-        "floor_standard_error": view.floor_error(i),
-        "floor_at_upper_limit": None if upper is None else float(upper[i]),
+        "floor_lower_limit": float(upper[i]) if upper is not None and upper[i] > 0 else None,
+        "floor_estimate": float(view.floor[i]),
+        "floor_estimate_standard_error": view.floor_error(i),
+        "runs": int(view.run.mechanism.get("runs", 1)),
         "unit": f"± {view.of_range}{'' if view.single else f' per {view.part}'}",
         "guess": view.guess,
-        "floor_below_guess": bool(view.floor[i] < view.guess) if known else None,
+        "floor_below_guess": bool(view.shown[i] < view.guess) if known else None,
         "rank": 1 + int((view.floor[view.measured] < view.floor[i]).sum()) if known else None,
         "of": int(view.measured.sum()),
     }
@@ -71,7 +74,7 @@ def columns(view: View, record: int) -> list[dict[str, Any]]:
             "name": view.feature_name(j),
             "unit": view.feature_unit(j),
             "value": _finite(float(values[j])),
-            "floor": None if floors is None else _finite(float(floors[j])),
+            "floor_estimate": None if floors is None else _finite(float(floors[j])),
             "width": float(view.scale[j]),
             "guess": float(view.guess_each[j]),
         }
@@ -94,13 +97,14 @@ def record_table(facts: Mapping[str, Any]) -> RenderableType:
     if facts.get("columns"):
         own = Table(title="Private columns, the most exposed first", title_justify="left")
         kept = any(c["value"] is not None for c in facts["columns"])
-        for title in ("column", *(["value"] if kept else []), "floor, at least", "a guess errs by"):
+        for title in ("column", *(["value"] if kept else []), "floor (estimate)", "a guess errs by"):
             own.add_column(title, justify="left" if title == "column" else "right", overflow="fold")
         for c in facts["columns"]:
             unit = f" {c['unit']}" if c["unit"] else ""
             shown = "missing" if c["value"] is None else value(c["value"]) + unit
-            floor = "value missing" if c["floor"] is None else plus_minus(c["floor"], c["unit"], c["width"])
-            floor += f" ({BEYOND})" if beyond(c["floor"], c["width"]) else ""
+            own_floor = c["floor_estimate"]
+            floor = "value missing" if own_floor is None else plus_minus(own_floor, c["unit"], c["width"])
+            floor += f" ({BEYOND})" if beyond(own_floor, c["width"]) else ""
             cells = (*([shown] if kept else []), floor, plus_minus(c["guess"], c["unit"]))
             own.add_row(Text(c["name"]), *(Text(cell) for cell in cells))
         parts.append(own)
@@ -115,13 +119,18 @@ def _lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     if facts["rank"] is None:
         return [*found, ("floor", "never measured: nothing is known, counts as unprotected")]
     unit = facts["unit"].removeprefix("± ")
-    error = facts["floor_standard_error"]
-    said = f"±{amount(facts['floor'])} {unit} (unbiased attacker)"
-    found.append(("errs by at least", said))
-    found.append(("standard error", "more than half of it" if error is None else f"±{amount(error)}"))
-    limit = facts["floor_at_upper_limit"]
+    error, limit = facts["floor_estimate_standard_error"], facts["floor_lower_limit"]
+    estimate = f"±{amount(facts['floor_estimate'])} {unit}"
     if limit is not None:
-        found.append(("with confidence at least", f"±{amount(limit)}" if limit else f"none: {NO_LIMIT}"))
+        found.append(("errs by at least", f"±{amount(limit)} {unit} with confidence (unbiased attacker)"))
+        found.append(("estimate", estimate))
+    else:
+        found.append(
+            ("errs by about", f"{estimate} (unbiased attacker; an estimate, more often too high than too low)")
+        )
+        why = "one run only: more --runs give one" if facts["runs"] == 1 else NO_LIMIT
+        found.append(("with confidence", f"none: {why}"))
+    found.append(("standard error", "more than half of it" if error is None else f"±{amount(error)}"))
     found.append(("guessing the average", f"±{amount(facts['guess'])}"))
     found.append(("exposure", f"number {facts['rank']:,} of {facts['of']:,} measured, the most exposed first"))
     found.append(("measured", f"{facts['measured']:,} times"))
@@ -160,19 +169,16 @@ def _maps(view: View) -> np.ndarray | None:
 
 def _card(view: View, record: int, maps: np.ndarray | None, ends: tuple[float, float] | None) -> dict[str, Any]:
     place = view.places[record]
-    error, upper = view.floor_error(record), view.upper_floor
+    error = view.floor_error(record)
     card: dict[str, Any] = {
         "record": record,
         "name": view.record_name(record),
         "target": view.target(record),
-        "floor": plus_minus(float(view.floor[record])),
+        "floor": plus_minus(float(view.shown[record])),
+        "kind": f"at {view.level} confidence" if view.limited(record) else "estimate, no confidence limit",
+        "estimate": f"estimate {plus_minus(float(view.floor[record]))}, " if view.limited(record) else "",
         "error": "s.e. over 50 %" if error is None else f"s.e. {rough(error)}",
-        "limit": None
-        if upper is None
-        else f"with confidence at least {plus_minus(float(upper[record]))}"
-        if upper[record] > 0
-        else "no confidence limit",
-        "ratio": _ratio(float(view.floor[record]), view.guess),
+        "ratio": _ratio(float(view.shown[record]), view.guess),
         "known": bool(view.measured[record]),
         "picture": None,
         "map": None,
@@ -192,7 +198,7 @@ def _card(view: View, record: int, maps: np.ndarray | None, ends: tuple[float, f
 
 
 def _row(c: Mapping[str, Any]) -> dict[str, Any]:
-    floor = c["floor"]
+    floor = c["floor_estimate"]
     share = 0.0 if floor is None else 1.0 if floor <= c["guess"] else c["guess"] / floor
     colour = thumbnails.viridis(np.array(share)).tolist()
     return {
@@ -215,16 +221,21 @@ def _ratio(floor: float, guess: float) -> str:
 
 
 def quantiles(view: View) -> dict[str, Any]:
-    """Floors at quantiles of the records measured: "rules", and "rows" of (which, a floor for each rule)."""
+    """Floors at quantiles of the records measured: "rules", and "rows" of (which, a floor for each rule); of the first
+    rule as they are shown first, with their lower confidence limits where they have one ("limits": whether any has)."""
     names = {"none": 0.0, "1 %": 0.01, "10 %": 0.1, "50 %": 0.5, "90 %": 0.9}
     if view.worst is None:
         return {"rules": [], "rows": []}
     rules = [clean(rule, 40) for rule in view.facts.get("rules") or ["exact"]]
     dfil = np.nan_to_num(view.leakage.dfil.double().numpy()[:, view.measured], nan=np.inf)
     floors = view.unit / np.sqrt(np.maximum(dfil, np.finfo(float).tiny))
+    limits = view.upper_floor is not None and bool((view.upper_floor > 0).any())
+    if limits:
+        floors, rules = np.vstack([view.shown[view.measured], floors]), [f"{rules[0]}, {view.basis}", *rules]
     at = np.quantile(floors, list(names.values()), axis=1, method="lower")
     return {
         "rules": rules,
+        "limits": limits,
         "rows": [(n, [plus_minus(float(x)) for x in row]) for n, row in zip(names, at, strict=True)],
     }
 
@@ -232,26 +243,28 @@ def quantiles(view: View) -> dict[str, Any]:
 def glance(view: View) -> list[dict[str, str]]:
     """The few figures on top of the page: (title, figure, a line below)."""
     below = view.below(view.guess)
-    tiles = []
+    tiles, success = [], view.protection.success
+    if success is not None:
+        tiles.append({"title": f"Chance to rebuild {with_article(view.noun)}", "figure": chance(success),
+                      "below": f"at most, where a blind guess has {chance(BLIND)}"})  # fmt: skip
     if view.worst is not None:
-        worst = float(view.floor[view.worst])
-        tiles.append(
-            {"title": f"Most exposed {view.noun}", "figure": plus_minus(worst), "below": _ratio(worst, view.guess)}
-        )
-        middle = view.quantile(0.5)
-        tiles.append(
-            {"title": f"Median {view.noun}", "figure": plus_minus(middle), "below": _ratio(middle, view.guess)}
-        )
+        worst, middle = float(view.shown[view.worst]), view.quantile(0.5)
+        kind = f"at {view.level} confidence" if view.limited(view.worst) else "estimate"
+        of = "estimates" if view.basis == "by estimates" else "lower limits"
+        tiles.append({"title": f"Most exposed {view.noun}, {kind}", "figure": plus_minus(worst),
+                      "below": _ratio(worst, view.guess)})  # fmt: skip
+        tiles.append({"title": f"Median {view.noun}, {of}", "figure": plus_minus(middle),
+                      "below": _ratio(middle, view.guess)})  # fmt: skip
     tiles.append({"title": "Guessing the average", "figure": plus_minus(view.guess), "below": view.of_range})
     exposed = anyone(view) if view.features > 1 else None
     if exposed is not None:
-        some, of = exposed
-        looked = "" if of == view.records else " looked at"
-        tiles.append({"title": "Below a guess on at least one column", "figure": percent(some, of),
-                      "below": f"{some:,} of {count(of, view.noun)}{looked}"})  # fmt: skip
+        some, among = exposed
+        looked = "" if among == view.records else " looked at"
+        tiles.append({"title": "Unbiased floor below a guess on at least one column", "figure": percent(some, among),
+                      "below": f"{some:,} of {count(among, view.noun)}{looked}"})  # fmt: skip
     tiles.append(
         {
-            "title": "Below a guess over all columns" if exposed is not None else "Below the guess",
+            "title": f"Unbiased floor below a guess{' over all columns' if exposed is not None else ''}",
             "figure": percent(below, view.records),
             "below": f"{below:,} of {count(view.records, view.noun)}"
             + (f", {view.unknown:,} never measured" if view.unknown else ""),

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from ..precision import how_far_off
+from ..protection import Protection
 from . import columns, words
 from .figures import amount, beyond, count, percent, plus_minus, rough
 from .view import NO_LIMIT, NOTHING, View
@@ -17,33 +19,36 @@ NAMED = 3
 
 
 def verdict(view: View) -> list[str]:
-    """What is at stake, in sentences: the lowest floors beside a guess; of a table, for how many records some single
-    column is exposed; and what the floors of whole records mean for all of them."""
+    """What is at stake, in sentences that are true by themselves: that the mechanism guarantees little, where it does;
+    the lowest floors beside a guess; of a table, for how many records some single column is exposed; and what the
+    floors of whole records mean for all of them."""
+    first = [said for said in (view.protection.warning(view.noun),) if said]
     worst = view.worst
     if worst is None:
         return [
-            f"None of the {count(view.records, view.noun)} was ever measured, so nothing can be said about them.",
+            *first,
+            f"None of the {count(view.records, view.noun)} was ever measured: nothing is known about "
+            f"{'it' if view.records == 1 else 'them'}.",
             "Audit with more steps or a larger accounting budget.",
         ]
     exposed = columns.anyone(view) if view.features > 1 else None
-    single = [] if exposed is None else [_single(view, *exposed)]
-    rest = [_first(view, worst), *single, _together(view, 0 if exposed is None else exposed[0])]
-    return [*words.caveats(view.run), *rest]
+    single = [] if exposed is None else _single(view, *exposed)
+    rest = [_first(view, worst), *single, *_together(view, 0 if exposed is None else exposed[0])]
+    return [*first, *words.caveats(view.run), *rest]
 
 
 def _first(view: View, worst: int) -> str:
-    if view.image:
+    who = f"an unbiased attacker who knows everything but one {view.noun}’s {view.private_parts}"
+    floors = None if view.image else columns.lowest(view)
+    limit = view.single and view.limited(worst)  # of several columns only their mean has one
+    if view.image or limit or floors is None or np.isnan(floors).all():
+        sure = f"At {view.level} confidence" if view.limited(worst) else "By an estimate"
+        per = "per pixel " if view.image else ""
+        over = "" if view.image or view.single else f" (root mean square over its {view.private_parts})"
+        guess = "the average image" if view.image else "the average"
         return (
-            "An attacker who knows everything but one image’s pixels and is not biased errs by at least "
-            f"{plus_minus(float(view.floor[worst]))} {view.of_range} per pixel on the most exposed image; guessing the "
-            f"average image errs by {plus_minus(view.guess)}."
-        )
-    floors = columns.lowest(view)
-    if floors is None or np.isnan(floors).all():
-        return (
-            f"An attacker who knows everything but one record’s {view.private_parts} and is not biased errs by at "
-            f"least {plus_minus(float(view.floor[worst]))} {view.of_range} on the most exposed record (root mean "
-            f"square over its {view.private_parts}); guessing the average errs by {plus_minus(view.guess)}."
+            f"{sure}, {who} errs by at least {plus_minus(float(view.shown[worst]))} {view.of_range} {per}on the most "
+            f"exposed {view.noun}{over}; guessing {guess} errs by {plus_minus(view.guess)}."
         )
     told = [j for j in range(view.features) if not columns.constant(view, j)] or list(range(view.features))
     order = [j for j in columns.most_exposed(view, floors, view.features) if j in told and not np.isnan(floors[j])]
@@ -58,15 +63,10 @@ def _first(view: View, worst: int) -> str:
     if len(view.looked_at[0]) < view.records:
         whose += f" among the {len(view.looked_at[0]):,} records looked at (of {view.records:,})"
     more = len(order) - len(named)
-    rest = (
-        f" {count(more, 'private column')} more {'is' if more == 1 else 'are'} less exposed beside a guess."
-        if more
-        else ""
-    )
+    rest = f" {count(more, 'private column')} more {'is' if more == 1 else 'are'} less exposed." if more else ""
     return (
-        f"An attacker who knows everything but one record’s {view.private_parts} and is not biased errs by at least "
-        f"{_listed(said)}, {whose}{', and each more than the whole range: nothing is learnt' if far else ''}; guessing "
-        f"the average errs by {_listed(guesses)}.{rest}"
+        f"By estimates, {who} errs by at least {_listed(said)}, {whose}"
+        f"{f', and each {columns.BEYOND}' if far else ''}; guessing the average errs by {_listed(guesses)}.{rest}"
     )
 
 
@@ -77,74 +77,66 @@ def _lowest(column: dict[str, Any], *, tell_far: bool) -> str:
     return f"{floor} on {column['name']} ({column['record_name']}{far})"
 
 
-def _single(view: View, below: int, of: int) -> str:
+def _single(view: View, below: int, of: int) -> list[str]:
     """For how many records some column is exposed, and which."""
     whose = f"{count(of, 'record')}" if of == view.records else f"the {count(of, 'record')} looked at"
     if below == 0:
-        return f"By these estimates no single column’s floor lies below the error of a guess, for any of {whose}."
+        if not view.protection.meaningful:
+            return []
+        return [
+            "By estimates, an unbiased attacker’s floor is above the error of a guess in every column, for each of "
+            f"{whose}."
+        ]
     found = [c for c in columns.counts(view) if c["below"]]
     found.sort(key=lambda c: -c["below"])
     said = ", ".join(f"{c['name']} {c['below']:,}" for c in found[:NAMED])
     said += f", and {count(len(found) - NAMED, 'column')} more" if len(found) > NAMED else ""
-    return (
-        f"By these estimates the floor of at least one column lies below the error of a guess for {below:,} of {whose} "
+    return [
+        f"By estimates, the floor of at least one column lies below the error of a guess for {below:,} of {whose} "
         f"({percent(below, of)}), and the release may tell more about it than a guess does: {said}."
-    )
+    ]
 
 
 def _listed(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def _together(view: View, exposed: int) -> str:
+def _together(view: View, exposed: int) -> list[str]:
     """What the floors of whole records mean; exposed: records of which some single column lies below a guess."""
     below, all_of, unknown = view.below(view.guess), count(view.records, view.noun), view.unknown
-    upper = view.upper_floor
-    unsure = upper is None or bool((upper < view.guess).any())
-    estimate = "By this estimate, such" if unsure else "Such"
-    over = f" over all {view.part}s together" if view.features > 1 and not view.image else ""
+    over = f" over all {view.part}s together" if view.features > 1 else ""
     pixels = view.parts_below_guess() if view.image and view.features > 1 else 0
+    errs = f"an unbiased attacker errs by at least as much as a guess{over}, {view.basis}"
+    unbound = "" if view.protection.meaningful else "; a biased attacker is not bound by this"
     if unknown and below <= unknown:
-        return (
-            f"{unknown:,} of the {all_of} {_were(unknown)} never measured: nothing is known about them, and they count "
-            f"as unprotected. {estimate} an attacker does better by guessing{over} for all others."
-        )
+        them = "it, and it counts" if unknown == 1 else "them, and they count"
+        of = f"{unknown:,} of the {all_of} {_were(unknown)}"
+        none = f"{of} never measured: nothing is known about {them} as unprotected."
+        return [none] if unknown == view.records else [none, f"On all other {view.noun}s {errs}{unbound}."]
+    every = f"On {'this one' if view.records == 1 else 'every one of the'} {view.noun if view.records == 1 else all_of}"
     if below == 0 and pixels:
-        return (
-            f"{estimate} an attacker does better by guessing over all {view.part}s together, for every one of the "
-            f"{all_of}; but on {pixels:,} of {view.features:,} single {view.part}s of the most "
-            f"exposed {view.noun} the floor lies below a guess, and the release may tell more."
-        )
+        return [
+            f"{every} {errs}; but on {pixels:,} of {view.features:,} single {view.part}s of the most exposed "
+            f"{view.noun} the floor lies below a guess, and the release may tell more{unbound}."
+        ]
     if below == 0 and exposed:
-        return (
-            f"{estimate} an attacker does better by guessing{over}, for every one of the {all_of}: a mean that hides "
-            "the columns which are exposed."
-        )
+        return [f"{every} {errs}: a mean that hides the columns which are exposed{unbound}."]
     if below == 0:
-        return (
-            f"{estimate} an attacker does better by guessing{over} than by relying on the release, for every one of "
-            f"the {all_of}: on its own the release hardly helps it."
-        )
+        return [f"{every} {errs}{unbound}."]
+    floor, guess = ("the floor", "a guess") if not over else (f"the floor{over}", "a guess of them")
+    may = f"lies below the error of {guess}, {view.basis}, and the release may tell an unbiased attacker more than that"
     if below == view.records:
-        return (
-            f"For all of the {all_of} the floor{over} lies below {'a guess of them' if over else 'that guess'}: the "
-            "release may tell such an attacker more than a guess does, and more noise is called for."
-        )
+        whose = "the one" if view.records == 1 else "all of the"
+        return [f"For {whose} {view.noun if view.records == 1 else all_of} {floor} {may}: more noise is called for."]
     share = f"{below:,} of the {all_of} ({percent(below, view.records)}"
     share += f", {unknown:,} of them never measured)" if unknown else ")"
-    single = (
-        f" Single {view.part}s can be known better than that: at the most exposed {view.noun}, {pixels:,} of "
-        f"{view.features:,} {_have(pixels)} a floor below a guess."
-        if pixels
-        else ""
-    )
-    floor, guess = "the floor", "a guess"
-    if view.features > 1:
-        floor, guess = f"the floor over all {view.part}s together", "a guess of them"
-    return (
-        f"For {share} {floor} lies below the error of {guess}, and the "
-        f"release may tell more than a guess does; for all others such an attacker does better by guessing.{single}"
-    )
+    said = [f"For {share} {floor} {may}.", f"On all other {view.noun}s {errs}{unbound}."]
+    if pixels:
+        said.append(
+            f"Single {view.part}s can be known better than their average: at the most exposed {view.noun}, "
+            f"{pixels:,} of {view.features:,} {_have(pixels)} a floor below a guess."
+        )
+    return said
 
 
 def sureness(view: View) -> list[str]:
@@ -155,7 +147,8 @@ def sureness(view: View) -> list[str]:
             f"{count(view.unknown, view.noun)} of {view.records:,} {_were(view.unknown)} never measured: nothing is "
             "known about them, and they count as unprotected (floor 0) below."
         )
-    found += weak(view.records, view.run.guarantee.get("epsilon"), view.noun)
+    found += copied(view)
+    found += weak(view.records, view.protection, view.noun)
     if view.facts.get("inferred_ranges"):
         found.append(
             "Some columns’ ranges were read off the data. Their units rest on it, and the training did too: declare "
@@ -163,52 +156,76 @@ def sureness(view: View) -> list[str]:
         )
     found.append(
         "A biased attacker, such as one who mixes the release with what it knows about "
-        f"{'pictures' if view.image else 'people'} in general, is not bound by these floors. " + _any_attacker(view)
+        f"{'pictures' if view.image else 'people'} in general, is not bound by the floors of single {view.noun}s. "
+        + _any_attacker(view)
     )
     return found
 
 
-def weak(records: int, epsilon: float | None, noun: str) -> list[str]:
+def copied(view: View) -> list[str]:
+    """How many records have exact copies, and what that means for somebody who has several rows."""
+    found = view.facts.get("copies")
+    if found is None:
+        return []
+    rows, alike = list(found["largest"]), (found.get("private") or {}).get("records", 0)
+    also = ""
+    if alike > found["records"]:
+        also = f" {alike:,} agree with another in the {view.private_parts} and {view.target_name}, be it by chance."
+    if not rows:
+        return [f"No {view.noun} has an exact copy among the others.{also} A floor is for one row."]
+    floor, k = view.group_floor(rows), len(rows)
+    least = "not known, as not all were measured"
+    if floor > 0:
+        least = f"{plus_minus(floor)} {view.of_range} (from each row’s, {view.basis})"
+    return [
+        f"{found['records']:,} of the {count(view.records, view.noun)} have exact copies among the others (at most "
+        f"{k:,} of one). A floor is for one row: should the {k:,} equal rows of the largest group "
+        f"({view.record_name(rows[0])} and others) be one person’s, the floor of an unbiased attacker is {least}.{also}"
+    ]
+
+
+def weak(records: int, found: Protection, noun: str) -> list[str]:
     """Warnings: too few records for a share of them to mean much, an ε that says little."""
-    found = []
+    said = []
     if records < FEW:
-        found.append(
+        said.append(
             f"Only {count(records, f'training {noun}')}: shares, quantiles and the guess (the average of so few) mean "
             "little, and every one of them weighs heavily in the model."
         )
-    if epsilon is not None and epsilon > WEAK:
-        found.append(
-            f"ε = {amount(float(epsilon))} is weak as differential privacy goes (it hardly hides who took part); the "
-            f"floors here are about rebuilding the values of one {noun}, and stand by themselves."
+    if found.epsilon is not None and found.epsilon > WEAK:
+        said.append(
+            f"ε = {amount(float(found.epsilon))} is weak as differential privacy goes: it hardly hides who took part. "
+            "Floors for unbiased attackers can be high all the same, and bind nobody who guesses with a bias."
         )
-    return found
+    return said
 
 
 def _confidence(view: View) -> str:
     worst, upper = view.worst, view.upper_floor
     assert worst is not None
+    estimate, whose = _here(view, float(view.floor[worst])), _whose(view, worst)
     if upper is None:
-        error = view.floor_error(worst)
+        error, off = view.floor_error(worst), how_far_off(float(view.leakage.measured.double().median()), squared=False)
         size = f"of {rough(error)}" if error is not None else "of more than half of it"
         return (
-            f"These are estimates from one run. {_whose(view, worst)} is {_here(view, float(view.floor[worst]))}, with "
-            f"a standard error {size} from measuring alone; another run would differ by more. Guessing errs by "
-            f"{plus_minus(view.guess)}. Audit with --runs 10 for confidence limits."
+            f"These are estimates from one run, without a confidence limit: {off}. {whose} is {estimate} by the "
+            f"estimate, with a standard error {size} from measuring alone; another run would differ by more. Guessing "
+            f"errs by {plus_minus(view.guess)}. Audit with --runs 10 for confidence limits."
         )
-    level = f"{100 * float(view.facts.get('confidence', 0.95)):g} %"
-    runs = int(view.run.mechanism.get("runs", 2))
-    limited = upper > 0
-    rare = view.unlimited
-    said = f"Average of {runs:,} runs. "
-    said += f"{_whose(view, worst)} is {_here(view, float(view.floor[worst]))} by the estimate"
-    if upper[worst] > 0:
+    limited, rare = upper > 0, view.unlimited
+    said = f"Average of {int(view.run.mechanism.get('runs', 2)):,} runs. "
+    if limited[worst]:
         own, lowest = float(upper[worst]), float(upper[limited].min())
-        said += f", and at {level} confidence at least {plus_minus(own)}"
+        said += f"{whose} is at least {_here(view, own)} at {view.level} confidence "
+        said += f"(estimate {plus_minus(float(view.floor[worst]))})"
         any_one = f"any {view.noun}{' that has a limit' if rare else ''}"
         said += f"; that of {any_one} at least {plus_minus(lowest)}" if lowest < own else ""
+    else:
+        said += f"{whose} is {estimate} by an estimate without a confidence limit"
     said += f". Guessing errs by {plus_minus(view.guess)}. "
     if rare:
         said += f"{count(rare, view.noun)} {_have(rare)} no limit: {NO_LIMIT}. "
+        said += "Estimates without a limit are more often too high than too low. "
     short = int((limited & (upper < view.guess) & (view.floor >= view.guess)).sum())
     if short:
         said += (
@@ -239,18 +256,11 @@ def _have(n: int) -> str:
 
 
 def _any_attacker(view: View) -> str:
-    each, mean = (view.line(name) or 0.0 for name in ("lecam", "rate_distortion"))
-    said = []
-    if each >= NOTHING * view.unit:
-        said.append(f"{plus_minus(each)} on each {view.part}")
-    if mean >= max(NOTHING * view.unit, each):
-        said.append(f"{plus_minus(mean)} on average over the {view.part}s")
-    if not said:
-        return "The noise by itself gives no floor worth naming for it."
-    if view.single:
-        said = [f"{plus_minus(max(each, mean))} {view.of_range}"]
-    where = "" if view.single else f" ({view.of_range})"
-    return (
-        f"Any attacker, biased or not, errs by at least {' and '.join(said)}{where} in the worst case over "
-        f"all {view.noun}s there could be: that is what the noise by itself guarantees, whatever the data."
+    least = NOTHING * view.unit
+    each, mean = ((x if x is not None and x >= least else None) for x in map(view.line, ("lecam", "rate_distortion")))
+    said = words.for_any_attacker(
+        view.noun, view.part, each, mean, lambda error: f"{plus_minus(error)} {view.of_range}", one=view.features == 1
     )
+    if not said or not view.protection.meaningful:
+        return "The noise by itself gives no floor worth naming for it."
+    return " ".join(["The noise by itself guarantees, whatever the data:", *said])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..data.tables import MISSING
+from ..protection import Protection, read_protection
 from ..run_folder import Leakage, Run, floors, record_names
 from .figures import clean, pixel_scale
 
@@ -152,6 +153,33 @@ class View:
         least = min(NOTHING * self.unit, 0.01 * self.guess)
         return np.where(np.isfinite(upper) & self.measured & (found >= least), found, 0.0)
 
+    @cached_property
+    def shown(self) -> np.ndarray:
+        """± floor of each record as it is shown first, (N,): the lower confidence limit where there is one, otherwise
+        the estimate; 0 where nothing is known."""
+        return self.floor if self.upper_floor is None else np.where(self.upper_floor > 0, self.upper_floor, self.floor)
+
+    def limited(self, record: int) -> bool:
+        """Whether a record's floor has a lower confidence limit."""
+        return self.upper_floor is not None and bool(self.upper_floor[record] > 0)
+
+    @property
+    def level(self) -> str:
+        """The confidence of the limits, in words."""
+        return f"{100 * float(self.facts.get('confidence', 0.95)):g} %"
+
+    @property
+    def basis(self) -> str:
+        """What `shown` is of the records that were measured, as words of a sentence."""
+        if self.upper_floor is None or not (self.upper_floor > 0).any():
+            return "by estimates"
+        return f"at {self.level} confidence{', or by an estimate where there is no limit' if self.unlimited else ''}"
+
+    @cached_property
+    def protection(self) -> Protection:
+        """What the mechanism by itself guarantees, and whether that means something."""
+        return read_protection(self.run.guarantee)
+
     @property
     def unlimited(self) -> int:
         """Records that were measured and have no upper limit that says anything; 0 after one run, when none has."""
@@ -192,11 +220,18 @@ class View:
         return self.unit * float(np.sqrt(np.nan_to_num(self.leakage.guess.double().numpy()).mean()))
 
     def below(self, threshold: float) -> int:
-        return int((self.floor < threshold).sum())
+        """How many records have a lower floor, as `shown`; those never measured count."""
+        return int((self.shown < threshold).sum())
 
     def quantile(self, share: float) -> float:
-        """A quantile of the floors of the records measured (a floor that some record has)."""
-        return float(np.quantile(self.floor[self.measured], share, method="lower")) if self.measured.any() else 0.0
+        """A quantile of the floors of the records measured, as `shown` (a floor that some record has)."""
+        return float(np.quantile(self.shown[self.measured], share, method="lower")) if self.measured.any() else 0.0
+
+    def group_floor(self, rows: list[int]) -> float:
+        """± floor of somebody who has these rows, as it is shown first: 1/√(k Σ dFIL) (FisherAccountant.group_floor);
+        0 where one of them was never measured."""
+        own = self.shown[rows] / self.unit
+        return 0.0 if not (own > 0).all() else self.unit / float(np.sqrt(len(rows) * (1 / own**2).sum()))
 
     # --- features of the records kept whole ----------------------------------------------
 

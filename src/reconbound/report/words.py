@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..run_folder import CHOSEN_SEED, Run
@@ -67,8 +68,9 @@ def assumptions(view: View) -> list[tuple[str, str]]:
         (
             "Unbiased",
             f"The floors bind attackers whose guess is right on average at this {noun} and next to it (Theorem "
-            "2 of Guo et al., 2022: the Cramér–Rao bound, squared error ≥ 1/dFIL). A biased attacker can err less; the "
-            "floors for any attacker bind it too, and hold in the worst case over the data space.",
+            "2 of Guo et al., 2022: the Cramér–Rao bound, squared error ≥ 1/dFIL). A biased attacker can err less. The "
+            f"floors for any attacker bind it too, but say only that there is some conceivable {noun} on which it errs "
+            f"by as much, not that this {noun} is one.",
         ),
         ("Two demands", two_demands(noun)),
         (
@@ -110,7 +112,7 @@ def assumptions(view: View) -> list[tuple[str, str]]:
         (
             "Not covered",
             "What else was released from these data (other models, statistics, earlier runs, choices of settings made "
-            f"by looking at results), and {noun}s that occur more than once.",
+            f"by looking at results), and persons who have more than one {noun}: see what is said of copies.",
         ),
     ]
     found += [("Data", clean(note, 400)) for note in view.facts.get("notes") or ()]
@@ -161,6 +163,40 @@ def growth_note(view: View) -> str:
         "when records happened to be measured more than when they leaked, and only the right end is the run’s "
         "estimate. First run."
     )
+
+
+def for_any_attacker(
+    noun: str, part: str, each: float | None, mean: float | None, shown: Callable[[float], str], *, one: bool
+) -> list[str]:
+    """Returns what the floors for any attacker mean, in sentences that are true by themselves.
+
+    They are minimax floors: for each attacker there is a record, of all conceivable ones, on which it errs by as much.
+
+    Args:
+        noun: what a record is called.
+        part: what a private number of it is called.
+        each: the floor for each number by itself (Le Cam); None where it says nothing.
+        mean: the floor on average over them (rate–distortion); None where it says nothing.
+        shown: writes an error with its unit.
+        one: whether a record has one private number only.
+    """
+    less = f"on other {noun}s, those trained on included, it may err by less"
+    if one:
+        found = [x for x in (each, mean) if x is not None]
+        some = f"For every attacker there is some conceivable {noun} on which it errs by at least"
+        return [f"{some} {shown(max(found))} on the private {part}; {less}."] if found else []
+    said = []
+    if each is not None:
+        said.append(
+            f"For every attacker and every {part} there is some conceivable {noun} on which it errs by at least "
+            f"{shown(each)} in that {part}; {less}."
+        )
+    if mean is not None and mean > (each or 0.0):
+        said.append(
+            f"For every attacker there is some conceivable {noun} on which it errs by at least {shown(mean)} on "
+            f"average over the {part}s; {less}."
+        )
+    return said
 
 
 def two_demands(noun: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from .._check import InputError
 from .._files import CONFIDENTIAL, write_whole
 from ..calculator import FLOORS as MECHANISM_FLOORS
+from ..protection import Protection
 from . import space
 from .worker import Row
 
@@ -101,11 +102,18 @@ def score_of(rows: Sequence[Row], floor: str, at_least: float) -> float:
     return -1.0 + min(0.0, space.log10(nearest) - space.log10(at_least))
 
 
+def protection_of(row: Row) -> Protection:
+    """Returns what the mechanism of a row guarantees by itself; of rows from before it was kept nothing is known."""
+    known = row.get("success_at_1_percent"), float(row.get("never_drawn") or 0.0)
+    return Protection(*known, row.get("epsilon"), float(row.get("delta") or 1e-5))
+
+
 def columns_of(rows: Sequence[Row]) -> list[str]:
     """The table's columns: trial, settings, steps, accuracy, floors, ε."""
     there = {name for row in rows for name in row}
     first = ["trial", *space.PARAMETERS, "steps", "accuracy", "accuracy_sd"]
-    last = ["epsilon", "epsilon_add_remove", "delta", "never_measured", "told_nothing"]
+    last = ["epsilon", "epsilon_add_remove", "delta", "success_at_1_percent", "never_drawn", "measured_median",
+            "never_measured", "told_nothing"]  # fmt: skip
     floors = (name for floor in FLOORS for name in (floor, crossed_of(floor)) if name is not None)
     return [name for name in (*first, *floors, *last) if name in there]
 

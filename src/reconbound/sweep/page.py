@@ -9,13 +9,13 @@ from typing import Any
 
 from .. import __version__
 from .._files import CONFIDENTIAL, write_whole
-from ..bounds._bound import figure
+from ..bounds._bound import chance, figure
 from ..report import axes, page, words
 from ..report.axes import Chart, Key
 from ..report.figures import amount, clean, count, for_plotly, plus_minus
 from ..run_folder import prepare
 from . import space
-from .frontier import best, columns_of, crossed_of, default_floor, floors_in, pareto
+from .frontier import best, columns_of, crossed_of, default_floor, floors_in, pareto, protection_of
 from .train import LEDGER
 from .words import ASSUMPTIONS, CROSSED, attacker, majority, precision, told
 from .worker import Row, trial_folder
@@ -105,9 +105,9 @@ def measured_by(facts: Mapping[str, Any]) -> str:
 
 
 def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
-    """What takes from the floors, said first: kinks of the model, records never measured or that told nothing, ranges
-    read off the data."""
-    found = [clean(said, 600) for said in (facts.get("caveats") or {}).values()]
+    """What takes from the floors, said first: settings that guarantee little, kinks of the model, records never
+    measured or that told nothing, ranges read off the data."""
+    found = [*_without_guarantee(rows), *(clean(said, 600) for said in (facts.get("caveats") or {}).values())]
     most = max((int(row.get("never_measured") or 0) for row in rows), default=0)
     if most:
         found.append(
@@ -125,6 +125,16 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
     if facts.get("inferred_ranges"):
         found.append(words.INFERRED)
     return found
+
+
+def _without_guarantee(rows: Sequence[Row]) -> list[str]:
+    """That settings guarantee little, with the one of them that has the largest chance to rebuild a record."""
+    weak = [row for row in rows if not protection_of(row).meaningful]
+    if not weak:
+        return []
+    worst = max(weak, key=lambda row: (protection_of(row).success or 0.0, row.get("epsilon") or 0.0))
+    said = protection_of(worst).warning()
+    return [said if len(rows) == 1 else f"{len(weak):,} of {count(len(rows), 'row')}: {said[0].lower()}{said[1:]}"]
 
 
 def _smoothness(facts: Mapping[str, Any]) -> list[str]:
@@ -153,29 +163,34 @@ def verdict(
         return [why]
     last = max(front, key=lambda row: row["accuracy"])
     only = all(row.get(floor) is not None for row in rows)  # settings of another sampler have another floor
+    weak = "" if protection_of(last).meaningful else ", without a meaningful guarantee"
+    which = f"{weak}{'' if only else ' that has this floor'}"
     said = [
-        f"The most accurate setting{'' if only else ' that has this floor'} reaches {_accuracy(last, measure)} and "
+        f"The most accurate setting{which} reaches {_accuracy(last, measure)} and "
         f"{attacker(floor)[0]} errs by at least {plus_minus(math.sqrt(last[floor]))} of a feature's range "
-        f"{attacker(floor)[1]} ({told(floor)}{_of_runs(floor, runs)})."
+        f"{attacker(floor)[1]} ({_of_runs(floor, runs, last)})."
     ]
     known = (guesses or {}).get("error")
     error, whose = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")
-    kept = best(rows, floor, error**2)
-    as_much = f"an error of {plus_minus(error)} of the range, that of {whose},"
-    if kept is not None and kept is not last:
-        best_one = (
-            f"the best accuracy is {_accuracy(kept)}" if measure == ACCURACY else f"the best {_accuracy(kept, R2)}"
-        )
-        which = " that was measured" if kept.get("never_measured") else ""
-        said.append(f"With {as_much} at least for every record{which} {best_one}.")
-    elif kept is None:
-        said.append(f"No setting leaves every record {as_much} or more.")
+    sound = [row for row in rows if protection_of(row).meaningful]
+    kept = best(sound, floor, error**2)
+    whom, place = attacker(floor)
+    some = "" if len(sound) == len(rows) else " with a meaningful guarantee"
+    which = " that was measured" if kept is not None and kept.get("never_measured") else ""
+    where = place if floor in ("lecam", "rate_distortion") else f"on every record{which}"
+    as_much = f"{plus_minus(error)} of the range or more {where}, as much as {whose}"
+    if kept is None:
+        said.append(f"With no setting{some} does {whom} err by {as_much}.")
+    elif kept is not last:
+        best_one = f"an accuracy of {_accuracy(kept)}" if measure == ACCURACY else _accuracy(kept, R2)
+        said.append(f"The best setting{some} with which {whom} errs by {as_much}, has {best_one}.")
     return [*said, *majority(guesses)]
 
 
-def _of_runs(floor: str, runs: int | None) -> str:
-    said = precision(floor, runs)
-    return f"; {said}" if said else ""
+def _of_runs(floor: str, runs: int | None, row: Row) -> str:
+    said = precision(floor, runs, row.get("measured_median"))
+    plain = told(floor).removesuffix(" (estimate)")
+    return f"{plain}; {said}" if said else plain
 
 
 def has_crossed(rows: Sequence[Row], floor: str) -> bool:
@@ -275,6 +290,7 @@ def _cells(row: Row, floor: str, names: Sequence[str], measure: str) -> dict[str
         "error": plus_minus(math.sqrt(row[floor])),
         "crossed": _value(row.get(crossed_of(floor) or "")),
         "epsilon": _value(row.get("epsilon")),
+        "success": "–" if protection_of(row).success is None else chance(protection_of(row).success or 0.0),
     }
 
 

@@ -210,6 +210,7 @@ class Trainer:
             row |= {f"{rule}_{place}": floor for place, floor in floors_of(values, measured).items()}
             if each is not None:
                 row[f"{rule}_crossed"] = crossed_floor(each[:, k])
+        row["measured_median"] = float(measured.double().median())
         row["never_measured"] = int((measured == 0).sum())
         row["told_nothing"] = int(((dfil[0] == 0) & (measured > 0)).sum())
         row |= {**companions(account.mechanism(), account.features, self.delta), "delta": self.delta}
@@ -232,7 +233,13 @@ def companions(mechanism: SampledGaussian, features: int, delta: float) -> dict[
     """The floors of the mechanism whatever the data, and its ε: the same for all settings that differ otherwise."""
     found = guarantee(mechanism, dim=features, delta=delta)
     floors = {bound.name: float(bound.value) for bound in found.bounds}
-    return {**floors, "epsilon": found.epsilon, "epsilon_add_remove": found.epsilon_add_remove}
+    known = found.protection
+    told = {
+        "epsilon": found.epsilon,
+        "epsilon_add_remove": found.epsilon_add_remove,
+        "success_at_1_percent": known.success,
+    }
+    return {**floors, **told, "never_drawn": known.never_drawn}
 
 
 def fingerprint(seed: int) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..precision import how_far_off
+
 WORDS = {
-    "max": "most exposed record",
-    "q99": "record at the 99 % quantile",
-    "median": "median record",
+    "max": "most exposed record (estimate)",
+    "q99": "record at the 99 % quantile (estimate)",
+    "median": "median record (estimate)",
     "crossed": "crossed",
     "exact": "exact factor",
     "fixed": "fixed-size factor",
@@ -35,7 +37,8 @@ ASSUMPTIONS = (
     ("paper", "the same with the paper's κ, whose δ is split over the steps: for comparison, no guarantee."),
     ("theorem1, corners", "of the mechanism whatever the data, unbiased attackers, replace-one neighbours; theorem1 in "
      "each feature, corners on average over them. theorem1_paper is the paper's own line, no guarantee."),
-    ("lecam, rate_distortion", "of the mechanism whatever the data, for any attacker, in the worst case over records: "
+    ("lecam, rate_distortion", "of the mechanism whatever the data: for each attacker there is some conceivable record "
+     "on which it errs by as much, and on others it may err by less. "
      "lecam by replace-one neighbours, rate_distortion by leaving the record out (add/remove, or zeroed). These and "
      "those above are all for the sampler of the setting."),
 )  # fmt: skip
@@ -45,7 +48,7 @@ def told(name: str) -> str:
     """A floor, or another column, in words.
 
     >>> told("exact_max"), told("lecam"), told("epsilon")
-    ('exact factor, most exposed record', 'any attacker, Le Cam', 'epsilon')
+    ('exact factor, most exposed record (estimate)', 'any attacker, Le Cam', 'epsilon')
     """
     if name in WORDS:
         return WORDS[name]
@@ -56,9 +59,10 @@ def told(name: str) -> str:
 def attacker(floor: str) -> tuple[str, str]:
     """Whom a floor binds, and where."""
     if floor in ("lecam", "rate_distortion"):
-        return "any attacker", "in the worst case over records"
+        return "any attacker", "on some conceivable record, not on each"
     place = floor.rpartition("_")[2]
-    return "an unbiased attacker", f"on the {WORDS[place]}" if place in ("max", "q99", "median") else "on every record"
+    where = f"on the {WORDS.get(place, '').removesuffix(' (estimate)')}"
+    return "an unbiased attacker", where if place in ("max", "q99", "median") else "on every record"
 
 
 def whom(floor: str) -> str:
@@ -71,15 +75,22 @@ def whom(floor: str) -> str:
     return "" if "any attacker" in said or "no guarantee" in said else ", for unbiased attackers"
 
 
-def precision(floor: str, runs: int | None) -> str:
+def precision(floor: str, runs: int | None, measured: float | None = None) -> str:
     """How exact a floor is, in words; "" for those of the mechanism, which are computed, and where it is not known.
 
-    >>> precision("exact_max", 1), precision("lecam", 1)
-    ('from one run: an estimate', '')
+    Args:
+        floor: its name.
+        runs: over how many runs it was averaged.
+        measured: how often each record was measured over all runs (median), where it is known.
+
+    >>> precision("exact_max", 3), precision("lecam", 1)
+    ('mean of 3 runs: an estimate, more often too high than too low', '')
     """
     if runs is None or not floor.endswith(("_max", "_q99", "_median")):
         return ""
-    return "from one run: an estimate" if runs == 1 else f"mean of {runs:,} runs: an estimate"
+    if runs > 1:
+        return f"mean of {runs:,} runs: an estimate, more often too high than too low"
+    return f"from one run: an estimate; {how_far_off(0.0 if measured is None else measured)}"
 
 
 def majority(guesses: Mapping[str, Any] | None) -> list[str]:

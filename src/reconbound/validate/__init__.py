@@ -25,6 +25,7 @@ from reconbound.validate.structure import (
     check_structure,
     kink_caveats,
     kinked_modules,
+    remember_check,
     warn_kinks,
 )
 from reconbound.validate.uncovered import uncovered_caveats, warn_uncovered
@@ -79,7 +80,8 @@ def check_batch(
 
     Returns:
         Caveats that every floor of this model must carry: that it is not proved, where the model has kinks; of a
-        module's output, what it is about and which trained parameters it does not cover; else ().
+        module's output, what it is about and which trained parameters it does not cover; else (). They are remembered
+        with the model: a ledger that is fed with its `step_information` has them.
 
     Raises:
         ModelError: all that `check_model` raises; a value of the batch is not finite; the loss was reduced over the
@@ -122,7 +124,9 @@ def check_batch(
     warn_kinks(kinks)
     beside = uncovered_caveats(model, loss_fn, few, chosen_private(private))
     warn_uncovered(beside)
-    return (*kink_caveats(kinks), *beside)
+    found = (*kink_caveats(kinks), *beside)
+    remember_check(model, found)
+    return found
 
 
 def _warn_buffers(model: nn.Module, trace: Trace) -> None:

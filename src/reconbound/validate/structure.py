@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .._check import warn_user
+from .._opacus import is_wrapper
 
 _SMOOTH = "replace them by smooth ones: tanh or GELU for the activation, average pooling for max pooling"
 
@@ -29,6 +31,14 @@ CHECKPOINTING = (
     "gradients and second derivatives do not go with: turn it off (model.gradient_checkpointing_disable()), and save "
     "memory with micro_batch"
 )
+#: What every floor of a model says that `check_batch` has not seen.
+NOT_CHECKED = (
+    "not checked: nothing has looked for kinks or jumps in this model (call reconbound.validate.check_batch with it "
+    "once)"
+)
+#: What `check_batch` found of each model that it has seen.
+_CHECKED: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
+
 LOSS = "loss_fn"  # stands for a module's path where the loss function is meant
 
 
@@ -112,6 +122,32 @@ def kink_caveats(kinks: Mapping[str, str]) -> tuple[str, ...]:
         return ()
     places = ", ".join(f"{what} at {place(path)}" for path, what in kinks.items())
     return (f"not proved: the model has kinks ({places})",)
+
+
+def remember_check(model: nn.Module, caveats: tuple[str, ...]) -> None:
+    """Remembers what a check found of a model, for the floors of every ledger that it feeds.
+
+    Args:
+        model: the model that was checked, or Opacus's wrapper of it.
+        caveats: what its floors must carry.
+    """
+    _CHECKED[_network(model)] = caveats
+
+
+def known_caveats(model: nn.Module) -> tuple[str, ...]:
+    """Returns what floors of a model must carry: what its check found, or that there was none, with the kinks that its
+    modules show.
+
+    Args:
+        model: the model as it is now, or Opacus's wrapper of it.
+    """
+    found = _CHECKED.get(_network(model))
+    return found if found is not None else (*kink_caveats(kinked_modules(model)), NOT_CHECKED)
+
+
+def _network(model: nn.Module) -> nn.Module:
+    inner = getattr(model, "_module", None) if is_wrapper(model) else None
+    return inner if isinstance(inner, nn.Module) else model
 
 
 def warn_kinks(kinks: Mapping[str, str]) -> None:
