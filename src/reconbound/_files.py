@@ -46,6 +46,19 @@ def write_whole(path: str | os.PathLike[str], content: bytes, *, mode: int = CON
     _flush_folder(target.parent)
 
 
+def disk_fault(error: BaseException) -> str | None:
+    """Returns what a disk or a folder refused, in one line; None for an error of any other kind."""
+    reason: BaseException | None = error
+    while reason is not None:
+        if isinstance(reason, OSError) and not isinstance(reason, ValueError):
+            if reason is not error and type(error).__module__.startswith("reconbound."):
+                return str(error)  # which says more: the step, and what is intact
+            where = f"{os.fsdecode(reason.filename)}: " if isinstance(reason.filename, str | bytes) else ""
+            return f"{where}{reason.strerror or reason}"
+        reason = reason.__cause__
+    return None
+
+
 def is_leftover(name: str) -> bool:
     """Whether a file of this name is what `write_whole` leaves when it is killed; another's hidden .part is not."""
     return _PART.fullmatch(name) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -64,7 +65,12 @@ def engine_options(url: Any) -> dict[str, Any]:
     """How the database is connected to."""
     if url.get_backend_name() == "sqlite":
         return {"connect_args": {"timeout": 120}}
-    return {"pool_pre_ping": True, "pool_size": 2, "connect_args": {"connect_timeout": 15}}
+    options: dict[str, Any] = {"connect_timeout": 15}
+    if url.get_driver_name() == "psycopg2":
+        from . import answering
+
+        options = {"connect_timeout": answering.ANSWER, "connection_factory": answering.AnsweringConnection}
+    return {"pool_pre_ping": True, "pool_size": 2, "connect_args": options}
 
 
 def locked_from_the_start(engine: Any) -> None:
@@ -106,7 +112,8 @@ def alone(url: Any) -> Iterator[None]:
     engine = sql.create_engine(url, **engine_options(url))
     try:
         with engine.connect() as connection:
-            connection.execute(sql.text(f"SELECT pg_advisory_lock({_LOCK})"))
+            while not connection.execute(sql.text(f"SELECT pg_try_advisory_lock({_LOCK})")).scalar():
+                time.sleep(0.1)  # asked again and again, for an answer that is late means a server that is gone
             yield
     finally:
         engine.dispose()  # the session's end lets go of the lock

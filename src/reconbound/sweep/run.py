@@ -22,6 +22,7 @@ from .._random import checked_seed, new_seed
 from ..run_folder import prepare
 from . import space as spaces
 from .crowd import work_together
+from .faults import SweepStopped, environment_fault, patiently
 from .frontier import FLOORS, default_floor, rows_of, score_of, write_table
 from .progress import plan_lines, progress
 from .space import Choices, Setting, Space
@@ -129,7 +130,7 @@ def sweep(
         raise
     store = open_store(config)
     try:
-        begin(store, config, train)
+        patiently(partial(begin, store, config, train))
         if show:
             caveats = json.loads((config.out / ABOUT).read_text()).get("caveats") or {}
             told = [*plan_lines(store, config, train, workers), *(f"Note: {said}" for said in caveats.values())]
@@ -139,7 +140,12 @@ def sweep(
                 _work(store, config, train, owner_name(), lambda: False)
             else:
                 supervise(store, workers, partial(_join, config, make_train))
-        return rows_of(store)
+        return patiently(partial(rows_of, store))
+    except Exception as reason:
+        fault = None if isinstance(reason, SweepStopped) else environment_fault(reason)
+        if fault is None:
+            raise
+        raise SweepStopped(f"{fault}. The sweep stops; nothing is lost: run the same command again to go on") from reason
     finally:
         store.dispose()
 

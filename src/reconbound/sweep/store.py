@@ -12,10 +12,10 @@ another process could otherwise come. Time is the server's, or this machine's fo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import optuna
 import sqlalchemy as sql
@@ -23,6 +23,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from .._check import InputError
 from .database import alone, checked_url, engine_options, locked_from_the_start, shown_url
+from .faults import first_line
 from .words import POSTGRES
 
 ERRORS = 3  # a trial that raised so often has failed
@@ -39,7 +40,6 @@ _LEASES = sql.Table(
     sql.Column("errors", sql.Integer, nullable=False),
     sql.Column("done", sql.BigInteger, nullable=False),
 )
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Store:
             raise InputError("name", f"must be that of a sweep in {self.shown}", name) from None
         except (sql.exc.SQLAlchemyError, optuna.exceptions.OptunaError, ImportError, OSError) as reason:
             driver = f"; say {POSTGRES}, after pip install 'reconbound[postgres]'"
-            why = f"{_first_line(reason)}{driver if isinstance(reason, ImportError) else ''}"
+            why = f"{first_line(reason)}{driver if isinstance(reason, ImportError) else ''}"
             raise InputError("storage", f"must be a database that can be used ({why})", self.shown) from None
 
     # --- making the trials ------------------------------------------------------------
@@ -246,22 +246,11 @@ class Store:
             return _now(connection)
 
     def dispose(self) -> None:
-        """Close the connections."""
-        self.storage.scoped_session.remove()
-        self.engine.dispose()
-
-
-def patiently(action: Callable[[], _Result], patience: float = 60.0) -> _Result:
-    """Do what a database out of reach for a moment refuses: again and again, until patience ends."""
-    wait, until = 0.05, time.monotonic() + patience
-    while True:
-        try:
-            return action()
-        except (sql.exc.DBAPIError, optuna.exceptions.StorageInternalError):
-            if time.monotonic() > until:
-                raise
-            time.sleep(wait)
-            wait = min(2 * wait, 5.0)
+        """Close the connections, whether the database answers or not."""
+        with suppress(Exception):
+            self.storage.scoped_session.remove()
+        with suppress(Exception):
+            self.engine.dispose()
 
 
 def _mine(claim: Claim) -> Any:
@@ -281,9 +270,3 @@ def _study(storage: Any, name: str, sampler: Any, objectives: int, new: bool) ->
         storage=storage, study_name=name, sampler=sampler, directions=["maximize"] * objectives, load_if_exists=True
     )
 
-
-def _first_line(reason: BaseException) -> str:
-    """The root of an error, in one line."""
-    while reason.__cause__ is not None:
-        reason = reason.__cause__
-    return " ".join(str(getattr(reason, "orig", None) or reason).split())[:300]
