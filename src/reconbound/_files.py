@@ -5,11 +5,13 @@ its bytes (its own digits taken as zeros), so that no flipped bit, in the tensor
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -83,6 +85,69 @@ def _flush_folder(folder: Path) -> None:
             os.close(handle)
 
 
+def sealed_json(content: Mapping[str, Any]) -> bytes:
+    """Returns the content as JSON text with a digest of it: a change is found when the file is read."""
+    body = {name: value for name, value in content.items() if name != "sha256"}
+    text = json.dumps({**body, "sha256": json_digest(body)}, indent=1, sort_keys=True, allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def unsealed_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns what `sealed_json` was given; Unreadable, with the reason, if the file is anything else or was changed."""
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except (ValueError, RecursionError) as reason:
+        raise Unreadable(f"{os.fspath(path)} is damaged, or not a file of reconbound's ({reason})") from None
+    if not isinstance(content, dict):
+        raise Unreadable(f"{os.fspath(path)} is not a file of reconbound's")
+    seal = content.pop("sha256", None)
+    if seal != json_digest(content):
+        why = "it has no digest (or is of an earlier version)" if seal is None else "its content has another digest"
+        raise Unreadable(f"{os.fspath(path)} was changed or damaged: {why}")
+    return content
+
+
+def json_digest(content: Any) -> str:
+    """Returns the SHA-256 of a value that JSON can hold, however it is written out."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def file_digest(path: str | os.PathLike[str]) -> str:
+    """Returns the SHA-256 of a file's bytes."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def open_lock(path: Path) -> int:
+    """Opens a lock file, made if need be, and returns its handle; it is never a link, and nothing of it is lost.
+
+    Raises OSError where something else than a file of its own has the name: a link would lock, and write to, what it
+    points to."""
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    handle = os.open(path, flags, CONFIDENTIAL)
+    about = os.fstat(handle)
+    if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
+        os.close(handle)
+        raise OSError(errno.ELOOP, "it is a link or no plain file", str(path))
+    return handle
+
+
+def refuse_links(folder: str | os.PathLike[str], *deeper: str) -> None:
+    """Refuses a folder in which anything is a symbolic link: what is written or removed there would be elsewhere.
+
+    Args:
+        folder: itself it may be one: whoever names it knows where it leads.
+        deeper: names of folders in it that are looked into as well.
+    """
+    for place in (Path(folder), *(Path(folder) / name for name in deeper)):
+        try:
+            entries = list(os.scandir(place))
+        except OSError:  # not there, or not a folder: said where it is used
+            continue
+        for entry in entries:
+            if entry.is_symlink():
+                raise Unreadable(f"{entry.path} is a symbolic link, and nothing is read or written through one: remove it")
+
+
 def sealed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
     """A safetensors file of the tensors, with the facts as JSON and a digest of it all in its header."""
     from safetensors.torch import save
@@ -114,8 +179,13 @@ def unsealed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str,
     blank = content[: seal.start(1)] + _BLANK.encode() + content[seal.end(1) :]
     if hashlib.sha256(blank).hexdigest().encode() != seal.group(1):
         raise Unreadable(f"{os.fspath(path)} is cut off or damaged: its content does not have the digest that it names")
-    facts = json.loads(json.loads(content[8:end])["__metadata__"]["reconbound"])
-    return load(content), facts
+    try:
+        facts = json.loads(json.loads(content[8:end])["__metadata__"]["reconbound"])
+        if not isinstance(facts, dict):
+            raise TypeError("its facts are no object")
+        return load(content), facts
+    except Exception as reason:  # a digest that is right says nothing of who made the file
+        raise Unreadable(f"{os.fspath(path)} is not a file of reconbound's ({reason})") from None
 
 
 def _header_end(content: bytes) -> int:

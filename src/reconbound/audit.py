@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import __version__
-from ._files import is_leftover
+from ._files import file_digest, is_leftover
 from ._progress import progress_bar
 from .account import Account
 from .audit_leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, looks
@@ -40,6 +40,7 @@ from .run_folder import (
     REPORT,
     RUN,
     Run,
+    run_digest,
     write_leakage,
     write_run,
 )
@@ -83,12 +84,14 @@ def audit(
         leakage = leakage_of(dataset, settled, learner)
         for name in (RUN, REPORT, PUBLIC_REPORT):  # of fewer runs: killed from here on, the audit is not finished
             (folder / name).unlink(missing_ok=True)
-        write_leakage(folder, leakage)
         seed = "the operating system" if plan.seed is None else CHOSEN_SEED
         run = facts_of(dataset, settled, learner, seed_from=seed, publish_accuracy=publish_accuracy)
         from .report import build, headline
 
-        write_run(folder, replace(run, headline=headline(run), caveats=caveats))
+        run = replace(run, headline=headline(run), caveats=caveats)
+        belongs = {"run": run_digest(run), "model": file_digest(folder / MODEL)}  # here: run.json knows no record
+        write_leakage(folder, replace(leakage, facts={**leakage.facts, **belongs}))
+        write_run(folder, run)
         build(folder)
     return folder
 

@@ -328,9 +328,9 @@ def result(folder: Path) -> dict[str, Any]:
     from ..report.columns import anyone, counts, which
     from ..report.verdicts import sureness, verdict
     from ..report.view import View
-    from ..run_folder import MODEL, PUBLIC_REPORT, REPORT, read_leakage, read_run
+    from ..run_folder import MODEL, PUBLIC_REPORT, REPORT, read_audit
 
-    run, leakage = read_run(folder), read_leakage(folder)
+    run, leakage = read_audit(folder)
     view = View(run, leakage)
     names, exposed = {"lowest": 0.0, "1 %": 0.01, "median": 0.5}, anyone(view)
     return {

@@ -165,9 +165,9 @@ def show_command(
     with plain_errors():
         from ..report import record_facts
         from ..report.view import View
-        from ..run_folder import read_leakage, read_run
+        from ..run_folder import read_audit
 
-        run, leakage = read_run(folder), read_leakage(folder)
+        run, leakage = read_audit(folder)
         view = View(run, leakage)
         if as_json or record is None:
             confidential_note()

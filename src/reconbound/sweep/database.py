@@ -14,7 +14,7 @@ from typing import Any
 import sqlalchemy as sql
 
 from .._check import InputError
-from .._files import CONFIDENTIAL
+from .._files import CONFIDENTIAL, open_lock
 from .words import POSTGRES
 
 BACKENDS = ("sqlite", "postgresql")
@@ -99,7 +99,7 @@ def alone(url: Any) -> Iterator[None]:
         with suppress(FileExistsError):  # made here, so that SQLite does not choose its mode; never opened again:
             # to close a file's handle lets go of the locks that SQLite holds on it in this process
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, CONFIDENTIAL))
-        handle = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, CONFIDENTIAL)
+        handle = open_lock(path.with_name(f"{path.name}.lock"))
         try:
             with suppress(ImportError):  # Windows
                 import fcntl
