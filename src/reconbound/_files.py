@@ -24,6 +24,7 @@ CONFIDENTIAL = 0o600
 PUBLIC = 0o644
 _BLANK = "0" * 64
 _PART = re.compile(r"\..+\.[0-9a-f]{8}\.part")
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _SEAL = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 
@@ -93,7 +94,7 @@ def sealed_json(content: Mapping[str, Any]) -> bytes:
 
 
 def unsealed_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns what `sealed_json` was given; Unreadable, with the reason, if the file is anything else or was changed."""
+    """Returns what `sealed_json` was given; Unreadable, with the reason, for any other file or one that was changed."""
     try:
         content = json.loads(Path(path).read_bytes())
     except (ValueError, RecursionError) as reason:
@@ -105,6 +106,19 @@ def unsealed_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         why = "it has no digest (or is of an earlier version)" if seal is None else "its content has another digest"
         raise Unreadable(f"{os.fspath(path)} was changed or damaged: {why}")
     return content
+
+
+def printable(value: Any) -> Any:
+    """Returns a value from a file with nothing in its texts that steers a terminal or turns the direction of reading.
+
+    >>> printable({"name": ["a\x1b[31mb", 3]})
+    {'name': ['a?[31mb', 3]}
+    """
+    if isinstance(value, str):
+        return _STEERING.sub("?", value)
+    if isinstance(value, dict):
+        return {printable(name): printable(part) for name, part in value.items()}
+    return [printable(part) for part in value] if isinstance(value, list) else value
 
 
 def json_digest(content: Any) -> str:
@@ -145,7 +159,9 @@ def refuse_links(folder: str | os.PathLike[str], *deeper: str) -> None:
             continue
         for entry in entries:
             if entry.is_symlink():
-                raise Unreadable(f"{entry.path} is a symbolic link, and nothing is read or written through one: remove it")
+                raise Unreadable(
+                    f"{entry.path} is a symbolic link, and nothing is read or written through one: remove it"
+                )
 
 
 def sealed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:

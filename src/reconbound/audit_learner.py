@@ -76,7 +76,7 @@ class AuditLearner(PrivateSGD):
 
     @cached_property
     def _owner(self) -> str:
-        """Names this audit in its snapshots: those of another seed, other data or settings are not taken for its own."""
+        """Names this audit in its snapshots: those of another seed, other data or settings are not its own."""
         return json_digest([self._identity, self.seed])
 
     def _after_step(self) -> None:

@@ -195,7 +195,9 @@ def load_release(folder: str | os.PathLike[str], model: nn.Module | None = None)
     try:
         parameters = load_file(path)
     except FileNotFoundError:
-        raise Unreadable(f"{path} does not exist: reconbound audit with the same data and options restores it") from None
+        raise Unreadable(
+            f"{path} does not exist: reconbound audit with the same data and options restores it"
+        ) from None
     except SafetensorError as reason:
         raise Unreadable(f"{path} is damaged ({reason})") from None
     if model is None:

@@ -149,7 +149,7 @@ def prepare(folder: str | os.PathLike[str]) -> Path:
     except OSError as reason:
         raise InputError(
             "out", f"must be a folder that can be made and written ({reason.strerror})", str(path)
-        ) from None
+        ) from reason
     return path
 
 
@@ -224,7 +224,9 @@ def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
     except (KeyError, TypeError, ValueError) as reason:
         raise Unreadable(f"{Path(folder) / RUN} names no mechanism that can be computed ({reason})") from None
     said, is_ = run.guarantee.get("epsilon"), found.get("epsilon")
-    if said != is_ and not (isinstance(said, float) and isinstance(is_, float) and math.isclose(said, is_, rel_tol=1e-6)):
+    if said != is_ and not (
+        isinstance(said, float) and isinstance(is_, float) and math.isclose(said, is_, rel_tol=1e-6)
+    ):
         warn_user(f"{Path(folder) / RUN} says ε = {said}; its mechanism has ε = {is_}, which is reported", UserWarning)
     return replace(run, guarantee=found)
 

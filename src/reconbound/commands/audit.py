@@ -100,7 +100,12 @@ def audit_command(
     ] = None,
     limit: Annotated[int | None, typer.Option(**Whole, help="Train on at most so many records.")] = None,
     publish_accuracy: Annotated[
-        bool, typer.Option("--publish-accuracy", help="Put the accuracy into the public page too.")
+        bool,
+        typer.Option(
+            "--publish-accuracy",
+            help="Put the accuracy into the public page too, in whole percent. No noise protects the held-out records "
+            "that it is measured on; refused where the target is a number.",
+        ),
     ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for the results (default: audit-DATA).")
@@ -145,6 +150,10 @@ def audit_command(
 
         wishes |= {"ranges": read_ranges(range_ or []) or None, "units": read_units(unit or []) or None}
         dataset, notes = _loaded(data, wishes)
+        if publish_accuracy:
+            from ..audit import check_publishable
+
+            check_publishable(dataset)
         plan = _plan(dataset, given, epochs)
         folder = out if out is not None else Path(f"audit-{_short(dataset.name)}")
         with _no_empty_folder(folder):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import psycopg2.extensions as pg
+import psycopg2.extensions as pg  # type: ignore[import-untyped]
 
 #: Seconds within which a server must answer.
 ANSWER = 15
@@ -39,7 +39,7 @@ def _shut(connection: Any) -> None:
             own.close()
 
 
-class AnsweringCursor(pg.cursor):
+class AnsweringCursor(pg.cursor):  # type: ignore[misc]
     """A cursor whose statements have a time limit."""
 
     def execute(self, *given: Any, **options: Any) -> Any:
@@ -53,7 +53,7 @@ class AnsweringCursor(pg.cursor):
             return super().executemany(*given, **options)
 
 
-class AnsweringConnection(pg.connection):
+class AnsweringConnection(pg.connection):  # type: ignore[misc]
     """A connection whose commits and rollbacks have a time limit too."""
 
     def __init__(self, *given: Any, **options: Any) -> None:

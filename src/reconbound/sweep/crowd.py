@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from .._check import InputError
-from .space import Setting
 from .faults import Away, Patience, SweepStopped, patiently
+from .space import Setting
 from .store import Claim, Store
 from .worker import Heart, LeaseLost, Row, failed, owner_name, release_quietly, trial_folder
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import sqlalchemy as sql
 
@@ -71,6 +74,44 @@ def engine_options(url: Any) -> dict[str, Any]:
 
         options = {"connect_timeout": answering.ANSWER, "connection_factory": answering.AnsweringConnection}
     return {"pool_pre_ping": True, "pool_size": 2, "connect_args": options}
+
+
+def reading_options(url: Any) -> dict[str, Any]:
+    """How a database is connected to that nothing is to be written to: it refuses what would be."""
+    if url.get_backend_name() != "sqlite":
+        return {**engine_options(url), "execution_options": {"postgresql_readonly": True}}
+    path = Path(_file(url)).absolute()
+    if not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists():
+        return {"creator": partial(_connect, path, "immutable=1")}  # where SQLite cannot put its own files beside it
+    return {"creator": partial(_connect, path, "mode=ro")}
+
+
+def _connect(path: Path, how: str) -> Any:
+    found = sqlite3.connect(f"file:{quote(str(path))}?{how}", uri=True, timeout=120, check_same_thread=False)
+    found.execute("PRAGMA trusted_schema = OFF")  # the file may come from anyone
+    return found
+
+
+def check_whole(url: Any) -> None:
+    """Refuses a SQLite file whose own check finds damage: what is written on top of it would be lost."""
+    if url.get_backend_name() != "sqlite":
+        return
+    connection = sqlite3.connect(_file(url), timeout=120)
+    try:
+        said = str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
+    except sqlite3.DatabaseError as reason:
+        said = str(reason)
+    finally:
+        connection.close()
+    if said != "ok":
+        raise InputError(
+            "storage", f"must be a whole SQLite file ({said[:200]}): bring it back from a copy", shown_url(url)
+        )
+
+
+def storage_shown(url: str) -> str:
+    """The URL of a storage as it may be shown."""
+    return shown_url(checked_url(url))
 
 
 def locked_from_the_start(engine: Any) -> None:

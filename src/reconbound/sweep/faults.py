@@ -73,7 +73,9 @@ class Patience:
         now = time.monotonic()
         self.since = now if self.since is None else self.since
         if is_damaged(error):
-            raise SweepStopped(f"{why}: bring it back from a copy, or begin the sweep anew in another folder") from error
+            raise SweepStopped(
+                f"{why}: bring it back from a copy, or begin the sweep anew in another folder"
+            ) from error
         if now - self.since >= self.limit:
             raise SweepStopped(f"{why}: waited {self.limit:.0f} s. The sweep stops; {_LATER}") from error
         if not self.said and now - self.since >= min(SILENT, self.limit / 4):
