@@ -121,6 +121,7 @@ def noted() -> Iterator[None]:
         print(f"Note: {one_line(str(message))}", file=sys.stderr)
 
     with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)
         warnings.showwarning = shown
         yield
 

@@ -81,9 +81,8 @@ def reading_options(url: Any) -> dict[str, Any]:
     if url.get_backend_name() != "sqlite":
         return {**engine_options(url), "execution_options": {"postgresql_readonly": True}}
     path = Path(_file(url)).absolute()
-    if not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists():
-        return {"creator": partial(_connect, path, "immutable=1")}  # where SQLite cannot put its own files beside it
-    return {"creator": partial(_connect, path, "mode=ro")}
+    nobody = not path.with_name(f"{path.name}-wal").exists()  # then SQLite need not put files of its own beside it
+    return {"creator": partial(_connect, path, "immutable=1" if nobody else "mode=ro")}
 
 
 def _connect(path: Path, how: str) -> Any:
