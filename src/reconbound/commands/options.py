@@ -97,6 +97,8 @@ def plain_errors(resume: str = "", received: str = "") -> Iterator[None]:
         raise typer.Exit(Told(STOPPED)) from None
     except (InputError, BrokenPipeError):
         raise  # cli.run says them
+    except MemoryError as reason:
+        fail(f"the memory does not suffice{f' ({reason})' if str(reason) else ''}")
     except NotADirectoryError as reason:
         fail(f"{os.path.dirname(str(reason.filename))} is a file, not a folder")
     except OSError as reason:
