@@ -12,7 +12,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,8 +134,9 @@ def _take(handle: int, place: Path) -> None:
     except OSError as reason:  # some network file systems have no locks
         warn_user(f"{place} cannot be locked ({reason.strerror}): mind that only one run uses it")
         return
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    with suppress(OSError):  # for people only; a disk that is full is said where something is lost by it
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
 def _made(folder: str | os.PathLike[str]) -> Path:
