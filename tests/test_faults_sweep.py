@@ -170,14 +170,13 @@ def begun(config) -> tuple[threading.Thread, list]:
     return thread, found
 
 
-@pytest.mark.parametrize("pause", [1.2])
 @pytest.mark.parametrize("how", ["stopped", "still"])
-def test_a_server_that_comes_back_is_waited_for(tmp_path, server, how, pause, capfd, monkeypatch) -> None:
+def test_a_server_that_comes_back_is_waited_for(tmp_path, server, how, capfd, monkeypatch) -> None:
     monkeypatch.setattr(faults, "PATIENCE", 20.0)
     monkeypatch.setattr(faults, "SILENT", 0.2)
     config = sweep_stub.config(tmp_path / "s", server.url, 4)
     thread, found = begun(config)
-    time.sleep(pause)
+    _wait_for_training(config)
     _take_away(server, how)
     time.sleep(6.5 if how == "still" else 2)
     _bring_back(server, how)
@@ -196,7 +195,7 @@ def test_a_server_that_stays_away_stops_the_sweep_which_goes_on_later(tmp_path, 
     monkeypatch.setattr(faults, "PATIENCE", 1.5)
     config = sweep_stub.config(tmp_path / "s", server.url, 4)
     thread, found = begun(config)
-    time.sleep(1.2)
+    _wait_for_training(config)
     _take_away(server, how)
     thread.join(40)
     assert not thread.is_alive()
@@ -207,9 +206,31 @@ def test_a_server_that_stays_away_stops_the_sweep_which_goes_on_later(tmp_path, 
     check_whole(config, sweep(config, make_train=sweep_stub.make, show=False))
 
 
+def _wait_for_training(config) -> None:
+    until = time.monotonic() + 60
+    while not (config.out / "trials" / "starts").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+
+
 def _take_away(server, how: str) -> None:
     server.stop() if how == "stopped" else server.stand_still()
 
 
 def _bring_back(server, how: str) -> None:
     server.start() if how == "stopped" else server.go_on()
+
+
+def test_a_worker_waits_for_a_server_that_is_away_when_it_begins(tmp_path, server, monkeypatch) -> None:
+    """One of a team, or a replaced one: its sweep is under way, so its storage is no mistyped one."""
+    from reconbound.sweep.run import _join
+
+    monkeypatch.setattr(faults, "PATIENCE", 30.0)
+    config = sweep_stub.config(tmp_path / "s", server.url, 4)
+    sweep(config, make_train=sweep_stub.make, show=False)
+    server.stop()
+    threading.Timer(1.0, server.start).start()
+    assert _join(config, sweep_stub.make, "me", lambda: False) == 0  # nothing was left to do
+    server.stop()
+    monkeypatch.setattr(faults, "PATIENCE", 0.5)
+    with pytest.raises(faults.SweepStopped):
+        _join(config, sweep_stub.make, "me", lambda: False)

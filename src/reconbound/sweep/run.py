@@ -23,7 +23,7 @@ from ..run_folder import prepare
 from . import space as spaces
 from .crowd import work_together
 from .database import storage_shown
-from .faults import SweepStopped, environment_fault, first_line, patiently
+from .faults import Patience, SweepStopped, environment_fault, first_line, patiently
 from .frontier import FLOORS, default_floor, rows_of, score_of, sealed_rows, write_table
 from .progress import plan_lines, progress
 from .space import Choices, Setting, Space
@@ -367,7 +367,20 @@ def _join(config: Sweep, make_train: Callable[[Sweep], Any] | None, owner: str, 
         train = (make_train or make_trainer)(config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KinkWarning)
-        return _work(open_store(config), config, train, owner, stop)
+        return _work(_opened(config), config, train, owner, stop)
+
+
+def _opened(config: Sweep) -> Store:
+    """The storage of a sweep that is under way: waited for where it is out of reach."""
+    waiting = Patience()
+    while True:
+        try:
+            return open_store(config)
+        except InputError as reason:
+            fault = environment_fault(reason)
+            if fault is None:
+                raise
+            waiting.wait(reason, fault)
 
 
 def _work(store: Store, config: Sweep, train: Any, owner: str, stop: Callable[[], bool]) -> int:

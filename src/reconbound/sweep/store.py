@@ -102,7 +102,7 @@ class Store:
         except (sql.exc.SQLAlchemyError, optuna.exceptions.OptunaError, ImportError, OSError) as reason:
             driver = f"; say {POSTGRES}, after pip install 'reconbound[postgres]'"
             why = f"{first_line(reason)}{driver if isinstance(reason, ImportError) else ''}"
-            raise InputError("storage", f"must be a database that can be used ({why})", self.shown) from None
+            raise InputError("storage", f"must be a database that can be used ({why})", self.shown) from reason
 
     def _open(self, options: dict[str, Any], **more: Any) -> None:
         url = self.url.render_as_string(hide_password=False)
