@@ -16,6 +16,7 @@ class Stub:
     """Rows that depend on the setting alone, after a dozen short steps that it goes on from."""
 
     steps = STEPS
+    pause = 0.05
 
     def facts(self) -> dict:
         return {"data": "stub"}
@@ -28,26 +29,26 @@ class Stub:
             mark = folder / "steps"
             done = len(mark.read_text()) if mark.exists() else 0
             while done < STEPS:
-                time.sleep(0.05)
+                time.sleep(self.pause)
                 with mark.open("a") as file:
                     file.write(".")
                 done += 1
                 tell(done)
-        noise, lr = setting["noise_multiplier"], setting["lr"]
-        return [
-            {
-                "steps": t,
-                "accuracy": 1 - noise / 10 - (lr - 0.3) ** 2 + t / 100,
-                "exact_max": noise**2 / t,
-                "delta": None,
-            }
-            for t in (5, 10)
-        ]
+        return rows_of(setting)
 
     def train_all(self, settings: list[dict], folders: list[Path], tell) -> list[list[dict]]:
         return [
             self(s, folder, partial(tell, [k])) for k, (s, folder) in enumerate(zip(settings, folders, strict=True))
         ]
+
+
+def rows_of(setting: dict) -> list[dict]:
+    """What a training of the setting gives."""
+    noise, lr = setting["noise_multiplier"], setting["lr"]
+    return [
+        {"steps": t, "accuracy": 1 - noise / 10 - (lr - 0.3) ** 2 + t / 100, "exact_max": noise**2 / t, "delta": None}
+        for t in (5, 10)
+    ]
 
 
 def make(config: Sweep) -> Stub:

@@ -163,10 +163,12 @@ def test_damaged_and_missing_files_are_named(tmp_path) -> None:
     audit(people, plan, folder, show=False)
     path = next((folder / "checkpoints").glob("parameters-*"))
     path.unlink()
-    with pytest.raises(Unreadable, match="has been removed: start over with --fresh"):
+    with pytest.raises(Unreadable, match="has been removed: bring it back from a copy, or start over with --fresh"):
         audit(people, plan, folder, show=False)
     (folder / PLAN).write_text("{")
-    with pytest.raises(Unreadable, match=r"plan.json is not a file of reconbound's"):
+    with pytest.raises(
+        Unreadable, match=r"plan.json is damaged, or not a file of reconbound's .* start over with --fresh"
+    ):
         audit(people, plan, folder, show=False)
 
 

@@ -16,7 +16,7 @@ import torch
 import auditing
 from reconbound import load_release
 from reconbound._check import InputError
-from reconbound._files import Unreadable
+from reconbound._files import Unreadable, sealed_json
 from reconbound.audit import audit
 from reconbound.data import DataWarning, load
 from reconbound.networks import mlp
@@ -147,7 +147,11 @@ def test_what_cannot_be_used_is_said(classes, tmp_path) -> None:
         release.predict([{"age": 1, "hours": 2, "score": 1}])
     with pytest.raises(Unreadable, match="does not exist"):
         load_release(tmp_path)
-    (tmp_path / INPUTS).write_text("{}")
+    for content, said in (("{}", "was changed or damaged"), ("[]", "not a file of reconbound's"), ("{", "is damaged")):
+        (tmp_path / INPUTS).write_text(content)
+        with pytest.raises(Unreadable, match=said):
+            load_release(tmp_path)
+    (tmp_path / INPUTS).write_bytes(sealed_json({"format": 1}))
     with pytest.raises(Unreadable, match="not a file of reconbound's"):
         load_release(tmp_path)
 
@@ -155,7 +159,7 @@ def test_what_cannot_be_used_is_said(classes, tmp_path) -> None:
 def test_no_code_is_run_because_a_file_names_it(classes, tmp_path, monkeypatch) -> None:
     dataset, folder = classes
     facts = json.loads((folder / INPUTS).read_text())
-    (tmp_path / INPUTS).write_text(json.dumps({**facts, "model": "evil:factory"}))
+    (tmp_path / INPUTS).write_bytes(sealed_json({**facts, "model": "evil:factory"}))
     (tmp_path / MODEL).write_bytes((folder / MODEL).read_bytes())
     (tmp_path / "evil.py").write_text("raise SystemExit('run')")
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,7 @@ from sklearn.datasets import load_digits
 
 from pages import Elements, data_of, meaningful, page_of, view_of
 from reconbound import cli, report
-from reconbound._files import Unreadable
+from reconbound._files import Unreadable, sealed_json
 from reconbound.bounds._bound import figure
 from reconbound.report import advice, axes, charts, verdicts, words
 from reconbound.report.public import floor_rows
@@ -60,7 +60,7 @@ def test_a_file_of_facts_that_was_changed_by_hand_is_refused_in_a_line(
 ) -> None:
     folder = shutil.copytree(digits, tmp_path / "digits")
     facts = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps({**facts, part: [3]}))
+    (folder / "run.json").write_bytes(sealed_json({**facts, part: [3]}))
     for command in ("report", "show"):
         assert cli.run([command, str(folder)]) == 2
         said = capsys.readouterr().err

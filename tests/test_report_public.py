@@ -104,7 +104,7 @@ def test_accuracy_is_public_only_where_the_run_says_so(digits: Path) -> None:
     run = read_run(digits)
     assert run.accuracy is None
     assert 'id="accuracy"' not in report.public_page(run).decode()
-    assert "87.6%" in report.public_page(replace(run, accuracy=0.8756)).decode()
+    assert "88%" in report.public_page(replace(run, accuracy=0.8756)).decode()
 
 
 def test_public_columns_are_floors_times_their_range(people: Path) -> None:

@@ -5,11 +5,13 @@ its bytes (its own digits taken as zeros), so that no flipped bit, in the tensor
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +24,7 @@ CONFIDENTIAL = 0o600
 PUBLIC = 0o644
 _BLANK = "0" * 64
 _PART = re.compile(r"\..+\.[0-9a-f]{8}\.part")
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _SEAL = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 
@@ -46,6 +49,19 @@ def write_whole(path: str | os.PathLike[str], content: bytes, *, mode: int = CON
     _flush_folder(target.parent)
 
 
+def disk_fault(error: BaseException) -> str | None:
+    """Returns what a disk or a folder refused, in one line; None for an error of any other kind."""
+    reason: BaseException | None = error
+    while reason is not None:
+        if isinstance(reason, OSError) and not isinstance(reason, ValueError):
+            if reason is not error and type(error).__module__.startswith("reconbound."):
+                return str(error)  # which says more: the step, and what is intact
+            where = f"{os.fsdecode(reason.filename)}: " if isinstance(reason.filename, str | bytes) else ""
+            return f"{where}{reason.strerror or reason}"
+        reason = reason.__cause__
+    return None
+
+
 def is_leftover(name: str) -> bool:
     """Whether a file of this name is what `write_whole` leaves when it is killed; another's hidden .part is not."""
     return _PART.fullmatch(name) is not None
@@ -68,6 +84,84 @@ def _flush_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def sealed_json(content: Mapping[str, Any]) -> bytes:
+    """Returns the content as JSON text with a digest of it: a change is found when the file is read."""
+    body = {name: value for name, value in content.items() if name != "sha256"}
+    text = json.dumps({**body, "sha256": json_digest(body)}, indent=1, sort_keys=True, allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def unsealed_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns what `sealed_json` was given; Unreadable, with the reason, for any other file or one that was changed."""
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except (ValueError, RecursionError) as reason:
+        raise Unreadable(f"{os.fspath(path)} is damaged, or not a file of reconbound's ({reason})") from None
+    if not isinstance(content, dict):
+        raise Unreadable(f"{os.fspath(path)} is not a file of reconbound's")
+    seal = content.pop("sha256", None)
+    if seal != json_digest(content):
+        why = "it has no digest (or is of an earlier version)" if seal is None else "its content has another digest"
+        raise Unreadable(f"{os.fspath(path)} was changed or damaged: {why}")
+    return content
+
+
+def printable(value: Any) -> Any:
+    """Returns a value from a file with nothing in its texts that steers a terminal or turns the direction of reading.
+
+    >>> printable({"name": ["a\x1b[31mb", 3]})
+    {'name': ['a?[31mb', 3]}
+    """
+    if isinstance(value, str):
+        return _STEERING.sub("?", value)
+    if isinstance(value, dict):
+        return {printable(name): printable(part) for name, part in value.items()}
+    return [printable(part) for part in value] if isinstance(value, list) else value
+
+
+def json_digest(content: Any) -> str:
+    """Returns the SHA-256 of a value that JSON can hold, however it is written out."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def file_digest(path: str | os.PathLike[str]) -> str:
+    """Returns the SHA-256 of a file's bytes."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def open_lock(path: Path) -> int:
+    """Opens a lock file, made if need be, and returns its handle; it is never a link, and nothing of it is lost.
+
+    Raises OSError where something else than a file of its own has the name: a link would lock, and write to, what it
+    points to."""
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    handle = os.open(path, flags, CONFIDENTIAL)
+    about = os.fstat(handle)
+    if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
+        os.close(handle)
+        raise OSError(errno.ELOOP, "it is a link or no plain file", str(path))
+    return handle
+
+
+def refuse_links(folder: str | os.PathLike[str], *deeper: str) -> None:
+    """Refuses a folder in which anything is a symbolic link: what is written or removed there would be elsewhere.
+
+    Args:
+        folder: itself it may be one: whoever names it knows where it leads.
+        deeper: names of folders in it that are looked into as well.
+    """
+    for place in (Path(folder), *(Path(folder) / name for name in deeper)):
+        try:
+            entries = list(os.scandir(place))
+        except OSError:  # not there, or not a folder: said where it is used
+            continue
+        for entry in entries:
+            if entry.is_symlink():
+                raise Unreadable(
+                    f"{entry.path} is a symbolic link, and nothing is read or written through one: remove it"
+                )
 
 
 def sealed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
@@ -101,8 +195,13 @@ def unsealed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str,
     blank = content[: seal.start(1)] + _BLANK.encode() + content[seal.end(1) :]
     if hashlib.sha256(blank).hexdigest().encode() != seal.group(1):
         raise Unreadable(f"{os.fspath(path)} is cut off or damaged: its content does not have the digest that it names")
-    facts = json.loads(json.loads(content[8:end])["__metadata__"]["reconbound"])
-    return load(content), facts
+    try:
+        facts = json.loads(json.loads(content[8:end])["__metadata__"]["reconbound"])
+        if not isinstance(facts, dict):
+            raise TypeError("its facts are no object")
+        return load(content), facts
+    except Exception as reason:  # a digest that is right says nothing of who made the file
+        raise Unreadable(f"{os.fspath(path)} is not a file of reconbound's ({reason})") from None
 
 
 def _header_end(content: bytes) -> int:

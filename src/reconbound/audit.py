@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import __version__
-from ._files import is_leftover
+from ._check import InputError
+from ._files import file_digest, is_leftover
 from ._progress import progress_bar
 from .account import Account
 from .audit_leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, looks
@@ -40,6 +41,7 @@ from .run_folder import (
     REPORT,
     RUN,
     Run,
+    run_digest,
     write_leakage,
     write_run,
 )
@@ -47,6 +49,10 @@ from .sampling import Sampler, make_sampler
 
 if TYPE_CHECKING:
     from .data import Dataset
+
+
+#: Decimals of an accuracy that is published: it is that of held-out records, whom no noise protects.
+PUBLISHED_DIGITS = 2
 
 
 def audit(
@@ -63,12 +69,16 @@ def audit(
     Args:
         out: a new or empty folder, or that of an audit with the same plan and data (more runs are added to it).
         show: a progress bar with the remaining time, on a terminal.
-        publish_accuracy: put the accuracy on the test data into the public facts.
+        publish_accuracy: put the accuracy on the test data into the public facts, rounded to whole percent. No noise
+            covers the test data. Refused where the target is a number: R² is a function of the held-out numbers, and
+            whoever knows all but one of them could solve for that one.
         fresh: forget what the folder holds.
 
     Guarantee: as FisherAccountant's, for the release of the first run's noisy steps. The records kept whole are chosen
     by the estimate itself, so the largest is more often too large than too small.
     """
+    if publish_accuracy:
+        check_publishable(dataset)
     caveats = check_plan(dataset, plan)
     folder = open_folder(out)
     with held(folder):
@@ -83,14 +93,23 @@ def audit(
         leakage = leakage_of(dataset, settled, learner)
         for name in (RUN, REPORT, PUBLIC_REPORT):  # of fewer runs: killed from here on, the audit is not finished
             (folder / name).unlink(missing_ok=True)
-        write_leakage(folder, leakage)
         seed = "the operating system" if plan.seed is None else CHOSEN_SEED
         run = facts_of(dataset, settled, learner, seed_from=seed, publish_accuracy=publish_accuracy)
         from .report import build, headline
 
-        write_run(folder, replace(run, headline=headline(run), caveats=caveats))
+        run = replace(run, headline=headline(run), caveats=caveats)
+        belongs = {"run": run_digest(run), "model": file_digest(folder / MODEL)}  # here: run.json knows no record
+        write_leakage(folder, replace(leakage, facts={**leakage.facts, **belongs}))
+        write_run(folder, run)
         build(folder)
     return folder
+
+
+def check_publishable(dataset: Dataset) -> None:
+    """Refuses to publish the accuracy of a model that predicts a number."""
+    if dataset.task == "number":
+        why = "must be left out where the target is a number: R² tells the held-out values, which no noise protects"
+        raise InputError("publish_accuracy", why, None)
 
 
 def trained(dataset: Dataset, plan: Plan, folder: Path, *, show: bool = False) -> AuditLearner:
@@ -129,7 +148,7 @@ def facts_of(
 ) -> Run:
     """The public facts: what was asked and what the mechanism guarantees whatever the data."""
     last = [h for h in learner.history if h["run"] == 0 and "accuracy" in h]
-    accuracy = float(last[-1]["accuracy"]) if publish_accuracy and last else None
+    accuracy = round(float(last[-1]["accuracy"]), PUBLISHED_DIGITS) if publish_accuracy and last else None
     assert learner.accountant is not None
     return Run(
         data=_data_facts(dataset),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ._files import CONFIDENTIAL, PUBLIC, Unreadable, sealed, unsealed, write_whole
+from ._files import CONFIDENTIAL, PUBLIC, Unreadable, json_digest, sealed, unsealed, write_whole
 from ._random import derive, numbers_of, torch_stream
 from .accountant import FisherAccountant
 from .measure import Measurer
@@ -34,6 +35,7 @@ FEW = 2000
 _AT_ONCE = 4096
 #: Records that share their probes when all are looked at.
 _TOGETHER = 512
+_ADVICE = "bring it back from a copy, or start over with --fresh"
 #: Which records (their places in the ledger) are measured at the snapshot before a step, with which weight over q.
 Visit = tuple[int, float, Tensor]
 
@@ -64,15 +66,25 @@ class AuditLearner(PrivateSGD):
     def repeat(self, runs: int, steps: int | None = None, *, epochs: float | None = None) -> AuditLearner:
         self.evaluate_every = max(1, self._length(steps, epochs) // POINTS)
         super().repeat(runs, steps, epochs=epochs)
-        if not self.released.exists():  # somebody removed it after the first run
-            write_whole(self.released, _plain_file(self.model), mode=PUBLIC)
+        self._release()  # somebody may have removed or changed it after the first run
         return self
+
+    def _release(self) -> None:
+        content = _plain_file(self.model)
+        if not self.released.exists() or self.released.read_bytes() != content:
+            write_whole(self.released, content, mode=PUBLIC)
+
+    @cached_property
+    def _owner(self) -> str:
+        """Names this audit in its snapshots: those of another seed, other data or settings are not its own."""
+        return json_digest([self._identity, self.seed])
 
     def _after_step(self) -> None:
         if self.step in dict(self.snapshot_steps(self.run)):
-            write_whole(self.snapshot(self.run, self.step), sealed(self.model.state_dict(), {}), mode=CONFIDENTIAL)
+            facts = {"audit": self._owner, "run": self.run, "step": self.step}
+            write_whole(self.snapshot(self.run, self.step), sealed(self.model.state_dict(), facts), mode=CONFIDENTIAL)
         if self.run == 0 and self.step == self.steps:
-            write_whole(self.released, _plain_file(self.model), mode=PUBLIC)
+            self._release()
         super()._after_step()
         self.advance(self.run * self.steps + self.step)
 
@@ -162,9 +174,14 @@ class AuditLearner(PrivateSGD):
     def _put_back(self, run: int, step: int) -> None:
         path = self.snapshot(run, step)
         try:
-            self.model.load_state_dict(unsealed(path)[0])
+            tensors, facts = unsealed(path)
         except FileNotFoundError:
-            raise Unreadable(f"{path} has been removed: start over with --fresh") from None
+            raise Unreadable(f"{path} has been removed: {_ADVICE}") from None
+        except Unreadable as reason:
+            raise Unreadable(f"{reason}: {_ADVICE}") from None
+        if facts != {"audit": self._owner, "run": run, "step": step}:
+            raise Unreadable(f"{path} is of another audit, run or step: {_ADVICE}")
+        self.model.load_state_dict(tensors)
 
 
 def _parts(blocks: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:

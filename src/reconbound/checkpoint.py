@@ -12,7 +12,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ._check import warn_user
-from ._files import CONFIDENTIAL, Unreadable, sealed, unsealed, write_whole
+from ._files import CONFIDENTIAL, Unreadable, open_lock, refuse_links, sealed, unsealed, write_whole
 
 NAMES = ("checkpoint-0.safetensors", "checkpoint-1.safetensors")
 LOCK = "lock"
@@ -99,8 +99,9 @@ def _advice(foreign: bool) -> str:
 def held(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Hold the folder (made with mode 0700) against other processes; leftovers of a killed one are removed."""
     place = _made(folder)
+    refuse_links(place)
     try:
-        handle = os.open(place / LOCK, os.O_RDWR | os.O_CREAT, CONFIDENTIAL)
+        handle = open_lock(place / LOCK)
     except OSError as reason:
         raise CheckpointError(f"the checkpoint folder {place} cannot be written ({reason.strerror})") from reason
     try:
@@ -133,8 +134,9 @@ def _take(handle: int, place: Path) -> None:
     except OSError as reason:  # some network file systems have no locks
         warn_user(f"{place} cannot be locked ({reason.strerror}): mind that only one run uses it")
         return
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    with suppress(OSError):  # for people only; a disk that is full is said where something is lost by it
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
 def _made(folder: str | os.PathLike[str]) -> Path:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._check import DataError, InputError
-from ._files import CONFIDENTIAL, Unreadable, is_leftover, write_whole
+from ._files import (
+    CONFIDENTIAL,
+    Unreadable,
+    is_leftover,
+    refuse_links,
+    sealed_json,
+    unsealed_json,
+    write_whole,
+)
 from ._random import new_seed
 from .checkpoint import LOCK, NAMES, plain_json
 from .learner_state import data_digest
 from .plan import Plan, as_tensor
-from .release import INPUTS
-from .run_folder import CHECKPOINTS, LEAKAGE, MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, prepare, read_run
+from .release import INPUTS, read_inputs
+from .run_folder import CHECKPOINTS, LEAKAGE, MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, prepare, read_audit
 
 if TYPE_CHECKING:
     from .data import Dataset
@@ -34,6 +41,7 @@ def open_folder(out: str | os.PathLike[str], *, fresh: bool = False) -> Path:
         raise InputError("out", f"must be a folder that can be read ({reason.strerror})", str(path)) from None
     if foreign:
         raise InputError("out", "must be a new or empty folder, or that of an audit", str(path))
+    refuse_links(path, CHECKPOINTS)
     folder = prepare(path)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InputError("out", "must be a folder that can be written", str(path))
@@ -65,8 +73,7 @@ def settle(folder: Path, dataset: Dataset, plan: Plan) -> Plan:
     seed = int(before["seed"]) if before is not None else new_seed() if plan.seed is None else plan.seed
     if before is None or before["plan"] != wanted["plan"]:
         content = {"format": FORMAT, "confidential": "the seed is as secret as the data", "seed": seed, **wanted}
-        text = json.dumps(content, indent=1, sort_keys=True)
-        write_whole(folder / PLAN, text.encode() + b"\n", mode=CONFIDENTIAL)
+        write_whole(folder / PLAN, sealed_json(content), mode=CONFIDENTIAL)
     return replace(plan, seed=seed)
 
 
@@ -104,8 +111,9 @@ def finished(folder: str | os.PathLike[str], dataset: Dataset, plan: Plan, *, pu
     if not all((place / name).exists() for name in (RUN, LEAKAGE, REPORT, PUBLIC_REPORT, MODEL, INPUTS)):
         return False
     try:
-        run = read_run(place)
-    except Unreadable:
+        run, _ = read_audit(place)
+        read_inputs(place)
+    except Unreadable:  # what is damaged is made anew from the checkpoint
         return False
     return run.mechanism.get("runs") == plan.runs and (run.accuracy is not None) == publish_accuracy
 
@@ -156,9 +164,10 @@ def _said(value: Any) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content = unsealed_json(path)
         if content["format"] != FORMAT or not {"seed", "plan", "data"} <= set(content):
             raise ValueError("another format")
         return content
     except (OSError, ValueError, KeyError, TypeError) as reason:
-        raise Unreadable(f"{path} is not a file of reconbound's ({reason}): start over with --fresh") from None
+        why = str(reason) if isinstance(reason, Unreadable) else f"{path} is not a file of reconbound's ({reason})"
+        raise Unreadable(f"{why}: bring it back from a copy, or start over with --fresh") from None

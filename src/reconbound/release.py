@@ -5,7 +5,6 @@ inputs.json            columns in order, ranges, categories, classes (confidenti
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -18,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ._check import InputError
-from ._files import CONFIDENTIAL, Unreadable, write_whole
+from ._files import CONFIDENTIAL, Unreadable, file_digest, sealed_json, unsealed_json, write_whole
 from .data.text import MISSING as BLANK
 from .plan import network, outputs_of
-from .run_folder import MODEL
+from .run_folder import MODEL, check_model
 
 if TYPE_CHECKING:
     from .data import Dataset, Feature
@@ -39,6 +38,7 @@ def write_inputs(folder: str | os.PathLike[str], dataset: Dataset, model: str) -
     which of them are in the file.
 
     Args:
+        folder: with model.safetensors, whose digest is put in.
         model: linear, mlp, cnn, or the factory that made it.
     """
     image = dataset.kind == "image"
@@ -57,8 +57,8 @@ def write_inputs(folder: str | os.PathLike[str], dataset: Dataset, model: str) -
         "inputs": {"unit": first.unit, **_range(first)} if image else [_input(f) for f in dataset.features],
     }
     content["read_off_the_data"] = _read_off(dataset)
-    text = json.dumps(content, indent=1, allow_nan=False)
-    write_whole(Path(folder) / INPUTS, text.encode() + b"\n", mode=CONFIDENTIAL)
+    content["model_sha256"] = file_digest(Path(folder) / MODEL)
+    write_whole(Path(folder) / INPUTS, sealed_json(content), mode=CONFIDENTIAL)
 
 
 def _range(feature: Feature) -> dict[str, float]:
@@ -187,24 +187,39 @@ def load_release(folder: str | os.PathLike[str], model: nn.Module | None = None)
         model: a module for the parameters, where the audit had one of its owner's (--model package.module:factory): no
             code is run because a file names it.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    path = Path(folder) / INPUTS
+    facts = read_inputs(folder)
+    path = Path(folder) / MODEL
     try:
-        facts = json.loads(path.read_text())
-        if facts["format"] != FORMAT or not {"kind", "model", "shape", "outputs", "task", "inputs"} <= set(facts):
-            raise ValueError("another format")
+        parameters = load_file(path)
     except FileNotFoundError:
-        raise Unreadable(f"{path} does not exist: without it nobody knows how a record enters the model") from None
-    except (ValueError, KeyError, TypeError) as reason:
-        raise Unreadable(f"{path} is not a file of reconbound's ({reason})") from None
-    parameters = load_file(Path(folder) / MODEL)
+        raise Unreadable(
+            f"{path} does not exist: reconbound audit with the same data and options restores it"
+        ) from None
+    except SafetensorError as reason:
+        raise Unreadable(f"{path} is damaged ({reason})") from None
     if model is None:
         if ":" in facts["model"]:
             raise InputError("model", f"must be given: this audit's was made by {facts['model']}", None)
         model = network(facts["model"], tuple(facts["shape"]), facts["outputs"], image=facts["kind"] == "image")
     model.load_state_dict(parameters)
     return Release(model.eval(), facts)
+
+
+def read_inputs(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns inputs.json; Unreadable, with the reason, if it or the model beside it is missing, changed or damaged."""
+    path = Path(folder) / INPUTS
+    try:
+        facts = unsealed_json(path)
+    except FileNotFoundError:
+        raise Unreadable(f"{path} does not exist: without it nobody knows how a record enters the model") from None
+    needed = {"kind", "model", "shape", "outputs", "task", "inputs", "model_sha256"}
+    if facts.get("format") != FORMAT or not needed <= set(facts):
+        raise Unreadable(f"{path} is not a file of reconbound's (another format)")
+    check_model(folder, str(facts["model_sha256"]))
+    return facts
 
 
 def _by_column(records: Any, columns: Sequence[str]) -> dict[str, list[Any]]:

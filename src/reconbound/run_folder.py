@@ -14,9 +14,10 @@ The folder itself is for its owner alone (mode 0700)."""
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._check import InputError
-from ._files import CONFIDENTIAL, PUBLIC, Unreadable, sealed, unsealed, write_whole
+from ._check import InputError, warn_user
+from ._files import (
+    CONFIDENTIAL,
+    PUBLIC,
+    Unreadable,
+    file_digest,
+    json_digest,
+    refuse_links,
+    sealed,
+    sealed_json,
+    unsealed,
+    unsealed_json,
+    write_whole,
+)
 
 FORMAT = 1
 RUN, LEAKAGE, CHECKPOINTS = "run.json", "leakage.safetensors", "checkpoints"
@@ -137,22 +150,29 @@ def prepare(folder: str | os.PathLike[str]) -> Path:
     except OSError as reason:
         raise InputError(
             "out", f"must be a folder that can be made and written ({reason.strerror})", str(path)
-        ) from None
+        ) from reason
     return path
 
 
 def write_run(folder: str | os.PathLike[str], run: Run) -> None:
-    """run.json, in whole or not at all."""
-    content = {"format": FORMAT, **{f.name: getattr(run, f.name) for f in fields(run)}}
-    text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
-    write_whole(Path(folder) / RUN, text.encode() + b"\n", mode=PUBLIC)
+    """run.json, in whole or not at all, with a digest of its content."""
+    write_whole(Path(folder) / RUN, sealed_json(_content(run)), mode=PUBLIC)
+
+
+def _content(run: Run) -> dict[str, Any]:
+    return {"format": FORMAT, **{f.name: getattr(run, f.name) for f in fields(run)}}
+
+
+def run_digest(run: Run) -> str:
+    """Returns the digest by which a leakage file names the run that it belongs to."""
+    return json_digest(_content(run))
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """The facts of run.json; Unreadable, with the reason, where there are none."""
+    """The facts of run.json; Unreadable, with the reason, where there are none or they were changed."""
     path = Path(folder) / RUN
     try:
-        content = json.loads(path.read_text())
+        content = unsealed_json(path)
         if content.pop("format") != FORMAT:
             raise Unreadable(f"{path} is of another version of reconbound")
         for name in ("data", "mechanism", "training", "guarantee"):
@@ -165,6 +185,51 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         if isinstance(reason, Unreadable):
             raise
         raise Unreadable(f"{path} is not a file of reconbound's ({reason})") from None
+
+
+def read_audit(folder: str | os.PathLike[str]) -> tuple[Run, Leakage]:
+    """Returns the facts and the leakage of a finished audit, for a report: they belong together, the released model is
+    the one that they speak of, and ε and the floors of the mechanism are computed anew from the mechanism."""
+    refuse_links(folder, CHECKPOINTS)
+    run, leakage = read_run(folder), read_leakage(folder)
+    named = leakage.facts.get("run")
+    if named is not None and named != run_digest(run):
+        raise Unreadable(f"{Path(folder) / RUN} and {LEAKAGE} are of different audits, or one of them was changed")
+    check_model(folder, leakage.facts.get("model"))
+    return recomputed(run, folder), leakage
+
+
+def check_model(folder: str | os.PathLike[str], digest: str | None) -> None:
+    """Refuses a model.safetensors that is not the one with this digest; one that is not there is nobody's."""
+    path = Path(folder) / MODEL
+    if digest is not None and path.exists() and file_digest(path) != digest:
+        raise Unreadable(
+            f"{path} was changed or damaged: it is not the model that was trained here; reconbound audit with the same "
+            "data and options restores it from the checkpoint"
+        )
+
+
+def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
+    """Returns the run with ε and the floors that its mechanism has; a warning says where run.json had another ε."""
+    from .account import Account
+    from .calculator import guarantee
+
+    names = ("steps", "noise_multiplier", "max_grad_norm", "sample_rate", "sampler", "clip")
+    try:
+        account = Account(
+            records=run.data["records"], features=run.data["features"], **{name: run.mechanism[name] for name in names}
+        )
+        delta = run.guarantee.get("delta")
+        options = {} if delta is None else {"delta": delta}
+        found = guarantee(account.mechanism(), dim=account.features, low=0.0, high=1.0, **options).to_dict()
+    except (KeyError, TypeError, ValueError) as reason:
+        raise Unreadable(f"{Path(folder) / RUN} names no mechanism that can be computed ({reason})") from None
+    said, is_ = run.guarantee.get("epsilon"), found.get("epsilon")
+    if said != is_ and not (
+        isinstance(said, float) and isinstance(is_, float) and math.isclose(said, is_, rel_tol=1e-6)
+    ):
+        warn_user(f"{Path(folder) / RUN} says ε = {said}; its mechanism has ε = {is_}, which is reported", UserWarning)
+    return replace(run, guarantee=found)
 
 
 def unfinished(folder: str | os.PathLike[str], path: Path) -> str:

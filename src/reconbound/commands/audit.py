@@ -102,7 +102,12 @@ def audit_command(
     ] = None,
     limit: Annotated[int | None, typer.Option(**Whole, help="Train on at most so many records.")] = None,
     publish_accuracy: Annotated[
-        bool, typer.Option("--publish-accuracy", help="Put the accuracy into the public page too.")
+        bool,
+        typer.Option(
+            "--publish-accuracy",
+            help="Put the accuracy into the public page too, in whole percent. No noise protects the held-out records "
+            "that it is measured on; refused where the target is a number.",
+        ),
     ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for the results (default: audit-DATA).")
@@ -147,6 +152,10 @@ def audit_command(
 
         wishes |= {"ranges": read_ranges(range_ or []) or None, "units": read_units(unit or []) or None}
         dataset, notes = _loaded(data, wishes)
+        if publish_accuracy:
+            from ..audit import check_publishable
+
+            check_publishable(dataset)
         plan = _plan(dataset, given, epochs)
         folder = out if out is not None else Path(f"audit-{_short(dataset.name)}")
         with _no_empty_folder(folder):
@@ -341,9 +350,9 @@ def result(folder: Path) -> dict[str, Any]:
     from ..report.columns import anyone, counts, which
     from ..report.verdicts import sureness, verdict
     from ..report.view import View
-    from ..run_folder import MODEL, PUBLIC_REPORT, REPORT, read_leakage, read_run
+    from ..run_folder import MODEL, PUBLIC_REPORT, REPORT, read_audit
 
-    run, leakage = read_run(folder), read_leakage(folder)
+    run, leakage = read_audit(folder)
     view = View(run, leakage)
     names, exposed = {"lowest": 0.0, "1 %": 0.01, "median": 0.5}, anyone(view)
     limits = None  # of the records that have one; those without are counted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -82,8 +83,13 @@ def within_range(target_mse: float | None, target_error: float | None, low: floa
 
 
 @contextmanager
-def plain_errors(resume: str = "") -> Iterator[None]:
-    """What can go wrong with files, data and models as one line on standard error, and a stop from the keyboard."""
+def plain_errors(resume: str = "", received: str = "") -> Iterator[None]:
+    """What can go wrong with files, data and models as one line on standard error, and a stop from the keyboard.
+
+    Args:
+        resume: what to do after a stop.
+        received: the folder that is read, where it may come from anyone: whatever is wrong with it is one line too.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -91,6 +97,8 @@ def plain_errors(resume: str = "") -> Iterator[None]:
         raise typer.Exit(Told(STOPPED)) from None
     except (InputError, BrokenPipeError):
         raise  # cli.run says them
+    except MemoryError as reason:
+        fail(f"the memory does not suffice{f' ({reason})' if str(reason) else ''}")
     except NotADirectoryError as reason:
         fail(f"{os.path.dirname(str(reason.filename))} is a file, not a folder")
     except OSError as reason:
@@ -99,7 +107,25 @@ def plain_errors(resume: str = "") -> Iterator[None]:
     except Exception as reason:
         if type(reason).__module__.startswith("reconbound.") or isinstance(reason, ValueError):
             fail(str(reason))
+        if type(reason).__module__.partition(".")[0] in ("sqlalchemy", "optuna"):
+            fail(f"the database: {' '.join(str(reason).split())[:300]}")
+        if received and not hasattr(reason, "format_message") and not isinstance(reason, typer.Exit):
+            said = f"{type(reason).__name__}: {reason}"[:200]
+            fail(f"{received} is damaged, or reconbound did not write it ({said})")
         raise
+
+
+@contextmanager
+def noted() -> Iterator[None]:
+    """Warnings as notes of one line."""
+
+    def shown(message: Any, *_: Any, **__: Any) -> None:
+        print(f"Note: {one_line(str(message))}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)
+        warnings.showwarning = shown
+        yield
 
 
 def one_line(message: str) -> str:

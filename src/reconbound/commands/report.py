@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .._check import InputError
-from .options import confidential_note, plain_errors
+from .options import confidential_note, noted, plain_errors
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -34,7 +34,7 @@ def report_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print where the pages are as JSON.")] = False,
 ) -> None:
     """Rebuild an audit's two pages, or compare several audits on one (confidential) page."""
-    with plain_errors():
+    with plain_errors(received=", ".join(str(folder) for folder in folders)), noted():
         from ..report import build, compare
 
         if len(folders) > 1:
@@ -162,12 +162,12 @@ def show_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (confidential).")] = False,
 ) -> None:
     """Show an audit, or what it found about one record, in the terminal (confidential)."""
-    with plain_errors():
+    with plain_errors(received=str(folder)), noted():
         from ..report import record_facts
         from ..report.view import View
-        from ..run_folder import read_leakage, read_run
+        from ..run_folder import read_audit
 
-        run, leakage = read_run(folder), read_leakage(folder)
+        run, leakage = read_audit(folder)
         view = View(run, leakage)
         if as_json or record is None:
             confidential_note()

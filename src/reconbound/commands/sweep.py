@@ -153,7 +153,7 @@ def frontier_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (confidential).")] = False,
 ) -> None:
     """The best settings of a sweep, and its page and table anew; with --at-least the best accuracy for a floor."""
-    with _optuna_there(), plain_errors():
+    with _optuna_there(), plain_errors(received=str(folder)):
         from ..sweep import best, floors_in, pareto
         from ..sweep.frontier import checked_floor
         from ..sweep.page import cautions

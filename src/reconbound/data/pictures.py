@@ -73,7 +73,7 @@ def _listing(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | None, lis
     used = ["train", *[name for name in TESTS if name in folders][:1]] if parted else []
     parts = [root / name for name in used] or [root]
     found = [(k, path.parent, path) for k, part in enumerate(parts) for path in _files(part)]
-    images = [(k, parts[k], path) for k, _, path in found if path.suffix.lower() in ENDINGS]
+    images = [(k, parts[k], path) for k, _, path in found if path.suffix.lower() in ENDINGS and path.is_file()]
     loose = next((path for _, part, path in images if path.parent == part), None)
     if not images or loose is not None:
         what = f"{loose.name!r} lies in no class's folder" if loose is not None else "no images in its sub-folders"
@@ -146,6 +146,8 @@ def _pixels(path: Path, shape: tuple[int, int], grey: bool) -> np.ndarray:
         image, upright = _open(path)
         with image:
             image.load()
+            if image.mode == "F":  # Pillow would cut them off to whole numbers from 0 to 255 without a word
+                raise DataError(f"{path}: its pixels are floating-point numbers; save it with 8 or 16 bits")
             if image.mode.startswith("I"):  # sixteen bits
                 from PIL import Image
 

@@ -40,7 +40,9 @@ MOSTLY = 0.9
 ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 MISSING = frozenset({"", "?", "na", "n/a", "#n/a", "nan", "null"})  # whatever their case
 UNNAMED = "row 1 names them; if it holds values, name the columns by --header A,B,..."
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?inf(inity)?", re.IGNORECASE | re.ASCII)
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|[+-]?inf(inity)?", re.IGNORECASE | re.ASCII)
+#: Bytes that a packed file may unpack to: a few kilobytes can be made to hold far more than any memory.
+MOST_UNPACKED = 2**30
 
 
 def load_csv(
@@ -155,8 +157,7 @@ def read_cells(path: str | os.PathLike[str], header: Sequence[str] | None = None
 
 def _text(path: Path) -> str:
     try:
-        raw = path.read_bytes()
-        raw = gzip.decompress(raw) if path.name.lower().endswith(".gz") else raw
+        raw = _unpacked(path) if path.name.lower().endswith(".gz") else path.read_bytes()
     except FileNotFoundError:
         raise DataMissing(f"{path} does not exist") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as reason:
@@ -174,6 +175,16 @@ def _text(path: Path) -> str:
         raise DataError(f"{path}, line {line}: byte {raw[reason.start]:#04x} is not UTF-8; save it as UTF-8") from None
 
 
+def _unpacked(path: Path) -> bytes:
+    with gzip.open(path) as file:
+        raw = file.read(MOST_UNPACKED + 1)
+    if len(raw) > MOST_UNPACKED:
+        raise DataError(
+            f"{path}: unpacks to more than {MOST_UNPACKED >> 20:,} MB; unpack it first if it really holds that"
+        )
+    return raw
+
+
 def _delimiter(text: str) -> str:
     """Comma, semicolon or tab: what stands most often in the first line that is not blank, outside quotes."""
     first = re.sub(r'"[^"]*"', "", next((line for line in text.splitlines() if line.strip()), ""))
@@ -183,9 +194,10 @@ def _delimiter(text: str) -> str:
 def _names(file: str, row: Sequence[Any], place: str = "row 1") -> list[str]:
     """The header, with a name for nameless columns; no name may come twice."""
     names = [clean(str(cell)) or f"column {k + 1}" for k, cell in enumerate(row)]
+    places: dict[str, int] = {}
     for k, name in enumerate(names):
-        if name in names[:k]:
-            first = names.index(name) + 1
+        if places.setdefault(name, k) != k:
+            first = places[name] + 1
             hint = f" ({UNNAMED})" if place == "row 1" else ""
             raise DataError(f"{file}, {place}: columns {first} and {k + 1} are both named {name!r}{hint}")
     return names

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import __version__
 from .._files import CONFIDENTIAL, PUBLIC, write_whole
-from ..run_folder import PUBLIC_REPORT, REPORT, Leakage, Run, read_leakage, read_run
+from ..run_folder import PUBLIC_REPORT, REPORT, Leakage, Run, read_audit
 from . import advice, charts, columns, page, public, verdicts, words
 from .axes import Chart
 from .comparison import compare
@@ -31,7 +31,7 @@ def build(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
 
     Guarantee: the public page is built from run.json alone. The same folder gives the same bytes.
     """
-    run, leakage = read_run(folder), read_leakage(folder)
+    run, leakage = read_audit(folder)
     own, shown = Path(folder) / REPORT, Path(folder) / PUBLIC_REPORT
     write_whole(own, confidential_page(run, leakage), mode=CONFIDENTIAL)
     write_whole(shown, public_page(run), mode=PUBLIC)

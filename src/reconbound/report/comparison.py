@@ -14,7 +14,7 @@ from .. import __version__
 from .._check import InputError
 from .._files import CONFIDENTIAL, write_whole
 from ..bounds._bound import chance
-from ..run_folder import PLAN, read_leakage, read_run
+from ..run_folder import PLAN, read_audit
 from . import charts, page, words
 from .columns import counts
 from .figures import amount, beyond, clean, names_its_unit, plus_minus, value
@@ -92,7 +92,7 @@ def opened(folders: Sequence[str | os.PathLike[str]]) -> tuple[list[View], list[
     alike, with its place among them where even that is too long to tell them apart."""
     if len(folders) < 2:
         raise InputError("folders", "must be two or more to compare", [str(folder) for folder in folders])
-    views = [View(read_run(folder), read_leakage(folder)) for folder in folders]
+    views = [View(*read_audit(folder)) for folder in folders]
     short = [clean(Path(folder).resolve().name, 60) for folder in folders]
     names = [s if short.count(s) == 1 else clean(os.fspath(f), 120) for s, f in zip(short, folders, strict=True)]
     return views, [n if names.count(n) == 1 else f"{k + 1}: {n}" for k, n in enumerate(names)]

@@ -116,9 +116,7 @@ def context(run: Run) -> dict[str, Any]:
 
 def _accuracy(run: Run) -> str:
     assert run.accuracy is not None
-    if run.data.get("task") == "number":
-        return f"R² {run.accuracy:.3f}"
-    return f"{run.accuracy:.1%}"
+    return f"{run.accuracy:.0%}"
 
 
 def _nouns(run: Run) -> tuple[str, str]:

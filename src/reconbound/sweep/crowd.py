@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from .._check import InputError
+from .faults import Away, Patience, SweepStopped, patiently
 from .space import Setting
-from .store import Claim, Store, patiently
-from .worker import Heart, LeaseLost, Row, failed, owner_name, trial_folder
+from .store import Claim, Store
+from .worker import Heart, LeaseLost, Row, failed, owner_name, release_quietly, trial_folder
 
 
 class Exploded(RuntimeError):
@@ -38,12 +39,16 @@ def work_together(
         train: (settings, folders, tell) → the rows of each, or the exception that it ended by. The rest as `work`.
     """
     me = owner or owner_name()
-    finished = 0
+    finished, patience = 0, Patience()
     try:
         while not stop():
             claims = _claimed(store, me, together)
             if claims:
-                finished += _all(store, claims, ask, train, values, out, steps)
+                try:
+                    finished += _all(store, claims, ask, train, values, out, steps)
+                    patience.end()
+                except Away as fault:
+                    patience.wait(fault, str(fault))
             elif all(trial.state.is_finished() for trial in patiently(store.trials)):
                 break
             else:
@@ -87,12 +92,14 @@ def _all(
     except LeaseLost:
         pass
     except Exception as reason:
-        for claim in left:
-            failed(store, claim, reason)
+        if isinstance(reason, Away | SweepStopped):
+            for claim in left:
+                release_quietly(store, claim)
+            raise
+        failed(store, left, reason)
     except BaseException:  # stopped from outside: the next worker need not wait for the leases to run out
         for claim in left:
-            with suppress(Exception):
-                store.release(claim)
+            release_quietly(store, claim)
         raise
     return finished
 
@@ -111,9 +118,11 @@ def _end(
         if isinstance(rows, Exploded | InputError):  # the same would come of it again
             patiently(partial(store.fail, claim, f"{type(rows).__name__}: {rows}"))
         else:
-            failed(store, claim, rows)
+            failed(store, [claim], rows)
+    except (Away, SweepStopped):
+        raise
     except Exception as reason:
-        failed(store, claim, reason)
+        failed(store, [claim], reason)
     return 0
 
 

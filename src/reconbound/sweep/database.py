@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import sqlalchemy as sql
 
 from .._check import InputError
-from .._files import CONFIDENTIAL
+from .._files import CONFIDENTIAL, open_lock
 from .words import POSTGRES
 
 BACKENDS = ("sqlite", "postgresql")
@@ -64,7 +68,49 @@ def engine_options(url: Any) -> dict[str, Any]:
     """How the database is connected to."""
     if url.get_backend_name() == "sqlite":
         return {"connect_args": {"timeout": 120}}
-    return {"pool_pre_ping": True, "pool_size": 2, "connect_args": {"connect_timeout": 15}}
+    options: dict[str, Any] = {"connect_timeout": 15}
+    if url.get_driver_name() == "psycopg2":
+        from . import answering
+
+        options = {"connect_timeout": answering.ANSWER, "connection_factory": answering.AnsweringConnection}
+    return {"pool_pre_ping": True, "pool_size": 2, "connect_args": options}
+
+
+def reading_options(url: Any) -> dict[str, Any]:
+    """How a database is connected to that nothing is to be written to: it refuses what would be."""
+    if url.get_backend_name() != "sqlite":
+        return {**engine_options(url), "execution_options": {"postgresql_readonly": True}}
+    path = Path(_file(url)).absolute()
+    nobody = not path.with_name(f"{path.name}-wal").exists()  # then SQLite need not put files of its own beside it
+    return {"creator": partial(_connect, path, "immutable=1" if nobody else "mode=ro")}
+
+
+def _connect(path: Path, how: str) -> Any:
+    found = sqlite3.connect(f"file:{quote(str(path))}?{how}", uri=True, timeout=120, check_same_thread=False)
+    found.execute("PRAGMA trusted_schema = OFF")  # the file may come from anyone
+    return found
+
+
+def check_whole(url: Any) -> None:
+    """Refuses a SQLite file whose own check finds damage: what is written on top of it would be lost."""
+    if url.get_backend_name() != "sqlite":
+        return
+    connection = sqlite3.connect(_file(url), timeout=120)
+    try:
+        said = str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
+    except sqlite3.DatabaseError as reason:
+        said = str(reason)
+    finally:
+        connection.close()
+    if said != "ok":
+        raise InputError(
+            "storage", f"must be a whole SQLite file ({said[:200]}): bring it back from a copy", shown_url(url)
+        )
+
+
+def storage_shown(url: str) -> str:
+    """The URL of a storage as it may be shown."""
+    return shown_url(checked_url(url))
 
 
 def locked_from_the_start(engine: Any) -> None:
@@ -93,7 +139,7 @@ def alone(url: Any) -> Iterator[None]:
         with suppress(FileExistsError):  # made here, so that SQLite does not choose its mode; never opened again:
             # to close a file's handle lets go of the locks that SQLite holds on it in this process
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, CONFIDENTIAL))
-        handle = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, CONFIDENTIAL)
+        handle = open_lock(path.with_name(f"{path.name}.lock"))
         try:
             with suppress(ImportError):  # Windows
                 import fcntl
@@ -106,7 +152,8 @@ def alone(url: Any) -> Iterator[None]:
     engine = sql.create_engine(url, **engine_options(url))
     try:
         with engine.connect() as connection:
-            connection.execute(sql.text(f"SELECT pg_advisory_lock({_LOCK})"))
+            while not connection.execute(sql.text(f"SELECT pg_try_advisory_lock({_LOCK})")).scalar():
+                time.sleep(0.1)  # asked again and again, for an answer that is late means a server that is gone
             yield
     finally:
         engine.dispose()  # the session's end lets go of the lock

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._check import InputError
-from .._files import CONFIDENTIAL, write_whole
+from .._check import DataError, InputError
+from .._files import CONFIDENTIAL, printable, write_whole
 from ..calculator import FLOORS as MECHANISM_FLOORS
 from ..protection import Protection
 from . import space
+from .store import seal_of
 from .worker import Row
 
 #: Floors by the information of the records (rule, and where over the records), then those of the mechanism alone.
@@ -37,12 +38,35 @@ def rows_of(store: Any) -> list[Row]:
     """Every row of the finished trials: the trial's number and setting, then what it found. A setting counts once."""
     seen: set[str] = set()
     rows: list[Row] = []
-    for trial in store.trials():
-        found, setting = trial.user_attrs.get("rows"), trial.user_attrs.get("setting")
-        if trial.state.name != "COMPLETE" or found is None or space.key(setting) in seen:
+    trials = store.trials()
+    if [trial.number for trial in trials] != list(range(len(trials))):
+        raise DataError(f"{store.shown} is damaged: the numbers of its trials have gaps")
+    for trial in trials:
+        if trial.state.name != "COMPLETE":
+            continue
+        found, setting = sealed_rows(trial), trial.user_attrs["setting"]
+        if space.key(setting) in seen:
             continue
         seen.add(space.key(setting))
-        rows += [{"trial": trial.number, **setting, **row} for row in found]
+        rows += [{"trial": trial.number, **printable(setting), **row} for row in found]
+    return rows
+
+
+def sealed_rows(trial: Any) -> list[Row]:
+    """Returns a finished trial's rows as they were stored; a DataError if they, or its setting, are anything else."""
+    found, setting = trial.user_attrs.get("rows"), trial.user_attrs.get("setting")
+    if not isinstance(found, list) or not isinstance(setting, dict) or not all(isinstance(row, dict) for row in found):
+        raise DataError(f"trial {trial.number} of the storage is damaged: it is finished, and its rows are not there")
+    if trial.user_attrs.get("sha256") != seal_of(trial.number, setting, found):
+        raise DataError(f"trial {trial.number} of the storage was changed or damaged, or is of an earlier version: its "
+                        "rows have another digest")  # fmt: skip
+    for row in [setting, *found]:
+        for name, value in row.items():
+            if name not in space.PARAMETERS and not isinstance(value, int | float | None):
+                raise DataError(f"trial {trial.number} of the storage is not reconbound's: {name!r} is no number")
+    if not {"steps", "accuracy"} <= set.intersection(*(set(row) for row in found), {"steps", "accuracy"}):
+        raise DataError(f"trial {trial.number} of the storage is not reconbound's: a row has no steps or accuracy")
+    rows: list[Row] = printable(found)
     return rows
 
 

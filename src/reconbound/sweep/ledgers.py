@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .._files import CONFIDENTIAL, sealed, unsealed, write_whole
+from .._files import CONFIDENTIAL, Unreadable, sealed, unsealed, write_whole
 from ..account import Account, Factors
 from ..accountant import FisherAccountant
 from ..run_folder import CHECKPOINTS
@@ -61,7 +61,7 @@ def dfil_at(ledger: FisherAccountant, count: int, runs: int, folder: Path) -> tu
     account = ledger.account
     if count == account.steps:
         return torch.stack([ledger.dfil(rule).cpu() for rule in account.rules]), ledger.measured().cpu()
-    kept = [unsealed(_place(folder, run, count))[0] for run in range(runs)]
+    kept = [_kept(folder, run, count) for run in range(runs)]
     dfil = _rescaled(torch.stack([part["trace"] for part in kept]).mean(0), account, count)
     return dfil, torch.stack([part["measured"] for part in kept]).sum(0)
 
@@ -73,7 +73,7 @@ def by_run(ledger: FisherAccountant, count: int, runs: int, folder: Path) -> Ten
     places = [_place(folder, run, count) for run in range(runs)]
     if not all(place.exists() for place in places):
         return None
-    kept = [unsealed(place)[0] for place in places]
+    kept = [_kept(folder, run, count) for run in range(runs)]
     if count < ledger.account.steps:
         traces = torch.stack([part["trace"] for part in kept])
     else:
@@ -95,6 +95,18 @@ def keep(folder: Path, run: int, step: int, ledger: FisherAccountant) -> None:
     names = ("mean",) if ended else ("trace", "measured")
     content = sealed({name: state[name] for name in names}, {"run": run, "step": step})
     write_whole(_place(folder, run, step), content, mode=CONFIDENTIAL)
+
+
+def _kept(folder: Path, run: int, step: int) -> dict[str, Tensor]:
+    """Returns what `keep` kept; Unreadable if it is gone, damaged, or of another run or step."""
+    path = _place(folder, run, step)
+    try:
+        tensors, facts = unsealed(path)
+    except FileNotFoundError:
+        raise Unreadable(f"{path} has been removed") from None
+    if facts != {"run": run, "step": step}:
+        raise Unreadable(f"{path} is of another run or step")
+    return tensors
 
 
 def _place(folder: Path, run: int, step: int) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
@@ -15,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import sqlalchemy as sql
 
 from .._check import DataError, InputError, choice, number, whole
-from .._files import CONFIDENTIAL, write_whole
+from .._files import CONFIDENTIAL, Unreadable, printable, refuse_links, sealed_json, unsealed_json, write_whole
 from .._random import checked_seed, new_seed
 from ..run_folder import prepare
 from . import space as spaces
 from .crowd import work_together
-from .frontier import FLOORS, default_floor, rows_of, score_of, write_table
+from .database import storage_shown
+from .faults import Patience, SweepStopped, environment_fault, first_line, patiently
+from .frontier import FLOORS, default_floor, rows_of, score_of, sealed_rows, write_table
 from .progress import plan_lines, progress
 from .space import Choices, Setting, Space
 from .store import Claim, Store
@@ -116,6 +118,8 @@ def sweep(
     the sweep's seed, the plan and the setting, whoever trains it and however often it was interrupted.
     """
     whole("workers", workers)
+    refuse_links(config.out, TRIALS)
+    _refuse_another(config)
     folders = (config.out, config.out / TRIALS)
     new = [folder for folder in folders if not folder.exists()]
     for folder in folders:
@@ -129,9 +133,9 @@ def sweep(
         raise
     store = open_store(config)
     try:
-        begin(store, config, train)
+        patiently(partial(begin, store, config, train))
         if show:
-            caveats = json.loads((config.out / ABOUT).read_text()).get("caveats") or {}
+            caveats = unsealed_json(config.out / ABOUT).get("caveats") or {}
             told = [*plan_lines(store, config, train, workers), *(f"Note: {said}" for said in caveats.values())]
             print("\n".join(told), file=sys.stderr, flush=True)
         with progress(store, train.steps, show):
@@ -139,7 +143,14 @@ def sweep(
                 _work(store, config, train, owner_name(), lambda: False)
             else:
                 supervise(store, workers, partial(_join, config, make_train))
-        return rows_of(store)
+        return patiently(partial(rows_of, store))
+    except Exception as reason:
+        fault = None if isinstance(reason, SweepStopped) else environment_fault(reason)
+        if fault is None:
+            raise
+        raise SweepStopped(
+            f"{fault}. The sweep stops; nothing is lost: run the same command again to go on"
+        ) from reason
     finally:
         store.dispose()
 
@@ -150,32 +161,53 @@ def stored(folder: Path, storage: str | None = None) -> tuple[list[Row], dict[st
     Args:
         folder: the sweep's. storage: its URL, where that is not the folder's own database.
     """
-    path = folder / ABOUT
-    try:
-        about = json.loads(path.read_text())
-        name, where = about["name"], about["storage"]
-    except (OSError, ValueError, KeyError, TypeError):
-        why = "does not exist" if not folder.exists() else f"holds no sweep ({ABOUT} cannot be read)"
-        raise DataError(f"{folder} {why}: make one by reconbound sweep DATA --grid ... --out {folder}") from None
-    if where is not None and storage is None:
-        if "***" in where:
-            raise InputError("storage", "must be given again, with its password", where)
-        storage = where
+    about = read_about(folder)
+    if about["storage"] is not None and storage is None:  # a folder may come from anyone: it names no server to us
+        what = "must be given as to reconbound sweep (with its password): the sweep is not in its folder, and its own"
+        raise InputError("storage", f"{what} word for where it is is not trusted", about["storage"])
     if storage is None and not (folder / DATABASE).exists():
         raise DataError(f"{folder / DATABASE} does not exist: it held what the sweep found")
-    store = Store(storage or f"sqlite:///{(folder / DATABASE).absolute()}", name, new=False)
     try:
-        trials = store.trials()
-        rows = rows_of(store)
-    finally:
-        store.dispose()
+        store = Store(storage or f"sqlite:///{(folder / DATABASE).absolute()}", about["name"], reading=True)
+        try:
+            trials, rows = store.trials(), rows_of(store)
+        finally:
+            store.dispose()
+    except (sql.exc.SQLAlchemyError, optuna.exceptions.OptunaError, LookupError, TypeError) as reason:
+        where = storage_shown(storage) if storage else folder / DATABASE
+        raise DataError(f"{where} cannot be read, or is damaged ({first_line(reason)})") from None
     failed = [trial for trial in trials if trial.state.name == "FAIL"]
-    error = failed[0].user_attrs.get("error") if failed else None
+    error = str(failed[0].user_attrs.get("error")) if failed else None
     facts = {"folder": str(folder), "data": about["data"], "runs": about["runs"], "trials": len(trials)}
     finished = sum(trial.state.name == "COMPLETE" for trial in trials)
     facts |= {"guesses": about.get("guesses") or {}}
     facts |= {name: about.get(name) for name in ("task", "caveats", "inferred_ranges")}
     return rows, {**facts, "finished": finished, "failed": len(failed), "error": error}
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """Returns what a folder says of its sweep; a DataError where it holds none, or one that was changed."""
+    refuse_links(folder, TRIALS)
+    try:
+        about = unsealed_json(folder / ABOUT)
+    except OSError:
+        why = "does not exist" if not folder.exists() else f"holds no sweep ({ABOUT} cannot be read)"
+        raise DataError(f"{folder} {why}: make one by reconbound sweep DATA --grid ... --out {folder}") from None
+    except Unreadable as reason:
+        raise DataError(f"{reason}: the command that made the sweep writes it again") from None
+    kinds = {
+        "name": str,
+        "storage": str | None,
+        "data": str,
+        "runs": int,
+        "guesses": dict | None,
+        "caveats": dict | None,
+    }
+    wrong = [name for name, kind in kinds.items() if not isinstance(about.get(name), kind)]
+    if wrong:
+        raise DataError(f"{folder / ABOUT} is not a file of reconbound's ({wrong[0]} is missing, or something else)")
+    found: dict[str, Any] = printable(about)
+    return found
 
 
 def publish(folder: Path, storage: str | None = None) -> dict[str, Any]:
@@ -221,6 +253,18 @@ def open_store(config: Sweep) -> Store:
     return Store(config.url, config.name, lease=config.lease, sampler=sampler, objectives=objectives)
 
 
+def _refuse_another(config: Sweep) -> None:
+    """Refuses a folder that holds another sweep: the two would share their secret seed, and overwrite their ledgers."""
+    try:
+        about = read_about(config.out)
+    except DataError:  # none, or one that cannot be told any more
+        return
+    where = None if config.storage is None else storage_shown(config.storage)
+    if (about["name"], about["storage"]) != (config.name, where):
+        whose = f"the sweep {about['name']!r} in {about['storage'] or DATABASE}"
+        raise InputError("out", f"must be another folder: it holds {whose}", str(config.out))
+
+
 def begin(store: Store, config: Sweep, train: Any) -> None:
     """Make the sweep's trials, and note in the folder where they are."""
     known = _known(config, train)  # a model that cannot be trained is refused before its trials are made
@@ -231,8 +275,7 @@ def begin(store: Store, config: Sweep, train: Any) -> None:
     where = None if config.storage is None else store.shown
     about: dict[str, Any] = {"name": config.name, "storage": where, "data": config.data}
     about |= {"grid": spaces.described(config.space), "steps": config.steps, "runs": config.runs}
-    text = json.dumps({"confidential": True, **about, **known}, indent=1)
-    write_whole(config.out / ABOUT, text.encode() + b"\n", mode=CONFIDENTIAL)
+    write_whole(config.out / ABOUT, sealed_json({"confidential": True, **about, **known}), mode=CONFIDENTIAL)
 
 
 def _known(config: Sweep, train: Any) -> dict[str, Any]:
@@ -291,8 +334,7 @@ def found_before(store: Store, setting: Setting) -> list[Row] | None:
     for trial in store.trials():
         found = trial.user_attrs
         if trial.state.name == "COMPLETE" and spaces.key(found["setting"]) == spaces.key(setting):
-            rows: list[Row] = found["rows"]
-            return rows
+            return sealed_rows(trial)
     return None
 
 
@@ -325,7 +367,20 @@ def _join(config: Sweep, make_train: Callable[[Sweep], Any] | None, owner: str, 
         train = (make_train or make_trainer)(config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KinkWarning)
-        return _work(open_store(config), config, train, owner, stop)
+        return _work(_opened(config), config, train, owner, stop)
+
+
+def _opened(config: Sweep) -> Store:
+    """The storage of a sweep that is under way: waited for where it is out of reach."""
+    waiting = Patience()
+    while True:
+        try:
+            return open_store(config)
+        except InputError as reason:
+            fault = environment_fault(reason)
+            if fault is None:
+                raise
+            waiting.wait(reason, fault)
 
 
 def _work(store: Store, config: Sweep, train: Any, owner: str, stop: Callable[[], bool]) -> int:

@@ -12,17 +12,20 @@ another process could otherwise come. Time is the server's, or this machine's fo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import optuna
 import sqlalchemy as sql
 from optuna.trial import FrozenTrial, TrialState
 
 from .._check import InputError
-from .database import alone, checked_url, engine_options, locked_from_the_start, shown_url
+from .._files import json_digest
+from ..checkpoint import plain_json
+from .database import alone, check_whole, checked_url, engine_options, locked_from_the_start, reading_options, shown_url
+from .faults import first_line
 from .words import POSTGRES
 
 ERRORS = 3  # a trial that raised so often has failed
@@ -39,7 +42,6 @@ _LEASES = sql.Table(
     sql.Column("errors", sql.Integer, nullable=False),
     sql.Column("done", sql.BigInteger, nullable=False),
 )
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -61,31 +63,51 @@ class Store:
         name: of the study.
         lease: seconds after which a worker that gave no sign is taken for dead.
         sampler: Optuna's, for a search. objectives: how many numbers it looks at, all to be large.
-        new: the sweep may be made; else it must be there.
+        reading: the sweep must be there, and nothing is written: the database is opened for reading only.
     """
 
     def __init__(
-        self, url: str, name: str, *, lease: float = 60.0, sampler: Any = None, objectives: int = 2, new: bool = True
+        self,
+        url: str,
+        name: str,
+        *,
+        lease: float = 60.0,
+        sampler: Any = None,
+        objectives: int = 2,
+        reading: bool = False,
     ) -> None:
         self.url, self.name, self.lease = checked_url(url), name, lease
         self.shown = shown_url(self.url)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         try:
-            with alone(self.url):
-                self.storage = optuna.storages.RDBStorage(
-                    self.url.render_as_string(hide_password=False), engine_kwargs=engine_options(self.url)
-                )
-                _LEASES.create(self.storage.engine, checkfirst=True)
-                self.engine = self.storage.engine
-                if self.url.get_backend_name() == "sqlite":
-                    locked_from_the_start(self.engine)
-                self.study = _study(self.storage, name, sampler, objectives, new)
+            if reading:
+                self._open(reading_options(self.url), skip_table_creation=True)
+                self.study = optuna.load_study(storage=self.storage, study_name=name)
+            else:
+                with alone(self.url):
+                    check_whole(self.url)
+                    self._open(engine_options(self.url))
+                    _LEASES.create(self.storage.engine, checkfirst=True)
+                    if self.url.get_backend_name() == "sqlite":
+                        locked_from_the_start(self.engine)
+                    self.study = optuna.create_study(
+                        storage=self.storage,
+                        study_name=name,
+                        sampler=sampler,
+                        directions=["maximize"] * objectives,
+                        load_if_exists=True,
+                    )
         except KeyError:
             raise InputError("name", f"must be that of a sweep in {self.shown}", name) from None
         except (sql.exc.SQLAlchemyError, optuna.exceptions.OptunaError, ImportError, OSError) as reason:
             driver = f"; say {POSTGRES}, after pip install 'reconbound[postgres]'"
-            why = f"{_first_line(reason)}{driver if isinstance(reason, ImportError) else ''}"
-            raise InputError("storage", f"must be a database that can be used ({why})", self.shown) from None
+            why = f"{first_line(reason)}{driver if isinstance(reason, ImportError) else ''}"
+            raise InputError("storage", f"must be a database that can be used ({why})", self.shown) from reason
+
+    def _open(self, options: dict[str, Any], **more: Any) -> None:
+        url = self.url.render_as_string(hide_password=False)
+        self.storage = optuna.storages.RDBStorage(url, engine_kwargs=options, **more)
+        self.engine = self.storage.engine
 
     # --- making the trials ------------------------------------------------------------
 
@@ -188,7 +210,10 @@ class Store:
         if not self.beat(claim, done):
             return False
         try:
-            self.storage.set_trial_user_attr(claim.trial_id, "rows", [dict(row) for row in rows])
+            plain = plain_json([dict(row) for row in rows])
+            setting = self.storage.get_trial(claim.trial_id).user_attrs.get("setting")
+            self.storage.set_trial_user_attr(claim.trial_id, "rows", plain)
+            self.storage.set_trial_user_attr(claim.trial_id, "sha256", seal_of(claim.number, setting, plain))
             self.storage.set_trial_state_values(claim.trial_id, TrialState.COMPLETE, values)
         except RuntimeError:  # as Optuna says of a trial that is finished
             self.close(claim)
@@ -246,22 +271,16 @@ class Store:
             return _now(connection)
 
     def dispose(self) -> None:
-        """Close the connections."""
-        self.storage.scoped_session.remove()
-        self.engine.dispose()
+        """Close the connections, whether the database answers or not."""
+        with suppress(Exception):
+            self.storage.scoped_session.remove()
+        with suppress(Exception):
+            self.engine.dispose()
 
 
-def patiently(action: Callable[[], _Result], patience: float = 60.0) -> _Result:
-    """Do what a database out of reach for a moment refuses: again and again, until patience ends."""
-    wait, until = 0.05, time.monotonic() + patience
-    while True:
-        try:
-            return action()
-        except (sql.exc.DBAPIError, optuna.exceptions.StorageInternalError):
-            if time.monotonic() > until:
-                raise
-            time.sleep(wait)
-            wait = min(2 * wait, 5.0)
+def seal_of(number: int, setting: Any, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the digest that is stored with a finished trial: databases do not see a flipped bit by themselves."""
+    return json_digest([number, setting, [dict(row) for row in rows]])
 
 
 def _mine(claim: Claim) -> Any:
@@ -272,18 +291,3 @@ def _now(connection: Any) -> float:
     if connection.dialect.name == "sqlite":
         return time.time()
     return float(connection.execute(sql.text("SELECT extract(epoch FROM clock_timestamp())")).scalar())
-
-
-def _study(storage: Any, name: str, sampler: Any, objectives: int, new: bool) -> Any:
-    if not new:
-        return optuna.load_study(storage=storage, study_name=name, sampler=sampler)
-    return optuna.create_study(
-        storage=storage, study_name=name, sampler=sampler, directions=["maximize"] * objectives, load_if_exists=True
-    )
-
-
-def _first_line(reason: BaseException) -> str:
-    """The root of an error, in one line."""
-    while reason.__cause__ is not None:
-        reason = reason.__cause__
-    return " ".join(str(getattr(reason, "orig", None) or reason).split())[:300]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from .store import Store, patiently
+from .faults import SweepError, SweepStopped, patiently
+from .store import Store
 from .worker import owner_name
 
 #: What a worker needs, loaded once for all of them; the last three are what Optuna's storage loads when it is made.
@@ -23,18 +25,20 @@ PRELOAD = (
     "optuna.storages._rdb.models",
 )
 _RAISED = 3  # so many workers of a machine may end by an error of their own
+_STOPPED = 75  # the exit status of one that the environment stopped: it has said why to the process that began it
 
 
-class SweepError(RuntimeError):
-    """A sweep cannot go on; what was finished is kept."""
-
-
-def _child(job: Callable[[str, Callable[[], bool]], Any], owner: str) -> None:
+def _child(job: Callable[[str, Callable[[], bool]], Any], owner: str, reasons: Any) -> None:
     """A worker in a process of its own; it ends, after the trial at hand, when the process that began it is gone."""
     signal.signal(signal.SIGTERM, _interrupted)
     parent = multiprocessing.parent_process()
-    with suppress(KeyboardInterrupt):
+    try:
         job(owner, lambda: parent is not None and not parent.is_alive())
+    except KeyboardInterrupt:
+        pass
+    except SweepStopped as reason:
+        reasons.put(str(reason))
+        sys.exit(_STOPPED)
 
 
 def _interrupted(*_: Any) -> None:
@@ -83,7 +87,7 @@ def supervise(store: Store, workers: int, job: Callable[[str, Callable[[], bool]
         context.set_forkserver_preload(list(PRELOAD))
         _start_server()
     going: dict[str, Any] = {}
-    raised = 0
+    raised, reasons = 0, context.SimpleQueue()
     try:
         while True:
             for owner, process in list(going.items()):
@@ -91,6 +95,8 @@ def supervise(store: Store, workers: int, job: Callable[[str, Callable[[], bool]
                     continue
                 del going[owner]
                 patiently(partial(store.expire, owner))  # so that nobody waits for its lease to run out
+                if process.exitcode == _STOPPED and not reasons.empty():
+                    raise SweepStopped(reasons.get())
                 raised += process.exitcode > 0
             left = sum(not trial.state.is_finished() for trial in patiently(store.trials))
             if left == 0:
@@ -99,7 +105,7 @@ def supervise(store: Store, workers: int, job: Callable[[str, Callable[[], bool]
                 raise SweepError(f"{raised} workers ended by an error, which they wrote to standard error")
             for _ in range(min(workers, left) - len(going)):
                 owner = owner_name()
-                process = context.Process(target=_child, args=(job, owner), daemon=True)
+                process = context.Process(target=_child, args=(job, owner, reasons), daemon=True)
                 with _uninterrupted():
                     process.start()
                     going[owner] = process

@@ -10,7 +10,6 @@ A fleet keeps no checkpoints: of a killed worker's trials nothing is lost or cou
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .._check import InputError, warn_user
-from .._files import CONFIDENTIAL, write_whole
+from .._files import CONFIDENTIAL, sealed_json, write_whole
 from .._random import derive
 from ..account import Account
 from ..fleet import Fleet, Snapshot
@@ -184,8 +183,8 @@ class TogetherTrainer(Trainer):
         return Account(records, features, count, *mechanism, RULES[plan.sampler])
 
     def _keep_rows(self, setting: Setting, folder: Path, rows: list[Row]) -> None:
-        text = json.dumps({"confidential": True, **self._about(setting), "rows": rows}, indent=1, allow_nan=False)
-        write_whole(folder / TRIAL, text.encode() + b"\n", mode=CONFIDENTIAL)
+        content = sealed_json({"confidential": True, **self._about(setting), "rows": rows})
+        write_whole(folder / TRIAL, content, mode=CONFIDENTIAL)
 
 
 def _out_of_memory(reason: Exception | None) -> bool:

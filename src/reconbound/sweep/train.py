@@ -9,7 +9,6 @@ for t steps."""
 from __future__ import annotations
 
 import bisect
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,13 +23,13 @@ import torch
 from torch import Tensor
 
 from .._check import InputError
-from .._files import CONFIDENTIAL, write_whole
+from .._files import CONFIDENTIAL, Unreadable, disk_fault, sealed_json, unsealed_json, write_whole
 from .._random import derive
 from ..account import Account
 from ..audit_leakage import guess_of
 from ..budget import Blocks
 from ..calculator import guarantee
-from ..checkpoint import plain_json
+from ..checkpoint import CheckpointError, plain_json
 from ..learner_state import data_digest
 from ..mechanisms import SampledGaussian
 from ..plan import Plan, make_learner, score
@@ -149,15 +148,23 @@ class Trainer:
         found = finished_rows(folder, about)
         if found is not None:
             return found
-        with one_thread():
-            learner = self._trained(setting, folder, tell)
+        try:
+            learner, rows = self._found(setting, folder, tell)
+        except (Unreadable, CheckpointError) as reason:
+            if "is in use by" in str(reason) or disk_fault(reason) is not None:
+                raise
+            shutil.rmtree(folder / CHECKPOINTS)  # damaged: begun anew it gives the same rows
+            learner, rows = self._found(setting, folder, tell)
         assert learner.accountant is not None
-        rows = [self._row(learner, count, folder) for count in self.counts]
         learner.accountant.save(folder / LEDGER)
-        text = json.dumps({"confidential": True, **about, "rows": rows}, indent=1, allow_nan=False)
-        write_whole(folder / TRIAL, text.encode() + b"\n", mode=CONFIDENTIAL)
+        write_whole(folder / TRIAL, sealed_json({"confidential": True, **about, "rows": rows}), mode=CONFIDENTIAL)
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         return rows
+
+    def _found(self, setting: Setting, folder: Path, tell: Callable[[int], None]) -> tuple[PrivateSGD, list[Row]]:
+        with one_thread():
+            learner = self._trained(setting, folder, tell)
+        return learner, [self._row(learner, count, folder) for count in self.counts]
 
     def _about(self, setting: Setting) -> dict[str, Any]:
         """What decides a trial's rows."""
@@ -250,10 +257,10 @@ def fingerprint(seed: int) -> str:
 def finished_rows(folder: Path, about: Mapping[str, Any]) -> list[Row] | None:
     """The rows of a trial that was trained here and only not told of."""
     try:
-        content = json.loads((folder / TRIAL).read_text())
-    except (OSError, ValueError):
+        content = unsealed_json(folder / TRIAL)
+    except (OSError, Unreadable):
         return None
-    if not isinstance(content, dict) or any(content.get(name) != value for name, value in about.items()):
+    if any(content.get(name) != value for name, value in about.items()):
         return None
     rows: list[Row] = content["rows"]
     return rows

@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..checkpoint import CheckpointError
+from .faults import Away, Patience, SweepStopped, environment_fault, patiently
 from .space import Setting
-from .store import ERRORS, Claim, Store, patiently
+from .store import ERRORS, Claim, Store
 
 TRIALS = "trials"
 Row: TypeAlias = dict[str, Any]
@@ -52,7 +54,7 @@ def work(
         owner: this worker's name. stop: asked between trials. wait: seconds between two looks when others have all.
     """
     me = owner or owner_name()
-    finished = 0
+    finished, patience = 0, Patience()
     while not stop():
         claim = patiently(lambda: store.claim(me))
         if claim is None:
@@ -60,7 +62,11 @@ def work(
                 break
             time.sleep(wait)  # others have the rest; one of them may die
             continue
-        finished += _one(store, claim, ask, train, values, out, steps)
+        try:
+            finished += _one(store, claim, ask, train, values, out, steps)
+            patience.end()
+        except Away as fault:
+            patience.wait(fault, str(fault))
     return finished
 
 
@@ -73,7 +79,7 @@ def _one(
     out: Path,
     steps: int,
 ) -> int:
-    """Train one trial; 1 if that finished it."""
+    """Train one trial; 1 if that finished it. Raises Away, with the trial let go, if the environment is in the way."""
     try:
         with Heart(store, claim) as heart:
             rows = train(patiently(lambda: ask(claim)), trial_folder(out, claim.number), heart.tell)
@@ -82,25 +88,41 @@ def _one(
         return 0
     except CheckpointError as reason:
         if "is in use by" not in str(reason):
-            failed(store, claim, reason)
+            failed(store, [claim], reason)
         else:  # whoever had the trial before is not dead, only late
             patiently(lambda: store.release(claim, pause=store.lease / 2))
+    except SweepStopped:
+        release_quietly(store, claim)
+        raise
     except Exception as reason:
-        failed(store, claim, reason)
+        failed(store, [claim], reason)
     except BaseException:  # stopped from outside: the next worker need not wait for the lease to run out
-        with suppress(Exception):
-            store.release(claim)
+        release_quietly(store, claim)
         raise
     return 0
 
 
-def failed(store: Store, claim: Claim, reason: Exception) -> None:
-    """Leave a trial that raised an error to another attempt, or give it up after the last."""
-    if claim.errors + 1 >= ERRORS:
-        why = f"{type(reason).__name__}: {reason}"
-        patiently(lambda: store.fail(claim, why))
-    else:
-        patiently(lambda: store.release(claim, error=True))
+def release_quietly(store: Store, claim: Claim) -> None:
+    """Lets go of a trial; where the database is away, its lease runs out by itself."""
+    with suppress(Exception):
+        store.release(claim)
+
+
+def failed(store: Store, claims: Sequence[Claim], reason: Exception) -> None:
+    """Leaves trials that raised an error to another attempt, or gives them up after the last.
+
+    Raises Away, with the trials let go as they were, if the environment is to blame and not the settings."""
+    fault = environment_fault(reason)
+    if fault is not None:
+        for claim in claims:
+            release_quietly(store, claim)
+        raise Away(fault) from reason
+    why = f"{type(reason).__name__}: {reason}"
+    for claim in claims:
+        if claim.errors + 1 >= ERRORS:
+            patiently(partial(store.fail, claim, why))
+        else:
+            patiently(partial(store.release, claim, error=True))
 
 
 def trial_folder(out: Path, number: int) -> Path:

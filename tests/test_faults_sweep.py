@@ -1,0 +1,236 @@
+"""Sweeps whose disk fills up, or whose database goes away: one line, nothing lost, and they go on."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import sqlalchemy as sql
+
+import postgres_server
+import sweep_stub
+from reconbound.sweep import faults, sweep
+from reconbound.sweep.run import open_store
+from reconbound.sweep.space import settings_of
+
+NO_SERVER = postgres_server.missing()
+FULL = OSError(errno.ENOSPC, "No space left on device", "trials/00003/checkpoint-0.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch) -> None:
+    monkeypatch.setattr(faults, "PATIENCE", 4.0)
+
+
+class Faulty(sweep_stub.Stub):
+    """A training that the environment refuses so many times, each time at another step."""
+
+    def __init__(self, times: float, error: Exception = FULL) -> None:
+        self.times, self.error, self.calls, self.pause = times, error, 0, 0.001
+
+    def __call__(self, setting, folder, tell):
+        if self.times == float("inf"):
+            raise self.error
+
+        def told(done: int) -> None:
+            if self.times > 0 and done % 12 == self.calls % 12:
+                self.calls, self.times = self.calls + 1, self.times - 1
+                raise self.error
+            tell(done)
+
+        return super().__call__(setting, folder, told)
+
+
+def check_whole(config, rows: list[dict]) -> None:
+    """Every setting was finished, none failed, and no error of the environment was counted as one of a setting."""
+    found = {tuple(row.items()) for row in ({k: v for k, v in row.items() if k != "trial"} for row in rows)}
+    settings = settings_of(config.space)
+    wanted = [{**setting, **row} for setting in settings for row in sweep_stub.rows_of(setting)]
+    assert found == {tuple(row.items()) for row in wanted}
+    assert len(rows) == len(wanted)
+    store = open_store(config)
+    try:
+        assert {trial.state.name for trial in store.trials()} == {"COMPLETE"}
+        assert {lease.errors for lease in store.leases().values()} == {0}
+    finally:
+        store.dispose()
+
+
+@pytest.mark.parametrize("together", [None, 4])
+@pytest.mark.parametrize(
+    "error",
+    [
+        FULL,
+        OSError(errno.EROFS, "Read-only file system", "x"),
+        OSError(errno.EIO, "Input/output error"),
+        sql.exc.OperationalError("UPDATE", {}, Exception("server closed the connection unexpectedly")),
+    ],
+    ids=["full", "read-only", "I/O", "database"],
+)
+def test_a_transient_fault_is_no_error_of_a_setting(tmp_path, together, error, capfd) -> None:
+    config = sweep_stub.config(tmp_path / "s", None, 4, together)
+    rows = sweep(config, make_train=lambda _: Faulty(5, error), show=False)
+    check_whole(config, rows)
+
+
+@pytest.mark.parametrize("together", [None, 4])
+def test_a_fault_that_stays_stops_the_sweep_with_one_line(tmp_path, together, capfd, monkeypatch) -> None:
+    monkeypatch.setattr(faults, "PATIENCE", 1.0)
+    config = sweep_stub.config(tmp_path / "s", None, 4, together)
+    with pytest.raises(faults.SweepStopped, match=r"No space left on device.*run the same command again") as found:
+        sweep(config, make_train=lambda _: Faulty(float("inf")), show=False)
+    assert "\n" not in str(found.value)
+    assert capfd.readouterr().err.count("\n") == 1  # that it waits
+    check_whole(config, sweep(config, make_train=sweep_stub.make, show=False))
+
+
+def test_a_workers_fault_stops_the_team_with_its_line(tmp_path, monkeypatch, capfd) -> None:
+    """The workers are processes of their own: the reason comes back from there."""
+    config = sweep_stub.config(tmp_path / "s", None, 4)
+    with pytest.raises(faults.SweepStopped, match="No space left on device"):
+        sweep(config, make_train=_always_full, show=False, workers=2)
+    assert "Traceback" not in capfd.readouterr().err
+    check_whole(config, sweep(config, make_train=sweep_stub.make, show=False))
+
+
+def _always_full(config):
+    faults.PATIENCE = 0.5
+    return Faulty(float("inf"))
+
+
+def test_sqlite_on_a_full_disk(tmp_path, monkeypatch) -> None:
+    """SQLite's own error for it, raised by SQLite, in the middle of the sweep, and again in the next call."""
+    config = sweep_stub.config(tmp_path / "s", None, 4)
+    monkeypatch.setattr(faults, "PATIENCE", 0.5)
+    stopped: list[str] = []
+    for room in (0, 1, 2, 4):  # every new connection may add so many pages to the file and no more
+        with little_room(room):
+            try:
+                sweep(config, make_train=lambda _: _Long(), show=False)
+            except (faults.SweepStopped, ValueError) as reason:
+                stopped.append(str(reason))
+    assert len(stopped) >= 2
+    assert all("full" in said and "\n" not in said for said in stopped)
+    rows = sweep(config, make_train=sweep_stub.make, show=False)
+    check_whole(config, [{**row, "delta": None} for row in rows])
+
+
+@contextmanager
+def little_room(pages: int):
+    def connected(connection, _) -> None:
+        now = connection.execute("PRAGMA page_count").fetchone()[0]
+        if now > 4:
+            connection.execute(f"PRAGMA max_page_count = {now + pages}")
+
+    sql.event.listen(sql.engine.Engine, "connect", connected)
+    try:
+        yield
+    finally:
+        sql.event.remove(sql.engine.Engine, "connect", connected)
+
+
+class _Long(sweep_stub.Stub):
+    """Whose rows need room in the database."""
+
+    pause = 0.001
+
+    def __call__(self, setting, folder, tell):
+        return [{**row, "delta": "x" * 20_000} for row in super().__call__(setting, folder, tell)]
+
+
+# --- a PostgreSQL server ------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(monkeypatch):
+    if NO_SERVER:
+        pytest.skip(NO_SERVER)
+    from reconbound.sweep import answering
+
+    monkeypatch.setattr(answering, "ANSWER", 2)
+    with postgres_server.controlled() as one:
+        yield one
+
+
+def begun(config) -> tuple[threading.Thread, list]:
+    """A sweep in a thread, and what became of it."""
+    found: list = []
+
+    def job() -> None:
+        try:
+            found.append(sweep(config, make_train=sweep_stub.make, show=False))
+        except BaseException as reason:
+            found.append(reason)
+
+    thread = threading.Thread(target=job, daemon=True)
+    thread.start()
+    return thread, found
+
+
+@pytest.mark.parametrize("how", ["stopped", "still"])
+def test_a_server_that_comes_back_is_waited_for(tmp_path, server, how, capfd, monkeypatch) -> None:
+    monkeypatch.setattr(faults, "PATIENCE", 20.0)
+    monkeypatch.setattr(faults, "SILENT", 0.2)
+    config = sweep_stub.config(tmp_path / "s", server.url, 4)
+    thread, found = begun(config)
+    _wait_for_training(config)
+    _take_away(server, how)
+    time.sleep(6.5 if how == "still" else 2)
+    _bring_back(server, how)
+    thread.join(40)
+    assert not thread.is_alive()
+    assert isinstance(found[0], list), found[0]
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    assert "waiting for up to 20 s" in said
+    assert "the sweep goes on" in said
+    check_whole(config, found[0])
+
+
+@pytest.mark.parametrize("how", ["stopped", "still"])
+def test_a_server_that_stays_away_stops_the_sweep_which_goes_on_later(tmp_path, server, how, monkeypatch) -> None:
+    monkeypatch.setattr(faults, "PATIENCE", 1.5)
+    config = sweep_stub.config(tmp_path / "s", server.url, 4)
+    thread, found = begun(config)
+    _wait_for_training(config)
+    _take_away(server, how)
+    thread.join(40)
+    assert not thread.is_alive()
+    assert isinstance(found[0], faults.SweepStopped), found[0]
+    assert "run the same command again" in str(found[0])
+    assert "\n" not in str(found[0])
+    _bring_back(server, how)
+    check_whole(config, sweep(config, make_train=sweep_stub.make, show=False))
+
+
+def _wait_for_training(config) -> None:
+    until = time.monotonic() + 60
+    while not (config.out / "trials" / "starts").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def _take_away(server, how: str) -> None:
+    server.stop() if how == "stopped" else server.stand_still()
+
+
+def _bring_back(server, how: str) -> None:
+    server.start() if how == "stopped" else server.go_on()
+
+
+def test_a_worker_waits_for_a_server_that_is_away_when_it_begins(tmp_path, server, monkeypatch) -> None:
+    """One of a team, or a replaced one: its sweep is under way, so its storage is no mistyped one."""
+    from reconbound.sweep.run import _join
+
+    monkeypatch.setattr(faults, "PATIENCE", 30.0)
+    config = sweep_stub.config(tmp_path / "s", server.url, 4)
+    sweep(config, make_train=sweep_stub.make, show=False)
+    server.stop()
+    threading.Timer(1.0, server.start).start()
+    assert _join(config, sweep_stub.make, "me", lambda: False) == 0  # nothing was left to do
+    server.stop()
+    monkeypatch.setattr(faults, "PATIENCE", 0.5)
+    with pytest.raises(faults.SweepStopped):
+        _join(config, sweep_stub.make, "me", lambda: False)
