@@ -147,7 +147,6 @@ def facts_of(
             "lr": plan.lr,
             "momentum": plan.momentum,
             "epochs": round(plan.steps / learner.sampler.steps_per_epoch, 2),
-            "noise": plan.noise,
             "accounting_budget": plan.budget,
             "probes": plan.probes,
             "parameters": sum(p.numel() for p in learner.params.values()),

@@ -2,7 +2,9 @@
 
 At every step: draw a batch, clip each record's gradient, add Gaussian noise to the SUM, divide by the fixed qN, hand
 the result to any torch optimizer. Beside it the accountant measures what the steps tell about each record. All
-randomness is a function of (seed, run, step), so a run that was killed goes on bit for bit as if it had not been."""
+randomness is a function of the seed, of what distinguishes the run (learner_state.release_context) and of the step, the
+noise also of the sum to which it is added. So a run that was killed goes on bit for bit as if it had not been, and two
+runs that differ in anything share neither noise nor batches."""
 
 from __future__ import annotations
 
@@ -121,6 +123,7 @@ class PrivateSGD:
         self.plan: Blocks | None = None
         self.history: list[dict[str, float]] = []
         self.kind, self.run, self.step, self.steps = "", 0, 0, 0
+        self.run_seed = 0  # of the present run: from the seed and all that distinguishes its release
         self.first_parameters: dict[str, Tensor] = {}
         self._turn, self._saved, self._midway = 0, -1, False
         self._versions = self._parameter_versions()
@@ -238,7 +241,13 @@ class PrivateSGD:
         """Steps taken over all runs, and one for each run ended: later states have the larger."""
         return self.run * (self.steps + 1) + self.step
 
+    def _begin_run(self) -> None:
+        context = states.release_context(self, self._identity)
+        self.run_seed = derive(self.seed, "run", self.run, context)
+
     def _train_run(self) -> None:
+        if self.step == 0:
+            self._begin_run()
         self._after_step()
         with progress_bar(self.steps, self.step, self.progress, f"run {self.run + 1}") as advance:
             while self.step < self.steps:
@@ -263,7 +272,7 @@ class PrivateSGD:
             self._turn, self._saved = self._turn + 1, self.order
 
     def _train_step(self) -> None:
-        s, seed = self.settings, derive(self.seed, "run", self.run)
+        s, seed = self.settings, self.run_seed
         sizes = row_counts(self.inputs, self.targets)
         if sizes != {self.records}:
             self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
@@ -272,8 +281,8 @@ class PrivateSGD:
             self._fail(f"a record from {int(chosen.min())} to {int(chosen.max())} was drawn: index out of range")
         with self._placed():
             measured, kept = measuring.measured_groups(self, seed), measuring.followed(self, seed)
-            flat = measuring.gradient_sum(self, chosen, seed, measured).double()
-        flat += s.noise_multiplier * s.max_grad_norm * noises.draw(s.noise, seed, self.step, len(flat), flat.device)
+            total = measuring.gradient_sum(self, chosen, seed, measured)
+        flat = total.double() + s.noise_multiplier * s.max_grad_norm * self._noise(total)
         flat /= self.sampler.divisor
         for p, piece in zip(self.params.values(), flat.split([p.numel() for p in self.params.values()]), strict=True):
             p.grad = piece.reshape(p.shape).to(p.dtype)
@@ -293,6 +302,11 @@ class PrivateSGD:
                 self.accountant.finish_run()
         self.step += 1
         self._midway = False
+
+    def _noise(self, total: Tensor) -> Tensor:
+        """Standard normal numbers for this sum: the same only for the same bits of it, at this step of this release."""
+        bits = bytes.fromhex(checkpoints.digest({"sum": total}))
+        return noises.draw(derive(self.run_seed, "noise", self.step, bits), len(total), total.device)
 
     # --- errors --------------------------------------------------------------------------
 
@@ -320,7 +334,7 @@ class PrivateSGD:
         if not self.steps:
             self.kind, self.steps = kind, length
             self._make_ledger()
-            self._identity = states.identity(self) if self.folder is not None else {}
+            self._identity = states.identity(self)
         if self.folder is None:
             yield
             return
