@@ -2,55 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from learning import CLASSES, FEATURES, data, losses, network, settings
-from reconbound import noise as noises
+from learning import CLASSES, FEATURES, Kept, data, losses, network, settings
 from reconbound.sgd import PrivateSGD
 
 STEPS = 6
 
 
-class Recorded(PrivateSGD):
-    """Keeps what each step drew: its noise and its batch."""
-
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self.drawn: list[Tensor] = []
-        self.batches: list[list[int]] = []
-
-    def fit(self, *given: Any, **options: Any) -> Recorded:
-        draw, batch = noises.draw, type(self.sampler).batch
-
-        def noise(*arguments: Any) -> Tensor:
-            self.drawn.append(draw(*arguments))
-            return self.drawn[-1]
-
-        def batched(sampler: Any, seed: int, step: int) -> Tensor:
-            found = batch(sampler, seed, step)
-            self.batches.append(found.tolist())
-            return found
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(noises, "draw", noise)
-            patch.setattr(type(self.sampler), "batch", batched)
-            super().fit(*given, **options)
-        return self
-
-
 def recorded(
     model: nn.Module | None = None, *, loss: Any = losses, records: Any = None, steps: int = STEPS, **options: Any
-) -> Recorded:
+) -> Kept:
     names = settings().__dataclass_fields__
     chosen = {name: options.pop(name) for name in list(options) if name in names}
     x, y = records or data()
     model = network(1) if model is None else model
-    return Recorded(model, loss, x, y, settings(**{"rules": None, **chosen}), check=False, **options).fit(steps)
+    one = Kept(model, loss, x, y, settings(**{"rules": None, **chosen}), check=False, **options)
+    one.fit(steps)
+    return one
 
 
 def wider() -> nn.Module:
@@ -71,11 +48,11 @@ def changed_label() -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def continued() -> Recorded:
+def continued() -> Kept:
     return recorded(recorded().model)
 
 
-def by_hand() -> Recorded:
+def by_hand() -> Kept:
     model = network(1)
     with torch.no_grad():
         model[0].weight[0, 0] += 1e-6
@@ -92,7 +69,7 @@ def frozen() -> nn.Module:
     return model
 
 
-CASES: dict[str, Callable[[], Recorded]] = {
+CASES: dict[str, Callable[[], Kept]] = {
     "noise multiplier": lambda: recorded(noise_multiplier=1.5),
     "learning rate": lambda: recorded(lr=0.2),
     "momentum": lambda: recorded(momentum=0.5),
@@ -178,3 +155,20 @@ def test_two_runs_do_not_reveal_the_clipped_sum() -> None:
     sums = clipped_gradient_sum(network(1), losses, x, y, max_grad_norm=1.0).gradient_sum
     true = torch.cat([v.flatten() for v in sums.values()]).double()
     assert float((guess - true).norm() / len(true) ** 0.5) > 0.5  # it was 1e-5
+
+
+def test_the_noise_is_keyed_by_the_seed_the_release_the_step_and_the_sum() -> None:
+    """By hand: SHAKE-256 and Box–Muller in NumPy under HMAC-SHA-256 keys."""
+    one = recorded()
+    for step, (total, drawn) in enumerate(zip(one.sums, one.drawn, strict=True)):
+        about = f"sum|torch.float32|({len(total)},)|".encode() + total.numpy().tobytes()
+        fields = b"noise".ljust(16, b"\0") + step.to_bytes(8, "little") + hashlib.sha256(about).digest()
+        key = hmac.new(one.run_seed.to_bytes(32, "little"), b"reconbound" + fields, hashlib.sha256).digest()
+        pairs = (len(total) + 1) // 2
+        raw = hashlib.shake_256(b"reconbound noise" + key + bytes(8)).digest(64 * pairs)
+        bits = np.frombuffer(raw, dtype="<u8").reshape(2, 4, pairs) >> np.uint64(11)
+        u = (bits.astype(np.float64) + 0.5) * 2.0**-53
+        radius, angle = np.sqrt(-2 * np.log(u[0])), 2 * np.pi * u[1]
+        normal = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1).sum(0) / 2
+        np.testing.assert_allclose(drawn.numpy(), normal[: len(total)], rtol=1e-12, atol=1e-14)
+    assert one.run_seed != one.seed

@@ -130,6 +130,7 @@ class Fleet:
         with seeded(0):  # whatever the models draw is replaced when a run begins
             self.models = [make_model().to(self.device) for _ in self.settings]
         self._data = data_digest(inputs, targets)
+        self.run_seeds: dict[int, int] = {}  # of the runs so far: from the seed and what the fleet shares
         self.params, self.sums = _flattened(self.models)
         self.mask = _checked_mask(private, self.inputs[:1].to(self.params.dtype))
         self.private = Private() if self.mask is None else Private(features=self.mask.bool())
@@ -174,7 +175,7 @@ class Fleet:
         base = self.settings[0].seed
         assert base is not None
         self._start(derive(base, "initial", number))
-        seed = derive(base, "run", number, self._context(()))
+        seed = self.run_seeds[number] = derive(base, "run", number, self._context(()))
         batches: list[Tensor] = _batches(self.sampler, seed, self.at[-1])  # type: ignore[arg-type]
         draw = self._drawn(base, seeds, number) if noise is None else lambda step: self.noise.copy_(noise(step))
         done = 0
