@@ -26,6 +26,7 @@ from ._progress import progress_bar
 from ._random import derive, new_seed, seeded
 from .accountant import FisherAccountant
 from .budget import Blocks
+from .fingerprints import of_run
 from .fisher import Private
 from .measure import Fault, LossFn, Measurer, as_tensors, evaluated, record_count, row_counts
 from .sampling import make_sampler
@@ -244,6 +245,8 @@ class PrivateSGD:
     def _begin_run(self) -> None:
         context = states.release_context(self, self._identity)
         self.run_seed = derive(self.seed, "run", self.run, context)
+        if self.accountant is not None:
+            self.accountant.begin_run(of_run(self.run_seed))
 
     def _train_run(self) -> None:
         if self.step == 0:
