@@ -77,6 +77,9 @@ def torch_stream(seed: int, purpose: str, step: int, device: torch.device | str 
 
 def fresh_generator(device: torch.device | str = "cpu") -> torch.Generator:
     """Returns a generator of torch's with a seed from the operating system: for probes when the caller gave none."""
+    if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
+        what = "must be given while a CUDA graph is captured, and registered with the graph; or give directions"
+        raise InputError("generator", what, None)
     return torch.Generator(device=device).manual_seed(secrets.randbits(63))
 
 

@@ -23,6 +23,7 @@ import torch
 from . import __version__
 from ._files import is_leftover
 from ._progress import progress_bar
+from ._random import random_states_kept
 from .account import Account
 from .audit_leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, looks
 from .audit_learner import SNAPSHOTS, AuditLearner
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from .data import Dataset
 
 
+@random_states_kept()
 def audit(
     dataset: Dataset,
     plan: Plan,

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ._check import InputError, warn_user
 from ._opacus import is_wrapper
+from ._random import random_states_kept
 from .fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
 from .fisher.private import Problem, as_private, feature_mask, module_caveats, private_part
 from .settings import Settings
@@ -41,6 +42,7 @@ class Measurer:
         features: d, private features of a record. caveats: what every floor of this model must carry.
     """
 
+    @random_states_kept()
     def __init__(
         self,
         model: nn.Module,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from reconbound._opacus import unhooked
+from reconbound._random import random_states_kept
 from reconbound.validate.derivatives import check_derivatives, check_differences, math_attention
 from reconbound.validate.runs import PROBE_RECORDS, check_coupling, check_randomness, check_steps
 from reconbound.validate.structure import (
@@ -24,7 +25,7 @@ from reconbound.validate.structure import (
     kinked_modules,
     warn_kinks,
 )
-from reconbound.validate.watch import LossFn, Trace, check_data, random_state_kept, record_count, rows, run
+from reconbound.validate.watch import LossFn, Trace, check_data, record_count, rows, run
 
 from .._check import warn_user
 
@@ -89,7 +90,7 @@ def check_batch(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) ->
     check_structure(model)
     check_data(inputs, targets)
     few = rows((inputs, targets), [i % record_count(inputs) for i in range(PROBE_RECORDS)])
-    with torch.enable_grad(), random_state_kept(model):
+    with torch.enable_grad(), random_states_kept():
         trace = run(model, loss_fn, *few)
         check_randomness(model, trace, run(model, loss_fn, *few))
         check_coupling(model, loss_fn, few, trace)
