@@ -23,7 +23,7 @@ from . import learner_words as words
 from . import noise as noises
 from ._check import InputError, number, warn_user, whole
 from ._progress import progress_bar
-from ._random import derive, new_seed, seeded
+from ._random import GUESSABLE, derive, new_seed, seed_warning, seeded
 from .accountant import FisherAccountant
 from .budget import Blocks
 from .fingerprints import of_run
@@ -100,6 +100,8 @@ class PrivateSGD:
             raise InputError("model", "must have a parameter that requires grad", type(model).__name__)
         self.device = next(iter(self.params.values())).device
         self.seed = new_seed() if settings.seed is None else int(settings.seed)
+        if self.seed < GUESSABLE:
+            self._say(seed_warning("seed"))
         self.private, self.diagonal, self.spectral, self.feature_scale = private, diagonal, spectral, feature_scale
         words.check_maker("optimizer", optimizer, torch.optim.Optimizer)
         words.check_maker("schedule", schedule, torch.optim.lr_scheduler.LRScheduler)

@@ -16,10 +16,11 @@ from typing import Any
 
 import optuna
 
-from .._check import DataError, InputError, choice, number, whole
+from .._check import DataError, InputError, choice, number, warn_user, whole
 from .._files import CONFIDENTIAL, write_whole
-from .._random import checked_seed, new_seed
+from .._random import GUESSABLE, checked_seed, new_seed, seed_warning
 from ..run_folder import prepare
+from ..validate.structure import ReconboundWarning
 from . import space as spaces
 from .crowd import work_together
 from .frontier import FLOORS, default_floor, rows_of, score_of, write_table
@@ -116,6 +117,8 @@ def sweep(
     the sweep's seed, the plan and the setting, whoever trains it and however often it was interrupted.
     """
     whole("workers", workers)
+    if config.seed is not None and config.seed < GUESSABLE:
+        warn_user(seed_warning("seed"), ReconboundWarning)
     folders = (config.out, config.out / TRIALS)
     new = [folder for folder in folders if not folder.exists()]
     for folder in folders:
