@@ -29,8 +29,8 @@ import statistics
 import subprocess
 import sys
 import time
-from functools import lru_cache
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learning import SameNoise, FEATURES, RECORDS, learner
+from learning import FEATURES, RECORDS, SameNoise, learner
 from reconbound._check import InputError
 from reconbound.accountant import FEWEST, Account, FisherAccountant
 from reconbound.amplification import fixed_size_factor, paper_delta, paper_kappa, poisson_factors

@@ -30,14 +30,14 @@ MECHANISM: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
 
 
 def states() -> tuple[Any, ...]:
-    kind, keys, *rest = np.random.get_state()
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
     return torch.get_rng_state().tolist(), kind, keys.tolist(), rest, random.getstate()
 
 
 @contextmanager
 def untouched() -> Iterator[None]:
     torch.manual_seed(5)
-    np.random.seed(6)
+    np.random.seed(6)  # noqa: NPY002
     random.seed(7)
     before = states()
     yield
@@ -53,7 +53,7 @@ class Drawing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.inner(x)
-        return found + 0 * (float(torch.rand(())) + np.random.rand() + random.random())
+        return found + 0 * (float(torch.rand(())) + np.random.rand() + random.random())  # noqa: NPY002
 
 
 def ledger() -> FisherAccountant:
@@ -141,7 +141,7 @@ class Loop:
 
     def __init__(self, *, measured: bool) -> None:
         torch.manual_seed(0)
-        np.random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
         random.seed(2)
         x, y = data()
         model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -153,7 +153,7 @@ class Loop:
                 if measured:
                     kept.add(batch, step_information(model, losses, x[batch], y[batch], **MECHANISM, spectral=True))
                     check_batch(model, losses, x[batch], y[batch])
-                jitter = torch.from_numpy(np.random.normal(size=(len(batch), FEATURES))).float() * random.random()
+                jitter = torch.from_numpy(np.random.normal(size=(len(batch), FEATURES))).float() * random.random()  # noqa: NPY002
                 hidden = nn.functional.dropout(model[1](model[0](x[batch] + jitter)), 0.5)
                 optimizer.zero_grad()
                 losses(model[2](hidden), y[batch]).mean().backward()

@@ -14,7 +14,6 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 import reconbound
-from reconbound.linear._base import PrivateLinear
 from reconbound.linear import (
     DataNormWarning,
     NoiseWarning,
@@ -23,6 +22,7 @@ from reconbound.linear import (
     PrivateRidge,
     ShortenedWarning,
 )
+from reconbound.linear._base import PrivateLinear
 from reconbound.linear.solver import minimise
 
 SMALL = {"noise_std": 1e-3, "random_state": 0}

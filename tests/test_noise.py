@@ -27,7 +27,9 @@ def by_cipher(key: int, size: int) -> Tensor:
     return noise._normal(parts[0])[:size]
 
 
-sources = pytest.mark.parametrize("source", [lambda key, size: draw(key, size, CPU), by_cipher], ids=["shake", "chacha"])
+sources = pytest.mark.parametrize(
+    "source", [lambda key, size: draw(key, size, CPU), by_cipher], ids=["shake", "chacha"]
+)
 
 
 @sources

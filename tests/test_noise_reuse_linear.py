@@ -73,8 +73,13 @@ def test_linear_noise_is_standard_normal_and_none_is_fresh() -> None:
     assert np.abs(one - other).min() > 1e-6  # a generator goes on, as scikit-learn has it
 
 
-def fleet_noise(*, settings: Any = None, records: Any = None, seeds: Any = None, loss: Any = losses, model: Any = network):
-    chosen = settings or [Settings(1.0, 1.0, 0.3, lr=0.1, seed=3, budget=1.0), Settings(2.0, 1.0, 0.3, seed=3, budget=1.0)]
+def fleet_noise(
+    *, settings: Any = None, records: Any = None, seeds: Any = None, loss: Any = losses, model: Any = network
+):
+    chosen = settings or [
+        Settings(1.0, 1.0, 0.3, lr=0.1, seed=3, budget=1.0),
+        Settings(2.0, 1.0, 0.3, seed=3, budget=1.0),
+    ]
     fleet = Fleet(model, loss, *(records or data()), chosen, at=[3])
     drawn = []
     for _ in fleet.run(0, seeds=seeds, tell=lambda step: drawn.append(fleet.noise.clone())):

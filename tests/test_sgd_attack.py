@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from learning import Kept, losses
 from reconbound._check import InputError
 from reconbound.amplification import poisson_factors
+from reconbound.attacks import sgd as attack
 from reconbound.attacks import simulate_sgd
 from reconbound.attacks.sgd import Target, Transcript, observe
 from reconbound.fisher import dense_information
-from reconbound.attacks import sgd as attack
 from reconbound.sampling import make_sampler
 from reconbound.settings import Settings
 

@@ -1,4 +1,4 @@
-"""Random numbers as functions of (seed, purpose, step, context): nothing to save, nothing to replay, no two streams alike.
+"""Random numbers as functions of (seed, purpose, step, context): nothing to save or to replay, no two streams alike.
 
 torch's CPU generator keeps 32 bits of its seed. That is too few where secrecy rests on the numbers (an attacker can
 try them all, and two steps of a long run would share them), so batches come from NumPy's Philox with a 128-bit key and
@@ -86,14 +86,14 @@ def fresh_generator(device: torch.device | str = "cpu") -> torch.Generator:
 @contextmanager
 def random_states_kept() -> Iterator[None]:
     """Leaves the global generators of Python, NumPy and torch (on the CPU and on CUDA) as they were."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     cuda = _cuda_generators()
     states = [generator.get_state() for generator in cuda]
     try:
         yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy)
+        np.random.set_state(numpy)  # noqa: NPY002
         torch.set_rng_state(cpu)
         for generator, state in zip(cuda, states, strict=True):
             generator.set_state(state)
