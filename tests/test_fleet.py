@@ -64,8 +64,8 @@ class Beside(PrivateSGD):
         return noise_at(self.run, self.step, len(total))
 
 
-def beside(fleet: Fleet, chosen: Settings, **options: Any) -> PrivateSGD:
-    one = Beside(conv(), losses, *images(), chosen, progress=False, check=False, **options)
+def beside(fleet: Fleet, chosen: Settings, model: nn.Module | None = None, **options: Any) -> PrivateSGD:
+    one = Beside(model or conv(), losses, *images(), chosen, progress=False, check=False, **options)
     one.fleet = fleet
     return one
 
