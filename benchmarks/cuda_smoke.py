@@ -1,16 +1,22 @@
 """On a GPU machine: the step's information equals that on the CPU in float64, eager and captured in a CUDA graph."""
 
 import contextlib
+import os
 import tempfile
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for sums that are the same to the last bit
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from reconbound import networks
+from reconbound._random import fresh_generator, random_states_kept, seeded
 from reconbound.amplification import PoissonTable, poisson_factors
+from reconbound.chacha import keystream
 from reconbound.fisher import clipped_gradient_sum, step_information
 from reconbound.fleet import Fleet
+from reconbound.noise import _bits, _normal, draw
 from reconbound.settings import Settings
 
 
@@ -33,9 +39,47 @@ def sampled_probes(cases) -> None:
         print(name, "ok: sampled probes agree within their errors")
 
 
+def noise() -> None:
+    """The cipher's bits are the CPU's; the normal numbers agree to rounding, and are standard normal."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for blocks in (1, 3, 1000, 300_001):
+        streams = [keystream(bytes(range(32)), 7, b"of 12 bytes.", blocks, place).cpu() for place in (cpu, cuda)]
+        assert torch.equal(*streams), blocks
+    for size in (1, 2, 7, 26_010, 2**20 + 3):
+        x = draw(2**200 + 5, size, cuda)
+        assert x.shape == (size,), size
+        assert x.device.type == "cuda"
+        assert torch.equal(x, draw(2**200 + 5, size, cuda)), size
+    part = _normal(_bits(bytes(32), 0, 100_000, cuda).cpu())
+    torch.testing.assert_close(_normal(_bits(bytes(32), 0, 100_000, cuda)).cpu(), part, rtol=1e-9, atol=1e-11)
+    assert abs(float(x.mean())) < 5 / len(x) ** 0.5
+    assert abs(float(x.var()) - 1) < 5 * (2 / len(x)) ** 0.5
+    print("noise ok: ChaCha20 has the same bits on CPU and CUDA")
+
+
+def generators() -> None:
+    """Measuring leaves the GPU's global generator as it was, and probes are not drawn from it."""
+    model, x, y = networks.mnist_cnn().cuda(), torch.rand(5, 1, 28, 28).cuda(), torch.randint(0, 10, (5,)).cuda()
+    torch.cuda.manual_seed_all(4)
+    before = torch.cuda.get_rng_state()
+    step_information(model, losses, x, y, max_grad_norm=1.0, noise_multiplier=0.5, spectral=True)
+    networks.mnist_cnn()
+    with seeded(3):
+        torch.randn(4, device="cuda")
+    with random_states_kept():
+        torch.randn(4, device="cuda")
+    torch.randn(4, device="cuda", generator=fresh_generator("cuda"))
+    assert torch.equal(before, torch.cuda.get_rng_state())
+    print("generators ok: measuring leaves CUDA's global generator alone")
+
+
 def private_sgd() -> None:
-    """A short private training on the GPU: the ledger fills, and a stopped run goes on to the same end."""
+    """A short private training on the GPU: the ledger fills, and a stopped run goes on to the same end.
+
+    Noise depends on the bits of the sum, so that kernels must be deterministic for it."""
     from reconbound.sgd import PrivateSGD, Settings
+
+    torch.use_deterministic_algorithms(True)
 
     torch.manual_seed(1)
     x, y = torch.rand(500, 1, 28, 28), torch.randint(0, 10, (500,))
@@ -173,9 +217,12 @@ def main() -> None:
         for n, v in plain.items():
             assert torch.allclose(v, there.gradient_sum[n], rtol=1e-9, atol=1e-12), (name, n)
         print(name, "ok: CPU, CUDA and CUDA graph agree to 1e-9")
+    noise()
+    generators()
     sampled_probes(cases)
     fleets("cuda")
     private_sgd()
+    torch.use_deterministic_algorithms(False)
     table = PoissonTable(0.01).prepare("cuda", torch.float64)
     m = torch.linspace(0, 30, 1000, dtype=torch.float64, device="cuda")
     across, along = table(m)

@@ -30,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def relative_variances(model: nn.Module, x: Tensor, y: Tensor, draws: int = 400)
         last: list[Tensor] = []
 
         def draw(options: dict[str, Any] = options, last: list[Tensor] = last) -> None:
-            last[:] = [step_information(model, losses, x, y, **setting, **options).trace]
+            last[:] = [step_information(model, losses, x, y, **setting, **options, generator=draws_on(x)).trace]
 
         again = graphed(draw) if x.is_cuda else draw  # a replay draws anew
         values = [(again(), last[0].clone())[1] for _ in range(draws)]  # type: ignore[func-returns-value]
@@ -122,6 +123,16 @@ def seconds(work: Callable[[], Any], repeats: int, device: str) -> float:
     return statistics.median(taken)
 
 
+@lru_cache
+def _generator(device: str) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)
+
+
+def draws_on(x: Tensor) -> torch.Generator:
+    """The generator of all probes on x's device: a CUDA graph must know it before it is captured."""
+    return _generator(x.device.type)
+
+
 def graphed(work: Callable[[], Any]) -> Callable[[], None]:
     """The same work, captured once and replayed."""
     side = torch.cuda.Stream()
@@ -131,6 +142,7 @@ def graphed(work: Callable[[], Any]) -> Callable[[], None]:
             work()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(_generator("cuda"))
     with torch.cuda.graph(graph):
         work()
     return graph.replay
@@ -151,10 +163,12 @@ def compare(network: str, device: str) -> tuple[dict[str, Any], Callable[[], Non
     needed = {form: max(1, math.ceil(v / target - 1e-9)) for form, v in v_probe.items()}
 
     def paper(coordinates: int, at_once: int) -> Callable[[], Any]:
-        return lambda: coordinate_information(model, losses, x, y, **SETTING, coordinates=coordinates, at_once=at_once)
+        options = {**SETTING, "coordinates": coordinates, "at_once": at_once, "generator": draws_on(x)}
+        return lambda: coordinate_information(model, losses, x, y, **options)
 
     def ours(count: int, **options: Any) -> Callable[[], Any]:
-        return lambda: step_information(model, losses, x, y, **SETTING, probes=count, error="bound", **options)
+        options = {**SETTING, "probes": count, "error": "bound", "generator": draws_on(x), **options}
+        return lambda: step_information(model, losses, x, y, **options)
 
     row: dict[str, Any] = {
         "network": network,
@@ -190,9 +204,7 @@ def compare(network: str, device: str) -> tuple[dict[str, Any], Callable[[], Non
     row["one_probe_s"] = seconds(wrap(ours(1)), repeats, device)
     row["eight_probes_s"] = seconds(wrap(ours(8)), repeats, device)
     probes = needed[DEFAULT]
-    row["ours_with_standard_error_s"] = seconds(
-        wrap(lambda: step_information(model, losses, x, y, **SETTING, probes=probes, error="product")), repeats, device
-    )
+    row["ours_with_standard_error_s"] = seconds(wrap(ours(probes, error="product")), repeats, device)
     if device == "cuda":
         row["ours_default_eager_s"] = seconds(ours(probes), repeats, device)
     row["ratios"] = {

@@ -1,45 +1,60 @@
-"""What noise from a cryptographic generator costs beside Philox, alone and as a share of a private step."""
+"""What cryptographic noise costs: beside Philox, which it replaced, as a share of a private step; and the hash."""
 
 import time
 
+import numpy as np
 import torch
 
+from reconbound.chacha import keystream
+from reconbound.checkpoint import digest
 from reconbound.fisher import clipped_gradient_sum
 from reconbound.networks import mnist_cnn
 from reconbound.noise import draw
 
-SIZES = {"MNIST network": 26_010, "CIFAR-10 network": 550_570}
+SIZES = {"MNIST network": 26_010, "CIFAR-10 network": 550_570, "a million": 1_000_000}
 REPEATS = 7
 
 
-def seconds(call) -> float:
+def seconds(call, device: str) -> float:
     """The best of a few calls, after one to warm up."""
     call()
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
         call()
+        if device == "cuda":
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return min(times)
 
 
+def philox(size: int, device: torch.device) -> torch.Tensor:
+    """Normal numbers from a generator that is not cryptographic."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.random.Generator(np.random.Philox(key=1)).standard_normal(size))
+    return torch.randn(size, device=device, dtype=torch.float64, generator=torch.Generator(device).manual_seed(1))
+
+
 def main() -> None:
-    cpu, ratio = torch.device("cpu"), 0.0
-    for name, size in SIZES.items():
-        fast, secure = (
-            seconds(lambda source=source, size=size: draw(source, 1, 0, size, cpu)) for source in ("philox", "secure")
-        )
-        ratio = secure / fast
-        print(f"{name}, {size:,} numbers: Philox {1e3 * fast:.2f} ms, secure {1e3 * secure:.2f} ms, {ratio:.0f} times")
-        if size == SIZES["MNIST network"]:
-            model, x, y = mnist_cnn(), torch.randn(600, 1, 28, 28), torch.randint(0, 10, (600,))
-            loss = lambda out, target: torch.nn.functional.cross_entropy(out, target, reduction="none")  # noqa: E731
-            step = seconds(lambda: clipped_gradient_sum(model, loss, x, y, max_grad_norm=8.0))  # noqa: B023
-            print(
-                f"    of a step on 600 records ({1e3 * step:.0f} ms, {torch.get_num_threads()} threads): "
-                f"{secure / step:.1%}"
-            )
-    print(f"secure noise over Philox noise, {size:,} numbers: {ratio:.1f} times")
+    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        place = torch.device(device)
+        model, x = mnist_cnn().to(place), torch.randn(600, 1, 28, 28, device=place)
+        y = torch.randint(0, 10, (600,), device=place)
+        loss = lambda out, target: torch.nn.functional.cross_entropy(out, target, reduction="none")  # noqa: E731
+        step = seconds(lambda: clipped_gradient_sum(model, loss, x, y, max_grad_norm=8.0), device)  # noqa: B023
+        print(f"{device}, {torch.get_num_threads()} threads; a step of the MNIST network on 600 records: {step:.3f} s")
+        for name, size in SIZES.items():
+            total = torch.randn(size, device=place)
+            work = {
+                "Philox": lambda: philox(size, place),  # noqa: B023
+                "ours": lambda: draw(1, size, place),  # noqa: B023
+                "hash of the sum": lambda: digest({"": total}),  # noqa: B023
+                "ChaCha20 stream": lambda: keystream(bytes(32), 0, bytes(12), (size + 1) // 2, place),  # noqa: B023
+            }
+            taken = {what: seconds(call, device) for what, call in work.items()}
+            told = ", ".join(f"{what} {1e3 * t:.2f} ms" for what, t in taken.items())
+            share = (taken["ours"] + taken["hash of the sum"]) / step
+            print(f"    {name}, {size:,} numbers: {told}" + (f"; {share:.1%} of the step" if size == 26_010 else ""))
 
 
 if __name__ == "__main__":

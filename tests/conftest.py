@@ -29,6 +29,16 @@ def run(capsys, monkeypatch):
 
 
 @pytest.fixture
+def same_noise(monkeypatch):
+    """Learners whose noise and batches depend on the seed, run and step alone, to compare runs of other settings."""
+    from learning import SameNoise
+    from reconbound.sgd import PrivateSGD
+
+    for name in ("_begin_run", "_noise"):
+        monkeypatch.setattr(PrivateSGD, name, getattr(SameNoise, name))
+
+
+@pytest.fixture
 def answer(run):
     """The JSON of a command that must succeed."""
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from reconbound._random import derive
+from reconbound.noise import draw
 from reconbound.sgd import PrivateSGD, Settings
 
 RECORDS, FEATURES, CLASSES = 24, 4, 3
@@ -39,13 +41,49 @@ def settings(**changes: Any) -> Settings:
     return Settings(**{**chosen, **changes})
 
 
-def learner(model: nn.Module | None = None, *, records: Any = None, **options: Any) -> PrivateSGD:
+def learner(
+    model: nn.Module | None = None, *, records: Any = None, kind: type[PrivateSGD] = PrivateSGD, **options: Any
+) -> PrivateSGD:
     """A learner on the small problem: settings by their names, everything else as options of PrivateSGD."""
     names = Settings.__dataclass_fields__
     chosen = {name: options.pop(name) for name in list(options) if name in names}
     options.setdefault("check", False)
     x, y = data() if records is None else records
-    return PrivateSGD(model or network(), losses, x, y, settings(**chosen), **options)
+    return kind(model or network(), losses, x, y, settings(**chosen), **options)
+
+
+class SameNoise(PrivateSGD):
+    """Draws noise and batches from the seed, run and step alone: to compare settings, never to release anything."""
+
+    def _begin_run(self) -> None:
+        self.run_seed = derive(self.seed, "run", self.run)
+
+    def _noise(self, total: Tensor) -> Tensor:
+        return draw(derive(self.run_seed, "noise", self.step), len(total), total.device)
+
+
+class Kept(PrivateSGD):
+    """Keeps the seed of each run, and of each step the noise and the batch."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.run_seeds: list[int] = []
+        self.drawn: list[Tensor] = []
+        self.sums: list[Tensor] = []
+
+    def _begin_run(self) -> None:
+        super()._begin_run()
+        self.run_seeds.append(self.run_seed)
+
+    def _noise(self, total: Tensor) -> Tensor:
+        self.sums.append(total)
+        self.drawn.append(super()._noise(total))
+        return self.drawn[-1]
+
+    @property
+    def batches(self) -> list[list[int]]:
+        """Of all steps of all runs."""
+        return [self.sampler.batch(seed, step).tolist() for seed in self.run_seeds for step in range(self.steps)]
 
 
 def same_state(a: PrivateSGD, b: PrivateSGD) -> bool:

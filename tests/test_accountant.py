@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learning import FEATURES, RECORDS, learner
+from learning import FEATURES, RECORDS, SameNoise, learner
 from reconbound._check import InputError
 from reconbound.accountant import FEWEST, Account, FisherAccountant
 from reconbound.amplification import fixed_size_factor, paper_delta, paper_kappa, poisson_factors
@@ -125,7 +125,8 @@ def budgets() -> dict:
     for name, budget in {"all": 1e6, "every": "every", "steps": ("steps", 0.5), "blocks": 1.0}.items():
         traces, errors, final = [], [], []
         for seed in range(runs):
-            one = learner(budget=budget, seed=seed, probes=8 if name == "all" else 1, lr=0.5).fit(steps)
+            probes = 8 if name == "all" else 1
+            one = learner(kind=SameNoise, budget=budget, seed=seed, probes=probes, lr=0.5).fit(steps)
             assert one.accountant is not None
             traces.append(one.accountant.dfil())
             errors.append(one.accountant.standard_error())
@@ -278,7 +279,8 @@ def test_merged_ledgers_are_the_runs_together(diagonal) -> None:
     one.merge(other)
     assert one.runs == 5
     for name, value in together.state().items():
-        torch.testing.assert_close(one.state()[name], value, msg=name)
+        if name != "fingerprints":  # these runs were measured twice here, to compare
+            torch.testing.assert_close(one.state()[name], value, msg=name)
     torch.testing.assert_close(one.upper(), together.upper())
     empty = FisherAccountant(account(rules=("exact", "none")), **options)
     empty.merge(one)

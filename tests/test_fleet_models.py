@@ -12,8 +12,7 @@ from learning import losses
 from reconbound._check import InputError
 from reconbound.fleet import Fleet
 from reconbound.fleet_work import Branches, Stacked
-from reconbound.sgd import PrivateSGD
-from test_fleet import STEPS, chosen, conv, images, noise_of
+from test_fleet import STEPS, beside, chosen, conv, images, noise_of
 
 
 def made(*layers: nn.Module, kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
@@ -69,7 +68,7 @@ def test_any_model_is_trained_as_private_sgd_trains_it(make: Callable[[], nn.Seq
     trained = [p for p in make().parameters() if p.requires_grad]
     (found,) = fleet.run(0, noise=noise_of(0, sum(p.numel() for p in trained)))
     for k, s in enumerate(settings):
-        one = PrivateSGD(make(), losses, *images(), s, progress=False, check=False)
+        one = beside(fleet, s, make())
         one.repeat(1, STEPS)
         assert one.accountant is not None
         for own, other in zip(one.model.parameters(), fleet.models[k].parameters(), strict=True):
@@ -169,7 +168,7 @@ def test_some_features_are_private(method: str, private: list[int] | Tensor) -> 
     (found,) = fleet.run(0, noise=noise_of(0, fleet.params.shape[1]))
     assert found.features == fleet.features == (3 if isinstance(private, list) else 9)
     for k, s in enumerate(settings):
-        one = PrivateSGD(conv(), losses, *images(), s, private=private, progress=False, check=False)
+        one = beside(fleet, s, private=private)
         ledger = one.repeat(1, STEPS).accountant
         assert ledger is not None
         for rule in ("exact", "paper"):

@@ -22,6 +22,7 @@ from reconbound.linear import (
     PrivateRidge,
     ShortenedWarning,
 )
+from reconbound.linear._base import PrivateLinear
 from reconbound.linear.solver import minimise
 
 SMALL = {"noise_std": 1e-3, "random_state": 0}
@@ -366,28 +367,25 @@ def test_a_grid_search_goes_through_when_constant_columns_are_allowed():
     assert search.score(x, y) > 0.9
 
 
-class Planted(np.random.RandomState):
-    """A generator whose standard normal draws all equal one number."""
-
-    def __init__(self, value):
-        super().__init__(0)
-        self.value = value
-
-    def normal(self, loc=0.0, scale=1.0, size=None):
-        return np.full(size, loc + scale * self.value)
+def plant(monkeypatch, value):
+    """Make all standard normal draws equal one number."""
+    monkeypatch.setattr(PrivateLinear, "_noise", lambda self, *given: np.full(given[-1].shape, value))
 
 
 @pytest.mark.filterwarnings("ignore::reconbound.linear.NoiseWarning")
 @pytest.mark.parametrize("name", ["logistic", "softmax", "ridge"])
-def test_the_noise_is_a_standard_normal_times_the_standard_deviation_that_is_reported(name):
+def test_the_noise_is_a_standard_normal_times_the_standard_deviation_that_is_reported(name, monkeypatch):
     """Exactly that, with draws that are planted; and the draws are Gaussian, all weights alike."""
     x, y = table("ridge" if name == "ridge" else "logistic")
     y = np.digitize(x[:, 0], [-0.5, 0.5]) if name == "softmax" else y
     model = clone(ESTIMATORS["ridge" if name == "ridge" else "logistic"])
-    model.set_params(noise_std=0.3, random_state=Planted(1.0)).fit(x, y)
+    with monkeypatch.context() as planted:
+        plant(planted, 1.0)
+        model.set_params(noise_std=0.3).fit(x, y)
+        model_of_target = clone(model).set_params(noise_std=None, target_mse=1e-3).fit(x, y)
     np.testing.assert_allclose(model._released() - model.solve(x, y).weights, 0.3, rtol=1e-9)
-    model.set_params(noise_std=None, target_mse=1e-3).fit(x, y)
-    np.testing.assert_allclose(model._released() - model.solve(x, y).weights, model.noise_std_, rtol=1e-9)
+    left = model_of_target._released() - model_of_target.solve(x, y).weights
+    np.testing.assert_allclose(left, model_of_target.noise_std_, rtol=1e-9)
     wide = np.random.default_rng(1).normal(size=(20, 100))
     model.set_params(noise_std=1.0, target_mse=None, allow_wide=True)
     y = y[:20]
@@ -397,13 +395,15 @@ def test_the_noise_is_a_standard_normal_times_the_standard_deviation_that_is_rep
 
 
 @pytest.mark.parametrize("d", [1, 20, 200])
-def test_the_check_for_the_training_data_never_refuses_honest_noise_and_sees_what_is_four_times_as_far(d):
+def test_the_check_for_the_training_data_never_refuses_honest_noise_and_sees_what_is_four_times_as_far(d, monkeypatch):
     """‖released − optimum‖²/σ² is chi-squared: a value with a chance of 1e-15 passes, four times that does not."""
     x = np.random.default_rng(0).normal(size=(30, d))
     model = PrivateRidge(noise_std=0.1, data_norm=50.0, target_bound=9.0, allow_wide=True)
     rare = chi2.isf(1e-15, d + 1)
-    model.set_params(random_state=Planted(np.sqrt(rare / (d + 1)))).fit(x, x[:, 0]).leakage(x, x[:, 0])
-    model.set_params(random_state=Planted(np.sqrt(4 * rare / (d + 1)))).fit(x, x[:, 0])
+    plant(monkeypatch, np.sqrt(rare / (d + 1)))
+    model.fit(x, x[:, 0]).leakage(x, x[:, 0])
+    plant(monkeypatch, np.sqrt(4 * rare / (d + 1)))
+    model.fit(x, x[:, 0])
     with pytest.raises(ValueError, match="not the training data"):
         model.leakage(x, x[:, 0])
 

@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learning import losses
+from learning import Kept, losses
 from reconbound._check import InputError
-from reconbound._random import derive
 from reconbound.amplification import poisson_factors
+from reconbound.attacks import sgd as attack
 from reconbound.attacks import simulate_sgd
 from reconbound.attacks.sgd import Target, Transcript, observe
 from reconbound.fisher import dense_information
-from reconbound.noise import draw
 from reconbound.sampling import make_sampler
 from reconbound.settings import Settings
 
@@ -42,14 +41,20 @@ def target_of(own: Settings) -> tuple[Target, Transcript, Tensor]:
 
 
 @pytest.mark.parametrize("clip", ["smooth", "hard"])
-def test_the_attacker_sees_the_records_gradient_when_it_took_part_and_the_noise(clip: str) -> None:
+def test_the_attacker_sees_the_records_gradient_when_it_took_part_and_the_noise(clip: str, monkeypatch) -> None:
+    learners: list[Kept] = []
+
+    def kept(*given, **options) -> Kept:
+        learners.append(Kept(*given, **options))
+        return learners[-1]
+
+    monkeypatch.setattr(attack, "PrivateSGD", kept)
     own = settings(clip=clip)
     target, seen, z = target_of(own)
-    u, seed = target.gradients(z, seen.params), derive(8, "run", 0)
-    took = []
+    u, took = target.gradients(z, seen.params), []
     for step in range(STEPS):
-        took.append(RECORD in make_sampler("poisson", 12, 0.5).batch(seed, step).tolist())
-        noise = draw("philox", seed, step, u.shape[1], torch.device("cpu"))
+        took.append(RECORD in make_sampler("poisson", 12, 0.5).batch(learners[0].run_seed, step).tolist())
+        noise = learners[0].drawn[step]
         assert torch.allclose(seen.left[step], took[-1] * u[step] + 0.7 * 0.5 * noise, rtol=0, atol=1e-9)
     assert 0 < sum(took) < STEPS
 

@@ -168,6 +168,7 @@ def test_segments_count_each_record_for_every_stretch_whole(counts, budget) -> N
         torch.testing.assert_close(total, torch.full_like(total, 0.2 * (end - start)), rtol=1e-12, atol=0)
 
 
+@pytest.mark.usefixtures("same_noise")
 @pytest.mark.parametrize("sampler", ["poisson", "fixed"])
 def test_a_row_on_the_way_is_that_of_a_training_of_so_many_steps(digits, tmp_path, sampler) -> None:
     setting = {"noise_multiplier": 0.7, "sampler": sampler, "lr": 0.5}
@@ -183,6 +184,7 @@ def test_a_row_on_the_way_is_that_of_a_training_of_so_many_steps(digits, tmp_pat
     assert long[1]["epsilon"] > long[0]["epsilon"]
 
 
+@pytest.mark.usefixtures("same_noise")
 def test_rows_are_those_of_the_learner_itself(digits, tmp_path) -> None:
     """With every batch measured, the floors are those of plain runs with a ledger made for that many steps, κ too."""
     setting = {"noise_multiplier": 0.7, "lr": 0.5}

@@ -97,6 +97,7 @@ def test_a_run_that_told_nothing_is_not_less_than_nothing_by_rounding(tmp_path) 
     assert each.flatten().tolist() == [0.15, 0.0]
 
 
+@pytest.mark.usefixtures("same_noise")
 @pytest.mark.parametrize("runs", [2, 3])
 def test_a_trial_tells_what_its_runs_say_one_by_one(digits, tmp_path, told, runs) -> None:
     """At every step count, the last one too, from plain trainings with the same seed that end there."""

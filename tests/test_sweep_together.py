@@ -325,11 +325,6 @@ def test_a_training_ends_when_all_its_leases_are_lost(digits, tmp_path) -> None:
     assert told == [(0, 0), (0, 1), (0, 2)]
 
 
-def test_secure_noise_is_not_passed_over(digits) -> None:  # noqa: F811
-    with pytest.raises(InputError, match="noise must be left out"):
-        together(digits, noise="secure")
-
-
 @pytest.mark.parametrize("ends", ["well", "by an error"])
 def test_a_fleet_leaves_no_memory_held(digits, tmp_path, ends) -> None:  # noqa: F811
     """On a GPU the next one needs it."""

@@ -13,8 +13,11 @@ def progress_bar(total: int, done: int, wanted: bool, what: str) -> Iterator[Cal
     if not wanted or not sys.stderr.isatty():
         yield lambda n: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from ._random import random_states_kept
+
+    with random_states_kept():  # when it is loaded, rich draws from Python's generator
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:

@@ -26,6 +26,8 @@ from .calculator import Guarantee, guarantee
 from .copies import checked_rows
 from .exposure import Exposed, MostExposed, quantiles
 from .feature_ledger import Chosen, Diagonal, FeatureLedger
+from .fingerprints import NAME as FINGERPRINTS
+from .fingerprints import Fingerprints
 from .fisher import StepInformation
 from .limits import FEWEST, WIDEST, upper_limit, why_no_limit
 from .precision import relative_median, told, warn_if_coarse, warn_if_silent
@@ -73,6 +75,7 @@ class FisherAccountant:
         self.features = FeatureLedger(account, diagonal, self.device)
         self.feature_scale = checked_scale(feature_scale, account.features)
         self.runs = 0
+        self._fingerprints = Fingerprints()
         self.caveats: tuple[str, ...] = ()
         self.needs_range = False
         self._warned: dict[str, int] = {}  # of what, at how many runs
@@ -91,6 +94,11 @@ class FisherAccountant:
     def rows(self) -> Tensor | None:
         """The records whose features are kept, most exposed first if they were chosen; None for all or none."""
         return self.features.rows
+
+    @property
+    def fingerprints(self) -> list[str]:
+        """What tells the finished runs from all others, one for each; a run can be in a ledger once only."""
+        return self._fingerprints.finished
 
     # --- writing ---------------------------------------------------------------------
 
@@ -116,6 +124,7 @@ class FisherAccountant:
             return
         self.features.check_found(found)
         self._collect(found)
+        self._fingerprints.touch()
         across, along = self.traces.add(index, found, weight, stratified)
         self.features.add(index, found, across, along)
 
@@ -143,7 +152,17 @@ class FisherAccountant:
         across, along = (
             rate * f.to(self.device) for f in self.traces.factors(self.account.rules[0], found.clipped_norm)
         )
+        self._fingerprints.touch()
         self.features.follow(found, across, along)
+
+    def begin_run(self, fingerprint: str) -> None:
+        """Names the run that is measured from now on; without it, its fingerprint is a random one.
+
+        Args:
+            fingerprint: 32 hexadecimal digits, the same for the same training wherever it is repeated. One that is in
+                the ledger already is refused.
+        """
+        self._fingerprints.begin(fingerprint)
 
     def finish_run(self) -> None:
         """Close the current run: fold it into the averages over runs and start an empty ledger.
@@ -155,12 +174,15 @@ class FisherAccountant:
             cure = "measure every record at every step, or with the right weight, or make the Account with the steps "
             cure += "that were taken and the records that are measured"
             warn_user(f"{fault}; {cure}", ReconboundWarning)
+        self._fingerprints.finish()
         self.runs += 1
         self.traces.finish_run(self.runs)
         self.features.finish_run(self.runs, self.traces.trace(0, self.runs), self.traces.told_of(self.runs))
 
     def merge(self, other: FisherAccountant) -> None:
-        """Take in the finished runs of another ledger of the same account (other machines, other seeds)."""
+        """Take in the finished runs of another ledger of the same account (other machines, other seeds).
+
+        Refuses runs that this one has already: in a copy, in what both were merged from, or trained again."""
         if other is self:
             raise InputError("other", "must be another ledger, with runs of its own", "the same one")
         alike = other.traces.state.keys() == self.traces.state.keys() and self.features.same_parts(other.features)
@@ -168,12 +190,14 @@ class FisherAccountant:
             raise InputError("other", "must be a ledger of the same account, with the same parts", other.account)
         if not torch.equal(self.feature_scale, other.feature_scale):
             raise InputError("other", "must have the same feature_scale", other.feature_scale)
+        self._fingerprints.check_apart(other._fingerprints)
         if other.runs == 0:
             return
         self.caveats, self.needs_range = joined(self.caveats, other.caveats), self.needs_range or other.needs_range
         self.traces.merge(other.traces, self.runs, other.runs)
         self.features.merge(other.features, self.runs, other.runs)
         self.runs += other.runs
+        self._fingerprints.finished.extend(other.fingerprints)
 
     # --- reading -----------------------------------------------------------------------
 
@@ -420,16 +444,18 @@ class FisherAccountant:
 
     def state(self) -> dict[str, Tensor]:
         """A copy of the ledger's tensors, on the CPU."""
-        return {name: value.cpu().clone() for name, value in (self.traces.state | self.features.state).items()}
+        found = {name: value.cpu().clone() for name, value in (self.traces.state | self.features.state).items()}
+        return {**found, FINGERPRINTS: self._fingerprints.tensor()}
 
     def restore(self, tensors: Mapping[str, Tensor], runs: int) -> None:
         """Put back what `state` gave; shapes are checked before anything is changed."""
         self.traces.check(tensors)
         self.features.check(tensors)
+        fingerprints = self._fingerprints.restored(tensors, whole("runs", runs, at_least=0))
         self.traces.restore(tensors)
         self.features.restore(tensors)
         self.features.first = runs == 0
-        self.runs = whole("runs", runs, at_least=0)
+        self.runs, self._fingerprints = whole("runs", runs, at_least=0), fingerprints
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the ledger: safetensors, atomically, mode 0600, marked confidential."""

@@ -24,6 +24,7 @@ from . import __version__
 from ._check import InputError
 from ._files import file_digest, is_leftover
 from ._progress import progress_bar
+from ._random import random_states_kept
 from .account import Account
 from .audit_leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, looks
 from .audit_learner import SNAPSHOTS, AuditLearner
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 PUBLISHED_DIGITS = 2
 
 
+@random_states_kept()
 def audit(
     dataset: Dataset,
     plan: Plan,
@@ -166,7 +168,6 @@ def facts_of(
             "lr": plan.lr,
             "momentum": plan.momentum,
             "epochs": round(plan.steps / learner.sampler.steps_per_epoch, 2),
-            "noise": plan.noise,
             "accounting_budget": plan.budget,
             "probes": plan.probes,
             "parameters": sum(p.numel() for p in learner.params.values()),

@@ -159,6 +159,7 @@ class AuditLearner(PrivateSGD):
         own = {name: value.clone() for name, value in self.model.state_dict().items()}
         try:
             for run in range(runs):
+                ledger.begin_run(self.accountant.fingerprints[run])
                 seed = derive(self.seed, "run", run)
                 for step, weight, places in visits(run):
                     self._put_back(run, step)

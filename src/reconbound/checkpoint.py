@@ -157,6 +157,9 @@ def _check_belongs(path: Path, facts: Mapping[str, Any], belongs: Mapping[str, A
             keys = [k for k in {**wanted, **has} if wanted.get(k) != has.get(k)]
             keys = ["class"] if "class" in keys else keys  # another class has other hyper-parameters anyway
             told = ", ".join(f"{k} was {_shown(has.get(k))} and is {_shown(wanted.get(k))}" for k in keys)
+        elif name == "format":
+            told = "another version of reconbound wrote it, which drew noise in another way: a run begun with that one "
+            told += "must be finished with it, or begun anew"
         elif name == "seed":
             told = "neither is shown, for it is as secret as the data"
         else:
@@ -171,7 +174,7 @@ def _shown(value: Any) -> str:
 
 def plain_json(value: Any) -> Any:
     """The value as it would come back from JSON: tuples as lists, and so on."""
-    return json.loads(json.dumps(value))
+    return json.loads(json.dumps(value, default=lambda number: number.item()))  # NumPy's numbers
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

@@ -5,7 +5,9 @@ CUDA graph (fleet_work.py), and their updates and ledgers are a few operations o
 records measured are those of PrivateSGD with the same seed; they are shared by the fleet, which leaves each training's
 own distribution as it is. On a CPU the same code runs without graphs.
 
-For research: noise comes from the device's own generator in the model's precision, and nothing is checkpointed."""
+For research, not for release: noise comes from the device's own generator, which is not a cryptographic one, in the
+model's precision, and nothing is checkpointed. It is bound to the data, the settings, the model and the loss all the
+same, and the batches to what the fleet shares of these."""
 
 from __future__ import annotations
 
@@ -20,17 +22,21 @@ import torch
 from torch import Tensor, nn
 
 from ._check import InputError, choice, number, whole
-from ._random import derive, torch_stream
+from ._random import derive, seeded, torch_stream
 from .amplification import PoissonTable, paper_delta, paper_kappa
 from .budget import Blocks
 from .fisher import Private
 from .fisher.private import as_private, feature_mask
 from .fleet_work import METHODS, LossFn, Work, make_engine
-from .learner_state import reset_parameters
+from .learner_state import context_digest, data_digest, losses_of, model_facts, reset_parameters
 from .renyi import sensitivity
 from .sampling import Sampler, make_sampler
 from .settings import Settings
 
+NOT_FOR_RELEASE = (
+    "not for release: the noise is from a generator that is not cryptographic, in the model's precision; to release a "
+    "model, train it with PrivateSGD"
+)
 NoiseFn = Callable[[int], Tensor]  # step → standard normal numbers, (K, p)
 _OWN = {"poisson": "exact", "fixed": "fixed"}
 
@@ -45,6 +51,7 @@ class Snapshot:
             batches, "fixed" for fixed-size ones. raw: the same with factor 1.
         features: d. finite: whether each training's parameters are, (K,).
         found: what `evaluate` said of each training.
+        caveats: what holds for all of it: it is not for release.
     """
 
     step: int
@@ -54,6 +61,7 @@ class Snapshot:
     features: int
     finite: Tensor
     found: tuple[Any, ...]
+    caveats: tuple[str, ...] = (NOT_FOR_RELEASE,)
 
     def dfil(self, rule: str = "") -> Tensor:
         """Tr I/d of each training and record, (K, N): the sampler's own rule, "none", or "paper" (κ with δ = 1/(N T)).
@@ -92,7 +100,7 @@ class Fleet:
 
     Guarantee: each training is PrivateSGD's mechanism with those settings, and each snapshot's ledger an unbiased
     estimate of what its steps tell about each record; trainings of one fleet are not independent of each other, for
-    they share batches. On a GPU the noise is float32 from the device's generator: for research, not for release.
+    they share batches. The noise is from the device's generator, which is not cryptographic: not for release.
     """
 
     def __init__(
@@ -119,7 +127,10 @@ class Fleet:
         self.make_model, self.records = make_model, len(inputs)
         self.sampler = make_sampler(first.sampler, self.records, first.sample_rate)
         self.budgets = _checked_budgets(budgets, first, len(self.at))
-        self.models = [make_model().to(self.device) for _ in self.settings]
+        with seeded(0):  # whatever the models draw is replaced when a run begins
+            self.models = [make_model().to(self.device) for _ in self.settings]
+        self._data = data_digest(inputs, targets)
+        self.run_seeds: dict[int, int] = {}  # of the runs so far: from the seed and what the fleet shares
         self.params, self.sums = _flattened(self.models)
         self.mask = _checked_mask(private, self.inputs[:1].to(self.params.dtype))
         self.private = Private() if self.mask is None else Private(features=self.mask.bool())
@@ -163,10 +174,10 @@ class Fleet:
         """
         base = self.settings[0].seed
         assert base is not None
-        seed = derive(base, "run", number)
         self._start(derive(base, "initial", number))
+        seed = self.run_seeds[number] = derive(base, "run", number, self._context(()))
         batches: list[Tensor] = _batches(self.sampler, seed, self.at[-1])  # type: ignore[arg-type]
-        draw = self._drawn(seed, seeds, number) if noise is None else lambda step: self.noise.copy_(noise(step))
+        draw = self._drawn(base, seeds, number) if noise is None else lambda step: self.noise.copy_(noise(step))
         done = 0
         for stretch, end in enumerate(self.at):
             plan_seed = derive(seed, "stretch", stretch) if stretch else seed
@@ -190,18 +201,39 @@ class Fleet:
     def _drawn(self, seed: int, seeds: Sequence[int] | None, number: int) -> Callable[[int], Any]:
         """What puts a step's noise into its place."""
         if seeds is None:
-            generator = torch_stream(seed, "fleet noise", 0, self.device)
+            generator = self._generator(seed, number, self.settings)
             return lambda step: self.noise.normal_(generator=generator)
         if len(seeds) != len(self.settings):
             raise InputError("seeds", f"must be {len(self.settings)}, one for each training", f"{len(seeds)} of them")
-        own = [torch_stream(derive(s, "run", number), "fleet noise", 0, self.device) for s in seeds]
+        own = [self._generator(s, number, (chosen,)) for s, chosen in zip(seeds, self.settings, strict=True)]
         return lambda step: [row.normal_(generator=g) for row, g in zip(self.noise, own, strict=True)]
 
+    def _generator(self, seed: int, number: int, settings: tuple[Settings, ...]) -> torch.Generator:
+        """The generator of the noise of run `number` of the trainings with these settings."""
+        return torch_stream(derive(seed, "fleet run", number, self._context(settings)), "fleet noise", 0, self.device)
+
+    def _context(self, settings: tuple[Settings, ...]) -> bytes:
+        """Digest of what distinguishes the run that begins: data, model as it starts, loss, sampler, and settings.
+
+        The length of the run is left out: a snapshot is that of a shorter run."""
+        model, few = self.models[0], (self.inputs[:8].to(self.params.dtype), self.targets[:8])
+        kept = ("noise_multiplier", "max_grad_norm", "clip", "lr", "momentum", "weight_decay")
+        facts = {
+            "data": self._data,
+            "sampler": [self.sampler.name, self.sampler.sample_rate],
+            "clip": self.settings[0].clip,
+            "device": self.device.type,
+            "start": model_facts(model),
+            "losses": losses_of(model, self.loss_fn, *few),
+            "settings": [[getattr(s, name) for name in kept] for s in settings],
+        }
+        return context_digest(facts)
+
     def _start(self, seed: int) -> None:
-        model = self.make_model()
-        model.load_state_dict(_untrained(self.models[0]), strict=False)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed % 2**63)
+        with seeded(seed):
+            model = self.make_model()
+            model.load_state_dict(_untrained(self.models[0]), strict=False)
+        with seeded(seed):
             self.initialise(model)
         self.params.copy_(_trained(model).to(self.params))
         for own in self.models:

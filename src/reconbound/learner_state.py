@@ -7,6 +7,7 @@ leaves JSON, `unpack` puts them back. Nothing is ever pickled; what cannot be to
 from __future__ import annotations
 
 import hashlib
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,11 +24,16 @@ from .accountant import joined
 from .checkpoint import Checkpoint, CheckpointError, digest, plain_json
 from .fisher import Private
 from .fisher.private import Problem
+from .measure import record_count
 
 if TYPE_CHECKING:
     from .sgd import PrivateSGD
 
 _LEFT_OUT = object()
+#: Of checkpoints; 2 since noise is bound to the release.
+FORMAT = 2
+#: What decides only how a run is measured. Apart from it, all that distinguishes a run decides its noise and batches.
+_MEASURING = ("rules", "budget", "probes", "private", "diagonal", "spectral", "feature_scale")
 
 
 def pack(value: Any, tensors: dict[str, Tensor], name: str, *, strict: bool = True) -> Any:
@@ -81,10 +87,45 @@ def identity(learner: PrivateSGD) -> dict[str, Any]:
         "modules": {n: type(m).__name__ for n, m in learner.model.named_modules()},
     }
     data = {"records": learner.records, "digest": data_digest(learner.inputs, learner.targets)}
-    found = {"configuration": asked, "model": model, "data": data}
+    found: dict[str, Any] = {"format": FORMAT, "configuration": asked, "model": model, "data": data}
     found |= {"optimizer": made(learner), "schedule": scheduled(learner)}
     plain: dict[str, Any] = plain_json(found)
     return plain
+
+
+def release_context(learner: PrivateSGD, belongs: dict[str, Any]) -> bytes:
+    """Returns a digest of all that distinguishes the release of the run that begins: 32 bytes.
+
+    Data, settings, length, model (structure, device, parameters and buffers as they are now), optimizer and schedule,
+    and the loss as far as some records tell it. How the run is measured is left out, unless batches are measured in the
+    pass that gives their sum, which then rounds otherwise.
+
+    Args:
+        learner: at the start of a run.
+        belongs: its `identity`.
+    """
+    configuration = {k: v for k, v in belongs["configuration"].items() if k not in _MEASURING}
+    budget = learner.settings.budget
+    facts = {
+        **belongs,
+        "configuration": configuration,
+        "in the pass": None if learner.settings.rules is None or isinstance(budget, float) else budget,
+        "device": learner.device.type,
+        "start": model_facts(learner.model),
+        "losses": some_losses(learner),
+    }
+    return context_digest(facts)
+
+
+def model_facts(model: nn.Module) -> list[str]:
+    """Returns what tells a model as it is now: each module's class and options, and a digest of all that it holds."""
+    modules = [f"{type(m).__module__}.{type(m).__qualname__} {m.extra_repr()}" for m in model.modules()]
+    return [*modules, digest({k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)})]
+
+
+def context_digest(facts: dict[str, Any]) -> bytes:
+    """Returns the digest of plain facts, 32 bytes; numbers enter with all their digits."""
+    return hashlib.sha256(json.dumps(plain_json(facts), sort_keys=True).encode()).digest()
 
 
 def made(learner: PrivateSGD) -> dict[str, Any]:
@@ -133,6 +174,7 @@ def snapshot(learner: PrivateSGD, belongs: dict[str, Any]) -> Checkpoint:
         "losses": some_losses(learner),
         "seed": learner.seed,
         "run": learner.run,
+        "run_seed": learner.run_seed,
         "step": learner.step,
         "order": learner.order,
         "history": learner.history,
@@ -169,6 +211,7 @@ def reinstate(learner: PrivateSGD, saved: Checkpoint) -> None:
         learner.accountant.restore(_under("ledger/", tensors), facts["runs"])
         learner.accountant.caveats = joined(learner.accountant.caveats, facts.get("caveats", ()))
     learner.seed, learner.run, learner.step = int(facts["seed"]), int(facts["run"]), int(facts["step"])
+    learner.run_seed = int(facts["run_seed"])
     learner.history[:] = facts["history"]
 
 
@@ -178,12 +221,16 @@ def some_losses(learner: PrivateSGD) -> list[float] | None:
     None where they cannot be had or are not finite. Buffers and random numbers are left as they are."""
     last = learner.records - 1
     some = torch.linspace(0, last, min(8, learner.records)).long().clamp(max=last)  # above 2²⁴ floats round up too
-    inputs, targets = learner.measurer.rows(some)
-    own = {name: value.detach().clone() for name, value in learner.model.state_dict().items()}
-    problem = Problem(learner.model, learner.loss_fn, Private("nothing"))
+    return losses_of(learner.model, learner.loss_fn, *learner.measurer.rows(some))
+
+
+def losses_of(model: nn.Module, loss_fn: Any, inputs: Any, targets: Any) -> list[float] | None:
+    """Returns the losses of these records, or None, as in `some_losses`."""
+    own = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    problem = Problem(model, loss_fn, Private("nothing"))
     try:
         with torch.no_grad(), seeded(0):
-            losses = problem.losses(torch.zeros(len(some)), inputs, targets, own)
+            losses = problem.losses(torch.zeros(record_count(inputs, targets)), inputs, targets, own)
     except Exception:  # whatever is wrong with the loss or a record is said where it is trained on, not here
         return None
     return losses.double().cpu().tolist() if bool(torch.isfinite(losses).all()) else None

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ._check import InputError
 from ._opacus import is_wrapper
+from ._random import random_states_kept
 from .copies import describe_copies, find_copies
 from .fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
 from .fisher.private import Problem, as_private, feature_mask, private_part
@@ -25,7 +26,6 @@ from .validate import ModelError, check_batch
 from .validate.kinds import is_about_kinds, model_dtype
 from .validate.structure import known_caveats
 from .validate.uncovered import uncovered_caveats
-from .validate.watch import random_state_kept
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -45,6 +45,7 @@ class Measurer:
         features: d, private features of a record. caveats: what every floor of this model must carry.
     """
 
+    @random_states_kept()
     def __init__(
         self,
         model: nn.Module,
@@ -145,7 +146,7 @@ class Measurer:
         """Refuses a model whose records PyTorch cannot take apart or differentiate, before training starts."""
         buffers = {name: b.clone() for name, b in self.model.named_buffers()}
         try:
-            with _refusing(), random_state_kept(self.model):
+            with _refusing(), random_states_kept():
                 self.gradient_sum(indices)
                 if self.settings.rules is not None:
                     self.information(indices, torch.Generator(self.device).manual_seed(0))

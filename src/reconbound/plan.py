@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from . import networks
 from ._check import InputError, choice, number, whole
+from ._random import seeded
 from .budget import Budget, checked_budget
 from .settings import Settings
 from .sgd import PrivateSGD
@@ -34,7 +35,7 @@ class Plan:
 
     Attributes:
         model: "auto", "linear", "mlp", "cnn", or "package.module:factory", called as factory(shape, outputs).
-        noise_multiplier, max_grad_norm, sample_rate, clip, sampler, lr, momentum, budget, probes, seed, noise: as in
+        noise_multiplier, max_grad_norm, sample_rate, clip, sampler, lr, momentum, budget, probes, seed: as in
             Settings. A seed that others can guess makes the noise known; None takes one from the operating system.
         steps: of one run. runs: independent runs; the first is the one that is released, the others only measure.
     """
@@ -51,7 +52,6 @@ class Plan:
     sampler: str = "poisson"
     budget: Budget = 1.0
     probes: int = 1
-    noise: str = "philox"
     seed: int | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -78,7 +78,6 @@ class Plan:
             rules=RULES[self.sampler],
             budget=self.budget,
             probes=self.probes,
-            noise=self.noise,
             seed=self.seed,
         )
 
@@ -157,8 +156,7 @@ def make_model(dataset: Dataset, spec: str = "auto", seed: int | None = None) ->
     """
     if seed is None:
         return _built(dataset, model_kind(dataset, spec))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed % 2**63)
+    with seeded(seed):
         return _built(dataset, model_kind(dataset, spec))
 
 

@@ -8,7 +8,6 @@ from ._check import InputError, choice, number, whole
 from ._random import checked_seed
 from .budget import Budget, checked_budget
 from .fisher import Clip
-from .noise import SOURCES
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,8 @@ class Settings:
             itself at every step. ("steps", p): the batch itself at a random share p of the steps. With shuffled epochs
             a number p below 1 means ("steps", p), else "every".
         probes: Gaussian probes for each measurement.
-        noise: "philox", or "secure" for a cryptographic generator. seed: from the operating system when None; it is as
-            secret as the data, and must not serve two data sets.
+        seed: from the operating system when None. A given one makes a run repeatable and is as secret as the data:
+            whoever guesses it subtracts the noise. Leave it out for a release.
         micro_batch: records at a time, for memory; None for all.
     """
 
@@ -41,7 +40,6 @@ class Settings:
     rules: tuple[str, ...] | None = ()
     budget: Budget = 0.15
     probes: int = 1
-    noise: str = "philox"
     seed: int | None = field(default=None, repr=False)
     micro_batch: int | None = None
 
@@ -56,7 +54,6 @@ class Settings:
             number(name, getattr(self, name), at_least=0.0)
         choice("sampler", self.sampler, ("poisson", "fixed", "shuffle"))
         choice("clip", self.clip, ("smooth", "hard"))
-        choice("noise", self.noise, tuple(SOURCES))
         budget = checked_budget(self.budget)
         if self.sampler == "shuffle" and isinstance(budget, float):
             # within an epoch the parameters at a step depend on whether a record was seen: only batches can be measured

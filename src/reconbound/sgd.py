@@ -2,7 +2,9 @@
 
 At every step: draw a batch, clip each record's gradient, add Gaussian noise to the SUM, divide by the fixed qN, hand
 the result to any torch optimizer. Beside it the accountant measures what the steps tell about each record. All
-randomness is a function of (seed, run, step), so a run that was killed goes on bit for bit as if it had not been."""
+randomness is a function of the seed, of what distinguishes the run (learner_state.release_context) and of the step, the
+noise also of the sum to which it is added. So a run that was killed goes on bit for bit as if it had not been, and two
+runs that differ in anything share neither noise nor batches."""
 
 from __future__ import annotations
 
@@ -21,9 +23,10 @@ from . import learner_words as words
 from . import noise as noises
 from ._check import InputError, number, warn_user, whole
 from ._progress import progress_bar
-from ._random import derive, new_seed, seeded
+from ._random import GUESSABLE, derive, new_seed, seed_warning, seeded
 from .accountant import FisherAccountant
 from .budget import Blocks
+from .fingerprints import of_run
 from .fisher import Private
 from .measure import Fault, LossFn, Measurer, as_tensors, evaluated, record_count, row_counts
 from .sampling import make_sampler
@@ -97,6 +100,8 @@ class PrivateSGD:
             raise InputError("model", "must have a parameter that requires grad", type(model).__name__)
         self.device = next(iter(self.params.values())).device
         self.seed = new_seed() if settings.seed is None else int(settings.seed)
+        if self.seed < GUESSABLE:
+            self._say(seed_warning("seed"))
         self.private, self.diagonal, self.spectral, self.feature_scale = private, diagonal, spectral, feature_scale
         words.check_maker("optimizer", optimizer, torch.optim.Optimizer)
         words.check_maker("schedule", schedule, torch.optim.lr_scheduler.LRScheduler)
@@ -121,6 +126,7 @@ class PrivateSGD:
         self.plan: Blocks | None = None
         self.history: list[dict[str, float]] = []
         self.kind, self.run, self.step, self.steps = "", 0, 0, 0
+        self.run_seed = 0  # of the present run: from the seed and all that distinguishes its release
         self.first_parameters: dict[str, Tensor] = {}
         self._turn, self._saved, self._midway = 0, -1, False
         self._versions = self._parameter_versions()
@@ -238,7 +244,15 @@ class PrivateSGD:
         """Steps taken over all runs, and one for each run ended: later states have the larger."""
         return self.run * (self.steps + 1) + self.step
 
+    def _begin_run(self) -> None:
+        context = states.release_context(self, self._identity)
+        self.run_seed = derive(self.seed, "run", self.run, context)
+        if self.accountant is not None:
+            self.accountant.begin_run(of_run(self.run_seed))
+
     def _train_run(self) -> None:
+        if self.step == 0:
+            self._begin_run()
         self._after_step()
         with progress_bar(self.steps, self.step, self.progress, f"run {self.run + 1}") as advance:
             while self.step < self.steps:
@@ -263,7 +277,7 @@ class PrivateSGD:
             self._turn, self._saved = self._turn + 1, self.order
 
     def _train_step(self) -> None:
-        s, seed = self.settings, derive(self.seed, "run", self.run)
+        s, seed = self.settings, self.run_seed
         sizes = row_counts(self.inputs, self.targets)
         if sizes != {self.records}:
             self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
@@ -272,8 +286,8 @@ class PrivateSGD:
             self._fail(f"a record from {int(chosen.min())} to {int(chosen.max())} was drawn: index out of range")
         with self._placed():
             measured, kept = measuring.measured_groups(self, seed), measuring.followed(self, seed)
-            flat = measuring.gradient_sum(self, chosen, seed, measured).double()
-        flat += s.noise_multiplier * s.max_grad_norm * noises.draw(s.noise, seed, self.step, len(flat), flat.device)
+            total = measuring.gradient_sum(self, chosen, seed, measured)
+        flat = total.double() + s.noise_multiplier * s.max_grad_norm * self._noise(total)
         flat /= self.sampler.divisor
         for p, piece in zip(self.params.values(), flat.split([p.numel() for p in self.params.values()]), strict=True):
             p.grad = piece.reshape(p.shape).to(p.dtype)
@@ -293,6 +307,11 @@ class PrivateSGD:
                 self.accountant.finish_run()
         self.step += 1
         self._midway = False
+
+    def _noise(self, total: Tensor) -> Tensor:
+        """Standard normal numbers for this sum: the same only for the same bits of it, at this step of this release."""
+        bits = bytes.fromhex(checkpoints.digest({"sum": total}))
+        return noises.draw(derive(self.run_seed, "noise", self.step, bits), len(total), total.device)
 
     # --- errors --------------------------------------------------------------------------
 
@@ -320,7 +339,7 @@ class PrivateSGD:
         if not self.steps:
             self.kind, self.steps = kind, length
             self._make_ledger()
-            self._identity = states.identity(self) if self.folder is not None else {}
+            self._identity = states.identity(self)
         if self.folder is None:
             yield
             return

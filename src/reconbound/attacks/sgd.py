@@ -170,9 +170,8 @@ def observe(
     velocity = (flat[:-1] - flat[1:]) / settings.lr
     before = torch.cat([torch.zeros_like(velocity[:1]), velocity[:-1]])
     sums = (velocity - settings.momentum * before - settings.weight_decay * flat[:-1]) * learner.sampler.divisor
-    seed = derive(learner.seed, "run", 0)
     for step in range(steps):
-        batch = learner.sampler.batch(seed, step)
+        batch = learner.sampler.batch(learner.run_seed, step)
         batch = batch[batch != record]
         if len(batch):
             trained.load_state_dict(seen[step], strict=False)

@@ -239,19 +239,20 @@ def _run(
         return
     if plan.seed is not None and not quiet:
         print("Note: whoever guesses the seed knows the noise: release no model that had --seed", file=sys.stderr)
-    for said in check_plan(dataset, plan).values():  # even if quiet: it takes floors away
-        print(f"Note: {said}", file=sys.stderr)
-    if not quiet:
-        from ..audit import floors_of
-        from ..report.verdicts import weak
-
-        noun, known = "image" if dataset.kind == "image" else "record", floors_of(dataset, plan).protection
-        for line in (known.warning(noun), *weak(len(dataset.inputs), known, noun)):
-            if line:
-                print(f"Note: {line}", file=sys.stderr)
-        for line in told_plan(dataset, plan, out, fresh):
-            print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*can be guessed")  # said above
+        for said in check_plan(dataset, plan).values():  # even if quiet: it takes floors away
+            print(f"Note: {said}", file=sys.stderr)
+        if not quiet:
+            from ..audit import floors_of
+            from ..report.verdicts import weak
+
+            noun, known = "image" if dataset.kind == "image" else "record", floors_of(dataset, plan).protection
+            for line in (known.warning(noun), *weak(len(dataset.inputs), known, noun)):
+                if line:
+                    print(f"Note: {line}", file=sys.stderr)
+            for line in told_plan(dataset, plan, out, fresh):
+                print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
         warnings.simplefilter("ignore", KinkWarning)  # said above, and kept in run.json
         folder = audit(dataset, plan, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
     _tell(folder, as_json, quiet)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from reconbound._opacus import unhooked
+from reconbound._random import random_states_kept
 from reconbound.fisher.checks import (
     capturing,
     check_arguments,
@@ -82,6 +83,7 @@ class _Plan:
 
 
 @unhooked
+@random_states_kept()
 def step_information(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],
@@ -137,7 +139,8 @@ def step_information(
             "product": √2 ‖P J r‖, whose square is unbiased for the variance 2 ‖PJJᵀP‖²_F; one more product with J,
             meant for one probe. "bound": √2 · across, the most it can be, at no cost. "auto": spread, or product for
             one probe (bound if it is one of the inputs).
-        generator: for the probes. They are drawn once and shared by the batch.
+        generator: for the probes. They are drawn once and shared by the batch. None: fresh ones from the operating
+            system, whatever torch's global generator was seeded with; to repeat a measurement, pass a generator.
         micro_batch: records at a time; the results do not depend on it, memory does.
         mask: (B,) of 0 and 1 (or bool): records with 0 are padding, add nothing to the sum, have zero information and
             are no measurements of a ledger.
@@ -147,6 +150,8 @@ def step_information(
         checked: skip the checks that read values (finite data, no BatchNorm or dropout), the search for jumps (made
             once for a model and a loss) and the look at a batch of another size, which the caller has had made
             (validate.check_batch, covering_method). In a CUDA graph that is being captured they are skipped anyway.
+
+    The global generators of Python, NumPy and torch are left as they were: measuring never changes what is trained.
 
     Guarantee: `along` is exact; E[across] and E[diagonal_across] over the probes are exact for smooth models (twice
     differentiable at the record). The values hold for an attacker who knows everything but the record's private part,
@@ -195,7 +200,7 @@ def step_information(
     else:
         drawn = directions
     iterations = 30 if spectral is True else int(spectral)
-    start = torch.randn(z.shape[1:], generator=generator, device=z.device, dtype=z.dtype) if iterations else None
+    start = draw_input_probes(z, 1, generator)[0] if iterations else None
     plan = _Plan(
         max_grad_norm,
         noise_multiplier,

@@ -20,6 +20,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from reconbound._random import fresh_generator
+
 _CLOSE = 0.05  # two directions nearer than this are taken as one, for their difference would be rounding
 SHARED_FROM = 64  # records whose slopes the shared directions are taken from: the first ones, however they are batched
 _ROUNDS = 2  # of the subspace iteration
@@ -29,7 +31,8 @@ _FAINT = 1e-5  # what is left of a shared direction beside the others; less is r
 def draw_probes(
     params: Mapping[str, Tensor], probes: int, generator: torch.Generator | None = None
 ) -> list[dict[str, Tensor]]:
-    """Independent standard normal directions in parameter space, u ~ N(0, I)."""
+    """Independent standard normal directions in parameter space, u ~ N(0, I); never from torch's global generator."""
+    generator = generator or fresh_generator(next(iter(params.values())).device)
     return [
         {name: torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype) for name, p in params.items()}
         for _ in range(probes)
@@ -38,11 +41,13 @@ def draw_probes(
 
 def draw_input_probes(z: Tensor, probes: int, generator: torch.Generator | None = None) -> list[Tensor]:
     """Independent standard normal directions of one record's private part."""
+    generator = generator or fresh_generator(z.device)
     return [torch.randn(z.shape[1:], generator=generator, device=z.device, dtype=z.dtype) for _ in range(probes)]
 
 
 def draw_signs(z: Tensor, probes: int, generator: torch.Generator | None = None) -> list[Tensor]:
     """For each probe three random signs, for the directions of each record's own, (3, 1)."""
+    generator = generator or fresh_generator(z.device)
     drawn = torch.randn(probes, 3, 1, generator=generator, device=z.device, dtype=z.dtype)
     return list(torch.where(drawn < 0, -torch.ones_like(drawn), torch.ones_like(drawn)))
 

@@ -18,6 +18,7 @@ from torch.func import grad, jacrev, jvp, vmap
 from torch.utils._pytree import tree_map
 
 from reconbound._opacus import unhooked
+from reconbound._random import fresh_generator, random_states_kept
 from reconbound.fisher.clipping import Clip, check_clip
 from reconbound.fisher.generic import load_forward_mode
 from reconbound.fisher.passes import trainable
@@ -51,6 +52,7 @@ class DenseInformation:
 
 
 @unhooked
+@random_states_kept()
 def dense_information(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],
@@ -100,6 +102,7 @@ def dense_information(
 
 
 @unhooked
+@random_states_kept()
 def coordinate_information(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],
@@ -142,7 +145,8 @@ def coordinate_information(
         moved = jvp(lambda z: clipped_gradient(z, target), (z,), (tangent,))[1]
         return torch.stack([v.square().sum() for v in moved.values()]).sum()
 
-    chosen = torch.randperm(d, generator=generator, device=z.device if generator is None else generator.device)[:k]
+    generator = generator or fresh_generator(z.device)  # never torch's global one
+    chosen = torch.randperm(d, generator=generator, device=generator.device)[:k]
     each = vmap(vmap(column, in_dims=(0, 0, None)), in_dims=(None, None, 0))
     columns = []
     for some in chosen.to(z.device).split(at_once):

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from reconbound._check import InputError
 from reconbound._opacus import unhooked
+from reconbound._random import random_states_kept
 from reconbound.fisher.checks import (
     capturing,
     check_arguments,
@@ -93,6 +94,7 @@ def clipped_gradient_sum(
 
 
 @unhooked
+@random_states_kept()
 def covering_method(
     model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], inputs: Inputs, targets: Any, private: Private
 ) -> Method:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Any
 
@@ -134,10 +135,39 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
                 ShortenedWarning,
             )
         found = self._solve(rows, targets, len(x) * strength * sigma * SOLVED)
-        # None means fresh entropy here, not NumPy's global generator, which somebody may have seeded
-        rng = np.random.default_rng() if self.random_state is None else check_random_state(self.random_state)
-        noise = rng.normal(size=found.weights.shape)
-        self._keep(found.weights + sigma * noise)
+        self._keep(found.weights + sigma * self._noise(shape, rows, targets, found.weights))
+
+    def _noise(self, shape: Shape, rows: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """Standard normal numbers, bound to all that distinguishes this release and to what is released.
+
+        Two releases of one random_state that differ in anything share no noise, which would reveal their difference."""
+        import torch
+
+        from .._random import derive
+        from ..noise import draw
+
+        public = {**vars(shape), "loss": type(shape.loss).__name__, "noise_std": self.noise_std_}
+        about = f"{type(self).__name__} {public} {rows.shape} {targets.shape} {targets.dtype}"
+        context = hashlib.sha256(about.encode())
+        for part in (rows, targets, weights):
+            context.update(np.ascontiguousarray(part).tobytes())
+        key = derive(self._seed(), "linear noise", 0, context.digest())
+        return draw(key, weights.size, torch.device("cpu")).numpy().reshape(weights.shape)
+
+    def _seed(self) -> int:
+        """The noise's secret seed: random_state, what it draws, or fresh entropy where it is None."""
+        from .._random import GUESSABLE, checked_seed, new_seed, seed_warning
+        from ..validate.structure import ReconboundWarning
+
+        given = self.random_state
+        if given is None:  # not NumPy's global generator, which somebody may have seeded
+            return new_seed()
+        if not isinstance(given, int | np.integer):
+            return int.from_bytes(check_random_state(given).bytes(32), "little")
+        seed = checked_seed(given)
+        if seed < GUESSABLE:
+            warn_user(seed_warning("random_state"), ReconboundWarning)
+        return seed
 
     def _warn_if_drowned(self, shape: Shape, sigma: float) -> None:
         """Warn where σ√(number of weights) exceeds the largest norm of any minimiser: public facts alone decide it."""

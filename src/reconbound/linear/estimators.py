@@ -42,8 +42,9 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
             the leakage are well defined (λ > 0), as on images, whose border is always black; in a table it is mostly
             a mistake. The error is for the curator: that a column is constant is a fact about the data.
         allow_wide: whether there may be more features than records, which is an error else. As well defined.
-        random_state: the noise's seed. One that the attacker can guess or see is no noise, and it is printed with the
-            model and lies in its pickle: leave it None in earnest.
+        random_state: the noise's seed, a whole number or a RandomState; the same one on other data or with other
+            options gives other noise. One that the attacker can guess or see is no noise (a number below 2**64 brings a
+            warning), and it is printed with the model and lies in its pickle. Do not set it for a real release.
 
     Attributes:
         classes_, coef_ (1 or K, d), intercept_ (1 or K,), n_features_in_, feature_names_in_: as in scikit-learn.

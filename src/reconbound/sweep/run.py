@@ -16,10 +16,11 @@ from typing import Any
 import optuna
 import sqlalchemy as sql
 
-from .._check import DataError, InputError, choice, number, whole
+from .._check import DataError, InputError, choice, number, warn_user, whole
 from .._files import CONFIDENTIAL, Unreadable, printable, refuse_links, sealed_json, unsealed_json, write_whole
-from .._random import checked_seed, new_seed
+from .._random import GUESSABLE, checked_seed, new_seed, seed_warning
 from ..run_folder import prepare
+from ..validate.structure import ReconboundWarning
 from . import space as spaces
 from .crowd import work_together
 from .database import storage_shown
@@ -120,6 +121,8 @@ def sweep(
     whole("workers", workers)
     refuse_links(config.out, TRIALS)
     _refuse_another(config)
+    if config.seed is not None and config.seed < GUESSABLE:
+        warn_user(seed_warning("seed"), ReconboundWarning)
     folders = (config.out, config.out / TRIALS)
     new = [folder for folder in folders if not folder.exists()]
     for folder in folders:

@@ -59,8 +59,6 @@ class TogetherTrainer(Trainer):
             raise InputError("budget", "must be a number for settings trained together", plan.budget)
         if plan.sampler not in ("poisson", "fixed"):
             raise InputError("sampler", "must be poisson or fixed for settings trained together", plan.sampler)
-        if plan.noise != "philox":
-            raise InputError("noise", "must be left out: a fleet's is from the device's generator", plan.noise)
         return plan
 
     def train_all(

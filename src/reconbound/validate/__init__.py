@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from reconbound._opacus import unhooked
+from reconbound._random import random_states_kept
 from reconbound.validate.derivatives import check_derivatives, check_differences, math_attention
 from reconbound.validate.jumps import check_events, check_gaps
 from reconbound.validate.placed import chosen_private, place_precisely, without_autocast
@@ -29,7 +30,7 @@ from reconbound.validate.structure import (
     warn_kinks,
 )
 from reconbound.validate.uncovered import uncovered_caveats, warn_uncovered
-from reconbound.validate.watch import LossFn, Trace, check_data, random_state_kept, record_count, rows, run
+from reconbound.validate.watch import LossFn, Trace, check_data, record_count, rows, run
 
 from .._check import warn_user
 
@@ -109,7 +110,7 @@ def check_batch(
     check_structure(model)
     check_data(inputs, targets)
     few = rows((inputs, targets), [i % record_count(inputs) for i in range(PROBE_RECORDS)])
-    with torch.enable_grad(), random_state_kept(model):
+    with torch.enable_grad(), random_states_kept():
         trace = run(model, loss_fn, *few)
         check_randomness(model, trace, run(model, loss_fn, *few))
         check_coupling(model, loss_fn, few, trace)

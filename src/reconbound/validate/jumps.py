@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from reconbound._random import random_states_kept
 from reconbound.validate.flow import Event, observe
 from reconbound.validate.placed import Placed, place_precisely, without_autocast
 from reconbound.validate.structure import ModelError, label
-from reconbound.validate.watch import LossFn, random_state_kept
+from reconbound.validate.watch import LossFn
 
 if TYPE_CHECKING:
     from reconbound.fisher.private import Private
@@ -77,7 +78,7 @@ def check_jumps_once(model: nn.Module, loss_fn: LossFn, few: Any, private: Priva
     done = _LOOKED.setdefault(model, [])
     if any(known is loss_fn and other == key for known, other in done):
         return
-    with torch.enable_grad(), random_state_kept(model), without_autocast():
+    with torch.enable_grad(), random_states_kept(), without_autocast():
         try:
             placed = place_precisely(model, loss_fn, few, private)
         except (RuntimeError, ValueError, TypeError, IndexError):

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from reconbound._random import random_states_kept
 from reconbound.validate.structure import ReconboundWarning
-from reconbound.validate.watch import LossFn, random_state_kept
+from reconbound.validate.watch import LossFn
 
 from .._check import warn_user
 
@@ -30,7 +31,7 @@ def uncovered_caveats(model: nn.Module, loss_fn: LossFn, few: Any, private: Priv
 
     if private is None or private.part != "module":
         return ()
-    with torch.enable_grad(), random_state_kept(model):
+    with torch.enable_grad(), random_states_kept():
         return module_caveats(model, private, find_uncovered(Problem(model, loss_fn, private), *few))
 
 

@@ -159,13 +159,6 @@ def recorded_calls(model: nn.Module, trace: Trace) -> Iterator[None]:
             handle.remove()
 
 
-@contextmanager
-def random_state_kept(model: nn.Module) -> Iterator[None]:
-    cuda = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(i for i in cuda if i is not None)):
-        yield
-
-
 def check_losses(losses: Any, records: int) -> None:
     if not isinstance(losses, Tensor) or not losses.is_floating_point():
         kind = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
