@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from reconbound._check import InputError
 from reconbound.calculator import FLOORS, floor
-from reconbound.calibrate import LARGEST_NOISE, SMALLEST_NOISE, calibrate, round_up
+from reconbound.calibrate import LARGEST_NOISE, SMALLEST_NOISE, calibrate
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
+from reconbound.rounding import round_to
 
 MECHANISMS = [
     SampledGaussian(1.0, 0.01, 1000),
@@ -158,6 +159,6 @@ def test_any_target_within_reach_is_met(name, rate, steps, dim, target, sampler)
 
 @given(st.floats(-6, 12).map(lambda x: 10**x))
 def test_rounding_is_upward_and_small(x):
-    rounded = round_up(x)
+    rounded = round_to(x, 7, "up")
     assert x * (1 - 1e-15) <= rounded <= x * (1 + 1.1e-6)
     assert float(f"{rounded:.7g}") == rounded

@@ -15,6 +15,7 @@ from reconbound import __version__
 from reconbound.calculator import floor, guarantee
 from reconbound.commands.printing import NO_DELTA, UNSAID
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
+from reconbound.rounding import format_floor
 
 VENDOR = ["--epsilon", "3", "--delta", "1e-6", "--adjacency", "add/remove"]
 
@@ -175,7 +176,7 @@ def test_large_figures_are_written_out(run):
     table = run("bound", *VENDOR, "--high", 500000, "--units", "dollars")[1]
     assert "in [0, 500,000] dollars." in table
     assert "errs by ±250,000 dollars." in table
-    assert "│  24,800 │ 6.17e+08 │" in table
+    assert "│  24,800 │ 6.16e+08 │" in table
 
 
 def test_the_worst_coordinate_and_the_average_are_told_apart(run, answer):
@@ -325,7 +326,7 @@ def test_bound_begins_with_what_it_means_for_a_record(run):
     told = " ".join(run("bound", "--epsilon", 3, "--delta", 1e-5)[1].split())
     lecam = guarantee(DP(3.0, 1e-5))["lecam"]
     assert told.startswith(
-        f"Any attacker, even one who knows every other record, errs by at least ±{lecam.rmse:.3g} (a"
+        f"Any attacker, even one who knows every other record, errs by at least ±{format_floor(lecam.rmse)} (a"
     )
     assert "in the worst case over records in [0, 1], not at every one of them (lecam)." in told
     several = guarantee(SampledGaussian(1.0, 0.01, 1000), dim=784)

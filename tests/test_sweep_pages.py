@@ -12,7 +12,7 @@ import pytest
 
 import sweep_stub
 from reconbound import cli
-from reconbound.bounds._bound import figure
+from reconbound.rounding import format_floor
 from reconbound.sweep import Sweep, floors_in, parse_grid, run, sweep
 from reconbound.sweep.frontier import table
 from reconbound.sweep.page import cautions, frontier_page, run_page, verdict
@@ -309,7 +309,7 @@ def test_floors_of_records_are_called_estimates_and_floors_have_their_name(tmp_p
     for floor, said in (("exact_max", " (from one run: an estimate): run 0"), ("lecam", ": run 0")):
         assert cli.run(["frontier", str(tmp_path), "--floor", floor, "--at-least", "1e-12"]) == 0
         told, mse = capsys.readouterr().out, rows[0][floor]
-        assert f", floor MSE {figure(mse, 4)}, ±{figure(mse**0.5)} of a range{said}" in told
+        assert f", floor MSE {format_floor(mse, 4)}, ±{format_floor(mse**0.5)} of a range{said}" in told
         assert str(rows[0]["lr"]) not in told  # six digits of it do
     assert cli.run(["frontier", str(tmp_path)]) == 0
     table = capsys.readouterr().out

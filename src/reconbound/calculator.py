@@ -8,9 +8,10 @@ from typing import Any
 
 from ._check import InputError, number, whole
 from .bounds import Bound, corners, lecam, rate_distortion, theorem1
-from .bounds._bound import Box, figure
+from .bounds._bound import Box
 from .bounds.any_attacker import box_of
 from .mechanisms import ADD_REMOVE, REPLACE_ONE, Mechanism, as_mechanism
+from .rounding import format_floor, format_limit
 
 #: Chances of a blind guess at which reconstruction robustness is reported.
 KAPPAS = (1e-6, 1e-4, 1e-2, 1e-1)
@@ -86,7 +87,7 @@ class Guarantee:
         who = "any attacker" if bound.attacker == "any" else "an attacker without bias"
         where = "on average over a record's coordinates" if bound.coordinates == "average" else "on each coordinate"
         where = f" {where}" if self.dim > 1 else ""
-        guess = "" if bound.guess is None else f" (a plain guess: ±{figure(bound.guess**0.5)}{unit})"
+        guess = "" if bound.guess is None else f" (a plain guess: ±{format_limit(bound.guess**0.5)}{unit})"
         holds = (
             f"in the worst case over records in [{exact(self.low)}, {exact(self.high)}]{unit}, not at every one of them"
             if bound.attacker == "any"
@@ -94,13 +95,13 @@ class Guarantee:
         )
         return (
             f"{who.capitalize()}, even one who knows every other record, errs by at least "
-            f"±{figure(bound.rmse)}{unit}{where}{guess}, {holds} ({bound.name})."
+            f"±{format_floor(bound.rmse)}{unit}{where}{guess}, {holds} ({bound.name})."
         )
 
     def __str__(self) -> str:
         known = ((self.epsilon, REPLACE_ONE), (self.epsilon_add_remove, ADD_REMOVE))
-        told = [f"ε = {epsilon:.4g} ({which})" for epsilon, which in known if epsilon is not None]
-        last = [f"At δ = {self.delta:g}: {'; '.join(told)}."] if told else []
+        told = [f"ε = {format_limit(epsilon, 4)} ({which})" for epsilon, which in known if epsilon is not None]
+        last = [f"At δ = {format_limit(self.delta, 6)}: {'; '.join(told)}."] if told else []
         return "\n".join([f"{self.box}:", *(str(bound) for bound in self.bounds), *last])
 
 
@@ -175,7 +176,7 @@ def floor(
 
     >>> from reconbound.mechanisms import DP
     >>> print(floor("lecam", DP(1.0), high=100.0, units="years"))
-    lecam: any attacker errs by at least ±44.3 years (MSE 1,970), in the worst case over the box;
+    lecam: any attacker errs by at least ±44.3 years (MSE 1,960), in the worst case over the box;
     a plain guess errs by ±50 years [Le Cam; replace-one]
     """
     if name not in FLOORS:

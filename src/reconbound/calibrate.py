@@ -12,6 +12,7 @@ from ._check import InputError, choice, number
 from .bounds import Bound
 from .calculator import FLOORS, floor
 from .mechanisms import ADJACENCIES, REPLACE_ONE, OutputPerturbation, SampledGaussian
+from .rounding import format_limit, format_number, round_to
 
 #: Noise is looked for between these.
 SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e12
@@ -22,7 +23,9 @@ class OutOfReach(InputError):
 
     def __init__(self, name: str, bound: str, highest: float, value: object, where: str = "") -> None:
         self.bound, self.highest = bound, highest
-        super().__init__(name, f"must be below {highest:.6g}, which no noise lifts {bound} above{where}", value)
+        super().__init__(
+            name, f"must be below {format_number(highest, 6)}, which no noise lifts {bound} above{where}", value
+        )
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,11 @@ class Calibration:
     without_noise: float | None = None
 
     def __str__(self) -> str:
-        found = f"{self.mechanism.noise_field} {self.noise:.7g}" if self.without_noise is None else "met without noise"
+        found = (
+            f"{self.mechanism.noise_field} {format_limit(self.noise, 7)}"
+            if self.without_noise is None
+            else "met without noise"
+        )
         return f"{found}: {self.bound}"
 
 
@@ -95,11 +102,11 @@ def calibrate(
     else:
         large = small
     unneeded = large == small and bound == "lecam" and isinstance(mechanism, SampledGaussian)
-    noise = round_up(math.exp(large))
+    noise = SMALLEST_NOISE if large == small else round_to(math.exp(large), 7, "up")
     chosen, reached = at(noise)
     step = 1e-6
     while reached.value < target:  # where the floor is flat, its last digit goes up and down: a little more noise
-        noise, step = min(round_up(noise * (1 + step)), LARGEST_NOISE), 2 * step
+        noise, step = min(round_to(noise * (1 + step), 7, "up"), LARGEST_NOISE), 2 * step
         chosen, reached = at(noise)
     never = mechanism.never_drawn if unneeded and isinstance(mechanism, SampledGaussian) else None
     return Calibration(chosen, noise, target, reached, never)
@@ -151,17 +158,7 @@ def calibrate_epsilon(
     while excess(small) <= 0 and small > math.log(SMALLEST_NOISE):
         small, large = small - step, small
     root = small if excess(small) <= 0 else brentq(excess, small, large, xtol=2e-5)
-    noise = round_up(math.exp(root + 2e-5), digits=5)
+    noise = round_to(math.exp(root + 2e-5), 5, "up")
     while excess(math.log(noise)) > 0:  # where ε goes up and down in its last digits: a little more noise
-        noise = round_up(noise * (1 + 2e-5), digits=5)
+        noise = round_to(noise * (1 + 2e-5), 5, "up")
     return at(noise)
-
-
-def round_up(x: float, digits: int = 7) -> float:
-    """Up to so many significant digits: a smallest noise that is shown with fewer must still be enough.
-
-    >>> round_up(1.372062, 4), round_up(0.0005, 3)
-    (1.373, 0.0005)
-    """
-    unit = 10.0 ** (math.floor(math.log10(x)) - digits + 1)
-    return float(f"{math.ceil(x / unit - 1e-9) * unit:.{digits}g}")

@@ -281,8 +281,8 @@ def told_columns(found: dict[str, Any]) -> list[str]:
 def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]:
     """What will be done, what the mechanism guarantees before any training, and how long it will take."""
     from ..audit import describe, expected_seconds, floors_of, sampler_of
-    from ..bounds._bound import figure
     from ..report.figures import pixel_scale
+    from ..rounding import format_floor, format_limit
     from ..run_folder import PLAN
 
     found, sampler = floors_of(dataset, plan), sampler_of(dataset, plan)
@@ -294,9 +294,13 @@ def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]
     unit, of_range = (pixel.high - pixel.low, pixel_scale(pixel.low, pixel.high)) if image else (
         1.0, "of a column's range")  # fmt: skip
     whom = {"theorem1": f"an attacker unbiased for every {noun} there could be", "lecam": "any attacker, at worst"}
-    says = [f"{name} ±{figure(found[name].rmse * unit)} ({who})" for name, who in whom.items()
+    says = [f"{name} ±{format_floor(found[name].rmse * unit)} ({who})" for name, who in whom.items()
             if not found[name].vacuous]  # fmt: skip
-    epsilon = "" if found.epsilon is None else f"; ε = {found.epsilon:.3g} (replace-one) at δ = {found.delta:g}"
+    epsilon = (
+        ""
+        if found.epsilon is None
+        else f"; ε = {format_limit(found.epsilon)} (replace-one) at δ = {format_limit(found.delta, 6)}"
+    )
     on = not fresh and (out / PLAN).exists()
     known = () if image else dataset.columns[1]
     return [

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..bounds._bound import chance, figure
 from ..calculator import FLOORS, Guarantee, exact, floor
-from ..calibrate import Calibration, OutOfReach, calibrate, round_up
+from ..calibrate import Calibration, OutOfReach, calibrate
 from ..mechanisms import ADJACENCIES, Mechanism, OutputPerturbation, SampledGaussian
+from ..rounding import format_floor, format_limit, format_percent
 
 #: Said where an epsilon came without its neighbours.
 UNSAID = (
@@ -91,7 +91,9 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
     for bound in found.bounds:
         says = "says nothing" if bound.vacuous else "≥ a guess" if bound.above_guess else _share(bound)
         says = "no guarantee" if bound.name == "theorem1_paper" else says
-        table.add_row(bound.name, figure(bound.rmse), figure(bound.mse), bound.attacker, bound.adjacency, says)
+        table.add_row(
+            bound.name, format_floor(bound.rmse), format_floor(bound.mse), bound.attacker, bound.adjacency, says
+        )
     with console.capture() as drawn:
         console.print(table)
     if "…" not in drawn.get():
@@ -104,15 +106,17 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
         console.print(f"Note: {note}")
     guess = found.bounds[0].guess
     if guess is not None:
-        console.print(f"A plain guess (of the middle, or as you gave it) errs by ±{figure(guess**0.5)}{_unit(units)}.")
+        console.print(
+            f"A plain guess (of the middle, or as you gave it) errs by ±{format_limit(guess**0.5)}{_unit(units)}."
+        )
     right = (1 + found.membership_advantage) / 2
-    console.print(f"Telling two candidate records apart: right at most {right:.1%} of the time (advantage "
-                  f"{found.membership_advantage:.3g}, replace-one).")  # fmt: skip
+    console.print(f"Telling two candidate records apart: right at most {format_percent(right)} of the time (advantage "
+                  f"{format_limit(found.membership_advantage)}, replace-one).")  # fmt: skip
     (blind, success), *more = found.rero
-    parts = "".join(f"; {chance(kappa)} → {chance(rebuilt)}" for kappa, rebuilt in more)
+    parts = "".join(f"; {format_percent(kappa, side='near')} → {format_percent(rebuilt)}" for kappa, rebuilt in more)
     console.print(
-        f"A record that a blind guess gets right {chance(blind)} of the time is rebuilt {chance(success)} of the time "
-        f"at most{parts}."
+        f"A record that a blind guess gets right {format_percent(blind, side='near')} of the time is rebuilt "
+        f"{format_percent(success)} of the time at most{parts}."
     )
     told = _epsilons(found.mechanism, found.epsilon, found.epsilon_add_remove, found.delta)
     if told:
@@ -139,21 +143,22 @@ def _epsilons(mechanism: Mechanism, replace_one: float | None, add_remove: float
         hard = mechanism.clip == "hard"
         opacus = ", as Opacus counts" if hard else "; for Opacus' clipping say --clip hard"
     known = [(replace_one, "replace-one"), (add_remove, f"add/remove{opacus}")]
-    told = [f"ε = {eps:.4g} ({which})" for eps, which in known if eps is not None]
-    return f"At δ = {delta:g}: {'; '.join(told)}." if told else ""
+    told = [f"ε = {format_limit(eps, 4)} ({which})" for eps, which in known if eps is not None]
+    return f"At δ = {format_limit(delta, 6)}: {'; '.join(told)}." if told else ""
 
 
 def _share(bound: Any) -> str:
-    return f"{bound.rmse / bound.guess**0.5:.0%} of a guess" if bound.guess else ""
+    return f"{format_percent(bound.rmse / bound.guess**0.5, 2, 'down')} of a guess" if bound.guess else ""
 
 
 def without_noise(found: Calibration) -> str:
     """Why no noise is named for a target that is met without any."""
+    absent = format_percent(found.without_noise or 0.0, 2, "near")
     return (
-        f"±{figure(found.target**0.5)}{_unit(found.bound.units)} is met without noise: with chance "
-        f"{found.without_noise:.0%} a record is never drawn in the whole run, and {found.bound.name} is an average "
-        "over that. It protects no record that is drawn: no noise follows from it. Ask for more, or for --bound "
-        "theorem1, corners or rate_distortion, or for --target-epsilon."
+        f"±{format_floor(found.target**0.5)}{_unit(found.bound.units)} is met without noise: with chance "
+        f"{absent} a record is never drawn in the whole run, and {found.bound.name} is an average over that. It "
+        "protects no record that is drawn: no noise follows from it. Ask for more, or for --bound theorem1, corners or "
+        "rate_distortion, or for --target-epsilon."
     )
 
 
@@ -179,8 +184,8 @@ def print_calibration(found: Calibration, delta: float, space: dict[str, Any]) -
     what = {"noise_multiplier": "noise multiplier", "noise_std": "noise standard deviation"}[
         found.mechanism.noise_field
     ]
-    least = f"at least ±{figure(found.target**0.5)}{_unit(found.bound.units)} (MSE {figure(found.target)})"
-    print(f"The smallest {what} with {found.bound.name} {least}: {found.noise:.7g}")
+    least = f"at least ±{format_floor(found.target**0.5)}{_unit(found.bound.units)} (MSE {format_floor(found.target)})"
+    print(f"The smallest {what} with {found.bound.name} {least}: {format_limit(found.noise, 7)}")
     print(found.bound)
     replace_one, add_remove = (found.mechanism.epsilon_at(delta, adjacency) for adjacency in ADJACENCIES)
     told = _epsilons(found.mechanism, replace_one, add_remove, delta)
@@ -201,9 +206,9 @@ def _kind(name: str, space: dict[str, Any]) -> str:
 def _noise_for(name: str, found: Calibration, space: dict[str, Any]) -> str:
     other = _other(name, found, space)
     if "highest_mse" in other:
-        return f"no noise is enough, as a plain guess errs by ±{figure(other['highest_mse'] ** 0.5)} at most"
+        return f"no noise is enough, as a plain guess errs by ±{format_limit(other['highest_mse'] ** 0.5)} at most"
     noise = other[found.mechanism.noise_field]
-    return "met without noise" if noise is None else f"{round_up(noise, 4):.4g}"
+    return "met without noise" if noise is None else f"{format_limit(noise, 4)}"
 
 
 def print_epsilon_calibration(
@@ -228,7 +233,8 @@ def print_epsilon_calibration(
         print_json({**facts, "mechanism": {**mechanism.to_dict(), "sampler": mechanism.sampler}})
         return
     what = mechanism.noise_field.replace("_", " ")
-    print(f"The smallest {what} with ε at most {target:g} ({which}) at δ = {delta:g}: {noise:.5g}")
+    at = f"ε at most {format_limit(target, 6)} ({which}) at δ = {format_limit(delta, 6)}"
+    print(f"The smallest {what} with {at}: {format_limit(noise, 5)}")
     print(reached)
     print(_epsilons(mechanism, replace_one, add_remove, delta))
     if adjacency is None:

@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from .._check import InputError, whole
+from ..rounding import format_limit
 from ..run_folder import Leakage, Run
 from . import thumbnails
 from .columns import BEYOND, anyone, most_exposed
-from .figures import amount, beyond, clean, count, names_its_unit, percent, plus_minus, rough, value
+from .figures import amount, beyond, clean, count, guess_error, names_its_unit, percent, plus_minus, rough, value
 from .view import NO_LIMIT, View
 
 #: Images shown of each kind (half as many rows of a table), and columns of one before the rest is folded away.
@@ -101,7 +102,7 @@ def record_table(facts: Mapping[str, Any]) -> RenderableType:
             shown = "missing" if c["value"] is None else value(c["value"]) + unit
             floor = "value missing" if c["floor"] is None else plus_minus(c["floor"], c["unit"], c["width"])
             floor += f" ({BEYOND})" if beyond(c["floor"], c["width"]) else ""
-            cells = (*([shown] if kept else []), floor, plus_minus(c["guess"], c["unit"]))
+            cells = (*([shown] if kept else []), floor, guess_error(c["guess"], c["unit"]))
             own.add_row(Text(c["name"]), *(Text(cell) for cell in cells))
         parts.append(own)
     return Group(*parts)
@@ -116,16 +117,16 @@ def _lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         return [*found, ("floor", "never measured: nothing is known, counts as unprotected")]
     unit = facts["unit"].removeprefix("± ")
     error = facts["floor_standard_error"]
-    said = f"±{amount(facts['floor'])} {unit} (unbiased attacker)"
+    said = f"{plus_minus(facts['floor'])} {unit} (unbiased attacker)"
     found.append(("errs by at least", said))
     found.append(("standard error", "more than half of it" if error is None else f"±{amount(error)}"))
     limit = facts["floor_at_upper_limit"]
     if limit is not None:
-        found.append(("with confidence at least", f"±{amount(limit)}" if limit else f"none: {NO_LIMIT}"))
-    found.append(("guessing the average", f"±{amount(facts['guess'])}"))
+        found.append(("with confidence at least", plus_minus(limit) if limit else f"none: {NO_LIMIT}"))
+    found.append(("guessing the average", guess_error(facts["guess"])))
     found.append(("exposure", f"number {facts['rank']:,} of {facts['of']:,} measured, the most exposed first"))
     found.append(("measured", f"{facts['measured']:,} times"))
-    found += [(f"dFIL, {rule}", "–" if d is None else amount(d)) for rule, d in facts["dfil"].items()]
+    found += [(f"dFIL, {rule}", "–" if d is None else amount(d, side="up")) for rule, d in facts["dfil"].items()]
     return found
 
 
@@ -201,7 +202,7 @@ def _row(c: Mapping[str, Any]) -> dict[str, Any]:
         "beyond": beyond(floor, c["width"]),
         "value": "missing" if c["value"] is None else value(c["value"]),
         "floor": plus_minus(floor, width=c["width"]),
-        "guess": plus_minus(c["guess"]),
+        "guess": guess_error(c["guess"]),
         "share": round(100 * share, 1),
         "colour": "#" + "".join(f"{part:02x}" for part in colour),
     }
@@ -211,7 +212,7 @@ def _ratio(floor: float, guess: float) -> str:
     if guess <= 0:
         return ""
     ratio = floor / guess
-    return "over 1,000 × a guess" if ratio > 1000 else f"{amount(ratio)} × a guess"
+    return "over 1,000 × a guess" if ratio > 1000 else f"{amount(ratio, side='down')} × a guess"
 
 
 def quantiles(view: View) -> dict[str, Any]:
@@ -242,7 +243,7 @@ def glance(view: View) -> list[dict[str, str]]:
         tiles.append(
             {"title": f"Median {view.noun}", "figure": plus_minus(middle), "below": _ratio(middle, view.guess)}
         )
-    tiles.append({"title": "Guessing the average", "figure": plus_minus(view.guess), "below": view.of_range})
+    tiles.append({"title": "Guessing the average", "figure": guess_error(view.guess), "below": view.of_range})
     exposed = anyone(view) if view.features > 1 else None
     if exposed is not None:
         some, of = exposed
@@ -260,7 +261,13 @@ def glance(view: View) -> list[dict[str, str]]:
     epsilon = view.run.guarantee.get("epsilon")
     if epsilon is not None:
         delta = float(view.run.guarantee.get("delta", 1e-5))
-        tiles.append({"title": "ε, replace-one", "figure": amount(float(epsilon)), "below": f"at δ = {delta:g}"})
+        tiles.append(
+            {
+                "title": "ε, replace-one",
+                "figure": amount(float(epsilon), side="up"),
+                "below": f"at δ = {format_limit(delta, 6)}",
+            }
+        )
     if view.leakage.accuracy.numel() and math.isfinite(float(view.leakage.accuracy[-1])):
         last = float(view.leakage.accuracy[-1])
         classes = view.facts.get("task", "classes") == "classes"

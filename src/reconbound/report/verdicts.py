@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from . import columns, words
-from .figures import amount, beyond, count, percent, plus_minus, rough
+from .figures import amount, beyond, count, guess_error, percent, plus_minus, rough
 from .view import NO_LIMIT, NOTHING, View
 
 #: Fewer training records than this, and a larger ε than this, get a warning.
@@ -36,14 +36,14 @@ def _first(view: View, worst: int) -> str:
         return (
             "An attacker who knows everything but one image’s pixels and is not biased errs by at least "
             f"{plus_minus(float(view.floor[worst]))} {view.of_range} per pixel on the most exposed image; guessing the "
-            f"average image errs by {plus_minus(view.guess)}."
+            f"average image errs by {guess_error(view.guess)}."
         )
     floors = columns.lowest(view)
     if floors is None or np.isnan(floors).all():
         return (
             f"An attacker who knows everything but one record’s {view.private_parts} and is not biased errs by at "
             f"least {plus_minus(float(view.floor[worst]))} {view.of_range} on the most exposed record (root mean "
-            f"square over its {view.private_parts}); guessing the average errs by {plus_minus(view.guess)}."
+            f"square over its {view.private_parts}); guessing the average errs by {guess_error(view.guess)}."
         )
     told = [j for j in range(view.features) if not columns.constant(view, j)] or list(range(view.features))
     order = [j for j in columns.most_exposed(view, floors, view.features) if j in told and not np.isnan(floors[j])]
@@ -51,7 +51,7 @@ def _first(view: View, worst: int) -> str:
     found = columns.counts(view)
     far = all(beyond(found[j]["lowest"], found[j]["width"]) for j in named) and len(named) > 1
     said = [_lowest(found[j], tell_far=not far) for j in named]
-    guesses = [plus_minus(float(view.guess_each[j]), view.feature_unit(j)) for j in named]
+    guesses = [guess_error(float(view.guess_each[j]), view.feature_unit(j)) for j in named]
     whose = (
         "for the record most exposed in it" if len(named) == 1 else "each for the record most exposed in that column"
     )
@@ -178,8 +178,8 @@ def weak(records: int, epsilon: float | None, noun: str) -> list[str]:
         )
     if epsilon is not None and epsilon > WEAK:
         found.append(
-            f"ε = {amount(float(epsilon))} is weak as differential privacy goes (it hardly hides who took part); the "
-            f"floors here are about rebuilding the values of one {noun}, and stand by themselves."
+            f"ε = {amount(float(epsilon), side='up')} is weak as differential privacy goes (it hardly hides who took "
+            f"part); the floors here are about rebuilding the values of one {noun}, and stand by themselves."
         )
     return found
 
@@ -193,7 +193,7 @@ def _confidence(view: View) -> str:
         return (
             f"These are estimates from one run. {_whose(view, worst)} is {_here(view, float(view.floor[worst]))}, with "
             f"a standard error {size} from measuring alone; another run would differ by more. Guessing errs by "
-            f"{plus_minus(view.guess)}. Audit with --runs 10 for confidence limits."
+            f"{guess_error(view.guess)}. Audit with --runs 10 for confidence limits."
         )
     level = f"{100 * float(view.facts.get('confidence', 0.95)):g} %"
     runs = int(view.run.mechanism.get("runs", 2))
@@ -206,7 +206,7 @@ def _confidence(view: View) -> str:
         said += f", and at {level} confidence at least {plus_minus(own)}"
         any_one = f"any {view.noun}{' that has a limit' if rare else ''}"
         said += f"; that of {any_one} at least {plus_minus(lowest)}" if lowest < own else ""
-    said += f". Guessing errs by {plus_minus(view.guess)}. "
+    said += f". Guessing errs by {guess_error(view.guess)}. "
     if rare:
         said += f"{count(rare, view.noun)} {_have(rare)} no limit: {NO_LIMIT}. "
     short = int((limited & (upper < view.guess) & (view.floor >= view.guess)).sum())
