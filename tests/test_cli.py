@@ -13,7 +13,7 @@ import pytest
 from calling import NAMES, OUTPUT, SGD, check_refused, floors
 from reconbound import __version__
 from reconbound.calculator import floor, guarantee
-from reconbound.commands.printing import NO_DELTA, UNSAID
+from reconbound.commands.mechanism import NO_DELTA, NO_SAMPLER
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
 from reconbound.rounding import format_floor
 
@@ -57,8 +57,8 @@ def process(*arguments, **environment):
 def test_bound_prints_what_the_library_finds(answer, run, options, mechanism, space):
     found = answer("bound", *options)
     told = json.loads(json.dumps(guarantee(mechanism, **space).to_dict()))
-    if "--epsilon" in options and "--adjacency" not in options:
-        told["notes"].insert(0, UNSAID)
+    if isinstance(mechanism, SampledGaussian) and "--sampler" not in options:
+        told["notes"].insert(0, NO_SAMPLER)
     if "--epsilon" in options and "--delta" not in options:
         told["notes"].insert(0, NO_DELTA)
     assert found == told

@@ -209,7 +209,7 @@ def test_the_command_and_a_runs_page_say_whom_floors_bind_and_which_neighbours(t
     assert cli.run(["frontier", str(tmp_path), *(word for floor in floors for word in ("--floor", floor))]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "exact factor, most exposed record (exact_max), for unbiased attackers: no setting beats these" in out
-    assert "the paper's κ (no guarantee), most exposed record (paper_max): no setting beats these" in out
+    assert "the paper's κ (not proved, no guarantee), most exposed record (paper_max): no setting beats these" in out
     assert "Theorem 1 (theorem1), for unbiased attackers: no" in out
     assert "any attacker, Le Cam (lecam): no setting beats these" in out
     assert "ε is for replace-one neighbours at δ = 1e-05." in out
@@ -228,7 +228,7 @@ def test_pages_escape_and_say_every_floor(tmp_path) -> None:
     assert "<script>alert(1)" not in page
     for floor in floors_in(rows):
         assert f"front-{floor}" in page
-    assert told("paper_q99") == "the paper's κ (no guarantee), record at the 99 % quantile"
+    assert told("paper_q99") == "the paper's κ (not proved, no guarantee), record at the 99 % quantile"
 
 
 def test_the_guide_says_commands_that_are_understood(tmp_path, monkeypatch, capsys) -> None:

@@ -320,11 +320,11 @@ class FisherAccountant:
         """What the mechanism guarantees whatever the data: all floors of the calculator (may be published).
 
         space: low and high of every private feature, in [0, 1] if left out, and what else `guarantee` takes. Where the
-        private part is a module's output they must be given."""
-        if self.needs_range and not {"low", "high"} <= space.keys():
-            why = "and high must be given: the private part is a module's output, and nothing says that it is in [0, 1]"
+        private part is a module's output they must be given, or radius, of the ball in which its outputs lie."""
+        if self.needs_range and not ({"low", "high"} <= space.keys() or "radius" in space):
+            why = "and high, or radius, must be given: the private part is a module's output, not known to be in [0, 1]"
             raise InputError("low", why, space.get("low"))
-        if not {"low", "high"} & space.keys() and not bool((self.feature_scale == 1).all()):
+        if not {"low", "high", "radius"} & space.keys() and not bool((self.feature_scale == 1).all()):
             said = "the mechanism's floors are for features in [0, 1], this ledger's in the units of feature_scale"
             warn_user(f"{said}: give low and high in those, to compare them", ReconboundWarning)
         return guarantee(self.account.mechanism(), dim=self.account.features, **space)

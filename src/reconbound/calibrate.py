@@ -10,6 +10,7 @@ from scipy.optimize import brentq
 
 from ._check import InputError, choice, number
 from .bounds import Bound
+from .bounds._bound import NOT_PROVED
 from .calculator import FLOORS, floor
 from .mechanisms import ADJACENCIES, REPLACE_ONE, OutputPerturbation, SampledGaussian
 from .rounding import format_limit, format_number, round_to
@@ -49,7 +50,8 @@ class Calibration:
             if self.without_noise is None
             else "met without noise"
         )
-        return f"{found}: {self.bound}"
+        warned = "" if self.bound.proved else f"{self.bound.name} is {NOT_PROVED}: by it, this noise protects nobody. "
+        return f"{warned}{found}: {self.bound}"
 
 
 def calibrate(
@@ -58,8 +60,9 @@ def calibrate(
     *,
     bound: str = "theorem1",
     dim: int = 1,
-    low: float = 0.0,
-    high: float = 1.0,
+    low: float | None = None,
+    high: float | None = None,
+    radius: float | None = None,
     units: str = "",
 ) -> Calibration:
     """The smallest noise with which a floor is at least `target_mse`.
@@ -67,8 +70,9 @@ def calibrate(
     Args:
         mechanism: a SampledGaussian or OutputPerturbation; its own noise is ignored.
         target_mse: the squared error per coordinate that attackers must not undercut, in squared data units.
-        bound: the floor that must meet it, by name.
-        dim, low, high, units: the data space, as in `reconbound.floor`.
+        bound: the floor that must meet it, by name. theorem1_paper is not proved: the noise is for comparison only, and
+            the result says so first.
+        dim, low, high, radius, units: the data space, as in `reconbound.floor`.
 
     Guarantee: the floor was computed once more at the returned noise and meets the target; no noise smaller by more
     than two parts in a million does, up to the last digit of the floor. The search rounds up.
@@ -87,7 +91,7 @@ def calibrate(
     def at(noise: float) -> tuple[SampledGaussian | OutputPerturbation, Bound]:
         changes: dict[str, Any] = {field: noise}
         tried = replace(mechanism, **changes)
-        found = floor(bound, tried, dim=dim, low=low, high=high, units=units)
+        found = floor(bound, tried, dim=dim, low=low, high=high, radius=radius, units=units)
         assert found is not None  # both mechanisms have every floor
         return tried, found
 

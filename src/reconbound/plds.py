@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ._check import InputError
 from .bounds import rero_from_curve
 
 LARGEST_SHIFT = 60.0  # beyond it one step tells all there is to tell, and the grid would be huge
@@ -102,11 +103,27 @@ def loss_scale(m: float, q: float, replace_one: bool) -> tuple[float, float, flo
     return max(mean, 0.0), math.sqrt(square), float(loss.max() - loss.min())
 
 
+def check_pessimistic(pld: Any) -> None:
+    """Refuses a distribution that is not an upper bound: dp-accounting's optimistic estimates, in either direction."""
+    for pmf in (pld._pmf_remove, pld._pmf_add):
+        if getattr(pmf, "_pessimistic_estimate", None) is not True:
+            raise InputError(
+                "pld",
+                "must be a pessimistic estimate (pessimistic_estimate=True): an optimistic one promises too much",
+                "pessimistic_estimate=False",
+            )
+
+
 def rounding(pld: Any) -> float:
-    """How much probability the FFTs may have lost: no bin of a distribution is below zero but by their rounding.
+    """How much probability is missing: what the FFTs lost (no bin is below zero but by their rounding), and what is
+    short of 1 in all.
 
     It matters to a small δ after many steps: 5e-10 at a million."""
-    return max(len(mass) * max(-float(mass.min()), 0.0) for _, mass, _ in directions(pld))
+    found = 0.0
+    for _, mass, infinite in directions(pld):
+        short = 1.0 - float(np.sum(mass)) - infinite
+        found = max(found, len(mass) * max(-float(mass.min()), 0.0), short if short > 1e-12 else 0.0)
+    return found
 
 
 def delta(pld: Any, at: float) -> float:

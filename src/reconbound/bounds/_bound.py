@@ -16,6 +16,8 @@ Coordinates = Literal["each", "average"]
 
 #: A floor below this share of a plain guess's squared error says nothing in practice.
 VACUOUS_SHARE = 1e-6
+#: What is said of a number that is no guarantee, wherever it is shown.
+NOT_PROVED = "not proved, no guarantee"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Bound:
         coordinates: "each": no coordinate by itself is known better than this; "average": only the mean over the
             record's coordinates is bounded, and some of them may be known much better.
         notes: those of `assumes` that must be read with the number; printed with it.
+        proved: False where nobody has proved it: a number to compare with, that guarantees nothing. It is never
+            printed without saying so.
 
     >>> age = Bound("theorem1", 391.3, "Theorem 1", "unbiased", "replace-one", guess=2500.0, units="years",
     ...             coordinates="each")
@@ -55,6 +59,7 @@ class Bound:
     units: str = ""
     coordinates: Coordinates = "average"
     notes: tuple[str, ...] = ()
+    proved: bool = True
 
     def __getitem__(self, index: Any) -> Any:
         raise TypeError("a Bound is not indexed itself: its numbers are in .value (squared units) and .rmse (units)")
@@ -115,6 +120,7 @@ class Bound:
             "units": self.units,
             "vacuous": plain(self.vacuous),
             "coordinates": self.coordinates,
+            "proved": self.proved,
         }
 
     def __str__(self) -> str:
@@ -146,6 +152,8 @@ class Bound:
         )
         sampler = f"; {self.sampler} batches" if self.sampler not in ("any", "none") else ""
         notes = "".join(f"; {note}" for note in self.notes)
+        if not self.proved:
+            said = f"{NOT_PROVED}; were it proved, {said}"
         return f"{self.name}: {said}{said_of_none}{guess} [{self.theorem}; {self.adjacency}{sampler}{notes}]"
 
 

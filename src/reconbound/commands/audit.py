@@ -200,13 +200,14 @@ def _loaded(data: str, wishes: dict[str, Any]) -> tuple[Dataset, list[str]]:
 
 
 def _plan(dataset: Dataset, given: dict[str, Any], epochs: float | None) -> Plan:
+    from ..audit import sampler_of
     from ..plan import default_plan
+    from ..sampling import steps_of
 
     plan = default_plan(dataset, **given)
     if epochs is None:
         return plan
-    steps = number("epochs", epochs, above=0.0, at_most=1e15) / plan.sample_rate
-    return replace(plan, steps=max(1, round(number("steps", steps, at_most=1e15))))
+    return replace(plan, steps=steps_of(sampler_of(dataset, plan), epochs))
 
 
 def _run(

@@ -6,37 +6,30 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..calculator import FLOORS, Guarantee, exact, floor
+from ..bounds._bound import NOT_PROVED
+from ..calculator import FLOORS, Guarantee, floor
 from ..calibrate import Calibration, OutOfReach, calibrate
+from ..data_space import DataSpace
 from ..mechanisms import ADJACENCIES, Mechanism, OutputPerturbation, SampledGaussian
 from ..rounding import format_floor, format_limit, format_percent
-
-#: Said where an epsilon came without its neighbours.
-UNSAID = (
-    "you did not say for which neighbours ε holds: it was taken as replace-one (one record exchanged for another). "
-    "An ε from Opacus, TF Privacy and most libraries for private SGD is add/remove: say --adjacency add/remove, which "
-    "is safe either way and gives lower floors, those of (2ε, (1 + e^ε)δ) under replace-one."
-)
-#: Said where an epsilon came without its delta.
-NO_DELTA = (
-    "you gave no δ with ε: it was taken as 0, a guarantee without exception, which Gaussian noise never gives. An ε "
-    "from Opacus, TF Privacy and most libraries for private SGD holds at a δ, and these floors do not follow "
-    "from it: say --delta, or better describe the mechanism."
-)
 
 
 def print_json(content: dict[str, Any]) -> None:
     print(json.dumps(content, indent=2, allow_nan=False))
 
 
-def calibration_dict(found: Calibration, delta: float, space: dict[str, Any]) -> dict[str, Any]:
+def calibration_dict(
+    found: Calibration, delta: float, space: dict[str, Any], data: DataSpace, notes: Sequence[str] = ()
+) -> dict[str, Any]:
     """What print_calibration says, for machines; other_bounds: the noise that each would need, None where none does."""
+    also = {"proved": found.bound.proved, "data": data.to_dict(), "randomness": found.mechanism.randomness}
+    also |= {"notes": [*_first(found), *notes, *found.mechanism.notes(), *data.notes()]}
     if found.without_noise is not None:  # no noise is named, nor an ε that would be that of the search's end
         told = {**found.mechanism.to_dict(), "sampler": found.mechanism.sampler, found.mechanism.noise_field: None}
         facts: dict[str, Any] = {found.mechanism.noise_field: None}
         facts |= {"met_without_noise": True, "never_drawn": found.without_noise}
         facts |= {"target_mse": found.target, "mse": found.bound.value, "bound": found.bound.to_dict()}
-        return {**facts, "mechanism": told, "epsilon": None, "epsilon_add_remove": None, "delta": delta}
+        return {**facts, "mechanism": told, "epsilon": None, "epsilon_add_remove": None, "delta": delta, **also}
     replace_one, add_remove = (found.mechanism.epsilon_at(delta, adjacency) for adjacency in ADJACENCIES)
     return {
         found.mechanism.noise_field: found.noise,
@@ -48,7 +41,15 @@ def calibration_dict(found: Calibration, delta: float, space: dict[str, Any]) ->
         "epsilon_add_remove": add_remove,
         "delta": delta,
         "other_bounds": {name: _other(name, found, space) for name in FLOORS if name not in _own(found)},
+        **also,
     }
+
+
+def _first(found: Calibration) -> tuple[str, ...]:
+    """What is said before anything else of noise for a floor that is not proved."""
+    if found.bound.proved:
+        return ()
+    return (f"{found.bound.name} is {NOT_PROVED}: by it, this noise protects nobody. Say --bound theorem1.",)
 
 
 def _own(found: Calibration) -> tuple[str, ...]:
@@ -90,7 +91,7 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
         table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric or name in ("floor", "attacker"))
     for bound in found.bounds:
         says = "says nothing" if bound.vacuous else "≥ a guess" if bound.above_guess else _share(bound)
-        says = "no guarantee" if bound.name == "theorem1_paper" else says
+        says = says if bound.proved else NOT_PROVED
         table.add_row(
             bound.name, format_floor(bound.rmse), format_floor(bound.mse), bound.attacker, bound.adjacency, says
         )
@@ -101,7 +102,7 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
     else:  # a table with its cells cut off tells nobody anything
         console.print(f"{table.title}:")
         for bound in found.bounds:
-            console.print(f"- {bound}{' (no guarantee)' if bound.name == 'theorem1_paper' else ''}")
+            console.print(f"- {bound}")
     for note in notes:
         console.print(f"Note: {note}")
     guess = found.bounds[0].guess
@@ -121,18 +122,21 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
     told = _epsilons(found.mechanism, found.epsilon, found.epsilon_add_remove, found.delta)
     if told:
         console.print(told)
+    space = "the box" if found.space.whole_ball is None else "the ball"
     closing = (
         "The attacker knows every other record and sees the whole release. Unbiased floors hold at every record for "
-        "attackers who are unbiased all over the box, not for those who guess with a bias; floors for any attacker "
-        "hold in the worst case over the box."
+        f"attackers who are unbiased all over {space}, not for those who guess with a bias; floors for any attacker "
+        f"hold in the worst case over {space}. Chances and mean errors are over {found.mechanism.randomness}."
     )
-    if found.dim > 1:
+    if found.dim > 1 and found["theorem1"].coordinates == "average":
+        closing += " lecam holds for each coordinate by itself, the others for the average over the coordinates."
+    elif found.dim > 1:
         closing += (
             " theorem1 and lecam hold for each coordinate by itself; corners and rate_distortion for the average over "
             "the coordinates, some of which may be known much better."
         )
     if "theorem1_paper" in names:
-        closing += " theorem1_paper is the paper's own line, and no guarantee where it is above theorem1."
+        closing += f" theorem1_paper is the paper's own line: {NOT_PROVED}."
     console.print(closing, style="dim")
 
 
@@ -176,8 +180,12 @@ ADVICE = (
 )
 
 
-def print_calibration(found: Calibration, delta: float, space: dict[str, Any]) -> None:
+def print_calibration(
+    found: Calibration, delta: float, space: dict[str, Any], data: DataSpace, notes: Sequence[str] = ()
+) -> None:
     """The noise, the floor that it gives, and the noise that other floors would need for the same target."""
+    for first in _first(found):
+        print(first)
     if found.without_noise is not None:
         print(without_noise(found))
         return
@@ -195,7 +203,9 @@ def print_calibration(found: Calibration, delta: float, space: dict[str, Any]) -
     for name in FLOORS:
         if name not in _own(found):
             print(f"  {name} ({_kind(name, space)}): {_noise_for(name, found, space)}")
-    print(f"{ADVICE} The box is [{exact(space['low'])}, {exact(space['high'])}]{_unit(found.bound.units)}.")
+    print(f"{ADVICE} Records lie in {data.described(found.bound.units)}.")
+    for note in (*notes, *found.mechanism.notes(), *data.notes()):
+        print(f"Note: {note}")
 
 
 def _kind(name: str, space: dict[str, Any]) -> str:
@@ -218,6 +228,7 @@ def print_epsilon_calibration(
     adjacency: str | None,
     bound: str,
     space: dict[str, Any],
+    notes: Sequence[str] = (),
     *,
     as_json: bool,
 ) -> None:
@@ -230,6 +241,7 @@ def print_epsilon_calibration(
     if as_json:
         facts = {mechanism.noise_field: noise, "target_epsilon": target, "adjacency": which, "delta": delta}
         facts |= {"epsilon": replace_one, "epsilon_add_remove": add_remove, "bound": reached.to_dict()}
+        facts |= {"randomness": mechanism.randomness, "notes": [*notes, *mechanism.notes()]}
         print_json({**facts, "mechanism": {**mechanism.to_dict(), "sampler": mechanism.sampler}})
         return
     what = mechanism.noise_field.replace("_", " ")
@@ -239,3 +251,5 @@ def print_epsilon_calibration(
     print(_epsilons(mechanism, replace_one, add_remove, delta))
     if adjacency is None:
         print("Opacus and TF Privacy count add/remove: for an ε of theirs say --adjacency add/remove.")
+    for note in (*notes, *mechanism.notes()):
+        print(f"Note: {note}")

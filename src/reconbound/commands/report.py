@@ -218,7 +218,7 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
 
     found = result(folder)
     most = [int(i) for i in view.leakage.kept[: int(view.facts.get("most", 5))]]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"record": i, "name": view.record_name(i), "target": view.target(i), "floor": float(view.floor[i])}
         for i in most
     ]
@@ -239,7 +239,7 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
         table.add_column(Text(name), justify="right" if name in ("record", "floor") else "left", overflow="fold")
     for row in rows:
         own_name = [str(row["name"])] if named else []
-        cells = (f"{row['record']:,}", *own_name, str(row["target"]), format_floor(float(view.floor[row["record"]])))
+        cells = (f"{row['record']:,}", *own_name, str(row["target"]), format_floor(row["floor"]))
         table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
     for line in (*told_columns(found), found["accuracy_said"]):

@@ -103,7 +103,7 @@ def sweep_command(
         facts = publish(config.out, config.storage)
         if as_json:
             confidential_note()
-            print(json.dumps({**facts, "rows": rows}, indent=2, allow_nan=False))
+            _print_json({**facts, "rows": rows})
         elif quiet:
             for said in (facts.get("caveats") or {}).values():  # even so: it takes floors away
                 print(f"Note: {said}", file=sys.stderr)
@@ -190,7 +190,12 @@ def frontier_command(
 
 
 def _print_json(content: dict[str, Any]) -> None:
-    print(json.dumps(content, indent=2, allow_nan=False))
+    """As JSON, with the names of the floors in it that are no guarantee."""
+    from ..sweep.frontier import FLOORS
+    from ..sweep.words import proved
+
+    told = {"not_proved": [name for name in FLOORS if not proved(name)]}
+    print(json.dumps({**content, **told}, indent=2, allow_nan=False))
 
 
 def _said_of_crossed(found: dict[str, Row | None]) -> list[str]:
@@ -201,9 +206,10 @@ def _said_of_crossed(found: dict[str, Row | None]) -> list[str]:
 
 
 def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, facts: dict[str, Any]) -> str:
+    from ..bounds._bound import NOT_PROVED
     from ..sweep.frontier import crossed_of
     from ..sweep.page import has_crossed, measured_by
-    from ..sweep.words import precision
+    from ..sweep.words import precision, proved
 
     if all(r.get("accuracy") is None for r in rows):
         return f"{floor}: no setting has an accuracy to choose by: there were no test records"
@@ -217,7 +223,8 @@ def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, fa
     error = f"±{format_floor(row[floor] ** 0.5)} of a range"
     said = f"floor MSE {format_floor(row[floor], 4)}, {error}{f' ({how})' if how else ''}"
     said = f"{measured_by(facts)} {row['accuracy']:.4f}, {said}"
-    return f"{floor} at least {format_number(at_least, 4)}: {said}: {_setting(row)}"
+    mark = "" if proved(floor) else f" ({NOT_PROVED})"
+    return f"{floor}{mark} at least {format_number(at_least, 4)}: {said}: {_setting(row)}"
 
 
 def _setting(row: Row) -> str:

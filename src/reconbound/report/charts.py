@@ -48,7 +48,7 @@ def lines(view: View) -> list[tuple[str, float, str, str]]:
     everywhere = f"any data, attacker unbiased for every {view.noun}"
     for name, text, colour, dash in (
         ("theorem1", f"Theorem 1, {everywhere}", GREEN, "solid"),
-        ("theorem1_paper", "Theorem 1 as the paper computes it (no guarantee)", PURPLE, "dash"),
+        ("theorem1_paper", "Theorem 1 as the paper computes it (not proved, no guarantee)", PURPLE, "dash"),
         ("corners", f"all corners, {everywhere}", ORANGE, "dashdot"),
     ):
         at = view.line(name)
