@@ -52,7 +52,7 @@ def number(
     below: float | None = None,
 ) -> float:
     """A finite float within the limits, or an InputError that says which limit was missed. Text is none: `spelled`."""
-    if isinstance(value, str | bytes):  # float() would take it, and the arithmetic after it fail or go wrong
+    if isinstance(value, str | bytes | bool | np.bool_):  # float() would take it, and a mistake would go unseen
         raise InputError(name, "must be a number", _shown(value))
     try:
         x = float(value)

@@ -13,7 +13,7 @@ from .bounds import Bound
 from .bounds._bound import NOT_PROVED
 from .calculator import FLOORS, floor
 from .mechanisms import ADJACENCIES, REPLACE_ONE, OutputPerturbation, SampledGaussian
-from .rounding import format_limit, format_number, round_to
+from .rounding import format_noise, format_number, round_to
 
 #: Noise is looked for between these.
 SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e12
@@ -46,7 +46,7 @@ class Calibration:
 
     def __str__(self) -> str:
         found = (
-            f"{self.mechanism.noise_field} {format_limit(self.noise, 7)}"
+            f"{self.mechanism.noise_field} {format_noise(self.noise)}"
             if self.without_noise is None
             else "met without noise"
         )

@@ -116,7 +116,7 @@ def data_space(dim: int, low: float | None = None, high: float | None = None, ra
     inside = (max(given[0], -half), min(given[1], half))
     if inside == given:
         return DataSpace(d, *given, ball)
-    if inside[0] >= inside[1]:
+    if not inside[1] - inside[0] >= 1e-100:
         raise InputError(
             "low" if given[0] > 0 else "high",
             f"must leave records within the ball of radius {ball:g}: a coordinate between {-half:g} and {half:g}",

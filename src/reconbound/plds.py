@@ -36,8 +36,8 @@ def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
 
     The grid has some ten thousand points, so that a million steps take about as long as one: ε is right to three
     digits. A finer one would cost more and gain nothing: the rounding of the FFT grows with the grid."""
-    if sample_rate == 1:  # T steps are one step with m√T
-        m, steps = m * math.sqrt(steps), 1
+    if sample_rate > 1 - 1e-9:  # a higher rate tells no less, and dp-accounting fails just below 1
+        sample_rate, m, steps = 1.0, m * math.sqrt(steps), 1  # T steps are one step with m√T
     if m > LARGEST_SHIFT:
         return None
     mean, deviation, single = loss_scale(m, sample_rate, adjacency == "replace-one")
@@ -51,12 +51,15 @@ def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
     grid = max(single / 3e4, (16 * math.sqrt(steps) * deviation + 2 * single) / 1.5e5)
     with quiet():
         for coarser in (1, 8, 64):
-            one = privacy_loss_distribution.from_gaussian_mechanism(
-                1 / m,
-                value_discretization_interval=coarser * grid,
-                sampling_prob=sample_rate,
-                neighboring_relation=relation,
-            )
+            try:
+                one = privacy_loss_distribution.from_gaussian_mechanism(
+                    1 / m,
+                    value_discretization_interval=coarser * grid,
+                    sampling_prob=sample_rate,
+                    neighboring_relation=relation,
+                )
+            except ValueError:  # its own arithmetic gave up: order 2 answers
+                return None
             if steps * max(_excess(*direction) for direction in directions(one)) < 1e-3:
                 return _self_composed(one, steps) if steps > 1 else one
     return None
@@ -197,7 +200,8 @@ def gaussian_epsilon(shift: float, target_delta: float) -> float:
     if shift > 1e3:
         return shift**2 / 2 + shift * math.sqrt(2 * math.log(1 / target_delta))
     with quiet():
-        return max(float(dp.get_epsilon_gaussian(1 / shift, target_delta)), 0.0)
+        found = max(float(dp.get_epsilon_gaussian(1 / shift, target_delta)), 0.0)
+    return found * (1 + 1e-12) + 2e-12 if found > 0 else 0.0  # its root is known to 1e-12, on either side
 
 
 def fixed_size_epsilon(m: float, sample_rate: float, steps: int, target_delta: float) -> float | None:

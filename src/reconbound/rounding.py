@@ -82,6 +82,15 @@ def format_limit(x: float, digits: int = 3) -> str:
     return format_number(x, digits, "up")
 
 
+def format_noise(x: float, digits: int = 7) -> str:
+    """Writes a smallest noise, to be typed into a command: rounded up, without marks of thousands.
+
+    >>> format_noise(1.23456712), format_noise(13467.7401)
+    ('1.234568', '13467.75')
+    """
+    return f"{round_to(x, digits, 'up'):.{digits}g}"
+
+
 def format_percent(x: float, digits: int = 3, side: Side = "up") -> str:
     """Writes a chance in percent; rounded up unless told otherwise, as a chance of an attack must be.
 
@@ -99,4 +108,4 @@ def format_percent(x: float, digits: int = 3, side: Side = "up") -> str:
     return f"{short:.{digits}g}%"
 
 
-__all__ = ["Side", "format_floor", "format_limit", "format_number", "format_percent", "round_to"]
+__all__ = ["Side", "format_floor", "format_limit", "format_noise", "format_number", "format_percent", "round_to"]

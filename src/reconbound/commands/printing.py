@@ -11,7 +11,7 @@ from ..calculator import FLOORS, Guarantee, floor
 from ..calibrate import Calibration, OutOfReach, calibrate
 from ..data_space import DataSpace
 from ..mechanisms import ADJACENCIES, Mechanism, OutputPerturbation, SampledGaussian
-from ..rounding import format_floor, format_limit, format_percent
+from ..rounding import format_floor, format_limit, format_noise, format_percent
 
 
 def print_json(content: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ def print_calibration(
         found.mechanism.noise_field
     ]
     least = f"at least ±{format_floor(found.target**0.5)}{_unit(found.bound.units)} (MSE {format_floor(found.target)})"
-    print(f"The smallest {what} with {found.bound.name} {least}: {format_limit(found.noise, 7)}")
+    print(f"The smallest {what} with {found.bound.name} {least}: {format_noise(found.noise)}")
     print(found.bound)
     replace_one, add_remove = (found.mechanism.epsilon_at(delta, adjacency) for adjacency in ADJACENCIES)
     told = _epsilons(found.mechanism, replace_one, add_remove, delta)
@@ -218,7 +218,7 @@ def _noise_for(name: str, found: Calibration, space: dict[str, Any]) -> str:
     if "highest_mse" in other:
         return f"no noise is enough, as a plain guess errs by ±{format_limit(other['highest_mse'] ** 0.5)} at most"
     noise = other[found.mechanism.noise_field]
-    return "met without noise" if noise is None else f"{format_limit(noise, 4)}"
+    return "met without noise" if noise is None else format_noise(noise, 4)
 
 
 def print_epsilon_calibration(
@@ -246,7 +246,7 @@ def print_epsilon_calibration(
         return
     what = mechanism.noise_field.replace("_", " ")
     at = f"ε at most {format_limit(target, 6)} ({which}) at δ = {format_limit(delta, 6)}"
-    print(f"The smallest {what} with {at}: {format_limit(noise, 5)}")
+    print(f"The smallest {what} with {at}: {format_noise(noise, 5)}")
     print(reached)
     print(_epsilons(mechanism, replace_one, add_remove, delta))
     if adjacency is None:

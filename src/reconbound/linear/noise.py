@@ -51,7 +51,8 @@ class Shape:
 
     def mechanism(self, noise_std: float) -> OutputPerturbation:
         """The release as a mechanism."""
-        what = (self.data_norm, self.loss.name, self.target_bound, self.intercept)
+        bound = self.target_bound if self.loss.name == "squared" else None
+        what = (self.data_norm, self.loss.name, bound, self.intercept)
         return OutputPerturbation(self.records, self.l2, noise_std, *what)
 
     def worst_trace(self, noise_std: float) -> float:

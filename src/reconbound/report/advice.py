@@ -12,7 +12,7 @@ import numpy as np
 from .._check import InputError
 from ..calibrate import Calibration, calibrate
 from ..mechanisms import SampledGaussian
-from ..rounding import format_limit, format_percent
+from ..rounding import format_limit, format_noise, format_percent
 from ..run_folder import Run
 from . import columns
 from .figures import guess_error, plus_minus
@@ -48,7 +48,7 @@ def targets(run: Run, part: str, unit: float = 1.0) -> list[dict[str, Any]]:
         if reached is not None and reached.without_noise is None:
             noise = reached.noise
             found.append({
-                "target": plus_minus(error * unit), "who": who.format(part=part), "noise": format_limit(noise),
+                "target": plus_minus(error * unit), "who": who.format(part=part), "noise": format_noise(noise, 3),
                 "enough": noise <= mechanism.noise_multiplier,
             })  # fmt: skip
     return found
