@@ -19,6 +19,7 @@ from .bounds import rero_from_curve
 
 LARGEST_SHIFT = 60.0  # beyond it one step tells all there is to tell, and the grid would be huge
 _LARGEST_LOSS = 1e4  # a total loss of e^10000 protects nobody
+_LARGEST_GRID = 2 * 10**6
 _SMALLEST_LOSS = 1e-8  # below it dp-accounting's own arithmetic gives up, and order 2 says all
 
 
@@ -66,7 +67,9 @@ def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
 
 
 def _self_composed(pld: Any, steps: int, cut: float = 1e-15) -> Any:
-    """`pld.self_compose(steps)` by a real FFT whose negligible frequencies are left out: up to ten times faster."""
+    """`pld.self_compose(steps)` by a real FFT whose negligible frequencies are left out: up to ten times faster.
+
+    None where the result would not fit into memory."""
     from dp_accounting.pld import common, pld_pmf, privacy_loss_distribution
     from scipy import fft
 
@@ -76,6 +79,8 @@ def _self_composed(pld: Any, steps: int, cut: float = 1e-15) -> Any:
             continue
         dense = pmf.to_dense_pmf()
         low, high = common.compute_self_convolve_bounds(dense._probs, steps, cut)
+        if high - low > _LARGEST_GRID:  # the tails of very many steps: order 2 answers
+            return None
         size = fft.next_fast_len(max(high - low + 1, dense.size), real=True)
         spectrum = fft.rfft(dense._probs, size)
         matters = np.abs(spectrum) > math.exp(-80 / steps)
