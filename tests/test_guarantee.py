@@ -60,7 +60,7 @@ def check(found: Guarantee) -> None:
     by_name = {bound["name"]: bound["mse"] for bound in content["bounds"]}
     assert by_name["corners"] >= by_name["theorem1"] * (1 - 1e-9)
     epsilon = found.epsilon is not None or found.epsilon_add_remove is not None
-    assert str(found).count("\n") == len(names) + epsilon  # and the box
+    assert str(found).count("\n") == len(names) + epsilon + 1 + len(found.notes)  # and the box, and the mechanism
     assert "nan" not in str(found)
 
 
