@@ -111,7 +111,9 @@ def test_shuffled_epochs_are_not_amplified() -> None:
     shuffled = account(sampler="shuffle", records=10, sample_rate=0.4, steps=7)
     assert shuffled.rules == ("none",)
     mechanism = shuffled.mechanism()
-    assert (mechanism.sample_rate, mechanism.steps) == (1.0, 3)  # epochs of three batches: 4, 4, 2
+    assert (mechanism.sample_rate, mechanism.steps) == (1.0, 4)  # epochs of two batches, as if the last was dropped
+    known = account(sampler="shuffle", records=10, sample_rate=0.4, steps=7, batches_per_epoch=3)
+    assert known.mechanism().steps == 3  # epochs of three batches: 4, 4, 2
     assert mechanism.sampler == "shuffle"
 
 

@@ -281,7 +281,7 @@ def test_theorem2_where_the_information_is_singular():
     assert theorem2(blind).value > 1e14  # nothing is known about the second coordinate
     assert math.isfinite(theorem2(blind).value)
     # an attacker who does not follow that coordinate is bounded by the first alone
-    assert theorem2(blind, jacobian=[[1.0, 0.0], [0.0, 0.0]]).value == close(0.125)
+    assert theorem2(blind, jacobian=[[1.0, 0.0], [0.0, 0.0]]).value == pytest.approx(0.125, rel=1e-6)
     assert theorem2(blind, jacobian=np.zeros((2, 2)), bias=[3.0, 1.0]).value == close(5.0)
     assert theorem2(np.zeros((2, 2))).value > 1e300
     assert from_trace(0.0, 3).value > 1e300

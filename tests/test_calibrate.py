@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from reconbound._check import InputError
 from reconbound.calculator import FLOORS, floor
-from reconbound.calibrate import LARGEST_NOISE, SMALLEST_NOISE, calibrate, round_up
+from reconbound.calibrate import LARGEST_NOISE, SMALLEST_NOISE, calibrate
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
+from reconbound.rounding import round_to
 
 MECHANISMS = [
     SampledGaussian(1.0, 0.01, 1000),
@@ -28,6 +29,7 @@ def with_noise(mechanism, noise):
 
 
 def check(mechanism, target, name, **space):
+    space = {"radius": math.inf, **space}  # the box as it stands, also for rows that are clipped to a ball
     found = calibrate(mechanism, target, bound=name, **space)
     assert getattr(found.mechanism, mechanism.noise_field) == found.noise
     assert found.target == target
@@ -70,7 +72,7 @@ def test_closed_forms():
         epsilon = math.log1p(1 / (4 * target))
         sgd = calibrate(SampledGaussian(1.0, clip="hard"), target)
         assert sgd.noise == pytest.approx(2 / math.sqrt(epsilon), rel=2e-6)
-        out = calibrate(OutputPerturbation(100, 0.1, 1.0), target)
+        out = calibrate(OutputPerturbation(100, 0.1, 1.0), target, radius=math.inf)
         assert out.noise == pytest.approx(2 / (10 * math.sqrt(epsilon)), rel=2e-6)
 
 
@@ -79,7 +81,7 @@ def test_closed_forms():
 def test_no_noise_beats_a_plain_guess(mechanism, name):
     for target in (0.25, 0.2500001, 1.0, 1e300):
         with pytest.raises(InputError, match=r"target_mse must be below 0\.25") as caught:
-            calibrate(mechanism, target, bound=name)
+            calibrate(mechanism, target, bound=name, radius=math.inf)
         assert caught.value.name == "target_mse"
 
 
@@ -89,11 +91,11 @@ def test_no_noise_beats_a_plain_guess(mechanism, name):
 def test_just_below_a_plain_guess_it_is_met_or_refused(mechanism, name, short):
     """Rounding in the floor's last digit is no reason to fail."""
     target = 0.25 * (1 - short)
-    if short > 1e-14 or floor(name, with_noise(mechanism, LARGEST_NOISE)).value > target:
-        assert calibrate(mechanism, target, bound=name).bound.value >= target
+    if short > 1e-14 or floor(name, with_noise(mechanism, LARGEST_NOISE), radius=math.inf).value > target:
+        assert calibrate(mechanism, target, bound=name, radius=math.inf).bound.value >= target
     else:
         with pytest.raises(InputError, match="target_mse"):
-            calibrate(mechanism, target, bound=name)
+            calibrate(mechanism, target, bound=name, radius=math.inf)
 
 
 @pytest.mark.parametrize("name", list(FLOORS))
@@ -158,6 +160,6 @@ def test_any_target_within_reach_is_met(name, rate, steps, dim, target, sampler)
 
 @given(st.floats(-6, 12).map(lambda x: 10**x))
 def test_rounding_is_upward_and_small(x):
-    rounded = round_up(x)
+    rounded = round_to(x, 7, "up")
     assert x * (1 - 1e-15) <= rounded <= x * (1 + 1.1e-6)
     assert float(f"{rounded:.7g}") == rounded

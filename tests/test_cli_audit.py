@@ -18,13 +18,13 @@ import pytest
 
 from calling import QUICK, write_people
 from reconbound.audit import floors_of
-from reconbound.bounds._bound import figure
 from reconbound.cli import run
 from reconbound.commands.audit import told_plan
 from reconbound.data import load
 from reconbound.plan import Plan
 from reconbound.report import confidential_page
 from reconbound.report.view import View
+from reconbound.rounding import format_floor
 from reconbound.run_folder import (
     MODEL,
     PLAN,
@@ -119,8 +119,8 @@ def test_the_plan_is_in_the_verdicts_units(digits_audit) -> None:
     said = told_plan(dataset, Plan(**{**MILD, "model": "linear"}), Path("nowhere"), fresh=True)[3]
     found = floors_of(dataset, Plan(**MILD))
     assert View(read_run(digits_audit), read_leakage(digits_audit)).of_range == "on the 0–16 pixel scale"
-    assert f"on the 0–16 pixel scale: theorem1 ±{figure(16 * found['theorem1'].rmse)} (" in said
-    assert f"lecam ±{figure(16 * found['lecam'].rmse)} (any attacker" in said
+    assert f"on the 0–16 pixel scale: theorem1 ±{format_floor(16 * found['theorem1'].rmse)} (" in said
+    assert f"lecam ±{format_floor(16 * found['lecam'].rmse)} (any attacker" in said
 
 
 def test_an_audit_is_finished_only_with_all_that_was_asked_for(digits_audit, capsys) -> None:

@@ -47,8 +47,23 @@ def test_no_noise_is_advised_where_none_is_needed(answer, run):
 
 
 def test_calibrate_output_perturbation(answer):
-    found = answer("calibrate", "--target-mse", 0.1, "--output-perturbation", "--records", 12665, "--l2", 0.01)
-    assert found["noise_std"] == calibrate(OutputPerturbation(12665, 0.01, 1.0), 0.1).noise
+    found = answer(
+        "calibrate",
+        "--target-mse",
+        0.1,
+        "--low",
+        -1,
+        "--high",
+        1,
+        "--output-perturbation",
+        "--loss",
+        "logistic",
+        "--records",
+        12665,
+        "--l2",
+        0.01,
+    )
+    assert found["noise_std"] == calibrate(OutputPerturbation(12665, 0.01, 1.0), 0.1, low=-1, high=1).noise
     assert "noise_multiplier" not in found
 
 
@@ -72,7 +87,7 @@ def test_calibrate_says_under_which_condition_and_what_other_floors_need(run, an
         for other, noise in others.items():
             found = answer("calibrate", *options, "--bound", other)["noise_multiplier"]
             assert noise == pytest.approx(found, rel=1e-3)
-        assert told[8].endswith("The box is [0, 120] years.")
+        assert told[8].endswith("Records lie in [0, 120] years.")
     beyond = run("calibrate", "--target-error", 0.6, "--sample-rate", 0.1, "--steps", 10)[1]
     assert "lecam (any attacker, on some record of the box): no noise is enough" in beyond
 

@@ -10,12 +10,12 @@ import pytest
 
 from calling import QUICK, SGD, check_refused, write_people
 from reconbound.audit import _data_facts
-from reconbound.calibrate import round_up
 from reconbound.cli import run
 from reconbound.commands.audit import told_columns, told_plan
 from reconbound.data import DataWarning, load
 from reconbound.plan import Plan
 from reconbound.report.columns import sentence
+from reconbound.rounding import format_limit
 from reconbound.run_folder import PLAN, PUBLIC_REPORT, REPORT, RUN, read_run
 
 
@@ -245,12 +245,12 @@ def test_the_json_of_calibrate_has_all_that_the_text_says(capsys) -> None:
     text = capsys.readouterr().out
     assert run([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert f"ε = {found['epsilon']:.4g} (replace-one)" in text
-    assert f"ε = {found['epsilon_add_remove']:.4g} (add/remove" in text
+    assert f"ε = {format_limit(found['epsilon'], 4)} (replace-one)" in text
+    assert f"ε = {format_limit(found['epsilon_add_remove'], 4)} (add/remove" in text
     assert list(found["other_bounds"]) == ["corners", "lecam", "rate_distortion"]
     for name, other in found["other_bounds"].items():
         (line,) = [line for line in text.splitlines() if line.startswith(f"  {name} (")]
-        assert line.endswith(f": {round_up(other['noise_multiplier'], 4):.4g}")  # a smallest noise is rounded up
+        assert line.endswith(f": {format_limit(other['noise_multiplier'], 4)}")  # a smallest noise is rounded up
 
 
 def test_the_json_of_calibrate_says_where_no_noise_is_enough(capsys) -> None:

@@ -181,7 +181,18 @@ def test_the_noise_for_an_epsilon_of_one_gaussian_release():
 
 
 def test_calibrate_prints_the_noise_for_an_epsilon(answer, capsys):
-    words = ["calibrate", "--target-epsilon", "3", "--output-perturbation", "--records", "1000", "--l2", "0.1"]
+    words = [
+        "calibrate",
+        "--target-epsilon",
+        "3",
+        "--output-perturbation",
+        "--loss",
+        "logistic",
+        "--records",
+        "1000",
+        "--l2",
+        "0.1",
+    ]
     found = answer(*words, "--adjacency", "add/remove")
     assert found["epsilon_add_remove"] <= 3 < found["epsilon"]
     same = calibrate_epsilon(OutputPerturbation(1000, 0.1, 1.0), 3.0, adjacency="add/remove")

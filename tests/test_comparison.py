@@ -16,8 +16,8 @@ import pytest
 from pages import Elements, meaningful, view_of
 from reconbound import cli, report
 from reconbound._check import InputError
-from reconbound.bounds._bound import figure
 from reconbound.report import columns, comparison, verdicts
+from reconbound.rounding import format_floor
 from reconbound.run_folder import prepare, read_leakage, read_run, write_leakage, write_run
 from run_folders import RANGES, digits_folder
 
@@ -76,7 +76,7 @@ def test_compare_sets_runs_side_by_side(digits: Path, people: Path, tmp_path: Pa
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     text = Elements(path.read_text()).text
     for folder in (digits, people):
-        assert f"±{figure(float(view_of(folder).floor.min()))}" in text
+        assert f"±{format_floor(float(view_of(folder).floor.min()))}" in text
     assert "Not comparable as they stand: these audits differ in data set, kind of data" in text
     assert "Confidential." in text
     with pytest.raises(InputError, match="folders"):
@@ -137,7 +137,7 @@ def test_common_columns_are_compared_in_their_own_units(people: Path, tmp_path: 
         assert (own["lowest"], other["lowest"]) == (pytest.approx(floor), pytest.approx(2 * floor))
         assert own["below"] == columns.counts(view_of(people))[j]["below"]
     text = Elements(report.compare([people, tmp_path / "other"], tmp_path / "c.html").read_text()).text
-    assert f"±{figure(2 * floor)}" in text[text.index("Single columns, in their own units") :]
+    assert f"±{format_floor(2 * floor)}" in text[text.index("Single columns, in their own units") :]
     assert found["audits"][0]["floors"]["lowest_lower_limit"] is None
     json.dumps(found, allow_nan=False)
 
@@ -156,7 +156,7 @@ def test_a_limit_is_not_given_for_records_that_have_none(people: Path, tmp_path:
     lowest = float(view.upper_floor[view.upper_floor > 0].min())
     page = tmp_path / "page.html"
     assert cli.run(["report", str(people), str(other), "--out", str(page)]) == 0
-    said = f"±{figure(lowest / view.unit)}, 1 without"
+    said = f"±{format_floor(lowest / view.unit)}, 1 without"
     assert said in " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert f'<td class="n">{said}</td>' in page.read_text()
     found = comparison.facts([people, other])["audits"]

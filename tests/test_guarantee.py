@@ -60,7 +60,8 @@ def check(found: Guarantee) -> None:
     by_name = {bound["name"]: bound["mse"] for bound in content["bounds"]}
     assert by_name["corners"] >= by_name["theorem1"] * (1 - 1e-9)
     epsilon = found.epsilon is not None or found.epsilon_add_remove is not None
-    assert str(found).count("\n") == len(names) + epsilon + 1  # the box, and how often a record is rebuilt
+    lines = len(names) + epsilon + 2 + len(found.notes)  # the box, the mechanism, and how often a record is rebuilt
+    assert str(found).count("\n") == lines
     assert "nan" not in str(found)
 
 
@@ -69,7 +70,8 @@ def check(found: Guarantee) -> None:
 def test_every_answer_is_finite_and_silent(mechanism, dim, box, delta):
     low, high = box
     if high > low:
-        check(guarantee(mechanism, dim=dim, low=low, high=high, delta=delta))
+        check(guarantee(mechanism, dim=dim, low=low, high=high, radius=math.inf, delta=delta))
+        check(guarantee(mechanism, dim=dim, delta=delta))
 
 
 def values(mechanism, dim):
@@ -214,7 +216,7 @@ def test_unknown_floors_are_refused():
 
 
 @pytest.mark.parametrize(("wrong", "name"), [({"high": [1, 2]}, "high"), ({"dim": (1, 28, 28)}, "dim"),
-                                                ({"dim": "x"}, "dim"), ({"low": None}, "low")])  # fmt: skip
+                                                ({"dim": "x"}, "dim"), ({"low": "x"}, "low")])  # fmt: skip
 def test_wrong_settings_name_themselves(wrong, name):
     with pytest.raises(InputError, match=f"^{name} must be a number, got "):
         guarantee(DP(1.0), **wrong)
@@ -234,8 +236,12 @@ def test_a_distribution_must_be_one(wrong):
 def test_silence_has_a_reason():
     from dp_accounting.pld import privacy_loss_distribution as pl
 
-    assert guarantee(SampledGaussian(1.0)).notes == guarantee(DP(1.0)).notes == ()
-    for mechanism in (DP(1.0, 1e-6), PLD(pl.from_gaussian_mechanism(1.0)), PLD(pl.from_laplace_mechanism(1.0))):
+    assert guarantee(SampledGaussian(1.0)).notes == guarantee(DP(1.0, adjacency="replace-one")).notes == ()
+    for mechanism in (
+        DP(1.0, 1e-6, "replace-one"),
+        PLD(pl.from_gaussian_mechanism(1.0)),
+        PLD(pl.from_laplace_mechanism(1.0)),
+    ):
         found = guarantee(mechanism)
         (note,) = found.notes
         silent = {bound.name for bound in found.bounds if bound.value == 0}
@@ -253,8 +259,12 @@ def test_complex_and_endless_values_are_refused_in_one_line():
 
 def test_in_words_it_ends_with_epsilon_where_there_is_one():
     found = guarantee(SampledGaussian(1.0, 1 / 23, 184, clip="hard"), dim=64)
-    *floors, success, last = str(found).splitlines()
+    *floors, success, last, mechanism = str(found).splitlines()
     assert success == found.protection.sentence()
     assert [line.split(":")[0] for line in floors[1:]] == [bound.name for bound in found.bounds]
     assert last == "At δ = 1e-05: ε = 5.802 (replace-one); ε = 3.965 (add/remove)."
+    assert mechanism == (
+        "SampledGaussian: noise multiplier 1, sample rate 0.04347826, steps 184, clip hard, sampler poisson. Mean "
+        "errors and chances are over the noise of all steps and the draw of their batches."
+    )
     assert "ε =" not in str(guarantee(DP(3.0, 1e-4), delta=1e-5))  # it holds at no δ so small

@@ -260,7 +260,7 @@ def test_targets_are_met():
     model = PrivateLogisticRegression(target_epsilon=2.0, target_delta=1e-6, data_norm=5.0).fit(x, y)
     assert 1.999 < model.mechanism_.epsilon_at(1e-6) <= 2
     assert PrivateLogisticRegression(data_norm=5.0).fit(x, y).mechanism_.epsilon_at(1e-5) == pytest.approx(1, rel=1e-6)
-    np.testing.assert_allclose(model.mechanism_.data_norm, np.sqrt(26))
+    np.testing.assert_allclose(model.mechanism_.gradient_norm, np.sqrt(26))
     found = reconbound.guarantee(model.mechanism_, dim=4)
     assert found["lecam"].value > 0
     assert "logistic loss" in model.mechanism_.assumes()[0]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from reconbound import Account, FisherAccountant, PrivateLogisticRegression, PrivateSGD, Settings
 from reconbound._check import InputError
-from reconbound.bounds._bound import figure
 from reconbound.fisher import step_information
+from reconbound.rounding import format_floor
 from reconbound.validate import ReconboundWarning
 
 SETTING: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "clip": "hard"}
@@ -90,11 +90,11 @@ def test_records_that_were_never_measured_do_not_hide_the_others() -> None:
     kept.add(torch.arange(8), step_information(network(), losses, x[:8], y[:8], **SETTING, diagonal=True))
     kept.finish_run()
     floors, features = kept.mse_floor(), kept.feature_floors()
-    least = figure(float(floors.rmse[:8].min()))
-    assert f"at least ±{least} (MSE {figure(float(floors.value[:8].min()))})" in str(floors)
-    assert f"the median of 8 values is ±{figure(float(np.median(floors.rmse[:8])))}" in str(floors)
+    least = format_floor(float(floors.rmse[:8].min()))
+    assert f"at least ±{least} (MSE {format_floor(float(floors.value[:8].min()))})" in str(floors)
+    assert f"the median of 8 values is ±{format_floor(float(np.median(floors.rmse[:8])))}" in str(floors)
     assert "32 of 40 have no floor (0)" in str(floors)
-    assert f"at least ±{figure(float(features.rmse[:8, 0].min()))}, " in str(features)
+    assert f"at least ±{format_floor(float(features.rmse[:8, 0].min()))}, " in str(features)
     assert "32 of 40 have no floor (0)" in str(features)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from reconbound import DP, SampledGaussian, cli, guarantee
-from reconbound.bounds._bound import figure
 from reconbound.commands.errors import options_of
+from reconbound.rounding import format_floor
 
 HOME = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "docs/guide-calculator.md"]
@@ -103,7 +103,7 @@ def test_no_block_shows_what_a_program_prints_without_the_command(page: str) -> 
 
 def test_what_is_said_of_epsilon_alone_and_of_opacus_sample_rate() -> None:
     def floor(mechanism) -> str:
-        return f"±{figure(guarantee(mechanism, high=16)['lecam'].rmse)}"
+        return f"±{format_floor(guarantee(mechanism, high=16)['lecam'].rmse)}"
 
     known = SampledGaussian(1.0, 1 / 29, 300, clip="hard")
     spent = known.epsilon_at(1e-5, adjacency="add/remove")

@@ -22,10 +22,10 @@ from sklearn.datasets import load_digits
 from pages import Elements, data_of, meaningful, page_of, view_of
 from reconbound import cli, report
 from reconbound._files import Unreadable, sealed_json
-from reconbound.bounds._bound import figure
 from reconbound.report import advice, axes, charts, verdicts, words
 from reconbound.report.public import floor_rows
 from reconbound.report.view import View
+from reconbound.rounding import format_floor, format_limit
 from reconbound.run_folder import Leakage, Run, read_leakage, read_run
 from run_folders import RANGES
 
@@ -92,10 +92,10 @@ def test_verdict_of_images_is_the_leakage_files_own(digits: Path) -> None:
     assert guess == pytest.approx(math.sqrt(float(images.var(0).mean())), rel=1e-6)
     worst = int(leakage.dfil[0].argmax())
     limit = 1 / math.sqrt(float(leakage.upper[0, worst]))
-    first = f"errs by at least ±{figure(limit)} on the 0–1 pixel scale per pixel on the most exposed image"
+    first = f"errs by at least ±{format_floor(limit)} on the 0–1 pixel scale per pixel on the most exposed image"
     assert f"At 95 % confidence, an unbiased attacker who knows everything but one image’s pixels {first}" in page
-    assert f"(estimate ±{figure(floor)})" in page
-    assert f"guessing the average image errs by ±{figure(guess)}." in page
+    assert f"(estimate ±{format_floor(floor)})" in page
+    assert f"guessing the average image errs by ±{format_limit(guess)}." in page
     below = int((leakage.upper[0] > 1 / guess**2).sum())  # at the lower limits of the floors
     assert 0 < below < 200
     assert f"For {below} of the 200 images" in page
@@ -104,7 +104,7 @@ def test_verdict_of_images_is_the_leakage_files_own(digits: Path) -> None:
     said = f"at the most exposed image, {single} of 64 have a floor below a guess" in page
     assert said == (single > 0)
     lowest = 1 / math.sqrt(float(leakage.upper[0].max()))
-    assert f"that of any image at least ±{figure(lowest)}" in page
+    assert f"that of any image at least ±{format_floor(lowest)}" in page
     assert "Average of 5 runs." in page
 
 
@@ -123,21 +123,22 @@ def test_verdict_of_tables_is_in_each_columns_unit(people: Path) -> None:
     names = leakage.facts["feature_names"]
     units = leakage.facts["units"]
     for j in order:
-        assert f"±{figure(floors[j])} {units[j]} on {names[j]} (record {whose[j]:,}" in first
-        assert f"±{figure(guesses[j])} {units[j]}" in first.split("guessing the average errs by")[1]
+        assert f"±{format_floor(floors[j])} {units[j]} on {names[j]} (record {whose[j]:,}" in first
+        assert f"±{format_limit(guesses[j])} {units[j]}" in first.split("guessing the average errs by")[1]
     assert "each for the record most exposed in that column among the 8 records looked at (of 200);" in first
     assert "3 private columns more are less exposed" in first
     rows = {row["name"]: row for row in report.public.feature_rows(view_of(people))}
     chart = charts.by_feature(view_of(people)).figure["data"][1]
     for j, name in enumerate(names):
-        assert (rows[name]["worst"], rows[name]["whose"]) == (f"±{figure(floors[j])}", f"record {whose[j]:,}")
-        assert any(f"{name}: ±{figure(floors[j])}" in text for text in chart["hovertext"])
+        assert (rows[name]["worst"], rows[name]["whose"]) == (f"±{format_floor(floors[j])}", f"record {whose[j]:,}")
+        assert any(f"{name}: ±{format_floor(floors[j])}" in text for text in chart["hovertext"])
     sure = " ".join(verdicts.sureness(view_of(people)))
     assert "estimates from one run" in sure
     assert (
-        f"over all its columns (record {worst:,}) is ±{figure(1 / math.sqrt(float(leakage.dfil[0, worst])))} " in sure
+        f"over all its columns (record {worst:,}) is ±{format_floor(1 / math.sqrt(float(leakage.dfil[0, worst])))} "
+        in sure
     )
-    assert f"Guessing errs by ±{figure(math.sqrt(float(leakage.guess.mean())))}." in sure
+    assert f"Guessing errs by ±{format_limit(math.sqrt(float(leakage.guess.mean())))}." in sure
     error = 0.5 * float(leakage.error[0, worst]) * float(leakage.dfil[0, worst]) ** -1.5
     assert f"a standard error of {error:.2g}" in sure
 
@@ -399,8 +400,8 @@ def test_the_first_runs_chart_says_where_it_ends(digits: Path, people: Path) -> 
     view = view_of(digits)
     own = 1 / math.sqrt(float(view.leakage.history[-1, 0]))
     note = charts.growth(view).note
-    assert f"ends at ±{figure(own)} for the image most exposed in it" in note
-    assert f"mean over 5 runs, where the lowest is ±{figure(float(view.floor.min()))}." in note
+    assert f"ends at ±{format_floor(own)} for the image most exposed in it" in note
+    assert f"mean over 5 runs, where the lowest is ±{format_floor(float(view.floor.min()))}." in note
     assert charts.growth(view_of(people)).note == ""  # one run is the verdict's
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from pages import HOSTILE, Elements, data_of, hostile, page_of
 from reconbound import report
-from reconbound.bounds._bound import figure
 from reconbound.report.figures import for_plotly
 from reconbound.report.page import as_json
+from reconbound.rounding import format_floor
 from reconbound.run_folder import Leakage, read_leakage, read_run, write_leakage
 
 
@@ -111,7 +111,7 @@ def test_public_columns_are_floors_times_their_range(people: Path) -> None:
     run = read_run(people)
     rows = {row["name"]: row for row in report.public.column_rows(run)}
     lecam = next(b["rmse"] for b in run.guarantee["bounds"] if b["name"] == "lecam")
-    assert rows["age"]["any"] == f"±{figure(120 * lecam)}"
+    assert rows["age"]["any"] == f"±{format_floor(120 * lecam)}"
     assert rows["age"]["range"] == "0 to 120 years"
     assert rows["hours-per-week"]["guess"] == "±50"
 

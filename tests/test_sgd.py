@@ -679,9 +679,12 @@ def test_floors_of_an_embedding_say_what_they_are_about(tmp_path, frozen: bool) 
     assert ("not covered" in said) is not frozen
     one.accountant.save(tmp_path / "ledger")
     for ledger in (one.accountant, FisherAccountant.load(tmp_path / "ledger")):
-        with pytest.raises(InputError, match="low and high must be given: the private part is a module's output"):
+        with pytest.raises(
+            InputError, match="low and high, or radius, must be given: the private part is a module's output"
+        ):
             ledger.guarantee(delta=1e-6)
         assert ledger.guarantee(low=-2.0, high=2.0).low == -2.0
+        assert ledger.guarantee(radius=2.0).space.ball == 2.0
     assert learner().fit(4).accountant.guarantee().high == 1.0
 
 

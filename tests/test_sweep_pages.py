@@ -12,7 +12,7 @@ import pytest
 
 import sweep_stub
 from reconbound import cli
-from reconbound.bounds._bound import figure
+from reconbound.rounding import format_floor
 from reconbound.sweep import Sweep, floors_in, parse_grid, run, sweep
 from reconbound.sweep.frontier import table
 from reconbound.sweep.page import cautions, frontier_page, run_page, verdict
@@ -217,7 +217,8 @@ def test_the_command_and_a_runs_page_say_whom_floors_bind_and_which_neighbours(t
         "exact factor, most exposed record (estimate) (exact_max), for unbiased attackers: no setting beats these"
         in out
     )
-    assert "the paper's κ (no guarantee), most exposed record (estimate) (paper_max): no setting beats these" in out
+    paper = "the paper's κ (not proved, no guarantee), most exposed record (estimate) (paper_max)"
+    assert f"{paper}: no setting beats these" in out
     assert "Theorem 1 (theorem1), for unbiased attackers: no" in out
     assert "any attacker, Le Cam (lecam): no setting beats these" in out
     assert "ε is for replace-one neighbours at δ = 1e-05." in out
@@ -236,7 +237,7 @@ def test_pages_escape_and_say_every_floor(tmp_path) -> None:
     assert "<script>alert(1)" not in page
     for floor in floors_in(rows):
         assert f"front-{floor}" in page
-    assert told("paper_q99") == "the paper's κ (no guarantee), record at the 99 % quantile (estimate)"
+    assert told("paper_q99") == "the paper's κ (not proved, no guarantee), record at the 99 % quantile (estimate)"
 
 
 def test_the_guide_says_commands_that_are_understood(tmp_path, monkeypatch, capsys) -> None:
@@ -326,7 +327,7 @@ def test_floors_of_records_are_called_estimates_and_floors_have_their_name(tmp_p
     ):
         assert cli.run(["frontier", str(tmp_path), "--floor", floor, "--at-least", "1e-12"]) == 0
         told, mse = capsys.readouterr().out, rows[0][floor]
-        assert f", floor MSE {figure(mse, 4)}, ±{figure(mse**0.5)} of a range{said}" in told
+        assert f", floor MSE {format_floor(mse, 4)}, ±{format_floor(mse**0.5)} of a range{said}" in told
         assert str(rows[0]["lr"]) not in told  # six digits of it do
     assert cli.run(["frontier", str(tmp_path)]) == 0
     table = capsys.readouterr().out

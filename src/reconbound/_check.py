@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ def number(
     below: float | None = None,
 ) -> float:
     """A finite float within the limits, or an InputError that says which limit was missed. Text is none: `spelled`."""
-    if isinstance(value, str | bytes):  # float() would take it, and the arithmetic after it fail or go wrong
+    if isinstance(value, str | bytes | bool | np.bool_):  # float() would take it, and a mistake would go unseen
         raise InputError(name, "must be a number", _shown(value))
     try:
         x = float(value)
@@ -92,6 +93,17 @@ def whole(name: str, value: Any, *, at_least: int = 1) -> int:
     if x != int(x):
         raise InputError(name, "must be a whole number", value)
     return int(x)
+
+
+def rounded_up(x: Fraction | float) -> int:
+    """The next whole number, at least 1; a hair above a whole number, as 1/(1/3) is, counts as that number.
+
+    The hair is four parts in 10¹⁶, what rounding a quotient of two floats can add.
+
+    >>> rounded_up(2.5), rounded_up(Fraction(10) / Fraction(1 / 3)), rounded_up(0.1)
+    (3, 30, 1)
+    """
+    return max(1, math.ceil(Fraction(x) * (1 - Fraction(1, 2**51))))
 
 
 def choice(name: str, value: str, options: tuple[str, ...]) -> str:

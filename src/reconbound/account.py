@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from ._check import InputError, choice, number, whole
 from .amplification import PoissonTable, paper_delta, paper_kappa
 from .mechanisms import SampledGaussian
+from .mechanisms.gaussian import fewest_batches
 from .renyi import sensitivity
 
 RULES = ("exact", "fixed", "paper", "none")
@@ -26,7 +26,8 @@ class Account:
         records, features: N and d. steps: T of one run. noise_multiplier, max_grad_norm, sample_rate, sampler, clip:
         the mechanism's, as in PrivateSGD. rules: the subsampling factors to keep ledgers for; the first is the one
         that answers by default. Empty: "exact" for Poisson batches, "fixed" for fixed-size ones, "none" (factor 1)
-        for shuffled epochs.
+        for shuffled epochs. batches_per_epoch: of shuffled epochs, how many steps one has, as len(loader); ⌊1/q⌋ where
+        it is None, as of a loader that drops the last batch: it counts at least as many epochs as any other.
     """
 
     records: int
@@ -38,6 +39,7 @@ class Account:
     sampler: str = "poisson"
     clip: str = "smooth"
     rules: tuple[str, ...] = ()
+    batches_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("records", "features", "steps"):
@@ -47,6 +49,8 @@ class Account:
         number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
         choice("sampler", self.sampler, tuple(_DEFAULT_RULE))
         sensitivity(self.clip)
+        if self.batches_per_epoch is not None:
+            whole("batches_per_epoch", self.batches_per_epoch)
         if not self.rules:
             object.__setattr__(self, "rules", (_DEFAULT_RULE[self.sampler],))
         for rule in self.rules:
@@ -64,7 +68,7 @@ class Account:
     def mechanism(self) -> SampledGaussian:
         """The same run for the calculator; shuffled epochs are steps without sampling, one for each epoch."""
         if self.sampler == "shuffle":
-            per_epoch = math.ceil(self.records / max(1, round(self.sample_rate * self.records)))
+            per_epoch = self.batches_per_epoch or fewest_batches(self.sample_rate)
             return SampledGaussian.shuffled(self.noise_multiplier, per_epoch, self.steps, self.clip)
         return SampledGaussian(self.noise_multiplier, self.sample_rate, self.steps, self.clip, self.sampler)
 

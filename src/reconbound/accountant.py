@@ -21,7 +21,6 @@ from . import ledger_file
 from ._check import InputError, choice, warn_user, whole
 from .account import Account, checked_scale
 from .bounds import Bound
-from .bounds._bound import figure
 from .calculator import Guarantee, guarantee
 from .copies import checked_rows
 from .exposure import Exposed, MostExposed, quantiles
@@ -31,6 +30,7 @@ from .fingerprints import Fingerprints
 from .fisher import StepInformation
 from .limits import FEWEST, WIDEST, upper_limit, why_no_limit
 from .precision import relative_median, told, warn_if_coarse, warn_if_silent
+from .rounding import format_floor
 from .trace_ledger import TraceLedger
 from .validate.structure import ReconboundWarning
 
@@ -275,7 +275,7 @@ class FisherAccountant:
         limits = self._lower_limits(rule)
         if limits is not None and (limits > 0).any():
             there, none = limits[limits > 0], int((limits == 0).sum())
-            first = f"lower limits at 95 % confidence: lowest MSE {figure(there.min())}"
+            first = f"lower limits at 95 % confidence: lowest MSE {format_floor(there.min())}"
             first += f", {none:,} of {len(limits):,} records without one" if none else ""
             bound = replace(bound, assumes=(first, *bound.assumes), notes=(first, *bound.notes))
         if self._first("floors"):
@@ -431,11 +431,11 @@ class FisherAccountant:
         copies: how many rows the person has; 1 if left out.
 
         space: low and high of every private feature, in [0, 1] if left out, and what else `guarantee` takes. Where the
-        private part is a module's output they must be given."""
-        if self.needs_range and not {"low", "high"} <= space.keys():
-            why = "and high must be given: the private part is a module's output, and nothing says that it is in [0, 1]"
+        private part is a module's output they must be given, or radius, of the ball in which its outputs lie."""
+        if self.needs_range and not ({"low", "high"} <= space.keys() or "radius" in space):
+            why = "and high, or radius, must be given: the private part is a module's output, not known to be in [0, 1]"
             raise InputError("low", why, space.get("low"))
-        if not {"low", "high"} & space.keys() and not bool((self.feature_scale == 1).all()):
+        if not {"low", "high", "radius"} & space.keys() and not bool((self.feature_scale == 1).all()):
             said = "the mechanism's floors are for features in [0, 1], this ledger's in the units of feature_scale"
             warn_user(f"{said}: give low and high in those, to compare them", ReconboundWarning)
         return guarantee(self.account.mechanism().for_group(copies), dim=self.account.features, **space)

@@ -10,8 +10,10 @@ from scipy.optimize import brentq
 
 from ._check import InputError, choice, number
 from .bounds import Bound
+from .bounds._bound import NOT_PROVED
 from .calculator import FLOORS, floor
 from .mechanisms import ADJACENCIES, REPLACE_ONE, OutputPerturbation, SampledGaussian
+from .rounding import format_noise, format_number, round_to
 
 #: Noise is looked for between these.
 SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e12
@@ -22,7 +24,9 @@ class OutOfReach(InputError):
 
     def __init__(self, name: str, bound: str, highest: float, value: object, where: str = "") -> None:
         self.bound, self.highest = bound, highest
-        super().__init__(name, f"must be below {highest:.6g}, which no noise lifts {bound} above{where}", value)
+        super().__init__(
+            name, f"must be below {format_number(highest, 6)}, which no noise lifts {bound} above{where}", value
+        )
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,15 @@ class Calibration:
     without_noise: float | None = None
 
     def __str__(self) -> str:
-        found = f"{self.mechanism.noise_field} {self.noise:.7g}" if self.without_noise is None else "met without noise"
+        found = (
+            f"{self.mechanism.noise_field} {format_noise(self.noise)}"
+            if self.without_noise is None
+            else "met without noise"
+        )
+        warned = "" if self.bound.proved else f"{self.bound.name} is {NOT_PROVED}: by it, this noise protects nobody. "
         known = self.mechanism.protection()
         means = "" if self.without_noise is not None else f"\n{known.warning() or known.sentence()}"
-        return f"{found}: {self.bound}{means}"
+        return f"{warned}{found}: {self.bound}{means}"
 
 
 def calibrate(
@@ -53,8 +62,9 @@ def calibrate(
     *,
     bound: str = "theorem1",
     dim: int = 1,
-    low: float = 0.0,
-    high: float = 1.0,
+    low: float | None = None,
+    high: float | None = None,
+    radius: float | None = None,
     units: str = "",
 ) -> Calibration:
     """The smallest noise with which a floor is at least `target_mse`.
@@ -62,8 +72,9 @@ def calibrate(
     Args:
         mechanism: a SampledGaussian or OutputPerturbation; its own noise is ignored.
         target_mse: the squared error per coordinate that attackers must not undercut, in squared data units.
-        bound: the floor that must meet it, by name.
-        dim, low, high, units: the data space, as in `reconbound.floor`.
+        bound: the floor that must meet it, by name. theorem1_paper is not proved: the noise is for comparison only, and
+            the result says so first.
+        dim, low, high, radius, units: the data space, as in `reconbound.floor`.
 
     Guarantee: the floor was computed once more at the returned noise and meets the target; no noise smaller by more
     than two parts in a million does, up to the last digit of the floor. The search rounds up.
@@ -82,7 +93,7 @@ def calibrate(
     def at(noise: float) -> tuple[SampledGaussian | OutputPerturbation, Bound]:
         changes: dict[str, Any] = {field: noise}
         tried = replace(mechanism, **changes)
-        found = floor(bound, tried, dim=dim, low=low, high=high, units=units)
+        found = floor(bound, tried, dim=dim, low=low, high=high, radius=radius, units=units)
         assert found is not None  # both mechanisms have every floor
         return tried, found
 
@@ -97,11 +108,11 @@ def calibrate(
     else:
         large = small
     unneeded = large == small and bound == "lecam" and isinstance(mechanism, SampledGaussian)
-    noise = round_up(math.exp(large))
+    noise = SMALLEST_NOISE if large == small else round_to(math.exp(large), 7, "up")
     chosen, reached = at(noise)
     step = 1e-6
     while reached.value < target:  # where the floor is flat, its last digit goes up and down: a little more noise
-        noise, step = min(round_up(noise * (1 + step)), LARGEST_NOISE), 2 * step
+        noise, step = min(round_to(noise * (1 + step), 7, "up"), LARGEST_NOISE), 2 * step
         chosen, reached = at(noise)
     never = mechanism.never_drawn if unneeded and isinstance(mechanism, SampledGaussian) else None
     return Calibration(chosen, noise, target, reached, never)
@@ -153,17 +164,7 @@ def calibrate_epsilon(
     while excess(small) <= 0 and small > math.log(SMALLEST_NOISE):
         small, large = small - step, small
     root = small if excess(small) <= 0 else brentq(excess, small, large, xtol=2e-5)
-    noise = round_up(math.exp(root + 2e-5), digits=5)
+    noise = round_to(math.exp(root + 2e-5), 5, "up")
     while excess(math.log(noise)) > 0:  # where ε goes up and down in its last digits: a little more noise
-        noise = round_up(noise * (1 + 2e-5), digits=5)
+        noise = round_to(noise * (1 + 2e-5), 5, "up")
     return at(noise)
-
-
-def round_up(x: float, digits: int = 7) -> float:
-    """Up to so many significant digits: a smallest noise that is shown with fewer must still be enough.
-
-    >>> round_up(1.372062, 4), round_up(0.0005, 3)
-    (1.373, 0.0005)
-    """
-    unit = 10.0 ** (math.floor(math.log10(x)) - digits + 1)
-    return float(f"{math.ceil(x / unit - 1e-9) * unit:.{digits}g}")

@@ -17,17 +17,16 @@ from .calculator import FLOORS, guarantee
 from .calibrate import OutOfReach, calibrate, calibrate_epsilon
 from .commands import register
 from .commands.errors import said_of_usage, said_of_value
-from .commands.mechanism import given_of, mechanism_of
+from .commands.mechanism import given_of, mechanism_of, notes_of
 from .commands.options import STOPPED, Told, count, one_line, option, ratio, within_range
 from .commands.printing import (
-    NO_DELTA,
-    UNSAID,
     calibration_dict,
     print_calibration,
     print_epsilon_calibration,
     print_guarantee,
     print_json,
 )
+from .data_space import data_space
 from .mechanisms import OutputPerturbation, SampledGaussian
 
 app = typer.Typer(
@@ -64,12 +63,14 @@ Sampler = Annotated[
     ),
 ]
 Epsilon = Annotated[float | None, typer.Option(help="Of the mechanism only this epsilon is known.")]
-Rdp2 = Annotated[float | None, typer.Option("--rdp2", help="Only its order-2 Renyi divergence (replace-one) is known.")]
+Rdp2 = Annotated[
+    float | None, typer.Option("--rdp2", help="Only its order-2 Renyi divergence is known; see --adjacency.")
+]
 Adjacency = Annotated[
     str | None,
     typer.Option(
-        help="Neighbours of --epsilon: replace-one (default), or add/remove (as Opacus, TF Privacy and most libraries "
-        "for private SGD report it, and the safe choice)."
+        help="Neighbours of --epsilon or --rdp2: replace-one (assumed, and said, when left out), or add/remove (as "
+        "Opacus, TF Privacy and most libraries for private SGD report it, and the safe choice)."
     ),
 ]
 Delta = Annotated[
@@ -83,13 +84,29 @@ L2 = Annotated[
     float | None, typer.Option("--l2", help="Output perturbation: regularisation, as in mean loss + l2/2 |w|^2.")
 ]
 NoiseStd = Annotated[float | None, typer.Option(help="Output perturbation: noise std per coefficient.")]
-DataNorm = Annotated[float | None, typer.Option(help="Output perturbation: norm to which rows are clipped (1).")]
+DataNorm = Annotated[
+    float | None,
+    typer.Option(
+        help="Output perturbation: norm to which rows are clipped, a constant feature not counted (1). Records lie in "
+        "the ball of this radius, and the floors are for it."
+    ),
+]
+Loss = Annotated[
+    str | None,
+    typer.Option(help="Output perturbation: the loss: logistic (two classes), softmax, or squared (ridge)."),
+]
+TargetBound = Annotated[
+    float | None, typer.Option(help="Output perturbation with squared loss: targets are clipped to this size.")
+]
+Intercept = Annotated[
+    bool, typer.Option("--intercept", help="Output perturbation: rows have a constant feature 1 beside.")
+]
 Dim = Annotated[
     int,
     typer.Option(parser=count, metavar="<int>", help="Number of private coordinates of a record: 784, or 3x32x32."),
 ]
-Low = Annotated[float, typer.Option(help="Smallest value of a coordinate.")]
-High = Annotated[float, typer.Option(help="Largest value of a coordinate.")]
+Low = Annotated[float | None, typer.Option(help="Smallest value of a coordinate (0; see --data-norm).")]
+High = Annotated[float | None, typer.Option(help="Largest value of a coordinate (1; see --data-norm).")]
 Baseline = Annotated[float | None, typer.Option(help="MSE of a plain guess on your data (default: guess the middle).")]
 Units = Annotated[str, typer.Option("--units", "--unit", help="Unit of the data, for printing.")]
 Found = Annotated[float | None, typer.Option(hidden=True)]  # given to calibrate, which looks for it: refused by name
@@ -131,9 +148,12 @@ def bound_command(
     l2: L2 = None,
     noise_std: NoiseStd = None,
     data_norm: DataNorm = None,
+    loss: Loss = None,
+    target_bound: TargetBound = None,
+    intercept: Intercept = False,
     dim: Dim = 1,
-    low: Low = 0.0,
-    high: High = 1.0,
+    low: Low = None,
+    high: High = None,
     baseline: Baseline = None,
     units: Units = "",
     as_json: Json = False,
@@ -143,8 +163,7 @@ def bound_command(
     mechanism = mechanism_of(given)
     report_delta = 1e-5 if delta is None or (delta == 0 and epsilon is not None) else delta
     found = guarantee(mechanism, dim=dim, low=low, high=high, delta=report_delta, baseline=baseline, units=units)
-    missing = ((NO_DELTA, delta), (UNSAID, adjacency)) if epsilon is not None else ()
-    unsaid = tuple(said for said, value in missing if value is None)
+    unsaid = notes_of(given)
     if as_json:
         print_json({**found.to_dict(), "notes": [*unsaid, *found.notes]})
     else:
@@ -186,9 +205,12 @@ def calibrate_command(
     l2: L2 = None,
     noise_std: Found = None,
     data_norm: DataNorm = None,
+    loss: Loss = None,
+    target_bound: TargetBound = None,
+    intercept: Intercept = False,
     dim: Dim = 1,
-    low: Low = 0.0,
-    high: High = 1.0,
+    low: Low = None,
+    high: High = None,
     units: Units = "",
     as_json: Json = False,
 ) -> None:
@@ -215,26 +237,30 @@ def calibrate_command(
     assert isinstance(mechanism, (SampledGaussian, OutputPerturbation))
     report_delta = 1e-5 if delta is None else delta
     space: dict[str, Any] = {"dim": dim, "low": low, "high": high, "units": units}
+    data, notes = data_space(dim, low, high, mechanism.radius), notes_of(given)
     if target_epsilon is not None:
         reached = calibrate_epsilon(mechanism, target_epsilon, delta=report_delta, adjacency=adjacency or "replace-one")
-        print_epsilon_calibration(reached, target_epsilon, report_delta, adjacency, bound, space, as_json=as_json)
+        print_epsilon_calibration(
+            reached, target_epsilon, report_delta, adjacency, bound, space, notes, as_json=as_json
+        )
         return
     if target_error is not None:
         target_mse = number("target_error", target_error, above=0.0, at_least=1e-150, at_most=1e150) ** 2
     if bound not in ("lecam", "rate_distortion"):  # these have a limit of their own, below that
-        within_range(target_mse, target_error, low, high)
+        within_range(target_mse, target_error, data.low, data.high)
     try:
         found = calibrate(mechanism, target_mse or 0.0, bound=bound, **space)
     except OutOfReach as error:
         name, most, given_target = "target_mse", error.highest, target_mse
         if target_error is not None:
             name, most, given_target = "target_error", error.highest**0.5, target_error
-        where = f" on data from {low:g} to {high:g} (--low and --high)"
+        given_by = "--low and --high" if data.ball is None else "--data-norm, --low and --high"
+        where = f" on data from {data.low:g} to {data.high:g} ({given_by})"
         raise OutOfReach(name, error.bound, most, given_target, where) from None
     if as_json:
-        print_json(calibration_dict(found, report_delta, space))
+        print_json(calibration_dict(found, report_delta, space, data, notes))
     else:
-        print_calibration(found, report_delta, space)
+        print_calibration(found, report_delta, space, data, notes)
 
 
 register(app)

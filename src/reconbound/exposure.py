@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .bounds._bound import figure
+from .rounding import format_floor
 
 
 def quantiles(values: np.ndarray, names: Mapping[str, float]) -> dict[str, float]:
@@ -34,10 +34,10 @@ class MostExposed(list[Exposed]):
 
     def __repr__(self) -> str:
         lines = [
-            f"record {e.record}: MSE {figure(e.estimate)} (estimate without a confidence limit)"
+            f"record {e.record}: MSE {format_floor(e.estimate)} (estimate without a confidence limit)"
             if e.lower_limit is None
-            else f"record {e.record}: MSE at least {figure(e.lower_limit)} at 95 % confidence "
-            f"(estimate {figure(e.estimate)})"
+            else f"record {e.record}: MSE at least {format_floor(e.lower_limit)} at 95 % confidence "
+            f"(estimate {format_floor(e.estimate)})"
             for e in self
         ]
         return "\n".join([*lines, *self.caveats])

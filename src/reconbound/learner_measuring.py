@@ -16,6 +16,7 @@ from .budget import Blocks, batch_weight
 from .fisher import StepInformation
 from .fisher.private import as_private
 from .measure import Fault
+from .sampling import batches_per_epoch
 
 if TYPE_CHECKING:
     from .sgd import PrivateSGD
@@ -38,6 +39,7 @@ def ledger_and_plan(learner: PrivateSGD) -> tuple[FisherAccountant | None, Block
         sampler=s.sampler,
         clip=s.clip,
         rules=s.rules,
+        batches_per_epoch=batches_per_epoch(learner.sampler),
     )
     ledger = FisherAccountant(
         account,

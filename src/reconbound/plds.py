@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from ._check import InputError
 from .bounds import rero_from_curve
 
 LARGEST_SHIFT = 60.0  # beyond it one step tells all there is to tell, and the grid would be huge
 _LARGEST_LOSS = 1e4  # a total loss of e^10000 protects nobody
+_LARGEST_GRID = 2 * 10**6
 _SMALLEST_LOSS = 1e-8  # below it dp-accounting's own arithmetic gives up, and order 2 says all
 
 
@@ -35,8 +37,8 @@ def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
 
     The grid has some ten thousand points, so that a million steps take about as long as one: ε is right to three
     digits. A finer one would cost more and gain nothing: the rounding of the FFT grows with the grid."""
-    if sample_rate == 1:  # T steps are one step with m√T
-        m, steps = m * math.sqrt(steps), 1
+    if sample_rate > 1 - 1e-9:  # a higher rate tells no less, and dp-accounting fails just below 1
+        sample_rate, m, steps = 1.0, m * math.sqrt(steps), 1  # T steps are one step with m√T
     if m > LARGEST_SHIFT:
         return None
     mean, deviation, single = loss_scale(m, sample_rate, adjacency == "replace-one")
@@ -50,19 +52,24 @@ def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
     grid = max(single / 3e4, (16 * math.sqrt(steps) * deviation + 2 * single) / 1.5e5)
     with quiet():
         for coarser in (1, 8, 64):
-            one = privacy_loss_distribution.from_gaussian_mechanism(
-                1 / m,
-                value_discretization_interval=coarser * grid,
-                sampling_prob=sample_rate,
-                neighboring_relation=relation,
-            )
+            try:
+                one = privacy_loss_distribution.from_gaussian_mechanism(
+                    1 / m,
+                    value_discretization_interval=coarser * grid,
+                    sampling_prob=sample_rate,
+                    neighboring_relation=relation,
+                )
+            except ValueError:  # its own arithmetic gave up: order 2 answers
+                return None
             if steps * max(_excess(*direction) for direction in directions(one)) < 1e-3:
                 return _self_composed(one, steps) if steps > 1 else one
     return None
 
 
 def _self_composed(pld: Any, steps: int, cut: float = 1e-15) -> Any:
-    """`pld.self_compose(steps)` by a real FFT whose negligible frequencies are left out: up to ten times faster."""
+    """`pld.self_compose(steps)` by a real FFT whose negligible frequencies are left out: up to ten times faster.
+
+    None where the result would not fit into memory."""
     from dp_accounting.pld import common, pld_pmf, privacy_loss_distribution
     from scipy import fft
 
@@ -72,6 +79,8 @@ def _self_composed(pld: Any, steps: int, cut: float = 1e-15) -> Any:
             continue
         dense = pmf.to_dense_pmf()
         low, high = common.compute_self_convolve_bounds(dense._probs, steps, cut)
+        if high - low > _LARGEST_GRID:  # the tails of very many steps: order 2 answers
+            return None
         size = fft.next_fast_len(max(high - low + 1, dense.size), real=True)
         spectrum = fft.rfft(dense._probs, size)
         matters = np.abs(spectrum) > math.exp(-80 / steps)
@@ -102,11 +111,27 @@ def loss_scale(m: float, q: float, replace_one: bool) -> tuple[float, float, flo
     return max(mean, 0.0), math.sqrt(square), float(loss.max() - loss.min())
 
 
+def check_pessimistic(pld: Any) -> None:
+    """Refuses a distribution that is not an upper bound: dp-accounting's optimistic estimates, in either direction."""
+    for pmf in (pld._pmf_remove, pld._pmf_add):
+        if getattr(pmf, "_pessimistic_estimate", None) is not True:
+            raise InputError(
+                "pld",
+                "must be a pessimistic estimate (pessimistic_estimate=True): an optimistic one promises too much",
+                "pessimistic_estimate=False",
+            )
+
+
 def rounding(pld: Any) -> float:
-    """How much probability the FFTs may have lost: no bin of a distribution is below zero but by their rounding.
+    """How much probability is missing: what the FFTs lost (no bin is below zero but by their rounding), and what is
+    short of 1 in all.
 
     It matters to a small δ after many steps: 5e-10 at a million."""
-    return max(len(mass) * max(-float(mass.min()), 0.0) for _, mass, _ in directions(pld))
+    found = 0.0
+    for _, mass, infinite in directions(pld):
+        short = 1.0 - float(np.sum(mass)) - infinite
+        found = max(found, len(mass) * max(-float(mass.min()), 0.0), short if short > 1e-12 else 0.0)
+    return found
 
 
 def delta(pld: Any, at: float) -> float:
@@ -180,7 +205,8 @@ def gaussian_epsilon(shift: float, target_delta: float) -> float:
     if shift > 1e3:
         return shift**2 / 2 + shift * math.sqrt(2 * math.log(1 / target_delta))
     with quiet():
-        return max(float(dp.get_epsilon_gaussian(1 / shift, target_delta)), 0.0)
+        found = max(float(dp.get_epsilon_gaussian(1 / shift, target_delta)), 0.0)
+    return found * (1 + 1e-12) + 2e-12 if found > 0 else 0.0  # its root is known to 1e-12, on either side
 
 
 def fixed_size_epsilon(m: float, sample_rate: float, steps: int, target_delta: float) -> float | None:

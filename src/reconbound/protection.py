@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .bounds._bound import chance, figure
+from .rounding import format_limit, format_percent
 
 #: A guarantee means little where a record that a blind guess rebuilds with the first chance may be rebuilt with the
 #: second by whoever sees the release.
@@ -59,21 +59,22 @@ class Protection:
         if self.success is None:
             return ""
         return (
-            f"Who can rebuild {with_article(noun)} with a chance of {chance(BLIND)} without the release can do so with "
-            f"a chance of at most {chance(self.success)} with it."
+            f"Who can rebuild {with_article(noun)} with a chance of {format_percent(BLIND)} without the release can do "
+            f"so with a chance of at most {format_percent(self.success)} with it."
         )
 
     def warning(self, noun: str = "record") -> str:
         """Returns the sentence that comes before all others where the guarantee means little; "" otherwise."""
         if self.meaningful or self.success is None:
             return ""
-        often = f": nearly whenever it is in a batch, for which the chance is {chance(1 - self.never_drawn)}"
+        often = f": nearly whenever it is in a batch, for which the chance is {format_percent(1 - self.never_drawn)}"
         drawn = "" if self.never_drawn < 1e-3 else often
-        told = "" if self.epsilon is None else f" (ε = {figure(self.epsilon)} at δ = {self.delta:g})"
+        at = "" if self.delta is None else f" at δ = {format_limit(self.delta, 6)}"
+        told = "" if self.epsilon is None else f" (ε = {format_limit(self.epsilon)}{at})"
         return (
             f"No meaningful guarantee: this mechanism does not rule out that {with_article(noun)} which a blind guess "
-            f"rebuilds with a chance of {chance(BLIND)} is rebuilt with a chance of {chance(self.success)} from the "
-            f"release{told}{drawn}."
+            f"rebuilds with a chance of {format_percent(BLIND)} is rebuilt with a chance of "
+            f"{format_percent(self.success)} from the release{told}{drawn}."
         )
 
 

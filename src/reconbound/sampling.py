@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ._check import InputError, number, whole
+from ._check import InputError, number, rounded_up, whole
 from ._random import numbers_of
 
 
@@ -149,6 +150,20 @@ class ShuffledEpochs:
         epoch, place = divmod(step, self.steps_per_epoch)
         order = torch.from_numpy(numbers_of(seed, "epoch", epoch).permutation(self.records))
         return order[place * self.batch_size : (place + 1) * self.batch_size]
+
+
+def steps_of(sampler: Sampler, epochs: float) -> int:
+    """The steps of so many epochs, rounded up.
+
+    >>> steps_of(FixedSize(7, 3), 1.0), steps_of(ShuffledEpochs(7, 3), 2.0)
+    (3, 6)
+    """
+    return rounded_up(Fraction(number("epochs", epochs, above=0.0, at_most=1e15)) * Fraction(sampler.steps_per_epoch))
+
+
+def batches_per_epoch(sampler: Sampler) -> int | None:
+    """How many steps a shuffled epoch has; None for samplers without epochs."""
+    return sampler.steps_per_epoch if isinstance(sampler, ShuffledEpochs) else None
 
 
 def make_sampler(name: str, records: int, sample_rate: float) -> Sampler:

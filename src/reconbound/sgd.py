@@ -21,7 +21,7 @@ from . import learner_measuring as measuring
 from . import learner_state as states
 from . import learner_words as words
 from . import noise as noises
-from ._check import InputError, number, warn_user, whole
+from ._check import InputError, warn_user, whole
 from ._progress import progress_bar
 from ._random import GUESSABLE, derive, new_seed, seed_warning, seeded
 from .accountant import FisherAccountant
@@ -29,7 +29,7 @@ from .budget import Blocks
 from .fingerprints import of_run
 from .fisher import Private
 from .measure import Fault, LossFn, Measurer, as_tensors, evaluated, record_count, row_counts
-from .sampling import make_sampler
+from .sampling import make_sampler, steps_of
 from .settings import Settings
 from .validate.structure import ReconboundWarning
 
@@ -353,7 +353,8 @@ class PrivateSGD:
             raise InputError("steps", "or epochs must be given, and not both", steps)
         if steps is not None:
             return whole("steps", steps)
-        return max(1, round(number("epochs", epochs, above=0.0) * self.sampler.steps_per_epoch))
+        assert epochs is not None
+        return steps_of(self.sampler, epochs)
 
     def _make_ledger(self) -> None:
         self._ledger, self.plan = measuring.ledger_and_plan(self)

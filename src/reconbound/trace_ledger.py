@@ -135,7 +135,8 @@ class TraceLedger:
         account = self.account
         of_a_step = account.sample_rate * account.records
         if account.sampler == "shuffle":  # the last batch of an epoch has what is left
-            of_a_step = account.records / math.ceil(account.records / max(1, round(of_a_step)))
+            per_epoch = account.batches_per_epoch or math.ceil(account.records / max(1, round(of_a_step)))
+            of_a_step = min(of_a_step, account.records / per_epoch)
         return float(self.state["weights"][0]) / of_a_step
 
     def missing(self) -> str:
@@ -219,7 +220,8 @@ class TraceLedger:
         if unseen.any():
             notes += (f"{int(unseen.sum())} of {len(unseen)} records were never measured: no floor (0)",)
         assumes = (rule, mean, f"{account.clip} clipping", *notes)
-        found = replace(bound, name="dfil", value=value, sampler=account.sampler, attacker="unbiased")
+        found = replace(bound, name="dfil", value=value, sampler=account.sampler, attacker="unbiased",
+                        proved=account.rules[k] != "paper")  # fmt: skip
         return replace(found, assumes=assumes, notes=notes, estimate=True), relative, said
 
     def unfinished(self, runs: int) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..bounds._bound import figure
+from ..rounding import format_number
 
 #: Squared bias over the mean squared error from which a record is counted as biased when a report is printed.
 BIASED = 0.1
@@ -64,6 +64,6 @@ class AttackReport:
 
 def _spread(values: np.ndarray) -> str:
     if len(values) == 1:
-        return figure(float(values[0]))
-    least, middle, most = (figure(float(v)) for v in (values.min(), np.median(values), values.max()))
+        return format_number(float(values[0]))
+    least, middle, most = (format_number(float(v)) for v in (values.min(), np.median(values), values.max()))
     return f"{least} (least), {middle} (median record), {most} (most)"

@@ -25,10 +25,10 @@ from .._check import InputError, whole
 from .._progress import progress_bar
 from .._random import derive, new_seed
 from ..amplification import poisson_factors
-from ..bounds._bound import figure
 from ..fisher import clipped_gradient_sum, clipping
 from ..fisher.generic import load_forward_mode
 from ..fisher.private import Private, Problem
+from ..rounding import format_floor, format_number
 from ..settings import Settings
 from ..sgd import PrivateSGD
 from ._report import BIASED
@@ -86,11 +86,12 @@ class SGDAttackReport:
         said = "biased, so no unbiased floor binds it" if biased else "not visibly biased"
         lines = [
             f"SGDAttackReport of record {self.record}, {self.trials:,} trainings; squared errors per feature",
-            f"  of the attack:             {figure(self.mse)} (standard error {figure(self.standard_error)}), {said}",
-            f"  its median over trainings: {figure(self.median)}",
-            f"  its variance:              {figure(self.variance)}",
-            f"  floor 1/dFIL:              {figure(self.floor)}",
-            f"  Cramér–Rao floor Tr I⁻¹/d: {figure(self.cramer_rao)}",
+            f"  of the attack:             {format_number(self.mse)} (standard error "
+            f"{format_number(self.standard_error)}), {said}",
+            f"  its median over trainings: {format_number(self.median)}",
+            f"  its variance:              {format_number(self.variance)}",
+            f"  floor 1/dFIL:              {format_floor(self.floor)}",
+            f"  Cramér–Rao floor Tr I⁻¹/d: {format_floor(self.cramer_rao)}",
             "  Not private: for the curator",
         ]
         return "\n".join(lines)

@@ -3,7 +3,7 @@
 Unbiased attackers: `theorem1`, `by_position`, `corners` (order-2 Rényi DP); `theorem2`, `from_trace`,
 `from_spectral_norm`, `per_feature`, `per_group` (Fisher information).
 Any attacker: `van_trees`, `van_trees_trace`, `box_minimax` (Fisher information); `lecam` with `overlap_from_…`;
-`rate_distortion`, `corners_floor`, `uniform_floor`, `gaussian_floor` (KL); `layer_cake` (success probabilities).
+`rate_distortion`, `corners_floor`, `uniform_floor`, `ball_floor`, `gaussian_floor` (KL); `layer_cake` (chances).
 """
 
 from ._bound import Bound
@@ -17,7 +17,7 @@ from .any_attacker import (
     van_trees,
     van_trees_trace,
 )
-from .rate_distortion import corners_floor, gaussian_floor, rate_distortion, uniform_floor
+from .rate_distortion import ball_floor, corners_floor, gaussian_floor, rate_distortion, uniform_floor
 from .success import (
     layer_cake,
     membership_from_gdp,
@@ -32,6 +32,7 @@ from .unbiased import by_position, corners, from_spectral_norm, from_trace, per_
 
 __all__ = [
     "Bound",
+    "ball_floor",
     "box_minimax",
     "by_position",
     "corners",

@@ -9,31 +9,15 @@ from typing import Any, Literal
 import numpy as np
 
 from .._check import LARGEST, InputError, number, numbers, whole
+from ..rounding import format_floor, format_limit
 
 Attacker = Literal["unbiased", "any"]
 Coordinates = Literal["each", "average"]
 
 #: A floor below this share of a plain guess's squared error says nothing in practice.
 VACUOUS_SHARE = 1e-6
-
-
-def figure(x: float, digits: int = 3) -> str:
-    """Three digits as people write them: 24,800 where `g` would give 2.48e+04.
-
-    >>> figure(0.31622), figure(24836.0), figure(2.5e12), figure(24836.0, 4)
-    ('0.316', '24,800', '2.5e+12', '24,840')
-    """
-    short = f"{x:.{digits}g}"
-    return f"{float(short):,.0f}" if 1e3 <= float(short) < 1e8 else short
-
-
-def chance(x: float) -> str:
-    """A chance in percent, with three digits.
-
-    >>> chance(1e-6), chance(0.0355), chance(1.0)
-    ('0.0001%', '3.55%', '100%')
-    """
-    return f"{100 * x:.3g}%"
+#: What is said of a number that is no guarantee, wherever it is shown.
+NOT_PROVED = "not proved, no guarantee"
 
 
 @dataclass(frozen=True)
@@ -55,11 +39,13 @@ class Bound:
             record's coordinates is bounded, and some of them may be known much better.
         notes: those of `assumes` that must be read with the number; printed with it.
         estimate: whether the number itself was measured, so that the true floor may be lower or higher.
+        proved: False where nobody has proved it: a number to compare with, that guarantees nothing. It is never
+            printed without saying so.
 
     >>> age = Bound("theorem1", 391.3, "Theorem 1", "unbiased", "replace-one", guess=2500.0, units="years",
     ...             coordinates="each")
     >>> print(age)
-    theorem1: an unbiased attacker errs by at least ±19.8 years (MSE 391);
+    theorem1: an unbiased attacker errs by at least ±19.7 years (MSE 391);
     a plain guess errs by ±50 years [Theorem 1; replace-one]
     """
 
@@ -75,6 +61,7 @@ class Bound:
     coordinates: Coordinates = "average"
     notes: tuple[str, ...] = ()
     estimate: bool = False
+    proved: bool = True
 
     def __getitem__(self, index: Any) -> Any:
         raise TypeError("a Bound is not indexed itself: its numbers are in .value (squared units) and .rmse (units)")
@@ -136,6 +123,7 @@ class Bound:
             "vacuous": plain(self.vacuous),
             "coordinates": self.coordinates,
             "estimate": self.estimate,
+            "proved": self.proved,
         }
 
     def __str__(self) -> str:
@@ -150,22 +138,26 @@ class Bound:
             said_of_none = f"; {int((~there).sum()):,} of {len(values):,} have no floor (0)"
             values, roots = values[there], roots[there]
         if bool(np.all(self.vacuous)):
-            said = f"says nothing about {who} here (MSE {figure(values.min())})"
+            said = f"says nothing about {who} here (MSE {format_floor(values.min())})"
         elif values.ndim == 2:  # records × features, each of its own unit: no figure for all of them
-            least = ", ".join(f"±{figure(x)}" for x in roots.min(axis=0)[:8])
+            least = ", ".join(f"±{format_floor(x)}" for x in roots.min(axis=0)[:8])
             more = f" and so on for {values.shape[1]:,} features" if values.shape[1] > 8 else ""
             where = f", on the record most exposed in it of {len(values):,}" if len(values) > 1 else ""
             said = f"{who} errs by at least {least}{more} (feature by feature, in the unit of each{where})"
         elif values.size == 1:
-            said = f"{who} errs by at least ±{figure(roots[0])}{unit} (MSE {figure(values[0])}){mean}"
+            said = f"{who} errs by at least ±{format_floor(roots[0])}{unit} (MSE {format_floor(values[0])}){mean}"
         else:
             said = (
-                f"{who} errs by at least ±{figure(roots.min())}{unit} (MSE {figure(values.min())}){mean}; "
-                f"the median of {values.size:,} values is ±{figure(float(np.median(roots)))}"
+                f"{who} errs by at least ±{format_floor(roots.min())}{unit} (MSE {format_floor(values.min())}){mean}; "
+                f"the median of {values.size:,} values is ±{format_floor(float(np.median(roots)))}"
             )
-        guess = f"; a plain guess errs by ±{figure(math.sqrt(self.guess))}{unit}" if self.guess is not None else ""
+        guess = (
+            f"; a plain guess errs by ±{format_limit(math.sqrt(self.guess))}{unit}" if self.guess is not None else ""
+        )
         sampler = f"; {self.sampler} batches" if self.sampler not in ("any", "none") else ""
         notes = "".join(f"; {note}" for note in self.notes)
+        if not self.proved:
+            said = f"{NOT_PROVED}; were it proved, {said}"
         return f"{self.name}: {said}{said_of_none}{guess} [{self.theorem}; {self.adjacency}{sampler}{notes}]"
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from .._check import InputError, matrix, number, numbers, whole
 from ._bound import Bound, Box, box, divergence, from_log
+from ._inverse import inverse_trace
 
 REPLACE_ONE = "replace-one"
 AVERAGE = "Fisher information, averaged over the prior"
@@ -33,7 +34,7 @@ def van_trees(information: Any, covariance: Any) -> Bound:
     Guarantee: on average over the prior N(·, S) and the release, for every attacker. Where the information at one data
     set stands in for its average over the prior, the floor is an approximation: say so.
 
-    >>> van_trees([[3.0]], [[1.0]]).value
+    >>> round(van_trees([[3.0]], [[1.0]]).value, 12)
     0.25
     """
     fim = matrix("information", information, symmetric=True)
@@ -43,11 +44,11 @@ def van_trees(information: Any, covariance: Any) -> Bound:
     # (I + S⁻¹)⁻¹ = R (Rᵀ I R + 1)⁻¹ Rᵀ with S = R Rᵀ, valid for singular S too
     eigenvalues, vectors = np.linalg.eigh(prior)
     root = vectors * np.sqrt(np.clip(eigenvalues, 0.0, None))
-    posterior = root @ np.linalg.solve(root.T @ fim @ root + np.eye(len(fim)), root.T)
+    product = root.T @ fim @ root
     d = fim.shape[0]
     return Bound(
         "van_trees",
-        max(float(np.trace(posterior)) / d, 0.0),
+        inverse_trace(product, root, 1.0) / d,
         "van Trees",
         "any",
         AVERAGE,

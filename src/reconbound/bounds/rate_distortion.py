@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from .._check import number
-from ._bound import Bound, Box, box, divergence
+from .._check import number, whole
+from ._bound import Bound, Box, box, divergence, from_log
 from .any_attacker import _spectrum
 
 REFERENCE = "KL divergence to one release that does not depend on the record"
@@ -140,6 +140,36 @@ def uniform_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bo
         assumes=("on average over a uniform record in the box",),
         guess=space.mean_square / 12,
         coordinates=space.average,
+    )
+
+
+def ball_floor(kl: float, radius: float, dim: int = 1) -> Bound:
+    """Rate–distortion floor for a record that is uniform in a ball (Shannon's lower bound; docs/theory.md 6.6).
+
+        MSE/d ≥ V^{2/d} e^(−2 KL/d)/(2πe),   V = π^{d/2} Rᵈ/Γ(d/2 + 1)
+
+    Args:
+        kl: as in `corners_floor`.
+        radius: R of the ball.
+        dim: the number of coordinates d.
+
+    Guarantee: on average over the uniform prior on the ball, hence in the worst case over it, for every attacker.
+
+    >>> round(ball_floor(0.0, 0.5).value, 6)       # d = 1: the interval of width 1
+    0.05855
+    """
+    nats, size, d = divergence("kl", kl), number("radius", radius, above=0.0, at_most=1e100), whole("dim", dim)
+    log_volume = d / 2 * math.log(math.pi) + d * math.log(size) - math.lgamma(d / 2 + 1)
+    log_value = 2 * (log_volume - nats) / d - math.log(2 * math.pi * math.e)
+    return Bound(
+        "rate_distortion_ball",
+        from_log(log_value - 1e-13 * max(1.0, abs(log_value))) if nats < math.inf else 0.0,
+        "rate–distortion (uniform in a ball)",
+        "any",
+        REFERENCE,
+        assumes=("on average over a uniform record in the ball",),
+        guess=size * size / d,
+        coordinates="each" if d == 1 else "average",
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from .._check import LARGEST, InputError, matrix, number, numbers, whole
 from ._bound import Bound, Box, Coordinates, box, divergence, from_log, log_expm1
+from ._inverse import inverse_trace
 
 REPLACE_ONE = "replace-one"
 LOCAL = "Fisher information at the record"
@@ -163,9 +164,10 @@ def theorem2(information: Any, *, jacobian: Any = None, bias: Any = None) -> Bou
 
     Guarantee: holds at this z for every attacker whose mean has this Jacobian and bias there. Directions that the
     release says nothing about cost an attacker who follows them infinitely much. float64 cannot tell an eigenvalue of
-    0 from one of d·2⁻⁵²·‖I‖: the larger stands in for the smaller, so that the value is then huge, never too high.
+    0 from one of the size of its rounding: every eigenvalue is raised by what rounding can have taken from it, so that
+    the value is then huge, and never too high (docs/theory.md section 5.2).
 
-    >>> theorem2([[4.0, 0.0], [0.0, 1.0]]).value           # (1/4 + 1)/2
+    >>> round(theorem2([[4.0, 0.0], [0.0, 1.0]]).value, 12)           # (1/4 + 1)/2
     0.625
     """
     fim = matrix("information", information, symmetric=True)
@@ -176,13 +178,8 @@ def theorem2(information: Any, *, jacobian: Any = None, bias: Any = None) -> Bou
     shift = np.zeros(d) if bias is None else numbers("bias", bias).ravel()
     if shift.size != d:
         raise InputError("bias", f"must have {d} entries", shift.size)
-    eigenvalues, vectors = np.linalg.eigh(fim / 2 + fim.T / 2)
-    smallest = max(eigenvalues.max(initial=0.0) * d * np.finfo(float).eps, 1 / LARGEST)
-    reach = np.sum((j_mu @ vectors) ** 2, axis=0)  # how far the attacker's mean follows each eigenvector
-    followed = (eigenvalues > smallest) | (reach > 1e-12 * max(reach.max(initial=0.0), 1e-300))  # the rest is rounding
     with np.errstate(over="ignore"):
-        variance = float(np.sum(np.where(followed, reach / np.maximum(eigenvalues, smallest), 0.0))) / d
-        value = min(variance + float(np.mean(shift**2)), LARGEST)
+        value = min(inverse_trace(fim, j_mu) / d + float(np.mean(shift**2)), LARGEST)
     unbiased = jacobian is None and bias is None
     assumes = () if unbiased else ("the attacker's mean has the stated Jacobian and bias",)
     return Bound(
@@ -253,7 +250,7 @@ def per_group(information: Any, features: Any) -> Bound:
 
     Guarantee: holds at this record for attackers unbiased in the group's features near it.
 
-    >>> per_group([[4.0, 0.0], [0.0, 1.0]], [0]).value
+    >>> round(per_group([[4.0, 0.0], [0.0, 1.0]], [0]).value, 12)
     0.25
     """
     fim = matrix("information", information, symmetric=True)

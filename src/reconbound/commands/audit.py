@@ -211,13 +211,14 @@ def _loaded(data: str, wishes: dict[str, Any]) -> tuple[Dataset, list[str]]:
 
 
 def _plan(dataset: Dataset, given: dict[str, Any], epochs: float | None) -> Plan:
+    from ..audit import sampler_of
     from ..plan import default_plan
+    from ..sampling import steps_of
 
     plan = default_plan(dataset, **given)
     if epochs is None:
         return plan
-    steps = number("epochs", epochs, above=0.0, at_most=1e15) / plan.sample_rate
-    return replace(plan, steps=max(1, round(number("steps", steps, at_most=1e15))))
+    return replace(plan, steps=steps_of(sampler_of(dataset, plan), epochs))
 
 
 def _run(
@@ -294,8 +295,8 @@ def told_columns(found: dict[str, Any]) -> list[str]:
 def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]:
     """What will be done, what the mechanism guarantees before any training, and how long it will take."""
     from ..audit import describe, expected_seconds, floors_of, sampler_of
-    from ..bounds._bound import figure
     from ..report.figures import pixel_scale
+    from ..rounding import format_floor, format_limit
     from ..run_folder import PLAN
 
     found, sampler = floors_of(dataset, plan), sampler_of(dataset, plan)
@@ -310,9 +311,13 @@ def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]
         "theorem1": f"an attacker unbiased for every {noun} there could be",
         "lecam": f"any attacker, on some conceivable {noun}, not on each",
     }
-    says = [f"{name} ±{figure(found[name].rmse * unit)} ({who})" for name, who in whom.items()
+    says = [f"{name} ±{format_floor(found[name].rmse * unit)} ({who})" for name, who in whom.items()
             if not found[name].vacuous]  # fmt: skip
-    epsilon = "" if found.epsilon is None else f"; ε = {found.epsilon:.3g} (replace-one) at δ = {found.delta:g}"
+    epsilon = (
+        ""
+        if found.epsilon is None
+        else f"; ε = {format_limit(found.epsilon)} (replace-one) at δ = {format_limit(found.delta, 6)}"
+    )
     on = not fresh and (out / PLAN).exists()
     known = () if image else dataset.columns[1]
     return [

@@ -8,11 +8,12 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any
 
 import typer
 
-from .._check import InputError, number
+from .._check import InputError, number, rounded_up
 
 
 def option(name: str) -> str:
@@ -61,8 +62,7 @@ def epochs_as_steps(epochs: Any, sample_rate: Any) -> int:
     (1000, 11, 1954)
     """
     rate = number("sample_rate", sample_rate, above=0.0, at_most=1.0)
-    steps = number("epochs", epochs, above=0.0, at_most=1e15) / rate
-    return max(1, math.ceil(steps * (1 - 1e-12)))
+    return rounded_up(Fraction(number("epochs", epochs, above=0.0, at_most=1e15)) / Fraction(rate))
 
 
 def within_range(target_mse: float | None, target_error: float | None, low: float, high: float) -> None:

@@ -6,37 +6,30 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..bounds._bound import chance, figure
-from ..calculator import FLOORS, Guarantee, exact, floor
-from ..calibrate import Calibration, OutOfReach, calibrate, round_up
+from ..bounds._bound import NOT_PROVED
+from ..calculator import FLOORS, Guarantee, floor
+from ..calibrate import Calibration, OutOfReach, calibrate
+from ..data_space import DataSpace
 from ..mechanisms import ADJACENCIES, Mechanism, OutputPerturbation, SampledGaussian
-
-#: Said where an epsilon came without its neighbours.
-UNSAID = (
-    "you did not say for which neighbours ε holds: it was taken as replace-one (one record exchanged for another). "
-    "An ε from Opacus, TF Privacy and most libraries for private SGD is add/remove: say --adjacency add/remove, which "
-    "is safe either way and gives lower floors, those of (2ε, (1 + e^ε)δ) under replace-one."
-)
-#: Said where an epsilon came without its delta.
-NO_DELTA = (
-    "you gave no δ with ε: it was taken as 0, a guarantee without exception, which Gaussian noise never gives. An ε "
-    "from Opacus, TF Privacy and most libraries for private SGD holds at a δ, and these floors do not follow "
-    "from it: say --delta, or better describe the mechanism."
-)
+from ..rounding import format_floor, format_limit, format_noise, format_percent
 
 
 def print_json(content: dict[str, Any]) -> None:
     print(json.dumps(content, indent=2, allow_nan=False))
 
 
-def calibration_dict(found: Calibration, delta: float, space: dict[str, Any]) -> dict[str, Any]:
+def calibration_dict(
+    found: Calibration, delta: float, space: dict[str, Any], data: DataSpace, notes: Sequence[str] = ()
+) -> dict[str, Any]:
     """What print_calibration says, for machines; other_bounds: the noise that each would need, None where none does."""
+    also = {"proved": found.bound.proved, "data": data.to_dict(), "randomness": found.mechanism.randomness}
+    also |= {"notes": [*_first(found), *notes, *found.mechanism.notes(), *data.notes()]}
     if found.without_noise is not None:  # no noise is named, nor an ε that would be that of the search's end
         told = {**found.mechanism.to_dict(), "sampler": found.mechanism.sampler, found.mechanism.noise_field: None}
         facts: dict[str, Any] = {found.mechanism.noise_field: None}
         facts |= {"met_without_noise": True, "never_drawn": found.without_noise}
         facts |= {"target_mse": found.target, "mse": found.bound.value, "bound": found.bound.to_dict()}
-        return {**facts, "mechanism": told, "epsilon": None, "epsilon_add_remove": None, "delta": delta}
+        return {**facts, "mechanism": told, "epsilon": None, "epsilon_add_remove": None, "delta": delta, **also}
     known = found.mechanism.protection(delta)
     replace_one, add_remove = (found.mechanism.epsilon_at(delta, adjacency) for adjacency in ADJACENCIES)
     return {
@@ -51,7 +44,15 @@ def calibration_dict(found: Calibration, delta: float, space: dict[str, Any]) ->
         "success_at_1_percent": known.success,
         "meaningful": known.meaningful,
         "other_bounds": {name: _other(name, found, space) for name in FLOORS if name not in _own(found)},
+        **also,
     }
+
+
+def _first(found: Calibration) -> tuple[str, ...]:
+    """What is said before anything else of noise for a floor that is not proved."""
+    if found.bound.proved:
+        return ()
+    return (f"{found.bound.name} is {NOT_PROVED}: by it, this noise protects nobody. Say --bound theorem1.",)
 
 
 def _own(found: Calibration) -> tuple[str, ...]:
@@ -94,8 +95,10 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
         table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric or name in ("floor", "attacker"))
     for bound in found.bounds:
         says = "says nothing" if bound.vacuous else "≥ a guess" if bound.above_guess else _share(bound)
-        says = "no guarantee" if bound.name == "theorem1_paper" else says
-        table.add_row(bound.name, figure(bound.rmse), figure(bound.mse), bound.attacker, bound.adjacency, says)
+        says = says if bound.proved else NOT_PROVED
+        table.add_row(
+            bound.name, format_floor(bound.rmse), format_floor(bound.mse), bound.attacker, bound.adjacency, says
+        )
     with console.capture() as drawn:
         console.print(table)
     if "…" not in drawn.get():
@@ -103,37 +106,43 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
     else:  # a table with its cells cut off tells nobody anything
         console.print(f"{table.title}:")
         for bound in found.bounds:
-            console.print(f"- {bound}{' (no guarantee)' if bound.name == 'theorem1_paper' else ''}")
+            console.print(f"- {bound}")
     for note in notes:
         console.print(f"Note: {note}")
     guess = found.bounds[0].guess
     if guess is not None:
-        console.print(f"A plain guess (of the middle, or as you gave it) errs by ±{figure(guess**0.5)}{_unit(units)}.")
+        console.print(
+            f"A plain guess (of the middle, or as you gave it) errs by ±{format_limit(guess**0.5)}{_unit(units)}."
+        )
     right = (1 + found.membership_advantage) / 2
-    console.print(f"Telling two candidate records apart: right at most {right:.1%} of the time (advantage "
-                  f"{found.membership_advantage:.3g}, replace-one).")  # fmt: skip
+    console.print(f"Telling two candidate records apart: right at most {format_percent(right)} of the time (advantage "
+                  f"{format_limit(found.membership_advantage)}, replace-one).")  # fmt: skip
     (blind, success), *more = found.rero
-    parts = "".join(f"; {chance(kappa)} → {chance(rebuilt)}" for kappa, rebuilt in more)
+    parts = "".join(f"; {format_percent(kappa, side='near')} → {format_percent(rebuilt)}" for kappa, rebuilt in more)
     console.print(
-        f"A record that a blind guess gets right {chance(blind)} of the time is rebuilt {chance(success)} of the time "
-        f"at most{parts}."
+        f"A record that a blind guess gets right {format_percent(blind, side='near')} of the time is rebuilt "
+        f"{format_percent(success)} of the time at most{parts}."
     )
     told = _epsilons(found.mechanism, found.epsilon, found.epsilon_add_remove, found.delta)
     if told:
         console.print(told)
+    space = "the box" if found.space.whole_ball is None else "the ball"
     closing = (
         "The attacker knows every other record and sees the whole release. Unbiased floors hold at every record for "
-        "attackers who are unbiased all over the box, not for those who guess with a bias. Floors for any attacker say "
-        "that there is some record in the box, the hardest for it, on which it errs by as much: on other records, "
-        "those trained on included, it may err by less."
+        f"attackers who are unbiased all over {space}, not for those who guess with a bias. Floors for any attacker "
+        f"say that there is some record in {space}, the hardest for it, on which it errs by as much: on other records, "
+        "those trained on included, it may err by less. Chances and mean errors are over "
+        f"{found.mechanism.randomness}."
     )
-    if found.dim > 1:
+    if found.dim > 1 and found["theorem1"].coordinates == "average":
+        closing += " lecam holds for each coordinate by itself, the others for the average over the coordinates."
+    elif found.dim > 1:
         closing += (
             " theorem1 and lecam hold for each coordinate by itself; corners and rate_distortion for the average over "
             "the coordinates, some of which may be known much better."
         )
     if "theorem1_paper" in names:
-        closing += " theorem1_paper is the paper's own line, and no guarantee where it is above theorem1."
+        closing += f" theorem1_paper is the paper's own line: {NOT_PROVED}."
     console.print(closing, style="dim")
 
 
@@ -144,21 +153,22 @@ def _epsilons(mechanism: Mechanism, replace_one: float | None, add_remove: float
         hard = mechanism.clip == "hard"
         opacus = ", as Opacus counts" if hard else "; for Opacus' clipping say --clip hard"
     known = [(replace_one, "replace-one"), (add_remove, f"add/remove{opacus}")]
-    told = [f"ε = {eps:.4g} ({which})" for eps, which in known if eps is not None]
-    return f"At δ = {delta:g}: {'; '.join(told)}." if told else ""
+    told = [f"ε = {format_limit(eps, 4)} ({which})" for eps, which in known if eps is not None]
+    return f"At δ = {format_limit(delta, 6)}: {'; '.join(told)}." if told else ""
 
 
 def _share(bound: Any) -> str:
-    return f"{bound.rmse / bound.guess**0.5:.0%} of a guess" if bound.guess else ""
+    return f"{format_percent(bound.rmse / bound.guess**0.5, 2, 'down')} of a guess" if bound.guess else ""
 
 
 def without_noise(found: Calibration) -> str:
     """Why no noise is named for a target that is met without any."""
+    absent = format_percent(found.without_noise or 0.0, 2, "near")
     return (
-        f"±{figure(found.target**0.5)}{_unit(found.bound.units)} is met without noise: with chance "
-        f"{found.without_noise:.0%} a record is never drawn in the whole run, and {found.bound.name} is an average "
-        "over that. It protects no record that is drawn: no noise follows from it. Ask for more, or for --bound "
-        "theorem1, corners or rate_distortion, or for --target-epsilon."
+        f"±{format_floor(found.target**0.5)}{_unit(found.bound.units)} is met without noise: with chance "
+        f"{absent} a record is never drawn in the whole run, and {found.bound.name} is an average over that. It "
+        "protects no record that is drawn: no noise follows from it. Ask for more, or for --bound theorem1, corners or "
+        "rate_distortion, or for --target-epsilon."
     )
 
 
@@ -176,8 +186,12 @@ ADVICE = (
 )
 
 
-def print_calibration(found: Calibration, delta: float, space: dict[str, Any]) -> None:
+def print_calibration(
+    found: Calibration, delta: float, space: dict[str, Any], data: DataSpace, notes: Sequence[str] = ()
+) -> None:
     """The noise, the floor that it gives, and the noise that other floors would need for the same target."""
+    for first in _first(found):
+        print(first)
     if found.without_noise is not None:
         print(without_noise(found))
         return
@@ -187,8 +201,8 @@ def print_calibration(found: Calibration, delta: float, space: dict[str, Any]) -
     known = found.mechanism.protection(delta)
     if known.warning():
         print(known.warning())
-    least = f"at least ±{figure(found.target**0.5)}{_unit(found.bound.units)} (MSE {figure(found.target)})"
-    print(f"The smallest {what} with {found.bound.name} {least}: {found.noise:.7g}")
+    least = f"at least ±{format_floor(found.target**0.5)}{_unit(found.bound.units)} (MSE {format_floor(found.target)})"
+    print(f"The smallest {what} with {found.bound.name} {least}: {format_noise(found.noise)}")
     print(found.bound)
     replace_one, add_remove = (found.mechanism.epsilon_at(delta, adjacency) for adjacency in ADJACENCIES)
     told = _epsilons(found.mechanism, replace_one, add_remove, delta)
@@ -199,7 +213,9 @@ def print_calibration(found: Calibration, delta: float, space: dict[str, Any]) -
     for name in FLOORS:
         if name not in _own(found):
             print(f"  {name} ({_kind(name, space)}): {_noise_for(name, found, space)}")
-    print(f"{ADVICE} The box is [{exact(space['low'])}, {exact(space['high'])}]{_unit(found.bound.units)}.")
+    print(f"{ADVICE} Records lie in {data.described(found.bound.units)}.")
+    for note in (*notes, *found.mechanism.notes(), *data.notes()):
+        print(f"Note: {note}")
 
 
 def _kind(name: str, space: dict[str, Any]) -> str:
@@ -210,9 +226,9 @@ def _kind(name: str, space: dict[str, Any]) -> str:
 def _noise_for(name: str, found: Calibration, space: dict[str, Any]) -> str:
     other = _other(name, found, space)
     if "highest_mse" in other:
-        return f"no noise is enough, as a plain guess errs by ±{figure(other['highest_mse'] ** 0.5)} at most"
+        return f"no noise is enough, as a plain guess errs by ±{format_limit(other['highest_mse'] ** 0.5)} at most"
     noise = other[found.mechanism.noise_field]
-    return "met without noise" if noise is None else f"{round_up(noise, 4):.4g}"
+    return "met without noise" if noise is None else format_noise(noise, 4)
 
 
 def print_epsilon_calibration(
@@ -222,6 +238,7 @@ def print_epsilon_calibration(
     adjacency: str | None,
     bound: str,
     space: dict[str, Any],
+    notes: Sequence[str] = (),
     *,
     as_json: bool,
 ) -> None:
@@ -236,14 +253,18 @@ def print_epsilon_calibration(
         facts = {mechanism.noise_field: noise, "target_epsilon": target, "adjacency": which, "delta": delta}
         facts |= {"epsilon": replace_one, "epsilon_add_remove": add_remove, "bound": reached.to_dict()}
         facts |= {"success_at_1_percent": known.success, "meaningful": known.meaningful}
+        facts |= {"randomness": mechanism.randomness, "notes": [*notes, *mechanism.notes()]}
         print_json({**facts, "mechanism": {**mechanism.to_dict(), "sampler": mechanism.sampler}})
         return
     what = mechanism.noise_field.replace("_", " ")
     if known.warning():
         print(known.warning())
-    print(f"The smallest {what} with ε at most {target:g} ({which}) at δ = {delta:g}: {noise:.5g}")
+    at = f"ε at most {format_limit(target, 6)} ({which}) at δ = {format_limit(delta, 6)}"
+    print(f"The smallest {what} with {at}: {format_noise(noise, 5)}")
     print(reached)
     print(_epsilons(mechanism, replace_one, add_remove, delta))
     print(known.sentence())
     if adjacency is None:
         print("Opacus and TF Privacy count add/remove: for an ε of theirs say --adjacency add/remove.")
+    for note in (*notes, *mechanism.notes()):
+        print(f"Note: {note}")

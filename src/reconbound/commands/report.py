@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .._check import InputError
+from ..rounding import format_floor
 from .options import confidential_note, noted, plain_errors
 
 if TYPE_CHECKING:
@@ -118,16 +119,16 @@ def _settings(a: dict[str, Any]) -> tuple[str, ...]:
     from ..report.figures import amount
 
     m = a["mechanism"]
-    return f"{m['noise_multiplier']:g}", f"{m['steps']:,}", amount(a["epsilon"]), a["accuracy_said"]
+    return f"{m['noise_multiplier']:g}", f"{m['steps']:,}", amount(a["epsilon"], side="up"), a["accuracy_said"]
 
 
 def _floors(a: dict[str, Any]) -> tuple[str, ...]:
     from ..report.comparison import limited
-    from ..report.figures import plus_minus
+    from ..report.figures import guess_error, plus_minus
 
     found = a["floors"]
     limit = limited(found["lowest_lower_limit"], a["without_limit"])
-    rest = (plus_minus(found["median_estimate"]), plus_minus(a["guess"]), f"{a['below_guess']:,} of {a['records']:,}")
+    rest = (plus_minus(found["median_estimate"]), guess_error(a["guess"]), f"{a['below_guess']:,} of {a['records']:,}")
     return limit, plus_minus(found["lowest_estimate"]), *rest
 
 
@@ -136,7 +137,7 @@ def _columns(found: dict[str, Any], console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..report.figures import plus_minus
+    from ..report.figures import guess_error, plus_minus
 
     if not found["columns"]:
         return
@@ -146,7 +147,7 @@ def _columns(found: dict[str, Any], console: Console) -> None:
     for column in found["columns"][:CELLS]:
         for name, c in column["audits"].items():
             cells = (column["name"], name, plus_minus(c["lowest"], column["unit"], c["width"]), c["record_name"] or "–",
-                     plus_minus(c["guess"], column["unit"]), f"{c['below']:,} of {c['of']:,}")  # fmt: skip
+                     guess_error(c["guess"], column["unit"]), f"{c['below']:,} of {c['of']:,}")  # fmt: skip
             table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
     if len(found["columns"]) > CELLS:
@@ -217,7 +218,7 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
 
     found = result(folder)
     most = [int(i) for i in view.leakage.kept[: int(view.facts.get("most", 5))]]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "record": i,
             "name": view.record_name(i),
@@ -247,8 +248,8 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
         table.add_column(Text(name), justify="right" if name in ("record", *floors) else "left", overflow="fold")
     for row in rows:
         own_name = [str(row["name"])] if named else []
-        limit, estimate = row["floor_lower_limit"], f"{row['floor_estimate']:.3g}"
-        both = (estimate,) if len(floors) == 1 else ("none" if limit is None else f"{limit:.3g}", estimate)
+        limit, estimate = row["floor_lower_limit"], format_floor(row["floor_estimate"])
+        both = (estimate,) if len(floors) == 1 else ("none" if limit is None else format_floor(limit), estimate)
         cells = (f"{row['record']:,}", *own_name, str(row["target"]), *both)
         table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
@@ -286,7 +287,7 @@ def _print_record(view: View, facts: dict[str, Any], record: int, floors: ndarra
         return
     low, high = float(floors.min()), float(floors.max())
     what = "Where it is exposed" if place is None else "The image, and where it is exposed"
-    console.print(f"{what} (darkest ±{low:.3g}, lightest ±{high:.3g} {view.of_range}):")
+    console.print(f"{what} (darkest ±{format_floor(low)}, lightest ±{format_floor(high)} {view.of_range}):")
     import numpy as np
 
     heat = np.log(high / np.maximum(floors, np.finfo(float).tiny))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .._check import DataError, number
-from ..bounds._bound import figure
+from ..rounding import format_floor, format_limit, format_number
 from .options import confidential_note, count, one_line, plain_errors
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def sweep_command(
         facts = publish(config.out, config.storage)
         if as_json:
             confidential_note()
-            print(json.dumps({**facts, "rows": rows}, indent=2, allow_nan=False))
+            _print_json({**facts, "rows": rows})
         elif quiet:
             for said in (facts.get("caveats") or {}).values():  # even so: it takes floors away
                 print(f"Note: {said}", file=sys.stderr)
@@ -190,7 +190,12 @@ def frontier_command(
 
 
 def _print_json(content: dict[str, Any]) -> None:
-    print(json.dumps(content, indent=2, allow_nan=False))
+    """As JSON, with the names of the floors in it that are no guarantee."""
+    from ..sweep.frontier import FLOORS
+    from ..sweep.words import proved
+
+    told = {"not_proved": [name for name in FLOORS if not proved(name)]}
+    print(json.dumps({**content, **told}, indent=2, allow_nan=False))
 
 
 def _said_of_crossed(found: dict[str, Row | None]) -> list[str]:
@@ -201,23 +206,25 @@ def _said_of_crossed(found: dict[str, Row | None]) -> list[str]:
 
 
 def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, facts: dict[str, Any]) -> str:
+    from ..bounds._bound import NOT_PROVED
     from ..sweep.frontier import crossed_of
     from ..sweep.page import has_crossed, measured_by
-    from ..sweep.words import precision
+    from ..sweep.words import precision, proved
 
     if all(r.get("accuracy") is None for r in rows):
         return f"{floor}: no setting has an accuracy to choose by: there were no test records"
     if row is None:
         highest = max((r[floor] for r in rows if r.get(floor) is not None), default=0.0)
-        wanted, there = figure(at_least, 4), figure(highest, 4)
+        wanted, there = format_number(at_least, 4), format_floor(highest, 4)
         return f"{floor}: no setting has a floor of at least {wanted}; the highest is MSE {there}"
     how = precision(floor, facts["runs"], row.get("measured_median"))
     if has_crossed([row], floor):
-        how += f"; crossed {figure(row[crossed_of(floor) or ''], 4)}"
-    error = f"±{figure(row[floor] ** 0.5)} of a range"
-    said = f"floor MSE {figure(row[floor], 4)}, {error}{f' ({how})' if how else ''}"
+        how += f"; crossed {format_floor(row[crossed_of(floor) or ''], 4)}"
+    error = f"±{format_floor(row[floor] ** 0.5)} of a range"
+    said = f"floor MSE {format_floor(row[floor], 4)}, {error}{f' ({how})' if how else ''}"
     said = f"{measured_by(facts)} {row['accuracy']:.4f}, {said}"
-    return f"{floor} at least {figure(at_least, 4)}: {said}: {_setting(row)}"
+    mark = "" if proved(floor) else f" ({NOT_PROVED})"
+    return f"{floor}{mark} at least {format_number(at_least, 4)}: {said}: {_setting(row)}"
 
 
 def _setting(row: Row) -> str:
@@ -263,8 +270,9 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
         for row in rows:
             values = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in (row.get(name, "") for name in names)]
             given = [row.get(crossed_of(floor) or "")] if second else []
-            more = ["" if value is None else figure(value, 4) for value in (*given, row.get("epsilon"))]
-            cells = (f"{row['accuracy']:.4f}", figure(row[floor], 4), *more)
+            more = ["" if value is None else format_floor(value, 4) for value in given]
+            more.append("" if row.get("epsilon") is None else format_limit(row["epsilon"], 4))
+            cells = (f"{row['accuracy']:.4f}", format_floor(row[floor], 4), *more)
             table.add_row(str(row["trial"]), *values, f"{row['steps']:,}", *cells)
         console.print(table)
     if any(has_crossed(rows, floor) for floor, rows in fronts.items()):
@@ -273,7 +281,7 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
         console.print(line)
     delta = next((row["delta"] for rows in fronts.values() for row in rows if row.get("delta")), None)
     if delta is not None:
-        console.print(f"ε is for replace-one neighbours at δ = {delta:g}.")
+        console.print(f"ε is for replace-one neighbours at δ = {format_limit(delta, 6)}.")
     console.print(f"{facts['finished']} of {facts['trials']} settings trained. {facts['page']}")
 
 

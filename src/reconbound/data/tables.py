@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .._check import DataError, InputError, number, spelled
-from ..bounds._bound import figure
+from ..rounding import format_number
 from .dataset import Dataset, Feature, clean
 from .split import Division
 
@@ -269,7 +269,7 @@ def _stretched(known: np.ndarray) -> str:
     width = float(known.max()) - float(known.min())
     if len(known) < ENOUGH or not 0 < high - low < 0.1 * width:
         return ""
-    most = f"{figure(low)} to {figure(high)}, {(high - low) / width:.1%} of it"
+    most = f"{format_number(low)} to {format_number(high)}, {(high - low) / width:.1%} of it"
     return (
         f"; a few values stretch it: 98 % of them lie in {most}, where the model hardly sees a difference. "
         "Declare a range: values beyond it are moved to its ends"

@@ -12,8 +12,9 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from .._check import number, warn_user
+from ..mechanisms.sensitivities import largest_weights
 from .information import Leakage, leakage
-from .losses import Loss, largest_weights
+from .losses import Loss
 from .noise import Shape, choose_noise
 from .solver import Optimum, minimise
 
@@ -173,7 +174,7 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         """Warn where σ√(number of weights) exceeds the largest norm of any minimiser: public facts alone decide it."""
         weights = (shape.classes if shape.classes > 2 else 1) * (shape.dim + shape.intercept)
         bound = (shape.row_norm, shape.l2, shape.target_bound)
-        largest = largest_weights(shape.loss, shape.classes, *bound)
+        largest = largest_weights(shape.loss.name, shape.classes, *bound)
         length = sigma * math.sqrt(weights)
         if length > largest:
             smaller = "data_norm" if shape.target_bound is None else "data_norm or target_bound"
@@ -237,7 +238,7 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         start = self._released()
         shape = self._shape()
         if np.linalg.norm(start) > largest_weights(
-            shape.loss, shape.classes, shape.row_norm, shape.l2, shape.target_bound
+            shape.loss.name, shape.classes, shape.row_norm, shape.l2, shape.target_bound
         ):
             start = np.zeros_like(start)
         found = self._solve(x, targets, len(x) * float(self.l2) * self.noise_std_ * SOLVED, start)

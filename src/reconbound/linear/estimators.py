@@ -49,7 +49,7 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
     Attributes:
         classes_, coef_ (1 or K, d), intercept_ (1 or K,), n_features_in_, feature_names_in_: as in scikit-learn.
         noise_std_: σ. data_norm_: the rows' bound. n_samples_fit_: n, which is public.
-        mechanism_: the release as an `OutputPerturbation`, for `reconbound.guarantee`; its data_norm is L.
+        mechanism_: the release as an `OutputPerturbation`, for `reconbound.guarantee`.
 
     Guarantee: (ε, δ) and order-2 Rényi DP of `mechanism_` when one record is replaced by another with the same label
     or not, n fixed; and, where `classes` is None, the set of classes too: it is then published without noise, so a

@@ -12,6 +12,7 @@ import numpy as np
 
 from .._check import LARGEST, InputError, number, numbers
 from ..bounds import Bound, from_spectral_norm, from_trace, per_feature
+from ..rounding import format_floor
 from . import reference
 from .losses import Squared
 from .solver import Optimum
@@ -54,10 +55,11 @@ class Leakage:
     def __repr__(self) -> str:
         n, unit = len(self.trace), "X's units" if self._scale is None else "mixed units, those before scaling"
         floors = np.asarray(self.floor.rmse)
+        least, most, middle = (format_floor(float(x)) for x in (floors.min(), floors.max(), np.median(floors)))
         return (
             f"Leakage of {n:,} records with {self.dim} private features (noise {self.noise_std:.3g}, "
             f"{int(self.clipped.sum()):,} rows clipped): floors, on average over the features in {unit}, from "
-            f"±{floors.min():.3g} to ±{floors.max():.3g}, median ±{np.median(floors):.3g}. Not private: for the curator"
+            f"±{least} to ±{most}, median ±{middle}. Not private: for the curator"
         )
 
     @property

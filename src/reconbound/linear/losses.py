@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 
 import numpy as np
-from scipy.special import expit, lambertw, logsumexp
+from scipy.special import expit, logsumexp
 
 
 class Loss(ABC):
@@ -79,32 +78,3 @@ class Squared(Loss):
 
     def curvature(self, scores: np.ndarray, y: np.ndarray) -> np.ndarray:
         return np.ones(len(scores))
-
-
-def largest_slope(loss: Loss, row_norm: float, l2: float, target_bound: float | None = None) -> float:
-    """The largest norm of ∂ℓ/∂s at any minimiser, for rows (constant feature included) of norm at most `row_norm`.
-
-    Logistic 1, softmax √2; squared loss Y(1 + R/(2√λ)), as ‖θ*‖ ≤ Y/(2√λ) (docs/theory-linear.md, section 2)."""
-    if isinstance(loss, Logistic):
-        return 1.0
-    if isinstance(loss, Softmax):
-        return math.sqrt(2.0)
-    assert target_bound is not None
-    return target_bound * (1 + row_norm / (2 * math.sqrt(l2)))
-
-
-def largest_weights(loss: Loss, classes: int, row_norm: float, l2: float, target_bound: float | None = None) -> float:
-    """The largest norm of the minimiser, whatever the data: nλ‖W‖² = −Σ ∂ℓ/∂s·s, and nλ‖W‖ ≤ Σ‖∂ℓ/∂s‖‖x̃‖.
-
-    −∂ℓ/∂s·s is at most Y²/4 for squared loss and Lambert's W((K − 1)/e) for softmax, logistic loss being K = 2."""
-    if isinstance(loss, Squared):
-        assert target_bound is not None
-        most = target_bound**2 / 4
-    else:
-        most = float(lambertw((max(classes, 2) - 1) / math.e).real)
-    return min(math.sqrt(most / l2), largest_slope(loss, row_norm, l2, target_bound) * row_norm / l2)
-
-
-def largest_curvature(loss: Loss) -> float:
-    """The largest eigenvalue of ∂²ℓ/∂s²: 1/4 logistic, 1/2 softmax, 1 squared."""
-    return {"logistic": 0.25, "softmax": 0.5, "squared": 1.0}[loss.name]

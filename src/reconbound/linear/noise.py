@@ -9,38 +9,11 @@ from dataclasses import dataclass
 
 from .._check import InputError, number
 from ..mechanisms import OutputPerturbation
-from .losses import Loss, Squared, largest_curvature, largest_slope, largest_weights
+from ..mechanisms.sensitivities import gradient_norm, largest_curvature, largest_slope, largest_weights, replaced_norm
+from .losses import Loss
 
 #: The guarantee when neither noise nor a target is given.
 DEFAULT_EPSILON, DEFAULT_DELTA = 1.0, 1e-5
-
-
-@dataclass(frozen=True)
-class LinearRelease(OutputPerturbation):
-    """Output perturbation of one of our estimators: `data_norm` is L, the bound on the gradient of one record's loss.
-
-    Attributes:
-        loss: its name. row_norm: the bound on a row, the constant feature included.
-        replaced_norm: the bound on the difference of two records' gradients; 2L where None.
-    """
-
-    loss: str = "logistic"
-    row_norm: float = 1.0
-    replaced_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.replaced_norm is not None:
-            number("replaced_norm", self.replaced_norm, above=0.0, at_most=2 * self.data_norm)
-
-    @property
-    def replaced(self) -> float:
-        both = 2 * self.data_norm if self.replaced_norm is None else self.replaced_norm
-        return self.m * (both / self.data_norm)
-
-    def assumes(self) -> tuple[str, ...]:
-        rows = f"{self.loss} loss, rows clipped (norm {self.row_norm:g} with the constant feature)"
-        return (f"{rows}, gradients of norm {self.data_norm:g} at most, solved to the minimum; nλ is fixed",)
 
 
 @dataclass(frozen=True)
@@ -68,33 +41,28 @@ class Shape:
 
     @property
     def gradient_norm(self) -> float:
-        """L = sup‖∂ℓ/∂s‖ sup‖x̃‖: the largest gradient of one record's loss at any minimiser."""
-        return largest_slope(self.loss, self.row_norm, self.l2, self.target_bound) * self.row_norm
+        """L, the largest gradient of one record's loss at any minimiser."""
+        return gradient_norm(self.loss.name, self.row_norm, self.l2, self.target_bound)
 
     @property
     def replaced_norm(self) -> float:
-        """The largest difference of two records' gradients at any minimiser: 2L, but for squared loss R²‖θ‖ + 2YR.
+        """The largest difference of two records' gradients at any minimiser."""
+        return replaced_norm(self.loss.name, self.row_norm, self.l2, self.target_bound)
 
-        (xxᵀ − x'x'ᵀ)θ − yx + y'x', and xxᵀ − x'x'ᵀ has its eigenvalues in [−R², R²]."""
-        if not isinstance(self.loss, Squared):
-            return 2 * self.gradient_norm
-        assert self.target_bound is not None
-        weights = largest_weights(self.loss, 2, self.row_norm, self.l2, self.target_bound)
-        return self.row_norm * (self.row_norm * weights + 2 * self.target_bound)
-
-    def mechanism(self, noise_std: float) -> LinearRelease:
+    def mechanism(self, noise_std: float) -> OutputPerturbation:
         """The release as a mechanism."""
-        both = (self.gradient_norm, self.loss.name, self.row_norm, self.replaced_norm)
-        return LinearRelease(self.records, self.l2, noise_std, *both)
+        bound = self.target_bound if self.loss.name == "squared" else None
+        what = (self.data_norm, self.loss.name, bound, self.intercept)
+        return OutputPerturbation(self.records, self.l2, noise_std, *what)
 
     def worst_trace(self, noise_std: float) -> float:
         """What Tr(I) of no record in any data set of this shape exceeds.
 
         ‖J‖_F ≤ ‖H⁻¹‖ (sup‖A‖ sup‖x̃‖ sup‖W‖ + √d sup‖∂ℓ/∂s‖), ‖H⁻¹‖ ≤ 1/(nλ)."""
         shape = (self.row_norm, self.l2, self.target_bound)
-        weights = largest_weights(self.loss, self.classes, *shape)
-        bent = largest_curvature(self.loss) * self.row_norm * weights
-        straight = math.sqrt(self.dim) * largest_slope(self.loss, *shape)
+        weights = largest_weights(self.loss.name, self.classes, *shape)
+        bent = largest_curvature(self.loss.name) * self.row_norm * weights
+        straight = math.sqrt(self.dim) * largest_slope(self.loss.name, *shape)
         return ((bent + straight) / (self.records * self.l2 * noise_std)) ** 2
 
 

@@ -27,6 +27,16 @@ class Mechanism(ABC):
     sampler: str = "any"
 
     @property
+    def radius(self) -> float | None:
+        """The radius of the ball around 0 to which the mechanism clips records; None where it does not."""
+        return None
+
+    @property
+    def randomness(self) -> str:
+        """Over which randomness chances and mean errors are taken, in words."""
+        return "the mechanism's own randomness"
+
+    @property
     def kl_neighbours(self) -> str:
         """Between which releases `kl` is taken."""
         return REPLACE_ONE
@@ -53,19 +63,15 @@ class Mechanism(ABC):
         return overlap_from_order2(self.order2())
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
-        """ε at this δ, None where the mechanism does not say. From χ²: ε = ln(1 + χ²/(4δ) − δ)."""
-        d, eps = number("delta", delta, above=0.0, below=1.0), self.order2()
-        if choice("adjacency", adjacency, ADJACENCIES) != REPLACE_ONE or eps == math.inf:
+        """ε at this δ, None where the mechanism does not say; from order 2 where nothing else is known."""
+        number("delta", delta, above=0.0, below=1.0)
+        if choice("adjacency", adjacency, ADJACENCIES) != REPLACE_ONE:
             return None
-        log_ratio = log_expm1(eps) - math.log(4 * d)
-        if log_ratio > 40:
-            return log_ratio
-        return max(math.log1p(math.exp(log_ratio) - d), 0.0)
+        return epsilon_from_order2(self.order2(), delta)
 
     def membership_advantage(self) -> float:
-        """Largest advantage of a test between replace-one neighbours. From χ² in both directions: √(χ²/(4 + χ²))."""
-        eps = self.order2()
-        return math.sqrt(-math.expm1(-eps) / (1 + 3 * math.exp(-eps)))
+        """Largest advantage of a test between replace-one neighbours."""
+        return advantage_from_order2(self.order2())
 
     def rero(self, kappa: Any) -> Any:
         """Largest chance to reconstruct, where a blind guess succeeds with chance κ."""
@@ -108,8 +114,32 @@ class Mechanism(ABC):
         return {"type": type(self).__name__, **told}
 
     def __str__(self) -> str:
-        told = ", ".join(f"{k.replace('_', ' ')} {_said(v)}" for k, v in self.to_dict().items() if k != "type")
+        told = ", ".join(
+            f"{k.replace('_', ' ')} {_said(v)}"
+            for k, v in self.to_dict().items()
+            if k != "type" and v is not None and v is not False
+        )
         return f"{type(self).__name__}: {told}"
+
+
+def epsilon_from_order2(order2: float, delta: float) -> float | None:
+    """ε at this δ from χ² = e^ε₂ − 1: ln(1 + χ²/(4δ) − δ); None where χ² is infinite."""
+    d = number("delta", delta, above=0.0, below=1.0)
+    if order2 == math.inf:
+        return None
+    log_ratio = log_expm1(order2) - math.log(4) - math.log(d)
+    if log_ratio > 40:
+        return log_ratio
+    return max(math.log1p(math.exp(log_ratio) - d), 0.0)
+
+
+def advantage_from_order2(order2: float) -> float:
+    """Largest advantage of a test from χ² in both directions: √(χ²/(4 + χ²)).
+
+    >>> round(advantage_from_order2(1.0), 6), advantage_from_order2(math.inf)
+    (0.548169, 1.0)
+    """
+    return math.sqrt(-math.expm1(-order2) / (1 + 3 * math.exp(-order2)))
 
 
 def _said(value: Any) -> str:

@@ -29,7 +29,8 @@ class PLD(Mechanism):
     The distribution itself does not know them. Add/remove is dp-accounting's default, and ours: the overlap and the
     membership advantage under replace-one then follow by the triangle inequality, through the release without the
     record; order 2 and (ε, δ) under replace-one are not known.
-    Order 2 and KL are infinite where the distribution has mass at infinity, as truncated ones do."""
+    Optimistic distributions (pessimistic_estimate=False) are refused: their ε is a lower bound, and floors would be
+    too high. Order 2 and KL are infinite where the distribution has mass at infinity, as truncated ones do."""
 
     pld: Any
     adjacency: str = ADD_REMOVE
@@ -37,6 +38,7 @@ class PLD(Mechanism):
     def __post_init__(self) -> None:
         if not (hasattr(self.pld, "_pmf_remove") and hasattr(self.pld, "_pmf_add")):
             raise InputError("pld", "must be a PrivacyLossDistribution of dp-accounting", self.pld)
+        plds.check_pessimistic(self.pld)
         choice("adjacency", self.adjacency, ADJACENCIES)
 
     @property

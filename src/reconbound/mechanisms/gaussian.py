@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +13,18 @@ from .. import plds, renyi
 from .._check import InputError, choice, number, whole
 from ..bounds import rero_from_gdp
 from ._base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Mechanism, plain
+from .sensitivities import check_loss, gradient_norm, replaced_norm
+
+
+def fewest_batches(sample_rate: float) -> int:
+    """⌊1/q⌋, the fewest batches that an epoch of a shuffled loader can have: a loader that drops the last one has so
+    many, others ⌈1/q⌉. A hair below a whole number, as 1/(1/49), counts as that number.
+
+    >>> fewest_batches(0.9), fewest_batches(0.3), fewest_batches(1 / 49), fewest_batches(64 / 1797)
+    (1, 3, 49, 28)
+    """
+    rate = number("sample_rate", sample_rate, above=0.0, at_most=1.0)
+    return max(1, math.floor(1 / Fraction(rate) * (1 + Fraction(1, 2**51))))
 
 
 @dataclass(frozen=True)
@@ -135,6 +148,12 @@ class SampledGaussian(Mechanism):
         size = sizes.get(self.sampler, "shuffled epochs, each counted as one step with every record")
         return (f"{self.clip} clipping, {size}", "the attacker sees every noisy step")
 
+    @property
+    def randomness(self) -> str:
+        if self.sampler == "shuffle":
+            return "the noise of all steps; the shuffles may be known to the attacker"
+        return "the noise of all steps and the draw of their batches"
+
     def notes(self) -> tuple[str, ...]:
         if self.sampler != "shuffle":
             return ()
@@ -143,14 +162,19 @@ class SampledGaussian(Mechanism):
 
 @dataclass(frozen=True)
 class OutputPerturbation(Mechanism):
-    """Gaussian noise on the minimiser of Σℓ + (nλ/2)‖θ‖² of a linear model with logistic loss.
+    """Gaussian noise on the minimiser of Σℓ + (nλ/2)‖W‖² of a linear model.
 
     nλ is a public constant: without a record its loss is left out, and the penalty stays as it is.
 
     Attributes:
-        records: n. l2: λ. noise_std: the noise's standard deviation per coordinate of θ.
-        data_norm: the Euclidean norm to which every row, with its constant feature if it has one, is clipped; the
-            loss's gradient is at most that.
+        records: n.
+        l2: λ.
+        noise_std: the noise's standard deviation per coordinate of W.
+        data_norm: the Euclidean norm to which every row is clipped, the constant feature not counted.
+        loss: "logistic" (two classes), "softmax" or "squared" (ridge regression). One record's gradient is at most
+            R, √2·R and YR(1 + R/(2√λ)), where R is the norm of a row with its constant feature.
+        target_bound: Y, for squared loss: targets are clipped to |y| ≤ Y.
+        intercept: whether rows have a constant feature 1 beside, so that R = √(data_norm² + 1).
 
     >>> round(OutputPerturbation(12665, 1e-2, 1e-2).order2(), 2)
     2.49
@@ -160,13 +184,37 @@ class OutputPerturbation(Mechanism):
     l2: float
     noise_std: float
     data_norm: float = 1.0
+    loss: str = "logistic"
+    target_bound: float | None = None
+    intercept: bool = False
     sampler: ClassVar[str] = "none"  # type: ignore[misc]
     noise_field: ClassVar[str] = "noise_std"
 
     def __post_init__(self) -> None:
+        check_loss(self.loss, self.target_bound)
+        if not isinstance(self.intercept, (bool, np.bool_)):
+            raise InputError("intercept", "must be True or False", self.intercept)
         renyi.output_perturbation_shift(self.records, self.l2, self.noise_std, self.data_norm)
         plain(self, records=int(self.records), l2=float(self.l2))
-        plain(self, noise_std=float(self.noise_std), data_norm=float(self.data_norm))
+        plain(self, noise_std=float(self.noise_std), data_norm=float(self.data_norm), intercept=bool(self.intercept))
+        if self.target_bound is not None:
+            plain(self, target_bound=float(self.target_bound))
+        renyi.output_perturbation_shift(self.records, self.l2, self.noise_std, self.gradient_norm)
+
+    @property
+    def row_norm(self) -> float:
+        """R, the largest norm of a row, the constant feature included."""
+        return math.hypot(self.data_norm, 1.0) if self.intercept else self.data_norm
+
+    @property
+    def gradient_norm(self) -> float:
+        """L, the largest gradient of one record's loss."""
+        return gradient_norm(self.loss, self.row_norm, self.l2, self.target_bound)
+
+    @property
+    def radius(self) -> float:
+        """Records lie in the ball of this radius around 0: rows are clipped to it."""
+        return self.data_norm
 
     @property
     def kl_neighbours(self) -> str:
@@ -175,7 +223,7 @@ class OutputPerturbation(Mechanism):
     @property
     def m(self) -> float:
         """How far one record moves the minimiser at most, over the noise's standard deviation."""
-        return renyi.output_perturbation_shift(self.records, self.l2, self.noise_std, self.data_norm)
+        return renyi.output_perturbation_shift(self.records, self.l2, self.noise_std, self.gradient_norm)
 
     def for_group(self, copies: int) -> OutputPerturbation:
         """Returns the mechanism with the group as one record: k rows move the minimiser k times as far at most."""
@@ -184,13 +232,16 @@ class OutputPerturbation(Mechanism):
     @property
     def replaced(self) -> float:
         """The same when a record is replaced by another."""
-        return 2 * self.m
+        both = replaced_norm(self.loss, self.row_norm, self.l2, self.target_bound)
+        return self.m * (both / self.gradient_norm)
 
     def order2(self) -> float:
         return renyi.order2_gaussian(self.replaced / 2)
 
     def order2_paper(self) -> float:
-        return renyi.order2_gaussian(self.m / self.data_norm)  # the paper takes gradients of norm 1, whatever the rows
+        return renyi.order2_gaussian(
+            self.m / self.gradient_norm
+        )  # the paper's gradients have norm 1, whatever the rows
 
     def kl(self) -> float:
         return self.m**2 / 2
@@ -209,5 +260,15 @@ class OutputPerturbation(Mechanism):
     def rero(self, kappa: Any) -> Any:
         return rero_from_gdp(kappa, self.m)
 
+    @property
+    def randomness(self) -> str:
+        return "the noise on the minimiser"
+
     def assumes(self) -> tuple[str, ...]:
-        return (f"rows clipped to norm {self.data_norm:g}, logistic loss, solved to the minimum; nλ is fixed",)
+        beside = f" (norm {self.row_norm:.6g} with the constant feature)" if self.intercept else ""
+        targets = f", targets to ±{self.target_bound:g}" if self.target_bound is not None else ""
+        rows = f"{self.loss} loss, rows clipped to norm {self.data_norm:g}{beside}{targets}"
+        return (f"{rows}, gradients of norm {self.gradient_norm:.6g} at most, solved to the minimum; nλ is fixed",)
+
+    def notes(self) -> tuple[str, ...]:
+        return (f"Holds for this only: {self.assumes()[0]}.",)

@@ -1,10 +1,12 @@
-"""Mechanisms of which only a reported number is known: (ε, δ), or an order-2 Rényi divergence."""
+"""Mechanisms of which only a reported number is known: (ε, δ), or a Rényi divergence."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from .. import renyi
 from .._check import choice, number, whole
@@ -13,9 +15,31 @@ from ..bounds import (
     overlap_from_order2,
     overlap_from_pure,
     overlap_from_renyi,
+    rero_from_order2,
     rero_from_pure,
 )
-from ._base import ADJACENCIES, REPLACE_ONE, Mechanism, plain
+from ..bounds._bound import from_log
+from ._base import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    REPLACE_ONE,
+    Mechanism,
+    advantage_from_order2,
+    epsilon_from_order2,
+    plain,
+)
+
+#: Said where a number came without its neighbours.
+ASSUMED = (
+    "{what} came without its neighbours: it was taken as replace-one (one record exchanged for another). What Opacus, "
+    "TF Privacy and most libraries for private SGD report is for add/remove: say so (adjacency, --adjacency), which is "
+    "safe either way and gives lower floors."
+)
+
+
+def _neighbours(adjacency: str | None) -> str:
+    """The neighbours that were given, or replace-one."""
+    return REPLACE_ONE if adjacency is None else choice("adjacency", adjacency, ADJACENCIES)
 
 
 @dataclass(frozen=True)
@@ -27,7 +51,7 @@ class DP(Mechanism):
         delta: δ.
         adjacency: for which neighbours they hold: "replace-one", or "add/remove" as Opacus and most libraries for
             private SGD report them. If you do not know, say "add/remove": replace-one answers then follow by group
-            privacy, (2ε, (1 + e^ε)δ), and are lower.
+            privacy, (2ε, (1 + e^ε)δ), and are lower. Left out, it is taken as replace-one, and every result says so.
 
     >>> round(DP(2.0).order2(), 6), DP(1.0, 1e-5).order2()
     (1.875548, inf)
@@ -35,20 +59,25 @@ class DP(Mechanism):
 
     epsilon: float
     delta: float = 0.0
-    adjacency: str = REPLACE_ONE
+    adjacency: str | None = None
 
     def __post_init__(self) -> None:
         epsilon = number("epsilon", self.epsilon, at_least=0.0)
         plain(self, epsilon=epsilon, delta=number("delta", self.delta, at_least=0.0, below=1.0))
-        choice("adjacency", self.adjacency, ADJACENCIES)
+        _neighbours(self.adjacency)
+
+    @property
+    def neighbours(self) -> str:
+        """For which neighbours (ε, δ) was taken."""
+        return _neighbours(self.adjacency)
 
     @property
     def kl_neighbours(self) -> str:
-        return self.adjacency
+        return self.neighbours
 
     @property
     def paper_neighbours(self) -> str:
-        return self.adjacency
+        return self.neighbours
 
     def for_group(self, copies: int) -> DP:
         """Returns (kε, δ (e^{kε} − 1)/(e^ε − 1)): group privacy."""
@@ -57,9 +86,13 @@ class DP(Mechanism):
         return DP(k * self.epsilon, min(self.delta * times, 1 - 1e-16), self.adjacency)
 
     def _replace_one(self) -> tuple[float, float]:
-        if self.adjacency == REPLACE_ONE:
+        """(ε, δ) under replace-one: two steps of add/remove are (2ε, (1 + e^ε)δ)."""
+        if self.neighbours == REPLACE_ONE or self.epsilon == 0 == self.delta:
             return self.epsilon, self.delta
-        return 2 * self.epsilon, min(self.delta * (1 + math.exp(min(self.epsilon, 700.0))), 1.0)
+        if self.delta == 0:
+            return 2 * self.epsilon, 0.0
+        grown = math.log(self.delta) + float(np.logaddexp(0.0, self.epsilon))
+        return 2 * self.epsilon, min(from_log(grown) * (1 + 1e-12), 1.0)
 
     def order2(self) -> float:
         return renyi.order2_pure(self._replace_one()[0]) if self.delta == 0 else math.inf
@@ -74,10 +107,11 @@ class DP(Mechanism):
         return overlap_from_pure(*self._replace_one())
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
-        eps, own = (self.epsilon, self.delta) if adjacency == self.adjacency else self._replace_one()
-        if choice("adjacency", adjacency, ADJACENCIES) != REPLACE_ONE and adjacency != self.adjacency:
+        own = choice("adjacency", adjacency, ADJACENCIES) == self.neighbours
+        if adjacency == ADD_REMOVE and not own:
             return None
-        return eps if delta >= own else None
+        eps, least = (self.epsilon, self.delta) if own else self._replace_one()
+        return eps if delta >= least else None
 
     def membership_advantage(self) -> float:
         return membership_from_pure(*self._replace_one())
@@ -86,48 +120,83 @@ class DP(Mechanism):
         return rero_from_pure(kappa, self.epsilon, self.delta)
 
     def assumes(self) -> tuple[str, ...]:
-        return (f"({self.epsilon:g}, {self.delta:g})-DP under {self.adjacency}",)
+        taken = " (assumed: not given)" if self.adjacency is None else ""
+        return (f"({self.epsilon:g}, {self.delta:g})-DP under {self.neighbours}{taken}",)
 
     def notes(self) -> tuple[str, ...]:
-        grouped = ""
-        if self.adjacency != REPLACE_ONE:
+        said = []
+        if self.adjacency is None:
+            said.append(ASSUMED.format(what="ε"))
+        if self.neighbours != REPLACE_ONE:
             eps, delta = self._replace_one()
-            grouped = (
+            said.append(
                 "ε is for adding or removing a record; what is said of replace-one neighbours follows from it by group "
                 f"privacy: ({eps:g}, {delta:.3g})."
             )
-        if self.delta == 0:
-            return (grouped,) if grouped else ()
-        return (
-            *((grouped,) if grouped else ()),
-            "(ε, δ) alone allows that with chance δ everything is revealed: theorem1, corners and rate_distortion say "
-            "nothing from it. Describe the mechanism itself (its noise) for all floors.",
-        )
+        if self.delta > 0:
+            said.append(
+                "(ε, δ) alone allows that with chance δ everything is revealed: theorem1, corners and rate_distortion "
+                "say nothing from it. Describe the mechanism itself (its noise) for all floors."
+            )
+        return tuple(said)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"type": "DP", "epsilon": self.epsilon, "delta": self.delta, "adjacency": self.adjacency}
+        return {
+            "type": "DP",
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "adjacency": self.neighbours,
+            "adjacency_assumed": self.adjacency is None,
+        }
 
 
 @dataclass(frozen=True)
 class RenyiDP(Mechanism):
-    """A mechanism of which only a Rényi divergence under replace-one is known: (order, ε)-RDP.
+    """A mechanism of which only a Rényi divergence is known: (order, ε)-RDP, in both directions.
 
     Attributes:
-        epsilon: ε, the divergence in nats. order: α; from 2 on all floors speak, below 1 only Le Cam's.
+        epsilon: ε, the divergence in nats.
+        order: α; from 2 on all floors speak, below 1 only Le Cam's.
+        adjacency: for which neighbours it holds: "replace-one", or "add/remove" as Opacus and most libraries report
+            it. Under add/remove the order-2 divergence between replace-one neighbours is 2.5 ε from order 4 on
+            (docs/theory.md section 4.6) and unknown below. Left out, it is taken as replace-one, and every result says
+            so.
 
-    >>> RenyiDP(2.0).order2(), RenyiDP(2.0, order=1.5).order2()
-    (2.0, inf)
+    >>> RenyiDP(2.0).order2(), RenyiDP(2.0, order=1.5).order2(), RenyiDP(2.0, 4, "add/remove").order2()
+    (2.0, inf, 5.0)
     """
 
     epsilon: float
     order: float = 2.0
+    adjacency: str | None = None
 
     def __post_init__(self) -> None:
         epsilon = number("epsilon", self.epsilon, at_least=0.0)
         plain(self, epsilon=epsilon, order=number("order", self.order, at_least=0.5))
+        _neighbours(self.adjacency)
+
+    @property
+    def neighbours(self) -> str:
+        """For which neighbours the divergence was taken."""
+        return _neighbours(self.adjacency)
+
+    @property
+    def kl_neighbours(self) -> str:
+        return self.neighbours
+
+    @property
+    def paper_neighbours(self) -> str:
+        return self.neighbours
+
+    @property
+    def _own_order2(self) -> float:
+        """The order-2 divergence between the neighbours that it is for."""
+        return self.epsilon if self.order >= 2 else math.inf
 
     def order2(self) -> float:
-        return self.epsilon if self.order >= 2 else math.inf
+        if self.neighbours == REPLACE_ONE or self.epsilon == 0:
+            return self._own_order2
+        return 2.5 * self.epsilon if self.order >= 4 else math.inf
 
     def order2_paper(self) -> float | None:
         return self.epsilon if self.order >= 2 else None
@@ -136,10 +205,39 @@ class RenyiDP(Mechanism):
         return self.epsilon if self.order >= 1 else math.inf
 
     def overlap(self) -> float:
-        return max(overlap_from_renyi(self.epsilon, self.order), overlap_from_order2(self.order2()))
+        known = max(overlap_from_renyi(self.epsilon, self.order), overlap_from_order2(self._own_order2))
+        if self.neighbours == REPLACE_ONE:
+            return known
+        return max(1 - 4 * (1 - known), overlap_from_order2(self.order2()), 0.0)  # √LC is a metric
+
+    def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
+        if choice("adjacency", adjacency, ADJACENCIES) == REPLACE_ONE:
+            return super().epsilon_at(delta, adjacency)
+        return None if self.neighbours == REPLACE_ONE else epsilon_from_order2(self._own_order2, delta)
+
+    def membership_advantage(self) -> float:
+        simple = advantage_from_order2(self.order2())
+        return simple if self.neighbours == REPLACE_ONE else min(simple, 2 * advantage_from_order2(self._own_order2))
+
+    def rero(self, kappa: Any) -> Any:
+        return rero_from_order2(kappa, self._own_order2)
 
     def assumes(self) -> tuple[str, ...]:
-        return (f"({self.order:g}, {self.epsilon:g})-RDP under replace-one",)
+        taken = " (assumed: not given)" if self.adjacency is None else ""
+        return (f"({self.order:g}, {self.epsilon:g})-RDP under {self.neighbours}{taken}",)
+
+    def notes(self) -> tuple[str, ...]:
+        said = [ASSUMED.format(what="The divergence")] if self.adjacency is None else []
+        if self.order2() == math.inf:
+            why = "order 2 under replace-one does not follow from it"
+            said.append(f"This Rényi divergence says nothing for theorem1 and corners: {why}.")
+        return tuple(said)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"type": "RenyiDP", "order": self.order, "epsilon": self.epsilon}
+        return {
+            "type": "RenyiDP",
+            "order": self.order,
+            "epsilon": self.epsilon,
+            "adjacency": self.neighbours,
+            "adjacency_assumed": self.adjacency is None,
+        }

@@ -15,7 +15,7 @@ from ..run_folder import PUBLIC_REPORT, REPORT, Leakage, Run, read_audit
 from . import advice, charts, columns, page, public, verdicts, words
 from .axes import Chart
 from .comparison import compare
-from .figures import amount, clean, percent, plus_minus
+from .figures import amount, clean, guess_error, percent
 from .public import headline
 from .records import cards, glance, quantiles, record_facts, record_table
 from .view import View
@@ -62,7 +62,7 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         "columns_of": columns.which(view) if len(view.looked_at[0]) < view.records else "",
         "assumptions": words.assumptions(view),
         "floors": public.floor_rows(run, view.unit),
-        "guess_middle": plus_minus(view.unit / 2),
+        "guess_middle": guess_error(view.unit / 2),
         "of_range": view.of_range,
         "two_demands": words.two_demands(view.noun),
         "growth_note": words.growth_note(view),

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from .._check import InputError
-from ..bounds._bound import chance
-from ..calibrate import Calibration, calibrate, round_up
+from ..calibrate import Calibration, calibrate
 from ..mechanisms import SampledGaussian
+from ..rounding import format_limit, format_noise, format_percent
 from ..run_folder import Run
 from . import columns
-from .figures import plus_minus
+from .figures import guess_error, plus_minus
 from .view import View
 
 #: Targets, as shares of the range: (± error, floor, attacker in words).
@@ -49,8 +49,8 @@ def targets(run: Run, noun: str, part: str, unit: float = 1.0) -> list[dict[str,
             noise, means = reached.noise, reached.mechanism.protection()
             found.append({
                 "target": plus_minus(error * unit), "who": who.format(noun=noun, part=part),
-                "noise": f"{round_up(noise, 3):.3g}",
-                "success": "–" if means.success is None else chance(means.success),
+                "noise": format_noise(noise, 3),
+                "success": "–" if means.success is None else format_percent(means.success),
                 "meaningful": means.meaningful,
                 "enough": noise <= mechanism.noise_multiplier and means.meaningful,
             })  # fmt: skip
@@ -70,7 +70,8 @@ def without_noise(run: Run, noun: str, part: str, unit: float = 1.0) -> str:
         return ""
     return (
         f"{' and '.join(met)} {'is' if len(met) == 1 else 'are'} met without noise: with chance "
-        f"{mechanism.never_drawn:.0%} a record is never drawn in the whole run, and that floor is an average over it. "
+        f"{format_percent(mechanism.never_drawn, 2, 'near')} a record is never drawn in the whole run, and that "
+        "floor is an average over it. "
         "It protects no record that is drawn, so no noise follows from it."
     )
 
@@ -115,13 +116,13 @@ def for_records(view: View) -> list[str]:
     if noise <= 0 or not math.isfinite(factor):
         return [why]
     what = (
-        f"the most exposed {view.noun} from {plus_minus(worst)} to the error of a guess, {plus_minus(view.guess)}"
+        f"the most exposed {view.noun} from {plus_minus(worst)} to the error of a guess, {guess_error(view.guess)}"
         if not single
         else f"the {f'{single:,} single {view.part}s' if single > 1 else f'one {view.part}'} of {some} that "
         f"{'lie' if single > 1 else 'lies'} below a guess to the error of a guess"
     )
     return [
-        f"To lift {what}, try a noise multiplier of about {noise * factor:.3g} (now {noise:g}): an estimate.",
+        f"To lift {what}, try a noise multiplier of about {format_limit(noise * factor)} (now {noise:g}): an estimate.",
         why,
         "Fewer steps, a smaller sampling rate, or leaving out the few most exposed records also help; leaving records "
         "out by their leakage is itself a choice that depends on the data, and is not accounted for.",

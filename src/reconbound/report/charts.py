@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..rounding import Side
 from .axes import (
     BLUE,
     DASHES,
@@ -31,7 +32,7 @@ from .axes import (
     titled,
 )
 from .columns import counts, lowest, most_exposed, sentence
-from .figures import amount, for_plotly, plus_minus
+from .figures import amount, for_plotly, guess_error, plus_minus
 from .view import NO_LIMIT, NOTHING, View
 
 #: Classes and columns in one chart.
@@ -47,7 +48,7 @@ def lines(view: View) -> list[tuple[str, float, str, str]]:
     everywhere = f"any data, attacker unbiased for every {view.noun}"
     for name, text, colour, dash in (
         ("theorem1", f"Theorem 1, {everywhere}", GREEN, "solid"),
-        ("theorem1_paper", "Theorem 1 as the paper computes it (no guarantee)", PURPLE, "dash"),
+        ("theorem1_paper", "Theorem 1 as the paper computes it (not proved, no guarantee)", PURPLE, "dash"),
         ("corners", f"all corners, {everywhere}", ORANGE, "dashdot"),
     ):
         at = view.line(name)
@@ -67,7 +68,7 @@ def histogram(view: View) -> Chart:
     counts = _counted(logs, edges)
     top = max(1.0, float(counts.max(initial=0)))
     hover = [
-        f"{c:,} {view.noun}{'' if c == 1 else 's'}<br>±{amount(10**a)} to ±{amount(10**b)}"
+        f"{c:,} {view.noun}{'' if c == 1 else 's'}<br>{plus_minus(10**a)} to ±{amount(10**b, side='up')}"
         for c, a, b in zip(counts.tolist(), edges[:-1], edges[1:], strict=True)
     ]
     bars: Figure = {
@@ -86,12 +87,12 @@ def histogram(view: View) -> Chart:
     for text, at, colour, dash in marks:
         place = math.log10(at) if at > 0 else -math.inf
         where = " (off the chart, left)" if place < low else " (off the chart, right)" if place > high else ""
-        said = plus_minus(at)
+        said = guess_error(at) if colour == GREY else plus_minus(at)
         if where and at < NOTHING * view.unit:
             said, where = f"{said}, next to nothing", " (not drawn)"
         keys.append(Key(colour, f"{text}: {said}{where}", "none" if where else "line", dash))
         if not where:
-            data.append(_upright(place, 1.08 * top, colour, dash, f"{text}: {plus_minus(at)}"))
+            data.append(_upright(place, 1.08 * top, colour, dash, f"{text}: {said}"))
     keys.append(Key("currentColor", "the threshold below; shaded: lower floors", "line"))
     drawn = layout(
         380,
@@ -167,8 +168,8 @@ def by_class(view: View) -> Chart | None:
     shape = [numbers(np.clip(q, low, high)) for q in quantiles]
     places = list(range(len(shown)))
     hover = [
-        f"{for_plotly(name)}: {logs.size:,} {view.noun}s<br>lowest ±{amount(10 ** float(logs.min()))}, "
-        f"median ±{amount(10 ** float(np.median(logs)))}"
+        f"{for_plotly(name)}: {logs.size:,} {view.noun}s<br>lowest {plus_minus(10 ** float(logs.min()))}, "
+        f"median {plus_minus(10 ** float(np.median(logs)))}"
         for name, logs in shown
     ]
     box: Figure = {
@@ -183,9 +184,9 @@ def by_class(view: View) -> Chart | None:
     data, keys = [box, dots], [Key(BLUE, "middle half, with the median"), Key(VERMILLION, "lowest floor", "dot")]
     if view.guess > 0 and low <= math.log10(view.guess) <= high:
         x, top = math.log10(view.guess), len(shown) - 0.5
-        data.append({**_upright(x, 1.0, GREY, "dot", f"guessing the average: {plus_minus(view.guess)}"),
+        data.append({**_upright(x, 1.0, GREY, "dot", f"guessing the average: {guess_error(view.guess)}"),
                      "y": [-0.5 + (top + 0.5) * k / 8 for k in range(9)]})  # fmt: skip
-        keys.append(Key(GREY, f"guessing the average: {plus_minus(view.guess)}", "line", "dot"))
+        keys.append(Key(GREY, f"guessing the average: {guess_error(view.guess)}", "line", "dot"))
     height = 110 + 30 * len(shown)
     drawn = layout(
         height,
@@ -234,7 +235,8 @@ def by_feature(view: View) -> Chart | None:
     low, high = shown_range(np.concatenate(list(logs.values())))
     data = []
     for text, values, colour, symbol in kinds:
-        told = [plus_minus(float(values[j]), view.feature_unit(j), float(view.scale[j])) for j in order]
+        side: Side = "up" if colour == GREY else "down"
+        told = [plus_minus(float(values[j]), view.feature_unit(j), float(view.scale[j]), side=side) for j in order]
         hover = [
             f"{for_plotly(view.feature_name(j))}: {for_plotly(own, 80)}<br>{text}"
             + (f"<br>{for_plotly(told_counts[j], 160)}" if told_counts else "")
@@ -277,7 +279,7 @@ def growth(view: View) -> Chart | None:
     data: list[Figure] = []
     for k, (text, colour, dash) in enumerate(kinds):
         hover = [
-            f"{text}, step {s:,.0f}: ±{amount(f) if math.isfinite(f) else '∞'}"
+            f"{text}, step {s:,.0f}: {plus_minus(f) if math.isfinite(f) else '±∞'}"
             for s, f in zip(steps, floor[:, k], strict=True)
         ]
         data.append({
@@ -289,7 +291,7 @@ def growth(view: View) -> Chart | None:
         ends = [float(steps[0]), float(steps[-1])]
         data.append({"type": "scatter", "mode": "lines", "x": ends, "y": [math.log10(view.guess)] * 2,
                      "line": {"color": GREY, "width": 2, "dash": "dot"}, "hoverinfo": "skip"})  # fmt: skip
-        keys.append(Key(GREY, f"guessing the average: {plus_minus(view.guess)}", "line", "dot"))
+        keys.append(Key(GREY, f"guessing the average: {guess_error(view.guess)}", "line", "dot"))
     drawn = layout(320, steps_axis(), log_axis(low, high, f"floor, ± {view.of_range}"))
     return Chart(
         "chart-growth", {"data": data, "layout": drawn}, tuple(keys), _ends(view, floor), "Floors over training", 320

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .figures import beyond, count, plus_minus
+from .figures import beyond, count, guess_error, plus_minus
 from .view import View
 
 #: What is said of a floor that is wider than the column's range.
@@ -104,7 +104,7 @@ def sentence(found: dict[str, Any]) -> str:
     of = count(found["of"], "record")
     of = f"the {of} that {'has' if found['of'] == 1 else 'have'} a value" if found["missing"] else of
     verb = "is" if found["below"] == 1 else "are"
-    guess = plus_minus(found["guess"], found["unit"])
+    guess = guess_error(found["guess"], found["unit"])
     low = ""
     if found.get("lowest") is not None:
         low = f"; lowest {plus_minus(found['lowest'], found['unit'], found['width'])} ({found['record_name']})"

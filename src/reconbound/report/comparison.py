@@ -13,11 +13,11 @@ import numpy as np
 from .. import __version__
 from .._check import InputError
 from .._files import CONFIDENTIAL, write_whole
-from ..bounds._bound import chance
+from ..rounding import format_percent
 from ..run_folder import PLAN, read_audit
 from . import charts, page, words
 from .columns import counts
-from .figures import amount, beyond, clean, names_its_unit, plus_minus, value
+from .figures import amount, beyond, clean, guess_error, names_its_unit, plus_minus, value
 from .view import View
 
 #: Columns named in one cell of the table, before the rest is folded away.
@@ -155,13 +155,13 @@ def compared(view: View, name: str) -> dict[str, Any]:
         "rate": f"{float(m.get('sample_rate', 0)):.3g}",
         "steps": f"{int(m.get('steps', 0)):,}",
         "runs": f"{int(m.get('runs', 1)):,}",
-        "epsilon": "–" if epsilon is None else amount(float(epsilon)),
+        "epsilon": "–" if epsilon is None else amount(float(epsilon), side="up"),
         "accuracy": _said(view),
         "worst": plus_minus(worst),
         "limit": limited(limit, view.unlimited),
         "median": plus_minus(_median(view)),
-        "success": "–" if view.protection.success is None else chance(view.protection.success),
-        "guess": plus_minus(view.guess / view.unit),
+        "success": "–" if view.protection.success is None else format_percent(view.protection.success),
+        "guess": guess_error(view.guess / view.unit),
         "below": f"{view.below(view.guess):,} of {view.records:,}",
         "unknown": f"{view.unknown:,}",
     }
@@ -221,7 +221,7 @@ def column_rows(columns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                     "lowest": plus_minus(c["lowest"], width=c["width"]),
                     "beyond": beyond(c["lowest"], c["width"]),
                     "record": c["record_name"] or "–",
-                    "guess": plus_minus(c["guess"]),
+                    "guess": guess_error(c["guess"]),
                     "below": f"{c['below']:,} of {c['of']:,}",
                 }
                 for audit, c in column["audits"].items()

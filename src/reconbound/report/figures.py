@@ -5,22 +5,27 @@ from __future__ import annotations
 import math
 import re
 
-from ..bounds._bound import figure
+from ..rounding import Side, format_number
 
 #: Beyond so many ranges a floor says "out of reach" and nothing more.
 REACH = 1e6
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
 
 
-def amount(x: float | None, width: float = 1.0) -> str:
-    """Three digits; no more than that it is over a million ranges where it is. width: of the range.
+def amount(x: float | None, width: float = 1.0, *, side: Side = "near") -> str:
+    """Three digits; no more than that it is over a million ranges where it is.
+
+    Args:
+        x: the number; None or NaN is shown as a dash.
+        width: of the range.
+        side: to which side it is rounded: "down" for floors, "up" for ε and other upper bounds.
 
     >>> amount(0.4321), amount(0.0), amount(1e300), amount(None)
     ('0.432', '0', 'over 1,000,000', '–')
     """
     if x is None or math.isnan(x):
         return "–"
-    return f"over {figure(REACH * width)}" if x > REACH * width else figure(x)
+    return f"over {format_number(REACH * width, side='down')}" if x > REACH * width else format_number(x, side=side)
 
 
 def rough(x: float) -> str:
@@ -32,15 +37,24 @@ def rough(x: float) -> str:
     return amount(float(f"{x:.2g}"))
 
 
-def plus_minus(x: float | None, unit: str = "", width: float = 1.0) -> str:
-    """± error and unit.
+def plus_minus(x: float | None, unit: str = "", width: float = 1.0, *, side: Side = "down") -> str:
+    """± error and unit: a floor, rounded down. Errors of a guess: `guess_error`.
 
     >>> plus_minus(12.3456, "years"), plus_minus(1e300)
     ('±12.3 years', 'over ±1,000,000')
     """
-    said = amount(x, width)
+    said = amount(x, width, side=side)
     signed = said if said == "–" else said.replace("over ", "over ±") if said.startswith("over") else f"±{said}"
     return f"{signed} {unit}" if unit and x is not None else signed
+
+
+def guess_error(x: float | None, unit: str = "") -> str:
+    """± error of a guess and its unit, rounded up: no floor looks better beside it than it is.
+
+    >>> guess_error(12.3781, "years"), plus_minus(12.3781, "years")
+    ('±12.4 years', '±12.3 years')
+    """
+    return plus_minus(x, unit, side="up")
 
 
 def beyond(x: float | None, width: float) -> bool:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ..bounds._bound import chance
 from ..protection import BLIND, read_protection, with_article
+from ..rounding import format_limit, format_percent
 from ..run_folder import CHOSEN_SEED, Run
 from . import advice, columns, words
-from .figures import amount, beyond, clean, pixel_scale, plus_minus, value
+from .figures import amount, beyond, clean, guess_error, pixel_scale, plus_minus, value
 from .view import NOTHING, View, line
 
 TITLES = {
@@ -44,7 +44,7 @@ def floor_rows(run: Run, unit: float = 1.0) -> list[dict[str, Any]]:
         error = line(run, bound["name"], unit)
         rows.append({
             "title": TITLES.get(bound["name"], bound["name"]),
-            "paper": bound["name"] == "theorem1_paper",
+            "paper": not bound.get("proved", bound["name"] != "theorem1_paper"),
             "error": "says nothing" if bound.get("vacuous") is True else plus_minus(error),
             "attacker": ATTACKERS.get(bound["attacker"], bound["attacker"]).format(noun=_nouns(run)[0]),
             "neighbours": bound["adjacency"],
@@ -77,7 +77,7 @@ def feature_rows(view: View) -> list[dict[str, Any]]:
             "worst": "–" if worst is None else plus_minus(found[j]["lowest"], width=width),
             "whose": "" if worst is None else found[j]["record_name"] or "",
             "beyond": [beyond(float(average[j]), width), worst is not None and beyond(found[j]["lowest"], width)],
-            "guess": plus_minus(float(view.guess_each[j])),
+            "guess": guess_error(float(view.guess_each[j])),
             "below": below[j] if below else "",
         })  # fmt: skip
     return rows
@@ -97,13 +97,15 @@ def context(run: Run) -> dict[str, Any]:
         "caveats": caveats(run),
         "about": about(run),
         "floors": floor_rows(run, unit),
-        "guess_middle": plus_minus(unit / 2),
+        "guess_middle": guess_error(unit / 2),
         "of_range": of_range,
         "two_demands": words.two_demands(noun),
         "columns": column_rows(run),
         "any_unbiased": (line(run, "theorem1") or 0.0) >= NOTHING,
         "membership": membership(found),
-        "rero": [(chance(r["kappa"]), chance(r["success"])) for r in found.get("rero", ())],
+        "rero": [
+            (format_percent(r["kappa"], side="near"), format_percent(r["success"])) for r in found.get("rero", ())
+        ],
         "epsilons": epsilons(found),
         "notes": [clean(note, 400) for note in found.get("notes", ())],
         "assumptions": assumptions(run, noun, part),
@@ -204,7 +206,7 @@ def column_rows(run: Run) -> list[dict[str, str]]:
             "range": f"{value(float(low))} to {value(float(high))}{f' {unit}' if unit else ''}",
             "any": _or_nothing(each, width),
             "unbiased": _or_nothing(unbiased, width),
-            "guess": plus_minus(width / 2),
+            "guess": guess_error(width / 2),
         })  # fmt: skip
     return rows
 
@@ -225,14 +227,16 @@ def _taken_as_public(run: Run, noun: str) -> str:
 
 def membership(found: Mapping[str, Any]) -> str | None:
     advantage = found.get("membership_advantage")
-    return None if advantage is None else f"{(1 + float(advantage)) / 2:.1%}"
+    return None if advantage is None else format_percent((1 + float(advantage)) / 2)
 
 
 def epsilons(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(neighbours, ε, at which δ)."""
     delta = float(found.get("delta", 1e-5))
     rows = (("replace-one", found.get("epsilon")), ("add/remove", found.get("epsilon_add_remove")))
-    return [(name, amount(float(e)), f"at δ = {delta:g}") for name, e in rows if e is not None]
+    return [
+        (name, amount(float(e), side="up"), f"at δ = {format_limit(delta, 6)}") for name, e in rows if e is not None
+    ]
 
 
 def copies(run: Run, noun: str) -> list[tuple[str, str]]:
@@ -241,12 +245,12 @@ def copies(run: Run, noun: str) -> list[tuple[str, str]]:
     if mechanism is None:
         return []
     found = [(k, mechanism.for_group(k).rero(BLIND)) for k in (2, 5, 10)]
-    rates = ", ".join(f"{chance(float(success))} with {k} {noun}s" for k, success in found)
+    rates = ", ".join(f"{format_percent(float(success))} with {k} {noun}s" for k, success in found)
     return [
         (
             "Several rows",
             f"All floors here are for one {noun}. Of somebody with several in the data, who is rebuilt with "
-            f"a chance of {chance(BLIND)} without the release, the chance with it is at most {rates}.",
+            f"a chance of {format_percent(BLIND)} without the release, the chance with it is at most {rates}.",
         )
     ]
 

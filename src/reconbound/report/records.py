@@ -12,12 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from .._check import InputError, whole
-from ..bounds._bound import chance
 from ..protection import BLIND, with_article
+from ..rounding import format_limit, format_percent
 from ..run_folder import Leakage, Run
 from . import thumbnails
 from .columns import BEYOND, anyone, most_exposed
-from .figures import amount, beyond, clean, count, names_its_unit, percent, plus_minus, rough, value
+from .figures import amount, beyond, clean, count, guess_error, names_its_unit, percent, plus_minus, rough, value
 from .view import NO_LIMIT, View
 
 #: Images shown of each kind (half as many rows of a table), and columns of one before the rest is folded away.
@@ -105,7 +105,7 @@ def record_table(facts: Mapping[str, Any]) -> RenderableType:
             own_floor = c["floor_estimate"]
             floor = "value missing" if own_floor is None else plus_minus(own_floor, c["unit"], c["width"])
             floor += f" ({BEYOND})" if beyond(own_floor, c["width"]) else ""
-            cells = (*([shown] if kept else []), floor, plus_minus(c["guess"], c["unit"]))
+            cells = (*([shown] if kept else []), floor, guess_error(c["guess"], c["unit"]))
             own.add_row(Text(c["name"]), *(Text(cell) for cell in cells))
         parts.append(own)
     return Group(*parts)
@@ -120,9 +120,9 @@ def _lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         return [*found, ("floor", "never measured: nothing is known, counts as unprotected")]
     unit = facts["unit"].removeprefix("± ")
     error, limit = facts["floor_estimate_standard_error"], facts["floor_lower_limit"]
-    estimate = f"±{amount(facts['floor_estimate'])} {unit}"
+    estimate = f"{plus_minus(facts['floor_estimate'])} {unit}"
     if limit is not None:
-        found.append(("errs by at least", f"±{amount(limit)} {unit} with confidence (unbiased attacker)"))
+        found.append(("errs by at least", f"{plus_minus(limit)} {unit} with confidence (unbiased attacker)"))
         found.append(("estimate", estimate))
     else:
         found.append(
@@ -131,10 +131,10 @@ def _lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         why = "one run only: more --runs give one" if facts["runs"] == 1 else NO_LIMIT
         found.append(("with confidence", f"none: {why}"))
     found.append(("standard error", "more than half of it" if error is None else f"±{amount(error)}"))
-    found.append(("guessing the average", f"±{amount(facts['guess'])}"))
+    found.append(("guessing the average", guess_error(facts["guess"])))
     found.append(("exposure", f"number {facts['rank']:,} of {facts['of']:,} measured, the most exposed first"))
     found.append(("measured", f"{facts['measured']:,} times"))
-    found += [(f"dFIL, {rule}", "–" if d is None else amount(d)) for rule, d in facts["dfil"].items()]
+    found += [(f"dFIL, {rule}", "–" if d is None else amount(d, side="up")) for rule, d in facts["dfil"].items()]
     return found
 
 
@@ -207,7 +207,7 @@ def _row(c: Mapping[str, Any]) -> dict[str, Any]:
         "beyond": beyond(floor, c["width"]),
         "value": "missing" if c["value"] is None else value(c["value"]),
         "floor": plus_minus(floor, width=c["width"]),
-        "guess": plus_minus(c["guess"]),
+        "guess": guess_error(c["guess"]),
         "share": round(100 * share, 1),
         "colour": "#" + "".join(f"{part:02x}" for part in colour),
     }
@@ -217,7 +217,7 @@ def _ratio(floor: float, guess: float) -> str:
     if guess <= 0:
         return ""
     ratio = floor / guess
-    return "over 1,000 × a guess" if ratio > 1000 else f"{amount(ratio)} × a guess"
+    return "over 1,000 × a guess" if ratio > 1000 else f"{amount(ratio, side='down')} × a guess"
 
 
 def quantiles(view: View) -> dict[str, Any]:
@@ -245,8 +245,8 @@ def glance(view: View) -> list[dict[str, str]]:
     below = view.below(view.guess)
     tiles, success = [], view.protection.success
     if success is not None:
-        tiles.append({"title": f"Chance to rebuild {with_article(view.noun)}", "figure": chance(success),
-                      "below": f"at most, where a blind guess has {chance(BLIND)}"})  # fmt: skip
+        tiles.append({"title": f"Chance to rebuild {with_article(view.noun)}", "figure": format_percent(success),
+                      "below": f"at most, where a blind guess has {format_percent(BLIND)}"})  # fmt: skip
     if view.worst is not None:
         worst, middle = float(view.shown[view.worst]), view.quantile(0.5)
         kind = f"at {view.level} confidence" if view.limited(view.worst) else "estimate"
@@ -255,7 +255,7 @@ def glance(view: View) -> list[dict[str, str]]:
                       "below": _ratio(worst, view.guess)})  # fmt: skip
         tiles.append({"title": f"Median {view.noun}, {of}", "figure": plus_minus(middle),
                       "below": _ratio(middle, view.guess)})  # fmt: skip
-    tiles.append({"title": "Guessing the average", "figure": plus_minus(view.guess), "below": view.of_range})
+    tiles.append({"title": "Guessing the average", "figure": guess_error(view.guess), "below": view.of_range})
     exposed = anyone(view) if view.features > 1 else None
     if exposed is not None:
         some, among = exposed
@@ -273,7 +273,13 @@ def glance(view: View) -> list[dict[str, str]]:
     epsilon = view.run.guarantee.get("epsilon")
     if epsilon is not None:
         delta = float(view.run.guarantee.get("delta", 1e-5))
-        tiles.append({"title": "ε, replace-one", "figure": amount(float(epsilon)), "below": f"at δ = {delta:g}"})
+        tiles.append(
+            {
+                "title": "ε, replace-one",
+                "figure": amount(float(epsilon), side="up"),
+                "below": f"at δ = {format_limit(delta, 6)}",
+            }
+        )
     if view.leakage.accuracy.numel() and math.isfinite(float(view.leakage.accuracy[-1])):
         last = float(view.leakage.accuracy[-1])
         classes = view.facts.get("task", "classes") == "classes"

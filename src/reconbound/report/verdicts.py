@@ -9,7 +9,7 @@ import numpy as np
 from ..precision import how_far_off
 from ..protection import Protection
 from . import columns, words
-from .figures import amount, beyond, count, percent, plus_minus, rough
+from .figures import amount, beyond, count, guess_error, percent, plus_minus, rough
 from .view import NO_LIMIT, NOTHING, View
 
 #: Fewer training records than this, and a larger ε than this, get a warning.
@@ -48,7 +48,7 @@ def _first(view: View, worst: int) -> str:
         guess = "the average image" if view.image else "the average"
         return (
             f"{sure}, {who} errs by at least {plus_minus(float(view.shown[worst]))} {view.of_range} {per}on the most "
-            f"exposed {view.noun}{over}; guessing {guess} errs by {plus_minus(view.guess)}."
+            f"exposed {view.noun}{over}; guessing {guess} errs by {guess_error(view.guess)}."
         )
     told = [j for j in range(view.features) if not columns.constant(view, j)] or list(range(view.features))
     order = [j for j in columns.most_exposed(view, floors, view.features) if j in told and not np.isnan(floors[j])]
@@ -56,7 +56,7 @@ def _first(view: View, worst: int) -> str:
     found = columns.counts(view)
     far = all(beyond(found[j]["lowest"], found[j]["width"]) for j in named) and len(named) > 1
     said = [_lowest(found[j], tell_far=not far) for j in named]
-    guesses = [plus_minus(float(view.guess_each[j]), view.feature_unit(j)) for j in named]
+    guesses = [guess_error(float(view.guess_each[j]), view.feature_unit(j)) for j in named]
     whose = (
         "for the record most exposed in it" if len(named) == 1 else "each for the record most exposed in that column"
     )
@@ -194,8 +194,9 @@ def weak(records: int, found: Protection, noun: str) -> list[str]:
         )
     if found.epsilon is not None and found.epsilon > WEAK:
         said.append(
-            f"ε = {amount(float(found.epsilon))} is weak as differential privacy goes: it hardly hides who took part. "
-            "Floors for unbiased attackers can be high all the same, and bind nobody who guesses with a bias."
+            f"ε = {amount(float(found.epsilon), side='up')} is weak as differential privacy goes: it hardly hides who "
+            "took part. Floors for unbiased attackers can be high all the same; they bind nobody who guesses with a "
+            "bias."
         )
     return said
 
@@ -210,7 +211,7 @@ def _confidence(view: View) -> str:
         return (
             f"These are estimates from one run, without a confidence limit: {off}. {whose} is {estimate} by the "
             f"estimate, with a standard error {size} from measuring alone; another run would differ by more. Guessing "
-            f"errs by {plus_minus(view.guess)}. Audit with --runs 10 for confidence limits."
+            f"errs by {guess_error(view.guess)}. Audit with --runs 10 for confidence limits."
         )
     limited, rare = upper > 0, view.unlimited
     said = f"Average of {int(view.run.mechanism.get('runs', 2)):,} runs. "
@@ -222,7 +223,7 @@ def _confidence(view: View) -> str:
         said += f"; that of {any_one} at least {plus_minus(lowest)}" if lowest < own else ""
     else:
         said += f"{whose} is {estimate} by an estimate without a confidence limit"
-    said += f". Guessing errs by {plus_minus(view.guess)}. "
+    said += f". Guessing errs by {guess_error(view.guess)}. "
     if rare:
         said += f"{count(rare, view.noun)} {_have(rare)} no limit: {NO_LIMIT}. "
         said += "Estimates without a limit are more often too high than too low. "

@@ -9,10 +9,10 @@ from typing import Any
 
 from .. import __version__
 from .._files import CONFIDENTIAL, write_whole
-from ..bounds._bound import chance, figure
 from ..report import axes, page, words
 from ..report.axes import Chart, Key
-from ..report.figures import amount, clean, count, for_plotly, plus_minus
+from ..report.figures import amount, clean, count, for_plotly, guess_error, plus_minus
+from ..rounding import Side, format_limit, format_number, format_percent
 from ..run_folder import prepare
 from . import space
 from .frontier import best, columns_of, crossed_of, default_floor, floors_in, pareto, protection_of
@@ -70,7 +70,7 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         "names": names,
         "proved": told(f"{rule}_max").partition(",")[0],
         "crossed": _said_of_crossed(rows),
-        "delta": next((f"{row['delta']:g}" for row in rows if row.get("delta")), "–"),
+        "delta": next((format_limit(row["delta"], 6) for row in rows if row.get("delta")), "–"),
         "assumptions": (*ASSUMPTIONS, *(("Model", said) for said in _smoothness(facts))),
         "version": __version__,
         **{name: f"{facts[name]:,}" for name in ("runs", "trials", "finished")},
@@ -89,7 +89,7 @@ def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = Fa
         "cautions": cautions(rows, facts),
         "counts": [f"{row['steps']:,}" for row in rows],
         "rows": [
-            (told(name).replace("accuracy", measured_by(facts)), [_value(row.get(name)) for row in rows])
+            (told(name).replace("accuracy", measured_by(facts)), [_value(row.get(name), _side(name)) for row in rows])
             for name in kept
         ],
         "crossed": _said_of_crossed(rows),
@@ -178,7 +178,7 @@ def verdict(
     some = "" if len(sound) == len(rows) else " with a meaningful guarantee"
     which = " that was measured" if kept is not None and kept.get("never_measured") else ""
     where = place if floor in ("lecam", "rate_distortion") else f"on every record{which}"
-    as_much = f"{plus_minus(error)} of the range or more {where}, as much as {whose}"
+    as_much = f"{guess_error(error)} of the range or more {where}, as much as {whose}"
     if kept is None:
         said.append(f"With no setting{some} does {whom} err by {as_much}.")
     elif kept is not last:
@@ -267,16 +267,16 @@ def _hover(row: Row, floor: str, measure: str) -> str:
     lines = [
         f"run {row['trial']}: {setting}, {row['steps']:,} steps",
         f"accuracy {_accuracy(row)}" if measure == ACCURACY else _accuracy(row, measure),
-        f"{told(floor)}: {_value(row[floor])} ({plus_minus(math.sqrt(row[floor]))})",
+        f"{told(floor)}: {_value(row[floor], 'down')} ({plus_minus(math.sqrt(row[floor]))})",
         *([_crossed(row, floor)] if has_crossed([row], floor) else []),
-        f"ε = {_value(row.get('epsilon'))}",
+        f"ε = {_value(row.get('epsilon'), 'up')}",
     ]
     return "<br>".join(for_plotly(line, 160) for line in lines)
 
 
 def _crossed(row: Row, floor: str) -> str:
     second = row[crossed_of(floor) or ""]
-    return f"crossed: {_value(second)} ({plus_minus(math.sqrt(second))})"
+    return f"crossed: {_value(second, 'down')} ({plus_minus(math.sqrt(second))})"
 
 
 def _cells(row: Row, floor: str, names: Sequence[str], measure: str) -> dict[str, Any]:
@@ -286,11 +286,11 @@ def _cells(row: Row, floor: str, names: Sequence[str], measure: str) -> dict[str
         "settings": [_value(row.get(name)) for name in names],
         "steps": f"{row['steps']:,}",
         "accuracy": _accuracy(row, measure).removeprefix(f"{R2} "),
-        "floor": _value(row[floor]),
+        "floor": _value(row[floor], "down"),
         "error": plus_minus(math.sqrt(row[floor])),
-        "crossed": _value(row.get(crossed_of(floor) or "")),
-        "epsilon": _value(row.get("epsilon")),
-        "success": "–" if protection_of(row).success is None else chance(protection_of(row).success or 0.0),
+        "crossed": _value(row.get(crossed_of(floor) or ""), "down"),
+        "epsilon": _value(row.get("epsilon"), "up"),
+        "success": "–" if protection_of(row).success is None else format_percent(protection_of(row).success or 0.0),
     }
 
 
@@ -305,9 +305,22 @@ def _accuracy(row: Row, measure: str = ACCURACY) -> str:
     return f"{100 * row['accuracy']:.1f} %" + (f" ± {100 * sd:.1f}" if sd else "")
 
 
-def _value(value: Any) -> str:
+def _value(value: Any, side: Side = "near") -> str:
     if isinstance(value, str):
         return clean(value, 60)
     if value is None:
         return "–"
-    return f"{value:,}" if isinstance(value, int) else figure(value, 4) if value < 1e6 else amount(value)
+    return (
+        f"{value:,}"
+        if isinstance(value, int)
+        else format_number(value, 4, side)
+        if value < 1e6
+        else amount(value, side=side)
+    )
+
+
+def _side(name: str) -> Side:
+    """To which side a column of the table is rounded: floors down, upper bounds up."""
+    if name in ("epsilon", "epsilon_add_remove", "delta"):
+        return "up"
+    return "near" if name.startswith("accuracy") else "down"

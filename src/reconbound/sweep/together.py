@@ -26,7 +26,7 @@ from ..account import Account
 from ..fleet import Fleet, Snapshot
 from ..plan import RULES, Plan, as_tensor, make_loss, make_model, model_kind, score, starter
 from ..run_folder import prepare
-from ..sampling import make_sampler
+from ..sampling import batches_per_epoch, make_sampler
 from .crowd import Exploded
 from .space import Setting, key, seed_of
 from .train import TRIAL, Trainer, finished_rows, one_thread
@@ -176,9 +176,9 @@ class TogetherTrainer(Trainer):
 
     def _account(self, plan: Plan, count: int) -> Account:
         records, features = len(self.dataset.inputs), len(self.dataset.scale)
-        rate = make_sampler(plan.sampler, records, plan.sample_rate).sample_rate  # of whole records
-        mechanism = (plan.noise_multiplier, plan.max_grad_norm, rate, plan.sampler, plan.clip)
-        return Account(records, features, count, *mechanism, RULES[plan.sampler])
+        sampler = make_sampler(plan.sampler, records, plan.sample_rate)  # its rate is of whole records
+        mechanism = (plan.noise_multiplier, plan.max_grad_norm, sampler.sample_rate, plan.sampler, plan.clip)
+        return Account(records, features, count, *mechanism, RULES[plan.sampler], batches_per_epoch(sampler))
 
     def _keep_rows(self, setting: Setting, folder: Path, rows: list[Row]) -> None:
         content = sealed_json({"confidential": True, **self._about(setting), "rows": rows})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..bounds._bound import NOT_PROVED
 from ..precision import how_far_off
 
 WORDS = {
@@ -15,9 +16,9 @@ WORDS = {
     "exact": "exact factor",
     "fixed": "fixed-size factor",
     "none": "no amplification",
-    "paper": "the paper's κ (no guarantee)",
+    "paper": "the paper's κ (not proved, no guarantee)",
     "theorem1": "Theorem 1",
-    "theorem1_paper": "Theorem 1 as in the paper (no guarantee)",
+    "theorem1_paper": "Theorem 1 as in the paper (not proved, no guarantee)",
     "corners": "all corners",
     "lecam": "any attacker, Le Cam",
     "rate_distortion": "any attacker, rate-distortion",
@@ -34,9 +35,9 @@ ASSUMPTIONS = (
     ("exact, fixed, none", "1/dFIL of a record by the Fisher accountant (Theorem 2): unbiased attackers who know all "
      "other records and see every noisy step. exact: Poisson batches; fixed: fixed-size batches; none: shuffled "
      "epochs. An estimate, averaged over the runs."),
-    ("paper", "the same with the paper's κ, whose δ is split over the steps: for comparison, no guarantee."),
+    ("paper", "the same with the paper's κ, whose δ is split over the steps: to compare, not proved, no guarantee."),
     ("theorem1, corners", "of the mechanism whatever the data, unbiased attackers, replace-one neighbours; theorem1 in "
-     "each feature, corners on average over them. theorem1_paper is the paper's own line, no guarantee."),
+     "each feature, corners on average over them. theorem1_paper is the paper's: not proved, no guarantee."),
     ("lecam, rate_distortion", "of the mechanism whatever the data: for each attacker there is some conceivable record "
      "on which it errs by as much, and on others it may err by less. "
      "lecam by replace-one neighbours, rate_distortion by leaving the record out (add/remove, or zeroed). These and "
@@ -65,6 +66,15 @@ def attacker(floor: str) -> tuple[str, str]:
     return "an unbiased attacker", where if place in ("max", "q99", "median") else "on every record"
 
 
+def proved(floor: str) -> bool:
+    """Whether a floor is a guarantee at all.
+
+    >>> proved("exact_max"), proved("paper_max"), proved("theorem1_paper")
+    (True, False, False)
+    """
+    return NOT_PROVED not in told(floor)
+
+
 def whom(floor: str) -> str:
     """Whom a floor binds, after its name; nothing where the name says it, or that there is no guarantee.
 
@@ -72,7 +82,7 @@ def whom(floor: str) -> str:
     (', for unbiased attackers', '', '')
     """
     said = told(floor)
-    return "" if "any attacker" in said or "no guarantee" in said else ", for unbiased attackers"
+    return "" if "any attacker" in said or not proved(floor) else ", for unbiased attackers"
 
 
 def precision(floor: str, runs: int | None, measured: float | None = None) -> str:

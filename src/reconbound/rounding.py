@@ -1,0 +1,111 @@
+"""Numbers as text, rounded to the safe side. The one home: every number that is shown as a guarantee is written here.
+
+A lower bound (a floor, what an attacker errs by at least) is rounded down. An upper bound (ε, δ, the chance of an
+attack, an advantage, the error of a guess) and a smallest noise are rounded up. Everything else is rounded to the
+nearest. "Down" and "up" are exact: a text that is read back with float() is never on the wrong side of the number.
+"""
+
+from __future__ import annotations
+
+import decimal
+import math
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Decimal
+from typing import Literal
+
+Side = Literal["down", "near", "up"]
+_MODES = {"down": ROUND_FLOOR, "near": ROUND_HALF_EVEN, "up": ROUND_CEILING}
+
+
+def _rounded(x: Decimal, digits: int, side: Side) -> Decimal:
+    """Rounds to `digits` significant digits."""
+    if not x.is_finite() or x == 0:
+        return x
+    with decimal.localcontext(decimal.Context(prec=40)):
+        found = x.quantize(Decimal((0, (1,), x.adjusted() - digits + 1)), _MODES[side])
+        return found if found.adjusted() == x.adjusted() else found.quantize(
+            Decimal((0, (1,), found.adjusted() - digits + 1)), _MODES[side])  # fmt: skip
+
+
+def _exact(x: float) -> Decimal:
+    """Returns the shortest decimal that is read back as x: 0.1 and not the 55 digits of its double."""
+    return Decimal(repr(float(x)))
+
+
+def round_to(x: float, digits: int, side: Side) -> float:
+    """Rounds a number to `digits` significant digits, to the given side.
+
+    Args:
+        x: the number.
+        digits: significant digits that are kept.
+        side: "down", "near" or "up".
+
+    >>> round_to(1.372062, 4, "up"), round_to(1.372062, 4, "down"), round_to(0.0005, 3, "up")
+    (1.373, 1.372, 0.0005)
+    """
+    return float(_rounded(_exact(x), digits, side))
+
+
+def format_number(x: float, digits: int = 3, side: Side = "near") -> str:
+    """Writes a number as people do: 24,800 where `g` would give 2.48e+04.
+
+    Args:
+        x: the number.
+        digits: significant digits that are shown.
+        side: "down", "near" or "up".
+
+    >>> format_number(0.31622), format_number(24836.0), format_number(2.5e12), format_number(24836.0, 4)
+    ('0.316', '24,800', '2.5e+12', '24,840')
+    """
+    short = round_to(x, digits, side)
+    if 1e3 <= abs(short) < 1e8:
+        text = f"{short:,.{max(digits - 1 - math.floor(math.log10(abs(short))), 0)}f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    text = f"{short:.{digits}g}"
+    return "0" if text == "-0" else text
+
+
+def format_floor(x: float, digits: int = 3) -> str:
+    """Writes a lower bound: rounded down.
+
+    >>> format_floor(19.781), format_floor(0.25), format_floor(2999.9)
+    ('19.7', '0.25', '2,990')
+    """
+    return format_number(x, digits, "down")
+
+
+def format_limit(x: float, digits: int = 3) -> str:
+    """Writes an upper bound, such as ε or δ, or a smallest noise: rounded up.
+
+    >>> format_limit(8.8001), format_limit(1e-5), format_limit(1054.2)
+    ('8.81', '1e-05', '1,060')
+    """
+    return format_number(x, digits, "up")
+
+
+def format_noise(x: float, digits: int = 7) -> str:
+    """Writes a smallest noise, to be typed into a command: rounded up, without marks of thousands.
+
+    >>> format_noise(1.23456712), format_noise(13467.7401)
+    ('1.234568', '13467.75')
+    """
+    return f"{round_to(x, digits, 'up'):.{digits}g}"
+
+
+def format_percent(x: float, digits: int = 3, side: Side = "up") -> str:
+    """Writes a chance in percent; rounded up unless told otherwise, as a chance of an attack must be.
+
+    Args:
+        x: the chance, from 0 to 1.
+        digits: significant digits that are shown.
+        side: "down", "near" or "up".
+
+    >>> format_percent(1e-6), format_percent(0.03551), format_percent(0.99991), format_percent(0.99991, side="down")
+    ('0.0001%', '3.56%', '100%', '99.9%')
+    """
+    if not math.isfinite(x):
+        return f"{x}%"
+    short = float(_rounded(100 * _exact(x), digits, side))
+    return f"{short:.{digits}g}%"
+
+
+__all__ = ["Side", "format_floor", "format_limit", "format_noise", "format_number", "format_percent", "round_to"]
