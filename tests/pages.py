@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from reconbound import guarantee, report
-from reconbound.mechanisms import SampledGaussian
+from reconbound import report
 from reconbound.report.view import View
-from reconbound.run_folder import Leakage, Run, packed_names, read_leakage, read_run
+from reconbound.run_folder import Leakage, Run, packed_names, read_leakage, read_run, recomputed
 
 HOSTILE = '</script><script>window.pwned=1</script><img src=x onerror="window.pwned=2">&amp;<b>bold</b>\u2028[red]%{x}$'
 
@@ -46,8 +46,10 @@ def view_of(folder: Path) -> View:
 
 def meaningful(run: Run) -> Run:
     """The same run with the guarantee of a mechanism that guarantees something."""
-    found = guarantee(SampledGaussian(3.0, 0.1, 20), dim=int(run.data.get("features", 1)))
-    return replace(run, guarantee=found.to_dict())
+    mechanism = {**run.mechanism, "noise_multiplier": 3.0, "sample_rate": 0.1, "steps": 20}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the guarantee was another mechanism's
+        return recomputed(replace(run, mechanism=mechanism), "")
 
 
 def page_of(run: Run, leakage: Leakage) -> str:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import auditing
+from pages import view_of
 from reconbound import report
 from reconbound.audit import audit, floors_of, trained
 from reconbound.audit_leakage import baseline_of
@@ -25,8 +26,9 @@ from reconbound.data import load
 from reconbound.plan_file import settle
 from reconbound.protection import Protection
 from reconbound.report import verdicts, words
-from reconbound.report.figures import plus_minus
+from reconbound.report.figures import guess_error, plus_minus
 from reconbound.report.view import View
+from reconbound.rounding import format_limit
 from reconbound.run_folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Run, read_leakage, read_run
 from test_audit import run_diagonal
 
@@ -56,7 +58,9 @@ def test_the_pages_floors_are_those_of_the_trajectory_in_years_and_dollars(done:
         found = re.search(pattern, page)
         assert found is not None
         assert float(found.group(1).replace(",", "")) == pytest.approx(floor, rel=5 * 0.5 * (2 / (16 * 32)) ** 0.5)
-    assert f"±{120 * people.inputs[:, 0].std():.3g} years" in page[page.index("guessing the average errs by") :][:80]
+    guess = float(view_of(done).guess_each[0])
+    assert guess == pytest.approx(120 * float(people.inputs[:, 0].std()), rel=1e-5)
+    assert f"±{format_limit(guess)} years" in page[page.index("guessing the average errs by") :][:80]
     view = View(read_run(done), leakage)
     assert view.floor[int(leakage.kept[0])] == pytest.approx(float(dfil[0]) ** -0.5)
 
@@ -180,7 +184,7 @@ def test_one_private_column_has_one_floor_everywhere(tmp_path: Path, capsys: pyt
     assert second.startswith("For all of the 40 records" if below == 40 else f"For {below} of the 40 records")
     sure = verdicts.sureness(view)[0]
     assert f"(row {worst}) is at least {limit} years at 95 % confidence (estimate {shown})" in sure
-    assert f"Guessing errs by {plus_minus(view.guess)}." in sure
+    assert f"Guessing errs by {guess_error(view.guess)}." in sure
     card = report.cards(view)["most"][0]
     assert (card["floor"], card["columns"][0]["floor"]) == (limit, shown)
     assert command(["show", str(folder), "--json"]) == 0
@@ -215,7 +219,7 @@ def test_what_is_no_use_too_few_or_weak_is_said(done: Path, tmp_path: Path) -> N
     assert verdicts.weak(30, ten, "record") == verdicts.weak(40, none, "record") == []
     few, epsilon = verdicts.weak(29, much, "record")
     assert few.startswith("Only 29 training records: ")
-    assert epsilon.startswith("ε = 33.2 is weak as differential privacy goes")
+    assert epsilon.startswith("ε = 33.3 is weak as differential privacy goes")
     for public in (PUBLIC_REPORT, "run.json"):
         assert "baseline" not in (done / public).read_text()
         assert "most frequent class" not in (done / public).read_text()
@@ -290,5 +294,5 @@ def test_the_rate_that_is_told_is_the_one_that_was_used(tmp_path: Path, sampler:
     found = read_run(audit(people, plan, tmp_path / "a", show=False))
     assert found.mechanism["sample_rate"] == pytest.approx(real)
     assert f"sample rate {real:.3g}" in lines
-    assert f"ε = {found.guarantee['epsilon']:.3g} (replace-one)" in lines
+    assert f"ε = {format_limit(found.guarantee['epsilon'])} (replace-one)" in lines
     assert floors_of(people, plan).to_dict() == found.guarantee

@@ -18,6 +18,7 @@ from reconbound.cli import run
 from reconbound.commands.audit import told_columns
 from reconbound.commands.report import found_record
 from reconbound.report.view import View
+from reconbound.rounding import format_floor, format_limit
 from reconbound.run_folder import (
     PUBLIC_REPORT,
     REPORT,
@@ -151,7 +152,7 @@ def test_report_rebuilds_and_compares(table_audit, digits_audit, tmp_path, capsy
     both = json.loads(capsys.readouterr().out)
     assert [c["name"] for c in both["columns"]] == ["age", "hours"]
     age = both["columns"][0]["audits"]["again"]
-    assert f"±{age['lowest']:.3g} years" in told
+    assert f"±{format_floor(age['lowest'])} years" in told
     assert f"{age['below']} of 48" in told
     assert both["audits"][0]["floors"].keys() == {"lowest_lower_limit", "lowest_estimate", "median_estimate"}
     assert found["audits"][0]["private"][1]["declared"] is False
@@ -251,14 +252,14 @@ def test_columns_are_counted_for_machines_and_people(table_audit, capsys) -> Non
     assert run(["show", str(table_audit)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     guess = 120 * float(leakage.guess[0].sqrt())
-    assert f"age: {below[0]} of 48 records are below a guess (±{guess:.3g} years)" in said
+    assert f"age: {below[0]} of 48 records are below a guess (±{format_limit(float(guess))} years)" in said
     exposed = int((best > 1 / leakage.guess).any(1).sum())
     assert found["below_guess_on_some_column"] == {"below": exposed, "of": 48}
     lowest = [int(best[:, j].argmax()) for j in range(2)]
     assert [c["record"] for c in found["columns"]] == lowest
     names = record_names(leakage.names)
     years = 120 / float(best[lowest[0], 0]) ** 0.5
-    assert f"lowest ±{years:.3g} years ({names[lowest[0]]})" in said
+    assert f"lowest ±{format_floor(float(years))} years ({names[lowest[0]]})" in said
     assert said.count("always naming the most frequent class: ") == 1
     assert "below_guess" not in (table_audit / RUN).read_text()
     assert "below a guess" not in (table_audit / PUBLIC_REPORT).read_text()

@@ -10,6 +10,7 @@ from reconbound._check import InputError
 from reconbound.bounds import from_trace, theorem2
 from reconbound.linear import Logistic, Softmax, Squared, leakage, minimise, reference
 from reconbound.linear.spectral import top_by_lanczos, top_of_updates
+from reconbound.rounding import format_floor
 
 LOSSES = {"logistic": Logistic(), "softmax": Softmax(), "squared": Squared()}
 NOISE = 0.1
@@ -241,5 +242,5 @@ def test_leakage_and_its_floors_are_printed_in_a_line(name):
     told = str(found.feature_floors)
     assert len(told) < 300
     for least in found.feature_floors.rmse.min(axis=0):
-        assert f"±{least:.3g}" in told
+        assert f"±{format_floor(float(least))}" in told
     assert "in the unit of each" in told

@@ -213,11 +213,14 @@ def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
     """Returns the run with ε and the floors that its mechanism has; a warning says where run.json had another ε."""
     from .account import Account
     from .calculator import guarantee
+    from .sampling import batches_per_epoch, make_sampler
 
     names = ("steps", "noise_multiplier", "max_grad_norm", "sample_rate", "sampler", "clip")
     try:
+        told = {name: run.mechanism[name] for name in names}
+        per_epoch = batches_per_epoch(make_sampler(told["sampler"], run.data["records"], told["sample_rate"]))
         account = Account(
-            records=run.data["records"], features=run.data["features"], **{name: run.mechanism[name] for name in names}
+            records=run.data["records"], features=run.data["features"], batches_per_epoch=per_epoch, **told
         )
         delta = run.guarantee.get("delta")
         options = {} if delta is None else {"delta": delta}

@@ -218,7 +218,9 @@ def _plan(dataset: Dataset, given: dict[str, Any], epochs: float | None) -> Plan
     plan = default_plan(dataset, **given)
     if epochs is None:
         return plan
-    return replace(plan, steps=steps_of(sampler_of(dataset, plan), epochs))
+    steps = steps_of(sampler_of(dataset, plan), epochs)
+    number("steps", steps, at_most=1e15)
+    return replace(plan, steps=steps)
 
 
 def _run(
