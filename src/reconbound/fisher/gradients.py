@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from reconbound.fisher import products
-from reconbound.fisher.checks import no_dependence, no_gradient
+from reconbound.fisher.checks import capturing, no_dependence, no_gradient
 from reconbound.fisher.layers import ConvRule, EmbeddingRule
 from reconbound.fisher.passes import Params, Pass, Route, trainable, wide_dtype
 from reconbound.fisher.private import Inputs, Problem
@@ -35,6 +35,7 @@ from reconbound.fisher.recorder import (
 )
 
 Pair = tuple[Tensor, Tensor]
+_CANCELS = 1024.0  # how far the places of a record may cancel in a float32 sum over the batch
 
 
 class LayerPass:
@@ -82,6 +83,8 @@ class LayerPass:
         self.weight_uses = _uses(s.weight for s in self.sites)
         self.bias_uses = _uses(s.bias for s in self.sites)
         self.formed: dict[str, Tensor] = {}
+        self.spreads: dict[int, Tensor] = {}  # Σ_l ‖a_l‖ ‖δ_l‖, (B,), of uses whose gradients are not formed
+        self.cancelling: set[int] = set()  # of those, the ones to be summed in float64
         self.columns: dict[int, Tensor] = {}  # of the inputs, kept while products Jv are to follow
         self.tangents: _Tangents | None = None
 
@@ -132,10 +135,12 @@ class LayerPass:
         self._form_biases()
         for name, formed in self.formed.items():
             sums[name] = (weights @ formed.flatten(1)).reshape(self.params[name].shape)
-        for site, a, delta in zip(self.sites, self.inputs, self.deltas, strict=True):
+        for i, (site, a, delta) in enumerate(zip(self.sites, self.inputs, self.deltas, strict=True)):
             if site.weight is not None and site.weight not in self.formed:
+                if i in self.cancelling:
+                    a, delta = a.double() if a.is_floating_point() else a, delta.double()
                 weighted = delta * weights.reshape(-1, *(1,) * (delta.dim() - 1))
-                part = site.rule.total(a, weighted, self.params[site.weight])
+                part = site.rule.total(a, weighted, self.params[site.weight]).to(self.dtype)
                 sums[site.weight] = sums[site.weight] + part if site.weight in sums else part
         return {name: sums[name] if name in sums else self._zeros(p) for name, p in self.params.items()}
 
@@ -156,7 +161,19 @@ class LayerPass:
         if not squares:
             return self.losses.new_zeros(len(self.losses), dtype=self.dtype)
         total = torch.stack(squares).sum(0).sqrt()
-        return (total * (1 + 8 * torch.finfo(self.dtype).eps)).to(self.dtype)  # not below: a clip's factor is rounded
+        self._find_cancelling(total)
+        return products.rounded_above(total, self.dtype)
+
+    def _find_cancelling(self, norms: Tensor) -> None:
+        """Finds the uses with a record whose places cancel so far that the other records' partial sums would round it.
+
+        Of such a record the clip leaves sums over places of up to C · S/n, and a product over the whole batch rounds
+        them by what it has added up before: then one record would move the shares of all others.
+        """
+        if self.dtype == torch.float64 or not self.spreads or capturing(norms):
+            return  # in float64, n ≥ S · 5e-8 by its error term; while capturing, see `_above`
+        far = torch.stack([s > _CANCELS * norms for s in self.spreads.values()]).any(1).tolist()
+        self.cancelling = {i for i, is_far in zip(self.spreads, far, strict=True) if is_far}
 
     def _form_biases(self) -> None:
         for name, uses in self.bias_uses.items():
@@ -179,7 +196,11 @@ class LayerPass:
         convolution = isinstance(self.sites[i].rule, ConvRule)
         rounding = products.sum_rounding(rows.shape[-1], rows, convolution=convolution)
         width = rows.shape[2] + (columns.shape[2] if columns.is_floating_point() else 0)
-        return products.gram_squares_above(of_columns, of_rows, width, rounding)
+        squares = products.gram_squares_above(of_columns, of_rows, width, rounding)
+        self.spreads[i] = products.spread(of_columns, of_rows)
+        if capturing(rows) and self.dtype != torch.float64:  # nothing can be asked: such records are clipped further
+            squares = torch.maximum(squares, (self.spreads[i] / _CANCELS).square())
+        return squares
 
     def _squared(self, pairs: list[list[Pair]]) -> Tensor:
         """Squared norms of the gradients that pairs (a, δ) make, (B,)."""
