@@ -53,7 +53,7 @@ def check_draw(draw: Draw, tally: Tally) -> list[str]:
         tally.refusals[word] += 1
         if not str(refusal):
             faults.append("a refusal without a word")
-        if draw.dtype == torch.float64 and _finite(draw):
+        if draw.dtype == torch.float64 and "does not depend on" not in str(refusal) and _finite(draw):
             faults.append(f"refused, but finite in float64: {refusal}")
     except Exception as error:
         faults.append(f"{type(error).__name__}: {str(error)[:300]}")
@@ -100,7 +100,7 @@ def _check_norm(draw: Draw, i: int, norm: float, tally: Tally) -> Iterator[str]:
     if not math.isfinite(true) or not error <= 0.05 * true:
         return
     tally.counts["norms"] += 1
-    if norm < true * (1 - 4 * torch.finfo(draw.dtype).eps) - 3 * error:
+    if norm < true * (1 - max(1e-12, 4 * torch.finfo(draw.dtype).eps)) - 3 * error:
         yield f"record {i} has norm {norm:.9g}, in float64 {true:.9g} (autograd is off by {error:.3g})"
 
 
@@ -140,6 +140,9 @@ def _check_information(draw: Draw, found: Any, tally: Tally) -> Iterator[str]:
     exact, shaken = dense(twin(draw)), dense(shake(twin(draw), 1e-14 if precise else 2.0**-22))
     free = dense(twin(draw), max_grad_norm=NEVER, noise_multiplier=1 / NEVER, clip="hard")  # J itself
     factor = found.factor.double() / draw.max_grad_norm
+    wide = twin(draw)
+    z = private_part(Problem(wide.model, wide.loss_fn, as_private(wide.private)), wide.inputs, wide.targets)
+    reach = [float(torch.linalg.vector_norm(row)) for row in z]
     present = torch.ones_like(factor) if draw.mask is None else draw.mask.to(factor)
     for i in range(len(factor)):
         n = float(exact.norm[i])
@@ -147,12 +150,16 @@ def _check_information(draw: Draw, found: Any, tally: Tally) -> Iterator[str]:
         if not present[i] or near_kink or not math.isfinite(float(free.trace[i] * factor[i] ** 2)):
             continue
         whole = float(free.trace[i] * factor[i] ** 2)
+        least = (1e-12 if precise else 1e-5) * n * float(factor[i])  # of the gradient's own rounding
+        if whole * reach[i] ** 2 < least**2 or not (precise or _conditioned(draw, i)):
+            continue
         for part in ("along", "across"):
             want, got = float(getattr(exact, part)[i]), float(getattr(found, part)[i])
             noise = abs(want - float(getattr(shaken, part)[i]))
             if precise:
                 tally.counts[f"{part} in float64"] += 1
-                allowed = 1e-6 * want + 1e-9 * whole + 100 * noise
+                above = float(found.norm[i]) / n - 1 if n else 0.0  # norms are rounded up where places cancel
+                allowed = 1e-5 * want + (1e-7 + 4 * abs(above)) * whole + 100 * noise
             else:
                 if noise > 0.01 * whole or not 1e-30 < whole < 1e30:
                     continue
@@ -160,6 +167,15 @@ def _check_information(draw: Draw, found: Any, tally: Tally) -> Iterator[str]:
                 allowed = 0.1 * (want + whole)
             if not abs(want - got) <= allowed:
                 yield f"record {i}: {part} is {got:.9g}, dense {want:.9g} (whole {whole:.3g}, noise {noise:.3g})"
+
+
+def _conditioned(draw: Draw, i: int) -> bool:
+    """Whether autograd's own gradient of a record in float32 is that of float64: 1 − p of a sure softmax is not."""
+    if "Mixed" in draw.tags:  # bfloat16 inside
+        return False
+    exact = plain_gradients(twin(draw), slice(i, i + 1), double=True)
+    own = plain_gradients(draw, slice(i, i + 1), double=False)
+    return size({k: own[k] - exact[k] for k in exact}) <= 0.01 * size(exact)
 
 
 def clipped(draw: Draw, rows: Any = None, **changed: Any) -> Any:

@@ -130,3 +130,101 @@ def test_the_error_term_counts_every_group() -> None:
     none[:, :1] = size
     found = float(gram_squares_above(none, none, 2, 0.0)) - 1
     assert found >= groups * 2.0**-53
+
+
+class Turned(nn.Module):
+    """Turns the order of the records before its second layer and back after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)).flip(0)).flip(0)
+
+
+@pytest.mark.parametrize("records", [2, 3, 5])
+def test_another_order_is_found_though_the_records_look_alike(records: int) -> None:
+    """Rows whose values are equal hid the order, and each record got the norm of another's δ: 900 C was released."""
+    torch.manual_seed(0)
+    model, x = Turned(), torch.ones(records, 5) + 1e-3 * torch.randn(records, 5)
+    y = torch.logspace(0, 4, records)
+    options: dict[str, Any] = {"max_grad_norm": 1.0, "clip": "hard"}
+    whole = clipped_gradient_sum(model, total, x, y, **options)
+    for i in range(records):
+        keep = [j for j in range(records) if j != i]
+        others = clipped_gradient_sum(model, total, x[keep], y[keep], **options).gradient_sum
+        moved = [(v.double() - others[name].double()).norm() for name, v in whole.gradient_sum.items()]
+        assert torch.stack(moved).norm() <= 1 + 1e-4
+    with pytest.raises(ValueError, match="has other records' gradients in row"):
+        clipped_gradient_sum(model, total, x, y, method="layers", **options)
+
+
+def scaled_by_batch(outputs: Tensor, targets: Tensor) -> Tensor:
+    return total(outputs, targets) / outputs.detach().abs().max()
+
+
+def test_a_loss_that_depends_on_the_batch_takes_each_record_alone() -> None:
+    """Every record's gradient changed with the batch: without one record the sum moved by more than C."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(5, 3), torch.randn(6, 5) * torch.logspace(-1, 1, 6)[:, None], torch.ones(6)
+    options: dict[str, Any] = {"max_grad_norm": 5.0, "clip": "hard"}
+    whole = clipped_gradient_sum(model, scaled_by_batch, x, y, **options).gradient_sum
+    for i in range(6):
+        keep = [j for j in range(6) if j != i]
+        others = clipped_gradient_sum(model, scaled_by_batch, x[keep], y[keep], **options).gradient_sum
+        assert torch.cat([(whole[k] - others[k]).flatten() for k in whole]).norm() <= 5 * (1 + 1e-4)
+
+
+def test_what_cannot_be_differentiated_is_refused_in_words() -> None:
+    x, y = torch.randn(3, 5), torch.ones(3)
+
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(5, 2, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.to(torch.complex64) @ self.w).abs()
+
+    class Growing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.mul_(1.1)
+            return super().forward(x)
+
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(4, 3, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x[:, :2].abs().long().clamp(max=3)).sum(1)
+
+    for model, words in (
+        (Complex(), "the trainable parameter w is torch.complex64"),
+        (Growing(5, 2), "the parameter weight is changed by calling the model"),
+        (Sparse(), "sparse gradients"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            clipped_gradient_sum(model, total, x, y, max_grad_norm=1.0)
+    with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
+        clipped_gradient_sum(nn.Linear(5, 2), total, x, y, max_grad_norm=1.0)
+    with torch.inference_mode():
+        made = x.clone()
+    with pytest.raises(ValueError, match=r"inputs was made in torch.inference_mode\(\): pass inputs.clone\(\)"):
+        clipped_gradient_sum(nn.Linear(5, 2), total, made, y, max_grad_norm=1.0)
+
+
+def test_information_of_strongly_clipped_records_is_not_lost() -> None:
+    """(C/n)² below 1e-38 was 0 in float32, and the information of a record with a norm of 1e23 with it."""
+    model = nn.Linear(4, 2).double()
+    x, y = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.full((3,), 1e23)
+    loss: Any = lambda out, target: (out.square().sum(1) / 2) * target  # noqa: E731
+    axes = list(2 * torch.eye(4, dtype=torch.float64))
+    from reconbound.fisher import step_information
+
+    options: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "probe": "inputs", "deflate": 0}
+    exact = step_information(model, loss, x, y.double(), directions=axes, **options)
+    found = step_information(model.float(), loss, x.float(), y, directions=[a.float() for a in axes], **options)
+    torch.testing.assert_close(found.across.double(), exact.across, rtol=1e-4, atol=0)

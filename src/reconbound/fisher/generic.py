@@ -73,7 +73,7 @@ class GenericPass:
 
     def moved(self, v: Tensor) -> Tensor:
         moved: dict[str, Tensor] = self._each(self._push, self.z, v.to(self.z.dtype))
-        return _squares(moved).to(self.dtype)
+        return _squares(moved)
 
     def normal(self, v: Tensor) -> Tensor:
         pulled: Tensor = self._each(self._pull, self.z, self._each(self._push, self.z, v.to(self.z.dtype)))

@@ -30,6 +30,7 @@ from reconbound.fisher.recorder import (
     check_covered,
     check_leading,
     check_order,
+    check_rows_own,
     record_alone,
     recorded,
 )
@@ -68,10 +69,12 @@ class LayerPass:
             losses, self.outputs, sites = recorded(problem, self.params, self.z, inputs, targets)
             check_covered(losses, sites, self.params)
             check_leading(sites, z.shape[0])
-            check_order(sites, alone)
+            check_order(sites, losses, alone)
             self.losses = losses.detach()
             at = [*(s.edge for s in sites), *([self.z] if sloped else [])]
-            deltas = _output_gradients(losses, at, create_graph=measured)
+            deltas = _output_gradients(losses, at, create_graph=measured, keep=check)
+            if check and not capturing(losses):
+                check_rows_own(losses, sites, deltas[: len(sites)])
         at_z = deltas.pop() if sloped else None
         self.at_z = torch.zeros_like(z) if at_z is None else at_z.detach()
         self.graph_sites = [(s, d) for s, d in zip(sites, deltas, strict=True) if d is not None]
@@ -217,8 +220,8 @@ class LayerPass:
                 squares.append(products.gram_squares(products.gram(columns, columns), products.gram(rows, rows)))
         squares += [_squares(self._bias_direction(uses, pairs)) for uses in self.bias_uses.values()]
         if not squares:
-            return self.losses.new_zeros(len(self.losses), dtype=self.dtype)
-        return torch.stack(squares).sum(0).clamp(min=0).to(self.dtype)
+            return self.losses.new_zeros(len(self.losses), dtype=torch.float64)
+        return torch.stack(squares).sum(0).clamp(min=0)
 
     def _record_direction(
         self, pairs: list[list[Pair]], squares: list[Tensor] | None = None, *, moving: bool = False
@@ -381,10 +384,14 @@ class _Tangents:
     pulled: Tensor
 
 
-def _output_gradients(losses: Tensor, at: Any, *, create_graph: bool) -> list[Tensor | None]:
+def _output_gradients(losses: Tensor, at: Any, *, create_graph: bool, keep: bool) -> list[Tensor | None]:
+    """Returns the gradients of the summed losses at each. keep: others from the same graph will follow."""
     if not at or not losses.requires_grad:
         return [None] * len(at)
-    return list(torch.autograd.grad(losses.sum(), at, create_graph=create_graph, allow_unused=True))
+    keep = keep or create_graph
+    return list(
+        torch.autograd.grad(losses.sum(), at, create_graph=create_graph, retain_graph=keep, allow_unused=True)
+    )
 
 
 def _backward(outputs: list[Tensor], z: Tensor, seeds: list[Tensor], *, create_graph: bool = False) -> Tensor | None:

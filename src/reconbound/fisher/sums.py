@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from reconbound._check import InputError
 from reconbound._opacus import unhooked
 from reconbound.fisher.checks import (
+    beyond_torch,
     capturing,
     check_arguments,
     check_common,
@@ -132,11 +133,11 @@ def open_pass(
             if method == "layers":
                 raise ValueError(f'no layer rule covers this model: {reason}; use method="generic"') from reason
         except RuntimeError as error:
-            raise (wrong_kind(error, problem.model, *batch[1:]) if check else None) or error from error
+            raise (wrong_kind(error, problem.model, *batch[1:]) if check else None) or beyond_torch(error) or error
     try:
         return GenericPass(problem, *batch, route=route, check=check and measured)
     except RuntimeError as error:
-        raise (wrong_kind(error, problem.model, *batch[1:]) if check else None) or error from error
+        raise (wrong_kind(error, problem.model, *batch[1:]) if check else None) or beyond_torch(error) or error
 
 
 def first_slopes(
