@@ -80,7 +80,8 @@ def sum_rounding(places: int, like: Tensor, *, convolution: bool) -> float:
     """Returns r with ‖fl(D Aᵀ) − D Aᵀ‖ ≤ r Σ_l ‖a_l‖ ‖δ_l‖ for a product summed over so many places, in any order.
 
     Each place is rounded once as it is weighted, once as it is multiplied and once as it is added, and where the
-    hardware shortens its factors (TF32, bfloat16) once more for each of the two.
+    hardware shortens its factors (TF32, bfloat16) once more for each of the two. (On CUDA a convolution's sum is a
+    product of matrices too.)
     """
     unit = torch.finfo(like.dtype).eps
     return (places + 4) * unit + 2.0 * _shortening(like, convolution=convolution)
@@ -95,12 +96,11 @@ def _shortening(like: Tensor, *, convolution: bool) -> float:
     """Returns the relative error with which products take their float32 factors: 0 unless in TF32 or bfloat16."""
     if like.dtype != torch.float32:
         return 0.0
-    matmul, conv = ("cuda.matmul", "cudnn.conv") if like.is_cuda else ("mkldnn.matmul", "mkldnn.conv")
+    place = "cuda.matmul" if like.is_cuda else "mkldnn.conv" if convolution else "mkldnn.matmul"
     try:
-        precision = attrgetter(f"{conv if convolution else matmul}.fp32_precision")(torch.backends)
+        precision = attrgetter(f"{place}.fp32_precision")(torch.backends)
     except AttributeError:  # before torch 2.9
-        shortens = convolution and like.is_cuda and torch.backends.cudnn.allow_tf32
-        precision = "tf32" if shortens else torch.get_float32_matmul_precision()
+        precision = torch.get_float32_matmul_precision()
     return _SHORTENING.get(precision, max(_SHORTENING.values()))  # a name of a later torch: as bad as any
 
 
