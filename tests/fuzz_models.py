@@ -1,7 +1,7 @@
 """Random small models and data from one whole number, for the checks of fuzz_checks.py.
 
-    python tests/fuzz_models.py --draws 2000 --seed 0     counts by kind, the worst ratios, and every violation
-    python tests/fuzz_models.py --draws 1 --seed 1234     one draw again, printed in full
+python tests/fuzz_models.py --draws 2000 --seed 0     counts by kind, the worst ratios, and every violation
+python tests/fuzz_models.py --draws 1 --seed 1234     one draw again, printed in full
 """
 
 from __future__ import annotations
@@ -238,7 +238,9 @@ class Body(nn.Module):
         elif stem == "image":
             self.enter = nn.Conv2d(2, WIDTH, (2, 3), stride=rng.choice([1, 2]), padding=1, groups=groups)
         elif stem == "volume":
-            self.enter = nn.Conv3d(2, WIDTH, 2, padding=rng.choice([0, 1]), dilation=rng.choice([1, 1, 2]), groups=groups)
+            self.enter = nn.Conv3d(
+                2, WIDTH, 2, padding=rng.choice([0, 1]), dilation=rng.choice([1, 1, 2]), groups=groups
+            )
         elif stem in ("vectors", "places", "pair") and rng.random() < 0.7:
             self.enter = nn.Linear(WIDTH, WIDTH, bias=rng.random() < 0.7)
         self.blocks = nn.ModuleList(rng.choice(BLOCKS)(rng) for _ in range(rng.choice([0, 1, 1, 2, 3])))
@@ -356,7 +358,9 @@ def make_draw(seed: int) -> Draw:
     else:
         targets = torch.randn(records, generator=generator, dtype=torch.float64).to(dtype)
     tags += [loss, model.pool, *(type(b).__name__ for b in model.blocks)]
-    tags += ["tied-table"] if model.table is not None and getattr(model.last, "weight", None) is model.table.weight else []
+    tags += (
+        ["tied-table"] if model.table is not None and getattr(model.last, "weight", None) is model.table.weight else []
+    )
     mask = torch.randint(0, 2, (records,), generator=generator) if rng.random() < 0.3 else None
     private: Any = None
     if stem == "tokens":

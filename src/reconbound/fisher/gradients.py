@@ -389,9 +389,7 @@ def _output_gradients(losses: Tensor, at: Any, *, create_graph: bool, keep: bool
     if not at or not losses.requires_grad:
         return [None] * len(at)
     keep = keep or create_graph
-    return list(
-        torch.autograd.grad(losses.sum(), at, create_graph=create_graph, retain_graph=keep, allow_unused=True)
-    )
+    return list(torch.autograd.grad(losses.sum(), at, create_graph=create_graph, retain_graph=keep, allow_unused=True))
 
 
 def _backward(outputs: list[Tensor], z: Tensor, seeds: list[Tensor], *, create_graph: bool = False) -> Tensor | None:

@@ -213,8 +213,8 @@ def step_information(
             plan = _shared(plan, work.slope()[:SHARED_FROM], present, shared, signs)
         try:
             parts.append(_measure(work, plan, None if present is None else present[rows]))
-        except RuntimeError as error:
-            raise beyond_torch(error) or error
+        except RuntimeError as failure:
+            raise beyond_torch(failure) or failure from failure
         if not (checked or capturing(z)):
             check_norms(parts[-1].norm)
             check_information(parts[-1].along + parts[-1].across)

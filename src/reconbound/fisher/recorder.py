@@ -248,13 +248,15 @@ def record_alone(
         found[row] = Alone(sites, losses.detach()[0])
     for name, p in params.items():
         if p._version != versions[name]:
-            raise ValueError(f"the parameter {name} is changed by calling the model: a forward pass must leave it alone")
+            raise ValueError(
+                f"the parameter {name} is changed by calling the model: a forward pass must leave it alone"
+            )
     done.add(key)
     return found
 
 
 def check_order(sites: list[Site], losses: Tensor, alone: Mapping[int, Alone]) -> None:
-    """Raises NotCovered unless each layer's input has a record's values in the record's own row, and its loss is its own.
+    """Raises NotCovered unless a record's row of each layer's input, and its loss, are as they are without the others.
 
     Values that are nearly those of another record show nothing: see `check_rows_own`.
     """
@@ -279,7 +281,7 @@ def check_rows_own(losses: Tensor, sites: list[Site], deltas: list[Tensor | None
 
     With other weights on the losses, powers of two, each row must grow by the weight of its own record.
     """
-    at = [site.edge for site, delta in zip(sites, deltas, strict=True) if delta is not None]
+    at: Any = [site.edge for site, delta in zip(sites, deltas, strict=True) if delta is not None]
     if not at:
         return
     weights = losses.new_tensor([2.0 ** (5 * i % 7 - 3) for i in range(len(losses))])

@@ -133,11 +133,15 @@ def open_pass(
             if method == "layers":
                 raise ValueError(f'no layer rule covers this model: {reason}; use method="generic"') from reason
         except RuntimeError as error:
-            raise (wrong_kind(error, problem.model, *batch[1:]) if check else None) or beyond_torch(error) or error
+            raise (
+                (wrong_kind(error, problem.model, *batch[1:]) if check else None) or beyond_torch(error) or error
+            ) from error
     try:
         return GenericPass(problem, *batch, route=route, check=check and measured)
     except RuntimeError as error:
-        raise (wrong_kind(error, problem.model, *batch[1:]) if check else None) or beyond_torch(error) or error
+        raise (
+            (wrong_kind(error, problem.model, *batch[1:]) if check else None) or beyond_torch(error) or error
+        ) from error
 
 
 def first_slopes(
