@@ -146,7 +146,7 @@ def test_reports_round_floors_down_and_epsilon_and_chances_up(kind: str, request
         assert number_in(tiles["ε, replace-one"]) >= told["epsilon"]
         own = comparison.compared(view, "a")
         assert number_in(own["epsilon"]) >= told["epsilon"]
-        assert number_in(own["worst"]) <= view.shown[view.worst] / view.unit
+        assert number_in(own["worst"]) <= view.floor[view.worst] / view.unit
         for name, shown, _ in public.epsilons(told):
             assert number_in(shown) >= told["epsilon" if name == "replace-one" else "epsilon_add_remove"]
         assert number_in(str(public.membership(told))) / 100 >= (1 + told["membership_advantage"]) / 2

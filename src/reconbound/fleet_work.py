@@ -111,10 +111,10 @@ class Stacked:
             inner = (h * v).sum(1).reshape(norms.shape)
             values.append((opened.moved(v) - inner.square()).clamp(min=0))
         across = values[0] if len(values) == 1 else torch.stack(values).mean(0)
-        scale = work.mask / fleet.scale
+        scale = (work.mask / fleet.scale).double()  # in float32 the square of 1e-23 is 0
         work.found[0] = clips.factor * norms
         work.found[1] = (clips.factor * scale).square() * across
-        work.found[2] = (clips.radial * scale).square() * h.square().sum(1).reshape(norms.shape)
+        work.found[2] = (clips.radial * scale).square() * h.double().square().sum(1).reshape(norms.shape)
 
 
 class Branches:

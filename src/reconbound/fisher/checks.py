@@ -28,6 +28,8 @@ def check_arguments(model: Any, loss_fn: Any, inputs: Any, targets: Any, generat
     if not callable(loss_fn):
         raise InputError("loss_fn", "must be a function (outputs, targets) -> losses, (B,)", type(loss_fn).__name__)
     check_autocast(model)
+    if torch.is_inference_mode_enabled():
+        raise ValueError("this call takes gradients, which torch.inference_mode() forbids: call it outside")
     devices = {p.device for p in model.parameters()}
     device = next(iter(devices)) if len(devices) == 1 else None  # spread over several: PyTorch must say
     for name, tree in (("inputs", inputs), ("targets", targets)):
@@ -39,6 +41,8 @@ def check_arguments(model: Any, loss_fn: Any, inputs: Any, targets: Any, generat
                 raise ValueError(f"{place} is a NumPy array, it must be a tensor: torch.as_tensor({how})")
             if isinstance(leaf, Tensor):
                 tensors += 1
+                if leaf.is_inference():
+                    raise ValueError(f"{place} was made in torch.inference_mode(): pass {place}.clone()")
                 if device is not None and leaf.device != device:
                     raise ValueError(f"{place} is on {leaf.device}, the model on {device}: use {place}.to('{device}')")
         if not tensors and (name == "inputs" or tree is not None):
@@ -118,6 +122,17 @@ def check_norms(norms: Tensor) -> None:
         )
 
 
+def check_information(traces: Tensor) -> None:
+    """Refuses information that is not finite: products with the Jacobian overflowed, though the gradient did not."""
+    bad = torch.nonzero(~torch.isfinite(traces)).flatten()
+    if len(bad):
+        first = int(bad[0])
+        raise ValueError(
+            f"record {first} of the batch has information {traces[first].item()}: the derivative of its gradient "
+            f"overflows {traces.dtype} or the dtype of the model; scale the data or the loss, or use float64"
+        )
+
+
 def check_trainable(model: nn.Module, params: Mapping[str, Tensor]) -> None:
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
@@ -126,6 +141,9 @@ def check_trainable(model: nn.Module, params: Mapping[str, Tensor]) -> None:
             )
     if not params:
         raise ValueError("the model has no trainable parameters: nothing is released")
+    for name, p in params.items():
+        if not p.is_floating_point():
+            raise ValueError(f"the trainable parameter {name} is {p.dtype}: it must be real, as two real parameters")
 
 
 def check_common(max_grad_norm: float, micro_batch: int | None, method: str) -> None:
@@ -167,6 +185,23 @@ def no_dependence(part: str) -> ValueError:
 
 def no_gradient() -> ValueError:
     return ValueError(f"the loss does not depend on any trainable parameter: {CUT}")
+
+
+_BEYOND = (  # what PyTorch says, and of what
+    (("Sparse", "sparse"), "it has sparse gradients: use nn.Embedding(..., sparse=False)"),
+    (("vmap", "functorch", "transform", "torch.func"), "torch.func cannot take it record by record"),
+)
+
+
+def beyond_torch(error: RuntimeError) -> ValueError | None:
+    """Returns a clear word for what PyTorch cannot differentiate record by record, or twice; None if it is not that."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return None
+    said = str(error)
+    for words, why in _BEYOND:
+        if any(word in said for word in words):
+            return ValueError(f"this model cannot be differentiated: {why} ({said.splitlines()[0][:200]})")
+    return None
 
 
 def wrong_kind(error: RuntimeError, model: nn.Module, inputs: Any, targets: Any) -> ValueError | None:

@@ -85,7 +85,7 @@ def check_clip(clip: str) -> Clip:
 
 def _smooth(norms: Tensor, max_grad_norm: float) -> Clipping:
     x = norms / max_grad_norm - 1
-    factor = 1 / (F.gelu(x) + 1)
+    factor = _precise(1 / (F.gelu(x) + 1))
     near = x.clamp(max=_FAR)
     density = torch.exp(near.square() * -0.5) * (1 / math.sqrt(2 * math.pi))
     above = torch.erfc(near * (1 / math.sqrt(2))) * 0.5  # special.ndtr is not accurate so far out
@@ -101,7 +101,12 @@ def _smooth(norms: Tensor, max_grad_norm: float) -> Clipping:
 def _hard(norms: Tensor, max_grad_norm: float) -> Clipping:
     inside = norms <= max_grad_norm
     safe = torch.where(inside, torch.full_like(norms, max_grad_norm), norms)
-    factor = max_grad_norm / safe
+    factor = _precise(max_grad_norm / safe)
     return Clipping(
         factor, inside.to(norms.dtype), lambda: torch.where(inside, torch.zeros_like(norms), -factor / safe)
     )
+
+
+def _precise(factor: Tensor) -> Tensor:
+    """Returns the factor, or 0 where it has lost digits: rounded up, it would let more than C through."""
+    return torch.where(factor < torch.finfo(factor.dtype).tiny, 0, factor)

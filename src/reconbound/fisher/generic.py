@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from reconbound.fisher.checks import no_dependence, no_gradient
 from reconbound.fisher.passes import Params, Route, trainable, wide_dtype
 from reconbound.fisher.private import Inputs, Problem, batch_rows
-from reconbound.fisher.products import squares_above
+from reconbound.fisher.products import rounded_above, squares_above
 
 
 @cache
@@ -54,8 +54,7 @@ class GenericPass:
         self.gradients, self.losses = self._each(lambda z, pub: self._gradient(z, pub), self.z)
 
     def norms(self) -> Tensor:
-        sizes = _squares(self.gradients).sqrt()
-        return (sizes * (1 + 8 * torch.finfo(self.dtype).eps)).to(self.dtype)  # not below: a clip's factor is rounded
+        return rounded_above(_squares(self.gradients).sqrt(), self.dtype)
 
     def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:
         return self.norms(), self._each(self._pull, self.z, self.gradients)
@@ -74,14 +73,14 @@ class GenericPass:
 
     def moved(self, v: Tensor) -> Tensor:
         moved: dict[str, Tensor] = self._each(self._push, self.z, v.to(self.z.dtype))
-        return _squares(moved).to(self.dtype)
+        return _squares(moved)
 
     def normal(self, v: Tensor) -> Tensor:
         pulled: Tensor = self._each(self._pull, self.z, self._each(self._push, self.z, v.to(self.z.dtype)))
         return pulled
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        weights = weights.to(self.dtype)  # as a vector: a matrix product may shorten its factors on CUDA
+        weights = weights.to(self.dtype)
         return {
             name: (weights @ _rows(g).to(self.dtype)).reshape(self.params[name].shape)
             for name, g in self.gradients.items()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from reconbound.fisher import products
-from reconbound.fisher.checks import no_dependence, no_gradient
+from reconbound.fisher.checks import capturing, no_dependence, no_gradient
 from reconbound.fisher.layers import ConvRule, EmbeddingRule
 from reconbound.fisher.passes import Params, Pass, Route, trainable, wide_dtype
 from reconbound.fisher.private import Inputs, Problem
@@ -30,11 +30,13 @@ from reconbound.fisher.recorder import (
     check_covered,
     check_leading,
     check_order,
+    check_rows_own,
     record_alone,
     recorded,
 )
 
 Pair = tuple[Tensor, Tensor]
+_CANCELS = 1024.0  # how far the places of a record may cancel in a float32 sum over the batch
 
 
 class LayerPass:
@@ -67,10 +69,12 @@ class LayerPass:
             losses, self.outputs, sites = recorded(problem, self.params, self.z, inputs, targets)
             check_covered(losses, sites, self.params)
             check_leading(sites, z.shape[0])
-            check_order(sites, alone)
+            check_order(sites, losses, alone)
             self.losses = losses.detach()
             at = [*(s.edge for s in sites), *([self.z] if sloped else [])]
-            deltas = _output_gradients(losses, at, create_graph=measured)
+            deltas = _output_gradients(losses, at, create_graph=measured, keep=check)
+            if check and not capturing(losses):
+                check_rows_own(losses, sites, deltas[: len(sites)])
         at_z = deltas.pop() if sloped else None
         self.at_z = torch.zeros_like(z) if at_z is None else at_z.detach()
         self.graph_sites = [(s, d) for s, d in zip(sites, deltas, strict=True) if d is not None]
@@ -82,6 +86,8 @@ class LayerPass:
         self.weight_uses = _uses(s.weight for s in self.sites)
         self.bias_uses = _uses(s.bias for s in self.sites)
         self.formed: dict[str, Tensor] = {}
+        self.spreads: dict[int, Tensor] = {}  # Σ_l ‖a_l‖ ‖δ_l‖, (B,), of uses whose gradients are not formed
+        self.cancelling: set[int] = set()  # of those, the ones to be summed in float64
         self.columns: dict[int, Tensor] = {}  # of the inputs, kept while products Jv are to follow
         self.tangents: _Tangents | None = None
 
@@ -132,10 +138,12 @@ class LayerPass:
         self._form_biases()
         for name, formed in self.formed.items():
             sums[name] = (weights @ formed.flatten(1)).reshape(self.params[name].shape)
-        for site, a, delta in zip(self.sites, self.inputs, self.deltas, strict=True):
+        for i, (site, a, delta) in enumerate(zip(self.sites, self.inputs, self.deltas, strict=True)):
             if site.weight is not None and site.weight not in self.formed:
+                if i in self.cancelling:
+                    a, delta = a.double() if a.is_floating_point() else a, delta.double()
                 weighted = delta * weights.reshape(-1, *(1,) * (delta.dim() - 1))
-                part = site.rule.total(a, weighted, self.params[site.weight])
+                part = site.rule.total(a, weighted, self.params[site.weight]).to(self.dtype)
                 sums[site.weight] = sums[site.weight] + part if site.weight in sums else part
         return {name: sums[name] if name in sums else self._zeros(p) for name, p in self.params.items()}
 
@@ -156,7 +164,19 @@ class LayerPass:
         if not squares:
             return self.losses.new_zeros(len(self.losses), dtype=self.dtype)
         total = torch.stack(squares).sum(0).sqrt()
-        return (total * (1 + 8 * torch.finfo(self.dtype).eps)).to(self.dtype)  # not below: a clip's factor is rounded
+        self._find_cancelling(total)
+        return products.rounded_above(total, self.dtype)
+
+    def _find_cancelling(self, norms: Tensor) -> None:
+        """Finds the uses with a record whose places cancel so far that the other records' partial sums would round it.
+
+        Of such a record the clip leaves sums over places of up to C · S/n, and a product over the whole batch rounds
+        them by what it has added up before: then one record would move the shares of all others.
+        """
+        if self.dtype == torch.float64 or not self.spreads or capturing(norms):
+            return  # in float64, n ≥ S · 5e-8 by its error term; while capturing, see `_above`
+        far = torch.stack([s > _CANCELS * norms for s in self.spreads.values()]).any(1).tolist()
+        self.cancelling = {i for i, is_far in zip(self.spreads, far, strict=True) if is_far}
 
     def _form_biases(self) -> None:
         for name, uses in self.bias_uses.items():
@@ -182,7 +202,11 @@ class LayerPass:
             return products.single_place_squares(columns, rows, rounding)
         of_columns, of_rows = grams or (products.gram(columns, columns), products.gram(rows, rows))
         width = rows.shape[2] + (columns.shape[2] if columns.is_floating_point() else 0)
-        return products.gram_squares_above(of_columns, of_rows, width, rounding)
+        squares = products.gram_squares_above(of_columns, of_rows, width, rounding)
+        self.spreads[i] = products.spread(of_columns, of_rows)
+        if capturing(rows) and self.dtype != torch.float64:  # nothing can be asked: such records are clipped further
+            squares = torch.maximum(squares, (self.spreads[i] / _CANCELS).square())
+        return squares
 
     def _squared(self, pairs: list[list[Pair]]) -> Tensor:
         """Squared norms of the gradients that pairs (a, δ) make, (B,)."""
@@ -199,8 +223,8 @@ class LayerPass:
                 squares.append(products.gram_squares(products.gram(columns, columns), products.gram(rows, rows)))
         squares += [products.squares_above(self._bias_direction(uses, pairs)) for uses in self.bias_uses.values()]
         if not squares:
-            return self.losses.new_zeros(len(self.losses), dtype=self.dtype)
-        return torch.stack(squares).sum(0).clamp(min=0).to(self.dtype)
+            return self.losses.new_zeros(len(self.losses), dtype=torch.float64)
+        return torch.stack(squares).sum(0).clamp(min=0)
 
     def _record_direction(
         self, pairs: list[list[Pair]], squares: list[Tensor] | None = None, *, moving: bool = False
@@ -365,10 +389,12 @@ class _Tangents:
     pulled: Tensor
 
 
-def _output_gradients(losses: Tensor, at: Any, *, create_graph: bool) -> list[Tensor | None]:
+def _output_gradients(losses: Tensor, at: Any, *, create_graph: bool, keep: bool) -> list[Tensor | None]:
+    """Returns the gradients of the summed losses at each. keep: others from the same graph will follow."""
     if not at or not losses.requires_grad:
         return [None] * len(at)
-    return list(torch.autograd.grad(losses.sum(), at, create_graph=create_graph, allow_unused=True))
+    keep = keep or create_graph
+    return list(torch.autograd.grad(losses.sum(), at, create_graph=create_graph, retain_graph=keep, allow_unused=True))
 
 
 def _backward(outputs: list[Tensor], z: Tensor, seeds: list[Tensor], *, create_graph: bool = False) -> Tensor | None:

@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from reconbound._opacus import unhooked
 from reconbound._random import random_states_kept
 from reconbound.fisher.checks import (
+    beyond_torch,
     capturing,
     check_arguments,
     check_at_least_one,
     check_choice,
     check_common,
+    check_information,
     check_norms,
     check_positive,
     check_values,
@@ -229,9 +231,13 @@ def step_information(
         method = work.method  # decided once, on the first rows
         if sharing:  # all records are in this pass
             plan = _shared(plan, work.slope()[:SHARED_FROM], present, shared, signs)
-        parts.append(_measure(work, plan, None if present is None else present[rows]))
+        try:
+            parts.append(_measure(work, plan, None if present is None else present[rows]))
+        except RuntimeError as failure:
+            raise beyond_torch(failure) or failure from failure
         if not (checked or capturing(z)):
             check_norms(parts[-1].norm)
+            check_information(parts[-1].along + parts[-1].across)
     return replace(joined(parts, size, len(drawn), setting), mask=present)
 
 
@@ -243,24 +249,25 @@ def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> Part:
     c, radial = clips.factor * scale, clips.radial * scale
     if present is not None:
         c, radial = c * present, radial * present
-    h = pulled * _like(inverse, pulled)
+    c2, radial2 = c.double().square(), radial.double().square()  # in float32 the square of 1e-23 is 0
+    h = pulled * _like(inverse.clamp(max=torch.finfo(norm.dtype).max), pulled)
     if plan.features is not None:
         h = h * plan.features
     residuals, values = _pushed(work, plan, h) if plan.inputs else _probed(work, plan, h, inverse)
-    across = c.square() * (values[0] if len(values) == 1 else torch.stack(values).mean(0))
+    across = c2 * (values[0] if len(values) == 1 else torch.stack(values).mean(0))
     part = Part(
         loss=work.losses,
         norm=norm,
         factor=clips.factor,
         clipped_norm=clips.factor * norm,
-        along=radial.square() * _squares(h),
-        across=across,
-        across_error=_across_error(work, plan, values, residuals, h, c, across),
+        along=(radial2 * _squares(h)).to(norm.dtype),
+        across=across.to(norm.dtype),
+        across_error=_across_error(work, plan, values, residuals, h, c, across).to(norm.dtype),
         gradient_sum=work.weighted_sum(clips.factor if present is None else clips.factor * present),
     )
     if plan.diagonal:
         part.diagonal_along = (_like(radial, h) * h).square()
-        part.diagonal_across = _like(c.square(), h) * torch.stack([r.square() for r in residuals]).mean(0)
+        part.diagonal_across = torch.stack([(_like(c, h) * r).square() for r in residuals]).mean(0)
         part.diagonal_error = part.diagonal_across * math.sqrt(2 / (len(residuals) + 2))
     if plan.spectral:
         part.spectral, part.spectral_bound = _power(work, plan, h, c, radial)
@@ -293,7 +300,7 @@ def _pushed(work: Pass, plan: _Plan, h: Tensor) -> tuple[list[Tensor], list[Tens
     values: list[Tensor] = []
     for omega, signs in zip(plan.directions, plan.signs, strict=True):
         v = basis.with_signs(_chosen(omega, plan), len(h), signs)
-        values.append((work.moved(v) - (h * v).flatten(1).sum(1).square()).clamp(min=0))
+        values.append((work.moved(v) - _inner(h, v).square()).clamp(min=0))
     return [], values
 
 
@@ -316,9 +323,9 @@ def _across_error(
     if plan.error == "bound":
         return across * math.sqrt(2 / len(values))
     if plan.error == "spread":
-        return c.square() * torch.stack(values).std(0) / math.sqrt(len(values))
+        return c.double().square() * torch.stack(values).std(0) / math.sqrt(len(values))
     r = residuals[-1] * _like(c, h)  # scaled first, so that nothing overflows
-    squared = work.moved(r) - (r * h).flatten(1).sum(1).square()  # ‖PJr‖² = ‖Jr‖² − ⟨ĝ, Jr⟩²
+    squared = work.moved(r) - _inner(r, h).square()  # ‖PJr‖² = ‖Jr‖² − ⟨ĝ, Jr⟩²
     return c * (2 * squared.clamp(min=0) / len(values)).sqrt()
 
 
@@ -370,12 +377,19 @@ def _in_inputs(probe: ProbeIn, error: ErrorFrom, diagonal: bool, *, given: bool)
 
 
 def _squares(v: Tensor) -> Tensor:
-    sizes: Tensor = torch.linalg.vector_norm(v.flatten(1), dim=1)
+    """Returns the squared norm of each record's part, (B,), in float64."""
+    sizes: Tensor = torch.linalg.vector_norm(v.flatten(1), dim=1, dtype=torch.float64)
     return sizes.square()
 
 
+def _inner(v: Tensor, w: Tensor) -> Tensor:
+    """Returns the inner product of each record's parts, (B,), in float64."""
+    return (v * w).flatten(1).sum(1, dtype=torch.float64)
+
+
 def _like(per_record: Tensor, v: Tensor) -> Tensor:
-    return per_record.reshape(-1, *(1,) * (v.dim() - 1))
+    """Returns one number per record as a factor of v, in v's precision or float32."""
+    return per_record.to(torch.promote_types(v.dtype, torch.float32)).reshape(-1, *(1,) * (v.dim() - 1))
 
 
 def _check(noise_multiplier: float, probes: int, route: str, error: str, probe: str) -> None:

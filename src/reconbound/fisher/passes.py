@@ -39,7 +39,7 @@ class Pass(Protocol):
         """⟨g, u⟩, (B,), and Jᵀu, of z's shape, for one direction u in parameter space, shared by the batch."""
 
     def moved(self, v: Tensor) -> Tensor:
-        """‖Jv‖² for each record, (B,), for a direction v of z's shape."""
+        """Returns ‖Jv‖² for each record, (B,), in float64, for a direction v of z's shape."""
 
     def normal(self, v: Tensor) -> Tensor:
         """JᵀJv, of z's shape."""

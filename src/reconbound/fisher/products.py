@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from operator import attrgetter
 
 import torch
@@ -77,12 +78,18 @@ def gram_squares(of_columns: Tensor, of_rows: Tensor) -> Tensor:
     return (of_columns * of_rows).sum((1, 2, 3))
 
 
+def spread(of_columns: Tensor, of_rows: Tensor) -> Tensor:
+    """Returns S = Σ_l ‖a_l‖ ‖δ_l‖ over all places and groups of each record, (B,), from the Gram matrices."""
+    sizes = of_columns.diagonal(dim1=2, dim2=3) * of_rows.diagonal(dim1=2, dim2=3)
+    return sizes.sqrt().sum((1, 2))
+
+
 def gram_squares_above(of_columns: Tensor, of_rows: Tensor, width: int, rounding: float) -> Tensor:
     """Returns squares, (B,), that no rounding puts below ‖fl(D Aᵀ)‖², the contribution as a sum computes it.
 
-    With S = Σ_l ‖a_l‖ ‖δ_l‖, L places and u = 2⁻⁵³:
+    With S = Σ_l ‖a_l‖ ‖δ_l‖, L places, g groups and u = 2⁻⁵³ (docs/theory-fisher.md):
 
-        ‖D Aᵀ‖² ≤ Σ (AᵀA ∘ DᵀD) + (width + L² + 8) u S²      width = K + O: dot products of that length in float64
+        ‖D Aᵀ‖² ≤ Σ (AᵀA ∘ DᵀD) + (width + g L² + 8) u S²    width = K + O: dot products of that length in float64
         ‖fl(D Aᵀ)‖ ≤ ‖D Aᵀ‖ + rounding · S                   rounding: see `sum_rounding`
 
     Args:
@@ -91,35 +98,38 @@ def gram_squares_above(of_columns: Tensor, of_rows: Tensor, width: int, rounding
         width: K + O, the lengths of a column and of a row.
         rounding: the relative error of the sum over places in the precision that the sum is made in.
     """
-    places = of_rows.shape[-1]
-    sizes = of_columns.diagonal(dim1=2, dim2=3) * of_rows.diagonal(dim1=2, dim2=3)
-    spread = sizes.sqrt().sum((1, 2))
-    own_error = (width + places**2 + 8) * 2.0**-53
-    squares = gram_squares(of_columns, of_rows).clamp(min=0) + own_error * spread.square()
-    return (squares.sqrt() + rounding * spread).square()
+    whole = spread(of_columns, of_rows)
+    own_error = (width + math.prod(of_rows.shape[1:]) + 8) * 2.0**-53
+    squares = gram_squares(of_columns, of_rows).clamp(min=0) + own_error * whole.square()
+    return (squares.sqrt() + rounding * whole).square()
 
 
 def sum_rounding(places: int, like: Tensor, *, convolution: bool) -> float:
     """Returns r with ‖fl(D Aᵀ) − D Aᵀ‖ ≤ r Σ_l ‖a_l‖ ‖δ_l‖ for a product summed over so many places, in any order.
 
     Each place is rounded once as it is weighted, once as it is multiplied and once as it is added, and where the
-    hardware shortens its factors (TF32, bfloat16) once more for each of the two.
+    hardware shortens its factors (TF32, bfloat16) once more for each of the two. (On CUDA a convolution's sum is a
+    product of matrices too.)
     """
     unit = torch.finfo(like.dtype).eps
     return (places + 4) * unit + 2.0 * _shortening(like, convolution=convolution)
+
+
+def rounded_above(norms: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns float64 norms in this dtype, with room for the rounding of a clip's factor and of the sum it enters."""
+    return (norms * (1 + sum_rounding(4, norms.new_empty((), dtype=dtype), convolution=False))).to(dtype)
 
 
 def _shortening(like: Tensor, *, convolution: bool) -> float:
     """Returns the relative error with which products take their float32 factors: 0 unless in TF32 or bfloat16."""
     if like.dtype != torch.float32:
         return 0.0
-    matmul, conv = ("cuda.matmul", "cudnn.conv") if like.is_cuda else ("mkldnn.matmul", "mkldnn.conv")
+    place = "cuda.matmul" if like.is_cuda else "mkldnn.conv" if convolution else "mkldnn.matmul"
     try:
-        precision = attrgetter(f"{conv if convolution else matmul}.fp32_precision")(torch.backends)
+        precision = attrgetter(f"{place}.fp32_precision")(torch.backends)
     except AttributeError:  # before torch 2.9
-        shortens = convolution and like.is_cuda and torch.backends.cudnn.allow_tf32
-        precision = "tf32" if shortens else torch.get_float32_matmul_precision()
-    return _SHORTENING[precision]
+        precision = torch.get_float32_matmul_precision()
+    return _SHORTENING.get(precision, max(_SHORTENING.values()))  # a name of a later torch: as bad as any
 
 
 def forms_gradient(columns: Tensor, rows: Tensor, places: int) -> bool:

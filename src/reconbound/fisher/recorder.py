@@ -45,6 +45,14 @@ class Site:
     bias: str | None
 
 
+@dataclass
+class Alone:
+    """What a record gives in a batch of another size: the uses of the layers, and its loss."""
+
+    sites: list[Site]
+    loss: Tensor
+
+
 class Recorder(TorchFunctionMode):
     """While active, every use of the named parameters by a known function is appended to sites."""
 
@@ -218,8 +226,8 @@ def recorded(
 
 def record_alone(
     problem: Problem, params: Mapping[str, Tensor], z: Tensor, inputs: Inputs, targets: Any
-) -> dict[int, list[Site]]:
-    """Returns the uses by the first and the last record of a batch, each in a batch of another size, by row.
+) -> dict[int, Alone]:
+    """Returns what the first and the last record of a batch give, each in a batch of another size, by row.
 
     That size must show in the first dimension of every layer's input, or it does not count records. Not again while a
     CUDA graph is captured of what has been run before: the runs would be replayed with the graph.
@@ -229,24 +237,36 @@ def record_alone(
     if key in done and z.is_cuda and torch.cuda.is_current_stream_capturing():
         return {}
     records = 1 if z.shape[0] > 1 else 2
-    found: dict[int, list[Site]] = {}
+    versions = {name: p._version for name, p in params.items()}
+    found: dict[int, Alone] = {}
     for row in {0, z.shape[0] - 1}:
         batch = batch_rows((z, inputs, targets), slice(row, row + 1))
         if records == 2:
             batch = tree_map(lambda t: torch.cat([t, t]) if isinstance(t, Tensor) else t, batch)
         with torch.enable_grad():
-            found[row] = recorded(problem, params, *batch)[2]
-        check_leading(found[row], records)
+            losses, _, sites = recorded(problem, params, *batch)
+        check_leading(sites, records)
+        found[row] = Alone(sites, losses.detach()[0])
+    for name, p in params.items():
+        if p._version != versions[name]:
+            raise ValueError(
+                f"the parameter {name} is changed by calling the model: a forward pass must leave it alone"
+            )
     done.add(key)
     return found
 
 
-def check_order(sites: list[Site], alone: Mapping[int, list[Site]]) -> None:
-    """Raises NotCovered unless each layer's input has a record's values in the record's own row."""
+def check_order(sites: list[Site], losses: Tensor, alone: Mapping[int, Alone]) -> None:
+    """Raises NotCovered unless a record's row of each layer's input, and its loss, are as they are without the others.
+
+    Values that are nearly those of another record show nothing: see `check_rows_own`.
+    """
     for row, own in alone.items():
-        if len(own) != len(sites):
+        if len(own.sites) != len(sites):
             raise NotCovered("the layers that are used depend on the other records or on their number")
-        for site, one in zip(sites, own, strict=True):
+        if not bool((losses[row].detach() - own.loss).abs() <= 0.02 * losses.detach().abs().max()):
+            raise NotCovered(f"the loss of record {row} depends on the other records or on their number")
+        for site, one in zip(sites, own.sites, strict=True):
             here, there = site.a[row].detach(), one.a[0].detach()
             if here.shape == there.shape and bool((here == there).all()):
                 continue
@@ -255,6 +275,29 @@ def check_order(sites: list[Site], alone: Mapping[int, list[Site]]) -> None:
                 if bool(((here - there).abs() <= near).all()):
                     continue
             raise NotCovered(f"the input of {site.weight or site.bias} has other values of record {row} in its row")
+
+
+def check_rows_own(losses: Tensor, sites: list[Site], deltas: list[Tensor | None]) -> None:
+    """Raises NotCovered unless each row of every δ comes from the loss of that record and from no other.
+
+    With other weights on the losses, powers of two, each row must grow by the weight of its own record.
+    """
+    at: Any = [site.edge for site, delta in zip(sites, deltas, strict=True) if delta is not None]
+    if not at:
+        return
+    weights = losses.new_tensor([2.0 ** (5 * i % 7 - 3) for i in range(len(losses))])
+    weighted = iter(torch.autograd.grad(losses, at, weights, retain_graph=True))
+    for site, delta in zip(sites, deltas, strict=True):
+        if delta is None:
+            continue
+        found = next(weighted)
+        if found.numel() == 0:
+            continue
+        expected = delta.detach() * weights.to(delta).reshape(-1, *(1,) * (delta.dim() - 1))
+        off = (found - expected).flatten(1).abs().amax(1)
+        if not bool((off <= 0.02 * expected.flatten(1).abs().amax(1)).all()):  # exact, but for overflow and underflow
+            row = int((off > 0.02 * expected.flatten(1).abs().amax(1)).int().argmax())
+            raise NotCovered(f"the output of {site.weight or site.bias} has other records' gradients in row {row}")
 
 
 def check_covered(losses: Tensor, sites: list[Site], params: Mapping[str, Tensor]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reconbound.fisher.products import sum_rounding
+from reconbound.fisher.products import rounded_above
 from reconbound.fisher.stacked_layers import made
 
 
@@ -70,8 +70,7 @@ class Opened:
     def norms(self) -> Tensor:
         """Returns n = ‖g‖, (K, B), not below the norms of the contributions to `weighted_sum`, as computed there."""
         squares = torch.stack([n for layer in self.layers if (n := layer.squares()) is not None]).sum(0)
-        rounding = sum_rounding(1, self.outputs, convolution=False)
-        return (squares.sqrt() * (1 + rounding)).to(self.outputs.dtype)
+        return rounded_above(squares.sqrt(), self.outputs.dtype)
 
     def weighted_sum(self, weights: Tensor, out: Tensor) -> None:
         """Σ_b weights[k, b] g_b, into out (K, p)."""

@@ -14,6 +14,7 @@ from reconbound._check import InputError
 from reconbound._opacus import unhooked
 from reconbound._random import random_states_kept
 from reconbound.fisher.checks import (
+    beyond_torch,
     capturing,
     check_arguments,
     check_common,
@@ -134,11 +135,15 @@ def open_pass(
             if method == "layers":
                 raise ValueError(f'no layer rule covers this model: {reason}; use method="generic"') from reason
         except RuntimeError as error:
-            raise (wrong_kind(error, problem.model, *batch[1:]) if check else None) or error from error
+            raise (
+                (wrong_kind(error, problem.model, *batch[1:]) if check else None) or beyond_torch(error) or error
+            ) from error
     try:
         return GenericPass(problem, *batch, route=route, check=check and measured)
     except RuntimeError as error:
-        raise (wrong_kind(error, problem.model, *batch[1:]) if check else None) or error from error
+        raise (
+            (wrong_kind(error, problem.model, *batch[1:]) if check else None) or beyond_torch(error) or error
+        ) from error
 
 
 def first_slopes(
