@@ -165,7 +165,14 @@ def clipped_in_every_precision() -> None:
                     loss = lambda out, target: out * target  # noqa: E731
                     for i in range(6):
                         one = clipped_gradient_sum(
-                            model, loss, x[i : i + 1], y[i : i + 1], max_grad_norm=1.0, clip="hard", method="layers"
+                            model,
+                            loss,
+                            x[i : i + 1],
+                            y[i : i + 1],
+                            max_grad_norm=1.0,
+                            clip="hard",
+                            method="layers",
+                            checked=True,  # the losses cancel too: of another batch size they are rounded otherwise
                         )
                         size = torch.stack([v.double().norm() for v in one.gradient_sum.values()]).norm()
                         name = f"{dtype}, autocast {mixed}, TF32 {tf32}".replace("torch.", "")

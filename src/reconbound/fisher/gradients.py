@@ -198,9 +198,9 @@ class LayerPass:
         """Returns squares not below those of the contributions that `weighted_sum` makes of this use, (B,)."""
         places, convolution = rows.shape[-1], isinstance(self.sites[i].rule, ConvRule)
         rounding = products.sum_rounding(places, self.deltas[i], convolution=convolution)
-        if places == 1 and columns.is_floating_point():
-            return products.single_place_squares(columns, rows, rounding)
         of_columns, of_rows = grams or (products.gram(columns, columns), products.gram(rows, rows))
+        if places == 1 and columns.is_floating_point():  # nothing can cancel
+            return products.gram_squares(of_columns, of_rows) * (1 + rounding) ** 2
         width = rows.shape[2] + (columns.shape[2] if columns.is_floating_point() else 0)
         squares = products.gram_squares_above(of_columns, of_rows, width, rounding)
         self.spreads[i] = products.spread(of_columns, of_rows)

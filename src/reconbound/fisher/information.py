@@ -56,6 +56,7 @@ from reconbound.fisher.probes import (
     shared_directions,
     with_shared_signs,
 )
+from reconbound.fisher.products import squares_above
 from reconbound.fisher.result import Part, StepInformation, joined, nothing
 from reconbound.fisher.sums import Method, as_present, first_slopes, micro_batches, open_pass, released
 from reconbound.validate.jumps import check_jumps_once
@@ -378,13 +379,12 @@ def _in_inputs(probe: ProbeIn, error: ErrorFrom, diagonal: bool, *, given: bool)
 
 def _squares(v: Tensor) -> Tensor:
     """Returns the squared norm of each record's part, (B,), in float64."""
-    sizes: Tensor = torch.linalg.vector_norm(v.flatten(1), dim=1, dtype=torch.float64)
-    return sizes.square()
+    return squares_above(v)
 
 
 def _inner(v: Tensor, w: Tensor) -> Tensor:
     """Returns the inner product of each record's parts, (B,), in float64."""
-    return (v * w).flatten(1).sum(1, dtype=torch.float64)
+    return (v * w).flatten(1).sum(1).double()
 
 
 def _like(per_record: Tensor, v: Tensor) -> Tensor:
