@@ -256,5 +256,5 @@ def test_what_cannot_be_taken_record_by_record_is_refused_before_training() -> N
     with torch.no_grad():
         model(x)
     settings = Settings(1.0, 1.0, 0.5, lr=0.1, seed=0)
-    with pytest.raises(ModelError, match=r"cannot be computed for this model: .*setup_context"):
+    with pytest.raises(ModelError, match=r"cannot be differentiated: .*setup_context"):
         PrivateSGD(model, losses, x, labels(), settings, progress=False)

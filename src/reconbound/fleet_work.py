@@ -15,8 +15,8 @@ from ._check import InputError
 from .fisher import Private, clipping, step_information
 from .fisher.private import Problem
 from .fisher.probes import Basis
-from .fisher.self_test import tested_methods
 from .fisher.stacked import Stack
+from .fisher.sum_check import methods_that_pass
 from .fisher.sums import open_pass
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Branches:
         self.fleet = fleet
         few, first = (fleet.inputs[:4], fleet.targets[:4]), fleet.settings[0]
         kinds, clipped = (Private("nothing"), fleet.private), (first.max_grad_norm, first.clip)
-        self.methods = tested_methods(
+        self.methods = methods_that_pass(
             fleet.models[0], fleet.loss_fn, few, kinds, max_grad_norm=clipped[0], clip=clipped[1]
         )
         self.streams = [torch.cuda.Stream(fleet.device) for _ in range(streams if fleet.device.type == "cuda" else 0)]

@@ -20,7 +20,7 @@ from ._random import random_states_kept
 from .copies import describe_copies, find_copies
 from .fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
 from .fisher.private import Problem, as_private, feature_mask, private_part
-from .fisher.self_test import tested_methods
+from .fisher.sum_check import methods_that_pass
 from .settings import Settings
 from .validate import ModelError, check_batch
 from .validate.kinds import is_about_kinds, model_dtype
@@ -73,12 +73,12 @@ class Measurer:
             self.caveats = (*found, *describe_copies(find_copies(inputs, targets), record_count(inputs, targets)))
         else:
             self.caveats = (*known_caveats(model), *uncovered_caveats(model, loss_fn, few, as_private(private)))
-        self._methods = self._tested_methods(few, check)
+        self._methods = self._methods_that_pass(few, check)
         self._columns, self.features = self._private_features(few)
         if check:
             self._try(torch.arange(min(3, record_count(inputs, targets))))
 
-    def _tested_methods(self, few: tuple[Any, Any], check: bool) -> list[Any]:
+    def _methods_that_pass(self, few: tuple[Any, Any], check: bool) -> list[Any]:
         """Returns the methods for sums and for information; check: those whose sums pass the test on four records."""
         kinds = (Private("nothing"), as_private(self.private))
         with _refusing():
@@ -88,7 +88,7 @@ class Measurer:
             spread = self.rows(torch.tensor([i * last // 3 for i in range(4)]).unique())
             s = self.settings
             clipped: Any = {"max_grad_norm": s.max_grad_norm, "clip": s.clip}
-            return tested_methods(self.model, self.loss_fn, spread, kinds, **clipped)
+            return methods_that_pass(self.model, self.loss_fn, spread, kinds, **clipped)
 
     def rows(self, indices: Tensor) -> tuple[Any, Any]:
         """Inputs and targets of these records, on the model's device."""

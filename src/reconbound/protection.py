@@ -29,7 +29,7 @@ class Protection:
     Who can rebuild a record with a chance of 1% without the release can do so with a chance of at most 3.55% with it.
     >>> print(Protection(1.0, epsilon=1054.0, delta=1e-5).warning("image"))
     No meaningful guarantee: this mechanism does not rule out that an image which a blind guess rebuilds with a chance
-    of 1% is rebuilt with a chance of 100% from the release (ε = 1,050 at δ = 1e-05).
+    of 1% is rebuilt with a chance of 100% from the release (ε = 1,060 at δ = 1e-05).
     """
 
     success: float | None

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from reconbound._check import InputError
 from reconbound.validate.kinds import model_dtype, said_of_inputs, said_of_targets
-from reconbound.validate.structure import CHECKPOINTING, check_structure, is_about_checkpointing
+from reconbound.validate.structure import CHECKPOINTING, ModelError, check_structure, is_about_checkpointing
 
 
 def check_arguments(model: Any, loss_fn: Any, inputs: Any, targets: Any, generator: Any = None) -> None:
@@ -193,14 +193,14 @@ _BEYOND = (  # what PyTorch says, and of what
 )
 
 
-def beyond_torch(error: RuntimeError) -> ValueError | None:
+def beyond_torch(error: RuntimeError) -> ModelError | None:
     """Returns a clear word for what PyTorch cannot differentiate record by record, or twice; None if it is not that."""
     if isinstance(error, torch.OutOfMemoryError):
         return None
     said = str(error)
     for words, why in _BEYOND:
         if any(word in said for word in words):
-            return ValueError(f"this model cannot be differentiated: {why} ({said.splitlines()[0][:200]})")
+            return ModelError(f"this model cannot be differentiated: {why} ({said.splitlines()[0][:200]})")
     return None
 
 

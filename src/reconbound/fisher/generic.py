@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from reconbound.fisher.checks import no_dependence, no_gradient
 from reconbound.fisher.passes import Params, Route, trainable, wide_dtype
 from reconbound.fisher.private import Inputs, Problem, batch_rows
-from reconbound.fisher.products import rounded_above, squares_above
+from reconbound.fisher.products import rounded_above, squares, squares_above
 
 
 @cache
@@ -54,7 +54,8 @@ class GenericPass:
         self.gradients, self.losses = self._each(lambda z, pub: self._gradient(z, pub), self.z)
 
     def norms(self) -> Tensor:
-        return rounded_above(_squares(self.gradients).sqrt(), self.dtype)
+        above = torch.stack([squares_above(_rows(g)) for g in self.gradients.values()]).sum(0)
+        return rounded_above(above.sqrt(), self.dtype)
 
     def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:
         return self.norms(), self._each(self._pull, self.z, self.gradients)
@@ -73,7 +74,7 @@ class GenericPass:
 
     def moved(self, v: Tensor) -> Tensor:
         moved: dict[str, Tensor] = self._each(self._push, self.z, v.to(self.z.dtype))
-        return _squares(moved)
+        return torch.stack([squares(_rows(m)) for m in moved.values()]).sum(0)
 
     def normal(self, v: Tensor) -> Tensor:
         pulled: Tensor = self._each(self._pull, self.z, self._each(self._push, self.z, v.to(self.z.dtype)))
@@ -149,11 +150,6 @@ class GenericPass:
         """vmap over records of function(z, public, ...)."""
         dims = tree_map(lambda t: 0 if isinstance(t, Tensor) else None, self.public)
         return vmap(function, in_dims=(0, dims, *(0,) * (len(args) - 1)))(args[0], self.public, *args[1:])
-
-
-def _squares(gradients: Params) -> Tensor:
-    """Returns the squared norm of each record's gradient, (B,), in float64, and no rounding puts it below."""
-    return torch.stack([squares_above(_rows(g)) for g in gradients.values()]).sum(0)
 
 
 def _rows(each: Tensor) -> Tensor:

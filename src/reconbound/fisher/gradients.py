@@ -200,6 +200,8 @@ class LayerPass:
         rounding = products.sum_rounding(places, self.deltas[i], convolution=convolution)
         of_columns, of_rows = grams or (products.gram(columns, columns), products.gram(rows, rows))
         if places == 1 and columns.is_floating_point():  # nothing can cancel
+            of_columns = products.raised(of_columns, columns.shape[2], columns.dtype)
+            of_rows = products.raised(of_rows, rows.shape[2], rows.dtype)
             return products.gram_squares(of_columns, of_rows) * (1 + rounding) ** 2
         width = rows.shape[2] + (columns.shape[2] if columns.is_floating_point() else 0)
         squares = products.gram_squares_above(of_columns, of_rows, width, rounding)
@@ -210,21 +212,21 @@ class LayerPass:
 
     def _squared(self, pairs: list[list[Pair]]) -> Tensor:
         """Squared norms of the gradients that pairs (a, δ) make, (B,)."""
-        squares: list[Tensor] = []
+        found: list[Tensor] = []
         for name, uses in self.weight_uses.items():
             if len(uses) > 1:
-                squares.append(products.squares_above(self._full(name, uses, pairs)))
+                found.append(products.squares(self._full(name, uses, pairs)))
                 continue
             factors = self._factors(uses[0], pairs[uses[0]])
             if products.forms_gradient(*factors[0], sum(columns.shape[-1] for columns, _ in factors)):
-                squares.append(products.squares_above(products.summed_gradients(factors)))
+                found.append(products.squares(products.summed_gradients(factors)))
             else:
                 columns, rows = _joined(factors)
-                squares.append(products.gram_squares(products.gram(columns, columns), products.gram(rows, rows)))
-        squares += [products.squares_above(self._bias_direction(uses, pairs)) for uses in self.bias_uses.values()]
-        if not squares:
+                found.append(products.gram_squares(products.gram(columns, columns), products.gram(rows, rows)))
+        found += [products.squares(self._bias_direction(uses, pairs)) for uses in self.bias_uses.values()]
+        if not found:
             return self.losses.new_zeros(len(self.losses), dtype=torch.float64)
-        return torch.stack(squares).sum(0).clamp(min=0)
+        return torch.stack(found).sum(0).clamp(min=0)
 
     def _record_direction(
         self, pairs: list[list[Pair]], squares: list[Tensor] | None = None, *, moving: bool = False

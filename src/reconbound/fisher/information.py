@@ -56,7 +56,7 @@ from reconbound.fisher.probes import (
     shared_directions,
     with_shared_signs,
 )
-from reconbound.fisher.products import squares_above
+from reconbound.fisher.products import squares
 from reconbound.fisher.result import Part, StepInformation, joined, nothing
 from reconbound.fisher.sums import Method, as_present, first_slopes, micro_batches, open_pass, released
 from reconbound.validate.jumps import check_jumps_once
@@ -379,7 +379,7 @@ def _in_inputs(probe: ProbeIn, error: ErrorFrom, diagonal: bool, *, given: bool)
 
 def _squares(v: Tensor) -> Tensor:
     """Returns the squared norm of each record's part, (B,), in float64."""
-    return squares_above(v)
+    return squares(v)
 
 
 def _inner(v: Tensor, w: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def gram(first: Tensor, second: Tensor) -> Tensor:
         return first.unsqueeze(3) == second.unsqueeze(2)
     same = first is second
     if same and first.shape[3] == 1:
-        return squares_above(first.flatten(0, 1)).reshape(*first.shape[:2], 1, 1)
+        return squares(first.flatten(0, 1)).reshape(*first.shape[:2], 1, 1)
     first = precise(first)
     second = first if same else precise(second)
     if first.is_cuda and first.shape[3] * second.shape[3] <= _FEW_PLACES:  # a product of matrices that is slow there
@@ -51,25 +51,37 @@ def combined(vectors: Tensor, of_pairs: Tensor) -> Tensor:
     return vectors @ of_pairs.to(vectors.dtype)
 
 
-def squares_above(gradients: Tensor) -> Tensor:
-    """Returns the squared norm of each record's row, (B,), in float64, and no rounding puts it below.
+def squares(gradients: Tensor) -> Tensor:
+    """Returns the squared norm of each record's row, (B,), in float64.
 
-    Stretches of 256 numbers are summed in their own precision, whose error is bounded by 264 u and, where squares are
-    too small for it, by its smallest normal number; those sums are then added in float64. (To turn all numbers into
-    float64 first takes up to 40 times as long; but of few numbers on CUDA it takes fewer launches.)
+    Stretches of 256 numbers are summed in their own precision and those sums added in float64. (To turn all numbers
+    into float64 first takes up to 40 times as long; but of few numbers on CUDA it takes fewer launches.)
     """
     flat = gradients.flatten(1)
     if (flat.is_cuda and flat.numel() < _FEW_NUMBERS) or flat.dtype == torch.float64:
         sizes: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
         return sizes.square()
-    kind = torch.finfo(flat.dtype)
-    more, least = 1 + (_STRETCH + 8) * kind.eps, flat.shape[1] * kind.tiny
     whole = flat.shape[1] - flat.shape[1] % _STRETCH
     rest: Tensor = torch.linalg.vector_norm(flat[:, whole:] if whole else flat, dim=1).double().square()
     if whole == 0:
-        return rest * more + least
+        return rest
     stretches: Tensor = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, _STRETCH)), dim=2)
-    return (stretches.double().square().sum(1) + rest) * more + least
+    return stretches.double().square().sum(1) + rest
+
+
+def squares_above(gradients: Tensor) -> Tensor:
+    """Returns squares, (B,), that no rounding puts below the squared norm of each record's row."""
+    return raised(squares(gradients), math.prod(gradients.shape[1:]), gradients.dtype)
+
+
+def raised(found: Tensor, numbers: int, dtype: torch.dtype) -> Tensor:
+    """Returns what `squares` found of so many numbers, raised by its error.
+
+    That of a stretch of 256 numbers is at most 264 u of it and, where squares are too small for the precision, its
+    smallest normal number for each.
+    """
+    kind = torch.finfo(dtype)
+    return found * (1 + (_STRETCH + 8) * kind.eps / 2) + numbers * kind.tiny
 
 
 def gram_squares(of_columns: Tensor, of_rows: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ _PRECISE = _Tolerance(1e-6, 1e-9)
 _ROUGH = _Tolerance(1e-2, 1e-4)
 
 
-def tested_methods(
+def methods_that_pass(
     model: nn.Module,
     loss_fn: LossFn,
     few: tuple[Any, Any],

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from reconbound import PrivateSGD, Settings
 from reconbound.fisher import gradients, recorder
-from reconbound.fisher.self_test import check_sums
+from reconbound.fisher.sum_check import check_sums
 from reconbound.fisher.sums import clipped_gradient_sum
 from reconbound.validate import ModelError
 from test_clipped_contributions import Difference, models, near_copies, output
