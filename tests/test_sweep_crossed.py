@@ -16,6 +16,7 @@ from reconbound import cli
 from reconbound.accountant import Account, FisherAccountant
 from reconbound.data import load
 from reconbound.plan import default_plan, make_learner
+from reconbound.rounding import format_floor
 from reconbound.sweep.frontier import columns_of, floors_in, table
 from reconbound.sweep.ledgers import by_run, crossed, crossed_floor, floors_of, keep
 from reconbound.sweep.page import frontier_page, run_page
@@ -210,11 +211,11 @@ def test_the_command_tells_it(tmp_path, capsys, monkeypatch) -> None:
     assert cli.run(["frontier", str(tmp_path), "--floor", "exact_max", "--floor", "lecam"]) == 0
     out = capsys.readouterr().out
     assert out.count("crossed (MSE)") == 1  # of the two tables
-    assert f" {row['exact_crossed']:.4g} " in out
+    assert f" {format_floor(row['exact_crossed'], 4)} " in out
     assert CROSSED in " ".join(out.split())
     assert cli.run(["frontier", str(tmp_path), "--at-least", "1e-9"]) == 0
     out = capsys.readouterr().out
-    assert f"too high than too low; crossed {row['exact_crossed']:.4g})" in out
+    assert f"too high than too low; crossed {format_floor(row['exact_crossed'], 4)})" in out
     assert CROSSED in out
     assert cli.run(["frontier", str(tmp_path), "--floor", "lecam", "--at-least", "1e-9"]) == 0
     assert "rossed" not in capsys.readouterr().out
