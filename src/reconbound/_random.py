@@ -80,7 +80,11 @@ def fresh_generator(device: torch.device | str = "cpu") -> torch.Generator:
     if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
         what = "must be given while a CUDA graph is captured, and registered with the graph; or give directions"
         raise InputError("generator", what, None)
-    return torch.Generator(device=device).manual_seed(secrets.randbits(63))
+    return torch.Generator(device=device).manual_seed(_entropy())
+
+
+def _entropy() -> int:
+    return secrets.randbits(63)
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from reconbound._check import InputError
 from reconbound.validate.kinds import model_dtype, said_of_inputs, said_of_targets
 from reconbound.validate.structure import CHECKPOINTING, ModelError, check_structure, is_about_checkpointing
 
+_SMALLEST_CLIP = 1e-12  # the squares of gradients as small as that are lost in float32
+
 
 def check_arguments(model: Any, loss_fn: Any, inputs: Any, targets: Any, generator: Any = None) -> None:
     """Kinds and devices: a module, a function, tensors on the module's device, a generator there too."""
@@ -148,6 +150,8 @@ def check_trainable(model: nn.Module, params: Mapping[str, Tensor]) -> None:
 
 def check_common(max_grad_norm: float, micro_batch: int | None, method: str) -> None:
     check_positive("max_grad_norm", max_grad_norm)
+    if max_grad_norm < _SMALLEST_CLIP:
+        raise ValueError(f"max_grad_norm must be at least {_SMALLEST_CLIP:g}, got {max_grad_norm!r}: scale the loss")
     check_at_least_one("micro_batch", 1 if micro_batch is None else micro_batch)
     check_choice("method", method, ("auto", "layers", "generic"))
 

@@ -78,10 +78,10 @@ def raised(found: Tensor, numbers: int, dtype: torch.dtype) -> Tensor:
     """Returns what `squares` found of so many numbers, raised by its error.
 
     That of a stretch of 256 numbers is at most 264 u of it and, where squares are too small for the precision, its
-    smallest normal number for each.
+    smallest normal number for each. Nothing but such squares counts as nothing: clip norms that small are refused.
     """
     kind = torch.finfo(dtype)
-    return found * (1 + (_STRETCH + 8) * kind.eps / 2) + numbers * kind.tiny
+    return found * (1 + (_STRETCH + 8) * kind.eps / 2) + (found > 0) * (numbers * kind.tiny)
 
 
 def gram_squares(of_columns: Tensor, of_rows: Tensor) -> Tensor:
