@@ -132,8 +132,7 @@ def test_box_that_lies_in_the_ball_stays_as_it_was() -> None:
         floor("lecam", mechanism, dim=784, low=1.5, high=2.0)
 
 
-@pytest.mark.parametrize("noise", [0.2, 0.7, 2.0, 10.0])
-@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize(("dim", "noise"), [(1, 0.2), (1, 0.7), (1, 2.0), (1, 10.0), (2, 0.7), (2, 10.0)])
 def test_ball_floors_are_below_the_bayes_risk(noise: float, dim: int) -> None:
     """z uniform in the ball, or on the inscribed box's corners, and released with Gaussian noise: the Bayes risk by
     quadrature is at least the floor of that release, whose KL to N(0, s²) is at most R²/(2s²)."""
