@@ -200,8 +200,10 @@ class LayerPass:
         rounding = products.sum_rounding(places, self.deltas[i], convolution=convolution)
         of_columns, of_rows = grams or (products.gram(columns, columns), products.gram(rows, rows))
         if places == 1 and columns.is_floating_point():  # nothing can cancel
-            of_columns = products.raised(of_columns, columns.shape[2], columns.dtype)
-            of_rows = products.raised(of_rows, rows.shape[2], rows.dtype)
+            of_columns, of_rows = (
+                products.raised(found, x.shape[2], x.dtype, x.bool().any(2, keepdim=True))  # the other may be huge
+                for found, x in ((of_columns, columns), (of_rows, rows))
+            )
             return products.gram_squares(of_columns, of_rows) * (1 + rounding) ** 2
         width = rows.shape[2] + (columns.shape[2] if columns.is_floating_point() else 0)
         squares = products.gram_squares_above(of_columns, of_rows, width, rounding)

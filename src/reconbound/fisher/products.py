@@ -71,17 +71,19 @@ def squares(gradients: Tensor) -> Tensor:
 
 def squares_above(gradients: Tensor) -> Tensor:
     """Returns squares, (B,), that no rounding puts below the squared norm of each record's row."""
-    return raised(squares(gradients), math.prod(gradients.shape[1:]), gradients.dtype)
+    found = squares(gradients)
+    return raised(found, math.prod(gradients.shape[1:]), gradients.dtype, found > 0)
 
 
-def raised(found: Tensor, numbers: int, dtype: torch.dtype) -> Tensor:
+def raised(found: Tensor, numbers: int, dtype: torch.dtype, there: Tensor) -> Tensor:
     """Returns what `squares` found of so many numbers, raised by its error.
 
     That of a stretch of 256 numbers is at most 264 u of it and, where squares are too small for the precision, its
-    smallest normal number for each. Nothing but such squares counts as nothing: clip norms that small are refused.
+    smallest normal number for each. Where nothing is there, nothing is added; a gradient of such squares alone counts
+    as nothing, for clip norms that small are refused.
     """
     kind = torch.finfo(dtype)
-    return found * (1 + (_STRETCH + 8) * kind.eps / 2) + (found > 0) * (numbers * kind.tiny)
+    return found * (1 + (_STRETCH + 8) * kind.eps / 2) + there * (numbers * kind.tiny)
 
 
 def gram_squares(of_columns: Tensor, of_rows: Tensor) -> Tensor:
