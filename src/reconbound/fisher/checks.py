@@ -115,23 +115,21 @@ def check_losses(losses: Any, records: int) -> None:
 
 def check_norms(norms: Tensor) -> None:
     """Refuses gradients that are not finite: one of them would make the whole sum so, and that shows who took part."""
-    bad = torch.nonzero(~torch.isfinite(norms)).flatten()
-    if len(bad):
-        first = int(bad[0])
-        raise ValueError(
-            f"record {first} of the batch has gradient norm {norms[first].item()}: its gradient overflows "
-            f"{norms.dtype} or the dtype of the model; scale the data or the loss, or use float64"
-        )
+    _check_finite(norms, "gradient norm", "its gradient")
 
 
 def check_information(traces: Tensor) -> None:
     """Refuses information that is not finite: products with the Jacobian overflowed, though the gradient did not."""
-    bad = torch.nonzero(~torch.isfinite(traces)).flatten()
+    _check_finite(traces, "information", "the derivative of its gradient")
+
+
+def _check_finite(values: Tensor, name: str, what: str) -> None:
+    bad = torch.nonzero(~torch.isfinite(values)).flatten()
     if len(bad):
         first = int(bad[0])
         raise ValueError(
-            f"record {first} of the batch has information {traces[first].item()}: the derivative of its gradient "
-            f"overflows {traces.dtype} or the dtype of the model; scale the data or the loss, or use float64"
+            f"record {first} of the batch has {name} {values[first].item()}: {what} overflows {values.dtype} or the "
+            "dtype of the model; scale the data or the loss, or use float64"
         )
 
 
