@@ -182,8 +182,11 @@ def test_tiny_and_huge_factors_of_a_gradient_are_clipped() -> None:
         size = torch.stack([s.double().norm() for s in one.gradient_sum.values()]).norm()
         assert size <= 1e-8 * (1 + SLACK)
         assert size > 0.99e-8 or scale < 1e-19
+    one = clipped_gradient_sum(model, loss, x[:1] * 1e12, torch.full((1,), 1e-25), max_grad_norm=1.0, clip="hard")
+    assert 0.99 < torch.stack([s.double().norm() for s in one.gradient_sum.values()]).norm() <= 1 + SLACK
+    many = torch.full((1, 2**16), 1e30)  # so many numbers are squared in float32, where they are infinite
     with pytest.raises(ValueError, match="record 0 of the batch has gradient norm inf"):
-        clipped_gradient_sum(model, loss, x * 1e12, torch.full((2,), 1e-25), max_grad_norm=1.0)
+        clipped_gradient_sum(nn.Linear(2**16, 8), loss, many, torch.full((1,), 1e-25), max_grad_norm=1.0)
 
 
 def test_the_sum_of_a_half_precision_model_is_not_rounded() -> None:

@@ -92,7 +92,8 @@ class LayerPass:
         self.tangents: _Tangents | None = None
 
     def norms(self) -> Tensor:
-        return self._norms([self._own_squares(name, uses) for name, uses in self.weight_uses.items()])
+        squares = [self._own_squares(name, uses) for name, uses in self.weight_uses.items()]
+        return self._norms([found for found in squares if found is not None])
 
     def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:
         squares: list[Tensor] = []
@@ -158,9 +159,10 @@ class LayerPass:
         return [[pair] for pair in zip(self.inputs, self.deltas, strict=True)]
 
     def _norms(self, squares: list[Tensor]) -> Tensor:
-        """Returns the norms whose squares the weights have, (B,), with those of the biases; keeps their gradients."""
+        """Returns the norms, (B,). squares: of the weights whose gradients are not formed; the biases' are here."""
         self._form_biases()
-        squares = [*squares, *(products.squares_above(self.formed[name]) for name in self.bias_uses)]
+        if self.formed:
+            squares = [*squares, products.squares_above(*self.formed.values())]
         if not squares:
             return self.losses.new_zeros(len(self.losses), dtype=self.dtype)
         total = torch.stack(squares).sum(0).sqrt()
@@ -183,15 +185,15 @@ class LayerPass:
             if name not in self.formed:
                 self.formed[name] = self._bias_direction(uses, self._own_pairs())
 
-    def _own_squares(self, name: str, uses: list[int]) -> Tensor:
-        """Returns squares not below those of the weight's gradients, (B,); keeps gradients that are formed."""
+    def _own_squares(self, name: str, uses: list[int]) -> Tensor | None:
+        """Keeps the weight's gradients, or returns squares not below theirs, (B,): whichever is less work."""
         if len(uses) > 1:
             self.formed[name] = self._full(name, uses, self._own_pairs())
-            return products.squares_above(self.formed[name])
+            return None
         columns, rows = self._factors(uses[0], [(self.inputs[uses[0]], self.deltas[uses[0]])])[0]
         if products.forms_gradient(columns, rows, columns.shape[-1]):
             self.formed[name] = products.record_gradients(columns, rows)
-            return products.squares_above(self.formed[name])
+            return None
         return self._above(uses[0], columns, rows)
 
     def _above(self, i: int, columns: Tensor, rows: Tensor, grams: Pair | None = None) -> Tensor:
@@ -200,11 +202,7 @@ class LayerPass:
         rounding = products.sum_rounding(places, self.deltas[i], convolution=convolution)
         of_columns, of_rows = grams or (products.gram(columns, columns), products.gram(rows, rows))
         if places == 1 and columns.is_floating_point():  # nothing can cancel
-            of_columns, of_rows = (
-                products.raised(found, x.shape[2], x.dtype, x.bool().any(2, keepdim=True))  # the other may be huge
-                for found, x in ((of_columns, columns), (of_rows, rows))
-            )
-            return products.gram_squares(of_columns, of_rows) * (1 + rounding) ** 2
+            return products.single_place_squares_above(of_columns, of_rows, columns, rows) * (1 + rounding) ** 2
         width = rows.shape[2] + (columns.shape[2] if columns.is_floating_point() else 0)
         squares = products.gram_squares_above(of_columns, of_rows, width, rounding)
         self.spreads[i] = products.spread(of_columns, of_rows)
@@ -215,17 +213,19 @@ class LayerPass:
     def _squared(self, pairs: list[list[Pair]]) -> Tensor:
         """Squared norms of the gradients that pairs (a, δ) make, (B,)."""
         found: list[Tensor] = []
+        formed = [self._bias_direction(uses, pairs) for uses in self.bias_uses.values()]
         for name, uses in self.weight_uses.items():
             if len(uses) > 1:
-                found.append(products.squares(self._full(name, uses, pairs)))
+                formed.append(self._full(name, uses, pairs))
                 continue
             factors = self._factors(uses[0], pairs[uses[0]])
             if products.forms_gradient(*factors[0], sum(columns.shape[-1] for columns, _ in factors)):
-                found.append(products.squares(products.summed_gradients(factors)))
+                formed.append(products.summed_gradients(factors))
             else:
                 columns, rows = _joined(factors)
                 found.append(products.gram_squares(products.gram(columns, columns), products.gram(rows, rows)))
-        found += [products.squares(self._bias_direction(uses, pairs)) for uses in self.bias_uses.values()]
+        if formed:
+            found.append(products.squares(*formed))
         if not found:
             return self.losses.new_zeros(len(self.losses), dtype=torch.float64)
         return torch.stack(found).sum(0).clamp(min=0)
@@ -235,8 +235,8 @@ class LayerPass:
     ) -> tuple[list[Any], list[Any]]:
         """Seeds in δ and in a for a direction of each record's own: the sum of the gradients that pairs (a, δ) make.
 
-        squares: given where the pairs are the records' own; takes squares not below those of the weights' gradients,
-            and the gradients that are formed are kept."""
+        squares: given where the pairs are the records' own. The gradients that are formed are then kept, and it takes
+            squares not below those of the others."""
         along_output: list[Tensor | None] = [None] * len(self.sites)
         along_input: list[Tensor | None] = [None] * len(self.sites)
         for name, uses in self.weight_uses.items():
@@ -248,7 +248,7 @@ class LayerPass:
             else:
                 formed, above = self._single(uses[0], pairs, along_output, along_input, squares is not None, moving)
             if squares is not None and formed is not None:
-                self.formed[name], above = formed, products.squares_above(formed)
+                self.formed[name] = formed
             if squares is not None and above is not None:
                 squares.append(above)
         for uses in self.bias_uses.values():

@@ -15,7 +15,7 @@ _FEW_PLACES = 4
 _SHORTENING = {"none": 0.0, "ieee": 0.0, "highest": 0.0, "tf32": 2.0**-10, "high": 2.0**-10}
 _SHORTENING |= {"bf16": 2.0**-8, "medium": 2.0**-8}
 _STRETCH = 256
-_FEW_NUMBERS = 2**20
+_FEW_ON_CUDA, _FEW_ON_CPU = 2**20, 2**16
 _SMALL = 8192  # on CUDA a gradient of so few numbers is formed: cuDNN sums those that are not, slowly
 
 
@@ -51,39 +51,77 @@ def combined(vectors: Tensor, of_pairs: Tensor) -> Tensor:
     return vectors @ of_pairs.to(vectors.dtype)
 
 
-def squares(gradients: Tensor) -> Tensor:
-    """Returns the squared norm of each record's row, (B,), in float64.
+def squares(*gradients: Tensor) -> Tensor:
+    """Returns the squared norm of each record's rows taken together, (B,), in float64."""
+    flat = [g.flatten(1) for g in gradients]
+    few = [f for f in flat if _in_float64(f)]
+    found = [_squared_in_stretches(f) for f in flat if not _in_float64(f)]
+    if few:
+        joined = few[0] if len(few) == 1 else torch.cat(few, 1)
+        sizes: Tensor = torch.linalg.vector_norm(joined, dim=1, dtype=torch.float64)
+        found.append(sizes.square())
+    return found[0] if len(found) == 1 else torch.stack(found).sum(0)
 
-    Stretches of 256 numbers are summed in their own precision and those sums added in float64. (To turn all numbers
-    into float64 first takes up to 40 times as long; but of few numbers on CUDA it takes fewer launches.)
+
+def _in_float64(values: Tensor) -> bool:
+    """Whether `squares` turns these numbers into float64. Of many numbers that takes up to 40 times as long."""
+    return values.dtype == torch.float64 or values.numel() < (_FEW_ON_CUDA if values.is_cuda else _FEW_ON_CPU)
+
+
+def _squared_in_stretches(flat: Tensor) -> Tensor:
+    """Returns the squared norm of each row: stretches of 256 numbers in their own precision, their sum in float64."""
+    stretches, rest = divmod(flat.shape[1], _STRETCH)
+    found: list[Tensor] = []
+    if stretches:
+        whole = flat[:, : stretches * _STRETCH].unflatten(1, (stretches, _STRETCH))
+        found.append(torch.linalg.vector_norm(whole, dim=2).double().square().sum(1))
+    if rest or not stretches:
+        found.append(torch.linalg.vector_norm(flat[:, stretches * _STRETCH :], dim=1).double().square())
+    return found[0] if len(found) == 1 else found[0] + found[1]
+
+
+def squares_above(*gradients: Tensor) -> Tensor:
+    """Returns squares, (B,), that no rounding puts below the squared norm of each record's rows taken together.
+
+    A gradient whose squares are all too small for its precision counts as nothing: clip norms that small are refused.
     """
-    flat = gradients.flatten(1)
-    if (flat.is_cuda and flat.numel() < _FEW_NUMBERS) or flat.dtype == torch.float64:
-        sizes: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
-        return sizes.square()
-    whole = flat.shape[1] - flat.shape[1] % _STRETCH
-    rest: Tensor = torch.linalg.vector_norm(flat[:, whole:] if whole else flat, dim=1).double().square()
-    if whole == 0:
-        return rest
-    stretches: Tensor = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, _STRETCH)), dim=2)
-    return stretches.double().square().sum(1) + rest
+    found = squares(*gradients)
+    lost = sum(_underflow(g, math.prod(g.shape[1:])) for g in gradients)
+    above = found * (1 + _squares_rounding(*gradients))
+    return above + (found > 0) * lost if lost else above
 
 
-def squares_above(gradients: Tensor) -> Tensor:
-    """Returns squares, (B,), that no rounding puts below the squared norm of each record's row."""
-    found = squares(gradients)
-    return raised(found, math.prod(gradients.shape[1:]), gradients.dtype, found > 0)
+def single_place_squares_above(of_columns: Tensor, of_rows: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
+    """Returns squares, (B,), that no rounding puts below ‖δ aᵀ‖² of records with one place, where nothing can cancel.
 
+    A factor whose own squares are too small for its precision still counts, because the other one may be huge.
 
-def raised(found: Tensor, numbers: int, dtype: torch.dtype, there: Tensor) -> Tensor:
-    """Returns what `squares` found of so many numbers, raised by its error.
-
-    That of a stretch of 256 numbers is at most 264 u of it and, where squares are too small for the precision, its
-    smallest normal number for each. Where nothing is there, nothing is added; a gradient of such squares alone counts
-    as nothing, for clip norms that small are refused.
+    Args:
+        of_columns: ‖a‖² of each record, (B, g, 1, 1), as `gram` finds it.
+        of_rows: ‖δ‖² of each record, (B, g, 1, 1).
+        columns: a of each record, (B, g, K, 1).
+        rows: δ of each record, (B, g, O, 1).
     """
-    kind = torch.finfo(dtype)
-    return found * (1 + (_STRETCH + 8) * kind.eps / 2) + there * (numbers * kind.tiny)
+    factors, rounding = [], 1.0
+    for found, values in ((of_columns, columns), (of_rows, rows)):
+        lost = _underflow(values, values.shape[2])
+        factors.append(found + values.bool().any(2, keepdim=True) * lost if lost else found)
+        rounding *= 1 + _squares_rounding(values)
+    return gram_squares(*factors) * rounding
+
+
+def _squares_rounding(*gradients: Tensor) -> float:
+    """Returns the relative error of `squares`: that of a stretch of 256 numbers, or of all of them in float64."""
+    numbers = sum(math.prod(g.shape[1:]) for g in gradients)
+    in_float64 = (numbers + 8) * 2.0**-53
+    return in_float64 + (_STRETCH + 8) * max(torch.finfo(g.dtype).eps for g in gradients) / 2
+
+
+def _underflow(values: Tensor, numbers: int) -> float:
+    """Returns what `squares` may lose of so many numbers whose squares are too small: float64 has room for float32."""
+    if values.dtype != torch.float64 and _in_float64(values):
+        return 0.0
+    return numbers * torch.finfo(values.dtype).tiny
 
 
 def gram_squares(of_columns: Tensor, of_rows: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ def joined(parts: list[Part], features: int, probes: int, setting: Mapping[str, 
     for f in fields(Part):
         pieces = [getattr(p, f.name) for p in parts]
         if f.name == "gradient_sum":
-            values[f.name] = {name: sum(p[name] for p in pieces[1:]) + first for name, first in pieces[0].items()}
+            values[f.name] = {name: sum((p[name] for p in pieces[1:]), first) for name, first in pieces[0].items()}
         else:
             values[f.name] = None if pieces[0] is None else torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     return StepInformation(**values, features=features, probes=probes, **setting)

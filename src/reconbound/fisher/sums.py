@@ -77,7 +77,7 @@ def clipped_gradient_sum(
     if not (checked or capturing(z)):
         check_values(model, inputs, targets)
     present = None if mask is None else as_present(mask, z)
-    total = zero_sums(params)
+    total: dict[str, Tensor] = {}
     norms, factors, losses = [z[:0]], [z[:0]], [z[:0]]
     for rows in micro_batches(len(z), micro_batch):
         batch = batch_rows((z, inputs, targets), rows)
@@ -90,8 +90,8 @@ def clipped_gradient_sum(
         factors.append(clipping(norms[-1], max_grad_norm, check_clip(clip)).factor)
         losses.append(work.losses)
         part = work.weighted_sum(factors[-1] if present is None else factors[-1] * present[rows])
-        total = {name: value + part[name] for name, value in total.items()}
-    return ClippedSum(torch.cat(losses), torch.cat(norms), torch.cat(factors), total)
+        total = {name: total[name] + value if total else value for name, value in part.items()}
+    return ClippedSum(torch.cat(losses), torch.cat(norms), torch.cat(factors), total or zero_sums(params))
 
 
 @unhooked
