@@ -188,7 +188,8 @@ def _sure(draw: Draw, i: int) -> bool:
     """Whether a softmax is so sure that 1 − p has few digits: its derivatives are then rounding, in any computation."""
     if {"Attention", "Heads"} & set(draw.tags):
         numbers = [t for t in tree_leaves((draw.inputs, list(draw.model.parameters()))) if t.is_floating_point()]
-        return math.prod(sorted(float(t.detach().double().abs().max()) for t in numbers if t.numel())[-2:]) > 30
+        if math.prod(sorted(float(t.detach().double().abs().max()) for t in numbers if t.numel())[-2:]) > 30:
+            return True
     if draw.targets.is_floating_point() and draw.targets.dim() == 1:
         return False
     wide = twin(draw)

@@ -24,6 +24,7 @@ from reconbound.fisher.checks import capturing, no_dependence, no_gradient
 from reconbound.fisher.layers import ConvRule, EmbeddingRule
 from reconbound.fisher.passes import Params, Pass, Route, trainable, wide_dtype
 from reconbound.fisher.private import Inputs, Problem
+from reconbound.fisher.products import Pair
 from reconbound.fisher.recorder import (
     NotCovered,
     Site,
@@ -35,7 +36,6 @@ from reconbound.fisher.recorder import (
     recorded,
 )
 
-Pair = tuple[Tensor, Tensor]
 _CANCELS = 1024.0  # how far the places of a record may cancel in a float32 sum over the batch
 
 
@@ -222,8 +222,7 @@ class LayerPass:
             if products.forms_gradient(*factors[0], sum(columns.shape[-1] for columns, _ in factors)):
                 formed.append(products.summed_gradients(factors))
             else:
-                columns, rows = _joined(factors)
-                found.append(products.gram_squares(products.gram(columns, columns), products.gram(rows, rows)))
+                found.append(products.summed_squares(factors))
         if formed:
             found.append(products.squares(*formed))
         if not found:
@@ -281,7 +280,7 @@ class LayerPass:
             if rows.shape[-1] > 1 or not own:  # with one place nothing can cancel
                 columns, rows = products.precise(columns), products.precise(rows)
                 factors = [(products.precise(c), products.precise(r)) for c, r in factors]
-            others = (columns, rows) if own else _joined(factors)
+            others = (columns, rows) if own else products.joined(factors)
             of_columns, of_rows = products.gram(others[0], columns), products.gram(others[1], rows)
             e = products.combined(others[1], of_columns).to(self.dtype)
             if site.a.requires_grad:
@@ -407,13 +406,6 @@ def _backward(outputs: list[Tensor], z: Tensor, seeds: list[Tensor], *, create_g
         return None
     (at_z,) = torch.autograd.grad(outputs, z, seeds, retain_graph=True, create_graph=create_graph, allow_unused=True)
     return at_z
-
-
-def _joined(factors: list[Pair]) -> Pair:
-    """The columns and rows of several pairs as those of one, with more places."""
-    if len(factors) == 1:
-        return factors[0]
-    return torch.cat([columns for columns, _ in factors], -1), torch.cat([rows for _, rows in factors], -1)
 
 
 def _kept(site: Site, value: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from reconbound.fisher.layers import ConvRule, EmbeddingRule, Rule
 
+Pair = tuple[Tensor, Tensor]
 _FEW_PLACES = 4
 #: The relative error of a float32 factor of a product, rounded or cut, by torch's names, new and old.
 _SHORTENING = {"none": 0.0, "ieee": 0.0, "highest": 0.0, "tf32": 2.0**-10, "high": 2.0**-10}
@@ -129,6 +130,26 @@ def gram_squares(of_columns: Tensor, of_rows: Tensor) -> Tensor:
     return (of_columns * of_rows).sum((1, 2, 3))
 
 
+def summed_squares(factors: list[Pair]) -> Tensor:
+    """Returns the squared norm of the sum of the gradients that several pairs (columns, rows) make, (B,), unformed."""
+    if factors[0][1].shape[-1] <= _FEW_PLACES:
+        columns, rows = joined(factors)
+        return gram_squares(gram(columns, columns), gram(rows, rows))
+    factors = [(precise(columns), precise(rows)) for columns, rows in factors]
+    found = []
+    for i, (columns, rows) in enumerate(factors):
+        found.append(gram_squares(gram(columns, columns), gram(rows, rows)))
+        found += [2 * gram_squares(gram(columns, c), gram(rows, r)) for c, r in factors[:i]]
+    return torch.stack(found).sum(0)
+
+
+def joined(factors: list[Pair]) -> Pair:
+    """Returns the columns and rows of several pairs as those of one, with more places."""
+    if len(factors) == 1:
+        return factors[0]
+    return torch.cat([columns for columns, _ in factors], -1), torch.cat([rows for _, rows in factors], -1)
+
+
 def spread(of_columns: Tensor, of_rows: Tensor) -> Tensor:
     """Returns S = Σ_l ‖a_l‖ ‖δ_l‖ over all places and groups of each record, (B,), from the Gram matrices."""
     sizes = of_columns.diagonal(dim1=2, dim2=3) * of_rows.diagonal(dim1=2, dim2=3)
@@ -184,13 +205,16 @@ def _shortening(like: Tensor, *, convolution: bool) -> float:
 
 
 def forms_gradient(columns: Tensor, rows: Tensor, places: int) -> bool:
-    """Whether it is cheaper to form G (O·K numbers) than the Gram matrices of L × L places, in float64."""
+    """Whether it is cheaper to form G (O·K numbers) than the Gram matrices of L × L places, in float64.
+
+    A CPU takes twice as long for float64; a GPU of a computing centre does not.
+    """
     if not columns.is_floating_point():
         return False
     k, o = columns.shape[2], rows.shape[2]
     if columns.is_cuda and k * o <= _SMALL and places > _FEW_PLACES:
         return True
-    return k * o < 2 * (k + o) * places
+    return k * o < (1 if columns.is_cuda else 2) * (k + o) * places
 
 
 def record_gradients(columns: Tensor, rows: Tensor) -> Tensor:
@@ -200,7 +224,7 @@ def record_gradients(columns: Tensor, rows: Tensor) -> Tensor:
     return rows @ columns.transpose(2, 3)
 
 
-def summed_gradients(factors: list[tuple[Tensor, Tensor]]) -> Tensor:
+def summed_gradients(factors: list[Pair]) -> Tensor:
     """The sum of the gradients that several pairs (columns, rows) make."""
     total = record_gradients(*factors[0])
     for columns, rows in factors[1:]:
