@@ -112,12 +112,13 @@ def _stop_at_17(model):
 
 def fleets(device: str) -> None:
     """A training of a fleet, with noise of its own, is the same whoever is beside it."""
+    torch.manual_seed(0)
     x, y = torch.rand(40, 1, 28, 28), torch.randint(0, 10, (40,))
     for method in ("stacked", "branches"):
         found = {}
         for of in ((0, 1, 2), (2, 0)):
             private = torch.arange(784) % 3 > 0  # the others are public
-            chosen = [Settings(0.5 + k, 1.0, 0.2, lr=0.1 + k, budget=1.0, seed=1) for k in of]
+            chosen = [Settings(0.5 + k, 1.0, 0.2, lr=0.1 + k / 10, budget=1.0, seed=1) for k in of]
             fleet = Fleet(
                 networks.mnist_cnn, losses, x, y, chosen, at=[4], device=device, method=method, private=private
             )

@@ -112,7 +112,7 @@ def _check_norm(draw: Draw, i: int, norm: float, tally: Tally) -> Iterator[str]:
 
 def _check_autograd(draw: Draw, tally: Tally) -> Iterator[str]:
     """Without a clip the sum is that of autograd, up to the rounding that moving all numbers by 1e-14 shows."""
-    whole = clipped(draw, max_grad_norm=NEVER, clip="hard", mask=None)
+    whole = clipped(draw, max_grad_norm=1e150, clip="hard", mask=None)  # outliers' gradients reach 1e38
     plain = plain_gradients(draw, slice(None), double=True)
     shaken = plain_gradients(shake(draw, 1e-14), slice(None), double=True)
     noise = size({k: shaken[k] - plain[k] for k in plain})

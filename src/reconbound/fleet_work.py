@@ -5,7 +5,9 @@ grow with K; Branches does any model, with a branch of the graph for each traini
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -74,9 +76,22 @@ class Work:
                 self.function(self)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with _no_collection(), torch.cuda.graph(graph):
             self.function(self)
         return graph
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Frees what nobody uses, then nothing: to free another fleet's graph during a capture makes the capture fail."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class Stacked:

@@ -205,16 +205,13 @@ def _shortening(like: Tensor, *, convolution: bool) -> float:
 
 
 def forms_gradient(columns: Tensor, rows: Tensor, places: int) -> bool:
-    """Whether it is cheaper to form G (O·K numbers) than the Gram matrices of L × L places, in float64.
-
-    A CPU takes twice as long for float64; a GPU of a computing centre does not.
-    """
+    """Whether it is cheaper to form G (O·K numbers) than the Gram matrices of L × L places, in float64."""
     if not columns.is_floating_point():
         return False
     k, o = columns.shape[2], rows.shape[2]
     if columns.is_cuda and k * o <= _SMALL and places > _FEW_PLACES:
         return True
-    return k * o < (1 if columns.is_cuda else 2) * (k + o) * places
+    return k * o < 2 * (k + o) * places
 
 
 def record_gradients(columns: Tensor, rows: Tensor) -> Tensor:
