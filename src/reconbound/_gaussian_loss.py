@@ -53,7 +53,7 @@ class _Loss(GaussianPrivacyLoss):  # type: ignore[misc]
         """The point at which the loss is ε: it falls with the point. Infinite where no loss is ε."""
         q, variance = self.sampling_prob, self._standard_deviation**2
         if self.adjacency_type == AdjacencyType.REPLACE:
-            return variance * (self._asinh(eps) - eps / 2)
+            return np.asarray(variance * (self._asinh(eps) - eps / 2))
         side = 1.0 if self.adjacency_type == AdjacencyType.REMOVE else -1.0
         if q < 1:  # the loss l of a step that has the record: e^(±ε) = 1 − q + q e^(±l)
             scaled, rest = side * eps - math.log(q), math.log1p(-q) - math.log(q)
@@ -63,7 +63,7 @@ class _Loss(GaussianPrivacyLoss):  # type: ignore[misc]
             inner = np.where(known, inner, -math.inf)
         else:
             inner = side * eps
-        return side * (-0.5 - inner * variance)
+        return np.asarray(side * (-0.5 - inner * variance))
 
     def _asinh(self, eps: np.ndarray) -> np.ndarray:
         """−asinh(α sinh(ε/2)) with α = e^(m²/2)(1 − q)/q, without overflow."""
@@ -73,7 +73,7 @@ class _Loss(GaussianPrivacyLoss):  # type: ignore[misc]
         with np.errstate(divide="ignore"):
             log_sinh = half + np.log(-np.expm1(-2 * half)) - math.log(2)
         log_term = 0.5 / self._standard_deviation**2 + math.log1p(-q) - math.log(q) + log_sinh
-        return -np.sign(eps) * np.logaddexp(0.5 * np.logaddexp(0.0, 2 * log_term), log_term)
+        return np.asarray(-np.sign(eps) * np.logaddexp(0.5 * np.logaddexp(0.0, 2 * log_term), log_term))
 
 
 __all__ = ["gaussian_step"]
