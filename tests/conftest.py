@@ -22,7 +22,7 @@ def _no_waiting_for_the_disk():
     That it is called, and what happens when it fails, is tested by tests that put their own in its place."""
     own = os.fsync
     if os.environ.get("FSYNC") != "1":
-        os.fsync = lambda handle: None if os.fstat(handle) else None
+        os.fsync = os.fstat
     yield
     os.fsync = own
 
