@@ -12,7 +12,7 @@ demo: $(READY)
 	$(BIN)/reconbound audit --out audit-digits
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
