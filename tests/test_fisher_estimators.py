@@ -123,7 +123,7 @@ def test_the_paper_s_estimator_is_unbiased_and_exact_with_all_coordinates() -> N
     alone = coordinate_information(model, cross_entropy, x, y, coordinates=5, generator=generator(), **STEP)
     assert torch.allclose(together[0], alone[0], rtol=1e-12)
     runs = [
-        coordinate_information(model, cross_entropy, x, y, coordinates=3, generator=generator(s), **STEP)
+        coordinate_information(model, cross_entropy, x, y, coordinates=3, at_once=3, generator=generator(s), **STEP)
         for s in range(200)
     ]
     values, errors = torch.stack([r[0] for r in runs]), torch.stack([r[1] for r in runs])

@@ -141,17 +141,31 @@ def test_it_is_said_once_of_one_learner() -> None:
     assert len([one for one in told if GUESSED in str(one.message)]) == 1
 
 
+WORDS = {
+    "audit": ["audit", "wine", "--steps", "2", "--runs", "1"],
+    "sweep": ["sweep", "wine", "--grid", "lr=0.5", "--steps", "2", "--runs", "1", "--model", "linear"],
+}
+
+
+def check_note(said: str, count: int) -> None:
+    lines = [line for line in said.splitlines() if "guess" in line and "seed" in line]
+    assert len(lines) == count, said
+    assert all(line.startswith("Note: ") for line in lines)
+    assert "Warning" not in said
+
+
 @pytest.mark.parametrize("command", ["audit", "sweep"])
-def test_the_commands_say_it_in_one_line(tmp_path, command: str) -> None:
-    words = {
-        "audit": ["audit", "wine", "--steps", "2", "--runs", "1"],
-        "sweep": ["sweep", "wine", "--grid", "lr=0.5", "--steps", "2", "--runs", "1", "--model", "linear"],
-    }
+def test_the_commands_say_it_in_one_line(tmp_path, command: str, run) -> None:
     for seed, count in (["--seed", "3"], 1), ([], 0):
-        call = [sys.executable, "-m", "reconbound", *words[command], *seed, "--out", str(tmp_path / f"{count}")]
-        done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=240)
-        assert done.returncode == 0, done.stderr
-        lines = [line for line in done.stderr.splitlines() if "guess" in line and "seed" in line]
-        assert len(lines) == count, done.stderr
-        assert all(line.startswith("Note: ") for line in lines)
-        assert "Warning" not in done.stderr
+        with warnings.catch_warnings(record=True) as told:  # a process would print them
+            warnings.simplefilter("default")
+            status, _, err = run(*WORDS[command], *seed, "--out", tmp_path / f"{count}")
+        assert status == 0, err
+        check_note(err + "".join(f"{one.category.__name__}: {one.message}\n" for one in told), count)
+
+
+def test_a_process_says_it_in_one_line(tmp_path) -> None:
+    call = [sys.executable, "-m", "reconbound", *WORDS["audit"], "--seed", "3", "--out", str(tmp_path / "a")]
+    done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    check_note(done.stderr, 1)

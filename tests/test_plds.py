@@ -6,13 +6,14 @@ import time
 import dp_accounting as dp
 import numpy as np
 import pytest
-from dp_accounting.pld import privacy_loss_distribution
+from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from scipy.optimize import brentq
 from scipy.signal import fftconvolve
 from scipy.special import logsumexp
 from scipy.stats import norm
 
 from reconbound import plds
+from reconbound._gaussian_loss import gaussian_step
 
 REPLACE, ADD = "replace-one", "add/remove"
 
@@ -135,6 +136,72 @@ def test_our_self_composition_is_dp_accountings(m, q, steps, relation):
         assert infinite == pytest.approx(infinite_2)
 
 
+@pytest.mark.parametrize("m", [1e-2, 0.3, 1.0, 20.0, 59.0])
+@pytest.mark.parametrize("q", [1e-9, 1e-4, 0.01, 0.5, 1 - 1e-12, 1.0])
+@pytest.mark.parametrize("adjacency", [REPLACE, ADD])
+def test_one_step_is_dp_accountings(m, q, adjacency):
+    """Ours is on whole arrays. Probabilities are second differences of δ, which cancel on a fine grid; δ itself is
+    what must agree."""
+    relation = dp.NeighboringRelation.REPLACE_ONE if adjacency == REPLACE else dp.NeighboringRelation.ADD_OR_REMOVE_ONE
+    grid = plds.loss_scale(m, q, adjacency == REPLACE)[2] / 300
+    with plds.quiet():
+        theirs = privacy_loss_distribution.from_gaussian_mechanism(
+            1 / m, value_discretization_interval=grid, sampling_prob=q, neighboring_relation=relation
+        )
+        ours = gaussian_step(m, q, adjacency == REPLACE, grid)
+    pairs = list(zip(plds.directions(ours), plds.directions(theirs), strict=True))
+    assert len(pairs) == (1 if adjacency == REPLACE or q == 1 else 2)
+    for (losses, mass, infinite), (losses_2, mass_2, infinite_2) in pairs:
+        np.testing.assert_array_equal(losses, losses_2)
+        mine, other = plds._deltas(losses, mass, infinite), plds._deltas(losses_2, mass_2, infinite_2)
+        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12)
+        assert infinite == pytest.approx(infinite_2, rel=1e-9, abs=1e-30)
+    plds.check_pessimistic(ours)
+
+
+def some_plds():
+    p = privacy_loss_distribution
+    far = {0: 0.9, 800: 0.05, 90_000: 0.04}  # e^−900 is 0 in float64
+    with plds.quiet():
+        yield from (plds.gaussian(m, q, t, a) for m, q, t in CASES_OF_STEPS for a in (REPLACE, ADD))
+        yield from (p.from_laplace_mechanism(b, value_discretization_interval=0.01) for b in (0.3, 0.02))
+        yield p.identity()
+        yield p.from_randomized_response(0.2, 5)
+        wide = {"value_discretization_interval": 1e-2}
+        yield p.from_gaussian_mechanism(1.0, **wide).compose(p.from_laplace_mechanism(1.0, **wide))
+        yield p.PrivacyLossDistribution(pld_pmf.SparsePLDPmf(far, 1e-2, 0.01, True))
+
+
+CASES_OF_STEPS = [(1.0, 0.01, 1000), (0.3, 0.2, 1), (0.1, 1.0, 50)]
+
+
+def test_epsilon_is_dp_accountings():
+    """Ours is on whole arrays; theirs is a loop over the losses from the largest on."""
+    seen = 0
+    for pld in some_plds():
+        for target in (1e-12, 1e-9, 1e-5, 1e-3, 0.05, 0.1, 0.5):
+            sure = target - plds.rounding(pld)
+            if sure <= 0:
+                assert plds.epsilon(pld, target) is None
+                continue
+            theirs, found = float(pld.get_epsilon_for_delta(sure)), plds.epsilon(pld, target)
+            if math.isinf(theirs):
+                assert found is None
+            else:
+                assert found == pytest.approx(theirs, rel=1e-8, abs=1e-12)
+                assert plds.delta(pld, found) <= target * (1 + 1e-9) + 1e-15
+                seen += found > 0
+    assert seen > 30
+
+
+def test_losses_whose_exponential_overflows():
+    """dp-accounting raises OverflowError at a loss of −900."""
+    for mass, target, wanted in (({-90_000: 1.0}, 1e-5, 0.0), ({-90_000: 0.96, 90_000: 0.04}, 1e-5, 900.0),
+                                 ({-90_000: 0.96, 90_000: 0.04}, 0.05, 0.0)):  # fmt: skip
+        pmf = pld_pmf.SparsePLDPmf(mass, 1e-2, 0.0, True)
+        assert plds.epsilon(privacy_loss_distribution.PrivacyLossDistribution(pmf), target) == wanted
+
+
 def tilted_delta(m, q, steps, epsilon, tilt):
     """δ(ε) after `steps`, by an FFT of the losses tilted by e^{tilt·L}: exact where plain FFTs drown in rounding."""
     with plds.quiet():
@@ -208,7 +275,7 @@ def test_many_kappas_agree_with_few(m, q, steps):
 
 def test_rounding_is_charged():
     class Pmf:
-        size, _lower_loss, _discretization, _infinity_mass = 4, -1, 0.5, 0.0
+        size, _lower_loss, _discretization, _infinity_mass = 4, -1, 0.5, 5e-9
         _probs = np.array([0.2, 0.3, 0.5 + 1e-9, -1e-9])
 
         def to_dense_pmf(self):
@@ -220,12 +287,10 @@ def test_rounding_is_charged():
         def get_delta_for_epsilon(self, epsilon):
             return 0.1
 
-        def get_epsilon_for_delta(self, delta):
-            return 1.0 if delta >= 5e-9 else math.inf
-
     assert plds.rounding(Pld()) == pytest.approx(4e-9)
     assert plds.delta(Pld(), 0.0) == pytest.approx(0.1 + 4e-9, abs=1e-12)
-    assert [plds.epsilon(Pld(), d) for d in (3e-9, 8e-9, 1e-8)] == [None, None, 1.0]
+    assert [plds.epsilon(Pld(), d) for d in (3e-9, 8e-9)] == [None, None]  # P[L = ∞] is 5e-9, and 4e-9 are charged
+    assert plds.epsilon(Pld(), 1e-8) == pytest.approx(0.5, abs=1e-7)
 
 
 def test_directions_of_an_asymmetric_pld():

@@ -142,13 +142,13 @@ def test_ball_floors_are_below_the_bayes_risk(noise: float, dim: int) -> None:
     grid = np.stack(np.meshgrid(*[side] * dim, indexing="ij"), -1).reshape(-1, dim)
     prior = grid[np.linalg.norm(grid, axis=1) <= radius]
     reach = np.linspace(-radius - 6 * noise, radius + 6 * noise, 121 if dim == 2 else 2001)
-    seen = np.stack(np.meshgrid(*[reach] * dim, indexing="ij"), -1).reshape(-1, dim)
     weight = (reach[1] - reach[0]) ** dim
 
     def risk(points: np.ndarray) -> float:
-        likelihood = np.ones((len(seen), len(points)))
-        for j in range(dim):
-            likelihood *= norm.pdf(seen[:, j, None], points[:, j], noise)
+        likelihood = np.ones((1, len(points)))
+        for j in range(dim):  # a product of one factor for each coordinate
+            factor = norm.pdf(reach[:, None], points[:, j], noise)
+            likelihood = (likelihood[:, None] * factor).reshape(-1, len(points))
         total = likelihood.sum(1, keepdims=True)
         mean = likelihood @ points / np.maximum(total, 1e-300)
         square = likelihood @ np.sum(points**2, axis=1, keepdims=True) / np.maximum(total, 1e-300)

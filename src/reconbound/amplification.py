@@ -9,6 +9,7 @@ Derivations: docs/theory.md.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, cast, overload
 
 import numpy as np
@@ -176,17 +177,18 @@ class PoissonTable:
 
     def __init__(self, sample_rate: float) -> None:
         self.sample_rate = float(_checked_rate(sample_rate))
-        self._cells = self._fit(self.sample_rate)
+        self._cells = torch.from_numpy(self._fit(self.sample_rate))
         self._copies: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     @classmethod
-    def _fit(cls, q: float) -> torch.Tensor:
+    @lru_cache(maxsize=64)  # every learner with the rate has the table: 30 ms each, some 70 kB
+    def _fit(cls, q: float) -> Floats:
         """Coefficients (cells, degree + 1, 2) up to the norm where r(x) turns at x = −9, a tail of 1e-19."""
         end = 9 + math.sqrt(max(81 - 2 * float(logit(q)), 0.0))
         count = math.ceil(end * cls._CELLS_PER_UNIT)
         s = np.cos(math.pi * (np.arange(cls._DEGREE + 1) + 0.5) / (cls._DEGREE + 1))
         values = np.stack(poisson_factors((np.arange(count)[:, None] + (s + 1) / 2) / cls._CELLS_PER_UNIT, q), axis=-1)
-        return torch.from_numpy(np.linalg.inv(np.vander(s, increasing=True)) @ values)
+        return np.asarray(np.linalg.inv(np.vander(s, increasing=True)) @ values)
 
     def prepare(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> PoissonTable:
         """Copy the table to a device and dtype now, so that a CUDA graph can be captured; returns the table itself."""

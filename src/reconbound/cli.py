@@ -16,7 +16,7 @@ from ._check import InputError, number
 from .calculator import FLOORS, guarantee
 from .calibrate import OutOfReach, calibrate, calibrate_epsilon
 from .commands import register
-from .commands.errors import said_of_usage, said_of_value
+from .commands.errors import command_of, said_of_usage, said_of_value
 from .commands.mechanism import given_of, mechanism_of, notes_of
 from .commands.options import STOPPED, Told, count, one_line, option, ratio, within_range
 from .commands.printing import (
@@ -273,7 +273,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; the exit status. Every error is one line on standard error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        status = app(args=words or ["--help"], prog_name="reconbound", standalone_mode=False) or 0
+        status = command_of(app)(args=words or ["--help"], prog_name="reconbound", standalone_mode=False) or 0
         return _stopped() if status == STOPPED and not isinstance(status, Told) else int(status)
     except InputError as error:
         message = said_of_value(error, app)

@@ -44,21 +44,13 @@ def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
     mean, deviation, single = loss_scale(m, sample_rate, adjacency == "replace-one")
     if steps * mean > _LARGEST_LOSS or single < _SMALLEST_LOSS:
         return None
-    import dp_accounting as dp
-    from dp_accounting.pld import privacy_loss_distribution
+    from ._gaussian_loss import gaussian_step
 
-    relations = dp.NeighboringRelation
-    relation = relations.REPLACE_ONE if adjacency == "replace-one" else relations.ADD_OR_REMOVE_ONE
     grid = max(single / 3e4, (16 * math.sqrt(steps) * deviation + 2 * single) / 1.5e5)
     with quiet():
         for coarser in (1, 8, 64):
             try:
-                one = privacy_loss_distribution.from_gaussian_mechanism(
-                    1 / m,
-                    value_discretization_interval=coarser * grid,
-                    sampling_prob=sample_rate,
-                    neighboring_relation=relation,
-                )
+                one = gaussian_step(m, sample_rate, adjacency == "replace-one", coarser * grid)
             except ValueError:  # its own arithmetic gave up: order 2 answers
                 return None
             if steps * max(_excess(*direction) for direction in directions(one)) < 1e-3:
@@ -145,9 +137,29 @@ def epsilon(pld: Any, target_delta: float) -> float | None:
     sure = target_delta - rounding(pld)
     if sure <= 0:
         return None
-    with quiet():
-        value = float(pld.get_epsilon_for_delta(sure))
-    return value if math.isfinite(value) else None
+    worst = max(_smallest_epsilon(*direction, sure) for direction in directions(pld))
+    return worst if math.isfinite(worst) else None
+
+
+def _smallest_epsilon(losses: np.ndarray, mass: np.ndarray, infinite: float, target_delta: float) -> float:
+    """The smallest ε ≥ 0 with δ(ε) at most the target; infinite where no finite one is enough.
+
+    With the losses l₁ > l₂ > … > 0, U_k = P[∞] + Σ_{i≤k} p_i and V_k = Σ_{i≤k} p_i e^{−l_i},
+    δ(ε) = U_k − e^ε V_k for ε from l_{k+1} to l_k: ε is ln((U_k − δ)/V_k) of the first k for which that is at least
+    l_{k+1}. dp-accounting's get_epsilon_for_delta is the same in a loop, some hundred times slower."""
+    if infinite > target_delta:
+        return math.inf
+    first = int(np.searchsorted(losses, 0.0, side="right"))
+    above, p = losses[first:][::-1], mass[first:][::-1]
+    upper, lower = np.cumsum(np.append(infinite, p)), np.cumsum(np.append(0.0, p * np.exp(-above)))
+    with np.errstate(all="ignore"):
+        found = np.where((upper > target_delta) & (lower > 0), np.log((upper - target_delta) / lower), -math.inf)
+    unseen = np.nonzero((upper >= target_delta) & (lower <= 0) & (upper > infinite))[0]  # e^{−l} is 0 in float64
+    reached = np.nonzero(found[:-1] >= above)[0]
+    k = int(reached[0]) if len(reached) else len(above)
+    if len(unseen) and unseen[0] <= k:
+        return float(above[unseen[0] - 1])
+    return max(float(found[k]), 0.0)
 
 
 def rero(pld: Any, kappa: Any) -> Any:

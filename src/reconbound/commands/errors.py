@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import typer
@@ -44,9 +45,15 @@ def said_of_usage(error: Any, words: Sequence[str], app: typer.Typer) -> str:
     return message if value is None or value in message else f"{message}, got {value}"
 
 
+@cache
+def command_of(app: typer.Typer) -> Any:
+    """Returns the parser of the command line, which takes typer some 50 ms to make."""
+    return typer.main.get_command(app)
+
+
 def options_of(app: typer.Typer, command: str = "") -> set[str]:
     """The options of a command, or of all."""
-    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands: dict[str, Any] = command_of(app).commands
     chosen = [commands[command]] if command in commands else list(commands.values())
     return {name for one in chosen for param in one.params for name in param.opts if name.startswith("-")} | {"--help"}
 
