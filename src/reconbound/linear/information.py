@@ -307,7 +307,7 @@ def _inverse_trace(o: Optimum, unit: np.ndarray, off: RoundingError) -> np.ndarr
         part = np.where(top > 0, top / (gap + gap_off), np.where(gap > gap_off, top / (gap - gap_off), -np.inf))
         total = np.sum(unit**2 * np.diag(inv)) - step * wide**2 * big * len(v) + part
         root = np.where(total > 0, np.abs(a) / np.sqrt(total), np.inf)
-    return np.minimum(off.lowered(root, unit), LARGEST)
+    return np.asarray(np.minimum(off.lowered(root, unit), LARGEST))
 
 
 def _softmax_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool) -> Parts:

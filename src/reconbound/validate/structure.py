@@ -7,12 +7,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .._check import warn_user
-from .._opacus import is_wrapper
+from .._opacus import by_opacus, is_wrapper
 
 _SMOOTH = "replace them by smooth ones: tanh or GELU for the activation, average pooling for max pooling"
 
@@ -82,6 +83,7 @@ def check_structure(model: nn.Module) -> None:
     for name, p in trainable:
         if not bool(torch.isfinite(p).all()):
             raise ModelError(f"parameter '{name}' is not finite: training has diverged, or the checkpoint is damaged")
+    _check_hooks(model, dict(trainable))
     for path, module in model.named_modules():
         if _uses_batch_statistics(module):
             raise ModelError(
@@ -94,6 +96,47 @@ def check_structure(model: nn.Module) -> None:
                 f"{label(model, path)} drops values at random: call .eval() on it or set its rate to 0 (the noise "
                 "that protects is the one on the gradient)"
             )
+
+
+def _check_hooks(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> None:
+    """Refuses hooks on gradients: single records' gradients are computed without them, so that what is trained and
+    measured would not be what they are for."""
+    parameters = {
+        "_backward_hooks": "register_hook",
+        "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+    }
+    modules = {
+        "_backward_hooks": "register_full_backward_hook",
+        "_backward_pre_hooks": "register_full_backward_pre_hook",
+    }
+    found = [
+        (f"parameter '{name}'", how)
+        for name, p in trainable.items()
+        for kind, how in parameters.items()
+        if _own_hooks(getattr(p, kind, None))
+    ]
+    found += [
+        (label(model, path), how)
+        for path, module in model.named_modules()
+        for kind, how in modules.items()
+        if _own_hooks(getattr(module, kind))
+    ]
+    found += [
+        ("every module", f"torch.nn.modules.module.register_module{how.removeprefix('register')}")
+        for kind, how in modules.items()
+        if _own_hooks(getattr(torch_module, f"_global{kind}"))
+    ]
+    if found:
+        where, how = found[0]
+        raise ModelError(
+            f"{where} has a hook on its gradient ({how}), which is not run here: gradients of single records are "
+            "computed without it. Remove it (handle.remove()); to leave parameters as they are, call "
+            "requires_grad_(False) on them"
+        )
+
+
+def _own_hooks(hooks: Mapping[int, object] | None) -> bool:
+    return any(not by_opacus(hook) for hook in (hooks or {}).values())
 
 
 def _uses_batch_statistics(module: nn.Module) -> bool:
