@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from weakref import WeakKeyDictionary
 
 import torch
@@ -167,6 +167,29 @@ def kink_caveats(kinks: Mapping[str, str]) -> tuple[str, ...]:
     return (f"not proved: the model has kinks ({places})",)
 
 
+def precision_caveats(model: nn.Module, computed: Iterable[torch.dtype] = ()) -> tuple[str, ...]:
+    """Returns what every floor must say of a model that computes in half precision: nothing, or one sentence.
+
+    The numbers are those of benchmarks/half_precision.py.
+
+    Args:
+        model: the model; its parameters are looked at.
+        computed: dtypes of what it computed where it was run: under autocast only these show it.
+
+    >>> precision_caveats(nn.Linear(2, 1))
+    ()
+    >>> print(precision_caveats(nn.Linear(2, 1).bfloat16())[0])
+    computed in bfloat16: beside float64, up to 1 in 20 floors of small networks was more than 15 % too high, and single
+    ones up to 8 times; measure in float32 to be sure
+    """
+    short = {*computed, *(p.dtype for p in model.parameters())} & {torch.bfloat16, torch.float16}
+    return tuple(
+        f"computed in {str(kind).removeprefix('torch.')}: beside float64, up to 1 in 20 floors of small networks was "
+        "more than 15 % too high, and single ones up to 8 times; measure in float32 to be sure"
+        for kind in sorted(short, key=str)
+    )
+
+
 def remember_check(model: nn.Module, caveats: tuple[str, ...]) -> None:
     """Remembers what a check found of a model, for the floors of every ledger that it feeds.
 
@@ -185,7 +208,9 @@ def known_caveats(model: nn.Module) -> tuple[str, ...]:
         model: the model as it is now, or Opacus's wrapper of it.
     """
     found = _CHECKED.get(_network(model))
-    return found if found is not None else (*kink_caveats(kinked_modules(model)), NOT_CHECKED)
+    if found is not None:
+        return found
+    return (*kink_caveats(kinked_modules(model)), *precision_caveats(model), NOT_CHECKED)
 
 
 def _network(model: nn.Module) -> nn.Module:
