@@ -115,3 +115,43 @@ def test_the_noise_that_other_floors_need_is_enough_as_it_is_shown(run):
         assert set(shown) == {"theorem1", "corners", "rate_distortion"}
         for name, noise in shown.items():
             assert floor(name, SampledGaussian(float(noise), 1 / 23, 184)).rmse >= error
+
+
+BALL = ["--output-perturbation", "--records", 1000, "--l2", 0.01, "--loss", "logistic", "--dim", 20, "--data-norm", 1]
+
+
+@pytest.mark.parametrize(
+    ("ends", "place"), [((), "the ball"), (("--low", 0, "--high", 1), "the range within the ball")]
+)
+@pytest.mark.parametrize("bound", ["theorem1", "corners", "lecam", "rate_distortion"])
+def test_records_in_a_ball_are_nowhere_said_to_lie_in_a_box(run, answer, bound, ends, place):
+    """The box inside the ball is named as what it is, in text and in JSON; nothing speaks of "the box" as the space."""
+    options = ["--bound", bound, *BALL, *ends]
+    for target in (["--target-error", 0.1], ["--target-epsilon", 1]):
+        said = run("calibrate", *target, *options)[1]
+        assert not re.search(r"(?:of|over) the box(?! \[| inside)", said), said
+        assert "Note: Records lie in the ball of radius 1 around 0" in said
+        assert f"some conceivable record of {place}, not on each" in said or bound in ("theorem1", "corners")
+        found = answer("calibrate", *target, *options)
+        assert not re.search(r"(?:of|over) the box(?! \[| inside)", str(found)), found
+        assert found["data"]["space"].endswith("the ball of radius 1 around 0")
+        assert any("in the ball of radius 1 around 0" in note for note in found["notes"])
+    said = run("bound", "--noise-std", 0.05, *BALL, *ends)[1]
+    assert not re.search(r"(?:of|over|in) the box(?! \[| inside)", " ".join(said.split())), said
+    assert f"some record in {place}" in " ".join(said.split())
+
+
+def test_targets_out_of_reach_in_a_ball_do_not_name_a_range_nobody_gave(run):
+    """The box inside the ball goes to 0.2236, and records of one coordinate other than 0 go to 1."""
+    for ends, most in (((), "0.447214"), (("--low", 0, "--high", 1), "0.447214")):
+        check = run("calibrate", "--target-error", 3, *BALL, *ends)[2]
+        assert f"must be at most {most}" in check
+        assert "the ball of radius 1 around 0" in check
+        for bound, highest in (("lecam", ("0.223607", "0.111803")), ("rate_distortion", ("0.223607", "0.111803"))):
+            beyond = run("calibrate", "--target-error", 3, "--bound", bound, *BALL, *ends)[2]
+            assert f"must be below {highest[bool(ends)]}" in beyond
+            assert "the ball of radius 1 around 0" in beyond
+            assert "on data from" not in beyond
+    beside = run("calibrate", "--target-error", 0.15, *BALL, "--low", 0, "--high", 1)[1]
+    assert "lecam (any attacker, on some record of the range within the ball): no noise is enough, it ends at" in beside
+    assert "±0.112 at most" not in beside  # a guess of 0 errs by ±0.223 at worst

@@ -142,7 +142,7 @@ def test_a_target_error_is_answered_in_its_own_name_and_unit(refused):
     common = ["calibrate", "--sample-rate", "0.1", "--steps", "3"]
     line = refused(*common, "--target-error", "3", "--bound", "lecam")
     assert line.startswith(
-        "--target-error must be below 0.5, which no noise lifts lecam above on data from 0 to 1 (--low"
+        "--target-error must be below 0.5, which no noise lifts lecam above on data in [0, 1] (--low"
     )
     assert line.endswith(", got 3.0")
     for value in ("0", "-1", "nan", "1e300", "1e-200"):

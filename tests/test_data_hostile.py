@@ -36,13 +36,10 @@ def test_one_long_cell_takes_no_time(tmp_path, cell) -> None:
 
 
 def test_many_columns_take_no_more_than_their_number(tmp_path) -> None:
-    seconds = []
-    for columns in (10_000, 40_000):
-        names = ",".join(f"c{k}" for k in range(columns))
-        begun = time.perf_counter()
-        assert len(text._names("a.csv", names.split(","))) == columns
-        seconds.append(time.perf_counter() - begun)
-    assert seconds[1] < 16 * seconds[0] + 0.5
+    """40,000 names took 13 s, each looked up among all before it, and take 0.02 s."""
+    begun = time.perf_counter()
+    assert len(text._names("a.csv", [f"c{k}" for k in range(40_000)])) == 40_000
+    assert time.perf_counter() - begun < 3
     with pytest.raises(DataError, match="columns 1 and 3 are both named 'a'"):
         text._names("a.csv", ["a", "b", "a"])
 

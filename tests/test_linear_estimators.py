@@ -146,8 +146,8 @@ def test_leakage_in_the_units_before_scaling():
     np.testing.assert_allclose(own.feature_floors.value, plain.feature_floors.value * scaler.scale_**2)
     information = plain.information(3) / np.outer(scaler.scale_, scaler.scale_)
     np.testing.assert_allclose(own.information(3), information, rtol=1e-9)
-    np.testing.assert_allclose(own.trace[3], np.trace(information), rtol=1e-9)
-    np.testing.assert_allclose(own.spectral_norm[3], np.linalg.eigvalsh(information)[-1], rtol=1e-9)
+    np.testing.assert_allclose(own.trace[3], np.trace(information), rtol=1e-7)
+    np.testing.assert_allclose(own.spectral_norm[3], np.linalg.eigvalsh(information)[-1], rtol=1e-7)
 
 
 def test_rows_are_clipped_and_targets_too():

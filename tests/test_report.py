@@ -91,7 +91,9 @@ def test_verdict_of_images_is_the_leakage_files_own(digits: Path) -> None:
     images = load_digits().images[:200] / 16
     assert guess == pytest.approx(math.sqrt(float(images.var(0).mean())), rel=1e-6)
     worst = int(leakage.dfil[0].argmax())
-    limit = 1 / math.sqrt(float(leakage.upper[0, worst]))
+    own = 1 / math.sqrt(float(leakage.upper[0, worst]))
+    limit = 1 / math.sqrt(float(leakage.upper[0].max()))  # of whichever image: another's may be lower than the worst's
+    assert limit < own
     first = f"errs by at least ±{format_floor(limit)} on the 0–1 pixel scale per pixel on the most exposed image"
     assert f"At 95 % confidence, an unbiased attacker who knows everything but one image’s pixels {first}" in page
     assert f"(estimate ±{format_floor(floor)})" in page
@@ -99,6 +101,14 @@ def test_verdict_of_images_is_the_leakage_files_own(digits: Path) -> None:
     below = int((leakage.upper[0] > 1 / guess**2).sum())  # at the lower limits of the floors
     assert 0 < below < 200
     assert f"For {below} of the 200 images" in page
+    unsure = int(((leakage.upper[0] > 1 / guess**2) & (leakage.dfil[0] <= 1 / guess**2)).sum())
+    assert unsure > 0
+    assert "is not shown to be above the error of a guess of them, at 95 % confidence" in page
+    assert "lies below the error of a guess" not in page
+    assert f"image most exposed by the estimates over all its pixels (record {worst:,}) is at least ±" in page
+    tiles = {tile["title"]: tile["figure"] for tile in report.records.glance(view_of(digits))}
+    assert tiles["Most exposed image, at 95 % confidence"] == f"±{format_floor(limit)}"
+    assert "Unbiased floor not above a guess at 95 % confidence" in tiles
     row = leakage.kept_diagonal[leakage.kept.tolist().index(int(leakage.dfil[0].argmax()))]
     single = int((1 / row.double() < leakage.guess.double()).sum())
     said = f"at the most exposed image, {single} of 64 have a floor below a guess" in page
@@ -160,7 +170,7 @@ def test_what_is_not_sure_is_called_an_estimate(digits: Path) -> None:
     safe = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
     upper = safe.dfil * 1.5
     sure = View(view.run, replace(safe, upper=upper))
-    assert "as a guess over all pixels together, at 95 % confidence" in verdicts.verdict(sure)[2]
+    assert "as a guess over all pixels together, each at 95 % confidence" in verdicts.verdict(sure)[2]
     assert "not at that confidence" not in " ".join(verdicts.sureness(sure))
     wide = upper.clone()
     wide[0, :3] = 1e4

@@ -322,7 +322,7 @@ def test_floors_of_records_are_called_estimates_and_floors_have_their_name(tmp_p
     )
     rows, _ = stored(tmp_path)
     for floor, said in (
-        ("exact_max", " (from one run: an estimate; in simulated trainings up to 61 %"),
+        ("exact_max", " (from one run: an estimate; in simulated trainings up to 85 %"),
         ("lecam", ": run 0"),
     ):
         assert cli.run(["frontier", str(tmp_path), "--floor", floor, "--at-least", "1e-12"]) == 0

@@ -31,12 +31,12 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
     for module in model.modules():
         for kind in _KINDS:
             hooks = getattr(module, kind)
-            if any(_by_opacus(hook) for hook in hooks.values()):
+            if any(by_opacus(hook) for hook in hooks.values()):
                 taken.append((hooks, list(hooks.items())))
     try:
         for hooks, items in taken:
             for key, hook in items:
-                if _by_opacus(hook):
+                if by_opacus(hook):
                     del hooks[key]
         yield
     finally:
@@ -64,7 +64,8 @@ def is_wrapper(model: Any) -> bool:
     return _of_opacus(model, "opacus.grad_sample") and hasattr(model, "_module")
 
 
-def _by_opacus(hook: Any) -> bool:
+def by_opacus(hook: Any) -> bool:
+    """Whether a hook is one of Opacus's own."""
     owner = getattr(getattr(hook, "func", hook), "__self__", None)  # a method, or a partial of one
     return _of_opacus(owner, "opacus.")
 

@@ -241,13 +241,13 @@ def calibrate_command(
     if target_epsilon is not None:
         reached = calibrate_epsilon(mechanism, target_epsilon, delta=report_delta, adjacency=adjacency or "replace-one")
         print_epsilon_calibration(
-            reached, target_epsilon, report_delta, adjacency, bound, space, notes, as_json=as_json
+            reached, target_epsilon, report_delta, adjacency, bound, space, data, notes, as_json=as_json
         )
         return
     if target_error is not None:
         target_mse = number("target_error", target_error, above=0.0, at_least=1e-150, at_most=1e150) ** 2
     if bound not in ("lecam", "rate_distortion"):  # these have a limit of their own, below that
-        within_range(target_mse, target_error, data.low, data.high)
+        within_range(target_mse, target_error, data)
     try:
         found = calibrate(mechanism, target_mse or 0.0, bound=bound, **space)
     except OutOfReach as error:
@@ -255,7 +255,7 @@ def calibrate_command(
         if target_error is not None:
             name, most, given_target = "target_error", error.highest**0.5, target_error
         given_by = "--low and --high" if data.ball is None else "--data-norm, --low and --high"
-        where = f" on data from {data.low:g} to {data.high:g} ({given_by})"
+        where = f" on data in {data.described()} ({given_by})"
         raise OutOfReach(name, error.bound, most, given_target, where) from None
     if as_json:
         print_json(calibration_dict(found, report_delta, space, data, notes))

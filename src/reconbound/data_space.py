@@ -8,7 +8,7 @@ from typing import Any
 
 from ._check import InputError, number, whole
 from .bounds import Bound
-from .bounds._bound import Box
+from .bounds._bound import WORST_CASE, Box
 from .bounds.any_attacker import box_of
 
 
@@ -46,6 +46,20 @@ class DataSpace:
         """Whether records may lie outside of the box."""
         return self.whole_ball is not None or self.cut is not None
 
+    @property
+    def place(self) -> str:
+        """The data space in two words, as it stands in a sentence about a record of it."""
+        if not self._other:
+            return "the box"
+        return "the ball" if self.whole_ball is not None else "the range within the ball"
+
+    @property
+    def widest(self) -> float:
+        """The root-mean-square difference over the coordinates of two records, at most."""
+        if self.cut is None:
+            return self.side
+        return min(self.cut[1] - self.cut[0], 2 * (self.ball or 0.0) / math.sqrt(self.dim))
+
     def described(self, units: str = "") -> str:
         """The data space in words."""
         unit = f" {units}" if units else ""
@@ -60,10 +74,12 @@ class DataSpace:
         """What the floors use of a ball, in a sentence."""
         if not self._other:
             return ()
+        uniform = "" if self.whole_ball is None else ", rate_distortion's of the ball itself where that is higher"
         inside = f"[{end(self.low)}, {end(self.high)}]"
         return (
-            f"Rows are clipped to norm {end(self.ball or 0.0)}, so that records lie in a ball: the floors are those of "
-            f"the box {inside} inside it, which no guess undercuts in the worst case, that of 0 included.",
+            f"Records lie in the ball of radius {end(self.ball or 0.0)} around 0. The floors are those of the box "
+            f"{inside} inside it{uniform}: those for any attacker are below what every guess, that of 0 included, errs "
+            "by on some record.",
         )
 
     def adapt(self, bound: Bound) -> Bound:
@@ -73,10 +89,10 @@ class DataSpace:
         record on average over the coordinates only (docs/theory.md 6.6)."""
         if not self._other:
             return bound
-        place = "the ball" if self.whole_ball is not None else "the records of the range that lie in the ball"
-        worst = f"worst case over {place}: through the box inside it"
-        assumes = tuple(worst if said.startswith("worst case over the box") else said for said in bound.assumes)
-        assumes = tuple(said.replace("every record of the box", f"every record of {place}") for said in assumes)
+        worst = f"{WORST_CASE} over {self.place}: through the box inside it"
+        assumes = tuple(worst if said.startswith(WORST_CASE) else said for said in bound.assumes)
+        assumes = tuple(said.replace("every record of the box", f"every record of {self.place}") for said in assumes)
+        assumes = tuple(said.replace("corners of the box", "corners of the box inside the ball") for said in assumes)
         given = self.cut or (self.low, self.high)
         guess = min((given[1] - given[0]) ** 2 / 4, (self.ball or 0.0) ** 2 / self.dim)
         average = bound.name in ("theorem1", "theorem1_paper") and self.dim > 1
@@ -84,8 +100,9 @@ class DataSpace:
         return replace(bound, assumes=assumes, guess=guess, coordinates=mean)
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dictionary for JSON."""
-        return {"dim": self.dim, "low": self.low, "high": self.high, "ball": self.ball, "cut_from": self.cut}
+        """A plain dictionary for JSON. "space": the data space in words; "low" and "high": the box of the floors."""
+        ends = {"low": self.low, "high": self.high, "ball": self.ball, "cut_from": self.cut}
+        return {"dim": self.dim, "space": self.described(), **ends}
 
 
 def data_space(dim: int, low: float | None = None, high: float | None = None, radius: float | None = None) -> DataSpace:

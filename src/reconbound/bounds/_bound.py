@@ -18,6 +18,8 @@ Coordinates = Literal["each", "average"]
 VACUOUS_SHARE = 1e-6
 #: What is said of a number that is no guarantee, wherever it is shown.
 NOT_PROVED = "not proved, no guarantee"
+#: How `assumes` begins where a floor for any attacker holds on some record only; "over" and the data space follow.
+WORST_CASE = "worst case for the attacker"
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,17 @@ class Bound:
     def condition(self) -> str:
         """Where a floor for any attacker holds, as words of a sentence; "" for unbiased ones, which name theirs.
 
-        >>> Bound("lecam", 1.0, "Le Cam", "any", "replace-one", assumes=("worst case for the attacker",)).condition
+        >>> worst = ("worst case for the attacker over the box: on average over its corners",)
+        >>> Bound("lecam", 1.0, "Le Cam", "any", "replace-one", assumes=worst).condition
         'on some conceivable record of the box, not on each'
         """
         if self.attacker != "any":
             return ""
-        said = next((a for a in self.assumes if a.startswith(("worst case", "on average"))), "")
-        return "on some conceivable record of the box, not on each" if said.startswith("worst case") else said
+        said = next((a for a in self.assumes if a.startswith((WORST_CASE, "on average"))), "")
+        if not said.startswith(WORST_CASE):
+            return said
+        place = said.removeprefix(f"{WORST_CASE} over ").partition(":")[0]
+        return f"on some conceivable record of {place}, not on each"
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary for JSON."""

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from .._check import InputError, matrix, number, numbers, whole
-from ._bound import Bound, Box, box, divergence, from_log
+from ._bound import WORST_CASE, Bound, Box, box, divergence, from_log
 from ._inverse import inverse_trace
 
 REPLACE_ONE = "replace-one"
 AVERAGE = "Fisher information, averaged over the prior"
-WORST_CORNER = "worst case for the attacker over the box: on average over its corners"
+WORST_CORNER = f"{WORST_CASE} over the box: on average over its corners"
 
 
 # --- van Trees: Fisher information and a prior ------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def box_minimax(information: float, *, width: float = 1.0, each_coordinate: bool
         two = (w * math.cos(x / 2) / 2) ** 2 * (x / reach) ** 2 if reach > 0 else w**2 / 4
         value = max(value, two)
     assumes = (
-        "worst case for the attacker over the box",
+        f"{WORST_CASE} over the box",
         "the information is at most this throughout the box, " + ("in each coordinate" if each_coordinate else "dFIL"),
     )
     return Bound("box_minimax", value, "van Trees and Le Cam on a box", "any", "Fisher information", assumes=assumes,

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from .._check import number, whole
-from ._bound import Bound, Box, box, divergence, from_log
+from ._bound import WORST_CASE, Bound, Box, box, divergence, from_log
 from .any_attacker import _spectrum
 
 REFERENCE = "KL divergence to one release that does not depend on the record"
@@ -40,7 +40,7 @@ def corners_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bo
         "rate–distortion (corners)",
         "any",
         REFERENCE,
-        assumes=("worst case for the attacker over the box: on average over its corners",),
+        assumes=(f"{WORST_CASE} over the box: on average over its corners",),
         guess=space.guess,
         coordinates=space.average,
     )
@@ -184,7 +184,7 @@ def rate_distortion(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> 
     """
     low_rate, high_rate = corners_floor(kl, widths=widths, dim=dim), uniform_floor(kl, widths=widths, dim=dim)
     best = low_rate if low_rate.value >= high_rate.value else high_rate
-    assumes = ("worst case for the attacker over the box",)
+    assumes = (f"{WORST_CASE} over the box",)
     return Bound("rate_distortion", best.value, best.theorem, "any", REFERENCE, assumes=assumes, guess=low_rate.guess,
                  coordinates=best.coordinates)  # fmt: skip
 

@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from .._check import InputError, number, rounded_up
+from ..data_space import DataSpace
 
 
 def option(name: str) -> str:
@@ -65,19 +66,20 @@ def epochs_as_steps(epochs: Any, sample_rate: Any) -> int:
     return rounded_up(Fraction(number("epochs", epochs, above=0.0, at_most=1e15)) / Fraction(rate))
 
 
-def within_range(target_mse: float | None, target_error: float | None, low: float, high: float) -> None:
+def within_range(target_mse: float | None, target_error: float | None, data: DataSpace) -> None:
     """Refuse a target beyond the range: whoever guesses within it errs by less, so the range was forgotten."""
-    width = high - low
+    width = data.widest
     if target_mse is None or not (width > 0 and target_mse > width**2 * (1 + 1e-9)):
         return
     name, most, given = ("target_error", width, target_error)
     if target_error is None:
         name, most, given = ("target_mse", width**2, target_mse)
     which = "the range" if target_error is not None else "the square of the range"
+    options = "--low and --high" if data.ball is None else "--data-norm, --low and --high"
     raise InputError(
         name,
-        f"must be at most {most:g}, {which} of the data ({low:g} to {high:g}), by which any guess within it is off at "
-        "most: give the range by --low and --high",
+        f"must be at most {most:g}, {which} of the data ({data.described()}), by which any guess within it is off at "
+        f"most: give the range by {options}",
         given,
     )
 

@@ -126,7 +126,7 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
     told = _epsilons(found.mechanism, found.epsilon, found.epsilon_add_remove, found.delta)
     if told:
         console.print(told)
-    space = "the box" if found.space.whole_ball is None else "the ball"
+    space = found.space.place
     closing = (
         "The attacker knows every other record and sees the whole release. Unbiased floors hold at every record for "
         f"attackers who are unbiased all over {space}, not for those who guess with a bias. Floors for any attacker "
@@ -177,8 +177,8 @@ KINDS = {
     "theorem1": "unbiased attackers, at every record",
     "theorem1_paper": "nobody: the paper's own line, to compare with",
     "corners": "unbiased attackers, at every record",
-    "lecam": "any attacker, on some record of the box",
-    "rate_distortion": "any attacker, on some record of the box",
+    "lecam": "any attacker, on some record of {place}",
+    "rate_distortion": "any attacker, on some record of {place}",
 }
 ADVICE = (
     "lecam and rate_distortion are for attackers who may guess with a bias or know what is likely, as most do; "
@@ -209,24 +209,25 @@ def print_calibration(
     if told:
         print(told)
     print(known.sentence())
-    print(f"{found.bound.name} binds {_kind(found.bound.name, space)}. The same target by another --bound:")
+    print(f"{found.bound.name} binds {_kind(found.bound.name, data)}. The same target by another --bound:")
     for name in FLOORS:
         if name not in _own(found):
-            print(f"  {name} ({_kind(name, space)}): {_noise_for(name, found, space)}")
+            print(f"  {name} ({_kind(name, data)}): {_noise_for(name, found, space)}")
     print(f"{ADVICE} Records lie in {data.described(found.bound.units)}.")
     for note in (*notes, *found.mechanism.notes(), *data.notes()):
         print(f"Note: {note}")
 
 
-def _kind(name: str, space: dict[str, Any]) -> str:
-    mean = ", on average over the coordinates" if space["dim"] > 1 and name in ("corners", "rate_distortion") else ""
-    return f"{KINDS[name]}{mean}"
+def _kind(name: str, data: DataSpace) -> str:
+    average = name in ("corners", "rate_distortion") or (name == "theorem1" and data.place != "the box")
+    mean = ", on average over the coordinates" if data.dim > 1 and average else ""
+    return f"{KINDS[name].format(place=data.place)}{mean}"
 
 
 def _noise_for(name: str, found: Calibration, space: dict[str, Any]) -> str:
     other = _other(name, found, space)
     if "highest_mse" in other:
-        return f"no noise is enough, as a plain guess errs by ±{format_limit(other['highest_mse'] ** 0.5)} at most"
+        return f"no noise is enough, it ends at ±{format_limit(other['highest_mse'] ** 0.5)}"
     noise = other[found.mechanism.noise_field]
     return "met without noise" if noise is None else format_noise(noise, 4)
 
@@ -238,6 +239,7 @@ def print_epsilon_calibration(
     adjacency: str | None,
     bound: str,
     space: dict[str, Any],
+    data: DataSpace,
     notes: Sequence[str] = (),
     *,
     as_json: bool,
@@ -253,7 +255,8 @@ def print_epsilon_calibration(
         facts = {mechanism.noise_field: noise, "target_epsilon": target, "adjacency": which, "delta": delta}
         facts |= {"epsilon": replace_one, "epsilon_add_remove": add_remove, "bound": reached.to_dict()}
         facts |= {"success_at_1_percent": known.success, "meaningful": known.meaningful}
-        facts |= {"randomness": mechanism.randomness, "notes": [*notes, *mechanism.notes()]}
+        facts |= {"randomness": mechanism.randomness, "notes": [*notes, *mechanism.notes(), *data.notes()]}
+        facts |= {"data": data.to_dict()}
         print_json({**facts, "mechanism": {**mechanism.to_dict(), "sampler": mechanism.sampler}})
         return
     what = mechanism.noise_field.replace("_", " ")
@@ -266,5 +269,5 @@ def print_epsilon_calibration(
     print(known.sentence())
     if adjacency is None:
         print("Opacus and TF Privacy count add/remove: for an ε of theirs say --adjacency add/remove.")
-    for note in (*notes, *mechanism.notes()):
+    for note in (*notes, *mechanism.notes(), *data.notes()):
         print(f"Note: {note}")

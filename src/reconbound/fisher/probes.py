@@ -115,13 +115,13 @@ class Basis:
         v = omega.expand(records, *omega.shape)
         if self.q is None:
             return v
-        components = self.q @ omega.flatten()
+        flat = omega.flatten().to(self.q.dtype)  # in half precision the basis is float32's
+        components = self.q @ flat
         wanted = components.sign() if signs is None else signs[: len(self.q)]
         change = (wanted - components).unsqueeze(2)
-        flat = omega.flatten()
         for q, k in zip(self.q, change, strict=True):
             flat = torch.addcmul(flat, q, k)
-        return flat.reshape(v.shape)
+        return flat.reshape(v.shape).to(omega.dtype)
 
 
 def _units(v: Tensor, at_least: float = 0.0) -> tuple[Tensor, Tensor]:

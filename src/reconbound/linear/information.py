@@ -15,6 +15,7 @@ from ..bounds import Bound, from_spectral_norm, from_trace, per_feature
 from ..rounding import format_floor
 from . import reference
 from .losses import Squared
+from .rounding_error import UNIT, RoundingError, rounding_error
 from .solver import Optimum
 from .spectral import top_by_lanczos, top_of_updates
 
@@ -34,7 +35,8 @@ class Leakage:
         noise_std: the noise's standard deviation per parameter.
         diagonal: Iⱼⱼ, (N, d), or None where it was not asked for.
         spectral_norm: ‖I‖₂ = η², (N,), or None where it was not asked for.
-        inverse_trace: Tr(I⁻¹), (N,), 1e308 σ² where I is singular; None for softmax, see `cramer_rao_of`.
+        inverse_trace: Tr(I⁻¹), (N,), at least: lowered by what rounding hides, 0 where it hides all; None for softmax,
+            see `cramer_rao_of`.
         target: the information about y, all features known, (N,), for regression; None otherwise.
         clipped: which rows were longer than data_norm. All is about the row before clipping, whose length is gone: then
             Tr(I⁻¹) is infinite (1e308 σ², to stay a float).
@@ -74,7 +76,7 @@ class Leakage:
 
     @property
     def cramer_rao(self) -> Bound:
-        """Tr(I⁻¹)/d, per record: the exact Cramér–Rao floor, never below `floor`. Slow for softmax: `cramer_rao_of`."""
+        """Tr(I⁻¹)/d, per record: the Cramér–Rao floor, never below `floor`. Slow for softmax: `cramer_rao_of`."""
         return self.cramer_rao_of(np.arange(len(self.trace)))
 
     def cramer_rao_of(self, records: Any) -> Bound:
@@ -130,7 +132,7 @@ class Leakage:
         return per_feature(self.target)
 
     def information(self, record: int) -> np.ndarray:
-        """The whole matrix I of one record, (d, d)."""
+        """The whole matrix I of one record, (d, d), as computed: not raised by what rounding took, as the rest is."""
         n = len(self.trace)
         if not 0 <= record < n:
             raise InputError("record", f"must be an index from 0 to {n - 1}", record)
@@ -159,7 +161,11 @@ def leakage(
         diagonal, spectral: whether to compute the diagonal (an N×d array) and the spectral norm.
         norms: the rows' Euclidean norms before they were clipped, (N,), where some were.
 
-    Guarantee: exact at the minimiser, for an attacker who knows all other records, the label, λ and σ.
+    Guarantee: information is at least, and Tr(I⁻¹) at most, that at the exact minimiser, for an attacker who knows all
+    other records, the label, λ and σ; the difference is rounding's (docs/theory-linear.md 6.1).
+
+    Raises:
+        NotConverged: the Hessian's condition number leaves too few digits for a statement.
     """
     sigma = number("noise_std", noise_std, above=0.0)
     units = None
@@ -175,6 +181,7 @@ def leakage(
         now = np.linalg.norm(optimum.rows[:, : optimum.dim], axis=1)
         shrunk = np.minimum(now / np.maximum(norms, np.finfo(float).tiny), 1.0)
         shrunk[norms <= now * (1 + 1e-9)] = 1.0
+    off = rounding_error(optimum)
     work = _softmax_parts if optimum.weights.shape[0] > 1 else _scalar_parts
     unit = np.ones(optimum.dim) if units is None else units
     short = np.flatnonzero(shrunk < 1)
@@ -182,10 +189,13 @@ def leakage(
     if short.size:
         assert diag is not None
         _before_clipping(optimum, unit, short, shrunk[short], trace, diag, norm, inverse)
+    trace, diag, norm = _raised(optimum, off, unit, short, trace, diag, norm)
     diag = diag if diagonal else None
     target = None
     if isinstance(optimum.loss, Squared):  # dθ*/dy = H⁻¹x̃
-        target = np.einsum("ij,ij->i", moved := optimum.rows @ optimum.inverse_hessian, moved) / sigma**2
+        lost = off.products / float(np.linalg.norm(optimum.inverse_hessian)) * np.linalg.norm(optimum.rows, axis=1)
+        length = np.linalg.norm(optimum.rows @ optimum.inverse_hessian, axis=1) + lost
+        target = (length / (1 - off.share) / sigma) ** 2
     var = sigma**2
     return Leakage(
         trace / var,
@@ -200,6 +210,29 @@ def leakage(
         units,
         shrunk,
     )
+
+
+def _raised(
+    o: Optimum,
+    off: RoundingError,
+    unit: np.ndarray,
+    short: np.ndarray,
+    trace: np.ndarray,
+    diag: np.ndarray | None,
+    norm: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """Trace, diagonal and spectral norm raised by what rounding may have taken from them (docs/theory-linear.md 6)."""
+    columns, whole = off.of_columns(o, unit), off.of_whole(o, unit)
+    columns[short] = 4 * whole[short, None]  # three terms, each as large as ‖M‖² allows
+    trace = off.raised(trace, columns.sum(axis=1), float(np.linalg.norm(1 / unit)))
+    if diag is not None:
+        diag = off.raised(diag, columns, 1 / unit)
+    if norm is not None:
+        beside = columns.sum(axis=1) + 4 * whole
+        beside[short] += 2e-9 * norm[short]  # Lanczos stops there
+        beside += 0.0 if len(o.weights) == 1 else 2e-9 * norm
+        norm = np.minimum(off.raised(norm, beside, float(1 / unit.min())), trace)
+    return trace, diag, norm
 
 
 Product = Callable[[np.ndarray], np.ndarray]
@@ -228,17 +261,24 @@ def _scalar_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool) 
         if diag is not None:
             diag[b] = np.square(a[b])[:, None] * s_diag + (2 * a[b])[:, None] * (q * v) + c[b, None] * v_square
         if norm is not None:
-            norm[b] = top_of_updates(levels, a[b], q @ turn, turned_v, c[b])
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+                norm[b] = top_of_updates(levels, a[b], q @ turn, turned_v, c[b])
+            # slopes so small that their squares are lost: vᵀIv/vᵀv is no larger than λ_max, or the trace is taken
+            along = a[b] ** 2 * (v @ s @ v) + 2 * a[b] * (q @ v) * v_square.sum() + c[b] * v_square.sum() ** 2
+            least = along * (1 - 1e-6) / max(v_square.sum(), np.finfo(float).tiny)
+            norm[b] = np.where(norm[b] >= least, norm[b], trace[b])
     trace = np.maximum(trace, 0.0)
     if diag is not None:
         np.maximum(diag, 0.0, out=diag)
     if norm is not None:
         norm = np.minimum(norm, trace)
-    return trace, diag, norm, _inverse_trace(o, unit)
+    return trace, diag, norm, _inverse_trace(o, unit, rounding_error(o))
 
 
-def _inverse_trace(o: Optimum, unit: np.ndarray) -> np.ndarray:
-    """Tr((JᵀJ)⁻¹) by Woodbury's formula: rank two on S⁻¹, which is H² (Schur complement of the intercept's row)."""
+def _inverse_trace(o: Optimum, unit: np.ndarray, off: RoundingError) -> np.ndarray:
+    """Tr((JᵀJ)⁻¹) by Woodbury's formula: rank two on S⁻¹, which is H² (Schur complement of the intercept's row).
+
+    Where its terms cancel, the smallest value is taken that rounding leaves possible; 0 where it leaves all."""
     d = o.dim
     square = o.hessian @ o.hessian
     inv, shift, rho = square[:d, :d], np.zeros(d), 0.0
@@ -251,10 +291,23 @@ def _inverse_trace(o: Optimum, unit: np.ndarray) -> np.ndarray:
     w12, w22 = bend * (x @ v), float(v @ towards)
     r11, r12, r22 = bend**2 * (x**2 @ unit**2), bend * (x @ (unit**2 * towards)), float(np.sum((unit * towards) ** 2))
     gap = rho * bend**2 * w22 + (a + w12) ** 2
+    # what each can be off by, through bounds that do not cancel: |inv| ≤ big, |x| ≤ far, |a + w12| ≤ reach
+    step, length, wide = 4 * (len(square) + 8) * UNIT, float(np.linalg.norm(v)), float(unit.max())
+    big = float(np.sum(o.hessian**2))
+    ratio = big * rho
+    big *= (1 + np.sqrt(ratio)) ** 2
+    far = np.linalg.norm(x, axis=1) + ratio
+    reach = np.abs(a) + bend * far * length
+    high11, high12 = (bend * far * wide) ** 2, bend * far * wide**2 * big * length
+    high22 = (wide * big * length) ** 2
+    top_off = step * (big * length**2 * high11 + 2 * reach * high12 + rho * bend**2 * high22)
+    gap_off = step * (rho * bend**2 * big * length**2 + reach**2)
+    top = w22 * r11 - 2 * (a + w12) * r12 - rho * bend**2 * r22 - top_off
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        total = np.sum(unit**2 * np.diag(inv)) + (w22 * r11 - 2 * (a + w12) * r12 - rho * bend**2 * r22) / gap
-        out = total / a**2
-    return np.where(np.isfinite(out), np.maximum(out, 0.0), LARGEST)
+        part = np.where(top > 0, top / (gap + gap_off), np.where(gap > gap_off, top / (gap - gap_off), -np.inf))
+        total = np.sum(unit**2 * np.diag(inv)) - step * wide**2 * big * len(v) + part
+        root = np.where(total > 0, np.abs(a) / np.sqrt(total), np.inf)
+    return np.asarray(np.minimum(off.lowered(root, unit), LARGEST))
 
 
 def _softmax_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool) -> Parts:
@@ -288,8 +341,11 @@ def _softmax_inverse_trace(o: Optimum, unit: np.ndarray, records: np.ndarray) ->
 
     J = −(Σₗ gₗ H⁻¹_{·l} + H⁻¹(I ⊗ x̃)AW). Values are raised by what rounding may have taken, so that the floor is no
     larger than the exact one; a singular J gives a huge number."""
-    d, (k, p) = o.dim, o.weights.shape
-    blocks = o.inverse_hessian.reshape(k * p, k, p)
+    d, (k, p), off = o.dim, o.weights.shape, rounding_error(o)
+    blocks, least = o.inverse_hessian.reshape(k * p, k, p), float(unit.min())
+    slope, bend = off.size
+    lost = float(np.linalg.norm(o.inverse_hessian)) * (slope + bend * float(np.linalg.norm(o.weights[:, :d]))) / least
+    lost = 4 * (k * p + 8) * UNIT * lost + off.moved / least
     out, size = np.empty(len(records)), max(1, FLOATS // (k * p * d))
     for i in range(0, len(records), size):
         part = records[i : i + size]
@@ -297,8 +353,8 @@ def _softmax_inverse_trace(o: Optimum, unit: np.ndarray, records: np.ndarray) ->
         jacobian = np.einsum("nl,alj->naj", o.slopes[part], blocks[:, :, :d], optimize=True)
         jacobian += np.einsum("alp,np->nal", blocks, o.rows[part], optimize=True) @ bent
         values = np.linalg.svd(jacobian / unit, compute_uv=False)
-        raised = np.maximum(values + k * p * np.finfo(float).eps * values[:, :1], 1e-100)
-        out[i : i + size] = np.sum(raised**-2.0, axis=1)
+        raised = values + k * p * np.finfo(float).eps * values[:, :1] + lost[part, None]
+        out[i : i + size] = np.sum(np.maximum(raised / (1 - off.share), 1e-100) ** -2.0, axis=1)
     return out
 
 

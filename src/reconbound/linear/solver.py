@@ -97,9 +97,17 @@ def hessian(rows: np.ndarray, curvatures: np.ndarray, penalty: float) -> np.ndar
     return np.asarray(full)
 
 
+def _cholesky(matrix: np.ndarray) -> np.ndarray:
+    """The lower Cholesky factor."""
+    try:
+        return np.asarray(cholesky(matrix, lower=True, check_finite=False))
+    except np.linalg.LinAlgError:
+        raise NotConverged("the Hessian is singular to rounding: more l2 is needed") from None
+
+
 def _inverse(matrix: np.ndarray) -> np.ndarray:
     """The inverse of a positive definite matrix by its Cholesky factor, symmetric to the last digit."""
-    factor = cholesky(matrix, lower=True, check_finite=False)
+    factor = _cholesky(matrix)
     inverse, info = lapack.dpotri(factor, lower=1)
     if info:
         raise NotConverged(f"the Hessian cannot be inverted (LAPACK dpotri says {info}): more l2 is needed")
@@ -173,7 +181,7 @@ def minimise(
         if left == 0:
             break
         h = hessian(rows, loss.curvature(rows @ weights.T, y), penalty)
-        step = cho_solve((cholesky(h, lower=True, check_finite=False), True), slope.ravel()).reshape(shape)
+        step = cho_solve((_cholesky(h), True), slope.ravel()).reshape(shape)
         now, descent, length = objective(weights), float(np.sum(step * slope)), 1.0
         trial = weights - step
         after = gradient(rows, y, loss, penalty, trial)

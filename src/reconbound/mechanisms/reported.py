@@ -19,6 +19,7 @@ from ..bounds import (
     rero_from_pure,
 )
 from ..bounds._bound import from_log
+from ..rounding import format_limit
 from ._base import (
     ADD_REMOVE,
     ADJACENCIES,
@@ -42,8 +43,31 @@ def _neighbours(adjacency: str | None) -> str:
     return REPLACE_ONE if adjacency is None else choice("adjacency", adjacency, ADJACENCIES)
 
 
+class _Reported(Mechanism):
+    """A mechanism of which a number was reported, with its neighbours or without."""
+
+    adjacency: str | None
+
+    @property
+    def neighbours(self) -> str:
+        """For which neighbours the number was taken."""
+        return _neighbours(self.adjacency)
+
+    @property
+    def kl_neighbours(self) -> str:
+        return self.neighbours
+
+    @property
+    def paper_neighbours(self) -> str:
+        return self.neighbours
+
+    def _taken(self) -> str:
+        """The neighbours, and whether they were assumed, as words."""
+        return f"under {self.neighbours}{' (assumed: not given)' if self.adjacency is None else ''}"
+
+
 @dataclass(frozen=True)
-class DP(Mechanism):
+class DP(_Reported):
     """A mechanism of which only (ε, δ) is known.
 
     Attributes:
@@ -65,19 +89,6 @@ class DP(Mechanism):
         epsilon = number("epsilon", self.epsilon, at_least=0.0)
         plain(self, epsilon=epsilon, delta=number("delta", self.delta, at_least=0.0, below=1.0))
         _neighbours(self.adjacency)
-
-    @property
-    def neighbours(self) -> str:
-        """For which neighbours (ε, δ) was taken."""
-        return _neighbours(self.adjacency)
-
-    @property
-    def kl_neighbours(self) -> str:
-        return self.neighbours
-
-    @property
-    def paper_neighbours(self) -> str:
-        return self.neighbours
 
     def for_group(self, copies: int) -> DP:
         """Returns (kε, δ (e^{kε} − 1)/(e^ε − 1)): group privacy."""
@@ -120,8 +131,7 @@ class DP(Mechanism):
         return rero_from_pure(kappa, self.epsilon, self.delta)
 
     def assumes(self) -> tuple[str, ...]:
-        taken = " (assumed: not given)" if self.adjacency is None else ""
-        return (f"({self.epsilon:g}, {self.delta:g})-DP under {self.neighbours}{taken}",)
+        return (f"({self.epsilon:g}, {self.delta:g})-DP {self._taken()}",)
 
     def notes(self) -> tuple[str, ...]:
         said = []
@@ -131,7 +141,7 @@ class DP(Mechanism):
             eps, delta = self._replace_one()
             said.append(
                 "ε is for adding or removing a record; what is said of replace-one neighbours follows from it by group "
-                f"privacy: ({eps:g}, {delta:.3g})."
+                f"privacy: ({format_limit(eps, 6)}, {format_limit(delta)})."
             )
         if self.delta > 0:
             said.append(
@@ -151,7 +161,7 @@ class DP(Mechanism):
 
 
 @dataclass(frozen=True)
-class RenyiDP(Mechanism):
+class RenyiDP(_Reported):
     """A mechanism of which only a Rényi divergence is known: (order, ε)-RDP, in both directions.
 
     Attributes:
@@ -174,19 +184,6 @@ class RenyiDP(Mechanism):
         epsilon = number("epsilon", self.epsilon, at_least=0.0)
         plain(self, epsilon=epsilon, order=number("order", self.order, at_least=0.5))
         _neighbours(self.adjacency)
-
-    @property
-    def neighbours(self) -> str:
-        """For which neighbours the divergence was taken."""
-        return _neighbours(self.adjacency)
-
-    @property
-    def kl_neighbours(self) -> str:
-        return self.neighbours
-
-    @property
-    def paper_neighbours(self) -> str:
-        return self.neighbours
 
     @property
     def _own_order2(self) -> float:
@@ -223,8 +220,7 @@ class RenyiDP(Mechanism):
         return rero_from_order2(kappa, self._own_order2)
 
     def assumes(self) -> tuple[str, ...]:
-        taken = " (assumed: not given)" if self.adjacency is None else ""
-        return (f"({self.order:g}, {self.epsilon:g})-RDP under {self.neighbours}{taken}",)
+        return (f"({self.order:g}, {self.epsilon:g})-RDP {self._taken()}",)
 
     def notes(self) -> tuple[str, ...]:
         said = [ASSUMED.format(what="The divergence")] if self.adjacency is None else []

@@ -90,7 +90,7 @@ def for_records(view: View) -> list[str]:
     if view.worst is None or view.guess <= 0:
         return []
     noise = float(view.run.mechanism.get("noise_multiplier", 0.0))
-    worst = float(view.shown[view.worst])
+    worst = view.lowest
     why = (
         "A step’s information is that of the clipped gradient over the square of the noise, times a sampling factor "
         "that shrinks with more noise: along the same training path, twice the noise about doubles every ± floor or "

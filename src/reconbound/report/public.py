@@ -245,12 +245,15 @@ def copies(run: Run, noun: str) -> list[tuple[str, str]]:
     if mechanism is None:
         return []
     found = [(k, mechanism.for_group(k).rero(BLIND)) for k in (2, 5, 10)]
-    rates = ", ".join(f"{format_percent(float(success))} with {k} {noun}s" for k, success in found)
+    told = [(k, format_percent(float(success))) for k, success in found]
+    some = [f"at most {chance} with {k} {noun}s" for k, chance in told if chance != "100%"]
+    none = next((f"not bounded with {k} {noun}s or more" for k, chance in told if chance == "100%"), "")
+    rates = ", ".join([*some, none] if none else some)
     return [
         (
             "Several rows",
             f"All floors here are for one {noun}. Of somebody with several in the data, who is rebuilt with "
-            f"a chance of {format_percent(BLIND)} without the release, the chance with it is at most {rates}.",
+            f"a chance of {format_percent(BLIND)} without the release, the chance with it is {rates}.",
         )
     ]
 

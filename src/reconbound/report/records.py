@@ -248,7 +248,7 @@ def glance(view: View) -> list[dict[str, str]]:
         tiles.append({"title": f"Chance to rebuild {with_article(view.noun)}", "figure": format_percent(success),
                       "below": f"at most, where a blind guess has {format_percent(BLIND)}"})  # fmt: skip
     if view.worst is not None:
-        worst, middle = float(view.shown[view.worst]), view.quantile(0.5)
+        worst, middle = view.lowest, view.quantile(0.5)
         kind = f"at {view.level} confidence" if view.limited(view.worst) else "estimate"
         of = "estimates" if view.basis == "by estimates" else "lower limits"
         tiles.append({"title": f"Most exposed {view.noun}, {kind}", "figure": plus_minus(worst),
@@ -262,9 +262,13 @@ def glance(view: View) -> list[dict[str, str]]:
         looked = "" if among == view.records else " looked at"
         tiles.append({"title": "Unbiased floor below a guess on at least one column", "figure": percent(some, among),
                       "below": f"{some:,} of {count(among, view.noun)}{looked}"})  # fmt: skip
+    over = " over all columns" if exposed is not None else ""
+    sure = view.basis != "by estimates"
     tiles.append(
         {
-            "title": f"Unbiased floor below a guess{' over all columns' if exposed is not None else ''}",
+            "title": f"Unbiased floor{over} not above a guess at {view.level} confidence"
+            if sure
+            else f"Unbiased floor below a guess{over}",
             "figure": percent(below, view.records),
             "below": f"{below:,} of {count(view.records, view.noun)}"
             + (f", {view.unknown:,} never measured" if view.unknown else ""),

@@ -47,7 +47,7 @@ def _first(view: View, worst: int) -> str:
         over = "" if view.image or view.single else f" (root mean square over its {view.private_parts})"
         guess = "the average image" if view.image else "the average"
         return (
-            f"{sure}, {who} errs by at least {plus_minus(float(view.shown[worst]))} {view.of_range} {per}on the most "
+            f"{sure}, {who} errs by at least {plus_minus(view.lowest)} {view.of_range} {per}on the most "
             f"exposed {view.noun}{over}; guessing {guess} errs by {guess_error(view.guess)}."
         )
     told = [j for j in range(view.features) if not columns.constant(view, j)] or list(range(view.features))
@@ -106,7 +106,8 @@ def _together(view: View, exposed: int) -> list[str]:
     below, all_of, unknown = view.below(view.guess), count(view.records, view.noun), view.unknown
     over = f" over all {view.part}s together" if view.features > 1 else ""
     pixels = view.parts_below_guess() if view.image and view.features > 1 else 0
-    errs = f"an unbiased attacker errs by at least as much as a guess{over}, {view.basis}"
+    sure = view.basis != "by estimates"
+    errs = f"an unbiased attacker errs by at least as much as a guess{over}, {'each ' if sure else ''}{view.basis}"
     unbound = "" if view.protection.meaningful else "; a biased attacker is not bound by this"
     if unknown and below <= unknown:
         them = "it, and it counts" if unknown == 1 else "them, and they count"
@@ -124,7 +125,9 @@ def _together(view: View, exposed: int) -> list[str]:
     if below == 0:
         return [f"{every} {errs}{unbound}."]
     floor, guess = ("the floor", "a guess") if not over else (f"the floor{over}", "a guess of them")
-    may = f"lies below the error of {guess}, {view.basis}, and the release may tell an unbiased attacker more than that"
+    unsure = bool(((view.shown < view.guess) & (view.floor >= view.guess)).any())  # above it by the estimate
+    may = "is not shown to be above" if unsure else "lies below"
+    may += f" the error of {guess}, {view.basis}, and the release may tell an unbiased attacker more than that"
     if below == view.records:
         whose = "the one" if view.records == 1 else "all of the"
         return [f"For {whose} {view.noun if view.records == 1 else all_of} {floor} {may}: more noise is called for."]
@@ -217,6 +220,7 @@ def _confidence(view: View) -> str:
     said = f"Average of {int(view.run.mechanism.get('runs', 2)):,} runs. "
     if limited[worst]:
         own, lowest = float(upper[worst]), float(upper[limited].min())
+        whose = whose if lowest == own else _whose(view, worst, " by the estimates")
         said += f"{whose} is at least {_here(view, own)} at {view.level} confidence "
         said += f"(estimate {plus_minus(float(view.floor[worst]))})"
         any_one = f"any {view.noun}{' that has a limit' if rare else ''}"
@@ -239,9 +243,9 @@ def _confidence(view: View) -> str:
     return said.rstrip()
 
 
-def _whose(view: View, record: int) -> str:
+def _whose(view: View, record: int, by: str = "") -> str:
     over = f" over all its {view.part}s" if view.features > 1 else ""
-    return f"The floor of the most exposed {view.noun}{over} ({view.record_name(record)})"
+    return f"The floor of the {view.noun} most exposed{by}{over} ({view.record_name(record)})"
 
 
 def _here(view: View, error: float) -> str:

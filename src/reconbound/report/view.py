@@ -215,6 +215,18 @@ class View:
         return int(np.argmin(np.where(self.measured, self.floor, np.inf)))
 
     @cached_property
+    def lowest(self) -> float:
+        """± floor that no record is below, as it is shown first: the lowest of the lower confidence limits where the
+        record most exposed by the estimates has one, and otherwise its estimate. Another record's limit may be lower
+        than its own."""
+        if self.worst is None:
+            return 0.0
+        limits = self.upper_floor
+        if limits is None or not limits[self.worst] > 0:
+            return float(self.floor[self.worst])
+        return float(limits[limits > 0].min())
+
+    @cached_property
     def guess(self) -> float:
         """± error of guessing the average record, mean square over the features."""
         return self.unit * float(np.sqrt(np.nan_to_num(self.leakage.guess.double().numpy()).mean()))

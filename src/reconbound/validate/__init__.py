@@ -26,6 +26,7 @@ from reconbound.validate.structure import (
     check_structure,
     kink_caveats,
     kinked_modules,
+    precision_caveats,
     remember_check,
     warn_kinks,
 )
@@ -81,7 +82,8 @@ def check_batch(
 
     Returns:
         Caveats that every floor of this model must carry: that it is not proved, where the model has kinks; of a
-        module's output, what it is about and which trained parameters it does not cover; else (). They are remembered
+        module's output, what it is about and which trained parameters it does not cover; how far floors were off where
+        the model computes in half precision (its own, or by autocast); else (). They are remembered
         with the model: a ledger that is fed with its `step_information` has them.
 
     Raises:
@@ -125,7 +127,7 @@ def check_batch(
     warn_kinks(kinks)
     beside = uncovered_caveats(model, loss_fn, few, chosen_private(private))
     warn_uncovered(beside)
-    found = (*kink_caveats(kinks), *beside)
+    found = (*kink_caveats(kinks), *beside, *precision_caveats(model, trace.dtypes))
     remember_check(model, found)
     return found
 

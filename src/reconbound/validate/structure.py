@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .._check import warn_user
-from .._opacus import is_wrapper
+from .._opacus import by_opacus, is_wrapper
 
 _SMOOTH = "replace them by smooth ones: tanh or GELU for the activation, average pooling for max pooling"
 
@@ -82,6 +83,7 @@ def check_structure(model: nn.Module) -> None:
     for name, p in trainable:
         if not bool(torch.isfinite(p).all()):
             raise ModelError(f"parameter '{name}' is not finite: training has diverged, or the checkpoint is damaged")
+    _check_hooks(model, dict(trainable))
     for path, module in model.named_modules():
         if _uses_batch_statistics(module):
             raise ModelError(
@@ -94,6 +96,47 @@ def check_structure(model: nn.Module) -> None:
                 f"{label(model, path)} drops values at random: call .eval() on it or set its rate to 0 (the noise "
                 "that protects is the one on the gradient)"
             )
+
+
+def _check_hooks(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> None:
+    """Refuses hooks on gradients: single records' gradients are computed without them, so that what is trained and
+    measured would not be what they are for."""
+    parameters = {
+        "_backward_hooks": "register_hook",
+        "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+    }
+    modules = {
+        "_backward_hooks": "register_full_backward_hook",
+        "_backward_pre_hooks": "register_full_backward_pre_hook",
+    }
+    found = [
+        (f"parameter '{name}'", how)
+        for name, p in trainable.items()
+        for kind, how in parameters.items()
+        if _own_hooks(getattr(p, kind, None))
+    ]
+    found += [
+        (label(model, path), how)
+        for path, module in model.named_modules()
+        for kind, how in modules.items()
+        if _own_hooks(getattr(module, kind))
+    ]
+    found += [
+        ("every module", f"torch.nn.modules.module.register_module{how.removeprefix('register')}")
+        for kind, how in modules.items()
+        if _own_hooks(getattr(torch_module, f"_global{kind}"))
+    ]
+    if found:
+        where, how = found[0]
+        raise ModelError(
+            f"{where} has a hook on its gradient ({how}), which is not run here: gradients of single records are "
+            "computed without it. Remove it (handle.remove()); to leave parameters as they are, call "
+            "requires_grad_(False) on them"
+        )
+
+
+def _own_hooks(hooks: Mapping[int, object] | None) -> bool:
+    return any(not by_opacus(hook) for hook in (hooks or {}).values())
 
 
 def _uses_batch_statistics(module: nn.Module) -> bool:
@@ -124,6 +167,29 @@ def kink_caveats(kinks: Mapping[str, str]) -> tuple[str, ...]:
     return (f"not proved: the model has kinks ({places})",)
 
 
+def precision_caveats(model: nn.Module, computed: Iterable[torch.dtype] = ()) -> tuple[str, ...]:
+    """Returns what every floor must say of a model that computes in half precision: nothing, or one sentence.
+
+    The numbers are those of benchmarks/half_precision.py.
+
+    Args:
+        model: the model; its parameters are looked at.
+        computed: dtypes of what it computed where it was run: under autocast only these show it.
+
+    >>> precision_caveats(nn.Linear(2, 1))
+    ()
+    >>> print(precision_caveats(nn.Linear(2, 1).bfloat16())[0])
+    computed in bfloat16: beside float64, up to 1 in 20 floors of small networks was more than 15 % too high, and single
+    ones up to 8 times; measure in float32 to be sure
+    """
+    short = {*computed, *(p.dtype for p in model.parameters())} & {torch.bfloat16, torch.float16}
+    return tuple(
+        f"computed in {str(kind).removeprefix('torch.')}: beside float64, up to 1 in 20 floors of small networks was "
+        "more than 15 % too high, and single ones up to 8 times; measure in float32 to be sure"
+        for kind in sorted(short, key=str)
+    )
+
+
 def remember_check(model: nn.Module, caveats: tuple[str, ...]) -> None:
     """Remembers what a check found of a model, for the floors of every ledger that it feeds.
 
@@ -142,7 +208,9 @@ def known_caveats(model: nn.Module) -> tuple[str, ...]:
         model: the model as it is now, or Opacus's wrapper of it.
     """
     found = _CHECKED.get(_network(model))
-    return found if found is not None else (*kink_caveats(kinked_modules(model)), NOT_CHECKED)
+    if found is not None:
+        return found
+    return (*kink_caveats(kinked_modules(model)), *precision_caveats(model), NOT_CHECKED)
 
 
 def _network(model: nn.Module) -> nn.Module:

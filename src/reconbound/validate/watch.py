@@ -68,6 +68,7 @@ class Trace:
     in_place: dict[str, str] = field(default_factory=dict)
     seeded: dict[str, str] = field(default_factory=dict)
     attention: dict[str, str] = field(default_factory=dict)
+    dtypes: set[torch.dtype] = field(default_factory=set)  # of all that was computed
 
     @property
     def here(self) -> str:
@@ -91,7 +92,10 @@ class _Watch(TorchDispatchMode):
                 trace.in_place.setdefault(trace.here, name)
             if "scaled_dot_product" in name:
                 trace.attention.setdefault(trace.here, name)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            trace.dtypes.add(out.dtype)
+        return out
 
 
 def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
