@@ -87,8 +87,11 @@ class Case:
         own, said = type(error).__module__.startswith("reconbound."), str(error).lower()
         if own and (argument.lower() in said or self.called.get(argument, argument).lower() in said):
             return None
-        if argument in OWN_FUNCTIONS and callable(value):  # a function of the user's: its errors are its own
+        if argument in OWN_FUNCTIONS and callable(value) or (argument == "targets" and value is None):
+            # a function of the user's, or what the loss makes of it: its errors are its own
             return None
+        if argument in ("path", "checkpoint", "folder") and isinstance(error, OSError) and error.filename:
+            return None  # the file system's own words name the file
         frames = traceback.extract_tb(error.__traceback__)
         if argument in self.sklearn and isinstance(error, (ValueError, TypeError, OverflowError)) and any("sklearn" in f.filename for f in frames):
             return None

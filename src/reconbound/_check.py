@@ -39,6 +39,10 @@ class DataError(InputError):
         ValueError.__init__(self, message)
 
 
+class DataShown(DataError):
+    """A DataError whose message shows values of the data: as secret as they are."""
+
+
 class DataMissing(DataError, FileNotFoundError):
     """Data that is not where it was looked for."""
 
