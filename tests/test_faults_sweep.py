@@ -188,7 +188,8 @@ def test_a_clock_that_was_set_back_is_said_and_the_sweep_goes_on(tmp_path, capfd
     """A worker died, and the clock was then set back by an hour: its lease would last for an hour."""
     monkeypatch.setattr(clocks, "STILL", 0.6)
     for together in (None, 2):
-        config = replace(sweep_stub.config(tmp_path / f"s{together}", None, 2, together), lease=0.5)
+        config = replace(sweep_stub.config(tmp_path / f"s{together}", None, 4, together), lease=0.5)
+        config.out.mkdir()
         store = open_store(config)
         begin(store, config, sweep_stub.make(config))
         now = time.time
@@ -207,7 +208,8 @@ def test_a_clock_that_was_set_back_is_said_and_the_sweep_goes_on(tmp_path, capfd
 def test_a_worker_with_a_longer_lease_is_left_alone(tmp_path, monkeypatch) -> None:
     """It renews its lease all the time, which tells it from one that is dead."""
     monkeypatch.setattr(clocks, "STILL", 0.3)
-    config = replace(sweep_stub.config(tmp_path / "s", None, 2), lease=0.2)
+    config = replace(sweep_stub.config(tmp_path / "s", None, 4), lease=0.2)
+    config.out.mkdir()
     store = open_store(config)
     begin(store, config, sweep_stub.make(config))
     other = open_store(replace(config, lease=500.0))

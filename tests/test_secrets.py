@@ -67,7 +67,9 @@ def test_a_seed_is_not_found_from_its_fingerprint_in_a_moment() -> None:
 
 def test_a_seed_and_a_storage_come_from_the_environment(tmp_path, monkeypatch) -> None:
     by_option = [*small_folders.sweep_words(tmp_path, "one"), "--json"]
-    by_variable = [word for word in [*small_folders.sweep_words(tmp_path, "two"), "--json"] if word not in ("--seed", "1")]
+    by_variable = [
+        word for word in [*small_folders.sweep_words(tmp_path, "two"), "--json"] if word not in ("--seed", "1")
+    ]
     assert injecting.ended(by_option).status == 0
     monkeypatch.setenv("RECONBOUND_SEED", "1")
     monkeypatch.setenv("RECONBOUND_STORAGE", f"sqlite:///{tmp_path / 'elsewhere.db'}")

@@ -87,13 +87,17 @@ class Case:
         own, said = type(error).__module__.startswith("reconbound."), str(error).lower()
         if own and (argument.lower() in said or self.called.get(argument, argument).lower() in said):
             return None
-        if argument in OWN_FUNCTIONS and callable(value) or (argument == "targets" and value is None):
+        if (argument in OWN_FUNCTIONS and callable(value)) or (argument == "targets" and value is None):
             # a function of the user's, or what the loss makes of it: its errors are its own
             return None
         if argument in ("path", "checkpoint", "folder") and isinstance(error, OSError) and error.filename:
             return None  # the file system's own words name the file
         frames = traceback.extract_tb(error.__traceback__)
-        if argument in self.sklearn and isinstance(error, (ValueError, TypeError, OverflowError)) and any("sklearn" in f.filename for f in frames):
+        if (
+            argument in self.sklearn
+            and isinstance(error, (ValueError, TypeError, OverflowError))
+            and any("sklearn" in f.filename for f in frames)
+        ):
             return None
         last = next((f for f in reversed(frames) if "reconbound" in f.filename), frames[-1])
         where = f"{Path(last.filename).name}:{last.lineno}"
@@ -192,7 +196,9 @@ def cases(folder: Path) -> Iterator[Case]:
     yield Case("PrivateSGD", rb.PrivateSGD, sgd, _trained)
     first = {name: sgd[name] for name in ("model", "loss_fn", "inputs", "targets", "settings", "private")}
     yield Case("PrivateSGD, checked", rb.PrivateSGD, first, _trained)
-    yield Case("PrivateSGD.fit", lambda steps, epochs: _learner().fit(steps, epochs=epochs), _only(steps=2, epochs=None))
+    yield Case(
+        "PrivateSGD.fit", lambda steps, epochs: _learner().fit(steps, epochs=epochs), _only(steps=2, epochs=None)
+    )
     yield Case("PrivateSGD.repeat", lambda runs, steps, epochs: _learner().repeat(runs, steps, epochs=epochs),
                _only(runs=2, steps=2, epochs=None))  # fmt: skip
     paper = {name: sgd[name] for name in ("model", "loss_fn", "inputs", "targets", "progress", "check")}
@@ -228,7 +234,9 @@ def _ledger_cases(folder: Path) -> Iterator[Case]:
         def call(**given: Any) -> Any:
             return getattr(_ledger(), name)(**given)
 
-        return Case(f"FisherAccountant.{name}", call, {k: v if callable(v) else (lambda v=v: v) for k, v in good.items()})
+        return Case(
+            f"FisherAccountant.{name}", call, {k: v if callable(v) else (lambda v=v: v) for k, v in good.items()}
+        )
 
     yield method("add", indices=[0, 1], found=_found_with_features, weight=1.0, stratified=False)
     yield method("follow", found=_found_with_features)
@@ -249,7 +257,9 @@ def _ledger_cases(folder: Path) -> Iterator[Case]:
     restore = method("restore", tensors=lambda: _ledger().state(), runs=2)
     yield replace(restore, called={"tensors": "trace", "runs": "fingerprints"})
     _ledger().save(folder / "saved.safetensors")
-    yield Case("FisherAccountant.load", rb.FisherAccountant.load, _only(path=folder / "saved.safetensors", device="cpu"))
+    yield Case(
+        "FisherAccountant.load", rb.FisherAccountant.load, _only(path=folder / "saved.safetensors", device="cpu")
+    )
 
 
 def _linear_cases(x: np.ndarray, y: np.ndarray) -> Iterator[Case]:

@@ -492,7 +492,9 @@ def check_information(found: Any) -> None:
 def check_tensors(tensors: Any) -> None:
     """Refuses what is no dictionary of tensors."""
     if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise InputError("tensors", "must be a dictionary of tensors, as `state` returns", f"a {type(tensors).__name__}")
+        raise InputError(
+            "tensors", "must be a dictionary of tensors, as `state` returns", f"a {type(tensors).__name__}"
+        )
 
 
 def measured_rows(indices: Any, found: StepInformation) -> tuple[Any, StepInformation]:

@@ -69,8 +69,8 @@ def audit_command(
         int | None,
         typer.Option(
             envvar=SEED,
-            help="For a run to be repeated exactly. Whoever can guess it knows the noise: not for a release. Other users "
-            "of the machine see a command line; they do not see the variable.",
+            help="For a run to be repeated exactly. Whoever can guess it knows the noise: not for a release. Other "
+            "users of the machine see a command line; they do not see the variable.",
         ),
     ] = None,
     target: Annotated[str | None, typer.Option(help="The column to predict.")] = None,

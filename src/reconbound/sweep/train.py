@@ -111,7 +111,12 @@ class Trainer:
 
     def facts(self) -> dict[str, Any]:
         """What decides every trial's rows, apart from its setting; JSON."""
-        about = {"data": self.digest, "seed": fingerprint(self.seed, self.digest), "steps": self.counts, "runs": self.runs}
+        about = {
+            "data": self.digest,
+            "seed": fingerprint(self.seed, self.digest),
+            "steps": self.counts,
+            "runs": self.runs,
+        }
         about |= {"together": self.together, "private": None}
         if self.dataset.private is not None:  # the same data, but other floors
             about["private"] = [f.name for f in self.dataset.private_features]
