@@ -205,8 +205,8 @@ def cases(folder: Path) -> Iterator[Case]:
     paper |= _only(batch_size=2, noise_multiplier=1.0, max_grad_norm=1.0, lr=0.1, momentum=0.5, probes=1, seed=1)
     yield Case("PrivateSGD.paper", rb.PrivateSGD.paper, paper, _trained)
     settings = {
-        "noise_multiplier": 1.0, "max_grad_norm": 1.0, "sample_rate": 0.5, "sampler": "poisson", "clip": "smooth", "lr": 0.1,
-        "momentum": 0.0, "weight_decay": 0.0, "rules": (), "budget": 0.15, "probes": 1, "seed": 1, "micro_batch": None,
+        "noise_multiplier": 1.0, "max_grad_norm": 1.0, "sample_rate": 0.5, "sampler": "poisson", "clip": "smooth",
+        "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "rules": (), "budget": 0.15, "probes": 1, "seed": 1, "micro_batch": None,
     }  # fmt: skip
     yield Case("Settings", rb.Settings, _only(**settings), lambda found: _trained(_learner(settings=found)))
     account = {
