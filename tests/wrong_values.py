@@ -206,7 +206,8 @@ def cases(folder: Path) -> Iterator[Case]:
     yield Case("PrivateSGD.paper", rb.PrivateSGD.paper, paper, _trained)
     settings = {
         "noise_multiplier": 1.0, "max_grad_norm": 1.0, "sample_rate": 0.5, "sampler": "poisson", "clip": "smooth",
-        "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "rules": (), "budget": 0.15, "probes": 1, "seed": 1, "micro_batch": None,
+        "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "rules": (), "budget": 0.15, "probes": 1, "seed": 1,
+        "micro_batch": None,
     }  # fmt: skip
     yield Case("Settings", rb.Settings, _only(**settings), lambda found: _trained(_learner(settings=found)))
     account = {
