@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import sqlite3
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import sqlalchemy as sql
 
 import postgres_server
 import sweep_stub
+from reconbound.sweep import clock as clocks
 from reconbound.sweep import faults, sweep
-from reconbound.sweep.run import open_store
+from reconbound.sweep.run import begin, open_store
 from reconbound.sweep.space import settings_of
 
 NO_SERVER = postgres_server.missing()
@@ -139,6 +143,87 @@ class _Long(sweep_stub.Stub):
 
     def __call__(self, setting, folder, tell):
         return [{**row, "delta": "x" * 20_000} for row in super().__call__(setting, folder, tell)]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        "CREATE UNIQUE INDEX odd ON reconbound_leases (done)",
+        "CREATE TRIGGER odd BEFORE INSERT ON reconbound_leases BEGIN SELECT RAISE(ABORT, 'odd'); END",
+        "CREATE TRIGGER odd BEFORE INSERT ON trial_user_attributes BEGIN SELECT RAISE(ABORT, 'odd'); END",
+        "CREATE TRIGGER odd BEFORE UPDATE ON trials BEGIN SELECT RAISE(ABORT, 'odd'); END",
+        "DROP TABLE reconbound_leases",
+        "ALTER TABLE reconbound_leases DROP COLUMN done",
+        "DROP TABLE trial_values",
+    ],
+)
+def test_a_database_edited_by_hand_is_one_line_at_once(tmp_path, edit, capfd, monkeypatch) -> None:
+    monkeypatch.setattr(faults, "PATIENCE", 12.0)
+    config = sweep_stub.config(tmp_path / "s", None, 4)
+    began: list[float] = []
+
+    with pytest.raises((faults.SweepError, ValueError), match=r"odd|UNIQUE|no such|no column|edited by hand") as found:
+        sweep(config, make_train=lambda _: _Edited(config, edit, began), show=False)
+    assert "\n" not in str(found.value)
+    assert time.monotonic() - began[0] < 8
+    assert "Traceback" not in capfd.readouterr().err
+
+
+class _Edited(sweep_stub.Stub):
+    """A training during which somebody edits the database."""
+
+    def __init__(self, config, edit: str, began: list[float]) -> None:
+        self.config, self.edit, self.began, self.pause = config, edit, began, 0.001
+
+    def __call__(self, setting, folder, tell):
+        if not self.began:
+            self.began.append(time.monotonic())
+            with contextlib.closing(sqlite3.connect(self.config.out / "sweep.db")) as connection:
+                connection.execute(self.edit)
+                connection.commit()
+        return super().__call__(setting, folder, tell)
+
+
+def test_a_clock_that_was_set_back_is_said_and_the_sweep_goes_on(tmp_path, capfd, monkeypatch) -> None:
+    """A worker died, and the clock was then set back by an hour: its lease would last for an hour."""
+    monkeypatch.setattr(clocks, "STILL", 0.6)
+    for together in (None, 2):
+        config = replace(sweep_stub.config(tmp_path / f"s{together}", None, 4, together), lease=0.5)
+        config.out.mkdir()
+        store = open_store(config)
+        begin(store, config, sweep_stub.make(config))
+        now = time.time
+        with monkeypatch.context() as later:
+            later.setattr(time, "time", lambda now=now: now() + 3600)
+            assert store.claim("dead") is not None
+        store.dispose()
+        started = time.monotonic()
+        check_whole(config, sweep(config, make_train=sweep_stub.make, show=False))
+        assert time.monotonic() - started < 30
+        said = capfd.readouterr().err
+        assert said.count("the clock was set back") == 1
+        assert said.count("\n") == 1
+
+
+def test_a_worker_with_a_longer_lease_is_left_alone(tmp_path, monkeypatch) -> None:
+    """It renews its lease all the time, which tells it from one that is dead."""
+    monkeypatch.setattr(clocks, "STILL", 0.3)
+    config = replace(sweep_stub.config(tmp_path / "s", None, 4), lease=0.2)
+    config.out.mkdir()
+    store = open_store(config)
+    begin(store, config, sweep_stub.make(config))
+    other = open_store(replace(config, lease=500.0))
+    claim = other.claim("alive")
+    assert claim is not None
+    clock, until = clocks.Clock(store), time.monotonic() + 1.5
+    while time.monotonic() < until:
+        assert other.beat(claim, 0)
+        clock.look()
+        time.sleep(0.05)
+    assert other.beat(claim, 0)
+    assert not clock.said
+    store.dispose()
+    other.dispose()
 
 
 # --- a PostgreSQL server ------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import warnings
 from fractions import Fraction
@@ -36,6 +37,10 @@ class DataError(InputError):
     def __init__(self, message: str) -> None:
         self.name, self.requirement, self.value = "data", message, None
         ValueError.__init__(self, message)
+
+
+class DataShown(DataError):
+    """A DataError whose message shows values of the data: as secret as they are."""
 
 
 class DataMissing(DataError, FileNotFoundError):
@@ -106,11 +111,51 @@ def rounded_up(x: Fraction | float) -> int:
     return max(1, math.ceil(Fraction(x) * (1 - Fraction(1, 2**51))))
 
 
-def choice(name: str, value: str, options: tuple[str, ...]) -> str:
+def plain_number(value: Any) -> int | float:
+    """Returns a number that `number` took as Python's own int or float, whatever type of NumPy's or torch's it has.
+
+    >>> plain_number(np.float32(0.5)), plain_number(np.int64(2)), plain_number(3)
+    (0.5, 2, 3)
+    """
+    if type(value) in (int, float):
+        return value  # type: ignore[no-any-return]
+    x = float(value)
+    return int(value) if hasattr(value, "__index__") and x == int(x) else x
+
+
+def choice(name: str, value: Any, options: tuple[str, ...]) -> str:
     """One of the options."""
-    if value not in options:
-        raise InputError(name, f"must be one of {', '.join(options)}", value)
+    if not isinstance(value, str) or value not in options:
+        raise InputError(name, f"must be one of {', '.join(options)}", _shown(value))
     return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """Returns True or False as it was given; what only counts as one of them is refused, for it may be a mistake."""
+    if not isinstance(value, bool | np.bool_):
+        raise InputError(name, "must be True or False", _shown(value))
+    return bool(value)
+
+
+def function(name: str, value: Any, takes: str) -> None:
+    """Refuses what cannot be called.
+
+    Args:
+        takes: what it is called with and what it returns, in words.
+    """
+    if not callable(value):
+        raise InputError(name, f"must be a function ({takes})", _shown(value))
+
+
+def file_path(name: str, value: Any) -> str:
+    """Returns a path as text; what is no path, or an empty one, is refused."""
+    try:
+        found = os.fspath(value)
+    except TypeError:
+        found = b""
+    if not isinstance(found, str) or not found or "\0" in found:
+        raise InputError(name, "must be a path", _shown(value))
+    return found
 
 
 def _shown(value: Any) -> Any:
@@ -124,7 +169,7 @@ def numbers(name: str, values: Any, *, at_least: float | None = None, above: flo
         raise InputError(name, "must be an array of real numbers", "complex ones")
     try:
         array = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InputError(name, "must be an array of numbers", _shown(values)) from None
     if array.size == 0:
         raise InputError(name, "must not be empty", values)

@@ -28,12 +28,17 @@ def new_seed() -> int:
     return secrets.randbits(128)
 
 
-def checked_seed(seed: object) -> int:
-    """A whole number from 0 to 2²⁵⁶ − 1; never through a float, which would drop bits."""
+def checked_seed(seed: object, name: str = "seed") -> int:
+    """A whole number from 0 to 2²⁵⁶ − 1; never through a float, which would drop bits.
+
+    Args:
+        seed: as it was given.
+        name: what the user calls it.
+    """
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= int(seed) < 2**_BITS:
         # its value is not shown: a seed is as secret as the data, and this may be one mistyped
         kind = "one that is not" if isinstance(seed, (int, np.integer)) else f"a {type(seed).__name__}"
-        raise InputError("seed", f"must be a whole number from 0 to 2**{_BITS} - 1", kind)
+        raise InputError(name, f"must be a whole number from 0 to 2**{_BITS} - 1", kind)
     return int(seed)
 
 

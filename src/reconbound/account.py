@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._check import InputError, choice, number, whole
+from ._check import InputError, choice, number, plain_number, whole
 from .amplification import PoissonTable, paper_delta, paper_kappa
 from .mechanisms import SampledGaussian
 from .mechanisms.gaussian import fewest_batches
@@ -43,18 +44,18 @@ class Account:
 
     def __post_init__(self) -> None:
         for name in ("records", "features", "steps"):
-            whole(name, getattr(self, name))
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
         number("noise_multiplier", self.noise_multiplier, above=0.0)
         number("max_grad_norm", self.max_grad_norm, above=0.0)
         number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
         choice("sampler", self.sampler, tuple(_DEFAULT_RULE))
         sensitivity(self.clip)
         if self.batches_per_epoch is not None:
-            whole("batches_per_epoch", self.batches_per_epoch)
-        if not self.rules:
-            object.__setattr__(self, "rules", (_DEFAULT_RULE[self.sampler],))
+            object.__setattr__(self, "batches_per_epoch", whole("batches_per_epoch", self.batches_per_epoch))
+        for name in ("noise_multiplier", "max_grad_norm", "sample_rate"):
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
+        object.__setattr__(self, "rules", checked_rules(self.rules) or (_DEFAULT_RULE[self.sampler],))
         for rule in self.rules:
-            choice("rules", rule, RULES)
             if self.rules.count(rule) > 1:
                 raise InputError("rules", "must be distinct", self.rules)
             if rule in ("exact", "fixed") and _DEFAULT_RULE[self.sampler] != rule:
@@ -71,6 +72,13 @@ class Account:
             per_epoch = self.batches_per_epoch or fewest_batches(self.sample_rate)
             return SampledGaussian.shuffled(self.noise_multiplier, per_epoch, self.steps, self.clip)
         return SampledGaussian(self.noise_multiplier, self.sample_rate, self.steps, self.clip, self.sampler)
+
+
+def checked_rules(rules: Any) -> tuple[str, ...]:
+    """Returns names of rules as a tuple; refuses what are none."""
+    if not isinstance(rules, tuple | list):
+        raise InputError("rules", f"must be a tuple of names ({', '.join(RULES)})", rules)
+    return tuple(choice("rules", rule, RULES) for rule in rules)
 
 
 class Factors:
@@ -96,12 +104,25 @@ class Factors:
         return k, k
 
 
+def checked_device(device: Any) -> torch.device:
+    """Returns the device of this name; refuses what names none."""
+    if not isinstance(device, str | torch.device):
+        raise InputError("device", "must be a torch.device or its name, such as cpu or cuda", device)
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as reason:
+        why = str(reason).split("\n")[0]
+        raise InputError("device", f"must be a device of this machine ({why})", device) from None
+    return found
+
+
 def checked_scale(feature_scale: float | Sequence[float] | Tensor, features: int) -> Tensor:
     """Size of one input unit in the data's units, (1,) or (d,), float64."""
     try:
         scale = torch.as_tensor(feature_scale, dtype=torch.float64).flatten().cpu()
         if scale.numel() in (1, features) and bool((scale > 0).all()) and bool(scale.isfinite().all()):
             return scale
-    except (TypeError, ValueError, RuntimeError):  # not numbers at all
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # not numbers at all
         pass
     raise InputError("feature_scale", f"must be one positive number, or {features} of them", feature_scale)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from . import ledger_file
-from ._check import InputError, choice, warn_user, whole
-from .account import Account, checked_scale
+from ._check import InputError, choice, file_path, flag, number, warn_user, whole
+from .account import Account, checked_device, checked_scale
 from .bounds import Bound
 from .calculator import Guarantee, guarantee
 from .copies import checked_rows
@@ -69,9 +69,11 @@ class FisherAccountant:
         feature_scale: float | Sequence[float] | Tensor = 1.0,
         device: torch.device | str = "cpu",
     ) -> None:
+        if not isinstance(account, Account):
+            raise InputError("account", "must be an Account", account)
         self.account = account
-        self.device = torch.device(device)
-        self.traces = TraceLedger(account, spectral, self.device)
+        self.device = checked_device(device)
+        self.traces = TraceLedger(account, flag("spectral", spectral), self.device)
         self.features = FeatureLedger(account, diagonal, self.device)
         self.feature_scale = checked_scale(feature_scale, account.features)
         self.runs = 0
@@ -116,7 +118,9 @@ class FisherAccountant:
             stratified: the last: each record is measured exactly once in each block of steps. Not with shuffled epochs,
                 where the parameters at a step depend on whether the record was seen already.
         """
-        if stratified and self.account.sampler == "shuffle":
+        check_information(found)
+        number("weight", weight, above=0.0)
+        if flag("stratified", stratified) and self.account.sampler == "shuffle":
             raise InputError("stratified", "must be False with shuffled epochs: measure the batches themselves", True)
         indices, found = measured_rows(indices, found)
         index = self.traces.checked(indices, found)
@@ -140,6 +144,7 @@ class FisherAccountant:
         For a learner that measures them at every step, whether drawn or not: weight q. The ledger of traces is left
         as it is. To be used at every step of a run, after `features.followed` was set, or not at all.
         """
+        check_information(found)
         rows = self.rows if self.diagonal == "chosen" else None
         if rows is None or len(found.clipped_norm) != len(rows):
             have = "no" if rows is None else len(rows)
@@ -183,6 +188,8 @@ class FisherAccountant:
         """Take in the finished runs of another ledger of the same account (other machines, other seeds).
 
         Refuses runs that this one has already: in a copy, in what both were merged from, or trained again."""
+        if not isinstance(other, FisherAccountant):
+            raise InputError("other", "must be a FisherAccountant", other)
         if other is self:
             raise InputError("other", "must be another ledger, with runs of its own", "the same one")
         alike = other.traces.state.keys() == self.traces.state.keys() and self.features.same_parts(other.features)
@@ -235,7 +242,7 @@ class FisherAccountant:
         limits = upper_limit(
             *self._for_limits(rule), runs=self.runs, confidence=confidence, sampled=self.traces.sampled
         )
-        reason = self.no_limit_because(rule) if warn else None
+        reason = self.no_limit_because(rule) if flag("warn", warn) else None
         if reason is not None and self._first("limits"):
             warn_user(f"no confidence limit (infinity): {reason}", ReconboundWarning)
         return limits
@@ -299,7 +306,7 @@ class FisherAccountant:
         Guarantee: I_jj is estimated without bias, as in `dfil`; of chosen records given the choice, which the runs
         they are measured in had no part in.
         """
-        found = self.features.floors(self.feature_scale, self.runs, self._told_of(), average)
+        found = self.features.floors(self.feature_scale, self.runs, self._told_of(), flag("average", average))
         notes = (*self.caveats, *self.traces.unfinished(self.runs))
         if not (average or self.diagonal == "average"):
             measured, relative = self.features.precision(self.runs, self._told_of())
@@ -360,6 +367,8 @@ class FisherAccountant:
                 two finished runs or more.
         """
         index = checked_rows(rows, self.account.records)
+        if confidence is not None:
+            number("confidence", confidence, above=0.0, below=1.0)
         size, bound = len(index), self._floors(self._rule(rule))[0]
         said = f"for somebody with {size} rows" if size > 1 else "for one row"
         dfil = self.dfil(rule) if confidence is None else self.upper(rule, 1 - (1 - confidence) / size)
@@ -449,6 +458,7 @@ class FisherAccountant:
 
     def restore(self, tensors: Mapping[str, Tensor], runs: int) -> None:
         """Put back what `state` gave; shapes are checked before anything is changed."""
+        check_tensors(tensors)
         self.traces.check(tensors)
         self.features.check(tensors)
         fingerprints = self._fingerprints.restored(tensors, whole("runs", runs, at_least=0))
@@ -459,12 +469,12 @@ class FisherAccountant:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the ledger: safetensors, atomically, mode 0600, marked confidential."""
-        ledger_file.write(self, path)
+        ledger_file.write(self, file_path("path", path))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> FisherAccountant:
         """Read a ledger that `save` wrote; anything else is refused with the reason."""
-        return ledger_file.made(cls, *ledger_file.read(path), device)
+        return ledger_file.made(cls, *ledger_file.read(file_path("path", path)), checked_device(device))
 
     def _rule(self, rule: str | None) -> int:
         return 0 if rule is None else self.account.rules.index(choice("rule", rule, self.account.rules))
@@ -473,9 +483,23 @@ class FisherAccountant:
         return float(self.feature_scale.mean()) ** 2
 
 
+def check_information(found: Any) -> None:
+    """Refuses what `step_information` did not return."""
+    if not isinstance(found, StepInformation):
+        raise InputError("found", "must be what step_information returns", found)
+
+
+def check_tensors(tensors: Any) -> None:
+    """Refuses what is no dictionary of tensors."""
+    if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise InputError(
+            "tensors", "must be a dictionary of tensors, as `state` returns", f"a {type(tensors).__name__}"
+        )
+
+
 def measured_rows(indices: Any, found: StepInformation) -> tuple[Any, StepInformation]:
     """Returns indices and information of the records that took part: masked rows are padding, not measurements."""
-    if found.mask is None or len(indices) != len(found.mask):
+    if found.mask is None or not hasattr(indices, "__len__") or len(indices) != len(found.mask):
         return indices, found
     kept = torch.nonzero(found.mask).flatten()
     names = [f.name for f in fields(found) if isinstance(getattr(found, f.name), Tensor)]

@@ -28,7 +28,7 @@ Budget: TypeAlias = float | str | tuple[str, float]
 
 def checked_budget(budget: Any) -> Budget:
     """A budget in one of the three forms, or an InputError."""
-    if budget == "every":
+    if isinstance(budget, str) and budget == "every":
         return "every"
     if isinstance(budget, (tuple, list)) and len(budget) == 2 and budget[0] == "steps":
         return ("steps", number("budget", budget[1], above=0.0, at_most=1.0))

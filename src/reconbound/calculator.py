@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ._check import InputError, number
+from ._check import InputError, choice, number
 from .bounds import Bound, ball_floor, corners, lecam, rate_distortion, theorem1
 from .data_space import DataSpace, data_space
 from .mechanisms import ADD_REMOVE, REPLACE_ONE, Mechanism, as_mechanism
@@ -221,8 +221,9 @@ def floor(
     lecam: any attacker errs by at least ±44.3 years (MSE 1,960), on some conceivable record of the box, not on
     each; a plain guess errs by ±50 years [Le Cam; replace-one]
     """
-    if name not in FLOORS:
-        raise InputError("bound", f"must be one of {', '.join(FLOORS)}", name)
+    choice("bound", name, tuple(FLOORS))
+    if not isinstance(units, str):
+        raise InputError("units", "must be text", units)
     m = as_mechanism(mechanism)
     space = data_space(dim, low, high, m.radius if radius is None else radius)
     bound = FLOORS[name](m, space)

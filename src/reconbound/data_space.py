@@ -118,7 +118,7 @@ def data_space(dim: int, low: float | None = None, high: float | None = None, ra
     (0.5, 0.5, 1.0)
     """
     d = whole("dim", dim)
-    if radius is None or radius == math.inf:
+    if radius is None or (isinstance(radius, float) and radius == math.inf):
         low, high = 0.0 if low is None else low, 1.0 if high is None else high
         box_of(low, high, d)
         return DataSpace(d, float(low), float(high))
@@ -128,7 +128,7 @@ def data_space(dim: int, low: float | None = None, high: float | None = None, ra
         half = math.nextafter(half, 0.0)
     if low is None and high is None:
         return DataSpace(d, -half, half, ball, whole_ball=ball)
-    given = (0.0 if low is None else float(low), 1.0 if high is None else float(high))
+    given = (0.0 if low is None else number("low", low), 1.0 if high is None else number("high", high))
     box_of(*given, d)
     inside = (max(given[0], -half), min(given[1], half))
     if inside == given:

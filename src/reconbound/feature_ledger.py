@@ -71,7 +71,11 @@ def resolved(diagonal: Diagonal, records: int, features: int) -> str | Chosen | 
             fits = 12 * records * features <= number("diagonal", diagonal[1], above=0.0)  # float32: run, mean, error
             return "all" if fits else Chosen()
         raise InputError("diagonal", 'must be ("top", records) or ("auto", bytes) where it is such a pair', diagonal)
-    rows = torch.as_tensor(diagonal, dtype=torch.int64).flatten().cpu()
+    try:
+        rows = torch.as_tensor(diagonal, dtype=torch.int64).flatten().cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        kinds = '"none", "all", "average", "auto", ("top", records), ("auto", bytes), a Chosen'
+        raise InputError("diagonal", f"must be {kinds} or indices of records", diagonal) from None
     if rows.numel() == 0 or int(rows.min()) < 0 or int(rows.max()) >= records or rows.unique().numel() != rows.numel():
         raise InputError("diagonal", f"must be distinct record indices below {records}", diagonal)
     return rows

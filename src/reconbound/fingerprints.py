@@ -6,6 +6,7 @@ Those of runs that are measured beside a loop of one's own are random, made when
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 from collections.abc import Mapping
 
@@ -34,6 +35,8 @@ class Fingerprints:
 
     def begin(self, fingerprint: str) -> None:
         """Names the run under way; refuses one that is among the finished ones."""
+        if not isinstance(fingerprint, str) or re.fullmatch(f"[0-9a-f]{{{2 * _BYTES}}}", fingerprint) is None:
+            raise InputError("fingerprint", f"must be {2 * _BYTES} hexadecimal digits", fingerprint)
         if fingerprint in self.finished:
             raise InputError("run", "must be another one: it is in the ledger already, from a merge", "the same one")
         self.current = fingerprint

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -294,6 +295,8 @@ def _number(value: Any) -> Any:
 
 def _told(value: Any) -> Any:
     """A short plain form of an option that may be a tensor, a Private, a sequence or a word."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, Tensor):
         return digest({"": value})
     if hasattr(value, "features") and hasattr(value, "part"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._check import InputError
+from torch import nn
+
+from ._check import InputError, function
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -67,3 +69,39 @@ def check_maker(name: str, given: Any, kind: type) -> None:
     if isinstance(given, kind):
         what = "must be a function that makes one (lambda parameters: Adam(parameters)): each run begins with a new one"
         raise InputError(name, what, f"a {type(given).__name__} that is made already")
+    if given is not None:
+        function(name, given, "parameters → an optimizer" if name == "optimizer" else "optimizer → a schedule")
+
+
+def made(name: str, maker: Any, given: Any) -> Any:
+    """Returns the optimizer or the schedule that a user's function makes; refuses what is none.
+
+    Args:
+        name: optimizer or schedule.
+        maker: the function.
+        given: what it is called with.
+    """
+    try:
+        found = maker(given)
+    except (TypeError, AttributeError) as reason:
+        raise InputError(name, f"must be a function that makes one ({reason})", f"{maker!r}"[:200]) from reason
+    needed = {"optimizer": ("param_groups", "step", "state_dict"), "schedule": ("step", "state_dict")}[name]
+    if not all(hasattr(found, attribute) for attribute in needed):
+        raise InputError(name, f"must be a function that returns one of torch's {name}s", f"{found!r}"[:200])
+    return found
+
+
+def check_functions(model: Any, loss_fn: Any, initialise: Any, evaluate: Any) -> None:
+    """Refuses what is no model, and what cannot be called."""
+    check_model(model)
+    function("loss_fn", loss_fn, "outputs, targets → one loss per record")
+    if initialise is not None:
+        function("initialise", initialise, "model → nothing")
+    if evaluate is not None:
+        function("evaluate", evaluate, "model → a dictionary of numbers")
+
+
+def check_model(model: Any) -> None:
+    """Refuses what is no torch module."""
+    if not isinstance(model, nn.Module):
+        raise InputError("model", "must be a torch.nn.Module", f"a {type(model).__name__}")

@@ -33,6 +33,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
     """Tensors and facts of a ledger's file, or an InputError with the reason."""
     try:
         tensors, facts = unsealed(path)
+    except IsADirectoryError:
+        raise InputError("path", "must be a ledger's file, not a folder", os.fspath(path)) from None
     except Unreadable as reason:
         raise InputError("path", f"must be a ledger that reconbound saved ({reason})", os.fspath(path)) from None
     if "ledger" not in facts:

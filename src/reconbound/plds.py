@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ._check import InputError
+from ._check import InputError, numbers
 from .bounds import rero_from_curve
 
 LARGEST_SHIFT = 60.0  # beyond it one step tells all there is to tell, and the grid would be huge
@@ -164,6 +164,7 @@ def _smallest_epsilon(losses: np.ndarray, mass: np.ndarray, infinite: float, tar
 
 def rero(pld: Any, kappa: Any) -> Any:
     """min_ε {e^ε κ + δ(ε)} over the distribution's grid, for the worse of its two directions."""
+    kappa = numbers("kappa", kappa)
     worst = np.zeros(np.shape(kappa))
     for losses, mass, infinite in directions(pld):
         curve = _deltas(losses, mass, infinite)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ._check import InputError
+from ._check import InputError, file_path
 from ._files import CONFIDENTIAL, Unreadable, file_digest, sealed_json, unsealed_json, write_whole
 from .data.text import MISSING as BLANK
 from .plan import network, outputs_of
@@ -190,6 +190,9 @@ def load_release(folder: str | os.PathLike[str], model: nn.Module | None = None)
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    file_path("folder", folder)
+    if model is not None and not isinstance(model, nn.Module):
+        raise InputError("model", "must be a torch.nn.Module", model)
     facts = read_inputs(folder)
     path = Path(folder) / MODEL
     try:
@@ -213,7 +216,7 @@ def read_inputs(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder) / INPUTS
     try:
         facts = unsealed_json(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise Unreadable(f"{path} does not exist: without it nobody knows how a record enters the model") from None
     needed = {"kind", "model", "shape", "outputs", "task", "inputs", "model_sha256"}
     if facts.get("format") != FORMAT or not needed <= set(facts):

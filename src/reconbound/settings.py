@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ._check import InputError, choice, number, whole
+from ._check import choice, number, plain_number, whole
 from ._random import checked_seed
+from .account import checked_rules
 from .budget import Budget, checked_budget
 from .fisher import Clip
 
@@ -44,9 +45,6 @@ class Settings:
     micro_batch: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("noise_multiplier", "max_grad_norm", "sample_rate", "lr", "momentum", "weight_decay"):
-            if isinstance(getattr(self, name), str):  # it would do here, and fail in the first step
-                raise InputError(name, "must be a number", getattr(self, name))
         number("noise_multiplier", self.noise_multiplier, above=0.0)
         number("max_grad_norm", self.max_grad_norm, above=0.0)
         number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
@@ -60,9 +58,11 @@ class Settings:
             budget = ("steps", budget) if budget < 1 else "every"
         object.__setattr__(self, "budget", budget)
         if self.rules is not None:
-            object.__setattr__(self, "rules", tuple(self.rules))
+            object.__setattr__(self, "rules", checked_rules(self.rules))
         if self.seed is not None:
-            checked_seed(self.seed)
-        whole("probes", self.probes)
+            object.__setattr__(self, "seed", checked_seed(self.seed))
+        object.__setattr__(self, "probes", whole("probes", self.probes))
         if self.micro_batch is not None:
-            whole("micro_batch", self.micro_batch)
+            object.__setattr__(self, "micro_batch", whole("micro_batch", self.micro_batch))
+        for name in ("noise_multiplier", "max_grad_norm", "sample_rate", "lr", "momentum", "weight_decay"):
+            object.__setattr__(self, name, plain_number(getattr(self, name)))

@@ -21,7 +21,7 @@ from . import learner_measuring as measuring
 from . import learner_state as states
 from . import learner_words as words
 from . import noise as noises
-from ._check import InputError, warn_user, whole
+from ._check import InputError, file_path, flag, warn_user, whole
 from ._progress import progress_bar
 from ._random import GUESSABLE, derive, new_seed, seed_warning, seeded
 from .accountant import FisherAccountant
@@ -91,6 +91,9 @@ class PrivateSGD:
         check: bool = True,
     ) -> None:
         words.check_settings(settings)
+        words.check_functions(model, loss_fn, initialise, evaluate)
+        for name, given in (("spectral", spectral), ("progress", progress), ("check", check)):
+            flag(name, given)
         inputs, targets = as_tensors(model, "inputs", inputs), as_tensors(model, "targets", targets)
         self.model, self.loss_fn, self.inputs, self.targets, self.settings = model, loss_fn, inputs, targets, settings
         self.records = record_count(inputs, targets)
@@ -105,9 +108,10 @@ class PrivateSGD:
         self.private, self.diagonal, self.spectral, self.feature_scale = private, diagonal, spectral, feature_scale
         words.check_maker("optimizer", optimizer, torch.optim.Optimizer)
         words.check_maker("schedule", schedule, torch.optim.lr_scheduler.LRScheduler)
-        self.make_optimizer, self.make_schedule = optimizer or self._sgd, schedule
-        self.initialise = initialise or states.reset_parameters
-        self.folder, self.every = checkpoint, whole("every", every)
+        self.make_optimizer, self.make_schedule = self._sgd if optimizer is None else optimizer, schedule
+        self.initialise = states.reset_parameters if initialise is None else initialise
+        self.folder = None if checkpoint is None else file_path("checkpoint", checkpoint)
+        self.every = whole("every", every)
         self.evaluate, self.evaluate_every = evaluate, whole("evaluate_every", evaluate_every, at_least=0)
         self.progress = progress
         self.measurer = Measurer(
@@ -153,6 +157,7 @@ class PrivateSGD:
         """Algorithm 1 as the paper has it: fixed-size batches, smooth clip, all steps measured, κ, δ split over steps.
 
         The ledger also keeps the fixed-size factor, which is proved; κ is for comparison."""
+        words.check_model(model)
         inputs, targets = as_tensors(model, "inputs", inputs), as_tensors(model, "targets", targets)
         settings = Settings(
             noise_multiplier,
@@ -374,8 +379,10 @@ class PrivateSGD:
 
     def restart(self) -> None:
         """A new optimizer and schedule, as at the start of a run."""
-        self.optimizer = self.make_optimizer(list(self.params.values()))
-        self.schedule = None if self.make_schedule is None else self.make_schedule(self.optimizer)
+        self.optimizer = words.made("optimizer", self.make_optimizer, list(self.params.values()))
+        self.schedule = None
+        if self.make_schedule is not None:
+            self.schedule = words.made("schedule", self.make_schedule, self.optimizer)
 
     def _sgd(self, parameters: Any) -> torch.optim.Optimizer:
         s = self.settings

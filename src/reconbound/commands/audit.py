@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .._check import InputError, number, spelled
-from .options import confidential_note, count, plain_errors, ratio
+from .options import SEED, confidential_note, count, plain_errors, ratio
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -67,7 +67,11 @@ def audit_command(
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(help="For a run to be repeated exactly. Whoever can guess it knows the noise: not for a release."),
+        typer.Option(
+            envvar=SEED,
+            help="For a run to be repeated exactly. Whoever can guess it knows the noise: not for a release. Other "
+            "users of the machine see a command line; they do not see the variable.",
+        ),
     ] = None,
     target: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
     private: Annotated[
@@ -162,6 +166,8 @@ def audit_command(
             open_folder(folder)
             if not fresh:
                 refuse_other(folder, dataset, plan)
+            if notes and not quiet:
+                confidential_note()  # they quote ranges and cells
             for note in [] if quiet else notes:  # after all that may be wrong with the options
                 print(f"Note: {note}", file=sys.stderr)
             _run(dataset, plan, folder, publish_accuracy, fresh, as_json, quiet)

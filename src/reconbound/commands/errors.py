@@ -8,15 +8,15 @@ from typing import Any
 
 import typer
 
-from .._check import DataError, InputError
+from .._check import DataError, DataShown, InputError
 from .guesses import said_of
-from .options import option
+from .options import SHOWS_DATA, option
 
 
 def said_of_value(error: InputError, app: typer.Typer) -> str:
     """Of a value that the library refused: the option it came from, what it must be, and the value."""
     if isinstance(error, DataError):
-        return str(error)
+        return f"{error} ({SHOWS_DATA})" if isinstance(error, DataShown) else str(error)
     name = option(error.name) if option(error.name) in options_of(app) else error.name
     message = f"{name} {error.requirement}" + ("" if error.value is None else f", got {error.value}")
     if name == "--clip" and _is_number(error.value):

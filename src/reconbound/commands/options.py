@@ -26,6 +26,9 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+#: Variables for what other users of the machine would see on a command line.
+SEED, STORAGE = "RECONBOUND_SEED", "RECONBOUND_STORAGE"
+
 #: Exit status of what was stopped from the keyboard.
 STOPPED = 130
 
@@ -142,6 +145,10 @@ def one_line(message: str) -> str:
 def fail(message: str) -> None:
     print(f"reconbound: {one_line(message)}", file=sys.stderr)
     raise typer.Exit(2)
+
+
+#: Said of a line that quotes the data.
+SHOWS_DATA = "this line shows data: keep it as secret as they are"
 
 
 def confidential_note() -> None:

@@ -14,7 +14,7 @@ import typer
 
 from .._check import DataError, number
 from ..rounding import format_floor, format_limit, format_number
-from .options import confidential_note, count, one_line, plain_errors
+from .options import SEED, STORAGE, confidential_note, count, one_line, plain_errors
 
 if TYPE_CHECKING:
     from ..sweep import Sweep
@@ -51,7 +51,9 @@ def sweep_command(
         typer.Option(
             metavar="URL",
             help="A database for workers on several machines: postgresql+psycopg2://user@host/name (default: "
-            "sweep.db in the folder). What is stored there is confidential.",
+            "sweep.db in the folder). What is stored there is confidential. With a password give it by the variable: "
+            "other users of the machine see a command line.",
+            envvar=STORAGE,
         ),
     ] = None,
     name: Annotated[str, typer.Option(help="Of the sweep in the storage.")] = "sweep",
@@ -65,7 +67,14 @@ def sweep_command(
         ),
     ] = None,
     lease: Annotated[float, typer.Option(help="Seconds without a sign after which a worker counts as dead.")] = 60.0,
-    seed: Annotated[int | None, typer.Option(help="Of the sweep (default: new, kept in the folder; secret).")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            envvar=SEED,
+            help="Of the sweep (default: new, kept in the folder; secret). Other users of the machine see a command "
+            "line; they do not see the variable.",
+        ),
+    ] = None,
     target: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
     private: Annotated[
         list[str] | None, typer.Option(metavar="A,B", help="As in reconbound audit. Repeatable.")
@@ -149,7 +158,9 @@ def frontier_command(
     at_least: Annotated[
         float | None, typer.Option(help="Only the best accuracy with the floor (MSE, in squares of a range) so high.")
     ] = None,
-    storage: Annotated[str | None, typer.Option(metavar="URL", help="As given to reconbound sweep.")] = None,
+    storage: Annotated[
+        str | None, typer.Option(metavar="URL", envvar=STORAGE, help="As given to reconbound sweep.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (confidential).")] = False,
 ) -> None:
     """The best settings of a sweep, and its page and table anew; with --at-least the best accuracy for a floor."""
@@ -291,9 +302,16 @@ def _notes(quiet: bool) -> Iterator[None]:
     from ..data import DataWarning
     from ..validate import KinkWarning
 
-    def shown(message: Any, *_: Any, **__: Any) -> None:
-        if not quiet:
-            print(f"Note: {message}", file=sys.stderr)
+    said = False
+
+    def shown(message: Any, category: Any = None, *_: Any, **__: Any) -> None:
+        nonlocal said
+        if quiet:
+            return
+        if not said and isinstance(category, type) and issubclass(category, DataWarning):
+            confidential_note()  # they quote ranges and cells
+            said = True
+        print(f"Note: {message}", file=sys.stderr)
 
     with warnings.catch_warnings():
         warnings.simplefilter("once", DataWarning)

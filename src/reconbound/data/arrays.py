@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._check import DataError, DataMissing, InputError
+from .._check import DataError, DataMissing, DataShown, InputError
 from .dataset import Dataset, Feature, Pixels, clean
 from .split import Division
 from .tables import MOST_CATEGORIES, Column, only_for_tables, table, wishes
@@ -125,7 +125,7 @@ def _classes(file: str, y: np.ndarray, labels: list[str] | None) -> tuple[np.nda
     whole = y.dtype.kind in "iub" or (y.dtype.kind == "f" and bool(np.all(y == np.round(y))))
     if labels is not None and whole:
         if y.min() < 0 or y.max() >= len(labels):
-            raise DataError(f"{file}: classes from {y.min()} to {y.max()}, but class_names holds {len(labels)}")
+            raise DataShown(f"{file}: classes from {y.min()} to {y.max()}, but class_names holds {len(labels)}")
         return y.astype(np.int64), tuple(labels)
     if y.dtype.kind not in "iubUS" and not whole:
         raise DataError(f"{file}: the targets of images must be classes (whole numbers or text), not {y.dtype}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .._check import DataError, InputError, number, spelled
+from .._check import DataError, DataShown, InputError, number, spelled
 from ..rounding import format_number
 from .dataset import Dataset, Feature, clean
 from .split import Division
@@ -247,7 +247,7 @@ def _ranged(table: str, name: str, known: np.ndarray, wish: Wishes, private: boo
         notes.append(f"{name}: every value is {low:g}")
         low, high = low - max(0.5, abs(low) / 2), high + max(0.5, abs(high) / 2)
     if not math.isfinite(high - low) or not high - low >= np.finfo(np.float64).tiny:
-        raise DataError(f"{table}, column {name!r}: values from {low:g} to {high:g} span no usable range; give one")
+        raise DataShown(f"{table}, column {name!r}: values from {low:g} to {high:g} span no usable range; give one")
     notes.append(
         f"{name}: no range was given, so {_said(low, high)} was read off the data, which tells about its records"
         f"{_stretched(known)}"
@@ -302,7 +302,7 @@ def _target(table: str, column: Column, wish: Wishes, notes: list[str]) -> tuple
         raise DataError(f"{table}, column {name!r}: a range was given, but it holds text")
     found, codes = np.unique(values, return_inverse=True)
     if len(found) < 2:
-        raise DataError(f"{table}, column {name!r}: the target is {found[0]!s} in every row: there is nothing to learn")
+        raise DataShown(f"{table}, column {name!r}: the target is {found[0]!s} in every row: there is nothing to learn")
     few = column.numeric and len(found) <= MOST_CLASS_NUMBERS and bool(np.all(found == np.round(found)))
     if not column.numeric or (few and name not in wish.ranges):
         if len(found) > MOST_CATEGORIES:

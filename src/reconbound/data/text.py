@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from .._check import DataError, DataMissing, InputError
+from .._check import DataError, DataMissing, DataShown, InputError
 from .dataset import Dataset, clean
 from .split import Division
 from .tables import CATEGORY_IS_PUBLIC, MOST_CLASS_NUMBERS, Column, like, listed, shown, table, wishes
@@ -233,10 +233,10 @@ def _column(
             raise DataError(f"{file}, column {name!r}: {CATEGORY_IS_PUBLIC}")
         if asked:
             place = f"{file}, row {places[wrong]}, column {name!r}"
-            raise DataError(f"{place}: {_short(texts[wrong])} is not a number, and the column {asked}")
+            raise DataShown(f"{place}: {_short(texts[wrong])} is not a number, and the column {asked}")
         if good >= MOSTLY * known and not few_classes:
             place = f"{file}, row {places[wrong]}, column {name!r}"
-            raise DataError(
+            raise DataShown(
                 f"{place}: {_short(texts[wrong])} is not a number, but {good:,} of {known:,} values are: mend "
                 f"the cell or empty it, or say --category {name!r} or --drop {name!r}"
             )
@@ -249,7 +249,7 @@ def _column(
     values = np.array(numeric, dtype=np.float64)
     if np.isinf(values).any():
         at = int(np.flatnonzero(np.isinf(values))[0])
-        raise DataError(f"{file}, row {places[at]}, column {name!r}: {_short(texts[at])} is not a finite number")
+        raise DataShown(f"{file}, row {places[at]}, column {name!r}: {_short(texts[at])} is not a finite number")
     return Column(name, values)
 
 
@@ -264,7 +264,7 @@ def _dressed(file: str, cells: Cells, k: int, texts: list[str], numeric: list[fl
         return
     at, plain = next(iter(meant.items()))
     name = cells.names[k]
-    raise DataError(
+    raise DataShown(
         f"{file}, row {cells.places[at]}, column {name!r}: {_short(texts[at])} has a sign of money, a percent sign or "
         f"a mark of thousands, and would be taken as text: write it as {plain}, and so {len(meant):,} cells of the "
         f"column, or say --category {name!r} or --drop {name!r}"

@@ -165,12 +165,12 @@ def feature_mask(private: Private, z: Tensor) -> Tensor | None:
     chosen, size = private.features.flatten(), math.prod(z.shape[1:])
     if chosen.dtype == torch.bool:
         if chosen.numel() != size:
-            raise ValueError(f"the mask of private features has {chosen.numel()} entries, a record has {size}")
+            raise InputError("private", f"must be a mask of a record's {size} features", f"{chosen.numel()} entries")
         return chosen.to(z).reshape(z.shape[1:])
     if chosen.device.type == "cpu" and chosen.numel() and not -size <= int(chosen.min()) <= int(chosen.max()) < size:
-        raise ValueError(f"the private features must lie in 0 to {size - 1}, got {chosen.min()} to {chosen.max()}")
+        raise InputError("private", f"must name features from 0 to {size - 1}", f"{chosen.min()} to {chosen.max()}")
     if chosen.device.type == "cpu" and chosen.remainder(size).unique().numel() < chosen.numel():
-        raise ValueError("the private features must name each feature once; a mask must be of True and False")
+        raise InputError("private", "must name each feature once; a mask must be of True and False", chosen.tolist())
     mask = torch.zeros(size, dtype=z.dtype, device=z.device)
     mask[chosen.to(z.device)] = 1
     return mask.reshape(z.shape[1:])

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import BaseEstimator
-from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from .._check import number, warn_user
+from .._check import flag, number, warn_user
 from ..mechanisms.sensitivities import largest_weights
 from .information import Leakage, leakage
 from .losses import Loss
@@ -80,13 +79,13 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
     def _check_table(self, x: np.ndarray) -> None:
         """Refuse tables that are more often a mistake than meant, unless the caller says that they are meant."""
         n, d = x.shape
-        if d > n and not self.allow_wide:
+        if d > n and not flag("allow_wide", self.allow_wide):
             raise ValueError(
                 f"n_samples={n} is less than n_features={d}: with more features than records the fit rests on l2 "
                 "alone. Drop features, or pass allow_wide=True"
             )
         constant = np.flatnonzero((x == x[0]).all(axis=0))
-        if constant.size and not self.allow_constant_columns:
+        if constant.size and not flag("allow_constant_columns", self.allow_constant_columns):
             names = getattr(self, "feature_names_in_", None)
             first = ", ".join(
                 f"{int(j) if names is None else repr(str(names[j]))} (always {x[0, j] + 0.0:.6g})" for j in constant[:5]
@@ -121,6 +120,7 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
     def _release(self, x: np.ndarray, targets: np.ndarray) -> None:
         """Solve, add noise, and keep the noisy weights."""
         strength = number("l2", self.l2, above=0.0)
+        flag("fit_intercept", self.fit_intercept)
         self.n_samples_fit_ = len(x)
         shape = self._shape()
         sigma = choose_noise(shape, self.noise_std, self.target_mse, self.target_epsilon, self.target_delta)
@@ -163,9 +163,9 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         given = self.random_state
         if given is None:  # not NumPy's global generator, which somebody may have seeded
             return new_seed()
-        if not isinstance(given, int | np.integer):
-            return int.from_bytes(check_random_state(given).bytes(32), "little")
-        seed = checked_seed(given)
+        if isinstance(given, np.random.RandomState):
+            return int.from_bytes(given.bytes(32), "little")
+        seed = checked_seed(given, "random_state")
         if seed < GUESSABLE:
             warn_user(seed_warning("random_state"), ReconboundWarning)
         return seed
@@ -258,5 +258,6 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
             scale: what each feature was divided by before (a scaler's `scale_`), to be told in the units before that.
             diagonal, spectral: whether to compute the information per feature and the spectral norm.
         """
+        flag("diagonal", diagonal), flag("spectral", spectral)
         found, norms = self._again(X, y)
         return leakage(found, self.noise_std_, scale=scale, diagonal=diagonal, spectral=spectral, norms=norms)

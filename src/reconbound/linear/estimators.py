@@ -109,9 +109,13 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
             if len(found) < 2:
                 raise ValueError(f"y must have at least 2 classes, but contains only one class: {found[0]!r}")
             return found
-        given = np.asarray(self.classes)
-        if given.ndim != 1 or len(np.unique(given)) < max(2, len(given)):
-            raise InputError("classes", "must be a list of at least two different labels", self.classes)
+        try:
+            given = np.asarray(self.classes)
+            different = len(np.unique(given))
+        except (TypeError, ValueError):  # labels of several kinds have no order
+            given, different = np.empty(0), 0
+        if given.ndim != 1 or different < max(2, len(given)):
+            raise InputError("classes", "must be a list of at least two different labels of one kind", self.classes)
         missing = np.setdiff1d(column_or_1d(y), given)
         if missing.size:
             raise InputError("classes", "must name every label of y; not named", missing[:5].tolist())

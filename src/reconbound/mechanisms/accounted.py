@@ -71,7 +71,8 @@ class PLD(Mechanism):
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         number("delta", delta, above=0.0, below=1.0)
-        return plds.epsilon(self.pld, delta) if adjacency == self.adjacency else None
+        own = choice("adjacency", adjacency, ADJACENCIES) == self.adjacency
+        return plds.epsilon(self.pld, delta) if own else None
 
     def membership_advantage(self) -> float:
         apart = plds.delta(self.pld, 0.0)  # total variation

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .. import plds, renyi
-from .._check import InputError, choice, number, whole
+from .._check import InputError, choice, number, numbers, whole
 from ..bounds import rero_from_gdp
 from ._base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Mechanism, plain
 from .sensitivities import check_loss, gradient_norm, replaced_norm
@@ -138,7 +138,7 @@ class SampledGaussian(Mechanism):
         return simple if pld is None else min(simple, plds.delta(pld, 0.0))
 
     def rero(self, kappa: Any) -> Any:
-        drawn = np.asarray(kappa, dtype=np.float64) + self._drawn
+        drawn = numbers("kappa", kappa) + self._drawn
         simple = np.minimum(super().rero(kappa), drawn)[()]
         pld = plds.gaussian(self.m, self.sample_rate, self.steps, ADD_REMOVE) if self.sampler != "fixed" else None
         return simple if pld is None else np.minimum(simple, plds.rero(pld, kappa))[()]

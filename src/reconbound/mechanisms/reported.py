@@ -118,6 +118,7 @@ class DP(_Reported):
         return overlap_from_pure(*self._replace_one())
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
+        number("delta", delta, at_least=0.0, below=1.0)
         own = choice("adjacency", adjacency, ADJACENCIES) == self.neighbours
         if adjacency == ADD_REMOVE and not own:
             return None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._check import InputError
+from .clock import Clock
 from .faults import Away, Patience, SweepStopped, patiently
 from .space import Setting
 from .store import Claim, Store
@@ -39,7 +40,7 @@ def work_together(
         train: (settings, folders, tell) → the rows of each, or the exception that it ended by. The rest as `work`.
     """
     me = owner or owner_name()
-    finished, patience = 0, Patience()
+    finished, patience, clock = 0, Patience(), Clock(store)
     try:
         while not stop():
             claims = _claimed(store, me, together)
@@ -52,6 +53,7 @@ def work_together(
             elif all(trial.state.is_finished() for trial in patiently(store.trials)):
                 break
             else:
+                patiently(clock.look)
                 time.sleep(wait)  # others have the rest; one of them may die
     except BaseException:  # between two claims, say
         with suppress(Exception):

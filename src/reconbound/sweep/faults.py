@@ -17,6 +17,7 @@ from .._files import disk_fault
 PATIENCE = 120.0
 #: Seconds of waiting after which one line says so: a database that is busy for a moment is not worth one.
 SILENT = 3.0
+_RACES = 2  # times that a refusal may be a race between two workers
 _Result = TypeVar("_Result")
 _LATER = "nothing is lost: run the same command again to go on"
 
@@ -50,6 +51,19 @@ def is_damaged(error: BaseException) -> bool:
     return any(said in first_line(error) for said in ("malformed", "is not a database"))
 
 
+def is_contradictory(error: BaseException) -> bool:
+    """Returns whether a database refuses what its own tables do not allow, as where they were edited by hand: no
+    waiting mends it, apart from a race between two workers."""
+    reason: BaseException | None = error
+    while reason is not None:
+        if isinstance(reason, sql.exc.IntegrityError | sql.exc.ProgrammingError | sql.exc.DataError):
+            return True
+        if isinstance(reason, sql.exc.OperationalError) and "no such " in str(reason.orig):  # SQLite: table, column
+            return True
+        reason = reason.__cause__
+    return False
+
+
 def first_line(reason: BaseException) -> str:
     """Returns the root of an error, in one line."""
     while reason.__cause__ is not None:
@@ -67,27 +81,29 @@ class Patience:
     def __init__(self, limit: float | None = None) -> None:
         self.limit = PATIENCE if limit is None else limit
         self.pause, self.since, self.said = 0.05, None, False  # type: float, float | None, bool
+        self.tries = 0
 
     def wait(self, error: BaseException, why: str) -> None:
         """Waits once. Raises SweepStopped when the limit is over, or at once if no waiting helps."""
         now = time.monotonic()
         self.since = now if self.since is None else self.since
-        if is_damaged(error):
+        self.tries += 1
+        if is_damaged(error) or (is_contradictory(error) and self.tries > _RACES):
             raise SweepStopped(
                 f"{why}: bring it back from a copy, or begin the sweep anew in another folder"
             ) from error
         if now - self.since >= self.limit:
             raise SweepStopped(f"{why}: waited {self.limit:.0f} s. The sweep stops; {_LATER}") from error
         if not self.said and now - self.since >= min(SILENT, self.limit / 4):
-            self.said = _say(f"{why}: waiting for up to {self.limit:.0f} s")
+            self.said = say(f"{why}: waiting for up to {self.limit:.0f} s")
         time.sleep(min(self.pause, max(0.0, self.since + self.limit - now)))
         self.pause = min(2 * self.pause, 5.0)
 
     def end(self) -> None:
         """Notes that the environment is back."""
         if self.said:
-            _say("the sweep goes on")
-        self.pause, self.since, self.said = 0.05, None, False
+            say("the sweep goes on")
+        self.pause, self.since, self.said, self.tries = 0.05, None, False, 0
 
 
 def patiently(action: Callable[[], _Result], patience: float | None = None) -> _Result:
@@ -104,7 +120,7 @@ def patiently(action: Callable[[], _Result], patience: float | None = None) -> _
             return found
 
 
-def _say(line: str) -> bool:
+def say(line: str) -> bool:
     """Says a line on standard error; of a team's workers the one that began them speaks for all."""
     if multiprocessing.parent_process() is None:
         print(f"reconbound: {' '.join(line.split())}", file=sys.stderr, flush=True)
@@ -112,4 +128,4 @@ def _say(line: str) -> bool:
 
 
 __all__ = ["Away", "Patience", "SweepError", "SweepStopped", "environment_fault", "first_line", "is_damaged",
-           "patiently"]  # fmt: skip
+           "patiently", "say"]  # fmt: skip

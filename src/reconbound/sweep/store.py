@@ -25,12 +25,12 @@ from .._check import InputError
 from .._files import json_digest
 from ..checkpoint import plain_json
 from .database import alone, check_whole, checked_url, engine_options, locked_from_the_start, reading_options, shown_url
-from .faults import first_line
+from .faults import SweepStopped, first_line
 from .words import POSTGRES
 
 ERRORS = 3  # a trial that raised so often has failed
 DEATHS = 50  # and so has one on which so many workers died
-_NEVER = 1e18
+NEVER = 1e18
 
 _LEASES = sql.Table(
     "reconbound_leases",
@@ -180,7 +180,9 @@ class Store:
             with self.engine.begin() as connection:
                 first = {"trial_id": trial_id, "owner": owner, "claims": 1, "errors": 0, "done": 0}
                 connection.execute(sql.insert(_LEASES).values(until=_now(connection) + self.lease, **first))
-        except sql.exc.IntegrityError:  # somebody has it
+        except sql.exc.IntegrityError:
+            if trial_id not in self.leases():
+                raise  # nobody has it: the table was edited by hand
             return False
         return True
 
@@ -214,12 +216,28 @@ class Store:
             setting = self.storage.get_trial(claim.trial_id).user_attrs.get("setting")
             self.storage.set_trial_user_attr(claim.trial_id, "rows", plain)
             self.storage.set_trial_user_attr(claim.trial_id, "sha256", seal_of(claim.number, setting, plain))
-            self.storage.set_trial_state_values(claim.trial_id, TrialState.COMPLETE, values)
+            kept = self.storage.get_trial(claim.trial_id).user_attrs  # Optuna says nothing where the tables refuse it
+            if kept.get("rows") != plain or "sha256" not in kept:
+                raise self._refused(claim, "to keep the rows of")
+            self._end(claim, TrialState.COMPLETE, values)
+        except SweepStopped:
+            raise
         except RuntimeError:  # as Optuna says of a trial that is finished
             self.close(claim)
             return False
         self.close(claim)  # only now: an unfinished trial that is closed would be nobody's
         return True
+
+    def _end(self, claim: Claim, state: TrialState, values: Sequence[float] | None = None) -> None:
+        """Ends a trial. Optuna only returns False where the tables refuse it: its lease must not be closed then."""
+        if not self.storage.set_trial_state_values(claim.trial_id, state, values):
+            raise self._refused(claim, "to end")
+
+    def _refused(self, claim: Claim, what: str) -> SweepStopped:
+        return SweepStopped(
+            f"the database {self.shown} refused {what} setting {claim.number}, as if it was edited by hand: bring it "
+            "back from a copy, or begin the sweep anew in another folder"
+        )
 
     def note(self, claim: Claim, name: str, value: Any) -> None:
         """Keep a fact with the trial."""
@@ -230,15 +248,19 @@ class Store:
         with self.engine.begin() as connection:
             if connection.execute(_mine(claim).values(until=_now(connection) + self.lease)).rowcount == 0:
                 return
-        with suppress(RuntimeError):
+        try:
             self.storage.set_trial_user_attr(claim.trial_id, "error", why)
-            self.storage.set_trial_state_values(claim.trial_id, TrialState.FAIL)
+            self._end(claim, TrialState.FAIL)
+        except SweepStopped:
+            raise
+        except RuntimeError:
+            pass
         self.close(claim)
 
     def close(self, claim: Claim) -> None:
         """The trial is finished: nobody is to claim it again."""
         with self.engine.begin() as connection:
-            connection.execute(_mine(claim).values(until=_NEVER))
+            connection.execute(_mine(claim).values(until=NEVER))
 
     def release(self, claim: Claim, *, error: bool = False, pause: float = 0.0) -> None:
         """Leave an unfinished trial to the next worker, after a pause; error: because it raised one."""
@@ -250,8 +272,15 @@ class Store:
     def expire(self, owner: str) -> None:
         """Let go of what a worker held that is known to be dead."""
         with self.engine.begin() as connection:
-            whose = sql.update(_LEASES).where(_LEASES.c.owner == owner, _LEASES.c.until < _NEVER / 2)
+            whose = sql.update(_LEASES).where(_LEASES.c.owner == owner, _LEASES.c.until < NEVER / 2)
             connection.execute(whose.values(until=0.0))
+
+    def take_away(self, lease: Any) -> bool:
+        """Ends a lease, if it is still as it was found."""
+        columns = _LEASES.c
+        same = (columns.trial_id == lease.trial_id, columns.owner == lease.owner, columns.until == lease.until)
+        with self.engine.begin() as connection:
+            return connection.execute(sql.update(_LEASES).where(*same).values(until=0.0)).rowcount == 1
 
     # --- looking -------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ for t steps."""
 from __future__ import annotations
 
 import bisect
+import hashlib
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -110,7 +111,12 @@ class Trainer:
 
     def facts(self) -> dict[str, Any]:
         """What decides every trial's rows, apart from its setting; JSON."""
-        about = {"data": self.digest, "seed": fingerprint(self.seed), "steps": self.counts, "runs": self.runs}
+        about = {
+            "data": self.digest,
+            "seed": fingerprint(self.seed, self.digest),
+            "steps": self.counts,
+            "runs": self.runs,
+        }
         about |= {"together": self.together, "private": None}
         if self.dataset.private is not None:  # the same data, but other floors
             about["private"] = [f.name for f in self.dataset.private_features]
@@ -249,9 +255,19 @@ def companions(mechanism: SampledGaussian, features: int, delta: float) -> dict[
     return {**floors, **told, "never_drawn": known.never_drawn}
 
 
-def fingerprint(seed: int) -> str:
-    """Tells seeds apart without telling them."""
-    return f"{derive(seed, 'fingerprint'):064x}"[:16]
+@lru_cache(maxsize=8)
+def fingerprint(seed: int, data: str) -> str:
+    """Tells seeds apart without telling them: 24 bits of scrypt, which takes 64 MiB and about 0.2 s for each guess.
+
+    A key in the folder would hide even a small seed, but workers on other machines share only the seed. So it is slow
+    to try seeds, what is tried for one sweep does not serve for another, and whoever tries 2³² seeds is left with 256.
+
+    Args:
+        seed: of the sweep.
+        data: the digest of the data, as salt.
+    """
+    key = seed.to_bytes(32, "little")
+    return hashlib.scrypt(key, salt=data.encode(), n=2**16, r=8, p=1, maxmem=2**27, dklen=3).hex()
 
 
 def finished_rows(folder: Path, about: Mapping[str, Any]) -> list[Row] | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..checkpoint import CheckpointError
+from .clock import Clock
 from .faults import Away, Patience, SweepStopped, environment_fault, patiently
 from .space import Setting
 from .store import ERRORS, Claim, Store
@@ -54,12 +55,13 @@ def work(
         owner: this worker's name. stop: asked between trials. wait: seconds between two looks when others have all.
     """
     me = owner or owner_name()
-    finished, patience = 0, Patience()
+    finished, patience, clock = 0, Patience(), Clock(store)
     while not stop():
         claim = patiently(lambda: store.claim(me))
         if claim is None:
             if all(trial.state.is_finished() for trial in patiently(store.trials)):
                 break
+            patiently(clock.look)
             time.sleep(wait)  # others have the rest; one of them may die
             continue
         try:

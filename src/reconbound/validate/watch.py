@@ -117,6 +117,8 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
         except RuntimeError as error:
             said = said_of_targets(error, targets)
             raise (error if said is None else ModelError(said)) from error
+        except (TypeError, AttributeError) as error:
+            raise ModelError(f"loss_fn cannot be called with the model's outputs and the targets: {error}") from error
     check_losses(trace.losses, record_count(inputs))
     return trace
 
