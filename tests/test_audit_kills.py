@@ -50,7 +50,7 @@ def test_five_kills_give_the_same_report(tmp_path) -> None:
         assert process.exitcode == -signal.SIGKILL
     assert not (killed / REPORT).exists()
     process, told = start(killed)
-    assert told.poll(60)
+    assert told.poll(240)  # a busy machine needs more time
     assert told.recv() == "done"
     process.join(10)
     auditing.assert_same_leakage(killed, whole)
