@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import torch
 
-from reconbound.networks import mnist_cnn
-from reconbound.sgd import PrivateSGD, Settings
+from reconbound.auditing.models import mnist_cnn
+from reconbound.training.private_sgd import PrivateSGD, Settings
 
 RECORDS, RATE, STEPS, TARGET = 60_000, 0.01, 1000, 1.5
 

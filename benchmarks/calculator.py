@@ -15,7 +15,7 @@ CASES = {  # noise multiplier, sample rate
 
 def seconds(noise: float, rate: float) -> float:
     """The best of some fresh processes."""
-    command = [sys.executable, "-m", "reconbound.cli", "bound", "--json", "--steps", str(STEPS)]
+    command = [sys.executable, "-m", "reconbound.cli.app", "bound", "--json", "--steps", str(STEPS)]
     command += ["--noise-multiplier", str(noise), "--sample-rate", str(rate), "--dim", "784"]
     times = []
     for _ in range(RUNS):

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from reconbound import networks
-from reconbound._random import fresh_generator, random_states_kept, seeded
-from reconbound.amplification import PoissonTable, poisson_factors
-from reconbound.chacha import keystream
+from reconbound._internal.chacha import keystream
+from reconbound._internal.rng import fresh_generator, random_states_kept, seeded
+from reconbound.accounting.amplification import PoissonTable, poisson_factors
+from reconbound.auditing import models as networks
 from reconbound.fisher import clipped_gradient_sum, step_information
-from reconbound.fleet import Fleet
-from reconbound.noise import _bits, _normal, draw
-from reconbound.settings import Settings
+from reconbound.sweep.fleet.trainer import Fleet
+from reconbound.training.noise import _bits, _normal, draw
+from reconbound.training.settings import Settings
 
 
 def losses(outputs, targets):
@@ -77,7 +77,7 @@ def private_sgd() -> None:
     """A short private training on the GPU: the ledger fills, and a stopped run goes on to the same end.
 
     Noise depends on the bits of the sum, so that kernels must be deterministic for it."""
-    from reconbound.sgd import PrivateSGD, Settings
+    from reconbound.training.private_sgd import PrivateSGD, Settings
 
     torch.use_deterministic_algorithms(True)
 

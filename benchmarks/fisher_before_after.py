@@ -27,7 +27,7 @@ def cases(device: str) -> dict[str, tuple[Any, Any]]:
     import torch
     from torch import nn
 
-    from reconbound import networks
+    from reconbound.auditing import models as networks
 
     torch.manual_seed(0)
     shared = (nn.Linear(64, 384), nn.Tanh(), nn.LayerNorm(384), nn.Linear(384, 384), nn.Tanh())

@@ -17,7 +17,8 @@ from fisher_step import BATCH, SETTING, batch_gradient, graphed, load, losses, s
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from reconbound.fisher import patches, step_information
+from reconbound.fisher import step_information
+from reconbound.fisher.passes import patches
 
 _copied, _added = patches.patches, patches.added_patches
 

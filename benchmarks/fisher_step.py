@@ -38,7 +38,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from reconbound import data, networks
+from reconbound import data
+from reconbound.auditing import models as networks
 from reconbound.fisher import clipped_gradient_sum, coordinate_information, step_information
 
 STEPS, NOISE, CLIP, RATE, MOMENTUM, COORDINATES = 300, 0.5, 4.0, 0.1, 0.5, 50

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from reconbound import networks
+from reconbound.auditing import models as networks
 from reconbound.fisher import clipped_gradient_sum, coordinate_information, step_information
 
 SETTING = {"max_grad_norm": 4.0, "noise_multiplier": 0.5, "clip": "smooth"}

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch.nn.functional import cross_entropy
 
-from reconbound.fleet import Fleet
-from reconbound.networks import cifar10_cnn, mnist_cnn
-from reconbound.settings import Settings
+from reconbound.auditing.models import cifar10_cnn, mnist_cnn
+from reconbound.sweep.fleet.trainer import Fleet
+from reconbound.training.settings import Settings
 
 CASES = {
     "mnist": (mnist_cnn, (1, 28, 28), 60_000, 0.01, (12, 36)),

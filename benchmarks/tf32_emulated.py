@@ -14,9 +14,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from reconbound.auditing.models import cifar10_cnn
 from reconbound.data import cifar10
 from reconbound.fisher import step_information
-from reconbound.networks import cifar10_cnn
 
 PRODUCTS = {"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm"}
 RECORDS, STEPS, BATCH = 40, 120, 100

@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from reconbound._check import DataError, DataMissing
+from reconbound._internal.checks import DataError, DataMissing
 from reconbound.data import data_folder, mnist
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from _common import BLUE, GREEN, GREY, RED, plt, save, table
 
-from reconbound._files import write_whole
+from reconbound._internal.files import write_whole
 from reconbound.bounds import theorem1
-from reconbound.calculator import FLOORS, floor
+from reconbound.divergences import order2_paper, sensitivity
 from reconbound.mechanisms import SampledGaussian
-from reconbound.renyi import order2_paper, sensitivity
+from reconbound.mechanisms.guarantees import FLOORS, floor
 
 ORANGE, PURPLE = "#d98324", "#7b4fa3"
 #: series: title in the table, column, whether the column is a dFIL (whose floor is its inverse)

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from reconbound.fleet import Fleet, Snapshot
-from reconbound.networks import lecun_normal
-from reconbound.settings import Settings
+from reconbound.auditing.models import lecun_normal
+from reconbound.sweep.fleet.trainer import Fleet, Snapshot
+from reconbound.training.settings import Settings
 
 QUANTILES = {"max": 1.0, "p999": 0.999, "p99": 0.99, "p90": 0.9, "median": 0.5, "p10": 0.1, "min": 0.0}
 KEY = ("sampler", "noise_multiplier", "max_grad_norm", "lr")

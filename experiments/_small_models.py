@@ -58,7 +58,7 @@ def measured(
     w: Tensor, u: Tensor, x: Tensor, y: Tensor, layers: list[tuple[int, int]], squared: bool = False
 ) -> Measured:
     """Gradients of cross-entropy (or half the squared error) and the two pullbacks, by hand: a bias is the weight of an
-    input of 1, and tests/test_coverage.py compares with autograd."""
+    input of 1, and tests/accounting/test_coverage.py compares with autograd."""
     (weights, biases), (probes, shifts) = parts(w, layers), parts(u, layers)
     intos = [x.T[None]]
     if len(layers) == 2:

@@ -14,8 +14,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from reconbound._check import DataError, DataMissing
-from reconbound._files import PUBLIC, write_whole
+from reconbound._internal.checks import DataError, DataMissing
+from reconbound._internal.files import PUBLIC, write_whole
 from reconbound.data import data_folder
 
 COLUMNS = (

@@ -7,9 +7,9 @@ import sys
 import torch
 from _grid import losses, scaled
 
+from reconbound.auditing.models import cifar10_cnn, lecun_normal
 from reconbound.data import cifar10
-from reconbound.networks import cifar10_cnn, lecun_normal
-from reconbound.sgd import PrivateSGD, Settings
+from reconbound.training.private_sgd import PrivateSGD, Settings
 
 
 def main() -> None:

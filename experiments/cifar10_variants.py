@@ -27,10 +27,10 @@ import torch
 from _grid import append, given, losses, on_test, options, scaled
 from torch import Tensor, nn
 
+from reconbound.auditing.models import cifar10_cnn, lecun_normal, standardised
 from reconbound.data import cifar10
-from reconbound.fleet import Fleet
-from reconbound.networks import cifar10_cnn, lecun_normal, standardised
-from reconbound.settings import Settings
+from reconbound.sweep.fleet.trainer import Fleet
+from reconbound.training.settings import Settings
 
 ROWS = Path(__file__).parent / "results" / "cifar10_variants.csv"
 NOISE, PAIRS, AT = 2.0, ((8.0, 0.01), (4.0, 0.01), (1.0, 0.03), (2.0, 0.01)), (5000, 12500)

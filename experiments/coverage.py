@@ -36,9 +36,9 @@ from sklearn.datasets import (
 )
 from torch import Tensor
 
-from reconbound.account import Account
-from reconbound.accountant import FisherAccountant
-from reconbound.budget import Blocks
+from reconbound.accounting.accountant import FisherAccountant
+from reconbound.accounting.measurement_plan import Blocks
+from reconbound.accounting.spec import Account
 from reconbound.fisher import StepInformation
 
 RUNS = 10

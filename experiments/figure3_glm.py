@@ -8,7 +8,7 @@ import numpy as np
 from _common import BLUE, GREY, RED, at_least, digits, options, parse, plt, run, save, table, write
 from scipy.stats import spearmanr
 
-from reconbound._check import DataMissing
+from reconbound._internal.checks import DataMissing
 from reconbound.attacks import AttackReport, simulate
 from reconbound.linear import Logistic, leakage, minimise
 

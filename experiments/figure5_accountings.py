@@ -17,7 +17,7 @@ from figure5_mnist import GRID as MNIST
 from figure5_mnist import ROWS
 
 from reconbound.bounds import theorem1
-from reconbound.renyi import order2_fixed, order2_paper, order2_poisson, sensitivity
+from reconbound.divergences import order2_fixed, order2_paper, order2_poisson, sensitivity
 
 #: (m, q) → ε₂ of a step, m being a clipped gradient's largest norm over the noise
 BOUNDS: dict[str, Callable[[float, float], float]] = {

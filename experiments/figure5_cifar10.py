@@ -15,8 +15,8 @@ from cifar10_variants import network
 from figure5_mnist import chosen
 from torch import nn
 
+from reconbound.auditing.models import cifar10_cnn
 from reconbound.data import cifar10
-from reconbound.networks import cifar10_cnn
 
 ROWS = Path(__file__).parent / "results" / "cifar10_grid.csv"
 LONG_ROWS = ROWS.with_name("cifar10_long.csv")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from _grid import Grid, combinations, given, options, train
 
+from reconbound.auditing.models import mnist_cnn
 from reconbound.data import mnist
-from reconbound.networks import mnist_cnn
 
 ROWS = Path(__file__).parent / "results" / "mnist_grid.csv"
 NOISE, CLIP, LR = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0), (1.0, 2.0, 4.0, 8.0, 16.0, 32.0), (0.01, 0.03, 0.1)

@@ -22,10 +22,10 @@ from _grid import append, given, losses, on_test, scaled
 from _grid import options as options_of
 from torch import nn
 
+from reconbound.auditing.models import lecun_normal, mnist_cnn
 from reconbound.data import mnist
-from reconbound.fleet import Fleet
-from reconbound.networks import lecun_normal, mnist_cnn
-from reconbound.settings import Settings
+from reconbound.sweep.fleet.trainer import Fleet
+from reconbound.training.settings import Settings
 
 ROWS = Path(__file__).parent / "results" / "mnist_variants.csv"
 NOISE, CLIP, LR, AT = 2.0, (1.0, 2.0, 4.0, 8.0, 16.0, 32.0), (0.03, 0.1), (3000, 5000)

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from reconbound._files import PUBLIC, write_whole
+from reconbound._internal.files import PUBLIC, write_whole
+from reconbound.auditing.models import mnist_cnn
 from reconbound.data import mnist
-from reconbound.networks import mnist_cnn
-from reconbound.sgd import PrivateSGD, Settings
+from reconbound.training.private_sgd import PrivateSGD, Settings
 
 RATE, NOISE, CLIP, LR, MOMENTUM, STEPS, SEED = 0.01, 0.5, 8.0, 0.03, 0.5, 1000, 0
 RESULTS = Path(__file__).parent / "results" / "mnist_private_sgd.json"

@@ -17,11 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+from test_sweep_kills import count_finishes, finishes, holders
+
 import postgres_server
 from reconbound.sweep import Sweep, frontier, parse_grid, sweep
 from reconbound.sweep.run import begin, make_trainer, open_store
 from reconbound.sweep.team import PRELOAD
-from test_sweep_kills import count_finishes, finishes, holders
 
 GRID = ["noise_multiplier=0.3,0.5,1,2,5,10", "lr=0.2,0.5,1,2"]
 STEPS, RUNS, LIMIT, LEASE, WORKERS = (20, 40, 80), 2, 200, 3.0, 4

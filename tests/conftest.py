@@ -30,7 +30,7 @@ def _no_waiting_for_the_disk():
 @pytest.fixture
 def run(capsys, monkeypatch):
     """Run a command line in this process: status, standard output, standard error."""
-    from reconbound import cli
+    from reconbound.cli import app as cli
 
     monkeypatch.setenv("COLUMNS", "80")
 
@@ -45,14 +45,14 @@ def run(capsys, monkeypatch):
 def same_probes(monkeypatch):
     """Probes that nobody gave a generator for are the same in every run of a test: its figures do not change."""
     seeds = itertools.count(1)
-    monkeypatch.setattr("reconbound._random._entropy", lambda: next(seeds))
+    monkeypatch.setattr("reconbound._internal.rng._entropy", lambda: next(seeds))
 
 
 @pytest.fixture
 def same_noise(monkeypatch):
     """Learners whose noise and batches depend on the seed, run and step alone, to compare runs of other settings."""
     from learning import SameNoise
-    from reconbound.sgd import PrivateSGD
+    from reconbound.training.private_sgd import PrivateSGD
 
     for name in ("_begin_run", "_noise"):
         monkeypatch.setattr(PrivateSGD, name, getattr(SameNoise, name))
@@ -90,7 +90,7 @@ def people(tmp_path_factory):
 def audited(tmp_path_factory):
     """The folder of a finished audit of a small table, by the library: auditing.people with three runs."""
     import auditing
-    from reconbound.audit import audit
+    from reconbound.auditing.run import audit
 
     folder = tmp_path_factory.mktemp("audit") / "people"
     return audit(auditing.people(), auditing.plan(runs=3), folder, show=False)
@@ -100,7 +100,7 @@ def audited(tmp_path_factory):
 def table_audit(tmp_path_factory):
     """The folder of a finished audit of a small CSV file, by the command."""
     from calling import QUICK, write_people
-    from reconbound import cli
+    from reconbound.cli import app as cli
 
     root = tmp_path_factory.mktemp("cli")
     table = write_people(root / "people.csv")
@@ -113,7 +113,7 @@ def table_audit(tmp_path_factory):
 def digits_audit(tmp_path_factory):
     """The folder of a finished audit of a few digits, by the command."""
     from calling import QUICK
-    from reconbound import cli
+    from reconbound.cli import app as cli
 
     out = tmp_path_factory.mktemp("digits") / "out"
     assert cli.run(["audit", "--limit", "60", *QUICK, "--out", str(out), "--quiet"]) == 0

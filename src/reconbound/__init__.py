@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOME = {
-    "Account": "accountant",
-    "FisherAccountant": "accountant",
-    "PrivateSGD": "sgd",
-    "Settings": "sgd",
+    "Account": "accounting.spec",
+    "FisherAccountant": "accounting.accountant",
+    "PrivateSGD": "training.private_sgd",
+    "Settings": "training.settings",
     "Bound": "bounds",
-    "Guarantee": "calculator",
-    "floor": "calculator",
-    "guarantee": "calculator",
+    "Guarantee": "mechanisms.guarantees",
+    "floor": "mechanisms.guarantees",
+    "guarantee": "mechanisms.guarantees",
     "DP": "mechanisms",
     "PrivateLogisticRegression": "linear",
     "PrivateRidge": "linear",
     "Mechanism": "mechanisms",
     "OutputPerturbation": "mechanisms",
-    "load_release": "release",
+    "load_release": "auditing.release",
     "PLD": "mechanisms",
     "RenyiDP": "mechanisms",
     "SampledGaussian": "mechanisms",
@@ -52,13 +52,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .accountant import Account, FisherAccountant
-    from .bounds import Bound
-    from .calculator import Guarantee, floor, guarantee
-    from .linear import PrivateLogisticRegression, PrivateRidge
-    from .mechanisms import DP, PLD, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
-    from .release import load_release
-    from .sgd import PrivateSGD, Settings
+    from reconbound.accounting.accountant import Account, FisherAccountant
+    from reconbound.auditing.release import load_release
+    from reconbound.bounds import Bound
+    from reconbound.linear import PrivateLogisticRegression, PrivateRidge
+    from reconbound.mechanisms import DP, PLD, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
+    from reconbound.mechanisms.guarantees import Guarantee, floor, guarantee
+    from reconbound.training.private_sgd import PrivateSGD, Settings
 
 
 def __getattr__(name: str) -> Any:

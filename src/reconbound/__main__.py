@@ -18,7 +18,7 @@ def main() -> None:
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not one that was told to ignore it
     if ours:
         signal.signal(signal.SIGINT, _stopped)
-    from reconbound import cli
+    from reconbound.cli import app as cli
 
     if ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)

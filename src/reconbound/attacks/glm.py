@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from .._check import InputError, choice, number, whole
-from ..linear.losses import Logistic, Loss, Softmax, Squared
-from ..linear.solver import Optimum
-from ._known import known
-from ._report import AttackReport
-from ._roots import logistic_slopes, softmax_slopes, squared_slopes
+from reconbound._internal.checks import InputError, choice, number, whole
+from reconbound.attacks.known import known
+from reconbound.attacks.roots import logistic_slopes, softmax_slopes, squared_slopes
+from reconbound.attacks.summary import AttackReport
+from reconbound.linear.losses import Logistic, Loss, Softmax, Squared
+from reconbound.linear.solver import Optimum
 
 METHODS, BRANCHES = ("label", "ratio"), ("nearest", "told")
 #: Floats in one working array, and the share of the largest errors that the trimmed mean leaves out.

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from .._check import InputError, number, numbers
-from ..linear.losses import Loss
-from ._known import known
+from reconbound._internal.checks import InputError, number, numbers
+from reconbound.attacks.known import known
+from reconbound.linear.losses import Loss
 
 #: Gauss–Newton steps at most, and floats in one working array.
 STEPS, FLOATS = 30, 4_000_000

@@ -6,8 +6,7 @@ Any attacker: `van_trees`, `van_trees_trace`, `box_minimax` (Fisher information)
 `rate_distortion`, `corners_floor`, `uniform_floor`, `ball_floor`, `gaussian_floor` (KL); `layer_cake` (chances).
 """
 
-from ._bound import Bound
-from .any_attacker import (
+from reconbound.bounds.any_attacker import (
     box_minimax,
     lecam,
     overlap_from_losses,
@@ -17,8 +16,9 @@ from .any_attacker import (
     van_trees,
     van_trees_trace,
 )
-from .rate_distortion import ball_floor, corners_floor, gaussian_floor, rate_distortion, uniform_floor
-from .success import (
+from reconbound.bounds.bound import Bound
+from reconbound.bounds.rate_distortion import ball_floor, corners_floor, gaussian_floor, rate_distortion, uniform_floor
+from reconbound.bounds.success import (
     layer_cake,
     membership_from_gdp,
     membership_from_pure,
@@ -28,7 +28,16 @@ from .success import (
     rero_from_order2,
     rero_from_pure,
 )
-from .unbiased import by_position, corners, from_spectral_norm, from_trace, per_feature, per_group, theorem1, theorem2
+from reconbound.bounds.unbiased import (
+    by_position,
+    corners,
+    from_spectral_norm,
+    from_trace,
+    per_feature,
+    per_group,
+    theorem1,
+    theorem2,
+)
 
 __all__ = [
     "Bound",

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from .._check import InputError, matrix, number, numbers, whole
-from ._bound import WORST_CASE, Bound, Box, box, divergence, from_log
-from ._inverse import inverse_trace
+from reconbound._internal.checks import InputError, matrix, number, numbers, whole
+from reconbound.bounds.bound import WORST_CASE, Bound, Box, box, divergence, from_log
+from reconbound.bounds.inverse import inverse_trace
 
 REPLACE_ONE = "replace-one"
 AVERAGE = "Fisher information, averaged over the prior"

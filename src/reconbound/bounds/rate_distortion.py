@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from .._check import number, whole
-from ._bound import WORST_CASE, Bound, Box, box, divergence, from_log
-from .any_attacker import _spectrum
+from reconbound._internal.checks import number, whole
+from reconbound.bounds.any_attacker import _spectrum
+from reconbound.bounds.bound import WORST_CASE, Bound, Box, box, divergence, from_log
 
 REFERENCE = "KL divergence to one release that does not depend on the record"
 

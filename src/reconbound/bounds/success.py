@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from scipy.special import ndtr
 
-from .._check import InputError, number, numbers, whole
-from ._bound import Bound, divergence, from_log, log_expm1
+from reconbound._internal.checks import InputError, number, numbers, whole
+from reconbound.bounds.bound import Bound, divergence, from_log, log_expm1
 
 Curve = Callable[[np.ndarray], np.ndarray]
 

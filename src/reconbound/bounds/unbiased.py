@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from .._check import LARGEST, InputError, matrix, number, numbers, whole
-from ._bound import Bound, Box, Coordinates, box, divergence, from_log, log_expm1
-from ._inverse import inverse_trace
+from reconbound._internal.checks import LARGEST, InputError, matrix, number, numbers, whole
+from reconbound.bounds.bound import Bound, Box, Coordinates, box, divergence, from_log, log_expm1
+from reconbound.bounds.inverse import inverse_trace
 
 REPLACE_ONE = "replace-one"
 LOCAL = "Fisher information at the record"

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._check import DataError, DataMissing, InputError, warn_user
-from . import arrays, builtin, official, pictures, text
-from .dataset import Dataset, DataWarning, Feature, Pixels
-from .official import cifar10, data_folder, mnist, read_idx
-from .split import Division
-from .tables import only_for_tables, read_ranges, read_units
+from reconbound._internal.checks import DataError, DataMissing, InputError, warn_user
+from reconbound.data import builtin, official
+from reconbound.data import csv as text
+from reconbound.data import images as pictures
+from reconbound.data import npz as arrays
+from reconbound.data.dataset import Dataset, DataWarning, Feature, Pixels
+from reconbound.data.official import cifar10, data_folder, mnist, read_idx
+from reconbound.data.split import Division
+from reconbound.data.tables import only_for_tables, read_ranges, read_units
 
 __all__ = [
     "NAMES",

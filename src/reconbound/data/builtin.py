@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from .dataset import Dataset, Feature, Pixels
-from .split import Division
-from .tables import Column, only_for_tables, table, wishes
+from reconbound.data.dataset import Dataset, Feature, Pixels
+from reconbound.data.split import Division
+from reconbound.data.tables import Column, only_for_tables, table, wishes
 
 # name in scikit-learn: (name, unit, lowest, highest)
 _DIABETES: dict[str, tuple[str, str, float, float]] = {

@@ -10,7 +10,7 @@ from typing import overload
 
 import numpy as np
 
-from .._check import InputError, choice
+from reconbound._internal.checks import InputError, choice
 
 # control characters, lone surrogates, line separators, and the marks that turn the direction of writing
 _UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .._check import DataError, DataMissing
-from .dataset import Dataset, Feature, Pixels
-from .split import Division
+from reconbound._internal.checks import DataError, DataMissing
+from reconbound.data.dataset import Dataset, Feature, Pixels
+from reconbound.data.split import Division
 
 NAMES = ("mnist", "cifar10")
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -39,7 +39,7 @@ def load_official(name: str, folder: str | os.PathLike[str] | None = None, divis
 
     Args:
         folder: holds mnist/ or cifar10/; else the one that RECONBOUND_DATA names, else the user's cache."""
-    from .download import fetch
+    from reconbound.data.downloads import fetch
 
     read = {"mnist": mnist, "cifar10": cifar10}[name]
     if folder is None and not os.environ.get("RECONBOUND_DATA"):

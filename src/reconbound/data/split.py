@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .._check import DataError, InputError, number, whole
+from reconbound._internal.checks import DataError, InputError, number, whole
 
 
 @dataclass(frozen=True)

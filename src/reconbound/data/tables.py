@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from .._check import DataError, DataShown, InputError, number, spelled
-from ..rounding import format_number
-from .dataset import Dataset, Feature, clean
-from .split import Division
+from reconbound._internal.checks import DataError, DataShown, InputError, number, spelled
+from reconbound._internal.formatting import format_number
+from reconbound.data.dataset import Dataset, Feature, clean
+from reconbound.data.split import Division
 
 MOST_CATEGORIES = 100
 ENOUGH = 50  # values of a column, from which on a few can be called outliers

@@ -1,10 +1,10 @@
 """What one noisy gradient tells about each record: the Fisher information of a clipped, noisy step."""
 
 from reconbound.fisher.clipping import Clip, Clipping, clipping, sensitivity
-from reconbound.fisher.information import StepInformation, draw_probes, step_information
-from reconbound.fisher.private import Private
 from reconbound.fisher.reference import DenseInformation, coordinate_information, dense_information
+from reconbound.fisher.step import StepInformation, draw_probes, step_information
 from reconbound.fisher.sums import ClippedSum, clipped_gradient_sum, covering_method
+from reconbound.validate.private import Private
 
 __all__ = [
     "Clip",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
 
-from reconbound._check import InputError
+from reconbound._internal.checks import InputError
 from reconbound.validate.kinds import model_dtype, said_of_inputs, said_of_targets
 from reconbound.validate.structure import CHECKPOINTING, ModelError, check_structure, is_about_checkpointing
 
@@ -94,23 +94,6 @@ def capturing(tensor: Tensor) -> bool:
 def _leaves(name: str, tree: Any) -> Iterator[tuple[str, Any]]:
     for path, leaf in tree_flatten_with_path(tree)[0]:
         yield name + "".join(map(str, path)), leaf
-
-
-def check_losses(losses: Any, records: int) -> None:
-    """One floating-point loss for each record."""
-    if not isinstance(losses, Tensor) or not losses.is_floating_point():
-        kind = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
-        raise ValueError(f"loss_fn must return a floating-point tensor with one loss per record, (B,), got {kind}")
-    if losses.shape == (records,):
-        return
-    shape = tuple(losses.shape)
-    if len(shape) > 1 and shape[0] == records:
-        what = f"(B, {', '.join(map(str, shape[1:]))}): sum or average it over each record, losses.flatten(1).mean(1)"
-    elif math.prod(shape) == 1:
-        what = 'a single number: it was reduced over the batch, use reduction="none"'
-    else:
-        what = f"{shape} for {records} records: it was reduced over the batch or counts something else"
-    raise ValueError(f"loss_fn must return one loss per record, shape (B,), got {what}")
 
 
 def check_norms(norms: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from reconbound.renyi import SMOOTH_SENSITIVITY
+from reconbound.divergences import SMOOTH_SENSITIVITY
 
 Clip = Literal["smooth", "hard"]
 

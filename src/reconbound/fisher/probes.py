@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from reconbound._random import fresh_generator
+from reconbound._internal.rng import fresh_generator
 
 _CLOSE = 0.05  # two directions nearer than this are taken as one, for their difference would be rounding
 SHARED_FROM = 64  # records whose slopes the shared directions are taken from: the first ones, however they are batched

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.func import grad, jacrev, jvp, vmap
 from torch.utils._pytree import tree_map
 
-from reconbound._opacus import unhooked
-from reconbound._random import fresh_generator, random_states_kept
+from reconbound._internal.opacus_hooks import unhooked
+from reconbound._internal.rng import fresh_generator, random_states_kept
 from reconbound.fisher.clipping import Clip, check_clip
-from reconbound.fisher.generic import load_forward_mode
-from reconbound.fisher.passes import trainable
-from reconbound.fisher.private import Inputs, Private, Problem, as_private, batch_rows, feature_mask, private_part
+from reconbound.fisher.passes.generic import load_forward_mode
+from reconbound.fisher.passes.protocol import trainable
+from reconbound.validate.private import Inputs, Private, Problem, as_private, batch_rows, feature_mask, private_part
 
 
 @dataclass(frozen=True)

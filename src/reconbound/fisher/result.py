@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reconbound.fisher.passes import zero_sums
+from reconbound.fisher.passes.protocol import zero_sums
 from reconbound.validate.structure import NOT_CHECKED
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from reconbound.fisher.clipping import Clip, sensitivity
-from reconbound.fisher.passes import trainable
-from reconbound.fisher.private import Private, Problem, batch_rows
+from reconbound.fisher.passes.protocol import trainable
 from reconbound.fisher.sums import ClippedSum, Method, clipped_gradient_sum, covering_method
+from reconbound.validate.private import Private, Problem, batch_rows
 from reconbound.validate.structure import ModelError
 
 LossFn = Callable[[Any, Any], Tensor]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from reconbound._check import InputError
-from reconbound._opacus import unhooked
-from reconbound._random import random_states_kept
+from reconbound._internal.checks import InputError
+from reconbound._internal.opacus_hooks import unhooked
+from reconbound._internal.rng import random_states_kept
 from reconbound.fisher.checks import (
     beyond_torch,
     capturing,
@@ -24,11 +24,11 @@ from reconbound.fisher.checks import (
     wrong_kind,
 )
 from reconbound.fisher.clipping import Clip, check_clip, clipping
-from reconbound.fisher.generic import GenericPass
-from reconbound.fisher.gradients import LayerPass, NotCovered
-from reconbound.fisher.passes import Pass, Route, trainable, zero_sums
-from reconbound.fisher.private import Inputs, Private, Problem, batch_rows, check_rows, private_part
+from reconbound.fisher.passes.by_layer import LayerPass, NotCovered
+from reconbound.fisher.passes.generic import GenericPass
+from reconbound.fisher.passes.protocol import Pass, Route, trainable, zero_sums
 from reconbound.fisher.probes import SHARED_FROM
+from reconbound.validate.private import Inputs, Private, Problem, batch_rows, check_rows, private_part
 
 Method = Literal["auto", "layers", "generic"]
 

@@ -3,11 +3,11 @@
 `PrivateLogisticRegression` and `PrivateRidge` fit and release; their `leakage(X, y)` says how exposed every training
 record and feature is. `minimise` and `leakage` are the same as plain functions. Derivations: docs/theory-linear.md."""
 
-from ._base import DataNormWarning, NoiseWarning, ShortenedWarning
-from .estimators import PrivateLogisticRegression, PrivateRidge
-from .information import Leakage, leakage
-from .losses import Logistic, Softmax, Squared
-from .solver import NotConverged, Optimum, minimise
+from reconbound.linear.base import DataNormWarning, NoiseWarning, ShortenedWarning
+from reconbound.linear.estimators import PrivateLogisticRegression, PrivateRidge
+from reconbound.linear.information import Leakage, leakage
+from reconbound.linear.losses import Logistic, Softmax, Squared
+from reconbound.linear.solver import NotConverged, Optimum, minimise
 
 __all__ = [
     "DataNormWarning",

@@ -11,11 +11,11 @@ from sklearn.utils import column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
-from .._check import InputError
-from ._base import PrivateLinear
-from .information import Leakage
-from .losses import Logistic, Loss, Softmax, Squared
-from .solver import probabilities
+from reconbound._internal.checks import InputError
+from reconbound.linear.base import PrivateLinear
+from reconbound.linear.information import Leakage
+from reconbound.linear.losses import Logistic, Loss, Softmax, Squared
+from reconbound.linear.solver import probabilities
 
 
 class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore[misc]

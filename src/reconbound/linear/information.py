@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from .._check import LARGEST, InputError, number, numbers
-from ..bounds import Bound, from_spectral_norm, from_trace, per_feature
-from ..rounding import format_floor
-from . import reference
-from .losses import Squared
-from .rounding_error import UNIT, RoundingError, rounding_error
-from .solver import Optimum
-from .spectral import top_by_lanczos, top_of_updates
+from reconbound._internal.checks import LARGEST, InputError, number, numbers
+from reconbound._internal.formatting import format_floor
+from reconbound.bounds import Bound, from_spectral_norm, from_trace, per_feature
+from reconbound.linear import reference
+from reconbound.linear.losses import Squared
+from reconbound.linear.rounding_error import UNIT, RoundingError, rounding_error
+from reconbound.linear.solver import Optimum
+from reconbound.linear.spectral import top_by_lanczos, top_of_updates
 
 #: Records worked on at once, at most, and floats in one working array.
 BLOCK, FLOATS = 1024, 4_000_000

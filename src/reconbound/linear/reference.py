@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .solver import Optimum
+from reconbound.linear.solver import Optimum
 
 
 def jacobian(optimum: Optimum, record: int) -> np.ndarray:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .losses import Softmax, Squared
-from .solver import NotConverged, Optimum
+from reconbound.linear.losses import Softmax, Squared
+from reconbound.linear.solver import NotConverged, Optimum
 
 UNIT = 2.0**-53
 #: Nothing is stated where H⁻¹ may be off by more than this share.

@@ -10,8 +10,8 @@ import numpy as np
 from scipy.linalg import cho_solve, cholesky, lapack
 from scipy.special import softmax as _softmax
 
-from .._check import InputError, number, numbers
-from .losses import Loss, Softmax, Squared
+from reconbound._internal.checks import InputError, number, numbers
+from reconbound.linear.losses import Loss, Softmax, Squared
 
 #: Newton's steps at most; far fewer are needed.
 LARGEST_STEPS = 200

@@ -4,10 +4,10 @@ A mechanism answers five questions, each conservatively: its order-2 Rényi dive
 to a release that does not depend on the record, its overlap 1 − LC (replace-one), its (ε, δ), and how often a
 membership test or a reconstruction can succeed. `as_mechanism` turns a dp-accounting DpEvent or PLD into one."""
 
-from ._base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Mechanism
-from .accounted import PLD, Event, as_mechanism
-from .gaussian import OutputPerturbation, SampledGaussian
-from .reported import DP, RenyiDP
+from reconbound.mechanisms.accounted import PLD, Event, as_mechanism
+from reconbound.mechanisms.base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Mechanism
+from reconbound.mechanisms.reported import DP, RenyiDP
+from reconbound.mechanisms.sampled_gaussian import OutputPerturbation, SampledGaussian
 
 __all__ = [
     "ADD_OR_ZERO",

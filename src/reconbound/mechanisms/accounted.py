@@ -11,15 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import plds
-from .._check import InputError, choice, number
-from ..bounds import (
-    overlap_from_losses,
-)
-from ..events import leaves, sampling_rate
-from ..events import pld as event_pld
-from ._base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, Mechanism
-from .gaussian import SampledGaussian
+from reconbound._internal.checks import InputError, choice, number
+from reconbound.bounds import overlap_from_losses
+from reconbound.mechanisms import plds
+from reconbound.mechanisms.base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, Mechanism
+from reconbound.mechanisms.events import leaves, sampling_rate
+from reconbound.mechanisms.events import pld as event_pld
+from reconbound.mechanisms.sampled_gaussian import SampledGaussian
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import renyi
-from .._check import choice, number, whole
-from ..bounds import (
+from reconbound import divergences as renyi
+from reconbound._internal.checks import choice, number, whole
+from reconbound._internal.formatting import format_limit
+from reconbound.bounds import (
     membership_from_pure,
     overlap_from_order2,
     overlap_from_pure,
@@ -18,9 +19,8 @@ from ..bounds import (
     rero_from_order2,
     rero_from_pure,
 )
-from ..bounds._bound import from_log
-from ..rounding import format_limit
-from ._base import (
+from reconbound.bounds.bound import from_log
+from reconbound.mechanisms.base import (
     ADD_REMOVE,
     ADJACENCIES,
     REPLACE_ONE,

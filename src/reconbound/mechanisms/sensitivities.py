@@ -7,7 +7,7 @@ import math
 
 from scipy.special import lambertw
 
-from .._check import InputError, choice, number
+from reconbound._internal.checks import InputError, choice, number
 
 LOSSES = ("logistic", "softmax", "squared")
 

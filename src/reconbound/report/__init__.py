@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
-from .._files import CONFIDENTIAL, PUBLIC, write_whole
-from ..run_folder import PUBLIC_REPORT, REPORT, Leakage, Run, read_audit
-from . import advice, charts, columns, page, public, verdicts, words
-from .axes import Chart
-from .comparison import compare
-from .figures import amount, clean, guess_error, percent
-from .public import headline
-from .records import cards, glance, quantiles, record_facts, record_table
-from .view import View
+from reconbound import __version__
+from reconbound._internal.files import CONFIDENTIAL, PUBLIC, write_whole
+from reconbound.report import advice, charts, columns, page, public, verdicts, words
+from reconbound.report.axes import Chart
+from reconbound.report.comparison import compare
+from reconbound.report.figures import amount, clean, guess_error, percent
+from reconbound.report.folder import PUBLIC_REPORT, REPORT, Leakage, Run, read_audit
+from reconbound.report.public import headline
+from reconbound.report.records import cards, glance, quantiles, record_facts, record_table
+from reconbound.report.view import View
 
 __all__ = ["build", "compare", "confidential_page", "headline", "public_page", "record_facts", "record_table"]
 

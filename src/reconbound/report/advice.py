@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from .._check import InputError
-from ..calibrate import Calibration, calibrate
-from ..mechanisms import SampledGaussian
-from ..rounding import format_limit, format_noise, format_percent
-from ..run_folder import Run
-from . import columns
-from .figures import guess_error, plus_minus
-from .view import View
+from reconbound._internal.checks import InputError
+from reconbound._internal.formatting import format_limit, format_noise, format_percent
+from reconbound.mechanisms import SampledGaussian
+from reconbound.mechanisms.calibration import Calibration, calibrate
+from reconbound.report import columns
+from reconbound.report.figures import guess_error, plus_minus
+from reconbound.report.folder import Run
+from reconbound.report.view import View
 
 #: Targets, as shares of the range: (± error, floor, attacker in words).
 TARGETS = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .figures import for_plotly
+from reconbound.report.figures import for_plotly
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7d8590",

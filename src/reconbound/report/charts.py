@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..rounding import Side
-from .axes import (
+from reconbound._internal.formatting import Side
+from reconbound.report.axes import (
     BLUE,
     DASHES,
     GREEN,
@@ -31,9 +31,9 @@ from .axes import (
     steps_axis,
     titled,
 )
-from .columns import counts, lowest, most_exposed, sentence
-from .figures import amount, for_plotly, guess_error, plus_minus
-from .view import NO_LIMIT, NOTHING, View
+from reconbound.report.columns import counts, lowest, most_exposed, sentence
+from reconbound.report.figures import amount, for_plotly, guess_error, plus_minus
+from reconbound.report.view import NO_LIMIT, NOTHING, View
 
 #: Classes and columns in one chart.
 MOST_ROWS = 24

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .figures import beyond, count, guess_error, plus_minus
-from .view import View
+from reconbound.report.figures import beyond, count, guess_error, plus_minus
+from reconbound.report.view import View
 
 #: What is said of a floor that is wider than the column's range.
 BEYOND = "more than the whole range"

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
-from .._check import InputError
-from .._files import CONFIDENTIAL, write_whole
-from ..rounding import format_percent
-from ..run_folder import PLAN, read_audit
-from . import charts, page, words
-from .columns import counts
-from .figures import amount, beyond, clean, guess_error, names_its_unit, plus_minus, value
-from .view import View
+from reconbound import __version__
+from reconbound._internal.checks import InputError
+from reconbound._internal.files import CONFIDENTIAL, write_whole
+from reconbound._internal.formatting import format_percent
+from reconbound.report import charts, page, words
+from reconbound.report.columns import counts
+from reconbound.report.figures import amount, beyond, clean, guess_error, names_its_unit, plus_minus, value
+from reconbound.report.folder import PLAN, read_audit
+from reconbound.report.view import View
 
 #: Columns named in one cell of the table, before the rest is folded away.
 NAMED = 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from ..rounding import Side, format_number
+from reconbound._internal.formatting import Side, format_number
 
 #: Beyond so many ranges a floor says "out of reach" and nothing more.
 REACH = 1e6

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from . import figures
+from reconbound.report import figures
 
 
 def as_json(content: Any) -> Markup:

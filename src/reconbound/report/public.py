@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ..protection import BLIND, read_protection, with_article
-from ..rounding import format_limit, format_percent
-from ..run_folder import CHOSEN_SEED, Run
-from . import advice, columns, words
-from .figures import amount, beyond, clean, guess_error, pixel_scale, plus_minus, value
-from .view import NOTHING, View, line
+from reconbound._internal.formatting import format_limit, format_percent
+from reconbound.mechanisms.protection import BLIND, read_protection, with_article
+from reconbound.report import advice, columns, words
+from reconbound.report.figures import amount, beyond, clean, guess_error, pixel_scale, plus_minus, value
+from reconbound.report.folder import CHOSEN_SEED, Run
+from reconbound.report.view import NOTHING, View, line
 
 TITLES = {
     "theorem1": "Theorem 1",

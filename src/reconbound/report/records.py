@@ -11,14 +11,25 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .._check import InputError, whole
-from ..protection import BLIND, with_article
-from ..rounding import format_limit, format_percent
-from ..run_folder import Leakage, Run
-from . import thumbnails
-from .columns import BEYOND, anyone, most_exposed
-from .figures import amount, beyond, clean, count, guess_error, names_its_unit, percent, plus_minus, rough, value
-from .view import NO_LIMIT, View
+from reconbound._internal.checks import InputError, whole
+from reconbound._internal.formatting import format_limit, format_percent
+from reconbound.mechanisms.protection import BLIND, with_article
+from reconbound.report import thumbnails
+from reconbound.report.columns import BEYOND, anyone, most_exposed
+from reconbound.report.figures import (
+    amount,
+    beyond,
+    clean,
+    count,
+    guess_error,
+    names_its_unit,
+    percent,
+    plus_minus,
+    rough,
+    value,
+)
+from reconbound.report.folder import Leakage, Run
+from reconbound.report.view import NO_LIMIT, View
 
 #: Images shown of each kind (half as many rows of a table), and columns of one before the rest is folded away.
 SHOWN, COLUMNS = 8, 8

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from ..precision import how_far_off
-from ..protection import Protection
-from . import columns, words
-from .figures import amount, beyond, count, guess_error, percent, plus_minus, rough
-from .view import NO_LIMIT, NOTHING, View
+from reconbound.accounting.precision import how_far_off
+from reconbound.mechanisms.protection import Protection
+from reconbound.report import columns, words
+from reconbound.report.figures import amount, beyond, count, guess_error, percent, plus_minus, rough
+from reconbound.report.view import NO_LIMIT, NOTHING, View
 
 #: Fewer training records than this, and a larger ε than this, get a warning.
 FEW, WEAK = 30, 10.0

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..data.tables import MISSING
-from ..protection import Protection, read_protection
-from ..run_folder import Leakage, Run, floors, record_names
-from .figures import clean, pixel_scale
+from reconbound.data.tables import MISSING
+from reconbound.mechanisms.protection import Protection, read_protection
+from reconbound.report.figures import clean, pixel_scale
+from reconbound.report.folder import Leakage, Run, floors, record_names
 
 #: A floor at a smaller share of the range says nothing in practice.
 NOTHING = 1e-3

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..run_folder import CHOSEN_SEED, Run
-from .figures import clean, count
-from .view import View
+from reconbound.report.figures import clean, count
+from reconbound.report.folder import CHOSEN_SEED, Run
+from reconbound.report.view import View
 
 CHOSEN = "from a seed that was chosen by hand. Whoever guesses it can subtract the noise, and no floor here binds them."
 INFERRED = (

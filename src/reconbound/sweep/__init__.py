@@ -1,8 +1,8 @@
 """Many trainings, one frontier: accuracy against every floor. Optuna searches and stores."""
 
-from .frontier import best, floors_in, pareto, rows_of, table, write_table
-from .run import Sweep, sweep
-from .space import Choices, Range, parse_grid, parse_steps
+from reconbound.sweep.frontier import best, floors_in, pareto, rows_of, table, write_table
+from reconbound.sweep.run import Sweep, sweep
+from reconbound.sweep.space import Choices, Range, parse_grid, parse_steps
 
 __all__ = [
     "Choices",

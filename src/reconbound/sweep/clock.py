@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from .faults import say
-from .store import NEVER, Store
+from reconbound.sweep.faults import say
+from reconbound.sweep.store import NEVER, Store
 
 #: Seconds without a change after which such a lease is ended, if the sweep's own lease is shorter: a worker that lives
 #: renews its lease every 5 seconds or more often, whatever its length.

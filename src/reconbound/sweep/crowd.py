@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .._check import InputError
-from .clock import Clock
-from .faults import Away, Patience, SweepStopped, patiently
-from .space import Setting
-from .store import Claim, Store
-from .worker import Heart, LeaseLost, Row, failed, owner_name, release_quietly, trial_folder
+from reconbound._internal.checks import InputError
+from reconbound.sweep.clock import Clock
+from reconbound.sweep.faults import Away, Patience, SweepStopped, patiently
+from reconbound.sweep.space import Setting
+from reconbound.sweep.store import Claim, Store
+from reconbound.sweep.worker import Heart, LeaseLost, Row, failed, owner_name, release_quietly, trial_folder
 
 
 class Exploded(RuntimeError):

@@ -16,9 +16,9 @@ from urllib.parse import quote
 
 import sqlalchemy as sql
 
-from .._check import InputError
-from .._files import CONFIDENTIAL, open_lock
-from .words import POSTGRES
+from reconbound._internal.checks import InputError
+from reconbound._internal.files import CONFIDENTIAL, open_lock
+from reconbound.sweep.words import POSTGRES
 
 BACKENDS = ("sqlite", "postgresql")
 _LOCK = 0x7265636F6E  # "recon": the key of PostgreSQL's advisory lock
@@ -70,7 +70,7 @@ def engine_options(url: Any) -> dict[str, Any]:
         return {"connect_args": {"timeout": 120}}
     options: dict[str, Any] = {"connect_timeout": 15}
     if url.get_driver_name() == "psycopg2":
-        from . import answering
+        from reconbound.sweep import answering
 
         options = {"connect_timeout": answering.ANSWER, "connection_factory": answering.AnsweringConnection}
     return {"pool_pre_ping": True, "pool_size": 2, "connect_args": options}

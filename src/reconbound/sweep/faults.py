@@ -11,7 +11,7 @@ from typing import TypeVar
 import optuna
 import sqlalchemy as sql
 
-from .._files import disk_fault
+from reconbound._internal.files import disk_fault
 
 #: Seconds that a worker waits for a disk or a database before it stops.
 PATIENCE = 120.0

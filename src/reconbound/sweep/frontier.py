@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._check import DataError, InputError
-from .._files import CONFIDENTIAL, printable, write_whole
-from ..calculator import FLOORS as MECHANISM_FLOORS
-from ..protection import Protection
-from . import space
-from .store import seal_of
-from .worker import Row
+from reconbound._internal.checks import DataError, InputError
+from reconbound._internal.files import CONFIDENTIAL, printable, write_whole
+from reconbound.mechanisms.guarantees import FLOORS as MECHANISM_FLOORS
+from reconbound.mechanisms.protection import Protection
+from reconbound.sweep import space
+from reconbound.sweep.store import seal_of
+from reconbound.sweep.worker import Row
 
 #: Floors by the information of the records (rule, and where over the records), then those of the mechanism alone.
 FLOORS = (

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .._files import CONFIDENTIAL, Unreadable, sealed, unsealed, write_whole
-from ..account import Account, Factors
-from ..accountant import FisherAccountant
-from ..run_folder import CHECKPOINTS
+from reconbound._internal.files import CONFIDENTIAL, Unreadable, sealed, unsealed, write_whole
+from reconbound.accounting.accountant import FisherAccountant
+from reconbound.accounting.spec import Account, Factors
+from reconbound.report.folder import CHECKPOINTS
 
 #: Where over the records a floor is taken: name → quantile of dFIL.
 PLACES = {"max": 1.0, "q99": 0.99, "median": 0.5}

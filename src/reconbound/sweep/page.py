@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
-from .._files import CONFIDENTIAL, write_whole
-from ..report import axes, page, words
-from ..report.axes import Chart, Key
-from ..report.figures import amount, clean, count, for_plotly, guess_error, plus_minus
-from ..rounding import Side, format_limit, format_number, format_percent
-from ..run_folder import prepare
-from . import space
-from .frontier import best, columns_of, crossed_of, default_floor, floors_in, pareto, protection_of
-from .train import LEDGER
-from .words import ASSUMPTIONS, CROSSED, attacker, majority, precision, told
-from .worker import Row, trial_folder
+from reconbound import __version__
+from reconbound._internal.files import CONFIDENTIAL, write_whole
+from reconbound._internal.formatting import Side, format_limit, format_number, format_percent
+from reconbound.report import axes, page, words
+from reconbound.report.axes import Chart, Key
+from reconbound.report.figures import amount, clean, count, for_plotly, guess_error, plus_minus
+from reconbound.report.folder import prepare
+from reconbound.sweep import space
+from reconbound.sweep.frontier import best, columns_of, crossed_of, default_floor, floors_in, pareto, protection_of
+from reconbound.sweep.trial import LEDGER
+from reconbound.sweep.words import ASSUMPTIONS, CROSSED, attacker, majority, precision, told
+from reconbound.sweep.worker import Row, trial_folder
 
 PAGE, RUN_PAGE = "frontier.html", "index.html"
 #: What a row's "accuracy" is: the share of right classes, or of a number's spread that is explained.

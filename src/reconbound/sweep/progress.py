@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from .space import PARAMETERS, described
-from .store import Store
-from .words import setting_told, value_told
+from reconbound.sweep.space import PARAMETERS, described
+from reconbound.sweep.store import Store
+from reconbound.sweep.words import setting_told, value_told
 
 if TYPE_CHECKING:
-    from .run import Sweep
+    from reconbound.sweep.run import Sweep
 
 
 def plan_lines(store: Store, config: Sweep, train: Any, workers: int) -> list[str]:

@@ -16,21 +16,29 @@ from typing import Any
 import optuna
 import sqlalchemy as sql
 
-from .._check import DataError, InputError, choice, number, warn_user, whole
-from .._files import CONFIDENTIAL, Unreadable, printable, refuse_links, sealed_json, unsealed_json, write_whole
-from .._random import GUESSABLE, checked_seed, new_seed, seed_warning
-from ..run_folder import prepare
-from ..validate.structure import ReconboundWarning
-from . import space as spaces
-from .crowd import work_together
-from .database import storage_shown
-from .faults import Patience, SweepStopped, environment_fault, first_line, patiently
-from .frontier import FLOORS, default_floor, rows_of, score_of, sealed_rows, write_table
-from .progress import plan_lines, progress
-from .space import Choices, Setting, Space
-from .store import Claim, Store
-from .team import supervise
-from .worker import TRIALS, Row, owner_name, work
+from reconbound._internal.checks import DataError, InputError, choice, number, warn_user, whole
+from reconbound._internal.files import (
+    CONFIDENTIAL,
+    Unreadable,
+    printable,
+    refuse_links,
+    sealed_json,
+    unsealed_json,
+    write_whole,
+)
+from reconbound._internal.rng import GUESSABLE, checked_seed, new_seed, seed_warning
+from reconbound.report.folder import prepare
+from reconbound.sweep import space as spaces
+from reconbound.sweep.crowd import work_together
+from reconbound.sweep.database import storage_shown
+from reconbound.sweep.faults import Patience, SweepStopped, environment_fault, first_line, patiently
+from reconbound.sweep.frontier import FLOORS, default_floor, rows_of, score_of, sealed_rows, write_table
+from reconbound.sweep.progress import plan_lines, progress
+from reconbound.sweep.space import Choices, Setting, Space
+from reconbound.sweep.store import Claim, Store
+from reconbound.sweep.team import supervise
+from reconbound.sweep.worker import TRIALS, Row, owner_name, work
+from reconbound.validate.structure import ReconboundWarning
 
 DATABASE, SEED, ABOUT = "sweep.db", "seed", "sweep.json"
 
@@ -215,7 +223,7 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 def publish(folder: Path, storage: str | None = None) -> dict[str, Any]:
     """Write the sweep's table and pages, as far as it is; where they are, and how far that is."""
-    from .page import write_pages
+    from reconbound.sweep.page import write_pages
 
     rows, facts = stored(folder, storage)
     pages: dict[str, str | None] = {"table": None, "page": None}
@@ -226,11 +234,11 @@ def publish(folder: Path, storage: str | None = None) -> dict[str, Any]:
 
 def make_trainer(config: Sweep) -> Any:
     """The training of the sweep's settings."""
-    from ..account import RULES as EVERY
-    from ..data import load
-    from ..plan import RULES, default_plan
-    from .together import TogetherTrainer
-    from .train import Trainer
+    from reconbound.accounting.spec import RULES as EVERY
+    from reconbound.auditing.options import RULES, default_plan
+    from reconbound.data import load
+    from reconbound.sweep.together import TogetherTrainer
+    from reconbound.sweep.trial import Trainer
 
     dataset = load(config.data, **config.load)
     plan = default_plan(dataset, **config.plan)
@@ -363,7 +371,7 @@ def sweep_seed(config: Sweep) -> int:
 
 def _join(config: Sweep, make_train: Callable[[Sweep], Any] | None, owner: str, stop: Callable[[], bool]) -> int:
     """Work on the sweep from a process of its own; what there is to say of the data and the model has been said."""
-    from ..validate import KinkWarning
+    from reconbound.validate import KinkWarning
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

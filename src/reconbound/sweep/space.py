@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from .._check import InputError, choice, number, spelled, whole
-from .._random import derive
+from reconbound._internal.checks import InputError, choice, number, spelled, whole
+from reconbound._internal.rng import derive
 
 Setting: TypeAlias = dict[str, Any]  # a value for each name
 

@@ -21,12 +21,20 @@ import optuna
 import sqlalchemy as sql
 from optuna.trial import FrozenTrial, TrialState
 
-from .._check import InputError
-from .._files import json_digest
-from ..checkpoint import plain_json
-from .database import alone, check_whole, checked_url, engine_options, locked_from_the_start, reading_options, shown_url
-from .faults import SweepStopped, first_line
-from .words import POSTGRES
+from reconbound._internal.checks import InputError
+from reconbound._internal.files import json_digest
+from reconbound.sweep.database import (
+    alone,
+    check_whole,
+    checked_url,
+    engine_options,
+    locked_from_the_start,
+    reading_options,
+    shown_url,
+)
+from reconbound.sweep.faults import SweepStopped, first_line
+from reconbound.sweep.words import POSTGRES
+from reconbound.training.checkpoint import plain_json
 
 ERRORS = 3  # a trial that raised so often has failed
 DEATHS = 50  # and so has one on which so many workers died

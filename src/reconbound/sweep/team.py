@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from .faults import SweepError, SweepStopped, patiently
-from .store import Store
-from .worker import owner_name
+from reconbound.sweep.faults import SweepError, SweepStopped, patiently
+from reconbound.sweep.store import Store
+from reconbound.sweep.worker import owner_name
 
 #: What a worker needs, loaded once for all of them; the last three are what Optuna's storage loads when it is made.
 PRELOAD = (
-    "reconbound.sweep.train",
+    "reconbound.sweep.trial",
     "reconbound.sweep.run",
     "alembic.command",
     "alembic.migration",

@@ -19,18 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._check import InputError, warn_user
-from .._files import CONFIDENTIAL, sealed_json, write_whole
-from .._random import derive
-from ..account import Account
-from ..fleet import Fleet, Snapshot
-from ..plan import RULES, Plan, as_tensor, make_loss, make_model, model_kind, score, starter
-from ..run_folder import prepare
-from ..sampling import batches_per_epoch, make_sampler
-from .crowd import Exploded
-from .space import Setting, key, seed_of
-from .train import TRIAL, Trainer, finished_rows, one_thread
-from .worker import LeaseLost, Row
+from reconbound._internal.checks import InputError, warn_user
+from reconbound._internal.files import CONFIDENTIAL, sealed_json, write_whole
+from reconbound._internal.rng import derive
+from reconbound.accounting.spec import Account
+from reconbound.auditing.options import RULES, Plan, as_tensor, make_loss, make_model, model_kind, score, starter
+from reconbound.report.folder import prepare
+from reconbound.sweep.crowd import Exploded
+from reconbound.sweep.fleet.trainer import Fleet, Snapshot
+from reconbound.sweep.space import Setting, key, seed_of
+from reconbound.sweep.trial import TRIAL, Trainer, finished_rows, one_thread
+from reconbound.sweep.worker import LeaseLost, Row
+from reconbound.training.sampling import batches_per_epoch, make_sampler
 
 #: (which of the settings, steps that each of them has done)
 Tell = Callable[[Sequence[int], int], None]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..bounds._bound import NOT_PROVED
-from ..precision import how_far_off
+from reconbound.accounting.precision import how_far_off
+from reconbound.bounds.bound import NOT_PROVED
 
 WORDS = {
     "max": "most exposed record (estimate)",

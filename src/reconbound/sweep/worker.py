@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..checkpoint import CheckpointError
-from .clock import Clock
-from .faults import Away, Patience, SweepStopped, environment_fault, patiently
-from .space import Setting
-from .store import ERRORS, Claim, Store
+from reconbound.sweep.clock import Clock
+from reconbound.sweep.faults import Away, Patience, SweepStopped, environment_fault, patiently
+from reconbound.sweep.space import Setting
+from reconbound.sweep.store import ERRORS, Claim, Store
+from reconbound.training.checkpoint import CheckpointError
 
 TRIALS = "trials"
 Row: TypeAlias = dict[str, Any]

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from reconbound._opacus import unhooked
-from reconbound._random import random_states_kept
+from reconbound._internal.checks import warn_user
+from reconbound._internal.opacus_hooks import unhooked
+from reconbound._internal.rng import random_states_kept
 from reconbound.validate.derivatives import check_derivatives, check_differences, math_attention
 from reconbound.validate.jumps import check_events, check_gaps
 from reconbound.validate.placed import chosen_private, place_precisely, without_autocast
@@ -33,10 +34,8 @@ from reconbound.validate.structure import (
 from reconbound.validate.uncovered import uncovered_caveats, warn_uncovered
 from reconbound.validate.watch import LossFn, Trace, check_data, record_count, rows, run
 
-from .._check import warn_user
-
 if TYPE_CHECKING:
-    from reconbound.fisher.private import Private
+    from reconbound.validate.private import Private
 
 __all__ = ["KinkWarning", "ModelError", "ReconboundWarning", "check_batch", "check_model", "math_attention"]
 

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from reconbound._internal.checks import warn_user
 from reconbound.validate.placed import Placed, converted, drawn_like
 from reconbound.validate.structure import (
     CHECKPOINTING,
@@ -23,8 +24,6 @@ from reconbound.validate.structure import (
     place,
 )
 from reconbound.validate.watch import LossFn, Trace, first_line, in_place_error, leaf, run
-
-from .._check import warn_user
 
 _BESIDE = (0.1, 0.003)  # how far from the records, which may lie on kinks: pixels of 0, ties of a maximum
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from reconbound._random import random_states_kept
+from reconbound._internal.rng import random_states_kept
 from reconbound.validate.flow import Event, observe
 from reconbound.validate.placed import Placed, place_precisely, without_autocast
 from reconbound.validate.structure import ModelError, label
 from reconbound.validate.watch import LossFn
 
 if TYPE_CHECKING:
-    from reconbound.fisher.private import Private
+    from reconbound.validate.private import Private
 
 _SEGMENTS = 3  # random directions in which the private part is moved, besides towards the other records
 _FAR = 2.0  # how far, in units of its spread

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from reconbound.validate.watch import LossFn, arguments
 
 if TYPE_CHECKING:
-    from reconbound.fisher.private import Private
+    from reconbound.validate.private import Private
 
 _SHAKEN = 0.05  # how far parameters are moved, so that what an initial zero hides is seen
 
@@ -60,7 +60,7 @@ class Placed:
 
     def losses(self, z: list[Tensor]) -> Tensor:
         """Returns the loss of each record with z in the place of the private part, (B,)."""
-        from reconbound.fisher.private import Problem, twice_differentiable  # imported here: fisher imports validate
+        from reconbound.validate.private import Problem, twice_differentiable  # imported here: fisher imports validate
 
         fresh = {name: t if t.requires_grad else t.clone() for name, t in self.state.items()}
         with _Wide() if self.dtype == torch.float64 else nullcontext():
@@ -88,7 +88,7 @@ class Placed:
         return self.chosen([x.roll(1, 0) - x for x in self.z])
 
     def _private_part(self, few: Any, dtype: torch.dtype | None) -> tuple[list[Tensor], list[Tensor | None]]:
-        from reconbound.fisher.private import Problem, feature_mask, private_part
+        from reconbound.validate.private import Problem, feature_mask, private_part
 
         if self.private is None:
             z = [x for x in tree_leaves(self.inputs) if _is_float(x)]
@@ -131,7 +131,7 @@ def place_precisely(model: nn.Module, loss_fn: LossFn, few: Any, private: Privat
 
 def chosen_private(private: Any) -> Private | None:
     """Returns what `as_private` makes of it; None, every floating-point input, stays None."""
-    from reconbound.fisher.private import as_private
+    from reconbound.validate.private import as_private
 
     return None if private is None else as_private(private)
 

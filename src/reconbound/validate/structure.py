@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from .._check import warn_user
-from .._opacus import by_opacus, is_wrapper
+from reconbound._internal.checks import warn_user
+from reconbound._internal.opacus_hooks import by_opacus, is_wrapper
 
 _SMOOTH = "replace them by smooth ones: tanh or GELU for the activation, average pooling for max pooling"
 

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from reconbound._random import random_states_kept
+from reconbound._internal.checks import warn_user
+from reconbound._internal.rng import random_states_kept
 from reconbound.validate.structure import ReconboundWarning
 from reconbound.validate.watch import LossFn
 
-from .._check import warn_user
-
 if TYPE_CHECKING:
-    from reconbound.fisher.private import Private, Problem
+    from reconbound.validate.private import Private, Problem
 
 
 def uncovered_caveats(model: nn.Module, loss_fn: LossFn, few: Any, private: Private | None) -> tuple[str, ...]:
@@ -27,7 +26,7 @@ def uncovered_caveats(model: nn.Module, loss_fn: LossFn, few: Any, private: Priv
         few: inputs and targets of a few records.
         private: what is private.
     """
-    from reconbound.fisher.private import Problem, module_caveats
+    from reconbound.validate.private import Problem, module_caveats
 
     if private is None or private.part != "module":
         return ()
@@ -54,7 +53,7 @@ def find_uncovered(problem: Problem, inputs: Any, targets: Any) -> list[str]:
         inputs: of a few records.
         targets: of the same records.
     """
-    from reconbound.fisher.private import private_part
+    from reconbound.validate.private import private_part
 
     z = private_part(problem, inputs, targets)
     before, given = _gradients(problem, z, inputs, targets)

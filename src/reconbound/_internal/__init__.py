@@ -1,0 +1,1 @@
+"""Shared helpers: checks, errors, files, random numbers, progress, number formats."""

@@ -1,0 +1,75 @@
+"""Models that Opacus has wrapped: its hooks are taken off while a step is looked at, and put back as they were."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+from torch import nn
+
+from reconbound._internal.checks import InputError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_KINDS = ("_forward_hooks", "_backward_hooks")
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """The model, wrapped, inner or as it was before, without the hooks by which Opacus keeps per-record gradients.
+
+    They would keep those of our passes too, and fail on second derivatives."""
+    if type(model).__name__ == "GradSampleModuleExpandedWeights":
+        raise InputError(
+            "model",
+            "must be the network itself, model._module, not Opacus's wrapper for grad_sample_mode='ew'",
+            f"a {type(model).__name__}",
+        )
+    taken: list[tuple[Any, list[Any]]] = []
+    for module in model.modules():
+        for kind in _KINDS:
+            hooks = getattr(module, kind)
+            if any(by_opacus(hook) for hook in hooks.values()):
+                taken.append((hooks, list(hooks.items())))
+    try:
+        for hooks, items in taken:
+            for key, hook in items:
+                if by_opacus(hook):
+                    del hooks[key]
+        yield
+    finally:
+        for hooks, items in taken:  # the same dictionaries, for the hooks' handles point at them
+            hooks.clear()
+            hooks.update(items)
+
+
+def unhooked(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function of a model, its first argument, that sees it without Opacus's hooks."""
+
+    @functools.wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        model = args[0] if args else kwargs.get("model")
+        if not isinstance(model, nn.Module):  # the function itself says what is wrong with it
+            return function(*args, **kwargs)
+        with without_hooks(model):
+            return function(*args, **kwargs)
+
+    return called
+
+
+def is_wrapper(model: Any) -> bool:
+    """Whether it is one of Opacus's own modules around a network."""
+    return _of_opacus(model, "opacus.grad_sample") and hasattr(model, "_module")
+
+
+def by_opacus(hook: Any) -> bool:
+    """Whether a hook is one of Opacus's own."""
+    owner = getattr(getattr(hook, "func", hook), "__self__", None)  # a method, or a partial of one
+    return _of_opacus(owner, "opacus.")
+
+
+def _of_opacus(thing: Any, package: str) -> bool:
+    """Whether its class, or one that it is made from, is there."""
+    return any(kind.__module__.startswith(package) for kind in type(thing).__mro__)

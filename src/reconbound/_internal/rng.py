@@ -1,0 +1,125 @@
+"""Random numbers as functions of (seed, purpose, step, context): nothing to save or to replay, no two streams alike.
+
+torch's CPU generator keeps 32 bits of its seed. That is too few where secrecy rests on the numbers (an attacker can
+try them all, and two steps of a long run would share them), so batches come from NumPy's Philox with a 128-bit key and
+noise from a cryptographic generator with 256 bits (noise.py); torch generators serve where numbers are public or only
+shape an estimate's error. Nothing here draws from a global generator, of which training may make use."""
+
+from __future__ import annotations
+
+import hmac
+import random
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from reconbound._internal.checks import InputError
+
+_BITS = 256
+#: Seeds below this can be found by trying: whoever does subtracts the noise.
+GUESSABLE = 2**64
+
+
+def new_seed() -> int:
+    """A seed from the operating system's entropy, 128 bits."""
+    return secrets.randbits(128)
+
+
+def checked_seed(seed: object, name: str = "seed") -> int:
+    """A whole number from 0 to 2²⁵⁶ − 1; never through a float, which would drop bits.
+
+    Args:
+        seed: as it was given.
+        name: what the user calls it.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= int(seed) < 2**_BITS:
+        # its value is not shown: a seed is as secret as the data, and this may be one mistyped
+        kind = "one that is not" if isinstance(seed, (int, np.integer)) else f"a {type(seed).__name__}"
+        raise InputError(name, f"must be a whole number from 0 to 2**{_BITS} - 1", kind)
+    return int(seed)
+
+
+def seed_warning(name: str) -> str:
+    """Returns what is said of a seed that can be guessed.
+
+    Args:
+        name: what the user calls it: seed, random_state, --seed.
+    """
+    return (
+        f"{name} can be guessed: it is below 2**64. Whoever guesses it can subtract the noise, and no guarantee holds "
+        "against them. Leave it out before you release anything"
+    )
+
+
+def derive(seed: int, purpose: str, step: int = 0, context: bytes = b"") -> int:
+    """256 bits for one purpose, step and context: HMAC-SHA-256 of fields of fixed width under the seed as key.
+
+    Args:
+        context: nothing, or a digest of 32 bytes of all that the numbers must depend on beside the seed.
+    """
+    fields = purpose.encode().ljust(16, b"\0") + step.to_bytes(8, "little") + context
+    key = seed.to_bytes(_BITS // 8, "little")
+    return int.from_bytes(hmac.digest(key, b"reconbound" + fields, "sha256"), "little")
+
+
+def numbers_of(seed: int, purpose: str, step: int) -> np.random.Generator:
+    """NumPy's generator of that purpose and step (Philox, 128-bit key).
+
+    >>> a, b = (float(numbers_of(7, "batch", 3).random()) for _ in range(2))
+    >>> a == b
+    True
+    """
+    return np.random.Generator(np.random.Philox(key=derive(seed, purpose, step) % 2**128))
+
+
+def torch_stream(seed: int, purpose: str, step: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """torch's generator of that purpose and step. On the CPU it keeps 32 bits: for probes and first parameters only."""
+    return torch.Generator(device=device).manual_seed(derive(seed, purpose, step) % 2**63)
+
+
+def fresh_generator(device: torch.device | str = "cpu") -> torch.Generator:
+    """Returns a generator of torch's with a seed from the operating system: for probes when the caller gave none."""
+    if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
+        what = "must be given while a CUDA graph is captured, and registered with the graph; or give directions"
+        raise InputError("generator", what, None)
+    return torch.Generator(device=device).manual_seed(_entropy())
+
+
+def _entropy() -> int:
+    return secrets.randbits(63)
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Leaves the global generators of Python, NumPy and torch (on the CPU and on CUDA) as they were."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    cuda = _cuda_generators()
+    states = [generator.get_state() for generator in cuda]
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_rng_state(cpu)
+        for generator, state in zip(cuda, states, strict=True):
+            generator.set_state(state)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """torch's global generators seeded for the time being, and as they were afterwards, with Python's and NumPy's."""
+    with random_states_kept():
+        # not torch.manual_seed: it would also seed a GPU that is not in use yet, and nothing could undo that
+        for generator in (torch.default_generator, *_cuda_generators()):
+            generator.manual_seed(seed % 2**63)
+        yield
+
+
+def _cuda_generators() -> tuple[torch.Generator, ...]:
+    """The global generators of the GPUs in use; none while a CUDA graph is captured, when they must be left alone."""
+    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return ()
+    return tuple(torch.cuda.default_generators)

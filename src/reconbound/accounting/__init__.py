@@ -1,0 +1,1 @@
+"""Fisher information of every record, summed over training: ledgers and their confidence."""

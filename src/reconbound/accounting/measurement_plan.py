@@ -1,0 +1,113 @@
+"""What accounting may cost: which records are measured at which step, and with which weight.
+
+A record's expected information does not depend on whether it was drawn (Poisson and fixed-size batches are drawn
+afresh, independently of the parameters), so measuring is a matter apart from training. Three ways, all unbiased:
+
+    "every"       the batch itself, at every step, in the same pass                     weight 1
+    ("steps", p)  the batch itself, at each step with probability p                     weight 1/p
+    b             each record once in each block of L ≈ 1/(q b) steps, at a random one    weight L q
+
+In each the weight is q over the chance π of a record to be measured at a step, so that the expected entry of a step is
+π · (q/π) · f = q f, f being the information given participation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from reconbound._internal.checks import InputError, number, whole
+from reconbound._internal.rng import numbers_of
+
+Budget: TypeAlias = float | str | tuple[str, float]
+
+
+def checked_budget(budget: Any) -> Budget:
+    """A budget in one of the three forms, or an InputError."""
+    if isinstance(budget, str) and budget == "every":
+        return "every"
+    if isinstance(budget, (tuple, list)) and len(budget) == 2 and budget[0] == "steps":
+        return ("steps", number("budget", budget[1], above=0.0, at_most=1.0))
+    if isinstance(budget, (str, tuple, list)):
+        raise InputError("budget", 'must be a number, "every" or ("steps", probability)', budget)
+    return number("budget", budget, above=0.0)
+
+
+def batch_weight(budget: Budget, seed: int, step: int) -> float | None:
+    """The weight with which the batch itself is measured at this step; None if it is not.
+
+    >>> batch_weight("every", 0, 0), batch_weight(("steps", 1.0), 0, 0), batch_weight(0.15, 0, 0)
+    (1.0, 1.0, None)
+    """
+    if budget == "every":
+        return 1.0
+    if not isinstance(budget, tuple):
+        return None
+    measured = numbers_of(seed, "measured step", step).random() < budget[1]
+    return 1 / budget[1] if measured else None
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Each record is measured once in every block of steps, at a uniformly random step of it, in groups.
+
+    This removes the variance of how often a record happens to be drawn. A run of T steps has max(1, ⌊T q b⌋) blocks of
+    equal length (to a step), so that no more than b times the records trained on are measured, but each record at
+    least once.
+
+    Attributes:
+        records: N. sample_rate: q. steps: T, the length of the run.
+        budget: b, records measured over records trained on.
+        group: records measured together.
+
+    >>> plan = Blocks(records=6, sample_rate=0.5, steps=4, budget=0.5, group=3)
+    >>> sorted(i for t in range(4) for group in plan.at(seed=1, step=t) for i in group.tolist()), plan.weight(0)
+    ([0, 1, 2, 3, 4, 5], 2.0)
+    """
+
+    records: int
+    sample_rate: float
+    steps: int
+    budget: float
+    group: int
+
+    def __post_init__(self) -> None:
+        number("budget", self.budget, above=0.0)
+        whole("group", self.group)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in a run; the 1e-9 keeps 1000 · 0.01 · 0.1 at 1."""
+        return min(self.steps, max(1, math.floor(self.steps * self.sample_rate * self.budget + 1e-9)))
+
+    def block(self, step: int) -> tuple[int, int, int]:
+        """The step's block: its number, first step and length."""
+        k = ((step + 1) * self.blocks - 1) // self.steps
+        start, end = k * self.steps // self.blocks, (k + 1) * self.steps // self.blocks
+        return k, start, end - start
+
+    def weight(self, step: int) -> float:
+        """L q of the step's block."""
+        return self.block(step)[2] * self.sample_rate
+
+    def at(self, seed: int, step: int) -> list[Tensor]:
+        """The groups that are measured at this step."""
+        block, start, length = self.block(step)
+        return _assigned(self, seed, block, length)[step - start]
+
+
+@lru_cache(maxsize=2)
+def _assigned(plan: Blocks, seed: int, block: int, length: int) -> list[list[Tensor]]:
+    """The groups of each step of a block. Groups are dealt in rounds, at most one to a step in each."""
+    rng = numbers_of(seed, "block", block)
+    groups = torch.from_numpy(rng.permutation(plan.records)).split(plan.group)
+    at: list[list[Tensor]] = [[] for _ in range(length)]
+    for first in range(0, len(groups), length):
+        places = rng.permutation(length)
+        for group, place in zip(groups[first : first + length], places, strict=False):
+            at[int(place)].append(group.sort().values)
+    return at

@@ -1,0 +1,128 @@
+"""What is accounted: the mechanism, the size of the data, and the subsampling factors of each rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reconbound._internal.checks import InputError, choice, number, plain_number, whole
+from reconbound.accounting.amplification import PoissonTable, paper_delta, paper_kappa
+from reconbound.divergences import sensitivity
+from reconbound.mechanisms import SampledGaussian
+from reconbound.mechanisms.sampled_gaussian import fewest_batches
+
+RULES = ("exact", "fixed", "paper", "none")
+_DEFAULT_RULE = {"poisson": "exact", "fixed": "fixed", "shuffle": "none"}
+
+
+@dataclass(frozen=True)
+class Account:
+    """What is accounted: the mechanism, the data's size, and the rules under which the ledger is kept.
+
+    Attributes:
+        records, features: N and d. steps: T of one run. noise_multiplier, max_grad_norm, sample_rate, sampler, clip:
+        the mechanism's, as in PrivateSGD. rules: the subsampling factors to keep ledgers for; the first is the one
+        that answers by default. Empty: "exact" for Poisson batches, "fixed" for fixed-size ones, "none" (factor 1)
+        for shuffled epochs. batches_per_epoch: of shuffled epochs, how many steps one has, as len(loader); ⌊1/q⌋ where
+        it is None, as of a loader that drops the last batch: it counts at least as many epochs as any other.
+    """
+
+    records: int
+    features: int
+    steps: int
+    noise_multiplier: float
+    max_grad_norm: float
+    sample_rate: float
+    sampler: str = "poisson"
+    clip: str = "smooth"
+    rules: tuple[str, ...] = ()
+    batches_per_epoch: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("records", "features", "steps"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        number("noise_multiplier", self.noise_multiplier, above=0.0)
+        number("max_grad_norm", self.max_grad_norm, above=0.0)
+        number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
+        choice("sampler", self.sampler, tuple(_DEFAULT_RULE))
+        sensitivity(self.clip)
+        if self.batches_per_epoch is not None:
+            object.__setattr__(self, "batches_per_epoch", whole("batches_per_epoch", self.batches_per_epoch))
+        for name in ("noise_multiplier", "max_grad_norm", "sample_rate"):
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
+        object.__setattr__(self, "rules", checked_rules(self.rules) or (_DEFAULT_RULE[self.sampler],))
+        for rule in self.rules:
+            if self.rules.count(rule) > 1:
+                raise InputError("rules", "must be distinct", self.rules)
+            if rule in ("exact", "fixed") and _DEFAULT_RULE[self.sampler] != rule:
+                raise InputError("rules", f"must not claim the factor of other batches than {self.sampler} ones", rule)
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the noise on the sum, σC."""
+        return self.noise_multiplier * self.max_grad_norm
+
+    def mechanism(self) -> SampledGaussian:
+        """The same run for the calculator; shuffled epochs are steps without sampling, one for each epoch."""
+        if self.sampler == "shuffle":
+            per_epoch = self.batches_per_epoch or fewest_batches(self.sample_rate)
+            return SampledGaussian.shuffled(self.noise_multiplier, per_epoch, self.steps, self.clip)
+        return SampledGaussian(self.noise_multiplier, self.sample_rate, self.steps, self.clip, self.sampler)
+
+
+def checked_rules(rules: Any) -> tuple[str, ...]:
+    """Returns names of rules as a tuple; refuses what are none."""
+    if not isinstance(rules, tuple | list):
+        raise InputError("rules", f"must be a tuple of names ({', '.join(RULES)})", rules)
+    return tuple(choice("rules", rule, RULES) for rule in rules)
+
+
+class Factors:
+    """The two subsampling factors (across, along) of each rule, for records with given clipped gradient norms."""
+
+    def __init__(self, account: Account, device: torch.device) -> None:
+        self.noise, self.reach = account.noise, sensitivity(account.clip) / account.noise_multiplier
+        if {"exact", "fixed"} & set(account.rules):
+            self.table = PoissonTable(account.sample_rate).prepare(device, torch.float64)
+        if "paper" in account.rules:
+            delta = paper_delta(account.records, account.steps)
+            bound = 1.115 if account.clip == "smooth" else 1.0
+            self.kappa = paper_kappa(account.noise_multiplier, account.sample_rate, delta, clip_bound=bound)
+
+    def __call__(self, rule: str, clipped_norm: Tensor) -> tuple[Tensor, Tensor]:
+        m = clipped_norm.double() / self.noise
+        if rule == "exact":
+            return self.table(m)
+        if rule == "fixed":
+            k = self.table.largest(m + self.reach)
+        else:
+            k = torch.full_like(m, self.kappa if rule == "paper" else 1.0)
+        return k, k
+
+
+def checked_device(device: Any) -> torch.device:
+    """Returns the device of this name; refuses what names none."""
+    if not isinstance(device, str | torch.device):
+        raise InputError("device", "must be a torch.device or its name, such as cpu or cuda", device)
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as reason:
+        why = str(reason).split("\n")[0]
+        raise InputError("device", f"must be a device of this machine ({why})", device) from None
+    return found
+
+
+def checked_scale(feature_scale: float | Sequence[float] | Tensor, features: int) -> Tensor:
+    """Size of one input unit in the data's units, (1,) or (d,), float64."""
+    try:
+        scale = torch.as_tensor(feature_scale, dtype=torch.float64).flatten().cpu()
+        if scale.numel() in (1, features) and bool((scale > 0).all()) and bool(scale.isfinite().all()):
+            return scale
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # not numbers at all
+        pass
+    raise InputError("feature_scale", f"must be one positive number, or {features} of them", feature_scale)

@@ -1,0 +1,1 @@
+"""Audits: options, models, the run, snapshots, leakage, the released model."""

@@ -1,0 +1,221 @@
+"""What an audit's runs told about each record: the ledger of whole records, and single features from the snapshots."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reconbound.auditing.options import Plan
+from reconbound.auditing.snapshots import SNAPSHOTS, AuditLearner
+from reconbound.data.copies import find_copies
+from reconbound.data.tables import MISSING
+from reconbound.report.folder import Leakage, packed_names
+
+if TYPE_CHECKING:
+    from reconbound.accounting.accountant import FisherAccountant
+    from reconbound.data import Dataset
+
+#: Most and least exposed records that are kept whole, with probes for each of their measurements; records over which
+#: the average diagonal is taken where not all are looked at.
+MOST, LEAST, PROBES, SAMPLE = 12, 6, 16, 500
+#: The diagonals of all records are kept where they are so many numbers at most (4 bytes each).
+NUMBERS = 2_000_000
+CONFIDENCE = 0.95
+
+
+def leakage_of(dataset: Dataset, plan: Plan, learner: AuditLearner) -> Leakage:
+    """What the runs told about each record, with a closer look at the most and the least exposed."""
+    ledger = learner.accountant
+    assert ledger is not None
+    rules = ledger.account.rules
+    kept, most = chosen(ledger.dfil().cpu(), ledger.measured().cpu())
+    looked = {} if plan.sampler == "shuffle" else _looked(dataset, plan, learner, kept)
+    first = [h for h in learner.history if h["run"] == 0]
+    scored = [h for h in first if "accuracy" in h]
+    return Leakage(
+        dfil=_stacked([ledger.dfil(rule) for rule in rules]),
+        error=_stacked([ledger.standard_error(rule) for rule in rules]),
+        upper=_stacked([ledger.upper(rule, CONFIDENCE, warn=False) for rule in rules]) if ledger.runs > 1 else None,
+        measured=ledger.measured().cpu(),
+        targets=torch.from_numpy(np.array(dataset.targets)),
+        kept=kept,
+        kept_inputs=torch.from_numpy(np.array(dataset.inputs[kept.numpy()])),
+        kept_diagonal=looked.get("kept_diagonal"),
+        average_diagonal=looked.get("average_diagonal"),
+        diagonal=looked.get("diagonal"),
+        diagonal_of=looked.get("diagonal_of"),
+        names=None if dataset.record_names is None else packed_names(dataset.record_names),
+        history_step=torch.tensor([int(h["step"]) for h in first]),
+        history=torch.tensor([[h["largest"], h["high"], h["median"]] for h in first]).double().reshape(-1, 3),
+        accuracy_step=torch.tensor([int(h["step"]) for h in scored]),
+        accuracy=torch.tensor([h["accuracy"] for h in scored]).double(),
+        guess=torch.from_numpy(guess_of(dataset)),
+        facts={**_leakage_facts(dataset), "rules": list(rules), "most": most, **looked.get("facts", {})},
+    )
+
+
+def _looked(dataset: Dataset, plan: Plan, learner: AuditLearner, kept: Tensor) -> dict[str, Any]:
+    """Diagonals from the snapshots, at the ledger's level: closely of the records kept whole; of all where that is not
+    too much, else of a sample (of images its average alone). Not for shuffled epochs: parameters depend there on who
+    was seen before."""
+    assert learner.accountant is not None
+    closer = learner.look_closely(kept, plan.runs, probes=PROBES, each=True).state()["diagonal_mean"]
+    found: dict[str, Any] = {"kept_diagonal": levelled(closer, learner.accountant, kept), "diagonal_of": None}
+    times, probes = looks(plan, learner.records, learner.records * learner.features)
+    if times:
+        each = learner.look_at_all(plan.runs, looks=times, probes=probes).state()["diagonal_mean"]
+    else:
+        generator = torch.Generator().manual_seed(0)  # who is in the sample is no secret
+        sample = torch.randperm(learner.records, generator=generator)[:SAMPLE].sort().values
+        table = dataset.kind == "table"
+        ledger = learner.look_closely(sample, plan.runs, probes=probes, each=table)
+        if not table:
+            average = ledger.state()["average_mean"].double()
+            told = torch.where(*_told(learner.accountant, sample), ledger.trace().cpu()).mean()
+            return {**found, "average_diagonal": (_shares(average.cpu()) * told)[0]}
+        each, found["diagonal_of"], times = ledger.state()["diagonal_mean"], sample, SNAPSHOTS
+    rows = torch.arange(learner.records) if found["diagonal_of"] is None else found["diagonal_of"]
+    each = levelled(each, learner.accountant, rows)
+    for j, missing in missing_of(dataset).items():
+        each[torch.from_numpy(missing[rows.numpy()]), j] = torch.nan
+    found["facts"] = {"diagonal_measured": plan.runs * min(times, plan.steps), "diagonal_probes": probes}
+    average = torch.nan_to_num(each.nanmean(0))
+    return {**found, "diagonal": each if learner.features == 1 else each.float(), "average_diagonal": average}
+
+
+def levelled(diagonal: Tensor, ledger: FisherAccountant, records: Tensor) -> Tensor:
+    """Diagonals with the ledger's trace: the snapshots tell how it is shared among the features, (n, d), float64.
+
+        Î_jj = d · dFIL · I_jj/Σ_k I_kk      (main rule; even shares where the snapshots saw nothing)
+
+    For d = 1 exactly the ledger's dFIL. A record that the ledger never measured keeps its own diagonal."""
+    own = diagonal.double().cpu()
+    told, trace = _told(ledger, records)
+    return torch.where(told[:, None], _shares(own) * trace[:, None], own)
+
+
+def _told(ledger: FisherAccountant, records: Tensor) -> tuple[Tensor, Tensor]:
+    """Which records the ledger has measured, and their traces under the main rule; (n,) each."""
+    trace = ledger.trace().cpu()[records]
+    return (ledger.measured().cpu()[records] > 0) & trace.isfinite(), trace
+
+
+def _shares(diagonal: Tensor) -> Tensor:
+    total = diagonal.sum(1, keepdim=True)
+    even = torch.full_like(diagonal, 1 / diagonal.shape[1])
+    return torch.where(total > 0, diagonal / total, even)
+
+
+def looks(plan: Plan, records: int, numbers: int) -> tuple[int, int]:
+    """How often a run's snapshots are looked at for each record, 0 if not for all, and with how many probes.
+
+    As many measurements as the sample's would be, or a quarter of what the ledger takes, at most four a record; two at
+    least.
+
+    >>> plan = Plan(sample_rate=0.05, steps=300)
+    >>> looks(plan, 240, 1440), looks(plan, 1438, 92032), looks(plan, 48000, 37632000)
+    ((12, 1), (4, 1), (0, 1))
+    >>> looks(Plan(sample_rate=0.0016, steps=800, budget=4.8), 320_000, 1_920_000)
+    (2, 2)
+    """
+    if numbers > NUMBERS:
+        return 0, 1
+    share = plan.budget if isinstance(plan.budget, float) else 1.0 if plan.budget == "every" else float(plan.budget[1])
+    measured = plan.steps * plan.sample_rate * share  # of each record, in a run
+    times = min(SNAPSHOTS, max(2, SNAPSHOTS * SAMPLE // records, min(4, round(measured / 4))))
+    return times, 1 if times >= 4 else 2
+
+
+def missing_of(dataset: Dataset) -> dict[int, np.ndarray]:
+    """Which records lack a private feature, (N,) of bool, by its place among them; only of those that some record lacks
+    (a public mark says so)."""
+    flat, private = dataset.inputs.reshape(len(dataset.inputs), -1), dataset.private
+    if private is None:
+        return {}
+    marks = {f.name: k for k, f in enumerate(dataset.features) if f.name.endswith(MISSING) and not f.private}
+    names = [f"{f.name} {MISSING}" for f in dataset.private_features]
+    return {j: flat[:, marks[name]] == 1 for j, name in enumerate(names) if name in marks}
+
+
+def guess_of(dataset: Dataset) -> np.ndarray:
+    """Mean square error of guessing each private feature's average, (d,); over the records where it is not missing."""
+    flat, private = dataset.inputs.reshape(len(dataset.inputs), -1), dataset.private
+    if private is None:
+        return np.asarray(flat.var(axis=0, dtype=np.float64))
+    missing, found = missing_of(dataset), []
+    for j, column in enumerate(private):
+        here = ~missing[j] if j in missing else np.ones(len(flat), dtype=bool)
+        found.append(flat[here, column].var(dtype=np.float64) if here.any() else 0.0)
+    return np.array(found, dtype=np.float64)
+
+
+def baseline_of(dataset: Dataset) -> float | None:
+    """Accuracy on the test data of always telling the most frequent training class; R² of the mean training target.
+    None where there are no test data (or one number alone)."""
+    known, truth = np.asarray(dataset.targets), np.asarray(dataset.test_targets)
+    if len(known) == 0 or len(truth) == 0:
+        return None
+    if dataset.task == "classes":
+        return float((truth == np.bincount(known).argmax()).mean())
+    spread = float(truth.var(dtype=np.float64))
+    return 1 - float(np.square(truth - known.mean(dtype=np.float64)).mean()) / spread if spread > 0 else None
+
+
+def chosen(dfil: Tensor, measured: Tensor) -> tuple[Tensor, int]:
+    """Among the records measured the most exposed in order, then the least exposed (the least last), and how many of
+    them are the most exposed."""
+    order = torch.argsort(dfil, descending=True, stable=True)
+    order = order[measured[order] > 0]
+    most = min(MOST, (len(order) + 1) // 2)
+    least = min(LEAST, len(order) - most)
+    return torch.cat([order[:most], order[len(order) - least :]]), most
+
+
+def _stacked(rows: list[Tensor]) -> Tensor:
+    return torch.stack(rows).cpu()
+
+
+def copies_of(dataset: Dataset) -> dict[str, Any]:
+    """Returns how many records have exact copies among the others, and the largest group of them: of whole records, and
+    ("private") of those that agree in the private features and the target only."""
+    whole = find_copies(dataset.inputs, dataset.targets)
+    found: dict[str, Any] = {"records": sum(map(len, whole)), "largest": whole[0] if whole else []}
+    if dataset.private is not None:
+        flat = dataset.inputs.reshape(len(dataset.inputs), -1)
+        alike = find_copies(flat[:, dataset.private], dataset.targets)
+        found["private"] = {"records": sum(map(len, alike)), "largest": alike[0] if alike else []}
+    return found
+
+
+def _leakage_facts(dataset: Dataset) -> dict[str, Any]:
+    private, target = dataset.private_features, dataset.target
+    facts: dict[str, Any] = {
+        "class_names": list(dataset.class_names),
+        "feature_names": [f.name for f in private],
+        "units": [f.unit for f in private],
+        "scale": dataset.scale.tolist(),
+        "offset": dataset.offset.tolist(),
+        "private": None if dataset.private is None else dataset.private.tolist(),
+        "target_name": "" if target is None else target.name,
+        "target_unit": "" if target is None else target.unit,
+        "confidence": CONFIDENCE,
+        "task": dataset.task,
+        "inferred_ranges": dataset.inferred_ranges,
+        "notes": list(dataset.notes),
+        "copies": copies_of(dataset),
+    }
+    if dataset.private is not None:
+        flat = dataset.inputs.reshape(len(dataset.inputs), -1)
+        marks: np.ndarray = np.all((flat == 0) | (flat == 1), axis=0)  # a public number has no name: 1 is no yes there
+        facts["public_names"] = [
+            f.name if mark else "" for f, mark in zip(dataset.features, marks, strict=True) if not f.private
+        ]
+    baseline = baseline_of(dataset)
+    if baseline is not None:
+        facts["accuracy_baseline"] = baseline
+    if dataset.task == "number" and target is not None:
+        facts |= {"target_offset": target.low, "target_scale": target.high - target.low}
+    return facts

@@ -1,0 +1,270 @@
+"""The released model of an audit, to use it: how a record enters it, and what its outputs mean.
+
+model.safetensors      the released parameters (public)
+inputs.json            columns in order, ranges, categories, classes (confidential: see `write_inputs`)"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from reconbound._internal.checks import InputError, file_path
+from reconbound._internal.files import CONFIDENTIAL, Unreadable, file_digest, sealed_json, unsealed_json, write_whole
+from reconbound.auditing.options import network, outputs_of
+from reconbound.data.csv import MISSING as BLANK
+from reconbound.report.folder import MODEL, check_model
+
+if TYPE_CHECKING:
+    from reconbound.data import Dataset, Feature
+
+FORMAT = 1
+INPUTS = "inputs.json"
+NUMBER, MISSING, CATEGORY = "number", "missing", "category"
+
+
+def write_inputs(folder: str | os.PathLike[str], dataset: Dataset, model: str) -> None:
+    """inputs.json: all that one needs beside the parameters to use the model; for the owner alone (mode 0600).
+
+    Categories, classes, which columns have missing values and ranges that were not declared are facts about the data.
+    The guarantee takes all but such ranges as known, but they are its owner's to hand on: `read_off_the_data` lists
+    which of them are in the file.
+
+    Args:
+        folder: with model.safetensors, whose digest is put in.
+        model: linear, mlp, cnn, or the factory that made it.
+    """
+    image = dataset.kind == "image"
+    first = dataset.features[0]
+    target = dataset.target
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "confidential": "what read_off_the_data lists are facts about the data: hand it on only where these are known",
+        "kind": dataset.kind,
+        "model": model,
+        "shape": list(dataset.shape),
+        "outputs": outputs_of(dataset),
+        "task": dataset.task,
+        "classes": list(dataset.class_names),
+        "target": None if target is None else {"name": target.name, "unit": target.unit, **_range(target)},
+        "inputs": {"unit": first.unit, **_range(first)} if image else [_input(f) for f in dataset.features],
+    }
+    content["read_off_the_data"] = _read_off(dataset)
+    content["model_sha256"] = file_digest(Path(folder) / MODEL)
+    write_whole(Path(folder) / INPUTS, sealed_json(content), mode=CONFIDENTIAL)
+
+
+def _range(feature: Feature) -> dict[str, float]:
+    return {"low": feature.low, "high": feature.high}
+
+
+def _input(feature: Feature) -> dict[str, Any]:
+    """One flat input of a table: a number by its range, or a one or zero."""
+    column = feature.column or feature.name
+    if not feature.column:
+        return {"column": column, "kind": NUMBER, "unit": feature.unit, **_range(feature)}
+    if feature.name == f"{column} (missing)":
+        return {"column": column, "kind": MISSING}
+    said = feature.name.removeprefix(f"{column} = ")
+    return {"column": column, "kind": CATEGORY, "value": "" if said == "(missing)" else said}
+
+
+def _read_off(dataset: Dataset) -> list[str]:
+    """What of the file depends on the data, in words."""
+    found = ["the classes of the target"] if dataset.class_names else []
+    if dataset.task == "number" and dataset.target is not None and not dataset.target.declared:
+        found.append(f"the range of {dataset.target.name}")
+    if dataset.kind == "image":
+        return found
+    for feature in dataset.features:
+        kind = _input(feature)["kind"]
+        column = feature.column or feature.name
+        if kind == NUMBER and not feature.declared:
+            found.append(f"the range of {column}")
+        elif kind == MISSING:
+            found.append(f"that {column} has missing values")
+        elif kind == CATEGORY:
+            found.append(f"the categories of {column}")
+    return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Release:
+    """A released model with its way in and out.
+
+    Attributes:
+        model: the torch module, on the CPU, in eval mode; takes what `inputs` gives.
+        facts: inputs.json.
+    """
+
+    model: nn.Module
+    facts: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        takes = f"images {tuple(self.facts['shape'])}" if self._image else f"{len(self.columns)} columns"
+        gives = f"{self.facts['outputs']} classes" if self.facts["task"] == "classes" else "a number"
+        return f"Release({self.facts['model']}: {takes} -> {gives})"
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of a table that the model sees, in their order; empty for images."""
+        return [] if self._image else list(dict.fromkeys(part["column"] for part in self.facts["inputs"]))
+
+    @property
+    def _image(self) -> bool:
+        return bool(self.facts["kind"] == "image")
+
+    def inputs(self, records: Any) -> Tensor:
+        """Records in the data's own units as the model takes them, (N, *shape), float32.
+
+        Numbers are (value − low)/(high − low), moved into [0, 1]; a missing one is 0.5, and 1 in the mark of its
+        column where the model has one; a category is a one among zeros.
+
+        Args:
+            records: of a table {column: values} or a list of {column: value}, where None, "" and NaN are missing;
+                images as an array (N, C, H, W), or (N, H, W) with one plane.
+        """
+        if self._image:
+            return self._pictures(records)
+        table = _by_column(records, self.columns)
+        parts = [_encoded(part, table[part["column"]]) for part in self.facts["inputs"]]
+        self._known(table)
+        return torch.from_numpy(np.stack(parts, axis=1).astype(np.float32))
+
+    def _pictures(self, records: Any) -> Tensor:
+        shape = tuple(self.facts["shape"])
+        array = np.asarray(records, dtype=np.float64)
+        if array.shape[1:] == shape[1:] and shape[0] == 1:
+            array = array[:, None]
+        if array.shape[1:] != shape:
+            raise InputError("records", f"must be images of shape {shape}", array.shape)
+        low, high = (self.facts["inputs"][end] for end in ("low", "high"))
+        return torch.from_numpy(np.clip((array - low) / (high - low), 0, 1).astype(np.float32))
+
+    def _known(self, table: Mapping[str, Sequence[Any]]) -> None:
+        """Refuse categories that the model has no input for."""
+        for column in self.columns:
+            values = [p["value"] for p in self.facts["inputs"] if p["column"] == column and p["kind"] == CATEGORY]
+            for row, value in enumerate(table[column] if values else ()):
+                if _text(value) not in values:
+                    shown = ", ".join(repr(v) for v in values[:10])
+                    raise InputError(f"{column} of record {row}", f"must be one of {shown}", value)
+
+    def outputs(self, records: Any) -> Tensor:
+        """What the model gives: (N, classes) of log-odds up to a constant, or (N, 1)."""
+        with torch.no_grad():
+            found: Tensor = self.model(self.inputs(records))
+        return found
+
+    def predict_proba(self, records: Any) -> np.ndarray:
+        """Chances of the classes, (N, classes)."""
+        if self.facts["task"] != "classes":
+            raise InputError("predict_proba", "is for classes, and this model predicts", self.facts["task"])
+        return np.asarray(self.outputs(records).double().softmax(dim=1).numpy())
+
+    def predict(self, records: Any) -> np.ndarray:
+        """The names of the likeliest classes, (N,), or numbers in the target's own unit, (N,)."""
+        found = self.outputs(records)
+        if self.facts["task"] == "classes":
+            names = self.facts["classes"] or [str(k) for k in range(found.shape[1])]
+            return np.asarray(np.array(names)[found.argmax(dim=1).numpy()])
+        target = self.facts["target"]
+        return np.asarray(target["low"] + (target["high"] - target["low"]) * found.double().numpy()[:, 0])
+
+
+def load_release(folder: str | os.PathLike[str], model: nn.Module | None = None) -> Release:
+    """The released model of an audit's folder, ready to predict from records in the data's own units.
+
+    Args:
+        folder: with model.safetensors and inputs.json.
+        model: a module for the parameters, where the audit had one of its owner's (--model package.module:factory): no
+            code is run because a file names it.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file_path("folder", folder)
+    if model is not None and not isinstance(model, nn.Module):
+        raise InputError("model", "must be a torch.nn.Module", model)
+    facts = read_inputs(folder)
+    path = Path(folder) / MODEL
+    try:
+        parameters = load_file(path)
+    except FileNotFoundError:
+        raise Unreadable(
+            f"{path} does not exist: reconbound audit with the same data and options restores it"
+        ) from None
+    except SafetensorError as reason:
+        raise Unreadable(f"{path} is damaged ({reason})") from None
+    if model is None:
+        if ":" in facts["model"]:
+            raise InputError("model", f"must be given: this audit's was made by {facts['model']}", None)
+        model = network(facts["model"], tuple(facts["shape"]), facts["outputs"], image=facts["kind"] == "image")
+    model.load_state_dict(parameters)
+    return Release(model.eval(), facts)
+
+
+def read_inputs(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns inputs.json; Unreadable, with the reason, if it or the model beside it is missing, changed or damaged."""
+    path = Path(folder) / INPUTS
+    try:
+        facts = unsealed_json(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise Unreadable(f"{path} does not exist: without it nobody knows how a record enters the model") from None
+    needed = {"kind", "model", "shape", "outputs", "task", "inputs", "model_sha256"}
+    if facts.get("format") != FORMAT or not needed <= set(facts):
+        raise Unreadable(f"{path} is not a file of reconbound's (another format)")
+    check_model(folder, str(facts["model_sha256"]))
+    return facts
+
+
+def _by_column(records: Any, columns: Sequence[str]) -> dict[str, list[Any]]:
+    """{column: values} of a mapping or of a list of rows."""
+    if isinstance(records, Mapping) or hasattr(records, "columns"):  # a dictionary, or a data frame
+        rows: dict[str, list[Any]] = {str(name): list(np.atleast_1d(records[name])) for name in records}
+    else:
+        try:
+            listed = list(records)
+        except TypeError:
+            what = "must be {column: values}, a data frame or a list of {column: value}"
+            raise InputError("records", what, records) from None
+        rows = {name: [row[name] for row in listed] for name in columns if all(name in row for row in listed)}
+    missing = [name for name in columns if name not in rows]
+    if missing:
+        raise InputError("records", f"must have the columns {', '.join(columns)}", f"no {missing[0]}")
+    if len({len(rows[name]) for name in columns}) != 1:
+        raise InputError("records", "must have as many values in each column", {n: len(rows[n]) for n in columns})
+    return {name: rows[name] for name in columns}
+
+
+def _encoded(part: Mapping[str, Any], values: Sequence[Any]) -> np.ndarray:
+    """One flat input of all records, (N,)."""
+    if part["kind"] == CATEGORY:
+        return np.array([_text(value) == part["value"] for value in values], dtype=np.float64)
+    found = np.array([_number(part["column"], value) for value in values], dtype=np.float64)
+    if part["kind"] == MISSING:
+        return np.isnan(found).astype(np.float64)
+    low, high = part["low"], part["high"]
+    scaled = (np.clip(np.where(np.isnan(found), low / 2 + high / 2, found), low, high) - low) / (high - low)
+    return np.asarray(scaled)
+
+
+def _text(value: Any) -> str:
+    """A category's name, "" where it is missing."""
+    said = "" if value is None or (isinstance(value, float) and math.isnan(value)) else str(value).strip()
+    return "" if said.lower() in BLANK else said
+
+
+def _number(column: str, value: Any) -> float:
+    said = _text(value)
+    try:
+        return float(said) if said else math.nan
+    except ValueError:
+        raise InputError(column, "must be a number", value) from None

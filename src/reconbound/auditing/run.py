@@ -1,0 +1,268 @@
+"""The audit: train privately on a data set, account for every record, write the folder that the reports are made of.
+
+All runs of the plan are trained from fresh parameters. The FIRST is the release: its parameters are in
+model.safetensors, its accuracy is the one reported. The others measure only, and are never released: with them, leakage
+is an average over the randomness of training, and has confidence limits."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reconbound import __version__
+from reconbound._internal.checks import InputError
+from reconbound._internal.files import file_digest, is_leftover
+from reconbound._internal.progress import progress_bar
+from reconbound._internal.rng import random_states_kept
+from reconbound.accounting.spec import Account
+from reconbound.auditing.leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, looks
+from reconbound.auditing.option_checks import check_plan
+from reconbound.auditing.option_file import open_folder, settle
+from reconbound.auditing.options import Plan, make_learner, model_kind
+from reconbound.auditing.release import write_inputs
+from reconbound.auditing.snapshots import SNAPSHOTS, AuditLearner
+from reconbound.mechanisms.guarantees import Guarantee, guarantee
+from reconbound.report.folder import (
+    CHECKPOINTS,
+    CHOSEN_SEED,
+    MODEL,
+    PUBLIC_REPORT,
+    REPORT,
+    RUN,
+    Run,
+    run_digest,
+    write_leakage,
+    write_run,
+)
+from reconbound.training.checkpoint import held
+from reconbound.training.sampling import Sampler, batches_per_epoch, make_sampler
+
+if TYPE_CHECKING:
+    from reconbound.data import Dataset
+
+
+#: Decimals of an accuracy that is published: it is that of held-out records, whom no noise protects.
+PUBLISHED_DIGITS = 2
+
+
+@random_states_kept()
+def audit(
+    dataset: Dataset,
+    plan: Plan,
+    out: str | os.PathLike[str],
+    *,
+    show: bool = True,
+    publish_accuracy: bool = False,
+    fresh: bool = False,
+) -> Path:
+    """Train, account, write the run folder and its two reports; the folder. Goes on where it was stopped.
+
+    Args:
+        out: a new or empty folder, or that of an audit with the same plan and data (more runs are added to it).
+        show: a progress bar with the remaining time, on a terminal.
+        publish_accuracy: put the accuracy on the test data into the public facts, rounded to whole percent. No noise
+            covers the test data. Refused where the target is a number: R² is a function of the held-out numbers, and
+            whoever knows all but one of them could solve for that one.
+        fresh: forget what the folder holds.
+
+    Guarantee: as FisherAccountant's, for the release of the first run's noisy steps. The records kept whole are chosen
+    by the estimate itself, so the largest is more often too large than too small.
+    """
+    if publish_accuracy:
+        check_publishable(dataset)
+    caveats = check_plan(dataset, plan)
+    folder = open_folder(out)
+    with held(folder):
+        for leftover in (*folder.glob(".*.part"), *(folder / CHECKPOINTS).glob(".*.part")):
+            if is_leftover(leftover.name):
+                leftover.unlink(missing_ok=True)
+        if fresh:
+            open_folder(folder, fresh=True)
+        settled = settle(folder, dataset, plan)
+        learner = trained(dataset, settled, folder, show=show)
+        write_inputs(folder, dataset, model_kind(dataset, plan.model))
+        leakage = leakage_of(dataset, settled, learner)
+        for name in (RUN, REPORT, PUBLIC_REPORT):  # of fewer runs: killed from here on, the audit is not finished
+            (folder / name).unlink(missing_ok=True)
+        seed = "the operating system" if plan.seed is None else CHOSEN_SEED
+        run = facts_of(dataset, settled, learner, seed_from=seed, publish_accuracy=publish_accuracy)
+        from reconbound.report import build, headline
+
+        run = replace(run, headline=headline(run), caveats=caveats)
+        belongs = {"run": run_digest(run), "model": file_digest(folder / MODEL)}  # here: run.json knows no record
+        write_leakage(folder, replace(leakage, facts={**leakage.facts, **belongs}))
+        write_run(folder, run)
+        build(folder)
+    return folder
+
+
+def check_publishable(dataset: Dataset) -> None:
+    """Refuses to publish the accuracy of a model that predicts a number."""
+    if dataset.task == "number":
+        why = "must be left out where the target is a number: R² tells the held-out values, which no noise protects"
+        raise InputError("publish_accuracy", why, None)
+
+
+def trained(dataset: Dataset, plan: Plan, folder: Path, *, show: bool = False) -> AuditLearner:
+    """All runs of the plan, from the folder's last good state on."""
+    inside = folder / CHECKPOINTS
+    inside.mkdir(mode=0o700, exist_ok=True)
+    bar: Callable[[int], None] | None = None
+    before, stack = 0, ExitStack()
+
+    def advance(done: int) -> None:
+        nonlocal bar, before
+        if bar is None:  # only now is it known where the training goes on
+            what = f"training, {plan.runs} run{'s' if plan.runs > 1 else ''}"
+            bar, before = stack.enter_context(progress_bar(plan.runs * plan.steps, done, show, what)), done
+        bar(done - before)
+        before = done
+
+    with stack:
+        learner = make_learner(
+            dataset,
+            plan,
+            inside,
+            learner=AuditLearner,
+            tested_on=dataset,
+            snapshots=inside,
+            released=folder / MODEL,
+            advance=advance,
+            progress=False,
+        )
+        assert isinstance(learner, AuditLearner)
+        return learner.repeat(plan.runs, plan.steps)
+
+
+def facts_of(
+    dataset: Dataset, plan: Plan, learner: AuditLearner, *, seed_from: str, publish_accuracy: bool = False
+) -> Run:
+    """The public facts: what was asked and what the mechanism guarantees whatever the data."""
+    last = [h for h in learner.history if h["run"] == 0 and "accuracy" in h]
+    accuracy = round(float(last[-1]["accuracy"]), PUBLISHED_DIGITS) if publish_accuracy and last else None
+    assert learner.accountant is not None
+    return Run(
+        data=_data_facts(dataset),
+        mechanism={
+            "noise_multiplier": plan.noise_multiplier,
+            "max_grad_norm": plan.max_grad_norm,
+            "sample_rate": learner.sampler.sample_rate,
+            "steps": plan.steps,
+            "clip": plan.clip,
+            "sampler": plan.sampler,
+            "runs": plan.runs,
+        },
+        training={
+            "model": describe(dataset, plan),
+            "lr": plan.lr,
+            "momentum": plan.momentum,
+            "epochs": round(plan.steps / learner.sampler.steps_per_epoch, 2),
+            "accounting_budget": plan.budget,
+            "probes": plan.probes,
+            "parameters": sum(p.numel() for p in learner.params.values()),
+            "seed_from": seed_from,
+        },
+        guarantee=learner.accountant.guarantee(low=0.0, high=1.0).to_dict(),
+        accuracy=accuracy,
+        software={"reconbound": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+def _data_facts(dataset: Dataset) -> dict[str, Any]:
+    """Of a table only names and ranges that its owner declared: categories and ranges read off the data stay here."""
+    found: dict[str, Any] = {
+        "name": dataset.name,
+        "kind": dataset.kind,
+        "records": len(dataset.inputs),
+        "features": len(dataset.scale),
+        "task": dataset.task,
+        "inferred_ranges": dataset.inferred_ranges,
+    }
+    if dataset.kind == "image":
+        pixel = dataset.features[0]
+        return {**found, "shape": list(dataset.shape), "unit": pixel.unit, "range": [pixel.low, pixel.high]}
+    private = dataset.private_features
+    found["private"] = [f.name for f in private]
+    found["public"] = list(dict.fromkeys(name.partition(" = ")[0] for name in dataset.columns[1]))  # no categories
+    found["ranges"] = {f.name: [f.low, f.high] for f in private if f.declared}
+    found["units"] = {f.name: f.unit for f in private if f.unit}
+    return found
+
+
+def describe(dataset: Dataset, plan: Plan) -> str:
+    """The model in a few words."""
+    kind = model_kind(dataset, plan.model)
+    if kind != "cnn":
+        return {"linear": "linear", "mlp": "one hidden layer of 32, tanh"}.get(kind, kind)
+    paper = {(1, 28, 28): "the paper's MNIST network", (3, 32, 32): "the paper's CIFAR-10 network, pixels −1 to 1"}
+    ten = len(dataset.class_names) == 10
+    return paper[dataset.shape] if ten and dataset.shape in paper else "convolutions, tanh, average pooling"
+
+
+def sampler_of(dataset: Dataset, plan: Plan) -> Sampler:
+    """The plan's sampler: its own rate is that of whole batches, where these are of a fixed size."""
+    return make_sampler(plan.sampler, len(dataset.inputs), plan.sample_rate)
+
+
+def floors_of(dataset: Dataset, plan: Plan) -> Guarantee:
+    """What the plan's mechanism guarantees whatever the data, per feature in units of its range."""
+    sampler = sampler_of(dataset, plan)
+    account = Account(
+        records=len(dataset.inputs),
+        features=len(dataset.scale),
+        steps=plan.steps,
+        noise_multiplier=plan.noise_multiplier,
+        max_grad_norm=plan.max_grad_norm,
+        sample_rate=sampler.sample_rate,
+        sampler=plan.sampler,
+        clip=plan.clip,
+        batches_per_epoch=batches_per_epoch(sampler),
+    )
+    return guarantee(account.mechanism(), dim=account.features)
+
+
+def expected_seconds(dataset: Dataset, plan: Plan) -> float:
+    """How long the audit will take, from a few timed steps with and without measuring; to a factor of two or so."""
+    plain, measuring = (_step_seconds(dataset, plan, with_it) for with_it in (False, True))
+    per_run = plan.steps * plain
+    budget = plan.settings().budget
+    if isinstance(budget, float):
+        blocks = max(1, min(plan.steps, math.floor(plan.steps * plan.sample_rate * budget + 1e-9)))
+        per_run += blocks / plan.sample_rate * measuring
+    else:
+        share = 1.0 if budget == "every" else float(budget[1])
+        per_run += share * plan.steps * (measuring - plain)
+    records = len(dataset.inputs)
+    times, probes = looks(plan, records, records * len(dataset.scale))
+    all_of = times * records * (3 + probes) / 4 if times else SNAPSHOTS * min(SAMPLE, records)
+    closer = (all_of + SNAPSHOTS * (MOST + LEAST) * PROBES / 4) / (plan.sample_rate * records)
+    return plan.runs * (per_run + closer * measuring)
+
+
+def _step_seconds(dataset: Dataset, plan: Plan, measuring: bool, steps: int = 3) -> float:
+    times: list[float] = []
+
+    def stamp(model: Any) -> dict[str, float]:
+        times.append(time.perf_counter())
+        return {}
+
+    tried = replace(plan, budget="every")
+    learner = make_learner(dataset, tried, check=False, progress=False, evaluate=stamp, evaluate_every=1)
+    if not measuring:
+        learner.settings = replace(learner.settings, rules=None)
+    learner.fit(steps)
+    return median(b - a for a, b in pairwise(times))
+
+
+__all__ = ["audit", "expected_seconds", "floors_of", "trained"]

@@ -1,0 +1,246 @@
+"""The Bound: one error floor, with all that one must know to quote it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from reconbound._internal.checks import LARGEST, InputError, number, numbers, whole
+from reconbound._internal.formatting import format_floor, format_limit
+
+Attacker = Literal["unbiased", "any"]
+Coordinates = Literal["each", "average"]
+
+#: A floor below this share of a plain guess's squared error says nothing in practice.
+VACUOUS_SHARE = 1e-6
+#: What is said of a number that is no guarantee, wherever it is shown.
+NOT_PROVED = "not proved, no guarantee"
+#: How `assumes` begins where a floor for any attacker holds on some record only; "over" and the data space follow.
+WORST_CASE = "worst case for the attacker"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A floor under the mean squared error E‖ẑ − z‖²/d, per coordinate, of every attacker of one kind.
+
+    Attributes:
+        name: the floor's machine name, as in the command line's JSON.
+        value: the floor, in squared data units (an array where many records or features were asked for).
+        theorem: where it is proved.
+        attacker: "unbiased" (holds at each record, for attackers without bias there) or "any"
+            (holds for biased and prior-informed attackers too, in the worst case or on average over the stated prior).
+        adjacency: between which neighbours the mechanism's divergence is taken.
+        sampler: how batches are drawn.
+        assumes: everything else that the statement rests on.
+        guess: squared error per coordinate of a plain guess that never sees the release.
+        units: the unit of the data, for printing.
+        coordinates: "each": no coordinate by itself is known better than this; "average": only the mean over the
+            record's coordinates is bounded, and some of them may be known much better.
+        notes: those of `assumes` that must be read with the number; printed with it.
+        estimate: whether the number itself was measured, so that the true floor may be lower or higher.
+        proved: False where nobody has proved it: a number to compare with, that guarantees nothing. It is never
+            printed without saying so.
+
+    >>> age = Bound("theorem1", 391.3, "Theorem 1", "unbiased", "replace-one", guess=2500.0, units="years",
+    ...             coordinates="each")
+    >>> print(age)
+    theorem1: an unbiased attacker errs by at least ±19.7 years (MSE 391);
+    a plain guess errs by ±50 years [Theorem 1; replace-one]
+    """
+
+    name: str
+    value: Any
+    theorem: str
+    attacker: Attacker
+    adjacency: str
+    sampler: str = "any"
+    assumes: tuple[str, ...] = ()
+    guess: float | None = None
+    units: str = ""
+    coordinates: Coordinates = "average"
+    notes: tuple[str, ...] = ()
+    estimate: bool = False
+    proved: bool = True
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError("a Bound is not indexed itself: its numbers are in .value (squared units) and .rmse (units)")
+
+    @property
+    def mse(self) -> Any:
+        """The floor itself, under the name that the command line uses."""
+        return self.value
+
+    @property
+    def rmse(self) -> Any:
+        """The floor's square root, in data units."""
+        return math.sqrt(self.value) if np.ndim(self.value) == 0 else np.sqrt(self.value)
+
+    @property
+    def vacuous(self) -> Any:
+        """True where the floor says nothing: zero, or below a millionth of a plain guess's squared error."""
+        limit = VACUOUS_SHARE * self.guess if self.guess is not None else 0.0
+        result = np.asarray(self.value) <= limit
+        return bool(result) if result.ndim == 0 else result
+
+    @property
+    def above_guess(self) -> Any:
+        """True where such an attacker does worse than a plain guess (None when no guess is known)."""
+        if self.guess is None:
+            return None
+        result = np.asarray(self.value) >= self.guess
+        return bool(result) if result.ndim == 0 else result
+
+    @property
+    def condition(self) -> str:
+        """Where a floor for any attacker holds, as words of a sentence; "" for unbiased ones, which name theirs.
+
+        >>> worst = ("worst case for the attacker over the box: on average over its corners",)
+        >>> Bound("lecam", 1.0, "Le Cam", "any", "replace-one", assumes=worst).condition
+        'on some conceivable record of the box, not on each'
+        """
+        if self.attacker != "any":
+            return ""
+        said = next((a for a in self.assumes if a.startswith((WORST_CASE, "on average"))), "")
+        if not said.startswith(WORST_CASE):
+            return said
+        place = said.removeprefix(f"{WORST_CASE} over ").partition(":")[0]
+        return f"on some conceivable record of {place}, not on each"
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dictionary for JSON."""
+
+        def plain(v: Any) -> Any:
+            return v.tolist() if isinstance(v, np.ndarray) else v
+
+        return {
+            "name": self.name,
+            "mse": plain(self.value),
+            "rmse": plain(self.rmse),
+            "attacker": self.attacker,
+            "adjacency": self.adjacency,
+            "sampler": self.sampler,
+            "theorem": self.theorem,
+            "assumes": list(self.assumes),
+            "guess_mse": self.guess,
+            "units": self.units,
+            "vacuous": plain(self.vacuous),
+            "coordinates": self.coordinates,
+            "estimate": self.estimate,
+            "proved": self.proved,
+        }
+
+    def __str__(self) -> str:
+        who = "an unbiased attacker" if self.attacker == "unbiased" else "any attacker"
+        who = f"by an estimate {who}" if self.estimate else who
+        unit = f" {self.units}" if self.units else ""
+        mean = " on average over the coordinates" if self.coordinates == "average" else ""
+        mean += f", {self.condition}" if self.condition else ""
+        values, roots = np.atleast_1d(self.value), np.atleast_1d(self.rmse)
+        said_of_none, there = "", values.reshape(len(values), -1).any(axis=1)  # records never measured have the floor 0
+        if there.any() and not there.all():
+            said_of_none = f"; {int((~there).sum()):,} of {len(values):,} have no floor (0)"
+            values, roots = values[there], roots[there]
+        if bool(np.all(self.vacuous)):
+            said = f"says nothing about {who} here (MSE {format_floor(values.min())})"
+        elif values.ndim == 2:  # records × features, each of its own unit: no figure for all of them
+            least = ", ".join(f"±{format_floor(x)}" for x in roots.min(axis=0)[:8])
+            more = f" and so on for {values.shape[1]:,} features" if values.shape[1] > 8 else ""
+            where = f", on the record most exposed in it of {len(values):,}" if len(values) > 1 else ""
+            said = f"{who} errs by at least {least}{more} (feature by feature, in the unit of each{where})"
+        elif values.size == 1:
+            said = f"{who} errs by at least ±{format_floor(roots[0])}{unit} (MSE {format_floor(values[0])}){mean}"
+        else:
+            said = (
+                f"{who} errs by at least ±{format_floor(roots.min())}{unit} (MSE {format_floor(values.min())}){mean}; "
+                f"the median of {values.size:,} values is ±{format_floor(float(np.median(roots)))}"
+            )
+        guess = (
+            f"; a plain guess errs by ±{format_limit(math.sqrt(self.guess))}{unit}" if self.guess is not None else ""
+        )
+        sampler = f"; {self.sampler} batches" if self.sampler not in ("any", "none") else ""
+        notes = "".join(f"; {note}" for note in self.notes)
+        if not self.proved:
+            said = f"{NOT_PROVED}; were it proved, {said}"
+        return f"{self.name}: {said}{said_of_none}{guess} [{self.theorem}; {self.adjacency}{sampler}{notes}]"
+
+
+@dataclass(frozen=True)
+class Box:
+    """The data space: a box with side lengths w_i, held as the few sums that the floors need.
+
+    `unequal` is None when all sides are equal, so that ten million equal sides cost nothing.
+    """
+
+    dim: int
+    side: float
+    unequal: np.ndarray | None = None
+
+    @property
+    def mean_square(self) -> float:
+        """Σ wᵢ²/d."""
+        return self.side**2 if self.unequal is None else float(np.mean(self.unequal**2))
+
+    @property
+    def total(self) -> float:
+        """Σ wᵢ."""
+        return self.dim * self.side if self.unequal is None else float(np.sum(self.unequal))
+
+    @property
+    def guess(self) -> float:
+        """Squared error per coordinate of guessing the middle, at worst: Σ wᵢ²/(4d)."""
+        return self.mean_square / 4
+
+    @property
+    def average(self) -> Coordinates:
+        """Whom an average over the coordinates binds: each of them where there is only one."""
+        return "each" if self.dim == 1 else "average"
+
+    @property
+    def each(self) -> Coordinates:
+        """Whom Σ wᵢ² x/d binds, where wᵢ² x binds coordinate i: each of them where all sides are equal."""
+        return "each" if self.unequal is None else "average"
+
+    def groups(self) -> tuple[np.ndarray, np.ndarray]:
+        """Distinct side lengths and how many coordinates have each."""
+        if self.unequal is None:
+            return np.array([self.side]), np.array([float(self.dim)])
+        sides, counts = np.unique(self.unequal, return_counts=True)
+        return sides, counts.astype(float)
+
+
+def box(widths: Any, dim: int | None = None) -> Box:
+    """The box with these side lengths; one number and `dim` stand for `dim` equal sides."""
+    array = numbers("widths", widths, above=0.0)
+    if np.any(array > 1e100):
+        raise InputError("widths", "must be at most 1e100", float(array.max()))
+    if array.size > 1 or array.ndim > 0:
+        flat = array.ravel()
+        if dim is not None and dim != flat.size:
+            raise InputError("dim", f"must equal the number of widths, {flat.size}", dim)
+        equal = bool(np.all(flat == flat[0]))
+        return Box(flat.size, float(flat[0]), None if equal else flat)
+    return Box(whole("dim", 1 if dim is None else dim), float(array))
+
+
+def log_expm1(x: float) -> float:
+    """ln(eˣ − 1) for x > 0 without overflow; −inf at 0."""
+    if x <= 0:
+        return -math.inf
+    return math.log(math.expm1(x)) if x < 1 else x + math.log(-math.expm1(-x))
+
+
+def from_log(log_value: float) -> float:
+    """exp, held within the finite floats: 0.0 when it underflows, the largest float when it overflows."""
+    if log_value >= math.log(LARGEST):
+        return LARGEST
+    return math.exp(log_value)
+
+
+def divergence(name: str, value: Any) -> float:
+    """A divergence: a number that is at least 0; infinity stands for no protection and is allowed."""
+    if isinstance(value, (int, float)) and value == math.inf:
+        return math.inf
+    return number(name, value, at_least=0.0)

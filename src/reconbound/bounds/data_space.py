@@ -1,0 +1,150 @@
+"""Where records can lie: a box, or a ball and the box inside it. Proofs: docs/theory.md section 6.6."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from reconbound._internal.checks import InputError, number, whole
+from reconbound.bounds import Bound
+from reconbound.bounds.any_attacker import box_of
+from reconbound.bounds.bound import WORST_CASE, Box
+
+
+@dataclass(frozen=True)
+class DataSpace:
+    """A box of equal sides whose corners the floors use, and the ball that records are known to lie in.
+
+    Attributes:
+        dim: d, the number of coordinates.
+        low, high: the ends of every coordinate in the box.
+        ball: the radius of the ball around 0 that holds all records and the box; None where the box is all there is.
+        cut: the ends that were given, where the box was cut to fit into the ball; None where it was not.
+        whole_ball: the radius where the ball itself is the data space: no ends were given.
+    """
+
+    dim: int
+    low: float
+    high: float
+    ball: float | None = None
+    cut: tuple[float, float] | None = None
+    whole_ball: float | None = None
+
+    @property
+    def box(self) -> Box:
+        """The box as its side lengths."""
+        return box_of(self.low, self.high, self.dim)
+
+    @property
+    def side(self) -> float:
+        """The box's side length."""
+        return self.box.side
+
+    @property
+    def _other(self) -> bool:
+        """Whether records may lie outside of the box."""
+        return self.whole_ball is not None or self.cut is not None
+
+    @property
+    def place(self) -> str:
+        """The data space in two words, as it stands in a sentence about a record of it."""
+        if not self._other:
+            return "the box"
+        return "the ball" if self.whole_ball is not None else "the range within the ball"
+
+    @property
+    def widest(self) -> float:
+        """The root-mean-square difference over the coordinates of two records, at most."""
+        if self.cut is None:
+            return self.side
+        return min(self.cut[1] - self.cut[0], 2 * (self.ball or 0.0) / math.sqrt(self.dim))
+
+    def described(self, units: str = "") -> str:
+        """The data space in words."""
+        unit = f" {units}" if units else ""
+        if self.whole_ball is not None:
+            return f"the ball of radius {end(self.whole_ball)}{unit} around 0"
+        if self.cut is not None:
+            low, high = self.cut
+            return f"[{end(low)}, {end(high)}]{unit} and in the ball of radius {end(self.ball or 0.0)} around 0"
+        return f"[{end(self.low)}, {end(self.high)}]{unit}"
+
+    def notes(self) -> tuple[str, ...]:
+        """What the floors use of a ball, in a sentence."""
+        if not self._other:
+            return ()
+        uniform = "" if self.whole_ball is None else ", rate_distortion's of the ball itself where that is higher"
+        inside = f"[{end(self.low)}, {end(self.high)}]"
+        return (
+            f"Records lie in the ball of radius {end(self.ball or 0.0)} around 0. The floors are those of the box "
+            f"{inside} inside it{uniform}: those for any attacker are below what every guess, that of 0 included, errs "
+            "by on some record.",
+        )
+
+    def adapt(self, bound: Bound) -> Bound:
+        """The bound of the box, as a statement about the data space.
+
+        The guess is that of the middle of the range or of 0, whichever errs less. In a ball, `theorem1` holds at every
+        record on average over the coordinates only (docs/theory.md 6.6)."""
+        if not self._other:
+            return bound
+        worst = f"{WORST_CASE} over {self.place}: through the box inside it"
+        assumes = tuple(worst if said.startswith(WORST_CASE) else said for said in bound.assumes)
+        assumes = tuple(said.replace("every record of the box", f"every record of {self.place}") for said in assumes)
+        assumes = tuple(said.replace("corners of the box", "corners of the box inside the ball") for said in assumes)
+        given = self.cut or (self.low, self.high)
+        guess = min((given[1] - given[0]) ** 2 / 4, (self.ball or 0.0) ** 2 / self.dim)
+        average = bound.name in ("theorem1", "theorem1_paper") and self.dim > 1
+        mean = "average" if average else bound.coordinates
+        return replace(bound, assumes=assumes, guess=guess, coordinates=mean)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dictionary for JSON. "space": the data space in words; "low" and "high": the box of the floors."""
+        ends = {"low": self.low, "high": self.high, "ball": self.ball, "cut_from": self.cut}
+        return {"dim": self.dim, "space": self.described(), **ends}
+
+
+def data_space(dim: int, low: float | None = None, high: float | None = None, radius: float | None = None) -> DataSpace:
+    """The data space that was described.
+
+    Args:
+        dim: the number of coordinates.
+        low: their smallest value; 0 if left out, unless the ball is all that is given.
+        high: their largest value; 1 if left out, unless the ball is all that is given.
+        radius: of the ball around 0 that holds all records; None or math.inf: there is none.
+
+    >>> data_space(4, radius=1.0).high, data_space(4, 0.0, 1.0, 1.0).high, data_space(4, 0.0, 1.0, 2.0).high
+    (0.5, 0.5, 1.0)
+    """
+    d = whole("dim", dim)
+    if radius is None or (isinstance(radius, float) and radius == math.inf):
+        low, high = 0.0 if low is None else low, 1.0 if high is None else high
+        box_of(low, high, d)
+        return DataSpace(d, float(low), float(high))
+    ball = number("radius", radius, above=0.0, at_least=1e-100, at_most=1e100)
+    half = ball / math.sqrt(d)
+    while d * half * half > ball * ball:  # rounding: the box must not stick out
+        half = math.nextafter(half, 0.0)
+    if low is None and high is None:
+        return DataSpace(d, -half, half, ball, whole_ball=ball)
+    given = (0.0 if low is None else number("low", low), 1.0 if high is None else number("high", high))
+    box_of(*given, d)
+    inside = (max(given[0], -half), min(given[1], half))
+    if inside == given:
+        return DataSpace(d, *given, ball)
+    if not inside[1] - inside[0] >= 1e-100:
+        raise InputError(
+            "low" if given[0] > 0 else "high",
+            f"must leave records within the ball of radius {ball:g}: a coordinate between {-half:g} and {half:g}",
+            given[0] if given[0] > 0 else given[1],
+        )
+    return DataSpace(d, *inside, ball, cut=given)
+
+
+def end(x: float) -> str:
+    """An end of the data's range, as it was given."""
+    return f"{x:,.0f}" if 1e3 <= abs(x) < 1e15 and x == int(x) else f"{x:g}"
+
+
+__all__ = ["DataSpace", "data_space", "end"]

@@ -1,0 +1,92 @@
+"""Columns of a CSV file that may not be what they are taken for: identifiers among numbers, dates and numbers among
+text."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import numpy as np
+
+from reconbound.data.tables import MOST_CATEGORIES, Column
+
+#: Fewer values than this tell nothing of a column.
+FEWEST = 10
+#: From this share of the values on, a column of text is taken for one of dates.
+MOSTLY = 0.9
+_DATE = re.compile(r"(\d{4}([-/.])\d{1,2}\2\d{1,2}|\d{1,2}([-/.])\d{1,2}\3(\d{4}|\d{2}))([T ]\d.*)?", re.ASCII)
+#: How a date becomes a number.
+AS_NUMBER = "a year, days since a day"
+_IDENTIFIER = ("id", "index", "nr", "number")
+_MONEY = r"(?:[$€£¥₹]|USD|EUR|GBP|CHF|JPY)"
+_DRESSED = re.compile(
+    rf"(?P<minus>[-−(])?\s?{_MONEY}?\s?(?P<sign>[+-])?(?P<whole>\d{{1,3}}(?:[,.' _\u00a0\u202f]\d{{3}})+|\d+)"
+    rf"(?P<rest>[.,]\d+)?\s?(?:{_MONEY}|%)?\s?\)?",
+    re.IGNORECASE | re.ASCII,
+)
+_MEASURE = re.compile(r"[+-]?\d+(?:[.,]\d+)?\s?([^\W\d_]{1,12})\.?")
+
+
+def tell_tale(column: Column) -> str | None:
+    """What the owner should know of a column that was not asked for by name; None where nothing is odd about it."""
+    if column.numeric:
+        return _identifier(column)
+    return _dates(column) or _measures(column)
+
+
+def undressed(text: str) -> str | None:
+    """The number that a cell means which has a sign of money, a percent sign or marks of thousands; None for others.
+
+    >>> undressed("$45,887.48"), undressed("12 %"), undressed("(3,000)"), undressed("1-2")
+    ('45887.48', '12', '-3000', None)
+    """
+    found = _DRESSED.fullmatch(text)
+    if found is None:
+        return None
+    minus = "-" if found["minus"] or found["sign"] == "-" else ""
+    return minus + re.sub(r"\D", "", found["whole"]) + (found["rest"] or "").replace(",", ".")
+
+
+def _identifier(column: Column) -> str | None:
+    """Whole numbers, all different, that count on without a gap or are named like an identifier."""
+    known = np.sort(column.values[~np.isnan(column.values)])
+    if len(known) < FEWEST or not np.all(known == np.round(known)) or np.any(known[1:] == known[:-1]):
+        return None
+    consecutive = bool(np.all(np.diff(known) == 1))
+    if not consecutive and not column.name.lower().endswith(_IDENTIFIER):
+        return None
+    which = "all different and without a gap" if consecutive else "all different"
+    return (
+        f"{column.name}: {len(known):,} whole numbers, {which}, as of an identifier, yet taken as a number that enters "
+        f"the model; leave it out by --drop {column.name!r}"
+    )
+
+
+def _dates(column: Column) -> str | None:
+    """Text that looks like dates: taken as categories, or left out where there are too many for that."""
+    known = [str(text) for text in column.values if text]
+    if not known or sum(1 for text in known if _DATE.fullmatch(text)) < MOSTLY * len(known):
+        return None
+    if len(set(column.values)) > MOST_CATEGORIES:
+        return f"{column.name}: text that looks like dates; to use and protect it write it as a number ({AS_NUMBER})"
+    return (
+        f"{column.name}: text that looks like dates, taken as categories, which are public: the attacker is taken to "
+        f"know them. To protect it write it as a number ({AS_NUMBER}), or leave it out by --drop "
+        f"{column.name!r}"
+    )
+
+
+def _measures(column: Column) -> str | None:
+    """Numbers that all have the same word after them, few enough to be taken as categories."""
+    known = [str(text) for text in column.values if text]
+    if len(known) < FEWEST or not FEWEST < len(set(column.values)) <= MOST_CATEGORIES:
+        return None
+    words = Counter(found[1] for text in known if (found := _MEASURE.fullmatch(text)))
+    word, often = words.most_common(1)[0] if words else ("", 0)
+    if often < MOSTLY * len(known):
+        return None
+    return (
+        f"{column.name}: numbers with {word!r} after them, taken as categories, which are public: the attacker is "
+        f"taken to know them. To protect it leave the word away (--unit {column.name}={word}), or leave the column out "
+        f"by --drop {column.name!r}"
+    )

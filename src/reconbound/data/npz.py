@@ -1,0 +1,235 @@
+"""NumPy's .npz files, never a pickle: tables or images, with classes or a number to predict."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reconbound._internal.checks import DataError, DataMissing, DataShown, InputError
+from reconbound.data.dataset import Dataset, Feature, Pixels, clean
+from reconbound.data.split import Division
+from reconbound.data.tables import MOST_CATEGORIES, Column, only_for_tables, table, wishes
+
+# names of the arrays (whatever their case): inputs, targets, inputs to test on, targets to test on
+LAYOUTS = (
+    ("x_train", "y_train", "x_test", "y_test"),
+    ("x", "y", "x_test", "y_test"),
+    ("inputs", "targets", "test_inputs", "test_targets"),
+    ("images", "labels", "test_images", "test_labels"),
+    ("train_images", "train_labels", "test_images", "test_labels"),
+    ("data", "target", "test_data", "test_target"),
+)
+PIXEL = "pixel"
+
+
+def load_npz(
+    path: str | os.PathLike[str],
+    *,
+    private: Sequence[str] | str | None = None,
+    ranges: Mapping[str, Any] | None = None,
+    units: Mapping[str, str] | None = None,
+    division: Division | None = None,
+) -> Dataset:
+    """A Dataset from arrays X and y, or x_train, y_train, x_test, y_test, or inputs and targets.
+
+    X of (N, columns) is a table, whose columns are named by an array feature_names, else "column 1" and so on.
+    (N, H, W), (N, H, W, C) and (N, C, H, W) are images: bytes, or numbers in [0, 1] or [0, 255], or in what
+    ranges={"pixel": (lowest, highest)} says. An array class_names names the classes 0, 1, ..."""
+    file = os.fspath(path)
+    arrays = _read(Path(path))
+    lower = {name.lower(): value for name, value in arrays.items()}
+    layout = next((names for names in LAYOUTS if names[0] in lower and names[1] in lower), None)
+    if layout is None:
+        raise DataError(
+            f"{file}: no arrays X and y (or x_train and y_train, inputs and targets) among {sorted(arrays)}"
+        )
+    x, y, x_test, y_test = (lower.get(name) for name in layout)
+    assert x is not None
+    assert y is not None
+    if (x_test is None) != (y_test is None):
+        raise DataError(f"{file}: only one of {layout[2]} and {layout[3]} is there")
+    held = None
+    _same_length(file, layout[:2], x, y)
+    if x_test is not None and y_test is not None:
+        _same_length(file, layout[2:], x_test, y_test)
+        if x.shape[1:] != x_test.shape[1:] or x.dtype != x_test.dtype:
+            raise DataError(f"{file}: {layout[0]} and {layout[2]} differ in the shape or type of a record")
+        held = np.arange(len(x) + len(x_test)) >= len(x)
+        x, y = np.concatenate([x, x_test]), np.concatenate([y.reshape(len(y)), y_test.reshape(len(y_test))])
+    if x.dtype.kind not in "fiub":
+        raise DataError(f"{file}, array {layout[0]}: must hold numbers, not {x.dtype}")
+    if y.dtype.kind not in "fiubUS":
+        raise DataError(f"{file}, array {layout[1]}: must hold numbers or text, not {y.dtype}")
+    if x.dtype.kind == "f" and np.isinf(x).any():
+        raise DataError(
+            f"{file}, array {layout[0]}: record {int(np.argwhere(np.isinf(x))[0][0])} holds an infinite number"
+        )
+    if y.dtype.kind == "f" and not np.isfinite(y).all():
+        raise DataError(f"{file}, array {layout[1]}: record {int(np.argwhere(~np.isfinite(y))[0][0])} is not finite")
+    division, labels = division or Division(), _texts(file, "class_names", lower)
+    if x.ndim == 2:
+        return _table(file, x, y, held, labels, _texts(file, "feature_names", lower), private, ranges, units, division)
+    only_for_tables(private=private, units=units)
+    return _images(file, x, y, held, labels, ranges, division)
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file, which is a zip of .npy files."""
+    found = {}
+    try:
+        with path.open("rb") as file:
+            if file.read(6) == b"\x93NUMPY":
+                raise DataError(f"{path}: a single array, not an .npz file")
+            with zipfile.ZipFile(file) as archive:
+                for name in archive.namelist():
+                    with archive.open(name) as part:
+                        found[name.removesuffix(".npy")] = np.lib.format.read_array(part, allow_pickle=False)
+    except FileNotFoundError:
+        raise DataMissing(f"{path} does not exist") from None
+    except DataError:
+        raise
+    except MemoryError:
+        raise DataError(f"{path}: too large for this machine's memory, or damaged") from None
+    except Exception as reason:  # zip, zlib and NumPy each have their own ways to say that a file is damaged
+        words = " ".join(str(reason).split())
+        if "allow_pickle" in words:
+            raise DataError(f"{path}: holds Python objects; pickles are never read") from None
+        raise DataError(f"{path}: damaged or not an .npz file ({words[:160]})") from None
+    return found
+
+
+def _same_length(file: str, names: Sequence[str], x: np.ndarray, y: np.ndarray) -> None:
+    if x.ndim < 2 or x.ndim > 4 or 0 in x.shape:
+        raise DataError(f"{file}, array {names[0]}: shape {x.shape} is neither a table (2 axes) nor images (3 or 4)")
+    if y.shape not in ((len(x),), (len(x), 1)):
+        raise DataError(
+            f"{file}: {names[0]} has {len(x)} records, so {names[1]} must be of shape ({len(x)},), not {y.shape}"
+        )
+
+
+def _texts(file: str, name: str, arrays: Mapping[str, np.ndarray]) -> list[str] | None:
+    if name not in arrays:
+        return None
+    if arrays[name].dtype.kind not in "US" or arrays[name].ndim != 1:
+        raise DataError(f"{file}, array {name}: must be a list of text, not {arrays[name].dtype}")
+    return [clean(t.decode("utf-8", "replace") if isinstance(t, bytes) else str(t)) for t in arrays[name]]
+
+
+def _classes(file: str, y: np.ndarray, labels: list[str] | None) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Classes 0, 1, ... and their names; with class_names, whole numbers are places in that list."""
+    whole = y.dtype.kind in "iub" or (y.dtype.kind == "f" and bool(np.all(y == np.round(y))))
+    if labels is not None and whole:
+        if y.min() < 0 or y.max() >= len(labels):
+            raise DataShown(f"{file}: classes from {y.min()} to {y.max()}, but class_names holds {len(labels)}")
+        return y.astype(np.int64), tuple(labels)
+    if y.dtype.kind not in "iubUS" and not whole:
+        raise DataError(f"{file}: the targets of images must be classes (whole numbers or text), not {y.dtype}")
+    found, codes = np.unique(y, return_inverse=True)
+    if len(found) < 2 or len(found) > 10 * MOST_CATEGORIES:
+        raise DataError(f"{file}: {len(found):,} classes; there must be 2 to {10 * MOST_CATEGORIES:,}")
+    names = [v.decode("utf-8", "replace") if isinstance(v, bytes) else f"{v:.0f}" if whole else str(v) for v in found]
+    return codes.reshape(-1).astype(np.int64), tuple(clean(name) for name in names)
+
+
+def _table(
+    file: str,
+    x: np.ndarray,
+    y: np.ndarray,
+    held: np.ndarray | None,
+    labels: list[str] | None,
+    names: list[str] | None,
+    private: Sequence[str] | str | None,
+    ranges: Mapping[str, Any] | None,
+    units: Mapping[str, str] | None,
+    division: Division,
+) -> Dataset:
+    names = names if names is not None else [f"column {k + 1}" for k in range(x.shape[1])]
+    if len(names) != x.shape[1] or len(set(names)) != len(names) or "target" in names:
+        raise DataError(f"{file}, array feature_names: must be {x.shape[1]} different names, none of them 'target'")
+    if labels is not None or y.dtype.kind in "USb":
+        codes, shown = _classes(file, y, labels)
+        aim: np.ndarray = np.array(shown, dtype=object)[codes]
+    else:
+        aim = y.astype(np.float64)
+    columns = [Column(name, x[:, k].astype(np.float64)) for k, name in enumerate(names)]
+    wish = wishes([*names, "target"], private=private, ranges=ranges, units=units, target="target")
+    target = Column("target", aim.reshape(-1))
+    return table(clean(Path(file).name), columns, target, wish, division, source=file, held=held)
+
+
+def _images(
+    file: str,
+    x: np.ndarray,
+    y: np.ndarray,
+    held: np.ndarray | None,
+    labels: list[str] | None,
+    ranges: Mapping[str, Any] | None,
+    division: Division,
+) -> Dataset:
+    planes = _planes(file, x)
+    low, high, notes = _pixel_range(file, x, ranges)
+    targets, class_names = _classes(file, y.reshape(-1), labels)
+    train, test = division.rows(targets, "classes", held)
+    unit = "grey levels" if high == 255.0 else ""
+    parts = [
+        ((planes[rows].astype(np.float64) - low) / (high - low)).clip(0, 1).astype(np.float32) for rows in (train, test)
+    ]
+    return Dataset(
+        clean(Path(file).name),
+        "image",
+        parts[0],
+        targets[train],
+        parts[1],
+        targets[test],
+        Pixels(planes.shape[1:], high, unit, low),
+        class_names=class_names,
+        target=Feature("class", private=False),
+        notes=tuple(notes),
+    )
+
+
+def _planes(file: str, x: np.ndarray) -> np.ndarray:
+    """(N, C, H, W) from (N, H, W), (N, H, W, C) or (N, C, H, W); C is 1, 3 or 4."""
+    if x.ndim == 3:
+        return x[:, None]
+    first, last = (x.shape[axis] in (1, 3, 4) for axis in (1, 3))
+    if first == last:
+        what = "both could be" if first else "neither can be"
+        raise DataError(
+            f"{file}: images of shape {x.shape[1:]}: colour planes come first or last, and here {what} they"
+        )
+    return x if first else np.moveaxis(x, 3, 1)
+
+
+def _pixel_range(file: str, x: np.ndarray, ranges: Mapping[str, Any] | None) -> tuple[float, float, list[str]]:
+    """The range that was said; else that of bytes for whole numbers, and [0, 1] or [0, 255] for others."""
+    if ranges:
+        wish = wishes([PIXEL], private=None, ranges=ranges, units=None)
+        low, high = wish.ranges[PIXEL]
+        outside = int(np.sum((x < low) | (x > high)))
+        return (
+            low,
+            high,
+            [f"{outside:,} pixels lie outside {low:g} to {high:g} and were moved to its ends"] if outside else [],
+        )
+    if x.dtype.kind == "f" and np.isnan(x).any():
+        raise DataError(f"{file}: image {int(np.argwhere(np.isnan(x))[0][0])} holds a value that is not a number")
+    if x.dtype == np.uint8:
+        return 0.0, 255.0, []
+    least, most = float(x.min()), float(x.max())
+    if x.dtype.kind == "b" or (least >= 0 and most <= 1):
+        return 0.0, 1.0, []
+    if least >= 0 and most <= 255:
+        return (
+            0.0,
+            255.0,
+            ["pixels are taken to range from 0 to 255; ranges={'pixel': (lowest, highest)} says otherwise"],
+        )
+    raise InputError(
+        "range", f"must say the pixels' range, as {PIXEL}=LOW:HIGH, for {file}", f"pixels {least:g} to {most:g}"
+    )

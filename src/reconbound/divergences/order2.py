@@ -1,0 +1,182 @@
+"""Order-2 Rényi divergence of each mechanism under replace-one, and the paper's line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from reconbound._internal.checks import InputError, choice, number, whole
+from reconbound.bounds.bound import divergence, log_expm1
+from reconbound.divergences.common import NODES, WEIGHTS, log1m, rate, shift
+
+
+def order2_pure(epsilon: float) -> float:
+    """Order-2 divergence of an ε-DP mechanism (the same neighbours), tight for randomised response.
+
+        ε₂ = ln(2 cosh ε − 1),   that is   χ² = 4 sinh²(ε/2)
+
+    >>> round(order2_pure(1.0), 6)
+    0.735326
+    """
+    eps = divergence("epsilon", epsilon)
+    if eps > 30:
+        return eps  # ln(2 cosh ε − 1) < ε, and equal to rounding here
+    return math.log1p(4 * math.sinh(eps / 2) ** 2)
+
+
+def order2_gaussian(m: float) -> float:
+    """Order-2 divergence of one Gaussian release without sampling, replace-one: two antipodal records are 2m apart.
+
+        ε₂ = 4m²
+
+    >>> order2_gaussian(0.5)
+    1.0
+    """
+    return 4 * shift(m) ** 2
+
+
+def order2_poisson(m: float, sample_rate: float, *, method: str = "exact") -> float:
+    """Order-2 divergence of one Poisson-sampled Gaussian step, replace-one.
+
+        exact:    χ² = q² ∫ (P₂ − P₁)²/((1−q)P₀ + qP₁),   P₀ = N(0,1), P₁ = N(m,1), P₂ = N(−m,1)
+        closed:   χ² ≤ 4q²/(1−q) sinh(m²)          (also beyond m = 10⁴, where the two differ by ln 2 nats in 10⁸)
+
+    Args:
+        m: largest clipped gradient norm over the noise's standard deviation on the sum.
+        sample_rate: q, each record's chance to be in the batch.
+        method: "exact" (quadrature) or "closed".
+
+    Guarantee: an upper bound of D₂ in both directions between any two data sets that differ in one record's value,
+    Poisson sampling, whether or not the attacker knows which others took part. That the antipodal pair is the worst
+    is proved in docs/theory.md section 4.2.
+
+    >>> round(order2_poisson(1.0, 0.01), 9)
+    0.000457554
+    """
+    m, q = shift(m), rate(sample_rate)
+    choice("method", method, ("exact", "closed"))
+    if m == 0:
+        return 0.0
+    if q == 1:
+        return order2_gaussian(m)
+    if method == "closed" or m > 1e4:
+        log_sinh = m * m + math.log(-math.expm1(-2 * m * m)) - math.log(2)
+        closed = float(np.logaddexp(0.0, math.log(4) + 2 * math.log(q) - log1m(q) + log_sinh))
+        return closed if method == "closed" else min(closed, order2_gaussian(m))
+
+    def log_f(x: np.ndarray) -> np.ndarray:
+        """ln of P₀ 4 sinh²(mx) e^(−m²)/((1−q) + q e^(mx − m²/2)), log-concave on either side of 0."""
+        t = m * np.abs(x)
+        with np.errstate(divide="ignore"):
+            log_sinh = t + np.log(-np.expm1(-2 * t)) - math.log(2)
+        log_w = np.logaddexp(log1m(q), math.log(q) + m * x - m * m / 2)
+        return np.asarray(2 * log_sinh - x * x / 2 - log_w)
+
+    sides = np.logaddexp(_log_integral(log_f, -3 * m - 40, 0.0), _log_integral(log_f, 0.0, 2 * m + 40))
+    log_chi2 = 2 * math.log(q) + math.log(4) - m * m - 0.5 * math.log(2 * math.pi) + float(sides)
+    return min(float(np.logaddexp(0.0, log_chi2)), order2_gaussian(m))
+
+
+def order2_fixed(m: float, sample_rate: float, *, method: str = "wang") -> float:
+    """Order-2 divergence of one Gaussian step on a batch of fixed size drawn without replacement, replace-one.
+
+        wang:        ε₂ = ln(1 + min{q² min(4(e^D − 1), 2e^D), q(e^D − 1)}),   D = 4m²
+        convexity:   ε₂ = ln(1 + q²(e^D − 1))
+
+    Args:
+        m: largest clipped gradient norm over the noise's standard deviation on the sum.
+        sample_rate: q = B/N.
+        method: "wang" (Wang, Balle, Kasiviswanathan 2019, with the plain convexity bound), or "convexity", whose χ² is
+            up to 4 times smaller: proved by us in docs/theory.md section 4.3, not yet reviewed by others, so never the
+            default.
+
+    Guarantee: an upper bound of D₂ between any two data sets that differ in one record, uniform batches of size B.
+
+    >>> order2_fixed(0.5, 1.0), round(order2_fixed(0.5, 0.01, method="convexity"), 9)
+    (1.0, 0.000171813)
+    """
+    m, q = shift(m), rate(sample_rate)
+    choice("method", method, ("wang", "convexity"))
+    if m == 0:
+        return 0.0
+    whole_batch = order2_gaussian(m)
+    log_chi2 = log_expm1(whole_batch)
+    if method == "convexity":
+        return float(np.logaddexp(0.0, 2 * math.log(q) + log_chi2))
+    wang = 2 * math.log(q) + min(math.log(4) + log_chi2, math.log(2) + whole_batch)
+    return float(np.logaddexp(0.0, min(wang, math.log(q) + log_chi2)))
+
+
+def order2_paper(m: float, sample_rate: float) -> float:
+    """The paper's line: the order-2 divergence of the Poisson-sampled Gaussian under ADD/REMOVE neighbours.
+
+        ε₂ = ln(1 + q²(e^{m²} − 1))
+
+    Guarantee: none against the attacks that Theorem 1 speaks of, whose neighbours replace a record; it is here to
+    reproduce the paper's figures.
+
+    >>> round(order2_paper(1.0, 0.01), 9)
+    0.000171813
+    """
+    m, q = shift(m), rate(sample_rate)
+    return float(np.logaddexp(0.0, 2 * math.log(q) + log_expm1(m * m))) if m > 0 else 0.0
+
+
+def output_perturbation_shift(records: int, l2: float, noise_std: float, data_norm: float = 1.0) -> float:
+    """m of output perturbation: how far one record can move the minimiser, over the noise's standard deviation.
+
+        m = L/(nλσ),   L = sup‖∇ℓ‖ = data_norm for logistic loss;   replace-one: ε₂ = (2m)²
+
+    Args:
+        records: n.
+        l2: λ of the objective Σℓ + (nλ/2)‖θ‖².
+        noise_std: σ, the noise's standard deviation per coordinate of θ.
+        data_norm: a bound on the rows' Euclidean norm, to which rows must be clipped; a constant feature (intercept)
+            belongs to the row, so that pixels clipped to 1 beside it make √2.
+
+    >>> round(order2_gaussian(output_perturbation_shift(12665, 1e-2, 1e-2)), 2)      # the paper's 2.49
+    2.49
+    """
+    n, strength = whole("records", records), number("l2", l2, above=0.0)
+    noise, norm = number("noise_std", noise_std, above=0.0), number("data_norm", data_norm, above=0.0)
+    m = norm / n / strength / noise  # one division at a time: the product may underflow
+    if m > 1e100:
+        raise InputError("noise_std", "must be large enough for data_norm/(records l2 noise_std) ≤ 1e100", noise_std)
+    return m
+
+
+# --- one-dimensional integrals -----------------------------------
+
+
+def _log_integral(log_f: Callable[[np.ndarray], np.ndarray], low: float, high: float) -> float:
+    """ln ∫ exp(log_f) for a log-concave f: find the peak, keep what is within e⁻⁶⁰ of it, Gauss–Legendre there."""
+    a, b = low, high
+    for _ in range(60):  # ternary search on a grid: a log-concave f has one peak
+        grid = np.linspace(a, b, 9)
+        k = int(np.argmax(log_f(grid)))
+        a, b = grid[max(k - 1, 0)], grid[min(k + 1, 8)]
+        if b - a <= 1e-9 * max(abs(a), abs(b), 1e-3):
+            break
+    peak = (a + b) / 2
+    top = float(log_f(np.array([peak]))[0])
+    left, right = _drop(log_f, peak, low, top), _drop(log_f, peak, high, top)
+    edges = np.linspace(left, right, 65)
+    half = np.diff(edges)[:, None] / 2
+    x = (edges[:-1, None] + edges[1:, None]) / 2 + half * NODES
+    return top + math.log(float(np.sum(np.exp(log_f(x) - top) * half * WEIGHTS)))
+
+
+def _drop(log_f: Callable[[np.ndarray], np.ndarray], peak: float, limit: float, top: float) -> float:
+    """The point between the peak and the limit where f has fallen by e⁻⁶⁰ (the limit if it never does)."""
+    near, far = peak, limit
+    if float(log_f(np.array([far]))[0]) > top - 60:
+        return far
+    for _ in range(60):
+        grid = np.linspace(near, far, 9)
+        k = int(np.argmax(log_f(grid) < top - 60))
+        near, far = grid[max(k - 1, 0)], grid[k]
+        if abs(far - near) <= 0.05 * abs(far - peak):
+            break
+    return float(far)

@@ -1,0 +1,1 @@
+"""Per-record gradients and products with their Jacobians."""

@@ -1,0 +1,424 @@
+"""Per-record gradients of a batch, and products with their derivative in the private part: never a matrix of them.
+
+For each record of a batch, g = ∇_w ℓ(z; w) and J = ∂g/∂z. Two ways to the same small set of products:
+
+    LayerPass    a rule per layer, from the recorded inputs a and output gradients δ of every layer
+    GenericPass  torch.func, for any module that it can differentiate (generic.py)
+
+In the layer way, ⟨g, v⟩ = Σ ⟨δ, layer(a; v)⟩ over the layers' uses, so that its derivatives in δ and in a are
+layer(a; v) and layerᵀ(δ; v): these seed one backward pass through the graph of (a, δ), and Jᵀv is what arrives at z. No
+graph is built for the products, no record × parameter array is formed unless it is the smaller one, and every v shares
+the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from reconbound.fisher.checks import capturing, no_dependence, no_gradient
+from reconbound.fisher.passes import products
+from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule
+from reconbound.fisher.passes.products import Pair
+from reconbound.fisher.passes.protocol import Params, Pass, Route, trainable, wide_dtype
+from reconbound.fisher.passes.recorder import (
+    NotCovered,
+    Site,
+    check_covered,
+    check_leading,
+    check_order,
+    check_rows_own,
+    record_alone,
+    recorded,
+)
+from reconbound.validate.private import Inputs, Problem
+
+_CANCELS = 1024.0  # how far the places of a record may cancel in a float32 sum over the batch
+
+
+class LayerPass:
+    """One forward and one backward pass, recorded; then every product by layer rules.
+
+    check: first run two records alone, to see that every layer's input has a row for each record, in their order; and
+        refuse gradients that do not depend on z.
+    measured: keep the graph, for products with J; without it there are norms and weighted sums alone.
+    sloped: also take ∇_z ℓ on the way.
+    """
+
+    method: Literal["layers", "generic"] = "layers"
+
+    def __init__(
+        self,
+        problem: Problem,
+        z: Tensor,
+        inputs: Inputs,
+        targets: Any,
+        *,
+        check: bool = True,
+        measured: bool = True,
+        sloped: bool = False,
+    ) -> None:
+        self.params = trainable(problem)
+        alone = record_alone(problem, self.params, z, inputs, targets) if check else {}
+        self.z = z.detach().requires_grad_()
+        self.strict = problem.private.part if check else None
+        with torch.enable_grad():
+            losses, self.outputs, sites = recorded(problem, self.params, self.z, inputs, targets)
+            check_covered(losses, sites, self.params)
+            check_leading(sites, z.shape[0])
+            check_order(sites, losses, alone)
+            self.losses = losses.detach()
+            at = [*(s.edge for s in sites), *([self.z] if sloped else [])]
+            deltas = _output_gradients(losses, at, create_graph=measured, keep=check)
+            if check and not capturing(losses):
+                check_rows_own(losses, sites, deltas[: len(sites)])
+        at_z = deltas.pop() if sloped else None
+        self.at_z = torch.zeros_like(z) if at_z is None else at_z.detach()
+        self.graph_sites = [(s, d) for s, d in zip(sites, deltas, strict=True) if d is not None]
+        self.sites = [s for s, _ in self.graph_sites]
+        self.graph_deltas = [d for _, d in self.graph_sites]
+        self.dtype = wide_dtype(*(s.a for s in self.sites), *self.graph_deltas)
+        self.inputs = [self._wide(s.a.detach()) for s in self.sites]
+        self.deltas = [_kept(s, self._wide(d.detach())) for s, d in self.graph_sites]
+        self.weight_uses = _uses(s.weight for s in self.sites)
+        self.bias_uses = _uses(s.bias for s in self.sites)
+        self.formed: dict[str, Tensor] = {}
+        self.spreads: dict[int, Tensor] = {}  # Σ_l ‖a_l‖ ‖δ_l‖, (B,), of uses whose gradients are not formed
+        self.cancelling: set[int] = set()  # of those, the ones to be summed in float64
+        self.columns: dict[int, Tensor] = {}  # of the inputs, kept while products Jv are to follow
+        self.tangents: _Tangents | None = None
+
+    def norms(self) -> Tensor:
+        squares = [self._own_squares(name, uses) for name, uses in self.weight_uses.items()]
+        return self._norms([found for found in squares if found is not None])
+
+    def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:
+        squares: list[Tensor] = []
+        seeds = self._record_direction(self._own_pairs(), squares, moving=moving)
+        return self._norms(squares), self._pull(*seeds, moving=moving)[1]
+
+    def slope(self) -> Tensor:
+        return self.at_z
+
+    def output_slope(self) -> Tensor | None:
+        f = self.outputs
+        if not isinstance(f, Tensor) or f.dim() < 2 or f.shape[0] != len(self.losses) or not f.requires_grad:
+            return None
+        flat = f.detach().flatten(1)
+        arrived = _backward([f], self.z, [(flat - flat.mean(1, keepdim=True)).reshape(f.shape)])
+        return torch.zeros_like(self.z) if arrived is None else arrived
+
+    def probe(self, direction: Params) -> tuple[Tensor, Tensor]:
+        along_output: list[Tensor | None] = []
+        along_input: list[Tensor | None] = []
+        for site, a, delta in zip(self.sites, self.inputs, self.deltas, strict=True):
+            e = t = None
+            if site.weight is not None:
+                e = _kept(site, site.rule.apply(a, self._wide(direction[site.weight])))
+                if site.a.requires_grad:
+                    t = site.rule.transpose(delta, self._wide(direction[site.weight]), a.shape)
+            if site.bias is not None:
+                b = site.rule.bias(self._wide(direction[site.bias]), delta)
+                e = b.expand_as(delta) if e is None else e.add_(b)
+            along_output.append(e)
+            along_input.append(t)
+        return self._pull(along_output, along_input)
+
+    def moved(self, v: Tensor) -> Tensor:
+        return self._squared(self._moved_pairs(v))
+
+    def normal(self, v: Tensor) -> Tensor:
+        return self._pull(*self._record_direction(self._moved_pairs(v)))[1]
+
+    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
+        sums: dict[str, Tensor] = {}
+        weights = self._wide(weights)
+        self._form_biases()
+        for name, formed in self.formed.items():
+            sums[name] = (weights @ formed.flatten(1)).reshape(self.params[name].shape)
+        for i, (site, a, delta) in enumerate(zip(self.sites, self.inputs, self.deltas, strict=True)):
+            if site.weight is not None and site.weight not in self.formed:
+                if i in self.cancelling:
+                    a, delta = a.double() if a.is_floating_point() else a, delta.double()
+                weighted = delta * weights.reshape(-1, *(1,) * (delta.dim() - 1))
+                part = site.rule.total(a, weighted, self.params[site.weight]).to(self.dtype)
+                sums[site.weight] = sums[site.weight] + part if site.weight in sums else part
+        return {name: sums[name] if name in sums else self._zeros(p) for name, p in self.params.items()}
+
+    def _zeros(self, param: Tensor) -> Tensor:
+        return torch.zeros(param.shape, dtype=self.dtype, device=param.device)
+
+    def _wide(self, values: Tensor) -> Tensor:
+        """Returns values in the precision of all sums here: at least float32, so that nothing is rounded to 8 bits."""
+        return values.to(self.dtype) if values.is_floating_point() else values
+
+    def _own_pairs(self) -> list[list[Pair]]:
+        return [[pair] for pair in zip(self.inputs, self.deltas, strict=True)]
+
+    def _norms(self, squares: list[Tensor]) -> Tensor:
+        """Returns the norms, (B,). squares: of the weights whose gradients are not formed; the biases' are here."""
+        self._form_biases()
+        if self.formed:
+            squares = [*squares, products.squares_above(*self.formed.values())]
+        if not squares:
+            return self.losses.new_zeros(len(self.losses), dtype=self.dtype)
+        total = torch.stack(squares).sum(0).sqrt()
+        self._find_cancelling(total)
+        return products.rounded_above(total, self.dtype)
+
+    def _find_cancelling(self, norms: Tensor) -> None:
+        """Finds the uses with a record whose places cancel so far that the other records' partial sums would round it.
+
+        Of such a record the clip leaves sums over places of up to C · S/n, and a product over the whole batch rounds
+        them by what it has added up before: then one record would move the shares of all others.
+        """
+        if self.dtype == torch.float64 or not self.spreads or capturing(norms):
+            return  # in float64, n ≥ S · 5e-8 by its error term; while capturing, see `_above`
+        far = torch.stack([s > _CANCELS * norms for s in self.spreads.values()]).any(1).tolist()
+        self.cancelling = {i for i, is_far in zip(self.spreads, far, strict=True) if is_far}
+
+    def _form_biases(self) -> None:
+        for name, uses in self.bias_uses.items():
+            if name not in self.formed:
+                self.formed[name] = self._bias_direction(uses, self._own_pairs())
+
+    def _own_squares(self, name: str, uses: list[int]) -> Tensor | None:
+        """Keeps the weight's gradients, or returns squares not below theirs, (B,): whichever is less work."""
+        if len(uses) > 1:
+            self.formed[name] = self._full(name, uses, self._own_pairs())
+            return None
+        columns, rows = self._factors(uses[0], [(self.inputs[uses[0]], self.deltas[uses[0]])])[0]
+        if products.forms_gradient(columns, rows, columns.shape[-1]):
+            self.formed[name] = products.record_gradients(columns, rows)
+            return None
+        return self._above(uses[0], columns, rows)
+
+    def _above(self, i: int, columns: Tensor, rows: Tensor, grams: Pair | None = None) -> Tensor:
+        """Returns squares not below those of the contributions that `weighted_sum` makes of this use, (B,)."""
+        places, convolution = rows.shape[-1], isinstance(self.sites[i].rule, ConvRule)
+        rounding = products.sum_rounding(places, self.deltas[i], convolution=convolution)
+        of_columns, of_rows = grams or (products.gram(columns, columns), products.gram(rows, rows))
+        if places == 1 and columns.is_floating_point():  # nothing can cancel
+            return products.single_place_squares_above(of_columns, of_rows, columns, rows) * (1 + rounding) ** 2
+        width = rows.shape[2] + (columns.shape[2] if columns.is_floating_point() else 0)
+        squares = products.gram_squares_above(of_columns, of_rows, width, rounding)
+        self.spreads[i] = products.spread(of_columns, of_rows)
+        if capturing(rows) and self.dtype != torch.float64:  # nothing can be asked: such records are clipped further
+            squares = torch.maximum(squares, (self.spreads[i] / _CANCELS).square())
+        return squares
+
+    def _squared(self, pairs: list[list[Pair]]) -> Tensor:
+        """Squared norms of the gradients that pairs (a, δ) make, (B,)."""
+        found: list[Tensor] = []
+        formed = [self._bias_direction(uses, pairs) for uses in self.bias_uses.values()]
+        for name, uses in self.weight_uses.items():
+            if len(uses) > 1:
+                formed.append(self._full(name, uses, pairs))
+                continue
+            factors = self._factors(uses[0], pairs[uses[0]])
+            if products.forms_gradient(*factors[0], sum(columns.shape[-1] for columns, _ in factors)):
+                formed.append(products.summed_gradients(factors))
+            else:
+                found.append(products.summed_squares(factors))
+        if formed:
+            found.append(products.squares(*formed))
+        if not found:
+            return self.losses.new_zeros(len(self.losses), dtype=torch.float64)
+        return torch.stack(found).sum(0).clamp(min=0)
+
+    def _record_direction(
+        self, pairs: list[list[Pair]], squares: list[Tensor] | None = None, *, moving: bool = False
+    ) -> tuple[list[Any], list[Any]]:
+        """Seeds in δ and in a for a direction of each record's own: the sum of the gradients that pairs (a, δ) make.
+
+        squares: given where the pairs are the records' own. The gradients that are formed are then kept, and it takes
+            squares not below those of the others."""
+        along_output: list[Tensor | None] = [None] * len(self.sites)
+        along_input: list[Tensor | None] = [None] * len(self.sites)
+        for name, uses in self.weight_uses.items():
+            if len(uses) > 1:
+                formed: Tensor | None = self._full(name, uses, pairs)
+                assert formed is not None
+                self._several(uses, formed, along_output, along_input)
+                above = None
+            else:
+                formed, above = self._single(uses[0], pairs, along_output, along_input, squares is not None, moving)
+            if squares is not None and formed is not None:
+                self.formed[name] = formed
+            if squares is not None and above is not None:
+                squares.append(above)
+        for uses in self.bias_uses.values():
+            direction = self._bias_direction(uses, pairs)
+            for i in uses:
+                rows = self.sites[i].rule.rows(self.deltas[i])
+                spread = direction.reshape(*rows.shape[:3], 1).expand_as(rows)
+                e = self.sites[i].rule.from_rows(spread, self.deltas[i].shape)
+                before = along_output[i]
+                along_output[i] = e if before is None else before.add_(e)
+        return along_output, along_input
+
+    def _single(
+        self, i: int, pairs: list[list[Pair]], along_output: list[Any], along_input: list[Any], own: bool, moving: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Seeds of a weight that is used once; the gradients, if forming them was the cheaper way, or else (own: of
+        the records' own pairs) squares not below those of their norms."""
+        site, rule, a, delta = self.sites[i], self.sites[i].rule, self.inputs[i], self.deltas[i]
+        columns, rows = self._columns(i, a), rule.rows(delta)
+        if moving:
+            self.columns[i] = columns
+        factors = [(columns, rows)] if own else self._factors(i, pairs[i])
+        formed = above = t = None
+        if products.forms_gradient(columns, rows, sum(c.shape[-1] for c, _ in factors)):
+            formed = products.summed_gradients(factors)
+            e = formed @ columns
+            if site.a.requires_grad:
+                t = products.transpose_each(rule, delta, formed, a)
+        else:
+            if rows.shape[-1] > 1 or not own:  # with one place nothing can cancel
+                columns, rows = products.precise(columns), products.precise(rows)
+                factors = [(products.precise(c), products.precise(r)) for c, r in factors]
+            others = (columns, rows) if own else products.joined(factors)
+            of_columns, of_rows = products.gram(others[0], columns), products.gram(others[1], rows)
+            e = products.combined(others[1], of_columns).to(self.dtype)
+            if site.a.requires_grad:
+                t = rule.from_columns(products.combined(others[0], of_rows).to(self.dtype), a.shape)
+            if own:
+                above = self._above(i, columns, rows, (of_columns, of_rows))
+        along_output[i] = _kept(site, rule.from_rows(e, delta.shape))
+        along_input[i] = t
+        return formed, above
+
+    def _several(self, uses: list[int], formed: Tensor, along_output: list[Any], along_input: list[Any]) -> None:
+        for i in uses:
+            rule, a, delta = self.sites[i].rule, self.inputs[i], self.deltas[i]
+            along_output[i] = _kept(self.sites[i], products.apply_each(rule, a, formed, delta))
+            if self.sites[i].a.requires_grad:
+                along_input[i] = products.transpose_each(rule, delta, formed, a)
+
+    def _columns(self, i: int, a: Tensor) -> Tensor:
+        kept = self.columns.get(i) if a is self.inputs[i] else None
+        return self.sites[i].rule.columns(a) if kept is None else kept
+
+    def _factors(self, i: int, pairs: list[Pair]) -> list[Pair]:
+        rule = self.sites[i].rule
+        return [(self._wide(self._columns(i, a)), self._wide(rule.rows(delta))) for a, delta in pairs]
+
+    def _full(self, name: str, uses: list[int], pairs: list[list[Pair]]) -> Tensor:
+        weight = self.params[name]
+        each = [
+            products.full_gradients(self.sites[i].rule, self._wide(a), self._wide(d), weight)
+            for i in uses
+            for a, d in pairs[i]
+        ]
+        return torch.stack(each).sum(0)
+
+    def _bias_direction(self, uses: list[int], pairs: list[list[Pair]]) -> Tensor:
+        """The bias gradients, (B, O). A pair (ȧ, δ) adds nothing: the bias does not meet the input."""
+        each = [
+            self.sites[i].rule.rows(self._wide(d)).sum(3).flatten(1)
+            for i in uses
+            for a, d in pairs[i]
+            if a is self.inputs[i]
+        ]
+        if len(each) == 1:
+            return each[0]
+        return torch.stack(each).sum(0) if each else self.losses.new_zeros(len(self.losses), 1, dtype=self.dtype)
+
+    def _pull(self, along_output: list[Any], along_input: list[Any], *, moving: bool = False) -> tuple[Tensor, Tensor]:
+        """Inner product with g, and the pull-back to z, of the direction whose seeds are given."""
+        dots: list[Tensor] = []
+        outputs: list[Tensor] = []
+        seeds: list[Tensor] = []
+        where: list[tuple[int, bool]] = []
+        for i, e in enumerate(along_output):
+            if e is None:
+                continue
+            dots.append((self.deltas[i] * e).flatten(1).sum(1))
+            if self.graph_deltas[i].requires_grad:
+                outputs.append(self.graph_deltas[i])
+                seeds.append(e.to(self.graph_deltas[i].dtype))
+                where.append((i, True))
+            if along_input[i] is not None:
+                outputs.append(self.sites[i].a)
+                seeds.append(along_input[i].to(self.sites[i].a.dtype))
+                where.append((i, False))
+        total = torch.stack(dots).sum(0) if dots else torch.zeros_like(self.losses)
+        if not moving:
+            return total, self._at_z(_backward(outputs, self.z, seeds))
+        seeds = [seed.detach().requires_grad_() for seed in seeds]
+        with torch.enable_grad():
+            pulled = self._at_z(_backward(outputs, self.z, seeds, create_graph=True))
+        self.tangents = _Tangents(where, seeds, pulled)
+        return total, pulled.detach()
+
+    def _at_z(self, arrived: Tensor | None) -> Tensor:
+        """What arrived at z; nothing at all means that no gradient depends on it."""
+        if arrived is None and self.strict is not None:
+            raise no_dependence(self.strict) if self.sites else no_gradient()
+        return torch.zeros_like(self.z) if arrived is None else arrived
+
+    def _moved_pairs(self, v: Tensor) -> list[list[Pair]]:
+        """Jv as pairs: the gradients made by (a, δ̇) and (ȧ, δ), the dots being derivatives along v.
+
+        The pull-back is linear in its seeds, so its own derivative along v in the seeds is the push-forward of v.
+        """
+        if self.tangents is None:
+            self.own(moving=True)
+        assert self.tangents is not None
+        where, seeds, pulled = self.tangents.where, self.tangents.seeds, self.tangents.pulled
+        dots: Any = ()
+        if pulled.requires_grad:
+            dots = torch.autograd.grad(pulled, seeds, v.to(pulled.dtype), retain_graph=True, allow_unused=True)
+        found = dict(zip(where, dots, strict=False))
+        pairs: list[list[Pair]] = []
+        for i, (site, a, delta) in enumerate(zip(self.sites, self.inputs, self.deltas, strict=True)):
+            delta_dot, a_dot = found.get((i, True)), found.get((i, False))
+            here = [(a, torch.zeros_like(delta) if delta_dot is None else _kept(site, delta_dot))]
+            if a_dot is not None:
+                here.append((a_dot, delta))
+            pairs.append(here)
+        return pairs
+
+
+@dataclass(frozen=True)
+class _Tangents:
+    """A pull-back as a function of its seeds: (site, whether in δ) of each, and what arrived at z."""
+
+    where: list[tuple[int, bool]]
+    seeds: list[Tensor]
+    pulled: Tensor
+
+
+def _output_gradients(losses: Tensor, at: Any, *, create_graph: bool, keep: bool) -> list[Tensor | None]:
+    """Returns the gradients of the summed losses at each. keep: others from the same graph will follow."""
+    if not at or not losses.requires_grad:
+        return [None] * len(at)
+    keep = keep or create_graph
+    return list(torch.autograd.grad(losses.sum(), at, create_graph=create_graph, retain_graph=keep, allow_unused=True))
+
+
+def _backward(outputs: list[Tensor], z: Tensor, seeds: list[Tensor], *, create_graph: bool = False) -> Tensor | None:
+    """None: nothing leads from the outputs to z."""
+    if not outputs:
+        return None
+    (at_z,) = torch.autograd.grad(outputs, z, seeds, retain_graph=True, create_graph=create_graph, allow_unused=True)
+    return at_z
+
+
+def _kept(site: Site, value: Tensor) -> Tensor:
+    keep = site.rule.keep(site.a) if isinstance(site.rule, EmbeddingRule) else None
+    return value if keep is None else value * keep
+
+
+def _uses(names: Any) -> dict[str, list[int]]:
+    uses: dict[str, list[int]] = {}
+    for i, name in enumerate(names):
+        if name is not None:
+            uses.setdefault(name, []).append(i)
+    return uses
+
+
+__all__ = ["LayerPass", "NotCovered", "Pass", "Route", "trainable"]

@@ -1,0 +1,172 @@
+"""The products of gradients.py by torch.func, for any module that it can differentiate."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad, jvp, vjp, vmap
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from reconbound.fisher.checks import no_dependence, no_gradient
+from reconbound.fisher.passes.products import rounded_above, squares, squares_above
+from reconbound.fisher.passes.protocol import Params, Route, trainable, wide_dtype
+from reconbound.validate.private import Inputs, Problem, batch_rows
+
+
+@cache
+def load_forward_mode() -> None:
+    """PyTorch loads its forward-mode rules at first use and warns of its own use of torch.jit there: not our affair."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
+
+
+class GenericPass:
+    """torch.func over single records: slower, and right for whatever it can differentiate."""
+
+    method: Literal["layers", "generic"] = "generic"
+
+    def __init__(
+        self,
+        problem: Problem,
+        z: Tensor,
+        inputs: Inputs,
+        targets: Any,
+        *,
+        route: Route = "reverse",
+        check: bool = False,
+    ) -> None:
+        if route == "forward":
+            load_forward_mode()
+        self.problem, self.z, self.route = problem, z.detach(), route
+        self.params = {name: p.detach() for name, p in trainable(problem).items()}
+        self.dtype = wide_dtype(*self.params.values())
+        self.public = (inputs, targets)
+        self._check_dependence()
+        if check:
+            self._check_private()
+        self.gradients, self.losses = self._each(lambda z, pub: self._gradient(z, pub), self.z)
+
+    def norms(self) -> Tensor:
+        above = torch.stack([squares_above(_rows(g)) for g in self.gradients.values()]).sum(0)
+        return rounded_above(above.sqrt(), self.dtype)
+
+    def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:
+        return self.norms(), self._each(self._pull, self.z, self.gradients)
+
+    def slope(self) -> Tensor:
+        at_z: Tensor = self._each(lambda z, pub: grad(lambda z: self._loss(self.params, z, pub))(z), self.z)
+        return at_z
+
+    def output_slope(self) -> Tensor | None:
+        return None
+
+    def probe(self, direction: Params) -> tuple[Tensor, Tensor]:
+        dots = [_rows(g) @ direction[name].flatten() for name, g in self.gradients.items()]
+        pull = lambda z, pub: self._pull(z, pub, direction)  # noqa: E731
+        return torch.stack(dots).sum(0), self._each(pull, self.z)
+
+    def moved(self, v: Tensor) -> Tensor:
+        moved: dict[str, Tensor] = self._each(self._push, self.z, v.to(self.z.dtype))
+        return torch.stack([squares(_rows(m)) for m in moved.values()]).sum(0)
+
+    def normal(self, v: Tensor) -> Tensor:
+        pulled: Tensor = self._each(self._pull, self.z, self._each(self._push, self.z, v.to(self.z.dtype)))
+        return pulled
+
+    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
+        weights = weights.to(self.dtype)
+        return {
+            name: (weights @ _rows(g).to(self.dtype)).reshape(self.params[name].shape)
+            for name, g in self.gradients.items()
+        }
+
+    def _check_dependence(self) -> None:
+        """With every trainable parameter replaced, nothing may still lead to one; and no layer may be fused."""
+        for name, module in self.problem.model.named_modules():
+            if isinstance(module, torch.nn.RNNBase | torch.nn.RNNCellBase):
+                raise ValueError(
+                    f"torch.func cannot take {name or 'the model'} ({type(module).__name__}) record by record: "
+                    "write the recurrence with nn.Linear layers"
+                )
+        z, inputs, targets = batch_rows((self.z, *self.public), slice(0, 1))
+        with torch.enable_grad():
+            if self.problem.losses(z, inputs, targets, self.params).requires_grad:
+                raise ValueError(
+                    "the loss reaches trainable parameters by another way than calling the model (a penalty inside "
+                    "loss_fn?): a record's gradient must come from its own loss alone"
+                )
+
+    def _check_private(self) -> None:
+        """The gradient of a record must depend on its private part, and there must be one; two records, two losses."""
+        one = batch_rows((self.z, *self.public), slice(0, 1))
+        z, inputs, targets = tree_map(lambda t: torch.cat([t, t]) if isinstance(t, Tensor) else t, one)
+        z = z.detach().requires_grad_()
+        params = {name: p.clone().requires_grad_() for name, p in self.params.items()}
+        with torch.enable_grad():
+            losses = self.problem.losses(z, inputs, targets, params)
+            if not losses.requires_grad:
+                raise no_gradient()
+            found = torch.autograd.grad(losses.sum(), [*params.values()], create_graph=True, allow_unused=True)
+            moving = [g.sum() for g in found if g is not None and g.requires_grad]
+        if all(g is None for g in found):
+            raise no_gradient()
+        if not moving or torch.autograd.grad(moving, z, allow_unused=True)[0] is None:
+            raise no_dependence(self.problem.private.part)
+
+    def _loss(self, params: Params, z: Tensor, public: Any) -> Tensor:
+        one = tree_map(lambda t: t.unsqueeze(0) if isinstance(t, Tensor) else t, public)
+        return self.problem.losses(z.unsqueeze(0), one[0], one[1], params)[0]
+
+    def _gradient(self, z: Tensor, public: Any) -> Any:
+        gradient_and_loss = grad(lambda w: (lambda loss: (loss, loss))(self._loss(w, z, public)), has_aux=True)
+        return gradient_and_loss(self.params)
+
+    def _pull(self, z: Tensor, public: Any, direction: Params) -> Any:
+        """Jᵀ·direction: the derivative in w of ∇_z ℓ (forward), or the pull-back of z ↦ ∇_w ℓ (reverse)."""
+        if self.route == "forward":
+            slope = lambda w: grad(lambda z: self._loss(w, z, public))(z)  # noqa: E731
+            with _ForwardModeGuard():
+                return jvp(slope, (self.params,), (dict(direction),))[1]
+        return self._reverse(z, public)(dict(direction))[0]
+
+    def _push(self, z: Tensor, public: Any, v: Tensor) -> Any:
+        """Jv. In reverse mode alone it is the pull-back of the pull-back, which is linear in what it pulls."""
+        if self.route == "forward":
+            return jvp(lambda z: self._gradient(z, public)[0], (z,), (v,))[1]
+        pull = self._reverse(z, public)
+        return vjp(lambda w: pull(w)[0], {name: torch.zeros_like(p) for name, p in self.params.items()})[1](v)[0]
+
+    def _reverse(self, z: Tensor, public: Any) -> Any:
+        return vjp(lambda z: self._gradient(z, public)[0], z)[1]
+
+    def _each(self, function: Any, *args: Any) -> Any:
+        """vmap over records of function(z, public, ...)."""
+        dims = tree_map(lambda t: 0 if isinstance(t, Tensor) else None, self.public)
+        return vmap(function, in_dims=(0, dims, *(0,) * (len(args) - 1)))(args[0], self.public, *args[1:])
+
+
+def _rows(each: Tensor) -> Tensor:
+    """A row for each record, (B, ...) → (B, p); of a parameter that is one number, (B,) → (B, 1)."""
+    return each.unsqueeze(-1).flatten(1)
+
+
+class _ForwardModeGuard(TorchFunctionMode):
+    """Refuses what PyTorch differentiates differently forward and in reverse: the row of an embedding's padding_idx."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding and (kwargs.get("padding_idx") is not None or (len(args) > 2 and args[2] is not None)):
+            raise ValueError(
+                'an embedding with padding_idx has no forward-mode derivative that agrees: use route="reverse"'
+            )
+        return func(*args, **kwargs)
+
+
+__all__ = ["GenericPass", "load_forward_mode"]

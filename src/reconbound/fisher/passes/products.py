@@ -1,0 +1,260 @@
+"""Products with the weight gradients of single records, G = D Aᵀ, formed or not: whichever is less (layers.py)."""
+
+from __future__ import annotations
+
+import math
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule, Rule
+
+Pair = tuple[Tensor, Tensor]
+_FEW_PLACES = 4
+#: The relative error of a float32 factor of a product, rounded or cut, by torch's names, new and old.
+_SHORTENING = {"none": 0.0, "ieee": 0.0, "highest": 0.0, "tf32": 2.0**-10, "high": 2.0**-10}
+_SHORTENING |= {"bf16": 2.0**-8, "medium": 2.0**-8}
+_STRETCH = 256
+_FEW_ON_CUDA, _FEW_ON_CPU = 2**20, 2**16
+_SMALL = 8192  # on CUDA a gradient of so few numbers is formed: cuDNN sums those that are not, slowly
+
+
+def precise(values: Tensor) -> Tensor:
+    """Returns numbers in float64, in which products of float32 numbers are exact; indices as they are."""
+    return values.double() if values.is_floating_point() else values
+
+
+def gram(first: Tensor, second: Tensor) -> Tensor:
+    """Returns the inner products of columns in float64, (B, g, L₁, L₂); of indices: True where they are equal.
+
+    In float32 the sums that follow would cancel to nothing where the places of a record nearly cancel.
+    """
+    if not first.is_floating_point():
+        return first.unsqueeze(3) == second.unsqueeze(2)
+    same = first is second
+    if same and first.shape[3] == 1:
+        return squares(first.flatten(0, 1)).reshape(*first.shape[:2], 1, 1)
+    first = precise(first)
+    second = first if same else precise(second)
+    if first.is_cuda and first.shape[3] * second.shape[3] <= _FEW_PLACES:  # a product of matrices that is slow there
+        return (first.unsqueeze(4) * second.unsqueeze(3)).sum(2)
+    return first.transpose(2, 3) @ second
+
+
+def combined(vectors: Tensor, of_pairs: Tensor) -> Tensor:
+    """Returns vectors (B, g, K, L₁) combined by a Gram matrix (B, g, L₁, L₂), in the precision of the vectors.
+
+    What follows takes differences between places: where there are several, they must come in float64.
+    """
+    if vectors.shape[-1] == 1 and of_pairs.shape[-1] == 1:
+        return vectors * of_pairs.to(vectors.dtype)
+    return vectors @ of_pairs.to(vectors.dtype)
+
+
+def squares(*gradients: Tensor) -> Tensor:
+    """Returns the squared norm of each record's rows taken together, (B,), in float64."""
+    flat = [g.flatten(1) for g in gradients]
+    few = [f for f in flat if _in_float64(f)]
+    found = [_squared_in_stretches(f) for f in flat if not _in_float64(f)]
+    if few:
+        joined = few[0] if len(few) == 1 else torch.cat(few, 1)
+        sizes: Tensor = torch.linalg.vector_norm(joined, dim=1, dtype=torch.float64)
+        found.append(sizes.square())
+    return found[0] if len(found) == 1 else torch.stack(found).sum(0)
+
+
+def _in_float64(values: Tensor) -> bool:
+    """Whether `squares` turns these numbers into float64. Of many numbers that takes up to 40 times as long."""
+    return values.dtype == torch.float64 or values.numel() < (_FEW_ON_CUDA if values.is_cuda else _FEW_ON_CPU)
+
+
+def _squared_in_stretches(flat: Tensor) -> Tensor:
+    """Returns the squared norm of each row: stretches of 256 numbers in their own precision, their sum in float64."""
+    stretches, rest = divmod(flat.shape[1], _STRETCH)
+    found: list[Tensor] = []
+    if stretches:
+        whole = flat[:, : stretches * _STRETCH].unflatten(1, (stretches, _STRETCH))
+        found.append(torch.linalg.vector_norm(whole, dim=2).double().square().sum(1))
+    if rest or not stretches:
+        found.append(torch.linalg.vector_norm(flat[:, stretches * _STRETCH :], dim=1).double().square())
+    return found[0] if len(found) == 1 else found[0] + found[1]
+
+
+def squares_above(*gradients: Tensor) -> Tensor:
+    """Returns squares, (B,), that no rounding puts below the squared norm of each record's rows taken together.
+
+    A gradient whose squares are all too small for its precision counts as nothing: clip norms that small are refused.
+    """
+    found = squares(*gradients)
+    lost = sum(_underflow(g, math.prod(g.shape[1:])) for g in gradients)
+    above = found * (1 + _squares_rounding(*gradients))
+    return above + (found > 0) * lost if lost else above
+
+
+def single_place_squares_above(of_columns: Tensor, of_rows: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
+    """Returns squares, (B,), that no rounding puts below ‖δ aᵀ‖² of records with one place, where nothing can cancel.
+
+    A factor whose own squares are too small for its precision still counts, because the other one may be huge.
+
+    Args:
+        of_columns: ‖a‖² of each record, (B, g, 1, 1), as `gram` finds it.
+        of_rows: ‖δ‖² of each record, (B, g, 1, 1).
+        columns: a of each record, (B, g, K, 1).
+        rows: δ of each record, (B, g, O, 1).
+    """
+    factors, rounding = [], 1.0
+    for found, values in ((of_columns, columns), (of_rows, rows)):
+        lost = _underflow(values, values.shape[2])
+        factors.append(found + values.bool().any(2, keepdim=True) * lost if lost else found)
+        rounding *= 1 + _squares_rounding(values)
+    return gram_squares(*factors) * rounding
+
+
+def _squares_rounding(*gradients: Tensor) -> float:
+    """Returns the relative error of `squares`: that of a stretch of 256 numbers, or of all of them in float64."""
+    numbers = sum(math.prod(g.shape[1:]) for g in gradients)
+    in_float64 = (numbers + 8) * 2.0**-53
+    return in_float64 + (_STRETCH + 8) * max(torch.finfo(g.dtype).eps for g in gradients) / 2
+
+
+def _underflow(values: Tensor, numbers: int) -> float:
+    """Returns what `squares` may lose of so many numbers whose squares are too small: float64 has room for float32."""
+    if values.dtype != torch.float64 and _in_float64(values):
+        return 0.0
+    return numbers * torch.finfo(values.dtype).tiny
+
+
+def gram_squares(of_columns: Tensor, of_rows: Tensor) -> Tensor:
+    """Returns ‖D Aᵀ‖² of each record, (B,), from the Gram matrices of A and of D."""
+    return (of_columns * of_rows).sum((1, 2, 3))
+
+
+def summed_squares(factors: list[Pair]) -> Tensor:
+    """Returns the squared norm of the sum of the gradients that several pairs (columns, rows) make, (B,), unformed."""
+    if factors[0][1].shape[-1] <= _FEW_PLACES:
+        columns, rows = joined(factors)
+        return gram_squares(gram(columns, columns), gram(rows, rows))
+    factors = [(precise(columns), precise(rows)) for columns, rows in factors]
+    found = []
+    for i, (columns, rows) in enumerate(factors):
+        found.append(gram_squares(gram(columns, columns), gram(rows, rows)))
+        found += [2 * gram_squares(gram(columns, c), gram(rows, r)) for c, r in factors[:i]]
+    return torch.stack(found).sum(0)
+
+
+def joined(factors: list[Pair]) -> Pair:
+    """Returns the columns and rows of several pairs as those of one, with more places."""
+    if len(factors) == 1:
+        return factors[0]
+    return torch.cat([columns for columns, _ in factors], -1), torch.cat([rows for _, rows in factors], -1)
+
+
+def spread(of_columns: Tensor, of_rows: Tensor) -> Tensor:
+    """Returns S = Σ_l ‖a_l‖ ‖δ_l‖ over all places and groups of each record, (B,), from the Gram matrices."""
+    sizes = of_columns.diagonal(dim1=2, dim2=3) * of_rows.diagonal(dim1=2, dim2=3)
+    return sizes.sqrt().sum((1, 2))
+
+
+def gram_squares_above(of_columns: Tensor, of_rows: Tensor, width: int, rounding: float) -> Tensor:
+    """Returns squares, (B,), that no rounding puts below ‖fl(D Aᵀ)‖², the contribution as a sum computes it.
+
+    With S = Σ_l ‖a_l‖ ‖δ_l‖, L places, g groups and u = 2⁻⁵³ (docs/theory-fisher.md):
+
+        ‖D Aᵀ‖² ≤ Σ (AᵀA ∘ DᵀD) + (width + g L² + 8) u S²    width = K + O: dot products of that length in float64
+        ‖fl(D Aᵀ)‖ ≤ ‖D Aᵀ‖ + rounding · S                   rounding: see `sum_rounding`
+
+    Args:
+        of_columns: AᵀA of each record, (B, g, L, L), in float64, or of equal indices.
+        of_rows: DᵀD of each record, (B, g, L, L), in float64.
+        width: K + O, the lengths of a column and of a row.
+        rounding: the relative error of the sum over places in the precision that the sum is made in.
+    """
+    whole = spread(of_columns, of_rows)
+    own_error = (width + math.prod(of_rows.shape[1:]) + 8) * 2.0**-53
+    squares = gram_squares(of_columns, of_rows).clamp(min=0) + own_error * whole.square()
+    return (squares.sqrt() + rounding * whole).square()
+
+
+def sum_rounding(places: int, like: Tensor, *, convolution: bool) -> float:
+    """Returns r with ‖fl(D Aᵀ) − D Aᵀ‖ ≤ r Σ_l ‖a_l‖ ‖δ_l‖ for a product summed over so many places, in any order.
+
+    Each place is rounded once as it is weighted, once as it is multiplied and once as it is added, and where the
+    hardware shortens its factors (TF32, bfloat16) once more for each of the two. (On CUDA a convolution's sum is a
+    product of matrices too.)
+    """
+    unit = torch.finfo(like.dtype).eps
+    return (places + 4) * unit + 2.0 * _shortening(like, convolution=convolution)
+
+
+def rounded_above(norms: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns float64 norms in this dtype, with room for the rounding of a clip's factor and of the sum it enters."""
+    return (norms * (1 + sum_rounding(4, norms.new_empty((), dtype=dtype), convolution=False))).to(dtype)
+
+
+def _shortening(like: Tensor, *, convolution: bool) -> float:
+    """Returns the relative error with which products take their float32 factors: 0 unless in TF32 or bfloat16."""
+    if like.dtype != torch.float32:
+        return 0.0
+    place = "cuda.matmul" if like.is_cuda else "mkldnn.conv" if convolution else "mkldnn.matmul"
+    try:
+        precision = attrgetter(f"{place}.fp32_precision")(torch.backends)
+    except AttributeError:  # before torch 2.9
+        precision = torch.get_float32_matmul_precision()
+    return _SHORTENING.get(precision, max(_SHORTENING.values()))  # a name of a later torch: as bad as any
+
+
+def forms_gradient(columns: Tensor, rows: Tensor, places: int) -> bool:
+    """Whether it is cheaper to form G (O·K numbers) than the Gram matrices of L × L places, in float64."""
+    if not columns.is_floating_point():
+        return False
+    k, o = columns.shape[2], rows.shape[2]
+    if columns.is_cuda and k * o <= _SMALL and places > _FEW_PLACES:
+        return True
+    return k * o < 2 * (k + o) * places
+
+
+def record_gradients(columns: Tensor, rows: Tensor) -> Tensor:
+    """G = D Aᵀ for every record: (B, g, O, K)."""
+    if columns.shape[2] == 1 and rows.shape[2] == 1:
+        return (rows * columns).sum(3, keepdim=True)
+    return rows @ columns.transpose(2, 3)
+
+
+def summed_gradients(factors: list[Pair]) -> Tensor:
+    """The sum of the gradients that several pairs (columns, rows) make."""
+    total = record_gradients(*factors[0])
+    for columns, rows in factors[1:]:
+        if columns.shape[2] == 1 and rows.shape[2] == 1:
+            total += record_gradients(columns, rows)
+        else:
+            total.flatten(0, 1).baddbmm_(rows.flatten(0, 1), columns.transpose(2, 3).flatten(0, 1))
+    return total
+
+
+def full_gradients(rule: Rule, a: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
+    """The weight gradient of every record in the weight's own layout, (B, *weight.shape)."""
+    if isinstance(rule, EmbeddingRule):
+        index = a.reshape(a.shape[0], -1, 1).expand(-1, -1, weight.shape[1])
+        zeros = delta.new_zeros(a.shape[0], *weight.shape)
+        return zeros.scatter_add_(1, index, delta.reshape(index.shape))
+    return record_gradients(rule.columns(a), rule.rows(delta)).reshape(-1, *weight.shape)
+
+
+def apply_each(rule: Rule, a: Tensor, weights: Tensor, like: Tensor) -> Tensor:
+    """The layer with a weight of its own for every record, (B, *weight.shape); like has the output's shape."""
+    if isinstance(rule, EmbeddingRule):
+        index = a.reshape(a.shape[0], -1, 1).expand(-1, -1, weights.shape[2])
+        return weights.gather(1, index).reshape(like.shape)
+    columns = rule.columns(a)
+    matrices = weights.reshape(weights.shape[0], columns.shape[1], -1, columns.shape[2])
+    return rule.from_rows(matrices @ columns, like.shape)
+
+
+def transpose_each(rule: Rule, delta: Tensor, weights: Tensor, like: Tensor) -> Tensor:
+    """The transpose of apply_each in its input; like has the input's shape."""
+    rows = rule.rows(delta)
+    matrices = weights.reshape(weights.shape[0], rows.shape[1], rows.shape[2], -1)
+    if isinstance(rule, ConvRule):
+        return rule.transpose_records(matrices, delta, like.shape)
+    return rule.from_columns(matrices.transpose(2, 3) @ rows, like.shape)

@@ -1,0 +1,350 @@
+"""Records how a model uses its parameters: which known layer function meets which parameter, on what input.
+
+The rules are tied to the functions (F.linear, F.conv2d, ...), not to modules: a layer called twice, a weight shared by
+two layers, a subclass with its own forward or a weight used by hand are all seen for what they are. Each recorded use
+computes with the parameter DETACHED, so that whatever still ties the loss to a trainable parameter is a use that no
+rule covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule, LinearRule, Rule, ScaleRule
+from reconbound.fisher.passes.smooth_ops import convolve, pool, poolable
+from reconbound.validate.private import Inputs, Problem, batch_rows
+from reconbound.validate.structure import CHECKPOINTING
+
+_CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()  # what check_small_batch has passed
+
+
+class NotCovered(Exception):
+    """The layer rules do not cover this model; the message says why."""
+
+
+@dataclass
+class Site:
+    """One use of a layer: o = weight·a + bias. The names are those of trainable parameters, None for anything else."""
+
+    rule: Rule
+    a: Tensor
+    version: int
+    edge: GradientEdge | Tensor  # the output as it was, whatever is done to it in place afterwards
+    weight: str | None
+    bias: str | None
+
+
+@dataclass
+class Alone:
+    """What a record gives in a batch of another size: the uses of the layers, and its loss."""
+
+    sites: list[Site]
+    loss: Tensor
+
+
+class Recorder(TorchFunctionMode):
+    """While active, every use of the named parameters by a known function is appended to sites."""
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.names = {id(p): name for name, p in params.items()}
+        self.sites: list[Site] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad or func is Tensor.backward or _transformed():
+            raise NotCovered("the model differentiates or transforms something itself, which may involve parameters")
+        known = _KNOWN.get(func) if torch.is_grad_enabled() else None
+        if known is None:
+            return func(*args, **(kwargs or {}))
+        result = known(self, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if result is None else result
+
+    def name(self, param: Tensor | None) -> str | None:
+        return None if param is None else self.names.get(id(param))
+
+    def constant(self, param: Tensor | None) -> Any:
+        """The parameter, detached if it is one whose gradient is taken from the record of its uses."""
+        return param if param is None or self.name(param) is None else param.detach()
+
+    def add(self, rule: Rule, a: Tensor, output: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        edge: GradientEdge | Tensor
+        if output.requires_grad:
+            edge = get_gradient_edge(output)
+        else:  # a public input: the gradient in the output is still wanted, and what follows may change a copy in place
+            edge = output.detach().requires_grad_()
+            output = edge.clone()
+        self.sites.append(Site(rule, a, a._version, edge, self.name(weight), self.name(bias)))
+        return output
+
+
+def _linear(rec: Recorder, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    if (rec.name(weight) is None and rec.name(bias) is None) or a.dim() < 2 or weight.dim() != 2:
+        return None
+    output = F.linear(a, rec.constant(weight), rec.constant(bias))
+    return rec.add(LinearRule(), a, output, weight, bias)
+
+
+def _conv(rank: int) -> Callable[..., Tensor | None]:
+    def conv(
+        rec: Recorder,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor | None:
+        a = input
+        constant = rec.constant(weight)
+        if a.dim() != rank + 2 or constant.requires_grad:
+            return None
+        stride, dilation, kernel = _each(stride, rank), _each(dilation, rank), tuple(weight.shape[2:])
+        if isinstance(padding, str):
+            total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
+            a = F.pad(a, [v for t in reversed(total) for v in (t // 2, t - t // 2)])
+            padding = 0
+        rule = ConvRule(kernel, stride, _each(padding, rank), dilation, groups)
+        kind = a.device.type
+        if torch.is_autocast_enabled(kind) and a.dtype != torch.float64:  # as F.conv does, but seen by the graph
+            a, constant = (t.to(torch.get_autocast_dtype(kind)) for t in (a, constant))
+        output = convolve(a, constant, rule)
+        if bias is not None:
+            output = output + rule.bias(rec.constant(bias).to(output.dtype), output)
+        if rec.name(weight) is None and rec.name(bias) is None:
+            return output  # frozen: nothing to record, and still cheap to differentiate twice
+        return rec.add(rule, a, output, weight, bias)
+
+    return conv
+
+
+def _embedding(
+    rec: Recorder,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    if rec.name(weight) is None or max_norm is not None or scale_grad_by_freq or sparse:
+        return None
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    output = F.embedding(input, weight.detach())
+    return rec.add(EmbeddingRule(padding_idx), input, output, weight, None)
+
+
+def _avg_pool2d(
+    rec: Recorder,
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor | None:
+    """Nothing to record, but cheaper to differentiate on CUDA."""
+    plain = set(_each(padding, 2)) == {0} and not ceil_mode and divisor_override is None
+    if not (plain and input.is_cuda):
+        return None
+    height, width = _each(kernel_size, 2)
+    down, right = _each(stride or kernel_size, 2)
+    kernel, stride = (height, width), (down, right)
+    return pool(input, kernel, stride) if poolable(input.shape, kernel, stride) else None
+
+
+def _layer_norm(
+    rec: Recorder,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    if rec.name(weight) is None and rec.name(bias) is None:
+        return None
+    a = F.layer_norm(input, normalized_shape, None, None, eps)
+    return _scaled(rec, ScaleRule(False, len(normalized_shape)), a, weight, bias)
+
+
+def _group_norm(
+    rec: Recorder,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    if rec.name(weight) is None and rec.name(bias) is None:
+        return None
+    a = F.group_norm(input, num_groups, None, None, eps)
+    return _scaled(rec, ScaleRule(True, 1), a, weight, bias)
+
+
+def _scaled(rec: Recorder, rule: ScaleRule, a: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    output = a if weight is None else rule.apply(a, rec.constant(weight))
+    if bias is not None:
+        output = output + rule.bias(rec.constant(bias), a)
+    return rec.add(rule, a, output, weight, bias)
+
+
+_KNOWN: dict[Any, Callable[..., Tensor | None]] = {
+    F.linear: _linear,
+    F.conv1d: _conv(1),
+    F.conv2d: _conv(2),
+    F.conv3d: _conv(3),
+    F.avg_pool2d: _avg_pool2d,
+    F.embedding: _embedding,
+    F.layer_norm: _layer_norm,
+    F.group_norm: _group_norm,
+}
+
+
+def recorded(
+    problem: Problem, params: Mapping[str, Tensor], z: Tensor, inputs: Inputs, targets: Any
+) -> tuple[Tensor, Any, list[Site]]:
+    """The losses, the outputs and every use of these parameters, in one forward pass."""
+    recorder = Recorder(params)
+    with recorder:
+        losses, outputs = problem.losses_and_outputs(z, inputs, targets)
+    return losses, outputs, recorder.sites
+
+
+def record_alone(
+    problem: Problem, params: Mapping[str, Tensor], z: Tensor, inputs: Inputs, targets: Any
+) -> dict[int, Alone]:
+    """Returns what the first and the last record of a batch give, each in a batch of another size, by row.
+
+    That size must show in the first dimension of every layer's input, or it does not count records. Not again while a
+    CUDA graph is captured of what has been run before: the runs would be replayed with the graph.
+    """
+    done = _CHECKED.setdefault(problem.model, set())
+    key = (tuple(z.shape[1:]), problem.private.part, problem.private.name)
+    if key in done and z.is_cuda and torch.cuda.is_current_stream_capturing():
+        return {}
+    records = 1 if z.shape[0] > 1 else 2
+    versions = {name: p._version for name, p in params.items()}
+    found: dict[int, Alone] = {}
+    for row in {0, z.shape[0] - 1}:
+        batch = batch_rows((z, inputs, targets), slice(row, row + 1))
+        if records == 2:
+            batch = tree_map(lambda t: torch.cat([t, t]) if isinstance(t, Tensor) else t, batch)
+        with torch.enable_grad():
+            losses, _, sites = recorded(problem, params, *batch)
+        check_leading(sites, records)
+        found[row] = Alone(sites, losses.detach()[0])
+    for name, p in params.items():
+        if p._version != versions[name]:
+            raise ValueError(
+                f"the parameter {name} is changed by calling the model: a forward pass must leave it alone"
+            )
+    done.add(key)
+    return found
+
+
+def check_order(sites: list[Site], losses: Tensor, alone: Mapping[int, Alone]) -> None:
+    """Raises NotCovered unless a record's row of each layer's input, and its loss, are as they are without the others.
+
+    Values that are nearly those of another record show nothing: see `check_rows_own`.
+    """
+    for row, own in alone.items():
+        if len(own.sites) != len(sites):
+            raise NotCovered("the layers that are used depend on the other records or on their number")
+        if not bool((losses[row].detach() - own.loss).abs() <= 0.02 * losses.detach().abs().max()):
+            raise NotCovered(f"the loss of record {row} depends on the other records or on their number")
+        for site, one in zip(sites, own.sites, strict=True):
+            here, there = site.a[row].detach(), one.a[0].detach()
+            if here.shape == there.shape and bool((here == there).all()):
+                continue
+            if here.shape == there.shape and here.is_floating_point():
+                near = 0.02 * there.abs().max()  # a batch of another size is rounded otherwise
+                if bool(((here - there).abs() <= near).all()):
+                    continue
+            raise NotCovered(f"the input of {site.weight or site.bias} has other values of record {row} in its row")
+
+
+def check_rows_own(losses: Tensor, sites: list[Site], deltas: list[Tensor | None]) -> None:
+    """Raises NotCovered unless each row of every δ comes from the loss of that record and from no other.
+
+    With other weights on the losses, powers of two, each row must grow by the weight of its own record.
+    """
+    at: Any = [site.edge for site, delta in zip(sites, deltas, strict=True) if delta is not None]
+    if not at:
+        return
+    weights = losses.new_tensor([2.0 ** (5 * i % 7 - 3) for i in range(len(losses))])
+    weighted = iter(torch.autograd.grad(losses, at, weights, retain_graph=True))
+    for site, delta in zip(sites, deltas, strict=True):
+        if delta is None:
+            continue
+        found = next(weighted)
+        if found.numel() == 0:
+            continue
+        expected = delta.detach() * weights.to(delta).reshape(-1, *(1,) * (delta.dim() - 1))
+        off = (found - expected).flatten(1).abs().amax(1)
+        if not bool((off <= 0.02 * expected.flatten(1).abs().amax(1)).all()):  # exact, but for overflow and underflow
+            row = int((off > 0.02 * expected.flatten(1).abs().amax(1)).int().argmax())
+            raise NotCovered(f"the output of {site.weight or site.bias} has other records' gradients in row {row}")
+
+
+def check_covered(losses: Tensor, sites: list[Site], params: Mapping[str, Tensor]) -> None:
+    """Raise NotCovered if the loss depends on a trainable parameter in a way that was not recorded."""
+    for site in sites:
+        if site.a._version != site.version:
+            raise NotCovered(f"the input of {site.weight or site.bias} is changed in place after its use")
+    both = _in_two_roles(sites)
+    if both:  # the rules keep weights and biases apart, and such a gradient is the sum of both shares
+        raise NotCovered(f"the parameter {min(both)} is a weight in one layer and a bias in another")
+    if not losses.requires_grad:
+        return
+    names = {id(p): name for name, p in params.items()}
+    todo, seen = [losses.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = names.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            raise NotCovered(f"the parameter {name} is used outside the known layers")
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            raise ValueError(CHECKPOINTING)
+        todo.extend(following for following, _ in node.next_functions)
+
+
+def _in_two_roles(sites: list[Site]) -> set[str]:
+    """Returns the parameters that are a weight in one use and a bias in another."""
+    return {site.weight for site in sites if site.weight} & {site.bias for site in sites if site.bias}
+
+
+def check_leading(sites: list[Site], records: int) -> None:
+    """Raise NotCovered unless the first dimension of every recorded input counts records."""
+    for site in sites:
+        if site.a.dim() < 1 or site.a.shape[0] != records:
+            shape = tuple(site.a.shape)
+            raise NotCovered(
+                f"the input of {site.weight or site.bias}, {shape}, has no leading dimension of {records} records"
+            )
+
+
+def _transformed() -> bool:
+    """Whether a torch.func transform or forward-mode differentiation is under way inside the model."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def _each(value: Any, rank: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, tuple | list) else (value,)
+    return values * rank if len(values) == 1 else values

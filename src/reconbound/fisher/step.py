@@ -1,0 +1,403 @@
+"""What one clipped, noisy gradient tells about each record of a batch: a few scalars, not Jacobians.
+
+With n = ‖g‖, ĝ = g/n, h = Jᵀĝ and P = I − ĝĝᵀ, the clipped gradient c(n) g has the Jacobian
+J̃ = [c P + (c + c'n) ĝĝᵀ] J, so
+
+    J̃ᵀJ̃ = c² JᵀPJ + (c + c'n)² hhᵀ
+
+The second term (along the gradient) is computed exactly; the first (across it) is estimated with Gaussian probes u
+shared by the batch: r = Jᵀu − ⟨ĝ, u⟩ h = JᵀPu has E[rrᵀ] = JᵀPJ; or with probes v in the private part,
+E‖PJv‖² = Tr JᵀPJ, whose variance is smaller because their basis can be chosen (probes.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from reconbound._internal.opacus_hooks import unhooked
+from reconbound._internal.rng import random_states_kept
+from reconbound.fisher.checks import (
+    beyond_torch,
+    capturing,
+    check_arguments,
+    check_at_least_one,
+    check_choice,
+    check_common,
+    check_information,
+    check_norms,
+    check_positive,
+    check_values,
+)
+from reconbound.fisher.clipping import Clip, check_clip, clipping
+from reconbound.fisher.passes.products import squares
+from reconbound.fisher.passes.protocol import Pass, Route
+from reconbound.fisher.probes import (
+    SHARED_FROM,
+    Basis,
+    draw_input_probes,
+    draw_probes,
+    draw_signs,
+    shared_directions,
+    with_shared_signs,
+)
+from reconbound.fisher.result import Part, StepInformation, joined, nothing
+from reconbound.fisher.sums import Method, as_present, first_slopes, micro_batches, open_pass, released
+from reconbound.validate.jumps import check_jumps_once
+from reconbound.validate.private import (
+    Inputs,
+    Private,
+    Problem,
+    as_private,
+    batch_rows,
+    check_rows,
+    feature_mask,
+    module_caveats,
+    private_part,
+)
+from reconbound.validate.structure import known_caveats
+
+_MISSED = 1e-6  # chance that a step's bound of a record's spectral norm fails
+ErrorFrom = Literal["auto", "spread", "product", "bound"]
+ProbeIn = Literal["auto", "weights", "inputs"]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What to compute for each micro-batch."""
+
+    max_grad_norm: float
+    noise_multiplier: float
+    clip: Clip
+    directions: Sequence[Any]  # of parameter space, by name, or (inputs) of the private part
+    signs: Sequence[Tensor | None]  # along each record's own directions; None: those of the probe's components
+    inputs: bool
+    deflate: int
+    error: ErrorFrom
+    diagonal: bool
+    spectral: int
+    features: Tensor | None
+    start: Tensor | None  # of the power iteration
+
+
+@unhooked
+@random_states_kept()
+def step_information(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    inputs: Inputs,
+    targets: Any,
+    *,
+    max_grad_norm: float,
+    noise_multiplier: float,
+    clip: Clip = "smooth",
+    probes: int = 1,
+    probe: ProbeIn = "auto",
+    deflate: int = 2,
+    shared: int = 0,
+    directions: Sequence[Mapping[str, Tensor]] | Sequence[Tensor] | None = None,
+    diagonal: bool = False,
+    spectral: bool | int = False,
+    error: ErrorFrom = "auto",
+    generator: torch.Generator | None = None,
+    micro_batch: int | None = None,
+    mask: Tensor | None = None,
+    private: Private | Tensor | Sequence[int] | str | None = None,
+    method: Method = "auto",
+    route: Route = "reverse",
+    checked: bool = False,
+) -> StepInformation:
+    """The Fisher information that one noisy, clipped gradient sum gives about each record of a batch.
+
+    I = J̃ᵀJ̃/(σC)²,   Tr I = [c² Tr JᵀPJ + (c + c'n)² ‖Jᵀĝ‖²]/(σC)²
+
+    Args:
+        model: any module that treats records alone (no BatchNorm); its trainable parameters are what is released.
+        loss_fn: (outputs, targets) → one loss per record, (B,).
+        inputs: a tensor (B, ...), or a tuple or dictionary of such: model(x), model(*x) or model(**x).
+        targets: what loss_fn takes, with B rows.
+        max_grad_norm: the clip norm C.
+        noise_multiplier: σ; the noise on the SUM of clipped gradients has standard deviation σC in each coordinate.
+        clip: "smooth" or "hard".
+        probes: number of random probes for the part across the gradient.
+        probe: where they lie. "weights": Gaussian in parameter space; they also give the diagonal, and an error from
+            one probe ("product"). "inputs": in the private part, with random signs along some directions: a smaller
+            variance at the same cost. "auto": inputs, unless the diagonal or the error "product" needs weights.
+        deflate: how many of those directions, 0 to 3: h, ∇_z ℓ (next to free), the slope of the outputs' size (one
+            backward pass more; worth it with many probes). One that does not exist is left out. Unbiased with any.
+        shared: how many directions that all records share also get signs: those in which the slopes ∇_z ℓ of the first
+            64 records mostly lie. 8 take 7 to 20 % off the variance and cost a hundred small operations: for large
+            networks. Unbiased with any. With micro-batches smaller than the batch these slopes are taken beforehand.
+        directions: these probes instead of random ones, each a dictionary from parameter name to tensor (weights), or a
+            tensor of one record's private part (probe="inputs").
+        diagonal: also the diagonal over features.
+        spectral: also the spectral norm, from below and above, by so many power iterations k (True: 30). The bound from
+            above is at most about (8e5 √d)^(1/(k + 1)) times too high: 1.73 for 30 and d = 784, 1.09 for 200.
+        error: where the standard error of `across` comes from. "spread": that of the probes' values (two or more).
+            "product": √2 ‖P J r‖, whose square is unbiased for the variance 2 ‖PJJᵀP‖²_F; one more product with J,
+            meant for one probe. "bound": √2 · across, the most it can be, at no cost. "auto": spread, or product for
+            one probe (bound if it is one of the inputs).
+        generator: for the probes. They are drawn once and shared by the batch. None: fresh ones from the operating
+            system, whatever torch's global generator was seeded with; to repeat a measurement, pass a generator.
+        micro_batch: records at a time; the results do not depend on it, memory does.
+        mask: (B,) of 0 and 1 (or bool): records with 0 are padding, add nothing to the sum, have zero information and
+            are no measurements of a ledger.
+        private: None (the whole input), a mask or indices of features, "target", or a Private.
+        method: "layers" (a rule per layer), "generic" (torch.func), "auto": layers where they cover the model.
+        route: of the generic way: "reverse" over reverse or "forward" over reverse.
+        checked: skip the checks that read values (finite data, no BatchNorm or dropout), the search for jumps (made
+            once for a model and a loss) and the look at a batch of another size, which the caller has had made
+            (validate.check_batch, covering_method). In a CUDA graph that is being captured they are skipped anyway.
+
+    The global generators of Python, NumPy and torch are left as they were: measuring never changes what is trained.
+
+    Guarantee: `along` is exact; E[across] and E[diagonal_across] over the probes are exact for smooth models (twice
+    differentiable at the record). The values hold for an attacker who knows everything but the record's private part,
+    for a record that takes part in the step. A record with zero gradient has along = 0 and all its information across.
+
+    >>> linear = nn.Linear(1, 1, bias=False)
+    >>> _ = nn.init.ones_(linear.weight)      # loss (wx)²/2 at w = 1: g = x², J = 2x, all of it along the gradient
+    >>> square, x = lambda out, target: out[:, 0] ** 2 / 2, torch.tensor([[0.5]])
+    >>> info = step_information(linear, square, x, x, max_grad_norm=1.0, noise_multiplier=2.0, clip="hard")
+    >>> [round(value.item(), 5) for value in (info.norm, info.along, info.across)]
+    [0.25, 0.25, 0.0]
+    """
+    check_common(max_grad_norm, micro_batch, method)
+    _check(noise_multiplier, probes, route, error, probe)
+    check_choice("deflate", deflate, (0, 1, 2, 3))
+    check_at_least_one("shared", shared or 1)
+    check_arguments(model, loss_fn, inputs, targets, generator)
+    error = _error_from(error, probes if directions is None else len(directions), probe)
+    in_inputs = _in_inputs(probe, error, diagonal, given=directions is not None)
+    problem = Problem(model, loss_fn, as_private(private))
+    z = private_part(problem, inputs, targets)
+    records = z.shape[0]
+    check_rows("inputs", inputs, records)
+    check_rows("targets", targets, records)
+    params = released(problem)
+    features = feature_mask(problem.private, z)
+    size = math.prod(z.shape[1:]) if features is None else problem.private.count
+    setting: dict[str, Any] = {
+        "noise_multiplier": noise_multiplier,
+        "max_grad_norm": max_grad_norm,
+        "clip": check_clip(clip),
+    }
+    setting |= {
+        "part": problem.private.part,
+        "caveats": (*known_caveats(model), *module_caveats(model, problem.private)),
+    }
+    if records == 0:
+        return nothing(params, z, size, probes, setting)
+    if not (checked or capturing(z)):
+        check_values(model, inputs, targets)
+        check_jumps_once(model, loss_fn, batch_rows((inputs, targets), slice(0, 3)), problem.private)
+    if directions is None:
+        drawn: Sequence[Any] = (
+            draw_input_probes(z, probes, generator) if in_inputs else draw_probes(params, probes, generator)
+        )
+    else:
+        drawn = directions
+    iterations = 30 if spectral is True else int(spectral)
+    start = draw_input_probes(z, 1, generator)[0] if iterations else None
+    plan = _Plan(
+        max_grad_norm,
+        noise_multiplier,
+        check_clip(clip),
+        drawn,
+        [None] * len(drawn),
+        in_inputs,
+        deflate,
+        error,
+        diagonal,
+        iterations,
+        features,
+        start,
+    )
+    present = None if mask is None else as_present(mask, z)
+    sharing = in_inputs and shared > 0 and directions is None
+    signs = draw_signs(z, probes, generator) if sharing else []
+    if sharing and micro_batch is not None and micro_batch < records:
+        slopes, method = first_slopes(problem, (z, inputs, targets), micro_batch, method, route, check=not checked)
+        plan, sharing = _shared(plan, slopes, present, shared, signs), False
+    parts: list[Part] = []
+    for rows in micro_batches(records, micro_batch):
+        batch = batch_rows((z, inputs, targets), rows)
+        check, sloped = not parts and not checked, in_inputs and (deflate > 1 or sharing)
+        work = open_pass(problem, batch, method, route, check=check, sloped=sloped)
+        method = work.method  # decided once, on the first rows
+        if sharing:  # all records are in this pass
+            plan = _shared(plan, work.slope()[:SHARED_FROM], present, shared, signs)
+        try:
+            parts.append(_measure(work, plan, None if present is None else present[rows]))
+        except RuntimeError as failure:
+            raise beyond_torch(failure) or failure from failure
+        if not (checked or capturing(z)):
+            check_norms(parts[-1].norm)
+            check_information(parts[-1].along + parts[-1].across)
+    return replace(joined(parts, size, len(drawn), setting), mask=present)
+
+
+def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> Part:
+    norm, pulled = work.own(moving=plan.inputs or plan.spectral > 0 or plan.error == "product")
+    inverse = torch.where(norm > 0, 1 / norm, 0)  # norms are not too small, so what is across is not too small either
+    clips = clipping(norm, plan.max_grad_norm, plan.clip)
+    scale = 1 / (plan.noise_multiplier * plan.max_grad_norm)
+    c, radial = clips.factor * scale, clips.radial * scale
+    if present is not None:
+        c, radial = c * present, radial * present
+    c2, radial2 = c.double().square(), radial.double().square()  # in float32 the square of 1e-23 is 0
+    h = pulled * _like(inverse.clamp(max=torch.finfo(norm.dtype).max), pulled)
+    if plan.features is not None:
+        h = h * plan.features
+    residuals, values = _pushed(work, plan, h) if plan.inputs else _probed(work, plan, h, inverse)
+    across = c2 * (values[0] if len(values) == 1 else torch.stack(values).mean(0))
+    part = Part(
+        loss=work.losses,
+        norm=norm,
+        factor=clips.factor,
+        clipped_norm=clips.factor * norm,
+        along=(radial2 * _squares(h)).to(norm.dtype),
+        across=across.to(norm.dtype),
+        across_error=_across_error(work, plan, values, residuals, h, c, across).to(norm.dtype),
+        gradient_sum=work.weighted_sum(clips.factor if present is None else clips.factor * present),
+    )
+    if plan.diagonal:
+        part.diagonal_along = (_like(radial, h) * h).square()
+        part.diagonal_across = torch.stack([(_like(c, h) * r).square() for r in residuals]).mean(0)
+        part.diagonal_error = part.diagonal_across * math.sqrt(2 / (len(residuals) + 2))
+    if plan.spectral:
+        part.spectral, part.spectral_bound = _power(work, plan, h, c, radial)
+    return part
+
+
+def _probed(work: Pass, plan: _Plan, h: Tensor, inverse: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """r = Jᵀu − ⟨ĝ, u⟩h of each probe and ‖r‖², (B,). All residuals are kept only when the diagonal needs them."""
+    residuals: list[Tensor] = []
+    values: list[Tensor] = []
+    for u in plan.directions:
+        dot, pulled = work.probe(u)
+        if plan.features is not None:
+            pulled = pulled * plan.features
+        r = pulled - _like(dot * inverse, h) * h
+        values.append(_squares(r))
+        residuals = [*residuals, r] if plan.diagonal else [r]
+    return residuals, values
+
+
+def _pushed(work: Pass, plan: _Plan, h: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """‖PJv‖² = ‖Jv‖² − ⟨h, v⟩² of each probe v of the private part, (B,)."""
+    slope = work.slope() if plan.deflate > 1 else None
+    third = work.output_slope() if plan.deflate > 2 else None
+    basis = Basis(
+        h if plan.deflate else None,
+        None if slope is None else _chosen(slope, plan),
+        None if third is None else _chosen(third, plan),
+    )
+    values: list[Tensor] = []
+    for omega, signs in zip(plan.directions, plan.signs, strict=True):
+        v = basis.with_signs(_chosen(omega, plan), len(h), signs)
+        values.append((work.moved(v) - _inner(h, v).square()).clamp(min=0))
+    return [], values
+
+
+def _shared(plan: _Plan, slopes: Tensor, present: Tensor | None, count: int, signs: Sequence[Tensor]) -> _Plan:
+    """The plan with signs along shared directions in its probes, and others for each record's own."""
+    slopes = _chosen(slopes, plan)
+    if present is not None:
+        slopes = slopes * _like(present[: len(slopes)], slopes)
+    basis = shared_directions(slopes, count)
+    return replace(plan, directions=[with_shared_signs(_chosen(v, plan), basis) for v in plan.directions], signs=signs)
+
+
+def _chosen(v: Tensor, plan: _Plan) -> Tensor:
+    return v if plan.features is None else v * plan.features
+
+
+def _across_error(
+    work: Pass, plan: _Plan, values: list[Tensor], residuals: list[Tensor], h: Tensor, c: Tensor, across: Tensor
+) -> Tensor:
+    if plan.error == "bound":
+        return across * math.sqrt(2 / len(values))
+    if plan.error == "spread":
+        return c.double().square() * torch.stack(values).std(0) / math.sqrt(len(values))
+    r = residuals[-1] * _like(c, h)  # scaled first, so that nothing overflows
+    squared = work.moved(r) - _inner(r, h).square()  # ‖PJr‖² = ‖Jr‖² − ⟨ĝ, Jr⟩²
+    return c * (2 * squared.clamp(min=0) / len(values)).sqrt()
+
+
+def _power(work: Pass, plan: _Plan, h: Tensor, c: Tensor, radial: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns bounds of the largest eigenvalue of M = c²JᵀJ + ((c + c'n)² − c²)hhᵀ from below and above.
+
+    From below the Rayleigh quotient after the power iterations. From above, with k products from the start s ~ N(0, I)
+    and λ's unit eigenvector u: ‖Mᵏs‖ ≥ λᵏ |⟨u, s⟩|, and |⟨u, s⟩| ≥ ε with probability at least 1 − ε √(2/π), so
+
+        λ ≤ (‖Mᵏs‖/ε)^(1/k)      with probability at least 1 − δ,   ε = δ √(π/2)
+    """
+    assert plan.start is not None
+    v = plan.start.expand_as(h).clone()
+    extra = _like(radial.square() - c.square(), h)
+    rho, products = torch.zeros_like(c), plan.spectral + 1
+    logarithm = torch.zeros_like(c, dtype=torch.float64)  # of ‖Mᵏs‖, so far
+    for _ in range(products):
+        if plan.features is not None:
+            v = v * plan.features
+        size = _squares(v).sqrt()
+        logarithm = logarithm + size.double().log()
+        v = v * _like(torch.where(size > 0, 1 / torch.where(size > 0, size, 1), 0), v)
+        image = _like(c.square(), h) * work.normal(v) + extra * h * _like((h * v).flatten(1).sum(1), h)
+        if plan.features is not None:
+            image = image * plan.features
+        rho = (image * v).flatten(1).sum(1)
+        v = image
+    logarithm = logarithm + _squares(v).sqrt().double().log()
+    least = math.log(_MISSED * math.sqrt(math.pi / 2))
+    above = ((logarithm - least) / products).exp() * (1 + 100 * torch.finfo(c.dtype).eps)
+    return rho, torch.maximum(above.to(c.dtype), rho)
+
+
+def _error_from(error: ErrorFrom, probes: int, probe: ProbeIn) -> ErrorFrom:
+    if error == "spread" and probes < 2:
+        raise ValueError('error="spread" needs two probes or more: use "product" or "bound" for one')
+    if error != "auto":
+        return error
+    return "spread" if probes > 1 else "bound" if probe == "inputs" else "product"
+
+
+def _in_inputs(probe: ProbeIn, error: ErrorFrom, diagonal: bool, *, given: bool) -> bool:
+    """Whether the probes lie in the private part."""
+    needs_weights = diagonal or error == "product"
+    if probe == "inputs" and needs_weights:
+        what = "diagonal=True" if diagonal else 'error="product"'
+        raise ValueError(f'{what} needs probe="weights"')
+    return probe == "inputs" or (probe == "auto" and not needs_weights and not given)
+
+
+def _squares(v: Tensor) -> Tensor:
+    """Returns the squared norm of each record's part, (B,), in float64."""
+    return squares(v)
+
+
+def _inner(v: Tensor, w: Tensor) -> Tensor:
+    """Returns the inner product of each record's parts, (B,), in float64."""
+    return (v * w).flatten(1).sum(1).double()
+
+
+def _like(per_record: Tensor, v: Tensor) -> Tensor:
+    """Returns one number per record as a factor of v, in v's precision or float32."""
+    return per_record.to(torch.promote_types(v.dtype, torch.float32)).reshape(-1, *(1,) * (v.dim() - 1))
+
+
+def _check(noise_multiplier: float, probes: int, route: str, error: str, probe: str) -> None:
+    check_positive("noise_multiplier", noise_multiplier)
+    check_at_least_one("probes", probes)
+    check_choice("route", route, ("reverse", "forward"))
+    check_choice("error", error, ("auto", "spread", "product", "bound"))
+    check_choice("probe", probe, ("auto", "weights", "inputs"))
+
+
+__all__ = ["StepInformation", "draw_probes", "step_information"]

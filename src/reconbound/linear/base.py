@@ -1,0 +1,263 @@
+"""What the private linear estimators share: checks, clipping, noise, leakage. Only what is released is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import numpy as np
+from sklearn.base import BaseEstimator
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from reconbound._internal.checks import flag, number, warn_user
+from reconbound.linear.information import Leakage, leakage
+from reconbound.linear.losses import Loss
+from reconbound.linear.sensitivity import Shape, choose_noise
+from reconbound.linear.solver import Optimum, minimise
+from reconbound.mechanisms.sensitivities import largest_weights
+
+#: The gradient that may be left by the solver, as a share of the noise's standard deviation in gradient units, nλσ.
+SOLVED = 1e-6
+#: Rows in raw units (dollars beside years) are so many times data_norm, or more; rows made unit vectors rarely are.
+RAW = 20.0
+
+
+class DataNormWarning(UserWarning):
+    """A bound that the guarantee needs was read off the data, so the guarantee holds for data within it only."""
+
+
+class NoiseWarning(UserWarning):
+    """The noise is longer than any weights that data of this shape can have: the release hardly depends on the data."""
+
+
+class ShortenedWarning(UserWarning):
+    """Most rows are far longer than data_norm: once shortened to it they are hardly more than directions."""
+
+
+class PrivateLinear(BaseEstimator):  # type: ignore[misc]
+    """What the estimators share: clipping, noise, leakage."""
+
+    # the parameters and fitted attributes of the subclasses
+    coef_: Any
+    intercept_: Any
+    l2: float
+    noise_std: float | None
+    target_mse: float | None
+    target_epsilon: float | None
+    target_delta: float | None
+    data_norm: float | None
+    fit_intercept: bool
+    allow_constant_columns: bool
+    allow_wide: bool
+    random_state: Any
+
+    def _loss(self) -> Loss:
+        raise NotImplementedError
+
+    def _classes(self) -> int:
+        return 1
+
+    def _target_bound(self) -> float | None:
+        return None
+
+    def _encode(self, y: Any) -> np.ndarray:
+        """Targets as the loss takes them."""
+        raise NotImplementedError
+
+    def _bound(self, name: str, given: float | None, sizes: np.ndarray) -> float:
+        if given is not None:
+            return number(name, given, above=0.0)
+        largest = float(sizes.max())
+        warn_user(
+            f"{name} is None: {largest:.6g} is taken from the data, so the guarantee holds among data sets within it "
+            f"only, and the bound itself is not private; give {name}",
+            DataNormWarning,
+        )
+        return largest if largest > 0 else 1.0
+
+    def _check_table(self, x: np.ndarray) -> None:
+        """Refuse tables that are more often a mistake than meant, unless the caller says that they are meant."""
+        n, d = x.shape
+        if d > n and not flag("allow_wide", self.allow_wide):
+            raise ValueError(
+                f"n_samples={n} is less than n_features={d}: with more features than records the fit rests on l2 "
+                "alone. Drop features, or pass allow_wide=True"
+            )
+        constant = np.flatnonzero((x == x[0]).all(axis=0))
+        if constant.size and not flag("allow_constant_columns", self.allow_constant_columns):
+            names = getattr(self, "feature_names_in_", None)
+            first = ", ".join(
+                f"{int(j) if names is None else repr(str(names[j]))} (always {x[0, j] + 0.0:.6g})" for j in constant[:5]
+            )
+            more = f" and {constant.size - 5} more" if constant.size > 5 else ""
+            raise ValueError(
+                f"Found {constant.size} constant column(s) in X: {first}{more}. What never varies tells no more than "
+                "an intercept: drop them, or pass allow_constant_columns=True"
+            )
+
+    def _clip(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of norm at most data_norm, and their norms before."""
+        norms = np.linalg.norm(x, axis=1)
+        long = norms > self.data_norm_ * (1 + 1e-12)
+        if long.any():
+            x = x.copy()
+            x[long] *= (self.data_norm_ / norms[long])[:, None]
+        return x, norms
+
+    def _shape(self) -> Shape:
+        return Shape(
+            self._loss(),
+            self.n_samples_fit_,
+            self.n_features_in_,
+            self._classes(),
+            float(self.l2),
+            bool(self.fit_intercept),
+            self.data_norm_,
+            self._target_bound(),
+        )
+
+    def _release(self, x: np.ndarray, targets: np.ndarray) -> None:
+        """Solve, add noise, and keep the noisy weights."""
+        strength = number("l2", self.l2, above=0.0)
+        flag("fit_intercept", self.fit_intercept)
+        self.n_samples_fit_ = len(x)
+        shape = self._shape()
+        sigma = choose_noise(shape, self.noise_std, self.target_mse, self.target_epsilon, self.target_delta)
+        self._warn_if_drowned(shape, sigma)
+        self.mechanism_ = shape.mechanism(sigma)
+        self.noise_std_ = sigma
+        rows, norms = self._clip(x)
+        if np.median(norms) > RAW * self.data_norm_:
+            warn_user(
+                f"most rows of X are more than {RAW:g} times as long as data_norm ({self.data_norm_:g}), to which they "
+                "are shortened: little but the largest column is left of them. Centre and scale the columns with "
+                "public numbers first, or give a larger data_norm",
+                ShortenedWarning,
+            )
+        found = self._solve(rows, targets, len(x) * strength * sigma * SOLVED)
+        self._keep(found.weights + sigma * self._noise(shape, rows, targets, found.weights))
+
+    def _noise(self, shape: Shape, rows: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """Standard normal numbers, bound to all that distinguishes this release and to what is released.
+
+        Two releases of one random_state that differ in anything share no noise, which would reveal their difference."""
+        import torch
+
+        from reconbound._internal.rng import derive
+        from reconbound.training.noise import draw
+
+        public = {**vars(shape), "loss": type(shape.loss).__name__, "noise_std": self.noise_std_}
+        about = f"{type(self).__name__} {public} {rows.shape} {targets.shape} {targets.dtype}"
+        context = hashlib.sha256(about.encode())
+        for part in (rows, targets, weights):
+            context.update(np.ascontiguousarray(part).tobytes())
+        key = derive(self._seed(), "linear noise", 0, context.digest())
+        return draw(key, weights.size, torch.device("cpu")).numpy().reshape(weights.shape)
+
+    def _seed(self) -> int:
+        """The noise's secret seed: random_state, what it draws, or fresh entropy where it is None."""
+        from reconbound._internal.rng import GUESSABLE, checked_seed, new_seed, seed_warning
+        from reconbound.validate.structure import ReconboundWarning
+
+        given = self.random_state
+        if given is None:  # not NumPy's global generator, which somebody may have seeded
+            return new_seed()
+        if isinstance(given, np.random.RandomState):
+            return int.from_bytes(given.bytes(32), "little")
+        seed = checked_seed(given, "random_state")
+        if seed < GUESSABLE:
+            warn_user(seed_warning("random_state"), ReconboundWarning)
+        return seed
+
+    def _warn_if_drowned(self, shape: Shape, sigma: float) -> None:
+        """Warn where σ√(number of weights) exceeds the largest norm of any minimiser: public facts alone decide it."""
+        weights = (shape.classes if shape.classes > 2 else 1) * (shape.dim + shape.intercept)
+        bound = (shape.row_norm, shape.l2, shape.target_bound)
+        largest = largest_weights(shape.loss.name, shape.classes, *bound)
+        length = sigma * math.sqrt(weights)
+        if length > largest:
+            smaller = "data_norm" if shape.target_bound is None else "data_norm or target_bound"
+            helps = (
+                "less noise_std"
+                if self.noise_std is not None
+                else f"a larger l2 (now {shape.l2:g}), more records (now {shape.records:,}), a larger target_epsilon "
+                f"or a smaller target_mse, or a smaller {smaller}"
+            )
+            warn_user(
+                f"the noise (standard deviation {sigma:.3g} in each of {weights:,} weights, {length:.3g} together) "
+                f"drowns any weights that such data can have (norm {largest:.3g} at most): predictions are likely to "
+                f"be little better than chance. What helps: {helps}",
+                NoiseWarning,
+            )
+
+    def _solve(self, x: np.ndarray, targets: np.ndarray, tolerance: float, start: np.ndarray | None = None) -> Optimum:
+        return minimise(
+            x,
+            targets,
+            self._loss(),
+            l2=float(self.l2),
+            intercept=bool(self.fit_intercept),
+            classes=self._classes(),
+            tolerance=tolerance,
+            start=start,
+        )
+
+    def _keep(self, weights: np.ndarray) -> None:
+        d = self.n_features_in_
+        self.coef_ = weights[:, :d].copy()
+        self.intercept_ = weights[:, d].copy() if self.fit_intercept else np.zeros(len(weights))
+
+    def _released(self) -> np.ndarray:
+        """(K, p)."""
+        coef = np.atleast_2d(self.coef_)
+        return np.hstack([coef, np.atleast_1d(self.intercept_)[:, None]]) if self.fit_intercept else coef
+
+    def _scores(self, x: Any) -> np.ndarray:
+        check_is_fitted(self)
+        rows = validate_data(self, x, dtype=np.float64, reset=False)
+        return np.asarray(rows @ np.atleast_2d(self.coef_).T + self.intercept_)
+
+    def solve(self, X: Any, y: Any) -> Optimum:
+        """The noiseless optimum for the training data, found again: it is not kept, and must never be released.
+
+        Args:
+            X, y: what the model was fitted on, in any order.
+        """
+        return self._again(X, y)[0]
+
+    def _again(self, X: Any, y: Any) -> tuple[Optimum, np.ndarray]:
+        check_is_fitted(self)
+        x, y = validate_data(self, X, y, dtype=np.float64, reset=False)
+        if len(x) != self.n_samples_fit_:
+            raise ValueError(
+                f"X has {len(x)} records, but the model was fitted on {self.n_samples_fit_}: give the training data"
+            )
+        targets = self._encode(y)
+        x, norms = self._clip(x)
+        start = self._released()
+        shape = self._shape()
+        if np.linalg.norm(start) > largest_weights(
+            shape.loss.name, shape.classes, shape.row_norm, shape.l2, shape.target_bound
+        ):
+            start = np.zeros_like(start)
+        found = self._solve(x, targets, len(x) * float(self.l2) * self.noise_std_ * SOLVED, start)
+        away = float(np.sum((found.weights - self._released()) ** 2)) / self.noise_std_**2
+        if away > found.weights.size + 12 * np.sqrt(2 * found.weights.size) + 72:
+            raise ValueError(
+                f"X and y are not the training data: the released model would be {np.sqrt(away):.3g} standard "
+                f"deviations from their optimum, where about {np.sqrt(found.weights.size):.3g} is to be expected"
+            )
+        return found, norms
+
+    def leakage(self, X: Any, y: Any, *, scale: Any = None, diagonal: bool = True, spectral: bool = True) -> Leakage:
+        """What the released model tells about each training record, exactly; see `reconbound.linear.leakage`.
+
+        Args:
+            X, y: what the model was fitted on.
+            scale: what each feature was divided by before (a scaler's `scale_`), to be told in the units before that.
+            diagonal, spectral: whether to compute the information per feature and the spectral norm.
+        """
+        flag("diagonal", diagonal), flag("spectral", spectral)
+        found, norms = self._again(X, y)
+        return leakage(found, self.noise_std_, scale=scale, diagonal=diagonal, spectral=spectral, norms=norms)

@@ -1,0 +1,170 @@
+"""The smallest noise that meets a floor, or an ε."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from scipy.optimize import brentq
+
+from reconbound._internal.checks import InputError, choice, number
+from reconbound._internal.formatting import format_noise, format_number, round_to
+from reconbound.bounds import Bound
+from reconbound.bounds.bound import NOT_PROVED
+from reconbound.mechanisms import ADJACENCIES, REPLACE_ONE, OutputPerturbation, SampledGaussian
+from reconbound.mechanisms.guarantees import FLOORS, floor
+
+#: Noise is looked for between these.
+SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e12
+
+
+class OutOfReach(InputError):
+    """No noise lifts a floor to the target; `highest` is where it ends."""
+
+    def __init__(self, name: str, bound: str, highest: float, value: object, where: str = "") -> None:
+        self.bound, self.highest = bound, highest
+        super().__init__(
+            name, f"must be below {format_number(highest, 6)}, which no noise lifts {bound} above{where}", value
+        )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The mechanism with the smallest noise that meets the target, and the floor that it reaches.
+
+    Where `without_noise` is set, the target is met whatever the noise, and `noise` is only the end of the search: that
+    is the chance (1 − q)ᵀ that a record is in no batch, from which Le Cam's floor of sampled steps is at least
+    (1 − q)ᵀ (w/2)². It protects nobody who is drawn.
+    """
+
+    mechanism: SampledGaussian | OutputPerturbation
+    noise: float
+    target: float
+    bound: Bound
+    without_noise: float | None = None
+
+    def __str__(self) -> str:
+        found = (
+            f"{self.mechanism.noise_field} {format_noise(self.noise)}"
+            if self.without_noise is None
+            else "met without noise"
+        )
+        warned = "" if self.bound.proved else f"{self.bound.name} is {NOT_PROVED}: by it, this noise protects nobody. "
+        known = self.mechanism.protection()
+        means = "" if self.without_noise is not None else f"\n{known.warning() or known.sentence()}"
+        return f"{warned}{found}: {self.bound}{means}"
+
+
+def calibrate(
+    mechanism: SampledGaussian | OutputPerturbation,
+    target_mse: float,
+    *,
+    bound: str = "theorem1",
+    dim: int = 1,
+    low: float | None = None,
+    high: float | None = None,
+    radius: float | None = None,
+    units: str = "",
+) -> Calibration:
+    """The smallest noise with which a floor is at least `target_mse`.
+
+    Args:
+        mechanism: a SampledGaussian or OutputPerturbation; its own noise is ignored.
+        target_mse: the squared error per coordinate that attackers must not undercut, in squared data units.
+        bound: the floor that must meet it, by name. theorem1_paper is not proved: the noise is for comparison only, and
+            the result says so first.
+        dim, low, high, radius, units: the data space, as in `reconbound.floor`.
+
+    Guarantee: the floor was computed once more at the returned noise and meets the target; no noise smaller by more
+    than two parts in a million does, up to the last digit of the floor. The search rounds up.
+
+    >>> found = calibrate(SampledGaussian(1.0, 0.01, 1000, clip="hard"), 1.0, bound="theorem1")
+    >>> round(found.noise, 3), found.bound.value >= 1.0
+    (1.365, True)
+    """
+    if not isinstance(mechanism, (SampledGaussian, OutputPerturbation)):
+        raise InputError("mechanism", "must have noise to calibrate: private SGD or output perturbation", mechanism)
+    target = number("target_mse", target_mse, above=0.0)
+    if bound not in FLOORS:
+        raise InputError("bound", f"must be one of {', '.join(FLOORS)}", bound)
+    field = mechanism.noise_field
+
+    def at(noise: float) -> tuple[SampledGaussian | OutputPerturbation, Bound]:
+        changes: dict[str, Any] = {field: noise}
+        tried = replace(mechanism, **changes)
+        found = floor(bound, tried, dim=dim, low=low, high=high, radius=radius, units=units)
+        assert found is not None  # both mechanisms have every floor
+        return tried, found
+
+    small, large = math.log(SMALLEST_NOISE), math.log(LARGEST_NOISE)
+    highest = at(LARGEST_NOISE)[1].value
+    if target >= highest:
+        raise OutOfReach("target_mse", bound, highest, target_mse)
+    if at(SMALLEST_NOISE)[1].value < target:
+        while large - small > 1e-7:
+            middle = (small + large) / 2
+            small, large = (small, middle) if at(math.exp(middle))[1].value >= target else (middle, large)
+    else:
+        large = small
+    unneeded = large == small and bound == "lecam" and isinstance(mechanism, SampledGaussian)
+    noise = SMALLEST_NOISE if large == small else round_to(math.exp(large), 7, "up")
+    chosen, reached = at(noise)
+    step = 1e-6
+    while reached.value < target:  # where the floor is flat, its last digit goes up and down: a little more noise
+        noise, step = min(round_to(noise * (1 + step), 7, "up"), LARGEST_NOISE), 2 * step
+        chosen, reached = at(noise)
+    never = mechanism.never_drawn if unneeded and isinstance(mechanism, SampledGaussian) else None
+    return Calibration(chosen, noise, target, reached, never)
+
+
+def calibrate_epsilon(
+    mechanism: SampledGaussian | OutputPerturbation,
+    target_epsilon: float,
+    *,
+    delta: float = 1e-5,
+    adjacency: str = REPLACE_ONE,
+) -> SampledGaussian | OutputPerturbation:
+    """The mechanism with the smallest noise at which ε(δ) is at most `target_epsilon`.
+
+    Args:
+        mechanism: a SampledGaussian or OutputPerturbation; its own noise is ignored.
+        target_epsilon: ε. delta: δ. adjacency: "replace-one", or "add/remove" as Opacus counts.
+
+    Guarantee: ε was computed once more at the returned noise and is at most the target; with noise smaller by more than
+    three parts in ten thousand it is not, as far as ε falls with the noise.
+
+    >>> found = calibrate_epsilon(OutputPerturbation(1000, 0.1, 1.0), 1.0)
+    >>> round(found.noise_std, 3), found.epsilon_at(1e-5) <= 1.0
+    (0.075, True)
+    """
+    if not isinstance(mechanism, (SampledGaussian, OutputPerturbation)):
+        raise InputError("mechanism", "must have noise to calibrate: private SGD or output perturbation", mechanism)
+    target = number("target_epsilon", target_epsilon, at_least=1e-3, at_most=1e6)
+    d = number("delta", delta, above=0.0, below=1.0)
+    if mechanism.epsilon_at(d, choice("adjacency", adjacency, ADJACENCIES)) is None:
+        raise InputError("adjacency", "must be replace-one: for this mechanism no other epsilon is known", adjacency)
+
+    def at(noise: float) -> SampledGaussian | OutputPerturbation:
+        changes: dict[str, Any] = {mechanism.noise_field: noise}
+        return replace(mechanism, **changes)
+
+    def excess(log_noise: float) -> float:
+        """ln ε − ln target: falls with the noise, and is nearly a line in its logarithm."""
+        found = at(math.exp(log_noise)).epsilon_at(d, adjacency)
+        return math.log(max(1e300 if found is None else found, 1e-300) / target)
+
+    step = math.log(4)
+    large = 0.0
+    while excess(large) > 0:
+        large += step
+        if large > math.log(LARGEST_NOISE):
+            raise InputError("target_epsilon", "must be one that some noise reaches", target_epsilon)
+    small = large - step
+    while excess(small) <= 0 and small > math.log(SMALLEST_NOISE):
+        small, large = small - step, small
+    root = small if excess(small) <= 0 else brentq(excess, small, large, xtol=2e-5)
+    noise = round_to(math.exp(root + 2e-5), 5, "up")
+    while excess(math.log(noise)) > 0:  # where ε goes up and down in its last digits: a little more noise
+        noise = round_to(noise * (1 + 2e-5), 5, "up")
+    return at(noise)

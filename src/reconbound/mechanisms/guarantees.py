@@ -1,0 +1,275 @@
+"""What a mechanism guarantees against reconstruction, before any data is seen: all floors at once, in data units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from reconbound._internal.checks import InputError, choice, number
+from reconbound._internal.formatting import format_floor, format_limit
+from reconbound.bounds import Bound, ball_floor, corners, lecam, rate_distortion, theorem1
+from reconbound.bounds.data_space import DataSpace, data_space
+from reconbound.mechanisms import ADD_REMOVE, REPLACE_ONE, Mechanism, as_mechanism
+from reconbound.mechanisms.protection import BLIND, Protection
+
+#: Chances of a blind guess at which reconstruction robustness is reported.
+KAPPAS = (1e-6, 1e-4, BLIND, 1e-1)
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """Every floor of a mechanism, and how often attacks can succeed. `found["lecam"]` is one floor, `print(found)` all.
+
+    Attributes:
+        mechanism: what was released.
+        space: the data space: a box, or a ball and the box inside it. dim, low, high: that box.
+        bounds: the floors, each a `Bound`.
+        membership_advantage: of the best test between two candidate records (replace-one); it is right with chance
+            (1 + advantage)/2.
+        rero: pairs of the chance κ that a blind guess rebuilds the record, and the largest chance with the release.
+        epsilon: ε at `delta` under replace-one; None where the mechanism does not say.
+        epsilon_add_remove: the same under add/remove, as most libraries count.
+        delta: the δ of both.
+    """
+
+    mechanism: Mechanism
+    space: DataSpace
+    bounds: tuple[Bound, ...]
+    membership_advantage: float
+    rero: tuple[tuple[float, float], ...]
+    epsilon: float | None
+    epsilon_add_remove: float | None
+    delta: float
+
+    def __getitem__(self, name: str) -> Bound:
+        for bound in self.bounds:
+            if bound.name == name:
+                return bound
+        raise KeyError(f"{name}: the floors here are {', '.join(bound.name for bound in self.bounds)}")
+
+    @property
+    def dim(self) -> int:
+        """The number of private coordinates."""
+        return self.space.dim
+
+    @property
+    def low(self) -> float:
+        """The lower end of every coordinate in the box of the floors."""
+        return self.space.low
+
+    @property
+    def high(self) -> float:
+        """The upper end of every coordinate in the box of the floors."""
+        return self.space.high
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What must be read with the numbers: what was assumed, and why floors say nothing, where that is known."""
+        return (*self.mechanism.notes(), *self.space.notes())
+
+    @property
+    def protection(self) -> Protection:
+        """How often a record can be rebuilt, and whether the guarantee means something."""
+        success = dict(self.rero).get(BLIND)
+        return Protection(success, self.mechanism.never_drawn, self.epsilon, self.delta)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dictionary for JSON.
+
+        "meaningful": False where a record that a blind guess rebuilds with chance 1 % may be rebuilt with chance 90 %
+        or more whenever it is in a batch; "never_drawn": the chance that a record is in none."""
+        return {
+            "mechanism": {**self.mechanism.to_dict(), "sampler": self.mechanism.sampler},
+            "data": self.space.to_dict(),
+            "randomness": self.mechanism.randomness,
+            "bounds": [bound.to_dict() for bound in self.bounds],
+            "membership_advantage": self.membership_advantage,
+            "rero": [{"kappa": kappa, "success": success} for kappa, success in self.rero],
+            "epsilon": self.epsilon,
+            "epsilon_add_remove": self.epsilon_add_remove,
+            "delta": self.delta,
+            "meaningful": self.protection.meaningful,
+            "never_drawn": self.mechanism.never_drawn,
+            "notes": list(self.notes),
+        }
+
+    @property
+    def box(self) -> str:
+        """The data space, in words."""
+        plural = "s" if self.dim != 1 else ""
+        return f"Records of {self.dim:,} private coordinate{plural} in {self.space.described(self.bounds[0].units)}"
+
+    @property
+    def in_short(self) -> str:
+        """What the guarantee means in two or three sentences, each true by itself: that it means little, where it does;
+        how often a record can be rebuilt; and the strongest floor that says something, for any attacker if one is.
+        """
+        said = (self.protection.warning() or self.protection.sentence(), self._strongest)
+        return " ".join(sentence for sentence in said if sentence)
+
+    @property
+    def _strongest(self) -> str:
+        proved = [bound for bound in self.bounds if not bound.vacuous and bound.proved]
+        if not proved:
+            return "No error floor says anything here."
+        bound = max(proved, key=lambda b: (b.attacker == "any", round(b.rmse, 12), b.coordinates == "each"))
+        unit = f" {bound.units}" if bound.units else ""
+        where = "on average over its coordinates" if bound.coordinates == "average" else "on each coordinate"
+        where = f" {where}" if self.dim > 1 else ""
+        guess = "" if bound.guess is None else f" (a plain guess: ±{format_limit(bound.guess**0.5)}{unit})"
+        errs = f"errs by at least ±{format_floor(bound.rmse)}{unit}{where}{guess}"
+        if bound.attacker == "any":
+            return (
+                "For every attacker, even one who knows every other record, there is some conceivable record in "
+                f"{self.space.described(bound.units)} on which it {errs}; on others it may err by less ({bound.name})."
+            )
+        return (
+            f"An attacker without bias, even one who knows every other record, {errs}, at every record; attackers with "
+            f"a bias, who may just guess, are not bound ({bound.name})."
+        )
+
+    def __str__(self) -> str:
+        known = ((self.epsilon, REPLACE_ONE), (self.epsilon_add_remove, ADD_REMOVE))
+        told = [f"ε = {format_limit(epsilon, 4)} ({which})" for epsilon, which in known if epsilon is not None]
+        last = [f"At δ = {format_limit(self.delta, 6)}: {'; '.join(told)}."] if told else []
+        last.append(f"{self.mechanism}. Mean errors and chances are over {self.mechanism.randomness}.")
+        last += [f"Note: {note}" for note in self.notes]
+        first, success = self.protection.warning(), self.protection.sentence()
+        lines = [first, f"{self.box}:", *(str(bound) for bound in self.bounds), "" if first else success, *last]
+        return "\n".join(line for line in lines if line)
+
+
+def _theorem1(mechanism: Mechanism, space: DataSpace) -> Bound | None:
+    return theorem1(mechanism.order2(), **_sides(space))
+
+
+def _theorem1_paper(mechanism: Mechanism, space: DataSpace) -> Bound | None:
+    eps = mechanism.order2_paper()
+    if eps is None:
+        return None
+    bound = theorem1(eps, **_sides(space))
+    note = "as the paper computes it (add/remove for SGD, gradients of norm 1 for output perturbation)"
+    return replace(
+        bound,
+        name="theorem1_paper",
+        theorem="Theorem 1, the paper's line (not proved)",
+        proved=False,
+        adjacency=mechanism.paper_neighbours,
+        assumes=(*bound.assumes, note),
+    )
+
+
+def _corners(mechanism: Mechanism, space: DataSpace) -> Bound | None:
+    return corners(mechanism.order2(), **_sides(space))
+
+
+def _lecam(mechanism: Mechanism, space: DataSpace) -> Bound | None:
+    return lecam(mechanism.overlap(), **_sides(space))
+
+
+def _rate_distortion(mechanism: Mechanism, space: DataSpace) -> Bound | None:
+    found = rate_distortion(mechanism.kl(), **_sides(space))
+    if space.whole_ball is not None:
+        ball = ball_floor(mechanism.kl(), space.whole_ball, space.dim)
+        if ball.value > found.value:
+            found = replace(found, value=ball.value, theorem=ball.theorem)
+    return replace(found, adjacency=mechanism.kl_neighbours)
+
+
+def _sides(space: DataSpace) -> dict[str, Any]:
+    return {"widths": space.side, "dim": space.dim}
+
+
+FLOORS: dict[str, Callable[[Mechanism, DataSpace], Bound | None]] = {
+    "theorem1": _theorem1,
+    "theorem1_paper": _theorem1_paper,
+    "corners": _corners,
+    "lecam": _lecam,
+    "rate_distortion": _rate_distortion,
+}
+
+
+def floor(
+    name: str,
+    mechanism: Any,
+    *,
+    dim: int = 1,
+    low: float | None = None,
+    high: float | None = None,
+    radius: float | None = None,
+    baseline: float | None = None,
+    units: str = "",
+) -> Bound | None:
+    """One floor of a mechanism, by name; None where the mechanism does not have it.
+
+    Args:
+        name: theorem1, theorem1_paper, corners, lecam or rate_distortion.
+        mechanism: a Mechanism, or a DpEvent or PLD of dp-accounting.
+        dim: the number of private coordinates of a record.
+        low: smallest value of a coordinate (0 where neither it nor a ball is given).
+        high: largest value of a coordinate (1 where neither it nor a ball is given).
+        radius: records lie in the ball of this radius around 0. Left out, it is the mechanism's own where it clips rows
+            (output perturbation: data_norm); math.inf: low and high are in other units than the rows, or rows longer
+            than the clip are meant too.
+        baseline: squared error per coordinate of a plain guess on these data; guessing the middle, at worst, when left
+            out.
+        units: the unit of the data, for printing.
+
+    >>> from reconbound.mechanisms import DP
+    >>> print(floor("lecam", DP(1.0, adjacency="replace-one"), high=100.0, units="years"))
+    lecam: any attacker errs by at least ±44.3 years (MSE 1,960), on some conceivable record of the box, not on
+    each; a plain guess errs by ±50 years [Le Cam; replace-one]
+    """
+    choice("bound", name, tuple(FLOORS))
+    if not isinstance(units, str):
+        raise InputError("units", "must be text", units)
+    m = as_mechanism(mechanism)
+    space = data_space(dim, low, high, m.radius if radius is None else radius)
+    bound = FLOORS[name](m, space)
+    if bound is None:
+        return None
+    told = space.adapt(bound)
+    guess = told.guess if baseline is None else number("baseline", baseline, above=0.0)
+    return replace(told, sampler=m.sampler, assumes=(*told.assumes, *m.assumes()), guess=guess, units=units)
+
+
+def guarantee(
+    mechanism: Any,
+    *,
+    dim: int = 1,
+    low: float | None = None,
+    high: float | None = None,
+    radius: float | None = None,
+    delta: float = 1e-5,
+    baseline: float | None = None,
+    units: str = "",
+) -> Guarantee:
+    """All floors of a mechanism on a data space, its (ε, δ), and how often attacks can succeed.
+
+    Args:
+        mechanism: a Mechanism, or a DpEvent or PLD of dp-accounting.
+        dim, low, high, radius, baseline, units: as in `floor`.
+        delta: the δ at which ε is reported.
+
+    Guarantee: each Bound says its own; all are for an attacker who knows every other record and sees the whole release.
+
+    >>> from reconbound.mechanisms import RenyiDP
+    >>> round(guarantee(RenyiDP(2.0), high=100.0)["theorem1"].value, 1)
+    391.3
+    """
+    m = as_mechanism(mechanism)
+    d = number("delta", delta, above=0.0, below=1.0)
+    settings: dict[str, Any] = {"dim": dim, "low": low, "high": high, "radius": radius}
+    found = [floor(name, m, **settings, baseline=baseline, units=units) for name in FLOORS]  # it checks the settings
+    successes = m.rero(list(KAPPAS))
+    return Guarantee(
+        mechanism=m,
+        space=data_space(dim, low, high, m.radius if radius is None else radius),
+        bounds=tuple(bound for bound in found if bound is not None),
+        membership_advantage=m.membership_advantage(),
+        rero=tuple((kappa, float(success)) for kappa, success in zip(KAPPAS, successes, strict=True)),
+        epsilon=m.epsilon_at(d, REPLACE_ONE),
+        epsilon_add_remove=m.epsilon_at(d, ADD_REMOVE),
+        delta=d,
+    )

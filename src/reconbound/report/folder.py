@@ -1,0 +1,283 @@
+"""What an audit leaves behind: a folder with public facts, and confidential leakage beside them.
+
+    run.json               public facts: mechanism, data-independent floors. Nothing that depends on a record
+    leakage.safetensors    per-record leakage, sealed and confidential (mode 0600)
+    plan.json              what was asked, and the seed (confidential)
+    checkpoints/           of the training (confidential)
+    model.safetensors      the released parameters: those of the first run
+    inputs.json            how a record enters the model (confidential)
+    report.html            the page for the data's owner (confidential)
+    report-public.html     the page that may be shown
+
+The folder itself is for its owner alone (mode 0700)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reconbound._internal.checks import InputError, warn_user
+from reconbound._internal.files import (
+    CONFIDENTIAL,
+    PUBLIC,
+    Unreadable,
+    file_digest,
+    json_digest,
+    refuse_links,
+    sealed,
+    sealed_json,
+    unsealed,
+    unsealed_json,
+    write_whole,
+)
+
+FORMAT = 1
+RUN, LEAKAGE, CHECKPOINTS = "run.json", "leakage.safetensors", "checkpoints"
+REPORT, PUBLIC_REPORT = "report.html", "report-public.html"
+PLAN, MODEL = "plan.json", "model.safetensors"
+#: Where the seed of a run is from that was not made up by the operating system.
+CHOSEN_SEED = "--seed: not for a release"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Facts of a run that do not depend on any record beyond what was released: all of run.json.
+
+    Attributes:
+        data: name, kind ("image" or "table"), records, features (private numbers of a record), shape (of an image),
+            private and public (names of columns; of a table), ranges ({column: [low, high]}, only those that were
+            declared, never those read off the data), inferred_ranges (whether any range was), unit, range (of a pixel).
+        mechanism: noise_multiplier, max_grad_norm, sample_rate, steps, clip, sampler, runs (for confidence limits; one
+            of them is released).
+        training: model (in words), parameters, lr, momentum, seed_from (CHOSEN_SEED, or who made it up) and what else
+            decides the training.
+        guarantee: the calculator's answer, `Guarantee.to_dict()`.
+        headline: what it means in sentences, with the conditions that it rests on: those of the public page.
+        accuracy: of the released model on test data, only where its owner chose to publish it.
+        software: versions.
+        caveats: what the floors do not cover of this model: "kinks" (floors of single records are not proved), "model";
+            empty where the check found nothing, None in folders from before it was kept.
+    """
+
+    data: Mapping[str, Any]
+    mechanism: Mapping[str, Any]
+    training: Mapping[str, Any]
+    guarantee: Mapping[str, Any]
+    accuracy: float | None = None
+    software: Mapping[str, str] = field(default_factory=dict)
+    headline: Sequence[str] = ()
+    caveats: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Leakage:
+    """What the run told about each record: confidential. N records, d private features, k of the records kept whole.
+
+    Everything is in the model's input units; facts["scale"] and facts["offset"] lead back to the data's own:
+    value = offset + scale · input.
+
+    Attributes:
+        dfil: (rules, N), Tr I/d. error: (rules, N), its standard error. upper: (rules, N), its upper confidence limit,
+            or None after a single run. measured: (N,), how often each record was measured.
+        targets: (N,), the class or number of each record.
+        kept: (k,), records kept whole: the most exposed first in order, then the least exposed (the least last).
+        kept_inputs: (k, *shape). kept_diagonal: (k, d), information about each private feature, at the level of dfil
+            (its mean over the features is dfil under the first rule). average_diagonal: (d,).
+        diagonal: (n, d), the same, less exactly, for all records (n = N) or for those of diagonal_of, (n,), which were
+            drawn at random; NaN where a record's value is missing.
+        names: of all records, as UTF-8 parted by newlines (`record_names`); None where they have none.
+        history_step: (h,). history: (h, 3): largest, 99 % quantile and median dFIL after so many steps of the first
+            run, of the first rule. accuracy_step: (a,), accuracy: (a,), on test data (R² for a number).
+        guess: (d,), mean square error of guessing each private feature's average over the records that have one.
+        facts: rules, class_names, feature_names, units, scale, offset (lists of d, or one number for all), private
+            (flat columns of the inputs, or None for all), target_name, confidence, task ("classes" or "number"),
+            inferred_ranges (whether any range was read off the data), diagonal_measured and diagonal_probes (how often
+            each record of `diagonal` was measured, over all runs, and with how many probes), accuracy_baseline (on the
+            test data, of always telling the most frequent class or the mean), copies (how many records have exact
+            copies and the largest group: audit_leakage.copies_of), and what else the page needs.
+    """
+
+    dfil: Tensor
+    error: Tensor
+    measured: Tensor
+    targets: Tensor
+    kept: Tensor
+    kept_inputs: Tensor
+    history_step: Tensor
+    history: Tensor
+    accuracy_step: Tensor
+    accuracy: Tensor
+    guess: Tensor
+    upper: Tensor | None = None
+    kept_diagonal: Tensor | None = None
+    average_diagonal: Tensor | None = None
+    diagonal: Tensor | None = None
+    diagonal_of: Tensor | None = None
+    names: Tensor | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def packed_names(names: Sequence[str]) -> Tensor:
+    """Names of records as one tensor of bytes.
+
+    >>> record_names(packed_names(["row 2", "Zoë.png"]))
+    ['row 2', 'Zoë.png']
+    """
+    told = "\n".join(name.replace("\n", " ") for name in names)
+    return torch.from_numpy(np.frombuffer(told.encode("utf-8", "replace"), dtype=np.uint8).copy())
+
+
+def record_names(packed: Tensor | None) -> list[str]:
+    """What `packed_names` packed; empty for None."""
+    return [] if packed is None else packed.numpy().tobytes().decode("utf-8", "replace").split("\n")
+
+
+def prepare(folder: str | os.PathLike[str]) -> Path:
+    """The folder, made if need be, for its owner's eyes alone."""
+    path = Path(folder)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.chmod(0o700)
+    except OSError as reason:
+        raise InputError(
+            "out", f"must be a folder that can be made and written ({reason.strerror})", str(path)
+        ) from reason
+    return path
+
+
+def write_run(folder: str | os.PathLike[str], run: Run) -> None:
+    """run.json, in whole or not at all, with a digest of its content."""
+    write_whole(Path(folder) / RUN, sealed_json(_content(run)), mode=PUBLIC)
+
+
+def _content(run: Run) -> dict[str, Any]:
+    return {"format": FORMAT, **{f.name: getattr(run, f.name) for f in fields(run)}}
+
+
+def run_digest(run: Run) -> str:
+    """Returns the digest by which a leakage file names the run that it belongs to."""
+    return json_digest(_content(run))
+
+
+def read_run(folder: str | os.PathLike[str]) -> Run:
+    """The facts of run.json; Unreadable, with the reason, where there are none or they were changed."""
+    path = Path(folder) / RUN
+    try:
+        content = unsealed_json(path)
+        if content.pop("format") != FORMAT:
+            raise Unreadable(f"{path} is of another version of reconbound")
+        for name in ("data", "mechanism", "training", "guarantee"):
+            if not isinstance(content[name], dict):
+                raise TypeError(f"{name} must be an object")
+        return Run(**content)
+    except FileNotFoundError:
+        raise Unreadable(unfinished(folder, path)) from None
+    except (ValueError, TypeError, KeyError, AttributeError) as reason:
+        if isinstance(reason, Unreadable):
+            raise
+        raise Unreadable(f"{path} is not a file of reconbound's ({reason})") from None
+
+
+def read_audit(folder: str | os.PathLike[str]) -> tuple[Run, Leakage]:
+    """Returns the facts and the leakage of a finished audit, for a report: they belong together, the released model is
+    the one that they speak of, and ε and the floors of the mechanism are computed anew from the mechanism."""
+    refuse_links(folder, CHECKPOINTS)
+    run, leakage = read_run(folder), read_leakage(folder)
+    named = leakage.facts.get("run")
+    if named is not None and named != run_digest(run):
+        raise Unreadable(f"{Path(folder) / RUN} and {LEAKAGE} are of different audits, or one of them was changed")
+    check_model(folder, leakage.facts.get("model"))
+    return recomputed(run, folder), leakage
+
+
+def check_model(folder: str | os.PathLike[str], digest: str | None) -> None:
+    """Refuses a model.safetensors that is not the one with this digest; one that is not there is nobody's."""
+    path = Path(folder) / MODEL
+    if digest is not None and path.exists() and file_digest(path) != digest:
+        raise Unreadable(
+            f"{path} was changed or damaged: it is not the model that was trained here; reconbound audit with the same "
+            "data and options restores it from the checkpoint"
+        )
+
+
+def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
+    """Returns the run with ε and the floors that its mechanism has; a warning says where run.json had another ε."""
+    from reconbound.accounting.spec import Account
+    from reconbound.mechanisms.guarantees import guarantee
+    from reconbound.training.sampling import batches_per_epoch, make_sampler
+
+    names = ("steps", "noise_multiplier", "max_grad_norm", "sample_rate", "sampler", "clip")
+    try:
+        told = {name: run.mechanism[name] for name in names}
+        per_epoch = batches_per_epoch(make_sampler(told["sampler"], run.data["records"], told["sample_rate"]))
+        account = Account(
+            records=run.data["records"], features=run.data["features"], batches_per_epoch=per_epoch, **told
+        )
+        delta = run.guarantee.get("delta")
+        options = {} if delta is None else {"delta": delta}
+        found = guarantee(account.mechanism(), dim=account.features, low=0.0, high=1.0, **options).to_dict()
+    except (KeyError, TypeError, ValueError) as reason:
+        raise Unreadable(f"{Path(folder) / RUN} names no mechanism that can be computed ({reason})") from None
+    said, is_ = run.guarantee.get("epsilon"), found.get("epsilon")
+    if said != is_ and not (
+        isinstance(said, float) and isinstance(is_, float) and math.isclose(said, is_, rel_tol=1e-6)
+    ):
+        warn_user(f"{Path(folder) / RUN} says ε = {said}; its mechanism has ε = {is_}, which is reported", UserWarning)
+    return replace(run, guarantee=found)
+
+
+def unfinished(folder: str | os.PathLike[str], path: Path) -> str:
+    """Why a folder has no results: there is no audit in it, or one that was begun and can go on."""
+    if not (Path(folder) / PLAN).exists():
+        return f"{path} does not exist: {folder} holds no finished audit"
+    try:
+        data = str(json.loads((Path(folder) / PLAN).read_text())["data"]["name"])
+    except (OSError, ValueError, KeyError, TypeError):
+        data = "DATA"
+    return (
+        f"{folder} holds an audit of {data} that was begun and is not finished: run the same command again, reconbound "
+        f"audit with the same data and options and --out {folder}, to go on"
+    )
+
+
+def write_leakage(folder: str | os.PathLike[str], leakage: Leakage) -> None:
+    """The leakage file, confidential, in whole or not at all."""
+    parts = {f.name: getattr(leakage, f.name) for f in fields(leakage) if f.name != "facts"}
+    tensors = {name: part for name, part in parts.items() if part is not None}
+    content = sealed(tensors, {"format": FORMAT, "kind": "leakage", **leakage.facts})
+    write_whole(Path(folder) / LEAKAGE, content, mode=CONFIDENTIAL)
+
+
+def read_leakage(folder: str | os.PathLike[str]) -> Leakage:
+    """The leakage file of a folder; Unreadable, with the reason, if it is missing, damaged or something else."""
+    path = Path(folder) / LEAKAGE
+    try:
+        tensors, facts = unsealed(path)
+    except FileNotFoundError:
+        raise Unreadable(unfinished(folder, path)) from None
+    if facts.pop("kind", None) != "leakage" or facts.pop("format", None) != FORMAT:
+        raise Unreadable(f"{path} is no leakage file of this version of reconbound")
+    names = {f.name for f in fields(Leakage)} - {"facts"}
+    unknown, missing = set(tensors) - names, {"dfil", "error", "kept", "targets"} - set(tensors)
+    if unknown or missing:
+        raise Unreadable(f"{path} has other parts than a leakage file: {sorted(unknown | missing)}")
+    return Leakage(**tensors, facts=facts)
+
+
+def floors(leakage: Leakage, rule: str | None = None) -> Tensor:
+    """1/dFIL of each record, (N,), model's input units squared: Theorem 2. 0 for a record never measured."""
+    rules = list(leakage.facts["rules"])
+    if rule is not None and rule not in rules:
+        raise InputError("rule", f"must be one of {', '.join(rules)}", rule)
+    dfil = leakage.dfil[0 if rule is None else rules.index(rule)]
+    floor = 1 / dfil.clamp(min=torch.finfo(torch.float64).tiny)
+    return torch.where(leakage.measured > 0, floor, torch.zeros_like(floor))

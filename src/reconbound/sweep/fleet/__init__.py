@@ -1,0 +1,1 @@
+"""Many trainings at once on one device."""

@@ -1,0 +1,234 @@
+"""The work of a fleet at one step: gradient sums and information of K trainings, replayed as one CUDA graph.
+
+Two engines give the same numbers. Stacked writes all trainings into the same operations, so that their number does not
+grow with K; Branches does any model, with a branch of the graph for each training, on several streams."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from reconbound._internal.checks import InputError
+from reconbound.fisher import Private, clipping, step_information
+from reconbound.fisher.probes import Basis
+from reconbound.fisher.sum_check import methods_that_pass
+from reconbound.fisher.sums import open_pass
+from reconbound.sweep.fleet.stacked import Stack
+from reconbound.validate.private import Problem
+
+if TYPE_CHECKING:
+    from reconbound.sweep.fleet.trainer import Fleet
+
+LossFn = Callable[[Any, Any], Tensor]
+METHODS = ("auto", "stacked", "branches")
+
+
+class Engine(Protocol):
+    def gradient_sums(self, work: Work) -> None:
+        """Σ c g of every training over the work's records, into the fleet's sums."""
+
+    def information(self, work: Work) -> None:
+        """Clipped norm, across and along of every training for the work's records, into found."""
+
+
+class Work:
+    """A function of padded records and probes, done for all trainings: plainly on a CPU, as a CUDA graph on a GPU.
+
+    Its inputs are the buffers here; nothing it does depends on how often it was run before."""
+
+    def __init__(self, fleet: Fleet, size: int, function: Callable[[Work], None]) -> None:
+        first, dtype, shape = fleet.settings[0], fleet.params.dtype, fleet.inputs.shape[1:]
+        self.fleet, self.function = fleet, function
+        self.index = torch.zeros(size, dtype=torch.int64, device=fleet.device)
+        self.inputs = torch.zeros(size, *shape, dtype=dtype, device=fleet.device)
+        self.targets = fleet.targets[self.index]
+        self.mask = torch.zeros(size, dtype=dtype, device=fleet.device)
+        self.omegas = [torch.zeros(shape, dtype=dtype, device=fleet.device) for _ in range(first.probes)]
+        self.found = torch.zeros(3, len(fleet.settings), size, dtype=dtype, device=fleet.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, records: Tensor) -> None:
+        cuda = self.fleet.device.type == "cuda"
+        padded = torch.zeros(len(self.index), dtype=torch.int64)
+        padded[: len(records)] = records
+        # from pageable memory the copy would wait for the device
+        self.index.copy_(padded.pin_memory() if cuda else padded, non_blocking=True)
+        self.mask.zero_()[: len(records)] = 1
+        torch.index_select(self.fleet.inputs, 0, self.index, out=self.inputs)
+        torch.index_select(self.fleet.targets, 0, self.index, out=self.targets)
+        if not cuda:
+            self.function(self)
+            return
+        if self.graph is None:
+            self.graph = self._captured()
+        self.graph.replay()
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream(self.fleet.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # cuDNN and cuBLAS choose and allocate before the capture
+                self.function(self)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with _no_collection(), torch.cuda.graph(graph):
+            self.function(self)
+        return graph
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Frees what nobody uses, then nothing: to free another fleet's graph during a capture makes the capture fail."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class Stacked:
+    """All trainings in the same operations."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet, self.stack = fleet, Stack(fleet.models[0], fleet.params)
+
+    def gradient_sums(self, work: Work) -> None:
+        fleet = self.fleet
+        opened = self.stack.open(work.inputs, work.targets, fleet.loss_fn, measured=False)
+        norms = opened.norms()
+        factor = clipping(norms / fleet.clip_norm, 1.0, fleet.settings[0].clip).factor
+        opened.weighted_sum(factor * work.mask, fleet.sums)
+
+    def information(self, work: Work) -> None:
+        """As information.py has it, with probes in the private part and two directions of signs."""
+        fleet = self.fleet
+        opened = self.stack.open(work.inputs, work.targets, fleet.loss_fn, measured=True)
+        norms = opened.norms()
+        clips = clipping(norms / fleet.clip_norm, 1.0, fleet.settings[0].clip)
+        inverse = torch.where(norms > 0, 1 / norms, 0).flatten()
+        h, slope = opened.own() * inverse[:, None], opened.slope
+        assert slope is not None
+        if fleet.mask is not None:
+            h, slope = h * fleet.mask.flatten(), slope * fleet.mask.flatten()
+        basis = Basis(h, slope)
+        values = []
+        for omega in work.omegas:
+            omega = omega if fleet.mask is None else omega * fleet.mask
+            v = basis.with_signs(omega.flatten(), len(h))
+            inner = (h * v).sum(1).reshape(norms.shape)
+            values.append((opened.moved(v) - inner.square()).clamp(min=0))
+        across = values[0] if len(values) == 1 else torch.stack(values).mean(0)
+        scale = (work.mask / fleet.scale).double()  # in float32 the square of 1e-23 is 0
+        work.found[0] = clips.factor * norms
+        work.found[1] = (clips.factor * scale).square() * across
+        work.found[2] = (clips.radial * scale).square() * h.double().square().sum(1).reshape(norms.shape)
+
+
+class Branches:
+    """A branch of the graph for each training; those on different streams may run side by side."""
+
+    def __init__(self, fleet: Fleet, streams: int) -> None:
+        self.fleet = fleet
+        few, first = (fleet.inputs[:4], fleet.targets[:4]), fleet.settings[0]
+        kinds, clipped = (Private("nothing"), fleet.private), (first.max_grad_norm, first.clip)
+        self.methods = methods_that_pass(
+            fleet.models[0], fleet.loss_fn, few, kinds, max_grad_norm=clipped[0], clip=clipped[1]
+        )
+        self.streams = [torch.cuda.Stream(fleet.device) for _ in range(streams if fleet.device.type == "cuda" else 0)]
+
+    def gradient_sums(self, work: Work) -> None:
+        self._each(lambda k: self._gradient_sum(k, work))
+
+    def information(self, work: Work) -> None:
+        self._each(lambda k: self._information(k, work))
+
+    def _each(self, one: Callable[[int], None]) -> None:
+        if not self.streams:
+            for k in range(len(self.fleet.settings)):
+                one(k)
+            return
+        here = torch.cuda.current_stream()
+        for stream in self.streams:
+            stream.wait_stream(here)
+        for k in range(len(self.fleet.settings)):
+            with torch.cuda.stream(self.streams[k % len(self.streams)]):
+                one(k)
+        for stream in self.streams:
+            here.wait_stream(stream)
+
+    def _gradient_sum(self, k: int, work: Work) -> None:
+        s, problem = self.fleet.settings[k], Problem(self.fleet.models[k], self.fleet.loss_fn, Private("nothing"))
+        batch = (work.mask, work.inputs, work.targets)
+        opened = open_pass(problem, batch, self.methods[0], "reverse", check=False, measured=False)
+        norms = opened.norms()
+        sums = opened.weighted_sum(clipping(norms, s.max_grad_norm, s.clip).factor * work.mask)
+        torch.cat([v.flatten() for v in sums.values()], out=self.fleet.sums[k])
+
+    def _information(self, k: int, work: Work) -> None:
+        s = self.fleet.settings[k]
+        info = step_information(
+            self.fleet.models[k],
+            self.fleet.loss_fn,
+            work.inputs,
+            work.targets,
+            max_grad_norm=s.max_grad_norm,
+            noise_multiplier=s.noise_multiplier,
+            clip=s.clip,
+            probe="inputs",
+            directions=work.omegas,
+            error="bound",
+            private=self.fleet.private,
+            mask=work.mask,
+            method=self.methods[1],
+            checked=True,
+        )
+        torch.stack([info.clipped_norm, info.across, info.along], out=work.found[:, k])
+
+
+def make_engine(fleet: Fleet, method: str, streams: int) -> Engine:
+    """The engine of that name; "auto": stacked where the model's layers and a first record allow it."""
+    if method == "branches":
+        return Branches(fleet, streams)
+    try:
+        engine = Stacked(fleet)
+        _check_alike(fleet, engine.stack)
+    except (ValueError, RuntimeError) as reason:  # torch's own, of layers that do not take a batch as it lies here
+        if method == "stacked":
+            raise InputError("method", f"must be branches for this model ({reason})", method) from None
+        return Branches(fleet, streams)
+    return engine
+
+
+def _check_alike(fleet: Fleet, stack: Stack) -> None:
+    """ValueError where the layers in a row are not all that the model does: a forward of its own, a hook.
+
+    Tried at random parameters and a random record: at those of the start, zeros maybe, other functions look alike."""
+    model, start = fleet.models[0], fleet.params.clone()
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    if hooked or type(model).forward is not nn.Sequential.forward:
+        raise ValueError("it does more than its layers in a row: a hook, or a forward of its own")
+    generator = torch.Generator(fleet.device).manual_seed(0)
+    try:
+        fleet.params.normal_(0, 0.3, generator=generator)
+        record = torch.empty_like(fleet.inputs[:1]).normal_(generator=generator)
+        opened = stack.open(record, fleet.targets[:1], fleet.loss_fn, measured=False)
+        sums = torch.empty_like(fleet.params)
+        opened.weighted_sum(torch.ones_like(opened.norms()), sums)
+        with torch.enable_grad():
+            own = model(record)
+            gradients = torch.autograd.grad(fleet.loss_fn(own, fleet.targets[:1]).sum(), list(model.parameters()))
+    finally:
+        fleet.params.copy_(start)
+    found, plain = opened.outputs[:1].detach(), torch.cat([g.flatten() for g in gradients])
+    if own.shape != found.shape or not bool((own - found).abs().max() <= 0.01 * own.abs().max()):  # TF32's rounding
+        raise ValueError("its outputs are not those of its layers in a row")
+    if not bool((sums[0] - plain).norm() <= 0.01 * plain.norm()):
+        raise ValueError("its gradients are not those of its layers in a row")

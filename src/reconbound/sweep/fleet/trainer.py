@@ -1,0 +1,363 @@
+"""Many private trainings at once on one device: the same data, batches and measured records, other hyper-parameters.
+
+A small network leaves a GPU idle and Python busy. A fleet holds K trainings side by side: a step of all of them is one
+CUDA graph (fleet_work.py), and their updates and ledgers are a few operations on (K, ...) tensors. Batches and the
+records measured are those of PrivateSGD with the same seed; they are shared by the fleet, which leaves each training's
+own distribution as it is. On a CPU the same code runs without graphs.
+
+For research, not for release: noise comes from the device's own generator, which is not a cryptographic one, in the
+model's precision, and nothing is checkpointed. It is bound to the data, the settings, the model and the loss all the
+same, and the batches to what the fleet shares of these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from reconbound._internal.checks import InputError, choice, number, whole
+from reconbound._internal.rng import derive, seeded, torch_stream
+from reconbound.accounting.amplification import PoissonTable, paper_delta, paper_kappa
+from reconbound.accounting.measurement_plan import Blocks
+from reconbound.divergences import sensitivity
+from reconbound.fisher import Private
+from reconbound.sweep.fleet.engine import METHODS, LossFn, Work, make_engine
+from reconbound.training.sampling import Sampler, make_sampler
+from reconbound.training.settings import Settings
+from reconbound.training.state import context_digest, data_digest, losses_of, model_facts, reset_parameters
+from reconbound.validate.private import as_private, feature_mask
+
+NOT_FOR_RELEASE = (
+    "not for release: the noise is from a generator that is not cryptographic, in the model's precision; to release a "
+    "model, train it with PrivateSGD"
+)
+NoiseFn = Callable[[int], Tensor]  # step → standard normal numbers, (K, p)
+_OWN = {"poisson": "exact", "fixed": "fixed"}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The fleet after so many steps of a run.
+
+    Attributes:
+        step: steps taken. settings: of each training.
+        own: Σ over steps of the information under the sampler's own rule, Tr I, (K, N) in float64: "exact" for Poisson
+            batches, "fixed" for fixed-size ones. raw: the same with factor 1.
+        features: d. finite: whether each training's parameters are, (K,).
+        found: what `evaluate` said of each training.
+        caveats: what holds for all of it: it is not for release.
+    """
+
+    step: int
+    settings: tuple[Settings, ...]
+    own: Tensor
+    raw: Tensor
+    features: int
+    finite: Tensor
+    found: tuple[Any, ...]
+    caveats: tuple[str, ...] = (NOT_FOR_RELEASE,)
+
+    def dfil(self, rule: str = "") -> Tensor:
+        """Tr I/d of each training and record, (K, N): the sampler's own rule, "none", or "paper" (κ with δ = 1/(N T)).
+
+        Guarantee: as FisherAccountant.dfil of one run of `step` steps. "paper" and "none" are for comparison.
+        """
+        own = _OWN[self.settings[0].sampler]
+        if rule in ("", own):
+            return self.own / self.features
+        if rule == "none":
+            return self.raw / self.features
+        if rule != "paper":
+            raise InputError("rule", f"must be {own}, paper or none", rule)
+        kappas = [_kappa(s, self.raw.shape[1], self.step) for s in self.settings]
+        return self.raw * torch.tensor(kappas, dtype=torch.float64, device=self.raw.device)[:, None] / self.features
+
+
+class Fleet:
+    """K private trainings in step, each with its own noise multiplier, clip norm, step size and momentum.
+
+    Args:
+        make_model: makes one training's model; all start a run from the same fresh parameters.
+        loss_fn: (outputs, targets) → one loss per record, (B,).
+        inputs, targets: the training data, one tensor each.
+        settings: of each training. Sampler ("poisson" or "fixed"), sample_rate, clip, probes and seed must be the same
+            for all; noise, rules and micro_batch are not used.
+        at: the step counts at which a run is looked at, increasing; the last is its length.
+        budgets: records measured over records trained on, for each stretch between two of `at`; default: the first
+            settings' budget for all. Blocks of a plan end where a stretch ends, so every snapshot is unbiased.
+        device: where to train.
+        method: "stacked": all trainings in the same operations, for chains of the layers that fisher/stacked.py has;
+            "branches": any model, a branch of the graph for each training. "auto": stacked where it can be.
+        streams: branches that may run side by side on a GPU.
+        initialise: gives a model its fresh parameters, from torch's generator; default: each module's own way.
+        private: the features of a record's flattened input that are private, a mask or indices; all of it when None.
+
+    Guarantee: each training is PrivateSGD's mechanism with those settings, and each snapshot's ledger an unbiased
+    estimate of what its steps tell about each record; trainings of one fleet are not independent of each other, for
+    they share batches. The noise is from the device's generator, which is not cryptographic: not for release.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[[], nn.Module],
+        loss_fn: LossFn,
+        inputs: Tensor,
+        targets: Tensor,
+        settings: Sequence[Settings],
+        *,
+        at: Sequence[int],
+        budgets: Sequence[float] | None = None,
+        device: torch.device | str = "cpu",
+        method: str = "auto",
+        streams: int = 8,
+        initialise: Callable[[nn.Module], None] | None = None,
+        private: Private | Tensor | Sequence[int] | None = None,
+    ) -> None:
+        self.settings, self.at = tuple(settings), _checked_counts(at)
+        first = _checked_fleet(self.settings)
+        self.loss_fn, self.device = loss_fn, torch.device(device)
+        self.initialise = initialise or reset_parameters
+        self.inputs, self.targets = inputs.to(self.device), targets.to(self.device)
+        self.make_model, self.records = make_model, len(inputs)
+        self.sampler = make_sampler(first.sampler, self.records, first.sample_rate)
+        self.budgets = _checked_budgets(budgets, first, len(self.at))
+        with seeded(0):  # whatever the models draw is replaced when a run begins
+            self.models = [make_model().to(self.device) for _ in self.settings]
+        self._data = data_digest(inputs, targets)
+        self.run_seeds: dict[int, int] = {}  # of the runs so far: from the seed and what the fleet shares
+        self.params, self.sums = _flattened(self.models)
+        self.mask = _checked_mask(private, self.inputs[:1].to(self.params.dtype))
+        self.private = Private() if self.mask is None else Private(features=self.mask.bool())
+        self.features = inputs[0].numel() if self.mask is None else self.private.count
+        self.velocity = torch.zeros_like(self.params)
+        self.noise = torch.zeros_like(self.params)
+        self.scale = self._column([s.noise_multiplier * s.max_grad_norm for s in self.settings])
+        self.clip_norm = self._column([s.max_grad_norm for s in self.settings])
+        self.reach = self._column([sensitivity(s.clip) / s.noise_multiplier for s in self.settings]).double()
+        self.lr, self.momentum = (self._column([getattr(s, n) for s in self.settings]) for n in ("lr", "momentum"))
+        self.decay = self._column([s.weight_decay for s in self.settings])
+        self.ledger = torch.zeros(2, len(self.settings), self.records, dtype=torch.float64, device=self.device)
+        self.table = PoissonTable(self.sampler.sample_rate).prepare(self.device, torch.float64)
+        self.engine = make_engine(
+            self, choice("method", method, METHODS), min(whole("streams", streams), len(settings))
+        )
+        self._levels = _levels(self.sampler)
+        self._training: dict[int, Work] = {}
+        self._measuring: dict[int, Work] = {}
+
+    def _column(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=self.params.dtype, device=self.device)[:, None]
+
+    def run(
+        self,
+        number: int,
+        *,
+        evaluate: Callable[[nn.Module], Any] | None = None,
+        noise: NoiseFn | None = None,
+        seeds: Sequence[int] | None = None,
+        tell: Callable[[int], None] | None = None,
+    ) -> Iterator[Snapshot]:
+        """Train run `number` from fresh parameters; yields a Snapshot at each of `at`.
+
+        Args:
+            evaluate: called on each training's model at each snapshot.
+            noise: these numbers in place of the generator's.
+            seeds: one for each training's noise, which then does not depend on who else is in the fleet; by default
+                one generator makes the noise of all.
+            tell: called with the number of each step before it is taken; what it raises ends the run.
+        """
+        base = self.settings[0].seed
+        assert base is not None
+        self._start(derive(base, "initial", number))
+        seed = self.run_seeds[number] = derive(base, "run", number, self._context(()))
+        batches: list[Tensor] = _batches(self.sampler, seed, self.at[-1])  # type: ignore[arg-type]
+        draw = self._drawn(base, seeds, number) if noise is None else lambda step: self.noise.copy_(noise(step))
+        done = 0
+        for stretch, end in enumerate(self.at):
+            plan_seed = derive(seed, "stretch", stretch) if stretch else seed
+            plan = Blocks(
+                self.records,
+                self.sampler.sample_rate,
+                end - done,
+                self.budgets[stretch],
+                max(1, round(self.sampler.divisor)),
+            )
+            for step in range(done, end):
+                if tell is not None:
+                    tell(step)
+                for part, group in enumerate(plan.at(plan_seed, step - done)):
+                    self._measure(group, plan.weight(step - done), seed, step, part)
+                draw(step)
+                self._train(batches[step])
+            done = end
+            yield self._snapshot(end, evaluate)
+
+    def _drawn(self, seed: int, seeds: Sequence[int] | None, number: int) -> Callable[[int], Any]:
+        """What puts a step's noise into its place."""
+        if seeds is None:
+            generator = self._generator(seed, number, self.settings)
+            return lambda step: self.noise.normal_(generator=generator)
+        if len(seeds) != len(self.settings):
+            raise InputError("seeds", f"must be {len(self.settings)}, one for each training", f"{len(seeds)} of them")
+        own = [self._generator(s, number, (chosen,)) for s, chosen in zip(seeds, self.settings, strict=True)]
+        return lambda step: [row.normal_(generator=g) for row, g in zip(self.noise, own, strict=True)]
+
+    def _generator(self, seed: int, number: int, settings: tuple[Settings, ...]) -> torch.Generator:
+        """The generator of the noise of run `number` of the trainings with these settings."""
+        return torch_stream(derive(seed, "fleet run", number, self._context(settings)), "fleet noise", 0, self.device)
+
+    def _context(self, settings: tuple[Settings, ...]) -> bytes:
+        """Digest of what distinguishes the run that begins: data, model as it starts, loss, sampler, and settings.
+
+        The length of the run is left out: a snapshot is that of a shorter run."""
+        model, few = self.models[0], (self.inputs[:8].to(self.params.dtype), self.targets[:8])
+        kept = ("noise_multiplier", "max_grad_norm", "clip", "lr", "momentum", "weight_decay")
+        facts = {
+            "data": self._data,
+            "sampler": [self.sampler.name, self.sampler.sample_rate],
+            "clip": self.settings[0].clip,
+            "device": self.device.type,
+            "start": model_facts(model),
+            "losses": losses_of(model, self.loss_fn, *few),
+            "settings": [[getattr(s, name) for name in kept] for s in settings],
+        }
+        return context_digest(facts)
+
+    def _start(self, seed: int) -> None:
+        with seeded(seed):
+            model = self.make_model()
+            model.load_state_dict(_untrained(self.models[0]), strict=False)
+        with seeded(seed):
+            self.initialise(model)
+        self.params.copy_(_trained(model).to(self.params))
+        for own in self.models:
+            own.load_state_dict(_untrained(model), strict=False)
+        self.velocity.zero_()
+        self.ledger.zero_()
+
+    def _train(self, batch: Tensor) -> None:
+        """One step of every training on this batch, with the noise that lies ready."""
+        size = next((level for level in self._levels if level >= len(batch)), len(batch))
+        if size not in self._training:
+            self._training[size] = Work(self, size, self.engine.gradient_sums)
+        self._training[size](batch)
+        gradient = torch.addcmul(self.sums, self.scale, self.noise).div_(self.sampler.divisor)
+        gradient.addcmul_(self.params, self.decay)
+        self.velocity.mul_(self.momentum).add_(gradient)
+        self.params.addcmul_(self.velocity, self.lr, value=-1)
+
+    def _measure(self, group: Tensor, weight: float, seed: int, step: int, part: int) -> None:
+        """Add what this step tells about these records to every training's ledger."""
+        size = max(len(group), round(self.sampler.divisor))
+        if size not in self._measuring:
+            self._measuring[size] = Work(self, size, self.engine.information)
+        work = self._measuring[size]
+        probes = torch_stream(seed, f"probe {part + 1}", step, self.device)
+        for omega in work.omegas:
+            omega.normal_(generator=probes)
+        work(group)
+        norm, across, along = work.found.double()
+        m = norm / self.scale.double()
+        if self.sampler.name == "poisson":
+            k_across, k_along = self.table(m)
+        else:
+            k_across = k_along = self.table.largest(m + self.reach)
+        values = weight * torch.stack([k_across * across + k_along * along, across + along])
+        self.ledger.index_add_(2, work.index, values)
+
+    def _snapshot(self, step: int, evaluate: Callable[[nn.Module], Any] | None) -> Snapshot:
+        found = tuple(None if evaluate is None else evaluate(model) for model in self.models)
+        own, raw = self.ledger.clone()
+        return Snapshot(step, self.settings, own, raw, self.features, torch.isfinite(self.params).all(1).cpu(), found)
+
+
+def _flattened(models: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
+    """Trained parameters as one tensor (K, p), of which each model's are views; and room for their gradient sums."""
+    flat = torch.stack([_trained(model) for model in models])
+    for model, row in zip(models, flat, strict=True):
+        own = [p for p in model.parameters() if p.requires_grad]
+        for p, piece in zip(own, row.split([p.numel() for p in own]), strict=True):
+            p.data = piece.view(p.shape)
+    return flat, torch.zeros_like(flat)
+
+
+def _trained(model: nn.Module) -> Tensor:
+    """The parameters that are trained, in one row, (p,)."""
+    return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+
+
+def _untrained(model: nn.Module) -> dict[str, Any]:
+    """Buffers and frozen parameters."""
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    return {name: value for name, value in model.state_dict().items() if name not in trained}
+
+
+def _levels(sampler: Sampler) -> tuple[int, ...]:
+    """Sizes to which batches are padded, so that few graphs are needed; a larger batch gets a graph of its own."""
+    if sampler.name != "poisson":
+        return (int(sampler.divisor),)
+    mean = sampler.divisor
+    spread = math.sqrt(mean * (1 - sampler.sample_rate))
+    return tuple(min(sampler.records, math.ceil((mean + z * spread) / 8) * 8) for z in (1.0, 6.0))
+
+
+@lru_cache(maxsize=4)
+def _batches(sampler: Any, seed: int, steps: int) -> list[Tensor]:
+    """The batches of a run, drawn beforehand: fleets with the same seed share them."""
+    return [sampler.batch(seed, step) for step in range(steps)]
+
+
+def _kappa(s: Settings, records: int, steps: int) -> float:
+    bound, rate = 1.115 if s.clip == "smooth" else 1.0, make_sampler(s.sampler, records, s.sample_rate).sample_rate
+    return paper_kappa(s.noise_multiplier, rate, paper_delta(records, steps), clip_bound=bound)
+
+
+def _checked_mask(private: Any, record: Tensor) -> Tensor | None:
+    """The private features as 0/1 of one record's shape, or None for all."""
+    found = as_private(private)
+    if found.part != "input" or found.name is not None:
+        raise InputError("private", "must be features of the input for a fleet, or None for all of it", private)
+    mask = feature_mask(found, record)
+    if mask is not None and not bool(mask.any()):
+        raise InputError("private", "must name one feature at least", private)
+    return mask
+
+
+def _checked_counts(at: Sequence[int]) -> tuple[int, ...]:
+    counts = tuple(whole("at", count) for count in at)
+    if not counts or any(b <= a for a, b in pairwise(counts)):
+        raise InputError("at", "must be increasing step counts", at)
+    return counts
+
+
+def _checked_fleet(settings: tuple[Settings, ...]) -> Settings:
+    """The first of the settings, with which all others must agree in what a fleet shares."""
+    if not settings:
+        raise InputError("settings", "must name at least one training", settings)
+    first = settings[0]
+    for name in ("sampler", "sample_rate", "clip", "probes", "seed"):
+        values = {getattr(s, name) for s in settings}
+        if len(values) > 1:
+            shown = f"{len(values)} of them" if name == "seed" else sorted(values)
+            raise InputError(f"settings.{name}", "must be the same for all trainings of a fleet", shown)
+    if first.sampler not in _OWN:
+        raise InputError("settings.sampler", f"must be one of {', '.join(_OWN)}", first.sampler)
+    if first.seed is None:
+        raise InputError("settings.seed", "must be given: the fleet shares it", None)
+    return first
+
+
+def _checked_budgets(budgets: Sequence[float] | None, first: Settings, stretches: int) -> tuple[float, ...]:
+    chosen = (first.budget,) * stretches if budgets is None else tuple(budgets)
+    if len(chosen) != stretches:
+        raise InputError("budgets", f"must be {stretches}, one for each stretch", budgets)
+    return tuple(number("budgets", b, above=0.0) for b in chosen)
+
+
+__all__ = ["Fleet", "Snapshot"]

@@ -1,0 +1,303 @@
+"""The training of one trial: runs of the largest step count, measured and evaluated at each smaller one on the way.
+
+A run of T steps is, up to step t, a run of t steps: the batches, the noise and the parameters do not know of T. Only
+the ledger does, in two places. Records are measured once in each block of steps, so blocks end at every step count
+(a record would otherwise be counted for a block that is cut off). And the paper's κ splits its δ over the T steps:
+being one number for all records and steps, it is put right by κ(t)/κ(T). ε and the floors of the mechanism are computed
+for t steps."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reconbound._internal.checks import InputError
+from reconbound._internal.files import CONFIDENTIAL, Unreadable, disk_fault, sealed_json, unsealed_json, write_whole
+from reconbound._internal.rng import derive
+from reconbound.accounting.measurement_plan import Blocks
+from reconbound.accounting.spec import Account
+from reconbound.auditing.leakage import guess_of
+from reconbound.auditing.option_checks import check_plan
+from reconbound.auditing.options import Plan, make_learner, score
+from reconbound.mechanisms import SampledGaussian
+from reconbound.mechanisms.guarantees import guarantee
+from reconbound.report.folder import CHECKPOINTS, prepare
+from reconbound.sweep.ledgers import by_run, crossed_floor, dfil_at, floors_of, keep, mean_of
+from reconbound.sweep.space import Setting, seed_of
+from reconbound.sweep.worker import Row
+from reconbound.training.checkpoint import CheckpointError, plain_json
+from reconbound.training.private_sgd import PrivateSGD
+from reconbound.training.state import data_digest
+
+if TYPE_CHECKING:
+    from reconbound.data import Dataset
+
+TRIAL, LEDGER = "trial.json", "ledger.safetensors"
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Blocks of measured records that end at every step count: one Blocks for each stretch between two of them."""
+
+    starts: tuple[int, ...]
+    parts: tuple[Blocks, ...]
+
+    @classmethod
+    def of(cls, plan: Blocks, counts: Sequence[int]) -> Segments:
+        """Segments that end at these step counts, the last being the run's."""
+        starts = (0, *counts[:-1])
+        parts = (replace(plan, steps=end - start) for start, end in zip(starts, counts, strict=True))
+        return cls(starts, tuple(parts))
+
+    def _part(self, step: int) -> int:
+        return bisect.bisect_right(self.starts, step) - 1
+
+    def weight(self, step: int) -> float:
+        """L q of the step's block."""
+        k = self._part(step)
+        return self.parts[k].weight(step - self.starts[k])
+
+    def at(self, seed: int, step: int) -> list[Tensor]:
+        """The groups that are measured at this step."""
+        k = self._part(step)
+        return self.parts[k].at(derive(seed, "segment", k), step - self.starts[k])
+
+
+class SteppedSGD(PrivateSGD):
+    """Private SGD whose ledger is whole at each of several step counts."""
+
+    counts: tuple[int, ...] = ()
+
+    def _make_ledger(self) -> None:
+        super()._make_ledger()
+        if self.plan is not None:
+            self.plan = Segments.of(self.plan, self.counts)  # type: ignore[assignment]
+
+
+class Trainer:
+    """Trains settings on one data set.
+
+    Args:
+        dataset: what to train on. plan: everything that the settings leave open. counts: step counts, ascending.
+        runs: for each setting. seed: of the sweep. delta: at which ε is told.
+    """
+
+    def __init__(
+        self, dataset: Dataset, plan: Plan, counts: Sequence[int], runs: int, seed: int, delta: float = 1e-5
+    ) -> None:
+        self.dataset, self.counts, self.runs, self.seed, self.delta = dataset, tuple(counts), runs, seed, delta
+        self.plan = replace(plan, steps=self.counts[-1], runs=runs, seed=None)
+        names = ("inputs", "targets", "test_inputs", "test_targets")
+        self.digest = data_digest([torch.from_numpy(getattr(dataset, name)) for name in names], None)
+
+    together: bool | None = None  # whether settings are trained many at once
+
+    @property
+    def steps(self) -> int:
+        """Of a whole trial."""
+        return self.counts[-1] * self.runs
+
+    def facts(self) -> dict[str, Any]:
+        """What decides every trial's rows, apart from its setting; JSON."""
+        about = {
+            "data": self.digest,
+            "seed": fingerprint(self.seed, self.digest),
+            "steps": self.counts,
+            "runs": self.runs,
+        }
+        about |= {"together": self.together, "private": None}
+        if self.dataset.private is not None:  # the same data, but other floors
+            about["private"] = [f.name for f in self.dataset.private_features]
+        found: dict[str, Any] = plain_json({**about, "delta": self.delta, "plan": asdict(self.plan)})
+        return found
+
+    def guesses(self) -> dict[str, float | None]:
+        """What is reached without the model, to compare with: `accuracy` of always naming the largest class (None for a
+        number), and `error`, ± in ranges, of guessing the average record. Figures of the data: confidential."""
+        labels, own = self.dataset.test_targets, guess_of(self.dataset)
+        known = self.dataset.task == "classes" and len(labels)
+        largest = np.bincount(self.dataset.targets).argmax() if known else None
+        accuracy = None if largest is None else float((labels == largest).mean())
+        return {"accuracy": accuracy, "error": float(np.sqrt(np.nan_to_num(own).mean()))}
+
+    def caveats(self, models: Sequence[str] = ()) -> dict[str, str]:
+        """What the floors do not cover of the models, as `check_plan` finds it before any is trained.
+
+        Args:
+            models: those that the settings name; the plan's own where they name none. One of ours that does not fit the
+                data is left to fail with its own setting."""
+        found: dict[str, str] = {}
+        for model in models or (self.plan.model,):
+            try:
+                found |= check_plan(self.dataset, replace(self.plan, model=model))
+            except InputError:
+                if ":" in model:
+                    raise
+        return found
+
+    def __call__(self, setting: Setting, folder: Path, tell: Callable[[int], None] = lambda done: None) -> list[Row]:
+        """One row for each step count; goes on from what the folder holds."""
+        prepare(folder)
+        about = self._about(setting)
+        found = finished_rows(folder, about)
+        if found is not None:
+            return found
+        try:
+            learner, rows = self._found(setting, folder, tell)
+        except (Unreadable, CheckpointError) as reason:
+            if "is in use by" in str(reason) or disk_fault(reason) is not None:
+                raise
+            shutil.rmtree(folder / CHECKPOINTS)  # damaged: begun anew it gives the same rows
+            learner, rows = self._found(setting, folder, tell)
+        assert learner.accountant is not None
+        learner.accountant.save(folder / LEDGER)
+        write_whole(folder / TRIAL, sealed_json({"confidential": True, **about, "rows": rows}), mode=CONFIDENTIAL)
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+        return rows
+
+    def _found(self, setting: Setting, folder: Path, tell: Callable[[int], None]) -> tuple[PrivateSGD, list[Row]]:
+        with one_thread():
+            learner = self._trained(setting, folder, tell)
+        return learner, [self._row(learner, count, folder) for count in self.counts]
+
+    def _about(self, setting: Setting) -> dict[str, Any]:
+        """What decides a trial's rows."""
+        return {"setting": dict(setting), **self.facts()}
+
+    def _trained(self, setting: Setting, folder: Path, tell: Callable[[int], None]) -> PrivateSGD:
+        plan = replace(self.plan, **setting, seed=seed_of(self.seed, setting))
+
+        def evaluate(model: Any) -> dict[str, float]:
+            tell(learner.run * learner.steps + learner.step)
+            if learner.step not in self.counts:
+                return {}
+            assert learner.accountant is not None
+            if learner.step < learner.steps or self.runs > 1:
+                keep(folder, learner.run, learner.step, learner.accountant)
+            return {"accuracy": score(self.dataset, model)}
+
+        learner = make_learner(
+            self.dataset,
+            plan,
+            folder / CHECKPOINTS,
+            learner=SteppedSGD,
+            evaluate=evaluate,
+            evaluate_every=_often(self.counts),
+            every=max(20, self.counts[-1] // 30),
+            progress=False,
+        )
+        assert isinstance(learner, SteppedSGD)
+        learner.counts = self.counts
+        learner.repeat(self.runs, self.counts[-1])
+        return learner
+
+    def _row(self, learner: PrivateSGD, count: int, folder: Path) -> Row:
+        """What a run of so many steps gives: accuracy, ε and every floor, in units of the features' ranges."""
+        ledger = learner.accountant
+        assert ledger is not None
+        account = replace(ledger.account, steps=count)
+        dfil, measured = dfil_at(ledger, count, self.runs, folder)
+        scores = [h["accuracy"] for h in learner.history if h["step"] == count]
+        each = by_run(ledger, count, self.runs, folder) if self.runs > 1 else None
+        return self._told(account, scores, dfil, measured, each)
+
+    def _told(
+        self, account: Account, scores: Sequence[float], dfil: Tensor, measured: Tensor, each: Tensor | None
+    ) -> Row:
+        """A row: accuracies of the runs, dFIL in the mean over them, (rules, N), how often each record was measured,
+        and each run's dFIL, (runs, rules, N), where there are several."""
+        row: Row = {"steps": account.steps, "accuracy": mean_of(scores), "accuracy_sd": _spread(scores)}
+        for k, (rule, values) in enumerate(zip(account.rules, dfil, strict=True)):
+            row |= {f"{rule}_{place}": floor for place, floor in floors_of(values, measured).items()}
+            if each is not None:
+                row[f"{rule}_crossed"] = crossed_floor(each[:, k])
+        row["measured_median"] = float(measured.double().median())
+        row["never_measured"] = int((measured == 0).sum())
+        row["told_nothing"] = int(((dfil[0] == 0) & (measured > 0)).sum())
+        row |= {**companions(account.mechanism(), account.features, self.delta), "delta": self.delta}
+        return {name: _plain(value) for name, value in row.items()}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Sums depend, in their last digits, on how many threads share them; rows must not."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@lru_cache(maxsize=1000)
+def companions(mechanism: SampledGaussian, features: int, delta: float) -> dict[str, float | None]:
+    """The floors of the mechanism whatever the data, and its ε: the same for all settings that differ otherwise."""
+    found = guarantee(mechanism, dim=features, delta=delta)
+    floors = {bound.name: float(bound.value) for bound in found.bounds}
+    known = found.protection
+    told = {
+        "epsilon": found.epsilon,
+        "epsilon_add_remove": found.epsilon_add_remove,
+        "success_at_1_percent": known.success,
+    }
+    return {**floors, **told, "never_drawn": known.never_drawn}
+
+
+@lru_cache(maxsize=8)
+def fingerprint(seed: int, data: str) -> str:
+    """Tells seeds apart without telling them: 24 bits of scrypt, which takes 64 MiB and about 0.2 s for each guess.
+
+    A key in the folder would hide even a small seed, but workers on other machines share only the seed. So it is slow
+    to try seeds, what is tried for one sweep does not serve for another, and whoever tries 2³² seeds is left with 256.
+
+    Args:
+        seed: of the sweep.
+        data: the digest of the data, as salt.
+    """
+    key = seed.to_bytes(32, "little")
+    return hashlib.scrypt(key, salt=data.encode(), n=2**16, r=8, p=1, maxmem=2**27, dklen=3).hex()
+
+
+def finished_rows(folder: Path, about: Mapping[str, Any]) -> list[Row] | None:
+    """The rows of a trial that was trained here and only not told of."""
+    try:
+        content = unsealed_json(folder / TRIAL)
+    except (OSError, Unreadable):
+        return None
+    if any(content.get(name) != value for name, value in about.items()):
+        return None
+    rows: list[Row] = content["rows"]
+    return rows
+
+
+def _often(counts: Sequence[int]) -> int:
+    """Steps between two looks such that none of the step counts is passed over; at most 50, to tell how far it is."""
+    every = math.gcd(*counts)
+    return next(k for k in range(min(every, 50), 0, -1) if every % k == 0)
+
+
+def _spread(values: Sequence[float]) -> float | None:
+    if len(values) < 2:
+        return None
+    middle = mean_of(values)
+    return math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1))
+
+
+def _plain(value: Any) -> Any:
+    """None for what JSON has no number for."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+__all__ = ["Segments", "SteppedSGD", "Trainer", "fingerprint"]

@@ -1,0 +1,1 @@
+"""Private training: settings, sampling, noise, the learner and its checkpoints."""

@@ -1,0 +1,54 @@
+"""Gaussian noise for whatever is released: from a cryptographic generator, as a function of a 256-bit key.
+
+A key must serve one released value only: two values with the same noise reveal their difference. The learner's keys
+are bound to the whole release and to the sum itself (docs/theory-accounting.md, "Noise is never reused"), so that noise
+is the same only where the released value is. The key is as secret as the data: whoever knows it subtracts the noise.
+
+Noise is float64, to be added in float64 and rounded once: on a coarser grid than the sum's it would leave the sum's
+last digits bare. Each number is the sum of four normal ones over two, which hides the floating-point grid on which each
+lies (Mironov 2012; Holohan and Braghin 2021). What it costs: benchmarks/secure_noise.py."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from reconbound._internal.chacha import keystream
+
+_PART = 2**20  # numbers made at a time, to bound the memory: 32 bytes of key stream go into each
+
+
+def draw(key: int, size: int, device: torch.device) -> Tensor:
+    """Returns `size` standard normal numbers in float64, a function of the key.
+
+    Args:
+        key: 256 bits, secret, for one released value only.
+        size: how many.
+        device: where. On the CPU the bits are SHAKE-256's, which is fastest there; elsewhere ChaCha20's.
+
+    >>> bool((draw(1, 5, torch.device("cpu")) == draw(1, 5, torch.device("cpu"))).all())
+    True
+    """
+    secret, parts = key.to_bytes(32, "little"), range(0, size, _PART)
+    found = [_normal(_bits(secret, k, min(_PART, size - at), device)) for k, at in enumerate(parts)]
+    return torch.cat(found)[:size] if found else torch.zeros(0, dtype=torch.float64, device=device)
+
+
+def _bits(secret: bytes, part: int, size: int, device: torch.device) -> Tensor:
+    """Random 64-bit words for `size` numbers, (2, 4, ⌈size/2⌉)."""
+    pairs = (size + 1) // 2
+    if device.type == "cpu":
+        raw = hashlib.shake_256(b"reconbound noise" + secret + part.to_bytes(8, "little")).digest(64 * pairs)
+        return torch.frombuffer(bytearray(raw), dtype=torch.int64).reshape(2, 4, pairs)
+    words = keystream(secret, 0, part.to_bytes(12, "little"), pairs, device)
+    return words.flatten().view(torch.int64).reshape(2, 4, pairs)
+
+
+def _normal(bits: Tensor) -> Tensor:
+    """Box–Muller on the uniform numbers of the words' upper 53 bits: twice as many as there are columns."""
+    uniform = ((bits >> 11) & (2**53 - 1)).double().add_(0.5).mul_(2.0**-53)
+    radius, angle = uniform[0].log_().mul_(-2).sqrt_(), uniform[1].mul_(2 * math.pi)
+    return torch.cat([(radius * angle.cos()).sum(0), (radius * angle.sin()).sum(0)]) / 2

@@ -1,0 +1,179 @@
+"""Which records each step sees: Poisson and fixed-size batches, and shuffled epochs, as functions of a generator.
+
+A batch is a function of (seed, step): step 731 draws the same one whether or not the run was stopped before it, and no
+generator state has to be saved."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from reconbound._internal.checks import InputError, number, rounded_up, whole
+from reconbound._internal.rng import numbers_of
+
+
+class Sampler(Protocol):
+    """How batches are drawn: a name, the rate that accounting may use, and the draw itself."""
+
+    @property
+    def records(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def sample_rate(self) -> float:
+        """Chance of a record to be in a batch."""
+
+    @property
+    def divisor(self) -> float:
+        """What the noisy sum is divided by: fixed beforehand, whoever takes part."""
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps in which a record is expected to be drawn once."""
+
+    def batch(self, seed: int, step: int) -> Tensor:
+        """Indices of the step's batch, int64 in increasing order (shuffled epochs: in their order); may be empty."""
+
+
+@dataclass(frozen=True)
+class Poisson:
+    """Each record takes part with probability q, independently of all others and of all other steps.
+
+    Guarantee: what the exact factors of amplification.py and `SampledGaussian(sampler="poisson")` assume.
+
+    >>> Poisson(5, 1.0).batch(seed=0, step=0).tolist()
+    [0, 1, 2, 3, 4]
+    """
+
+    records: int
+    sample_rate: float
+
+    def __post_init__(self) -> None:
+        whole("records", self.records)
+        number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
+
+    @property
+    def name(self) -> str:
+        return "poisson"
+
+    @property
+    def divisor(self) -> float:
+        return self.sample_rate * self.records
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return 1 / self.sample_rate
+
+    def batch(self, seed: int, step: int) -> Tensor:
+        # 53 random bits: with the 24 of float32 a rate of 1e-9 would never, or far too often, draw anybody
+        u = numbers_of(seed, "batch", step).random(self.records)
+        return torch.from_numpy((u < self.sample_rate).nonzero()[0])
+
+
+@dataclass(frozen=True)
+class FixedSize:
+    """A uniformly random set of B records, drawn afresh at every step, without replacement.
+
+    >>> len(FixedSize(10, 3).batch(seed=0, step=0)), FixedSize(10, 3).sample_rate
+    (3, 0.3)
+    """
+
+    records: int
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        if whole("batch_size", self.batch_size) > whole("records", self.records):
+            raise InputError("batch_size", f"must be at most the number of records ({self.records})", self.batch_size)
+
+    @property
+    def name(self) -> str:
+        return "fixed"
+
+    @property
+    def sample_rate(self) -> float:
+        return self.batch_size / self.records
+
+    @property
+    def divisor(self) -> float:
+        return float(self.batch_size)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.records / self.batch_size
+
+    def batch(self, seed: int, step: int) -> Tensor:
+        drawn = numbers_of(seed, "batch", step).choice(self.records, self.batch_size, replace=False, shuffle=False)
+        return torch.from_numpy(drawn).sort().values
+
+
+@dataclass(frozen=True)
+class ShuffledEpochs:
+    """Each epoch goes through all records once, in a random order. Nothing is amplified: its factor is 1.
+
+    The last batch of an epoch has what is left; it is divided by the full batch size like all others.
+
+    >>> both = [ShuffledEpochs(4, 2).batch(seed=0, step=t).tolist() for t in (0, 1)]
+    >>> sorted(both[0] + both[1])
+    [0, 1, 2, 3]
+    """
+
+    records: int
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        FixedSize(self.records, self.batch_size)
+
+    @property
+    def name(self) -> str:
+        return "shuffle"
+
+    @property
+    def sample_rate(self) -> float:
+        return self.batch_size / self.records
+
+    @property
+    def divisor(self) -> float:
+        return float(self.batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.records / self.batch_size)
+
+    def batch(self, seed: int, step: int) -> Tensor:
+        epoch, place = divmod(step, self.steps_per_epoch)
+        order = torch.from_numpy(numbers_of(seed, "epoch", epoch).permutation(self.records))
+        return order[place * self.batch_size : (place + 1) * self.batch_size]
+
+
+def steps_of(sampler: Sampler, epochs: float) -> int:
+    """The steps of so many epochs, rounded up.
+
+    >>> steps_of(FixedSize(7, 3), 1.0), steps_of(ShuffledEpochs(7, 3), 2.0)
+    (3, 6)
+    """
+    return rounded_up(Fraction(number("epochs", epochs, above=0.0, at_most=1e15)) * Fraction(sampler.steps_per_epoch))
+
+
+def batches_per_epoch(sampler: Sampler) -> int | None:
+    """How many steps a shuffled epoch has; None for samplers without epochs."""
+    return sampler.steps_per_epoch if isinstance(sampler, ShuffledEpochs) else None
+
+
+def make_sampler(name: str, records: int, sample_rate: float) -> Sampler:
+    """The sampler of that name; fixed-size batches have round(qN) records."""
+    if name == "poisson":
+        return Poisson(records, sample_rate)
+    number("sample_rate", sample_rate, above=0.0, at_most=1.0)
+    size = max(1, round(sample_rate * whole("records", records)))
+    if name == "fixed":
+        return FixedSize(records, size)
+    if name == "shuffle":
+        return ShuffledEpochs(records, size)
+    raise InputError("sampler", "must be one of poisson, fixed, shuffle", name)

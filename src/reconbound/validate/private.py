@@ -1,0 +1,272 @@
+"""Which part of a record is private: an input or some of its features, the label, or what an embedding makes of it.
+
+Everything else (other inputs, the label, the tokens behind an embedding) is public: known to the attacker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves, tree_map
+
+from reconbound._internal.checks import InputError, choice
+from reconbound.validate.losses import check_losses
+from reconbound.validate.structure import CHECKPOINTING
+from reconbound.validate.twice_differentiable import TwiceDifferentiable
+
+_NAMED = 5  # parameters that a caveat names; the others are counted
+Inputs = Any  # a tensor, or a tuple or dictionary of tensors: model(x), model(*x) or model(**x)
+
+
+@dataclass(frozen=True)
+class Private:
+    """The private part z of a record.
+
+    part: "input" (the default), "target" (label privacy: soft targets, with a loss that is differentiable in them) or
+        "module" (the OUTPUT of the named module, such as a token embedding, is the private variable; what went into the
+        module is public). ("nothing": for a step that measures no one.) A floor for an embedding's output is about
+        that vector, taken as any point of its space: it is not about the token, of which there are finitely many to
+        choose from, and where the embedding itself is trained its gradient shows which rows were used: freeze it.
+    name: for "input", the key or position among several inputs; for "module", its dotted name in the model.
+    features: a boolean mask or integer indices over one record's flattened private part; all of it when None.
+    """
+
+    part: Literal["input", "target", "module", "nothing"] = "input"
+    name: str | int | None = None
+    features: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        choice("part", self.part, ("input", "target", "module", "nothing"))
+        if self.features is not None:
+            object.__setattr__(self, "features", _features(self.features))
+
+    @cached_property
+    def count(self) -> int:
+        """How many features are chosen; found once, for a CUDA graph cannot."""
+        chosen = self.features
+        if chosen is None:
+            raise ValueError("all of the private part's features are chosen: their number is that of the part's")
+        return int(chosen.sum()) if chosen.dtype == torch.bool else int(chosen.unique().numel())
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, its per-record loss, and what is private in a record."""
+
+    model: nn.Module
+    loss_fn: Callable[[Any, Any], Tensor]
+    private: Private
+
+    def losses(self, z: Tensor, inputs: Inputs, targets: Any, params: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The loss of each record, (B,), with z in the place of the private part."""
+        return self.losses_and_outputs(z, inputs, targets, params)[0]
+
+    def losses_and_outputs(
+        self, z: Tensor, inputs: Inputs, targets: Any, params: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, Any]:
+        inputs, targets = _place(self.private, z, inputs, targets)
+        # of the attention kernels only the math one has second derivatives
+        with _replaced(self.model, self.private, z), twice_differentiable():
+            outputs = _call(self.model, inputs, params)
+            losses = self.loss_fn(outputs, targets)
+        check_losses(losses, z.shape[0])
+        return losses, outputs
+
+
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Within it, functions have second derivatives where PyTorch has any; gradient checkpointing is refused."""
+    with sdpa_kernel(SDPBackend.MATH), TwiceDifferentiable(), disable_saved_tensors_hooks(CHECKPOINTING):
+        yield
+
+
+def as_private(private: Private | Tensor | Sequence[int] | str | None) -> Private:
+    """None: the whole input; a tensor or list: those features of the input; "target": the label."""
+    if private is None:
+        return Private()
+    if isinstance(private, Private):
+        return private
+    if isinstance(private, str) and private in ("input", "target"):
+        return Private(part=private)  # type: ignore[arg-type]
+    return Private(features=_features(private))
+
+
+def _features(chosen: Any) -> Tensor:
+    """Indices or a mask as a tensor; what is neither is refused."""
+    found = None
+    if not isinstance(chosen, str):
+        with suppress(TypeError, ValueError, RuntimeError):
+            found = torch.as_tensor(chosen)
+    if found is None or found.is_floating_point() or found.is_complex():
+        must = 'must be None, a tensor or list of features (whole numbers, or a mask), "input", "target" or a Private'
+        raise InputError("private", must, chosen)
+    return found
+
+
+def module_caveats(model: nn.Module, private: Private, seeing: Sequence[str] = ()) -> tuple[str, ...]:
+    """Returns what floors for a module's output must say: what they are about, and what they do not cover.
+
+    Args:
+        model: the model.
+        private: what is private.
+        seeing: trained parameters whose gradient shows what went into the module, by another way than its output.
+    """
+    if private.part != "module":
+        return ()
+    caveats = [f"about the output of module {private.name!r}, not about what went into it (tokens)"]
+    own = {id(p) for p in _module(model, private).parameters() if p.requires_grad}
+    if own:
+        shown = f"the parameters of module {private.name!r} are trained, and their gradient shows what went into it"
+        caveats.append(f"not covered: {shown} (of an embedding: which rows)")
+    others = [name for name in seeing if id(model.get_parameter(name)) not in own]
+    if others:
+        named = ", ".join(repr(name) for name in others[:_NAMED])
+        named += f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        shown = f"the gradient of {named} shows what went into module {private.name!r} by another way than its output"
+        caveats.append(f"not covered: {shown}")
+    return tuple(caveats)
+
+
+def private_part(problem: Problem, inputs: Inputs, targets: Any) -> Tensor:
+    """The private part of the batch, z of shape (B, ...), detached."""
+    private = problem.private
+    if private.part == "target":
+        z = targets
+    elif private.part == "module":
+        z = _module_output(problem.model, private, inputs)
+    elif isinstance(inputs, Tensor):
+        z = inputs
+    else:
+        z = inputs[_only_float(inputs) if private.name is None else private.name]
+    if not isinstance(z, Tensor) or not z.is_floating_point():
+        kind = z.dtype if isinstance(z, Tensor) else type(z).__name__
+        raise ValueError(
+            f"the private part ({private.part}) must be a floating-point tensor, got {kind}: numbers and images can be "
+            'converted by .float(); for tokens use Private("module", "<embedding>"), for labels soft targets'
+        )
+    z = z.detach()
+    return z[:, None] if z.dim() == 1 else z  # one number a record, (B,), is one feature; `_place` takes it back
+
+
+def feature_mask(private: Private, z: Tensor) -> Tensor | None:
+    """The chosen features as a 0/1 tensor of one record's shape, or None when all are private."""
+    if private.features is None:
+        return None
+    chosen, size = private.features.flatten(), math.prod(z.shape[1:])
+    if chosen.dtype == torch.bool:
+        if chosen.numel() != size:
+            raise InputError("private", f"must be a mask of a record's {size} features", f"{chosen.numel()} entries")
+        return chosen.to(z).reshape(z.shape[1:])
+    if chosen.device.type == "cpu" and chosen.numel() and not -size <= int(chosen.min()) <= int(chosen.max()) < size:
+        raise InputError("private", f"must name features from 0 to {size - 1}", f"{chosen.min()} to {chosen.max()}")
+    if chosen.device.type == "cpu" and chosen.remainder(size).unique().numel() < chosen.numel():
+        raise InputError("private", "must name each feature once; a mask must be of True and False", chosen.tolist())
+    mask = torch.zeros(size, dtype=z.dtype, device=z.device)
+    mask[chosen.to(z.device)] = 1
+    return mask.reshape(z.shape[1:])
+
+
+def batch_rows(tree: Any, rows: slice) -> Any:
+    """Those rows of every tensor in a tuple or dictionary."""
+    return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def check_rows(name: str, tree: Any, records: int) -> None:
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] != records):
+            raise ValueError(
+                f"every tensor in {name} must have {records} rows, one per record, got {tuple(leaf.shape)}"
+            )
+
+
+def _call(model: nn.Module, inputs: Inputs, params: Mapping[str, Tensor] | None) -> Any:
+    args, kwargs = (), {}
+    if isinstance(inputs, Mapping):
+        kwargs = dict(inputs)
+    else:
+        args = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    if params is None:
+        return model(*args, **kwargs)
+    return functional_call(model, dict(params), args, kwargs)
+
+
+def _place(private: Private, z: Tensor, inputs: Inputs, targets: Any) -> tuple[Inputs, Any]:
+    if private.part == "target":
+        return inputs, _shaped(z, targets)
+    if private.part in ("module", "nothing"):
+        return inputs, targets
+    if isinstance(inputs, Tensor):
+        return _shaped(z, inputs), targets
+    name = _only_float(inputs) if private.name is None else private.name
+    if isinstance(inputs, Mapping):
+        return {**inputs, name: _shaped(z, inputs[name])}, targets
+    return tuple(_shaped(z, x) if i == name else x for i, x in enumerate(inputs)), targets
+
+
+def _shaped(z: Tensor, original: Tensor) -> Tensor:
+    """z without the dimension that `private_part` gave to single numbers."""
+    return z.squeeze(-1) if z.dim() == original.dim() + 1 else z
+
+
+def _only_float(inputs: Inputs) -> Any:
+    items = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
+    floats = [key for key, x in items if isinstance(x, Tensor) and x.is_floating_point()]
+    if len(floats) != 1:
+        raise ValueError(f'several inputs: say which is private with Private("input", name), one of {floats}')
+    return floats[0]
+
+
+@contextmanager
+def _replaced(model: nn.Module, private: Private, z: Tensor) -> Iterator[None]:
+    """While open, the private module answers z; the gradient of its own parameters still flows."""
+    if private.part != "module":
+        yield
+        return
+    calls = 0
+
+    def answer(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return _shaped(z, output) + (output - output.detach())
+
+    handle = _module(model, private).register_forward_hook(answer)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if calls != 1:
+        raise ValueError(
+            f"the private module {private.name!r} must be called once in a forward pass, got {calls} calls"
+        )
+
+
+def _module_output(model: nn.Module, private: Private, inputs: Inputs) -> Tensor:
+    outputs: list[Tensor] = []
+    handle = _module(model, private).register_forward_hook(lambda m, a, out: outputs.append(out))
+    try:
+        with torch.no_grad():
+            _call(model, inputs, None)
+    finally:
+        handle.remove()
+    if len(outputs) != 1:
+        raise ValueError(
+            f"the private module {private.name!r} must be called once in a forward pass, got {len(outputs)} calls"
+        )
+    return outputs[0]
+
+
+def _module(model: nn.Module, private: Private) -> nn.Module:
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    if private.name not in modules:
+        raise ValueError(f"the model has no module named {private.name!r}; it has {sorted(m for m in modules if m)}")
+    return modules[str(private.name)]

@@ -1,0 +1,487 @@
+"""The ledger: unbiased under every budget, honest about its error, and kept safe."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from learning import FEATURES, RECORDS, SameNoise, learner
+from reconbound._internal.checks import InputError
+from reconbound.accounting.accountant import FEWEST, Account, FisherAccountant
+from reconbound.accounting.amplification import fixed_size_factor, paper_delta, paper_kappa, poisson_factors
+from reconbound.accounting.measurement_plan import Blocks
+from reconbound.fisher import StepInformation
+
+
+def account(records: int = 6, features: int = 3, **changes) -> Account:
+    return Account(
+        **{
+            "records": records,
+            "features": features,
+            "steps": 10,
+            "noise_multiplier": 2.0,
+            "max_grad_norm": 0.5,
+            "sample_rate": 0.25,
+            **changes,
+        }
+    )
+
+
+def info(across: Tensor, along: Tensor, norm: Tensor | float = 0.3, *, features: int = 3, error: float = 0.1):
+    across, along = across.double(), along.double()
+    n = torch.as_tensor(norm, dtype=torch.float64).expand(len(across))
+    share = torch.arange(1.0, features + 1) / sum(range(1, features + 1))
+    spectral = (across + along) / 2
+    return StepInformation(
+        n,
+        n,
+        n,
+        n,
+        along,
+        across,
+        error * across,
+        {},
+        features,
+        1,
+        along[:, None] * share,
+        across[:, None] * share,
+        None,
+        spectral,
+        1.1 * spectral,
+    )
+
+
+# --- factors ---------------------------------------------------------------------------------
+
+
+def test_each_rule_multiplies_by_its_factor() -> None:
+    norms = torch.tensor([0.0, 0.2, 0.55], dtype=torch.float64)
+    across, along = torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.1, 4.0]], dtype=torch.float64)
+    for sampler, rules in (("poisson", ("exact", "paper", "none")), ("fixed", ("fixed", "paper", "none"))):
+        ledger = FisherAccountant(account(sampler=sampler, rules=rules))
+        ledger.add(torch.tensor([4, 0, 2]), info(across, along, norms), weight=1.5)
+        kappa = paper_kappa(2.0, 0.25, paper_delta(6, 10))
+        k_across, k_along = poisson_factors(norms.numpy() / 1.0, 0.25)
+        fixed = fixed_size_factor(norms.numpy() / 1.0, 1.1153 / 2.0, 0.25)
+        expected = {
+            "exact": 1.5 * (k_across * across.numpy() + k_along * along.numpy()),
+            "fixed": 1.5 * fixed * (across + along).numpy(),
+            "paper": 1.5 * kappa * (across + along).numpy(),
+            "none": 1.5 * (across + along).numpy(),
+        }
+        for rule in rules:
+            np.testing.assert_allclose(ledger.trace(rule)[[4, 0, 2]].numpy(), expected[rule], rtol=1e-9)
+            assert float(ledger.trace(rule)[[1, 3, 5]].abs().sum()) == 0
+        np.testing.assert_allclose(ledger.dfil().numpy(), ledger.trace().numpy() / 3)
+
+
+def test_the_spectral_bound_takes_the_larger_factor() -> None:
+    ledger = FisherAccountant(account(), spectral=True)
+    ledger.add(torch.tensor([1]), info(torch.tensor([2.0]), torch.tensor([4.0]), 0.5), weight=1.5)
+    across, along = (float(k) for k in poisson_factors(0.5, 0.25))
+    assert abs(across - along) > 1e-3
+    assert float(ledger.spectral_bound()[1]) == pytest.approx(1.5 * max(across, along) * 3.0 * 1.1)
+
+
+def test_the_hard_clip_has_kappa_of_its_own() -> None:
+    ledger = FisherAccountant(account(clip="hard", rules=("paper",)))
+    ledger.add(torch.tensor([0]), info(torch.ones(1), torch.zeros(1)))
+    assert float(ledger.trace()[0]) == pytest.approx(paper_kappa(2.0, 0.25, 1 / 60, clip_bound=1.0))
+
+
+def test_one_record_and_one_step_need_no_delta() -> None:
+    FisherAccountant(account(records=1, steps=1))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "rule"), [("fixed", "exact"), ("shuffle", "exact"), ("shuffle", "fixed"), ("poisson", "fixed")]
+)
+def test_a_factor_is_not_claimed_for_other_batches(sampler: str, rule: str) -> None:
+    with pytest.raises(InputError, match="rules"):
+        account(sampler=sampler, rules=(rule,))
+
+
+def test_shuffled_epochs_are_not_amplified() -> None:
+    shuffled = account(sampler="shuffle", records=10, sample_rate=0.4, steps=7)
+    assert shuffled.rules == ("none",)
+    mechanism = shuffled.mechanism()
+    assert (mechanism.sample_rate, mechanism.steps) == (1.0, 4)  # epochs of two batches, as if the last was dropped
+    known = account(sampler="shuffle", records=10, sample_rate=0.4, steps=7, batches_per_epoch=3)
+    assert known.mechanism().steps == 3  # epochs of three batches: 4, 4, 2
+    assert mechanism.sampler == "shuffle"
+
+
+# --- budgets ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def budgets() -> dict:
+    """Runs with the same seeds, so the same trajectories, measured in four ways: (runs, records) each."""
+    runs, steps, found = 50, 12, {}
+    for name, budget in {"all": 1e6, "every": "every", "steps": ("steps", 0.5), "blocks": 1.0}.items():
+        traces, errors, final = [], [], []
+        for seed in range(runs):
+            probes = 8 if name == "all" else 1
+            one = learner(kind=SameNoise, budget=budget, seed=seed, probes=probes, lr=0.5).fit(steps)
+            assert one.accountant is not None
+            traces.append(one.accountant.dfil())
+            errors.append(one.accountant.standard_error())
+            final.append(torch.cat([p.detach().flatten() for p in one.model.parameters()]))
+        found[name] = (torch.stack(traces), torch.stack(errors), torch.stack(final))
+    return found
+
+
+def test_measuring_does_not_change_training(budgets: dict) -> None:
+    assert torch.equal(budgets["all"][2], budgets["blocks"][2])
+    torch.testing.assert_close(budgets["all"][2], budgets["every"][2], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["every", "steps", "blocks"])
+def test_budgets_are_unbiased(budgets: dict, name: str) -> None:
+    """Against every record measured at every step, times q, on the same trajectories."""
+    difference = budgets[name][0] - budgets["all"][0]
+    error = difference.std(0) / len(difference) ** 0.5
+    assert float((difference.mean(0) / error).abs().max()) < 4.5
+    over_records = difference.mean(1)
+    assert abs(float(over_records.mean())) < 4 * float(over_records.std()) / len(over_records) ** 0.5
+    assert float(over_records.std()) / len(over_records) ** 0.5 < 0.08 * float(budgets["all"][0].mean())  # it can tell
+
+
+@pytest.mark.parametrize("name", ["every", "steps", "blocks"])
+def test_standard_error_of_one_run_says_what_the_budget_cost(budgets: dict, name: str) -> None:
+    squares = (budgets[name][0] - budgets["all"][0]).square().mean()
+    error = budgets[name][1]
+    claimed = error.masked_fill(error.isinf(), 0.0).square().mean()  # never measured: nothing to estimate it from
+    assert 0.8 < float(claimed / squares) < 4.0
+    far = (budgets[name][0] - budgets["all"][0]).abs() > 3 * budgets[name][1] + 0.5 * budgets["all"][0].mean()
+    assert float(far.double().mean()) < 0.05
+
+
+def test_blocks_cost_less_variance_than_draws(budgets: dict) -> None:
+    spread = {
+        name: float((budgets[name][0] - budgets["all"][0]).square().mean()) for name in ("every", "steps", "blocks")
+    }
+    assert spread["blocks"] < spread["every"] < spread["steps"]
+
+
+def simulated(f: np.ndarray, q: float, budget: str, runs: int, copies: int, seed: int) -> FisherAccountant:
+    """A ledger of many records that all have the information f[t] at step t, each drawn and probed on its own."""
+    rng, steps = np.random.default_rng(seed), len(f)
+    ledger = FisherAccountant(account(copies, 1, steps=steps, sample_rate=q, rules=("none",)))
+    for _ in range(runs):
+        plan = Blocks(copies, q, steps, 0.5, 1)
+        at = rng.permuted(np.tile(np.arange(steps), (copies, 1)), axis=1)  # of a block: a random step for each record
+        for t in range(steps):
+            if budget == "blocks":
+                _, start, length = plan.block(t)
+                rows = np.nonzero(at[:, start] % length == t - start)[0] if length > 1 else np.arange(copies)
+                weight = plan.weight(t)
+            else:
+                rows, weight = np.nonzero(rng.random(copies) < q)[0], 1.0
+                if budget == "steps":
+                    keep = rng.random(len(rows)) < 0.8
+                    rows, weight = rows[keep], 1.25
+            probe = rng.chisquare(5, len(rows)) / 5  # a relative variance of 0.4, above what deflated probes have
+            across = torch.from_numpy(f[t] * probe)
+            ledger.add(
+                torch.from_numpy(rows),
+                info(across, torch.zeros(len(rows)), features=1, error=1.4),
+                weight=weight,
+                stratified=budget == "blocks",
+            )
+        ledger.finish_run()
+    return ledger
+
+
+@pytest.mark.parametrize("budget", ["every", "steps", "blocks"])
+def test_upper_limits_cover_with_ten_runs(budget: str) -> None:
+    """Information that falls hundredfold as training goes on, rare draws, one probe: skewed sums as they occur."""
+    q, steps = 0.05, 120
+    f = 10 ** np.linspace(0, -2, steps) + 0.05
+    truth = q * f.sum()
+    ledger = simulated(f, q, budget, runs=10, copies=1500, seed=1)
+    trace = ledger.trace().numpy()
+    assert abs(trace.mean() - truth) < 4 * trace.std() / len(trace) ** 0.5  # unbiased here too
+    covered = float((ledger.upper() >= truth).double().mean())
+    assert covered >= 0.95, covered
+    assert float(torch.isfinite(ledger.upper()).double().mean()) > 0.5  # not for free
+
+
+def test_no_limit_is_given_where_draws_are_too_few_to_cover() -> None:
+    q, f = 0.01, np.full(100, 1.0)
+    ledger = simulated(f, q, "every", runs=10, copies=1500, seed=2)
+    assert bool(torch.isinf(ledger.upper()[ledger.measured() < FEWEST]).all())
+    assert float((ledger.upper() >= 1.0).double().mean()) >= 0.95
+
+
+def test_standard_error_of_rare_draws_is_the_formula() -> None:
+    """Σ (1−π) x² + π e², π = q/weight; entries x, probe errors e = 0.3 x."""
+    for weight, chance in ((1.0, 0.25), (2.0, 0.125), (0.25, 1.0)):
+        ledger = FisherAccountant(account(rules=("none",)))
+        for value in (1.0, 2.5):
+            ledger.add(torch.tensor([2]), info(torch.tensor([value]), torch.zeros(1), error=0.3), weight=weight)
+        x = weight * np.array([1.0, 2.5])
+        expected = np.sqrt(np.sum((1 - chance) * x**2 + chance * (0.3 * x) ** 2)) / 3
+        assert float(ledger.standard_error()[2]) == pytest.approx(expected)
+        assert bool(torch.isinf(ledger.standard_error()[[0, 1, 3, 4, 5]]).all())
+
+
+def test_standard_error_of_blocks_is_the_formula() -> None:
+    """Half the squared differences of successive blocks, times B/(B−1); of one block x² as for a rare draw."""
+    ledger, x = FisherAccountant(account(rules=("none",))), 2.0 * np.array([1.0, 4.0, 3.5, 7.0])
+    for k, value in enumerate(x / 2):
+        ledger.add(torch.tensor([1]), info(torch.tensor([value]), torch.zeros(1)), weight=2.0, stratified=True)
+        expected = 0.875 * x[0] ** 2 + 0.125 * (0.1 * x[0]) ** 2
+        if k:
+            expected = np.sum(np.diff(x[: k + 1]) ** 2) / 2 * (k + 1) / k
+        assert float(ledger.standard_error()[1]) == pytest.approx(expected**0.5 / 3)
+
+
+@pytest.mark.parametrize(("weight", "stratified", "given"), [(1.0, False, 0), (2.5, True, 0), (0.25, True, 6)])
+def test_blocks_are_sampled_too_unless_every_step_is_measured(weight: float, stratified: bool, given: int) -> None:
+    ledger = FisherAccountant(account(rules=("none",)))
+    for scale in (1.0, 1.1, 0.9):
+        ledger.add(torch.arange(6), info(scale * torch.ones(6), torch.zeros(6)), weight=weight, stratified=stratified)
+        ledger.finish_run()
+    assert int(torch.isfinite(ledger.upper()).sum()) == given
+    assert ledger.summary()["without_limit"] == 6 - given
+
+
+def test_upper_needs_two_runs() -> None:
+    with pytest.raises(InputError, match="runs"):
+        FisherAccountant(account()).upper()
+
+
+# --- runs ------------------------------------------------------------------------------------
+
+
+def run(ledger: FisherAccountant, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(4):
+        chosen = torch.nonzero(torch.rand(6, generator=generator) < 0.7).flatten()
+        ledger.add(
+            chosen, info(torch.rand(len(chosen), generator=generator), torch.rand(len(chosen), generator=generator))
+        )
+    ledger.finish_run()
+
+
+@pytest.mark.parametrize("diagonal", ["none", "all", "average", [5, 1]])
+def test_merged_ledgers_are_the_runs_together(diagonal) -> None:
+    options = {"diagonal": diagonal, "spectral": True}
+    together, one, other = (FisherAccountant(account(rules=("exact", "none")), **options) for _ in range(3))
+    for seed in range(5):
+        run(together, seed)
+        run(one if seed < 2 else other, seed)
+    one.merge(other)
+    assert one.runs == 5
+    for name, value in together.state().items():
+        if name != "fingerprints":  # these runs were measured twice here, to compare
+            torch.testing.assert_close(one.state()[name], value, msg=name)
+    torch.testing.assert_close(one.upper(), together.upper())
+    empty = FisherAccountant(account(rules=("exact", "none")), **options)
+    empty.merge(one)
+    torch.testing.assert_close(empty.trace("none"), together.trace("none"))
+
+
+def test_means_and_errors_over_runs() -> None:
+    ledger, sums = FisherAccountant(account(rules=("none",))), []
+    for seed in range(4):
+        alone = FisherAccountant(account(rules=("none",)))
+        run(alone, seed)
+        sums.append(alone.trace())
+        run(ledger, seed)
+    stacked = torch.stack(sums)
+    torch.testing.assert_close(ledger.trace(), stacked.mean(0))
+    torch.testing.assert_close(ledger.standard_error(), stacked.std(0) / 2 / 3)
+
+
+def test_only_like_is_merged_with_like() -> None:
+    ledger = FisherAccountant(account(), diagonal=[0, 1])
+    for other in (
+        FisherAccountant(account(steps=11)),
+        FisherAccountant(account(), diagonal=[0, 2]),
+        FisherAccountant(account()),
+    ):
+        with pytest.raises(InputError, match="other"):
+            ledger.merge(other)
+    with pytest.raises(InputError, match="feature_scale"):
+        ledger.merge(FisherAccountant(account(), diagonal=[0, 1], feature_scale=2.0))
+
+
+# --- answers ---------------------------------------------------------------------------------
+
+
+def test_floors_in_data_units() -> None:
+    """x = mean + scale · input: information falls by scale², the floor of a feature rises by it."""
+    scale = [2.0, 3.0, 10.0]
+    plain, scaled = (
+        FisherAccountant(account(), diagonal="all"),
+        FisherAccountant(account(), diagonal="all", feature_scale=scale),
+    )
+    for ledger in (plain, scaled):
+        ledger.add(torch.arange(6), info(torch.ones(6), torch.ones(6)))
+    np.testing.assert_allclose(scaled.feature_floors().value, plain.feature_floors().value * np.square(scale))
+    np.testing.assert_allclose(scaled.mse_floor().value, plain.mse_floor().value * 25.0)  # the mean scale is 5
+    exact = scaled.feature_floors().value.mean(1)  # Var_j ≥ 1/I_jj for each j: the trace's floor must not be above it
+    assert bool((scaled.mse_floor().value <= exact * (1 + 1e-6)).all())
+    for bad in ([1.0, 2.0], 0.0, [1.0, -1.0, 1.0], float("nan")):
+        with pytest.raises(InputError, match="feature_scale"):
+            FisherAccountant(account(), feature_scale=bad)
+
+
+def test_diagonals_add_up_to_the_trace() -> None:
+    ledgers = {
+        name: FisherAccountant(account(), diagonal=kept)
+        for name, kept in {"all": "all", "average": "average", "some": [4, 1]}.items()
+    }
+    for ledger in ledgers.values():
+        ledger.add(
+            torch.tensor([1, 4, 5]), info(torch.rand(3, generator=torch.Generator().manual_seed(0)), torch.ones(3))
+        )
+    whole, some = (
+        1 / ledgers[name].feature_floors().value[[4, 1] if name == "all" else [0, 1]] for name in ("all", "some")
+    )
+    np.testing.assert_allclose(whole, some, rtol=1e-6)
+    trace = ledgers["all"].trace().numpy()
+    np.testing.assert_allclose(whole.sum(1), trace[[4, 1]], rtol=1e-6)
+    for name in ledgers:
+        average = 1 / ledgers[name].feature_floors(average=True).value
+        np.testing.assert_allclose(average.sum(), trace.mean(), rtol=1e-6)
+    with pytest.raises(InputError, match="diagonal"):
+        FisherAccountant(account()).feature_floors()
+
+
+def test_a_record_never_measured_has_no_floor() -> None:
+    ledger = FisherAccountant(account(), diagonal="all")
+    ledger.add(torch.tensor([0, 1]), info(torch.tensor([1.0, 2.0]), torch.zeros(2)))
+    floor = ledger.mse_floor()
+    assert floor.value[2:].tolist() == [0.0] * 4
+    assert "never measured" in " ".join(floor.assumes)
+    assert ledger.feature_floors().value[3].tolist() == [0.0] * 3
+    assert [e.record for e in ledger.most_exposed(5)] == [1, 0]
+    summary = ledger.summary()
+    assert summary["never_measured"] == 4
+    assert summary["floor_estimate"]["exact"]["lowest"] == pytest.approx(floor.value[1])
+
+
+def test_summary_and_guarantee_travel_with_the_ledger() -> None:
+    ledger = FisherAccountant(account(rules=("exact", "paper")), spectral=True)
+    for seed in range(3):
+        run(ledger, seed)
+    summary = ledger.summary()
+    assert summary["runs"] == 3
+    assert summary["floor_estimate"]["exact"]["lowest"] > summary["floor_estimate"]["paper"]["lowest"]
+    assert (ledger.spectral_bound() <= ledger.trace()).all()
+    companions = ledger.guarantee(delta=1e-6)
+    assert companions.dim == 3
+    assert companions.mechanism.order2() > 0
+    assert companions.epsilon is not None
+    assert {b.name for b in companions.bounds} >= {"theorem1", "lecam", "rate_distortion"}
+
+
+@pytest.mark.parametrize("bad", [[6], [-1], [2, 2]])
+def test_indices_out_of_range_or_twice_leave_the_ledger_alone(bad: list[int]) -> None:
+    ledger = FisherAccountant(account())
+    with pytest.raises(InputError, match="indices"):
+        ledger.add(torch.tensor(bad), info(torch.ones(len(bad)), torch.ones(len(bad))))
+    assert all(float(v.double().abs().sum()) == 0 for v in ledger.state().values())
+
+
+# --- keeping ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("diagonal", ["none", "all", "average", [3, 0]])
+def test_saved_ledgers_come_back(tmp_path, diagonal) -> None:
+    ledger = FisherAccountant(
+        account(rules=("exact", "paper")), diagonal=diagonal, spectral=True, feature_scale=[1.0, 2.0, 3.0]
+    )
+    run(ledger, 0)
+    run(ledger, 1)
+    ledger.add(torch.tensor([2]), info(torch.ones(1), torch.ones(1)))
+    path = tmp_path / "ledger.safetensors"
+    before = os.umask(0)
+    try:
+        ledger.save(path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    back = FisherAccountant.load(path)
+    assert (back.account, back.runs, back.diagonal) == (ledger.account, 2, ledger.diagonal)
+    assert all(torch.equal(v, back.state()[name]) for name, v in ledger.state().items())
+    torch.testing.assert_close(back.upper("paper"), ledger.upper("paper"))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_foreign_and_damaged_files_are_refused(tmp_path) -> None:
+    path = tmp_path / "ledger.safetensors"
+    ledger = FisherAccountant(account())
+    ledger.save(path)
+    good = path.read_bytes()
+    import pickle
+
+    from safetensors.torch import save
+
+    bad = [b"", b"x", good[:-1], good[:40], pickle.dumps({"a": 1}), save({"a": torch.ones(2)}), b"\xff" * 100]
+    bad += [good[:k] + bytes([good[k] ^ 16]) + good[k + 1 :] for k in range(0, len(good), 37)]
+    for content in bad:
+        path.write_bytes(content)
+        with pytest.raises(InputError, match="path"):
+            FisherAccountant.load(path)
+
+
+def test_small_problem_has_what_the_tests_assume() -> None:
+    one = learner(budget="every").fit(3)
+    assert one.accountant is not None
+    assert (one.accountant.account.records, one.accountant.account.features) == (RECORDS, FEATURES)
+
+
+# --- what cannot be added ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"diagonal_across": None}, "must have the diagonal"),
+        ({"diagonal_along": torch.ones(4, 5)}, r"diagonal of the account's 3 features, no others .*got \(4, 5\)"),
+        ({"spectral_bound": None}, "must have the spectral norm"),
+        ({"across": torch.tensor([1.0, 2.0, torch.nan, 1.0])}, r"finite numbers.*of record 5, got \[nan, 1.0\]"),
+        ({"along": torch.tensor([1.0, torch.inf, 2.0, 1.0])}, r"finite numbers.*of record 3, got \[1.0, inf\]"),
+        ({"across": torch.tensor([-3.0, 1.0, 1.0, 1.0])}, "no negative trace, of record 1"),
+        ({"clipped_norm": torch.full((4,), torch.nan)}, "finite numbers.*of record 1"),
+        ({"features": 4}, "must be about the account's 3 features, got 4"),
+    ],
+)
+def test_what_cannot_be_added_leaves_the_ledger_as_it_was(changes: dict, said: str) -> None:
+    """So that the caller may mend it and add again: nothing is counted twice, and no NaN stays."""
+    ledger = FisherAccountant(account(rules=("exact", "paper")), diagonal="all", spectral=True)
+    good, records = info(torch.ones(4), torch.ones(4)), torch.tensor([1, 3, 5, 0])
+    with pytest.raises(InputError, match=said):
+        ledger.add(records, replace(good, **changes))
+    assert not any(bool(value.any()) for value in ledger.state().values())
+    ledger.add(records, good)
+    assert ledger.measured().tolist() == [1, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("indices", "said"),
+    [
+        (torch.tensor([1, 3, 5]), "indices must be 4, one for each record found, got 3"),
+        (torch.tensor([1.0, 3.0, 5.0, 0.0]), "indices must be a tensor of record indices"),
+        (torch.ones(4, dtype=torch.bool), "indices must be a tensor of record indices"),
+        (["1", "3", "5", "0"], "indices must be a tensor of record indices"),
+        ([[1], [3, 5], [0]], "indices must be a tensor of record indices"),
+    ],
+)
+def test_indices_that_are_none(indices, said: str) -> None:
+    ledger, good = FisherAccountant(account()), info(torch.ones(4), torch.ones(4))
+    with pytest.raises(InputError, match=said):
+        ledger.add(indices, good)
+    ledger.add(torch.tensor([1, 3, 5, 0], dtype=torch.int32), good)
+    ledger.add(torch.tensor([], dtype=torch.int64), info(torch.ones(0), torch.ones(0)))  # an empty batch
+    assert ledger.measured().tolist() == [1, 1, 0, 1, 0, 1]

@@ -1,0 +1,261 @@
+"""What floors say of how well they are known: in their words, by a warning, and where there is no limit, why."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_accountant import account, info
+
+from learning import learner
+from reconbound._internal.checks import InputError
+from reconbound.accounting.accountant import Chosen, FisherAccountant
+from reconbound.validate import ReconboundWarning
+
+#: these ledgers are made up: a few measurements that tell of no whole run
+pytestmark = pytest.mark.filterwarnings("ignore:the measurements of a run tell")
+
+COARSE = "floors from so few measurements"
+
+
+def silent(call):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return call()
+
+
+def filled(values, diagonal="none", weight: float = 2.5, runs: int = 1) -> FisherAccountant:
+    """A ledger of six records, measured with these values one after the other, in each run."""
+    ledger = FisherAccountant(account(rules=("none",)), diagonal=diagonal)
+    for _ in range(runs):
+        for value in values:
+            ledger.add(torch.arange(6), info(value * torch.ones(6), torch.zeros(6)), weight=weight, stratified=True)
+        ledger.finish_run()
+    return ledger
+
+
+def test_one_measurement_is_said_and_warned_of_once_a_run() -> None:
+    ledger = filled([1.0])
+    with pytest.warns(ReconboundWarning, match=f"{COARSE}.*budget.*repeat"):
+        bound = ledger.mse_floor()
+    error = float((ledger.standard_error() / ledger.dfil())[0])  # √(1 − π) of a rare draw, and the probes' error
+    assert error == pytest.approx(math.sqrt(0.9 + 0.1 * 0.1**2))
+    said = f"estimated: measured 1 time per record (median), relative standard error {100 * error:.0f} % (median)"
+    said += " by measuring alone: another run would differ by more"
+    said += "; in simulated trainings up to 85 % of the floors from one run were more than 2 times too high"
+    assert any(text.startswith(said) for text in bound.assumes)
+    assert said in str(bound)
+    silent(ledger.mse_floor)
+    silent(lambda: ledger.mse_floor("none"))
+    ledger.add(torch.arange(6), info(torch.ones(6), torch.zeros(6)), weight=2.5, stratified=True)
+    ledger.finish_run()  # a second run that says the same: no error left
+    assert "relative standard error 0 %" in str(silent(ledger.mse_floor))
+
+
+def test_a_single_run_warns_however_well_it_was_measured() -> None:
+    """A third of such floors is more than twice too high (docs/guide-private-sgd.md, one run, b = 1)."""
+    ledger = filled([1.0, 1.3, 0.9, 1.1, 1.2, 0.8] * 2)
+    with pytest.warns(ReconboundWarning, match="floors of one run are more often too high than too low.*up to 57 %"):
+        bound = ledger.mse_floor()
+    assert bound.estimate
+    assert str(bound).startswith("dfil: by an estimate an unbiased attacker errs by at least")
+    error = float((ledger.standard_error() / ledger.dfil())[0])
+    assert error < 0.5
+    text = f"measured 12 times per record (median), relative standard error {100 * error:.0f} % (median)"
+    assert text in " ".join(bound.assumes)
+
+
+def test_the_warning_points_at_the_line_that_asked() -> None:
+    with pytest.warns(ReconboundWarning) as found:
+        filled([1.0]).mse_floor()
+    assert found[0].filename == __file__
+
+
+# --- features ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("diagonal", ["all", [4, 1]])
+def test_errors_of_features_are_the_formula(diagonal) -> None:
+    """Of one run √Σx²; over runs sd/√R, through merging and saving too."""
+    values = [[1.0, 4.0], [3.0, 2.0], [5.0, 1.0], [0.5, 0.1]]
+    share = np.array([1.0, 2.0, 3.0]) / 6
+    one = filled(values[0], diagonal)
+    expected = 2.5 * math.sqrt(1 + 16) * share
+    np.testing.assert_allclose(one.feature_standard_error()[0].numpy(), expected, rtol=1e-6)
+
+    ledgers = [filled(v, diagonal) for v in values]
+    together = filled(values[0], diagonal)
+    for v in values[1:]:
+        for x in v:
+            together.add(torch.arange(6), info(x * torch.ones(6), torch.zeros(6)), weight=2.5, stratified=True)
+        together.finish_run()
+    sums = 2.5 * np.array([sum(v) for v in values])
+    expected = sums.std(ddof=1) / 2 * share
+    np.testing.assert_allclose(together.feature_standard_error()[1].numpy(), expected, rtol=1e-5)
+    ledgers[0].merge(ledgers[1])
+    ledgers[2].merge(ledgers[3])
+    ledgers[0].merge(ledgers[2])
+    np.testing.assert_allclose(ledgers[0].feature_standard_error()[1].numpy(), expected, rtol=1e-5)
+    empty = FisherAccountant(one.account, diagonal=diagonal)
+    empty.merge(ledgers[0])
+    np.testing.assert_allclose(empty.feature_standard_error()[1].numpy(), expected, rtol=1e-5)
+
+
+def test_the_error_of_features_in_one_run_covers_what_runs_differ_by() -> None:
+    """The formula of one run against the spread of 40 estimates of one and the same trajectory (lr 0)."""
+    found, errors = [], []
+    for seed in range(40):
+        one = learner(seed=seed, diagonal="all", budget=2.0, lr=1e-12, noise_multiplier=4.0).fit(steps=12).accountant
+        found.append(1 / one.feature_floors().value)
+        errors.append(one.feature_standard_error().numpy())
+    spread, said = np.std(found, axis=0, ddof=1), np.sqrt(np.mean(np.square(errors), axis=0))
+    ratio = said / spread
+    assert 0.9 < np.median(ratio) < 2.0  # no less, and not many times more
+    assert (ratio > 0.7).mean() > 0.98
+
+
+def test_features_say_how_well_they_are_known_and_warn() -> None:
+    ledger = filled([1.0], "all")
+    with pytest.warns(ReconboundWarning, match=COARSE):
+        bound = ledger.feature_floors()
+    assert "measured 1 time per record (median), relative standard error of a feature 100 %" in " ".join(bound.assumes)
+    well = filled([1.0] * 9, "all")
+    with pytest.warns(ReconboundWarning, match="floors of one run"):
+        assert "relative standard error of a feature 33 %" in str(well.feature_floors())
+    assert "estimated" not in " ".join(silent(lambda: filled([1.0], "all").feature_floors(average=True)).assumes)
+    with pytest.raises(InputError, match="diagonal"):
+        filled([1.0], "average").feature_standard_error()
+
+
+def test_a_record_never_measured_has_an_infinite_error_of_features() -> None:
+    ledger = FisherAccountant(account(), diagonal="all")
+    ledger.add(torch.tensor([0]), info(torch.ones(1), torch.zeros(1)))
+    assert torch.isinf(ledger.feature_standard_error()).all(1).tolist() == [False] + [True] * 5
+
+
+def test_chosen_records_say_that_one_run_has_no_error() -> None:
+    few = learner(diagonal=Chosen(2, 1)).repeat(runs=2, steps=8).accountant
+    with pytest.warns(ReconboundWarning, match=COARSE):
+        assert "standard error of a feature not known" in str(few.feature_floors())
+
+
+def test_ledgers_without_the_error_can_still_be_read(tmp_path) -> None:
+    """As earlier versions wrote them: the error of their features is not known, and said so."""
+    ledger = filled([1.0, 2.0], "all")
+    tensors = {name: value for name, value in ledger.state().items() if name != "diagonal_error"}
+    other = FisherAccountant(ledger.account, diagonal="all")
+    other.restore(tensors, 1)
+    assert bool(torch.isinf(other.feature_standard_error()).all())
+    np.testing.assert_array_equal(other.feature_floors().value, ledger.feature_floors().value)
+    merged = FisherAccountant(ledger.account, diagonal="all")
+    merged.restore(tensors, 1)
+    merged.merge(filled([4.0], "all"))
+    for one in (other, ledger):  # from the second run on it is that between runs, which is known
+        one.add(torch.arange(6), info(4 * torch.ones(6), torch.zeros(6)), weight=2.5, stratified=True)
+        one.finish_run()
+    for one in (other, merged):
+        torch.testing.assert_close(one.feature_standard_error(), ledger.feature_standard_error())
+    assert "relative standard error of a feature 14 %" in str(other.feature_floors())  # of 3 and 4
+
+
+def test_the_average_is_not_said_of_a_record() -> None:
+    ledger = filled([1.0], "all")
+    average, each = ledger.feature_floors(average=True), ledger.feature_floors()
+    assert "mean over 6 records: single ones may be known better" in str(average)
+    assert "most exposed" not in str(average)
+    assert "most exposed in it of 6" in str(each)
+    assert "single ones" not in str(each)
+    assert each.coordinates == "each"
+
+
+def test_a_loaded_ledger_says_the_same_of_its_chosen_records(tmp_path) -> None:
+    ledger = learner(diagonal=Chosen(2, 1)).repeat(runs=3, steps=8).accountant
+    assert ledger is not None
+    ledger.save(tmp_path / "ledger")
+    said = str(ledger.feature_floors())
+    assert "measured 16 times per record" in said  # at each of 8 steps of the two runs after the choice
+    assert str(FisherAccountant.load(tmp_path / "ledger").feature_floors()) == said
+
+
+# --- limits ------------------------------------------------------------------------------------
+
+
+def test_why_there_is_no_limit_is_said() -> None:
+    few = filled([1.0, 1.1], runs=3)
+    with pytest.warns(ReconboundWarning, match="6 of 6 records were measured fewer than 25 times over all runs: more"):
+        assert bool(torch.isinf(few.upper()).all())
+    silent(few.upper)  # once
+    found = few.summary()
+    assert found["floor_lower_limit"] is None
+    assert "fewer than 25 times" in found["no_limit_because"]
+
+    wild = FisherAccountant(account(rules=("none",)))
+    for scale in (1.0, 40.0, 0.01):
+        for _ in range(10):
+            wild.add(torch.arange(6), info(scale * torch.ones(6), torch.zeros(6)), weight=2.5, stratified=True)
+        wild.finish_run()
+    with pytest.warns(ReconboundWarning, match="the runs differ too much .median relative standard error 0.9"):
+        wild.upper()
+    assert wild.summary()["floor_lower_limit"] is None
+
+    good = filled([1.0] * 10, runs=3)
+    assert bool(torch.isfinite(silent(good.upper)).all())
+    found = good.summary()
+    assert found["no_limit_because"] is None
+    assert found["floor_lower_limit"]["lowest"] == pytest.approx(1 / float(good.upper().max()))
+
+
+# --- never measured ----------------------------------------------------------------------------
+
+
+def test_records_never_measured_are_counted_where_the_floors_are_printed() -> None:
+    ledger = FisherAccountant(account())
+    ledger.add(torch.tensor([0, 1]), info(torch.ones(2), torch.zeros(2)), weight=0.25)
+    with pytest.warns(ReconboundWarning, match="floors of one run"):
+        bound = ledger.mse_floor()
+    assert "4 of 6 records were never measured: no floor" in str(bound)
+    assert ledger.summary()["relative_standard_error_median"] < 0.5  # of those that were
+    assert ledger.dfil()[2:].tolist() == bound.value[2:].tolist() == [0.0] * 4
+
+
+def test_a_bound_says_where_its_numbers_are() -> None:
+    bound = filled([1.0] * 6).mse_floor()
+    with pytest.raises(TypeError, match=r"\.value"):
+        bound[:2]
+    assert replace(bound, notes=()).notes == ()
+
+
+def test_a_record_first_measured_in_the_run_in_progress_has_no_floor_yet() -> None:
+    """Floors speak of the finished runs, in which it was not measured: to say that it tells nothing would be wrong."""
+    ledger = FisherAccountant(account(), diagonal="all", feature_scale=10.0)
+    ledger.add(torch.arange(5), info(torch.ones(5), torch.zeros(5)))
+    ledger.finish_run()
+    ledger.add(torch.tensor([5]), info(torch.ones(1), torch.zeros(1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # such as that a floor overflows
+        floors, features = ledger.mse_floor(), ledger.feature_floors()
+    assert (floors.value == 0).tolist() == [False] * 5 + [True]
+    assert (features.value == 0).all(1).tolist() == [False] * 5 + [True]
+    assert math.isinf(ledger.standard_error()[5])
+    assert bool(torch.isinf(ledger.feature_standard_error()[5]).all())
+    assert "1 of 6 records were never measured" in str(floors)
+    assert sorted(e.record for e in ledger.most_exposed(6)) == [0, 1, 2, 3, 4]
+    assert ledger.summary()["never_measured"] == 1
+    ledger.finish_run()
+    assert (ledger.mse_floor().value > 0).all()
+    assert ledger.measured().tolist() == [1] * 6
+
+
+def test_divergence_is_suspected_of_the_records_that_were_measured() -> None:
+    """One of four that told nothing is no reason, however many were never measured; three of four are."""
+    for told, suspected in (([0.0, 1, 1, 1], False), ([0.0, 0, 0, 1], True)):
+        ledger = FisherAccountant(account(20, rules=("none",)))
+        ledger.add(torch.arange(4), info(torch.tensor(told), torch.zeros(4)), weight=0.25)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            ledger.mse_floor()
+        assert any("diverged" in str(one.message) for one in found) is suspected

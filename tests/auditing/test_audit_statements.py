@@ -1,0 +1,298 @@
+"""What an audit's pages say: numbers against exact Jacobians, what takes a guarantee away, what is secret."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_audit import run_diagonal
+
+import auditing
+from pages import view_of
+from reconbound import report
+from reconbound._internal.formatting import format_limit
+from reconbound.auditing.leakage import baseline_of
+from reconbound.auditing.option_file import settle
+from reconbound.auditing.run import audit, floors_of, trained
+from reconbound.cli.app import run as command
+from reconbound.cli.audit import told_plan
+from reconbound.cli.options import one_line
+from reconbound.data import load
+from reconbound.mechanisms.protection import Protection
+from reconbound.report import verdicts, words
+from reconbound.report.figures import guess_error, plus_minus
+from reconbound.report.folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Run, read_leakage, read_run
+from reconbound.report.view import View
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("said") / "people"
+    return audit(auditing.people(), PLAN, folder, show=False)
+
+
+PLAN = auditing.plan(runs=8, steps=4, budget=4.0)  # every step is measured, and every step's parameters are kept
+
+
+def test_the_pages_floors_are_those_of_the_trajectory_in_years_and_dollars(done: Path) -> None:
+    """Dense Jacobians at the kept parameters of all steps of all runs, with the exact factors, against what is told."""
+    people, leakage = auditing.people(), read_leakage(done)
+    learner = trained(people, settle(done, people, PLAN), done)
+    records = torch.cat([leakage.kept[:1], torch.tensor([3, 17]), leakage.kept[-1:]])
+    exact = sum(run_diagonal(learner, people, run, records) for run in range(8)) / 8
+    dfil, error = leakage.dfil[0, records], leakage.error[0, records]
+    assert bool(((dfil - exact.mean(1)).abs() < 5 * error).all())
+    assert bool((error < 0.2 * dfil).all())
+    floors = np.array([120.0, 1e5]) / exact[0].sqrt().numpy()
+    page = (done / REPORT).read_text()
+    told = {"age": r"±([\d,.]+) years on age", "income": r"±([\d,.]+) \$ on income"}
+    for floor, pattern in zip(floors, told.values(), strict=True):
+        found = re.search(pattern, page)
+        assert found is not None
+        assert float(found.group(1).replace(",", "")) == pytest.approx(floor, rel=5 * 0.5 * (2 / (16 * 32)) ** 0.5)
+    guess = float(view_of(done).guess_each[0])
+    assert guess == pytest.approx(120 * float(people.inputs[:, 0].std()), rel=1e-5)
+    assert f"±{format_limit(guess)} years" in page[page.index("guessing the average errs by") :][:80]
+    view = View(read_run(done), leakage)
+    assert view.floor[int(leakage.kept[0])] == pytest.approx(float(dfil[0]) ** -0.5)
+
+
+def test_what_takes_the_guarantee_away_is_on_the_public_page(done: Path, tmp_path: Path) -> None:
+    """A range read off the data (the income's), a seed that somebody chose."""
+    found, page = read_run(done), (done / PUBLIC_REPORT).read_text()
+    assert found.data["inferred_ranges"] is True
+    assert found.training["seed_from"] == CHOSEN_SEED
+    assert 'id="caveats"' in page
+    assert words.INFERRED in page
+    told = (
+        "Provided that every column’s range is known without the data, which is not so here (that of income was read "
+        "off it: declare it by --range COLUMN=LOWEST:HIGHEST and audit again): whatever the data"
+    )
+    assert found.headline[0].startswith(told)  # run.json
+    assert f'<p class="verdict">{told}' in page
+    assert "a seed that nobody else knows" not in page + (done / REPORT).read_text()
+    people = auditing.people()
+    sound = replace(people, features=tuple(replace(f, declared=True) for f in people.features))
+    clean = audit(sound, replace(PLAN, seed=None, runs=1, steps=2), tmp_path / "a", show=False)
+    page = (clean / PUBLIC_REPORT).read_text()
+    assert read_run(clean).data["inferred_ranges"] is False
+    assert read_run(clean).training["seed_from"] == "the operating system"
+    assert 'id="caveats"' not in page
+    assert list(read_run(clean).headline) == report.headline(read_run(clean))
+    assert read_run(clean).headline[0].startswith("Whatever the data")
+    assert "--range" not in page
+    assert "a seed that nobody else knows" in page
+
+
+def test_the_condition_is_in_the_headline_whatever_else_it_says(done: Path) -> None:
+    """Public columns and the target are not named, one column is spoken of as one, and no floor needs no condition."""
+    found = read_run(done)
+
+    def told(**changes: object) -> list[str]:
+        return report.headline(replace(found, data={**found.data, **changes}))
+
+    assert "(some were read off it: declare them by" in told(ranges={"age": [0, 1], "income": [0, 1]})[0]
+    assert "(those of age, income were read off it: declare them" in told(ranges={})[0]
+    assert "those of a, b, c and 2 more were" in told(private=list("abcde"), ranges={})[0]
+    assert " on the private column; on other records" in told(features=1)[1]
+    assert told()[1].startswith("If the ranges were known without the data: for every attacker and every column there")
+    bounds = [b for b in found.guarantee["bounds"] if b["name"] == "rate_distortion"]
+    average = replace(found, guarantee={**found.guarantee, "bounds": [{**bounds[0], "rmse": 0.3}]})
+    assert report.headline(average)[1] == (
+        "If the ranges were known without the data: for every attacker there is some conceivable record on which it "
+        "errs by at least ±0.3 of the range on average over the columns; on other records, those trained on included, "
+        "it may err by less."
+    )
+
+
+def said(pairs: list[tuple[str, str]], name: str) -> str:
+    return next(text for about, text in pairs if about == name)
+
+
+def test_what_is_released_what_is_public_and_how_records_were_picked_is_said(done: Path) -> None:
+    found = read_run(done)
+    public = report.public.assumptions(found, "record", "column")
+    own = words.assumptions(View(found, read_leakage(done)))
+    for pairs in (public, own):
+        assert said(pairs, "Release").startswith("The first of 8 runs, fixed beforehand")
+        assert "two or more models" in said(pairs, "Release")
+    assert "How many records" in said(public, "Taken as public")
+    assert "each image’s class" in said(report.public.assumptions(found, "image", "pixel"), "Taken as public")
+    assert "chosen by looking at results" in said(public, "Not covered")
+    assert "choices of settings made by looking at results" in said(own, "Not covered")
+    assert "were picked by these estimates" in said(own, "Estimate")
+    assert said(own, "What a floor is").endswith("the tables above show which.")
+    whole = View(found, replace(read_leakage(done), kept_diagonal=None, average_diagonal=None))
+    assert said(words.assumptions(whole), "What a floor is").endswith("not measured with this sampler.")
+    one = Run(found.data, {**found.mechanism, "runs": 1}, found.training, found.guarantee)
+    assert words.release(one).startswith("The one run.")
+
+
+def test_records_never_measured_are_not_said_to_be_found_exposed(done: Path) -> None:
+    view = View(read_run(done), read_leakage(done))
+    measured = view.leakage.measured.clone()
+    measured[:7] = 0
+    safe = replace(view.leakage, dfil=view.leakage.dfil / 1e6, upper=None, measured=measured)
+    told = verdicts.verdict(View(view.run, safe))[2]
+    assert told.startswith("7 of the 40 records were never measured: nothing is known about them")
+    bad = safe.dfil.clone()
+    bad[:, 10:12] = 1e6
+    told = verdicts.verdict(View(view.run, replace(safe, dfil=bad)))[2]
+    assert told.startswith("For 9 of the 40 records (22 %, 7 of them never measured) the floor over all columns")
+    none = replace(safe, guess=torch.zeros(2))  # a guess that never errs: nobody is below it
+    assert "7 of the 40 records were never measured" in verdicts.verdict(View(view.run, none))[2]
+
+
+def test_one_private_column_has_one_floor_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The ledger's: in verdict, cards, columns, counts, terminal and JSON, in the column's own unit."""
+    people = auditing.people()
+    one = replace(people, features=(people.features[0], *(replace(f, private=False) for f in people.features[1:])))
+    folder = audit(one, auditing.plan(runs=5, noise_multiplier=0.3, budget=4.0), tmp_path / "a", show=False)
+    run, leakage = read_run(folder), read_leakage(folder)
+    view = View(run, leakage)
+    assert bool((leakage.measured > 0).all())
+    assert torch.equal(leakage.diagonal[:, 0], leakage.dfil[0])
+    assert torch.equal(leakage.kept_diagonal[:, 0], leakage.dfil[0, leakage.kept])
+    assert view.of_range == "years"
+    for i in range(40):
+        facts = report.record_facts(leakage, run, i)
+        assert (
+            facts["floor_estimate"]
+            == facts["columns"][0]["floor_estimate"]
+            == pytest.approx(120 / float(leakage.dfil[0, i]) ** 0.5)
+        )
+        assert facts["unit"] == "± years"
+        assert facts["guess"] == facts["columns"][0]["guess"]
+        assert facts["floor_below_guess"] == ((facts["floor_lower_limit"] or facts["floor_estimate"]) < facts["guess"])
+    below, worst = view.below(view.guess), int(leakage.kept[0])
+    [age] = report.columns.counts(view)
+    assert 0 < below <= 40
+    estimated = int((view.floor < view.guess).sum())
+    assert (age["below"], age["record"], age["lowest"]) == (estimated, worst, float(view.floor[worst]))
+    shown, limit = plus_minus(float(view.floor[worst])), plus_minus(float(view.upper_floor[worst]))
+    first, second = verdicts.verdict(view)[-2:]
+    assert first.startswith("At 95 % confidence")
+    assert f"errs by at least {limit} years on the most exposed record" in first
+    assert second.startswith("For all of the 40 records" if below == 40 else f"For {below} of the 40 records")
+    sure = verdicts.sureness(view)[0]
+    assert f"(row {worst}) is at least {limit} years at 95 % confidence (estimate {shown})" in sure
+    assert f"Guessing errs by {guess_error(view.guess)}." in sure
+    card = report.cards(view)["most"][0]
+    assert (card["floor"], card["columns"][0]["floor"]) == (limit, shown)
+    assert command(["show", str(folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["floors_estimate"]["lowest"] == told["columns"][0]["lowest"]
+    assert told["most_exposed"][0]["floor_estimate"] == told["columns"][0]["lowest"]
+    assert told["floors_lower_limit"]["lowest"] <= told["most_exposed"][0]["floor_lower_limit"]
+    assert (told["below_guess"], told["columns"][0]["below"]) == (below, estimated)
+    assert told["unit"] == "± years"
+
+
+def test_the_level_of_every_diagonal_is_the_ledgers(done: Path) -> None:
+    leakage = read_leakage(done)
+    torch.testing.assert_close(leakage.diagonal.double().mean(1), leakage.dfil[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(leakage.kept_diagonal.mean(1), leakage.dfil[0, leakage.kept], rtol=1e-12, atol=0)
+    mean = leakage.diagonal.double().mean(0)
+    torch.testing.assert_close(leakage.average_diagonal, mean, rtol=1e-6, atol=0)
+
+
+def test_what_is_no_use_too_few_or_weak_is_said(done: Path, tmp_path: Path) -> None:
+    people, view = auditing.people(), View(read_run(done), read_leakage(done))
+    share = float((people.test_targets == np.bincount(people.targets).argmax()).mean())
+    assert view.facts["accuracy_baseline"] == pytest.approx(share)
+    assert f"always naming the most frequent class: {share:.1%}." in report.accuracy_line(view)
+    poor = View(view.run, replace(view.leakage, accuracy=torch.tensor([share])))
+    assert "no better than that" in report.accuracy_line(poor)
+    number = SimpleNamespace(task="number", targets=people.inputs[:, 0], test_targets=people.test_inputs[:, 0])
+    miss = np.square(number.test_targets - number.targets.mean()).mean() / number.test_targets.var()
+    assert baseline_of(number) == pytest.approx(1 - miss, rel=1e-5)
+    assert baseline_of(replace(people, test_inputs=people.inputs[:0], test_targets=people.targets[:0])) is None
+    ten, none, much = (Protection(0.5, epsilon=epsilon) for epsilon in (10.0, None, 33.24))
+    assert verdicts.weak(30, ten, "record") == verdicts.weak(40, none, "record") == []
+    few, epsilon = verdicts.weak(29, much, "record")
+    assert few.startswith("Only 29 training records: ")
+    assert epsilon.startswith("ε = 33.3 is weak as differential privacy goes")
+    for public in (PUBLIC_REPORT, "run.json"):
+        assert "baseline" not in (done / public).read_text()
+        assert "most frequent class" not in (done / public).read_text()
+
+
+def test_a_missing_value_is_no_value_and_a_public_number_no_category(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    lines = [f"{'' if i % 2 else i + 20},{rng.integers(0, 9)},{'ab'[i % 3 == 0]}" for i in range(20)]
+    (tmp_path / "t.csv").write_text("age,hours,kind\n" + "\n".join(lines) + "\n")
+    with pytest.warns(UserWarning, match="read off"):
+        table = load(tmp_path / "t.csv", target="kind", private="age", ranges={"age": (0, 120)})
+    folder = audit(table, auditing.plan(runs=1, steps=2), tmp_path / "a", show=False)
+    run, leakage = read_run(folder), read_leakage(folder)
+    assert leakage.facts["public_names"] == ["age (missing)", ""]
+    known = table.inputs[table.inputs[:, 1] == 0, 0]  # guessing errs by more than with the missing ones in the middle
+    assert float(leakage.guess[0]) == pytest.approx(float(known.var()), rel=1e-5)
+    seen = 0
+    for record in leakage.kept.tolist():
+        age = report.record_facts(leakage, run, record)["columns"][0]["value"]
+        missing = table.inputs[record, 1] == 1
+        assert (age is None) == missing
+        assert missing or age == pytest.approx(120 * float(table.inputs[record, 0]), rel=1e-6)
+        seen += missing
+    assert 0 < seen < len(leakage.kept)
+    missing = torch.from_numpy(table.inputs[:, 1] == 1)
+    assert torch.equal(leakage.diagonal.isnan()[:, 0], missing)
+    assert bool(leakage.average_diagonal.isfinite().all())
+    [age] = report.columns.counts(View(run, leakage))
+    assert (age["of"], age["missing"]) == (int((~missing).sum()), int(missing.sum()))
+    lacks = int(missing.nonzero()[0])
+    assert np.isnan(View(run, leakage).feature_floors(lacks)).all()
+    assert "years" not in verdicts.verdict(View(run, leakage))[0]
+    assert run.data["public"] == ["hours"]
+    assert (folder / PUBLIC_REPORT).read_text().count("hours") == 1  # its name, and no range
+
+
+def test_the_terminal_says_what_is_secret_and_how_to_go_on(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spaced = done.parent / "an audit"
+    spaced.symlink_to(done)
+    assert command(["show", str(spaced)]) == 0
+    told = capsys.readouterr()
+    assert f"reconbound show '{spaced}' --record" in " ".join(told.out.split())
+    assert "keep it as secret as the data" in told.err
+
+
+def test_a_narrow_terminal_cuts_no_number_and_ascii_shows_no_question_marks(done: Path) -> None:
+    record = int(read_leakage(done).kept[0])
+    script = f"import sys; sys.argv = ['reconbound', 'show', {str(done)!r}, '--record', '{record}']; "
+    script += "from reconbound.cli.app import main; main()"
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    environment = {"PATH": "", "PYTHONPATH": source, "PYTHONIOENCODING": "ascii", "LC_ALL": "C", "COLUMNS": "30"}
+    shown = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, env=environment, timeout=120, check=True
+    ).stdout.decode("ascii")
+    assert "\x1b" not in shown
+    assert "?" not in shown
+    assert "..." not in shown
+    assert "person's" in shown
+
+
+def test_errors_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert one_line("no\x1b[31m.csv\n does not exist ±") == "no?[31m.csv does not exist ±"
+    assert command(["audit", "no\x1b[31m.csv", "--target", "x"]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("sampler", "rate", "real"), [("fixed", 0.001, 1 / 40), ("shuffle", 0.31, 12 / 40)])
+def test_the_rate_that_is_told_is_the_one_that_was_used(tmp_path: Path, sampler: str, rate: float, real: float) -> None:
+    """Batches of a fixed size are whole: a rate below one record in N would promise too much."""
+    people, plan = auditing.people(), auditing.plan(sampler=sampler, sample_rate=rate, runs=1, steps=2)
+    lines = " ".join(told_plan(people, plan, tmp_path / "a", fresh=False))
+    found = read_run(audit(people, plan, tmp_path / "a", show=False))
+    assert found.mechanism["sample_rate"] == pytest.approx(real)
+    assert f"sample rate {real:.3g}" in lines
+    assert f"ε = {format_limit(found.guarantee['epsilon'])} (replace-one)" in lines
+    assert floors_of(people, plan).to_dict() == found.guarantee

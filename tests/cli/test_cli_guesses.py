@@ -1,0 +1,249 @@
+"""What a newcomer types at the command line: guessed names, both spellings, epochs, targets."""
+
+import json
+import math
+
+import pytest
+
+from reconbound.cli import app as cli
+from reconbound.cli.errors import options_of
+from reconbound.cli.guesses import _TRIED
+from reconbound.cli.options import epochs_as_steps
+from reconbound.mechanisms import DP, OutputPerturbation, SampledGaussian
+from reconbound.mechanisms.calibration import OutOfReach, calibrate, calibrate_epsilon
+
+
+@pytest.fixture
+def refused(capsys):
+    """The one line that a command line is refused with."""
+
+    def call(*words):
+        assert cli.run([str(word) for word in words]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("reconbound: ")
+        assert err.count("\n") == 1
+        return err.removeprefix("reconbound: ").strip()
+
+    return call
+
+
+@pytest.fixture
+def answer(capsys):
+    def call(*words):
+        assert cli.run([*(str(word) for word in words), "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        return json.loads(out)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["audit", "--noise", "1"], "give --noise-multiplier"),
+        (["audit", "--epsilon", "3"], "give --noise-multiplier, which reconbound calibrate --target-epsilon finds"),
+        (["audit", "--delta", "1e-5"], "the plan tells epsilon at delta 1e-5"),
+        (["audit", "--batch-size", "64"], "give --sample-rate, the batch size over the number of records"),
+        (["audit", "--learning-rate", "1"], "give --lr"),
+        (["audit", "--clip-norm", "1"], "give --max-grad-norm"),
+        (["audit", "--output", "x"], "give --out"),
+        (["audit", "--label", "income"], "give --target"),
+        (["bound", "--noise", "1"], "give --noise-multiplier"),
+        (["bound", "--seed", "1"], "--seed is not needed: nothing here is random"),
+        (["bound", "--lr", "1"], "--lr is not needed"),
+        (["bound", "-o", "x"], "the answer is printed"),
+        (["bound", "--target-epsilon", "1"], "reconbound calibrate has it"),
+        (["calibrate", "--noise", "1"], "give --noise-multiplier"),
+        (["calibrate", "--target", "1"], "give --target-error"),
+        (["sweep", "--noise-multiplier", "1"], "--grid noise_multiplier=0.5,1,2"),
+        (["sweep", "--lr", "1"], "--grid lr=0.1,0.5"),
+        (["sweep", "--epochs", "3"], "give --steps"),
+        (["sweep", "--output", "3"], "give --out"),
+        (["show", "x", "--index", "3"], "give --record"),
+        (["report", "x", "--output", "y"], "give --out"),
+        (["frontier", "x", "--target-mse", "1"], "give --at-least"),
+    ],
+)
+def test_guessed_names_are_answered_with_the_right_one(refused, words, said):
+    line = refused(*words)
+    assert said in line
+    assert next(word for word in words if word.startswith("-")) in line
+
+
+def test_the_table_names_only_what_exists():
+    """No command has an option that its table calls unknown; what a line tells to give, some command has."""
+    anywhere = options_of(cli.app)
+    for command, lines in _TRIED.items():
+        here = options_of(cli.app, command)
+        assert not set(lines) & here
+        for said in lines.values():
+            named = [word.strip(",;:.()") for word in said.split() if word.startswith("--")]
+            assert set(named[:1]) <= (here if said.startswith("give") else anywhere), (command, said)
+            assert set(named) <= anywhere, (command, said)
+
+
+def test_other_names_get_only_what_is_near(refused):
+    assert refused("audit", "--noise-multipler", "1").endswith("did you mean --noise-multiplier?")
+    assert refused("audit", "--sample", "1").endswith("did you mean --sample-rate or --sampler?")
+    assert refused("audit", "--fast", "1") == "--fast is not known to reconbound audit: see reconbound audit --help"
+    assert refused("--speed") == "--speed is not known: see reconbound --help"
+    assert refused("--versions") == "--versions is not known: did you mean --version?"
+
+
+@pytest.mark.parametrize("words", [["bound", "--noise-multiplier", "1", "--sample-rate", "0.1", "--steps", "3"]])
+def test_a_clip_norm_given_as_the_clip(refused, words):
+    assert "the clip norm is --max-grad-norm" in refused(*words, "--clip", "1.0")
+    assert "max-grad-norm" not in refused(*words, "--clip", "soft")
+
+
+@pytest.mark.parametrize(("command", "shown"), [("show", "FOLDER"), ("frontier", "FOLDER"), ("report", "FOLDER")])
+def test_a_missing_folder_is_named_as_in_the_usage(refused, command, shown):
+    assert refused(command) == f"{shown} is missing: reconbound {command} {shown}"
+
+
+def test_both_spellings_of_the_unit(answer):
+    common = ["bound", "--epsilon", 1, "--adjacency", "replace-one"]
+    assert answer(*common, "--unit", "years") == answer(*common, "--units", "years")
+    for command in ("audit", "sweep"):
+        assert {"--unit", "--units", "--out", "-o"} <= options_of(cli.app, command)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rate", "steps"), [(10, "0.01", 1000), (10, "256/50000", 1954), (0.001, "0.5", 1), (3, "1", 3)]
+)
+def test_epochs_are_steps_over_the_sample_rate_rounded_up(answer, epochs, rate, steps):
+    common = ["--noise-multiplier", 1, "--sample-rate", rate]
+    found = answer("bound", *common, "--epochs", epochs)
+    assert found["mechanism"]["steps"] == steps
+    assert found == answer("bound", *common, "--steps", steps)
+    common = ["calibrate", "--target-mse", 0.01, "--sample-rate", rate]
+    assert answer(*common, "--epochs", epochs) == answer(*common, "--steps", steps)
+
+
+def test_epochs_never_give_fewer_steps_than_asked():
+    for epochs in (0.1, 1, 1.1, 2.3, 7, 29, 100):
+        for under in (1, 3, 7, 10, 49, 100, 1000):
+            exact = epochs * under
+            assert exact * (1 - 1e-9) <= epochs_as_steps(epochs, 1 / under) < exact + 1 + 1e-9
+
+
+def test_wrong_epochs_are_named(refused):
+    common = ["bound", "--noise-multiplier", "1", "--sample-rate", "0.1"]
+    assert refused(*common, "--epochs", "0") == "--epochs must be greater than 0, got 0.0"
+    assert "--epochs" in refused(*common, "--epochs", "x")
+
+
+# --- targets -----------------------------------
+
+
+def test_a_target_error_is_answered_in_its_own_name_and_unit(refused):
+    common = ["calibrate", "--sample-rate", "0.1", "--steps", "3"]
+    line = refused(*common, "--target-error", "3", "--bound", "lecam")
+    assert line.startswith(
+        "--target-error must be below 0.5, which no noise lifts lecam above on data in [0, 1] (--low"
+    )
+    assert line.endswith(", got 3.0")
+    for value in ("0", "-1", "nan", "1e300", "1e-200"):
+        line = refused(*common, "--target-error", value)
+        assert line.startswith("--target-error must be")
+        assert "target-mse" not in line
+    assert "--target-mse must be below 0.25" in refused(*common, "--target-mse", "9", "--bound", "lecam")
+
+
+def test_where_a_floor_ends_is_told():
+    with pytest.raises(OutOfReach, match=r"target_mse must be below 0\.25") as found:
+        calibrate(SampledGaussian(1.0, 0.1, 3), 9.0, bound="lecam")
+    assert found.value.highest == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("adjacency", ["replace-one", "add/remove"])
+@pytest.mark.parametrize("target", [0.5, 8.0])
+def test_the_noise_for_an_epsilon(adjacency, target):
+    """It reaches it, and a little less noise does not, by the mechanism's own ε."""
+    plain = SampledGaussian(1.0, 0.02, 100, "hard")
+    found = calibrate_epsilon(plain, target, delta=1e-6, adjacency=adjacency)
+    assert found.epsilon_at(1e-6, adjacency) <= target
+    less = SampledGaussian(found.noise_multiplier * 0.999, 0.02, 100, "hard")
+    assert less.epsilon_at(1e-6, adjacency) > target
+
+
+def test_the_noise_for_an_epsilon_of_one_gaussian_release():
+    """Against the closed form δ = Φ(m/2 − ε/m) − e^ε Φ(−m/2 − ε/m) (Balle and Wang)."""
+    from scipy.stats import norm
+
+    found = calibrate_epsilon(OutputPerturbation(1000, 0.1, 1.0), 1.0)
+    shift = 2 / (1000 * 0.1) / found.noise_std
+    delta = norm.cdf(shift / 2 - 1 / shift) - math.e * norm.cdf(-shift / 2 - 1 / shift)
+    assert delta == pytest.approx(1e-5, rel=5e-3)
+    assert delta <= 1e-5
+
+
+def test_calibrate_prints_the_noise_for_an_epsilon(answer, capsys):
+    words = [
+        "calibrate",
+        "--target-epsilon",
+        "3",
+        "--output-perturbation",
+        "--loss",
+        "logistic",
+        "--records",
+        "1000",
+        "--l2",
+        "0.1",
+    ]
+    found = answer(*words, "--adjacency", "add/remove")
+    assert found["epsilon_add_remove"] <= 3 < found["epsilon"]
+    same = calibrate_epsilon(OutputPerturbation(1000, 0.1, 1.0), 3.0, adjacency="add/remove")
+    assert found["noise_std"] == same.noise_std
+    assert cli.run(words) == 0
+    out = capsys.readouterr().out
+    assert "with ε at most 3 (replace-one) at δ = 1e-05" in out
+    assert "for an ε of theirs say --adjacency add/remove" in out
+
+
+def test_epsilons_that_cannot_be_calibrated(refused):
+    common = ["calibrate", "--sample-rate", "0.1", "--steps", "3"]
+    assert "--target-epsilon" in refused(*common, "--target-epsilon", "0")
+    assert "--adjacency" in refused(*common, "--target-epsilon", "1", "--sampler", "fixed", "--adjacency", "add/remove")
+    with pytest.raises(ValueError, match="mechanism must have noise"):
+        calibrate_epsilon(DP(1.0), 1.0)  # type: ignore[arg-type]
+
+
+def test_noise_beyond_measure_is_no_fault():
+    assert SampledGaussian(1e12, 0.01, 10, sampler="fixed").epsilon_at(1e-5) < 1e-3
+
+
+def test_help_speaks_of_what_can_be_given(capsys):
+    assert cli.run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "..." not in shown.split("Commands:")[1]  # no line is cut off
+    assert "Start with reconbound audit" in shown
+    assert cli.run(["calibrate", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for refused_there in ("--noise-multiplier", "--noise-std", "--rdp2", "  --epsilon"):
+        assert refused_there not in shown
+    for command in ("audit", "sweep", "show", "report", "frontier"):
+        assert cli.run([command, "--help"]) == 0
+        usage = capsys.readouterr().out.splitlines()[0]
+        assert ("DATA" in usage) == (command in ("audit", "sweep"))
+        assert ("FOLDER" in usage) == (command not in ("audit", "sweep"))
+        assert "[[" not in usage
+
+
+def test_audit_and_sweep_read_data_by_the_same_options():
+    """What says how data are read is the same for both, so that an audited file can be swept."""
+    reads = {"--target", "--private", "--range", "--unit", "--units", "--data-folder", "--drop", "--header", "--size"}
+    for command in ("audit", "sweep"):
+        assert reads | {"--test-share", "--limit", "--out", "-o", "--seed"} <= options_of(cli.app, command)
+
+
+def test_what_is_too_much_and_files_for_folders(refused, tmp_path):
+    assert refused("bound", "3") == "3 is more than reconbound bound takes: see reconbound bound --help"
+    assert refused("audit", "digits", "more", "words").startswith("more words is more than reconbound audit takes")
+    file = tmp_path / "people.csv"
+    file.write_text("age\n3\n")
+    assert refused("show", file) == f"{file} is a file, not a folder"
+    assert refused("report", file) == f"{file} is a file, not a folder"
+    assert refused("audit", file).endswith("(age)")  # names the columns, and has no "got None"

@@ -1,0 +1,43 @@
+"""The guide's code blocks run, one after the other, and print what the page says."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "guide-linear.md"
+
+
+def test_every_block_of_the_guide_prints_what_the_page_says():
+    blocks = re.findall(r"```(python|text)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert sum(kind == "text" for kind, _ in blocks) >= 7
+    names: dict = {}
+    printed = ""
+    for kind, body in blocks:
+        if kind == "python":
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(compile(body, str(PAGE), "exec"), names)
+            printed = out.getvalue()
+        else:
+            assert printed == body
+
+
+def test_section_8_without_an_intercept_as_the_page_says():
+    page = PAGE.read_text(encoding="utf-8")
+    first, second, *_, last, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for line in ('`intercept: False`, `method="label"`', "`fit_intercept=False`", "released =\nmodel.coef_[None]"):
+        assert line in page
+    second = second.replace("random_state=0", "random_state=0, fit_intercept=False")
+    changed = last.replace('"intercept": True', '"intercept": False')
+    changed = re.sub(r"released = .*", "released = model.coef_[None]", changed)
+    names: dict = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(first + second, names)
+        with pytest.raises(ValueError, match="method must be 'label'"):
+            exec(changed, names)
+        exec(changed.replace('method="ratio"', 'method="label"'), names)
+    assert np.abs(names["guess"] - names["own"][163]).max() < 6  # the same person, to within the errors shown above

@@ -1,0 +1,153 @@
+"""Every command on a disk that refuses to write at some moment, and with damaged files: a clear line or the right
+result, and it goes on when the fault is gone. A small seeded share; INJECT=500 runs so many of each."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import small_folders
+from injecting import REFUSALS, damage, ended, refusing
+from reconbound._internal.files import unsealed
+from reconbound.auditing.release import load_release
+from reconbound.sweep import faults
+
+SHARE = int(os.environ.get("INJECT", "0"))
+PAGES = ("report.html", "report-public.html", "frontier.html", "sweep.csv", "index.html")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> Path:
+    return small_folders.make(tmp_path_factory.mktemp("done"))
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch) -> None:
+    monkeypatch.setattr(faults, "PATIENCE", 0.05)
+
+
+def copied(done: Path, base: Path, name: str) -> None:
+    shutil.copytree(done, base, dirs_exist_ok=True)
+    if name == "unfinished":
+        for part in ("run.json", "leakage.safetensors", *PAGES):
+            (base / "audit" / part).unlink(missing_ok=True)
+
+
+def words_of(command: str, base: Path) -> list[str]:
+    return {
+        "audit": small_folders.audit_words(base, "new"),
+        "unfinished": small_folders.audit_words(base, "audit"),
+        "again": small_folders.audit_words(base, "audit"),
+        "sweep": small_folders.sweep_words(base, "new"),
+        "sweep again": small_folders.sweep_words(base, "sweep"),
+        "report": ["report", str(base / "audit")],
+        "compare": ["report", str(base / "audit"), str(base / "audit"), "--out", str(base / "new.html")],
+        "show": ["show", str(base / "audit")],
+        "record": ["show", str(base / "audit"), "--record", "3", "--json"],
+        "frontier": ["frontier", str(base / "sweep"), "--json"],
+    }[command]
+
+
+def same_audit(one: Path, other: Path) -> None:
+    (tensors, facts), (others, told) = (unsealed(folder / "leakage.safetensors") for folder in (one, other))
+    assert facts == told
+    assert all(torch.equal(value, others[name]) for name, value in tensors.items())
+    for name in ("run.json", "model.safetensors", "inputs.json", *PAGES[:2]):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+#: (command, how many writes it makes at least: the fault falls on one of them)
+WRITES = [("audit", 60), ("unfinished", 30), ("sweep", 60), ("report", 6), ("compare", 3), ("frontier", 9)]
+
+
+@pytest.mark.parametrize(("command", "writes"), WRITES)
+def test_a_disk_that_refuses_is_one_line_and_the_command_goes_on(command, writes, done, tmp_path) -> None:
+    rng = random.Random(f"{command} {SHARE}")
+    for k in range(SHARE or 2):
+        base = tmp_path / str(k)
+        copied(done, base, command)
+        words, first, number = words_of(command, base), rng.randrange(writes), rng.choice(REFUSALS)
+        with refusing(base, number, first, rng.choice([1, float("inf")])):
+            faulty = ended(words)
+        assert faulty.clear, (first, number, faulty)
+        healed = ended(words)
+        assert healed.status == 0, (first, number, healed)
+        if command in ("audit", "unfinished"):
+            same_audit(base / ("new" if command == "audit" else "audit"), done / "audit")
+            assert not list(base.rglob("*.part"))
+        if command == "sweep":
+            assert (base / "new" / "sweep.csv").read_bytes() == (done / "sweep" / "sweep.csv").read_bytes()
+        shutil.rmtree(base)
+
+
+READS = ["show", "record", "report", "compare", "again", "unfinished", "frontier", "sweep again"]
+
+
+@pytest.mark.parametrize("command", READS)
+def test_a_damaged_file_is_one_line_or_makes_no_difference(command, done, tmp_path) -> None:
+    rng = random.Random(f"{command} {SHARE}")
+    good = tmp_path / "wanted"  # a name as long as the other: lines are broken by their length
+    copied(done, good, command)
+    wanted = ended(words_of(command, good))
+    assert wanted.status == 0, wanted
+    for _ in range(SHARE or {"unfinished": 3, "again": 3, "sweep again": 4}.get(command, 8)):
+        base = tmp_path / "spoilt"
+        copied(done, base, command)
+        inside = base / ("sweep" if command in ("frontier", "sweep again") else "audit")
+        files = [
+            p for p in sorted(inside.rglob("*")) if p.is_file() and p.name not in ("lock", "sweep.db.lock", *PAGES)
+        ]
+        what = damage(rng.choice(files), rng)
+        found = ended(words_of(command, base))
+        assert found.clear, (what, found)
+        if found.status == 0:
+            assert found.out.replace("spoilt", "wanted") == wanted.out, what
+            if command in ("report", "again", "unfinished"):
+                same_audit(base / "audit", done / "audit")
+            if command in ("sweep again", "frontier"):
+                assert (inside / "sweep.csv").read_bytes() == (done / "sweep" / "sweep.csv").read_bytes(), what
+        shutil.rmtree(base)
+
+
+def test_a_damaged_release_is_refused(done, tmp_path) -> None:
+    rng = random.Random(SHARE)
+    rows = {"age": [30, 40], "hours": [3, 70], "job": ["clerk", "cook"]}
+    wanted = load_release(done / "audit").outputs(rows)
+    for name in ("model.safetensors", "inputs.json"):
+        for _ in range(SHARE or 10):
+            folder = tmp_path / "a"
+            shutil.copytree(done / "audit", folder)
+            what = damage(folder / name, rng)
+            try:
+                assert torch.equal(load_release(folder).outputs(rows), wanted), what
+            except ValueError as reason:
+                said = str(reason)
+                assert "\n" not in said, (what, said)
+            shutil.rmtree(folder)
+
+
+def test_the_model_is_restored_from_the_checkpoint(done, tmp_path) -> None:
+    copied(done, tmp_path, "again")
+    model, words = tmp_path / "audit" / "model.safetensors", words_of("again", tmp_path)
+    for spoil in (lambda: model.write_bytes(b""), model.unlink, lambda: model.write_bytes(model.read_bytes()[:-1])):
+        spoil()
+        assert ended(words).status == 0
+        assert model.read_bytes() == (done / "audit" / "model.safetensors").read_bytes()
+
+
+def test_snapshots_of_another_audit_are_refused(done, tmp_path) -> None:
+    """The same data and model, another seed: the parameters fit, and the numbers would be wrong."""
+    copied(done, tmp_path, "unfinished")
+    other = [*small_folders.audit_words(tmp_path, "other"), "--seed", "2"]
+    assert ended(other).status == 0
+    for path in (tmp_path / "other" / "checkpoints").glob("parameters-*"):
+        shutil.copy(path, tmp_path / "audit" / "checkpoints" / path.name)
+    found = ended(words_of("unfinished", tmp_path))
+    assert found.clear
+    assert found.status == 2
+    assert "is of another audit, run or step" in found.err

@@ -1,0 +1,308 @@
+"""Folders that come from somebody else: nothing outside them is read, written or called because they say so."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import auditing
+import small_folders
+from injecting import ended
+from reconbound._internal.checks import InputError
+from reconbound._internal.files import sealed, sealed_json, unsealed
+from reconbound.auditing.run import audit
+from reconbound.data import Dataset, Feature
+from reconbound.report.folder import read_leakage, read_run
+from reconbound.training.checkpoint import CheckpointError, held
+
+SHARE = int(os.environ.get("INJECT", "0"))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> Path:
+    return small_folders.make(tmp_path_factory.mktemp("done"))
+
+
+@pytest.fixture
+def base(done, tmp_path) -> Path:
+    return Path(shutil.copytree(done, tmp_path / "base"))
+
+
+def tamper(path: Path, **changes) -> None:
+    """Changes a sealed file of facts as somebody does who knows how its digest is made."""
+    content = json.loads(path.read_text())
+    path.write_bytes(sealed_json({**{k: v for k, v in content.items() if k != "sha256"}, **changes}))
+
+
+def refused(words: list[str], said: str) -> None:
+    found = ended(words)
+    assert found.status == 2, found
+    assert found.clear, found
+    assert said in found.err, found.err
+
+
+# --- where the results are -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql+psycopg2://victim@evil.example/x?sslmode=disable",
+        "postgresql://***@evil.example/x",
+        "sqlite:///o.db",
+    ],
+)
+def test_frontier_does_not_trust_the_storage_that_a_folder_names(base, url, monkeypatch) -> None:
+    connected: list[str] = []
+    monkeypatch.setattr("optuna.storages.RDBStorage.__init__", lambda self, url, **_: connected.append(url))
+    monkeypatch.chdir(base)
+    sqlite3.connect("o.db").execute("CREATE TABLE precious (x)").connection.close()
+    before = Path("o.db").read_bytes()
+    tamper(base / "sweep" / "sweep.json", storage=url)
+    refused(["frontier", "sweep"], "--storage must be given")
+    assert connected == []
+    assert Path("o.db").read_bytes() == before
+
+
+def test_frontier_alters_no_other_programs_database(base, monkeypatch) -> None:
+    """Even where it is named on the command line: reading is all that frontier does."""
+    monkeypatch.chdir(base)
+    sqlite3.connect("o.db").execute("CREATE TABLE precious (x)").connection.close()
+    before = Path("o.db").read_bytes()
+    found = ended(["frontier", "sweep", "--storage", "sqlite:///o.db"])
+    assert (found.status, found.clear) == (2, True), found
+    assert Path("o.db").read_bytes() == before
+    assert not Path("o.db.lock").exists()
+
+
+def test_frontier_leaves_its_own_database_as_it_is(base) -> None:
+    path = base / "sweep" / "sweep.db"
+    before, there = path.read_bytes(), sorted(os.listdir(base / "sweep"))
+    assert ended(["frontier", str(base / "sweep")]).status == 0
+    assert path.read_bytes() == before
+    assert sorted(os.listdir(base / "sweep")) == there
+
+
+def test_frontier_reads_what_a_killed_sweep_left_in_its_log(base) -> None:
+    """Its write-ahead log has rows that the file itself has not."""
+    path = base / "sweep" / "sweep.db"
+    wanted = ended(["frontier", str(base / "sweep"), "--json"]).out
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA wal_autocheckpoint = 0")
+    moved = connection.execute("SELECT value_json FROM trial_user_attributes WHERE key = 'rows'").fetchall()
+    for value in ("'[]'", "?"):
+        for (text,) in moved:
+            given = (text,) if value == "?" else ()
+            connection.execute(
+                f"UPDATE trial_user_attributes SET value_json = {value} WHERE key = 'rows' AND rowid = rowid "
+                "AND trial_id = (SELECT trial_id FROM trial_user_attributes WHERE key = 'slot' LIMIT 1)",
+                given,
+            ) if text == moved[0][0] else None
+    connection.commit()
+    for suffix in ("", "-wal"):
+        shutil.copy(f"{path}{suffix}", f"{path}{suffix}.copy")
+    connection.close()
+    for suffix in ("", "-wal"):
+        os.replace(f"{path}{suffix}.copy", f"{path}{suffix}")
+    assert (path.parent / "sweep.db-wal").stat().st_size > 0
+    assert ended(["frontier", str(base / "sweep"), "--json"]).out == wanted
+
+
+# --- links ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["symbolic", "hard", "fifo"])
+def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(tmp_path, kind) -> None:
+    precious, folder = tmp_path / "precious", tmp_path / "folder"
+    precious.write_text("all my work\n")
+    folder.mkdir()
+    if kind == "fifo":
+        os.mkfifo(folder / "lock")
+    else:
+        (os.symlink if kind == "symbolic" else os.link)(precious, folder / "lock")
+    with pytest.raises((CheckpointError, ValueError), match="link"), held(folder):
+        pass
+    assert precious.read_text() == "all my work\n"
+
+
+@pytest.mark.parametrize("part", ["lock", "checkpoints", "plan.json", "checkpoints/lock", "model.safetensors"])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_an_audit_goes_through_no_link(base, part, fresh) -> None:
+    elsewhere, place = base / "elsewhere", base / "audit" / part
+    shutil.move(place, elsewhere)
+    place.symlink_to(elsewhere)
+    before = _content(elsewhere)
+    words = [*small_folders.audit_words(base, "audit"), *(["--fresh"] if fresh else [])]
+    refused(words, "is a symbolic link")
+    assert _content(elsewhere) == before
+    for command in ("report", "show"):
+        refused([command, str(base / "audit")], "is a symbolic link")
+
+
+@pytest.mark.parametrize("part", ["sweep.db", "sweep.db.lock", "seed", "trials", "sweep.json", "trials/00000"])
+def test_a_sweep_goes_through_no_link(base, part) -> None:
+    elsewhere, place = base / "elsewhere", base / "sweep" / part
+    shutil.move(place, elsewhere)
+    place.symlink_to(elsewhere)
+    before = _content(elsewhere)
+    refused(small_folders.sweep_words(base, "sweep"), "is a symbolic link")
+    refused(["frontier", str(base / "sweep")], "is a symbolic link")
+    assert _content(elsewhere) == before
+
+
+def _content(path: Path) -> dict[str, bytes]:
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    return {str(p): p.read_bytes() for p in files}
+
+
+# --- what a folder says ----------------------------------------------------------------------
+
+
+def test_epsilon_is_that_of_the_mechanism_whatever_run_json_says(base) -> None:
+    folder = base / "audit"
+    right = read_run(folder).guarantee["epsilon"]
+    guarantee = {**read_run(folder).guarantee, "epsilon": right / 100}
+    tamper(folder / "run.json", guarantee=guarantee)
+    refused(["report", str(folder)], "are of different audits")
+    tensors, facts = unsealed(folder / "leakage.safetensors")
+    facts.pop("run")  # as somebody does who knows that too
+    (folder / "leakage.safetensors").write_bytes(sealed(tensors, facts))
+    before = (folder / "report-public.html").read_bytes()
+    found = ended(["report", str(folder)])
+    assert found.status == 0, found
+    assert "which is reported" in found.err
+    assert (folder / "report-public.html").read_bytes() == before
+    shown = ended(["show", str(folder), "--json"])
+    assert json.loads(shown.out)["epsilon"] == pytest.approx(right)
+
+
+def test_a_mechanism_that_was_changed_is_of_another_audit(base) -> None:
+    folder = base / "audit"
+    tamper(folder / "run.json", mechanism={**read_run(folder).mechanism, "noise_multiplier": 100.0})
+    for words in (["report", str(folder)], ["show", str(folder)]):
+        refused(words, "are of different audits")
+
+
+def test_two_sweeps_do_not_share_a_folder(base) -> None:
+    words = small_folders.sweep_words(base, "sweep")
+    refused([*words, "--name", "second"], "must be another folder: it holds the sweep 'sweep'")
+    refused([*words, "--storage", f"sqlite:///{base}/other.db"], "must be another folder: it holds the sweep 'sweep'")
+    assert not (base / "other.db").exists()
+
+
+def test_rows_that_were_changed_in_the_database_are_refused(base) -> None:
+    path = base / "sweep" / "sweep.db"
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE trial_user_attributes SET value_json = replace(value_json, '\"accuracy\": 0.', "
+                       "'\"accuracy\": 1.') WHERE key = 'rows'")  # fmt: skip
+    connection.commit()
+    connection.close()
+    refused(["frontier", str(base / "sweep")], "have another digest")
+
+
+def test_nothing_in_a_received_folder_steers_the_terminal(base, monkeypatch) -> None:
+    evil = "\x1b]0;owned\x07\x1b[31mred\u202e"
+    tamper(base / "sweep" / "sweep.json", data=evil, caveats={"kinks": evil}, task=evil)
+    connection = sqlite3.connect(base / "sweep" / "sweep.db")
+    from reconbound.sweep.store import seal_of
+
+    for trial, number in connection.execute("SELECT trial_id, number FROM trials").fetchall():
+        get = "SELECT value_json FROM trial_user_attributes WHERE trial_id = ? AND key = ?"
+        setting, rows = (json.loads(connection.execute(get, (trial, k)).fetchone()[0]) for k in ("setting", "rows"))
+        setting["model"] = evil
+        put = "UPDATE trial_user_attributes SET value_json = ? WHERE trial_id = ? AND key = ?"
+        connection.execute(put, (json.dumps(setting), trial, "setting"))
+        connection.execute(put, (json.dumps(seal_of(number, setting, rows)), trial, "sha256"))
+    connection.commit()
+    connection.close()
+    tensors, facts = unsealed(base / "audit" / "leakage.safetensors")
+    facts |= {"feature_names": [evil] * 2, "units": [evil] * 2, "class_names": [evil] * 2, "target_name": evil}
+    facts.pop("run")
+    (base / "audit" / "leakage.safetensors").write_bytes(sealed(tensors, facts))
+    data = {**read_run(base / "audit").data, "name": evil, "private": [evil] * 2}
+    tamper(base / "audit" / "run.json", data=data, caveats={"kinks": evil})
+    compare = ["report", "audit", "audit", "--out", str(base / "c.html")]
+    for words in (
+        ["frontier", "sweep"],
+        ["frontier", "sweep", "--at-least", "1e-9"],
+        ["show", "audit"],
+        ["show", "audit", "--record", "3"],
+        compare,
+    ):
+        found = ended([w if w not in ("sweep", "audit") else str(base / w) for w in words])
+        assert found.status == 0, found
+        for sign in ("\x1b", "\x07", "\u202e"):
+            assert sign not in found.out + found.err, words
+
+
+DEEP = "[" * 100_000
+HOSTILE = ["null", "[]", "{}", "3", '"x"', DEEP, '{"a": NaN}', "\x00", "{" + '"a":{' * 50_000]
+
+
+@pytest.mark.parametrize("content", HOSTILE, ids=range(len(HOSTILE)))
+def test_files_that_hold_something_else_are_one_line(base, content) -> None:
+    for name, commands in {
+        "audit/run.json": (["report", "audit"], ["show", "audit"]),
+        "audit/leakage.safetensors": (["report", "audit"], ["show", "audit"]),
+        "sweep/sweep.json": (["frontier", "sweep"],),
+        "sweep/sweep.db": (["frontier", "sweep"],),
+    }.items():
+        path = base / name
+        own = path.read_bytes()
+        path.write_text(content)
+        for command, folder in commands:
+            found = ended([command, str(base / folder)])
+            assert (found.status, found.clear) == (2, True), (name, found)
+        path.write_bytes(own)
+
+
+def test_sealed_files_of_other_shapes_are_one_line(base) -> None:
+    """A digest that is right says nothing of who made the file: parts missing, of other types and shapes."""
+    folder = base / "audit"
+    run, (parts, facts) = json.loads((folder / "run.json").read_text()), unsealed(folder / "leakage.safetensors")
+    facts.pop("run")
+    cases: list[tuple[dict, dict, dict]] = []
+    for name in set(run) - {"format", "sha256"}:
+        values = ({}, [], None, "x", 3, {"records": "many"}, {"sampler": 3, "steps": -1})
+        cases += [({name: value}, {}, {}) for value in values]
+    for name, own in parts.items():
+        cases += [({}, {name: other.clone()}, {}) for other in (own[..., :0], own.flatten()[:1], own.unsqueeze(0))]
+    cases += [({}, {}, {name: value}) for name in facts for value in (None, [], {}, "x", -3)]
+    rng = random.Random(SHARE)
+    for in_run, in_parts, in_facts in cases if SHARE else rng.sample(cases, 12):
+        (folder / "run.json").write_bytes(sealed_json({**{k: v for k, v in run.items() if k != "sha256"}, **in_run}))
+        (folder / "leakage.safetensors").write_bytes(sealed({**parts, **in_parts}, {**facts, **in_facts}))
+        for words in (["report", str(folder)], ["show", str(folder)], ["show", str(folder), "--record", "3"]):
+            found = ended(words)
+            assert found.clear, (in_run, list(in_parts), in_facts, found)
+
+
+# --- what is published -------------------------------------------------------------------------
+
+
+def test_a_published_accuracy_is_in_whole_percent(tmp_path) -> None:
+    folder = audit(auditing.people(), auditing.plan(steps=4, runs=1), tmp_path / "a", show=False, publish_accuracy=True)
+    published = read_run(folder).accuracy
+    assert published == round(float(read_leakage(folder).accuracy[-1]), 2)
+    assert f"{published:.0%}" in (folder / "report-public.html").read_text()
+
+
+def test_the_accuracy_of_a_number_is_not_published(tmp_path) -> None:
+    """R² of one unknown held-out value is a quadratic equation in it."""
+    rng = np.random.default_rng(0)
+    inputs, targets = rng.random((30, 2)).astype(np.float32), rng.random(30).astype(np.float32)
+    features = (Feature("age", "years", 0.0, 120.0), Feature("pay", "$", 0.0, 1e5))
+    numbers = Dataset("n", "table", inputs[:20], targets[:20], inputs[20:], targets[20:], features,
+                      task="number", target=Feature("loan", private=False))  # fmt: skip
+    with pytest.raises(InputError, match="publish_accuracy must be left out where the target is a number"):
+        audit(numbers, auditing.plan(steps=4, runs=1), tmp_path / "a", show=False, publish_accuracy=True)
+    assert not (tmp_path / "a").exists()
+    words = ["audit", "diabetes", "--steps", "4", "--runs", "1", "--publish-accuracy", "--out", str(tmp_path / "b")]
+    refused(words, "--publish-accuracy must be left out where the target is a number")

@@ -1,0 +1,225 @@
+"""A seeded share of the draws of fuzz_models.py, and by name what attacks on the clipped sums have found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import fuzz_checks
+from fuzz_models import make_draw
+from reconbound.fisher import Private, clipped_gradient_sum, sensitivity, step_information
+from reconbound.fisher.passes.products import gram_squares_above
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_random_models_have_clipped_sums_and_true_traces(first: int) -> None:
+    tally, faults = fuzz_checks.Tally(), []
+    for seed in range(first, first + 10):
+        faults += [f"seed {seed}: {fault}" for fault in fuzz_checks.check_draw(make_draw(seed), tally)]
+    assert not faults
+    assert tally.counts["contributions"] >= 10
+
+
+class Weighted(nn.Module):
+    """A layer on every place, and a sum over places whose weights are in the data."""
+
+    def __init__(self, features: int, outputs: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(features, outputs, bias=False)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return (self.layer(x) * weight[..., None]).sum(1)
+
+
+def total(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.flatten(1).sum(1) * targets
+
+
+@pytest.mark.parametrize("measured", [False, True], ids=["sum", "information"])
+def test_records_that_cancel_do_not_round_each_other(measured: bool) -> None:
+    """One product over all rounded each record by what was added before: one of 0.02 C moved the sum by 0.30 C.
+
+    With 32,768 records it was 0.86 C, and it grows with the square root of their number.
+    """
+    generator = torch.Generator().manual_seed(0)
+    records, places = 4096, 3
+    x = torch.randn(records, 1, 32, generator=generator).expand(-1, places, -1).clone()
+    weight = torch.randn(records, places, generator=generator, dtype=torch.float64)
+    weight = (weight - weight.mean(1, keepdim=True)).float()
+    y = torch.full((records,), 1e12)
+    torch.manual_seed(0)
+    model = Weighted(32, 24)
+
+    def summed(rows: slice) -> Tensor:
+        batch = ((x[rows], weight[rows]), y[rows])
+        options: dict[str, Any] = {"max_grad_norm": 1.0, "clip": "hard"}
+        if not measured:
+            return clipped_gradient_sum(model, total, *batch, **options).gradient_sum["layer.weight"].double()
+        found = step_information(
+            model, total, *batch, noise_multiplier=1.0, private=Private("input", 0), checked=True, **options
+        )
+        return found.gradient_sum["layer.weight"].double()
+
+    moved = (summed(slice(0, None)) - summed(slice(1, None))).norm()
+    assert moved <= summed(slice(0, 1)).norm() + 1e-3
+
+
+@pytest.mark.parametrize("clip", ["smooth", "hard"])
+@pytest.mark.parametrize("bound", [1e-6, 1e-5, 1e-4, 1e-3])
+def test_tiny_clip_factors_are_not_rounded_up(bound: float, clip: Any) -> None:
+    """A factor below float32's smallest normal number has few digits: 1.19 C was released at a norm of 3e38."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    for size in torch.linspace(1e38, 3.3e38, 60):
+        found = clipped_gradient_sum(model, total, size.reshape(1, 1), torch.ones(1), max_grad_norm=bound, clip=clip)
+        assert found.gradient_sum["weight"].double().norm() <= sensitivity(clip) * bound * (1 + 1e-5)
+
+
+class Shortened(TorchFunctionMode):
+    """Every product of float32 matrices takes its factors 2⁻⁹ too large: bfloat16's rounding at its worst."""
+
+    products = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, torch.mv)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.products:
+            args = tuple(t * (1 + 2.0**-9) if t.dtype == torch.float32 else t for t in args)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def medium() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("medium")
+@pytest.mark.parametrize("method", ["layers", "generic"])
+@pytest.mark.parametrize("places", [1, 2, 40])
+def test_products_that_shorten_their_factors_are_clipped(places: int, method: Any) -> None:
+    """Sums of gradients that were formed are products too (weights @ gradients): 1.004 C where a CPU has bfloat16."""
+    torch.manual_seed(0)
+    model, x = Weighted(6, 5), torch.randn(2, places, 6)
+    for i in range(2):
+        with Shortened():
+            found = clipped_gradient_sum(
+                model,
+                total,
+                (x[i : i + 1], torch.ones(1, places)),
+                torch.full((1,), 100.0),
+                max_grad_norm=1.0,
+                clip="hard",
+                method=method,
+            )
+        assert 0.97 < found.gradient_sum["layer.weight"].double().norm() <= 1 + 1e-5
+
+
+def test_the_error_term_counts_every_group() -> None:
+    """Σ over groups and pairs of places has g · L² terms, whatever the order of summing: g was left out."""
+    groups = 10_000_000
+    none, size = torch.zeros(1, groups, 1, 1, dtype=torch.float64), torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    none[:, :1] = size
+    found = float(gram_squares_above(none, none, 2, 0.0)) - 1
+    assert found >= groups * 2.0**-53
+
+
+class Turned(nn.Module):
+    """Turns the order of the records before its second layer and back after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)).flip(0)).flip(0)
+
+
+@pytest.mark.parametrize("records", [2, 3, 5])
+def test_another_order_is_found_though_the_records_look_alike(records: int) -> None:
+    """Rows that are nearly equal hid the order, and norms were of other records' δ: one moved the sum by 1.41 C."""
+    torch.manual_seed(0)
+    model, x = Turned(), torch.ones(records, 5) + 1e-3 * torch.randn(records, 5)
+    y = torch.logspace(-4, 0, records)
+    options: dict[str, Any] = {"max_grad_norm": 1.0, "clip": "hard"}
+    whole = clipped_gradient_sum(model, total, x, y, **options)
+    for i in range(records):
+        keep = [j for j in range(records) if j != i]
+        others = clipped_gradient_sum(model, total, x[keep], y[keep], **options).gradient_sum
+        moved = [(v.double() - others[name].double()).norm() for name, v in whole.gradient_sum.items()]
+        assert torch.stack(moved).norm() <= 1 + 1e-4
+    with pytest.raises(ValueError, match="has other records' gradients in row"):
+        clipped_gradient_sum(model, total, x, y, method="layers", **options)
+
+
+def scaled_by_batch(outputs: Tensor, targets: Tensor) -> Tensor:
+    return total(outputs, targets) / outputs.detach().abs().max()
+
+
+def test_a_loss_that_depends_on_the_batch_takes_each_record_alone() -> None:
+    """Every record's gradient changed with the batch: without one record the sum moved by more than C."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(5, 3), torch.randn(6, 5) * torch.logspace(-1, 1, 6)[:, None], torch.ones(6)
+    options: dict[str, Any] = {"max_grad_norm": 5.0, "clip": "hard"}
+    whole = clipped_gradient_sum(model, scaled_by_batch, x, y, **options).gradient_sum
+    for i in range(6):
+        keep = [j for j in range(6) if j != i]
+        others = clipped_gradient_sum(model, scaled_by_batch, x[keep], y[keep], **options).gradient_sum
+        assert torch.cat([(whole[k] - others[k]).flatten() for k in whole]).norm() <= 5 * (1 + 1e-4)
+
+
+def test_what_cannot_be_differentiated_is_refused_in_words() -> None:
+    x, y = torch.randn(3, 5), torch.ones(3)
+
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(5, 2, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.to(torch.complex64) @ self.w).abs()
+
+    class Growing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.mul_(1.1)
+            return super().forward(x)
+
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(4, 3, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x[:, :2].abs().long().clamp(max=3)).sum(1)
+
+    for model, words in (
+        (Complex(), "the trainable parameter w is torch.complex64"),
+        (Growing(5, 2), "the parameter weight is changed by calling the model"),
+        (Sparse(), "sparse gradients"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            clipped_gradient_sum(model, total, x, y, max_grad_norm=1.0)
+    with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
+        clipped_gradient_sum(nn.Linear(5, 2), total, x, y, max_grad_norm=1.0)
+    with torch.inference_mode():
+        made = x.clone()
+    with pytest.raises(ValueError, match=r"inputs was made in torch.inference_mode\(\): pass inputs.clone\(\)"):
+        clipped_gradient_sum(nn.Linear(5, 2), total, made, y, max_grad_norm=1.0)
+
+
+def test_information_of_strongly_clipped_records_is_not_lost() -> None:
+    """(c/σC)² below 1e-38 was rounded to few digits or 0 in float32, and the information with it: floors too high."""
+    model = nn.Linear(4, 2).double()
+    x, y = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.full((3,), 1e12)
+    loss: Any = lambda out, target: (out.square().sum(1) / 2) * target  # noqa: E731
+    axes = list(2 * torch.eye(4, dtype=torch.float64))
+    options: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1e10, "probe": "inputs", "deflate": 0}
+    exact = step_information(model, loss, x, y.double(), directions=axes, **options)
+    found = step_information(model.float(), loss, x.float(), y, directions=[a.float() for a in axes], **options)
+    torch.testing.assert_close(found.across.double(), exact.across, rtol=1e-4, atol=0)

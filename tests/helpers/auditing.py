@@ -1,0 +1,79 @@
+"""Small audits for the tests: a table of people, tiny images, and the run that tests/test_audit_kills.py kills."""
+
+from __future__ import annotations
+
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from reconbound._internal.files import unsealed
+from reconbound.auditing.options import Plan
+from reconbound.auditing.run import audit
+from reconbound.auditing.snapshots import AuditLearner
+from reconbound.data import Dataset, Feature, Pixels
+from reconbound.report.folder import LEAKAGE
+
+
+def people(records: int = 40, seed: int = 0) -> Dataset:
+    """Two private columns and a public one; two classes."""
+    rng = np.random.default_rng(seed)
+    inputs = rng.random((records + 10, 3)).astype(np.float32)
+    inputs[:, 2] = inputs[:, 2] > 0.5
+    targets = (inputs[:, 0] + inputs[:, 1] > 1).astype(np.int64)
+    features = (
+        Feature("age", "years", 0.0, 120.0),
+        Feature("income", "$", 0.0, 1e5, declared=False),
+        Feature("sex = f", private=False),
+    )
+    names = tuple(f"row {i}" for i in range(records))
+    return Dataset(
+        "people", "table", inputs[:records], targets[:records], inputs[records:], targets[records:], features,
+        class_names=("no", "yes"), target=Feature("loan", private=False), record_names=names,
+    )  # fmt: skip
+
+
+def pictures(records: int = 30, size: int = 6, planes: int = 1) -> Dataset:
+    rng = np.random.default_rng(1)
+    inputs = rng.random((records + 5, planes, size, size)).astype(np.float32)
+    targets = rng.integers(0, 3, records + 5)
+    return Dataset(
+        "pictures", "image", inputs[:records], targets[:records], inputs[records:], targets[records:],
+        Pixels((planes, size, size), 255.0), class_names=("a", "b", "c"),
+    )  # fmt: skip
+
+
+def plan(**changes: Any) -> Plan:
+    chosen: dict[str, Any] = {"model": "linear", "steps": 12, "runs": 2, "sample_rate": 0.25, "seed": 3, "lr": 0.5}
+    return Plan(**{**chosen, **changes})
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def assert_same_leakage(one: Path, other: Path) -> None:
+    """Equal in every tensor and fact (the order of the parts of a safetensors header is free)."""
+    (tensors, facts), (others, told) = (unsealed(folder / LEAKAGE) for folder in (one, other))
+    assert facts == told
+    assert tensors.keys() == others.keys()
+    for name, value in tensors.items():
+        assert torch.equal(value, others[name]), name
+
+
+def slow(folder: str, told: Any) -> None:
+    """The audit that is killed: a pause at every step, so that kills fall all over it."""
+    torch.set_num_threads(1)
+    step = AuditLearner._train_step
+
+    def paused(self: AuditLearner) -> None:
+        time.sleep(0.02)
+        step(self)
+
+    AuditLearner._train_step = paused  # type: ignore[method-assign]
+    told.send("ready")
+    audit(people(), plan(), Path(folder), show=False)
+    told.send("done")

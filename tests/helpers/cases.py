@@ -1,0 +1,539 @@
+"""A table of small models: every layer rule, and every way in which a rule could be silently wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from reconbound.fisher import Private
+from reconbound.fisher.passes.generic import load_forward_mode
+
+RECORDS = 8
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def squared(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).flatten(1).square().sum(1) / 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: build() gives (model, inputs, targets); layers says whether the rules should cover it,
+    forward_mode whether PyTorch has forward-mode derivatives for it."""
+
+    name: str
+    build: Callable[[], tuple[nn.Module, Any, Any]]
+    layers: bool = True
+    forward_mode: bool = True
+    loss: Callable[[Any, Any], Tensor] = cross_entropy
+    private: Private | Tensor | str | None = None
+
+    def make(self) -> tuple[nn.Module, Any, Any]:
+        torch.manual_seed(7)
+        model, inputs, targets = self.build()
+        return model.double(), inputs, targets
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(RECORDS, *shape, dtype=torch.float64)
+
+
+def classes(k: int = 3) -> Tensor:
+    return torch.arange(RECORDS) % k
+
+
+def tokens(vocabulary: int, length: int) -> Tensor:
+    return torch.randint(0, vocabulary, (RECORDS, length))
+
+
+def plain(shape: tuple[int, ...], *modules: nn.Module) -> Callable[[], tuple[nn.Module, Any, Any]]:
+    return lambda: (_fresh(nn.Sequential(*modules)), normal(*shape), classes())
+
+
+def _fresh(model: nn.Module) -> nn.Module:
+    """New weights under make()'s seed, whatever was drawn when the table was built; norms away from their start."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape) * (0.7 if p.dim() > 1 else 0.3) + (1.0 if p.dim() == 1 else 0.0) * 0.2)
+    return model
+
+
+class Wrap(nn.Module):
+    """A module from named parts and a function of them: forward(parts, *inputs)."""
+
+    def __init__(self, forward: Callable[..., Tensor], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.function = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.function(self, *args, **kwargs)
+
+
+def wrap(shape: Any, forward: Callable[..., Tensor], **parts: Callable[[], nn.Module | nn.Parameter]) -> Any:
+    """shape: of the input, or a function that makes the inputs."""
+
+    def build() -> tuple[nn.Module, Any, Any]:
+        model = _fresh(Wrap(forward, **{name: part() for name, part in parts.items()}))
+        return model, shape() if callable(shape) else normal(*shape), classes()
+
+    return build
+
+
+def residual(m: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(m.first(x))
+    h = h + torch.tanh(m.second(h))
+    return m.head(h.flatten(1))
+
+
+def recurrent(m: Any, x: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], 3)
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.inward(x[:, t]) + m.loop(h))
+    return m.head(h)
+
+
+def attention(m: Any, h: Tensor) -> Tensor:
+    q, k, v = m.qkv(m.norm1(h)).chunk(3, -1)
+    h = h + m.out(torch.softmax(q @ k.transpose(1, 2) / q.shape[-1] ** 0.5, -1) @ v)
+    h = h + m.down(F.gelu(m.up(m.norm2(h))))
+    return m.head(h.mean(1))
+
+
+TRANSFORMER = {
+    "norm1": lambda: nn.LayerNorm(4),
+    "norm2": lambda: nn.LayerNorm(4),
+    "qkv": lambda: nn.Linear(4, 12),
+    "out": lambda: nn.Linear(4, 4),
+    "up": lambda: nn.Linear(4, 6),
+    "down": lambda: nn.Linear(6, 4),
+    "head": lambda: nn.Linear(4, 3),
+}
+
+
+def fused_attention(m: Any, x: Tensor) -> Tensor:
+    q, k, v = m.qkv(x).reshape(len(x), -1, 3, 2, 2).permute(2, 0, 3, 1, 4)
+    return m.head(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).mean(1))
+
+
+def multihead(m: Any, x: Tensor) -> Tensor:
+    return m.head(m.attention(x, x, x)[0].mean(1))
+
+
+def tied_layers() -> tuple[nn.Module, Any, Any]:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.head(torch.tanh(m.b(torch.tanh(m.a(x)))))
+
+    model = Wrap(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4), head=nn.Linear(4, 3))
+    model.b.weight = model.a.weight
+    return _fresh(model), normal(4), classes()
+
+
+def tied_embedding() -> tuple[nn.Module, Any, Any]:
+    def forward(m: Any, x: Tensor, words: Tensor) -> Tensor:
+        return m.decode(torch.tanh(m.mix(x) * m.embed(words).sum(1)))
+
+    model = Wrap(forward, embed=nn.Embedding(6, 3), mix=nn.Linear(4, 3), decode=nn.Linear(3, 6, bias=False))
+    model.decode.weight = model.embed.weight
+    return _fresh(model), (normal(4), tokens(6, 3)), classes(6)
+
+
+def frozen(*names: str, make: Callable[[], Any]) -> Callable[[], tuple[nn.Module, Any, Any]]:
+    def build() -> tuple[nn.Module, Any, Any]:
+        model, inputs, targets = make()
+        for name, p in model.named_parameters():
+            p.requires_grad_(name not in names)
+        return model, inputs, targets
+
+    return build
+
+
+class Doubled(nn.Linear):
+    """A subclass with a forward of its own, which a rule tied to the class would get wrong."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * F.linear(x, self.weight, self.bias)
+
+
+class Squared(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.square(), self.bias)
+
+
+def normed_weight() -> tuple[nn.Module, Any, Any]:
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 3)), nn.Tanh(), nn.Linear(3, 3))
+    return _fresh(model), normal(4), classes()
+
+
+def hooked() -> tuple[nn.Module, Any, Any]:
+    model = _fresh(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)))
+    model[0].register_forward_hook(lambda module, args, output: 3 * output)
+    return model, normal(4), classes()
+
+
+def public_branch(m: Any, x: Tensor, image: Tensor) -> Tensor:
+    seen = F.silu(m.conv(image), inplace=True).flatten(1)
+    return m.head(torch.tanh(m.first(x)) * m.side(seen))
+
+
+def with_tokens(m: Any, words: Tensor) -> Tensor:
+    return attention(m, m.embed(words))
+
+
+def sequence_first(m: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(m.first(x.transpose(0, 1)))  # (T, B, ·) with T = B: a trap
+    return m.head(h.mean(0))
+
+
+def functional_weight(m: Any, x: Tensor) -> Tensor:
+    return m.head(F.linear(torch.tanh(m.first(x)), m.first.weight.t()))
+
+
+def inner_gradient(m: Any, x: Tensor) -> Tensor:
+    return m.head(torch.func.grad(lambda v: torch.tanh(m.first(v)).square().sum())(x))
+
+
+def inner_tangent(m: Any, x: Tensor) -> Tensor:
+    load_forward_mode()
+    return m.head(torch.func.jvp(lambda v: torch.tanh(m.first(v)), (x,), (torch.ones_like(x),))[1])
+
+
+def inner_vmap(m: Any, x: Tensor) -> Tensor:
+    return m.head(torch.func.vmap(lambda v: torch.tanh(m.first(v)), 1, 1)(x).mean(1))
+
+
+def soft_targets() -> tuple[nn.Module, Any, Any]:
+    model = _fresh(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    return model, normal(4), torch.softmax(normal(3), 1)
+
+
+LINEAR3 = {"head": lambda: nn.Linear(3, 3)}
+
+CASES = [
+    Case("softmax regression", plain((5,), nn.Linear(5, 3))),
+    Case("mlp", plain((5,), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 4), nn.Softplus(), nn.Linear(4, 3))),
+    Case("mlp without bias", plain((5,), nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3, bias=False))),
+    Case("wide linear on tokens", plain((9, 2), nn.Linear(2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3))),
+    Case("linear, two middle dims", plain((2, 2, 3), nn.Linear(3, 4), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3))),
+    Case(
+        "conv1d",
+        plain((2, 9), nn.Conv1d(2, 3, 3, stride=2, dilation=2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)),
+    ),
+    Case(
+        "conv1d same",
+        plain((2, 6), nn.Conv1d(2, 4, 4, padding="same", groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3)),
+    ),
+    Case("conv1d valid", plain((6, 5), nn.Conv1d(6, 4, 2, padding="valid"), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3))),
+    Case(
+        "conv2d", plain((1, 5, 6), nn.Conv2d(1, 2, 3, stride=2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3))
+    ),
+    Case(
+        "conv2d odd",
+        plain(
+            (4, 6, 5),
+            nn.Conv2d(4, 2, (3, 2), (2, 1), (1, 2), (1, 2), groups=2),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(42, 3),
+        ),
+    ),
+    Case(
+        "conv2d many channels",
+        plain((5, 3, 3), nn.Conv2d(5, 6, 2, bias=False), nn.Tanh(), nn.Conv2d(6, 5, 2), nn.Flatten(), nn.Linear(5, 3)),
+    ),
+    Case(
+        "conv2d circular",
+        plain(
+            (2, 4, 4),
+            nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular", stride=2),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(8, 3),
+        ),
+    ),
+    Case(
+        "conv2d reflect",
+        plain(
+            (1, 4, 4),
+            nn.Conv2d(1, 2, 3, padding=(1, 2), padding_mode="reflect"),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(48, 3),
+        ),
+    ),
+    Case(
+        "conv2d replicate, same",
+        plain(
+            (1, 3, 4),
+            nn.Conv2d(1, 2, 2, padding="same", padding_mode="replicate"),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(24, 3),
+        ),
+    ),
+    Case(
+        "conv2d depthwise, average pool",
+        plain(
+            (3, 5, 5),
+            nn.Conv2d(3, 6, 2, groups=3),
+            nn.Tanh(),
+            nn.AvgPool2d(2, 1),
+            nn.Conv2d(6, 2, 1),
+            nn.Flatten(),
+            nn.Linear(18, 3),
+        ),
+    ),
+    Case(
+        "conv3d",
+        plain(
+            (2, 3, 4, 3),
+            nn.Conv3d(2, 2, (2, 3, 1), (1, 2, 1), (0, 1, 1), groups=2),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(40, 3),
+        ),
+    ),
+    Case(
+        "conv3d dilated",
+        plain(
+            (1, 3, 3, 5),
+            nn.Conv3d(1, 2, 2, dilation=(1, 2, 3), padding=(1, 0, 0)),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(16, 3),
+        ),
+    ),
+    Case(
+        "layer norm",
+        plain((3, 4), nn.LayerNorm(4), nn.Linear(4, 3), nn.LayerNorm([3, 3]), nn.Tanh(), nn.Flatten(), nn.Linear(9, 3)),
+    ),
+    Case("layer norm, no bias", plain((4,), nn.Linear(4, 4), nn.LayerNorm(4, bias=False), nn.Tanh(), nn.Linear(4, 3))),
+    Case(
+        "group norm",
+        plain(
+            (2, 4, 4),
+            nn.Conv2d(2, 4, 3),
+            nn.GroupNorm(2, 4),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(16, 3),
+            nn.GroupNorm(1, 3),
+        ),
+    ),
+    Case(
+        "instance norm, no parameters",
+        plain(
+            (2, 3, 3), nn.Conv2d(2, 2, 2), nn.GroupNorm(2, 2, affine=False), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
+        ),
+    ),
+    Case(
+        "residual, convolutional",
+        wrap(
+            (2, 4, 4),
+            residual,
+            first=lambda: nn.Conv2d(2, 2, 3, padding=1),
+            second=lambda: nn.Conv2d(2, 2, 3, padding=1),
+            head=lambda: nn.Linear(32, 3),
+        ),
+    ),
+    Case(
+        "recurrent",
+        wrap((4, 2), recurrent, inward=lambda: nn.Linear(2, 3), loop=lambda: nn.Linear(3, 3, bias=False), **LINEAR3),
+    ),
+    Case("transformer block", wrap((3, 4), attention, **TRANSFORMER)),
+    Case(
+        "multihead attention",
+        wrap(
+            (3, 4),
+            multihead,
+            attention=lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+            head=lambda: nn.Linear(4, 3),
+        ),
+        layers=False,
+    ),
+    Case(
+        "scaled dot product attention",
+        wrap((3, 4), fused_attention, qkv=lambda: nn.Linear(4, 12), head=lambda: nn.Linear(4, 3)),
+    ),
+    Case(
+        "encoder layer",
+        wrap(
+            (2, 4),
+            lambda m, x: m.head(m.layer(x).mean(1)),
+            layer=lambda: nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True, activation="gelu"),
+            head=lambda: nn.Linear(4, 3),
+        ),
+        layers=False,
+    ),
+    Case("shared weight", tied_layers),
+    Case(
+        "module called twice",
+        wrap((3,), lambda m, x: m.head(torch.tanh(m.a(torch.tanh(m.a(x))))), a=lambda: nn.Linear(3, 3), **LINEAR3),
+    ),
+    Case(
+        "convolution called twice",
+        wrap(
+            (2, 4, 4),
+            lambda m, x: m.head(torch.tanh(m.a(torch.tanh(m.a(x)))).flatten(1)),
+            a=lambda: nn.Conv2d(2, 2, 2, groups=2),
+            head=lambda: nn.Linear(8, 3),
+        ),
+    ),
+    Case("tied embedding", tied_embedding),
+    Case(
+        "frozen first layer",
+        frozen(
+            "0.weight", "0.bias", make=plain((2, 4, 4), nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
+        ),
+    ),
+    Case("frozen last weight", frozen("2.weight", make=plain((4,), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)))),
+    Case(
+        "frozen convolution bias",
+        frozen("0.bias", make=plain((1, 3, 3), nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))),
+    ),
+    Case(
+        "raw parameter",
+        wrap(
+            (4,),
+            lambda m, x: m.head(torch.tanh(x @ m.matrix) * m.gain),
+            matrix=lambda: nn.Parameter(torch.ones(4, 3)),
+            gain=lambda: nn.Parameter(torch.ones(3)),
+            **LINEAR3,
+        ),
+        layers=False,
+    ),
+    Case(
+        "raw parameter in F.linear",
+        wrap(
+            (4,),
+            lambda m, x: m.head(torch.tanh(F.linear(x, m.matrix))),
+            matrix=lambda: nn.Parameter(torch.ones(3, 4)),
+            **LINEAR3,
+        ),
+    ),
+    Case(
+        "subclass, own forward", wrap((4,), lambda m, x: m.head(torch.tanh(m.a(x))), a=lambda: Doubled(4, 3), **LINEAR3)
+    ),
+    Case(
+        "subclass, squared weight",
+        wrap((4,), lambda m, x: m.head(torch.tanh(m.a(x))), a=lambda: Squared(4, 3), **LINEAR3),
+        layers=False,
+    ),
+    Case("parametrized weight", normed_weight, layers=False, forward_mode=False),
+    Case("forward hook", hooked),
+    Case("weight used by hand", wrap((3,), functional_weight, first=lambda: nn.Linear(3, 3), **LINEAR3), layers=False),
+    Case("in place", plain((2, 3, 3), nn.Conv2d(2, 3, 2), nn.SiLU(inplace=True), nn.Flatten(), nn.Linear(12, 3))),
+    Case(
+        "sequence first, as long as the batch",
+        wrap((RECORDS, 2), sequence_first, first=lambda: nn.Linear(2, 3), **LINEAR3),
+        layers=False,
+    ),
+    Case(
+        "records folded into positions",
+        wrap(
+            (3, 2),
+            lambda m, x: m.head(torch.tanh(m.a(x.reshape(-1, 2))).reshape(-1, 9)),
+            a=lambda: nn.Linear(2, 3),
+            head=lambda: nn.Linear(9, 3),
+        ),
+        layers=False,
+    ),
+    Case(
+        "positions embedded",
+        wrap(
+            (3, 2),
+            lambda m, x: m.head((x + m.places(torch.arange(3))).tanh().flatten(1)),
+            places=lambda: nn.Embedding(3, 2),
+            head=lambda: nn.Linear(6, 3),
+        ),
+        layers=False,
+    ),
+    Case(
+        "unused layer",
+        wrap(
+            (4,),
+            lambda m, x: m.head(torch.tanh(m.a(x))),
+            a=lambda: nn.Linear(4, 3),
+            idle=lambda: nn.Linear(2, 2),
+            **LINEAR3,
+        ),
+    ),
+    Case(
+        "two inputs, one public",
+        wrap(
+            lambda: (normal(3), normal(1, 3, 3)),
+            public_branch,
+            conv=lambda: nn.Conv2d(1, 2, 2),
+            side=lambda: nn.Linear(8, 3),
+            first=lambda: nn.Linear(3, 3),
+            **LINEAR3,
+        ),
+        private=Private("input", 0),
+    ),
+    Case(
+        "inputs by name, the image private",
+        wrap(
+            lambda: {"x": normal(3), "image": normal(1, 3, 3)},
+            public_branch,
+            conv=lambda: nn.Conv2d(1, 2, 2),
+            side=lambda: nn.Linear(8, 3),
+            first=lambda: nn.Linear(3, 3),
+            **LINEAR3,
+        ),
+        private=Private("input", "image"),
+    ),
+    Case(
+        "embedding with padding, public tokens",
+        wrap(
+            lambda: {"x": normal(3), "words": tokens(4, 5)},
+            lambda m, x, words: m.head(torch.tanh(m.a(x)) * m.embed(words).tanh().mean(1)),
+            a=lambda: nn.Linear(3, 3),
+            embed=lambda: nn.Embedding(4, 3, padding_idx=1),
+            **LINEAR3,
+        ),
+        forward_mode=False,
+    ),
+    Case(
+        "embedding called twice",
+        wrap(
+            lambda: (normal(3), tokens(4, 2)),
+            lambda m, x, words: m.head(x * m.embed(words[:, 0]) + torch.tanh(m.embed(words[:, 1]))),
+            embed=lambda: nn.Embedding(4, 3),
+            **LINEAR3,
+        ),
+    ),
+    Case(
+        "embedded tokens private",
+        wrap(lambda: tokens(5, 3), with_tokens, embed=lambda: nn.Embedding(5, 4), **TRANSFORMER),
+        private=Private("module", "embed"),
+    ),
+    Case(
+        "gradient inside the model", wrap((3,), inner_gradient, first=lambda: nn.Linear(3, 3), **LINEAR3), layers=False
+    ),
+    Case("tangent inside the model", wrap((3,), inner_tangent, first=lambda: nn.Linear(3, 3), **LINEAR3), layers=False),
+    Case("vmap inside the model", wrap((2, 3), inner_vmap, first=lambda: nn.Linear(3, 3), **LINEAR3), layers=False),
+    Case("label private", soft_targets, private="target"),
+    Case(
+        "some features, mask",
+        plain((5,), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)),
+        private=torch.tensor([True, False, True, True, False]),
+    ),
+    Case(
+        "some features, indices",
+        plain((1, 3, 3), nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)),
+        private=torch.tensor([0, 4]),
+    ),
+    Case(
+        "regression", lambda: (*plain((4,), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))()[:2], normal(2)), loss=squared
+    ),
+]

@@ -1,0 +1,310 @@
+"""What must hold for every draw of fuzz_models.py; each check returns the faults that it found, in words."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fuzz_models import Draw
+from reconbound.fisher import Private, clipped_gradient_sum, dense_information, sensitivity, step_information
+from reconbound.fisher.passes.protocol import trainable
+from reconbound.validate import ModelError
+from reconbound.validate.private import Problem, as_private, batch_rows, private_part
+
+NEVER = 1e30  # a clip norm that no gradient reaches
+REFUSALS = (ValueError, ModelError)
+
+
+class Tally:
+    """Counts of draws, refusals and checks, and the worst ratio of a contribution to sensitivity · C, by dtype."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self.worst: dict[str, float] = {}
+
+    def ratio(self, dtype: str, value: float) -> None:
+        self.worst[dtype] = max(self.worst.get(dtype, 0.0), value)
+
+    def __str__(self) -> str:
+        lines = [f"{n:7d} {what}" for what, n in sorted(self.counts.items())]
+        lines += [f"{n:7d} refused: {what}" for what, n in self.refusals.most_common()]
+        return "\n".join(
+            [*lines, *(f"worst contribution / (sensitivity C), {k}: {v:.9f}" for k, v in self.worst.items())]
+        )
+
+
+def check_draw(draw: Draw, tally: Tally) -> list[str]:
+    """Returns what is wrong with the sums and the information of a draw."""
+    for tag in ("draws", *draw.tags):
+        tally.counts[tag] += 1
+    before = torch.get_rng_state()
+    faults: list[str] = []
+    try:
+        faults += _check_sums(draw, tally)
+        faults += _check_traces(draw, tally)
+    except REFUSALS as refusal:
+        word = " ".join(w for w in str(refusal).split() if not any(c.isdigit() for c in w))[:70]
+        tally.refusals[word] += 1
+        if not str(refusal):
+            faults.append("a refusal without a word")
+        rightly = any(words in str(refusal) for words in ("does not depend on", "has no trainable parameters"))
+        if draw.dtype == torch.float64 and not rightly and _finite(draw):
+            faults.append(f"refused, but finite in float64: {refusal}")
+    except Exception as error:
+        faults.append(f"{type(error).__name__}: {str(error)[:300]}")
+    if not torch.equal(before, torch.get_rng_state()):
+        faults.append("the global generator was used")
+    return faults
+
+
+def _check_sums(draw: Draw, tally: Tally) -> Iterator[str]:
+    name = draw.tags[0]
+    bound = sensitivity(draw.clip) * draw.max_grad_norm
+    whole = clipped(draw)
+    records = len(whole.norm)
+    if not all(bool(torch.isfinite(s).all()) for s in whole.gradient_sum.values()):
+        yield "a sum that is not finite"
+    sizes = []
+    for i in range(records):
+        one = clipped(draw, slice(i, i + 1))
+        sizes.append(size(one.gradient_sum))
+        tally.counts["contributions"] += 1
+        tally.ratio(name, sizes[-1] / bound)
+        if not sizes[-1] <= bound * (1 + 1e-4):
+            yield f"record {i} contributes {sizes[-1] / bound:.6g} of what it may ({one.norm.item():.4g} norm)"
+        yield from _check_norm(draw, i, float(whole.norm[i]), tally)
+    # removal: what is left is summed in another order, with other partial sums
+    unit = torch.finfo(whole.norm.dtype).eps
+    for i in range(records if records > 1 else 0):
+        keep = [j for j in range(records) if j != i]
+        others = clipped(draw, keep)
+        moved = size({k: v.double() - others.gradient_sum[k].double() for k, v in whole.gradient_sum.items()})
+        tally.counts["removals"] += 1
+        allowed = bound * (1 + 1e-3) + 4 * unit * sum(sizes)
+        if not moved <= allowed:
+            yield f"without record {i} the sum moves by {moved / bound:.6g} of what it may"
+    if draw.dtype == torch.float64:
+        yield from _check_autograd(draw, tally)
+
+
+def _check_norm(draw: Draw, i: int, norm: float, tally: Tally) -> Iterator[str]:
+    """The norm is not below that of the float64 twin, where the gradient itself is well conditioned."""
+    exact = plain_gradients(twin(draw), slice(i, i + 1), double=True)
+    if draw.dtype == torch.float64:  # autograd would be compared with itself
+        own = plain_gradients(shake(draw, 1e-14), slice(i, i + 1), double=True)
+    else:
+        own = plain_gradients(draw, slice(i, i + 1), double=False)
+    true, error = size(exact), size({k: own[k] - exact[k] for k in exact})
+    if not math.isfinite(true) or not error <= 0.05 * true:
+        return
+    tally.counts["norms"] += 1
+    if norm < true * (1 - max(1e-12, 16 * torch.finfo(draw.dtype).eps)) - 3 * error:
+        yield f"record {i} has norm {norm:.9g}, in float64 {true:.9g} (autograd is off by {error:.3g})"
+
+
+def _check_autograd(draw: Draw, tally: Tally) -> Iterator[str]:
+    """Without a clip the sum is that of autograd, up to the rounding that moving all numbers by 1e-14 shows."""
+    whole = clipped(draw, max_grad_norm=1e150, clip="hard", mask=None)  # outliers' gradients reach 1e38
+    plain = plain_gradients(draw, slice(None), double=True)
+    shaken = plain_gradients(shake(draw, 1e-14), slice(None), double=True)
+    noise = size({k: shaken[k] - plain[k] for k in plain})
+    off = size({k: whole.gradient_sum[k].double() - plain[k] for k in plain})
+    tally.counts["sums against autograd"] += 1
+    if not off <= 1e-9 * float(whole.norm.sum()) + 100 * noise:
+        yield f"the sum without a clip is off by {off / max(size(plain), 1e-300):.3g} of autograd's (noise {noise:.3g})"
+
+
+def _check_traces(draw: Draw, tally: Tally) -> Iterator[str]:
+    z = private_part(Problem(draw.model, draw.loss_fn, as_private(draw.private)), draw.inputs, draw.targets)
+    features = z[0].numel()
+    if features > 40:
+        return
+    bound = sensitivity(draw.clip) * draw.max_grad_norm
+    found = information(draw, z) if draw.dtype in (torch.float64, torch.float32) else information(draw, z, slice(None))
+    for i in range(len(found.norm)):
+        one = information(draw, z, slice(i, i + 1))
+        mine = size(one.gradient_sum) / bound
+        tally.counts["contributions of measured steps"] += 1
+        tally.ratio(draw.tags[0], mine)
+        if not mine <= 1 + 1e-4:
+            yield f"record {i} contributes {mine:.6g} of what it may (measured)"
+    if draw.dtype in (torch.float64, torch.float32):
+        yield from _check_information(draw, found, tally)
+
+
+def _check_information(draw: Draw, found: Any, tally: Tally) -> Iterator[str]:
+    """Along and across are those of dense Jacobians of the float64 twin."""
+    precise = draw.dtype == torch.float64
+    exact, shaken = dense(twin(draw)), dense(shake(twin(draw), 1e-14 if precise else 2.0**-22))
+    free = dense(twin(draw), max_grad_norm=NEVER, noise_multiplier=1 / NEVER, clip="hard")  # J itself
+    factor = found.factor.double() / draw.max_grad_norm
+    wide = twin(draw)
+    z = private_part(Problem(wide.model, wide.loss_fn, as_private(wide.private)), wide.inputs, wide.targets)
+    reach = [float(torch.linalg.vector_norm(row)) for row in z]
+    present = torch.ones_like(factor) if draw.mask is None else draw.mask.to(factor)
+    for i in range(len(factor)):
+        n = float(exact.norm[i])
+        near_kink = draw.clip == "hard" and abs(n / draw.max_grad_norm - 1) < 1e-5
+        if not present[i] or near_kink or not math.isfinite(float(free.trace[i] * factor[i] ** 2)):
+            continue
+        whole = float(free.trace[i] * factor[i] ** 2)
+        least = (1e-12 if precise else 1e-5) * n * float(factor[i])  # of the gradient's own rounding
+        if whole * reach[i] ** 2 < least**2 or not (precise or _conditioned(draw, i)) or _sure(draw, i):
+            continue
+        for part in ("along", "across"):
+            want, got = float(getattr(exact, part)[i]), float(getattr(found, part)[i])
+            noise = abs(want - float(getattr(shaken, part)[i]))
+            if precise:
+                tally.counts[f"{part} in float64"] += 1
+                above = float(found.norm[i]) / n - 1 if n else 0.0  # norms are rounded up where places cancel
+                allowed = 1e-5 * want + (1e-7 + 4 * abs(above)) * whole + 100 * noise
+            else:
+                if noise > 0.01 * whole or not 1e-30 < whole < 1e30:
+                    continue
+                tally.counts[f"{part} in float32"] += 1
+                allowed = 0.1 * (want + whole)
+            if not abs(want - got) <= allowed:
+                yield f"record {i}: {part} is {got:.9g}, dense {want:.9g} (whole {whole:.3g}, noise {noise:.3g})"
+
+
+def _conditioned(draw: Draw, i: int) -> bool:
+    """Whether autograd's own gradient of a record in float32 is that of float64: 1 − p of a sure softmax is not."""
+    if "Mixed" in draw.tags:  # bfloat16 inside
+        return False
+    exact = plain_gradients(twin(draw), slice(i, i + 1), double=True)
+    own = plain_gradients(draw, slice(i, i + 1), double=False)
+    return size({k: own[k] - exact[k] for k in exact}) <= 0.01 * size(exact)
+
+
+def _sure(draw: Draw, i: int) -> bool:
+    """Whether a softmax is so sure that 1 − p has few digits: its derivatives are then rounding, in any computation."""
+    if {"Attention", "Heads"} & set(draw.tags):
+        numbers = [t for t in tree_leaves((draw.inputs, list(draw.model.parameters()))) if t.is_floating_point()]
+        if math.prod(sorted(float(t.detach().double().abs().max()) for t in numbers if t.numel())[-2:]) > 30:
+            return True
+    if draw.targets.is_floating_point() and draw.targets.dim() == 1:
+        return False
+    wide = twin(draw)
+    inputs = batch_rows(wide.inputs, slice(i, i + 1))
+    with torch.no_grad():
+        out = wide.model(**inputs) if isinstance(inputs, dict) else wide.model(*_as_tuple(inputs))
+    values = out.flatten().sort(descending=True).values
+    return float(values[0] - values[1]) > (20.0 if draw.dtype == torch.float64 else 8.0)
+
+
+def _as_tuple(inputs: Any) -> tuple[Any, ...]:
+    return inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def clipped(draw: Draw, rows: Any = None, **changed: Any) -> Any:
+    """Returns the clipped sum of these rows; one row alone is counted whatever the mask says."""
+    inputs, targets = (draw.inputs, draw.targets) if rows is None else chosen((draw.inputs, draw.targets), rows)
+    mask = draw.mask if rows is None else None if isinstance(rows, slice) else chosen(draw.mask, rows)
+    options: dict[str, Any] = {
+        "max_grad_norm": draw.max_grad_norm,
+        "clip": draw.clip,
+        "micro_batch": draw.micro_batch,
+        "mask": mask,
+        "method": draw.method,
+    }
+    return clipped_gradient_sum(draw.model, draw.loss_fn, inputs, targets, **{**options, **changed})
+
+
+def information(draw: Draw, z: Tensor, rows: slice | None = None) -> Any:
+    """Returns the information of a step with a probe along each axis of the private part: then across is exact."""
+    inputs, targets = (draw.inputs, draw.targets) if rows is None else chosen((draw.inputs, draw.targets), rows)
+    features = z[0].numel()
+    axes = torch.eye(features, dtype=z.dtype).reshape(features, *z.shape[1:]) * math.sqrt(features)
+    if rows is not None:  # asked for its sum alone
+        axes = axes[:1]
+    return step_information(
+        draw.model,
+        draw.loss_fn,
+        inputs,
+        targets,
+        max_grad_norm=draw.max_grad_norm,
+        noise_multiplier=1.0,
+        clip=draw.clip,
+        probe="inputs",
+        deflate=0,
+        directions=list(axes),
+        error="bound",
+        private=draw.private,
+        method=draw.method,
+        mask=draw.mask if rows is None else None,
+        micro_batch=draw.micro_batch,
+    )
+
+
+def dense(draw: Draw, **changed: Any) -> Any:
+    options = {"max_grad_norm": draw.max_grad_norm, "noise_multiplier": 1.0, "clip": draw.clip, "private": draw.private}
+    return dense_information(draw.model, draw.loss_fn, draw.inputs, draw.targets, **{**options, **changed})
+
+
+def chosen(tree: Any, rows: Any) -> Any:
+    if isinstance(rows, slice):
+        return batch_rows(tree, rows)
+    return tree_map(lambda t: t[rows] if isinstance(t, Tensor) else t, tree)
+
+
+def twin(draw: Draw) -> Draw:
+    """Returns the draw in float64: the same numbers, and no rounding of what is made of them."""
+    wide = copy.copy(draw)
+    wide.model = copy.deepcopy(draw.model).double()
+    wide.inputs, wide.targets = tree_map(_double, (draw.inputs, draw.targets))
+    return wide
+
+
+def shake(draw: Draw, amount: float) -> Draw:
+    """Returns the float64 draw with every number moved by a relative amount, to see what rounding can do."""
+    generator = torch.Generator().manual_seed(1)
+    moved = twin(draw)
+    move = lambda t: t * (1 + amount * torch.randn(t.shape, generator=generator, dtype=t.dtype))  # noqa: E731
+    with torch.no_grad():
+        for p in moved.model.parameters():
+            p.copy_(move(p))
+    moved.inputs = tree_map(lambda t: move(t) if isinstance(t, Tensor) and t.is_floating_point() else t, moved.inputs)
+    return moved
+
+
+def plain_gradients(draw: Draw, rows: slice, *, double: bool) -> dict[str, Tensor]:
+    """Returns autograd's gradient of the summed losses of these rows, by parameter name, in float64."""
+    problem = Problem(draw.model, draw.loss_fn, Private("nothing"))
+    params = trainable(problem)
+    inputs, targets = batch_rows((draw.inputs, draw.targets), rows)
+    with torch.enable_grad():
+        losses = problem.losses(torch.zeros(len(targets)), inputs, targets)
+        found = (
+            torch.autograd.grad(
+                losses.double().sum() if double else losses.sum(), list(params.values()), allow_unused=True
+            )
+            if losses.requires_grad
+            else [None] * len(params)
+        )
+    return {
+        k: torch.zeros_like(p, dtype=torch.float64) if g is None else g.double()
+        for (k, p), g in zip(params.items(), found, strict=True)
+    }
+
+
+def size(gradients: dict[str, Tensor]) -> float:
+    """Returns the norm of all gradients together, without overflow."""
+    flat = [g.detach().double().flatten() for g in gradients.values()]
+    return float(torch.linalg.vector_norm(torch.cat(flat))) if flat else 0.0
+
+
+def _finite(draw: Draw) -> bool:
+    gradients = [plain_gradients(draw, slice(i, i + 1), double=True) for i in range(len(draw.targets))]
+    return all(math.isfinite(size(g)) and size(g) < 1e150 for g in gradients)
+
+
+def _double(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

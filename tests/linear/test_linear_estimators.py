@@ -1,0 +1,517 @@
+"""The scikit-learn contract, the noise, clipping, and what bad input is told."""
+
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+from scipy.stats import chi2, kstest
+from sklearn.base import clone
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+import reconbound
+from reconbound.linear import (
+    DataNormWarning,
+    NoiseWarning,
+    NotConverged,
+    PrivateLogisticRegression,
+    PrivateRidge,
+    ShortenedWarning,
+)
+from reconbound.linear.base import PrivateLinear
+from reconbound.linear.solver import minimise
+
+SMALL = {"noise_std": 1e-3, "random_state": 0}
+ESTIMATORS = {
+    "logistic": PrivateLogisticRegression(data_norm=10.0, **SMALL),
+    "ridge": PrivateRidge(data_norm=10.0, target_bound=400.0, **SMALL),
+}
+
+
+def table(name, n=60, d=4):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(n, d))
+    return x, (x[:, 0] > 0).astype(int) if name == "logistic" else x[:, 0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        PrivateLogisticRegression(),
+        PrivateLogisticRegression(noise_std=1e-3, data_norm=10.0, fit_intercept=False),
+        PrivateRidge(),
+        PrivateRidge(target_mse=1e-3, fit_intercept=False),
+    ],
+    ids=repr,
+)
+def test_scikit_learn_s_own_checks(estimator):
+    check_estimator(estimator)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_clone_pipeline_grid_search_and_pickle(name):
+    x, y = table(name)
+    model = clone(ESTIMATORS[name])
+    step = type(model).__name__.lower()
+    search = GridSearchCV(make_pipeline(StandardScaler(), model), {f"{step}__l2": [1e-2, 100.0]}, cv=3)
+    search.fit(x, y)
+    assert search.best_params_.keys() == {f"{step}__l2"}
+    assert search.score(x, y) > 0.9
+    fitted = model.fit(x, y)
+    # its own bytes, which a scikit-learn estimator must survive; the library itself loads no pickle
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(fitted)).predict(x), fitted.predict(x))
+    np.testing.assert_array_equal(clone(model).fit(x, y).coef_, fitted.coef_)
+    assert not np.array_equal(clone(model).set_params(random_state=1).fit(x, y).coef_, fitted.coef_)
+
+
+@pytest.mark.parametrize("intercept", [False, True])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_release_is_the_optimum_plus_gaussian_noise_and_nothing_else_is_kept(name, intercept):
+    x, y = table(name)
+    model = clone(ESTIMATORS[name]).set_params(noise_std=0.3, fit_intercept=intercept)
+    released = []
+    for seed in range(300):
+        model.set_params(random_state=seed).fit(x, y)
+        released.append(np.append(np.ravel(model.coef_), np.ravel(model.intercept_)[:intercept]))
+    released = np.array(released)
+    best = model.solve(x, y)
+    noise = (released - best.weights) / 0.3
+    size = noise.size
+    assert abs(noise.mean()) < 4 / np.sqrt(size)
+    assert abs(np.mean(noise**2) - 1) < 4 * np.sqrt(2 / size)
+    for value in vars(model).values():  # the noiseless weights are nowhere on the fitted object
+        if isinstance(value, np.ndarray) and value.dtype == float:
+            assert not np.any(np.isclose(value.ravel()[:, None], best.weights.ravel(), rtol=1e-9, atol=0))
+
+
+def test_noise_without_a_seed_does_not_come_from_a_generator_that_others_can_seed():
+    x, y = table("logistic")
+    state = np.random.get_state()  # noqa: NPY002
+    model = clone(ESTIMATORS["logistic"]).set_params(random_state=None)
+    found = []
+    for _ in range(2):
+        np.random.seed(0)  # noqa: NPY002
+        found.append(model.fit(x, y).coef_)
+    np.random.set_state(state)  # noqa: NPY002
+    assert not np.array_equal(*found)
+
+
+def test_softmax_on_digits():
+    x, y = load_digits(return_X_y=True)
+    x = x / 16
+    keep = y < 4
+    model = PrivateLogisticRegression(l2=1e-3, noise_std=1e-3, data_norm=5.0, random_state=0)
+    with pytest.raises(ValueError, match=r"Found \d+ constant column\(s\) in X: 0 \(always 0\), "):
+        model.fit(x[keep], y[keep])
+    model.set_params(allow_constant_columns=True).fit(x[keep], y[keep])
+    assert model.score(x[keep], y[keep]) > 0.98
+    chance = model.predict_proba(x[keep])
+    assert model.coef_.shape == (4, 64)
+    assert chance.shape == (keep.sum(), 4)
+    np.testing.assert_allclose(chance.sum(axis=1), 1)
+    np.testing.assert_allclose(np.exp(model.predict_log_proba(x[keep])), chance)
+    np.testing.assert_array_equal(model.predict(x[keep]), model.classes_[chance.argmax(axis=1)])
+    found = model.leakage(x[keep], y[keep], spectral=False)
+    assert found.diagonal.shape == (keep.sum(), 64)
+    dead = x[keep].std(axis=0) == 0  # a pixel that is never lit still would have moved the weights
+    assert dead.any()
+    assert np.all(found.diagonal > 0)
+
+
+def test_string_labels_and_two_classes():
+    x, y = load_breast_cancer(return_X_y=True)
+    x = StandardScaler().fit_transform(x)
+    names = np.array(["bad", "good"])[y]
+    model = PrivateLogisticRegression(noise_std=1e-3, data_norm=20.0, random_state=0).fit(x, names)
+    assert model.score(x, names) > 0.97
+    assert model.decision_function(x).shape == (len(x),)
+    assert model.predict_proba(x).shape == (len(x), 2)
+    np.testing.assert_allclose(
+        model.leakage(x, names).trace, model.leakage(x[::-1], names[::-1]).trace[::-1], rtol=1e-8
+    )
+
+
+def test_leakage_in_the_units_before_scaling():
+    """Trained on (x − m)/s, told with scale=s: the answers of a model whose features are x itself."""
+    x, y = load_diabetes(return_X_y=True, scaled=False)
+    scaler = StandardScaler().fit(x)
+    model = PrivateRidge(noise_std=0.1, data_norm=10.0, target_bound=400.0, random_state=0).fit(scaler.transform(x), y)
+    plain = model.leakage(scaler.transform(x), y)
+    own = model.leakage(scaler.transform(x), y, scale=scaler.scale_)
+    np.testing.assert_allclose(own.feature_floors.value, plain.feature_floors.value * scaler.scale_**2)
+    information = plain.information(3) / np.outer(scaler.scale_, scaler.scale_)
+    np.testing.assert_allclose(own.information(3), information, rtol=1e-9)
+    np.testing.assert_allclose(own.trace[3], np.trace(information), rtol=1e-7)
+    np.testing.assert_allclose(own.spectral_norm[3], np.linalg.eigvalsh(information)[-1], rtol=1e-7)
+
+
+def test_rows_are_clipped_and_targets_too():
+    x, y = table("ridge")
+    model = PrivateRidge(noise_std=1e-3, data_norm=1.0, target_bound=0.5, random_state=0).fit(x, y)
+    short = x * np.minimum(1, 1 / np.linalg.norm(x, axis=1))[:, None]
+    again = PrivateRidge(noise_std=1e-3, data_norm=1.0, target_bound=0.5, random_state=0).fit(
+        short, np.clip(y, -0.5, 0.5)
+    )
+    np.testing.assert_allclose(model.coef_, again.coef_, rtol=1e-12)
+    found = model.leakage(x, y)
+    np.testing.assert_array_equal(found.clipped, np.linalg.norm(x, axis=1) > 1)
+    np.testing.assert_array_equal(found.target == 0, np.abs(y) > 0.5)  # a target that was clipped is not told
+    assert np.all(found.target_floor.value[np.abs(y) > 0.5] > 1e200)
+    np.testing.assert_allclose(
+        found.target[np.abs(y) <= 0.5], again.leakage(short, y).target[np.abs(y) <= 0.5], rtol=1e-9
+    )
+    assert np.linalg.norm(model.solve(x, y).rows[:, :-1], axis=1).max() <= 1 + 1e-12
+
+
+@pytest.mark.parametrize("name", ["logistic", "softmax", "ridge"])
+def test_leakage_is_about_the_row_before_clipping(name):
+    """Against models retrained, clipping included, on rows moved by a little; rows that are short are as before."""
+    x, y = table("ridge" if name == "ridge" else "logistic")
+    y = np.digitize(x[:, 0], [-0.5, 0.5]) if name == "softmax" else y
+    model = clone(ESTIMATORS["ridge" if name == "ridge" else "logistic"]).set_params(data_norm=1.8, l2=0.05).fit(x, y)
+    scale = np.array([1.0, 2.0, 0.5, 3.0])
+    found = model.leakage(x, y, scale=scale)
+    lengths = np.linalg.norm(x, axis=1)
+    np.testing.assert_array_equal(found.clipped, lengths > 1.8)
+    step = 1e-4
+    for i in (*np.flatnonzero(lengths > 1.9)[:2], np.flatnonzero(lengths < 1.7)[0]):
+        columns = []
+        for j in range(4):
+            ends = []
+            for sign in (1, -1):
+                moved = x.copy()
+                moved[i, j] += sign * step
+                again = model._solve(model._clip(moved)[0], model._encode(y), 1e-10)
+                ends.append(again.weights.ravel())
+            columns.append((ends[0] - ends[1]) / (2 * step * scale[j]))
+        information = np.array(columns) @ np.array(columns).T / model.noise_std_**2
+        np.testing.assert_allclose(found.information(i), information, rtol=1e-6, atol=1e-6 * np.trace(information))
+        np.testing.assert_allclose(found.diagonal[i], np.diag(information), rtol=1e-6)
+        np.testing.assert_allclose(found.trace[i], np.trace(information), rtol=1e-6)
+        np.testing.assert_allclose(found.spectral_norm[i], np.linalg.eigvalsh(information)[-1], rtol=1e-6)
+    assert np.all(found.cramer_rao.value[found.clipped] > 1e200)
+    assert np.all(found.cramer_rao.value[~found.clipped] < 1e20)
+
+
+def test_bounds_read_off_the_data_are_warned_about():
+    x, y = table("ridge")
+    with pytest.warns(DataNormWarning) as told:
+        model = PrivateRidge(noise_std=1e-3).fit(x, y)
+    assert ["data_norm is None" in str(told[0].message), "target_bound is None" in str(told[1].message)] == [True, True]
+    assert {one.filename for one in told} == {__file__}  # the warning points at the caller's line
+    assert model.data_norm_ == np.linalg.norm(x, axis=1).max()
+    assert model.target_bound_ == np.abs(y).max()
+    assert np.all(model.leakage(x, y).target > 0)  # a target at the bound was not clipped
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PrivateRidge(noise_std=1e-3, data_norm=9.0, target_bound=9.0).fit(x, y)
+
+
+@pytest.mark.parametrize(
+    ("model", "loose", "weights"),
+    [
+        (PrivateLogisticRegression(l2=1e-2, target_epsilon=1.0, data_norm=3.0, classes=[0, 1]), "l2", 5),
+        (PrivateLogisticRegression(l2=1e-2, target_epsilon=1.0, data_norm=3.0, classes=[0, 1, 2]), "l2", 15),
+        (PrivateRidge(l2=1e-2, target_epsilon=1.0, data_norm=3.0, target_bound=3.0, fit_intercept=False), "more", 4),
+    ],
+    ids=["logistic", "softmax", "ridge"],
+)
+def test_noise_that_drowns_any_weights_is_warned_about_whatever_the_data(model, loose, weights):
+    """It depends on public facts alone: other data of the same shape say the same words."""
+    x, y = table("ridge" if isinstance(model, PrivateRidge) else "logistic")
+    said = []
+    for rows, targets in ((x, y), (x[::-1] / 3, y)):
+        with pytest.warns(NoiseWarning, match=f"in each of {weights} weights, .* drowns any weights") as told:
+            fitted = clone(model).fit(rows, targets)
+        assert told[0].filename == __file__
+        said.append(str(told[0].message))
+    assert said[0] == said[1]
+    assert all(word in said[0] for word in ("l2 (now 0.01)", "more records (now 60)", "target_epsilon", "data_norm"))
+    limit = float(said[0].partition("(norm ")[2].split()[0])  # no data of the shape have longer weights
+    hard = np.clip(100 * x, -1.4, 1.4)
+    best = fitted._solve(fitted._clip(hard)[0], fitted._encode(y), 1e-9)
+    assert np.linalg.norm(best.weights) <= limit < fitted.noise_std_ * np.sqrt(weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if loose == "l2":
+            clone(model).set_params(l2=20.0).fit(x, y)
+        else:
+            clone(model).set_params(l2=1.0).fit(np.tile(x, (50, 1)), np.tile(y, 50))
+
+
+def test_where_the_noise_is_given_less_of_it_is_all_that_helps():
+    """With noise_std as it is, a larger l2 makes the weights smaller still."""
+    x, y = table("logistic")
+    with pytest.warns(NoiseWarning, match="What helps: less noise_std$"):
+        PrivateLogisticRegression(l2=0.1, noise_std=50.0, data_norm=3.0, classes=[0, 1]).fit(x, y)
+
+
+@pytest.mark.filterwarnings("ignore::reconbound.linear.NoiseWarning")
+def test_targets_are_met():
+    x, y = table("logistic", n=500)
+    for target in (1e-4, 0.3):
+        model = PrivateLogisticRegression(target_mse=target, data_norm=5.0, random_state=0).fit(x, y)
+        assert model.leakage(x, y).floor.value.min() >= target
+    model = PrivateLogisticRegression(target_epsilon=2.0, target_delta=1e-6, data_norm=5.0).fit(x, y)
+    assert 1.999 < model.mechanism_.epsilon_at(1e-6) <= 2
+    assert PrivateLogisticRegression(data_norm=5.0).fit(x, y).mechanism_.epsilon_at(1e-5) == pytest.approx(1, rel=1e-6)
+    np.testing.assert_allclose(model.mechanism_.gradient_norm, np.sqrt(26))
+    found = reconbound.guarantee(model.mechanism_, dim=4)
+    assert found["lecam"].value > 0
+    assert "logistic loss" in model.mechanism_.assumes()[0]
+    assert model.mechanism_.order2() == pytest.approx((2 * np.sqrt(26) / (500 * 0.01 * model.noise_std_)) ** 2)
+
+
+def bad(name, message, error=ValueError, x=None, y=None, fitted=False, **changes):
+    return pytest.param(name, message, error, x, y, fitted, changes, id=f"{name}-{message[:24]}")
+
+
+X, Y = np.random.default_rng(0).normal(size=(20, 3)), np.arange(20) % 2
+FLAT = np.where(np.arange(3) == 1, 2.5, X)
+WIDE = np.random.default_rng(0).normal(size=(20, 21))
+HOLE = np.where(np.arange(60).reshape(20, 3) == 5, np.nan, X)
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "error", "x", "y", "fitted", "changes"),
+    [
+        bad("logistic", "only one class", y=np.ones(20)),
+        bad("logistic", "NaN", x=HOLE),
+        bad("ridge", "NaN", x=HOLE),
+        bad("ridge", "NaN", y=np.full(20, np.nan)),
+        bad("logistic", "inconsistent numbers of samples", y=Y[:-1]),
+        bad("logistic", "Expected 2D array", x=X[:, 0]),
+        bad("logistic", "Unknown label type", y=X[:, 0]),
+        bad("logistic", r"Found 1 constant column\(s\) in X: 1 \(always 2.5\)\. .*allow_constant", x=FLAT),
+        bad("ridge", r"Found 1 constant column\(s\) in X: 1 \(always 2.5\)\. .*allow_constant", x=FLAT),
+        bad(
+            "ridge",
+            r"Found 3 constant column.*X: 0 \(always 0\), 1 \(always 0\), 2 \(always 0\)\.",
+            x=0 * X,
+            allow_wide=True,
+        ),
+        bad("logistic", "n_samples=20 is less than n_features=21.*allow_wide=True", x=WIDE),
+        bad("ridge", "n_samples=20 is less than n_features=21.*allow_wide=True", x=WIDE, allow_constant_columns=True),
+        bad("ridge", "l2 must be greater than 0, got 0", x=FLAT, l2=0.0, allow_constant_columns=True),
+        bad("logistic", "l2 must be greater than 0, got 0", x=WIDE, l2=0.0, allow_wide=True),
+        bad("ridge", "l2 must be greater than 0, got -1", l2=-1.0),
+        bad("logistic", "l2 must be greater than 0, got 0", l2=0),
+        bad("logistic", "l2 must be a number", l2="much"),
+        bad("logistic", "noise_std must be greater than 0", noise_std=0.0),
+        bad(
+            "logistic",
+            "noise_std must not be given together with target_epsilon: one .*, got 0.001",
+            target_epsilon=1.0,
+        ),
+        bad("ridge", "target_delta belongs to target_epsilon", target_delta=1e-5),
+        bad("ridge", "data_norm must be greater than 0", data_norm=-1.0),
+        bad("ridge", "target_bound must be greater than 0", target_bound=0.0),
+        bad("logistic", "gradient norm", error=NotConverged, noise_std=1e-30),
+        bad("logistic", "expecting 3 features", x=X[:, :2], fitted=True),
+        bad("logistic", "fitted on 20", x=X[:-1], y=Y[:-1], fitted=True),
+        bad("logistic", "not the training data", x=X + 1, fitted=True),
+        bad("logistic", "not fitted on", y=Y + 1, fitted=True),
+    ],
+)
+def test_bad_input(name, message, error, x, y, fitted, changes):
+    model = clone(ESTIMATORS[name]).set_params(**changes)
+    x, y = X if x is None else x, Y if y is None else y
+    with pytest.raises(error, match=message):
+        model.fit(X, Y).leakage(x, y) if fitted else model.fit(x, y)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_constant_columns_and_more_features_than_records_are_well_posed(name):
+    """With l2 > 0 the minimiser exists and is unique; the closed forms hold there like everywhere."""
+    x, y = table(name, n=8, d=20)
+    x[:, 3] = 1.0
+    model = clone(ESTIMATORS[name]).set_params(allow_constant_columns=True, allow_wide=True).fit(x, y)
+    found, o = model.leakage(x, y), model.solve(x, y)
+    assert np.all(np.isfinite(found.trace) & (found.trace > 0))
+    moved = x.copy()
+    moved[2, 3] += 1e-4
+    ends = [minimise(z, o.y, o.loss, l2=o.l2).weights for z in (moved, 2 * x - moved)]
+    slope = (ends[0] - ends[1]) / 2e-4 / model.noise_std_
+    np.testing.assert_allclose(found.diagonal[2, 3], np.sum(slope**2), rtol=1e-6)
+
+
+def test_as_many_features_as_records_and_nearly_constant_columns_are_no_error():
+    x = np.eye(6)
+    x[:, 0] = [1, 1, 1, 1, 1, 1 + 1e-12]
+    PrivateRidge(data_norm=2.0, target_bound=1.0, **SMALL).fit(x, np.arange(6) / 6)
+
+
+def test_a_constant_column_is_called_by_its_name_and_many_are_counted():
+    x = np.zeros((9, 7))
+    x[:, 0] = np.arange(9)
+    model = PrivateRidge(data_norm=9.0, target_bound=9.0, **SMALL)
+    with pytest.raises(ValueError, match=r"Found 6 .*5 \(always 0\) and 1 more\."):
+        model.fit(x, x[:, 0])
+    model.feature_names_in_ = np.array([f"f{j}" for j in range(7)], dtype=object)  # as a fit on a data frame leaves it
+    with pytest.raises(ValueError, match=r"X: 'f1' \(always 0\), 'f2' \(always 0\)"):
+        model._check_table(x)
+
+
+def test_a_grid_search_goes_through_when_constant_columns_are_allowed():
+    x, y = table("logistic")
+    x[:, 2] = 0.0
+    search = GridSearchCV(ESTIMATORS["logistic"], {"l2": [1e-2, 1.0]}, cv=3)
+    with pytest.raises(ValueError, match="constant column"):  # every fold failed, and the search says why
+        search.fit(x, y)
+    search.set_params(estimator__allow_constant_columns=True).fit(x, y)
+    assert search.score(x, y) > 0.9
+
+
+def plant(monkeypatch, value):
+    """Make all standard normal draws equal one number."""
+    monkeypatch.setattr(PrivateLinear, "_noise", lambda self, *given: np.full(given[-1].shape, value))
+
+
+@pytest.mark.filterwarnings("ignore::reconbound.linear.NoiseWarning")
+@pytest.mark.parametrize("name", ["logistic", "softmax", "ridge"])
+def test_the_noise_is_a_standard_normal_times_the_standard_deviation_that_is_reported(name, monkeypatch):
+    """Exactly that, with draws that are planted; and the draws are Gaussian, all weights alike."""
+    x, y = table("ridge" if name == "ridge" else "logistic")
+    y = np.digitize(x[:, 0], [-0.5, 0.5]) if name == "softmax" else y
+    model = clone(ESTIMATORS["ridge" if name == "ridge" else "logistic"])
+    with monkeypatch.context() as planted:
+        plant(planted, 1.0)
+        model.set_params(noise_std=0.3).fit(x, y)
+        model_of_target = clone(model).set_params(noise_std=None, target_mse=1e-3).fit(x, y)
+    np.testing.assert_allclose(model._released() - model.solve(x, y).weights, 0.3, rtol=1e-9)
+    left = model_of_target._released() - model_of_target.solve(x, y).weights
+    np.testing.assert_allclose(left, model_of_target.noise_std_, rtol=1e-9)
+    wide = np.random.default_rng(1).normal(size=(20, 100))
+    model.set_params(noise_std=1.0, target_mse=None, allow_wide=True)
+    y = y[:20]
+    best = model.fit(wide, y).solve(wide, y).weights
+    draws = [model.set_params(random_state=seed).fit(wide, y)._released() - best for seed in range(20)]
+    assert kstest(np.ravel(draws), "norm").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("d", [1, 20, 200])
+def test_the_check_for_the_training_data_never_refuses_honest_noise_and_sees_what_is_four_times_as_far(d, monkeypatch):
+    """‖released − optimum‖²/σ² is chi-squared: a value with a chance of 1e-15 passes, four times that does not."""
+    x = np.random.default_rng(0).normal(size=(30, d))
+    model = PrivateRidge(noise_std=0.1, data_norm=50.0, target_bound=9.0, allow_wide=True)
+    rare = chi2.isf(1e-15, d + 1)
+    plant(monkeypatch, np.sqrt(rare / (d + 1)))
+    model.fit(x, x[:, 0]).leakage(x, x[:, 0])
+    plant(monkeypatch, np.sqrt(4 * rare / (d + 1)))
+    model.fit(x, x[:, 0])
+    with pytest.raises(ValueError, match="not the training data"):
+        model.leakage(x, x[:, 0])
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_solved_to_a_millionth_of_the_noise(name, monkeypatch):
+    """The gradient that is left may move the weights by 1e-6 σ at most: 1e-6 nλσ, as strong convexity has it."""
+    x, y = table(name)
+    asked = []
+
+    def spy(*args, tolerance, **kind):
+        asked.append(tolerance)
+        return minimise(*args, tolerance=tolerance, **kind)
+
+    monkeypatch.setattr("reconbound.linear.base.minimise", spy)
+    clone(ESTIMATORS[name]).set_params(l2=0.2, noise_std=0.05).fit(x, y).leakage(x, y)
+    np.testing.assert_allclose(asked, [1e-6 * 60 * 0.2 * 0.05] * 2)
+
+
+@pytest.mark.parametrize("name", ["logistic", "softmax"])
+def test_rows_a_little_too_long_are_clipped_and_said_to_be(name):
+    """One part in a million too long is clipped; the norm itself, reached by rounding, is not."""
+    x, y = table("logistic")
+    y = np.digitize(x[:, 0], [-0.5, 0.5]) if name == "softmax" else y
+    x = x / np.linalg.norm(x, axis=1, keepdims=True)
+    x[1::3] *= 0.5
+    x[2::3] *= 1 + 1e-6
+    model = clone(ESTIMATORS["logistic"]).set_params(data_norm=1.0).fit(x, y)
+    best = model.solve(x, y)
+    assert np.linalg.norm(best.rows[:, :-1], axis=1).max() <= 1 + 1e-12
+    found, too_long = model.leakage(x, y), np.arange(len(x)) % 3 == 2
+    np.testing.assert_array_equal(found.clipped, too_long)
+    some = np.array([5, 0, 2, 1])  # not in order, so that a mask that is not taken along is seen
+    np.testing.assert_array_equal(found.cramer_rao_of(some).value > 1e200, too_long[some])
+
+
+@pytest.mark.filterwarnings("ignore::reconbound.linear.NoiseWarning")
+def test_noise_that_drowns_the_weights_and_bounds_of_zero():
+    x, y = table("logistic")
+    far = clone(ESTIMATORS["logistic"]).set_params(noise_std=1e9).fit(x, y)
+    near = clone(ESTIMATORS["logistic"]).fit(x, y)
+    np.testing.assert_allclose(far.leakage(x, y).trace * 1e24, near.leakage(x, y).trace, rtol=1e-8)
+    with pytest.warns(DataNormWarning):
+        zero = PrivateRidge(allow_constant_columns=True, fit_intercept=False).fit(0 * x, 0 * y)
+    assert (zero.data_norm_, zero.target_bound_) == (1, 1)
+
+
+def test_classes_that_are_known_beforehand():
+    """A class without records has weights too, as the minimiser with a penalty gives them; order does not matter."""
+    x, y = table("logistic")
+    labels = np.array(["no", "yes"])[y]
+    model = PrivateLogisticRegression(data_norm=10.0, classes=["yes", "no", "perhaps"], **SMALL).fit(x, labels)
+    assert model.classes_.tolist() == ["no", "perhaps", "yes"]
+    rows = np.column_stack([x, np.ones(len(x))])
+    w, index = np.column_stack([model.coef_, model.intercept_]), np.array([0, 2])[y]
+    p = np.exp(rows @ w.T)
+    p /= p.sum(1, keepdims=True)
+    slope = (p - np.eye(3)[index]).T @ rows + len(x) * model.l2 * w
+    assert np.abs(slope).max() < 60 * 1e-3 * 10  # at the minimum but for the noise
+    assert set(model.predict(x)) <= {"no", "yes"}
+    assert (
+        model.mechanism_ == PrivateLogisticRegression(data_norm=10.0, classes=[0, 1, 2], **SMALL).fit(x, y).mechanism_
+    )
+    assert np.isfinite(model.leakage(x, labels).floor.value).all()
+    same = PrivateLogisticRegression(data_norm=10.0, classes=[1, 0], **SMALL).fit(x, y)
+    assert np.array_equal(same.coef_, PrivateLogisticRegression(data_norm=10.0, **SMALL).fit(x, y).coef_)
+    one = PrivateLogisticRegression(data_norm=10.0, classes=[0, 1], **SMALL).fit(x, np.ones(len(x), int))
+    assert one.predict(x).tolist() == [1] * len(x)
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        ([0], "classes must be a list of at least two different labels"),
+        ([0, 1, 1], "classes must be a list of at least two different labels"),
+        (2, "classes must be a list of at least two different labels"),
+        ([0, 2], r"classes must name every label of y; not named, got \[1\]"),
+    ],
+)
+def test_classes_that_do_not_fit(classes, message):
+    with pytest.raises(ValueError, match=message):
+        PrivateLogisticRegression(data_norm=10.0, classes=classes, **SMALL).fit(*table("logistic"))
+
+
+@pytest.mark.parametrize("data_norm", [2.5, 1.5])  # with and without rows that are shortened
+def test_floors_of_columns_with_two_values_say_what_they_do_not_bound(data_norm):
+    """One who need only tell 0 from 1 is not unbiased, and a floor of ±0.8 leaves a coin that is far from fair."""
+    rng = np.random.default_rng(0)
+    x = np.column_stack([rng.normal(size=60), rng.integers(0, 2, 60), rng.integers(0, 3, 60) / 3.0])
+    y = np.arange(60) % 2
+    model = PrivateLogisticRegression(noise_std=0.1, data_norm=data_norm, random_state=0).fit(x, y)
+    found = model.leakage(x, y)
+    note = (
+        "1 of 3 columns hold at most two values (column 1): no floor of theirs bounds how well the two are told apart"
+    )
+    assert note in found.feature_floors.notes
+    assert note in str(found.feature_floors)
+    model = PrivateLogisticRegression(noise_std=0.1, data_norm=data_norm, random_state=0).fit(x[:, [0, 2]], y)
+    assert model.leakage(x[:, [0, 2]], y).feature_floors.notes == ()
+
+
+def test_rows_in_raw_units_are_warned_about():
+    """Rows far longer than data_norm are shortened to directions of their largest column: the model learns nothing."""
+    rng = np.random.default_rng(0)
+    x, y = np.column_stack([rng.normal(50, 15, 60), rng.normal(5e4, 2e4, 60)]), np.arange(60) % 2
+    with pytest.warns(ShortenedWarning, match=r"most rows of X are more than 20 times as long as data_norm \(3\)"):
+        PrivateLogisticRegression(noise_std=0.1, data_norm=3.0).fit(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PrivateLogisticRegression(noise_std=0.1, data_norm=3.0).fit((x - [50, 5e4]) / [15, 2e4], y)
+        PrivateLogisticRegression(noise_std=0.1, data_norm=1.0).fit((x - [50, 5e4]) / [5, 5e3], y)

@@ -1,0 +1,171 @@
+"""Linear models and fleets: noise is bound to the release there too; seeds that can be guessed are told of."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from learning import data, learner, losses, network
+from reconbound import PrivateLogisticRegression, PrivateRidge
+from reconbound._internal.rng import GUESSABLE, new_seed
+from reconbound.sweep.fleet.trainer import Fleet
+from reconbound.training.settings import Settings
+from reconbound.validate import ReconboundWarning
+
+GUESSED = "can be guessed"
+
+
+def table(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(60, 8)) / 4, rng.integers(0, 2, 60)
+
+
+def noise_of(kind: Any, x: np.ndarray, y: np.ndarray, **changes: Any) -> np.ndarray:
+    options: dict[str, Any] = {"l2": 0.1, "noise_std": 0.5, "data_norm": 1.0, "random_state": 3}
+    options |= {"target_bound": 1.0} if kind is PrivateRidge else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = kind(**(options | changes)).fit(x, y)
+    left = model._released() - model.solve(x, y).weights
+    return np.ravel(left / model.noise_std_)
+
+
+@pytest.mark.parametrize("kind", [PrivateLogisticRegression, PrivateRidge])
+def test_a_linear_release_shares_its_noise_with_no_other(kind: Any) -> None:
+    x, y = table()
+    other, flipped = x.copy(), y.copy()
+    other[5, 2] += 1e-9
+    flipped[5] = 1 - y[5]
+    first = noise_of(kind, x, y)
+    np.testing.assert_allclose(noise_of(kind, x, y), first, atol=1e-6)  # the same release again
+    cases = {
+        "l2": noise_of(kind, x, y, l2=0.1001),
+        "noise": noise_of(kind, x, y, noise_std=0.5001),
+        "data_norm": noise_of(kind, x, y, data_norm=1.0001),
+        "random_state": noise_of(kind, x, y, random_state=4),
+        "one entry": noise_of(kind, other, y),
+        "one label": noise_of(kind, x, flipped),
+        "intercept": noise_of(kind, x, y, fit_intercept=False),
+        "fewer": noise_of(kind, x[:-1], y[:-1]),
+        "order": noise_of(kind, x[::-1].copy(), y[::-1].copy()),
+        "generator": noise_of(kind, x, y, random_state=np.random.RandomState(3)),
+    }
+    for name, found in cases.items():
+        apart = np.abs(found[:8] - first[:8])
+        assert apart.min() > 1e-4, (name, apart)  # was at most 1e-9 where only l2, the data or σ differed
+    assert abs(float(np.mean(first))) < 4 / 3
+
+
+def test_linear_noise_is_standard_normal_and_none_is_fresh() -> None:
+    x, y = table()
+    found = np.concatenate([noise_of(PrivateRidge, x, y, random_state=k) for k in range(200)])
+    assert abs(found.mean()) < 4 / len(found) ** 0.5
+    assert abs(found.var() - 1) < 4 * (2 / len(found)) ** 0.5
+    assert np.abs(noise_of(PrivateRidge, x, y, random_state=None) - noise_of(PrivateRidge, x, y)).min() > 1e-6
+    state = np.random.RandomState(1)
+    one, other = (noise_of(PrivateRidge, x, y, random_state=state) for _ in range(2))
+    assert np.abs(one - other).min() > 1e-6  # a generator goes on, as scikit-learn has it
+
+
+def fleet_noise(
+    *, settings: Any = None, records: Any = None, seeds: Any = None, loss: Any = losses, model: Any = network
+):
+    chosen = settings or [
+        Settings(1.0, 1.0, 0.3, lr=0.1, seed=3, budget=1.0),
+        Settings(2.0, 1.0, 0.3, seed=3, budget=1.0),
+    ]
+    fleet = Fleet(model, loss, *(records or data()), chosen, at=[3])
+    drawn = []
+    for _ in fleet.run(0, seeds=seeds, tell=lambda step: drawn.append(fleet.noise.clone())):
+        pass
+    drawn.append(fleet.noise.clone())
+    batches = [fleet.sampler.batch(fleet.run_seeds[0], step).tolist() for step in range(3)]
+    return torch.stack(drawn[1:]), batches
+
+
+def test_fleets_share_noise_with_no_other_release() -> None:
+    x, y = data()
+    changed = x.clone()
+    changed[0, 0] += 1e-6
+    base = [Settings(1.0, 1.0, 0.3, lr=0.1, seed=3, budget=1.0), Settings(2.0, 1.0, 0.3, seed=3, budget=1.0)]
+    for seeds in (None, [11, 12]):
+        first, batches = fleet_noise(settings=base, seeds=seeds)
+        again, _ = fleet_noise(settings=base, seeds=seeds)
+        assert torch.equal(first, again)
+        for change in ("noise_multiplier", "lr", "max_grad_norm", "momentum", "weight_decay"):
+            other = [Settings(**{**vars(s), change: 0.7}) for s in base]
+            found, same = fleet_noise(settings=other, seeds=seeds)
+            assert not bool((found == first).any()), change
+            assert same == batches  # which the trainings of a sweep share
+        for found, own in (
+            fleet_noise(settings=base, seeds=seeds, records=(changed, y)),
+            fleet_noise(settings=base, seeds=seeds, loss=lambda o, t: 1.01 * losses(o, t)),
+        ):
+            assert not bool((found == first).any())
+            assert own != batches
+    alone, _ = fleet_noise(settings=base[:1], seeds=[11])
+    torch.testing.assert_close(alone[:, 0], first[:, 0], rtol=0, atol=0)  # whoever is beside it
+    (shot,) = Fleet(network, losses, x, y, base, at=[1]).run(0)
+    assert "not for release" in shot.caveats[0]
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32, GUESSABLE - 1])
+@pytest.mark.filterwarnings("default")
+def test_seeds_that_can_be_guessed_are_told_of(seed: int) -> None:
+    with pytest.warns(ReconboundWarning, match="seed can be guessed.*subtract the noise"):
+        learner(seed=seed)
+    x, y = table()
+    if seed < 2**32:
+        with pytest.warns(ReconboundWarning, match="random_state can be guessed"):
+            PrivateRidge(noise_std=0.01, data_norm=1.0, target_bound=1.0, random_state=seed).fit(x, y)
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_said_of_seeds_that_cannot() -> None:
+    for seed in (None, new_seed() | 2**127, GUESSABLE):
+        learner(seed=seed).fit(2)
+    x, y = table()
+    PrivateRidge(noise_std=0.01, data_norm=1.0, target_bound=1.0).fit(x, y)
+
+
+@pytest.mark.filterwarnings("always")
+def test_it_is_said_once_of_one_learner() -> None:
+    with pytest.warns(ReconboundWarning, match=GUESSED) as told:
+        learner().repeat(2, 3)
+    assert len([one for one in told if GUESSED in str(one.message)]) == 1
+
+
+WORDS = {
+    "audit": ["audit", "wine", "--steps", "2", "--runs", "1"],
+    "sweep": ["sweep", "wine", "--grid", "lr=0.5", "--steps", "2", "--runs", "1", "--model", "linear"],
+}
+
+
+def check_note(said: str, count: int) -> None:
+    lines = [line for line in said.splitlines() if "guess" in line and "seed" in line]
+    assert len(lines) == count, said
+    assert all(line.startswith("Note: ") for line in lines)
+    assert "Warning" not in said
+
+
+@pytest.mark.parametrize("command", ["audit", "sweep"])
+def test_the_commands_say_it_in_one_line(tmp_path, command: str, run) -> None:
+    for seed, count in (["--seed", "3"], 1), ([], 0):
+        with warnings.catch_warnings(record=True) as told:  # a process would print them
+            warnings.simplefilter("default")
+            status, _, err = run(*WORDS[command], *seed, "--out", tmp_path / f"{count}")
+        assert status == 0, err
+        check_note(err + "".join(f"{one.category.__name__}: {one.message}\n" for one in told), count)
+
+
+def test_a_process_says_it_in_one_line(tmp_path) -> None:
+    call = [sys.executable, "-m", "reconbound", *WORDS["audit"], "--seed", "3", "--out", str(tmp_path / "a")]
+    done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    check_note(done.stderr, 1)

@@ -1,0 +1,199 @@
+"""Workers that are killed at any moment: every setting is finished exactly once, with the rows of a single worker."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sqlite3
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sql
+
+import postgres_server
+import sweep_stub
+from reconbound.sweep import frontier, pareto, run, sweep
+from reconbound.sweep.run import begin, open_store
+from reconbound.sweep.team import PRELOAD, SweepError, supervise
+
+HERE = Path(__file__).resolve().parents[1] / "helpers"
+NO_SERVER = postgres_server.missing()
+
+
+@pytest.fixture(scope="module")
+def postgres():
+    if NO_SERVER:
+        pytest.skip(NO_SERVER)
+    with postgres_server.server() as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'shared.db'}"
+    return request.getfixturevalue("postgres")
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch) -> None:
+    paths = [str(HERE), str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in paths if p))
+
+
+class Quick(sweep_stub.Stub):
+    pause = 0.0
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> list[dict]:
+    """What a single worker finds. It need not wait at its steps: nobody kills it."""
+    alone = tmp_path_factory.mktemp("alone") / "sweep"
+    return sweep(sweep_stub.config(alone, None), make_train=lambda _: Quick(), show=False)
+
+
+def count_finishes(url: str) -> None:
+    """Have the database itself note every time that a trial's state becomes COMPLETE."""
+    engine = sql.create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sql.text("CREATE TABLE finishes (trial_id INTEGER)"))
+        for statement in TRIGGERS[engine.dialect.name]:
+            connection.exec_driver_sql(statement)
+    engine.dispose()
+
+
+TRIGGERS = {
+    "sqlite": [
+        "CREATE TRIGGER finished AFTER UPDATE OF state ON trials WHEN NEW.state = 'COMPLETE' "
+        "BEGIN INSERT INTO finishes VALUES (NEW.trial_id); END"
+    ],
+    "postgresql": [
+        "CREATE FUNCTION noted() RETURNS trigger AS $$ BEGIN INSERT INTO finishes VALUES (NEW.trial_id); RETURN NEW; "
+        "END $$ LANGUAGE plpgsql",
+        "CREATE TRIGGER finished AFTER UPDATE OF state ON trials FOR EACH ROW WHEN (NEW.state = 'COMPLETE') "
+        "EXECUTE FUNCTION noted()",
+    ],
+}
+
+
+def finishes(url: str) -> list[int]:
+    engine = sql.create_engine(url)
+    with engine.connect() as connection:
+        found = [row[0] for row in connection.execute(sql.text("SELECT trial_id FROM finishes ORDER BY trial_id"))]
+    engine.dispose()
+    return found
+
+
+def start(out: Path, url: str):
+    """A worker of its own, forked from a server that has everything loaded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["sweep_stub", *PRELOAD])
+    process = context.Process(target=sweep_stub.join, args=(str(out), url), daemon=True)
+    process.start()
+    return process
+
+
+def holders(store) -> set[int]:
+    """The processes that have a trial now."""
+    now = store.now()
+    return {int(lease.owner.split(":")[-2]) for lease in store.leases().values() if now < lease.until < 1e17}
+
+
+def check(url: str, out: Path, found: list[dict], wanted: list[dict]) -> None:
+    store = open_store(sweep_stub.config(out, url))
+    trials = store.trials()
+    assert [trial.state.name for trial in trials] == ["COMPLETE"] * 12
+    assert len({trial.user_attrs["slot"] for trial in trials}) == 12
+    assert finishes(url) == sorted(trial._trial_id for trial in trials)
+    store.dispose()
+    assert found == wanted
+    assert pareto(found, "exact_max") == pareto(wanted, "exact_max")
+    assert frontier.table(found) == frontier.table(wanted)
+
+
+def test_four_workers_as_on_four_machines_killed_at_random(tmp_path, url, expected) -> None:
+    """Processes that know of each other only through the storage; leases of the dead run out."""
+    out, rng = tmp_path / "out", random.Random(0)
+    settings = sweep_stub.config(out, url)
+    out.mkdir(mode=0o700)
+    store = open_store(settings)
+    begin(store, settings, sweep_stub.Stub())
+    count_finishes(url)
+    workers = [start(out, url) for _ in range(4)]
+    kills, end = 0, time.monotonic() + 150
+    try:
+        while not all(trial.state.is_finished() for trial in store.trials()):
+            assert time.monotonic() < end, "a trial is left to nobody"
+            time.sleep(rng.uniform(0.02, 0.3))
+            at_work = [worker for worker in workers if worker.pid in holders(store)]
+            if kills < 8 and at_work:
+                rng.choice(at_work).kill()
+                kills += 1
+            workers = [worker if worker.is_alive() else start(out, url) for worker in workers]
+        for worker in workers:
+            worker.join(60)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    store.dispose()
+    assert kills >= 3
+    starts = (out / "trials" / "starts").read_text().splitlines()
+    assert len(set(starts)) == 12
+    assert len(starts) <= 12 + kills + 4  # none is trained twice, but for kills (and leases late on a busy machine)
+    found = sweep(settings, make_train=sweep_stub.make, show=False)
+    check(url, out, found, expected)
+
+
+@pytest.mark.parametrize(("together", "workers", "most", "pause"), [(None, 3, 6, 0.1), (3, 2, 3, 0.2)])
+def test_workers_of_one_command_that_are_killed_are_replaced(
+    tmp_path, together, workers, most, pause, expected
+) -> None:
+    out, rng, kills = tmp_path / "out", random.Random(workers), []
+    database = tmp_path / "shared.db"
+    settings = sweep_stub.config(out, f"sqlite:///{database}", together=together)
+    out.mkdir(mode=0o700)
+    store = open_store(settings)
+    begin(store, settings, sweep_stub.Stub())
+    count_finishes(settings.url)
+    over = threading.Event()
+
+    def killer() -> None:
+        while len(kills) < most and not over.wait(rng.uniform(pause, pause + 0.3)):
+            going = multiprocessing.active_children()
+            if going and store.leases():
+                victim = rng.choice(going)
+                os.kill(victim.pid, signal.SIGKILL)
+                kills.append(victim.pid)
+
+    thread = threading.Thread(target=killer)
+    thread.start()
+    try:
+        found = sweep(settings, workers=workers, make_train=sweep_stub.make, show=False)
+    finally:
+        over.set()
+        thread.join()
+        store.dispose()
+    assert len(kills) >= 2
+    check(settings.url, out, found, expected)
+    assert (database.stat().st_mode & 0o777) == 0o600
+    assert sqlite3.connect(database).execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def broken(config) -> None:
+    raise OSError("no data here")
+
+
+def test_workers_that_cannot_start_end_the_sweep_with_a_word(tmp_path) -> None:
+    settings = sweep_stub.config(tmp_path / "out", None)
+    (tmp_path / "out").mkdir(mode=0o700)
+    store = open_store(settings)
+    begin(store, settings, sweep_stub.Stub())
+    with pytest.raises(SweepError, match="workers ended by an error"):
+        supervise(store, 3, partial(run._join, settings, broken))
+    store.dispose()

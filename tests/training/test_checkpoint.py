@@ -1,0 +1,443 @@
+"""Checkpoints: whole or not there, sealed, for one process at a time, and never a pickle."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR, StepLR
+
+from learning import data, learner, losses, network, same_state, settings
+from reconbound._internal import files as _files
+from reconbound._internal.checks import InputError
+from reconbound._internal.files import sealed, unsealed, write_whole
+from reconbound.accounting.accountant import Chosen
+from reconbound.auditing.options import Plan
+from reconbound.sweep.run import Sweep
+from reconbound.training import checkpoint
+from reconbound.training.checkpoint import LOCK, NAMES, Checkpoint, CheckpointError, held, load, save
+from reconbound.training.private_sgd import PrivateSGD, TrainingError
+from reconbound.training.state import data_digest, some_losses
+from reconbound.validate import ReconboundWarning
+
+MINE = {"configuration": {"lr": 0.1, "rules": ["exact"]}, "data": {"records": 3, "digest": "ab"}}
+
+
+def state(step: int, **belongs) -> Checkpoint:
+    return Checkpoint(
+        {"w": torch.full((3,), float(step)), "empty": torch.zeros(0)}, {**MINE, "order": step, "step": step, **belongs}
+    )
+
+
+def test_the_newest_is_loaded_and_the_older_overwritten(tmp_path) -> None:
+    assert load(tmp_path, MINE) is None
+    for step in range(5):
+        save(tmp_path, state(step), turn=step)
+        found = load(tmp_path, MINE)
+        assert found is not None
+        assert found[0].facts["step"] == step
+        assert found[0].tensors["w"].tolist() == [step] * 3
+        assert found[1] == step % 2
+    assert sorted(os.listdir(tmp_path)) == sorted(NAMES)
+    assert all(stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600 for name in NAMES)
+
+
+def test_a_new_folder_is_its_owners_alone(tmp_path) -> None:
+    before = os.umask(0)
+    try:
+        save(tmp_path / "run", state(0), turn=0)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("where", ["cut", "half", "first", "facts", "tensor", "empty", "pickle"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, where: str) -> None:
+    save(tmp_path, state(1), turn=0)
+    save(tmp_path, state(2), turn=1)
+    path = tmp_path / NAMES[1]
+    good = path.read_bytes()
+    flip = {"first": 0, "facts": good.index(b"order"), "tensor": len(good) - 2}
+    if where in flip:
+        k = flip[where]
+        path.write_bytes(good[:k] + bytes([good[k] ^ 1]) + good[k + 1 :])
+    else:
+        path.write_bytes(
+            {"cut": good[:-1], "half": good[: len(good) // 2], "empty": b"", "pickle": b"\x80\x04N."}[where]
+        )
+    with pytest.warns(UserWarning, match=r"checkpoint-1\.safetensors is cut off.*going on from the other one, step 1"):
+        found = load(tmp_path, MINE)
+    assert found is not None
+    assert found[0].facts["step"] == 1
+    (tmp_path / NAMES[0]).unlink()
+    with pytest.raises(CheckpointError, match="no other checkpoint is there"):
+        load(tmp_path, MINE)
+
+
+def test_every_flipped_bit_is_seen(tmp_path) -> None:
+    save(tmp_path, state(1), turn=0)
+    path = tmp_path / NAMES[0]
+    good = path.read_bytes()
+    for k in range(len(good)):
+        path.write_bytes(good[:k] + bytes([good[k] ^ (1 << k % 8)]) + good[k + 1 :])
+        with pytest.raises(CheckpointError):
+            load(tmp_path, MINE)
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path) -> None:
+    save(tmp_path, state(1), turn=0)
+    other = {**MINE, "configuration": {"lr": 0.2, "rules": ("exact",)}}
+    with pytest.raises(CheckpointError, match=r"configuration differs \(lr was 0.1 and is 0.2\)"):
+        load(tmp_path, other)
+    save(tmp_path, state(2, **other), turn=1)
+    with pytest.warns(UserWarning, match="belongs to another run"):
+        found = load(tmp_path, MINE)  # the newer one is foreign: the older, its own, is used
+    assert found is not None
+    assert found[0].facts["step"] == 1
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "open"])
+def test_a_full_disk_leaves_the_last_good_state(tmp_path, monkeypatch, call: str) -> None:
+    save(tmp_path, state(1), turn=0)
+    save(tmp_path, state(2), turn=1)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_files.os, call, full)
+        with pytest.raises(CheckpointError, match=r"step 3: no checkpoint could be written .*No space left"):
+            save(tmp_path, state(3), turn=2)
+    found = load(tmp_path, MINE)
+    assert found is not None
+    assert found[0].facts["step"] == 2
+    assert sorted(os.listdir(tmp_path)) == sorted(NAMES)  # no leftovers
+
+
+def test_a_really_full_disk() -> None:
+    """/dev/full cannot hold a rename, but it can fail a write as a disk does."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full on this system")
+    with pytest.raises(OSError, match="No space left"), open("/dev/full", "wb") as file:
+        file.write(_files.sealed({"w": torch.ones(3)}, {}))
+
+
+def test_training_through_a_full_disk(tmp_path, monkeypatch) -> None:
+    whole = learner().fit(12)
+    first = learner(checkpoint=tmp_path, every=4)
+    written = 0
+    original = checkpoint.write_whole
+
+    def fails_later(*args, **kwargs):
+        nonlocal written
+        written += 1
+        if written > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_whole", fails_later)
+        with pytest.raises(CheckpointError, match="step 8: no checkpoint"):
+            first.fit(12)
+    assert same_state(first.fit(12), whole)  # the same learner, once there is room again
+    again = learner(checkpoint=tmp_path, every=4).fit(12)
+    assert same_state(again, whole)
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="cannot be made"):
+        learner(checkpoint=tmp_path / "file" / "run").fit(3)
+    place = tmp_path / "locked"
+    place.mkdir(mode=0o500)
+    one = learner(checkpoint=place)
+    if os.geteuid() == 0:  # root may write anywhere: let the system refuse it
+
+        def refuse(*args, **kwargs):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        monkeypatch.setattr(checkpoint.os, "open", refuse)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        one.fit(3)
+    assert one.step == 0
+
+
+# --- one process at a time -----------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from reconbound.checkpoint import held
+with held(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_two_processes_on_one_folder(tmp_path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match=rf"is in use by process {holder.pid} on "):
+            learner(checkpoint=tmp_path).fit(3)
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+    assert (tmp_path / LOCK).exists()
+    learner(checkpoint=tmp_path).fit(3)  # the dead process let go
+
+
+def test_leftovers_of_a_killed_process_are_removed(tmp_path) -> None:
+    leftover = tmp_path / ".checkpoint-0.safetensors.0badcafe.part"
+    leftover.write_bytes(b"half")
+    with held(tmp_path):
+        assert not leftover.exists()
+
+
+# --- whose it is -----------------------------------------------------------------------------------
+
+
+def attempt(folder: Path, model=None, records=None, loss=losses, **options) -> PrivateSGD:
+    names = ("lr", "noise_multiplier", "seed", "budget", "rules", "clip")
+    chosen = {k: options.pop(k) for k in list(options) if k in names}
+    steps = options.pop("steps", 6)
+    x, y = data() if records is None else records
+    one = PrivateSGD(model or network(), loss, x, y, settings(**chosen), checkpoint=folder, check=False, **options)
+    return one.fit(steps)
+
+
+def changed(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[3, 1] += 1e-6
+    return x
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("configuration differs .lr was", {"lr": 0.2}),
+        ("configuration differs .noise_multiplier was", {"noise_multiplier": 1.1}),
+        ("configuration differs .steps was 6 and is 7", {"steps": 7}),
+        ("configuration differs .budget", {"budget": ("steps", 0.5)}),
+        ("configuration differs .rules", {"rules": ("exact", "paper")}),
+        ("configuration differs .diagonal", {"diagonal": "all"}),
+        ("configuration differs .private", {"private": torch.tensor([0, 1])}),
+        ("seed differs", {"seed": 8}),
+        ("data differs .records was 24 and is 23", {"records": tuple(t[:23] for t in data())}),
+        ("data differs .digest", {"records": (changed(data()[0]), data()[1])}),
+        ("model differs", {"model": torch.nn.Sequential(network()[0], torch.nn.Sigmoid(), network()[2])}),
+        ("optimizer differs .class was 'SGD' and is 'Adam'.;", {"optimizer": torch.optim.Adam}),
+        (
+            "optimizer differs .group 0 momentum was 0.0 and is 0.1, group 0 nesterov was False and is True.;",
+            {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, nesterov=True, momentum=0.1)},
+        ),
+        (
+            "optimizer differs .group 0 parameters was 4 and is 3.;",
+            {"optimizer": lambda p: torch.optim.SGD(p[1:], lr=0.1)},
+        ),
+        ("schedule differs .class was None and is 'StepLR'.;", {"schedule": lambda o: StepLR(o, 2)}),
+        ("configuration differs .diagonal was 'none' and is .*'most': 3", {"diagonal": Chosen(3, 2)}),
+        ("configuration differs .diagonal was 'none' and is ..top', 3", {"diagonal": ("top", 3)}),
+    ],
+)
+def test_another_configuration_or_data_set_is_refused(tmp_path, what: str, change: dict) -> None:
+    attempt(tmp_path)
+    files = {name: (tmp_path / name).read_bytes() for name in NAMES}
+    with pytest.raises(CheckpointError, match=f"belongs to another run: the {what}"):
+        attempt(tmp_path, **change)
+    assert files == {name: (tmp_path / name).read_bytes() for name in NAMES}  # the last good state is intact
+    attempt(tmp_path)
+
+
+def rises(factor: float):
+    return lambda t: 1 + factor * t
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "what"),
+    [
+        (lambda o: StepLR(o, 2, 0.5), lambda o: StepLR(o, 2, 0.9), "gamma was 0.5 and is 0.9, what it sets over"),
+        (lambda o: StepLR(o, 2, 0.5), lambda o: StepLR(o, 3, 0.5), "step_size was 2 and is 3, what it sets over"),
+        (
+            lambda o: StepLR(o, 99, 0.5),
+            lambda o: StepLR(o, 99, 0.9),
+            "gamma was 0.5 and is 0.9.;",
+        ),  # no step gets there
+        (lambda o: CosineAnnealingLR(o, 6), lambda o: CosineAnnealingLR(o, 9), "T_max was 6 and is 9"),
+        (lambda o: StepLR(o, 2), None, "class was 'StepLR' and is None"),
+        (lambda o: LambdaLR(o, rises(0.1)), lambda o: LambdaLR(o, rises(0.2)), "what it sets over the run was"),
+        (
+            lambda o: SequentialLR(o, [StepLR(o, 1, 0.5), StepLR(o, 1)], [2]),
+            lambda o: SequentialLR(o, [StepLR(o, 1, 0.6), StepLR(o, 1)], [2]),
+            "what it sets over the run was",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step|.*epoch parameter")  # SequentialLR's own
+def test_another_schedule_is_refused_with_what_differs(tmp_path, before, after, what: str) -> None:
+    attempt(tmp_path, schedule=before)
+    files = {name: (tmp_path / name).read_bytes() for name in NAMES}
+    with pytest.raises(CheckpointError, match=f"the schedule differs .{what}"):
+        attempt(tmp_path, schedule=after)
+    assert files == {name: (tmp_path / name).read_bytes() for name in NAMES}
+    attempt(tmp_path, schedule=before)  # its own is taken
+
+
+def test_reading_a_schedule_leaves_the_run_as_it_was(tmp_path) -> None:
+    options = {"schedule": lambda o: StepLR(o, 2, 0.5), "optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)}
+    assert same_state(learner(checkpoint=tmp_path, **options).fit(6), learner(**options).fit(6))
+
+
+def test_training_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path) -> None:
+    whole = learner().fit(12)
+    learner(checkpoint=tmp_path, every=4).fit(12)
+    newest = max((tmp_path / name for name in NAMES), key=lambda p: p.stat().st_mtime_ns)
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 4
+    newest.write_bytes(content)
+    with pytest.warns(UserWarning, match="going on from the other one, run 0, step 8"):
+        again = learner(checkpoint=tmp_path, every=4).fit(12)
+    assert same_state(again, whole)
+
+
+def test_no_module_pickles() -> None:
+    folder = Path(checkpoint.__file__).parent
+    for path in folder.rglob("*.py"):
+        code = path.read_text()
+        for word in ("import pickle", "torch.save(", "torch.load(", "import dill", "joblib"):
+            assert word not in code, f"{path.name}: {word}"
+
+
+# --- secrets -------------------------------------------------------------------------------------
+
+SECRET = 294263246810135724680
+
+
+def test_neither_seeds_nor_digests_of_data_are_ever_shown(tmp_path) -> None:
+    one = learner(seed=SECRET, checkpoint=tmp_path, evaluate=lambda model: {"x": 1.0}).fit(steps=4)
+    found = [
+        repr(one),
+        repr(one.settings),
+        str(one.history),
+        repr(one.accountant.account),
+        str(one.accountant.summary()),
+    ]
+    digest = data_digest(one.inputs, one.targets)
+    for change in ({"seed": SECRET + 1}, {"seed": SECRET, "records": (changed(data()[0]), data()[1])}):
+        with pytest.raises(CheckpointError, match="differs") as refused:
+            learner(checkpoint=tmp_path, **change).fit(steps=4)
+        found.append(str(refused.value))
+    assert digest[:6] in found[-1]
+    for bad in (-SECRET, float(SECRET), str(SECRET)):
+        with pytest.raises(InputError, match="seed") as refused:
+            settings(seed=bad)
+        found.append(str(refused.value))
+    for said in found:
+        assert str(SECRET)[:8] not in said
+        assert f"{float(SECRET)}"[:6] not in said
+        assert digest[:7] not in said
+    one._midway, one.folder = True, None
+    with pytest.raises(TrainingError) as stopped:
+        one.fit(steps=4)
+    assert str(SECRET)[:8] not in str(stopped.value)
+    assert all((tmp_path / name).stat().st_mode & 0o077 == 0 for name in NAMES)  # the seed is in them
+
+
+def test_plans_and_sweeps_do_not_print_their_seed(tmp_path) -> None:
+    assert str(SECRET) not in repr(Plan(seed=SECRET))
+    assert str(SECRET) not in repr(Sweep("digits", tmp_path / "s", space={"lr": [0.1]}, steps=(3,), seed=SECRET))
+
+
+# --- loss, advice, folder --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda outputs, targets: 1.01 * losses(outputs, targets), lambda outputs, targets: (outputs**2).sum(1)],
+)
+def test_another_loss_is_refused(tmp_path, other) -> None:
+    attempt(tmp_path)
+    with pytest.raises(CheckpointError, match=r"the loss differs .*other losses.*another folder"):
+        attempt(tmp_path, loss=other)
+    attempt(tmp_path)
+    attempt(tmp_path, loss=lambda outputs, targets: losses(outputs, targets) * (1 + 1e-7))  # rounding
+
+
+def test_losses_are_compared_without_a_trace_of_it(tmp_path) -> None:
+    """Buffers that the forward pass changes, and random numbers, are as without checkpoints."""
+
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x):
+            self.calls.add_(1)
+            return self.inner(x)
+
+    kept, plain = attempt(tmp_path, model=Counts(), every=1), attempt(None, model=Counts())
+    assert same_state(kept, plain)
+    assert torch.equal(kept.model.calls, plain.model.calls)
+
+
+def test_two_damaged_checkpoints_say_what_can_be_done(tmp_path) -> None:
+    attempt(tmp_path, every=1)
+    for name in NAMES:
+        (tmp_path / name).write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="no other checkpoint is there: bring the files back from a copy, or rem"):
+        attempt(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes")
+def test_a_folder_that_others_may_enter_is_warned_of(tmp_path) -> None:
+    place = tmp_path / "open"
+    place.mkdir()
+    place.chmod(0o755)
+    with pytest.warns(UserWarning, match="others may enter the checkpoint folder .*open: chmod 700"):
+        attempt(place)
+    assert stat.S_IMODE(place.stat().st_mode) == 0o755  # left as it was
+
+
+def test_a_checkpoint_without_the_first_runs_parameters_is_gone_on_with(tmp_path) -> None:
+    """As versions before 'released/' wrote them: training ends well, and the user is told which run the model has."""
+    learner(checkpoint=tmp_path, every=1).repeat(2, steps=3)
+    for name in NAMES:
+        tensors, facts = unsealed(tmp_path / name)
+        older = {key: value for key, value in tensors.items() if not key.startswith("released/")}
+        write_whole(tmp_path / name, sealed(older, facts))
+    again = learner(checkpoint=tmp_path, every=1)
+    with pytest.warns(ReconboundWarning, match="has those of the last run instead"):
+        again.repeat(3, steps=3)
+    assert again.accountant is not None
+    assert again.accountant.runs == 3
+    whole, tensors = learner().repeat(3, steps=3), unsealed(tmp_path / NAMES[again._turn % 2])[0]
+    assert whole.accountant is not None
+    assert torch.equal(again.accountant.trace(), whole.accountant.trace())
+    assert all(torch.equal(value, tensors[f"model/{name}"]) for name, value in again.model.state_dict().items())
+
+
+@pytest.mark.parametrize("records", [3, 1000, 2**24 + 4, 2**25 + 3])
+def test_losses_are_those_of_records_that_are_there(records: int) -> None:
+    """Above 2²⁴ records a float32 index would round beyond the last."""
+    asked: list[torch.Tensor] = []
+
+    class Many:
+        def rows(self, indices):
+            asked.append(indices)
+            x, y = data(records=len(indices))
+            return x, y
+
+    one = learner()
+    one.records, one.measurer = records, Many()  # type: ignore[assignment]
+    assert some_losses(one) is not None
+    assert asked[0].min() == 0
+    assert records - 3 <= asked[0].max() < records
+    assert len(asked[0].unique()) == min(8, records)

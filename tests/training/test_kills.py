@@ -1,0 +1,168 @@
+"""A run that is killed again and again ends exactly as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import kill_run
+from learning import learner, same_state
+
+KILLS = 20
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch) -> None:
+    """The fork server loads kill_run before it knows this process's path (a bug of Python's until 3.12.8)."""
+    here = Path(__file__).resolve().parents[1] / "helpers"
+    paths = [str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in paths if p))
+
+
+def start(folder: Path, call: str):
+    """A process of its own, forked from a server that has torch loaded and has computed nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["kill_run"])
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=kill_run.in_process, args=(str(folder), call, there), daemon=True)
+    process.start()
+    there.close()
+    assert here.poll(60)
+    assert here.recv() == "ready"
+    return process, here
+
+
+def kill(process) -> None:
+    assert process.is_alive(), "the run ended before its kill: make it longer"
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_twenty_kills(tmp_path) -> None:
+    """SIGKILL at random moments, twenty in a row, while the run goes on; then it is left to end."""
+    call, rng, places, longest = "fit 200", random.Random(0), [], 0.4
+    for _ in range(KILLS):
+        process, _ = start(tmp_path, call)
+        time.sleep(rng.uniform(0.0, longest))
+        kill(process)
+        places.append(newest_step(tmp_path))
+        longest *= 1.4 if places[-1] <= 0 or places[-2:-1] == places[-1:] else 0.9  # a busy machine needs more time
+    assert places == sorted(places)  # never back behind what was saved
+    assert len(set(places)) > 5  # the kills fell all over the run
+    assert places[-1] < 200
+    process, told = start(tmp_path, call)
+    process.join(120)
+    assert told.recv() == "done"
+    undisturbed, killed = kill_run.run(None, call), kill_run.run(tmp_path, call)
+    assert same_state(undisturbed, killed)
+    assert undisturbed.history == killed.history
+    assert len(killed.history) == 200
+    assert_same_optimizer(undisturbed, killed)
+
+
+def test_repeated_runs_resume_run_by_run(tmp_path) -> None:
+    call, rng = "repeat 30", random.Random(1)
+    for _ in range(5):
+        process, _ = start(tmp_path, call)
+        time.sleep(rng.uniform(0.05, 0.35))
+        kill(process)
+    undisturbed, killed = kill_run.run(None, call), kill_run.run(tmp_path, call)
+    assert killed.accountant.runs == 4
+    assert same_state(undisturbed, killed)
+    assert undisturbed.history == killed.history
+    assert [(h["run"], h["step"]) for h in killed.history] == [(r, s) for r in range(4) for s in range(1, 31)]
+
+
+def newest_step(folder: Path) -> int:
+    """Read without the library: the header is JSON."""
+    steps = [-1]
+    for path in folder.glob("checkpoint-*.safetensors"):
+        content = path.read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        steps.append(json.loads(json.loads(content[8 : 8 + size])["__metadata__"]["reconbound"])["step"])
+    return max(steps)
+
+
+def assert_same_optimizer(a, b) -> None:
+    one, other = a.optimizer.state_dict(), b.optimizer.state_dict()
+    assert one["param_groups"] == other["param_groups"]
+    for key, state in one["state"].items():
+        for name, value in state.items():
+            torch.testing.assert_close(other["state"][key][name], value, rtol=0, atol=0)
+    assert a.schedule.state_dict() == b.schedule.state_dict()
+
+
+@pytest.mark.parametrize("every", [1, 4, 100])
+def test_stopping_between_steps(tmp_path, every: int, monkeypatch) -> None:
+    """An exception in the evaluation, a stop from the keyboard in a step: the same learner and a new one go on."""
+    whole = learner().fit(10)
+
+    def once(model, fail=[5, 6]):  # noqa: B006
+        if fail and one.step == fail[0]:
+            fail.pop(0)
+            raise KeyboardInterrupt
+        return {}
+
+    one = learner(checkpoint=tmp_path, every=every, evaluate=once, evaluate_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        one.fit(10)
+    with pytest.raises(KeyboardInterrupt):
+        one.fit(10)
+    monkeypatch.setattr(one, "restart", lambda original=one.restart: (original(), patched(one)))
+    with pytest.raises(KeyboardInterrupt):
+        one.fit(10)
+    monkeypatch.undo()
+    one.fit(10)
+    assert same_state(one, whole)
+
+
+def patched(one) -> None:
+    """The next optimizer step is interrupted once it has been taken."""
+    step = one.optimizer.step
+
+    def interrupted(*args, **kwargs):
+        one.optimizer.step = step
+        step(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    one.optimizer.step = interrupted
+
+
+def test_a_learner_without_folder_that_was_stopped_in_a_step_says_so() -> None:
+    from reconbound.training.private_sgd import TrainingError
+
+    one = learner()
+    patched(one)
+    with pytest.raises(KeyboardInterrupt):
+        one.fit(4)
+    with pytest.raises(TrainingError, match="in the middle of a step"):
+        one.fit(4)
+
+
+def test_errors_before_the_step_leave_the_ledger_as_it_was() -> None:
+    whole, one = learner(budget=1e6).fit(4), learner(budget=1e6)
+    sampler, calls = one.sampler, []
+
+    class Fails:
+        sample_rate, divisor, steps_per_epoch, records, name = sampler.sample_rate, sampler.divisor, 4.0, 24, "poisson"
+
+        def batch(self, seed: int, step: int):
+            calls.append(step)
+            if calls == [0, 1]:
+                return torch.tensor([999])
+            return sampler.batch(seed, step)
+
+    one.sampler = Fails()
+    with pytest.raises(RuntimeError, match="out of range"):
+        one.fit(4)
+    assert one.step == 1
+    assert same_state(one.fit(4), whole)
