@@ -19,7 +19,7 @@ from reconbound._internal import files as _files
 from reconbound._internal.checks import InputError
 from reconbound._internal.rng import derive, numbers_of
 from reconbound.auditing import leakage as audit_leakage
-from reconbound.auditing import snapshots as audit_learner
+from reconbound.auditing import snapshots as audit_snapshots
 from reconbound.auditing.leakage import chosen, leakage_of
 from reconbound.auditing.option_file import open_folder, settle
 from reconbound.auditing.options import make_learner, score
@@ -98,18 +98,18 @@ def test_the_first_run_is_the_release(audited) -> None:
 @pytest.mark.parametrize(("steps", "snapshots"), [(4, 12), (7, 3)])
 def test_diagonals_from_snapshots_are_those_of_their_steps(tmp_path, monkeypatch, steps: int, snapshots: int) -> None:
     """Compared with exact Jacobians at each; with as many snapshots as steps they are the whole run's."""
-    monkeypatch.setattr(audit_learner, "SNAPSHOTS", snapshots)
+    monkeypatch.setattr(audit_snapshots, "SNAPSHOTS", snapshots)
     people, plan, probes = auditing.people(), auditing.plan(runs=2, steps=steps), 300
-    learner = trained(people, settle(open_folder(tmp_path / "a"), people, plan), tmp_path / "a")
+    measured = trained(people, settle(open_folder(tmp_path / "a"), people, plan), tmp_path / "a")
     records, taken = torch.tensor([3, 17]), min(steps, snapshots)
-    found = learner.look_closely(records, 2, probes=probes, each=True)
-    expected = sum(run_diagonal(learner, people, run, records) for run in range(2)) / 2
+    found = measured.look_closely(records, 2, probes=probes, each=True)
+    expected = sum(run_diagonal(measured, people, run, records) for run in range(2)) / 2
     error = (
         5 * (2 / probes / (2 * taken)) ** 0.5
     )  # so many measurements, each entry's relative spread at most √(2/probes)
     torch.testing.assert_close(found.state()["diagonal_mean"].double(), expected, rtol=error, atol=0)
     torch.testing.assert_close(found.dfil(), found.state()["diagonal_mean"].double().mean(1), rtol=1e-5, atol=0)
-    average = learner.look_closely(records, 2, probes=probes, each=False).state()["average_mean"][0]
+    average = measured.look_closely(records, 2, probes=probes, each=False).state()["average_mean"][0]
     torch.testing.assert_close(average, found.state()["diagonal_mean"].double().mean(0), rtol=1e-5, atol=0)
 
 
@@ -118,8 +118,8 @@ def test_snapshots_fall_anywhere_in_their_blocks() -> None:
     steps, runs = 29, 2000
     taken, weight = np.zeros(steps), np.zeros(steps)
     for run in range(runs):
-        found = audit_learner.AuditLearner.snapshot_steps(SimpleNamespace(steps=steps, seed=5), run)  # type: ignore[arg-type]
-        assert len(found) == audit_learner.SNAPSHOTS == 12
+        found = audit_snapshots.snapshot_steps(SimpleNamespace(steps=steps, seed=5), run)  # type: ignore[arg-type]
+        assert len(found) == audit_snapshots.SNAPSHOTS == 12
         for t, length in found:
             taken[t] += 1
             weight[t] += length
@@ -132,19 +132,21 @@ def test_snapshots_fall_anywhere_in_their_blocks() -> None:
 def test_diagonals_of_all_records_are_those_of_the_snapshots_drawn_for_them(tmp_path, steps: int, looks: int) -> None:
     """Compared with exact Jacobians at the snapshots at which a record was measured, times the blocks of the part."""
     people, plan, probes = auditing.people(), auditing.plan(runs=2, steps=steps), 200
-    learner = trained(people, settle(open_folder(tmp_path / "a"), people, plan), tmp_path / "a")
-    ledger = learner.look_at_all(2, looks=looks, probes=probes)
+    measured = trained(people, settle(open_folder(tmp_path / "a"), people, plan), tmp_path / "a")
+    ledger = measured.look_at_all(2, looks=looks, probes=probes)
     found, times = ledger.state()["diagonal_mean"].double(), min(looks, steps)
     assert ledger.measured().tolist() == [2 * times] * 40  # once in each part of each run
     records = torch.tensor([3, 17, 39])
-    expected = sum(run_diagonal(learner, people, run, records, drawn(learner, run, looks)) for run in range(2)) / 2
+    expected = (
+        sum(run_diagonal(measured, people, run, records, drawn(measured.learner, run, looks)) for run in range(2)) / 2
+    )
     error = 5 * (2 / probes / (2 * times)) ** 0.5 * (1 if looks == 12 else 1.6)  # unequal weights
     torch.testing.assert_close(found[records], expected, rtol=error, atol=0)
 
 
 def drawn(learner, run: int, looks: int) -> torch.Tensor:
     """Blocks of the part over 1 where a record is measured at a snapshot, else 0, (snapshots, N)."""
-    blocks = learner.snapshot_steps(run)
+    blocks = audit_snapshots.snapshot_steps(learner, run)
     chances = np.zeros((len(blocks), learner.records))
     count = min(looks, len(blocks))
     ends = [k * len(blocks) // count for k in range(count + 1)]
@@ -158,18 +160,17 @@ def test_which_snapshots_a_record_is_measured_at_is_uniform_over_each_part() -> 
     """So that the expected weight of each block is 1: unbiased whatever the number of looks."""
     runs, total = 400, 0.0
     learner = SimpleNamespace(steps=36, seed=5, records=50)
-    learner.snapshot_steps = lambda run: audit_learner.AuditLearner.snapshot_steps(learner, run)
     for run in range(runs):
         total = total + drawn(learner, run, 5)
-    assert audit_learner._parts(list(range(12)), 5) == [[0, 1], [2, 3], [4, 5, 6], [7, 8], [9, 10, 11]]
+    assert audit_snapshots._parts(list(range(12)), 5) == [[0, 1], [2, 3], [4, 5, 6], [7, 8], [9, 10, 11]]
     spread = np.sqrt(2.0 / (50 * runs))  # of m times a draw of chance 1/m: √(m − 1), m ≤ 3
     assert float((total.mean(1) / runs - 1).abs().max()) < 4 * spread
 
 
 def test_where_records_are_too_many_a_sample_of_a_table_is_looked_at(tmp_path, monkeypatch) -> None:
     people, plan, folder = auditing.people(), auditing.plan(runs=2), tmp_path / "a"
-    learner = trained(people, settle(open_folder(folder), people, plan), folder)
-    whole = leakage_of(people, settle(folder, people, plan), learner)
+    measured = trained(people, settle(open_folder(folder), people, plan), folder)
+    whole = leakage_of(people, settle(folder, people, plan), measured)
     assert whole.diagonal_of is None
     assert whole.diagonal.shape == (40, 2)
     assert whole.facts["diagonal_measured"] == 24
@@ -178,14 +179,14 @@ def test_where_records_are_too_many_a_sample_of_a_table_is_looked_at(tmp_path, m
         torch.testing.assert_close(diagonal.double().mean(1), whole.dfil[0, of], rtol=1e-6, atol=0)
     monkeypatch.setattr(audit_leakage, "NUMBERS", 79)
     monkeypatch.setattr(audit_leakage, "SAMPLE", 15)
-    some = leakage_of(people, settle(folder, people, plan), learner)
+    some = leakage_of(people, settle(folder, people, plan), measured)
     assert some.diagonal.shape == (15, 2)
     assert some.diagonal_of.unique().tolist() == some.diagonal_of.tolist()
-    again = learner.look_closely(some.diagonal_of, 2, probes=1, each=True).state()["diagonal_mean"]
+    again = measured.look_closely(some.diagonal_of, 2, probes=1, each=True).state()["diagonal_mean"]
     shares = again.double() / again.double().sum(1, keepdim=True)
     torch.testing.assert_close(some.diagonal.double(), 2 * some.dfil[0, some.diagonal_of, None] * shares)
     torch.testing.assert_close(some.average_diagonal, some.diagonal.double().mean(0))
-    view = View(facts_of(people, plan, learner, seed_from="x"), some)
+    view = View(facts_of(people, plan, measured.learner, seed_from="x"), some)
     both = set(some.diagonal_of.tolist()) | set(some.kept.tolist())
     assert columns.which(view) == f"{len(both)} of 40 records: 15 drawn at random, and those kept whole"
     assert columns.counts(view)[0]["of"] == len(both)
@@ -218,27 +219,28 @@ def test_records_that_the_ledger_never_measured_keep_their_diagonals_and_nothing
 def test_diagonals_at_the_ledgers_level_are_nearer_to_those_of_all_steps(tmp_path, monkeypatch) -> None:
     """Against exact Jacobians at every step of the same runs: floors are off by less than at the snapshots' level."""
     people, plan, records = auditing.people(), auditing.plan(runs=2, steps=48, budget=4.0), torch.arange(0, 40, 2)
-    monkeypatch.setattr(audit_learner, "SNAPSHOTS", 48)
+    monkeypatch.setattr(audit_snapshots, "SNAPSHOTS", 48)
     dense = trained(people, settle(open_folder(tmp_path / "a"), people, plan), tmp_path / "a")
     true = sum(run_diagonal(dense, people, run, records) for run in range(2)) / 2
-    monkeypatch.setattr(audit_learner, "SNAPSHOTS", 12)
-    learner = trained(people, settle(open_folder(tmp_path / "b"), people, plan), tmp_path / "b")
-    assert torch.equal(learner.accountant.trace(), dense.accountant.trace())  # the same runs
+    monkeypatch.setattr(audit_snapshots, "SNAPSHOTS", 12)
+    measured = trained(people, settle(open_folder(tmp_path / "b"), people, plan), tmp_path / "b")
+    assert torch.equal(measured.learner.accountant.trace(), dense.learner.accountant.trace())  # the same runs
     for looks in (12, 4, 2):
-        plain = learner.look_at_all(2, looks=looks, probes=1).state()["diagonal_mean"][records]
-        level = audit_leakage.levelled(plain, learner.accountant, records)
+        plain = measured.look_at_all(2, looks=looks, probes=1).state()["diagonal_mean"][records]
+        level = audit_leakage.levelled(plain, measured.learner.accountant, records)
         off, now = ((true / found).sqrt() - 1 for found in (plain.double(), level))
         assert float(now.square().mean()) < float(off.square().mean())
 
 
-def run_diagonal(learner, people, run: int, records: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
+def run_diagonal(measured, people, run: int, records: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
     """Σ L q diag(J̃ᵀ [k⊥(I − ĝĝᵀ) + k∥ĝĝᵀ] J̃)/(σC)² with dense Jacobians, over a run's blocks of L steps, (k, 2).
 
     times: by which each snapshot's share of each record's sum is multiplied, (snapshots, N)."""
     from reconbound.accounting.amplification import PoissonTable
 
+    learner = measured.learner
     s = learner.settings
-    steps = learner.snapshot_steps(run)
+    steps = audit_snapshots.snapshot_steps(learner, run)
     starts = [0, *accumulate(length for _, length in steps)]  # blocks without a gap, one snapshot in each
     assert starts[-1] == learner.steps
     assert all(a <= t < b for (t, _), (a, b) in zip(steps, pairwise(starts), strict=True))
@@ -246,7 +248,7 @@ def run_diagonal(learner, people, run: int, records: torch.Tensor, times: torch.
     table = PoissonTable(s.sample_rate).prepare(torch.device("cpu"), torch.float64)
     total = torch.zeros(len(records), 2, dtype=torch.float64)
     for k, (t, length) in enumerate(steps):
-        parameters = {n: v.double() for n, v in _files.unsealed(learner.snapshot(run, t))[0].items()}
+        parameters = {n: v.double() for n, v in _files.unsealed(measured.snapshots.path(run, t))[0].items()}
         for row, i in enumerate(records.tolist()):
             x, y = torch.from_numpy(people.inputs[i]).double(), torch.from_numpy(people.targets)[i : i + 1]
             flat, jacobian = clipped_jacobian(learner, parameters, x, y)
@@ -356,8 +358,8 @@ def test_leakage_of_a_learner_that_never_measured_a_record(tmp_path) -> None:
     """Batches measured when drawn: a record that was not has floor 0 and is not shown."""
     people, plan = auditing.people(), auditing.plan(budget="every", steps=1, sample_rate=0.1)
     folder = open_folder(tmp_path / "a")
-    learner = trained(people, settle(folder, people, plan), folder)
-    found = leakage_of(people, plan, learner)
+    measured = trained(people, settle(folder, people, plan), folder)
+    found = leakage_of(people, plan, measured)
     unseen = found.measured == 0
     assert bool(unseen.any())
     assert bool((floors(found)[unseen] == 0).all())

@@ -45,9 +45,9 @@ PLAN = auditing.plan(runs=8, steps=4, budget=4.0)  # every step is measured, and
 def test_the_pages_floors_are_those_of_the_trajectory_in_years_and_dollars(done: Path) -> None:
     """Dense Jacobians at the kept parameters of all steps of all runs, with the exact factors, against what is told."""
     people, leakage = auditing.people(), read_leakage(done)
-    learner = trained(people, settle(done, people, PLAN), done)
+    measured = trained(people, settle(done, people, PLAN), done)
     records = torch.cat([leakage.kept[:1], torch.tensor([3, 17]), leakage.kept[-1:]])
-    exact = sum(run_diagonal(learner, people, run, records) for run in range(8)) / 8
+    exact = sum(run_diagonal(measured, people, run, records) for run in range(8)) / 8
     dfil, error = leakage.dfil[0, records], leakage.error[0, records]
     assert bool(((dfil - exact.mean(1)).abs() < 5 * error).all())
     assert bool((error < 0.2 * dfil).all())

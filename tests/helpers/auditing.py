@@ -13,9 +13,9 @@ import torch
 from reconbound._internal.files import unsealed
 from reconbound.auditing.options import Plan
 from reconbound.auditing.run import audit
-from reconbound.auditing.snapshots import AuditLearner
 from reconbound.data import Dataset, Feature, Pixels
 from reconbound.report.folder import LEAKAGE
+from reconbound.training.private_sgd import PrivateSGD
 
 
 def people(records: int = 40, seed: int = 0) -> Dataset:
@@ -67,13 +67,13 @@ def assert_same_leakage(one: Path, other: Path) -> None:
 def slow(folder: str, told: Any) -> None:
     """The audit that is killed: a pause at every step, so that kills fall all over it."""
     torch.set_num_threads(1)
-    step = AuditLearner._train_step
+    step = PrivateSGD._train_step
 
-    def paused(self: AuditLearner) -> None:
+    def paused(self: PrivateSGD) -> None:
         time.sleep(0.02)
         step(self)
 
-    AuditLearner._train_step = paused  # type: ignore[method-assign]
+    PrivateSGD._train_step = paused  # type: ignore[method-assign]
     told.send("ready")
     audit(people(), plan(), Path(folder), show=False)
     told.send("done")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import sweep_stub
 from reconbound._internal.checks import InputError
-from reconbound.accounting.measurement_plan import Blocks
+from reconbound.accounting.measurement_plan import Blocks, Segments
 from reconbound.auditing.options import default_plan, make_learner
 from reconbound.cli import app as cli
 from reconbound.data import load
@@ -26,7 +26,7 @@ from reconbound.sweep.database import checked_url, shown_url
 from reconbound.sweep.ledgers import floors_of, kappa_ratio
 from reconbound.sweep.space import seed_of, settings_of
 from reconbound.sweep.store import ERRORS
-from reconbound.sweep.trial import Segments, Trainer
+from reconbound.sweep.trial import Trainer
 from reconbound.training.checkpoint import CheckpointError
 
 TINY = {"limit": 60, "test_share": 0.3}

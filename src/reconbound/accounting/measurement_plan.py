@@ -12,8 +12,10 @@ In each the weight is q over the chance π of a record to be measured at a step,
 
 from __future__ import annotations
 
+import bisect
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from reconbound._internal.checks import InputError, number, whole
-from reconbound._internal.rng import numbers_of
+from reconbound._internal.rng import derive, numbers_of
 
 Budget: TypeAlias = float | str | tuple[str, float]
 
@@ -111,3 +113,31 @@ def _assigned(plan: Blocks, seed: int, block: int, length: int) -> list[list[Ten
         for group, place in zip(groups[first : first + length], places, strict=False):
             at[int(place)].append(group.sort().values)
     return at
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Blocks of measured records that end at every step count: one Blocks for each stretch between two of them."""
+
+    starts: tuple[int, ...]
+    parts: tuple[Blocks, ...]
+
+    @classmethod
+    def of(cls, plan: Blocks, counts: Sequence[int]) -> Segments:
+        """Segments that end at these step counts, the last being the run's."""
+        starts = (0, *counts[:-1])
+        parts = (replace(plan, steps=end - start) for start, end in zip(starts, counts, strict=True))
+        return cls(starts, tuple(parts))
+
+    def _part(self, step: int) -> int:
+        return bisect.bisect_right(self.starts, step) - 1
+
+    def weight(self, step: int) -> float:
+        """L q of the step's block."""
+        k = self._part(step)
+        return self.parts[k].weight(step - self.starts[k])
+
+    def at(self, seed: int, step: int) -> list[Tensor]:
+        """The groups that are measured at this step."""
+        k = self._part(step)
+        return self.parts[k].at(derive(seed, "segment", k), step - self.starts[k])

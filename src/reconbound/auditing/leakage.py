@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from reconbound.auditing.options import Plan
-from reconbound.auditing.snapshots import SNAPSHOTS, AuditLearner
+from reconbound.auditing.snapshots import SNAPSHOTS, SnapshotMeasurements
 from reconbound.data.copies import find_copies
 from reconbound.data.tables import MISSING
 from reconbound.report.folder import Leakage, packed_names
@@ -26,13 +26,14 @@ NUMBERS = 2_000_000
 CONFIDENCE = 0.95
 
 
-def leakage_of(dataset: Dataset, plan: Plan, learner: AuditLearner) -> Leakage:
+def leakage_of(dataset: Dataset, plan: Plan, measurements: SnapshotMeasurements) -> Leakage:
     """What the runs told about each record, with a closer look at the most and the least exposed."""
+    learner = measurements.learner
     ledger = learner.accountant
     assert ledger is not None
     rules = ledger.account.rules
     kept, most = chosen(ledger.dfil().cpu(), ledger.measured().cpu())
-    looked = {} if plan.sampler == "shuffle" else _looked(dataset, plan, learner, kept)
+    looked = {} if plan.sampler == "shuffle" else _looked(dataset, plan, measurements, kept)
     first = [h for h in learner.history if h["run"] == 0]
     scored = [h for h in first if "accuracy" in h]
     return Leakage(
@@ -57,21 +58,22 @@ def leakage_of(dataset: Dataset, plan: Plan, learner: AuditLearner) -> Leakage:
     )
 
 
-def _looked(dataset: Dataset, plan: Plan, learner: AuditLearner, kept: Tensor) -> dict[str, Any]:
+def _looked(dataset: Dataset, plan: Plan, measurements: SnapshotMeasurements, kept: Tensor) -> dict[str, Any]:
     """Diagonals from the snapshots, at the ledger's level: closely of the records kept whole; of all where that is not
     too much, else of a sample (of images its average alone). Not for shuffled epochs: parameters depend there on who
     was seen before."""
+    learner = measurements.learner
     assert learner.accountant is not None
-    closer = learner.look_closely(kept, plan.runs, probes=PROBES, each=True).state()["diagonal_mean"]
+    closer = measurements.look_closely(kept, plan.runs, probes=PROBES, each=True).state()["diagonal_mean"]
     found: dict[str, Any] = {"kept_diagonal": levelled(closer, learner.accountant, kept), "diagonal_of": None}
     times, probes = looks(plan, learner.records, learner.records * learner.features)
     if times:
-        each = learner.look_at_all(plan.runs, looks=times, probes=probes).state()["diagonal_mean"]
+        each = measurements.look_at_all(plan.runs, looks=times, probes=probes).state()["diagonal_mean"]
     else:
         generator = torch.Generator().manual_seed(0)  # who is in the sample is no secret
         sample = torch.randperm(learner.records, generator=generator)[:SAMPLE].sort().values
         table = dataset.kind == "table"
-        ledger = learner.look_closely(sample, plan.runs, probes=probes, each=table)
+        ledger = measurements.look_closely(sample, plan.runs, probes=probes, each=table)
         if not table:
             average = ledger.state()["average_mean"].double()
             told = torch.where(*_told(learner.accountant, sample), ledger.trace().cpu()).mean()

@@ -269,7 +269,6 @@ def make_learner(
     plan: Plan,
     folder: str | os.PathLike[str] | None = None,
     *,
-    learner: type[PrivateSGD] = PrivateSGD,
     device: torch.device | str | None = None,
     **options: Any,
 ) -> PrivateSGD:
@@ -277,7 +276,6 @@ def make_learner(
 
     Args:
         folder: for checkpoints; None for none.
-        learner: the class to make.
         device: a GPU where there is one when None.
         options: of PrivateSGD (evaluate, diagonal, every, …).
     """
@@ -294,7 +292,7 @@ def make_learner(
         **options,
     }
     inputs, targets = as_tensor(dataset.inputs), as_tensor(dataset.targets)
-    return learner(model, make_loss(dataset), inputs, targets, plan.settings(), **chosen)
+    return PrivateSGD(model, make_loss(dataset), inputs, targets, plan.settings(), **chosen)
 
 
 __all__ = [

@@ -31,7 +31,7 @@ from reconbound.auditing.option_checks import check_plan
 from reconbound.auditing.option_file import open_folder, settle
 from reconbound.auditing.options import Plan, make_learner, model_kind
 from reconbound.auditing.release import write_inputs
-from reconbound.auditing.snapshots import SNAPSHOTS, AuditLearner
+from reconbound.auditing.snapshots import SNAPSHOTS, SnapshotMeasurements, Snapshots
 from reconbound.mechanisms.guarantees import Guarantee, guarantee
 from reconbound.report.folder import (
     CHECKPOINTS,
@@ -46,6 +46,7 @@ from reconbound.report.folder import (
     write_run,
 )
 from reconbound.training.checkpoint import held
+from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.sampling import Sampler, batches_per_epoch, make_sampler
 
 if TYPE_CHECKING:
@@ -90,13 +91,13 @@ def audit(
         if fresh:
             open_folder(folder, fresh=True)
         settled = settle(folder, dataset, plan)
-        learner = trained(dataset, settled, folder, show=show)
+        measurements = trained(dataset, settled, folder, show=show)
         write_inputs(folder, dataset, model_kind(dataset, plan.model))
-        leakage = leakage_of(dataset, settled, learner)
+        leakage = leakage_of(dataset, settled, measurements)
         for name in (RUN, REPORT, PUBLIC_REPORT):  # of fewer runs: killed from here on, the audit is not finished
             (folder / name).unlink(missing_ok=True)
         seed = "the operating system" if plan.seed is None else CHOSEN_SEED
-        run = facts_of(dataset, settled, learner, seed_from=seed, publish_accuracy=publish_accuracy)
+        run = facts_of(dataset, settled, measurements.learner, seed_from=seed, publish_accuracy=publish_accuracy)
         from reconbound.report import build, headline
 
         run = replace(run, headline=headline(run), caveats=caveats)
@@ -114,8 +115,8 @@ def check_publishable(dataset: Dataset) -> None:
         raise InputError("publish_accuracy", why, None)
 
 
-def trained(dataset: Dataset, plan: Plan, folder: Path, *, show: bool = False) -> AuditLearner:
-    """All runs of the plan, from the folder's last good state on."""
+def trained(dataset: Dataset, plan: Plan, folder: Path, *, show: bool = False) -> SnapshotMeasurements:
+    """Trains all runs of the plan, from the folder's last good state on. Returns the learner with its snapshots."""
     inside = folder / CHECKPOINTS
     inside.mkdir(mode=0o700, exist_ok=True)
     bar: Callable[[int], None] | None = None
@@ -130,23 +131,15 @@ def trained(dataset: Dataset, plan: Plan, folder: Path, *, show: bool = False) -
         before = done
 
     with stack:
-        learner = make_learner(
-            dataset,
-            plan,
-            inside,
-            learner=AuditLearner,
-            tested_on=dataset,
-            snapshots=inside,
-            released=folder / MODEL,
-            advance=advance,
-            progress=False,
-        )
-        assert isinstance(learner, AuditLearner)
-        return learner.repeat(plan.runs, plan.steps)
+        snapshots = Snapshots(dataset, inside, folder / MODEL, advance)
+        learner = make_learner(dataset, plan, inside, callbacks=[snapshots], progress=False)
+        learner.repeat(plan.runs, plan.steps)
+    snapshots.release(learner.model)  # somebody may have removed or changed it after the first run
+    return SnapshotMeasurements(learner, snapshots)
 
 
 def facts_of(
-    dataset: Dataset, plan: Plan, learner: AuditLearner, *, seed_from: str, publish_accuracy: bool = False
+    dataset: Dataset, plan: Plan, learner: PrivateSGD, *, seed_from: str, publish_accuracy: bool = False
 ) -> Run:
     """The public facts: what was asked and what the mechanism guarantees whatever the data."""
     last = [h for h in learner.history if h["run"] == 0 and "accuracy" in h]

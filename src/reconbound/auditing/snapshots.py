@@ -1,5 +1,6 @@
-"""The learner of an audit: it keeps the parameters of a few random steps, so that records can be looked at afterwards,
-feature by feature: closely those that turn out to be most exposed, and all of them where they are few.
+"""Keeps the parameters of a few random steps, so that records can be measured afterwards, feature by feature.
+
+Those that turn out to be most exposed are measured closely, and all of them where they are few.
 
 A run is cut into blocks of L steps; in each, the parameters before one uniformly random step are kept. Measured there
 with weight L·q, a record's diagonal is an unbiased estimate of the run's (docs/theory-accounting.md, the third way)."""
@@ -9,10 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from reconbound._internal.files import CONFIDENTIAL, PUBLIC, Unreadable, json_di
 from reconbound._internal.rng import derive, numbers_of, torch_stream
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.auditing.options import score
+from reconbound.training.callbacks import Callback
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.step import Measurer
 
@@ -40,86 +41,88 @@ _ADVICE = "bring it back from a copy, or start over with --fresh"
 Visit = tuple[int, float, Tensor]
 
 
-class AuditLearner(PrivateSGD):
-    """PrivateSGD that keeps the released parameters, snapshots of all runs, and a history of the first.
+class Snapshots(Callback):
+    """Keeps the released parameters, snapshots of all runs, and a history of the first run.
 
     Args:
-        tested_on: for the accuracy on its test data.
-        snapshots: folder for the snapshots (confidential: the runs that only measure are not released).
+        dataset: for the accuracy on its test data.
+        folder: for the snapshots (confidential: the runs that only measure are not released).
         released: where the parameters at the end of the first run go.
         advance: called with the steps done, over all runs.
     """
 
-    def __init__(
-        self,
-        *given: Any,
-        tested_on: Dataset,
-        snapshots: Path,
-        released: Path,
-        advance: Callable[[int], None],
-        **options: Any,
-    ) -> None:
-        super().__init__(*given, **options)
-        self.tested_on, self.snapshots, self.released, self.advance = tested_on, snapshots, released, advance
-        self.evaluate = self._look
+    def __init__(self, dataset: Dataset, folder: Path, released: Path, advance: Callable[[int], None]) -> None:
+        self.dataset, self.folder, self.released, self.advance = dataset, folder, released, advance
 
-    def repeat(self, runs: int, steps: int | None = None, *, epochs: float | None = None) -> AuditLearner:
-        self.evaluate_every = max(1, self._length(steps, epochs) // POINTS)
-        super().repeat(runs, steps, epochs=epochs)
-        self._release()  # somebody may have removed or changed it after the first run
-        return self
+    def on_step(self, learner: PrivateSGD) -> dict[str, float] | None:
+        """Writes a snapshot where one is due. Returns accuracy and leakage so far at some steps of the first run."""
+        if learner.step in dict(snapshot_steps(learner, learner.run)):
+            facts = {"audit": owner(learner), "run": learner.run, "step": learner.step}
+            content = sealed(learner.model.state_dict(), facts)
+            write_whole(self.path(learner.run, learner.step), content, mode=CONFIDENTIAL)
+        self.advance(learner.run * learner.steps + learner.step)
+        every = max(1, learner.steps // POINTS)
+        due = learner.step == learner.steps or (learner.step and learner.step % every == 0)
+        if learner.run > 0 or not due or learner.accountant is None:
+            return None
+        dfil = learner.accountant.dfil()
+        top = {"largest": dfil.max(), "high": torch.quantile(dfil, 0.99), "median": dfil.median()}
+        found = {name: float(value) for name, value in top.items()}
+        accuracy = score(self.dataset, learner.model, None if learner.step == learner.steps else FEW)
+        return {**found, "accuracy": accuracy} if math.isfinite(accuracy) else found
 
-    def _release(self) -> None:
-        content = _plain_file(self.model)
+    def on_run_end(self, learner: PrivateSGD) -> None:
+        """Writes the parameters of the first run: they are released."""
+        if learner.run == 0:
+            self.release(learner.model)
+
+    def release(self, model: nn.Module) -> None:
+        """Writes the released parameters, unless they are there."""
+        content = _plain_file(model)
         if not self.released.exists() or self.released.read_bytes() != content:
             write_whole(self.released, content, mode=PUBLIC)
 
-    @cached_property
-    def _owner(self) -> str:
-        """Names this audit in its snapshots: those of another seed, other data or settings are not its own."""
-        return json_digest([self._identity, self.seed])
+    def path(self, run: int, step: int) -> Path:
+        """Returns where the parameters before a step of a run are kept."""
+        return self.folder / f"parameters-{run}-{step}.safetensors"
 
-    def _after_step(self) -> None:
-        if self.step in dict(self.snapshot_steps(self.run)):
-            facts = {"audit": self._owner, "run": self.run, "step": self.step}
-            write_whole(self.snapshot(self.run, self.step), sealed(self.model.state_dict(), facts), mode=CONFIDENTIAL)
-        if self.run == 0 and self.step == self.steps:
-            self._release()
-        super()._after_step()
-        self.advance(self.run * self.steps + self.step)
 
-    def _look(self, model: nn.Module) -> dict[str, float]:
-        """Accuracy and leakage so far, in the first run: it is the released one."""
-        if self.run > 0 or self.accountant is None:
-            return {}
-        dfil = self.accountant.dfil()
-        top = {"largest": dfil.max(), "high": torch.quantile(dfil, 0.99), "median": dfil.median()}
-        found = {name: float(value) for name, value in top.items()}
-        accuracy = score(self.tested_on, model, None if self.step == self.steps else FEW)
-        return {**found, "accuracy": accuracy} if math.isfinite(accuracy) else found
+def snapshot_steps(learner: PrivateSGD, run: int) -> list[tuple[int, int]]:
+    """Returns (step, length of its block) of each block of a run; a function of the seed."""
+    count = min(SNAPSHOTS, learner.steps)
+    ends = [k * learner.steps // count for k in range(count + 1)]
+    rng = numbers_of(derive(learner.seed, "run", run), "snapshot", 0)
+    return [(int(rng.integers(a, b)), b - a) for a, b in pairwise(ends)]
 
-    def snapshot(self, run: int, step: int) -> Path:
-        return self.snapshots / f"parameters-{run}-{step}.safetensors"
 
-    def snapshot_steps(self, run: int) -> list[tuple[int, int]]:
-        """(step, length of its block) of each block of a run; a function of the seed."""
-        count = min(SNAPSHOTS, self.steps)
-        ends = [k * self.steps // count for k in range(count + 1)]
-        rng = numbers_of(derive(self.seed, "run", run), "snapshot", 0)
-        return [(int(rng.integers(a, b)), b - a) for a, b in pairwise(ends)]
+def owner(learner: PrivateSGD) -> str:
+    """Returns what names an audit in its snapshots: those of another seed, other data or settings are not its own."""
+    return json_digest([learner.identity, learner.seed])
+
+
+class SnapshotMeasurements:
+    """Measures records at the snapshots of a finished training.
+
+    Args:
+        learner: that was trained.
+        snapshots: that were kept of it.
+    """
+
+    def __init__(self, learner: PrivateSGD, snapshots: Snapshots) -> None:
+        self.learner, self.snapshots = learner, snapshots
 
     def look_closely(self, records: Tensor, runs: int, *, probes: int, each: bool) -> FisherAccountant:
-        """A ledger of these records alone, from the snapshots of all runs, with their diagonals or the average one."""
+        """Returns a ledger of these records only, with their diagonals or (each=False) the average one."""
         everyone = torch.arange(len(records))
 
         def visits(run: int) -> list[Visit]:
-            return [(step, float(length), everyone) for step, length in self.snapshot_steps(run)]
+            return [(step, float(length), everyone) for step, length in snapshot_steps(self.learner, run)]
 
         at_once = max(1, _AT_ONCE // probes)
         return self._measured_at(records, runs, visits, "close", probes=probes, each=each, at_once=at_once)
 
     def look_at_all(self, runs: int, *, looks: int, probes: int) -> FisherAccountant:
-        """A ledger with the diagonals of all records, each measured so many times in a run.
+        """Returns a ledger with the diagonals of all records, each measured `looks` times in a run.
 
         A run's blocks are joined into `looks` parts. In each, a record is measured at the snapshot of one of the part's
         m blocks, drawn uniformly and by itself: at a given step of a block of L with the chance 1/(mL), so with weight
@@ -127,14 +130,14 @@ class AuditLearner(PrivateSGD):
 
         def visits(run: int) -> list[Visit]:
             found = []
-            for k, blocks in enumerate(_parts(self.snapshot_steps(run), looks)):
-                rng = numbers_of(derive(self.seed, "run", run), "look", k)
-                drawn = torch.from_numpy(rng.integers(0, len(blocks), self.records))
+            for k, blocks in enumerate(_parts(snapshot_steps(self.learner, run), looks)):
+                rng = numbers_of(derive(self.learner.seed, "run", run), "look", k)
+                drawn = torch.from_numpy(rng.integers(0, len(blocks), self.learner.records))
                 for j, (step, length) in enumerate(blocks):
                     found.append((step, float(len(blocks) * length), torch.nonzero(drawn == j).flatten()))
             return found
 
-        everyone = torch.arange(self.records)
+        everyone = torch.arange(self.learner.records)
         return self._measured_at(everyone, runs, visits, "all", probes=probes, each=True, at_once=_TOGETHER)
 
     def _measured_at(
@@ -148,41 +151,49 @@ class AuditLearner(PrivateSGD):
         each: bool,
         at_once: int,
     ) -> FisherAccountant:
-        assert self.accountant is not None
-        account = replace(self.accountant.account, records=len(records), rules=self.accountant.account.rules[:1])
-        ledger = FisherAccountant(account, diagonal="all" if each else "average", device=self.device)
-        ledger.caveats = self.accountant.caveats
-        more, data = replace(self.settings, probes=probes), (self.inputs, self.targets)
+        learner, whole = self.learner, self.learner.accountant
+        assert whole is not None
+        account = replace(whole.account, records=len(records), rules=whole.account.rules[:1])
+        ledger = FisherAccountant(account, diagonal="all" if each else "average", device=learner.device)
+        ledger.caveats = whole.caveats
         measurer = Measurer(
-            self.model, self.loss_fn, *data, more, self.private, diagonal=True, spectral=False, check=False
+            learner.model,
+            learner.loss_fn,
+            learner.inputs,
+            learner.targets,
+            replace(learner.settings, probes=probes),
+            learner.private,
+            diagonal=True,
+            spectral=False,
+            check=False,
         )
-        own = {name: value.clone() for name, value in self.model.state_dict().items()}
+        own = {name: value.clone() for name, value in learner.model.state_dict().items()}
         try:
             for run in range(runs):
-                ledger.begin_run(self.accountant.fingerprints[run])
-                seed = derive(self.seed, "run", run)
+                ledger.begin_run(whole.fingerprints[run])
+                seed = derive(learner.seed, "run", run)
                 for step, weight, places in visits(run):
                     self._put_back(run, step)
                     for k, part in enumerate(places.split(at_once)):
-                        probe = torch_stream(seed, f"{name} {k}", step, self.device)
+                        probe = torch_stream(seed, f"{name} {k}", step, learner.device)
                         found = measurer.information(records[part], probe)
                         ledger.add(part, found, weight=weight * account.sample_rate, stratified=True)
                 ledger.finish_run()
         finally:
-            self.model.load_state_dict(own)
+            learner.model.load_state_dict(own)
         return ledger
 
     def _put_back(self, run: int, step: int) -> None:
-        path = self.snapshot(run, step)
+        path = self.snapshots.path(run, step)
         try:
             tensors, facts = unsealed(path)
         except FileNotFoundError:
             raise Unreadable(f"{path} has been removed: {_ADVICE}") from None
         except Unreadable as reason:
             raise Unreadable(f"{reason}: {_ADVICE}") from None
-        if facts != {"audit": self._owner, "run": run, "step": step}:
+        if facts != {"audit": owner(self.learner), "run": run, "step": step}:
             raise Unreadable(f"{path} is of another audit, run or step: {_ADVICE}")
-        self.model.load_state_dict(tensors)
+        self.learner.model.load_state_dict(tensors)
 
 
 def _parts(blocks: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:

@@ -8,13 +8,12 @@ for t steps."""
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +24,6 @@ from torch import Tensor
 
 from reconbound._internal.checks import InputError
 from reconbound._internal.files import CONFIDENTIAL, Unreadable, disk_fault, sealed_json, unsealed_json, write_whole
-from reconbound._internal.rng import derive
-from reconbound.accounting.measurement_plan import Blocks
 from reconbound.accounting.spec import Account
 from reconbound.auditing.leakage import guess_of
 from reconbound.auditing.option_checks import check_plan
@@ -37,6 +34,7 @@ from reconbound.report.folder import CHECKPOINTS, prepare
 from reconbound.sweep.ledgers import by_run, crossed_floor, dfil_at, floors_of, keep, mean_of
 from reconbound.sweep.space import Setting, seed_of
 from reconbound.sweep.worker import Row
+from reconbound.training.callbacks import Callback
 from reconbound.training.checkpoint import CheckpointError, plain_json
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.state import data_digest
@@ -45,45 +43,6 @@ if TYPE_CHECKING:
     from reconbound.data import Dataset
 
 TRIAL, LEDGER = "trial.json", "ledger.safetensors"
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Blocks of measured records that end at every step count: one Blocks for each stretch between two of them."""
-
-    starts: tuple[int, ...]
-    parts: tuple[Blocks, ...]
-
-    @classmethod
-    def of(cls, plan: Blocks, counts: Sequence[int]) -> Segments:
-        """Segments that end at these step counts, the last being the run's."""
-        starts = (0, *counts[:-1])
-        parts = (replace(plan, steps=end - start) for start, end in zip(starts, counts, strict=True))
-        return cls(starts, tuple(parts))
-
-    def _part(self, step: int) -> int:
-        return bisect.bisect_right(self.starts, step) - 1
-
-    def weight(self, step: int) -> float:
-        """L q of the step's block."""
-        k = self._part(step)
-        return self.parts[k].weight(step - self.starts[k])
-
-    def at(self, seed: int, step: int) -> list[Tensor]:
-        """The groups that are measured at this step."""
-        k = self._part(step)
-        return self.parts[k].at(derive(seed, "segment", k), step - self.starts[k])
-
-
-class SteppedSGD(PrivateSGD):
-    """Private SGD whose ledger is whole at each of several step counts."""
-
-    counts: tuple[int, ...] = ()
-
-    def _make_ledger(self) -> None:
-        super()._make_ledger()
-        if self.plan is not None:
-            self.plan = Segments.of(self.plan, self.counts)  # type: ignore[assignment]
 
 
 class Trainer:
@@ -179,27 +138,15 @@ class Trainer:
     def _trained(self, setting: Setting, folder: Path, tell: Callable[[int], None]) -> PrivateSGD:
         plan = replace(self.plan, **setting, seed=seed_of(self.seed, setting))
 
-        def evaluate(model: Any) -> dict[str, float]:
-            tell(learner.run * learner.steps + learner.step)
-            if learner.step not in self.counts:
-                return {}
-            assert learner.accountant is not None
-            if learner.step < learner.steps or self.runs > 1:
-                keep(folder, learner.run, learner.step, learner.accountant)
-            return {"accuracy": score(self.dataset, model)}
-
         learner = make_learner(
             self.dataset,
             plan,
             folder / CHECKPOINTS,
-            learner=SteppedSGD,
-            evaluate=evaluate,
-            evaluate_every=_often(self.counts),
+            callbacks=[_KeepLedgers(self, folder, tell)],
+            whole_at=self.counts,
             every=max(20, self.counts[-1] // 30),
             progress=False,
         )
-        assert isinstance(learner, SteppedSGD)
-        learner.counts = self.counts
         learner.repeat(self.runs, self.counts[-1])
         return learner
 
@@ -228,6 +175,25 @@ class Trainer:
         row["told_nothing"] = int(((dfil[0] == 0) & (measured > 0)).sum())
         row |= {**companions(account.mechanism(), account.features, self.delta), "delta": self.delta}
         return {name: _plain(value) for name, value in row.items()}
+
+
+class _KeepLedgers(Callback):
+    """Keeps the ledger and the accuracy at each step count, and tells how far the trial is."""
+
+    def __init__(self, trainer: Trainer, folder: Path, tell: Callable[[int], None]) -> None:
+        self.trainer, self.folder, self.tell = trainer, folder, tell
+        self.often = _often(trainer.counts)
+
+    def on_step(self, learner: PrivateSGD) -> dict[str, float] | None:
+        """Returns the accuracy at a step count."""
+        if learner.step and learner.step % self.often == 0:
+            self.tell(learner.run * learner.steps + learner.step)
+        if learner.step not in self.trainer.counts:
+            return None
+        assert learner.accountant is not None
+        if learner.step < learner.steps or self.trainer.runs > 1:
+            keep(self.folder, learner.run, learner.step, learner.accountant)
+        return {"accuracy": score(self.trainer.dataset, learner.model)}
 
 
 @contextmanager
@@ -300,4 +266,4 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-__all__ = ["Segments", "SteppedSGD", "Trainer", "fingerprint"]
+__all__ = ["Trainer", "fingerprint"]

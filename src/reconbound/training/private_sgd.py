@@ -9,7 +9,7 @@ runs that differ in anything share neither noise nor batches."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -21,12 +21,13 @@ from reconbound._internal.fingerprints import digest, of_run
 from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import GUESSABLE, derive, new_seed, seed_warning, seeded
 from reconbound.accounting.accountant import FisherAccountant
-from reconbound.accounting.measurement_plan import Blocks
+from reconbound.accounting.measurement_plan import Blocks, Segments
 from reconbound.fisher import Private
 from reconbound.training import checkpoint as checkpoints
 from reconbound.training import measuring, words
 from reconbound.training import noise as noises
 from reconbound.training import state as states
+from reconbound.training.callbacks import Callback
 from reconbound.training.sampling import make_sampler, steps_of
 from reconbound.training.settings import Settings
 from reconbound.training.step import Fault, LossFn, Measurer, as_tensors, evaluated, record_count, row_counts
@@ -60,6 +61,8 @@ class PrivateSGD:
             runs of `repeat` have chosen are measured at every step of the runs after them, apart from the budget.
         checkpoint: a folder for checkpoints, one process at a time; None for none. every: steps between two.
         evaluate: model → dictionary of numbers, called every `evaluate_every` steps and at the end.
+        callbacks: run beside the training, see Callback.
+        whole_at: step counts, ascending, at which the ledger is that of a run which ends there.
         progress: show a progress bar, if output is a terminal.
         check: check model and data before training starts.
 
@@ -86,6 +89,8 @@ class PrivateSGD:
         every: int = 100,
         evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
         evaluate_every: int = 0,
+        callbacks: Sequence[Callback] = (),
+        whole_at: Sequence[int] = (),
         progress: bool = True,
         check: bool = True,
     ) -> None:
@@ -112,6 +117,8 @@ class PrivateSGD:
         self.folder = None if checkpoint is None else file_path("checkpoint", checkpoint)
         self.every = whole("every", every)
         self.evaluate, self.evaluate_every = evaluate, whole("evaluate_every", evaluate_every, at_least=0)
+        self.callbacks = words.checked_callbacks(callbacks)
+        self.whole_at = tuple(whole("whole_at", count) for count in whole_at)
         self.progress = progress
         self.measurer = Measurer(
             model,
@@ -126,14 +133,14 @@ class PrivateSGD:
         )
         self.features = self.measurer.features
         self._ledger: FisherAccountant | None = None
-        self.plan: Blocks | None = None
+        self.plan: Blocks | Segments | None = None
         self.history: list[dict[str, float]] = []
         self.kind, self.run, self.step, self.steps = "", 0, 0, 0
         self.run_seed = 0  # of the present run: from the seed and all that distinguishes its release
         self.first_parameters: dict[str, Tensor] = {}
         self._turn, self._saved, self._midway = 0, -1, False
         self._versions = self._parameter_versions()
-        self._identity: dict[str, Any] = {}
+        self.identity: dict[str, Any] = {}
         self.restart()
 
     @classmethod
@@ -249,7 +256,7 @@ class PrivateSGD:
         return self.run * (self.steps + 1) + self.step
 
     def _begin_run(self) -> None:
-        context = states.release_context(self, self._identity)
+        context = states.release_context(self, self.identity)
         self.run_seed = derive(self.seed, "run", self.run, context)
         if self.accountant is not None:
             self.accountant.begin_run(of_run(self.run_seed))
@@ -268,17 +275,30 @@ class PrivateSGD:
         """Evaluate and save where that is due; nothing happens twice, so it can be called again after an error."""
         if self.kind == "repeat" and self.run == 0 and self.step == self.steps and not self.first_parameters:
             self.first_parameters = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        last = (self.history[-1]["run"], self.history[-1]["step"]) if self.history else None
-        due = self.step == self.steps or (self.evaluate_every and self.step and self.step % self.evaluate_every == 0)
-        if self.evaluate is not None and due and last != (self.run, self.step):
-            with states.modes_kept(self.model), self._placed():
-                found = evaluated(self.evaluate, self.model)
-            self.history.append({"run": self.run, "step": self.step, **found})
+        found: list[Mapping[str, float] | None] = []
+        with states.modes_kept(self.model), self._placed():
+            if self.evaluate is not None and self._evaluation_is_due():
+                found.append(evaluated(self.evaluate, self.model))
+            for callback in self.callbacks:
+                found.append(callback.on_step(self))
+                if self.step == self.steps:
+                    callback.on_run_end(self)
+        numbers = {name: value for each in found if each is not None for name, value in each.items()}
+        if any(each is not None for each in found) and not self._in_history():
+            self.history.append({"run": self.run, "step": self.step, **numbers})
         if self.folder is None or self.order <= self._saved:
             return
         if self.step % self.every == 0 or self.step == self.steps:
-            checkpoints.save(self.folder, states.snapshot(self, self._identity), self._turn + 1)
+            checkpoints.save(self.folder, states.snapshot(self, self.identity), self._turn + 1)
             self._turn, self._saved = self._turn + 1, self.order
+
+    def _in_history(self) -> bool:
+        return bool(self.history) and (self.history[-1]["run"], self.history[-1]["step"]) == (self.run, self.step)
+
+    def _evaluation_is_due(self) -> bool:
+        often = self.evaluate_every
+        due = self.step == self.steps or (often > 0 and self.step > 0 and self.step % often == 0)
+        return due and not self._in_history()
 
     def _train_step(self) -> None:
         s, seed = self.settings, self.run_seed
@@ -343,7 +363,7 @@ class PrivateSGD:
         if not self.steps:
             self.kind, self.steps = kind, length
             self._make_ledger()
-            self._identity = states.identity(self)
+            self.identity = states.identity(self)
         if self.folder is None:
             yield
             return
@@ -361,11 +381,12 @@ class PrivateSGD:
         return steps_of(self.sampler, epochs)
 
     def _make_ledger(self) -> None:
-        self._ledger, self.plan = measuring.ledger_and_plan(self)
+        self._ledger, plan = measuring.ledger_and_plan(self)
+        self.plan = Segments.of(plan, self.whole_at) if plan is not None and self.whole_at else plan
 
     def _resume(self) -> None:
         assert self.folder is not None
-        belongs = dict(self._identity)
+        belongs = dict(self.identity)
         if self.settings.seed is not None:
             belongs["seed"] = self.seed
         found = checkpoints.load(self.folder, belongs)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from reconbound._internal.checks import InputError, function
+from reconbound.training.callbacks import Callback
 from reconbound.training.settings import Settings
 
 if TYPE_CHECKING:
@@ -99,6 +100,13 @@ def check_functions(model: Any, loss_fn: Any, initialise: Any, evaluate: Any) ->
         function("initialise", initialise, "model → nothing")
     if evaluate is not None:
         function("evaluate", evaluate, "model → a dictionary of numbers")
+
+
+def checked_callbacks(given: Any) -> tuple[Callback, ...]:
+    """Returns callbacks as a tuple; refuses what are none."""
+    if not isinstance(given, list | tuple) or not all(isinstance(one, Callback) for one in given):
+        raise InputError("callbacks", "must be a list of reconbound.training.callbacks.Callback", f"{given!r}"[:200])
+    return tuple(given)
 
 
 def check_model(model: Any) -> None:
