@@ -70,6 +70,4 @@ def test_a_stop_within_a_callback_repeats_nothing_in_the_history(tmp_path, stop_
 def test_what_is_no_callback_is_refused() -> None:
     for wrong in (print, "x", [print]):
         with pytest.raises(InputError, match="callbacks"):
-            PrivateSGD(
-                nn.Linear(3, 2), print, torch.rand(4, 3), torch.zeros(4), Settings(1.0, 1.0, 0.5), callbacks=wrong
-            )
+            checked_callbacks(wrong)
