@@ -295,20 +295,30 @@ def test_epochs_and_publishing(tmp_path) -> None:
     assert 0 <= found.accuracy <= 1
 
 
+def _listen_to_the_keyboard() -> None:
+    """Makes a new process hear SIGINT, also where these tests were started in the background, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_stopping_from_the_keyboard(tmp_path) -> None:
     """SIGINT while it trains: one line, status 130, and the same command goes on."""
     words = [sys.executable, "-m", "reconbound.cli.app", "audit", "--limit", "60", *QUICK, "--quiet", "--out", "out"]
     words[words.index("4")] = "100000"
     source = Path(__file__).resolve().parents[2] / "src"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])}
-    started = subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
-    for _ in range(600):
-        if list((tmp_path / "out" / "checkpoints").glob("checkpoint-*.safetensors")):
-            break
-        time.sleep(0.1)
-    time.sleep(0.2)
-    started.send_signal(signal.SIGINT)
-    _, error = started.communicate(timeout=60)
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=_listen_to_the_keyboard
+    ) as started:
+        try:
+            for _ in range(600):
+                if list((tmp_path / "out" / "checkpoints").glob("checkpoint-*.safetensors")):
+                    break
+                time.sleep(0.1)
+            time.sleep(0.2)
+            started.send_signal(signal.SIGINT)
+            _, error = started.communicate(timeout=60)
+        finally:
+            started.kill()
     assert started.returncode == 130
     assert error.strip() == "reconbound: stopped; run the same command again to go on"
     assert (tmp_path / "out" / PLAN).exists()
@@ -325,6 +335,7 @@ def test_stopping_early_is_one_line(tmp_path, words: list[str]) -> None:
         started = subprocess.Popen(
             [sys.executable, "-c", script, *words],
             cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            preexec_fn=_listen_to_the_keyboard,
         )  # fmt: skip
         assert started.stdout.readline() == "here\n"
         time.sleep(wait)

@@ -189,10 +189,10 @@ def test_a_dataset_checks_its_parts():
 def test_the_command_line_says_what_is_wrong_with_data_in_one_line(monkeypatch, capsys):
     from reconbound.cli import app as cli
 
-    def broken(**_):
+    def broken(_):
         raise DataError("a.csv, row 3, column 'x': 'b' is not a number")
 
-    monkeypatch.setattr(cli, "app", broken)
+    monkeypatch.setattr(cli, "command_of", broken)
     assert cli.run(["audit", "a.csv"]) == 2
     assert capsys.readouterr().err == "reconbound: a.csv, row 3, column 'x': 'b' is not a number\n"
 

@@ -142,7 +142,9 @@ def test_devices_and_precisions() -> None:
 
 def test_private_features_that_a_record_does_not_have() -> None:
     model, x, y = small()
-    refused("private features must lie in 0 to 5, got 2 to 6", model, cross_entropy, x, y, private=torch.tensor([2, 6]))
+    refused(
+        "private must name features from 0 to 5, got '2 to 6'", model, cross_entropy, x, y, private=torch.tensor([2, 6])
+    )
 
 
 def test_an_empty_batch_is_no_mistake() -> None:

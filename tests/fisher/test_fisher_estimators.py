@@ -267,7 +267,7 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"route": "sideways"}, "route must be one of"),
     ({"error": "spread"}, "needs two probes"),
     ({"mask": torch.ones(3)}, "mask must have one entry per record"),
-    ({"private": torch.ones(4, dtype=torch.bool)}, "has 4 entries, a record has 6"),
+    ({"private": torch.ones(4, dtype=torch.bool)}, "must be a mask of a record's 6 features, got '4 entries'"),
     ({"private": "labels"}, "private must be"),
     ({"private": "target"}, "must be a floating-point tensor"),
     ({"private": Private("module", "nowhere")}, "no module named 'nowhere'"),

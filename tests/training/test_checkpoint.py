@@ -172,7 +172,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path, monke
 
 HOLD = """
 import sys, time
-from reconbound.checkpoint import held
+from reconbound.training.checkpoint import held
 with held(sys.argv[1]):
     print("held", flush=True)
     time.sleep(60)
