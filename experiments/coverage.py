@@ -182,7 +182,10 @@ class Budgeted:
 
     def __init__(self, budget: Any, trial: Trial, groups: int, features: int) -> None:
         self.budget, self.records, self.groups = budget, trial.records, groups
-        account = Account(groups * trial.records, features, trial.steps, trial.noise, trial.clip, trial.rate)
+        account = Account(
+            trial.noise, trial.clip, trial.rate,
+            records=groups * trial.records, features=features, steps=trial.steps,
+        )  # fmt: skip
         self.ledger = FisherAccountant(account)
         self.plan = Blocks(trial.records, trial.rate, trial.steps, budget if isinstance(budget, float) else 1.0, 1)
 

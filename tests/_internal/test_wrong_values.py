@@ -54,8 +54,8 @@ def test_numbers_of_numpy_are_numbers(kind, tmp_path) -> None:
     plain = rb.Settings(1, 1, 1, lr=1, probes=1, micro_batch=1, seed=3)
     assert settings == plain
     assert all(type(value) in (int, float, str, tuple, type(None)) for value in vars(settings).values())
-    account = rb.Account(one, one, one, one, one, one, batches_per_epoch=one)
-    assert account == rb.Account(1, 1, 1, 1, 1, 1, batches_per_epoch=1)
+    account = rb.Account(one, one, one, records=one, features=one, steps=one, batches_per_epoch=one)
+    assert account == rb.Account(1, 1, 1, records=1, features=1, steps=1, batches_per_epoch=1)
     ledger = rb.FisherAccountant(account, feature_scale=one)
     ledger.save(tmp_path / "ledger")  # as JSON, where NumPy's numbers used to fail
     assert rb.FisherAccountant.load(tmp_path / "ledger").account == account

@@ -72,7 +72,7 @@ def test_a_run_that_was_not_measured_to_its_end_is_said() -> None:
 
 
 def test_floors_of_features_say_it_too() -> None:
-    kept = FisherAccountant(Account(40, 6, 50, 1.0, 1.0, 0.2, clip="hard"), diagonal="all")
+    kept = FisherAccountant(Account(1.0, 1.0, 0.2, records=40, features=6, steps=50, clip="hard"), diagonal="all")
     x, y = data()
     for average in (False, True):
         kept.add(torch.arange(8), step_information(network(), losses, x[:8], y[:8], **SETTING, diagonal=True))
@@ -85,7 +85,7 @@ def test_floors_of_features_say_it_too() -> None:
 
 def test_records_that_were_never_measured_do_not_hide_the_others() -> None:
     """Of a record without a floor the words say so; the least floor is that of those that have one."""
-    kept = FisherAccountant(Account(40, 6, 1, 1.0, 1.0, 0.2, clip="hard"), diagonal="all")
+    kept = FisherAccountant(Account(1.0, 1.0, 0.2, records=40, features=6, steps=1, clip="hard"), diagonal="all")
     x, y = data()
     kept.add(torch.arange(8), step_information(network(), losses, x[:8], y[:8], **SETTING, diagonal=True))
     kept.finish_run()
@@ -159,11 +159,11 @@ def test_numbers_must_be_numbers() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda: Account(40, 6, "50", 1.0, 1.0, 0.2), "steps must be a number, got '50'"),
-        (lambda: Account(40, 6, 50, 1.0, "1", 0.2), "max_grad_norm must be a number, got '1'"),
+        (lambda: Account(1.0, 1.0, 0.2, records=40, features=6, steps="50"), "steps must be a number, got '50'"),
+        (lambda: Account(1.0, "1", 0.2, records=40, features=6, steps=50), "max_grad_norm must be a number, got '1'"),
         (lambda: run(ledger(), 1, weight="1"), "weight must be a number, got '1'"),
         (
-            lambda: FisherAccountant(Account(40, 6, 50, 1.0, 1.0, 0.2), feature_scale="16"),
+            lambda: FisherAccountant(Account(1.0, 1.0, 0.2, records=40, features=6, steps=50), feature_scale="16"),
             "feature_scale must be .*'16'",
         ),
         (lambda: PrivateSGD(network(), losses, *data(), Settings(1.0, 1.0, 0.2)).fit(steps="3"), "steps .*, got '3'"),
@@ -193,7 +193,7 @@ def test_units_of_the_guarantee_are_said_where_those_of_the_floors_differ() -> N
 def test_shuffled_epochs_are_measured_by_their_batches_alone() -> None:
     """Within an epoch the parameters depend on whether the record was seen: at another step they differ."""
     x, y = data()
-    kept = FisherAccountant(Account(40, 6, 50, 1.0, 1.0, 0.2, clip="hard", sampler="shuffle"))
+    kept = FisherAccountant(Account(1.0, 1.0, 0.2, records=40, features=6, steps=50, clip="hard", sampler="shuffle"))
     found = step_information(network(), losses, x[:8], y[:8], **SETTING)
     with pytest.raises(InputError, match="stratified must be False with shuffled epochs"):
         kept.add(torch.arange(8), found, weight=0.5, stratified=True)

@@ -123,7 +123,7 @@ def _settings(**changes: Any) -> rb.Settings:
 
 
 def _account() -> rb.Account:
-    return rb.Account(6, 3, 2, 1.0, 1.0, 0.5)
+    return rb.Account(1.0, 1.0, 0.5, records=6, features=3, steps=2)
 
 
 def _found() -> Any:
@@ -192,7 +192,7 @@ def cases(folder: Path) -> Iterator[Case]:
     }
     more = ("optimizer", "schedule", "initialise", "evaluate", "checkpoint", "private")
     sgd |= {**dict.fromkeys(more, lambda: None), "diagonal": lambda: "none", "spectral": lambda: False}
-    sgd |= _only(feature_scale=1.0, every=1, evaluate_every=1, check=False)
+    sgd |= _only(feature_scale=1.0, every=1, evaluate_every=1, callbacks=(), whole_at=(), check=False)
     yield Case("PrivateSGD", rb.PrivateSGD, sgd, _trained)
     first = {name: sgd[name] for name in ("model", "loss_fn", "inputs", "targets", "settings", "private")}
     yield Case("PrivateSGD, checked", rb.PrivateSGD, first, _trained)

@@ -57,9 +57,11 @@ def test_steps_of_a_loader_never_count_fewer_epochs_than_a_record_took_part_in(d
         most = int(seen.max())
         rate = size / records
         assert counted(sample_rate=rate, steps=steps) >= most
-        own = Account(records, 1, steps, 1.0, 1.0, rate, "shuffle")
+        own = Account(1.0, 1.0, rate, "shuffle", records=records, features=1, steps=steps)
         assert own.mechanism().steps >= most
-        exact = Account(records, 1, steps, 1.0, 1.0, rate, "shuffle", batches_per_epoch=len(loader))
+        exact = Account(
+            1.0, 1.0, rate, "shuffle", records=records, features=1, steps=steps, batches_per_epoch=len(loader)
+        )
         assert most <= exact.mechanism().steps == math.ceil(steps / len(loader))
 
 
@@ -68,7 +70,7 @@ def test_learner_and_calculator_count_the_same_epochs() -> None:
         sampler = make_sampler("shuffle", records, rate)
         assert isinstance(sampler, ShuffledEpochs)
         steps = steps_of(sampler, 3)
-        account = Account(records, 1, steps, 1.0, 1.0, sampler.sample_rate, "shuffle",
+        account = Account(1.0, 1.0, sampler.sample_rate, "shuffle", records=records, features=1, steps=steps,
                           batches_per_epoch=batches_per_epoch(sampler))  # fmt: skip
         assert account.mechanism().steps == 3 == counted(epochs=3)
 

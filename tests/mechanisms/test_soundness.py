@@ -287,7 +287,7 @@ def test_group_privacy_of_a_huge_epsilon_keeps_its_delta() -> None:
 def test_paper_rule_of_a_ledger_is_marked() -> None:
     from reconbound import Account, FisherAccountant
 
-    ledger = FisherAccountant(Account(3, 2, 1, 1.0, 1.0, 0.5, rules=("exact", "paper")))
+    ledger = FisherAccountant(Account(1.0, 1.0, 0.5, records=3, features=2, steps=1, rules=("exact", "paper")))
     assert ledger.mse_floor("exact").proved
     assert not ledger.mse_floor("paper").proved
     assert "not proved" in str(ledger.mse_floor("paper"))

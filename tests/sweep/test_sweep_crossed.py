@@ -89,7 +89,7 @@ def test_floors_are_read_at_a_record_that_is_there_and_no_less_exposed_than_the_
 
 
 def test_a_run_that_told_nothing_is_not_less_than_nothing_by_rounding(tmp_path) -> None:
-    account = Account(1, 2, 5, 1.0, 1.0, 0.5, "poisson", "smooth", ("exact",))
+    account = Account(1.0, 1.0, 0.5, records=1, features=2, steps=5)
     (tmp_path / "checkpoints").mkdir()
     for run, mean in enumerate((0.3, 0.15 - 1e-16)):  # the mean of 0.3 and 0, a little short
         state = {"mean": torch.full((1, 1), mean, dtype=torch.float64)}

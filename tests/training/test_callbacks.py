@@ -71,3 +71,11 @@ def test_what_is_no_callback_is_refused() -> None:
     for wrong in (print, "x", [print]):
         with pytest.raises(InputError, match="callbacks"):
             checked_callbacks(wrong)
+
+
+def test_a_ledger_is_whole_at_counts_within_the_run() -> None:
+    with pytest.raises(InputError, match="whole_at must be at most the run's 3 steps, got 4"):
+        learner(whole_at=[4]).fit(3)
+    early = learner(whole_at=[2]).fit(3)
+    assert early.accountant is not None
+    assert bool((early.accountant.measured() >= 2).all())  # once in each of the two stretches

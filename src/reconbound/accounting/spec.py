@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from reconbound._internal.checks import InputError, choice, number, plain_number, whole
 from reconbound.accounting.amplification import PoissonTable, paper_delta, paper_kappa
 from reconbound.divergences import sensitivity
+from reconbound.fisher.clipping import CLIPS, Clip
 from reconbound.mechanisms import SampledGaussian
 from reconbound.mechanisms.sampled_gaussian import fewest_batches
 
@@ -20,40 +21,68 @@ _DEFAULT_RULE = {"poisson": "exact", "fixed": "fixed", "shuffle": "none"}
 
 
 @dataclass(frozen=True)
-class Account:
-    """What is accounted: the mechanism, the data's size, and the rules under which the ledger is kept.
+class MechanismSpec:
+    """The mechanism of a private training: the numbers that decide its guarantee, apart from the number of steps.
 
     Attributes:
-        records, features: N and d. steps: T of one run. noise_multiplier, max_grad_norm, sample_rate, sampler, clip:
-        the mechanism's, as in PrivateSGD. rules: the subsampling factors to keep ledgers for; the first is the one
-        that answers by default. Empty: "exact" for Poisson batches, "fixed" for fixed-size ones, "none" (factor 1)
-        for shuffled epochs. batches_per_epoch: of shuffled epochs, how many steps one has, as len(loader); ⌊1/q⌋ where
-        it is None, as of a loader that drops the last batch: it counts at least as many epochs as any other.
+        noise_multiplier: σ, the standard deviation of the noise on the sum over max_grad_norm.
+        max_grad_norm: C, the clip norm.
+        sample_rate: q, the expected share of the records in a batch.
+        sampler: "poisson", "fixed" or "shuffle".
+        clip: "smooth" or "hard".
+        rules: subsampling factors to keep ledgers for; the first answers by default. Empty: "exact" for Poisson
+            batches, "fixed" for fixed-size ones, "none" (factor 1) for shuffled epochs. None: no accounting.
     """
 
-    records: int
-    features: int
-    steps: int
     noise_multiplier: float
     max_grad_norm: float
     sample_rate: float
     sampler: str = "poisson"
-    clip: str = "smooth"
+    clip: Clip = "smooth"
+    rules: tuple[str, ...] | None = ()
+
+    def __post_init__(self) -> None:
+        number("noise_multiplier", self.noise_multiplier, above=0.0)
+        number("max_grad_norm", self.max_grad_norm, above=0.0)
+        number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
+        choice("sampler", self.sampler, tuple(_DEFAULT_RULE))
+        choice("clip", self.clip, CLIPS)
+        if self.rules is not None:
+            object.__setattr__(self, "rules", checked_rules(self.rules))
+        for name in ("noise_multiplier", "max_grad_norm", "sample_rate"):
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
+
+    @property
+    def noise(self) -> float:
+        """Returns the standard deviation of the noise on the sum, σC."""
+        return self.noise_multiplier * self.max_grad_norm
+
+
+@dataclass(frozen=True)
+class Account(MechanismSpec):
+    """A mechanism on data of a given size, for a given number of steps: what a ledger is kept for.
+
+    Attributes:
+        records: N, the number of training records.
+        features: d, the number of private features of a record.
+        steps: T, of one run.
+        batches_per_epoch: of shuffled epochs, the number of steps of one, as len(loader). None: ⌊1/q⌋, as of a loader
+            that drops the last batch: it counts at least as many epochs as any other.
+    """
+
     rules: tuple[str, ...] = ()
+    _: KW_ONLY
+    records: int
+    features: int
+    steps: int
     batches_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("records", "features", "steps"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
-        number("noise_multiplier", self.noise_multiplier, above=0.0)
-        number("max_grad_norm", self.max_grad_norm, above=0.0)
-        number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
-        choice("sampler", self.sampler, tuple(_DEFAULT_RULE))
-        sensitivity(self.clip)
+        super().__post_init__()
         if self.batches_per_epoch is not None:
             object.__setattr__(self, "batches_per_epoch", whole("batches_per_epoch", self.batches_per_epoch))
-        for name in ("noise_multiplier", "max_grad_norm", "sample_rate"):
-            object.__setattr__(self, name, plain_number(getattr(self, name)))
         object.__setattr__(self, "rules", checked_rules(self.rules) or (_DEFAULT_RULE[self.sampler],))
         for rule in self.rules:
             if self.rules.count(rule) > 1:
@@ -61,10 +90,15 @@ class Account:
             if rule in ("exact", "fixed") and _DEFAULT_RULE[self.sampler] != rule:
                 raise InputError("rules", f"must not claim the factor of other batches than {self.sampler} ones", rule)
 
-    @property
-    def noise(self) -> float:
-        """Standard deviation of the noise on the sum, σC."""
-        return self.noise_multiplier * self.max_grad_norm
+    @classmethod
+    def of(cls, spec: MechanismSpec, **changes: Any) -> Account:
+        """Returns the account of a mechanism.
+
+        Args:
+            spec: the mechanism, such as Settings.
+            changes: the other fields of Account, and those of the mechanism that differ.
+        """
+        return cls(**{**{f.name: getattr(spec, f.name) for f in fields(MechanismSpec)}, **changes})
 
     def mechanism(self) -> SampledGaussian:
         """The same run for the calculator; shuffled epochs are steps without sampling, one for each epoch."""

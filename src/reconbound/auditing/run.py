@@ -211,15 +211,12 @@ def sampler_of(dataset: Dataset, plan: Plan) -> Sampler:
 def floors_of(dataset: Dataset, plan: Plan) -> Guarantee:
     """What the plan's mechanism guarantees whatever the data, per feature in units of its range."""
     sampler = sampler_of(dataset, plan)
-    account = Account(
+    account = Account.of(
+        plan.settings(),
+        sample_rate=sampler.sample_rate,
         records=len(dataset.inputs),
         features=len(dataset.scale),
         steps=plan.steps,
-        noise_multiplier=plan.noise_multiplier,
-        max_grad_norm=plan.max_grad_norm,
-        sample_rate=sampler.sample_rate,
-        sampler=plan.sampler,
-        clip=plan.clip,
         batches_per_epoch=batches_per_epoch(sampler),
     )
     return guarantee(account.mechanism(), dim=account.features)

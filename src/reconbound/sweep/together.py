@@ -177,8 +177,14 @@ class TogetherTrainer(Trainer):
     def _account(self, plan: Plan, count: int) -> Account:
         records, features = len(self.dataset.inputs), len(self.dataset.scale)
         sampler = make_sampler(plan.sampler, records, plan.sample_rate)  # its rate is of whole records
-        mechanism = (plan.noise_multiplier, plan.max_grad_norm, sampler.sample_rate, plan.sampler, plan.clip)
-        return Account(records, features, count, *mechanism, RULES[plan.sampler], batches_per_epoch(sampler))
+        return Account.of(
+            plan.settings(),
+            sample_rate=sampler.sample_rate,
+            records=records,
+            features=features,
+            steps=count,
+            batches_per_epoch=batches_per_epoch(sampler),
+        )
 
     def _keep_rows(self, setting: Setting, folder: Path, rows: list[Row]) -> None:
         content = sealed_json({"confidential": True, **self._about(setting), "rows": rows})

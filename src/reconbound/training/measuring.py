@@ -29,16 +29,12 @@ def ledger_and_plan(learner: PrivateSGD) -> tuple[FisherAccountant | None, Block
     s, rate = learner.settings, learner.sampler.sample_rate
     if s.rules is None:
         return None, None
-    account = Account(
+    account = Account.of(
+        s,
+        sample_rate=rate,
         records=learner.records,
         features=learner.features,
         steps=learner.steps,
-        noise_multiplier=s.noise_multiplier,
-        max_grad_norm=s.max_grad_norm,
-        sample_rate=rate,
-        sampler=s.sampler,
-        clip=s.clip,
-        rules=s.rules,
         batches_per_epoch=batches_per_epoch(learner.sampler),
     )
     ledger = FisherAccountant(

@@ -62,7 +62,7 @@ class PrivateSGD:
         checkpoint: a folder for checkpoints, one process at a time; None for none. every: steps between two.
         evaluate: model → dictionary of numbers, called every `evaluate_every` steps and at the end.
         callbacks: run beside the training, see Callback.
-        whole_at: step counts, ascending, at which the ledger is that of a run which ends there.
+        whole_at: step counts at which the ledger is that of a run which ends there.
         progress: show a progress bar, if output is a terminal.
         check: check model and data before training starts.
 
@@ -118,7 +118,7 @@ class PrivateSGD:
         self.every = whole("every", every)
         self.evaluate, self.evaluate_every = evaluate, whole("evaluate_every", evaluate_every, at_least=0)
         self.callbacks = words.checked_callbacks(callbacks)
-        self.whole_at = tuple(whole("whole_at", count) for count in whole_at)
+        self.whole_at = words.checked_counts(whole_at)
         self.progress = progress
         self.measurer = Measurer(
             model,
@@ -381,8 +381,11 @@ class PrivateSGD:
         return steps_of(self.sampler, epochs)
 
     def _make_ledger(self) -> None:
+        counts = sorted({*self.whole_at, self.steps})
+        if counts[-1] > self.steps:
+            raise InputError("whole_at", f"must be at most the run's {self.steps} steps", counts[-1])
         self._ledger, plan = measuring.ledger_and_plan(self)
-        self.plan = Segments.of(plan, self.whole_at) if plan is not None and self.whole_at else plan
+        self.plan = Segments.of(plan, counts) if plan is not None and self.whole_at else plan
 
     def _resume(self) -> None:
         assert self.folder is not None
