@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "guide-linear.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "linear.md"
 
 
 def test_every_block_of_the_guide_prints_what_the_page_says():

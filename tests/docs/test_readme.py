@@ -17,7 +17,7 @@ from reconbound.cli import app as cli
 from reconbound.cli.errors import options_of
 
 HOME = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", "docs/guide-calculator.md"]
+PAGES = ["README.md", "docs/tutorials/calculator.md"]
 
 
 def blocks(page: str, kind: str) -> list[str]:
@@ -26,7 +26,7 @@ def blocks(page: str, kind: str) -> list[str]:
     return [block for own, block in found if own == kind]
 
 
-@pytest.mark.parametrize(("page", "least"), [("README.md", 3), ("docs/guide-calculator.md", 2)])
+@pytest.mark.parametrize(("page", "least"), [("README.md", 3), ("docs/tutorials/calculator.md", 2)])
 def test_python_blocks_run_in_order_from_nothing(page: str, least: int, tmp_path: Path) -> None:
     found = blocks(page, "python")
     assert len(found) >= least
@@ -76,7 +76,7 @@ def test_commands_have_the_options_that_are_shown(page: str) -> None:
         assert shown <= options_of(cli.app, command), command
 
 
-@pytest.mark.parametrize(("page", "least"), [("README.md", 1), ("docs/guide-calculator.md", 3)])
+@pytest.mark.parametrize(("page", "least"), [("README.md", 1), ("docs/tutorials/calculator.md", 3)])
 def test_what_is_shown_under_a_command_is_what_it_prints(page: str, least: int, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     seen = 0
@@ -133,7 +133,7 @@ def test_opacus_samples_and_divides_as_the_guide_says() -> None:
 def test_the_pages_sweeps_do_not_share_a_folder() -> None:
     """A folder holds one sweep: another with other settings is refused, and a reader may run both."""
     seen: dict[str, list[str]] = {}
-    for page in ("README.md", "docs/guide-sweep.md"):
+    for page in ("README.md", "docs/guides/sweep.md"):
         text = (HOME / page).read_text(encoding="utf-8").replace("\\\n", " ")
         for line in re.findall(r"^(?:    )?reconbound sweep (.*)", text, re.MULTILINE):
             words = shlex.split(line)
