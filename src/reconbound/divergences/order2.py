@@ -89,8 +89,8 @@ def order2_fixed(m: float, sample_rate: float, *, method: str = "wang") -> float
         m: largest clipped gradient norm over the noise's standard deviation on the sum.
         sample_rate: q = B/N.
         method: "wang" (Wang, Balle, Kasiviswanathan 2019, with the plain convexity bound), or "convexity", whose χ² is
-            up to 4 times smaller: proved by us in docs/theory/divergences.md 4.3, not yet reviewed by others, so never the
-            default.
+            up to 4 times smaller: proved by us in docs/theory/divergences.md 4.3, not yet reviewed by others, so never
+            the default.
 
     Guarantee: an upper bound of D₂ between any two data sets that differ in one record, uniform batches of size B.
 
