@@ -14,7 +14,16 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(("name", "least"), [("guide-private-sgd.md", 10), ("guide-gpu.md", 3)])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("tutorials/private_sgd.md", 8),
+        ("tutorials/opacus.md", 5),
+        ("guides/own_loop.md", 4),
+        ("guides/gpu.md", 3),
+        ("results/attacks.md", 1),
+    ],
+)
 def test_guide_runs(name: str, least: int, tmp_path, monkeypatch) -> None:
     guide = DOCS / name
     monkeypatch.chdir(tmp_path)
