@@ -75,7 +75,9 @@ def test_readme_loop_beside_opacus_is_that_of_the_tutorial() -> None:
     printed = blocks(tutorial, "text")[0]
     assert_shown(shown, printed)
     lowest = float(re.search(r"MSE (\d+)", shown)[1])
-    assert f"MSE {lowest:.0f} is ±{math.floor(10 * lowest**0.5) / 10} grey levels" in (HOME / "README.md").read_text(encoding="utf-8")
+    assert f"MSE {lowest:.0f} is ±{math.floor(10 * lowest**0.5) / 10} grey levels" in (HOME / "README.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_readme_audit_prints_what_is_shown(tmp_path: Path, capsys, monkeypatch) -> None:
