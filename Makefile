@@ -26,7 +26,7 @@ format: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo site/index.html
 
 bench: $(READY)

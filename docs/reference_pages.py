@@ -29,7 +29,7 @@ def page_path(name: str) -> str:
 def page_of(name: str) -> str:
     """Returns the markdown of a public name's page."""
     thing = getattr(reconbound, name)
-    return f"# {name}\n\n::: {thing.__module__}.{thing.__qualname__}\n"
+    return f"::: {thing.__module__}.{thing.__qualname__}\n"
 
 
 def index_page() -> str:

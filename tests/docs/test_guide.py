@@ -48,7 +48,7 @@ def test_guide_runs(name: str, least: int, tmp_path, monkeypatch) -> None:
 
 
 def test_audit_from_python_runs(tmp_path, monkeypatch) -> None:
-    """Runs the block of docs/tutorials/audit.md that makes a folder, with fewer runs; test_release.py runs the others."""
+    """Runs the block of docs/tutorials/audit.md that makes a folder, with one run."""
     monkeypatch.chdir(tmp_path)
     found = [code for kind, code in BLOCK.findall((DOCS / "tutorials/audit.md").read_text()) if kind == "python"]
     (block,) = [code for code in found if '"audit-wine"' in code]
