@@ -1,12 +1,13 @@
 # make demo   the main job, from nothing          make test    the test suite, from nothing
 # make lint   format check, ruff, types           make bench   every claim about speed and memory
+# make docs   the docs site, strictly, into site/
 # make paper  the paper's figures and tables anew, from the data in $RECONBOUND_DATA (or ../shared/data)
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
-.PHONY: demo test lint format bench paper clean
+.PHONY: demo test lint format docs bench paper clean
 
 demo: $(READY)
 	$(BIN)/reconbound audit --out audit-digits
@@ -23,6 +24,11 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo site/index.html
+
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[opacus]"
 	for script in $(filter-out benchmarks/cuda_smoke.py benchmarks/fisher_compiled.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$script || exit 1; done
@@ -36,4 +42,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """How far traces, and so floors, of models in bfloat16 and float16 are off beside the same models in float64.
 
 Nine small networks with random weights of two sizes, and inputs of two sizes, each with the same probes in both
-precisions. Ratios above 1 are floors that are too high. docs/guide-gpu.md has what it prints.
+precisions. Ratios above 1 are floors that are too high. docs/guides/gpu.md has what it prints.
 
     python benchmarks/half_precision.py
 """

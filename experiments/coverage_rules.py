@@ -1,4 +1,4 @@
-"""Rules for upper limits compared on the trainings that the rule was chosen on (docs/theory-accounting.md); the
+"""Rules for upper limits compared on the trainings that the rule was chosen on (docs/theory/accounting.md); the
 confirmation is coverage.py, on others.
 
 python experiments/coverage_rules.py [--problems iris moons] [--steps 1]     a quarter of an hour for all

@@ -175,7 +175,7 @@ def test_increasing_with_the_rate(m: float) -> None:
 
 @pytest.mark.parametrize("q", RATES)
 def test_what_is_monotone_in_the_norm(q: float) -> None:
-    """k⊥ and max(k⊥, k∥) never fall (proved in docs/theory.md); k∥ alone does, to below q, where q > 2/3."""
+    """k⊥ and max(k⊥, k∥) never fall (docs/theory/amplification.md); k∥ alone does, to below q, where q > 2/3."""
     across, along = poisson_factors(np.linspace(0, 25, 5001), q)
     assert np.all(np.diff(across) >= -2e-15)
     assert np.all(np.diff(np.maximum(across, along)) >= -2e-15)

@@ -57,7 +57,7 @@ def test_one_measurement_is_said_and_warned_of_once_a_run() -> None:
 
 
 def test_a_single_run_warns_however_well_it_was_measured() -> None:
-    """A third of such floors is more than twice too high (docs/guide-private-sgd.md, one run, b = 1)."""
+    """A third of such floors is more than twice too high (docs/tutorials/private_sgd.md, one run, b = 1)."""
     ledger = filled([1.0, 1.3, 0.9, 1.1, 1.2, 0.8] * 2)
     with pytest.warns(ReconboundWarning, match="floors of one run are more often too high than too low.*up to 57 %"):
         bound = ledger.mse_floor()

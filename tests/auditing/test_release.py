@@ -24,7 +24,7 @@ from reconbound.auditing.run import audit
 from reconbound.data import DataWarning, load
 from reconbound.report.folder import MODEL, RUN
 
-PAGE = Path(__file__).parents[2] / "docs" / "audit.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "audit.md"
 QUICK = {"steps": 3, "runs": 1, "sample_rate": 0.5, "seed": 1}
 
 

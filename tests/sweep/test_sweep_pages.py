@@ -241,8 +241,8 @@ def test_pages_escape_and_say_every_floor(tmp_path) -> None:
 
 
 def test_the_guide_says_commands_that_are_understood(tmp_path, monkeypatch, capsys) -> None:
-    """Every sweep of docs/guide-sweep.md, up to the training."""
-    text = (Path(__file__).resolve().parents[2] / "docs" / "guide-sweep.md").read_text()
+    """Every sweep of docs/guides/sweep.md, up to the training."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "sweep.md").read_text()
     lines = re.sub(r" \\\n\s+", " ", text).splitlines()
     commands = [line.split()[1:] for line in lines if line.startswith("    reconbound sweep ") and "..." not in line]
     asked = []

@@ -3,7 +3,7 @@
 Composition (Theorem 3): the information of the run is the sum over steps of the expected conditional information, so
 a run's sum is an unbiased estimate of it, and runs are averaged. Subsampling: the exact Poisson factors, the fixed-
 size factor, or the paper's κ for comparison. The ledger is as secret as the data: it is saved for its owner's eyes
-alone. Derivations: docs/theory-accounting.md."""
+alone. Derivations: docs/theory/accounting.md."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ class FisherAccountant:
         Guarantee: none that is proved. In 45,000 Poisson-sampled trainings of small models with R = 10, on seeds and
         partly on problems that the rule was not chosen on, the limits, where given, covered the record's dFIL in at
         least 99 % of cases on average over records, for every problem and budget, and the least covered record in 91 %
-        (experiments/coverage.py; docs/theory-accounting.md has the figures, and harder problems, where it was 98 % and
+        (experiments/coverage.py; docs/theory/accounting.md has the figures, and harder problems, where it was 98 % and
         90 %). The maximum over records is an upper limit for the largest dFIL of all.
         """
         limits = upper_limit(
@@ -358,7 +358,7 @@ class FisherAccountant:
             E‖ẑ − z‖²/d ≥ s̄² d/Tr I_G,     Tr I_G ≤ k Σ Tr I_i over the k rows    (Cauchy–Schwarz)
 
         For k equal rows that is 1/k² of a row's floor, and it is attained where every record is in every batch. 0 where
-        one of the rows was never measured, or has no limit. Derivation: docs/theory-accounting.md, "Several rows".
+        one of the rows was never measured, or has no limit. Derivation: docs/theory/accounting.md, "Several rows".
 
         Args:
             rows: the records of the group, each once.

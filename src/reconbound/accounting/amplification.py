@@ -3,7 +3,7 @@
 An attacker who does not know whether a record took part in a step learns less about it than one who does. For the
 Gaussian step this is a one-dimensional integral, so it is computed exactly, for each record, with no failure
 probability. The paper's κ (Theorem 4 and Algorithm 1) is kept beside it to reproduce the paper's figures.
-Derivations: docs/theory.md.
+Derivations: docs/theory/amplification.md.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def fixed_size_factor(
         Proved upper bound, for an attacker who knows every other record, the parameters before the step and the noisy
         sum, even if told which other records are in the batch and which one stands in for z when z is not.
         Neighbours: replace-one, infinitesimally. Sampler: uniform subsets of fixed size, a fresh draw at every step.
-        That max(k⊥, k∥) increases with m, on which this rests, is proved in docs/theory.md.
+        That max(k⊥, k∥) increases with m, on which this rests, is proved in docs/theory/amplification.md.
 
     >>> round(float(fixed_size_factor(0.0, 0.0, 0.25)), 12), float(fixed_size_factor(1.0, 1.0, 1.0))
     (0.25, 1.0)

@@ -4,7 +4,7 @@ exposed, or averaged over records.
 All records take N·d numbers. Where memory is short a few records are kept, and the average over all of them. Which
 few are worth keeping is known only once something has been measured, and a record that is picked by a noisy ledger must
 not be reported from the same numbers: its noise is what picked it. So the records are chosen by the first runs and
-their features measured in the runs after them, which are independent (docs/theory-accounting.md)."""
+their features measured in the runs after them, which are independent (docs/theory/accounting.md)."""
 
 from __future__ import annotations
 

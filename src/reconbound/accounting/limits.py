@@ -1,4 +1,4 @@
-"""Upper confidence limits from the sums of a few runs, and where none is given (docs/theory-accounting.md)."""
+"""Upper confidence limits from the sums of a few runs, and where none is given (docs/theory/accounting.md)."""
 
 from __future__ import annotations
 

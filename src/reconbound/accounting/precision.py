@@ -14,7 +14,7 @@ from reconbound.validate.structure import ReconboundWarning
 COARSE = 0.5
 #: Floors from one run that were too high by more than a factor of 2, and of 10, in squared error: the largest shares of
 #: the records in simulated trainings, with fewer than ten measurements of each record and with more
-#: (docs/theory-accounting.md, "One run"; experiments/one_run.py).
+#: (docs/theory/accounting.md, "One run"; experiments/one_run.py).
 OFTEN, ONE_RUN = 10, {False: (85, 74), True: (57, 28)}
 
 

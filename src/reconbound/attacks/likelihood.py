@@ -1,7 +1,7 @@
 """The likeliest missing record: the GLM attack sharpened until it uses all that is released, for every loss.
 
 W ~ N(W*(x), σ²I), so the likeliest x minimises ‖W*(x) − W‖. One Newton step from W replaces the training of W*(x):
-W*(x) − W ≈ −H⁻¹∇F_x(W), H and ∇F_x with x in the place of the missing record. docs/theory-linear.md, section 7.3."""
+W*(x) − W ≈ −H⁻¹∇F_x(W), H and ∇F_x with x in the place of the missing record. docs/theory/linear.md, section 7.3."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The scalar equation of the GLM attack, (s − c) ℓ'(s, y) = b, solved for many b at once.
 
 Squared loss: a quadratic. Logistic loss: with s' = s, c' = c (y = 0) or −s, −c (y = 1) it is (s' − c')σ(s') = b, so
-s' = c' + b + W(b e^{−c'−b}) with Lambert's W (docs/theory-linear.md, section 7). Both have two
+s' = c' + b + W(b e^{−c'−b}) with Lambert's W (docs/theory/linear.md, section 7). Both have two
 branches that meet in a fold. Softmax: one equation in the length of the slope, its direction being known."""
 
 from __future__ import annotations

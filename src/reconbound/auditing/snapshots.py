@@ -3,7 +3,7 @@
 Those that turn out to be most exposed are measured closely, and all of them where they are few.
 
 A run is cut into blocks of L steps; in each, the parameters before one uniformly random step are kept. Measured there
-with weight L·q, a record's diagonal is an unbiased estimate of the run's (docs/theory-accounting.md, the third way)."""
+with weight L·q, a record's diagonal is an unbiased estimate of the run's (docs/theory/accounting.md, the third way)."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class SnapshotMeasurements:
 
         A run's blocks are joined into `looks` parts. In each, a record is measured at the snapshot of one of the part's
         m blocks, drawn uniformly and by itself: at a given step of a block of L with the chance 1/(mL), so with weight
-        mLq (docs/theory-accounting.md)."""
+        mLq (docs/theory/accounting.md)."""
 
         def visits(run: int) -> list[Visit]:
             found = []

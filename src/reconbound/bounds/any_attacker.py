@@ -123,7 +123,7 @@ def box_minimax(information: float, *, width: float = 1.0, each_coordinate: bool
 
     Guarantee: for every attacker there is a record in the box at which it errs by this much on average over the
     coordinates; where λ bounds every Iⱼⱼ, there is one for each coordinate by itself, not always the same one.
-    docs/theory.md section 6.2 shows why a bound on dFIL alone does not carry the two-point argument to d > 1.
+    docs/theory/any_attacker.md 6.2 shows why a bound on dFIL alone does not carry the two-point argument to d > 1.
 
     >>> [round(box_minimax(x).value, 5) for x in (0.1, 1.0, 10.0, 100.0)]
     [0.2438, 0.19254, 0.03148, 0.00717]

@@ -1,4 +1,4 @@
-"""Where records can lie: a box, or a ball and the box inside it. Proofs: docs/theory.md section 6.6."""
+"""Where records can lie: a box, or a ball and the box inside it. Proofs: docs/theory/any_attacker.md 6.6."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class DataSpace:
         """The bound of the box, as a statement about the data space.
 
         The guess is that of the middle of the range or of 0, whichever errs less. In a ball, `theorem1` holds at every
-        record on average over the coordinates only (docs/theory.md 6.6)."""
+        record on average over the coordinates only (docs/theory/any_attacker.md 6.6)."""
         if not self._other:
             return bound
         worst = f"{WORST_CASE} over {self.place}: through the box inside it"

@@ -16,7 +16,7 @@ REFERENCE = "KL divergence to one release that does not depend on the record"
 
 
 def corners_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bound:
-    """Rate–distortion floor for a record that is a uniformly random corner of the box (ours, docs/theory.md 6.4).
+    """Rate–distortion floor for a uniformly random corner of the box (ours, docs/theory/any_attacker.md 6.4).
 
         MSE/d ≥ w² η(1 − η)   with   h_b(η) = ln 2 − KL/d     (0 once KL ≥ d ln 2)
 
@@ -144,7 +144,7 @@ def uniform_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bo
 
 
 def ball_floor(kl: float, radius: float, dim: int = 1) -> Bound:
-    """Rate–distortion floor for a record that is uniform in a ball (Shannon's lower bound; docs/theory.md 6.6).
+    """Rate–distortion floor for a record uniform in a ball (Shannon's lower bound; docs/theory/any_attacker.md 6.6).
 
         MSE/d ≥ V^{2/d} e^(−2 KL/d)/(2πe),   V = π^{d/2} Rᵈ/Γ(d/2 + 1)
 

@@ -1,5 +1,5 @@
 """Floors for an attacker without bias, at each record: Theorem 1 (from order-2 Rényi DP) and Theorem 2 (from Fisher
-information) of Guo et al. 2022, the floor by position, and the all-corners floor (ours, docs/theory.md section 5)."""
+information) of Guo et al. 2022, the floor by position, and the all-corners floor (ours, docs/theory/floors.md 5)."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def by_position(epsilon: float, record: Any, *, low: Any = 0.0, high: Any = 1.0)
 
 
 def corners(epsilon: float, *, widths: Any = 1.0, dim: int | None = None) -> Bound:
-    """All corners of the box at once: a factor d above Theorem 1 (ours, docs/theory.md section 5.3).
+    """All corners of the box at once: a factor d above Theorem 1 (ours, docs/theory/floors.md 5.3).
 
         E‖ẑ − z‖²/d ≥ (Σᵢ diamᵢ)² / (4 d (e^ε − 1))
 
@@ -165,7 +165,7 @@ def theorem2(information: Any, *, jacobian: Any = None, bias: Any = None) -> Bou
     Guarantee: holds at this z for every attacker whose mean has this Jacobian and bias there. Directions that the
     release says nothing about cost an attacker who follows them infinitely much. float64 cannot tell an eigenvalue of
     0 from one of the size of its rounding: every eigenvalue is raised by what rounding can have taken from it, so that
-    the value is then huge, and never too high (docs/theory.md section 5.2).
+    the value is then huge, and never too high (docs/theory/floors.md 5.2).
 
     >>> round(theorem2([[4.0, 0.0], [0.0, 1.0]]).value, 12)           # (1/4 + 1)/2
     0.625

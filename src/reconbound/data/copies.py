@@ -1,4 +1,4 @@
-"""Several rows of one person: exact copies in the data, and what they mean for floors (docs/theory-accounting.md)."""
+"""Several rows of one person: exact copies in the data, and what they mean for floors (docs/theory/accounting.md)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def kl_poisson(m: float, sample_rate: float) -> float:
 
         KL(q N(m,1) + (1−q) N(0,1) ‖ N(0,1))          (q m²/2, its convexity bound, where m > 40 or q < 1e-300)
 
-    Guarantee: an upper bound over all records with clipped norm at most m (docs/theory.md section 4.4).
+    Guarantee: an upper bound over all records with clipped norm at most m (docs/theory/divergences.md 4.4).
 
     >>> kl_poisson(1.0, 1.0), round(kl_poisson(1.0, 0.01), 9)
     (0.5, 8.3812e-05)
@@ -67,7 +67,8 @@ def kl_fixed(m: float, sample_rate: float) -> float:
 
         KL ≤ min{ q m²/2,  ln(1 + q² e^{q(1−q)m²/2} [e^{(2−q)²m²} − 2e^{(1−q)(2−q)m²} + e^{(1−q)²m²}]) }
 
-    Guarantee: an upper bound over all records with clipped norm at most m and all other records (docs/theory.md 4.4).
+    Guarantee: an upper bound over all records with clipped norm at most m and all other records
+    (docs/theory/divergences.md 4.4).
 
     >>> kl_fixed(1.0, 1.0)
     0.5

@@ -50,7 +50,7 @@ def order2_poisson(m: float, sample_rate: float, *, method: str = "exact") -> fl
 
     Guarantee: an upper bound of D₂ in both directions between any two data sets that differ in one record's value,
     Poisson sampling, whether or not the attacker knows which others took part. That the antipodal pair is the worst
-    is proved in docs/theory.md section 4.2.
+    is proved in docs/theory/divergences.md 4.2.
 
     >>> round(order2_poisson(1.0, 0.01), 9)
     0.000457554
@@ -89,8 +89,8 @@ def order2_fixed(m: float, sample_rate: float, *, method: str = "wang") -> float
         m: largest clipped gradient norm over the noise's standard deviation on the sum.
         sample_rate: q = B/N.
         method: "wang" (Wang, Balle, Kasiviswanathan 2019, with the plain convexity bound), or "convexity", whose χ² is
-            up to 4 times smaller: proved by us in docs/theory.md section 4.3, not yet reviewed by others, so never the
-            default.
+            up to 4 times smaller: proved by us in docs/theory/divergences.md 4.3, not yet reviewed by others, so never
+            the default.
 
     Guarantee: an upper bound of D₂ between any two data sets that differ in one record, uniform batches of size B.
 

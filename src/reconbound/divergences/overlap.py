@@ -23,8 +23,8 @@ def overlap_poisson(m: float, sample_rate: float, steps: int = 1) -> float:
         steps: T.
 
     Guarantee: a lower bound for any two data sets that differ in one record, met by antipodal gradients and known
-    others (they dominate: docs/theory.md section 4.2), up to rounding, about 1e-13. Beyond m = 16 the rigorous lower
-    bound (1 − q)ᵀ stands in, smaller by a share below 1e-10 for q ≥ 1e-9 and qT ≤ 1.
+    others (they dominate: docs/theory/divergences.md 4.2), up to rounding, about 1e-13. Beyond m = 16 the rigorous
+    lower bound (1 − q)ᵀ stands in, smaller by a share below 1e-10 for q ≥ 1e-9 and qT ≤ 1.
 
     >>> round(overlap_poisson(0.5, 1.0), 6), overlap_poisson(1e6, 0.5)
     (0.795946, 0.5)
@@ -102,7 +102,8 @@ def overlap_fixed(m: float, sample_rate: float, steps: int = 1, *, order2: float
         m, sample_rate, steps: as in `overlap_poisson`, q = B/N.
         order2: ε₂ of all T steps together.
 
-    Guarantee: any two data sets that differ in one record, uniform batches of fixed size (docs/theory.md section 4.5).
+    Guarantee: any two data sets that differ in one record, uniform batches of fixed size
+    (docs/theory/divergences.md 4.5).
 
     >>> overlap_fixed(0.0, 0.5, order2=0.0)
     1.0

@@ -182,7 +182,7 @@ class PrivateRidge(RegressorMixin, PrivateLinear):  # type: ignore[misc]
 
     `target_mse` is about the features: the information about y is what `leakage` says afterwards.
 
-    Guarantee: as there, through ‖θ*‖ ≤ Y/(2√λ), so that gradients are at most Y(1 + R/(2√λ))R (docs/theory-linear.md).
+    Guarantee: as there, through ‖θ*‖ ≤ Y/(2√λ), so that gradients are at most Y(1 + R/(2√λ))R (docs/theory/linear.md).
 
     >>> x = np.array([[-0.6, 0.2], [-0.4, -0.1], [0.5, 0.3], [0.7, -0.2]])
     >>> model = PrivateRidge(l2=0.01, noise_std=1e-3, data_norm=1.0, target_bound=1.0, random_state=0)

@@ -1,6 +1,6 @@
 """What an output-perturbed linear model tells about each training record, in closed form: no Jacobian is formed.
 
-docs/theory-linear.md, sections 3 to 6. With H the Hessian, J = ∂W*/∂x = −H⁻¹(AW ⊗ x̃ + ∂ℓ/∂s ⊗ I), I = JᵀJ/σ²."""
+docs/theory/linear.md, sections 3 to 6. With H the Hessian, J = ∂W*/∂x = −H⁻¹(AW ⊗ x̃ + ∂ℓ/∂s ⊗ I), I = JᵀJ/σ²."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def leakage(
         norms: the rows' Euclidean norms before they were clipped, (N,), where some were.
 
     Guarantee: information is at least, and Tr(I⁻¹) at most, that at the exact minimiser, for an attacker who knows all
-    other records, the label, λ and σ; the difference is rounding's (docs/theory-linear.md 6.1).
+    other records, the label, λ and σ; the difference is rounding's (docs/theory/linear.md 6.1).
 
     Raises:
         NotConverged: the Hessian's condition number leaves too few digits for a statement.
@@ -221,7 +221,7 @@ def _raised(
     diag: np.ndarray | None,
     norm: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Trace, diagonal and spectral norm raised by what rounding may have taken from them (docs/theory-linear.md 6)."""
+    """Trace, diagonal and spectral norm raised by what rounding may have taken from them (docs/theory/linear.md 6)."""
     columns, whole = off.of_columns(o, unit), off.of_whole(o, unit)
     columns[short] = 4 * whole[short, None]  # three terms, each as large as ‖M‖² allows
     trace = off.raised(trace, columns.sum(axis=1), float(np.linalg.norm(1 / unit)))

@@ -1,4 +1,4 @@
-"""How far rounding, and the solver's last step, can have moved a record's information. Proofs: docs/theory-linear.md 6.
+"""How far rounding, and the solver's last step, can have moved a record's information. Proofs: docs/theory/linear.md 6.
 
 All is for J = H⁻¹M, M = g ⊗ I + (AW) ⊗ x̃, and in the safe direction: information is raised, Tr(I⁻¹) is lowered."""
 

@@ -80,7 +80,7 @@ class Mechanism(ABC):
         return 0.0
 
     def for_group(self, copies: int) -> Mechanism:
-        """Returns a mechanism whose guarantees hold for somebody who has this many rows (docs/theory-accounting.md).
+        """Returns a mechanism whose guarantees hold for somebody who has this many rows (docs/theory/accounting.md).
 
         Args:
             copies: the number of rows, 1 or more.

@@ -119,7 +119,7 @@ def _poisson_leaf(event: Any) -> Leaf:
 
 def _fixed_leaf(event: Any) -> Leaf:
     """Several Gaussians on one batch: each may depend on the last, for which only the convexity bound of KL is proved
-    (the bound at order 2 holds for any mechanism, and so does the Poisson one: docs/theory.md section 4.2)."""
+    (the bound at order 2 holds for any mechanism, and so does the Poisson one: docs/theory/divergences.md 4.2)."""
     import dp_accounting as dp
 
     m, q = _inner_shift(event.event), event.sample_size / event.source_dataset_size

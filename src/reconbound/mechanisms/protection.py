@@ -20,7 +20,7 @@ class Protection:
 
     Attributes:
         success: the largest chance to rebuild a record that a blind guess rebuilds with chance BLIND (reconstruction
-            robustness, docs/theory.md 6); None where it is not known.
+            robustness, docs/theory/any_attacker.md); None where it is not known.
         never_drawn: the chance that a record is in no batch, so that the release does not depend on it.
         epsilon: ε under replace-one at `delta`; None where it is not known.
         delta: the δ of epsilon.

@@ -170,8 +170,8 @@ class RenyiDP(_Reported):
         order: α; from 2 on all floors speak, below 1 only Le Cam's.
         adjacency: for which neighbours it holds: "replace-one", or "add/remove" as Opacus and most libraries report
             it. Under add/remove the order-2 divergence between replace-one neighbours is 2.5 ε from order 4 on
-            (docs/theory.md section 4.6) and unknown below. Left out, it is taken as replace-one, and every result says
-            so.
+            (docs/theory/divergences.md 4.6) and unknown below. Left out, it is taken as replace-one, and every result
+            says so.
 
     >>> RenyiDP(2.0).order2(), RenyiDP(2.0, order=1.5).order2(), RenyiDP(2.0, 4, "add/remove").order2()
     (2.0, inf, 5.0)

@@ -134,7 +134,7 @@ class SampledGaussian(Mechanism):
         return min(known) if known else None
 
     def membership_advantage(self) -> float:
-        simple = min(super().membership_advantage(), self._drawn)  # docs/theory.md 6.5
+        simple = min(super().membership_advantage(), self._drawn)  # docs/theory/any_attacker.md 6.5
         pld = plds.gaussian(self.m, self.sample_rate, self.steps, REPLACE_ONE) if self.sampler != "fixed" else None
         return simple if pld is None else min(simple, plds.delta(pld, 0.0))
 

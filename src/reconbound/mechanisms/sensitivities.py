@@ -1,5 +1,5 @@
 """What one record can do to a linear model: suprema of the losses' slopes, and what they move. The one home of these
-numbers, for the calculator and for `reconbound.linear`. Proofs: docs/theory-linear.md, section 2."""
+numbers, for the calculator and for `reconbound.linear`. Proofs: docs/theory/linear.md, section 2."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_loss(loss: str, target_bound: float | None) -> None:
 def largest_slope(loss: str, row_norm: float, l2: float, target_bound: float | None = None) -> float:
     """The largest norm of ∂ℓ/∂s at any minimiser, for rows (constant feature included) of norm at most `row_norm`.
 
-    Logistic 1, softmax √2; squared loss Y(1 + R/(2√λ)), as ‖θ*‖ ≤ Y/(2√λ) (docs/theory-linear.md, section 2)."""
+    Logistic 1, softmax √2; squared loss Y(1 + R/(2√λ)), as ‖θ*‖ ≤ Y/(2√λ) (docs/theory/linear.md, section 2)."""
     if loss == "logistic":
         return 1.0
     if loss == "softmax":

@@ -239,7 +239,7 @@ def _confidence(view: View) -> str:
         )
     if view.features > 1 and limited.any():
         said += f"Floors of single {view.part}s are estimates without a limit. "
-    said += "The limits are checked by simulation, not proved: docs/theory-accounting.md." if limited.any() else ""
+    said += "The limits are checked by simulation, not proved: docs/theory/accounting.md." if limited.any() else ""
     return said.rstrip()
 
 

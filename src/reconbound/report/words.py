@@ -202,7 +202,7 @@ def for_any_attacker(
 def two_demands(noun: str) -> str:
     """What the unbiased floors of single records and those whatever the data ask of the attacker, and which to report.
 
-    docs/theory.md 5: Theorem 2 needs its mean to move with the record at the record; Theorem 1 and corners need it
+    docs/theory/floors.md: Theorem 2 needs its mean to move with the record at the record; Theorem 1 and corners need it
     right at the record and at the far walls, or all corners, of the data space."""
     return (
         f"A single {noun}’s floor binds an attacker whose guesses are right on average for this {noun} and those next "

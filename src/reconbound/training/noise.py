@@ -1,7 +1,7 @@
 """Gaussian noise for whatever is released: from a cryptographic generator, as a function of a 256-bit key.
 
 A key must serve one released value only: two values with the same noise reveal their difference. The learner's keys
-are bound to the whole release and to the sum itself (docs/theory-accounting.md, "Noise is never reused"), so that noise
+are bound to the whole release and to the sum itself (docs/theory/accounting.md, "Noise is never reused"), so that noise
 is the same only where the released value is. The key is as secret as the data: whoever knows it subtracts the noise.
 
 Noise is float64, to be added in float64 and rounded once: on a coarser grid than the sum's it would leave the sum's

@@ -159,7 +159,7 @@ def spread(of_columns: Tensor, of_rows: Tensor) -> Tensor:
 def gram_squares_above(of_columns: Tensor, of_rows: Tensor, width: int, rounding: float) -> Tensor:
     """Returns squares, (B,), that no rounding puts below ‖fl(D Aᵀ)‖², the contribution as a sum computes it.
 
-    With S = Σ_l ‖a_l‖ ‖δ_l‖, L places, g groups and u = 2⁻⁵³ (docs/theory-fisher.md):
+    With S = Σ_l ‖a_l‖ ‖δ_l‖, L places, g groups and u = 2⁻⁵³ (docs/theory/fisher.md):
 
         ‖D Aᵀ‖² ≤ Σ (AᵀA ∘ DᵀD) + (width + g L² + 8) u S²    width = K + O: dot products of that length in float64
         ‖fl(D Aᵀ)‖ ≤ ‖D Aᵀ‖ + rounding · S                   rounding: see `sum_rounding`
