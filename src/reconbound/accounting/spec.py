@@ -1,4 +1,4 @@
-"""What is accounted: the mechanism, the size of the data, and the subsampling factors of each rule."""
+"""The account of a training: the mechanism, the size of the data, and the subsampling factors of each rule."""
 
 from __future__ import annotations
 
@@ -21,14 +21,21 @@ _DEFAULT_RULE = {"poisson": "exact", "fixed": "fixed", "shuffle": "none"}
 
 @dataclass(frozen=True)
 class Account:
-    """What is accounted: the mechanism, the data's size, and the rules under which the ledger is kept.
+    """The mechanism, the data's size, and the rules under which the ledger is kept.
 
     Attributes:
-        records, features: N and d. steps: T of one run. noise_multiplier, max_grad_norm, sample_rate, sampler, clip:
-        the mechanism's, as in PrivateSGD. rules: the subsampling factors to keep ledgers for; the first is the one
-        that answers by default. Empty: "exact" for Poisson batches, "fixed" for fixed-size ones, "none" (factor 1)
-        for shuffled epochs. batches_per_epoch: of shuffled epochs, how many steps one has, as len(loader); ⌊1/q⌋ where
-        it is None, as of a loader that drops the last batch: it counts at least as many epochs as any other.
+        records: N.
+        features: d.
+        steps: T of one run.
+        noise_multiplier: as in PrivateSGD.
+        max_grad_norm: as in PrivateSGD.
+        sample_rate: as in PrivateSGD.
+        sampler: as in PrivateSGD.
+        clip: as in PrivateSGD.
+        rules: the subsampling factors to keep ledgers for; the first is the default. Empty: "exact" for Poisson
+            batches, "fixed" for fixed-size ones, "none" (factor 1) for shuffled epochs.
+        batches_per_epoch: for shuffled epochs, the number of steps of one, as len(loader). None: ⌊1/q⌋, as for a loader
+            that drops the last batch; that counts at least as many epochs as any other.
     """
 
     records: int
@@ -63,11 +70,11 @@ class Account:
 
     @property
     def noise(self) -> float:
-        """Standard deviation of the noise on the sum, σC."""
+        """Returns the standard deviation of the noise on the sum, σC."""
         return self.noise_multiplier * self.max_grad_norm
 
     def mechanism(self) -> SampledGaussian:
-        """The same run for the calculator; shuffled epochs are steps without sampling, one for each epoch."""
+        """Returns the same run for the calculator; shuffled epochs are steps without sampling, one for each epoch."""
         if self.sampler == "shuffle":
             per_epoch = self.batches_per_epoch or fewest_batches(self.sample_rate)
             return SampledGaussian.shuffled(self.noise_multiplier, per_epoch, self.steps, self.clip)
@@ -75,7 +82,7 @@ class Account:
 
 
 def checked_rules(rules: Any) -> tuple[str, ...]:
-    """Returns names of rules as a tuple; refuses what are none."""
+    """Returns names of rules as a tuple; refuses unknown names."""
     if not isinstance(rules, tuple | list):
         raise InputError("rules", f"must be a tuple of names ({', '.join(RULES)})", rules)
     return tuple(choice("rules", rule, RULES) for rule in rules)
@@ -105,7 +112,7 @@ class Factors:
 
 
 def checked_device(device: Any) -> torch.device:
-    """Returns the device of this name; refuses what names none."""
+    """Returns the device of this name; refuses a name of no device."""
     if not isinstance(device, str | torch.device):
         raise InputError("device", "must be a torch.device or its name, such as cpu or cuda", device)
     try:
@@ -118,7 +125,7 @@ def checked_device(device: Any) -> torch.device:
 
 
 def checked_scale(feature_scale: float | Sequence[float] | Tensor, features: int) -> Tensor:
-    """Size of one input unit in the data's units, (1,) or (d,), float64."""
+    """Returns the size of one input unit in the data's units, (1,) or (d,), float64."""
     try:
         scale = torch.as_tensor(feature_scale, dtype=torch.float64).flatten().cpu()
         if scale.numel() in (1, features) and bool((scale > 0).all()) and bool(scale.isfinite().all()):
