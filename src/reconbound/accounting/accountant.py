@@ -1,9 +1,10 @@
-"""FisherAccountant: what a whole training run told about each record, summed over steps and averaged over runs.
+"""FisherAccountant: the information that a training run gives about each record, summed over steps, averaged over runs.
 
 Composition (Theorem 3): the information of the run is the sum over steps of the expected conditional information, so
 a run's sum is an unbiased estimate of it, and runs are averaged. Subsampling: the exact Poisson factors, the fixed-
-size factor, or the paper's κ for comparison. The ledger is as secret as the data: it is saved for its owner's eyes
-alone. Derivations: docs/theory/accounting.md."""
+size factor, or the paper's κ for comparison. The ledger is as secret as the data: only its owner may read the saved
+file. Derivations: docs/theory/accounting.md.
+"""
 
 from __future__ import annotations
 
@@ -39,21 +40,21 @@ class FisherAccountant:
     """A ledger of Fisher information for every record of a data set, over the steps of a run and over runs.
 
     Args:
-        account: what is accounted.
-        diagonal: per-feature ledgers, under the account's first rule: "none", "all" (records × features numbers),
-            "average" (over records); where memory is short, of a few records and the average: the indices of the
-            records, or ("top", k) or a Chosen, the records that the first runs show to be most (and least) exposed,
-            measured in the runs after them; "auto" or ("auto", bytes) for "all" where it fits, else Chosen().
-        spectral: also the sum of the steps' spectral norms, an upper bound of the run's. Under the first rule.
-        feature_scale: size of one unit of the model's input in the data's own units, one number or one per feature (of
+        account: the mechanism, the data's size and the rules.
+        diagonal: the per-feature ledgers, under the account's first rule: "none", "all" (records × features numbers) or
+            "average" (over records). Where memory is short, a few records and the average: the indices of the records,
+            or ("top", k) or a Chosen for the records that the first runs show to be most (and least) exposed, measured
+            in the runs after them. "auto" or ("auto", bytes): "all" where it fits, otherwise Chosen().
+        spectral: also keep the sum of the steps' spectral norms, an upper bound of the run's. Under the first rule.
+        feature_scale: size of one unit of the model's input in the data's own units, one number or one per feature (for
             standardised features: their standard deviations). Floors are given in data units through it.
         device: where the ledger lives.
 
     Attributes:
-        caveats: what every floor of this ledger must carry (a model with kinks: "not proved: …"; tokens; that nothing
-            has checked the model); collected from what it is fed with; kept by save, merge and checkpoints.
-        needs_range: `guarantee` must be told low and high, for the private part is not known to lie in [0, 1]: found
-            from what it is fed with.
+        caveats: what must be stated with every floor of this ledger (a model with kinks: "not proved: …"; tokens; that
+            nothing has checked the model). Collected from what is added to it; kept by save, merge and checkpoints.
+        needs_range: whether `guarantee` requires low and high, because the private part is not known to lie in [0, 1].
+            Found from what is added to it.
 
     Guarantee: `dfil` estimates without bias an upper bound of Tr I(z)/d for an attacker who knows all other records and
     sees every noisy step; with rule "exact" it is that value itself. One run is one draw of a random sum: for a
@@ -89,17 +90,17 @@ class FisherAccountant:
 
     @property
     def diagonal(self) -> str:
-        """Which per-feature ledgers are kept: "none", "all", "average", "some" or "chosen"."""
+        """Returns the kind of per-feature ledgers: "none", "all", "average", "some" or "chosen"."""
         return self.features.kind
 
     @property
     def rows(self) -> Tensor | None:
-        """The records whose features are kept, most exposed first if they were chosen; None for all or none."""
+        """Returns the records whose features are kept, most exposed first if chosen; None for all or none."""
         return self.features.rows
 
     @property
     def fingerprints(self) -> list[str]:
-        """What tells the finished runs from all others, one for each; a run can be in a ledger once only."""
+        """Returns the fingerprints of the finished runs, one for each; a run can be in a ledger only once."""
         return self._fingerprints.finished
 
     # --- writing ---------------------------------------------------------------------
@@ -107,16 +108,16 @@ class FisherAccountant:
     def add(
         self, indices: Tensor | Sequence[int], found: StepInformation, *, weight: float = 1.0, stratified: bool = False
     ) -> None:
-        """Add one step's information about these records.
+        """Adds one step's information about these records.
 
         Args:
-            indices: which records, (B,), each at most once. Those of masked rows (padding) may be anything.
+            indices: the records, (B,), each at most once. Those of masked rows (padding) may be anything.
             found: the step's information about them.
             weight: q over the chance of a record to be measured at this step: 1 when the records are those drawn into
                 the batch, 1/p when that is done at a share p of the steps, L·q when each record is measured once in L
                 steps; never below q.
-            stratified: the last: each record is measured exactly once in each block of steps. Not with shuffled epochs,
-                where the parameters at a step depend on whether the record was seen already.
+            stratified: the last of these: each record is measured exactly once in each block of steps. Not with
+                shuffled epochs, where the parameters at a step depend on whether the record was seen already.
         """
         check_information(found)
         number("weight", weight, above=0.0)
@@ -133,16 +134,19 @@ class FisherAccountant:
         self.features.add(index, found, across, along)
 
     def _collect(self, found: StepInformation) -> None:
-        """Keep what floors from this must carry."""
+        """Keeps what must be stated with floors computed from this information."""
         if not set(found.caveats) <= set(self.caveats):
             self.caveats = joined(self.caveats, found.caveats)
         self.needs_range = self.needs_range or found.part == "module"
 
     def follow(self, found: StepInformation) -> None:
-        """Add one step's information about the features of all chosen records, in the order of `rows`.
+        """Adds one step's information about the features of all chosen records, in the order of `rows`.
 
-        For a learner that measures them at every step, whether drawn or not: weight q. The ledger of traces is left
-        as it is. To be used at every step of a run, after `features.followed` was set, or not at all.
+        It is for a learner that measures them at every step, whether drawn or not: weight q. The ledger of traces does
+        not change. Use it at every step of a run, after `features.followed` was set, or not at all.
+
+        Args:
+            found: the step's information about the chosen records.
         """
         check_information(found)
         rows = self.rows if self.diagonal == "chosen" else None
@@ -161,7 +165,7 @@ class FisherAccountant:
         self.features.follow(found, across, along)
 
     def begin_run(self, fingerprint: str) -> None:
-        """Names the run that is measured from now on; without it, its fingerprint is a random one.
+        """Names the run that is measured from now on. Without this call its fingerprint is random.
 
         Args:
             fingerprint: 32 hexadecimal digits, the same for the same training wherever it is repeated. One that is in
@@ -170,10 +174,11 @@ class FisherAccountant:
         self._fingerprints.begin(fingerprint)
 
     def finish_run(self) -> None:
-        """Close the current run: fold it into the averages over runs and start an empty ledger.
+        """Closes the current run: adds it to the averages over runs and starts an empty ledger.
 
-        Warns where the run's measurements tell of other than the account's steps, by a tenth and more than chance, or
-        where a record was left out that other runs measured, though not by chance."""
+        Warns where the number of steps that the measurements cover differs from the account's by a tenth and by more
+        than chance, or where a record was left out that other runs measured, though not by chance.
+        """
         fault = self.traces.missing()
         if fault:
             cure = "measure every record at every step, or with the right weight, or make the Account with the steps "
@@ -185,9 +190,13 @@ class FisherAccountant:
         self.features.finish_run(self.runs, self.traces.trace(0, self.runs), self.traces.told_of(self.runs))
 
     def merge(self, other: FisherAccountant) -> None:
-        """Take in the finished runs of another ledger of the same account (other machines, other seeds).
+        """Adds the finished runs of another ledger of the same account (other machines, other seeds).
 
-        Refuses runs that this one has already: in a copy, in what both were merged from, or trained again."""
+        Refuses runs that this ledger already has: in a copy, in what both were merged from, or trained again.
+
+        Args:
+            other: the other ledger.
+        """
         if not isinstance(other, FisherAccountant):
             raise InputError("other", "must be a FisherAccountant", other)
         if other is self:
@@ -209,29 +218,42 @@ class FisherAccountant:
     # --- reading -----------------------------------------------------------------------
 
     def trace(self, rule: str | None = None) -> Tensor:
-        """Tr I of a run for each record, (N,): the mean of finished runs, or the current run before the first ends."""
+        """Returns Tr I of a run for each record, (N,): the mean of finished runs, or of the first run so far.
+
+        Args:
+            rule: the subsampling factors; the account's first where left out.
+        """
         return self.traces.trace(self._rule(rule), self.runs)
 
     def dfil(self, rule: str | None = None) -> Tensor:
-        """dFIL = Tr I/d of each record, (N,), in the model's input units: small is good.
+        """Returns dFIL = Tr I/d of each record, (N,), in the model's input units: small is good.
 
-        Of a record that was never measured it is 0, which says nothing about it (its floor is 0 as well, not infinite):
-        look at `measured` where that can be, or give a larger budget."""
+        A record that was never measured has 0, which means nothing about it (its floor is 0 as well, not infinite).
+        Look at `measured` where that can happen, or give a larger budget.
+
+        Args:
+            rule: the subsampling factors; the account's first where left out.
+        """
         return self.trace(rule) / self.account.features
 
     def upper(self, rule: str | None = None, confidence: float = 0.95, *, warn: bool = True) -> Tensor:
-        """Upper confidence limit of each record's dFIL over runs, (N,); needs two runs or more.
+        """Returns the upper confidence limit of each record's dFIL over runs, (N,); needs two runs or more.
 
             U = max(mean, m) · exp(t r̃) · (1 + t max(0, r − r̃)),     r = (sd/√R)/mean,   t = t_{0.9975, R−1} for 95 %
 
         m the lower quartile of the means and r̃ the median of r over records: the sums are skewed, and a record's own
-        few sums have a small mean and a small spread where they missed the tail. Of the least exposed quarter of the
-        records the limit says no more than that they belong to it.
+        few sums have a small mean and a small spread where they missed the tail. For the least exposed quarter of the
+        records the limit only says that they belong to it.
 
-        Infinite, that is refused, for a record that was measured less than 25 times over all runs without being
+        It is infinite (no limit is given) for a record that was measured less than 25 times over all runs without being
         measured at every step; and for all of them where r̃ exceeds 0.35 (at ten runs: a relative spread of 1.1 between
-        runs). More runs, budget or probes mend either. A warning says which (warn=False: none), and `no_limit_because`.
+        runs). More runs, budget or probes solve both. A warning and `no_limit_because` say which.
         At R = 2, t is 127: limits from two runs say next to nothing.
+
+        Args:
+            rule: the subsampling factors; the account's first where left out.
+            confidence: of the limits.
+            warn: whether to warn where a limit is infinite.
 
         Guarantee: none that is proved. In 45,000 Poisson-sampled trainings of small models with R = 10, on seeds and
         partly on problems that the rule was not chosen on, the limits, where given, covered the record's dFIL in at
@@ -248,34 +270,44 @@ class FisherAccountant:
         return limits
 
     def no_limit_because(self, rule: str | None = None) -> str | None:
-        """Why `upper` is infinite for some or all records, and what mends it; None where all have a limit."""
+        """Returns why `upper` is infinite for some or all records, and the remedy; None where all have a limit.
+
+        Args:
+            rule: the subsampling factors; the account's first where left out.
+        """
         return why_no_limit(*self._for_limits(rule), runs=self.runs, sampled=self.traces.sampled)
 
     def _for_limits(self, rule: str | None) -> tuple[Tensor, Tensor, Tensor]:
         return self.dfil(rule), self.standard_error(rule), self.traces.told_of(self.runs)
 
     def _first(self, what: str) -> bool:
-        """Whether this is the first time to speak of it since the last run ended."""
+        """Returns whether this is the first call for this subject since the last run ended."""
         before, self._warned[what] = self._warned.get(what), self.runs
         return before != self.runs
 
     def standard_error(self, rule: str | None = None) -> Tensor:
-        """Standard error of each record's dFIL, (N,).
+        """Returns the standard error of each record's dFIL, (N,).
 
-        After two runs or more: of the mean over runs, with all that differs between them. Of one run: that of
-        measuring alone (probes, and when the record was drawn or measured), given what the run's parameters were.
-        Infinite for a record that was never measured.
+        After two runs or more it is that of the mean over runs, with all that differs between them. After one run it is
+        only that of measuring (probes, and when the record was drawn or measured), given the run's parameters. It is
+        infinite for a record that was never measured.
+
+        Args:
+            rule: the subsampling factors; the account's first where left out.
         """
         return self.traces.standard_error(self._rule(rule), self.runs) / self.account.features
 
     def mse_floor(self, rule: str | None = None) -> Bound:
-        """1/dFIL of each record: Theorem 2, for unbiased attackers, in the squares of the data's units.
+        """Returns 1/dFIL of each record: Theorem 2, for unbiased attackers, in squared data units.
 
             E‖ẑ − z‖²/d ≥ s̄²/dFIL,     s̄ the mean of feature_scale    (Cauchy–Schwarz; 1/dFIL when the scale is 1)
 
         A record that was never measured has the trivial floor 0. The floors are estimates: `assumes` says how often the
         records were measured and the median relative standard error. After one run, and where that is above 50 %, there
-        is a warning, once a run. The lower confidence limits, where there are any, are named first: `lower_limit`.
+        is a warning, once a run. `assumes` names the lower confidence limits first, where there are any: `lower_limit`.
+
+        Args:
+            rule: the subsampling factors; the account's first where left out.
         """
         k = self._rule(rule)
         bound, relative, said = self._floors(k)
@@ -295,13 +327,15 @@ class FisherAccountant:
         return self.traces.floors(k, self.runs, unit=self._unit(), caveats=self.caveats)
 
     def feature_floors(self, *, average: bool = False) -> Bound:
-        """1/I_jj of each record kept and feature, (kept, d), in the squares of the data's own units; kept as in `rows`.
+        """Returns 1/I_jj of each record kept and feature, (kept, d), in squared data units; kept as in `rows`.
 
-        average: that of the information averaged over all records instead, (1, d), which bounds the mean of their
-        squared errors and not each record's. Of the average no standard error is kept, and `assumes` says so.
+        Like `mse_floor` they are estimates; `assumes` says how good they are. For single features they are coarser than
+        for a record. A warning is given, once a run, where their median relative error is above 50 %.
 
-        Like `mse_floor` they are estimates, of which `assumes` says how good they are; of single features they are
-        coarser than of a record. A warning is given, once a run, where their median relative error is above 50 %.
+        Args:
+            average: return the floor of the information averaged over all records instead, (1, d), which bounds the
+                mean of their squared errors and not each record's. No standard error of the average is kept, and
+                `assumes` says so.
 
         Guarantee: I_jj is estimated without bias, as in `dfil`; of chosen records given the choice, which the runs
         they are measured in had no part in.
@@ -317,10 +351,12 @@ class FisherAccountant:
         return replace(found, assumes=(*found.assumes, *notes), notes=(*found.notes, *notes))
 
     def feature_standard_error(self) -> Tensor:
-        """Standard error of I_jj of each record kept and feature, (kept, d), in the model's input units.
+        """Returns the standard error of I_jj of each record kept and feature, (kept, d), in the model's input units.
 
-        After two runs or more, of the mean over runs. Of one run, for given or all records: √Σx² over its measurements
-        x, whose square is in expectation no less than the variance of their sum given the run's parameters."""
+        After two runs or more it is that of the mean over runs. After one run, for given or all records, it is √Σx²
+        over its measurements x, whose square is in expectation no less than the variance of their sum given the run's
+        parameters.
+        """
         return self.features.standard_error(self.runs, self._told_of())
 
     def spectral_bound(self) -> Tensor:
@@ -334,7 +370,7 @@ class FisherAccountant:
         return self.traces.spectral(self.runs)
 
     def measured(self) -> Tensor:
-        """How often each record was measured, over all runs, (N,)."""
+        """Returns the number of measurements per record over all runs, (N,)."""
         return self.traces.measured()
 
     def _told_of(self) -> Tensor:
@@ -343,7 +379,12 @@ class FisherAccountant:
     def most_exposed(self, k: int = 10, rule: str | None = None) -> MostExposed:
         """Returns the k records with the lowest floors among those measured, lowest estimate first, with their caveats.
 
-        Those never measured have no floor and are left out: `summary()["never_measured"]` counts them."""
+        Those never measured have no floor and are left out: `summary()["never_measured"]` counts them.
+
+        Args:
+            k: the number of records.
+            rule: the subsampling factors; the account's first where left out.
+        """
         dfil = self.dfil(rule).masked_fill(self._told_of() == 0, -1.0)
         top = torch.topk(dfil, min(whole("k", k), int((dfil >= 0).sum()))).indices.tolist()
         floors = self.mse_floor(rule)
@@ -353,7 +394,7 @@ class FisherAccountant:
         return MostExposed(found, floors.notes)
 
     def group_floor(self, rows: Sequence[int], rule: str | None = None, confidence: float | None = None) -> Bound:
-        """Returns the floor for somebody who has several rows with the same private part (Theorem 2 for the group).
+        """Returns the floor for a person who has several rows with the same private part (Theorem 2 for the group).
 
             E‖ẑ − z‖²/d ≥ s̄² d/Tr I_G,     Tr I_G ≤ k Σ Tr I_i over the k rows    (Cauchy–Schwarz)
 
@@ -363,8 +404,8 @@ class FisherAccountant:
         Args:
             rows: the records of the group, each once.
             rule: the subsampling factors; the account's first where left out.
-            confidence: of a lower limit instead of the estimate, for all rows of the group together (Bonferroni); needs
-                two finished runs or more.
+            confidence: return a lower limit at this confidence instead of the estimate, for all rows of the group
+                together (Bonferroni); needs two finished runs or more.
         """
         index = checked_rows(rows, self.account.records)
         if confidence is not None:
@@ -399,7 +440,7 @@ class FisherAccountant:
                        estimate=False)  # fmt: skip
 
     def _lower_limits(self, rule: str | None) -> np.ndarray | None:
-        """95 % limits of the floors, (N,), 0 where there is none; None after one run."""
+        """Returns the 95 % limits of the floors, (N,), 0 where there is none; None after one run."""
         return None if self.runs < 2 else self._at_limits(self.upper(rule, warn=False))
 
     def _at_limits(self, upper: Tensor) -> np.ndarray:
@@ -408,12 +449,13 @@ class FisherAccountant:
         return np.minimum(value, np.finfo(np.float64).max)
 
     def summary(self) -> dict[str, Any]:
-        """Floors at the most exposed record and at quantiles. Depends on the data: confidential.
+        """Returns floors at the most exposed record and at quantiles. They depend on the data and are confidential.
 
         "floor_lower_limit", after two runs or more: the 95 % lower confidence limits under the first rule, at quantiles
         of the records that have one; "without_limit" counts the others, "no_limit_because" says why there are any.
         "floor_estimate": the estimates for every rule, at quantiles of the records that were measured; they are more
-        often too high than too low."""
+        often too high than too low.
+        """
         self.mse_floor()  # for its warnings
         names = {"lowest": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9}
         measured = self._told_of().cpu()
@@ -435,12 +477,14 @@ class FisherAccountant:
         return found
 
     def guarantee(self, *, copies: int = 1, **space: Any) -> Guarantee:
-        """What the mechanism guarantees whatever the data: all floors of the calculator (may be published).
+        """Returns what the mechanism guarantees whatever the data: all floors of the calculator (may be published).
 
-        copies: how many rows the person has; 1 if left out.
-
-        space: low and high of every private feature, in [0, 1] if left out, and what else `guarantee` takes. Where the
-        private part is a module's output they must be given, or radius, of the ball in which its outputs lie."""
+        Args:
+            copies: the number of rows that the person has.
+            **space: low and high of every private feature, in [0, 1] if left out, and what else `guarantee` takes.
+                Where the private part is a module's output, low and high are required, or radius, of the ball in which
+                its outputs lie.
+        """
         if self.needs_range and not ({"low", "high"} <= space.keys() or "radius" in space):
             why = "and high, or radius, must be given: the private part is a module's output, not known to be in [0, 1]"
             raise InputError("low", why, space.get("low"))
@@ -452,12 +496,17 @@ class FisherAccountant:
     # --- keeping -----------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of the ledger's tensors, on the CPU."""
+        """Returns a copy of the ledger's tensors, on the CPU."""
         found = {name: value.cpu().clone() for name, value in (self.traces.state | self.features.state).items()}
         return {**found, FINGERPRINTS: self._fingerprints.tensor()}
 
     def restore(self, tensors: Mapping[str, Tensor], runs: int) -> None:
-        """Put back what `state` gave; shapes are checked before anything is changed."""
+        """Restores what `state` returned; shapes are checked before anything is changed.
+
+        Args:
+            tensors: the ledger's tensors.
+            runs: the number of finished runs.
+        """
         check_tensors(tensors)
         self.traces.check(tensors)
         self.features.check(tensors)
@@ -468,12 +517,12 @@ class FisherAccountant:
         self.runs, self._fingerprints = whole("runs", runs, at_least=0), fingerprints
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the ledger: safetensors, atomically, mode 0600, marked confidential."""
+        """Writes the ledger to a file: safetensors, atomically, mode 0600, marked confidential."""
         ledger_file.write(self, file_path("path", path))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> FisherAccountant:
-        """Read a ledger that `save` wrote; anything else is refused with the reason."""
+        """Reads a ledger that `save` wrote; anything else is refused with the reason."""
         return ledger_file.made(cls, *ledger_file.read(file_path("path", path)), checked_device(device))
 
     def _rule(self, rule: str | None) -> int:
@@ -484,13 +533,13 @@ class FisherAccountant:
 
 
 def check_information(found: Any) -> None:
-    """Refuses what `step_information` did not return."""
+    """Refuses an object that `step_information` did not return."""
     if not isinstance(found, StepInformation):
         raise InputError("found", "must be what step_information returns", found)
 
 
 def check_tensors(tensors: Any) -> None:
-    """Refuses what is no dictionary of tensors."""
+    """Refuses anything but a dictionary of tensors."""
     if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise InputError(
             "tensors", "must be a dictionary of tensors, as `state` returns", f"a {type(tensors).__name__}"
@@ -498,7 +547,7 @@ def check_tensors(tensors: Any) -> None:
 
 
 def measured_rows(indices: Any, found: StepInformation) -> tuple[Any, StepInformation]:
-    """Returns indices and information of the records that took part: masked rows are padding, not measurements."""
+    """Returns indices and information of the records that took part. Masked rows are padding, not measurements."""
     if found.mask is None or not hasattr(indices, "__len__") or len(indices) != len(found.mask):
         return indices, found
     kept = torch.nonzero(found.mask).flatten()
@@ -508,7 +557,7 @@ def measured_rows(indices: Any, found: StepInformation) -> tuple[Any, StepInform
 
 
 def joined(*caveats: Sequence[str]) -> tuple[str, ...]:
-    """All of them, each once, in order."""
+    """Returns all caveats, each once, in order."""
     return tuple(dict.fromkeys(c for some in caveats for c in some))
 
 

@@ -1,8 +1,8 @@
-"""What subsampling does to Fisher information.
+"""Amplification by subsampling: the factors by which it shrinks Fisher information.
 
 An attacker who does not know whether a record took part in a step learns less about it than one who does. For the
 Gaussian step this is a one-dimensional integral, so it is computed exactly, for each record, with no failure
-probability. The paper's κ (Theorem 4 and Algorithm 1) is kept beside it to reproduce the paper's figures.
+probability. The paper's κ (Theorem 4 and Algorithm 1) is kept only to reproduce the paper's figures.
 Derivations: docs/theory/amplification.md.
 """
 
@@ -50,7 +50,7 @@ def _checked_norm(name: str, value: npt.ArrayLike) -> Floats:
 
 
 def poisson_factors(clipped_norm_over_noise: npt.ArrayLike, sample_rate: npt.ArrayLike) -> tuple[Floats, Floats]:
-    """Exact factors by which Poisson sampling shrinks one Gaussian step's information, across and along the gradient.
+    """Returns the exact factors by which Poisson sampling shrinks one Gaussian step's information, across and along.
 
         r(x) = q / (q + (1−q) e^{−(m x + m²/2)}),   k⊥ = E[r(x)],   k∥ = E[x² r(x)],   x ~ N(0, 1)
         I(z) = (q/s²) J̃ᵀ [ k⊥ (I − ĝĝᵀ) + k∥ ĝĝᵀ ] J̃
@@ -90,7 +90,7 @@ def poisson_factors(clipped_norm_over_noise: npt.ArrayLike, sample_rate: npt.Arr
 
 
 def poisson_factor_bounds(clipped_norm_over_noise: npt.ArrayLike, sample_rate: npt.ArrayLike) -> tuple[Floats, Floats]:
-    """Closed-form upper bounds of the exact Poisson factors.
+    """Returns closed-form upper bounds of the exact Poisson factors.
 
         k⊥ ≤ q / (q + (1−q) e^{−m²}),      k∥ ≤ q / (q + (1−q) e^{−m²}/(1+m²))
 
@@ -116,11 +116,12 @@ def poisson_factor_bounds(clipped_norm_over_noise: npt.ArrayLike, sample_rate: n
 def fixed_size_factor(
     clipped_norm_over_noise: npt.ArrayLike, clip_bound_over_noise: npt.ArrayLike, sample_rate: npt.ArrayLike
 ) -> Floats:
-    """Factor by which sampling a fixed number of records without replacement shrinks one Gaussian step's information.
+    """Returns the factor by which sampling a fixed number of records shrinks one Gaussian step's information.
 
         I(z) ≼ (q/s²) k J̃ᵀJ̃,      k = max(k⊥, k∥) at m = (‖g̃‖ + B)/s
 
-    Not in the paper: it takes the place of κ in Theorem 4, for the sampler of Algorithm 1.
+    Sampling is without replacement. Not in the paper: it takes the place of κ in Theorem 4, for the sampler of
+    Algorithm 1.
 
     Args:
         clipped_norm_over_noise: ‖g̃‖/s of each record, s the noise's standard deviation on the sum; any shape. Where
@@ -147,7 +148,7 @@ def fixed_size_factor(
 
 
 class PoissonTable:
-    """The exact Poisson factors of one sampling rate, tabulated: a few multiplications for each norm, on any device.
+    """A table of the exact Poisson factors of one sampling rate: a few multiplications for each norm, on any device.
 
         k(m) ≈ Σ_j c_{i,j} sʲ,      i = ⌊32 m⌋,   s = 2(32 m − i) − 1,   j = 0..6
 
@@ -183,7 +184,7 @@ class PoissonTable:
     @classmethod
     @lru_cache(maxsize=64)  # every learner with the rate has the table: 30 ms each, some 70 kB
     def _fit(cls, q: float) -> Floats:
-        """Coefficients (cells, degree + 1, 2) up to the norm where r(x) turns at x = −9, a tail of 1e-19."""
+        """Returns coefficients (cells, degree + 1, 2) up to the norm where r(x) turns at x = −9, a tail of 1e-19."""
         end = 9 + math.sqrt(max(81 - 2 * float(logit(q)), 0.0))
         count = math.ceil(end * cls._CELLS_PER_UNIT)
         s = np.cos(math.pi * (np.arange(cls._DEGREE + 1) + 0.5) / (cls._DEGREE + 1))
@@ -191,7 +192,12 @@ class PoissonTable:
         return np.asarray(np.linalg.inv(np.vander(s, increasing=True)) @ values)
 
     def prepare(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> PoissonTable:
-        """Copy the table to a device and dtype now, so that a CUDA graph can be captured; returns the table itself."""
+        """Copies the table to a device and dtype, so that a CUDA graph can be captured; returns the table itself.
+
+        Args:
+            device: where norms will be evaluated.
+            dtype: their floating-point type.
+        """
         # an empty tensor names the device in full: "cuda" becomes "cuda:0"
         self._on(torch.empty(0, device=device).device, _working_dtype(dtype))
         return self
@@ -218,7 +224,7 @@ class PoissonTable:
     @overload
     def __call__(self, clipped_norm_over_noise: npt.ArrayLike) -> tuple[Floats, Floats]: ...
     def __call__(self, clipped_norm_over_noise: Any) -> tuple[Any, Any]:
-        """k⊥ and k∥ at m = ‖g̃‖/s, in m's shape: tensors for a tensor, float64 arrays otherwise."""
+        """Returns k⊥ and k∥ at m = ‖g̃‖/s, in m's shape: tensors for a tensor, float64 arrays otherwise."""
         if isinstance(clipped_norm_over_noise, torch.Tensor):
             k = self._evaluate(clipped_norm_over_noise)
             return k[..., 0], k[..., 1]
@@ -231,7 +237,7 @@ class PoissonTable:
     @overload
     def largest(self, clipped_norm_over_noise: npt.ArrayLike) -> Floats: ...
     def largest(self, clipped_norm_over_noise: Any) -> Any:
-        """max(k⊥, k∥) at m: at m = (‖g̃‖ + B)/s, the factor of `fixed_size_factor`."""
+        """Returns max(k⊥, k∥) at m: at m = (‖g̃‖ + B)/s, the factor of `fixed_size_factor`."""
         across, along = self(clipped_norm_over_noise)
         return torch.maximum(across, along) if isinstance(across, torch.Tensor) else np.maximum(across, along)
 
@@ -244,7 +250,7 @@ def _working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def paper_delta(records: int, steps: int) -> float:
-    """The failure probability that the paper allows each step, so that all steps together fail with at most 1/N.
+    """Returns the failure probability that the paper allows each step, so that all steps fail with at most 1/N.
 
         δ = 1 / (N T)
 
@@ -268,7 +274,7 @@ def paper_delta(records: int, steps: int) -> float:
 
 
 def paper_kappa(noise_multiplier: float, sample_rate: float, delta: float, *, clip_bound: float = 1.115) -> float:
-    """The paper's subsampling factor (Theorem 4 and line 4 of Algorithm 1), to reproduce its figures.
+    """Returns the paper's subsampling factor (Theorem 4 and line 4 of Algorithm 1), to reproduce its figures.
 
         ε = 2B √(2 ln(1.25/δ)) / σ,      κ = q / (q + (1−q) e^{−ε})
 

@@ -1,4 +1,4 @@
-"""The most exposed records of a ledger, with what their floors must carry, and quantiles of floors."""
+"""The most exposed records of a ledger with their caveats, and quantiles of floors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from reconbound._internal.formatting import format_floor
 
 
 def quantiles(values: np.ndarray, names: Mapping[str, float]) -> dict[str, float]:
-    """Quantiles that some record has, by name; 0 where there is none."""
+    """Returns quantiles that some record has, by name; 0 where there are no values."""
     at = np.quantile(values, list(names.values()), method="lower") if len(values) else [0.0] * len(names)
     return {name: float(v) for name, v in zip(names, at, strict=True)}
 
 
 class Exposed(NamedTuple):
-    """A record with its floor, a squared error: the lower 95 % confidence limit, None where there is none, and the
-    estimate."""
+    """A record with its floor, a squared error.
+
+    It has the lower 95 % confidence limit (None where there is none) and the estimate.
+    """
 
     record: int
     lower_limit: float | None
@@ -26,7 +28,7 @@ class Exposed(NamedTuple):
 
 
 class MostExposed(list[Exposed]):
-    """The most exposed records, the lowest estimate first; `caveats` is what their floors must carry."""
+    """The most exposed records, the lowest estimate first; `caveats` must be stated with their floors."""
 
     def __init__(self, found: Iterable[Exposed], caveats: tuple[str, ...]) -> None:
         super().__init__(found)

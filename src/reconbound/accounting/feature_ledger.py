@@ -1,10 +1,10 @@
-"""The per-feature part of a ledger: the diagonal of I for all records, for some, for those that turn out most and least
-exposed, or averaged over records.
+"""The per-feature part of a ledger: the diagonal of I for all records, for some of them, or averaged over records.
 
-All records take N·d numbers. Where memory is short a few records are kept, and the average over all of them. Which
-few are worth keeping is known only once something has been measured, and a record that is picked by a noisy ledger must
-not be reported from the same numbers: its noise is what picked it. So the records are chosen by the first runs and
-their features measured in the runs after them, which are independent (docs/theory/accounting.md)."""
+All records take N·d numbers. Where memory is short a few records are kept, and the average over all of them. The most
+exposed records are known only once something has been measured, and a record that is picked by a noisy ledger must
+not be reported from the same numbers, because its noise is what picked it. So the records are chosen by the first runs
+and their features are measured in later runs, which are independent (docs/theory/accounting.md).
+"""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ class Chosen:
     """Records whose features are kept, picked by the ledger of the first runs: the most and the least exposed.
 
     Attributes:
-        most, least: how many of each. after: runs by whose mean they are picked; their features are measured in the
-        runs after these, so at least after + 1 runs are needed.
+        most: the number of most exposed records.
+        least: the number of least exposed records.
+        after: the number of runs by whose mean they are picked. Their features are measured in the runs after these, so
+            at least after + 1 runs are needed.
     """
 
     most: int = 16
@@ -51,9 +53,14 @@ Diagonal: TypeAlias = str | tuple[Any, ...] | Chosen | Sequence[int] | Tensor
 
 
 def resolved(diagonal: Diagonal, records: int, features: int) -> str | Chosen | Tensor:
-    """What is to be kept: "none", "all", "average", a Chosen, or the indices of records.
+    """Returns what a ledger keeps: "none", "all", "average", a Chosen, or the indices of records.
 
-    ("top", k) is Chosen(k, 0). "auto" or ("auto", bytes) is "all" where that fits, else Chosen().
+    ("top", k) is Chosen(k, 0). "auto" or ("auto", bytes) is "all" where that fits, otherwise Chosen().
+
+    Args:
+        diagonal: as in `FisherAccountant`.
+        records: N.
+        features: d.
 
     >>> resolved("auto", 1_000, 20), resolved("auto", 60_000, 784), resolved(("top", 5), 100, 3)
     ('all', Chosen(most=16, least=16, after=1), Chosen(most=5, least=0, after=1))
@@ -85,12 +92,17 @@ class FeatureLedger:
     """Per-feature information, summed over the steps of a run and averaged over runs, under the account's first rule.
 
     Args:
-        account: what is accounted. diagonal: what is kept, as in FisherAccountant. device: where it lives.
+        account: the mechanism, the data's size and the rules.
+        diagonal: what is kept, as in FisherAccountant.
+        device: where it lives.
 
     Attributes:
-        kind: "none", "all", "average", "some" (given records) or "chosen". rows: the records kept, None for all or
-            none; empty until they are chosen. state: its tensors. followed: chosen records are measured apart, with
-            `follow`, and not when they happen to be among those of `add`. first: no run has ended yet.
+        kind: "none", "all", "average", "some" (given records) or "chosen".
+        rows: the records kept, None for all or none; empty until they are chosen.
+        state: its tensors.
+        followed: chosen records are measured separately, with `follow`, and not when they happen to be among those of
+            `add`.
+        first: no run has ended yet.
     """
 
     def __init__(self, account: Account, diagonal: Diagonal, device: torch.device) -> None:
@@ -113,7 +125,7 @@ class FeatureLedger:
         return torch.zeros(rows, self.account.features, dtype=dtype, device=self.device)
 
     def _keep(self, rows: Tensor | None, count: int) -> None:
-        """Empty ledgers of these records. Chosen ones are few: in float64, with their spread between runs."""
+        """Creates empty ledgers of these records. Chosen ones are few: in float64, with their spread between runs."""
         self.rows = rows
         if rows is not None:
             place = torch.full((self.account.records,), -1, dtype=torch.int64)
@@ -126,13 +138,13 @@ class FeatureLedger:
             self.state["diagonal_runs"] = torch.zeros(count, dtype=torch.int64)
             self.state["rows"] = rows
         elif self.kind != "chosen":
-            # of one run Σx² over its measurements, from the second on the squared spread between runs
+            # after one run Σx² over its measurements, from the second on the squared spread between runs
             self.state["diagonal_error"] = self._zeros(count, dtype)
 
     # --- writing ---------------------------------------------------------------------
 
     def check_found(self, found: StepInformation) -> None:
-        """An error, before anything is changed, where there is no diagonal to add or one of other features."""
+        """Raises an error, before anything is changed, where there is no diagonal to add or one of other features."""
         if self.kind == "none":
             return
         if found.diagonal_across is None or found.diagonal_along is None:
@@ -143,7 +155,7 @@ class FeatureLedger:
                 raise InputError("found", f"{what} (of a masked record pick its columns)", tuple(part.shape))
 
     def add(self, index: Tensor, found: StepInformation, across: Tensor, along: Tensor) -> None:
-        """Add a step's diagonals, times these factors of each record."""
+        """Adds a step's diagonals, times these factors of each record."""
         if self.kind == "none":
             return
         entries = self._entries(found, across, along)
@@ -160,7 +172,7 @@ class FeatureLedger:
             self.state["diagonal_error"].index_add_(0, index, entries.square().to(torch.float32))
 
     def follow(self, found: StepInformation, across: Tensor, along: Tensor) -> None:
-        """Add a step's diagonals of all the chosen records, in the order of `rows`."""
+        """Adds a step's diagonals of all the chosen records, in the order of `rows`."""
         self.state["diagonal"] += self._entries(found, across, along)
 
     def _entries(self, found: StepInformation, across: Tensor, along: Tensor) -> Tensor:
@@ -171,9 +183,12 @@ class FeatureLedger:
         return entries + along[:, None] * found.diagonal_along.flatten(1).to(self.device, torch.float64)
 
     def finish_run(self, runs: int, mean_trace: Tensor, measured: Tensor) -> None:
-        """Fold the run, the `runs`-th, into the averages; choose records where that is due.
+        """Adds the run to the averages and chooses records where that is due.
 
-        mean_trace, measured: each record's mean over the runs so far and how often it was measured, (N,).
+        Args:
+            runs: the number of this run.
+            mean_trace: each record's mean over the runs so far, (N,).
+            measured: the number of measurements per record, (N,).
         """
         if "diagonal_error" in self.state and runs > 1:
             if runs == 2:
@@ -201,7 +216,7 @@ class FeatureLedger:
         state["diagonal_spread"] += delta * (state["diagonal"] - state["diagonal_mean"])
 
     def _chosen(self, wanted: Chosen, mean_trace: Tensor, measured: Tensor) -> tuple[Tensor, int]:
-        """The most exposed first, the least exposed last; a record never measured is neither."""
+        """Returns the chosen records, most exposed first, least exposed last. A record never measured is not chosen."""
         order = torch.argsort(mean_trace, descending=True, stable=True).cpu()
         order = order[(measured.cpu() > 0)[order]]
         least = order[max(wanted.most, len(order) - wanted.least) :] if wanted.least else order[:0]
@@ -209,7 +224,13 @@ class FeatureLedger:
         return rows, len(rows)
 
     def merge(self, other: FeatureLedger, runs: int, more: int) -> None:
-        """Take in the averages of `more` runs of another such ledger; this one has `runs`. Chosen records of either."""
+        """Adds the averages of another such ledger. Chosen records of either are kept.
+
+        Args:
+            other: the other ledger.
+            runs: the number of runs in this ledger.
+            more: the number of runs in the other.
+        """
         mine, theirs = self.state, other.state
         if "diagonal_error" in mine:
             self._merge_error(other, runs, more)
@@ -221,7 +242,7 @@ class FeatureLedger:
             self._merge_chosen(other)
 
     def _merge_error(self, other: FeatureLedger, runs: int, more: int) -> None:
-        """The squared spread between the runs of both; of one run alone its own Σx²."""
+        """Merges the squared spread between the runs of both; for only one run, its own Σx²."""
         mine, theirs = self.state["diagonal_error"], other.state["diagonal_error"].to(self.device)
         if runs == 0:
             mine.copy_(theirs)
@@ -234,7 +255,10 @@ class FeatureLedger:
             mine += theirs
 
     def _merge_chosen(self, other: FeatureLedger) -> None:
-        """Records of both: the mean over the runs of both. A record of one of them alone keeps that one's runs."""
+        """Merges the chosen records of both ledgers.
+
+        A record of both has the mean over the runs of both. A record of only one of them keeps that one's runs.
+        """
         assert self.rows is not None
         assert other.rows is not None
         mine = {name: value.clone() for name, value in self.state.items()}
@@ -257,16 +281,17 @@ class FeatureLedger:
     # --- reading -----------------------------------------------------------------------
 
     def same_parts(self, other: FeatureLedger) -> bool:
-        """Whether the other one keeps the same things, so that the two can be merged."""
+        """Returns whether the other ledger keeps the same parts, so that the two can be merged."""
         if self.kind != other.kind or self.choice != other.choice:
             return False
         given = self.kind == "some" and self.rows is not None and other.rows is not None
         return not given or torch.equal(self.rows, other.rows)  # type: ignore[arg-type]
 
     def floors(self, scale: Tensor, runs: int, measured: Tensor, average: bool) -> Bound:
-        """1/I_jj in the squares of the data's units: of the records kept, (k, d), or of the average, (1, d).
+        """Returns 1/I_jj in squared data units: of the records kept, (k, d), or of the average, (1, d).
 
-        Of the average no standard error is kept, and the result says so."""
+        No standard error of the average is kept, and the result says so.
+        """
         if self.kind == "none":
             how = 'FisherAccountant(account, diagonal="all") keeps it, as does PrivateSGD(..., diagonal="all")'
             raise InputError("diagonal", f"must have been kept to speak of features ({how})", self.kind)
@@ -295,9 +320,11 @@ class FeatureLedger:
         )
 
     def standard_error(self, runs: int, measured: Tensor) -> Tensor:
-        """Of I_jj of the records kept, (k, d), in the model's input units; infinite for a record never measured.
+        """Returns the standard error of I_jj of the records kept, (k, d), in the model's input units.
 
-        Over runs where there are two or more; for given or all records √Σx² of one run; of chosen ones infinite."""
+        It is over runs where there are two or more. For one run it is √Σx² for given or all records, and infinite for
+        chosen ones. It is infinite for a record never measured.
+        """
         if self.kind in ("none", "average"):
             raise InputError("diagonal", "must keep records, for the error of their features", self.kind)
         if self.choice is None:
@@ -307,7 +334,7 @@ class FeatureLedger:
         return self._chosen_error()
 
     def precision(self, runs: int, measured: Tensor) -> tuple[Tensor, float]:
-        """How often the records kept were measured, (k,), and the median relative standard error of their entries."""
+        """Returns the number of measurements per record kept, (k,), and the entries' median relative standard error."""
         kept, error = self._information(runs, average=False), self.standard_error(runs, measured).cpu()
         if self.followed and self.rows is not None:  # at every step of the runs after the choice
             return self.state["diagonal_runs"] * self.account.steps, relative_median(kept, error)
@@ -326,7 +353,7 @@ class FeatureLedger:
         return kept.mean(0, keepdim=True) if average and self.kind == "all" else kept
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `state` held; the shapes have been checked, apart from the number of chosen records."""
+        """Restores what `state` held. Shapes have been checked, except the number of chosen records."""
         if self.kind == "chosen":
             rows = tensors["rows"].to(torch.int64).cpu()
             self._keep(rows.clone(), len(rows))
@@ -337,7 +364,7 @@ class FeatureLedger:
                 value.fill_(torch.inf)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Shapes as they must be; an error names the one that is not."""
+        """Raises an error that names the tensor whose shape is wrong."""
         rows = tensors["rows"] if self.kind == "chosen" and "rows" in tensors else None
         if rows is not None and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.account.records:
             raise InputError("rows", f"must be record indices below {self.account.records}", rows.tolist())

@@ -16,18 +16,24 @@ FEWEST, WIDEST = 25, 0.35
 def upper_limit(
     mean: Tensor, error: Tensor, measured: Tensor, *, runs: int, confidence: float, sampled: bool
 ) -> Tensor:
-    """U = m · exp(t r̃) · (1 + t · max(0, r − r̃)) for each record, (N,), or infinity where it would not hold.
+    """Returns an upper confidence limit U for each record, (N,), or infinity where it would not hold.
 
+        U = m · exp(t r̃) · (1 + t · max(0, r − r̃)),
         m = max(mean, lower quartile of mean),   r = error/mean,   r̃ = median of r,   t = t_{1−(1−confidence)/20, R−1},
 
-    the quantiles over the records that were measured and told something. On the log scale, because the sums are skewed
-    to the right and vary in proportion to their size: the exponential at the median spread and, for records with a
-    larger one, its tangent there. The other records bound m and r from below, because a record whose most telling steps
-    were missed has a small mean and a small spread both, and looks like one that is well protected.
+    with quantiles over the records that were measured with positive information. It is on the log scale, because the
+    sums are skewed to the right and vary in proportion to their size: the exponential at the median spread and, for
+    records with a larger one, its tangent there. The other records bound m and r from below, because a record whose
+    most informative steps were missed has both a small mean and a small spread, and looks like one that is well
+    protected.
 
     Args:
-        mean, error: of each record over the runs, and its standard error. measured: how often it was measured, (N,).
-        runs: R. confidence: of the limit. sampled: whether records were measured at some steps alone.
+        mean: each record's mean over the runs, (N,).
+        error: its standard error, (N,).
+        measured: the number of measurements of each record, (N,).
+        runs: R.
+        confidence: of the limit.
+        sampled: whether records were measured at only some steps.
 
     >>> mean = torch.tensor([1.0, 2.0, 0.1, 4.0, 9.0], dtype=torch.float64)
     >>> error, measured = mean * torch.tensor([0.1, 0.2, 0.1, 0.05, 0.1]), torch.tensor([30, 30, 30, 30, 20])
@@ -51,18 +57,25 @@ def upper_limit(
 
 
 def _voters(mean: Tensor, measured: Tensor) -> Tensor:
-    """Records that were measured and told something: those that told nothing have no spread to speak of."""
+    """Returns which records were measured with positive information. Others have no relative spread."""
     return (measured > 0) & (mean > 0)
 
 
 def _relative(mean: Tensor, error: Tensor, voters: Tensor) -> tuple[Tensor, Tensor]:
-    """r of each record, 0 of one that told nothing, and r̃, the voters' median."""
+    """Returns r of each record, 0 for one without information, and r̃, the voters' median."""
     relative = torch.where(voters, error / torch.where(voters, mean, torch.ones_like(mean)), torch.zeros_like(mean))
     return relative, relative[voters].median()
 
 
 def why_no_limit(mean: Tensor, error: Tensor, measured: Tensor, *, runs: int, sampled: bool) -> str | None:
-    """Why `upper_limit` is infinite for some or all records, and what mends it; None where it is not.
+    """Returns why `upper_limit` is infinite for some or all records, and the remedy; None where it is not.
+
+    Args:
+        mean: as in `upper_limit`.
+        error: as in `upper_limit`.
+        measured: as in `upper_limit`.
+        runs: as in `upper_limit`.
+        sampled: as in `upper_limit`.
 
     >>> few = torch.tensor([30, 3])
     >>> why_no_limit(torch.ones(2), torch.full((2,), 0.1), few, runs=10, sampled=True)

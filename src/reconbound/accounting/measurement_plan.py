@@ -1,14 +1,15 @@
-"""What accounting may cost: which records are measured at which step, and with which weight.
+"""The measurement plan of accounting: which records are measured at which step, and with which weight.
 
 A record's expected information does not depend on whether it was drawn (Poisson and fixed-size batches are drawn
-afresh, independently of the parameters), so measuring is a matter apart from training. Three ways, all unbiased:
+afresh, independently of the parameters), so measuring is independent of training. There are three ways, all unbiased:
 
     "every"       the batch itself, at every step, in the same pass                     weight 1
     ("steps", p)  the batch itself, at each step with probability p                     weight 1/p
     b             each record once in each block of L ≈ 1/(q b) steps, at a random one    weight L q
 
 In each the weight is q over the chance π of a record to be measured at a step, so that the expected entry of a step is
-π · (q/π) · f = q f, f being the information given participation."""
+π · (q/π) · f = q f, f being the information given participation.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ Budget: TypeAlias = float | str | tuple[str, float]
 
 
 def checked_budget(budget: Any) -> Budget:
-    """A budget in one of the three forms, or an InputError."""
+    """Returns a budget in one of the three forms, or raises an InputError."""
     if isinstance(budget, str) and budget == "every":
         return "every"
     if isinstance(budget, (tuple, list)) and len(budget) == 2 and budget[0] == "steps":
@@ -40,7 +41,12 @@ def checked_budget(budget: Any) -> Budget:
 
 
 def batch_weight(budget: Budget, seed: int, step: int) -> float | None:
-    """The weight with which the batch itself is measured at this step; None if it is not.
+    """Returns the weight with which the batch itself is measured at this step; None if it is not.
+
+    Args:
+        budget: in one of the three forms.
+        seed: of the random choice of steps.
+        step: the number of the step.
 
     >>> batch_weight("every", 0, 0), batch_weight(("steps", 1.0), 0, 0), batch_weight(0.15, 0, 0)
     (1.0, 1.0, None)
@@ -55,14 +61,16 @@ def batch_weight(budget: Budget, seed: int, step: int) -> float | None:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Each record is measured once in every block of steps, at a uniformly random step of it, in groups.
+    """A plan that measures each record once in every block of steps, at a uniformly random step of it, in groups.
 
     This removes the variance of how often a record happens to be drawn. A run of T steps has max(1, ⌊T q b⌋) blocks of
     equal length (to a step), so that no more than b times the records trained on are measured, but each record at
     least once.
 
     Attributes:
-        records: N. sample_rate: q. steps: T, the length of the run.
+        records: N.
+        sample_rate: q.
+        steps: T, the length of the run.
         budget: b, records measured over records trained on.
         group: records measured together.
 
@@ -83,28 +91,28 @@ class Blocks:
 
     @property
     def blocks(self) -> int:
-        """Blocks in a run; the 1e-9 keeps 1000 · 0.01 · 0.1 at 1."""
+        """Returns the number of blocks in a run; the 1e-9 keeps 1000 · 0.01 · 0.1 at 1."""
         return min(self.steps, max(1, math.floor(self.steps * self.sample_rate * self.budget + 1e-9)))
 
     def block(self, step: int) -> tuple[int, int, int]:
-        """The step's block: its number, first step and length."""
+        """Returns the number, first step and length of the step's block."""
         k = ((step + 1) * self.blocks - 1) // self.steps
         start, end = k * self.steps // self.blocks, (k + 1) * self.steps // self.blocks
         return k, start, end - start
 
     def weight(self, step: int) -> float:
-        """L q of the step's block."""
+        """Returns L q of the step's block."""
         return self.block(step)[2] * self.sample_rate
 
     def at(self, seed: int, step: int) -> list[Tensor]:
-        """The groups that are measured at this step."""
+        """Returns the groups that are measured at this step."""
         block, start, length = self.block(step)
         return _assigned(self, seed, block, length)[step - start]
 
 
 @lru_cache(maxsize=2)
 def _assigned(plan: Blocks, seed: int, block: int, length: int) -> list[list[Tensor]]:
-    """The groups of each step of a block. Groups are dealt in rounds, at most one to a step in each."""
+    """Returns the groups of each step of a block. Groups are dealt in rounds, at most one to a step in each."""
     rng = numbers_of(seed, "block", block)
     groups = torch.from_numpy(rng.permutation(plan.records)).split(plan.group)
     at: list[list[Tensor]] = [[] for _ in range(length)]
@@ -117,14 +125,14 @@ def _assigned(plan: Blocks, seed: int, block: int, length: int) -> list[list[Ten
 
 @dataclass(frozen=True)
 class Segments:
-    """Blocks of measured records that end at every step count: one Blocks for each stretch between two of them."""
+    """A plan whose blocks end at every given step count: one Blocks for each stretch between two of them."""
 
     starts: tuple[int, ...]
     parts: tuple[Blocks, ...]
 
     @classmethod
     def of(cls, plan: Blocks, counts: Sequence[int]) -> Segments:
-        """Segments that end at these step counts, the last being the run's."""
+        """Returns segments that end at these step counts, the last being the run's."""
         starts = (0, *counts[:-1])
         parts = (replace(plan, steps=end - start) for start, end in zip(starts, counts, strict=True))
         return cls(starts, tuple(parts))
@@ -133,11 +141,11 @@ class Segments:
         return bisect.bisect_right(self.starts, step) - 1
 
     def weight(self, step: int) -> float:
-        """L q of the step's block."""
+        """Returns L q of the step's block."""
         k = self._part(step)
         return self.parts[k].weight(step - self.starts[k])
 
     def at(self, seed: int, step: int) -> list[Tensor]:
-        """The groups that are measured at this step."""
+        """Returns the groups that are measured at this step."""
         k = self._part(step)
         return self.parts[k].at(derive(seed, "segment", k), step - self.starts[k])

@@ -1,4 +1,4 @@
-"""How well a ledger's estimates are known, in words: said with every floor, and warned of where it is badly."""
+"""Statements of how precise a ledger's estimates are, for every floor, and warnings where they are imprecise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OFTEN, ONE_RUN = 10, {False: (85, 74), True: (57, 28)}
 
 
 def relative_median(value: Tensor, error: Tensor) -> float:
-    """Median of error/value where the value is positive; infinite where nothing was measured.
+    """Returns the median of error/value where the value is positive; infinite where nothing was measured.
 
     >>> import torch
     >>> relative_median(torch.tensor([1.0, 2.0, 0.0]), torch.tensor([0.5, 0.2, torch.inf]))
@@ -30,12 +30,12 @@ def relative_median(value: Tensor, error: Tensor) -> float:
 
 
 def how_far_off(times: float, *, squared: bool = True) -> str:
-    """Returns how far floors from one run were off in simulated trainings, as words of a sentence.
+    """Returns a clause that says how far floors from one run were off in simulated trainings.
 
-    One run's spread between measurements does not tell: the runs themselves differ.
+    The spread between one run's measurements does not show it, because the runs themselves differ.
 
     Args:
-        times: how often each record was measured in the run.
+        times: the number of measurements per record in the run.
         squared: whether the floors are squared errors, or their roots.
 
     >>> how_far_off(3.0)
@@ -51,7 +51,13 @@ def how_far_off(times: float, *, squared: bool = True) -> str:
 
 
 def told(measured: Tensor, relative: float, of: str = "", *, runs: int) -> str:
-    """What stands in a floor's `assumes`; measured: how often each record was, (N,), over so many runs.
+    """Returns the statement on precision for a floor's `assumes`.
+
+    Args:
+        measured: the number of measurements of each record, (N,).
+        relative: the median relative standard error.
+        of: words that say what the standard error is of, such as " of a feature".
+        runs: the number of runs.
 
     >>> import torch
     >>> told(torch.tensor([1, 3, 3]), 0.42, runs=2)
@@ -69,7 +75,7 @@ def told(measured: Tensor, relative: float, of: str = "", *, runs: int) -> str:
 
 
 def warn_if_coarse(relative: float, said: str, runs: int) -> None:
-    """Warns, with the cure, after one run, and where the median relative standard error is above COARSE."""
+    """Warns, with the remedy, after one run and where the median relative standard error is above COARSE."""
     if relative <= COARSE and runs > 1:
         return
     what = "floors from so few measurements" if relative > COARSE else "floors of one run"
@@ -82,7 +88,7 @@ def warn_if_coarse(relative: float, said: str, runs: int) -> None:
 
 
 def warn_if_silent(said: tuple[str, ...]) -> None:
-    """Warn of records with no information at all: a smooth model that learns has some about every record."""
+    """Warns of records with no information at all: a smooth model that learns has some about every record."""
     if said:
         warn_user(
             f"{said[0]}; their gradients do not depend on them at all, as when training has diverged or the outputs "

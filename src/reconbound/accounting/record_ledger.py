@@ -22,13 +22,16 @@ _NEWER = {"weights": math.nan, "partial": False}  # what ledgers of earlier vers
 
 
 class TraceLedger:
-    """Traces of every record, how often it was measured and how well that is known, and spectral norms if asked for.
+    """Traces of every record, their number of measurements and their precision, and spectral norms if requested.
 
     Args:
-        account: what is accounted. spectral: also the sum of the steps' spectral norms. device: where it lives.
+        account: the mechanism, the data's size and the rules.
+        spectral: also keep the sum of the steps' spectral norms.
+        device: where it lives.
 
     Attributes:
-        state: its tensors. factors: the subsampling factors of each rule.
+        state: its tensors.
+        factors: the subsampling factors of each rule.
     """
 
     def __init__(self, account: Account, spectral: bool, device: torch.device) -> None:
@@ -39,7 +42,7 @@ class TraceLedger:
     # --- writing ---------------------------------------------------------------------
 
     def checked(self, indices: Tensor | Sequence[int], found: StepInformation) -> Tensor:
-        """The indices, on the ledger's device; an InputError, before anything is changed, for what cannot be added."""
+        """Returns the indices on the ledger's device, or raises an InputError, before any change, if they are wrong."""
         given = indices
         with suppress(TypeError, ValueError, RuntimeError):  # a list or an array of whole numbers will do
             indices = torch.as_tensor(given)
@@ -60,7 +63,7 @@ class TraceLedger:
         return indices.to(self.device, torch.int64)
 
     def check_found(self, indices: Tensor, found: StepInformation) -> None:
-        """An InputError where it is of another mechanism or model than the account's, or not of numbers."""
+        """Raises an InputError for another mechanism or model than the account's, and for values not finite."""
         account = self.account
         if found.features != account.features:
             raise InputError("found", f"must be about the account's {account.features} features", found.features)
@@ -79,7 +82,7 @@ class TraceLedger:
             raise InputError("found", where, [float(x) for x in numbers[:2, first]])
 
     def add(self, index: Tensor, found: StepInformation, weight: float, stratified: bool) -> tuple[Tensor, Tensor]:
-        """Add a step's information about these records; returns the factors of the first rule, times the weight."""
+        """Adds a step's information about these records; returns the factors of the first rule, times the weight."""
         state, account = self.state, self.account
         count, rate = state["measured"][index], account.sample_rate
         weight = number("weight", weight, above=0.0)
@@ -105,10 +108,10 @@ class TraceLedger:
     def _add_variance(
         self, k: int, index: Tensor, value: Tensor, error: Tensor, count: Tensor, chance: float, stratified: bool
     ) -> None:
-        """Variance of the run's sum, given its trajectory: of the probes and of when the record was measured.
+        """Adds to the variance of the run's sum, given its trajectory: of the probes and of when a record was measured.
 
         Rare draws (Horvitz–Thompson): Σ (1−π) x² + π e². Once per block: half the squared differences of successive
-        blocks, times B/(B−1), which counts the drift between blocks as error too; one block says no more than x².
+        blocks, times B/(B−1), which counts the drift between blocks as error too; for one block it is x².
         """
         drawn = (1 - chance) * value.square() + chance * error.square()
         variance, last = self.state["variance"][k], self.state["last"][k]
@@ -131,7 +134,7 @@ class TraceLedger:
         return values.to(device=self.device, dtype=torch.float64)
 
     def steps_told(self) -> float:
-        """Of how many steps the measurements of the present run tell: their weights over what one step's add up to."""
+        """Returns the number of steps that this run's measurements cover: their weights over those of one step."""
         account = self.account
         of_a_step = account.sample_rate * account.records
         if account.sampler == "shuffle":  # the last batch of an epoch has what is left
@@ -140,8 +143,11 @@ class TraceLedger:
         return float(self.state["weights"][0]) / of_a_step
 
     def missing(self) -> str:
-        """What is said of a run whose measurements tell of other than T steps, by more than chance explains, or of
-        other records than the runs before, where that is not left to chance; or ""."""
+        """Describes a run that was not measured over all of its steps or records; "" for a complete run.
+
+        It is incomplete where its measurements cover another number of steps than T, by more than chance explains, or
+        other records than the runs before, where that is not left to chance.
+        """
         told, steps, uneven = self.steps_told(), self.account.steps, self._uneven()
         if uneven:
             fault = "measured in some runs and left out of others, where they count as if they had told nothing"
@@ -154,14 +160,14 @@ class TraceLedger:
         return f"the measurements of a run tell of about {told:.3g} of its {steps} steps: its floors are {fault}"
 
     def _uneven(self) -> int:
-        """Records measured in the present run and in none before, or the other way, though all have their turn."""
+        """Counts records measured only in the present run or only in earlier ones, though all have their turn."""
         state, at_random = self.state, self.account.sample_rate * (1 + 1e-9) < float(self.state["weights"][1])
         now, before = state["measured"] > 0, state["measured_total"] > 0
         known = bool(now.any()) and bool(before.any()) and not bool(state["weights"].isnan().any())
         return int((now != before).sum()) if known and not at_random else 0
 
     def finish_run(self, runs: int) -> None:
-        """Fold the run, the `runs`-th, into the averages, and start anew."""
+        """Adds the run, the `runs`-th, to the averages, and starts an empty one."""
         state = self.state
         state["partial"] |= bool(self.missing())
         state["weights"].zero_()
@@ -177,7 +183,13 @@ class TraceLedger:
                 state[name].zero_()
 
     def merge(self, other: TraceLedger, runs: int, more: int) -> None:
-        """Take in the averages of `more` runs of another such ledger; this one has `runs`."""
+        """Adds the averages of another such ledger.
+
+        Args:
+            other: the other ledger.
+            runs: the number of runs in this ledger.
+            more: the number of runs in the other.
+        """
         mine, theirs, total = self.state, other.state, runs + more
         delta = theirs["mean"].to(self.device) - mine["mean"]
         mine["spread"] += theirs["spread"].to(self.device) + delta.square() * (runs * more / total)
@@ -192,11 +204,14 @@ class TraceLedger:
     # --- reading -----------------------------------------------------------------------
 
     def trace(self, k: int, runs: int) -> Tensor:
-        """Tr I under the k-th rule, (N,): the mean of finished runs, or the current run before the first ends."""
+        """Returns Tr I under the k-th rule, (N,): the mean of finished runs, or of the first run so far."""
         return (self.state["mean"] if runs else self.state["trace"])[k].clone()
 
     def standard_error(self, k: int, runs: int) -> Tensor:
-        """Of the trace under the k-th rule, (N,): over runs, or of measuring alone; infinite where never measured."""
+        """Returns the standard error of the trace under the k-th rule, (N,); infinite where never measured.
+
+        It is over runs, or after one run only that of measuring.
+        """
         if runs > 1:
             variance = self.state["spread"][k].clamp(min=0) / (runs * (runs - 1))
         else:
@@ -204,9 +219,16 @@ class TraceLedger:
         return variance.sqrt().masked_fill(self.told_of(runs) == 0, torch.inf)
 
     def floors(self, k: int, runs: int, *, unit: float, caveats: tuple[str, ...]) -> tuple[Bound, float, str]:
-        """unit/dFIL under the k-th rule, their median relative standard error, and the words for it.
+        """Returns unit/dFIL under the k-th rule, their median relative standard error, and the statement of it.
 
-        A record that was never measured has the floor 0. caveats: what the floors must carry besides."""
+        A record that was never measured has the floor 0.
+
+        Args:
+            k: the number of the rule.
+            runs: the number of finished runs.
+            unit: the squared size of an input unit in data units.
+            caveats: what else must be stated with the floors.
+        """
         account, unseen = self.account, (self.told_of(runs) == 0).cpu().numpy()
         bound = from_trace(self.trace(k, runs).cpu().numpy(), account.features)
         with np.errstate(over="ignore"):  # of what told nothing, whose floor is the largest number already
@@ -225,7 +247,7 @@ class TraceLedger:
         return replace(found, assumes=assumes, notes=notes, estimate=True), relative, said
 
     def unfinished(self, runs: int) -> tuple[str, ...]:
-        """What must be said of runs that were not measured over all of their steps, or not yet."""
+        """Describes runs that were not measured over all of their steps, or not yet."""
         steps, told = self.account.steps, self.steps_told()
         if bool(self.state["partial"]):
             what = f"some runs were not measured over all of their {steps} steps, for all records"
@@ -237,36 +259,36 @@ class TraceLedger:
         return (f"a run in progress: about {told:.3g} of {steps} steps measured so far",)
 
     def mute(self, k: int, runs: int) -> int:
-        """Records about which no step told anything, though they were measured: training may have diverged."""
+        """Counts measured records about which no step gave any information: training may have diverged."""
         return int(((self.trace(k, runs) == 0) & (self.told_of(runs) > 0)).sum())
 
     def silent(self, k: int, runs: int) -> tuple[str, ...]:
-        """What is said of them, if there are any."""
+        """Describes records whose measurements were all zero."""
         none = self.mute(k, runs)
         where = f"{none} of {self.account.records} records told nothing whenever they were measured"
         return (f"{where}: their floor is the largest number there is",) if none else ()
 
     def spectral(self, runs: int) -> Tensor:
-        """Upper bound of each record's spectral norm, (N,)."""
+        """Returns an upper bound of each record's spectral norm, (N,)."""
         if "spectral" not in self.state:
             raise InputError("spectral", "must have been kept", False)
         return (self.state["spectral_mean"] if runs else self.state["spectral"]).clone()
 
     def measured(self) -> Tensor:
-        """How often each record was measured, over all runs, the present one too, (N,)."""
+        """Returns the number of measurements per record over all runs, the present one too, (N,)."""
         return self.state["measured_total"] + self.state["measured"]
 
     def told_of(self, runs: int) -> Tensor:
-        """How often in the runs that `trace` speaks of, (N,): 0 for a record first measured in the present one."""
+        """Returns the number of measurements per record in the runs that `trace` averages, (N,)."""
         return self.state["measured_total"] if runs else self.state["measured"]
 
     @property
     def sampled(self) -> bool:
-        """Whether records were measured at some steps alone."""
+        """Returns whether records were measured at only some steps."""
         return bool(self.state["rare"].any())
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Shapes as they must be; an error names the one that is not."""
+        """Raises an error that names the tensor whose shape is wrong."""
         for name, value in self.state.items():
             if name in _NEWER and name not in tensors:
                 continue
@@ -275,7 +297,7 @@ class TraceLedger:
                 raise InputError(name, f"must be a tensor of shape {tuple(value.shape)}", got)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `state` held; the shapes have been checked."""
+        """Restores what `state` held. The shapes have been checked."""
         for name, value in self.state.items():
             if name in tensors:
                 value.copy_(tensors[name])

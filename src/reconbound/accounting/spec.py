@@ -1,4 +1,4 @@
-"""What is accounted: the mechanism, the size of the data, and the subsampling factors of each rule."""
+"""The account of a training: the mechanism, the size of the data, and the subsampling factors of each rule."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Account(MechanismSpec):
         return cls(**{**{f.name: getattr(spec, f.name) for f in fields(MechanismSpec)}, **changes})
 
     def mechanism(self) -> SampledGaussian:
-        """The same run for the calculator; shuffled epochs are steps without sampling, one for each epoch."""
+        """Returns the same run for the calculator; shuffled epochs are steps without sampling, one for each epoch."""
         if self.sampler == "shuffle":
             per_epoch = self.batches_per_epoch or fewest_batches(self.sample_rate)
             return SampledGaussian.shuffled(self.noise_multiplier, per_epoch, self.steps, self.clip)
@@ -109,7 +109,7 @@ class Account(MechanismSpec):
 
 
 def checked_rules(rules: Any) -> tuple[str, ...]:
-    """Returns names of rules as a tuple; refuses what are none."""
+    """Returns names of rules as a tuple; refuses unknown names."""
     if not isinstance(rules, tuple | list):
         raise InputError("rules", f"must be a tuple of names ({', '.join(RULES)})", rules)
     return tuple(choice("rules", rule, RULES) for rule in rules)
@@ -139,7 +139,7 @@ class Factors:
 
 
 def checked_device(device: Any) -> torch.device:
-    """Returns the device of this name; refuses what names none."""
+    """Returns the device of this name; refuses a name of no device."""
     if not isinstance(device, str | torch.device):
         raise InputError("device", "must be a torch.device or its name, such as cpu or cuda", device)
     try:
@@ -152,7 +152,7 @@ def checked_device(device: Any) -> torch.device:
 
 
 def checked_scale(feature_scale: float | Sequence[float] | Tensor, features: int) -> Tensor:
-    """Size of one input unit in the data's units, (1,) or (d,), float64."""
+    """Returns the size of one input unit in the data's units, (1,) or (d,), float64."""
     try:
         scale = torch.as_tensor(feature_scale, dtype=torch.float64).flatten().cpu()
         if scale.numel() in (1, features) and bool((scale > 0).all()) and bool(scale.isfinite().all()):

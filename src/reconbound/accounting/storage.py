@@ -1,4 +1,4 @@
-"""A ledger's file: safetensors, whole or not there, for its owner alone; what is not such a file is refused."""
+"""A ledger's file: safetensors, written atomically, readable only by its owner. Other files are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def write(ledger: FisherAccountant, path: str | os.PathLike[str]) -> None:
-    """The ledger's tensors, and the facts from which it is made again."""
+    """Writes the ledger's tensors, and the facts from which it is rebuilt."""
     kept = [] if ledger.rows is None else ledger.rows.tolist()
     about: dict[str, Any] = {"account": asdict(ledger.account), "runs": ledger.runs, "diagonal": ledger.diagonal}
     about |= {"rows": kept, "caveats": list(ledger.caveats), "needs_range": ledger.needs_range}
@@ -30,7 +30,7 @@ def write(ledger: FisherAccountant, path: str | os.PathLike[str]) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and facts of a ledger's file, or an InputError with the reason."""
+    """Returns tensors and facts of a ledger's file, or raises an InputError with the reason."""
     try:
         tensors, facts = unsealed(path)
     except IsADirectoryError:
@@ -45,7 +45,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
 def made(
     kind: type[FisherAccountant], tensors: dict[str, Tensor], about: dict[str, Any], device: torch.device | str
 ) -> FisherAccountant:
-    """The ledger that was written."""
+    """Returns the ledger that was written."""
     account = Account(**{**about["account"], "rules": tuple(about["account"]["rules"])})
     diagonal = about["rows"] if about["diagonal"] == "some" else about["diagonal"]
     if about["diagonal"] == "chosen":

@@ -1,7 +1,8 @@
 """Floors for any attacker, biased or informed by a prior: van Trees, box minimax, Le Cam.
 
-Each speaks of a worst case over the data space or of an average over a stated prior: no floor can bind every attacker
-at one fixed record, since "guess this very record" would be an attacker too."""
+Each holds in the worst case over the data space or on average over a stated prior. No floor can hold for every attacker
+at one fixed record, because "guess this very record" would be an attacker too.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ WORST_CORNER = f"{WORST_CASE} over the box: on average over its corners"
 
 
 def van_trees(information: Any, covariance: Any) -> Bound:
-    """The Bayesian Cramér–Rao floor for a Gaussian prior.
+    """Returns the Bayesian Cramér–Rao floor for a Gaussian prior.
 
         E‖ẑ − z‖²/d ≥ Tr[(E_π I + S⁻¹)⁻¹]/d
 
@@ -59,7 +60,7 @@ def van_trees(information: Any, covariance: Any) -> Bound:
 
 
 def van_trees_trace(trace: float, variances: Any, *, dim: int | None = None) -> Bound:
-    """van Trees when only the trace of the information is known: the least favourable split, by water-filling.
+    """Returns van Trees' floor from only the trace of the information: the least favourable split, by water-filling.
 
         E‖ẑ − z‖²/d ≥ (1/d) Σᵢ min(sᵢ, 1/ν)   with   Σᵢ (ν − 1/sᵢ)₊ = E_π Tr I
 
@@ -98,7 +99,7 @@ def van_trees_trace(trace: float, variances: Any, *, dim: int | None = None) -> 
 
 
 def _spectrum(variances: Any, dim: int | None) -> tuple[np.ndarray, np.ndarray, float]:
-    """Distinct variances, their multiplicities and d."""
+    """Returns distinct variances, their multiplicities and d."""
     s = numbers("variances", variances, at_least=0.0)
     if s.ndim == 0:
         d = float(whole("dim", 1 if dim is None else dim))
@@ -110,7 +111,7 @@ def _spectrum(variances: Any, dim: int | None) -> tuple[np.ndarray, np.ndarray, 
 
 
 def box_minimax(information: float, *, width: float = 1.0, each_coordinate: bool = True) -> Bound:
-    """Fisher information bounded on a box: the worst record's floor for any attacker.
+    """Returns the worst record's floor for any attacker, from Fisher information that is bounded on a box.
 
         cos² prior:   MSE/d ≥ 1/(λ + 4π²/w²)
         two points:   MSE/d ≥ max_{δ ≤ w} (δ²/4) cos²(δ√λ/2)
@@ -123,7 +124,7 @@ def box_minimax(information: float, *, width: float = 1.0, each_coordinate: bool
 
     Guarantee: for every attacker there is a record in the box at which it errs by this much on average over the
     coordinates; where λ bounds every Iⱼⱼ, there is one for each coordinate by itself, not always the same one.
-    docs/theory/any_attacker.md 6.2 shows why a bound on dFIL alone does not carry the two-point argument to d > 1.
+    docs/theory/any_attacker.md 6.2 shows why a bound only on dFIL does not carry the two-point argument to d > 1.
 
     >>> [round(box_minimax(x).value, 5) for x in (0.1, 1.0, 10.0, 100.0)]
     [0.2438, 0.19254, 0.03148, 0.00717]
@@ -150,13 +151,15 @@ def box_minimax(information: float, *, width: float = 1.0, each_coordinate: bool
 
 
 def lecam(overlap: float, *, widths: Any = 1.0, dim: int | None = None, theorem: str = "Le Cam") -> Bound:
-    """Le Cam's two-point floor from the overlap of neighbouring releases.
+    """Returns Le Cam's two-point floor from the overlap of neighbouring releases.
 
         MSE/d ≥ (Σᵢ wᵢ²/(4d)) (1 − LC),   1 − LC = ∫ 2PQ/(P + Q)
 
     Args:
         overlap: a lower bound on 1 − LC between replace-one neighbours (the `overlap_from_…` functions give it).
-        widths, dim: the box.
+        widths: side lengths of the box: one number, or one per coordinate.
+        dim: the number of coordinates when `widths` is one number.
+        theorem: the name under which the floor is reported.
 
     Guarantee: on average over the box's corners, hence in the worst case over the box, for every attacker who knows all
     other records, even one who knows all other coordinates of this one; neighbours replace one record. Coordinate i by
@@ -172,9 +175,13 @@ def lecam(overlap: float, *, widths: Any = 1.0, dim: int | None = None, theorem:
 
 
 def overlap_from_pure(epsilon: float, delta: float = 0.0) -> float:
-    """1 − LC under (ε, δ)-DP, tight at δ = 0 for randomised response.
+    """Returns a lower bound on 1 − LC under (ε, δ)-DP, tight at δ = 0 for randomised response.
 
         1 − LC ≥ (1 − δ) sech²(ε/2)
+
+    Args:
+        epsilon: ε.
+        delta: δ.
 
     >>> round(overlap_from_pure(1.0), 6)
     0.786448
@@ -184,9 +191,12 @@ def overlap_from_pure(epsilon: float, delta: float = 0.0) -> float:
 
 
 def overlap_from_order2(epsilon: float) -> float:
-    """1 − LC from the order-2 Rényi divergence.
+    """Returns a lower bound on 1 − LC from the order-2 Rényi divergence.
 
         1 − LC ≥ 2/(1 + e^ε)
+
+    Args:
+        epsilon: the divergence ε in nats.
 
     >>> overlap_from_order2(0.0)
     1.0
@@ -196,9 +206,13 @@ def overlap_from_order2(epsilon: float) -> float:
 
 
 def overlap_from_renyi(epsilon: float, order: float = 0.5) -> float:
-    """1 − LC from a Rényi divergence of any order α ≥ 1/2.
+    """Returns a lower bound on 1 − LC from a Rényi divergence of any order α ≥ 1/2.
 
         1 − LC ≥ BC² = e^(−D_½) ≥ e^(−ε_α)
+
+    Args:
+        epsilon: the divergence ε_α in nats.
+        order: α.
 
     >>> overlap_from_renyi(0.0)
     1.0
@@ -208,12 +222,13 @@ def overlap_from_renyi(epsilon: float, order: float = 0.5) -> float:
 
 
 def overlap_from_losses(losses: Any, probabilities: Any, infinite: float = 0.0) -> float:
-    """1 − LC from a privacy loss distribution.
+    """Returns 1 − LC from a privacy loss distribution.
 
         1 − LC = E_P[2/(1 + e^L)],   L = ln P/Q under P
 
     Args:
-        losses, probabilities: the finite part of the distribution.
+        losses: the finite losses L.
+        probabilities: their probabilities.
         infinite: the probability of an infinite loss; it adds nothing.
 
     A distribution that dominates the mechanism's (as dp-accounting's pessimistic ones do) gives a lower bound. Long FFT
@@ -231,7 +246,7 @@ def overlap_from_losses(losses: Any, probabilities: Any, infinite: float = 0.0) 
 
 
 def box_of(low: float, high: float, dim: int) -> Box:
-    """The box [low, high]^dim, checked."""
+    """Returns the box [low, high]^dim, checked."""
     lo, hi = number("low", low), number("high", high)
     if lo >= hi:
         raise InputError("low", f"must be less than high ({hi:g})", low)

@@ -1,4 +1,4 @@
-"""The Bound: one error floor, with all that one must know to quote it."""
+"""The Bound: one error floor, with everything that is needed to quote it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Coordinates = Literal["each", "average"]
 
 #: A floor below this share of a plain guess's squared error says nothing in practice.
 VACUOUS_SHARE = 1e-6
-#: What is said of a number that is no guarantee, wherever it is shown.
+#: Stated with a number that is no guarantee, wherever it is shown.
 NOT_PROVED = "not proved, no guarantee"
-#: How `assumes` begins where a floor for any attacker holds on some record only; "over" and the data space follow.
+#: The start of `assumes` where a floor for any attacker holds on some record only; "over" and the data space follow.
 WORST_CASE = "worst case for the attacker"
 
 
@@ -28,20 +28,20 @@ class Bound:
 
     Attributes:
         name: the floor's machine name, as in the command line's JSON.
-        value: the floor, in squared data units (an array where many records or features were asked for).
+        value: the floor, in squared data units (an array for many records or features).
         theorem: where it is proved.
         attacker: "unbiased" (holds at each record, for attackers without bias there) or "any"
             (holds for biased and prior-informed attackers too, in the worst case or on average over the stated prior).
-        adjacency: between which neighbours the mechanism's divergence is taken.
+        adjacency: the neighbours between which the mechanism's divergence is taken.
         sampler: how batches are drawn.
-        assumes: everything else that the statement rests on.
+        assumes: everything else that the statement assumes.
         guess: squared error per coordinate of a plain guess that never sees the release.
         units: the unit of the data, for printing.
         coordinates: "each": no coordinate by itself is known better than this; "average": only the mean over the
             record's coordinates is bounded, and some of them may be known much better.
         notes: those of `assumes` that must be read with the number; printed with it.
         estimate: whether the number itself was measured, so that the true floor may be lower or higher.
-        proved: False where nobody has proved it: a number to compare with, that guarantees nothing. It is never
+        proved: False where it is not proved: a number for comparison, which guarantees nothing. It is never
             printed without saying so.
 
     >>> age = Bound("theorem1", 391.3, "Theorem 1", "unbiased", "replace-one", guess=2500.0, units="years",
@@ -70,24 +70,24 @@ class Bound:
 
     @property
     def mse(self) -> Any:
-        """The floor itself, under the name that the command line uses."""
+        """Returns the floor itself, under the name that the command line uses."""
         return self.value
 
     @property
     def rmse(self) -> Any:
-        """The floor's square root, in data units."""
+        """Returns the floor's square root, in data units."""
         return math.sqrt(self.value) if np.ndim(self.value) == 0 else np.sqrt(self.value)
 
     @property
     def vacuous(self) -> Any:
-        """True where the floor says nothing: zero, or below a millionth of a plain guess's squared error."""
+        """Returns True where the floor says nothing: zero, or below a millionth of a plain guess's squared error."""
         limit = VACUOUS_SHARE * self.guess if self.guess is not None else 0.0
         result = np.asarray(self.value) <= limit
         return bool(result) if result.ndim == 0 else result
 
     @property
     def above_guess(self) -> Any:
-        """True where such an attacker does worse than a plain guess (None when no guess is known)."""
+        """Returns True where such an attacker does worse than a plain guess (None when no guess is known)."""
         if self.guess is None:
             return None
         result = np.asarray(self.value) >= self.guess
@@ -95,7 +95,7 @@ class Bound:
 
     @property
     def condition(self) -> str:
-        """Where a floor for any attacker holds, as words of a sentence; "" for unbiased ones, which name theirs.
+        """Returns a clause that says where a floor for any attacker holds; "" for unbiased ones, which name theirs.
 
         >>> worst = ("worst case for the attacker over the box: on average over its corners",)
         >>> Bound("lecam", 1.0, "Le Cam", "any", "replace-one", assumes=worst).condition
@@ -110,7 +110,7 @@ class Bound:
         return f"on some conceivable record of {place}, not on each"
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dictionary for JSON."""
+        """Returns a plain dictionary for JSON."""
 
         def plain(v: Any) -> Any:
             return v.tolist() if isinstance(v, np.ndarray) else v
@@ -169,7 +169,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Box:
-    """The data space: a box with side lengths w_i, held as the few sums that the floors need.
+    """A data space that is a box with side lengths w_i, held as the few sums that the floors need.
 
     `unequal` is None when all sides are equal, so that ten million equal sides cost nothing.
     """
@@ -180,31 +180,31 @@ class Box:
 
     @property
     def mean_square(self) -> float:
-        """Σ wᵢ²/d."""
+        """Returns Σ wᵢ²/d."""
         return self.side**2 if self.unequal is None else float(np.mean(self.unequal**2))
 
     @property
     def total(self) -> float:
-        """Σ wᵢ."""
+        """Returns Σ wᵢ."""
         return self.dim * self.side if self.unequal is None else float(np.sum(self.unequal))
 
     @property
     def guess(self) -> float:
-        """Squared error per coordinate of guessing the middle, at worst: Σ wᵢ²/(4d)."""
+        """Returns the squared error per coordinate of guessing the middle, at worst: Σ wᵢ²/(4d)."""
         return self.mean_square / 4
 
     @property
     def average(self) -> Coordinates:
-        """Whom an average over the coordinates binds: each of them where there is only one."""
+        """Returns which coordinates an average over them bounds: "each" where there is only one."""
         return "each" if self.dim == 1 else "average"
 
     @property
     def each(self) -> Coordinates:
-        """Whom Σ wᵢ² x/d binds, where wᵢ² x binds coordinate i: each of them where all sides are equal."""
+        """Returns which coordinates Σ wᵢ² x/d bounds, where wᵢ² x bounds coordinate i: "each" for equal sides."""
         return "each" if self.unequal is None else "average"
 
     def groups(self) -> tuple[np.ndarray, np.ndarray]:
-        """Distinct side lengths and how many coordinates have each."""
+        """Returns distinct side lengths and the number of coordinates that have each."""
         if self.unequal is None:
             return np.array([self.side]), np.array([float(self.dim)])
         sides, counts = np.unique(self.unequal, return_counts=True)
@@ -212,7 +212,7 @@ class Box:
 
 
 def box(widths: Any, dim: int | None = None) -> Box:
-    """The box with these side lengths; one number and `dim` stand for `dim` equal sides."""
+    """Returns the box with these side lengths; one number and `dim` stand for `dim` equal sides."""
     array = numbers("widths", widths, above=0.0)
     if np.any(array > 1e100):
         raise InputError("widths", "must be at most 1e100", float(array.max()))
@@ -226,21 +226,21 @@ def box(widths: Any, dim: int | None = None) -> Box:
 
 
 def log_expm1(x: float) -> float:
-    """ln(eˣ − 1) for x > 0 without overflow; −inf at 0."""
+    """Returns ln(eˣ − 1) for x > 0 without overflow; −inf at 0."""
     if x <= 0:
         return -math.inf
     return math.log(math.expm1(x)) if x < 1 else x + math.log(-math.expm1(-x))
 
 
 def from_log(log_value: float) -> float:
-    """exp, held within the finite floats: 0.0 when it underflows, the largest float when it overflows."""
+    """Returns exp, held within the finite floats: 0.0 when it underflows, the largest float when it overflows."""
     if log_value >= math.log(LARGEST):
         return LARGEST
     return math.exp(log_value)
 
 
 def divergence(name: str, value: Any) -> float:
-    """A divergence: a number that is at least 0; infinity stands for no protection and is allowed."""
+    """Checks a divergence: a number that is at least 0; infinity stands for no protection and is allowed."""
     if isinstance(value, (int, float)) and value == math.inf:
         return math.inf
     return number(name, value, at_least=0.0)

@@ -1,4 +1,4 @@
-"""Where records can lie: a box, or a ball and the box inside it. Proofs: docs/theory/any_attacker.md 6.6."""
+"""The data space, where records can lie: a box, or a ball and the box in it. Proofs: docs/theory/any_attacker.md 6.6."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class DataSpace:
 
     Attributes:
         dim: d, the number of coordinates.
-        low, high: the ends of every coordinate in the box.
-        ball: the radius of the ball around 0 that holds all records and the box; None where the box is all there is.
+        low: the lower end of every coordinate in the box.
+        high: the upper end of every coordinate in the box.
+        ball: the radius of the ball around 0 that holds all records and the box; None where there is only the box.
         cut: the ends that were given, where the box was cut to fit into the ball; None where it was not.
         whole_ball: the radius where the ball itself is the data space: no ends were given.
     """
@@ -33,35 +34,35 @@ class DataSpace:
 
     @property
     def box(self) -> Box:
-        """The box as its side lengths."""
+        """Returns the box as its side lengths."""
         return box_of(self.low, self.high, self.dim)
 
     @property
     def side(self) -> float:
-        """The box's side length."""
+        """Returns the box's side length."""
         return self.box.side
 
     @property
     def _other(self) -> bool:
-        """Whether records may lie outside of the box."""
+        """Returns whether records may lie outside of the box."""
         return self.whole_ball is not None or self.cut is not None
 
     @property
     def place(self) -> str:
-        """The data space in two words, as it stands in a sentence about a record of it."""
+        """Returns the data space in two words, for a sentence about a record of it."""
         if not self._other:
             return "the box"
         return "the ball" if self.whole_ball is not None else "the range within the ball"
 
     @property
     def widest(self) -> float:
-        """The root-mean-square difference over the coordinates of two records, at most."""
+        """Returns the largest root-mean-square difference over the coordinates of two records."""
         if self.cut is None:
             return self.side
         return min(self.cut[1] - self.cut[0], 2 * (self.ball or 0.0) / math.sqrt(self.dim))
 
     def described(self, units: str = "") -> str:
-        """The data space in words."""
+        """Describes the data space in words."""
         unit = f" {units}" if units else ""
         if self.whole_ball is not None:
             return f"the ball of radius {end(self.whole_ball)}{unit} around 0"
@@ -71,7 +72,7 @@ class DataSpace:
         return f"[{end(self.low)}, {end(self.high)}]{unit}"
 
     def notes(self) -> tuple[str, ...]:
-        """What the floors use of a ball, in a sentence."""
+        """States what the floors use of a ball."""
         if not self._other:
             return ()
         uniform = "" if self.whole_ball is None else ", rate_distortion's of the ball itself where that is higher"
@@ -83,10 +84,11 @@ class DataSpace:
         )
 
     def adapt(self, bound: Bound) -> Bound:
-        """The bound of the box, as a statement about the data space.
+        """Returns the bound of the box, as a statement about the data space.
 
         The guess is that of the middle of the range or of 0, whichever errs less. In a ball, `theorem1` holds at every
-        record on average over the coordinates only (docs/theory/any_attacker.md 6.6)."""
+        record on average over the coordinates only (docs/theory/any_attacker.md 6.6).
+        """
         if not self._other:
             return bound
         worst = f"{WORST_CASE} over {self.place}: through the box inside it"
@@ -100,18 +102,18 @@ class DataSpace:
         return replace(bound, assumes=assumes, guess=guess, coordinates=mean)
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dictionary for JSON. "space": the data space in words; "low" and "high": the box of the floors."""
+        """Returns a plain dictionary for JSON: "space" in words, and "low" and "high" of the box of the floors."""
         ends = {"low": self.low, "high": self.high, "ball": self.ball, "cut_from": self.cut}
         return {"dim": self.dim, "space": self.described(), **ends}
 
 
 def data_space(dim: int, low: float | None = None, high: float | None = None, radius: float | None = None) -> DataSpace:
-    """The data space that was described.
+    """Returns the data space with these ends, this ball, or both.
 
     Args:
         dim: the number of coordinates.
-        low: their smallest value; 0 if left out, unless the ball is all that is given.
-        high: their largest value; 1 if left out, unless the ball is all that is given.
+        low: their smallest value; 0 if left out, unless only the ball is given.
+        high: their largest value; 1 if left out, unless only the ball is given.
         radius: of the ball around 0 that holds all records; None or math.inf: there is none.
 
     >>> data_space(4, radius=1.0).high, data_space(4, 0.0, 1.0, 1.0).high, data_space(4, 0.0, 1.0, 2.0).high
@@ -143,7 +145,7 @@ def data_space(dim: int, low: float | None = None, high: float | None = None, ra
 
 
 def end(x: float) -> str:
-    """An end of the data's range, as it was given."""
+    """Formats an end of the data's range, as it was given."""
     return f"{x:,.0f}" if 1e3 <= abs(x) < 1e15 and x == int(x) else f"{x:g}"
 
 

@@ -1,4 +1,4 @@
-"""Tr(J A⁻¹ Jᵀ) from below, whatever rounding does to a nearly singular A."""
+"""A lower bound of Tr(J A⁻¹ Jᵀ) that holds whatever rounding does to a nearly singular A."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _UNIT = 2.0**-53
 
 
 def inverse_trace(matrix: np.ndarray, jacobian: np.ndarray, shift: float = 0.0) -> float:
-    """A lower bound of Tr(J (A + shift)⁻¹ Jᵀ) for a symmetric positive semi-definite A given in float64.
+    """Returns a lower bound of Tr(J (A + shift)⁻¹ Jᵀ) for a symmetric positive semi-definite A given in float64.
 
         A ≼ V (Λ + η) Vᵀ   implies   Tr(J A⁻¹ Jᵀ) ≥ Σᵢ ‖J vᵢ‖²/(λᵢ + η)
 
     A is first scaled to unit diagonal, by powers of two. η bounds what separates the scaled A from V Λ Vᵀ: the
-    residual, what rounding can have done to the residual itself, the asymmetry of A, and what A falls short of being
-    positive semi-definite. That V is orthogonal only up to rounding is paid for at the end.
+    residual, the rounding of the residual itself, the asymmetry of A, and what A falls short of being positive
+    semi-definite. The last step accounts for V being orthogonal only up to rounding.
 
     Args:
         matrix: A, shape (d, d).
         jacobian: J, shape (k, d).
-        shift: what is added to every eigenvalue of A, which is then not scaled.
+        shift: is added to every eigenvalue of A, which is then not scaled.
 
     >>> inverse_trace(np.diag([4.0, 1.0]), np.eye(2)) <= 1.25
     True

@@ -1,4 +1,4 @@
-"""Floors for any attacker from how many nats the release can carry: they use the dimension and only a KL."""
+"""Floors for any attacker from the number of nats that the release can carry: they use the dimension and only a KL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REFERENCE = "KL divergence to one release that does not depend on the record"
 
 
 def corners_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bound:
-    """Rate–distortion floor for a uniformly random corner of the box (ours, docs/theory/any_attacker.md 6.4).
+    """Returns the rate–distortion floor for a random corner of the box (ours, docs/theory/any_attacker.md 6.4).
 
         MSE/d ≥ w² η(1 − η)   with   h_b(η) = ln 2 − KL/d     (0 once KL ≥ d ln 2)
 
@@ -25,7 +25,8 @@ def corners_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bo
     Args:
         kl: an upper bound in nats on the KL divergence from the release, whatever the record, to one fixed release; the
             release of a run without the record (add/remove), or with any fixed record in its place, will do.
-        widths, dim: the box.
+        widths: side lengths of the box: one number, or one per coordinate.
+        dim: the number of coordinates when `widths` is one number.
 
     Guarantee: on average over the box's corners, hence in the worst case over the box, for every attacker who knows all
     other records.
@@ -47,19 +48,19 @@ def corners_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bo
 
 
 def _spread(s: np.ndarray) -> np.ndarray:
-    """tanh(s/2)/s, 1/2 at 0: how much squared error one nat buys at log-odds s."""
+    """Returns tanh(s/2)/s, 1/2 at 0: the squared error that one nat buys at log-odds s."""
     safe = np.where(s > 1e-4, s, 1.0)
     return np.asarray(np.where(s > 1e-4, np.tanh(safe / 2) / safe, 0.5 - s**2 / 24))
 
 
 def _entropy_gap(s: np.ndarray) -> np.ndarray:
-    """ln 2 − h_b(1/(1+e^s)) in nats, accurate for small s."""
+    """Returns ln 2 − h_b(1/(1+e^s)) in nats, accurate for small s."""
     exact = math.log(2) - np.logaddexp(0.0, -s) - s / (1 + np.exp(np.minimum(s, 700.0)))
     return np.asarray(np.where(s > 1e-2, exact, s**2 / 8 - s**4 / 64))
 
 
 def _variance(s: np.ndarray) -> np.ndarray:
-    """η(1 − η) at η = 1/(1+e^s), without underflow below the smallest float."""
+    """Returns η(1 − η) at η = 1/(1+e^s), without underflow below the smallest float."""
     return np.asarray(np.exp(-s - 2 * np.logaddexp(0.0, -s)))
 
 
@@ -75,7 +76,7 @@ def _corners_value(nats: float, space: Box) -> float:
         return 0.0
 
     def log_odds(nu: float) -> np.ndarray:
-        """sᵢ with wᵢ² tanh(sᵢ/2)/sᵢ = ν, by bisection; 0 where even the first nat is not worth ν."""
+        """Returns sᵢ with wᵢ² tanh(sᵢ/2)/sᵢ = ν, by bisection; 0 where even the first nat is not worth ν."""
         low, high = np.zeros_like(sides), np.maximum(sides**2 / nu, 1.0)
         for _ in range(70):
             middle = (low + high) / 2
@@ -102,7 +103,7 @@ def _corners_value(nats: float, space: Box) -> float:
 
 
 def _inverse_entropy_gap(budget: float) -> float:
-    """The log-odds s ≥ 0 whose entropy gap is `budget` < ln 2, rounded up."""
+    """Returns the log-odds s ≥ 0 whose entropy gap is `budget` < ln 2, rounded up."""
     if budget < 1e-8:
         return math.sqrt(8 * budget) * (1 + 1e-8)  # the gap is s²/8 − s⁴/64 + …, short of it by a share of at most 1e-8
     high = 1.0
@@ -114,14 +115,17 @@ def _inverse_entropy_gap(budget: float) -> float:
 
 
 def uniform_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bound:
-    """Rate–distortion floor for a record that is uniform in the box (Shannon's lower bound): it outlives the corners'.
+    """Returns the rate–distortion floor for a record that is uniform in the box (Shannon's lower bound).
 
         MSE/d ≥ (w²/(2πe)) e^(−2 KL/d)
 
-    With unequal sides, reverse water-filling over sᵢ = wᵢ²/(2πe).
+    It is above 0 at every KL, unlike that of the corners. With unequal sides, reverse water-filling over sᵢ =
+    wᵢ²/(2πe).
 
     Args:
-        kl, widths, dim: as in `corners_floor`.
+        kl: as in `corners_floor`.
+        widths: as in `corners_floor`.
+        dim: as in `corners_floor`.
 
     Guarantee: on average over the uniform prior on the box, hence in the worst case, for every attacker.
 
@@ -144,7 +148,7 @@ def uniform_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bo
 
 
 def ball_floor(kl: float, radius: float, dim: int = 1) -> Bound:
-    """Rate–distortion floor for a record uniform in a ball (Shannon's lower bound; docs/theory/any_attacker.md 6.6).
+    """Returns the rate–distortion floor for a record uniform in a ball (Shannon; docs/theory/any_attacker.md 6.6).
 
         MSE/d ≥ V^{2/d} e^(−2 KL/d)/(2πe),   V = π^{d/2} Rᵈ/Γ(d/2 + 1)
 
@@ -174,7 +178,12 @@ def ball_floor(kl: float, radius: float, dim: int = 1) -> Bound:
 
 
 def rate_distortion(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bound:
-    """The better of the two rate–distortion floors over the box: corners at low rates, uniform at high ones.
+    """Returns the better of the two rate–distortion floors over the box: corners at low rates, uniform at high ones.
+
+    Args:
+        kl: as in `corners_floor`.
+        widths: as in `corners_floor`.
+        dim: as in `corners_floor`.
 
     Guarantee: in the worst case over the box, for every attacker who knows all other records; on average over the
     coordinates: the release may spend all its nats on a few of them, and give those away.
@@ -190,13 +199,14 @@ def rate_distortion(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> 
 
 
 def gaussian_floor(kl: float, variances: Any, *, dim: int | None = None) -> Bound:
-    """Rate–distortion floor for a Gaussian prior.
+    """Returns the rate–distortion floor for a Gaussian prior.
 
         MSE/d ≥ (1/d) Σᵢ min(sᵢ, θ)   with   Σᵢ ½ ln⁺(sᵢ/θ) = KL
 
     Args:
         kl: as in `corners_floor`.
         variances: sᵢ, the eigenvalues of the prior's covariance; one number and `dim` for equal ones.
+        dim: the number of coordinates when `variances` is one number.
 
     Guarantee: on average over the prior, for every attacker who knows all other records.
 
@@ -218,7 +228,7 @@ def gaussian_floor(kl: float, variances: Any, *, dim: int | None = None) -> Boun
 
 
 def _reverse_water_filling(s: np.ndarray, counts: np.ndarray, nats: float) -> float:
-    """(1/d) Σ min(sᵢ, θ) at the water level θ that spends `nats`."""
+    """Returns (1/d) Σ min(sᵢ, θ) at the water level θ that spends `nats`."""
     d = float(np.sum(counts))
     number("dim", d, at_least=1)
     order = np.argsort(-s)

@@ -1,4 +1,4 @@
-"""How often an attacker succeeds: membership advantage, reconstruction robustness, and the floor that they imply."""
+"""The chances of an attacker to succeed: membership advantage, reconstruction robustness, and the floor they imply."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ Curve = Callable[[np.ndarray], np.ndarray]
 
 
 def membership_from_pure(epsilon: float, delta: float = 0.0) -> float:
-    """The largest advantage (true minus false positive rate) of a membership test under (ε, δ)-DP.
+    """Returns the largest advantage (true minus false positive rate) of a membership test under (ε, δ)-DP.
 
         Adv ≤ (e^ε − 1 + 2δ)/(e^ε + 1)
+
+    Args:
+        epsilon: ε.
+        delta: δ.
 
     Guarantee: every attacker, between the neighbours for which (ε, δ) holds. The chance to be right is (1 + Adv)/2.
 
@@ -30,9 +34,12 @@ def membership_from_pure(epsilon: float, delta: float = 0.0) -> float:
 
 
 def membership_from_gdp(mu: float) -> float:
-    """The largest membership advantage under μ-Gaussian DP.
+    """Returns the largest membership advantage under μ-Gaussian DP.
 
         Adv ≤ 2Φ(μ/2) − 1
+
+    Args:
+        mu: μ.
 
     >>> round(membership_from_gdp(1.0), 4)
     0.3829
@@ -41,9 +48,14 @@ def membership_from_gdp(mu: float) -> float:
 
 
 def rero_from_pure(kappa: Any, epsilon: float, delta: float = 0.0) -> Any:
-    """Chance to succeed at reconstruction under (ε, δ)-DP, for an attack that succeeds with chance κ by guessing.
+    """Returns the largest chance of a reconstruction under (ε, δ)-DP, where guessing succeeds with chance κ.
 
         P[success] ≤ min(1, e^ε κ + δ)
+
+    Args:
+        kappa: κ, one number or an array.
+        epsilon: ε.
+        delta: δ.
 
     Guarantee: every attacker and success criterion whose best blind guess succeeds with probability at most κ; (ε, δ)
     towards one release that does not depend on the record (add/remove, or replacing it by a fixed record).
@@ -59,9 +71,13 @@ def rero_from_pure(kappa: Any, epsilon: float, delta: float = 0.0) -> Any:
 
 
 def rero_from_order2(kappa: Any, epsilon: float) -> Any:
-    """Chance to succeed from the order-2 Rényi divergence.
+    """Returns the largest chance of a reconstruction from the order-2 Rényi divergence.
 
         P[success] ≤ κ + √(κ(1 − κ)(e^ε − 1))      (never above the √(κ e^ε) of Balle et al.)
+
+    Args:
+        kappa: κ, one number or an array.
+        epsilon: the divergence ε in nats.
 
     Guarantee: as for `rero_from_pure`.
 
@@ -77,13 +93,14 @@ def rero_from_order2(kappa: Any, epsilon: float) -> Any:
 
 
 def rero_from_curve(kappa: Any, epsilons: Any, deltas: Any) -> Any:
-    """Chance to succeed from a privacy curve δ(ε), as a PLD gives it: 1 − f(κ) of the trade-off function f.
+    """Returns the largest chance of a reconstruction from a privacy curve δ(ε): 1 − f(κ) of the trade-off function f.
 
         P[success] ≤ min_ε { e^ε κ + δ(ε) }
 
     Args:
         kappa: κ, one number or an array.
-        epsilons, deltas: points of the curve; any finite set of them gives a valid bound, more give a tighter one.
+        epsilons: ε of points of the curve; any finite set of points gives a valid bound, more give a tighter one.
+        deltas: δ of these points.
 
     Guarantee: as for `rero_from_pure`, for the neighbours of the curve.
 
@@ -98,9 +115,13 @@ def rero_from_curve(kappa: Any, epsilons: Any, deltas: Any) -> Any:
 
 
 def rero_from_gdp(kappa: Any, mu: float) -> Any:
-    """Chance to succeed under μ-Gaussian DP.
+    """Returns the largest chance of a reconstruction under μ-Gaussian DP.
 
         P[success] ≤ Φ(Φ⁻¹(κ) + μ)
+
+    Args:
+        kappa: κ, one number or an array.
+        mu: μ.
 
     >>> round(rero_from_gdp(0.5, 1.0), 6)
     0.841345
@@ -119,7 +140,7 @@ def _kappa(kappa: Any) -> np.ndarray:
 
 
 def _grown(k: np.ndarray, eps: Any) -> np.ndarray:
-    """min(1, e^ε κ), in log space."""
+    """Returns min(1, e^ε κ), in log space."""
     with np.errstate(divide="ignore"):
         return np.asarray(np.exp(np.minimum(np.log(k) + eps, 0.0)))
 
@@ -129,7 +150,7 @@ def _unwrap(values: Any) -> Any:
 
 
 def layer_cake(success: Curve, prior: Curve, *, largest_error: float, points: int = 4000) -> Bound:
-    """An error floor for any attacker from reconstruction robustness and a prior.
+    """Returns an error floor for any attacker from reconstruction robustness and a prior.
 
         E err ≥ ∫₀^∞ (1 − γ(κ(t)))₊ dt
 
@@ -138,8 +159,8 @@ def layer_cake(success: Curve, prior: Curve, *, largest_error: float, points: in
         prior: κ(t), the largest chance that a blind guess has a squared error per coordinate of at most t;
             `prior_from_records` makes one from a proxy data set.
         largest_error: the t up to which to integrate; beyond it nothing is counted.
-        points: where the integrand is evaluated. It falls with t, and each stretch counts with its lower end, so that
-            the sum lies below the integral.
+        points: the number of points at which the integrand is evaluated. It falls with t, and each stretch counts with
+            its lower end, so that the sum lies below the integral.
 
     Guarantee: on average over the prior, for every attacker who knows all other records.
 
@@ -167,7 +188,7 @@ def layer_cake(success: Curve, prior: Curve, *, largest_error: float, points: in
 
 
 def prior_from_records(records: Any, *, bins: int = 4096) -> tuple[Curve, float]:
-    """κ(t) for an attacker whose prior is uniform over a proxy data set, and the largest error that matters.
+    """Returns κ(t) for a prior that is uniform over a proxy data set, and the largest error that matters.
 
         κ(t) ≤ maxᵢ #{j : ‖zᵢ − zⱼ‖²/d ≤ 4t}/n
 

@@ -1,5 +1,8 @@
-"""Floors for an attacker without bias, at each record: Theorem 1 (from order-2 Rényi DP) and Theorem 2 (from Fisher
-information) of Guo et al. 2022, the floor by position, and the all-corners floor (ours, docs/theory/floors.md 5)."""
+"""Floors for an attacker without bias, at each record.
+
+Theorem 1 (from order-2 Rényi DP) and Theorem 2 (from Fisher information) of Guo et al. 2022, the floor by position, and
+the all-corners floor (ours, docs/theory/floors.md 5 section 5).
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ HOLDS_EVERYWHERE = "the attacker is unbiased at every record of the box"
 
 
 def _average(dim: int) -> Coordinates:
-    """Whom an average over `dim` coordinates binds."""
+    """Returns which coordinates an average over `dim` of them bounds."""
     return "each" if dim == 1 else "average"
 
 
 def _over_chi2(numerator: float, epsilon: float) -> float:
-    """numerator / (e^ε − 1), in log space."""
+    """Returns numerator / (e^ε − 1), in log space."""
     return from_log(math.log(numerator) - log_expm1(epsilon)) if numerator > 0 else 0.0
 
 
@@ -35,7 +38,7 @@ def theorem1(
     sensitivities: Any = 1.0,
     squared_bias: float = 0.0,
 ) -> Bound:
-    """The paper's Theorem 1: a floor from order-2 Rényi differential privacy.
+    """Returns the floor of the paper's Theorem 1, from order-2 Rényi differential privacy.
 
         E‖ẑ − z‖²/d ≥ [Σᵢ γᵢ² diamᵢ² / (4d)] / (e^ε − 1) + ‖μ(z) − z‖²/d
 
@@ -73,7 +76,7 @@ def theorem1(
 
 
 def _weighted_square(space: Box, gamma: np.ndarray) -> float:
-    """Σ γᵢ² wᵢ² / d."""
+    """Returns Σ γᵢ² wᵢ² / d."""
     if gamma.ndim > 0 and gamma.size != space.dim:
         raise InputError("sensitivities", f"must be one number or one per coordinate ({space.dim})", gamma.size)
     sides = space.side if space.unequal is None else space.unequal
@@ -82,14 +85,15 @@ def _weighted_square(space: Box, gamma: np.ndarray) -> float:
 
 
 def by_position(epsilon: float, record: Any, *, low: Any = 0.0, high: Any = 1.0) -> Bound:
-    """Theorem 1 sharpened by where the record lies: the farther wall is the better neighbour.
+    """Returns Theorem 1's floor, sharpened by the record's position: the farther wall is the better neighbour.
 
         Var(ẑᵢ) ≥ max(zᵢ − lowᵢ, highᵢ − zᵢ)² / (e^ε − 1)
 
     Args:
         epsilon: order-2 Rényi divergence between neighbours.
         record: z, shape (d,).
-        low, high: the walls of the box, one number or shape (d,).
+        low: the lower walls of the box, one number or shape (d,).
+        high: the upper walls of the box, one number or shape (d,).
 
     Guarantee: holds at this z, for attackers who are unbiased on the box; neighbours replace one record. Between 1 and
     4 times Theorem 1. The value depends on the record: it is as secret as the record.
@@ -123,13 +127,14 @@ def by_position(epsilon: float, record: Any, *, low: Any = 0.0, high: Any = 1.0)
 
 
 def corners(epsilon: float, *, widths: Any = 1.0, dim: int | None = None) -> Bound:
-    """All corners of the box at once: a factor d above Theorem 1 (ours, docs/theory/floors.md 5.3).
+    """Returns the floor from all corners of the box at once: d times Theorem 1 (ours, docs/theory/floors.md 5.3).
 
         E‖ẑ − z‖²/d ≥ (Σᵢ diamᵢ)² / (4 d (e^ε − 1))
 
     Args:
         epsilon: order-2 Rényi divergence ε between neighbours that differ in this record's value.
-        widths, dim: the box, as in `theorem1`.
+        widths: as in `theorem1`.
+        dim: as in `theorem1`.
 
     Guarantee: holds at every z of the box, for every attacker who knows all other records and is unbiased at z and at
     the 2ᵈ corners; neighbours replace one record; any sampler, through its ε. On average over the coordinates: one
@@ -146,14 +151,14 @@ def corners(epsilon: float, *, widths: Any = 1.0, dim: int | None = None) -> Bou
 
 
 def _saturated_inverse(values: np.ndarray) -> Any:
-    """1/x within the finite floats, also at 0."""
+    """Returns 1/x within the finite floats, also at 0."""
     out = np.full(values.shape, LARGEST)
     np.divide(1.0, values, out=out, where=values > 1 / LARGEST)
     return float(out) if out.ndim == 0 else out
 
 
 def theorem2(information: Any, *, jacobian: Any = None, bias: Any = None) -> Bound:
-    """The paper's Theorem 2 in full: the Cramér–Rao floor.
+    """Returns the floor of the paper's Theorem 2 in full: the Cramér–Rao floor.
 
         E‖ẑ − z‖²/d ≥ Tr(J_μ I⁻¹ J_μᵀ)/d + ‖μ(z) − z‖²/d
 
@@ -188,7 +193,7 @@ def theorem2(information: Any, *, jacobian: Any = None, bias: Any = None) -> Bou
 
 
 def from_trace(trace: Any, dim: int) -> Bound:
-    """Theorem 2 from the trace alone, for one record or many.
+    """Returns Theorem 2's floor from only the trace, for one record or many.
 
         E‖ẑ − z‖²/d ≥ d/Tr(I) = 1/dFIL
 
@@ -208,9 +213,12 @@ def from_trace(trace: Any, dim: int) -> Bound:
 
 
 def from_spectral_norm(norm: Any) -> Bound:
-    """Theorem 2 from the Fisher information loss η² = ‖I‖₂: the weakest of its floors.
+    """Returns Theorem 2's floor from the Fisher information loss η² = ‖I‖₂: the weakest of its floors.
 
         E‖ẑ − z‖²/d ≥ 1/η²
+
+    Args:
+        norm: η², one number or one per record.
 
     Guarantee: as for `from_trace`; never above it. It also holds for each coordinate and each direction by itself.
 
@@ -222,7 +230,7 @@ def from_spectral_norm(norm: Any) -> Bound:
 
 
 def per_feature(diagonal: Any) -> Bound:
-    """Theorem 2 for each feature by itself, in the square of that feature's own unit.
+    """Returns Theorem 2's floor for each feature by itself, in the square of that feature's own unit.
 
         Var(ẑⱼ) ≥ [I⁻¹]ⱼⱼ ≥ 1/Iⱼⱼ
 
@@ -240,7 +248,7 @@ def per_feature(diagonal: Any) -> Bound:
 
 
 def per_group(information: Any, features: Any) -> Bound:
-    """Theorem 2 for a group of features: its block of the information, as if all other features were known.
+    """Returns Theorem 2's floor for a group of features: its block of I, as if all other features were known.
 
         E‖ẑ_G − z_G‖²/|G| ≥ Tr([I⁻¹]_GG)/|G| ≥ Tr([I_GG]⁻¹)/|G|
 

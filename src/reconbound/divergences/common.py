@@ -1,4 +1,4 @@
-"""What the divergences share: the clip's sensitivity, checked arguments, the nodes of a quadrature."""
+"""Shared parts of the divergences: the clip's sensitivity, checked arguments, the nodes of a quadrature."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ NODES, WEIGHTS = np.polynomial.legendre.leggauss(16)
 
 
 def sensitivity(clip: str) -> float:
-    """Largest norm of a clipped gradient over the clip norm: 1 for hard clipping, 1.1153 for the smooth clip.
+    """Returns the largest norm of a clipped gradient over the clip norm: 1 for the hard clip, 1.1153 for the smooth.
+
+    Args:
+        clip: "hard" or "smooth".
 
     >>> sensitivity("hard"), sensitivity("smooth")
     (1.0, 1.1153)
@@ -33,5 +36,5 @@ def shift(m: float) -> float:
 
 
 def log1m(q: float) -> float:
-    """ln(1 − q), −inf at q = 1."""
+    """Returns ln(1 − q), −inf at q = 1."""
     return math.log1p(-q) if q < 1 else -math.inf

@@ -1,4 +1,4 @@
-"""Kullback–Leibler divergence of each mechanism to one fixed release, that does not depend on the record."""
+"""Kullback–Leibler divergence of each mechanism to one fixed release that does not depend on the record."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from reconbound.divergences.common import NODES, WEIGHTS, log1m, rate, shift
 
 
 def kl_pure(epsilon: float) -> float:
-    """KL divergence of an ε-DP mechanism (the same neighbours), tight for randomised response.
+    """Returns the largest KL divergence of an ε-DP mechanism (the same neighbours), tight for randomised response.
 
         KL ≤ ε tanh(ε/2)
+
+    Args:
+        epsilon: ε.
 
     >>> round(kl_pure(1.0), 6)
     0.462117
@@ -23,11 +26,15 @@ def kl_pure(epsilon: float) -> float:
 
 
 def kl_poisson(m: float, sample_rate: float) -> float:
-    """KL divergence of one Poisson-sampled Gaussian step to the same step without the record.
+    """Returns the KL divergence of one Poisson-sampled Gaussian step to the same step without the record.
 
         KL(q N(m,1) + (1−q) N(0,1) ‖ N(0,1))          (q m²/2, its convexity bound, where m > 40 or q < 1e-300)
 
-    Guarantee: an upper bound over all records with clipped norm at most m (docs/theory/divergences.md 4.4).
+    Args:
+        m: largest clipped gradient norm over the noise's standard deviation on the sum.
+        sample_rate: q, each record's chance to be in the batch.
+
+    Guarantee: an upper bound over all records with clipped norm at most m (docs/theory/divergences.md 4.4 section 4.4).
 
     >>> kl_poisson(1.0, 1.0), round(kl_poisson(1.0, 0.01), 9)
     (0.5, 8.3812e-05)
@@ -50,7 +57,7 @@ def kl_poisson(m: float, sample_rate: float) -> float:
 
 
 def _log_kl_integrand(u: np.ndarray, log_r: np.ndarray) -> np.ndarray:
-    """ln(r ln r − r + 1), r = 1 + u, without cancellation near r = 1 or overflow at large r."""
+    """Returns ln(r ln r − r + 1), r = 1 + u, without cancellation near r = 1 or overflow at large r."""
     small, large = np.abs(u) < 1e-2, log_r > 2
     v = np.where(small, u, 0.0)
     series = v * v * (1 / 2 - v * (1 / 6 - v * (1 / 12 - v * (1 / 20 - v * (1 / 30 - v * (1 / 42 - v / 56))))))
@@ -63,9 +70,13 @@ def _log_kl_integrand(u: np.ndarray, log_r: np.ndarray) -> np.ndarray:
 
 
 def kl_fixed(m: float, sample_rate: float) -> float:
-    """KL divergence of one fixed-size Gaussian step to the same step with a zero gradient in the record's place.
+    """Returns the KL divergence of one fixed-size Gaussian step to that with a zero gradient in the record's place.
 
         KL ≤ min{ q m²/2,  ln(1 + q² e^{q(1−q)m²/2} [e^{(2−q)²m²} − 2e^{(1−q)(2−q)m²} + e^{(1−q)²m²}]) }
+
+    Args:
+        m: largest clipped gradient norm over the noise's standard deviation on the sum.
+        sample_rate: q = B/N.
 
     Guarantee: an upper bound over all records with clipped norm at most m and all other records
     (docs/theory/divergences.md 4.4).

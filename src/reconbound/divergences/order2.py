@@ -1,4 +1,4 @@
-"""Order-2 Rényi divergence of each mechanism under replace-one, and the paper's line."""
+"""Order-2 Rényi divergence of each mechanism under replace-one, and the value that the paper uses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from reconbound.divergences.common import NODES, WEIGHTS, log1m, rate, shift
 
 
 def order2_pure(epsilon: float) -> float:
-    """Order-2 divergence of an ε-DP mechanism (the same neighbours), tight for randomised response.
+    """Returns the largest order-2 divergence of an ε-DP mechanism (the same neighbours), tight for randomised response.
 
         ε₂ = ln(2 cosh ε − 1),   that is   χ² = 4 sinh²(ε/2)
+
+    Args:
+        epsilon: ε.
 
     >>> round(order2_pure(1.0), 6)
     0.735326
@@ -27,9 +30,12 @@ def order2_pure(epsilon: float) -> float:
 
 
 def order2_gaussian(m: float) -> float:
-    """Order-2 divergence of one Gaussian release without sampling, replace-one: two antipodal records are 2m apart.
+    """Returns the order-2 divergence of one Gaussian release without sampling, replace-one.
 
-        ε₂ = 4m²
+        ε₂ = 4m²        (two antipodal records are 2m apart)
+
+    Args:
+        m: largest clipped gradient norm over the noise's standard deviation on the sum.
 
     >>> order2_gaussian(0.5)
     1.0
@@ -38,7 +44,7 @@ def order2_gaussian(m: float) -> float:
 
 
 def order2_poisson(m: float, sample_rate: float, *, method: str = "exact") -> float:
-    """Order-2 divergence of one Poisson-sampled Gaussian step, replace-one.
+    """Returns the order-2 divergence of one Poisson-sampled Gaussian step, replace-one.
 
         exact:    χ² = q² ∫ (P₂ − P₁)²/((1−q)P₀ + qP₁),   P₀ = N(0,1), P₁ = N(m,1), P₂ = N(−m,1)
         closed:   χ² ≤ 4q²/(1−q) sinh(m²)          (also beyond m = 10⁴, where the two differ by ln 2 nats in 10⁸)
@@ -67,7 +73,7 @@ def order2_poisson(m: float, sample_rate: float, *, method: str = "exact") -> fl
         return closed if method == "closed" else min(closed, order2_gaussian(m))
 
     def log_f(x: np.ndarray) -> np.ndarray:
-        """ln of P₀ 4 sinh²(mx) e^(−m²)/((1−q) + q e^(mx − m²/2)), log-concave on either side of 0."""
+        """Returns ln of P₀ 4 sinh²(mx) e^(−m²)/((1−q) + q e^(mx − m²/2)), log-concave on either side of 0."""
         t = m * np.abs(x)
         with np.errstate(divide="ignore"):
             log_sinh = t + np.log(-np.expm1(-2 * t)) - math.log(2)
@@ -80,7 +86,7 @@ def order2_poisson(m: float, sample_rate: float, *, method: str = "exact") -> fl
 
 
 def order2_fixed(m: float, sample_rate: float, *, method: str = "wang") -> float:
-    """Order-2 divergence of one Gaussian step on a batch of fixed size drawn without replacement, replace-one.
+    """Returns the order-2 divergence of one Gaussian step on a fixed-size batch without replacement, replace-one.
 
         wang:        ε₂ = ln(1 + min{q² min(4(e^D − 1), 2e^D), q(e^D − 1)}),   D = 4m²
         convexity:   ε₂ = ln(1 + q²(e^D − 1))
@@ -110,9 +116,13 @@ def order2_fixed(m: float, sample_rate: float, *, method: str = "wang") -> float
 
 
 def order2_paper(m: float, sample_rate: float) -> float:
-    """The paper's line: the order-2 divergence of the Poisson-sampled Gaussian under ADD/REMOVE neighbours.
+    """Returns the paper's value: the order-2 divergence of the Poisson-sampled Gaussian under ADD/REMOVE neighbours.
 
         ε₂ = ln(1 + q²(e^{m²} − 1))
+
+    Args:
+        m: as in `order2_poisson`.
+        sample_rate: as in `order2_poisson`.
 
     Guarantee: none against the attacks that Theorem 1 speaks of, whose neighbours replace a record; it is here to
     reproduce the paper's figures.
@@ -125,7 +135,7 @@ def order2_paper(m: float, sample_rate: float) -> float:
 
 
 def output_perturbation_shift(records: int, l2: float, noise_std: float, data_norm: float = 1.0) -> float:
-    """m of output perturbation: how far one record can move the minimiser, over the noise's standard deviation.
+    """Returns m of output perturbation: how far one record can move the minimiser, over the noise's standard deviation.
 
         m = L/(nλσ),   L = sup‖∇ℓ‖ = data_norm for logistic loss;   replace-one: ε₂ = (2m)²
 
@@ -134,7 +144,7 @@ def output_perturbation_shift(records: int, l2: float, noise_std: float, data_no
         l2: λ of the objective Σℓ + (nλ/2)‖θ‖².
         noise_std: σ, the noise's standard deviation per coordinate of θ.
         data_norm: a bound on the rows' Euclidean norm, to which rows must be clipped; a constant feature (intercept)
-            belongs to the row, so that pixels clipped to 1 beside it make √2.
+            belongs to the row, so that pixels clipped to 1 together with it have norm √2.
 
     >>> round(order2_gaussian(output_perturbation_shift(12665, 1e-2, 1e-2)), 2)      # the paper's 2.49
     2.49
@@ -151,7 +161,10 @@ def output_perturbation_shift(records: int, l2: float, noise_std: float, data_no
 
 
 def _log_integral(log_f: Callable[[np.ndarray], np.ndarray], low: float, high: float) -> float:
-    """ln ∫ exp(log_f) for a log-concave f: find the peak, keep what is within e⁻⁶⁰ of it, Gauss–Legendre there."""
+    """Returns ln ∫ exp(log_f) for a log-concave f.
+
+    It finds the peak, keeps what is within e⁻⁶⁰ of it, and uses Gauss–Legendre there.
+    """
     a, b = low, high
     for _ in range(60):  # ternary search on a grid: a log-concave f has one peak
         grid = np.linspace(a, b, 9)
@@ -169,7 +182,7 @@ def _log_integral(log_f: Callable[[np.ndarray], np.ndarray], low: float, high: f
 
 
 def _drop(log_f: Callable[[np.ndarray], np.ndarray], peak: float, limit: float, top: float) -> float:
-    """The point between the peak and the limit where f has fallen by e⁻⁶⁰ (the limit if it never does)."""
+    """Returns the point between the peak and the limit where f has fallen by e⁻⁶⁰ (the limit if it never does)."""
     near, far = peak, limit
     if float(log_f(np.array([far]))[0]) > top - 60:
         return far

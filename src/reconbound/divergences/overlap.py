@@ -14,12 +14,13 @@ from reconbound.divergences.common import NODES, WEIGHTS, log1m, rate, shift
 
 
 def overlap_poisson(m: float, sample_rate: float, steps: int = 1) -> float:
-    """1 − LC of T Poisson-sampled Gaussian steps under replace-one, exactly, as one Fourier integral (ours).
+    """Returns 1 − LC of T Poisson-sampled Gaussian steps under replace-one, exactly, as one Fourier integral (ours).
 
         1 − LC = ∫ sech(πω) M(ω)ᵀ dω,   M(ω) = ∫ √(PQ) cos(ω ln P/Q),   P, Q = (1−q)N(0,1) + q N(±m,1)
 
     Args:
-        m, sample_rate: as in `order2_poisson`.
+        m: as in `order2_poisson`.
+        sample_rate: as in `order2_poisson`.
         steps: T.
 
     Guarantee: a lower bound for any two data sets that differ in one record, met by antipodal gradients and known
@@ -40,7 +41,10 @@ def overlap_poisson(m: float, sample_rate: float, steps: int = 1) -> float:
 
 @lru_cache(maxsize=1024)
 def _overlap_sampled(m: float, q: float, count: int) -> float:
-    """The Fourier integral for 0 < m ≤ 16, q < 1; kept, since a search for the noise comes by the same values again."""
+    """Returns the Fourier integral for 0 < m ≤ 16, q < 1.
+
+    Results are kept, because a search for the noise asks for the same values again.
+    """
     x = np.linspace(0.0, m + 10, math.ceil((m + 10) * max(50.0, (26 * m + 12) / math.pi)) + 1)
     plus = np.logaddexp(log1m(q), math.log(q) + m * x - m * m / 2)  # ln P/P₀, and ln Q/P₀ is its mirror image
     minus = np.logaddexp(log1m(q), math.log(q) - m * x - m * m / 2)
@@ -62,7 +66,7 @@ def _overlap_sampled(m: float, q: float, count: int) -> float:
 
 
 def _turned(omega: np.ndarray, loss: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Σ weight (1 − cos ωl) at each ω, as Σ weight · 2 sin²(ωl/2), which does not cancel; some rows at a time."""
+    """Returns Σ weight (1 − cos ωl) at each ω, as Σ weight · 2 sin²(ωl/2), which does not cancel; in chunks of rows."""
     rows = max(1, 2**18 // len(loss))
     parts = []
     for k in range(0, len(omega), rows):
@@ -72,7 +76,7 @@ def _turned(omega: np.ndarray, loss: np.ndarray, weight: np.ndarray) -> np.ndarr
 
 
 def _overlap_gaussian(m: float) -> float:
-    """1 − LC of N(−m,1) and N(m,1): the same integral in closed form, M(ω) = exp(−m²/2 − 2m²ω²)."""
+    """Returns 1 − LC of N(−m,1) and N(m,1): the same integral in closed form, M(ω) = exp(−m²/2 − 2m²ω²)."""
     if m > 60:
         return 0.0  # e^(−1800)
     omega, d_omega = _frequencies(2 * m)
@@ -81,7 +85,7 @@ def _overlap_gaussian(m: float) -> float:
 
 
 def _frequencies(spread: float) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes and weights on |ω| ≤ 13 (sech(πω) < 1e-17 beyond) that resolve a peak of width 1/spread at 0."""
+    """Returns nodes and weights on |ω| ≤ 13 (sech(πω) < 1e-17 beyond) that resolve a peak of width 1/spread at 0."""
     edges = [0.0]
     width = min(0.25, 1 / spread) if spread > 0 else 0.25
     while edges[-1] < 13:
@@ -94,12 +98,16 @@ def _frequencies(spread: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def overlap_fixed(m: float, sample_rate: float, steps: int = 1, *, order2: float) -> float:
-    """1 − LC of T fixed-size Gaussian steps under replace-one: the best of order ½, order 2 and z's absence.
+    """Returns a lower bound on 1 − LC of T fixed-size Gaussian steps under replace-one.
+
+    It is the best of order ½, order 2 and z's absence.
 
         1 − LC ≥ max{ (1 − q(1 − e^{−m²/2}))^{2T},  2/(1 + e^{ε₂}),  (1 − q)ᵀ }
 
     Args:
-        m, sample_rate, steps: as in `overlap_poisson`, q = B/N.
+        m: as in `overlap_poisson`.
+        sample_rate: q = B/N.
+        steps: T.
         order2: ε₂ of all T steps together.
 
     Guarantee: any two data sets that differ in one record, uniform batches of fixed size

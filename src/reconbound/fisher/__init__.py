@@ -1,4 +1,4 @@
-"""What one noisy gradient tells about each record: the Fisher information of a clipped, noisy step."""
+"""Fisher information that one clipped, noisy gradient step gives about each record."""
 
 from reconbound.fisher.clipping import Clip, Clipping, clipping, sensitivity
 from reconbound.fisher.reference import DenseInformation, coordinate_information, dense_information

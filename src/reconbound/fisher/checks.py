@@ -1,6 +1,6 @@
-"""What the arguments of a step must satisfy, each message naming the argument; nothing here changes a value.
+"""Checks of a step's arguments. Each message names the argument; nothing here changes a value.
 
-`check_arguments` costs no look at the data and is always made. `check_values` reads data and parameters (on CUDA it
+`check_arguments` does not read the data and is always made. `check_values` reads data and parameters (on CUDA it
 waits for them), so it is left out while a graph is captured and where the caller has made it before (checked=True).
 """
 
@@ -24,7 +24,7 @@ _SMALLEST_CLIP = 1e-12  # the squares of gradients as small as that are lost in 
 
 
 def check_arguments(model: Any, loss_fn: Any, inputs: Any, targets: Any, generator: Any = None) -> None:
-    """Kinds and devices: a module, a function, tensors on the module's device, a generator there too."""
+    """Checks kinds and devices: a module, a function, tensors on the module's device, a generator there too."""
     if not isinstance(model, nn.Module):
         raise InputError("model", "must be a torch.nn.Module", type(model).__name__)
     if not callable(loss_fn):
@@ -71,7 +71,7 @@ def check_autocast(model: nn.Module) -> None:
 
 
 def check_values(model: nn.Module, inputs: Any, targets: Any) -> None:
-    """No BatchNorm, no dropout left on, finite parameters (ModelError, naming the module); finite data."""
+    """Checks for BatchNorm, dropout in use and parameters that are not finite (ModelError), and for finite data."""
     check_structure(model)
     for name, tree in (("inputs", inputs), ("targets", targets)):
         for place, leaf in _leaves(name, tree):
@@ -87,7 +87,7 @@ def check_values(model: nn.Module, inputs: Any, targets: Any) -> None:
 
 
 def capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, in which nothing may wait for a value."""
+    """Returns whether a CUDA graph is being captured. Nothing may wait for a value then."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -97,7 +97,7 @@ def _leaves(name: str, tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_norms(norms: Tensor) -> None:
-    """Refuses gradients that are not finite: one of them would make the whole sum so, and that shows who took part."""
+    """Refuses gradients that are not finite: one makes the whole sum not finite, which shows who took part."""
     _check_finite(norms, "gradient norm", "its gradient")
 
 
@@ -179,7 +179,7 @@ _BEYOND = (  # what PyTorch says, and of what
 
 
 def beyond_torch(error: RuntimeError) -> ModelError | None:
-    """Returns a clear word for what PyTorch cannot differentiate record by record, or twice; None if it is not that."""
+    """Returns an error that explains what PyTorch cannot differentiate per record, or twice; None for other errors."""
     if isinstance(error, torch.OutOfMemoryError):
         return None
     said = str(error)
@@ -190,7 +190,7 @@ def beyond_torch(error: RuntimeError) -> ModelError | None:
 
 
 def wrong_kind(error: RuntimeError, model: nn.Module, inputs: Any, targets: Any) -> ValueError | None:
-    """A clear word for what PyTorch says of a float64 batch that meets a float32 model, or of a loss's targets."""
+    """Returns an error that explains a float64 batch with a float32 model, or unsuitable targets; otherwise None."""
     if is_about_checkpointing(error):
         return ValueError(CHECKPOINTING)
     said = said_of_inputs(error, model, inputs)

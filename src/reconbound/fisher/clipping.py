@@ -1,4 +1,4 @@
-"""Smooth and hard clipping: the factor, its slope, and what the clip makes of a change along the gradient.
+"""Smooth and hard clipping: the factor, its slope, and how the clip scales a change along the gradient.
 
 A clip maps a gradient g of norm n to c(n) g. Its derivative is c I + c'(n) n ĝĝᵀ: a change across the gradient is
 scaled by c, a change along it by c + c'n. These two numbers are all that the information of a clipped gradient needs.
@@ -26,7 +26,7 @@ _FAR = 40.0  # exp(-40²/2) is zero in float64: beyond it the smooth clip is the
 
 @dataclass(frozen=True)
 class Clipping:
-    """What a clip does to gradients of given norms: each a tensor of the norms' shape."""
+    """The clip's values at given gradient norms: each a tensor of the norms' shape."""
 
     factor: Tensor  # c
     radial: Tensor  # c + c'n = d(c n)/dn
@@ -34,14 +34,17 @@ class Clipping:
 
     @property
     def slope(self) -> Tensor:
-        """c' = dc/dn."""
+        """Returns c' = dc/dn."""
         return self.derivative()
 
 
 def sensitivity(clip: Clip) -> float:
-    """The largest norm a clipped gradient can have, in units of the clip norm.
+    """Returns the largest norm that a clipped gradient can have, in units of the clip norm.
 
     sup_n c(n) n / C  ≤  1 (hard),  1.1153 (smooth: the supremum is 1.11522)
+
+    Args:
+        clip: "smooth" or "hard".
 
     Guarantee: adding or removing one record moves the sum of clipped gradients by at most this times C, for every
     model, loss and record.
@@ -53,7 +56,7 @@ def sensitivity(clip: Clip) -> float:
 
 
 def clipping(norms: Tensor, max_grad_norm: float, clip: Clip = "smooth") -> Clipping:
-    """Clip factor, slope and radial derivative at the given gradient norms.
+    """Returns the clip factor, its slope and the radial derivative at the given gradient norms.
 
     smooth:  c = 1/(GELU(x) + 1),  x = n/C − 1,      c + c'n = c² [Φ(−x) − x(x + 1) φ(x)]
     hard:    c = min(1, C/n),                        c + c'n = 1 for n ≤ C, 0 for n > C

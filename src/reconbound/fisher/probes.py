@@ -1,4 +1,4 @@
-"""Random directions for the part of the information across the gradient: in parameter space, or in the private part.
+"""Random directions (probes) that estimate the information across the gradient, in parameters or in the private part.
 
 With M = JᵀPJ (d × d), a direction u ~ N(0, I_p) gives r = JᵀPu ~ N(0, M) and E‖r‖² = Tr M; a direction v of the private
 part with E[vvᵀ] = I_d gives E‖PJv‖² = E[vᵀMv] = Tr M. In the private part one may choose the basis: if the components
@@ -31,7 +31,13 @@ _FAINT = 1e-5  # what is left of a shared direction beside the others; less is r
 def draw_probes(
     params: Mapping[str, Tensor], probes: int, generator: torch.Generator | None = None
 ) -> list[dict[str, Tensor]]:
-    """Independent standard normal directions in parameter space, u ~ N(0, I); never from torch's global generator."""
+    """Draws independent standard normal directions u ~ N(0, I) in parameter space.
+
+    Args:
+        params: the parameters, by name.
+        probes: the number of directions.
+        generator: None: a fresh one, never torch's global generator.
+    """
     generator = generator or fresh_generator(next(iter(params.values())).device)
     return [
         {name: torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype) for name, p in params.items()}
@@ -40,24 +46,30 @@ def draw_probes(
 
 
 def draw_input_probes(z: Tensor, probes: int, generator: torch.Generator | None = None) -> list[Tensor]:
-    """Independent standard normal directions of one record's private part."""
+    """Draws independent standard normal directions of one record's private part.
+
+    Args:
+        z: the private part of each record.
+        probes: the number of directions.
+        generator: None: a fresh one, never torch's global generator.
+    """
     generator = generator or fresh_generator(z.device)
     return [torch.randn(z.shape[1:], generator=generator, device=z.device, dtype=z.dtype) for _ in range(probes)]
 
 
 def draw_signs(z: Tensor, probes: int, generator: torch.Generator | None = None) -> list[Tensor]:
-    """For each probe three random signs, for the directions of each record's own, (3, 1)."""
+    """Draws three random signs for each probe, (3, 1), for the directions of each record's own."""
     generator = generator or fresh_generator(z.device)
     drawn = torch.randn(probes, 3, 1, generator=generator, device=z.device, dtype=z.dtype)
     return list(torch.where(drawn < 0, -torch.ones_like(drawn), torch.ones_like(drawn)))
 
 
 def shared_directions(slopes: Tensor, count: int) -> Tensor:
-    """Orthonormal directions (or zero) near the leading ones of the slopes, (count, d): a few subspace iterations.
+    """Returns orthonormal directions (or zero) near the slopes' leading ones, (count, d), by subspace iteration.
 
     Args:
         slopes: (R, ...), one record's each; their lengths do not count.
-        count: how many; at most R and d of them are not zero.
+        count: the number of directions; at most R and d of them are not zero.
 
     Any orthonormal directions will do for the expectation, as long as the probe was drawn without them.
     """
@@ -77,7 +89,7 @@ def shared_directions(slopes: Tensor, count: int) -> Tensor:
 
 
 def with_shared_signs(omega: Tensor, shared: Tensor) -> Tensor:
-    """ω with its components along the shared directions, (k, d), replaced by their signs; of ω's shape."""
+    """Returns ω with its components along the shared directions, (k, d), replaced by their signs; of ω's shape."""
     flat = omega.flatten()
     components = shared @ flat
     return torch.addmv(flat, shared.T, components.sign() - components).reshape(omega.shape)
@@ -86,11 +98,15 @@ def with_shared_signs(omega: Tensor, shared: Tensor) -> Tensor:
 class Basis:
     """Each record's orthonormal directions q_j (zero where there is none), for probes with signs along them.
 
-    first: h, up to a factor ≥ 0 for each record. second: the slope. Their directions a and b enter as their bisectors,
-    q = (a ± b)/‖a ± b‖, which are orthogonal as they stand since ‖a‖ = ‖b‖; where one of the two is zero or they are
-    (nearly) parallel there is one direction. third: made orthogonal to these.
+    The directions a and b of the first two arguments enter as their bisectors, q = (a ± b)/‖a ± b‖, which are
+    orthogonal since ‖a‖ = ‖b‖; where one of the two is zero or they are (nearly) parallel there is one direction.
 
-    (All is done with few operations on whole batches: on a GPU each of them costs its launch.)
+    Few operations on whole batches are used, because each of them costs a launch on a GPU.
+
+    Args:
+        first: h, up to a factor ≥ 0 for each record.
+        second: the slope.
+        third: made orthogonal to these.
     """
 
     def __init__(self, first: Tensor | None, second: Tensor | None = None, third: Tensor | None = None) -> None:
@@ -105,12 +121,17 @@ class Basis:
             self.q = rest[None] if self.q is None else torch.cat([self.q, rest[None]])
 
     def with_signs(self, omega: Tensor, records: int, signs: Tensor | None = None) -> Tensor:
-        """ω (of one record's shape) with its components along each record's basis replaced by signs, (B, ...).
+        """Returns ω with its components along each record's basis replaced by signs, (B, ...).
 
-        v = ω + Σ_j q_j (ε_j − ⟨q_j, ω⟩),   ε_j given, (3, 1), or else sign⟨q_j, ω⟩
+        v = ω + Σ_j q_j (ε_j − ⟨q_j, ω⟩),   ε_j given, (3, 1), otherwise sign⟨q_j, ω⟩
 
         With ε independent of ω and E[ωωᵀ] = I, E[vvᵀ] = (I − QQᵀ) + QQᵀ = I whatever the basis is. For ω ~ N(0, I) the
         components ⟨q_j, ω⟩ are independent of the rest of ω and their own signs will do. A zero q_j changes nothing.
+
+        Args:
+            omega: ω, of one record's shape.
+            records: B.
+            signs: ε, (3, 1).
         """
         v = omega.expand(records, *omega.shape)
         if self.q is None:
@@ -125,14 +146,14 @@ class Basis:
 
 
 def _units(v: Tensor, at_least: float = 0.0) -> tuple[Tensor, Tensor]:
-    """v/‖v‖ along the last dimension, and whether there is one; zero where ‖v‖ is not above the least."""
+    """Returns v/‖v‖ along the last dimension, and whether there is one; zero where ‖v‖ is not above the least."""
     size = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
     there = size > at_least
     return v * torch.where(there, 1 / size, 0), there
 
 
 def _bisectors(units: Tensor, there: Tensor) -> Tensor:
-    """(a + b)/‖a + b‖ and (a − b)/‖a − b‖ of a, b = units, (2, B, d); where only one is there, it and zero."""
+    """Returns (a ± b)/‖a ± b‖ of a, b = units, (2, B, d); where only one of a and b exists, that one and zero."""
     a, b = units
     plus, minus = a + b, a - b
     both = torch.stack([plus, minus * there.all(0)])

@@ -1,7 +1,6 @@
-"""Slow and plainly right: dense Jacobians of the clipped gradient, and the paper's estimator by coordinates.
+"""Slow references: dense Jacobians of the clipped gradient, and the paper's estimator by coordinates.
 
-Nothing here uses the identity behind the fast way: the clip is a function like any other, and autograd differentiates
-it.
+Nothing here uses the identity behind the fast computation: autograd differentiates the clip like any other function.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from reconbound.validate.private import Inputs, Private, Problem, as_private, ba
 
 @dataclass(frozen=True)
 class DenseInformation:
-    """The information of one step about each record, in full. All in float64."""
+    """The full information matrix of one step about each record, in float64."""
 
     norm: Tensor  # (B,)
     gradient: Tensor  # (B, p), before clipping
@@ -64,11 +63,21 @@ def dense_information(
     clip: Clip = "smooth",
     private: Private | Tensor | Sequence[int] | str | None = None,
 ) -> DenseInformation:
-    """The information of one step about each record from its dense Jacobian, one record at a time, in float64.
+    """Returns the information of one step about each record from its dense Jacobian, one record at a time, in float64.
 
     I = J̃ᵀJ̃/(σC)²,   J̃ = ∂/∂z [c(‖g(z)‖) g(z)]
 
-    The arguments are those of step_information. Memory and time grow with records × parameters × features.
+    Memory and time grow with records × parameters × features.
+
+    Args:
+        model: as in `step_information`.
+        loss_fn: as in `step_information`.
+        inputs: as in `step_information`.
+        targets: as in `step_information`.
+        max_grad_norm: the clip norm C.
+        noise_multiplier: σ.
+        clip: "smooth" or "hard".
+        private: as in `step_information`.
 
     Guarantee: exact up to float64 rounding wherever the model is twice differentiable and (hard clip) ‖g‖ ≠ C.
     """
@@ -116,15 +125,28 @@ def coordinate_information(
     at_once: int = 1,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The paper's estimator of Tr J̃ᵀJ̃/(σC)²: random input coordinates, one Jacobian-vector product for each.
+    """Estimates Tr J̃ᵀJ̃/(σC)² as the paper does: random input coordinates, one Jacobian-vector product for each.
 
     Tr J̃ᵀJ̃ ≈ (d/k) Σ_{j in S} ‖J̃ e_j‖²,   S a set of k of the d coordinates, drawn without replacement
 
-    Private part: the whole input, a tensor. One set S serves the whole batch; records are vmapped. Float precision is
-    the model's own. at_once coordinates share one vmapped call: a choice of speed against memory, not of value.
+    The private part is the whole input, a tensor. One set S serves the whole batch; records are vmapped. Float
+    precision is the model's own.
 
-    Returns: the estimate, (B,), and its standard error, (B,), from the spread of the coordinates (with the
-    finite-population factor √(1 − k/d); zero when all are taken).
+    Args:
+        model: as in `step_information`.
+        loss_fn: as in `step_information`.
+        inputs: a tensor (B, ...).
+        targets: as in `step_information`.
+        max_grad_norm: the clip norm C.
+        noise_multiplier: σ.
+        clip: "smooth" or "hard".
+        coordinates: k.
+        at_once: coordinates that share one vmapped call. It trades memory for speed and does not change the values.
+        generator: for the coordinates.
+
+    Returns:
+        The estimate, (B,), and its standard error, (B,), from the spread of the coordinates (with the finite-population
+        factor √(1 − k/d); zero when all are taken).
 
     Guarantee: unbiased, and exact when coordinates ≥ d.
     """
@@ -181,7 +203,7 @@ def _factor(n: Tensor, max_grad_norm: float, clip: Clip) -> Tensor:
 
 
 def _clipped(g: Tensor, max_grad_norm: float, clip: Clip) -> Tensor:
-    """c(n) g, with n = ‖g‖ whose derivative at g = 0 is taken to be 0 (it is multiplied by g)."""
+    """Returns c(n) g, with n = ‖g‖ whose derivative at g = 0 is taken to be 0 (it is multiplied by g)."""
     square = g.square().sum()
     n = torch.where(square > 0, torch.where(square > 0, square, 1).sqrt(), 0)
     c = _factor(torch.where(square > 0, n, max_grad_norm * 1e-300), max_grad_norm, clip)

@@ -1,4 +1,4 @@
-"""What a step says of each record of its batch, and how micro-batches are put together."""
+"""The result of a step for each record of its batch, and how the results of micro-batches are joined."""
 
 from __future__ import annotations
 
@@ -19,24 +19,32 @@ class StepInformation:
 
     Every per-record tensor has shape (B,), every per-feature tensor the shape of the private part, (B, ...). All are
     divided by (σC)², the variance of the noise on the sum. For a record that is known to take part in the step the
-    information is `trace`; exact subsampling weights `across` and `along` by its two factors, the diagonal alike.
-    These numbers tell about single records: keep them as confidential as the records.
+    information is `trace`; exact subsampling weights `across` and `along` by its two factors, and the diagonals alike.
+    These numbers reveal single records: keep them as confidential as the records.
 
-    loss: ℓ, (B,).
-    norm: n = ‖g‖, the gradient's norm before clipping, (B,).
-    factor: c(n), (B,). clipped_norm: c(n) n, (B,).
-    along: (c + c'n)² ‖h‖²/(σC)², the part along the gradient, exact, (B,).
-    across: c² Tr JᵀPJ/(σC)², the part across it, estimated, (B,). across_error: its standard error, (B,).
-    gradient_sum: Σ c g over the batch, by parameter name, each of the parameter's shape; no noise is on it.
-    features: d, the number of private features of a record. probes: how many probes `across` is from.
-    diagonal_along, diagonal_across, diagonal_error: the same three for each feature, if asked for, (B, ...).
-    spectral: the largest eigenvalue of J̃ᵀJ̃/(σC)², by power iteration, from below, if asked for, (B,).
-    spectral_bound: above that eigenvalue, for each record with probability at least 1 − 1e-6 over the iteration's
-        random start, (B,).
-    mask: 1 for the records that took part, 0 for padding, (B,); None: all did. Padding is no measurement.
-    noise_multiplier, max_grad_norm, clip: what it was computed for; a ledger refuses that of another mechanism.
-    part: what is private: "input", "target" or "module" (a module's output, whose range nobody knows).
-    caveats: what floors from it must carry; a ledger collects them.
+    Attributes:
+        loss: ℓ, (B,).
+        norm: n = ‖g‖, the gradient's norm before clipping, (B,).
+        factor: c(n), (B,).
+        clipped_norm: c(n) n, (B,).
+        along: (c + c'n)² ‖h‖²/(σC)², the part along the gradient, exact, (B,).
+        across: c² Tr JᵀPJ/(σC)², the part across it, estimated, (B,).
+        across_error: the standard error of `across`, (B,).
+        gradient_sum: Σ c g over the batch, by parameter name, each of the parameter's shape; no noise is on it.
+        features: d, the number of private features of a record.
+        probes: the number of probes that `across` is estimated from.
+        diagonal_along: `along` for each feature, if requested, (B, ...).
+        diagonal_across: `across` for each feature, if requested, (B, ...).
+        diagonal_error: `across_error` for each feature, if requested, (B, ...).
+        spectral: the largest eigenvalue of J̃ᵀJ̃/(σC)², by power iteration, from below, if requested, (B,).
+        spectral_bound: above that eigenvalue, for each record with probability at least 1 − 1e-6 over the iteration's
+            random start, (B,).
+        mask: 1 for the records that took part, 0 for padding, (B,); None: all did. Padding is no measurement.
+        noise_multiplier: the σ that it was computed for; a ledger refuses that of another mechanism.
+        max_grad_norm: the clip norm that it was computed for, checked alike.
+        clip: the clip that it was computed for, checked alike.
+        part: what is private: "input", "target" or "module" (a module's output, whose range is not known).
+        caveats: what must be stated with every floor computed from it; a ledger collects them.
     """
 
     loss: Tensor
@@ -62,7 +70,7 @@ class StepInformation:
     caveats: tuple[str, ...] = (NOT_CHECKED,)
 
     def __repr__(self) -> str:
-        """Sizes alone: the values are secret, and long."""
+        """Returns only sizes: the values are secret, and long."""
         also = [name for name in ("diagonal", "spectral") if getattr(self, name) is not None]
         more = f", with {' and '.join(also)}" if also else ""
         probes = f"{self.probes} probe{'s' if self.probes != 1 else ''}"
@@ -70,12 +78,12 @@ class StepInformation:
 
     @property
     def trace(self) -> Tensor:
-        """Tr J̃ᵀJ̃/(σC)², (B,); its standard error is across_error, for the part along the gradient has none."""
+        """Returns Tr J̃ᵀJ̃/(σC)², (B,). Its standard error is across_error: the part along the gradient has none."""
         return self.along + self.across
 
     @property
     def diagonal(self) -> Tensor | None:
-        """diag(J̃ᵀJ̃)/(σC)²: how much each feature leaks, of the private part's shape."""
+        """Returns diag(J̃ᵀJ̃)/(σC)², how much each feature leaks, of the private part's shape."""
         if self.diagonal_along is None or self.diagonal_across is None:
             return None
         return self.diagonal_along + self.diagonal_across
@@ -103,7 +111,7 @@ class Part:
 def nothing(
     params: Mapping[str, Tensor], z: Tensor, features: int, probes: int, setting: Mapping[str, Any]
 ) -> StepInformation:
-    """A Poisson batch may be empty."""
+    """Returns the result of an empty batch, which Poisson sampling may draw."""
     none = z.new_zeros(0)
     return StepInformation(none, none, none, none, none, none, none, zero_sums(params), features, probes, **setting)
 

@@ -1,4 +1,4 @@
-"""What one clipped, noisy gradient tells about each record of a batch: a few scalars, not Jacobians.
+"""The Fisher information that one clipped, noisy gradient gives about each record of a batch, without Jacobians.
 
 With n = ‖g‖, ĝ = g/n, h = Jᵀĝ and P = I − ĝĝᵀ, the clipped gradient c(n) g has the Jacobian
 J̃ = [c P + (c + c'n) ĝĝᵀ] J, so
@@ -69,7 +69,7 @@ ProbeIn = Literal["auto", "weights", "inputs"]
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to compute for each micro-batch."""
+    """The quantities to compute for each micro-batch."""
 
     max_grad_norm: float
     noise_multiplier: float
@@ -112,12 +112,13 @@ def step_information(
     route: Route = "reverse",
     checked: bool = False,
 ) -> StepInformation:
-    """The Fisher information that one noisy, clipped gradient sum gives about each record of a batch.
+    """Returns the Fisher information that one noisy, clipped gradient sum gives about each record of a batch.
 
     I = J̃ᵀJ̃/(σC)²,   Tr I = [c² Tr JᵀPJ + (c + c'n)² ‖Jᵀĝ‖²]/(σC)²
 
     Args:
-        model: any module that treats records alone (no BatchNorm); its trainable parameters are what is released.
+        model: any module that treats each record separately (no BatchNorm); its trainable parameters are what is
+            released.
         loss_fn: (outputs, targets) → one loss per record, (B,).
         inputs: a tensor (B, ...), or a tuple or dictionary of such: model(x), model(*x) or model(**x).
         targets: what loss_fn takes, with B rows.
@@ -128,16 +129,18 @@ def step_information(
         probe: where they lie. "weights": Gaussian in parameter space; they also give the diagonal, and an error from
             one probe ("product"). "inputs": in the private part, with random signs along some directions: a smaller
             variance at the same cost. "auto": inputs, unless the diagonal or the error "product" needs weights.
-        deflate: how many of those directions, 0 to 3: h, ∇_z ℓ (next to free), the slope of the outputs' size (one
+        deflate: the number of those directions, 0 to 3: h, ∇_z ℓ (next to free), the slope of the outputs' size (one
             backward pass more; worth it with many probes). One that does not exist is left out. Unbiased with any.
-        shared: how many directions that all records share also get signs: those in which the slopes ∇_z ℓ of the first
-            64 records mostly lie. 8 take 7 to 20 % off the variance and cost a hundred small operations: for large
-            networks. Unbiased with any. With micro-batches smaller than the batch these slopes are taken beforehand.
+        shared: the number of directions, the same for all records, that also get signs: those in which the slopes ∇_z ℓ
+            of the first 64 records mostly lie. 8 take 7 to 20 % off the variance and cost a hundred small operations:
+            for large networks. Unbiased with any. With micro-batches smaller than the batch these slopes are taken
+            beforehand.
         directions: these probes instead of random ones, each a dictionary from parameter name to tensor (weights), or a
             tensor of one record's private part (probe="inputs").
-        diagonal: also the diagonal over features.
-        spectral: also the spectral norm, from below and above, by so many power iterations k (True: 30). The bound from
-            above is at most about (8e5 √d)^(1/(k + 1)) times too high: 1.73 for 30 and d = 784, 1.09 for 200.
+        diagonal: also compute the diagonal over features.
+        spectral: also compute the spectral norm, from below and above, by this number k of power iterations (True: 30).
+            The bound from above is at most about (8e5 √d)^(1/(k + 1)) times too high: 1.73 for 30 and d = 784, 1.09 for
+            200.
         error: where the standard error of `across` comes from. "spread": that of the probes' values (two or more).
             "product": √2 ‖P J r‖, whose square is unbiased for the variance 2 ‖PJJᵀP‖²_F; one more product with J,
             meant for one probe. "bound": √2 · across, the most it can be, at no cost. "auto": spread, or product for
@@ -149,9 +152,9 @@ def step_information(
             are no measurements of a ledger.
         private: None (the whole input), a mask or indices of features, "target", or a Private.
         method: "layers" (a rule per layer), "generic" (torch.func), "auto": layers where they cover the model.
-        route: of the generic way: "reverse" over reverse or "forward" over reverse.
+        route: for the generic method: "reverse" over reverse or "forward" over reverse.
         checked: skip the checks that read values (finite data, no BatchNorm or dropout), the search for jumps (made
-            once for a model and a loss) and the look at a batch of another size, which the caller has had made
+            once for a model and a loss) and the check on a batch of another size, which the caller has made
             (validate.check_batch, covering_method). In a CUDA graph that is being captured they are skipped anyway.
 
     The global generators of Python, NumPy and torch are left as they were: measuring never changes what is trained.
@@ -276,7 +279,7 @@ def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> Part:
 
 
 def _probed(work: Pass, plan: _Plan, h: Tensor, inverse: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """r = Jᵀu − ⟨ĝ, u⟩h of each probe and ‖r‖², (B,). All residuals are kept only when the diagonal needs them."""
+    """Returns r = Jᵀu − ⟨ĝ, u⟩h and ‖r‖², (B,), of each probe. All r are kept only when the diagonal needs them."""
     residuals: list[Tensor] = []
     values: list[Tensor] = []
     for u in plan.directions:
@@ -290,7 +293,7 @@ def _probed(work: Pass, plan: _Plan, h: Tensor, inverse: Tensor) -> tuple[list[T
 
 
 def _pushed(work: Pass, plan: _Plan, h: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """‖PJv‖² = ‖Jv‖² − ⟨h, v⟩² of each probe v of the private part, (B,)."""
+    """Returns ‖PJv‖² = ‖Jv‖² − ⟨h, v⟩² of each probe v of the private part, (B,)."""
     slope = work.slope() if plan.deflate > 1 else None
     third = work.output_slope() if plan.deflate > 2 else None
     basis = Basis(
@@ -306,7 +309,7 @@ def _pushed(work: Pass, plan: _Plan, h: Tensor) -> tuple[list[Tensor], list[Tens
 
 
 def _shared(plan: _Plan, slopes: Tensor, present: Tensor | None, count: int, signs: Sequence[Tensor]) -> _Plan:
-    """The plan with signs along shared directions in its probes, and others for each record's own."""
+    """Returns the plan with signs along shared directions in its probes, and other signs for each record's own."""
     slopes = _chosen(slopes, plan)
     if present is not None:
         slopes = slopes * _like(present[: len(slopes)], slopes)
@@ -369,7 +372,7 @@ def _error_from(error: ErrorFrom, probes: int, probe: ProbeIn) -> ErrorFrom:
 
 
 def _in_inputs(probe: ProbeIn, error: ErrorFrom, diagonal: bool, *, given: bool) -> bool:
-    """Whether the probes lie in the private part."""
+    """Returns whether the probes lie in the private part."""
     needs_weights = diagonal or error == "product"
     if probe == "inputs" and needs_weights:
         what = "diagonal=True" if diagonal else 'error="product"'

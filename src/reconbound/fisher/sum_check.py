@@ -1,8 +1,8 @@
-"""A test of the gradient sums themselves on a few real records, made before a training starts.
+"""A test of the gradient sums on a few real records, made before a training starts.
 
-The sums that a training releases are put together layer by layer. Whatever goes wrong there (a parameter in two roles,
-records in another order inside the model) would void every guarantee without a word, so it is tried on the model, the
-loss and the data at hand.
+The sums that a training releases are put together layer by layer. A mistake there (a parameter in two roles, records in
+another order inside the model) would void every guarantee silently, so the sums are tested on the model, the loss and
+the data at hand.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NEVER = 1e30  # a clip norm that no gradient reaches
 
 @dataclass(frozen=True)
 class _Tolerance:
-    """How far two computations of one gradient may differ: relative to it, and relative to all of the gradient."""
+    """The tolerances of a comparison of two computations of a gradient: relative to it, and to all of the gradient."""
 
     own: float
     whole: float
@@ -54,7 +54,7 @@ def methods_that_pass(
         model: the model, in the mode in which it will be trained.
         loss_fn: (outputs, targets) → one loss per record, (B,).
         few: inputs and targets of a few records.
-        kinds: the private parts that are asked about.
+        kinds: the private parts to find a method for.
         max_grad_norm: the clip norm C.
         clip: "smooth" or "hard".
 
@@ -111,7 +111,7 @@ def check_sums(
 
 
 def find_fault(model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: Method) -> str | None:
-    """Returns what is wrong with the gradient sums of a few records, or None."""
+    """Returns a description of the fault in the gradient sums of a few records, or None."""
     tolerance = _PRECISE if all(p.dtype == torch.float64 for p in model.parameters()) else _ROUGH
     fault = _find_fault(model, loss_fn, few, method, tolerance)
     if fault is None or tolerance is _PRECISE:
@@ -123,7 +123,7 @@ def find_fault(model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: 
 def _find_fault(
     model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: Method, tolerance: _Tolerance
 ) -> str | None:
-    """Returns what is wrong with the sums in the model's own precision, or None."""
+    """Returns a description of the fault in the sums in the model's own precision, or None."""
     whole = _sum(model, loss_fn, few, method)
     size = float(whole.norm.double().sum())
     for name, plain in _autograd_sum(model, loss_fn, few).items():

@@ -1,4 +1,4 @@
-"""The clipped gradient sum of a batch, micro-batch by micro-batch: what a private step adds its noise to."""
+"""The clipped gradient sum of a batch, micro-batch by micro-batch, to which a private step adds its noise."""
 
 from __future__ import annotations
 
@@ -57,12 +57,24 @@ def clipped_gradient_sum(
     method: Method = "auto",
     checked: bool = False,
 ) -> ClippedSum:
-    """The sum of clipped per-record gradients alone, for a step that measures no one.
+    """Returns only the sum of clipped per-record gradients, for a step that measures no record.
 
     Σ_i c(‖g_i‖) g_i
 
-    The arguments are those of step_information, and the sum is the same. checked: skip the checks that
-    read values and the look at a batch of another size, which the caller has had made (see covering_method).
+    The sum is the same as that of `step_information`.
+
+    Args:
+        model: as in `step_information`.
+        loss_fn: as in `step_information`.
+        inputs: as in `step_information`.
+        targets: as in `step_information`.
+        max_grad_norm: the clip norm C.
+        clip: "smooth" or "hard".
+        micro_batch: records at a time; the results do not depend on it, memory does.
+        mask: (B,) of 0 and 1 (or bool): records with 0 are padding.
+        method: as in `step_information`.
+        checked: skip the checks that read values and the check on a batch of another size, which the caller has made
+            (see `covering_method`).
 
     Guarantee: adding or removing one record moves the sum by at most sensitivity(clip) · max_grad_norm.
     """
@@ -99,9 +111,20 @@ def clipped_gradient_sum(
 def covering_method(
     model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], inputs: Inputs, targets: Any, private: Private
 ) -> Method:
-    """What method="auto" stands for on this model: to be asked once, on a few records, by a caller of many steps.
+    """Returns the method that method="auto" selects for this model.
 
-    "generic" if the layer rules do not cover it; else "auto". Calls with that method may then say checked=True."""
+    A caller of many steps calls this once, on a few records. Calls with the returned method may then pass checked=True.
+
+    Args:
+        model: as in `step_information`.
+        loss_fn: as in `step_information`.
+        inputs: those of a few records.
+        targets: those of the same records.
+        private: the private part.
+
+    Returns:
+        "generic" if the layer rules do not cover the model; otherwise "auto".
+    """
     problem = Problem(model, loss_fn, private)
     released(problem)
     if private.part == "nothing":
@@ -123,10 +146,19 @@ def open_pass(
     measured: bool = True,
     sloped: bool = False,
 ) -> Pass:
-    """The layer way where its rules cover the model, else the generic one.
+    """Opens a pass with layer rules where they cover the model, otherwise the generic one.
 
-    check: run a batch of another size first (see LayerPass). Later micro-batches must be opened with the method of the
-    first, for a short one may by chance have the shape of something else.
+    Later micro-batches must be opened with the method of the first, because a short one may by chance have the shape of
+    something else.
+
+    Args:
+        problem: the model, the loss and the private part.
+        batch: private part, inputs and targets.
+        method: "layers", "generic" or "auto".
+        route: of the generic pass.
+        check: run a batch of another size first (see LayerPass).
+        measured: products with J will follow.
+        sloped: ∇_z ℓ will be needed.
     """
     if method != "generic":
         try:
@@ -149,7 +181,7 @@ def open_pass(
 def first_slopes(
     problem: Problem, batch: tuple[Tensor, Inputs, Any], micro_batch: int, method: Method, route: Route, *, check: bool
 ) -> tuple[Tensor, Method]:
-    """∇_z ℓ of the first records, (R, ...), in micro-batches, and the method that was found to cover the model."""
+    """Returns ∇_z ℓ of the first records, (R, ...), in micro-batches, and the method that covers the model."""
     slopes: list[Tensor] = []
     for rows in micro_batches(min(len(batch[0]), SHARED_FROM), micro_batch):
         some = batch_rows(batch, rows)
@@ -166,7 +198,7 @@ def micro_batches(records: int, size: int | None) -> Iterator[slice]:
 
 
 def released(problem: Problem) -> dict[str, Tensor]:
-    """The parameters whose gradients are released, or what is wrong with them."""
+    """Returns the parameters whose gradients are released, or raises an error that says what is wrong with them."""
     params = trainable(problem)
     check_trainable(problem.model, params)
     return params

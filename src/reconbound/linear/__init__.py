@@ -1,7 +1,9 @@
-"""Private linear models in scikit-learn's form, with what they tell about each record in closed form.
+"""Private linear models in scikit-learn's form, with their information about each record in closed form.
 
-`PrivateLogisticRegression` and `PrivateRidge` fit and release; their `leakage(X, y)` says how exposed every training
-record and feature is. `minimise` and `leakage` are the same as plain functions. Derivations: docs/theory/linear.md."""
+`PrivateLogisticRegression` and `PrivateRidge` fit and release; their `leakage(X, y)` measures how exposed every
+training record and feature is. `minimise` and `leakage` are the same as plain functions. Derivations:
+docs/theory/linear.md.
+"""
 
 from reconbound.linear.base import DataNormWarning, NoiseWarning, ShortenedWarning
 from reconbound.linear.estimators import PrivateLogisticRegression, PrivateRidge

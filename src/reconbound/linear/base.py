@@ -1,4 +1,4 @@
-"""What the private linear estimators share: checks, clipping, noise, leakage. Only what is released is kept."""
+"""The base class of the private linear estimators: checks, clipping, noise, leakage. Only what is released is kept."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from reconbound.mechanisms.sensitivities import largest_weights
 
 #: The gradient that may be left by the solver, as a share of the noise's standard deviation in gradient units, nλσ.
 SOLVED = 1e-6
-#: Rows in raw units (dollars beside years) are so many times data_norm, or more; rows made unit vectors rarely are.
+#: Rows in raw units (dollars and years) are at least this many times data_norm; rows made unit vectors rarely are.
 RAW = 20.0
 
 
 class DataNormWarning(UserWarning):
-    """A bound that the guarantee needs was read off the data, so the guarantee holds for data within it only."""
+    """Warns that a bound of the guarantee was read off the data, so that it holds only for data within the bound."""
 
 
 class NoiseWarning(UserWarning):
-    """The noise is longer than any weights that data of this shape can have: the release hardly depends on the data."""
+    """Warns that the noise is longer than any weights of data of this shape: the release hardly depends on the data."""
 
 
 class ShortenedWarning(UserWarning):
-    """Most rows are far longer than data_norm: once shortened to it they are hardly more than directions."""
+    """Warns that most rows are far longer than data_norm: once clipped to it they are hardly more than directions."""
 
 
 class PrivateLinear(BaseEstimator):  # type: ignore[misc]
-    """What the estimators share: clipping, noise, leakage."""
+    """The base class of the estimators: clipping, noise, leakage."""
 
     # the parameters and fitted attributes of the subclasses
     coef_: Any
@@ -62,7 +62,7 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         return None
 
     def _encode(self, y: Any) -> np.ndarray:
-        """Targets as the loss takes them."""
+        """Returns targets in the form that the loss takes."""
         raise NotImplementedError
 
     def _bound(self, name: str, given: float | None, sizes: np.ndarray) -> float:
@@ -77,7 +77,7 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         return largest if largest > 0 else 1.0
 
     def _check_table(self, x: np.ndarray) -> None:
-        """Refuse tables that are more often a mistake than meant, unless the caller says that they are meant."""
+        """Refuses tables that are usually a mistake, unless the caller says that they are intended."""
         n, d = x.shape
         if d > n and not flag("allow_wide", self.allow_wide):
             raise ValueError(
@@ -97,7 +97,7 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
             )
 
     def _clip(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of norm at most data_norm, and their norms before."""
+        """Returns rows of norm at most data_norm, and their norms before."""
         norms = np.linalg.norm(x, axis=1)
         long = norms > self.data_norm_ * (1 + 1e-12)
         if long.any():
@@ -118,7 +118,7 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         )
 
     def _release(self, x: np.ndarray, targets: np.ndarray) -> None:
-        """Solve, add noise, and keep the noisy weights."""
+        """Solves, adds noise, and keeps the noisy weights."""
         strength = number("l2", self.l2, above=0.0)
         flag("fit_intercept", self.fit_intercept)
         self.n_samples_fit_ = len(x)
@@ -139,9 +139,10 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         self._keep(found.weights + sigma * self._noise(shape, rows, targets, found.weights))
 
     def _noise(self, shape: Shape, rows: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Standard normal numbers, bound to all that distinguishes this release and to what is released.
+        """Returns standard normal numbers that depend on all that distinguishes this release and on what is released.
 
-        Two releases of one random_state that differ in anything share no noise, which would reveal their difference."""
+        Two releases of one random_state that differ in anything share no noise, which would reveal their difference.
+        """
         import torch
 
         from reconbound._internal.rng import derive
@@ -156,7 +157,7 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         return draw(key, weights.size, torch.device("cpu")).numpy().reshape(weights.shape)
 
     def _seed(self) -> int:
-        """The noise's secret seed: random_state, what it draws, or fresh entropy where it is None."""
+        """Returns the noise's secret seed: random_state, what it draws, or fresh entropy where it is None."""
         from reconbound._internal.rng import GUESSABLE, checked_seed, new_seed, seed_warning
         from reconbound.validate.structure import ReconboundWarning
 
@@ -171,7 +172,7 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         return seed
 
     def _warn_if_drowned(self, shape: Shape, sigma: float) -> None:
-        """Warn where σ√(number of weights) exceeds the largest norm of any minimiser: public facts alone decide it."""
+        """Warns where σ√(number of weights) exceeds the largest norm of any minimiser: only public facts decide it."""
         weights = (shape.classes if shape.classes > 2 else 1) * (shape.dim + shape.intercept)
         bound = (shape.row_norm, shape.l2, shape.target_bound)
         largest = largest_weights(shape.loss.name, shape.classes, *bound)
@@ -209,7 +210,7 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         self.intercept_ = weights[:, d].copy() if self.fit_intercept else np.zeros(len(weights))
 
     def _released(self) -> np.ndarray:
-        """(K, p)."""
+        """Returns the released weights, (K, p)."""
         coef = np.atleast_2d(self.coef_)
         return np.hstack([coef, np.atleast_1d(self.intercept_)[:, None]]) if self.fit_intercept else coef
 
@@ -219,10 +220,13 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         return np.asarray(rows @ np.atleast_2d(self.coef_).T + self.intercept_)
 
     def solve(self, X: Any, y: Any) -> Optimum:
-        """The noiseless optimum for the training data, found again: it is not kept, and must never be released.
+        """Returns the noiseless optimum for the training data. It must never be released.
+
+        It is not kept by the fitted model, so it is computed again.
 
         Args:
-            X, y: what the model was fitted on, in any order.
+            X: the features that the model was fitted on, in any order of records.
+            y: the targets that the model was fitted on, in the same order.
         """
         return self._again(X, y)[0]
 
@@ -251,12 +255,17 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         return found, norms
 
     def leakage(self, X: Any, y: Any, *, scale: Any = None, diagonal: bool = True, spectral: bool = True) -> Leakage:
-        """What the released model tells about each training record, exactly; see `reconbound.linear.leakage`.
+        """Returns the exact information of the released model about each training record.
+
+        See `reconbound.linear.leakage`.
 
         Args:
-            X, y: what the model was fitted on.
-            scale: what each feature was divided by before (a scaler's `scale_`), to be told in the units before that.
-            diagonal, spectral: whether to compute the information per feature and the spectral norm.
+            X: the features that the model was fitted on.
+            y: the targets that the model was fitted on.
+            scale: what each feature was divided by before (a scaler's `scale_`); the result is in the units before
+                that.
+            diagonal: whether to compute the information per feature.
+            spectral: whether to compute the spectral norm.
         """
         flag("diagonal", diagonal), flag("spectral", spectral)
         found, norms = self._again(X, y)

@@ -23,32 +23,40 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
 
         minimise Σ ℓ(Wx̃ᵢ, yᵢ) + (nλ/2)‖W‖², release W* + N(0, σ²I)
 
-    Labels are public; features are what is protected. Of `noise_std`, `target_mse` and `target_epsilon` give one;
-    with none, ε = 1 at δ = 1e-5.
+    Labels are public; features are protected. Give one of `noise_std`, `target_mse` and `target_epsilon`; with none,
+    ε = 1 at δ = 1e-5.
 
     Args:
         l2: λ > 0, per record; the intercept is penalised too, as the weight of a constant feature.
         noise_std: σ, the noise's standard deviation per weight.
         target_mse: noise with which every record of every data set of this shape has d/Tr(I) ≥ this: a floor under
             the mean squared error per feature of an unbiased attacker, in squared units of X. It comes from a bound on
-            Tr(I) before the data is seen, so it is enough and not the least that would do.
-        target_epsilon, target_delta: the least noise that makes two normal distributions 2L/(nλ) apart (ε, δ)-close,
-            2L/(nλ) being the most that replacing one record can move the weights.
+            Tr(I) before the data is seen, so it is sufficient and not the smallest possible noise.
+        target_epsilon: ε: the least noise that makes two normal distributions 2L/(nλ) apart (ε, δ)-close, 2L/(nλ) being
+            the most that replacing one record can move the weights.
+        target_delta: δ of target_epsilon.
         data_norm: rows are clipped to this Euclidean norm. Read off the data, with a warning, where None.
         fit_intercept: whether to add the constant feature.
         classes: all labels there can be, at least two, known without the data; a class may have no records. Read off y
             where None, and then published without noise.
-        allow_constant_columns: whether a feature may have one value in all records, which is an error else. The fit and
-            the leakage are well defined (λ > 0), as on images, whose border is always black; in a table it is mostly
-            a mistake. The error is for the curator: that a column is constant is a fact about the data.
-        allow_wide: whether there may be more features than records, which is an error else. As well defined.
+        allow_constant_columns: whether a feature may have one value in all records, which is otherwise an error. The
+            fit and the leakage are well defined (λ > 0), as on images, whose border is always black; in a table it is
+            mostly a mistake. The error is for the curator: that a column is constant is a fact about the data.
+        allow_wide: whether there may be more features than records, which is otherwise an error. The fit is as well
+            defined.
         random_state: the noise's seed, a whole number or a RandomState; the same one on other data or with other
             options gives other noise. One that the attacker can guess or see is no noise (a number below 2**64 brings a
             warning), and it is printed with the model and lies in its pickle. Do not set it for a real release.
 
     Attributes:
-        classes_, coef_ (1 or K, d), intercept_ (1 or K,), n_features_in_, feature_names_in_: as in scikit-learn.
-        noise_std_: σ. data_norm_: the rows' bound. n_samples_fit_: n, which is public.
+        classes_: as in scikit-learn.
+        coef_: as in scikit-learn, (1 or K, d).
+        intercept_: as in scikit-learn, (1 or K,).
+        n_features_in_: as in scikit-learn.
+        feature_names_in_: as in scikit-learn.
+        noise_std_: σ.
+        data_norm_: the rows' bound.
+        n_samples_fit_: n, which is public.
         mechanism_: the release as an `OutputPerturbation`, for `reconbound.guarantee`.
 
     Guarantee: (ε, δ) and order-2 Rényi DP of `mechanism_` when one record is replaced by another with the same label
@@ -103,7 +111,7 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
         return len(self.classes_)
 
     def _known_classes(self, y: np.ndarray) -> np.ndarray:
-        """The classes as given, or those of y; sorted."""
+        """Returns the classes as given, or those of y; sorted."""
         if self.classes is None:
             found = np.unique(column_or_1d(y))
             if len(found) < 2:
@@ -130,10 +138,11 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
         return np.asarray(index, dtype=np.float64 if len(self.classes_) == 2 else np.int64)
 
     def fit(self, X: Any, y: Any) -> PrivateLogisticRegression:
-        """Solve, add noise, keep the noisy weights.
+        """Solves, adds noise, and keeps the noisy weights.
 
         Args:
-            X: features, (N, d). y: labels, (N,), at least two classes.
+            X: features, (N, d).
+            y: labels, (N,), at least two classes.
         """
         x, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
@@ -144,21 +153,21 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
         return self
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """Scores, (N,) with two classes, else (N, K)."""
+        """Returns scores, (N,) with two classes, otherwise (N, K)."""
         scores = self._scores(X)
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Class probabilities, (N, K)."""
+        """Returns class probabilities, (N, K)."""
         return probabilities(self._scores(X))
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
-        """Their logarithms, (N, K)."""
+        """Returns the logarithms of class probabilities, (N, K)."""
         with np.errstate(divide="ignore"):
             return np.asarray(np.log(self.predict_proba(X)))
 
     def predict(self, X: Any) -> np.ndarray:
-        """The likeliest class, (N,)."""
+        """Returns the most likely class, (N,)."""
         scores = self._scores(X)
         index = (scores[:, 0] > 0).astype(int) if scores.shape[1] == 1 else scores.argmax(axis=1)
         return np.asarray(self.classes_[index])
@@ -173,14 +182,24 @@ class PrivateRidge(RegressorMixin, PrivateLinear):  # type: ignore[misc]
     public constants: the noise grows with its bound.
 
     Args:
+        l2: as in `PrivateLogisticRegression`.
+        noise_std: as in `PrivateLogisticRegression`.
+        target_mse: as in `PrivateLogisticRegression`.
+        target_epsilon: as in `PrivateLogisticRegression`.
+        target_delta: as in `PrivateLogisticRegression`.
+        data_norm: as in `PrivateLogisticRegression`.
         target_bound: targets are clipped to ±this. Read off the data, with a warning, where None.
-        l2, noise_std, target_mse, target_epsilon, target_delta, data_norm, fit_intercept,
-            allow_constant_columns, allow_wide, random_state: as in `PrivateLogisticRegression`.
+        fit_intercept: as in `PrivateLogisticRegression`.
+        allow_constant_columns: as in `PrivateLogisticRegression`.
+        allow_wide: as in `PrivateLogisticRegression`.
+        random_state: as in `PrivateLogisticRegression`.
 
     Attributes:
-        coef_ (d,), intercept_ (a number), target_bound_; the rest as in `PrivateLogisticRegression`.
+        coef_: as in scikit-learn, (d,).
+        intercept_: as in scikit-learn, a number.
+        target_bound_: the targets' bound. Other attributes are those of `PrivateLogisticRegression`.
 
-    `target_mse` is about the features: the information about y is what `leakage` says afterwards.
+    `target_mse` is about the features; `leakage` gives the information about y afterwards.
 
     Guarantee: as there, through ‖θ*‖ ≤ Y/(2√λ), so that gradients are at most Y(1 + R/(2√λ))R (docs/theory/linear.md).
 
@@ -235,10 +254,11 @@ class PrivateRidge(RegressorMixin, PrivateLinear):  # type: ignore[misc]
         return np.asarray(np.clip(y, -self.target_bound_, self.target_bound_))
 
     def fit(self, X: Any, y: Any) -> PrivateRidge:
-        """Solve, add noise, keep the noisy weights.
+        """Solves, adds noise, and keeps the noisy weights.
 
         Args:
-            X: features, (N, d). y: numbers, (N,).
+            X: features, (N, d).
+            y: numbers, (N,).
         """
         x, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         values = np.asarray(column_or_1d(y, warn=True), dtype=np.float64)
@@ -253,12 +273,12 @@ class PrivateRidge(RegressorMixin, PrivateLinear):  # type: ignore[misc]
         self.coef_, self.intercept_ = self.coef_[0], float(self.intercept_[0])
 
     def leakage(self, X: Any, y: Any, *, scale: Any = None, diagonal: bool = True, spectral: bool = True) -> Leakage:
-        """As in `PrivateLogisticRegression`, and the information about y (none where y was clipped)."""
+        """Returns that of `PrivateLogisticRegression`, and the information about y (none where y was clipped)."""
         found = super().leakage(X, y, scale=scale, diagonal=diagonal, spectral=spectral)
         assert found.target is not None
         inside = np.abs(np.asarray(column_or_1d(y), dtype=np.float64)) <= self.target_bound_
         return replace(found, target=np.where(inside, found.target, 0.0))
 
     def predict(self, X: Any) -> np.ndarray:
-        """Predicted targets, (N,)."""
+        """Returns predicted targets, (N,)."""
         return np.asarray(self._scores(X)[:, 0])

@@ -1,6 +1,7 @@
-"""What an output-perturbed linear model tells about each training record, in closed form: no Jacobian is formed.
+"""Information of an output-perturbed linear model about each training record, in closed form: no Jacobian is formed.
 
-docs/theory/linear.md, sections 3 to 6. With H the Hessian, J = ∂W*/∂x = −H⁻¹(AW ⊗ x̃ + ∂ℓ/∂s ⊗ I), I = JᵀJ/σ²."""
+docs/theory/linear.md, sections 3 to 6. With H the Hessian, J = ∂W*/∂x = −H⁻¹(AW ⊗ x̃ + ∂ℓ/∂s ⊗ I), I = JᵀJ/σ².
+"""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ class Leakage:
         trace: Tr(I), (N,).
         dim: d, the number of private features.
         noise_std: the noise's standard deviation per parameter.
-        diagonal: Iⱼⱼ, (N, d), or None where it was not asked for.
-        spectral_norm: ‖I‖₂ = η², (N,), or None where it was not asked for.
-        inverse_trace: Tr(I⁻¹), (N,), at least: lowered by what rounding hides, 0 where it hides all; None for softmax,
-            see `cramer_rao_of`.
+        diagonal: Iⱼⱼ, (N, d), or None where it was not requested.
+        spectral_norm: ‖I‖₂ = η², (N,), or None where it was not requested.
+        inverse_trace: a lower bound of Tr(I⁻¹), (N,): lowered by the rounding error, 0 where that leaves nothing; None
+            for softmax, see `cramer_rao_of`.
         target: the information about y, all features known, (N,), for regression; None otherwise.
-        clipped: which rows were longer than data_norm. All is about the row before clipping, whose length is gone: then
-            Tr(I⁻¹) is infinite (1e308 σ², to stay a float).
+        clipped: which rows were longer than data_norm. All values are about the row before clipping, whose length is
+            lost: then Tr(I⁻¹) is infinite (1e308 σ², to stay a float).
     """
 
     trace: np.ndarray
@@ -66,24 +67,29 @@ class Leakage:
 
     @property
     def dfil(self) -> np.ndarray:
-        """Tr(I)/d, (N,)."""
+        """Returns Tr(I)/d, (N,)."""
         return np.asarray(self.trace / self.dim)
 
     @property
     def floor(self) -> Bound:
-        """d/Tr(I), per record: the least mean squared error per feature of an unbiased attacker."""
+        """Returns d/Tr(I), per record: the least mean squared error per feature of an unbiased attacker."""
         return from_trace(self.trace, self.dim)
 
     @property
     def cramer_rao(self) -> Bound:
-        """Tr(I⁻¹)/d, per record: the Cramér–Rao floor, never below `floor`. Slow for softmax: `cramer_rao_of`."""
+        """Returns Tr(I⁻¹)/d, per record: the Cramér–Rao floor, at least `floor`. Slow for softmax: `cramer_rao_of`."""
         return self.cramer_rao_of(np.arange(len(self.trace)))
 
     def cramer_rao_of(self, records: Any) -> Bound:
-        """Tr(I⁻¹)/d of chosen records, in their order. With softmax each costs singular values of a Kp×d matrix.
+        """Returns Tr(I⁻¹)/d of chosen records, in their order.
 
-        There no formula serves all records at once: σ²I is Σₖₗ gₖgₗPₖₗ, P the blocks of H⁻², and a low-rank part,
-        and g mixes the blocks differently for every record. With two classes g is one number times (−1, 1)."""
+        With softmax each record costs singular values of a Kp×d matrix. There no formula serves all records at once:
+        σ²I is Σₖₗ gₖgₗPₖₗ, P the blocks of H⁻², and a low-rank part, and g mixes the blocks differently for every
+        record. With two classes g is one number times (−1, 1).
+
+        Args:
+            records: the indices of the records.
+        """
         chosen, n = np.asarray(records, dtype=np.int64).ravel(), len(self.trace)
         if chosen.size and not (chosen.min() >= 0 and chosen.max() < n):
             raise InputError("records", f"must be indices from 0 to {n - 1}", chosen[(chosen < 0) | (chosen >= n)][0])
@@ -98,14 +104,14 @@ class Leakage:
 
     @property
     def feature_floors(self) -> Bound:
-        """1/Iⱼⱼ, (N, d): the least variance for one feature, in that feature's squared unit."""
+        """Returns 1/Iⱼⱼ, (N, d): the least variance for one feature, in that feature's squared unit."""
         if self.diagonal is None:
             raise InputError("diagonal", "must be True when leakage is asked for, to have floors per feature", False)
         bound, notes = per_feature(self.diagonal), self._two_valued()
         return replace(bound, assumes=(*bound.assumes, *notes), notes=(*bound.notes, *notes))
 
     def _two_valued(self) -> tuple[str, ...]:
-        """What floors of columns must carry that hold no more than two values: 0 and 1, before or after scaling."""
+        """Returns the caveat of floors of columns with no more than two values: 0 and 1, before or after scaling."""
         rows = self._optimum.rows[:, : self.dim] / self._shrunk[:, None]
         low, high = rows.min(axis=0), rows.max(axis=0)
         near = 1e-9 * np.maximum(high - low, np.abs(high))  # rows were shortened and are stretched again
@@ -119,20 +125,26 @@ class Leakage:
 
     @property
     def spectral_floor(self) -> Bound:
-        """1/‖I‖₂, per record: the least variance in any one direction."""
+        """Returns 1/‖I‖₂, per record: the least variance in any one direction."""
         if self.spectral_norm is None:
             raise InputError("spectral", "must be True when leakage is asked for, to have this floor", False)
         return from_spectral_norm(self.spectral_norm)
 
     @property
     def target_floor(self) -> Bound:
-        """1/I(y), per record: the least variance for the target of a regression, all features known."""
+        """Returns 1/I(y), per record: the least variance for the target of a regression, all features known."""
         if self.target is None:
             raise InputError("target", "is public in a classifier: only regression has this floor", None)
         return per_feature(self.target)
 
     def information(self, record: int) -> np.ndarray:
-        """The whole matrix I of one record, (d, d), as computed: not raised by what rounding took, as the rest is."""
+        """Returns the whole matrix I of one record, (d, d), as computed.
+
+        Unlike the other values it is not raised by the rounding error.
+
+        Args:
+            record: the index of the record.
+        """
         n = len(self.trace)
         if not 0 <= record < n:
             raise InputError("record", f"must be an index from 0 to {n - 1}", record)
@@ -149,7 +161,7 @@ def leakage(
     spectral: bool = True,
     norms: np.ndarray | None = None,
 ) -> Leakage:
-    """The information of W* + N(0, σ²I) about every record, from one factorisation and matrix products.
+    """Returns the information of W* + N(0, σ²I) about every record, from one factorisation and matrix products.
 
         Tr I = (1/σ²)[ℓ''²‖H⁻¹x̃‖²‖θ‖² + 2ℓ'ℓ''θᵀH⁻²x̃ + ℓ'²‖H⁻¹‖²_F],  columns of the private features only
 
@@ -158,7 +170,8 @@ def leakage(
         noise_std: σ, per parameter.
         scale: the factor sⱼ by which each feature was divided before training (StandardScaler's `scale_`): the
             answers are then in the units before that. One where left out.
-        diagonal, spectral: whether to compute the diagonal (an N×d array) and the spectral norm.
+        diagonal: whether to compute the diagonal (an N×d array).
+        spectral: whether to compute the spectral norm.
         norms: the rows' Euclidean norms before they were clipped, (N,), where some were.
 
     Guarantee: information is at least, and Tr(I⁻¹) at most, that at the exact minimiser, for an attacker who knows all
@@ -221,7 +234,7 @@ def _raised(
     diag: np.ndarray | None,
     norm: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Trace, diagonal and spectral norm raised by what rounding may have taken from them (docs/theory/linear.md 6)."""
+    """Returns trace, diagonal and spectral norm, raised by the rounding error (docs/theory/linear.md 6)."""
     columns, whole = off.of_columns(o, unit), off.of_whole(o, unit)
     columns[short] = 4 * whole[short, None]  # three terms, each as large as ‖M‖² allows
     trace = off.raised(trace, columns.sum(axis=1), float(np.linalg.norm(1 / unit)))
@@ -240,7 +253,10 @@ Parts = tuple[np.ndarray, "np.ndarray | None", "np.ndarray | None", "np.ndarray 
 
 
 def _scalar_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool) -> Parts:
-    """JᵀJ = a²S + q₁(av)ᵀ + (av)q₁ᵀ + c vvᵀ with a = ℓ', S = (H⁻²) on the features, q₁ = ℓ''H⁻²x̃, c = ℓ''²‖H⁻¹x̃‖²."""
+    """Returns the parts of the information for one score.
+
+    JᵀJ = a²S + q₁(av)ᵀ + (av)q₁ᵀ + c vvᵀ with a = ℓ', S = (H⁻²) on the features, q₁ = ℓ''H⁻²x̃, c = ℓ''²‖H⁻¹x̃‖².
+    """
     d, n = o.dim, len(o.rows)
     square = o.inverse_hessian @ o.inverse_hessian
     a, bend, v = o.slopes[:, 0], o.curvatures, o.weights[0, :d] / unit
@@ -276,9 +292,10 @@ def _scalar_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool) 
 
 
 def _inverse_trace(o: Optimum, unit: np.ndarray, off: RoundingError) -> np.ndarray:
-    """Tr((JᵀJ)⁻¹) by Woodbury's formula: rank two on S⁻¹, which is H² (Schur complement of the intercept's row).
+    """Returns Tr((JᵀJ)⁻¹) by Woodbury's formula: rank two on S⁻¹ = H² (Schur complement of the intercept's row).
 
-    Where its terms cancel, the smallest value is taken that rounding leaves possible; 0 where it leaves all."""
+    Where its terms cancel, it is the smallest value that rounding leaves possible; 0 where every value is possible.
+    """
     d = o.dim
     square = o.hessian @ o.hessian
     inv, shift, rho = square[:d, :d], np.zeros(d), 0.0
@@ -291,7 +308,7 @@ def _inverse_trace(o: Optimum, unit: np.ndarray, off: RoundingError) -> np.ndarr
     w12, w22 = bend * (x @ v), float(v @ towards)
     r11, r12, r22 = bend**2 * (x**2 @ unit**2), bend * (x @ (unit**2 * towards)), float(np.sum((unit * towards) ** 2))
     gap = rho * bend**2 * w22 + (a + w12) ** 2
-    # what each can be off by, through bounds that do not cancel: |inv| ≤ big, |x| ≤ far, |a + w12| ≤ reach
+    # the error of each, through bounds that do not cancel: |inv| ≤ big, |x| ≤ far, |a + w12| ≤ reach
     step, length, wide = 4 * (len(square) + 8) * UNIT, float(np.linalg.norm(v)), float(unit.max())
     big = float(np.sum(o.hessian**2))
     ratio = big * rho
@@ -311,7 +328,10 @@ def _inverse_trace(o: Optimum, unit: np.ndarray, off: RoundingError) -> np.ndarr
 
 
 def _softmax_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool) -> Parts:
-    """The same with blocks P_kl of H⁻²: J's columns are −H⁻¹((AW)ⱼ ⊗ x̃ + g ⊗ eⱼ), g = ∂ℓ/∂s."""
+    """Returns the same parts with blocks P_kl of H⁻².
+
+    J's columns are −H⁻¹((AW)ⱼ ⊗ x̃ + g ⊗ eⱼ), g = ∂ℓ/∂s.
+    """
     n, d, (k, p) = len(o.rows), o.dim, o.weights.shape
     square = o.inverse_hessian @ o.inverse_hessian
     blocks = square.reshape(k, p, k, p)
@@ -337,10 +357,11 @@ def _softmax_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool)
 
 
 def _softmax_inverse_trace(o: Optimum, unit: np.ndarray, records: np.ndarray) -> np.ndarray:
-    """Tr((JᵀJ)⁻¹) = Σ 1/sⱼ², s the singular values of J, record by record in chunks.
+    """Returns Tr((JᵀJ)⁻¹) = Σ 1/sⱼ², s the singular values of J, record by record in chunks.
 
-    J = −(Σₗ gₗ H⁻¹_{·l} + H⁻¹(I ⊗ x̃)AW). Values are raised by what rounding may have taken, so that the floor is no
-    larger than the exact one; a singular J gives a huge number."""
+    J = −(Σₗ gₗ H⁻¹_{·l} + H⁻¹(I ⊗ x̃)AW). Values are raised by the rounding error, so that the floor is no
+    larger than the exact one; a singular J gives a huge number.
+    """
     d, (k, p), off = o.dim, o.weights.shape, rounding_error(o)
     blocks, least = o.inverse_hessian.reshape(k * p, k, p), float(unit.min())
     slope, bend = off.size
@@ -359,7 +380,7 @@ def _softmax_inverse_trace(o: Optimum, unit: np.ndarray, records: np.ndarray) ->
 
 
 def _product(o: Optimum, records: np.ndarray, square: np.ndarray) -> Product:
-    """v ↦ JᵀJv for these records, one v each, by products with H⁻²."""
+    """Returns v ↦ JᵀJv for these records, one v each, by products with H⁻²."""
     d, (k, p) = o.dim, o.weights.shape
     rows, g = o.rows[records], o.slopes[records]
     bent = np.einsum("nkl,lj->nkj", o.curvatures[records].reshape(-1, k, k), o.weights[:, :d])
@@ -377,7 +398,7 @@ def _product(o: Optimum, records: np.ndarray, square: np.ndarray) -> Product:
 def _in_units(
     product: Product, unit: np.ndarray, direction: np.ndarray | None = None, factor: np.ndarray | None = None
 ) -> Product:
-    """v ↦ D⁻¹C JᵀJ CD⁻¹v with C = c(I − ẑẑᵀ), or the identity."""
+    """Returns v ↦ D⁻¹C JᵀJ CD⁻¹v with C = c(I − ẑẑᵀ), or the identity."""
 
     def project(v: np.ndarray) -> np.ndarray:
         if direction is None or factor is None:
@@ -397,9 +418,10 @@ def _before_clipping(
     norm: np.ndarray | None,
     inverse: np.ndarray | None,
 ) -> None:
-    """Turn what is known about clipped rows x into the same about z, x = cz with c = data_norm/‖z‖, in place.
+    """Turns results about clipped rows x into the same about z, x = cz with c = data_norm/‖z‖, in place.
 
-    ∂x/∂z = c(I − ẑẑᵀ), so the diagonal is c²(Iⱼⱼ − 2ẑⱼ(Iẑ)ⱼ + ẑⱼ² ẑᵀIẑ)."""
+    ∂x/∂z = c(I − ẑẑᵀ), so the diagonal is c²(Iⱼⱼ − 2ẑⱼ(Iẑ)ⱼ + ẑⱼ² ẑᵀIẑ).
+    """
     square = o.inverse_hessian @ o.inverse_hessian
     for i in range(0, len(short), BLOCK // 4):
         part, c = short[i : i + BLOCK // 4], factor[i : i + BLOCK // 4, None]

@@ -9,25 +9,25 @@ from scipy.special import expit, logsumexp
 
 
 class Loss(ABC):
-    """ℓ(s, y) for scores s of shape (N, K); targets y of shape (N,)."""
+    """A loss ℓ(s, y) for scores s of shape (N, K); targets y of shape (N,)."""
 
     name: str
 
     @abstractmethod
     def value(self, scores: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """ℓ, shape (N,)."""
+        """Returns ℓ, shape (N,)."""
 
     @abstractmethod
     def slope(self, scores: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """∂ℓ/∂s, shape (N, K)."""
+        """Returns ∂ℓ/∂s, shape (N, K)."""
 
     @abstractmethod
     def curvature(self, scores: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """∂²ℓ/∂s², shape (N,) where K = 1, else (N, K, K)."""
+        """Returns ∂²ℓ/∂s², shape (N,) where K = 1, otherwise (N, K, K)."""
 
 
 class Logistic(Loss):
-    """ℓ = ln(1 + e^s) − ys with y ∈ {0, 1}."""
+    """The logistic loss ℓ = ln(1 + e^s) − ys with y ∈ {0, 1}."""
 
     name = "logistic"
 
@@ -45,7 +45,7 @@ class Logistic(Loss):
 
 
 class Softmax(Loss):
-    """ℓ = ln Σₖ e^{sₖ} − s_y with y ∈ {0, …, K−1}."""
+    """The softmax loss ℓ = ln Σₖ e^{sₖ} − s_y with y ∈ {0, …, K−1}."""
 
     name = "softmax"
 
@@ -66,7 +66,7 @@ class Softmax(Loss):
 
 
 class Squared(Loss):
-    """ℓ = (s − y)²/2."""
+    """The squared loss ℓ = (s − y)²/2."""
 
     name = "squared"
 

@@ -1,4 +1,4 @@
-"""One record's information the slow and plain way: the dense Jacobian of the minimiser. Tests compare with it."""
+"""A slow reference of one record's information: the dense Jacobian of the minimiser. Tests compare with it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from reconbound.linear.solver import Optimum
 
 
 def jacobian(optimum: Optimum, record: int) -> np.ndarray:
-    """∂vec(W*)/∂x of one record by the implicit function theorem, (Kp, d), column by column.
+    """Returns ∂vec(W*)/∂x of one record by the implicit function theorem, (Kp, d), column by column.
 
-    −H⁻¹ ∂/∂xⱼ (∂ℓ/∂s ⊗ x̃) = −H⁻¹ ((A W eⱼ) ⊗ x̃ + ∂ℓ/∂s ⊗ eⱼ)"""
+    −H⁻¹ ∂/∂xⱼ (∂ℓ/∂s ⊗ x̃) = −H⁻¹ ((A W eⱼ) ⊗ x̃ + ∂ℓ/∂s ⊗ eⱼ)
+    """
     d, row, slope = optimum.dim, optimum.rows[record], optimum.slopes[record]
     curvature = np.atleast_2d(optimum.curvatures[record])
     p = len(row)
@@ -25,7 +26,15 @@ def jacobian(optimum: Optimum, record: int) -> np.ndarray:
 def information(
     optimum: Optimum, record: int, noise_std: float, scale: np.ndarray | None = None, shrunk: float = 1.0
 ) -> np.ndarray:
-    """I = JᵀJ/σ², (d, d); `scale` as in `leakage`; `shrunk` < 1 where the row was clipped by that factor."""
+    """Returns I = JᵀJ/σ², (d, d).
+
+    Args:
+        optimum: from `minimise`.
+        record: the index of the record.
+        noise_std: σ.
+        scale: as in `leakage`.
+        shrunk: the factor by which the row was clipped; 1 where it was not.
+    """
     j = jacobian(optimum, record)
     if shrunk < 1:
         x = optimum.rows[record, : optimum.dim]

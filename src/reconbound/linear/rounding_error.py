@@ -1,6 +1,8 @@
-"""How far rounding, and the solver's last step, can have moved a record's information. Proofs: docs/theory/linear.md 6.
+"""Bounds on the error of a record's information by rounding and the solver's last step (docs/theory/linear.md 6.).
 
-All is for J = H⁻¹M, M = g ⊗ I + (AW) ⊗ x̃, and in the safe direction: information is raised, Tr(I⁻¹) is lowered."""
+All bounds are for J = H⁻¹M, M = g ⊗ I + (AW) ⊗ x̃, and in the safe direction: information is raised, Tr(I⁻¹) is
+lowered.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ LARGEST_SHARE = 0.25
 
 @dataclass(frozen=True)
 class RoundingError:
-    """What separates the computed information from the exact one at the exact minimiser.
+    """The difference between the computed information and the exact one at the exact minimiser.
 
     Attributes:
         share: ρ: the exact J is (I + E)⁻¹(J + F) with ‖E‖ ≤ ρ.
-        moved: ‖F‖ at most, (N,), before division by units.
-        size: what ‖M‖² and ‖H⁻¹‖²_F allow for products to be off by, as (‖g‖, ‖A‖‖x̃‖), each (N,).
+        moved: an upper bound of ‖F‖, (N,), before division by units.
+        size: the sizes (‖g‖, ‖A‖‖x̃‖), each (N,), from which the error of products is bounded.
         products: the factor of rounding in such products, times ‖H⁻¹‖²_F.
     """
 
@@ -34,32 +36,37 @@ class RoundingError:
     products: float
 
     def of_columns(self, o: Optimum, unit: np.ndarray) -> np.ndarray:
-        """How far each Iⱼⱼσ² can be off by rounding in its products, (N, d)."""
+        """Bounds the error of each Iⱼⱼσ² by rounding in its products, (N, d)."""
         slope, bend = self.size
         width = np.linalg.norm(o.weights[:, : o.dim], axis=0)
         return np.asarray(self.products * ((slope[:, None] + bend[:, None] * width) / unit) ** 2)
 
     def of_whole(self, o: Optimum, unit: np.ndarray) -> np.ndarray:
-        """How far vᵀIvσ² can be off for unit vectors v, (N,)."""
+        """Bounds the error of vᵀIvσ² for unit vectors v, (N,)."""
         slope, bend = self.size
         most = slope + bend * float(np.linalg.norm(o.weights[:, : o.dim]))
         return np.asarray(self.products * (most / float(unit.min())) ** 2)
 
     def raised(self, value: np.ndarray, products: np.ndarray, inverse_unit: np.ndarray | float) -> np.ndarray:
-        """A computed ‖Jv‖² as an upper bound of the exact one: ((‖Jv‖² + error)^½ + ‖F‖)²/(1 − ρ)²."""
+        """Returns an upper bound of the exact ‖Jv‖² from the computed one: ((‖Jv‖² + error)^½ + ‖F‖)²/(1 − ρ)²."""
         moved = self.moved.reshape(-1, *[1] * (np.ndim(value) - 1)) * inverse_unit
         root = np.sqrt(np.maximum(value, 0.0) + products) + moved
         return np.asarray((root / (1 - self.share)) ** 2 * (1 + 8 * UNIT))
 
     def lowered(self, root: np.ndarray, unit: np.ndarray) -> np.ndarray:
-        """A lower bound of Tr(I⁻¹) from T^(−½), T a lower bound of the computed one: (T^(−½) + ‖F‖)⁻²(1 − ρ)²."""
+        """Returns a lower bound of Tr(I⁻¹): (T^(−½) + ‖F‖)⁻²(1 − ρ)².
+
+        Args:
+            root: T^(−½), T a lower bound of the computed Tr(I⁻¹).
+            unit: the units of the features.
+        """
         with np.errstate(divide="ignore", over="ignore"):
             found = (root + self.moved / float(unit.min())) ** -2.0
         return np.asarray(found * (1 - self.share) ** 2 * (1 - 8 * UNIT))
 
 
 def rounding_error(o: Optimum) -> RoundingError:
-    """Bounds what rounding and an inexact minimiser did to an optimum's information.
+    """Bounds the error of an optimum's information by rounding and an inexact minimiser.
 
     Args:
         o: from `minimise`.

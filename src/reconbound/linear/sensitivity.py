@@ -1,6 +1,7 @@
-"""How much noise: what one record can move the minimiser, and the smallest noise that meets a target.
+"""The noise of a linear model: how far one record can move the minimiser, and the smallest noise that meets a target.
 
-Nothing here looks at the data beyond its public shape: noise that is fitted to the data would itself tell about it."""
+Nothing here reads the data beyond its public shape: noise that is fitted to the data would itself reveal something.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +28,15 @@ class Shape:
     """The public facts on which the noise may depend.
 
     Attributes:
-        loss, records (n), dim (d), classes, l2 (λ), intercept: the problem.
+        loss: the name of the loss.
+        records: n.
+        dim: d.
+        classes: the number of classes.
+        l2: λ.
+        intercept: whether rows have a constant feature.
         data_norm: the norm to which rows are clipped, the constant feature not counted.
-        target_bound: for squared loss, |y| ≤ this."""
+        target_bound: for squared loss, |y| ≤ this.
+    """
 
     loss: Loss
     records: int
@@ -42,29 +49,30 @@ class Shape:
 
     @property
     def row_norm(self) -> float:
-        """sup‖x̃‖, the constant feature included."""
+        """Returns sup‖x̃‖, the constant feature included."""
         return math.hypot(self.data_norm, 1.0) if self.intercept else self.data_norm
 
     @property
     def gradient_norm(self) -> float:
-        """L, the largest gradient of one record's loss at any minimiser."""
+        """Returns L, the largest gradient of one record's loss at any minimiser."""
         return gradient_norm(self.loss.name, self.row_norm, self.l2, self.target_bound)
 
     @property
     def replaced_norm(self) -> float:
-        """The largest difference of two records' gradients at any minimiser."""
+        """Returns the largest difference of two records' gradients at any minimiser."""
         return replaced_norm(self.loss.name, self.row_norm, self.l2, self.target_bound)
 
     def mechanism(self, noise_std: float) -> OutputPerturbation:
-        """The release as a mechanism."""
+        """Returns the release as a mechanism."""
         bound = self.target_bound if self.loss.name == "squared" else None
         what = (self.data_norm, self.loss.name, bound, self.intercept)
         return OutputPerturbation(self.records, self.l2, noise_std, *what)
 
     def worst_trace(self, noise_std: float) -> float:
-        """What Tr(I) of no record in any data set of this shape exceeds.
+        """Returns an upper bound of Tr(I) of every record in every data set of this shape.
 
-        ‖J‖_F ≤ ‖H⁻¹‖ (sup‖A‖ sup‖x̃‖ sup‖W‖ + √d sup‖∂ℓ/∂s‖), ‖H⁻¹‖ ≤ 1/(nλ)."""
+        ‖J‖_F ≤ ‖H⁻¹‖ (sup‖A‖ sup‖x̃‖ sup‖W‖ + √d sup‖∂ℓ/∂s‖), ‖H⁻¹‖ ≤ 1/(nλ).
+        """
         shape = (self.row_norm, self.l2, self.target_bound)
         weights = largest_weights(self.loss.name, self.classes, *shape)
         bent = largest_curvature(self.loss.name) * self.row_norm * weights
@@ -79,7 +87,7 @@ def choose_noise(
     target_epsilon: float | None,
     target_delta: float | None,
 ) -> float:
-    """The noise's standard deviation per parameter, as given or as the bounds of `shape` need for the one target."""
+    """Returns the noise's standard deviation per parameter, as given or as the bounds of `shape` need."""
     given = [
         name
         for name, value in (("noise_std", noise_std), ("target_mse", target_mse), ("target_epsilon", target_epsilon))
@@ -106,7 +114,7 @@ def choose_noise(
 
 
 def noise_for_epsilon(shape: Shape, epsilon: float, delta: float) -> float:
-    """The smallest noise with (ε, δ)-DP under replace-one, to a part in a billion and rounded up."""
+    """Returns the smallest noise with (ε, δ)-DP under replace-one, to a part in a billion and rounded up."""
 
     def reached(noise: float) -> float:
         found = shape.mechanism(noise).epsilon_at(delta)

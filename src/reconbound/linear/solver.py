@@ -18,7 +18,7 @@ LARGEST_STEPS = 200
 
 
 class NotConverged(RuntimeError):
-    """The minimiser was not found to the accuracy that the closed forms and the noise need."""
+    """Raised where the minimiser was not found to the accuracy that the closed forms and the noise need."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Optimum:
         l2: λ, per record.
         intercept: whether the last column of `rows` is the constant feature.
         weights: W, shape (K, p); K = 1 for logistic and squared loss.
-        gradient_norm: what is left of ‖∇F(W)‖.
+        gradient_norm: the remaining ‖∇F(W)‖.
     """
 
     loss: Loss
@@ -45,42 +45,42 @@ class Optimum:
 
     @property
     def penalty(self) -> float:
-        """nλ."""
+        """Returns nλ."""
         return len(self.rows) * self.l2
 
     @property
     def dim(self) -> int:
-        """d, the number of private features."""
+        """Returns d, the number of private features."""
         return int(self.rows.shape[1]) - int(self.intercept)
 
     @cached_property
     def scores(self) -> np.ndarray:
-        """s = Wx̃, (N, K)."""
+        """Returns s = Wx̃, (N, K)."""
         return np.asarray(self.rows @ self.weights.T)
 
     @cached_property
     def slopes(self) -> np.ndarray:
-        """∂ℓ/∂s, (N, K)."""
+        """Returns ∂ℓ/∂s, (N, K)."""
         return self.loss.slope(self.scores, self.y)
 
     @cached_property
     def curvatures(self) -> np.ndarray:
-        """∂²ℓ/∂s², (N,) or (N, K, K)."""
+        """Returns ∂²ℓ/∂s², (N,) or (N, K, K)."""
         return self.loss.curvature(self.scores, self.y)
 
     @cached_property
     def hessian(self) -> np.ndarray:
-        """H of the whole objective, (Kp, Kp), parameters in the order of W.ravel()."""
+        """Returns H of the whole objective, (Kp, Kp), parameters in the order of W.ravel()."""
         return hessian(self.rows, self.curvatures, self.penalty)
 
     @cached_property
     def inverse_hessian(self) -> np.ndarray:
-        """H⁻¹, (Kp, Kp)."""
+        """Returns H⁻¹, (Kp, Kp)."""
         return _inverse(self.hessian)
 
 
 def hessian(rows: np.ndarray, curvatures: np.ndarray, penalty: float) -> np.ndarray:
-    """Σ Aᵢ ⊗ x̃ᵢx̃ᵢᵀ + nλI, block by block."""
+    """Returns Σ Aᵢ ⊗ x̃ᵢx̃ᵢᵀ + nλI, block by block."""
     p = rows.shape[1]
     if curvatures.ndim == 1:
         half = rows * np.sqrt(curvatures)[:, None]
@@ -98,7 +98,7 @@ def hessian(rows: np.ndarray, curvatures: np.ndarray, penalty: float) -> np.ndar
 
 
 def _cholesky(matrix: np.ndarray) -> np.ndarray:
-    """The lower Cholesky factor."""
+    """Returns the lower Cholesky factor."""
     try:
         return np.asarray(cholesky(matrix, lower=True, check_finite=False))
     except np.linalg.LinAlgError:
@@ -106,7 +106,7 @@ def _cholesky(matrix: np.ndarray) -> np.ndarray:
 
 
 def _inverse(matrix: np.ndarray) -> np.ndarray:
-    """The inverse of a positive definite matrix by its Cholesky factor, symmetric to the last digit."""
+    """Returns the inverse of a positive definite matrix by its Cholesky factor, symmetric to the last digit."""
     factor = _cholesky(matrix)
     inverse, info = lapack.dpotri(factor, lower=1)
     if info:
@@ -115,12 +115,12 @@ def _inverse(matrix: np.ndarray) -> np.ndarray:
 
 
 def gradient(rows: np.ndarray, y: np.ndarray, loss: Loss, penalty: float, weights: np.ndarray) -> np.ndarray:
-    """∇F(W) = Σ ∂ℓ/∂s x̃ᵀ + nλW, (K, p)."""
+    """Returns ∇F(W) = Σ ∂ℓ/∂s x̃ᵀ + nλW, (K, p)."""
     return np.asarray(loss.slope(rows @ weights.T, y).T @ rows + penalty * weights)
 
 
 def targets_of(y: Any, count: int, loss: Loss, classes: int, name: str = "y") -> np.ndarray:
-    """y as the loss takes it, or an error: the formulas would take anything."""
+    """Returns y in the form that the loss takes, or raises an error: the formulas would take anything."""
     values = numbers(name, y)
     if values.shape != (count,):
         raise InputError(name, f"must have shape ({count},), one target per record", f"shape {values.shape}")
@@ -144,13 +144,15 @@ def minimise(
     tolerance: float | None = None,
     start: np.ndarray | None = None,
 ) -> Optimum:
-    """Minimise Σ ℓ(Wx̃ᵢ, yᵢ) + (nλ/2)‖W‖² by damped Newton steps, until the gradient is rounding alone.
+    """Minimises Σ ℓ(Wx̃ᵢ, yᵢ) + (nλ/2)‖W‖² by damped Newton steps, until the gradient is only rounding.
 
     Args:
         features: x, (N, d).
         y: targets, as `loss` takes them: 0/1, class indices, or numbers, (N,).
+        loss: the loss ℓ.
         l2: λ > 0, per record; the intercept is penalised like every other weight. Without it constant columns and more
             features than records would have no unique minimum.
+        intercept: whether to add a constant feature.
         classes: K, for softmax.
         tolerance: the gradient norm that must be reached; rounding's own size when left out.
         start: weights to begin from, (K, p).
@@ -204,6 +206,6 @@ def minimise(
 
 
 def probabilities(scores: np.ndarray) -> np.ndarray:
-    """Class probabilities from scores, (N, 1) or (N, K)."""
+    """Returns class probabilities from scores, (N, 1) or (N, K)."""
     full = np.hstack([np.zeros_like(scores), scores]) if scores.shape[1] == 1 else scores
     return np.asarray(_softmax(full, axis=1))

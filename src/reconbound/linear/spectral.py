@@ -15,13 +15,16 @@ ACCURACY = 1e-13
 def top_of_updates(
     levels: np.ndarray, a: np.ndarray, first: np.ndarray, second: np.ndarray, square: np.ndarray
 ) -> np.ndarray:
-    """λ_max of a² diag(s) + [q₁ q₂] [[0, a], [a, c]] [q₁ q₂]ᵀ for many (a, q₁, c) and one q₂.
+    """Returns λ_max of a² diag(s) + [q₁ q₂] [[0, a], [a, c]] [q₁ q₂]ᵀ for many (a, q₁, c) and one q₂.
 
     These are the JᵀJ of J = aG + uvᵀ in the eigenbasis of GᵀG: s its eigenvalues, q₁ = Gᵀu, q₂ = v, c = ‖u‖².
 
     Args:
         levels: s, ascending, (d,).
-        a: (N,). first: q₁, (N, d). second: q₂, (d,). square: c, (N,).
+        a: (N,).
+        first: q₁, (N, d).
+        second: q₂, (d,).
+        square: c, (N,).
     """
     highest = levels[-1]
     base = a**2 * highest
@@ -38,7 +41,7 @@ def top_of_updates(
     apart = np.square(first[:, -1:] * second - first * second[-1])
 
     def excess(t: np.ndarray, i: np.ndarray) -> np.ndarray:
-        """1/λ_max(BK(t)) − 1: rises with t, nearly straight, zero at the eigenvalue a²s_max + t."""
+        """Returns 1/λ_max(BK(t)) − 1: rises with t, nearly straight, zero at the eigenvalue a²s_max + t."""
         w = 1 / (t[:, None] + np.square(a[i])[:, None] * gaps)
         k11, k12, k22 = np.einsum("ij,ij->i", own[i], w), np.einsum("ij,ij->i", cross[i], w), w @ other
         half = a[i] * k12 + square[i] * k22 / 2
@@ -94,7 +97,7 @@ def top_of_updates(
 def _below_highest(
     levels: np.ndarray, a: np.ndarray, own: np.ndarray, cross: np.ndarray, other: np.ndarray, square: np.ndarray
 ) -> np.ndarray:
-    """The same where λ_max lies in [a²s₂, a²s₁]: halving, with the eigenvalues above μ counted by inertia."""
+    """Returns λ_max where it lies in [a²s₂, a²s₁]: halving, with the eigenvalues above μ counted by inertia."""
     low, high = a**2 * levels[-2], a**2 * levels[-1]
     for _ in range(200):
         middle = (low + high) / 2
@@ -114,10 +117,18 @@ def _below_highest(
 def top_by_lanczos(
     product: Callable[[np.ndarray], np.ndarray], count: int, dim: int, *, accuracy: float = 1e-9, seed: int = 0
 ) -> np.ndarray:
-    """λ_max of `count` positive semi-definite matrices of size `dim` from products v ↦ Av, (count, dim) each.
+    """Returns λ_max of `count` positive semi-definite matrices of size `dim` from products v ↦ Av.
 
     Lanczos with full orthogonalisation from random vectors, until the residual, which bounds the distance to an
-    eigenvalue, is below `accuracy` times it; after `dim` steps it is exact."""
+    eigenvalue, is below `accuracy` times it; after `dim` steps it is exact.
+
+    Args:
+        product: v ↦ Av, (count, dim) each.
+        count: the number of matrices.
+        dim: their size.
+        accuracy: relative accuracy of the eigenvalues.
+        seed: of the random vectors.
+    """
     rng = np.random.default_rng(seed)
     v = rng.standard_normal((count, dim))
     v /= np.linalg.norm(v, axis=1, keepdims=True)

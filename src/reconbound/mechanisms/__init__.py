@@ -1,8 +1,10 @@
-"""Mechanisms: frozen records of what was released, and what each guarantees between neighbours.
+"""Mechanisms: frozen descriptions of a release, and what each guarantees between neighbours.
 
-A mechanism answers five questions, each conservatively: its order-2 Rényi divergence (replace-one), its KL divergence
-to a release that does not depend on the record, its overlap 1 − LC (replace-one), its (ε, δ), and how often a
-membership test or a reconstruction can succeed. `as_mechanism` turns a dp-accounting DpEvent or PLD into one."""
+A mechanism gives five answers, each conservatively: its order-2 Rényi divergence (replace-one), its KL divergence
+to a release that does not depend on the record, its overlap 1 − LC (replace-one), its (ε, δ), and the
+largest chance of a membership test or a reconstruction to succeed. `as_mechanism` turns a dp-accounting DpEvent or PLD
+into one.
+"""
 
 from reconbound.mechanisms.accounted import PLD, Event, as_mechanism
 from reconbound.mechanisms.base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Mechanism

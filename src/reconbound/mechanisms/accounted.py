@@ -1,4 +1,4 @@
-"""What dp-accounting knows of a mechanism: a privacy loss distribution, or an event."""
+"""Mechanisms that dp-accounting describes: by a privacy loss distribution, or by an event."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from reconbound.mechanisms.sampled_gaussian import SampledGaussian
 class PLD(Mechanism):
     """A privacy loss distribution from dp-accounting, with the neighbours that it is for.
 
-    The distribution itself does not know them. Add/remove is dp-accounting's default, and ours: the overlap and the
+    The distribution itself does not contain them. Add/remove is dp-accounting's default, and ours: the overlap and the
     membership advantage under replace-one then follow by the triangle inequality, through the release without the
     record; order 2 and (ε, δ) under replace-one are not known.
+
     Optimistic distributions (pessimistic_estimate=False) are refused: their ε is a lower bound, and floors would be
-    too high. Order 2 and KL are infinite where the distribution has mass at infinity, as truncated ones do."""
+    too high. Order 2 and KL are infinite where the distribution has mass at infinity, as truncated ones do.
+    """
 
     pld: Any
     adjacency: str = ADD_REMOVE
@@ -44,7 +46,7 @@ class PLD(Mechanism):
         return self.adjacency
 
     def _worst(self, of: Callable[[np.ndarray, np.ndarray], float]) -> float:
-        """The larger of both directions' values; inf with mass at infinity or with rounding below zero."""
+        """Returns the larger of both directions' values; inf with mass at infinity or with rounding below zero."""
         worst = 0.0
         for losses, mass, infinite in plds.directions(self.pld):
             if infinite > 0 or mass.min() < 0:
@@ -62,7 +64,10 @@ class PLD(Mechanism):
         return self._worst(lambda losses, mass: float(np.sum(mass * losses)))
 
     def overlap(self) -> float:
-        """√LC is a metric (pq/(p + q) is a positive definite kernel): twice the way is at most four times the LC."""
+        """Returns a lower bound on 1 − LC under replace-one.
+
+        √LC is a metric (pq/(p + q) is a positive definite kernel): twice the distance is at most four times the LC.
+        """
         known = min(overlap_from_losses(*direction) for direction in plds.directions(self.pld))
         known = max(known - 2 * plds.rounding(self.pld), 0.0)
         return known if self.adjacency == REPLACE_ONE else max(1 - 4 * (1 - known), 0.0)
@@ -156,7 +161,7 @@ class Event(Mechanism):
 
 
 def as_mechanism(given: Any, adjacency: str = ADD_REMOVE) -> Mechanism:
-    """The mechanism itself, or the one that a dp-accounting DpEvent or PLD describes.
+    """Returns the mechanism itself, or the one that a dp-accounting DpEvent or PLD describes.
 
     Args:
         given: a Mechanism, a dp-accounting DpEvent or PrivacyLossDistribution.
@@ -177,7 +182,7 @@ def as_mechanism(given: Any, adjacency: str = ADD_REMOVE) -> Mechanism:
 
 
 def _steps(event: Any) -> SampledGaussian | None:
-    """T equal Gaussian steps, if the event is just that."""
+    """Returns T equal Gaussian steps, if the event is just that; otherwise None."""
     import dp_accounting as dp
 
     count = 1

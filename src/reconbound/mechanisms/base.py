@@ -1,4 +1,4 @@
-"""What every mechanism answers, with a sound default from its order-2 divergence for all but that."""
+"""The base class of mechanisms, with a sound default from the order-2 divergence for every other answer."""
 
 from __future__ import annotations
 
@@ -19,68 +19,77 @@ ADD_OR_ZERO = "add/remove or zero-out"
 
 
 class Mechanism(ABC):
-    """What one release guarantees. Only `order2` must be given: every other answer has a sound default from it."""
+    """The guarantees of one release. Only `order2` must be given: every other answer has a sound default from it."""
 
     sampler: str = "any"
 
     @property
     def radius(self) -> float | None:
-        """The radius of the ball around 0 to which the mechanism clips records; None where it does not."""
+        """Returns the radius of the ball around 0 to which the mechanism clips records; None where it does not clip."""
         return None
 
     @property
     def randomness(self) -> str:
-        """Over which randomness chances and mean errors are taken, in words."""
+        """Returns, in words, the randomness over which chances and mean errors are taken."""
         return "the mechanism's own randomness"
 
     @property
     def kl_neighbours(self) -> str:
-        """Between which releases `kl` is taken."""
+        """Names the releases between which `kl` is taken."""
         return REPLACE_ONE
 
     @property
     def paper_neighbours(self) -> str:
-        """Between which releases `order2_paper` is taken."""
+        """Names the releases between which `order2_paper` is taken."""
         return REPLACE_ONE
 
     @abstractmethod
     def order2(self) -> float:
-        """Order-2 Rényi divergence of the whole release under replace-one, in nats; inf where none is known."""
+        """Returns the release's order-2 Rényi divergence under replace-one, in nats; inf where none is known."""
 
     def order2_paper(self) -> float | None:
-        """The divergence that the paper plugs into Theorem 1, where it differs; None where the paper has none."""
+        """Returns the divergence that the paper uses in Theorem 1, where it differs; None where the paper has none."""
         return None
 
     def kl(self) -> float:
-        """KL divergence to one release that does not depend on the record, in nats (at most the order-2 divergence)."""
+        """Returns the KL divergence to a release that does not depend on the record, in nats (at most `order2`)."""
         return self.order2()
 
     def overlap(self) -> float:
-        """A lower bound on 1 − LC under replace-one."""
+        """Returns a lower bound on 1 − LC under replace-one."""
         return overlap_from_order2(self.order2())
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
-        """ε at this δ, None where the mechanism does not say; from order 2 where nothing else is known."""
+        """Returns ε at this δ; None where it is not known. The default is computed from order 2.
+
+        Args:
+            delta: δ.
+            adjacency: "replace-one" or "add/remove".
+        """
         number("delta", delta, above=0.0, below=1.0)
         if choice("adjacency", adjacency, ADJACENCIES) != REPLACE_ONE:
             return None
         return epsilon_from_order2(self.order2(), delta)
 
     def membership_advantage(self) -> float:
-        """Largest advantage of a test between replace-one neighbours."""
+        """Returns the largest advantage of a test between replace-one neighbours."""
         return advantage_from_order2(self.order2())
 
     def rero(self, kappa: Any) -> Any:
-        """Largest chance to reconstruct, where a blind guess succeeds with chance κ."""
+        """Returns the largest chance to reconstruct, where a blind guess succeeds with chance κ.
+
+        Args:
+            kappa: κ, one number or an array.
+        """
         return rero_from_order2(kappa, self.order2())
 
     @property
     def never_drawn(self) -> float:
-        """The chance that a record is in no batch, so that the release says nothing of it; 0 where it is not known."""
+        """Returns the chance that a record is in no batch: then the release does not depend on it; 0 if not known."""
         return 0.0
 
     def for_group(self, copies: int) -> Mechanism:
-        """Returns a mechanism whose guarantees hold for somebody who has this many rows (docs/theory/accounting.md).
+        """Returns a mechanism whose guarantees hold for a person who has this many rows (docs/theory/accounting.md).
 
         Args:
             copies: the number of rows, 1 or more.
@@ -90,23 +99,23 @@ class Mechanism(ABC):
         raise InputError("copies", f"must be 1: nothing is known of groups from a {type(self).__name__}", copies)
 
     def protection(self, delta: float = 1e-5) -> Protection:
-        """Returns how often a record can be rebuilt, and whether that is a guarantee worth the name.
+        """Returns the largest chance to rebuild a record, and whether that is a meaningful guarantee.
 
         Args:
-            delta: the δ at which ε is told beside it.
+            delta: the δ at which ε is reported with it.
         """
         return Protection(float(self.rero(BLIND)), self.never_drawn, self.epsilon_at(delta, REPLACE_ONE), delta)
 
     def assumes(self) -> tuple[str, ...]:
-        """What every floor of this mechanism rests on."""
+        """Lists what every floor of this mechanism assumes."""
         return ()
 
     def notes(self) -> tuple[str, ...]:
-        """Why floors of this mechanism say nothing, where that is not plain from their size."""
+        """Explains why floors of this mechanism are vacuous, where that is not clear from their size."""
         return ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The mechanism's public facts, for JSON."""
+        """Returns the mechanism's public facts, for JSON."""
         told = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         return {"type": type(self).__name__, **told}
 
@@ -120,7 +129,7 @@ class Mechanism(ABC):
 
 
 def epsilon_from_order2(order2: float, delta: float) -> float | None:
-    """ε at this δ from χ² = e^ε₂ − 1: ln(1 + χ²/(4δ) − δ); None where χ² is infinite."""
+    """Returns ε at this δ from χ² = e^ε₂ − 1: ln(1 + χ²/(4δ) − δ); None where χ² is infinite."""
     d = number("delta", delta, above=0.0, below=1.0)
     if order2 == math.inf:
         return None
@@ -131,7 +140,7 @@ def epsilon_from_order2(order2: float, delta: float) -> float | None:
 
 
 def advantage_from_order2(order2: float) -> float:
-    """Largest advantage of a test from χ² in both directions: √(χ²/(4 + χ²)).
+    """Returns the largest advantage of a test from χ² in both directions: √(χ²/(4 + χ²)).
 
     >>> round(advantage_from_order2(1.0), 6), advantage_from_order2(math.inf)
     (0.548169, 1.0)
@@ -140,11 +149,11 @@ def advantage_from_order2(order2: float) -> float:
 
 
 def _said(value: Any) -> str:
-    """A number with seven digits at most, and with marks of thousands where it is whole."""
+    """Formats a number with seven digits at most, and with thousands separators where it is whole."""
     return f"{value:.7g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
 
 
 def plain(mechanism: Mechanism, **values: float) -> None:
-    """Keep checked numbers as plain floats and ints, whatever NumPy type they came in."""
+    """Keeps checked numbers as plain floats and ints, whatever NumPy type they came in."""
     for name, value in values.items():
         object.__setattr__(mechanism, name, value)

@@ -1,4 +1,4 @@
-"""The smallest noise that meets a floor, or an ε."""
+"""Calibration: the smallest noise that meets a floor, or an ε."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from reconbound.bounds.bound import NOT_PROVED
 from reconbound.mechanisms import ADJACENCIES, REPLACE_ONE, OutputPerturbation, SampledGaussian
 from reconbound.mechanisms.guarantees import FLOORS, floor
 
-#: Noise is looked for between these.
+#: The noise is searched between these.
 SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e12
 
 
 class OutOfReach(InputError):
-    """No noise lifts a floor to the target; `highest` is where it ends."""
+    """Raised where no noise lifts a floor to the target; `highest` is the largest floor."""
 
     def __init__(self, name: str, bound: str, highest: float, value: object, where: str = "") -> None:
         self.bound, self.highest = bound, highest
@@ -33,9 +33,9 @@ class OutOfReach(InputError):
 class Calibration:
     """The mechanism with the smallest noise that meets the target, and the floor that it reaches.
 
-    Where `without_noise` is set, the target is met whatever the noise, and `noise` is only the end of the search: that
-    is the chance (1 − q)ᵀ that a record is in no batch, from which Le Cam's floor of sampled steps is at least
-    (1 − q)ᵀ (w/2)². It protects nobody who is drawn.
+    Where `without_noise` is set, the target is met whatever the noise, and `noise` is only the end of the search. The
+    reason is the chance (1 − q)ᵀ that a record is in no batch, from which Le Cam's floor of sampled steps is at least
+    (1 − q)ᵀ (w/2)². It protects no record that is drawn.
     """
 
     mechanism: SampledGaussian | OutputPerturbation
@@ -67,14 +67,18 @@ def calibrate(
     radius: float | None = None,
     units: str = "",
 ) -> Calibration:
-    """The smallest noise with which a floor is at least `target_mse`.
+    """Finds the smallest noise with which a floor is at least `target_mse`.
 
     Args:
         mechanism: a SampledGaussian or OutputPerturbation; its own noise is ignored.
         target_mse: the squared error per coordinate that attackers must not undercut, in squared data units.
         bound: the floor that must meet it, by name. theorem1_paper is not proved: the noise is for comparison only, and
             the result says so first.
-        dim, low, high, radius, units: the data space, as in `reconbound.floor`.
+        dim: the number of private coordinates of a record.
+        low: smallest value of a coordinate, as in `reconbound.floor`.
+        high: largest value of a coordinate, as in `reconbound.floor`.
+        radius: of a ball that holds all records, as in `reconbound.floor`.
+        units: the unit of the data, for printing.
 
     Guarantee: the floor was computed once more at the returned noise and meets the target; no noise smaller by more
     than two parts in a million does, up to the last digit of the floor. The search rounds up.
@@ -125,11 +129,13 @@ def calibrate_epsilon(
     delta: float = 1e-5,
     adjacency: str = REPLACE_ONE,
 ) -> SampledGaussian | OutputPerturbation:
-    """The mechanism with the smallest noise at which ε(δ) is at most `target_epsilon`.
+    """Returns the mechanism with the smallest noise at which ε(δ) is at most `target_epsilon`.
 
     Args:
         mechanism: a SampledGaussian or OutputPerturbation; its own noise is ignored.
-        target_epsilon: ε. delta: δ. adjacency: "replace-one", or "add/remove" as Opacus counts.
+        target_epsilon: ε.
+        delta: δ.
+        adjacency: "replace-one", or "add/remove" as Opacus counts.
 
     Guarantee: ε was computed once more at the returned noise and is at most the target; with noise smaller by more than
     three parts in ten thousand it is not, as far as ε falls with the noise.
@@ -150,7 +156,7 @@ def calibrate_epsilon(
         return replace(mechanism, **changes)
 
     def excess(log_noise: float) -> float:
-        """ln ε − ln target: falls with the noise, and is nearly a line in its logarithm."""
+        """Returns ln ε − ln target, which falls with the noise and is nearly a line in its logarithm."""
         found = at(math.exp(log_noise)).epsilon_at(d, adjacency)
         return math.log(max(1e300 if found is None else found, 1e-300) / target)
 

@@ -1,4 +1,4 @@
-"""dp-accounting's events: what each leaf of an event tree costs, at order 2 (replace-one), in KL, and as a PLD."""
+"""dp-accounting's events: the cost of each leaf of an event tree, at order 2 (replace-one), in KL, and as a PLD."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Leaf:
 
 
 def leaves(event: Any) -> list[tuple[Leaf, int]]:
-    """The event's leaves, each with how often it was run."""
+    """Returns the event's leaves, each with the number of times it was run."""
     import dp_accounting as dp
 
     if isinstance(event, dp.SelfComposedDpEvent):
@@ -35,11 +35,12 @@ def leaves(event: Any) -> list[tuple[Leaf, int]]:
 
 
 def pld(event: Any, replace_one: bool) -> Any:
-    """The event's PLD; None where dp-accounting has none, its losses are enormous, or part of it is not private.
+    """Returns the event's PLD; None where dp-accounting has none, losses are enormous, or part is not private.
 
-    It is built leaf by leaf: PLDAccountant 0.6 leaves what is not private at all out of its distribution (a flag beside
-    it remembers), counts a self-composed randomised response once, and has one grid for large and small losses
-    (tests/mechanisms/test_dp_accounting.py)."""
+    It is built leaf by leaf, because PLDAccountant 0.6 leaves what is not private at all out of its distribution (a
+    flag beside it remembers), counts a self-composed randomised response once, and has one grid for large and small
+    losses (tests/mechanisms/test_dp_accounting.py).
+    """
     import dp_accounting as dp
 
     relations = dp.NeighboringRelation
@@ -66,7 +67,7 @@ def pld(event: Any, replace_one: bool) -> Any:
 
 
 def _width(event: Any, count: int, replace_one: bool) -> float:
-    """About how wide the losses of `count` such events spread."""
+    """Estimates how wide the losses of `count` such events spread."""
     import dp_accounting as dp
 
     if isinstance(event, dp.GaussianDpEvent):
@@ -83,7 +84,7 @@ def _width(event: Any, count: int, replace_one: bool) -> float:
 
 
 def sampling_rate(leaf: Any) -> float:
-    """The chance of a record to be in the batch of a leaf: 1 where nothing is sampled."""
+    """Returns the chance of a record to be in the batch of a leaf: 1 where nothing is sampled."""
     kind = type(leaf).__name__
     if kind == "PoissonSampledDpEvent":
         return float(leaf.sampling_probability)
@@ -93,7 +94,7 @@ def sampling_rate(leaf: Any) -> float:
 
 
 def _inner_shift(event: Any) -> float:
-    """m of the Gaussian, or of the composition of Gaussians, inside a sampled event."""
+    """Returns m of the Gaussian, or of the composition of Gaussians, inside a sampled event."""
     import dp_accounting as dp
 
     if isinstance(event, dp.GaussianDpEvent):
@@ -118,8 +119,11 @@ def _poisson_leaf(event: Any) -> Leaf:
 
 
 def _fixed_leaf(event: Any) -> Leaf:
-    """Several Gaussians on one batch: each may depend on the last, for which only the convexity bound of KL is proved
-    (the bound at order 2 holds for any mechanism, and so does the Poisson one: docs/theory/divergences.md 4.2)."""
+    """Returns the cost of Gaussians on one batch of fixed size.
+
+    With several Gaussians on one batch, each may depend on the last. For these only the convexity bound of KL is proved
+    (the bound at order 2 holds for any mechanism, and so does the Poisson one: docs/theory/divergences.md 4.2).
+    """
     import dp_accounting as dp
 
     m, q = _inner_shift(event.event), event.sample_size / event.source_dataset_size
@@ -130,7 +134,10 @@ def _fixed_leaf(event: Any) -> Leaf:
 
 
 def _laplace_leaf(event: Any) -> Leaf:
-    """Shift 2/b under replace-one: e^{D₂} = ⅔e^t + ⅓e^{−2t}; shift 1/b without the record: KL = t + e^{−t} − 1."""
+    """Returns the cost of Laplace noise.
+
+    Shift 2/b under replace-one: e^{D₂} = ⅔e^t + ⅓e^{−2t}; shift 1/b without the record: KL = t + e^{−t} − 1.
+    """
     if not event.noise_multiplier > 0:
         return Leaf(math.inf, math.inf)
     t, one = 2 / event.noise_multiplier, 1 / event.noise_multiplier
@@ -149,7 +156,7 @@ def _response_leaf(event: Any) -> Leaf:
 
 
 def _response_epsilon(event: Any) -> float:
-    """ln(1 + (1 − p)k/p), for p as small as the smallest float."""
+    """Returns ln(1 + (1 − p)k/p), for p as small as the smallest float."""
     p, k = event.noise_parameter, event.num_buckets
     return math.log1p((1 - p) * k / p) if p > 1e-9 else math.log(p + (1 - p) * k) - math.log(p)
 

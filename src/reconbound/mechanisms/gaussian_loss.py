@@ -1,7 +1,8 @@
-"""The privacy loss distribution of one Poisson-sampled Gaussian step: dp-accounting's, on whole arrays at a time.
+"""The privacy loss distribution of one Poisson-sampled Gaussian step: that of dp-accounting, computed on whole arrays.
 
-dp-accounting asks for the point at which the loss is ε in a Python loop over the grid, which takes nine tenths of its
-time. The formulas here are the same ones for arrays; all else (cutting the tails, connecting the dots) is its own."""
+dp-accounting finds the point at which the loss is ε in a Python loop over the grid, which takes nine tenths of its
+time. The formulas here are the same ones for arrays; all else (cutting the tails, connecting the dots) is its own.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPriv
 
 
 def gaussian_step(m: float, sample_rate: float, replace_one: bool, grid: float) -> Any:
-    """Returns `from_gaussian_mechanism(1/m, …, sampling_prob=sample_rate)` of dp-accounting, a distribution whose
-    curve δ(ε) is at least the step's.
+    """Returns dp-accounting's distribution of one sampled Gaussian step, whose curve δ(ε) is at least the step's.
+
+    It equals `from_gaussian_mechanism(1/m, …, sampling_prob=sample_rate)`.
 
     Args:
         m: largest clipped gradient norm over the noise's standard deviation on the sum.
@@ -50,7 +52,7 @@ class _Loss(GaussianPrivacyLoss):  # type: ignore[misc]
         return np.clip(delta, 0.0, 1.0)
 
     def _point(self, eps: np.ndarray) -> np.ndarray:
-        """The point at which the loss is ε: it falls with the point. Infinite where no loss is ε."""
+        """Returns the point at which the loss is ε: it falls with the point. Infinite where no loss is ε."""
         q, variance = self.sampling_prob, self._standard_deviation**2
         if self.adjacency_type == AdjacencyType.REPLACE:
             return np.asarray(variance * (self._asinh(eps) - eps / 2))
@@ -66,7 +68,7 @@ class _Loss(GaussianPrivacyLoss):  # type: ignore[misc]
         return np.asarray(side * (-0.5 - inner * variance))
 
     def _asinh(self, eps: np.ndarray) -> np.ndarray:
-        """−asinh(α sinh(ε/2)) with α = e^(m²/2)(1 − q)/q, without overflow."""
+        """Returns −asinh(α sinh(ε/2)) with α = e^(m²/2)(1 − q)/q, without overflow."""
         q, half = self.sampling_prob, np.abs(eps) / 2
         if q == 1:
             return np.zeros_like(eps)

@@ -1,4 +1,4 @@
-"""What a mechanism guarantees against reconstruction, before any data is seen: all floors at once, in data units."""
+"""Guarantees of a mechanism against reconstruction, before any data is seen: all floors at once, in data units."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ KAPPAS = (1e-6, 1e-4, BLIND, 1e-1)
 
 @dataclass(frozen=True)
 class Guarantee:
-    """Every floor of a mechanism, and how often attacks can succeed. `found["lecam"]` is one floor, `print(found)` all.
+    """Every floor of a mechanism, and the chances of attacks. `found["lecam"]` is one floor, `print(found)` all.
 
     Attributes:
-        mechanism: what was released.
-        space: the data space: a box, or a ball and the box inside it. dim, low, high: that box.
+        mechanism: the release.
+        space: the data space: a box, or a ball and the box inside it.
+        dim: the number of coordinates of that box.
+        low: its lower end in every coordinate.
+        high: its upper end in every coordinate.
         bounds: the floors, each a `Bound`.
         membership_advantage: of the best test between two candidate records (replace-one); it is right with chance
             (1 + advantage)/2.
         rero: pairs of the chance κ that a blind guess rebuilds the record, and the largest chance with the release.
-        epsilon: ε at `delta` under replace-one; None where the mechanism does not say.
+        epsilon: ε at `delta` under replace-one; None where it is not known.
         epsilon_add_remove: the same under add/remove, as most libraries count.
         delta: the δ of both.
     """
@@ -50,35 +53,36 @@ class Guarantee:
 
     @property
     def dim(self) -> int:
-        """The number of private coordinates."""
+        """Returns the number of private coordinates."""
         return self.space.dim
 
     @property
     def low(self) -> float:
-        """The lower end of every coordinate in the box of the floors."""
+        """Returns the lower end of every coordinate in the box of the floors."""
         return self.space.low
 
     @property
     def high(self) -> float:
-        """The upper end of every coordinate in the box of the floors."""
+        """Returns the upper end of every coordinate in the box of the floors."""
         return self.space.high
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What must be read with the numbers: what was assumed, and why floors say nothing, where that is known."""
+        """Lists what must be read with the numbers: what was assumed, and why floors are vacuous, where known."""
         return (*self.mechanism.notes(), *self.space.notes())
 
     @property
     def protection(self) -> Protection:
-        """How often a record can be rebuilt, and whether the guarantee means something."""
+        """Returns the largest chance to rebuild a record, and whether the guarantee is meaningful."""
         success = dict(self.rero).get(BLIND)
         return Protection(success, self.mechanism.never_drawn, self.epsilon, self.delta)
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dictionary for JSON.
+        """Returns a plain dictionary for JSON.
 
         "meaningful": False where a record that a blind guess rebuilds with chance 1 % may be rebuilt with chance 90 %
-        or more whenever it is in a batch; "never_drawn": the chance that a record is in none."""
+        or more whenever it is in a batch; "never_drawn": the chance that a record is in none.
+        """
         return {
             "mechanism": {**self.mechanism.to_dict(), "sampler": self.mechanism.sampler},
             "data": self.space.to_dict(),
@@ -96,14 +100,16 @@ class Guarantee:
 
     @property
     def box(self) -> str:
-        """The data space, in words."""
+        """Describes the data space."""
         plural = "s" if self.dim != 1 else ""
         return f"Records of {self.dim:,} private coordinate{plural} in {self.space.described(self.bounds[0].units)}"
 
     @property
     def in_short(self) -> str:
-        """What the guarantee means in two or three sentences, each true by itself: that it means little, where it does;
-        how often a record can be rebuilt; and the strongest floor that says something, for any attacker if one is.
+        """Summarises the guarantee in two or three sentences, each true by itself.
+
+        They say that the guarantee means little, where it does; how often a record can be rebuilt; and the strongest
+        floor that is not vacuous, for any attacker if there is one.
         """
         said = (self.protection.warning() or self.protection.sentence(), self._strongest)
         return " ".join(sentence for sentence in said if sentence)
@@ -201,7 +207,7 @@ def floor(
     baseline: float | None = None,
     units: str = "",
 ) -> Bound | None:
-    """One floor of a mechanism, by name; None where the mechanism does not have it.
+    """Returns one floor of a mechanism, by name; None where the mechanism does not have it.
 
     Args:
         name: theorem1, theorem1_paper, corners, lecam or rate_distortion.
@@ -245,12 +251,17 @@ def guarantee(
     baseline: float | None = None,
     units: str = "",
 ) -> Guarantee:
-    """All floors of a mechanism on a data space, its (ε, δ), and how often attacks can succeed.
+    """Returns all floors of a mechanism on a data space, its (ε, δ), and the largest chances of attacks.
 
     Args:
         mechanism: a Mechanism, or a DpEvent or PLD of dp-accounting.
-        dim, low, high, radius, baseline, units: as in `floor`.
+        dim: as in `floor`.
+        low: as in `floor`.
+        high: as in `floor`.
+        radius: as in `floor`.
         delta: the δ at which ε is reported.
+        baseline: as in `floor`.
+        units: as in `floor`.
 
     Guarantee: each Bound says its own; all are for an attacker who knows every other record and sees the whole release.
 

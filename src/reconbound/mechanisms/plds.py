@@ -25,7 +25,7 @@ _SMALLEST_LOSS = 1e-8  # below it dp-accounting's own arithmetic gives up, and o
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """dp-accounting warns of overflows that it handles."""
+    """Silences dp-accounting's warnings of overflows that it handles."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         yield
@@ -33,10 +33,17 @@ def quiet() -> Iterator[None]:
 
 @lru_cache(maxsize=16)
 def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
-    """The PLD of T Poisson-sampled Gaussian steps; None where its loss is enormous or negligible.
+    """Returns the PLD of T Poisson-sampled Gaussian steps; None where its loss is enormous or negligible.
 
-    The grid has some ten thousand points, so that a million steps take about as long as one: ε is right to three
-    digits. A finer one would cost more and gain nothing: the rounding of the FFT grows with the grid."""
+    The grid has some ten thousand points, so that a million steps take about as long as one: ε is correct to three
+    digits. A finer one would cost more and gain nothing: the rounding of the FFT grows with the grid.
+
+    Args:
+        m: largest clipped gradient norm over the noise's standard deviation on the sum.
+        sample_rate: q.
+        steps: T.
+        adjacency: "replace-one" or "add/remove".
+    """
     if sample_rate > 1 - 1e-9:  # a higher rate tells no less, and dp-accounting fails just below 1
         sample_rate, m, steps = 1.0, m * math.sqrt(steps), 1  # T steps are one step with m√T
     if m > LARGEST_SHIFT:
@@ -59,9 +66,10 @@ def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
 
 
 def _self_composed(pld: Any, steps: int, cut: float = 1e-15) -> Any:
-    """`pld.self_compose(steps)` by a real FFT whose negligible frequencies are left out: up to ten times faster.
+    """Computes `pld.self_compose(steps)` by a real FFT without negligible frequencies: up to ten times faster.
 
-    None where the result would not fit into memory."""
+    Returns None where the result would not fit into memory.
+    """
     from dp_accounting.pld import common, pld_pmf, privacy_loss_distribution
     from scipy import fft
 
@@ -86,13 +94,16 @@ def _self_composed(pld: Any, steps: int, cut: float = 1e-15) -> Any:
 
 
 def _excess(losses: np.ndarray, mass: np.ndarray, infinite: float) -> float:
-    """Probability beyond one: on a grid much finer than 1e-6 dp-accounting's differences of differences cancel, and
-    what is left over grows like its exponential with the number of steps."""
+    """Returns the probability beyond one.
+
+    On a grid much finer than 1e-6 dp-accounting's differences of differences cancel, and the remainder grows like its
+    exponential with the number of steps.
+    """
     return abs(float(np.sum(mass)) + infinite - 1)
 
 
 def loss_scale(m: float, q: float, replace_one: bool) -> tuple[float, float, float]:
-    """Mean and root mean square of one step's loss, and the range of losses that matter."""
+    """Returns the mean and root mean square of one step's loss, and the range of losses that matter."""
     x = np.linspace(-m - 10, m + 10, 4001)
     low = math.log1p(-q) if q < 1 else -math.inf
     upper = np.logaddexp(low, math.log(q) + m * x - m * m / 2)
@@ -115,10 +126,10 @@ def check_pessimistic(pld: Any) -> None:
 
 
 def rounding(pld: Any) -> float:
-    """How much probability is missing: what the FFTs lost (no bin is below zero but by their rounding), and what is
-    short of 1 in all.
+    """Returns the missing probability, which matters to a small δ after many steps: 5e-10 at a million.
 
-    It matters to a small δ after many steps: 5e-10 at a million."""
+    It is what the FFTs lost (a bin is below zero only by their rounding), and what the sum falls short of 1.
+    """
     found = 0.0
     for _, mass, infinite in directions(pld):
         short = 1.0 - float(np.sum(mass)) - infinite
@@ -127,13 +138,13 @@ def rounding(pld: Any) -> float:
 
 
 def delta(pld: Any, at: float) -> float:
-    """δ(ε), at most 1 (a long FFT can leave a little more)."""
+    """Returns δ(ε), at most 1 (a long FFT can leave a little more)."""
     with quiet():
         return min(max(float(pld.get_delta_for_epsilon(at)), 0.0) + rounding(pld), 1.0)
 
 
 def epsilon(pld: Any, target_delta: float) -> float | None:
-    """ε at this δ; None where the distribution has no finite one, or its rounding is as large as δ."""
+    """Returns ε at this δ; None where the distribution has no finite one, or its rounding is as large as δ."""
     sure = target_delta - rounding(pld)
     if sure <= 0:
         return None
@@ -142,11 +153,12 @@ def epsilon(pld: Any, target_delta: float) -> float | None:
 
 
 def _smallest_epsilon(losses: np.ndarray, mass: np.ndarray, infinite: float, target_delta: float) -> float:
-    """The smallest ε ≥ 0 with δ(ε) at most the target; infinite where no finite one is enough.
+    """Returns the smallest ε ≥ 0 with δ(ε) at most the target; infinite where no finite one is enough.
 
     With the losses l₁ > l₂ > … > 0, U_k = P[∞] + Σ_{i≤k} p_i and V_k = Σ_{i≤k} p_i e^{−l_i},
     δ(ε) = U_k − e^ε V_k for ε from l_{k+1} to l_k: ε is ln((U_k − δ)/V_k) of the first k for which that is at least
-    l_{k+1}. dp-accounting's get_epsilon_for_delta is the same in a loop, some hundred times slower."""
+    l_{k+1}. dp-accounting's get_epsilon_for_delta is the same in a loop, some hundred times slower.
+    """
     if infinite > target_delta:
         return math.inf
     first = int(np.searchsorted(losses, 0.0, side="right"))
@@ -163,7 +175,7 @@ def _smallest_epsilon(losses: np.ndarray, mass: np.ndarray, infinite: float, tar
 
 
 def rero(pld: Any, kappa: Any) -> Any:
-    """min_ε {e^ε κ + δ(ε)} over the distribution's grid, for the worse of its two directions."""
+    """Returns min_ε {e^ε κ + δ(ε)} over the distribution's grid, for the worse of its two directions."""
     kappa = numbers("kappa", kappa)
     worst = np.zeros(np.shape(kappa))
     for losses, mass, infinite in directions(pld):
@@ -179,9 +191,11 @@ def rero(pld: Any, kappa: Any) -> Any:
 
 
 def _best(kappa: np.ndarray, losses: np.ndarray, deltas: np.ndarray) -> np.ndarray:
-    """Where e^ε κ + δ(ε) is smallest: δ is convex in e^ε, so go on while it falls by more than κ(e^ε′ − e^ε).
+    """Returns where e^ε κ + δ(ε) is smallest.
 
-    Any ε gives a bound: what rounding does to the search costs tightness, never soundness."""
+    δ is convex in e^ε, so the search goes on while it falls by more than κ(e^ε′ − e^ε). Any ε gives a bound: rounding
+    in the search costs tightness, never soundness.
+    """
     with np.errstate(divide="ignore"):
         log_kappa, log_drop = np.log(kappa), np.log(np.maximum(-np.diff(deltas), 1e-320))
     limit = log_drop - losses[:-1] - math.log(math.expm1(losses[1] - losses[0])) if len(losses) > 1 else log_drop
@@ -191,7 +205,7 @@ def _best(kappa: np.ndarray, losses: np.ndarray, deltas: np.ndarray) -> np.ndarr
 
 
 def _deltas(losses: np.ndarray, mass: np.ndarray, infinite: float) -> np.ndarray:
-    """δ(ε) = Σ_{L > ε} p(L)(1 − e^{ε − L}) + P[L = ∞] at every ε of an even grid, by one backward recursion."""
+    """Returns δ(ε) = Σ_{L > ε} p(L)(1 − e^{ε − L}) + P[L = ∞] at every ε of an even grid, by one backward recursion."""
     from scipy.signal import lfilter
 
     above = np.cumsum(mass[::-1]) - mass[::-1]
@@ -201,7 +215,7 @@ def _deltas(losses: np.ndarray, mass: np.ndarray, infinite: float) -> np.ndarray
 
 
 def directions(pld: Any) -> list[tuple[np.ndarray, np.ndarray, float]]:
-    """(losses, probabilities, probability of an infinite loss) of the distribution's two directions."""
+    """Returns (losses, probabilities, probability of an infinite loss) of the distribution's two directions."""
     found = []
     for pmf in {id(p): p for p in (pld._pmf_remove, pld._pmf_add)}.values():
         dense = pmf.to_dense_pmf()
@@ -212,7 +226,7 @@ def directions(pld: Any) -> list[tuple[np.ndarray, np.ndarray, float]]:
 
 
 def gaussian_epsilon(shift: float, target_delta: float) -> float:
-    """ε of one Gaussian release whose neighbours are `shift` standard deviations apart (the exact curve)."""
+    """Returns ε of one Gaussian release whose neighbours are `shift` standard deviations apart (the exact curve)."""
     import dp_accounting as dp
 
     if shift > 1e3:
@@ -223,10 +237,11 @@ def gaussian_epsilon(shift: float, target_delta: float) -> float:
 
 
 def fixed_size_epsilon(m: float, sample_rate: float, steps: int, target_delta: float) -> float | None:
-    """ε of T fixed-size Gaussian steps through Rényi orders 2 to 512 (Wang et al.), replace-one.
+    """Returns ε of T fixed-size Gaussian steps through Rényi orders 2 to 512 (Wang et al.), replace-one.
 
     dp-accounting 0.6 charges add/remove sensitivity under REPLACE_ONE, so half the noise multiplier is passed;
-    tests/mechanisms/test_dp_accounting.py fails when a release changes that."""
+    tests/mechanisms/test_dp_accounting.py fails when a release changes that.
+    """
     import dp_accounting as dp
 
     if m > 30:

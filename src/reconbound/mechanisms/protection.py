@@ -1,4 +1,4 @@
-"""Whether a mechanism guarantees anything that matters: decided in one place, with the sentences that say so."""
+"""The decision whether a mechanism's guarantee is meaningful, and the sentences that state it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLIND, SURE = 0.01, 0.9
 
 @dataclass(frozen=True)
 class Protection:
-    """How often a record can be rebuilt, and whether that leaves a guarantee worth the name.
+    """The largest chance to rebuild a record, and whether that leaves a meaningful guarantee.
 
     Attributes:
         success: the largest chance to rebuild a record that a blind guess rebuilds with chance BLIND (reconstruction
@@ -39,23 +39,26 @@ class Protection:
 
     @property
     def success_if_drawn(self) -> float | None:
-        """The chance that is left for records which are in some batch, where all others are rebuilt as by a guess:
-        (success − BLIND · never_drawn)/(1 − never_drawn)."""
+        """Returns the chance for records that are in some batch, where all others are rebuilt as by a guess.
+
+        (success − BLIND · never_drawn)/(1 − never_drawn)
+        """
         if self.success is None or self.never_drawn >= 1:
             return self.success
         return min(1.0, (self.success - BLIND * self.never_drawn) / (1 - self.never_drawn))
 
     @property
     def meaningful(self) -> bool:
-        """Whether the guarantee means something: whoever is drawn is rebuilt with a chance below SURE.
+        """Returns whether the guarantee is meaningful: a drawn record is rebuilt with a chance below SURE.
 
         Without the condition a run of one epoch and no noise at all would pass, for a third of the records are never
-        drawn. Where no chance is known nothing is decided, and the answer is True."""
+        drawn. Where no chance is known nothing is decided, and the answer is True.
+        """
         found = self.success_if_drawn
         return found is None or found < SURE
 
     def sentence(self, noun: str = "record") -> str:
-        """Returns how often a record can be rebuilt, in one sentence that is true by itself; "" if it is not known."""
+        """Returns the largest chance to rebuild a record, in one sentence that is true by itself; "" if not known."""
         if self.success is None:
             return ""
         return (
@@ -79,9 +82,10 @@ class Protection:
 
 
 def read_protection(found: Mapping[str, Any]) -> Protection:
-    """Returns the protection that a guarantee's dictionary tells of (`Guarantee.to_dict`, run.json).
+    """Returns the protection that a guarantee's dictionary describes (`Guarantee.to_dict`, run.json).
 
-    In dictionaries from before `never_drawn` was kept it is made from the mechanism's sample rate and steps."""
+    In older dictionaries without `never_drawn` it is computed from the mechanism's sample rate and steps.
+    """
     pairs = {float(r["kappa"]): float(r["success"]) for r in found.get("rero") or ()}
     never = found.get("never_drawn")
     if never is None:

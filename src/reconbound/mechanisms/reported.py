@@ -1,4 +1,4 @@
-"""Mechanisms of which only a reported number is known: (ε, δ), or a Rényi divergence."""
+"""Mechanisms for which only a reported number is known: (ε, δ), or a Rényi divergence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from reconbound.mechanisms.base import (
     plain,
 )
 
-#: Said where a number came without its neighbours.
+#: Stated where a number was given without its neighbours.
 ASSUMED = (
     "{what} came without its neighbours: it was taken as replace-one (one record exchanged for another). What Opacus, "
     "TF Privacy and most libraries for private SGD report is for add/remove: say so (adjacency, --adjacency), which is "
@@ -39,18 +39,18 @@ ASSUMED = (
 
 
 def _neighbours(adjacency: str | None) -> str:
-    """The neighbours that were given, or replace-one."""
+    """Returns the neighbours that were given, or replace-one."""
     return REPLACE_ONE if adjacency is None else choice("adjacency", adjacency, ADJACENCIES)
 
 
 class _Reported(Mechanism):
-    """A mechanism of which a number was reported, with its neighbours or without."""
+    """A mechanism for which a number was reported, with its neighbours or without."""
 
     adjacency: str | None
 
     @property
     def neighbours(self) -> str:
-        """For which neighbours the number was taken."""
+        """Returns the neighbours for which the number holds."""
         return _neighbours(self.adjacency)
 
     @property
@@ -62,18 +62,18 @@ class _Reported(Mechanism):
         return self.neighbours
 
     def _taken(self) -> str:
-        """The neighbours, and whether they were assumed, as words."""
+        """Names the neighbours, and says whether they were assumed."""
         return f"under {self.neighbours}{' (assumed: not given)' if self.adjacency is None else ''}"
 
 
 @dataclass(frozen=True)
 class DP(_Reported):
-    """A mechanism of which only (ε, δ) is known.
+    """A mechanism for which only (ε, δ) is known.
 
     Attributes:
         epsilon: ε.
         delta: δ.
-        adjacency: for which neighbours they hold: "replace-one", or "add/remove" as Opacus and most libraries for
+        adjacency: the neighbours for which they hold: "replace-one", or "add/remove" as Opacus and most libraries for
             private SGD report them. If you do not know, say "add/remove": replace-one answers then follow by group
             privacy, (2ε, (1 + e^ε)δ), and are lower. Left out, it is taken as replace-one, and every result says so.
 
@@ -97,7 +97,7 @@ class DP(_Reported):
         return DP(k * self.epsilon, min(self.delta * times, 1 - 1e-16), self.adjacency)
 
     def _replace_one(self) -> tuple[float, float]:
-        """(ε, δ) under replace-one: two steps of add/remove are (2ε, (1 + e^ε)δ)."""
+        """Returns (ε, δ) under replace-one: two steps of add/remove are (2ε, (1 + e^ε)δ)."""
         if self.neighbours == REPLACE_ONE or self.epsilon == 0 == self.delta:
             return self.epsilon, self.delta
         if self.delta == 0:
@@ -163,12 +163,12 @@ class DP(_Reported):
 
 @dataclass(frozen=True)
 class RenyiDP(_Reported):
-    """A mechanism of which only a Rényi divergence is known: (order, ε)-RDP, in both directions.
+    """A mechanism for which only a Rényi divergence is known: (order, ε)-RDP, in both directions.
 
     Attributes:
         epsilon: ε, the divergence in nats.
-        order: α; from 2 on all floors speak, below 1 only Le Cam's.
-        adjacency: for which neighbours it holds: "replace-one", or "add/remove" as Opacus and most libraries report
+        order: α; from 2 on all floors apply, below 1 only Le Cam's.
+        adjacency: the neighbours for which it holds: "replace-one", or "add/remove" as Opacus and most libraries report
             it. Under add/remove the order-2 divergence between replace-one neighbours is 2.5 ε from order 4 on
             (docs/theory/divergences.md 4.6) and unknown below. Left out, it is taken as replace-one, and every result
             says so.
@@ -188,7 +188,7 @@ class RenyiDP(_Reported):
 
     @property
     def _own_order2(self) -> float:
-        """The order-2 divergence between the neighbours that it is for."""
+        """Returns the order-2 divergence between the neighbours that it holds for."""
         return self.epsilon if self.order >= 2 else math.inf
 
     def order2(self) -> float:

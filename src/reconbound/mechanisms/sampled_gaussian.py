@@ -18,8 +18,13 @@ from reconbound.mechanisms.sensitivities import check_loss, gradient_norm, repla
 
 
 def fewest_batches(sample_rate: float) -> int:
-    """⌊1/q⌋, the fewest batches that an epoch of a shuffled loader can have: a loader that drops the last one has so
-    many, others ⌈1/q⌉. A hair below a whole number, as 1/(1/49), counts as that number.
+    """Returns ⌊1/q⌋, the fewest batches that an epoch of a shuffled loader can have.
+
+    A loader that drops the last batch has this number, others ⌈1/q⌉. A value just below a whole number, as 1/(1/49),
+    counts as that number.
+
+    Args:
+        sample_rate: q.
 
     >>> fewest_batches(0.9), fewest_batches(0.3), fewest_batches(1 / 49), fewest_batches(64 / 1797)
     (1, 3, 49, 28)
@@ -38,8 +43,9 @@ class SampledGaussian(Mechanism):
         steps: T.
         clip: "smooth" (the paper's GELU clip, norms up to 1.1153 C) or "hard" (norms up to C, as in Opacus).
         sampler: "poisson"; "fixed": uniform batches of fixed size without replacement; "shuffle": batches cut from
-            shuffled epochs, which hide nobody: sample_rate must be 1 and steps the number of epochs (`shuffled`).
-            Given the shuffles a record is in one step of each epoch; by joint convexity not knowing them only helps.
+            shuffled epochs, which give no amplification: sample_rate must be 1 and steps the number of epochs
+            (`shuffled`). Given the shuffles a record is in one step of each epoch; by joint convexity not knowing them
+            only helps.
 
     >>> round(SampledGaussian(1.0, 0.01, clip="hard").order2(), 9)
     0.000457554
@@ -63,7 +69,14 @@ class SampledGaussian(Mechanism):
 
     @classmethod
     def shuffled(cls, noise_multiplier: float, per_epoch: int, steps: int, clip: str = "smooth") -> SampledGaussian:
-        """T steps of shuffled epochs of so many batches: one step without sampling for each epoch, begun or whole."""
+        """Returns T steps of shuffled epochs: one step without sampling for each epoch, begun or whole.
+
+        Args:
+            noise_multiplier: σ.
+            per_epoch: the number of batches of an epoch.
+            steps: T.
+            clip: "smooth" or "hard".
+        """
         epochs = math.ceil(whole("steps", steps) / whole("per_epoch", per_epoch))
         return cls(noise_multiplier, 1.0, epochs, clip, "shuffle")
 
@@ -77,17 +90,23 @@ class SampledGaussian(Mechanism):
 
     @property
     def m(self) -> float:
-        """Largest clipped norm over the noise's standard deviation on the sum."""
+        """Returns the largest clipped norm over the noise's standard deviation on the sum."""
         return renyi.sensitivity(self.clip) / self.noise_multiplier
 
     @property
     def never_drawn(self) -> float:
-        """(1 − q)ᵀ, the chance that a record is in no batch of the run: then the release does not depend on it."""
+        """Returns (1 − q)ᵀ, the chance that a record is in no batch: then the release does not depend on it."""
         return math.exp(self.steps * math.log1p(-self.sample_rate)) if self.sample_rate < 1 else 0.0
 
     def for_group(self, copies: int) -> SampledGaussian:
-        """Returns the mechanism with the group's rows as one record: σ/k, and a batch holds any of them with chance
-        1 − (1 − q)ᵏ (Poisson); without the gain from sampling for batches of fixed size."""
+        """Returns the mechanism with the group's rows as one record.
+
+        The noise multiplier is σ/k, and a batch holds any of them with chance 1 − (1 − q)ᵏ (Poisson); for batches of
+        fixed size there is no gain from sampling.
+
+        Args:
+            copies: k, the number of rows.
+        """
         k = whole("copies", copies)
         if k == 1:
             return self
@@ -100,7 +119,7 @@ class SampledGaussian(Mechanism):
 
     @property
     def _drawn(self) -> float:
-        """1 − (1 − q)ᵀ without cancellation: a chance that is rounded to 0 would promise too much."""
+        """Returns 1 − (1 − q)ᵀ without cancellation: a chance that is rounded to 0 would promise too much."""
         return -math.expm1(self.steps * math.log1p(-self.sample_rate)) if self.sample_rate < 1 else 1.0
 
     def order2(self) -> float:
@@ -165,7 +184,7 @@ class SampledGaussian(Mechanism):
 class OutputPerturbation(Mechanism):
     """Gaussian noise on the minimiser of Σℓ + (nλ/2)‖W‖² of a linear model.
 
-    nλ is a public constant: without a record its loss is left out, and the penalty stays as it is.
+    nλ is a public constant: without a record its loss is left out, and the penalty does not change.
 
     Attributes:
         records: n.
@@ -175,7 +194,7 @@ class OutputPerturbation(Mechanism):
         loss: "logistic" (two classes), "softmax" or "squared" (ridge regression). One record's gradient is at most
             R, √2·R and YR(1 + R/(2√λ)), where R is the norm of a row with its constant feature.
         target_bound: Y, for squared loss: targets are clipped to |y| ≤ Y.
-        intercept: whether rows have a constant feature 1 beside, so that R = √(data_norm² + 1).
+        intercept: whether rows also have a constant feature 1, so that R = √(data_norm² + 1).
 
     >>> round(OutputPerturbation(12665, 1e-2, 1e-2).order2(), 2)
     2.49
@@ -204,17 +223,17 @@ class OutputPerturbation(Mechanism):
 
     @property
     def row_norm(self) -> float:
-        """R, the largest norm of a row, the constant feature included."""
+        """Returns R, the largest norm of a row, the constant feature included."""
         return math.hypot(self.data_norm, 1.0) if self.intercept else self.data_norm
 
     @property
     def gradient_norm(self) -> float:
-        """L, the largest gradient of one record's loss."""
+        """Returns L, the largest gradient of one record's loss."""
         return gradient_norm(self.loss, self.row_norm, self.l2, self.target_bound)
 
     @property
     def radius(self) -> float:
-        """Records lie in the ball of this radius around 0: rows are clipped to it."""
+        """Returns the radius of the ball around 0 to which rows are clipped."""
         return self.data_norm
 
     @property
@@ -223,7 +242,7 @@ class OutputPerturbation(Mechanism):
 
     @property
     def m(self) -> float:
-        """How far one record moves the minimiser at most, over the noise's standard deviation."""
+        """Returns the largest distance by which one record moves the minimiser, over the noise's standard deviation."""
         return renyi.output_perturbation_shift(self.records, self.l2, self.noise_std, self.gradient_norm)
 
     def for_group(self, copies: int) -> OutputPerturbation:
@@ -232,7 +251,7 @@ class OutputPerturbation(Mechanism):
 
     @property
     def replaced(self) -> float:
-        """The same when a record is replaced by another."""
+        """Returns the same as `m` when a record is replaced by another."""
         both = replaced_norm(self.loss, self.row_norm, self.l2, self.target_bound)
         return self.m * (both / self.gradient_norm)
 

@@ -1,5 +1,8 @@
-"""What one record can do to a linear model: suprema of the losses' slopes, and what they move. The one home of these
-numbers, for the calculator and for `reconbound.linear`. Proofs: docs/theory/linear.md, section 2."""
+"""The effect of one record on a linear model: suprema of the losses' slopes, and how far they move the minimiser.
+
+These numbers are defined only here, for the calculator and for `reconbound.linear`. Proofs: docs/theory/linear.md,
+section 2.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ LOSSES = ("logistic", "softmax", "squared")
 
 
 def check_loss(loss: str, target_bound: float | None) -> None:
-    """Refuses a loss that is not known, and a squared loss without a bound on its targets."""
+    """Refuses an unknown loss, and a squared loss without a bound on its targets."""
     choice("loss", loss, LOSSES)
     if loss == "squared":
         if target_bound is None:
@@ -24,9 +27,10 @@ def check_loss(loss: str, target_bound: float | None) -> None:
 
 
 def largest_slope(loss: str, row_norm: float, l2: float, target_bound: float | None = None) -> float:
-    """The largest norm of ∂ℓ/∂s at any minimiser, for rows (constant feature included) of norm at most `row_norm`.
+    """Returns the largest norm of ∂ℓ/∂s at any minimiser, for rows (constant feature included) of norm ≤ `row_norm`.
 
-    Logistic 1, softmax √2; squared loss Y(1 + R/(2√λ)), as ‖θ*‖ ≤ Y/(2√λ) (docs/theory/linear.md, section 2)."""
+    Logistic 1, softmax √2; squared loss Y(1 + R/(2√λ)), as ‖θ*‖ ≤ Y/(2√λ) (docs/theory/linear.md, section 2).
+    """
     if loss == "logistic":
         return 1.0
     if loss == "softmax":
@@ -36,9 +40,10 @@ def largest_slope(loss: str, row_norm: float, l2: float, target_bound: float | N
 
 
 def largest_weights(loss: str, classes: int, row_norm: float, l2: float, target_bound: float | None = None) -> float:
-    """The largest norm of the minimiser, whatever the data: nλ‖W‖² = −Σ ∂ℓ/∂s·s, and nλ‖W‖ ≤ Σ‖∂ℓ/∂s‖‖x̃‖.
+    """Returns the largest norm of the minimiser, for any data: nλ‖W‖² = −Σ ∂ℓ/∂s·s, and nλ‖W‖ ≤ Σ‖∂ℓ/∂s‖‖x̃‖.
 
-    −∂ℓ/∂s·s is at most Y²/4 for squared loss and Lambert's W((K − 1)/e) for softmax, logistic loss being K = 2."""
+    −∂ℓ/∂s·s is at most Y²/4 for squared loss and Lambert's W((K − 1)/e) for softmax, logistic loss being K = 2.
+    """
     if loss == "squared":
         assert target_bound is not None
         most = target_bound**2 / 4
@@ -48,14 +53,20 @@ def largest_weights(loss: str, classes: int, row_norm: float, l2: float, target_
 
 
 def largest_curvature(loss: str) -> float:
-    """The largest eigenvalue of ∂²ℓ/∂s²: 1/4 logistic, 1/2 softmax, 1 squared."""
+    """Returns the largest eigenvalue of ∂²ℓ/∂s²: 1/4 logistic, 1/2 softmax, 1 squared."""
     return {"logistic": 0.25, "softmax": 0.5, "squared": 1.0}[loss]
 
 
 def gradient_norm(loss: str, row_norm: float, l2: float, target_bound: float | None = None) -> float:
-    """L = sup‖∂ℓ/∂s‖ sup‖x̃‖: the largest gradient of one record's loss at any minimiser.
+    """Returns L = sup‖∂ℓ/∂s‖ sup‖x̃‖: the largest gradient of one record's loss at any minimiser.
 
     Logistic R, softmax √2·R, squared YR(1 + R/(2√λ)).
+
+    Args:
+        loss: "logistic", "softmax" or "squared".
+        row_norm: R, the largest norm of a row, the constant feature included.
+        l2: λ.
+        target_bound: Y, for squared loss.
 
     >>> gradient_norm("logistic", 2.0, 0.1), round(gradient_norm("softmax", 2.0, 0.1), 6)
     (2.0, 2.828427)
@@ -64,9 +75,10 @@ def gradient_norm(loss: str, row_norm: float, l2: float, target_bound: float | N
 
 
 def replaced_norm(loss: str, row_norm: float, l2: float, target_bound: float | None = None) -> float:
-    """The largest difference of two records' gradients at any minimiser: 2L, but for squared loss R²‖θ‖ + 2YR.
+    """Returns the largest difference of two records' gradients at any minimiser: 2L, but R²‖θ‖ + 2YR for squared loss.
 
-    (xxᵀ − x'x'ᵀ)θ − yx + y'x', and xxᵀ − x'x'ᵀ has its eigenvalues in [−R², R²]."""
+    (xxᵀ − x'x'ᵀ)θ − yx + y'x', and xxᵀ − x'x'ᵀ has its eigenvalues in [−R², R²].
+    """
     if loss != "squared":
         return 2 * gradient_norm(loss, row_norm, l2)
     assert target_bound is not None

@@ -1,8 +1,8 @@
-"""What a model must satisfy, said before work starts.
+"""Checks of a model, its loss and its data, made before work starts.
 
-The information of a record is defined when its loss depends on that record alone, without randomness, and has a mixed
+The information of a record is defined when its loss depends only on that record, without randomness, and has a mixed
 second derivative in parameters and inputs. Each check names the module at fault and says what to do. `check_model`
-needs no data; `check_batch` adds what a few records of a batch can show, and runs the model on three of them.
+needs no data; `check_batch` adds what a few records of a batch show, and runs the model on three of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["KinkWarning", "ModelError", "ReconboundWarning", "check_batch", "che
 
 
 def check_model(model: nn.Module) -> None:
-    """Check what can be told from the model alone: trainable parameters, batch statistics, dropout, kinks.
+    """Checks what the model shows without data: trainable parameters, batch statistics, dropout, kinks.
 
     Args:
         model: the model, in the mode (train or eval) in which it will be used.
@@ -70,7 +70,7 @@ def check_batch(
     targets: Any,
     private: Private | Tensor | Sequence[int] | str | None = None,
 ) -> tuple[str, ...]:
-    """Check a model, its loss and a batch together; the model runs on three of the records, and is left as it was.
+    """Checks a model, its loss and a batch together; the model runs on three of the records and is not changed.
 
     Args:
         model: the model, in the mode (train or eval) in which it will be used.
@@ -80,10 +80,10 @@ def check_batch(
         private: what is private, as in `step_information`; None: every floating-point input.
 
     Returns:
-        Caveats that every floor of this model must carry: that it is not proved, where the model has kinks; of a
-        module's output, what it is about and which trained parameters it does not cover; how far floors were off where
-        the model computes in half precision (its own, or by autocast); else (). They are remembered
-        with the model: a ledger that is fed with its `step_information` has them.
+        Caveats that must be stated with every floor of this model: that it is not proved, where the model has kinks;
+        for a module's output, what it is about and which trained parameters it does not cover; how far floors were off
+        where the model computes in half precision (its own, or by autocast); otherwise (). They are remembered with the
+        model: a ledger that is given its `step_information` has them.
 
     Raises:
         ModelError: all that `check_model` raises; a value of the batch is not finite; the loss was reduced over the
@@ -97,7 +97,7 @@ def check_batch(
         ReconboundWarning: kinks that the private part passes through (ReLU, clamps, maxima, medians, max pooling,
             absolute values, comparisons that leave the loss continuous); an attention kernel without second
             derivatives, which `math_attention` replaces; buffers that the forward pass changes; trained parameters
-            that see what went into a private module by another way than its output.
+            that depend on what went into a private module by another way than its output.
 
     Guarantee:
         None: a passed check is evidence from three records at the present parameters, not a proof.

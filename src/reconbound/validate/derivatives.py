@@ -1,4 +1,4 @@
-"""Second derivatives: whether they exist, and whether differences of the gradient bear them out."""
+"""Second derivatives: whether they exist, and whether differences of the gradient agree with them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BESIDE = (0.1, 0.003)  # how far from the records, which may lie on kinks: pixe
 
 @contextmanager
 def math_attention() -> Iterator[None]:
-    """Within it, scaled_dot_product_attention uses the plain formula, which can be differentiated twice and forward.
+    """Makes scaled_dot_product_attention use the plain formula, which can be differentiated twice and forward.
 
         softmax(Q Kᵀ / √d) V
 
@@ -66,7 +66,7 @@ def check_derivatives(model: nn.Module, loss_fn: LossFn, few: Any, trace: Trace)
 
 
 def _second_derivative(model: nn.Module, trace: Trace) -> None:
-    """The derivative in the inputs of the gradient's component along a random direction of parameters."""
+    """Takes the derivative in the inputs of the gradient's component along a random direction of parameters."""
     params = [p for p in model.parameters() if p.requires_grad]
     inputs = [x for x in tree_leaves(trace.inputs) if isinstance(x, Tensor) and x.requires_grad]
     if not trace.losses.requires_grad:
@@ -82,7 +82,7 @@ def _second_derivative(model: nn.Module, trace: Trace) -> None:
 
 
 def _cut_error(model: nn.Module, trace: Trace, what: str) -> ModelError:
-    """Name the first module that receives tensors of the graph and returns none."""
+    """Names the first module that receives tensors of the graph and returns none."""
     for path, given, output in trace.calls:
         if _any_grad(given) and not _any_grad(output):
             return ModelError(
@@ -101,7 +101,7 @@ def _innermost_first(trace: Trace) -> list[tuple[str, Any, Any]]:
 
 
 def _culprit(model: nn.Module, trace: Trace) -> str:
-    """The innermost module that fails by itself, on the inputs that it was given; the model where none does."""
+    """Returns the innermost module that fails by itself, on the inputs that it was given; otherwise the model."""
     for path, (args, kwargs), _ in _innermost_first(trace):
         module = model.get_submodule(path)
         args, kwargs = tree_map(leaf, (args, kwargs))
@@ -145,14 +145,14 @@ def _misses(
     z: list[Tensor],
     chosen: Callable[[list[Tensor]], list[Tensor]],
 ) -> bool:
-    """Whether, at some point near z, differences of a gradient converge to something else than its derivative.
+    """Returns whether, near z, differences of a gradient converge to something other than its derivative.
 
-    Differences across a kink change with their step and say nothing; other points and smaller steps are then taken.
+    Differences across a kink change with their step and prove nothing; other points and smaller steps are then taken.
 
     Args:
         function: of z: a number, and what its gradient is taken in.
         z: the point; others are chosen beside it.
-        chosen: takes the features that do not move out of a direction.
+        chosen: sets the features that do not move to zero in a direction.
     """
     generator = torch.Generator().manual_seed(4)
     sizes = [x.abs().mean() + 1e-3 for x in z]
@@ -202,7 +202,7 @@ def _misses_at(
 
 
 def _module_misses(module: nn.Module, given: Any, dtype: torch.dtype) -> bool:
-    """The same of one module, on the inputs that it was given, in its parameters and its inputs."""
+    """Does the same as `_misses` for one module, on the inputs that it was given, in its parameters and inputs."""
     own = dtype if dtype == torch.float64 else None
     state = {name: converted(t, own) for name, t in (*module.named_parameters(), *module.named_buffers())}
     params = [state[name].requires_grad_() for name, p in module.named_parameters() if p.requires_grad]

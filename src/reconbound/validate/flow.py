@@ -1,8 +1,9 @@
-"""Where the private part goes: which kinks and jumps it passes through on its way to the loss.
+"""The path of the private part: which kinks and jumps it passes through on its way to the loss.
 
 Every operation of a run is seen. A memory block is marked once something of the private part has been written to it;
 whatever is computed from marked memory is marked, through views, detach(), in-place changes and integers. Each kink and
-each jump has a mark of its own, and counts where its mark arrives at the losses."""
+each jump has a mark of its own, and counts where its mark arrives at the losses.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Event:
     Attributes:
         name: the operation.
         path: the module that performs it.
-        part: of a jump, the values that are flat between jumps; None for a kink.
+        part: for a jump, the values that are flat between jumps; None for a kink.
         given: the floating-point arguments, to see whether they change with the private part.
         reaches: whether the loss depends on the result.
     """
@@ -86,8 +87,11 @@ class _Flow(TorchDispatchMode):
         return self.marks.get(_block(x), set())
 
     def _passed_on(self, x: Tensor) -> set[int]:
-        """The marks that results of x take over. A kink counts along paths with derivatives: of detached ones
-        the differences of the gradient show whether they matter."""
+        """Returns the marks that results of x take over.
+
+        A kink counts along paths with derivatives. For detached paths the differences of the gradient show whether they
+        matter.
+        """
         marks = self.of(x)
         if x.requires_grad:
             return marks
@@ -126,7 +130,7 @@ def _block(x: Tensor) -> int:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operation changes."""
+    """Returns the arguments that an operation changes."""
     if not func._schema.is_mutable:
         return []
     found: list[Tensor] = []

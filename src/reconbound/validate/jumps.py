@@ -1,9 +1,10 @@
 """Jumps: places where a record's loss changes at once, which no derivative shows.
 
-Two independent looks. What the operations show (`find_events`): a comparison, an integer, a step of the private part
-that reaches the loss is followed to a point where it changes, and the losses just before and just after are compared.
-What the numbers show (`find_gap`): between far points the loss must change by the integral of its derivative; where it
-does not, the interval is halved until only a jump, or nothing, is left."""
+There are two independent searches. `check_events` uses the operations: a comparison, an integer or a step of the
+private part that reaches the loss is followed to a point where it changes, and the losses just before and just after
+are compared. `check_gaps` uses the numbers: between far points the loss must change by the integral of its derivative;
+where it does not, the interval is halved until only a jump, or nothing, is left.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +43,10 @@ def check_events(placed: Placed, model: nn.Module) -> dict[str, str]:
 
     Returns:
         The kinks: a name of an operation for each module that performs one. A jump of an operation that leaves the
-        loss continuous is a kink.
+        loss continuous counts as a kink.
 
     Raises:
-        ModelError: the loss jumps with the private part, and the module and operation that make it.
+        ModelError: the loss jumps with the private part; it names the module and the operation.
     """
     here, losses = observe(placed, placed.z, model)
     if not any(event.reaches for event in here):
@@ -67,9 +68,10 @@ def check_events(placed: Placed, model: nn.Module) -> dict[str, str]:
 
 
 def check_jumps_once(model: nn.Module, loss_fn: LossFn, few: Any, private: Private) -> None:
-    """Refuses a model whose operations show a jump; looks once for each model, loss and private part.
+    """Refuses a model whose operations show a jump; searches once for each model, loss and private part.
 
-    What keeps the few records from being run is left to the caller's own run of all of them."""
+    An error that the few records raise when run is ignored here: the caller's own run of all of them raises it.
+    """
     key = (
         private.part,
         private.name,
@@ -97,7 +99,7 @@ def _moved(placed: Placed, v: list[Tensor], t: float) -> list[Tensor]:
 
 
 def _depends(i: int, event: Event, ends: list[list[Event]]) -> bool:
-    """Whether what the operation is given changes with the private part; taken for granted where it cannot be moved."""
+    """Returns whether the operation's arguments change with the private part; True where it cannot be moved."""
     others = [end[i] for end in ends if _matches(i, event, end)]
     if len(others) < len(ends) or not others:
         return True
@@ -109,7 +111,7 @@ def _matches(i: int, event: Event, run: list[Event]) -> bool:
 
 
 def _alike(i: int, event: Event, run: list[Event]) -> bool:
-    """Whether a jumping operation gave the same in another run. A run in which it is not met has taken another path."""
+    """Returns whether a jumping operation gave the same in another run; a run without it took another path."""
     other = run[i].part if _matches(i, event, run) else None
     return other is not None and event.part is not None and _equal(event.part, other)
 
@@ -119,7 +121,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _jumps(placed: Placed, model: nn.Module, v: list[Tensor], i: int, event: Event, at_start: Tensor) -> bool:
-    """Whether the losses differ on the two sides of the point where the operation's result changes."""
+    """Returns whether the losses differ on the two sides of the point where the operation's result changes."""
     low, high, before = 0.0, 1.0, at_start
     run, after = observe(placed, _moved(placed, v, 1.0), model)
     exact = at_start.dtype == torch.float64
@@ -150,7 +152,7 @@ def check_gaps(placed: Placed, model: nn.Module, *, smooth: bool) -> None:
     Args:
         placed: a few records, in the precision to compute in.
         model: the model.
-        smooth: no kinks are known; the gradient is looked at as well, which jumps at every kink.
+        smooth: no kinks are known; the gradient, which jumps at every kink, is then searched as well.
 
     Raises:
         ModelError: the loss or its gradient jumps with the private part.
@@ -180,11 +182,12 @@ def check_gaps(placed: Placed, model: nn.Module, *, smooth: bool) -> None:
 
 
 def _has_gap(function: Callable[[list[Tensor]], Tensor], placed: Placed, v: list[Tensor]) -> bool:
-    """Whether a function of each record's private part, or of all of them, jumps along a segment.
+    """Returns whether a function of each record's private part, or of all of them, jumps along a segment.
 
     With the value f and the slope f' at both ends of an interval of length h, f(b) − f(a) − h (f'(a) + f'(b))/2 is
     of order h³ where f is smooth, of order h at a kink, and J at a jump of size J. The halves with the larger gap are
-    followed; what is left when they have no length is a jump."""
+    followed; what is left when they have no length is a jump.
+    """
 
     def look(t: Tensor) -> tuple[Tensor, Tensor]:
         z = [

@@ -1,4 +1,4 @@
-"""Kinds of numbers: what to say where PyTorch finds that data and model do not have the same."""
+"""Kinds of numbers: error messages for data and a model of different dtypes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch.utils._pytree import tree_flatten_with_path
 
 
 def model_dtype(model: nn.Module) -> torch.dtype | None:
-    """Of the first floating-point parameter."""
+    """Returns the dtype of the first floating-point parameter."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
 def is_about_kinds(error: BaseException) -> bool:
-    """Whether PyTorch complains of a dtype, in one of its several ways."""
+    """Returns whether PyTorch complains of a dtype, in one of its several ways."""
     said = str(error)
     return any(word in said for word in ("dtype", "scalar type", "type (", "data type", "not implemented for"))
 
 
 def said_of_inputs(error: BaseException, model: nn.Module, inputs: Any) -> str | None:
-    """Which argument has another dtype than the model, and how to convert it; None if PyTorch speaks of another matter.
+    """Returns which argument has another dtype than the model, and how to convert it; None for other errors.
 
     >>> error = RuntimeError("mat1 and mat2 must have the same dtype, but got Double and Float")
     >>> said_of_inputs(error, nn.Linear(2, 1), torch.ones(3, 2, dtype=torch.float64))
@@ -39,7 +39,7 @@ def said_of_inputs(error: BaseException, model: nn.Module, inputs: Any) -> str |
 
 
 def said_of_targets(error: BaseException, targets: Any) -> str | None:
-    """Which target has a dtype that the loss does not take.
+    """Returns which target has a dtype that the loss does not take.
 
     >>> error = RuntimeError("expected target dtype to be Long or Byte, but got Int")
     >>> said_of_targets(error, torch.ones(3, dtype=torch.int32))
@@ -58,7 +58,7 @@ def said_of_targets(error: BaseException, targets: Any) -> str | None:
 
 
 def numpy_arrays(inputs: Any, targets: Any) -> list[str]:
-    """Names of the arguments that are NumPy arrays."""
+    """Returns the names of the arguments that are NumPy arrays."""
     named = [*_leaves("inputs", inputs), *_leaves("targets", targets)]
     return [place for place, x in named if isinstance(x, np.ndarray | np.generic)]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def check_losses(losses: Any, records: int) -> None:
-    """One floating-point loss for each record."""
+    """Checks that there is one floating-point loss for each record."""
     if not isinstance(losses, Tensor) or not losses.is_floating_point():
         kind = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(f"loss_fn must return a floating-point tensor with one loss per record, (B,), got {kind}")

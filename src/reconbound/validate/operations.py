@@ -1,4 +1,4 @@
-"""Which operations of PyTorch have kinks, and which are flat between jumps."""
+"""Lists of the operations of PyTorch that have kinks, and of those that are flat between jumps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NORMS = frozenset({"linalg_vector_norm", "norm", "dist", "cdist", "_cdist_forwa
 
 
 def is_kinked(name: str, args: Any, kwargs: Any) -> bool:
-    """Says whether the operation's derivative jumps somewhere.
+    """Returns whether the operation's derivative jumps somewhere.
 
     ELU and its kin, the Huber and the smooth L1 loss have a continuous first derivative, so that the gradient that is
     released does not jump; an ELU only where alpha times the input scale is 1.
@@ -58,12 +58,12 @@ def is_kinked(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def is_comparison(name: str) -> bool:
-    """Says whether the operation's result is a truth value."""
+    """Returns whether the operation's result is a truth value."""
     return name in _COMPARISONS
 
 
 def flat_parts(name: str, args: Any, kwargs: Any, output: Any) -> list[tuple[Tensor, Tensor]]:
-    """Returns what of an operation's output is flat between jumps.
+    """Returns the parts of an operation's output that are flat between jumps.
 
     Args:
         name: the operation's name in PyTorch, without the underscore of in-place ones.
@@ -72,8 +72,8 @@ def flat_parts(name: str, args: Any, kwargs: Any, output: Any) -> list[tuple[Ten
         output: what it returned for floating-point arguments.
 
     Returns:
-        Pairs of an output tensor that has jumps and the values whose changes are the jumps: itself, of a remainder
-        the quotient, of a shrinkage whether the value is kept.
+        Pairs of an output tensor that has jumps and the values whose changes are the jumps: itself, for a remainder
+        the quotient, for a shrinkage whether the value is kept.
     """
     outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
     if _is_about_infinity(name, args):
@@ -104,7 +104,7 @@ def _jumping_part(name: str, args: Any, kwargs: Any) -> Tensor | None:
 
 
 def _is_about_infinity(name: str, args: Any) -> bool:
-    """A look for infinite values or for NaN never changes where all values are finite."""
+    """Returns whether the operation tests for infinite values or NaN, which never changes for finite values."""
     if name in ("isnan", "isinf", "isposinf", "isneginf"):
         return True
     if name not in _COMPARISONS or len(args) < 2:

@@ -1,4 +1,4 @@
-"""A few records with their private part as a variable, however it is placed: what the numerical checks move."""
+"""A few records with their private part as a variable, however it is placed, for the numerical checks."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Placed:
 
 
 class _Wide(TorchDispatchMode):
-    """Within it, casts to less precise floating-point numbers are casts to float64: rounding is not at issue."""
+    """A mode in which casts to less precise floating-point numbers are casts to float64: rounding is not tested."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -112,9 +112,10 @@ class _Wide(TorchDispatchMode):
 
 
 def place_precisely(model: nn.Module, loss_fn: LossFn, few: Any, private: Private | None) -> Placed:
-    """Returns the records in float64 where model and loss run in it, else in their own precision.
+    """Returns the records in float64 where model and loss run in it, otherwise in their own precision.
 
-    The parameters are moved a little, so that a last layer of zeros hides nothing, where the losses stay finite."""
+    The parameters are moved a little, so that a last layer of zeros hides nothing, where the losses stay finite.
+    """
     for dtype in (torch.float64, None):
         for shaken in (True, False):
             placed = Placed(model, loss_fn, few, private, dtype=dtype, shaken=shaken)
@@ -130,7 +131,7 @@ def place_precisely(model: nn.Module, loss_fn: LossFn, few: Any, private: Privat
 
 
 def chosen_private(private: Any) -> Private | None:
-    """Returns what `as_private` makes of it; None, every floating-point input, stays None."""
+    """Returns the result of `as_private`; None, every floating-point input, stays None."""
     from reconbound.validate.private import as_private
 
     return None if private is None else as_private(private)
@@ -138,13 +139,13 @@ def chosen_private(private: Any) -> Private | None:
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Within it, nothing is rounded to half precision: differences of rounded numbers say nothing."""
+    """Switches autocast off: differences of numbers rounded to half precision prove nothing."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 
 
 def converted(x: Any, dtype: torch.dtype | None) -> Any:
-    """Returns a detached copy of a tensor, floating-point ones in this precision; anything else as it is."""
+    """Returns a detached copy of a tensor, floating-point ones in this precision; anything else unchanged."""
     if not isinstance(x, Tensor):
         return x
     return x.detach().to(dtype or x.dtype, copy=True) if x.is_floating_point() else x.detach().clone()

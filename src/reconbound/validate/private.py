@@ -1,4 +1,4 @@
-"""Which part of a record is private: an input or some of its features, the label, or what an embedding makes of it.
+"""The private part of a record: an input or some of its features, the label, or the output of an embedding.
 
 Everything else (other inputs, the label, the tokens behind an embedding) is public: known to the attacker.
 """
@@ -32,13 +32,15 @@ Inputs = Any  # a tensor, or a tuple or dictionary of tensors: model(x), model(*
 class Private:
     """The private part z of a record.
 
-    part: "input" (the default), "target" (label privacy: soft targets, with a loss that is differentiable in them) or
-        "module" (the OUTPUT of the named module, such as a token embedding, is the private variable; what went into the
-        module is public). ("nothing": for a step that measures no one.) A floor for an embedding's output is about
-        that vector, taken as any point of its space: it is not about the token, of which there are finitely many to
-        choose from, and where the embedding itself is trained its gradient shows which rows were used: freeze it.
-    name: for "input", the key or position among several inputs; for "module", its dotted name in the model.
-    features: a boolean mask or integer indices over one record's flattened private part; all of it when None.
+    Attributes:
+        part: "input" (the default), "target" (label privacy: soft targets, with a loss that is differentiable in them)
+            or "module" (the OUTPUT of the named module, such as a token embedding, is the private variable; what went
+            into the module is public). ("nothing": for a step that measures no record.) A floor for an embedding's
+            output is about that vector, taken as any point of its space: it is not about the token, of which there are
+            finitely many to choose from, and where the embedding itself is trained its gradient shows which rows were
+            used: freeze it.
+        name: for "input", the key or position among several inputs; for "module", its dotted name in the model.
+        features: a boolean mask or integer indices over one record's flattened private part; all of it when None.
     """
 
     part: Literal["input", "target", "module", "nothing"] = "input"
@@ -52,7 +54,7 @@ class Private:
 
     @cached_property
     def count(self) -> int:
-        """How many features are chosen; found once, for a CUDA graph cannot."""
+        """Returns the number of chosen features; found once, because a CUDA graph cannot."""
         chosen = self.features
         if chosen is None:
             raise ValueError("all of the private part's features are chosen: their number is that of the part's")
@@ -68,14 +70,14 @@ class Problem:
     private: Private
 
     def losses(self, z: Tensor, inputs: Inputs, targets: Any, params: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The loss of each record, (B,), with z in the place of the private part."""
+        """Returns the loss of each record, (B,), with z in the place of the private part."""
         return self.losses_and_outputs(z, inputs, targets, params)[0]
 
     def losses_and_outputs(
         self, z: Tensor, inputs: Inputs, targets: Any, params: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, Any]:
         inputs, targets = _place(self.private, z, inputs, targets)
-        # of the attention kernels only the math one has second derivatives
+        # only the math attention kernel has second derivatives
         with _replaced(self.model, self.private, z), twice_differentiable():
             outputs = _call(self.model, inputs, params)
             losses = self.loss_fn(outputs, targets)
@@ -85,13 +87,17 @@ class Problem:
 
 @contextmanager
 def twice_differentiable() -> Iterator[None]:
-    """Within it, functions have second derivatives where PyTorch has any; gradient checkpointing is refused."""
+    """Gives functions second derivatives where PyTorch has any; refuses gradient checkpointing."""
     with sdpa_kernel(SDPBackend.MATH), TwiceDifferentiable(), disable_saved_tensors_hooks(CHECKPOINTING):
         yield
 
 
 def as_private(private: Private | Tensor | Sequence[int] | str | None) -> Private:
-    """None: the whole input; a tensor or list: those features of the input; "target": the label."""
+    """Returns the private part that an argument describes.
+
+    Args:
+        private: None: the whole input; a tensor or list: those features of the input; "target": the label.
+    """
     if private is None:
         return Private()
     if isinstance(private, Private):
@@ -102,7 +108,7 @@ def as_private(private: Private | Tensor | Sequence[int] | str | None) -> Privat
 
 
 def _features(chosen: Any) -> Tensor:
-    """Indices or a mask as a tensor; what is neither is refused."""
+    """Returns indices or a mask as a tensor; refuses anything else."""
     found = None
     if not isinstance(chosen, str):
         with suppress(TypeError, ValueError, RuntimeError):
@@ -114,7 +120,7 @@ def _features(chosen: Any) -> Tensor:
 
 
 def module_caveats(model: nn.Module, private: Private, seeing: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns what floors for a module's output must say: what they are about, and what they do not cover.
+    """Returns the caveats of floors for a module's output: what they are about, and what they do not cover.
 
     Args:
         model: the model.
@@ -138,7 +144,7 @@ def module_caveats(model: nn.Module, private: Private, seeing: Sequence[str] = (
 
 
 def private_part(problem: Problem, inputs: Inputs, targets: Any) -> Tensor:
-    """The private part of the batch, z of shape (B, ...), detached."""
+    """Returns the private part of the batch, z of shape (B, ...), detached."""
     private = problem.private
     if private.part == "target":
         z = targets
@@ -159,7 +165,7 @@ def private_part(problem: Problem, inputs: Inputs, targets: Any) -> Tensor:
 
 
 def feature_mask(private: Private, z: Tensor) -> Tensor | None:
-    """The chosen features as a 0/1 tensor of one record's shape, or None when all are private."""
+    """Returns the chosen features as a 0/1 tensor of one record's shape, or None when all are private."""
     if private.features is None:
         return None
     chosen, size = private.features.flatten(), math.prod(z.shape[1:])
@@ -177,7 +183,7 @@ def feature_mask(private: Private, z: Tensor) -> Tensor | None:
 
 
 def batch_rows(tree: Any, rows: slice) -> Any:
-    """Those rows of every tensor in a tuple or dictionary."""
+    """Returns those rows of every tensor in a tuple or dictionary."""
     return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf, tree)
 
 
@@ -214,7 +220,7 @@ def _place(private: Private, z: Tensor, inputs: Inputs, targets: Any) -> tuple[I
 
 
 def _shaped(z: Tensor, original: Tensor) -> Tensor:
-    """z without the dimension that `private_part` gave to single numbers."""
+    """Returns z without the dimension that `private_part` gave to single numbers."""
     return z.squeeze(-1) if z.dim() == original.dim() + 1 else z
 
 
@@ -228,7 +234,7 @@ def _only_float(inputs: Inputs) -> Any:
 
 @contextmanager
 def _replaced(model: nn.Module, private: Private, z: Tensor) -> Iterator[None]:
-    """While open, the private module answers z; the gradient of its own parameters still flows."""
+    """Makes the private module return z; the gradient of its own parameters still flows."""
     if private.part != "module":
         yield
         return

@@ -1,4 +1,4 @@
-"""What runs can show: randomness, and records that depend on each other."""
+"""Checks by running the model: randomness, and records that depend on each other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _rounding(x: Tensor) -> float:
 
 
 def _first_change(before: Trace, after: Trace, rows: int, relative: float) -> str:
-    """The first module, innermost first, that gives other rows than before; loss_fn where none does."""
+    """Returns the first module, innermost first, that gives other rows than before; loss_fn where none does."""
     for (path, _, old), (_, _, new) in zip(before.calls, after.calls, strict=False):
         for a, b in zip(tree_leaves(old), tree_leaves(new), strict=False):
             if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() and b.dim()):
@@ -55,7 +55,7 @@ def check_randomness(model: nn.Module, first: Trace, second: Trace) -> None:
 
 
 def check_coupling(model: nn.Module, loss_fn: LossFn, few: Any, trace: Trace) -> None:
-    """Change the last record, then leave it out: the other losses must stay."""
+    """Checks that the other losses stay the same when the last record is changed, and when it is left out."""
     rest, relative = PROBE_RECORDS - 1, _rounding(trace.losses)
     changed = run(model, loss_fn, tree_map(_last_changed, few[0]), few[1])
     if not _close(trace.losses[:rest], changed.losses[:rest], relative):

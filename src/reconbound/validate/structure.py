@@ -1,4 +1,4 @@
-"""What can be told from the model alone: trainable parameters, batch statistics, dropout, kinks."""
+"""Checks of the model without data: trainable parameters, batch statistics, dropout, kinks."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ CHECKPOINTING = (
     "gradients and second derivatives do not go with: turn it off (model.gradient_checkpointing_disable()), and save "
     "memory with micro_batch"
 )
-#: What every floor of a model says that `check_batch` has not seen.
+#: The caveat of every floor of a model that `check_batch` has not checked.
 NOT_CHECKED = (
     "not checked: nothing has looked for kinks or jumps in this model (call reconbound.validate.check_batch with it "
     "once)"
 )
-#: What `check_batch` found of each model that it has seen.
+#: The caveats that `check_batch` found for each model.
 _CHECKED: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 
 LOSS = "loss_fn"  # stands for a module's path where the loss function is meant
 
 
 class ModelError(ValueError):
-    """The model, its loss or its data allow no statement about single records; the message says what to change."""
+    """Raised where the model, loss or data allow no statement about single records; the message says what to change."""
 
 
 class ReconboundWarning(UserWarning):
-    """The numbers can be computed, but what they promise is weaker than it looks; the message says why."""
+    """Warns that the numbers can be computed but promise less than it seems; the message says why."""
 
 
 class KinkWarning(ReconboundWarning):
-    """The gradient jumps with the input in `places`: floors of single records are not proved."""
+    """Warns that the gradient jumps with the input in `places`: floors of single records are not proved."""
 
     def __init__(self, message: str, places: str) -> None:
         super().__init__(message)
@@ -72,7 +72,7 @@ def label(model: nn.Module, path: str) -> str:
 
 
 def is_about_checkpointing(error: BaseException) -> bool:
-    """Says whether PyTorch complains of gradient checkpointing, in either of its modes."""
+    """Returns whether PyTorch complains of gradient checkpointing, in either of its modes."""
     return "use_reentrant" in str(error) or CHECKPOINTING in str(error)
 
 
@@ -99,8 +99,10 @@ def check_structure(model: nn.Module) -> None:
 
 
 def _check_hooks(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> None:
-    """Refuses hooks on gradients: single records' gradients are computed without them, so that what is trained and
-    measured would not be what they are for."""
+    """Refuses hooks on gradients.
+
+    Single records' gradients are computed without them, so that training and measuring would ignore them.
+    """
     parameters = {
         "_backward_hooks": "register_hook",
         "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
@@ -160,7 +162,7 @@ def kinked_modules(model: nn.Module) -> dict[str, str]:
 
 
 def kink_caveats(kinks: Mapping[str, str]) -> tuple[str, ...]:
-    """What every floor must say of a model with these kinks: nothing, or one sentence."""
+    """Returns the caveat of every floor of a model with these kinks: nothing, or one sentence."""
     if not kinks:
         return ()
     places = ", ".join(f"{what} at {place(path)}" for path, what in kinks.items())
@@ -168,13 +170,13 @@ def kink_caveats(kinks: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def precision_caveats(model: nn.Module, computed: Iterable[torch.dtype] = ()) -> tuple[str, ...]:
-    """Returns what every floor must say of a model that computes in half precision: nothing, or one sentence.
+    """Returns the caveat of every floor of a model that computes in half precision: nothing, or one sentence.
 
     The numbers are those of benchmarks/half_precision.py.
 
     Args:
-        model: the model; its parameters are looked at.
-        computed: dtypes of what it computed where it was run: under autocast only these show it.
+        model: the model; the dtypes of its parameters are read.
+        computed: dtypes of what it computed when it was run; under autocast only these show it.
 
     >>> precision_caveats(nn.Linear(2, 1))
     ()
@@ -191,18 +193,17 @@ def precision_caveats(model: nn.Module, computed: Iterable[torch.dtype] = ()) ->
 
 
 def remember_check(model: nn.Module, caveats: tuple[str, ...]) -> None:
-    """Remembers what a check found of a model, for the floors of every ledger that it feeds.
+    """Remembers the caveats that a check found, for the floors of every ledger of this model.
 
     Args:
         model: the model that was checked, or Opacus's wrapper of it.
-        caveats: what its floors must carry.
+        caveats: what must be stated with its floors.
     """
     _CHECKED[_network(model)] = caveats
 
 
 def known_caveats(model: nn.Module) -> tuple[str, ...]:
-    """Returns what floors of a model must carry: what its check found, or that there was none, with the kinks that its
-    modules show.
+    """Returns the caveats of a model's floors: what its check found, or that there was none, with the modules' kinks.
 
     Args:
         model: the model as it is now, or Opacus's wrapper of it.

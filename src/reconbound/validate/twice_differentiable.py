@@ -12,11 +12,12 @@ from torch.overrides import TorchFunctionMode
 
 
 class TwiceDifferentiable(TorchFunctionMode):
-    """Within it, functions whose second derivative PyTorch lacks are computed by others that have one.
+    """A mode in which functions whose second derivative PyTorch lacks are computed by others that have one.
 
     A bag of embeddings is the sum, mean or maximum of its rows; a transposed convolution with output_padding is the one
     without any padding, cut to size. (`F.embedding_bag` has no second derivative at all, that of a transposed
-    convolution with output_padding fails record by record.)"""
+    convolution with output_padding fails record by record.)
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -58,7 +59,7 @@ def _bag(
 
 
 def _in_rows(flat: Tensor, offsets: Tensor, weights: Tensor | None, last: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Bags that lie one after another as rows of the longest one's length, their weights, and which places are used."""
+    """Returns consecutive bags as rows of the longest one's length, their weights, and which places are used."""
     ends = offsets[1:] if last else torch.cat([offsets[1:], offsets.new_full((1,), flat.shape[0])])
     starts = offsets[:-1] if last else offsets
     places = starts[:, None] + torch.arange(flat.shape[0], device=flat.device)

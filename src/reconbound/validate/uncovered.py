@@ -1,4 +1,4 @@
-"""What floors for a module's output leave out: trained parameters whose gradient shows what went into the module."""
+"""Trained parameters that floors for a module's output leave out: their gradient shows what went into the module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def uncovered_caveats(model: nn.Module, loss_fn: LossFn, few: Any, private: Private | None) -> tuple[str, ...]:
-    """Returns what floors for a module's output must carry; nothing for other private parts.
+    """Returns the caveats of floors for a module's output; nothing for other private parts.
 
     Args:
         model: the model.
@@ -45,8 +45,8 @@ def warn_uncovered(caveats: tuple[str, ...]) -> None:
 def find_uncovered(problem: Problem, inputs: Any, targets: Any) -> list[str]:
     """Returns the trained parameters whose gradient changes with what goes into the private module, its output kept.
 
-    Other tokens (or values) are put in while the module answers as before: what changes sees them by another way than
-    the module's output. Inputs that do not go into the module are public and stay.
+    Other tokens (or values) are put in while the module returns the same output. A gradient that changes depends on
+    them by another way than the module's output. Inputs that do not go into the module are public and stay.
 
     Args:
         problem: the model, its loss and the private module.
@@ -75,7 +75,7 @@ def find_uncovered(problem: Problem, inputs: Any, targets: Any) -> list[str]:
 
 
 def _others(x: Tensor, fixed: int | None) -> list[Tensor]:
-    """Other values of the same kind: the records' own in another order; of tokens, padding stays where it is."""
+    """Returns other values of the same kind: the records' own in another order; padding tokens stay where they are."""
     if x.dtype == torch.bool:
         return [~x]
     if x.is_floating_point():
@@ -89,7 +89,7 @@ def _others(x: Tensor, fixed: int | None) -> list[Tensor]:
 
 
 def _gradients(problem: Problem, z: Tensor, inputs: Any, targets: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The gradient of the records' losses, each with a weight of its own, and what went into the private module."""
+    """Returns the gradient of the losses, each with its own weight, and what went into the private module."""
     given: list[Tensor] = []
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:

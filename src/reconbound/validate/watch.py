@@ -1,4 +1,4 @@
-"""A run of the model on a few records, watched: what each module got and gave, and the operations that matter."""
+"""A watched run of the model on a few records: each module's inputs and outputs, and the operations that matter."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def rows(tree: Any, rows: list[int]) -> Any:
 
 @dataclass
 class Trace:
-    """One watched run: the losses, what each module got and gave, and the operations that matter, by module path."""
+    """One watched run: the losses, each module's inputs and outputs, and the operations that matter, by module path."""
 
     losses: Tensor = field(default_factory=lambda: torch.empty(0))
     inputs: Any = None
@@ -76,7 +76,7 @@ class Trace:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes the operations that a run performs on tensors of the graph, with the module that performs them."""
+    """A mode that notes the operations of a run on tensors of the graph, with the module that performs them."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -99,7 +99,7 @@ class _Watch(TorchDispatchMode):
 
 
 def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
-    """Forward pass and losses, watched; inputs are fresh leaves, buffers are copies."""
+    """Runs the forward pass and the losses, watched; inputs are fresh leaves, buffers are copies."""
     trace = Trace(inputs=tree_map(leaf, inputs), buffers={name: b.clone() for name, b in model.named_buffers()})
     args, kwargs = arguments(trace.inputs)
     with recorded_calls(model, trace), disable_saved_tensors_hooks(CHECKPOINTING), _Watch(trace):
@@ -124,7 +124,7 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
 
 
 def _said_of_shapes(error: RuntimeError, model: nn.Module, trace: Trace, inputs: Any) -> str | None:
-    """Which module does not take what it is given, and a record's shape; None if PyTorch speaks of other matters."""
+    """Returns which module does not take its input, and a record's shape; None for other errors."""
     why = first_line(error)
     if not any(word in why for word in ("cannot be multiplied", "channels", "must match the size", "normalized_shape")):
         return None

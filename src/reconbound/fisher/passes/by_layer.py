@@ -1,14 +1,14 @@
-"""Per-record gradients of a batch, and products with their derivative in the private part: never a matrix of them.
+"""Per-record gradients of a batch, and products with their derivative in the private part, by a rule per layer.
 
-For each record of a batch, g = ∇_w ℓ(z; w) and J = ∂g/∂z. Two ways to the same small set of products:
+For each record of a batch, g = ∇_w ℓ(z; w) and J = ∂g/∂z. J is never formed. Two classes give the same products:
 
     LayerPass    a rule per layer, from the recorded inputs a and output gradients δ of every layer
     GenericPass  torch.func, for any module that it can differentiate (generic.py)
 
-In the layer way, ⟨g, v⟩ = Σ ⟨δ, layer(a; v)⟩ over the layers' uses, so that its derivatives in δ and in a are
-layer(a; v) and layerᵀ(δ; v): these seed one backward pass through the graph of (a, δ), and Jᵀv is what arrives at z. No
-graph is built for the products, no record × parameter array is formed unless it is the smaller one, and every v shares
-the graph.
+With layer rules, ⟨g, v⟩ = Σ ⟨δ, layer(a; v)⟩ over the layers' uses. Its derivatives in δ and in a are layer(a; v) and
+layerᵀ(δ; v). These seed one backward pass through the graph of (a, δ), and Jᵀv is what arrives at z. No graph is built
+for the products, every v shares the same graph, and a record × parameter array is formed only where it is the smaller
+one.
 """
 
 from __future__ import annotations
@@ -40,12 +40,17 @@ _CANCELS = 1024.0  # how far the places of a record may cancel in a float32 sum 
 
 
 class LayerPass:
-    """One forward and one backward pass, recorded; then every product by layer rules.
+    """One recorded forward and backward pass over a micro-batch; every product then follows from layer rules.
 
-    check: first run two records alone, to see that every layer's input has a row for each record, in their order; and
-        refuse gradients that do not depend on z.
-    measured: keep the graph, for products with J; without it there are norms and weighted sums alone.
-    sloped: also take ∇_z ℓ on the way.
+    Args:
+        problem: the model, the loss and the private part.
+        z: the private part of each record.
+        inputs: the model's inputs.
+        targets: what the loss takes.
+        check: first run two records without the others, to see that every layer's input has a row for each record, in
+            their order; and refuse gradients that do not depend on z.
+        measured: keep the graph, for products with J; without it there are only norms and weighted sums.
+        sloped: also take ∇_z ℓ on the way.
     """
 
     method: Literal["layers", "generic"] = "layers"
@@ -159,7 +164,7 @@ class LayerPass:
         return [[pair] for pair in zip(self.inputs, self.deltas, strict=True)]
 
     def _norms(self, squares: list[Tensor]) -> Tensor:
-        """Returns the norms, (B,). squares: of the weights whose gradients are not formed; the biases' are here."""
+        """Returns the norms, (B,). squares: of weights whose gradients are not formed; biases are added here."""
         self._form_biases()
         if self.formed:
             squares = [*squares, products.squares_above(*self.formed.values())]
@@ -170,10 +175,10 @@ class LayerPass:
         return products.rounded_above(total, self.dtype)
 
     def _find_cancelling(self, norms: Tensor) -> None:
-        """Finds the uses with a record whose places cancel so far that the other records' partial sums would round it.
+        """Finds the uses with a record whose places nearly cancel: the other records' partial sums would round it.
 
-        Of such a record the clip leaves sums over places of up to C · S/n, and a product over the whole batch rounds
-        them by what it has added up before: then one record would move the shares of all others.
+        The clip leaves such a record sums over places of up to C · S/n. A product over the whole batch rounds them by
+        the size of what it has added up before, so that one record would move the shares of all others.
         """
         if self.dtype == torch.float64 or not self.spreads or capturing(norms):
             return  # in float64, n ≥ S · 5e-8 by its error term; while capturing, see `_above`
@@ -186,7 +191,7 @@ class LayerPass:
                 self.formed[name] = self._bias_direction(uses, self._own_pairs())
 
     def _own_squares(self, name: str, uses: list[int]) -> Tensor | None:
-        """Keeps the weight's gradients, or returns squares not below theirs, (B,): whichever is less work."""
+        """Keeps the weight's gradients, or returns squares not below theirs, (B,), whichever is less work."""
         if len(uses) > 1:
             self.formed[name] = self._full(name, uses, self._own_pairs())
             return None
@@ -211,7 +216,7 @@ class LayerPass:
         return squares
 
     def _squared(self, pairs: list[list[Pair]]) -> Tensor:
-        """Squared norms of the gradients that pairs (a, δ) make, (B,)."""
+        """Returns the squared norms of the gradients that pairs (a, δ) make, (B,)."""
         found: list[Tensor] = []
         formed = [self._bias_direction(uses, pairs) for uses in self.bias_uses.values()]
         for name, uses in self.weight_uses.items():
@@ -232,10 +237,14 @@ class LayerPass:
     def _record_direction(
         self, pairs: list[list[Pair]], squares: list[Tensor] | None = None, *, moving: bool = False
     ) -> tuple[list[Any], list[Any]]:
-        """Seeds in δ and in a for a direction of each record's own: the sum of the gradients that pairs (a, δ) make.
+        """Returns seeds in δ and in a for each record's own direction: the sum of the gradients that pairs (a, δ) make.
 
-        squares: given where the pairs are the records' own. The gradients that are formed are then kept, and it takes
-            squares not below those of the others."""
+        Args:
+            pairs: the pairs (a, δ) of each use.
+            squares: given where the pairs are the records' own. The gradients that are formed are then kept, and
+                squares not below those of the others are appended to it.
+            moving: products Jv will follow.
+        """
         along_output: list[Tensor | None] = [None] * len(self.sites)
         along_input: list[Tensor | None] = [None] * len(self.sites)
         for name, uses in self.weight_uses.items():
@@ -263,8 +272,12 @@ class LayerPass:
     def _single(
         self, i: int, pairs: list[list[Pair]], along_output: list[Any], along_input: list[Any], own: bool, moving: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Seeds of a weight that is used once; the gradients, if forming them was the cheaper way, or else (own: of
-        the records' own pairs) squares not below those of their norms."""
+        """Sets the seeds of a weight that is used once.
+
+        Returns:
+            The gradients, if it was cheaper to form them; otherwise (own: of the records' own pairs) squares not below
+            those of their norms.
+        """
         site, rule, a, delta = self.sites[i], self.sites[i].rule, self.inputs[i], self.deltas[i]
         columns, rows = self._columns(i, a), rule.rows(delta)
         if moving:
@@ -316,7 +329,7 @@ class LayerPass:
         return torch.stack(each).sum(0)
 
     def _bias_direction(self, uses: list[int], pairs: list[list[Pair]]) -> Tensor:
-        """The bias gradients, (B, O). A pair (ȧ, δ) adds nothing: the bias does not meet the input."""
+        """Returns the bias gradients, (B, O). A pair (ȧ, δ) adds nothing: the bias does not meet the input."""
         each = [
             self.sites[i].rule.rows(self._wide(d)).sum(3).flatten(1)
             for i in uses
@@ -328,7 +341,7 @@ class LayerPass:
         return torch.stack(each).sum(0) if each else self.losses.new_zeros(len(self.losses), 1, dtype=self.dtype)
 
     def _pull(self, along_output: list[Any], along_input: list[Any], *, moving: bool = False) -> tuple[Tensor, Tensor]:
-        """Inner product with g, and the pull-back to z, of the direction whose seeds are given."""
+        """Returns the inner product with g, and the pull-back to z, of the direction whose seeds are given."""
         dots: list[Tensor] = []
         outputs: list[Tensor] = []
         seeds: list[Tensor] = []
@@ -355,13 +368,13 @@ class LayerPass:
         return total, pulled.detach()
 
     def _at_z(self, arrived: Tensor | None) -> Tensor:
-        """What arrived at z; nothing at all means that no gradient depends on it."""
+        """Returns what arrived at z, and refuses None: then no gradient depends on z."""
         if arrived is None and self.strict is not None:
             raise no_dependence(self.strict) if self.sites else no_gradient()
         return torch.zeros_like(self.z) if arrived is None else arrived
 
     def _moved_pairs(self, v: Tensor) -> list[list[Pair]]:
-        """Jv as pairs: the gradients made by (a, δ̇) and (ȧ, δ), the dots being derivatives along v.
+        """Returns Jv as pairs: the gradients made by (a, δ̇) and (ȧ, δ), the dots being derivatives along v.
 
         The pull-back is linear in its seeds, so its own derivative along v in the seeds is the push-forward of v.
         """
@@ -385,7 +398,7 @@ class LayerPass:
 
 @dataclass(frozen=True)
 class _Tangents:
-    """A pull-back as a function of its seeds: (site, whether in δ) of each, and what arrived at z."""
+    """A pull-back as a function of its seeds: (site, True if in δ) of each, and what arrived at z."""
 
     where: list[tuple[int, bool]]
     seeds: list[Tensor]
@@ -393,7 +406,7 @@ class _Tangents:
 
 
 def _output_gradients(losses: Tensor, at: Any, *, create_graph: bool, keep: bool) -> list[Tensor | None]:
-    """Returns the gradients of the summed losses at each. keep: others from the same graph will follow."""
+    """Returns the gradients of the summed losses at each tensor. keep: other gradients of this graph will follow."""
     if not at or not losses.requires_grad:
         return [None] * len(at)
     keep = keep or create_graph
@@ -401,7 +414,7 @@ def _output_gradients(losses: Tensor, at: Any, *, create_graph: bool, keep: bool
 
 
 def _backward(outputs: list[Tensor], z: Tensor, seeds: list[Tensor], *, create_graph: bool = False) -> Tensor | None:
-    """None: nothing leads from the outputs to z."""
+    """Returns the gradient at z, or None where nothing leads from the outputs to z."""
     if not outputs:
         return None
     (at_z,) = torch.autograd.grad(outputs, z, seeds, retain_graph=True, create_graph=create_graph, allow_unused=True)

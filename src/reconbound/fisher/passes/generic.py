@@ -1,4 +1,4 @@
-"""The products of gradients.py by torch.func, for any module that it can differentiate."""
+"""Products with per-record gradients and their Jacobians by torch.func, for any module that it can differentiate."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from reconbound.validate.private import Inputs, Problem, batch_rows
 
 @cache
 def load_forward_mode() -> None:
-    """PyTorch loads its forward-mode rules at first use and warns of its own use of torch.jit there: not our affair."""
+    """Loads PyTorch's forward-mode rules.
+
+    PyTorch loads them at first use and then warns of its own use of torch.jit. That warning is suppressed.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
 
 
 class GenericPass:
-    """torch.func over single records: slower, and right for whatever it can differentiate."""
+    """A pass by torch.func over single records: slower than layer rules, correct for all it can differentiate."""
 
     method: Literal["layers", "generic"] = "generic"
 
@@ -88,7 +91,7 @@ class GenericPass:
         }
 
     def _check_dependence(self) -> None:
-        """With every trainable parameter replaced, nothing may still lead to one; and no layer may be fused."""
+        """Checks that the loss depends on no parameter that was not replaced, and that no layer is fused."""
         for name, module in self.problem.model.named_modules():
             if isinstance(module, torch.nn.RNNBase | torch.nn.RNNCellBase):
                 raise ValueError(
@@ -104,7 +107,7 @@ class GenericPass:
                 )
 
     def _check_private(self) -> None:
-        """The gradient of a record must depend on its private part, and there must be one; two records, two losses."""
+        """Checks, on up to two records, that each has a loss and that its gradient depends on its private part."""
         one = batch_rows((self.z, *self.public), slice(0, 1))
         z, inputs, targets = tree_map(lambda t: torch.cat([t, t]) if isinstance(t, Tensor) else t, one)
         z = z.detach().requires_grad_()
@@ -129,7 +132,7 @@ class GenericPass:
         return gradient_and_loss(self.params)
 
     def _pull(self, z: Tensor, public: Any, direction: Params) -> Any:
-        """Jᵀ·direction: the derivative in w of ∇_z ℓ (forward), or the pull-back of z ↦ ∇_w ℓ (reverse)."""
+        """Returns Jᵀ·direction: the derivative in w of ∇_z ℓ (forward), or the pull-back of z ↦ ∇_w ℓ (reverse)."""
         if self.route == "forward":
             slope = lambda w: grad(lambda z: self._loss(w, z, public))(z)  # noqa: E731
             with _ForwardModeGuard():
@@ -137,7 +140,10 @@ class GenericPass:
         return self._reverse(z, public)(dict(direction))[0]
 
     def _push(self, z: Tensor, public: Any, v: Tensor) -> Any:
-        """Jv. In reverse mode alone it is the pull-back of the pull-back, which is linear in what it pulls."""
+        """Returns Jv.
+
+        In the reverse route it is the pull-back of the pull-back, which is linear in what it pulls.
+        """
         if self.route == "forward":
             return jvp(lambda z: self._gradient(z, public)[0], (z,), (v,))[1]
         pull = self._reverse(z, public)
@@ -147,13 +153,13 @@ class GenericPass:
         return vjp(lambda z: self._gradient(z, public)[0], z)[1]
 
     def _each(self, function: Any, *args: Any) -> Any:
-        """vmap over records of function(z, public, ...)."""
+        """Maps function(z, public, ...) over records by vmap."""
         dims = tree_map(lambda t: 0 if isinstance(t, Tensor) else None, self.public)
         return vmap(function, in_dims=(0, dims, *(0,) * (len(args) - 1)))(args[0], self.public, *args[1:])
 
 
 def _rows(each: Tensor) -> Tensor:
-    """A row for each record, (B, ...) → (B, p); of a parameter that is one number, (B,) → (B, 1)."""
+    """Returns a row for each record, (B, ...) → (B, p); for a parameter that is one number, (B,) → (B, 1)."""
     return each.unsqueeze(-1).flatten(1)
 
 

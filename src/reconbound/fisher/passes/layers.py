@@ -1,4 +1,4 @@
-"""A rule per layer: how a linear map's weight meets its input, seen record by record.
+"""Rules per layer: how the weight of a linear map meets its input, record by record.
 
 Every known layer computes, for a record, o = W·a + b with some linear layout. In one common form, with groups g:
 
@@ -8,7 +8,7 @@ Every known layer computes, for a record, o = W·a + b with some linear layout. 
 L counts the places at which a weight is used within a record (pixels, tokens). A Linear has g = 1; a Conv has patches
 for columns; LayerNorm and GroupNorm have one group per weight with K = O = 1 (A is the normalised input); an Embedding
 has one-hot columns, kept as indices. Products with G cost either O·K per place (G is formed) or L per place (it is not:
-the "ghost" way), whichever is less.
+"ghost" products), whichever is less.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FEW_CHANNELS = 4  # on a CPU a matrix product and adding patches back beats the
 
 @dataclass(frozen=True)
 class LinearRule:
-    """nn.Linear with any number of middle dimensions: a (B, ..., in), δ (B, ..., out)."""
+    """Rule of nn.Linear with any number of middle dimensions: a (B, ..., in), δ (B, ..., out)."""
 
     def columns(self, a: Tensor) -> Tensor:
         return a.reshape(a.shape[0], 1, -1, a.shape[-1]).transpose(2, 3)
@@ -63,7 +63,7 @@ class LinearRule:
         return delta @ weight
 
     def total(self, a: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
-        """The weight gradient summed over the batch."""
+        """Returns the weight gradient summed over the batch."""
         return delta.reshape(-1, delta.shape[-1]).T @ a.reshape(-1, a.shape[-1])
 
     def bias(self, bias: Tensor, output: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class LinearRule:
 
 @dataclass(frozen=True)
 class ConvRule:
-    """nn.Conv1d, 2d, 3d with stride, zero padding, dilation and groups (other paddings are applied to the input)."""
+    """Rule of nn.Conv1d, 2d, 3d with stride, zero padding, dilation, groups (other padding is applied to the input)."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -85,7 +85,7 @@ class ConvRule:
         return len(self.kernel)
 
     def columns(self, a: Tensor) -> Tensor:
-        """Patches by views (F.unfold would launch one CUDA kernel per record): (B, g, C/g · kernel, places)."""
+        """Returns patches as views, (B, g, C/g · kernel, places). F.unfold would launch one CUDA kernel per record."""
         r = self.rank
         if r == 2 and patches.takes(a, self.dilation, self._patch_numbers(a.shape)):
             found = patches.patches(a.reshape(-1, 1, *a.shape[2:]), *self._pairs())
@@ -101,7 +101,7 @@ class ConvRule:
         return delta.reshape(delta.shape[0], self.groups, delta.shape[1] // self.groups, -1)
 
     def from_columns(self, columns: Tensor, shape: torch.Size) -> Tensor:
-        """The transpose of columns: add every patch back where it came from, one kernel offset at a time."""
+        """Returns the transpose of `columns`: adds every patch back where it came from, one kernel offset at a time."""
         if self.rank == 2 and patches.takes(columns, self.dilation, columns.numel()):
             images = (shape[0] * shape[1], 1, shape[2], shape[3])
             return patches.added_patches(columns, images, *self._pairs()).reshape(shape)
@@ -128,14 +128,17 @@ class ConvRule:
 
     @property
     def interleaves(self) -> bool:
-        """Whether whole blocks of stride × stride patches' pixels fall on whole blocks: F.fold is slower at that."""
+        """Returns whether patches consist of whole blocks of stride × stride pixels. F.fold is slower in that case."""
         if self.rank != 2 or set(self.dilation) != {1} or min(self.stride) < 2:
             return False
         blocks = [k / s for k, s in zip(self.kernel, self.stride, strict=True)]
         return all(b == int(b) for b in blocks) and math.prod(blocks) <= _MANY_OFFSETS
 
     def from_interleaved(self, columns: Tensor, shape: torch.Size) -> Tensor:
-        """from_columns by blocks: pixel (i, j) of a patch lies in block (i // stride, j // stride) at a fixed place."""
+        """Computes `from_columns` by blocks.
+
+        Pixel (i, j) of a patch lies in block (i // stride, j // stride) at a fixed place.
+        """
         (down, right), (s, r), (n, m) = self.kernel, self.stride, self._places(shape)
         down, right = down // s, right // r
         high, wide = (-(-(size + 2 * p) // step) for size, p, step in zip(shape[2:], self.padding, (s, r), strict=True))
@@ -150,7 +153,7 @@ class ConvRule:
         return whole[:, :, up : up + shape[2], left : left + shape[3]]
 
     def _spread_by_convolution(self, columns: Tensor, shape: torch.Size, places: tuple[int, ...]) -> Tensor:
-        """from_columns as one transposed convolution with a one-hot weight: one launch in the place of many."""
+        """Computes `from_columns` as one transposed convolution with a one-hot weight: one launch instead of many."""
         size = math.prod(self.kernel)
         hot = torch.eye(size, dtype=columns.dtype, device=columns.device).reshape(size, 1, *self.kernel)
         flat = columns.reshape(shape[0] * shape[1], size, *places)
@@ -176,7 +179,7 @@ class ConvRule:
 
     @property
     def turns(self) -> bool:
-        """Whether the transpose is itself such a convolution, with the kernel turned round: cuDNN is faster at that."""
+        """Returns whether the transpose is itself a convolution with a reversed kernel. cuDNN is faster at that."""
         spans = zip(self.kernel, self.padding, self.dilation, strict=True)
         return self.groups == 1 and set(self.stride) == {1} and all(p <= d * (k - 1) for k, p, d in spans)
 
@@ -190,7 +193,7 @@ class ConvRule:
         return _FORWARD[self.rank](delta, turned, None, 1, self._turned().padding, self.dilation)
 
     def transpose_records(self, weights: Tensor, delta: Tensor, shape: torch.Size) -> Tensor:
-        """The transpose with a weight (B, g, O, K) of each record's own."""
+        """Returns the transpose with a different weight for each record, (B, g, O, K)."""
         if delta.is_cuda and self.turns and shape[1] >= _MANY_CHANNELS:
             return self.turned_transpose_records(weights, delta, shape)
         return self.from_columns(weights.transpose(2, 3) @ self.rows(delta), shape)
@@ -201,10 +204,10 @@ class ConvRule:
         return (turned @ self._turned().columns(delta)).reshape(shape)
 
     def total(self, a: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
-        """The weight gradient summed over the batch.
+        """Returns the weight gradient summed over the batch.
 
-        On CUDA as a product of matrices: cuDNN may sum it by a Fourier transform, whose rounding is not bounded by
-        what is summed (of 64 channels with a 5 × 5 kernel, 87 times the gradient where an input of 1e6 meets δ = 0).
+        On CUDA it is a product of matrices: cuDNN may sum it by a Fourier transform, whose rounding is not bounded by
+        what is summed (for 64 channels with a 5 × 5 kernel, 87 times the gradient where an input of 1e6 meets δ = 0).
         """
         if delta.is_cuda:
             return torch.einsum("bgol,bgkl->gok", self.rows(delta), self.columns(a)).reshape(weight.shape)
@@ -228,7 +231,7 @@ class ConvRule:
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """The affine part of LayerNorm (weight over the last dimensions) or GroupNorm (weight over dimension 1)."""
+    """Rule of the affine part of LayerNorm (weight over the last dimensions) or GroupNorm (weight over dimension 1)."""
 
     channels_first: bool
     weight_dims: int
@@ -268,7 +271,7 @@ class ScaleRule:
 
 @dataclass(frozen=True)
 class EmbeddingRule:
-    """nn.Embedding: a holds indices (B, ...); the columns are one-hot and stay indices, (B, 1, L)."""
+    """Rule of nn.Embedding: a holds indices (B, ...); the columns are one-hot and stay indices, (B, 1, L)."""
 
     padding_idx: int | None
 
@@ -297,7 +300,7 @@ class EmbeddingRule:
         raise AssertionError("an embedding has no bias")
 
     def keep(self, a: Tensor) -> Tensor | None:
-        """1 where the weight is used, 0 at the padding index, whose row gets no gradient."""
+        """Returns 1 where the weight is used and 0 at the padding index, whose row gets no gradient."""
         return None if self.padding_idx is None else (a != self.padding_idx).unsqueeze(-1)
 
 

@@ -1,6 +1,7 @@
-"""Patches of images on CUDA, and their transpose, by one Triton kernel each, faster than PyTorch's own ways.
+"""Patches of images on CUDA, and their transpose, by one Triton kernel each, which is faster than PyTorch's functions.
 
-Triton comes with PyTorch's CUDA builds; where it is missing, those ways are used."""
+Triton comes with PyTorch's CUDA builds; where it is missing, PyTorch's functions are used.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ if triton is not None:
         inner: tl.constexpr,
         block: tl.constexpr,
     ):
-        """target[n, ky, kx, m, y, x] = source[n, m, down y + ky − pad, right x + kx − pad], zero outside."""
+        """Sets target[n, ky, kx, m, y, x] = source[n, m, down y + ky − pad, right x + kx − pad], zero outside."""
         i = tl.program_id(0) * block + tl.arange(0, block)
         x = i % columns
         rest = i // columns
@@ -74,7 +75,7 @@ if triton is not None:
         inner: tl.constexpr,
         block: tl.constexpr,
     ):
-        """target[n, m, v, u] = Σ source[n, ky, kx, m, y, x] over down y + ky − pad = v, right x + kx − pad = u."""
+        """Sets target[n, m, v, u] = Σ source[n, ky, kx, m, y, x] over down y + ky − pad = v, right x + kx − pad = u."""
         i = tl.program_id(0) * block + tl.arange(0, block)
         u = i % width + pad_columns
         rest = i // width
@@ -95,13 +96,26 @@ if triton is not None:
 
 
 def takes(a: Tensor, dilation: tuple[int, ...], numbers: int) -> bool:
-    """Whether the kernels can do it: CUDA, no dilation, no graph to build, and so many numbers that one launch can."""
+    """Returns whether the kernels apply: CUDA, no dilation, no graph to build, and a size that one launch can do.
+
+    Args:
+        a: the tensor to work on.
+        dilation: the convolution's dilation.
+        numbers: n, how many numbers the kernel writes.
+    """
     plain = set(dilation) == {1} and not (a.requires_grad and torch.is_grad_enabled())
     return triton is not None and a.is_cuda and plain and 0 < numbers < 2**31
 
 
 def patches(a: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
-    """The patches of images a (N, M, H, W) that meet a kernel: (N, kernel rows, kernel columns, M, rows, columns)."""
+    """Returns the patches of images that meet a kernel: (N, kernel rows, kernel columns, M, rows, columns).
+
+    Args:
+        a: images, (N, M, H, W).
+        kernel: rows and columns of the kernel.
+        stride: its stride.
+        padding: its zero padding.
+    """
     a = a.contiguous()
     (n, m, height, width), (rows, columns) = a.shape, places(a.shape[2:], kernel, stride, padding)
     out = torch.empty(n, *kernel, m, rows, columns, dtype=a.dtype, device=a.device)
@@ -112,7 +126,15 @@ def patches(a: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
 
 
 def added_patches(columns: Tensor, shape: tuple[int, ...], kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
-    """The transpose of `patches`: every patch added back to the images of that shape, (N, M, H, W)."""
+    """Returns the transpose of `patches`: every patch added back to the images, (N, M, H, W).
+
+    Args:
+        columns: patches, as `patches` returns them.
+        shape: (N, M, H, W) of the images.
+        kernel: rows and columns of the kernel.
+        stride: its stride.
+        padding: its zero padding.
+    """
     out = torch.empty(shape, dtype=columns.dtype, device=columns.device)
     launch: Any = _add_patches
     at = places(shape[2:], kernel, stride, padding)
@@ -122,6 +144,6 @@ def added_patches(columns: Tensor, shape: tuple[int, ...], kernel: Pair, stride:
 
 
 def places(size: tuple[int, ...], kernel: Pair, stride: Pair, padding: Pair) -> Pair:
-    """Rows and columns of the places at which a kernel meets images of that size (H, W)."""
+    """Returns the number of rows and columns of places at which a kernel meets images of size (H, W)."""
     rows, columns = ((size[i] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in (0, 1))
     return rows, columns

@@ -1,4 +1,4 @@
-"""Products with the weight gradients of single records, G = D Aᵀ, formed or not: whichever is less (layers.py)."""
+"""Products with the weight gradients of single records, G = D Aᵀ, formed or not, whichever is less work (layers.py)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SMALL = 8192  # on CUDA a gradient of so few numbers is formed: cuDNN sums thos
 
 
 def precise(values: Tensor) -> Tensor:
-    """Returns numbers in float64, in which products of float32 numbers are exact; indices as they are."""
+    """Returns numbers in float64, in which products of float32 numbers are exact; indices are unchanged."""
     return values.double() if values.is_floating_point() else values
 
 
 def gram(first: Tensor, second: Tensor) -> Tensor:
-    """Returns the inner products of columns in float64, (B, g, L₁, L₂); of indices: True where they are equal.
+    """Returns the inner products of columns in float64, (B, g, L₁, L₂); for indices, True where they are equal.
 
     In float32 the sums that follow would cancel to nothing where the places of a record nearly cancel.
     """
@@ -45,7 +45,7 @@ def gram(first: Tensor, second: Tensor) -> Tensor:
 def combined(vectors: Tensor, of_pairs: Tensor) -> Tensor:
     """Returns vectors (B, g, K, L₁) combined by a Gram matrix (B, g, L₁, L₂), in the precision of the vectors.
 
-    What follows takes differences between places: where there are several, they must come in float64.
+    Later steps take differences between places. Where there are several places, the vectors must be in float64.
     """
     if vectors.shape[-1] == 1 and of_pairs.shape[-1] == 1:
         return vectors * of_pairs.to(vectors.dtype)
@@ -65,7 +65,7 @@ def squares(*gradients: Tensor) -> Tensor:
 
 
 def _in_float64(values: Tensor) -> bool:
-    """Whether `squares` turns these numbers into float64. Of many numbers that takes up to 40 times as long."""
+    """Returns whether `squares` converts these numbers to float64, which takes up to 40 times as long for many."""
     return values.dtype == torch.float64 or values.numel() < (_FEW_ON_CUDA if values.is_cuda else _FEW_ON_CPU)
 
 
@@ -119,7 +119,7 @@ def _squares_rounding(*gradients: Tensor) -> float:
 
 
 def _underflow(values: Tensor, numbers: int) -> float:
-    """Returns what `squares` may lose of so many numbers whose squares are too small: float64 has room for float32."""
+    """Returns what `squares` may lose of n numbers whose squares are too small: float64 has room for float32."""
     if values.dtype != torch.float64 and _in_float64(values):
         return 0.0
     return numbers * torch.finfo(values.dtype).tiny
@@ -177,11 +177,16 @@ def gram_squares_above(of_columns: Tensor, of_rows: Tensor, width: int, rounding
 
 
 def sum_rounding(places: int, like: Tensor, *, convolution: bool) -> float:
-    """Returns r with ‖fl(D Aᵀ) − D Aᵀ‖ ≤ r Σ_l ‖a_l‖ ‖δ_l‖ for a product summed over so many places, in any order.
+    """Returns r with ‖fl(D Aᵀ) − D Aᵀ‖ ≤ r Σ_l ‖a_l‖ ‖δ_l‖ for a product summed over n places, in any order.
 
     Each place is rounded once as it is weighted, once as it is multiplied and once as it is added, and where the
     hardware shortens its factors (TF32, bfloat16) once more for each of the two. (On CUDA a convolution's sum is a
     product of matrices too.)
+
+    Args:
+        places: n, the number of places.
+        like: a tensor with the product's dtype and device.
+        convolution: whether a convolution makes the product.
     """
     unit = torch.finfo(like.dtype).eps
     return (places + 4) * unit + 2.0 * _shortening(like, convolution=convolution)
@@ -205,7 +210,7 @@ def _shortening(like: Tensor, *, convolution: bool) -> float:
 
 
 def forms_gradient(columns: Tensor, rows: Tensor, places: int) -> bool:
-    """Whether it is cheaper to form G (O·K numbers) than the Gram matrices of L × L places, in float64."""
+    """Returns whether it is cheaper to form G (O·K numbers) than the Gram matrices of L × L places, in float64."""
     if not columns.is_floating_point():
         return False
     k, o = columns.shape[2], rows.shape[2]
@@ -215,14 +220,14 @@ def forms_gradient(columns: Tensor, rows: Tensor, places: int) -> bool:
 
 
 def record_gradients(columns: Tensor, rows: Tensor) -> Tensor:
-    """G = D Aᵀ for every record: (B, g, O, K)."""
+    """Returns G = D Aᵀ for every record: (B, g, O, K)."""
     if columns.shape[2] == 1 and rows.shape[2] == 1:
         return (rows * columns).sum(3, keepdim=True)
     return rows @ columns.transpose(2, 3)
 
 
 def summed_gradients(factors: list[Pair]) -> Tensor:
-    """The sum of the gradients that several pairs (columns, rows) make."""
+    """Returns the sum of the gradients that several pairs (columns, rows) make."""
     total = record_gradients(*factors[0])
     for columns, rows in factors[1:]:
         if columns.shape[2] == 1 and rows.shape[2] == 1:
@@ -233,7 +238,7 @@ def summed_gradients(factors: list[Pair]) -> Tensor:
 
 
 def full_gradients(rule: Rule, a: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
-    """The weight gradient of every record in the weight's own layout, (B, *weight.shape)."""
+    """Returns the weight gradient of every record in the weight's own layout, (B, *weight.shape)."""
     if isinstance(rule, EmbeddingRule):
         index = a.reshape(a.shape[0], -1, 1).expand(-1, -1, weight.shape[1])
         zeros = delta.new_zeros(a.shape[0], *weight.shape)
@@ -242,7 +247,7 @@ def full_gradients(rule: Rule, a: Tensor, delta: Tensor, weight: Tensor) -> Tens
 
 
 def apply_each(rule: Rule, a: Tensor, weights: Tensor, like: Tensor) -> Tensor:
-    """The layer with a weight of its own for every record, (B, *weight.shape); like has the output's shape."""
+    """Applies the layer with a different weight for every record, (B, *weight.shape); like has the output's shape."""
     if isinstance(rule, EmbeddingRule):
         index = a.reshape(a.shape[0], -1, 1).expand(-1, -1, weights.shape[2])
         return weights.gather(1, index).reshape(like.shape)
@@ -252,7 +257,7 @@ def apply_each(rule: Rule, a: Tensor, weights: Tensor, like: Tensor) -> Tensor:
 
 
 def transpose_each(rule: Rule, delta: Tensor, weights: Tensor, like: Tensor) -> Tensor:
-    """The transpose of apply_each in its input; like has the input's shape."""
+    """Applies the transpose of `apply_each` in its input; like has the input's shape."""
     rows = rule.rows(delta)
     matrices = weights.reshape(weights.shape[0], rows.shape[1], rows.shape[2], -1)
     if isinstance(rule, ConvRule):

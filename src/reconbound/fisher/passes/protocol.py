@@ -1,4 +1,4 @@
-"""What the information of a step needs to know of a micro-batch: the products that the passes over it give."""
+"""The products over a micro-batch that the information of a step is computed from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Route = Literal["reverse", "forward"]
 
 
 class Pass(Protocol):
-    """What the information of a step needs to know of one micro-batch."""
+    """The products that a pass over one micro-batch provides."""
 
     method: Literal["layers", "generic"]
     losses: Tensor
@@ -30,19 +30,22 @@ class Pass(Protocol):
         """Returns the norms and Jᵀg, of z's shape. moving: products Jv will follow."""
 
     def slope(self) -> Tensor:
-        """∇_z ℓ, of z's shape."""
+        """Returns ∇_z ℓ, of z's shape."""
 
     def output_slope(self) -> Tensor | None:
-        """∇_z ½‖f − mean f‖² of a record's outputs f, of z's shape, if the outputs are a tensor with a row for each."""
+        """Returns ∇_z ½‖f − mean f‖² of a record's outputs f, of z's shape.
+
+        Returns None if the outputs are not a tensor with a row for each record.
+        """
 
     def probe(self, direction: Params) -> tuple[Tensor, Tensor]:
-        """⟨g, u⟩, (B,), and Jᵀu, of z's shape, for one direction u in parameter space, shared by the batch."""
+        """Returns ⟨g, u⟩, (B,), and Jᵀu, of z's shape, for one direction u in parameter space, shared by the batch."""
 
     def moved(self, v: Tensor) -> Tensor:
         """Returns ‖Jv‖² for each record, (B,), in float64, for a direction v of z's shape."""
 
     def normal(self, v: Tensor) -> Tensor:
-        """JᵀJv, of z's shape."""
+        """Returns JᵀJv, of z's shape."""
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         """Returns Σ_i weights_i g_i, by parameter name, in float32 or wider."""
@@ -63,5 +66,5 @@ def zero_sums(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def trainable(problem: Problem) -> dict[str, Tensor]:
-    """The parameters whose gradients are released, by name; a shared one once."""
+    """Returns the parameters whose gradients are released, by name; a shared one once."""
     return {name: p for name, p in problem.model.named_parameters() if p.requires_grad}

@@ -1,9 +1,9 @@
-"""Records how a model uses its parameters: which known layer function meets which parameter, on what input.
+"""Records how a model uses its parameters: which known function is called with which parameter, on which input.
 
 The rules are tied to the functions (F.linear, F.conv2d, ...), not to modules: a layer called twice, a weight shared by
-two layers, a subclass with its own forward or a weight used by hand are all seen for what they are. Each recorded use
-computes with the parameter DETACHED, so that whatever still ties the loss to a trainable parameter is a use that no
-rule covers.
+two layers, a subclass with its own forward or a weight used by hand are all recorded. Each recorded use
+computes with the parameter DETACHED, so that any remaining path from the loss to a trainable parameter is a use that
+no rule covers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()  # what c
 
 
 class NotCovered(Exception):
-    """The layer rules do not cover this model; the message says why."""
+    """Raised where the layer rules do not cover a model; the message says why."""
 
 
 @dataclass
@@ -47,14 +47,14 @@ class Site:
 
 @dataclass
 class Alone:
-    """What a record gives in a batch of another size: the uses of the layers, and its loss."""
+    """The layers' uses and the loss of a record in a batch of another size."""
 
     sites: list[Site]
     loss: Tensor
 
 
 class Recorder(TorchFunctionMode):
-    """While active, every use of the named parameters by a known function is appended to sites."""
+    """A mode in which every use of the named parameters by a known function is appended to sites."""
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Recorder(TorchFunctionMode):
         return None if param is None else self.names.get(id(param))
 
     def constant(self, param: Tensor | None) -> Any:
-        """The parameter, detached if it is one whose gradient is taken from the record of its uses."""
+        """Returns the parameter, detached if its gradient is taken from the recorded uses."""
         return param if param is None or self.name(param) is None else param.detach()
 
     def add(self, rule: Rule, a: Tensor, output: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -157,7 +157,7 @@ def _avg_pool2d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor | None:
-    """Nothing to record, but cheaper to differentiate on CUDA."""
+    """Replaces average pooling by a form that is cheaper to differentiate on CUDA; records nothing."""
     plain = set(_each(padding, 2)) == {0} and not ceil_mode and divisor_override is None
     if not (plain and input.is_cuda):
         return None
@@ -217,7 +217,7 @@ _KNOWN: dict[Any, Callable[..., Tensor | None]] = {
 def recorded(
     problem: Problem, params: Mapping[str, Tensor], z: Tensor, inputs: Inputs, targets: Any
 ) -> tuple[Tensor, Any, list[Site]]:
-    """The losses, the outputs and every use of these parameters, in one forward pass."""
+    """Returns the losses, the outputs and every use of these parameters, from one forward pass."""
     recorder = Recorder(params)
     with recorder:
         losses, outputs = problem.losses_and_outputs(z, inputs, targets)
@@ -227,10 +227,10 @@ def recorded(
 def record_alone(
     problem: Problem, params: Mapping[str, Tensor], z: Tensor, inputs: Inputs, targets: Any
 ) -> dict[int, Alone]:
-    """Returns what the first and the last record of a batch give, each in a batch of another size, by row.
+    """Returns, by row, the uses and the loss of a batch's first and last record, each in a batch of another size.
 
-    That size must show in the first dimension of every layer's input, or it does not count records. Not again while a
-    CUDA graph is captured of what has been run before: the runs would be replayed with the graph.
+    That size must show in the first dimension of every layer's input; otherwise that dimension does not count records.
+    This is not repeated while a CUDA graph is captured: the runs would be replayed with the graph.
     """
     done = _CHECKED.setdefault(problem.model, set())
     key = (tuple(z.shape[1:]), problem.private.part, problem.private.name)
@@ -257,9 +257,9 @@ def record_alone(
 
 
 def check_order(sites: list[Site], losses: Tensor, alone: Mapping[int, Alone]) -> None:
-    """Raises NotCovered unless a record's row of each layer's input, and its loss, are as they are without the others.
+    """Raises NotCovered unless a record's row of each layer's input, and its loss, are the same without the others.
 
-    Values that are nearly those of another record show nothing: see `check_rows_own`.
+    This proves nothing where two records have nearly the same values: see `check_rows_own`.
     """
     for row, own in alone.items():
         if len(own.sites) != len(sites):
@@ -301,7 +301,7 @@ def check_rows_own(losses: Tensor, sites: list[Site], deltas: list[Tensor | None
 
 
 def check_covered(losses: Tensor, sites: list[Site], params: Mapping[str, Tensor]) -> None:
-    """Raise NotCovered if the loss depends on a trainable parameter in a way that was not recorded."""
+    """Raises NotCovered if the loss depends on a trainable parameter in a way that was not recorded."""
     for site in sites:
         if site.a._version != site.version:
             raise NotCovered(f"the input of {site.weight or site.bias} is changed in place after its use")
@@ -331,7 +331,7 @@ def _in_two_roles(sites: list[Site]) -> set[str]:
 
 
 def check_leading(sites: list[Site], records: int) -> None:
-    """Raise NotCovered unless the first dimension of every recorded input counts records."""
+    """Raises NotCovered unless the first dimension of every recorded input counts records."""
     for site in sites:
         if site.a.dim() < 1 or site.a.shape[0] != records:
             shape = tuple(site.a.shape)
@@ -341,7 +341,7 @@ def check_leading(sites: list[Site], records: int) -> None:
 
 
 def _transformed() -> bool:
-    """Whether a torch.func transform or forward-mode differentiation is under way inside the model."""
+    """Returns whether a torch.func transform or forward-mode differentiation is under way inside the model."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 

@@ -1,8 +1,8 @@
-"""Functions in a form that can be differentiated twice, and cheaply: convolutions, average pooling, embedding bags.
+"""Convolutions and average pooling in a form that is cheap to differentiate twice.
 
-PyTorch's own double backward of a convolution also computes the weight's part, which nothing here needs and which is by
-far the dearest; and its backward of an average pooling is, on CUDA, several times slower than the same thing written as
-a spreading (windows side by side) or as another pooling (stride 1).
+PyTorch's own double backward of a convolution also computes the weight's part, which is not needed here and is by far
+the most expensive. Its backward of an average pooling is, on CUDA, several times slower than the same operation
+written as a spreading (windows side by side) or as another pooling (stride 1).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _transposed: Callable[..., Any] = _ConvolveTransposed.apply
 
 
 def convolve(a: Tensor, weight: Tensor, rule: ConvRule) -> Tensor:
-    """A convolution with a constant weight, cheap to differentiate twice in its input."""
+    """Convolves with a constant weight, cheap to differentiate twice in the input."""
     output: Tensor = _convolved(a, weight, rule)
     return output
 
@@ -86,20 +86,20 @@ _unpooled: Callable[..., Any] = _PoolTransposed.apply
 
 
 def poolable(shape: torch.Size, kernel: Pair, stride: Pair) -> bool:
-    """Whether unpool can do it: windows side by side that fill the image, or windows at every place."""
+    """Returns whether `unpool` applies: windows side by side that fill the image, or windows at every place."""
     if len(shape) != 4 or shape[2] < kernel[0] or shape[3] < kernel[1]:
         return False
     return stride == (1, 1) or (stride == kernel and shape[2] % kernel[0] == 0 and shape[3] % kernel[1] == 0)
 
 
 def pool(a: Tensor, kernel: Pair, stride: Pair) -> Tensor:
-    """Average pooling, cheap to differentiate twice on CUDA; only where poolable."""
+    """Computes average pooling, cheap to differentiate twice on CUDA; only where `poolable`."""
     output: Tensor = _pooled(a, kernel, stride)
     return output
 
 
 def unpool(delta: Tensor, kernel: Pair, stride: Pair, shape: torch.Size) -> Tensor:
-    """The transpose of average pooling: every window's share back to its places."""
+    """Applies the transpose of average pooling: spreads every window's share over its places."""
     if stride == (1, 1):
         rows, columns = kernel[0] - 1, kernel[1] - 1
         return average(F.pad(delta, (columns, columns, rows, rows)), kernel, stride)
@@ -108,7 +108,7 @@ def unpool(delta: Tensor, kernel: Pair, stride: Pair, shape: torch.Size) -> Tens
 
 
 def average(a: Tensor, kernel: Pair, stride: Pair) -> Tensor:
-    """Average pooling; windows of two by two at every place by two passes, which PyTorch's kernel is slower than."""
+    """Computes average pooling; 2 × 2 windows at every place in two passes, which is faster than PyTorch's kernel."""
     if stride != (1, 1) or kernel != (2, 2):
         return F.avg_pool2d(a, kernel, stride)
     across = torch.lerp(a[..., 1:], a[..., :-1], 0.5)
