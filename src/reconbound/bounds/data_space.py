@@ -1,4 +1,4 @@
-"""The data space, where records can lie: a box, or a ball and the box in it. Proofs: docs/theory/any_attacker.md 6.6."""
+"""The data space, where records can lie: a box, or a ball and the box in it (docs/theory/any_attacker.md 6.6)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Floors for an attacker without bias, at each record.
 
 Theorem 1 (from order-2 Rényi DP) and Theorem 2 (from Fisher information) of Guo et al. 2022, the floor by position, and
-the all-corners floor (ours, docs/theory/floors.md 5 section 5).
+the all-corners floor (ours, docs/theory/floors.md 5).
 """
 
 from __future__ import annotations

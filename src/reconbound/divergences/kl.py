@@ -34,7 +34,7 @@ def kl_poisson(m: float, sample_rate: float) -> float:
         m: largest clipped gradient norm over the noise's standard deviation on the sum.
         sample_rate: q, each record's chance to be in the batch.
 
-    Guarantee: an upper bound over all records with clipped norm at most m (docs/theory/divergences.md 4.4 section 4.4).
+    Guarantee: an upper bound over all records with clipped norm at most m (docs/theory/divergences.md 4.4).
 
     >>> kl_poisson(1.0, 1.0), round(kl_poisson(1.0, 0.01), 9)
     (0.5, 8.3812e-05)
