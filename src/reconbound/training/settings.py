@@ -1,4 +1,4 @@
-"""Settings of a private run: everything that decides what it does, apart from the model and the data."""
+"""Settings of a private run: everything that determines it, apart from the model and the data."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from reconbound.fisher import Clip
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides what a run does, apart from the model and the data.
+    """Everything that determines a run, apart from the model and the data.
 
     Attributes:
-        noise_multiplier: standard deviation of the noise on the sum over max_grad_norm. max_grad_norm: the clip norm C.
-        sample_rate: q. sampler: "poisson", "fixed" or "shuffle". clip: "smooth" or "hard".
-        lr, momentum, weight_decay: of the default optimizer, torch's SGD.
+        noise_multiplier: standard deviation of the noise on the sum over max_grad_norm.
+        max_grad_norm: the clip norm C.
+        sample_rate: q.
+        sampler: "poisson", "fixed" or "shuffle".
+        clip: "smooth" or "hard".
+        lr: learning rate of the default optimizer, torch's SGD.
+        momentum: momentum of the default optimizer.
+        weight_decay: weight decay of the default optimizer.
         rules: subsampling factors to keep ledgers for (see Account); None to train without accounting.
-        budget: what accounting may cost (see budget.py). A number: records measured over records trained on, each once
-            in a block of 1/(q·budget) steps (and once in a shorter run, which then costs more). "every": the batch
-            itself at every step. ("steps", p): the batch itself at a random share p of the steps. With shuffled epochs
-            a number p below 1 means ("steps", p), else "every".
+        budget: what accounting may cost (see accounting/measurement_plan.py). A number: records measured over records
+            trained on, each once in a block of 1/(q·budget) steps (and once in a shorter run, which then costs more).
+            "every": the batch itself at every step. ("steps", p): the batch itself at a random share p of the steps.
+            With shuffled epochs a number p below 1 means ("steps", p), otherwise "every".
         probes: Gaussian probes for each measurement.
-        seed: from the operating system when None. A given one makes a run repeatable and is as secret as the data:
-            whoever guesses it subtracts the noise. Leave it out for a release.
-        micro_batch: records at a time, for memory; None for all.
+        seed: from the operating system when None. A given seed makes a run repeatable and is as secret as the data:
+            whoever guesses it can subtract the noise. Do not set it for a release.
+        micro_batch: records processed at a time, to limit memory; None for all.
     """
 
     noise_multiplier: float
