@@ -1,6 +1,7 @@
 """The ChaCha20 block function of RFC 8439 in torch operations: the same bits on every device, at the device's speed.
 
-Words are int32, whose sums wrap around modulo 2³² as the cipher wants them."""
+Words are int32, whose sums wrap around modulo 2³² as the cipher requires.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ _CONSTANTS = b"expand 32-byte k"
 
 
 def keystream(key: bytes, counter: int, nonce: bytes, blocks: int, device: torch.device) -> Tensor:
-    """Returns the key stream of so many blocks, int32 words of shape (16, blocks): column k is block counter + k.
+    """Returns the key stream of n blocks, int32 words of shape (16, blocks): column k is block counter + k.
 
     Args:
         key: 32 bytes.
         counter: number of the first block.
         nonce: 12 bytes.
-        blocks: how many blocks of 64 bytes; counter + blocks at most 2³².
+        blocks: the number of blocks of 64 bytes; counter + blocks at most 2³².
         device: where to compute.
     """
     words = torch.frombuffer(bytearray(_CONSTANTS + key + bytes(4) + nonce), dtype=torch.int32).to(device)
@@ -39,5 +40,5 @@ def keystream(key: bytes, counter: int, nonce: bytes, blocks: int, device: torch
 
 
 def _rotated(words: Tensor, by: int) -> Tensor:
-    """The bits of each word rotated to the left; >> repeats the sign, so what it brings in is masked."""
+    """Rotates the bits of each word to the left. >> repeats the sign, so the bits that it inserts are masked."""
     return (words << by) | ((words >> (32 - by)) & ((1 << by) - 1))

@@ -1,4 +1,4 @@
-"""Checks at the public border. Every message names the argument and the value that was given."""
+"""Checks of arguments at the public interface. Every message names the argument and the value that was given."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ LARGEST = float(np.finfo(np.float64).max)
 
 
 def warn_user(message: str | Warning, category: type[Warning] | None = None) -> None:
-    """Warn of the line outside this package that led here, however deep this is."""
+    """Issues a warning that points to the caller's line outside this package, however deep the call is.
+
+    Args:
+        message: the text, or a warning.
+        category: the class of the warning, for a text.
+    """
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
         frame, level = frame.f_back, level + 1
@@ -24,7 +29,7 @@ def warn_user(message: str | Warning, category: type[Warning] | None = None) -> 
 
 
 class InputError(ValueError):
-    """A value that cannot be used: which argument, what it must be, what was given."""
+    """A value that cannot be used; the message names the argument, the requirement and the value."""
 
     def __init__(self, name: str, requirement: str, value: object) -> None:
         self.name, self.requirement, self.value = name, requirement, value
@@ -32,7 +37,7 @@ class InputError(ValueError):
 
 
 class DataError(InputError):
-    """A file or folder of data that cannot be used: where (file, row, column) and why, in one line."""
+    """A file or folder of data that cannot be used; the message says where (file, row, column) and why, in one line."""
 
     def __init__(self, message: str) -> None:
         self.name, self.requirement, self.value = "data", message, None
@@ -40,11 +45,11 @@ class DataError(InputError):
 
 
 class DataShown(DataError):
-    """A DataError whose message shows values of the data: as secret as they are."""
+    """A DataError whose message shows values of the data: it is as secret as they are."""
 
 
 class DataMissing(DataError, FileNotFoundError):
-    """Data that is not where it was looked for."""
+    """Data that was not found where it was expected."""
 
 
 def number(
@@ -56,8 +61,19 @@ def number(
     at_most: float | None = None,
     below: float | None = None,
 ) -> float:
-    """A finite float within the limits, or an InputError that says which limit was missed. Text is none: `spelled`."""
-    if isinstance(value, str | bytes | bool | np.bool_):  # float() would take it, and a mistake would go unseen
+    """Returns a finite float within the limits, or raises an InputError that names the limit that was missed.
+
+    Text is refused: see `spelled`.
+
+    Args:
+        name: the name of the argument, for the message.
+        value: as it was given.
+        above: the value must be larger than this.
+        at_least: the value must not be smaller than this.
+        at_most: the value must not be larger than this.
+        below: the value must be smaller than this.
+    """
+    if isinstance(value, str | bytes | bool | np.bool_):  # float() would accept it, and a mistake would not be noticed
         raise InputError(name, "must be a number", _shown(value))
     try:
         x = float(value)
@@ -79,7 +95,7 @@ def number(
 
 
 def spelled(text: Any) -> Any:
-    """The number that a word of a command line spells; what spells none is returned as it is, for `number` to refuse.
+    """Returns the number that a word of a command line spells, and other text unchanged, for `number` to refuse.
 
     >>> spelled("0.5"), spelled("fast"), spelled(2)
     (0.5, 'fast', 2)
@@ -93,7 +109,13 @@ def spelled(text: Any) -> Any:
 
 
 def whole(name: str, value: Any, *, at_least: int = 1) -> int:
-    """A whole number that is at least `at_least`."""
+    """Returns a whole number that is at least `at_least`; refuses any other value.
+
+    Args:
+        name: the name of the argument, for the message.
+        value: as it was given.
+        at_least: the smallest number that is accepted.
+    """
     x = number(name, value, at_least=at_least)
     if x != int(x):
         raise InputError(name, "must be a whole number", value)
@@ -101,9 +123,11 @@ def whole(name: str, value: Any, *, at_least: int = 1) -> int:
 
 
 def rounded_up(x: Fraction | float) -> int:
-    """The next whole number, at least 1; a hair above a whole number, as 1/(1/3) is, counts as that number.
+    """Returns the next whole number, at least 1.
 
-    The hair is four parts in 10¹⁶, what rounding a quotient of two floats can add.
+    A value just above a whole number, such as 1/(1/3), counts as that number.
+
+    "Just above" means four parts in 10¹⁶, which rounding a quotient of two floats can add.
 
     >>> rounded_up(2.5), rounded_up(Fraction(10) / Fraction(1 / 3)), rounded_up(0.1)
     (3, 30, 1)
@@ -112,7 +136,7 @@ def rounded_up(x: Fraction | float) -> int:
 
 
 def plain_number(value: Any) -> int | float:
-    """Returns a number that `number` took as Python's own int or float, whatever type of NumPy's or torch's it has.
+    """Returns a number that `number` accepted as Python's own int or float, whatever NumPy or torch type it has.
 
     >>> plain_number(np.float32(0.5)), plain_number(np.int64(2)), plain_number(3)
     (0.5, 2, 3)
@@ -124,31 +148,51 @@ def plain_number(value: Any) -> int | float:
 
 
 def choice(name: str, value: Any, options: tuple[str, ...]) -> str:
-    """One of the options."""
+    """Returns the value if it is one of the options; refuses any other value.
+
+    Args:
+        name: the name of the argument, for the message.
+        value: as it was given.
+        options: the texts that are accepted.
+    """
     if not isinstance(value, str) or value not in options:
         raise InputError(name, f"must be one of {', '.join(options)}", _shown(value))
     return value
 
 
 def flag(name: str, value: Any) -> bool:
-    """Returns True or False as it was given; what only counts as one of them is refused, for it may be a mistake."""
+    """Returns True or False as it was given.
+
+    A value that only counts as one of them is refused, because it may be a mistake.
+
+    Args:
+        name: the name of the argument, for the message.
+        value: as it was given.
+    """
     if not isinstance(value, bool | np.bool_):
         raise InputError(name, "must be True or False", _shown(value))
     return bool(value)
 
 
 def function(name: str, value: Any, takes: str) -> None:
-    """Refuses what cannot be called.
+    """Refuses a value that cannot be called.
 
     Args:
-        takes: what it is called with and what it returns, in words.
+        name: the name of the argument, for the message.
+        value: as it was given.
+        takes: the function's arguments and result, in words.
     """
     if not callable(value):
         raise InputError(name, f"must be a function ({takes})", _shown(value))
 
 
 def file_path(name: str, value: Any) -> str:
-    """Returns a path as text; what is no path, or an empty one, is refused."""
+    """Returns a path as text; refuses a value that is no path, or an empty one.
+
+    Args:
+        name: the name of the argument, for the message.
+        value: as it was given.
+    """
     try:
         found = os.fspath(value)
     except TypeError:
@@ -159,13 +203,20 @@ def file_path(name: str, value: Any) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """The value, or only its type where writing it out would fill the screen."""
+    """Returns the value, or only its type where its text would fill the screen."""
     return value if len(repr(value)) <= 200 else f"a {type(value).__name__}"
 
 
 def numbers(name: str, values: Any, *, at_least: float | None = None, above: float | None = None) -> np.ndarray:
-    """A float64 array of finite numbers within the limits; the message names the first that is not."""
-    if np.iscomplexobj(values):  # NumPy would drop the imaginary part with a mere warning
+    """Returns a float64 array of finite numbers within the limits; the message names the first number that is not.
+
+    Args:
+        name: the name of the argument, for the message.
+        values: as they were given.
+        at_least: no number may be smaller than this.
+        above: every number must be larger than this.
+    """
+    if np.iscomplexobj(values):  # NumPy would drop the imaginary part with only a warning
         raise InputError(name, "must be an array of real numbers", "complex ones")
     try:
         array = np.asarray(values, dtype=np.float64)
@@ -188,7 +239,13 @@ def numbers(name: str, values: Any, *, at_least: float | None = None, above: flo
 
 
 def matrix(name: str, values: Any, *, symmetric: bool = False) -> np.ndarray:
-    """A finite square matrix; symmetric and positive semi-definite up to rounding on request."""
+    """Returns a finite square matrix; with `symmetric`, it must be symmetric and positive semi-definite up to rounding.
+
+    Args:
+        name: the name of the argument, for the message.
+        values: as they were given.
+        symmetric: whether to check symmetry and definiteness.
+    """
     array = numbers(name, values)
     if array.ndim != 2 or array.shape[0] != array.shape[1]:
         raise InputError(name, "must be a square matrix", f"an array of shape {array.shape}")

@@ -1,7 +1,9 @@
-"""Files that are whole or not there, and that know when they are damaged: safetensors and JSON, never a pickle.
+"""Files that are written completely or not at all, and that detect damage: safetensors and JSON, never a pickle.
 
-Written beside, flushed, renamed; confidential ones are for their owner alone. A sealed file carries the SHA-256 of all
-its bytes (its own digits taken as zeros), so that no flipped bit, in the tensors or in the facts, goes unseen."""
+A file is written beside its target, flushed and renamed. Confidential files are for their owner only. A sealed file
+carries the SHA-256 of all its bytes (its own digits taken as zeros), so that every flipped bit, in the tensors or in
+the facts, is detected.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,17 @@ _SEAL = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 
 class Unreadable(ValueError):
-    """A file that is not what reconbound wrote, and why."""
+    """A file that reconbound did not write as it is; the message says why."""
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes, *, mode: int = CONFIDENTIAL) -> None:
-    """Write a file so that a reader, or a crash at any moment, sees the old content or the new, never a part."""
+    """Writes a file so that a reader, or a crash at any moment, sees the old content or the new, never a part.
+
+    Args:
+        path: the file.
+        content: its bytes.
+        mode: its permissions.
+    """
     target = Path(path)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
@@ -42,7 +50,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes, *, mode: int = CON
     except OSError as reason:
         if reason.errno is None:
             raise
-        raise OSError(reason.errno, reason.strerror, str(target)) from None  # not the name of the part
+        raise OSError(reason.errno, reason.strerror, str(target)) from None  # not the name of the temporary file
     finally:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
@@ -55,7 +63,7 @@ def disk_fault(error: BaseException) -> str | None:
     while reason is not None:
         if isinstance(reason, OSError) and not isinstance(reason, ValueError):
             if reason is not error and type(error).__module__.startswith("reconbound."):
-                return str(error)  # which says more: the step, and what is intact
+                return str(error)  # it says more: the step, and what is intact
             where = f"{os.fsdecode(reason.filename)}: " if isinstance(reason.filename, str | bytes) else ""
             return f"{where}{reason.strerror or reason}"
         reason = reason.__cause__
@@ -63,7 +71,9 @@ def disk_fault(error: BaseException) -> str | None:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a file of this name is what `write_whole` leaves when it is killed; another's hidden .part is not."""
+    """Returns whether a file of this name was left by a killed `write_whole`; another program's hidden .part was
+    not.
+    """
     return _PART.fullmatch(name) is not None
 
 
@@ -77,7 +87,7 @@ def _write_beside(beside: Path, content: bytes, mode: int) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Make the rename last through a loss of power, where the system lets a folder be flushed."""
+    """Makes the rename survive a loss of power, where the system allows a folder to be flushed."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -87,14 +97,18 @@ def _flush_folder(folder: Path) -> None:
 
 
 def sealed_json(content: Mapping[str, Any]) -> bytes:
-    """Returns the content as JSON text with a digest of it: a change is found when the file is read."""
+    """Returns the content as JSON text with a digest of it: a change is detected when the file is read."""
     body = {name: value for name, value in content.items() if name != "sha256"}
     text = json.dumps({**body, "sha256": json_digest(body)}, indent=1, sort_keys=True, allow_nan=False)
     return text.encode() + b"\n"
 
 
 def unsealed_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns what `sealed_json` was given; Unreadable, with the reason, for any other file or one that was changed."""
+    """Returns the content that was given to `sealed_json`.
+
+    Raises:
+        Unreadable: another file, or one that was changed; gives the reason.
+    """
     try:
         content = json.loads(Path(path).read_bytes())
     except (ValueError, RecursionError) as reason:
@@ -109,7 +123,7 @@ def unsealed_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def printable(value: Any) -> Any:
-    """Returns a value from a file with nothing in its texts that steers a terminal or turns the direction of reading.
+    """Returns a value from a file without characters that control a terminal or change the direction of reading.
 
     >>> printable({"name": ["a\x1b[31mb", 3]})
     {'name': ['a?[31mb', 3]}
@@ -122,7 +136,7 @@ def printable(value: Any) -> Any:
 
 
 def json_digest(content: Any) -> str:
-    """Returns the SHA-256 of a value that JSON can hold, however it is written out."""
+    """Returns the SHA-256 of a value that JSON can hold, however it is written."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -132,10 +146,11 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 
 
 def open_lock(path: Path) -> int:
-    """Opens a lock file, made if need be, and returns its handle; it is never a link, and nothing of it is lost.
+    """Opens a lock file, created if missing, and returns its handle. It is never a link, and its content is kept.
 
-    Raises OSError where something else than a file of its own has the name: a link would lock, and write to, what it
-    points to."""
+    Raises:
+        OSError: the name belongs to something other than a plain file: a link would lock, and write to, its target.
+    """
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     handle = os.open(path, flags, CONFIDENTIAL)
     about = os.fstat(handle)
@@ -146,16 +161,16 @@ def open_lock(path: Path) -> int:
 
 
 def refuse_links(folder: str | os.PathLike[str], *deeper: str) -> None:
-    """Refuses a folder in which anything is a symbolic link: what is written or removed there would be elsewhere.
+    """Refuses a folder that contains a symbolic link: files written or removed there would be elsewhere.
 
     Args:
-        folder: itself it may be one: whoever names it knows where it leads.
-        deeper: names of folders in it that are looked into as well.
+        folder: it may itself be a link: whoever names it knows its target.
+        deeper: names of folders in it that are checked as well.
     """
     for place in (Path(folder), *(Path(folder) / name for name in deeper)):
         try:
             entries = list(os.scandir(place))
-        except OSError:  # not there, or not a folder: said where it is used
+        except OSError:  # not there, or not a folder: reported where it is used
             continue
         for entry in entries:
             if entry.is_symlink():
@@ -165,7 +180,12 @@ def refuse_links(folder: str | os.PathLike[str], *deeper: str) -> None:
 
 
 def sealed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
-    """A safetensors file of the tensors, with the facts as JSON and a digest of it all in its header."""
+    """Returns a safetensors file of the tensors, with the facts as JSON and a digest of everything in its header.
+
+    Args:
+        tensors: by name.
+        facts: anything that JSON can hold, by name.
+    """
     from safetensors.torch import save
 
     metadata = {
@@ -184,7 +204,11 @@ def sealed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
 
 
 def unsealed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and facts of a sealed file; Unreadable, with the reason, if it is anything else or was changed."""
+    """Returns tensors and facts of a sealed file.
+
+    Raises:
+        Unreadable: another file, or one that was changed; gives the reason.
+    """
     from safetensors.torch import load
 
     content = Path(path).read_bytes()
@@ -200,7 +224,7 @@ def unsealed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str,
         if not isinstance(facts, dict):
             raise TypeError("its facts are no object")
         return load(content), facts
-    except Exception as reason:  # a digest that is right says nothing of who made the file
+    except Exception as reason:  # a correct digest does not say who made the file
         raise Unreadable(f"{os.fspath(path)} is not a file of reconbound's ({reason})") from None
 
 

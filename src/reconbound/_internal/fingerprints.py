@@ -1,7 +1,10 @@
-"""Which runs a ledger holds, so that none is counted twice: 128 bits for each run, which tell nothing else of it.
+"""Fingerprints of the runs in a ledger, so that none is counted twice: 128 bits per run, which reveal nothing else of
+it.
 
-A learner's are derived one-way from the run's secret seed: the same training has the same one wherever it is repeated.
-Those of runs that are measured beside a loop of one's own are random, made when the run is first written to."""
+A learner's fingerprints are derived one-way from the run's secret seed: the same training has the same one wherever it
+is repeated. Runs that are measured beside the caller's own loop have random ones, created when the run is first written
+to.
+"""
 
 from __future__ import annotations
 
@@ -60,18 +63,18 @@ class Fingerprints:
             raise InputError("other", f"must hold other runs: {some} in this ledger already", f"{len(other.finished)}")
 
     def tensor(self) -> Tensor:
-        """Returns them as bytes, (R or R + 1, 16), the run under way last."""
+        """Returns the fingerprints as bytes, (R or R + 1, 16), the run under way last."""
         known = [*self.finished, *([] if self.current is None else [self.current])]
         return torch.tensor([list(bytes.fromhex(one)) for one in known], dtype=torch.uint8).reshape(-1, _BYTES)
 
     def restored(self, tensors: Mapping[str, Tensor], runs: int) -> Fingerprints:
-        """Returns those that belong to a ledger's tensors.
+        """Returns the fingerprints that belong to a ledger's tensors.
 
-        Of a ledger that was written before there were fingerprints, they are taken from its content.
+        For a ledger that was written before there were fingerprints, they are derived from its content.
 
         Args:
             tensors: of the ledger.
-            runs: its finished runs.
+            runs: the number of its finished runs.
         """
         found = Fingerprints()
         if NAME not in tensors:
@@ -90,7 +93,7 @@ class Fingerprints:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and contents."""
+    """Returns the SHA-256 over names, types, shapes and contents."""
     sha = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()

@@ -1,8 +1,8 @@
-"""Numbers as text, rounded to the safe side. The one home: every number that is shown as a guarantee is written here.
+"""Formats numbers as text, rounded to the safe side. Every number that is shown as a guarantee is formatted here.
 
-A lower bound (a floor, what an attacker errs by at least) is rounded down. An upper bound (ε, δ, the chance of an
-attack, an advantage, the error of a guess) and a smallest noise are rounded up. Everything else is rounded to the
-nearest. "Down" and "up" are exact: a text that is read back with float() is never on the wrong side of the number.
+A lower bound (a floor, the least error of an attacker) is rounded down. An upper bound (ε, δ, the chance of an attack,
+an advantage, the error of a guess) and a smallest noise are rounded up. Everything else is rounded to the nearest.
+"Down" and "up" are exact: a text that is read back with float() is never on the wrong side of the number.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def round_to(x: float, digits: int, side: Side) -> float:
 
 
 def format_number(x: float, digits: int = 3, side: Side = "near") -> str:
-    """Writes a number as people do: 24,800 where `g` would give 2.48e+04.
+    """Formats a number for people: 24,800 where `g` would give 2.48e+04.
 
     Args:
         x: the number.
@@ -65,7 +65,7 @@ def format_number(x: float, digits: int = 3, side: Side = "near") -> str:
 
 
 def format_floor(x: float, digits: int = 3) -> str:
-    """Writes a lower bound: rounded down.
+    """Formats a lower bound: rounded down.
 
     >>> format_floor(19.781), format_floor(0.25), format_floor(2999.9)
     ('19.7', '0.25', '2,990')
@@ -74,7 +74,7 @@ def format_floor(x: float, digits: int = 3) -> str:
 
 
 def format_limit(x: float, digits: int = 3) -> str:
-    """Writes an upper bound, such as ε or δ, or a smallest noise: rounded up.
+    """Formats an upper bound, such as ε or δ, or a smallest noise: rounded up.
 
     >>> format_limit(8.8001), format_limit(1e-5), format_limit(1054.2)
     ('8.81', '1e-05', '1,060')
@@ -83,7 +83,7 @@ def format_limit(x: float, digits: int = 3) -> str:
 
 
 def format_noise(x: float, digits: int = 7) -> str:
-    """Writes a smallest noise, to be typed into a command: rounded up, without marks of thousands.
+    """Formats a smallest noise, to be typed into a command: rounded up, without thousands separators.
 
     >>> format_noise(1.23456712), format_noise(13467.7401)
     ('1.234568', '13467.75')
@@ -92,7 +92,7 @@ def format_noise(x: float, digits: int = 7) -> str:
 
 
 def format_percent(x: float, digits: int = 3, side: Side = "up") -> str:
-    """Writes a chance in percent; rounded up unless told otherwise, as a chance of an attack must be.
+    """Formats a chance in percent; rounded up by default, as the chance of an attack must be.
 
     Args:
         x: the chance, from 0 to 1.

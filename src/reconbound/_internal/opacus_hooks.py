@@ -1,4 +1,4 @@
-"""Models that Opacus has wrapped: its hooks are taken off while a step is looked at, and put back as they were."""
+"""Models that Opacus has wrapped: its hooks are removed while a step is measured, and then restored."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ _KINDS = ("_forward_hooks", "_backward_hooks")
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """The model, wrapped, inner or as it was before, without the hooks by which Opacus keeps per-record gradients.
+    """Removes, for the block, the hooks by which Opacus keeps per-record gradients.
 
-    They would keep those of our passes too, and fail on second derivatives."""
+    They would keep those of our passes too, and fail on second derivatives.
+
+    Args:
+        model: the wrapper, the network inside, or the network as it was before.
+    """
     if type(model).__name__ == "GradSampleModuleExpandedWeights":
         raise InputError(
             "model",
@@ -46,12 +50,12 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def unhooked(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function of a model, its first argument, that sees it without Opacus's hooks."""
+    """Returns a function whose first argument, a model, is passed on without Opacus's hooks."""
 
     @functools.wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         model = args[0] if args else kwargs.get("model")
-        if not isinstance(model, nn.Module):  # the function itself says what is wrong with it
+        if not isinstance(model, nn.Module):  # the function itself reports the error
             return function(*args, **kwargs)
         with without_hooks(model):
             return function(*args, **kwargs)
@@ -60,16 +64,16 @@ def unhooked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def is_wrapper(model: Any) -> bool:
-    """Whether it is one of Opacus's own modules around a network."""
+    """Returns whether a model is one of Opacus's own modules around a network."""
     return _of_opacus(model, "opacus.grad_sample") and hasattr(model, "_module")
 
 
 def by_opacus(hook: Any) -> bool:
-    """Whether a hook is one of Opacus's own."""
+    """Returns whether a hook is one of Opacus's own."""
     owner = getattr(getattr(hook, "func", hook), "__self__", None)  # a method, or a partial of one
     return _of_opacus(owner, "opacus.")
 
 
 def _of_opacus(thing: Any, package: str) -> bool:
-    """Whether its class, or one that it is made from, is there."""
+    """Returns whether the class of an object, or one of its bases, is defined in the package."""
     return any(kind.__module__.startswith(package) for kind in type(thing).__mro__)

@@ -1,4 +1,4 @@
-"""A progress bar on a terminal, silence anywhere else."""
+"""A progress bar on a terminal, and no output anywhere else."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(total: int, done: int, wanted: bool, what: str) -> Iterator[Callable[[int], None]]:
-    """A function to call with every step done; it draws only if wanted, and only on a terminal."""
+    """Provides a function to call at every step; it draws only if wanted, and only on a terminal.
+
+    Args:
+        total: the number of steps.
+        done: the number of steps done already.
+        wanted: whether to draw.
+        what: the label of the bar.
+    """
     if not wanted or not sys.stderr.isatty():
         yield lambda n: None
         return
     from reconbound._internal.rng import random_states_kept
 
-    with random_states_kept():  # when it is loaded, rich draws from Python's generator
+    with random_states_kept():  # loading rich draws from Python's generator
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,9 +1,10 @@
-"""Random numbers as functions of (seed, purpose, step, context): nothing to save or to replay, no two streams alike.
+"""Random numbers as functions of (seed, purpose, step, context): nothing to save or to replay, no two equal streams.
 
-torch's CPU generator keeps 32 bits of its seed. That is too few where secrecy rests on the numbers (an attacker can
-try them all, and two steps of a long run would share them), so batches come from NumPy's Philox with a 128-bit key and
-noise from a cryptographic generator with 256 bits (noise.py); torch generators serve where numbers are public or only
-shape an estimate's error. Nothing here draws from a global generator, of which training may make use."""
+torch's CPU generator keeps 32 bits of its seed. That is too few where secrecy depends on the numbers (an attacker can
+try them all, and two steps of a long run would share them). So batches come from NumPy's Philox with a 128-bit key, and
+noise from a cryptographic generator with 256 bits (noise.py). torch generators are used where numbers are public or
+only affect the error of an estimate. Nothing here draws from a global generator, which training may use.
+"""
 
 from __future__ import annotations
 
@@ -24,29 +25,29 @@ GUESSABLE = 2**64
 
 
 def new_seed() -> int:
-    """A seed from the operating system's entropy, 128 bits."""
+    """Returns a seed from the operating system's entropy, 128 bits."""
     return secrets.randbits(128)
 
 
 def checked_seed(seed: object, name: str = "seed") -> int:
-    """A whole number from 0 to 2²⁵⁶ − 1; never through a float, which would drop bits.
+    """Returns a seed from 0 to 2²⁵⁶ − 1; refuses any other value. Floats are never used: they would drop bits.
 
     Args:
         seed: as it was given.
-        name: what the user calls it.
+        name: the user's name for it.
     """
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= int(seed) < 2**_BITS:
-        # its value is not shown: a seed is as secret as the data, and this may be one mistyped
+        # its value is not shown: a seed is as secret as the data, and this may be one with a typing error
         kind = "one that is not" if isinstance(seed, (int, np.integer)) else f"a {type(seed).__name__}"
         raise InputError(name, f"must be a whole number from 0 to 2**{_BITS} - 1", kind)
     return int(seed)
 
 
 def seed_warning(name: str) -> str:
-    """Returns what is said of a seed that can be guessed.
+    """Returns the warning about a seed that can be guessed.
 
     Args:
-        name: what the user calls it: seed, random_state, --seed.
+        name: the user's name for it: seed, random_state, --seed.
     """
     return (
         f"{name} can be guessed: it is below 2**64. Whoever guesses it can subtract the noise, and no guarantee holds "
@@ -55,10 +56,13 @@ def seed_warning(name: str) -> str:
 
 
 def derive(seed: int, purpose: str, step: int = 0, context: bytes = b"") -> int:
-    """256 bits for one purpose, step and context: HMAC-SHA-256 of fields of fixed width under the seed as key.
+    """Returns 256 bits for one purpose, step and context: HMAC-SHA-256 of fields of fixed width under the seed as key.
 
     Args:
-        context: nothing, or a digest of 32 bytes of all that the numbers must depend on beside the seed.
+        seed: the key.
+        purpose: the name of the stream.
+        step: the number of the step.
+        context: nothing, or a digest of 32 bytes of everything that the numbers must depend on beside the seed.
     """
     fields = purpose.encode().ljust(16, b"\0") + step.to_bytes(8, "little") + context
     key = seed.to_bytes(_BITS // 8, "little")
@@ -66,7 +70,12 @@ def derive(seed: int, purpose: str, step: int = 0, context: bytes = b"") -> int:
 
 
 def numbers_of(seed: int, purpose: str, step: int) -> np.random.Generator:
-    """NumPy's generator of that purpose and step (Philox, 128-bit key).
+    """Returns NumPy's generator of a purpose and step (Philox, 128-bit key).
+
+    Args:
+        seed: the key.
+        purpose: the name of the stream.
+        step: the number of the step.
 
     >>> a, b = (float(numbers_of(7, "batch", 3).random()) for _ in range(2))
     >>> a == b
@@ -76,12 +85,21 @@ def numbers_of(seed: int, purpose: str, step: int) -> np.random.Generator:
 
 
 def torch_stream(seed: int, purpose: str, step: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """torch's generator of that purpose and step. On the CPU it keeps 32 bits: for probes and first parameters only."""
+    """Returns torch's generator of a purpose and step.
+
+    On the CPU it keeps 32 bits: for probes and first parameters only.
+
+    Args:
+        seed: the key.
+        purpose: the name of the stream.
+        step: the number of the step.
+        device: of the generator.
+    """
     return torch.Generator(device=device).manual_seed(derive(seed, purpose, step) % 2**63)
 
 
 def fresh_generator(device: torch.device | str = "cpu") -> torch.Generator:
-    """Returns a generator of torch's with a seed from the operating system: for probes when the caller gave none."""
+    """Returns a torch generator with a seed from the operating system: for probes when the caller gave none."""
     if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
         what = "must be given while a CUDA graph is captured, and registered with the graph; or give directions"
         raise InputError("generator", what, None)
@@ -94,7 +112,7 @@ def _entropy() -> int:
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Leaves the global generators of Python, NumPy and torch (on the CPU and on CUDA) as they were."""
+    """Restores the global generators of Python, NumPy and torch (on the CPU and on CUDA) at the end of the block."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     cuda = _cuda_generators()
     states = [generator.get_state() for generator in cuda]
@@ -110,7 +128,7 @@ def random_states_kept() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """torch's global generators seeded for the time being, and as they were afterwards, with Python's and NumPy's."""
+    """Seeds torch's global generators for the block, and then restores them, with Python's and NumPy's."""
     with random_states_kept():
         # not torch.manual_seed: it would also seed a GPU that is not in use yet, and nothing could undo that
         for generator in (torch.default_generator, *_cuda_generators()):
@@ -119,7 +137,9 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _cuda_generators() -> tuple[torch.Generator, ...]:
-    """The global generators of the GPUs in use; none while a CUDA graph is captured, when they must be left alone."""
+    """Returns the global generators of the GPUs in use; none while a CUDA graph is captured: they must not be used
+    then.
+    """
     if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return ()
     return tuple(torch.cuda.default_generators)

@@ -1,4 +1,4 @@
-"""Attacks that rebuild training records: what was released and what the attacker knows in, reconstructions out."""
+"""Attacks that rebuild training records from what was released and what the attacker knows."""
 
 from reconbound.attacks.glm import reconstruct, simulate
 from reconbound.attacks.likelihood import most_likely

@@ -1,10 +1,11 @@
 """The GLM attack of Balle et al. 2022 on an output-perturbed linear model, and its error over many releases.
 
-The attacker knows all other records, the label, λ and the released weights W. At the minimiser
-∂ℓ/∂s ⊗ x̃ = −(Σ_others ∂ℓ/∂s ⊗ x̃ + nλW) =: v, which it can compute. `method="ratio"`: the constant feature's part of v
-is ∂ℓ/∂s itself, so x = v/v₀; this never uses the label. `method="label"`: ∂ℓ/∂s = t must also be the slope at the score
-that v/t has, a scalar equation in t that uses the label and no noisy denominator. With softmax ∂ℓ/∂s is a vector, but
-v is of rank one: its left factor is the direction of ∂ℓ/∂s. docs/theory/linear.md, section 7."""
+The attacker knows all other records, the label, λ and the released weights W. At the minimiser ∂ℓ/∂s ⊗ x̃ = −(Σ_others
+∂ℓ/∂s ⊗ x̃ + nλW) =: v, which it can compute. `method="ratio"`: the constant feature's part of v is ∂ℓ/∂s itself, so x =
+v/v₀; this never uses the label. `method="label"`: ∂ℓ/∂s = t must also be the slope at the score that v/t has, a scalar
+equation in t that uses the label and no noisy denominator. With softmax ∂ℓ/∂s is a vector, but v has rank one: its left
+factor is the direction of ∂ℓ/∂s. docs/theory/linear.md, section 7.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +39,19 @@ def reconstruct(
     method: str = "label",
     near: Any = None,
 ) -> np.ndarray:
-    """The record that is missing from `features`, rebuilt from each released model.
+    """Rebuilds the record that is missing from `features` from each released model.
 
     Args:
         weights: released weights, (K, p) or (trials, K, p), the intercept last.
-        features, y: all other records, (n − 1, d), and their targets, as the loss takes them.
+        features: all other records, (n − 1, d).
+        y: the targets of all other records, as the loss takes them.
         label: the missing record's target.
-        loss, l2, intercept: the training problem.
+        loss: the loss of the training problem.
+        l2: λ of the training problem.
+        intercept: whether the training problem has an intercept.
         method: "ratio" (needs the intercept) or "label".
-        near: of two records that explain the release, the one nearer to this is taken; the mean of the other records
-            of that label (of all others in regression) when left out. Three classes or more leave no choice.
+        near: of two records that explain the release, the one nearer to this is taken; by default the mean of the other
+            records of that label (of all others in regression). With three classes or more there is no choice.
 
     Returns:
         x̂, (d,) or (trials, d).
@@ -92,21 +96,22 @@ def simulate(
     keep: int = 0,
     random_state: Any = None,
 ) -> AttackReport:
-    """Attack every record in many independent releases W* + N(0, σ²I), without forming the reconstructions.
+    """Attacks every record in many independent releases W* + N(0, σ²I), without forming the reconstructions.
 
     With r = ∇F at the released weights and g the record's own slope there, v = g ⊗ x̃ − r, so x̂ − x = αx − Σₖβₖrₖ with
     scalars α, β per record and release, and ‖x̂ − x‖² = α²‖x‖² − 2αβ·(Rx) + βᵀRRᵀβ: matrix products over all trials.
 
     Args:
         optimum: the noiseless optimum, from `minimise` or an estimator's `solve`.
-        noise_std: σ. trials: number of releases.
+        noise_std: σ.
+        trials: number of releases.
         method: "label" or "ratio", as in `reconstruct`.
-        branch: which of two records that explain a release is taken: "nearest" to the mean of the others of that
-            label, or "told": the attacker is told on which side of the fold the record lies. With three classes or
-            more the slope's direction decides it, and both are the same.
-        records: indices of the records to attack; all when left out.
+        branch: which of two records that explain a release is taken: "nearest" to the mean of the others of that label,
+            or "told": the attacker is told on which side of the fold the record lies. With three classes or more the
+            slope's direction decides it, and both are the same.
+        records: indices of the records to attack; all by default.
         bias: whether to estimate bias and variance too (one more product, a records × d array).
-        keep: reconstructions to return, of the first trials.
+        keep: the number of first trials whose reconstructions are returned.
         random_state: seed or numpy Generator.
     """
     sigma, count = number("noise_std", noise_std, above=0.0), whole("trials", trials, at_least=2)
@@ -171,19 +176,25 @@ def _two_classes(loss: Loss, weights: np.ndarray) -> bool:
 
 
 def _as_logistic(o: Optimum) -> Optimum:
-    """Softmax with two classes is logistic in θ = W₁ − W₀, with half the penalty: ‖W‖² = ‖θ‖²/2 at the minimiser."""
+    """Converts softmax with two classes to logistic in θ = W₁ − W₀.
+
+    The penalty is halved: ‖W‖² = ‖θ‖²/2 at the minimiser.
+    """
     y, weights = o.y.astype(np.float64), o.weights[1:] - o.weights[:1]
     return Optimum(Logistic(), o.rows, y, o.l2 / 2, o.intercept, weights, o.gradient_norm)
 
 
 def _beta(gram: np.ndarray, on_weights: np.ndarray, intercepts: np.ndarray, y: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Softmax: the weights β with x̂ = Σₖ βₖvₖ, and whether the scalar equation had a root.
+    """Solves for softmax: returns the weights β with x̂ = Σₖ βₖvₖ, and whether the scalar equation had a root.
 
     v = gxᵀ up to noise, and g adds up to zero, so its direction u is the first left singular vector of the centred v;
     then x̂ = vᵀu/t, where t must be the length of the slope at x̂'s own score, u·g(Wx̂, y) = t.
 
     Args:
-        gram: vₖ·vₗ, (…, K, K). on_weights: vₖ·Wₗ, features only, (…, K, K). intercepts: (…, K). y: labels, (…).
+        gram: vₖ·vₗ, (…, K, K).
+        on_weights: vₖ·Wₗ, features only, (…, K, K).
+        intercepts: (…, K).
+        y: labels, (…).
     """
     lead, k = gram.shape[:-2], gram.shape[-1]
     centred = gram - gram.mean(axis=-1, keepdims=True)
@@ -222,7 +233,7 @@ class _Release:
         self.means_on_r = self.means @ self.flat.T  # (labels, trials·K)
 
     def _gradients(self, released: np.ndarray) -> np.ndarray:
-        """∇F at every release, (trials, K, p): two matrix products."""
+        """Computes ∇F at every release, (trials, K, p): two matrix products."""
         o = self.optimum
         k, p = o.weights.shape
         out = o.penalty * released
@@ -237,7 +248,7 @@ class _Release:
         return np.asarray(out)
 
     def _own_slopes(self, records: Any, columns: np.ndarray) -> np.ndarray:
-        """The records' slopes at many weights, (records, trials·K)."""
+        """Returns the records' slopes at many weights, (records, trials·K)."""
         return self._slopes_at(records, self.optimum.rows[records] @ columns)
 
     def _slopes_at(self, records: Any, scores: np.ndarray) -> np.ndarray:
@@ -249,7 +260,7 @@ class _Release:
         return o.loss.slope(scores.reshape(-1, k), repeated).reshape(n, -1)
 
     def errors(self, records: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """α (B, T), β (B, T, K), whether solved (B, T), ‖x̂ − x‖² (B, T) of these records."""
+        """Returns α (B, T), β (B, T, K), whether solved (B, T), ‖x̂ − x‖² (B, T) of these records."""
         o, n, k = self.optimum, len(records), self.optimum.weights.shape[0]
         x = o.rows[records, : o.dim]
         scores = o.rows[records] @ self.columns
@@ -278,7 +289,9 @@ class _Release:
     def _softmax_label(
         self, records: np.ndarray, scores: np.ndarray, g: np.ndarray, towards: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """β (B, T, K) of the label-using attacker, and whether its equation had a root; v = gxᵀ − r throughout."""
+        """Returns β (B, T, K) of the label-using attacker, and whether its equation had a root; v = gxᵀ − r
+        throughout.
+        """
         own = scores.reshape(g.shape) - self.intercepts  # Wx, features only
         gram = g[..., :, None] * (self.squares[records][:, None, None] * g - towards)[..., None, :]
         gram += self.gram - towards[..., :, None] * g[..., None, :]
@@ -288,7 +301,7 @@ class _Release:
     def _label(
         self, records: np.ndarray, scores: np.ndarray, g: np.ndarray, towards: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The slope t that the label-using attacker finds, and whether its equation had a root."""
+        """Returns the slope t that the label-using attacker finds, and whether its equation had a root."""
         o, intercepts = self.optimum, self.intercepts[:, 0]
         b = g * (scores - intercepts) - self.along[:, 0, 0]  # θ·v, features only
         y = np.broadcast_to(o.y[records][:, None], b.shape)

@@ -1,4 +1,4 @@
-"""What the attacker is given, checked: the released weights, the other records, the missing one's label."""
+"""The attacker's knowledge, checked: the released weights, the other records, the missing one's label."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ class Known(NamedTuple):
 
 
 def known(weights: Any, features: Any, y: Any, label: Any, loss: Loss, intercept: bool) -> Known:
-    """Arrays of the right shapes, or an error that names the argument."""
+    """Returns arrays of the right shapes, or raises an error that names the argument.
+
+    Args:
+        weights: as in `glm.reconstruct`.
+        features: as in `glm.reconstruct`.
+        y: as in `glm.reconstruct`.
+        label: as in `glm.reconstruct`.
+        loss: as in `glm.reconstruct`.
+        intercept: as in `glm.reconstruct`.
+    """
     if not isinstance(loss, Logistic | Softmax | Squared):
         raise InputError("loss", "must be Logistic(), Softmax() or Squared()", loss)
     x = numbers("features", features)

@@ -1,7 +1,9 @@
-"""The likeliest missing record: the GLM attack sharpened until it uses all that is released, for every loss.
+"""Finds the most likely missing record: the GLM attack refined until it uses everything that is released, for every
+loss.
 
-W ~ N(W*(x), σ²I), so the likeliest x minimises ‖W*(x) − W‖. One Newton step from W replaces the training of W*(x):
-W*(x) − W ≈ −H⁻¹∇F_x(W), H and ∇F_x with x in the place of the missing record. docs/theory/linear.md, section 7.3."""
+W ~ N(W*(x), σ²I), so the most likely x minimises ‖W*(x) − W‖. One Newton step from W replaces the training of W*(x):
+W*(x) − W ≈ −H⁻¹∇F_x(W), H and ∇F_x with x in the place of the missing record. docs/theory/linear.md, section 7.3.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,26 @@ FAR = 1e6
 def most_likely(
     weights: Any, features: Any, y: Any, label: float, start: Any, *, loss: Loss, l2: float, intercept: bool = True
 ) -> np.ndarray:
-    """The record near `start` that explains each released model best to first order in the noise: Gauss–Newton steps.
+    """Finds the record near `start` that explains each released model best to first order in the noise.
+
+    It takes Gauss–Newton steps:
 
         minimise over x: ‖H⁻¹∇F_x(W)‖²
 
-    H's own change with x is left out of the slope. An answer is never worse than its start. At small noise its
-    covariance is I⁻¹, the Cramér–Rao floor, with a constant feature or without, for any number of classes. It costs a
-    system of the model's size and one of the record's size per release and step.
+    The change of H with x is left out of the slope. An answer is never worse than its start. At small noise its
+    covariance is I⁻¹, the Cramér–Rao floor, with or without a constant feature, for any number of classes. Each release
+    and step costs one system of the model's size and one of the record's size.
 
     Args:
         weights: released weights, (trials, K, p), the intercept last.
-        features, y: all other records, (n − 1, d), and their targets, as the loss takes them.
+        features: all other records, (n − 1, d).
+        y: the targets of all other records, as the loss takes them.
         label: the missing record's target.
-        start: where to begin, (trials, d): another attack's reconstructions. What is a million times as long as every
-            known record is shortened to that.
-        loss, l2, intercept: the training problem.
+        start: where to begin, (trials, d): another attack's reconstructions. A start longer than a million times the
+            longest known record is shortened to that.
+        loss: the loss of the training problem.
+        l2: λ of the training problem.
+        intercept: whether the training problem has an intercept.
 
     Returns:
         x̂, (trials, d).
@@ -56,7 +63,7 @@ def most_likely(
 
 
 class _Others:
-    """What the attacker knows in each trial: the released weights, the other records' gradient and Hessian there."""
+    """The attacker's knowledge in each trial: the released weights, the other records' gradient and Hessian there."""
 
     def __init__(
         self, released: np.ndarray, rows: np.ndarray, y: np.ndarray, label: float, loss: Loss, penalty: float
@@ -77,7 +84,9 @@ class _Others:
         self.hessian[:, np.arange(k * p), np.arange(k * p)] += penalty
 
     def look(self, x: np.ndarray, trials: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """‖H⁻¹∇F_x‖² at one candidate x for each of these trials, (T, d), and the Gauss–Newton step from there."""
+        """Returns ‖H⁻¹∇F_x‖² at one candidate x for each of these trials, (T, d), and the Gauss–Newton step from
+        there.
+        """
         weights, (count, d), (_, k, p) = self.weights[trials], x.shape, self.weights.shape
         row = np.hstack([x, np.ones((count, p - d))])
         scores = np.einsum("tkp,tp->tk", weights, row)
@@ -101,12 +110,12 @@ class _Others:
 
 
 def _within(x: np.ndarray, longest: float) -> np.ndarray:
-    """Rows of norm at most `longest`."""
+    """Shortens rows to a norm of at most `longest`."""
     return np.asarray(x * np.minimum(1.0, longest / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-300)))
 
 
 def _climb(others: _Others, start: np.ndarray) -> np.ndarray:
-    """Gauss–Newton steps, shortened where they do not help; never worse than the start."""
+    """Takes Gauss–Newton steps, shortened where they do not help; the result is never worse than the start."""
     far = FAR * others.reach
     x, length, live = _within(start, far), np.ones(len(start)), np.arange(len(start))
     error, step = others.look(x, live)

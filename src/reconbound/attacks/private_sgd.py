@@ -1,13 +1,15 @@
-"""The likeliest record behind a private training: what an attacker who sees every step can make of it.
+"""Finds the most likely record behind a private training, for an attacker who sees every step.
 
-The attacker has the parameters after each step, and so every noisy sum; knows all other records and who of them took
-part, the label, the settings; not whether the record took part. With the other records' clipped gradients taken off,
+The attacker has the parameters after each step, and so every noisy sum. It knows all other records and which of them
+took part, the label and the settings, but not whether the record took part. After subtracting the other records'
+clipped gradients,
 
     r_t = b_t u_t(z) + σC ξ_t,      u_t(z) = c g(z; w_t),   b_t ~ Bernoulli(q),   ξ_t ~ N(0, I)
 
-and the likeliest z maximises Σ_t log(1 − q + q e^{a_t}), a_t = (2⟨r_t, u_t⟩ − ‖u_t‖²)/(2σ²C²). This is the attacker
-whom the exact Poisson factor is about: where its answers are not biased, their variance is at least d/Tr I per feature.
-For small models: the Jacobian of every step is held."""
+and the most likely z maximises Σ_t log(1 − q + q e^{a_t}), a_t = (2⟨r_t, u_t⟩ − ‖u_t‖²)/(2σ²C²). The exact Poisson
+factor is about this attacker: where its answers are not biased, their variance is at least d/Tr I per feature. For
+small models only: the Jacobian of every step is held.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +37,19 @@ from reconbound.validate.private import Private, Problem
 
 #: Gauss–Newton steps at most, and floats in the Jacobians of one training.
 ROUNDS, FLOATS = 60, 50_000_000
-FAR = 1e3  # lengths of a record beyond which no answer lies
+FAR = 1e3  # answers are at most this many lengths of a record
 LossFn = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """What the attacker has of one training.
+    """The attacker's view of one training.
 
     Attributes:
         params: before each step, by name, (T, ...).
-        left: the noisy sums less the other records' clipped gradients, (T, p).
-        scale: σC. rate: q.
+        left: the noisy sums minus the other records' clipped gradients, (T, p).
+        scale: σC.
+        rate: q.
     """
 
     params: dict[str, Tensor]
@@ -60,10 +63,14 @@ class SGDAttackReport:
     """Errors of the attack on one record over many trainings, and the floors beside them; squared errors per feature.
 
     Attributes:
-        record: which. trials: trainings.
-        mse, standard_error: mean of ‖ẑ − z‖²/d over the trainings, and its standard error.
-        median, trimmed: of ‖ẑ − z‖²/d; the trimmed mean leaves out the largest 1 %, one training at least.
-        bias: ‖E ẑ − z‖²/d, estimated without bias (so it may be slightly negative). variance: mse − bias.
+        record: the index of the record.
+        trials: the number of trainings.
+        mse: mean of ‖ẑ − z‖²/d over the trainings.
+        standard_error: the standard error of `mse`.
+        median: of ‖ẑ − z‖²/d.
+        trimmed: trimmed mean of ‖ẑ − z‖²/d; it leaves out the largest 1 %, one training at least.
+        bias: ‖E ẑ − z‖²/d, estimated without bias (so it may be slightly negative).
+        variance: mse − bias.
         floor: 1/dFIL = d/Tr I, Theorem 2 with the exact Poisson factor: under the variance of every unbiased attacker.
         cramer_rao: Tr(I⁻¹)/d, which is higher; infinite where I is singular. I is the mean over the trainings.
         answers: ẑ of each training, (trials, d).
@@ -110,15 +117,19 @@ def simulate_sgd(
     start: Tensor | None = None,
     progress: bool = True,
 ) -> SGDAttackReport:
-    """Train so often with PrivateSGD from the model's parameters, and have each training's steps attacked for a record.
+    """Trains n times with PrivateSGD from the model's parameters, and attacks one record in the steps of each training.
 
     Args:
-        model, loss_fn, inputs, targets: tensors, as PrivateSGD takes them. Computed on the CPU in float64, on copies.
-        settings: with Poisson batches and torch's SGD; seed: of the first training (drawn where None).
-        record: whose input is to be rebuilt, an index.
-        steps: of a training. trials: trainings.
+        model: as PrivateSGD takes it. Everything is computed on the CPU in float64, on copies.
+        loss_fn: as PrivateSGD takes it.
+        inputs: a tensor, as PrivateSGD takes it.
+        targets: a tensor, as PrivateSGD takes it.
+        settings: with Poisson batches and torch's SGD; the seed is that of the first training (random where None).
+        record: the index of the record whose input is to be rebuilt.
+        steps: the number of steps of a training.
+        trials: the number of trainings.
         start: where the search begins, a record's input; the other records' average when None.
-        progress: show a progress bar, if output is a terminal.
+        progress: whether to show a progress bar, if output is a terminal.
 
     Guarantee: none about other attackers. Where the answers are not biased their variance is at least `floor`, but for
     the sampling error of both; floors for unbiased attackers do not bind biased answers, as at large noise. A training
@@ -156,7 +167,17 @@ def simulate_sgd(
 def observe(
     model: nn.Module, loss_fn: LossFn, x: Tensor, y: Tensor, settings: Settings, record: int, *, steps: int
 ) -> Transcript:
-    """Train a copy of the model, and make of the parameters after each step what the attacker makes of them."""
+    """Trains a copy of the model, and derives the attacker's view from the parameters after each step.
+
+    Args:
+        model: as PrivateSGD takes it.
+        loss_fn: as PrivateSGD takes it.
+        x: the inputs of all records.
+        y: the targets of all records.
+        settings: of the training.
+        record: the index of the attacked record.
+        steps: the number of steps.
+    """
     trained = copy.deepcopy(model)
     seen = [_state(trained)]
 
@@ -184,7 +205,7 @@ def observe(
 
 
 class Target:
-    """The record that is looked for, as a function of its input: its clipped gradient at each step's parameters."""
+    """The attacked record as a function of its input: its clipped gradient at each step's parameters."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, label: Tensor, like: Tensor, settings: Settings) -> None:
         load_forward_mode()
@@ -200,21 +221,26 @@ class Target:
         self.jacobians = vmap(jacfwd(clipped), in_dims=(None, 0))
 
     def loss(self, seen: Transcript, z: Tensor) -> Tensor:
-        """−Σ_t log(1 − q + q e^{a_t})."""
+        """Computes −Σ_t log(1 − q + q e^{a_t})."""
         return -torch.logaddexp(*self._terms(seen, self.gradients(z, seen.params))).sum()
 
     @staticmethod
     def _terms(seen: Transcript, u: Tensor) -> tuple[Tensor, Tensor]:
-        """log(1 − q), and log q + a_t of each step, (T,)."""
+        """Returns log(1 − q), and log q + a_t of each step, (T,)."""
         a = ((seen.left * u).sum(1) - u.square().sum(1) / 2) / seen.scale**2
         rate = torch.tensor(seen.rate, dtype=u.dtype)
         return torch.log1p(-rate).expand_as(a), rate.log() + a
 
     def likeliest(self, seen: Transcript, start: Tensor) -> Tensor:
-        """The z that maximises the likelihood near the start.
+        """Finds the z that maximises the likelihood near the start.
 
-        At small noise and far from the record no step seems to have it. So the noise is first taken for larger than it
-        is, as large as what is left of the sums, and then smaller and smaller."""
+        At small noise and far from the record, no step seems to contain it. So the search first assumes larger noise,
+        as large as what is left of the sums, and then less and less.
+
+        Args:
+            seen: the attacker's view of one training.
+            start: where the search begins.
+        """
         z, scale = start, seen.left.norm(dim=1).max().item()
         while scale > 2 * seen.scale and seen.rate < 1:
             z = self._climb(replace(seen, scale=scale), z, 3)
@@ -222,7 +248,7 @@ class Target:
         return self._climb(seen, z, ROUNDS)
 
     def _climb(self, seen: Transcript, z: Tensor, rounds: int) -> Tensor:
-        """Gauss–Newton steps, damped where they do not help."""
+        """Takes Gauss–Newton steps, damped where they do not help."""
         damping, error = 1e-3, self.loss(seen, z)
         for _ in range(rounds):
             slope, bend = self._slope(seen, z)
@@ -245,7 +271,10 @@ class Target:
         return z * min(1.0, self.far / max(float(z.norm()), 1e-300))
 
     def _slope(self, seen: Transcript, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Σ_t π_t Jᵀ(r − u)/(σC)² and Σ_t π_t JᵀJ/(σC)², π_t the chance that the record took part in what is seen."""
+        """Computes Σ_t π_t Jᵀ(r − u)/(σC)² and Σ_t π_t JᵀJ/(σC)².
+
+        π_t is the chance that the record took part, given what is seen.
+        """
         u, jacobian = self.gradients(z, seen.params), self.jacobians(z, seen.params).flatten(2)
         out, taken = self._terms(seen, u)
         weight = torch.sigmoid(taken - out)[:, None] / seen.scale**2
@@ -253,7 +282,7 @@ class Target:
         return slope, (weight[:, :, None] * jacobian).flatten(0, 1).T @ jacobian.flatten(0, 1)
 
     def information(self, seen: Transcript, z: Tensor) -> Tensor:
-        """Σ_t q/(σC)² Jᵀ[k⊥(1 − ûûᵀ) + k∥ûûᵀ]J of these steps, (d, d)."""
+        """Computes Σ_t q/(σC)² Jᵀ[k⊥(1 − ûûᵀ) + k∥ûûᵀ]J of these steps, (d, d)."""
         u, jacobian = self.gradients(z, seen.params), self.jacobians(z, seen.params).flatten(2)
         norm = torch.linalg.vector_norm(u, dim=1)
         across, along = (

@@ -1,8 +1,9 @@
-"""The scalar equation of the GLM attack, (s − c) ℓ'(s, y) = b, solved for many b at once.
+"""Solves the scalar equation of the GLM attack, (s − c) ℓ'(s, y) = b, for many b at once.
 
-Squared loss: a quadratic. Logistic loss: with s' = s, c' = c (y = 0) or −s, −c (y = 1) it is (s' − c')σ(s') = b, so
-s' = c' + b + W(b e^{−c'−b}) with Lambert's W (docs/theory/linear.md, section 7). Both have two
-branches that meet in a fold. Softmax: one equation in the length of the slope, its direction being known."""
+Squared loss: a quadratic. Logistic loss: with s' = s, c' = c (y = 0) or −s, −c (y = 1) it is (s' − c')σ(s') = b, so s'
+= c' + b + W(b e^{−c'−b}) with Lambert's W (docs/theory/linear.md, section 7). Both have two branches that meet in a
+fold. Softmax: one equation in the length of the slope, whose direction is known.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +16,17 @@ _SERIES = (-221 / 8505, 769 / 17280, -43 / 540, 11 / 72, -1 / 3, 1.0, -1.0)  # W
 
 
 def lambert(x: np.ndarray, upper: bool) -> np.ndarray:
-    """Real Lambert W, branch 0 (x ≥ −1/e) or −1 (−1/e ≤ x < 0); −1 where x < −1/e. scipy's is complex and slow.
+    """Computes the real Lambert W, branch 0 (x ≥ −1/e) or −1 (−1/e ≤ x < 0); −1 where x < −1/e.
 
-    A start accurate to a few per cent, two steps of fourth order (Fritsch et al. 1973), a series at its end."""
+    scipy's is complex and slow.
+
+    It takes a start accurate to a few per cent, two steps of fourth order (Fritsch et al. 1973), and a series at the
+    end of the branch.
+
+    Args:
+        x: the arguments.
+        upper: whether to return branch 0.
+    """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         p = np.sqrt(np.maximum(2 * (math.e * x + 1), 0.0))
         if upper:
@@ -40,9 +49,12 @@ def lambert(x: np.ndarray, upper: bool) -> np.ndarray:
 
 
 def logistic_slopes(b: np.ndarray, c: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """t = σ(s) − y at both roots of (s − c)(σ(s) − y) = b: near the decision boundary, far from it, and whether any.
+    """Returns t = σ(s) − y at both roots of (s − c)(σ(s) − y) = b.
 
-    Where b > 0 there is one root, and both answers are it; where none, both are the slope at the fold."""
+    The first is near the decision boundary, the second far from it; the third result says whether there is any.
+
+    Where b > 0 there is one root, and both results are it. Where there is none, both are the slope at the fold.
+    """
     side = np.where(y > 0, -1.0, 1.0)
     c = side * c
     argument = b * np.exp(np.minimum(-c - b, 700.0))
@@ -57,7 +69,7 @@ def logistic_slopes(b: np.ndarray, c: np.ndarray, y: np.ndarray) -> tuple[np.nda
 
 
 def squared_slopes(b: np.ndarray, c: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """t = s − y at both roots of (s − c)(s − y) = b, that is t² + (y − c)t = b: the smaller, the larger |t|."""
+    """Returns t = s − y at both roots of (s − c)(s − y) = b, that is t² + (y − c)t = b: the smaller, the larger |t|."""
     half = (y - c) / 2
     inside = half**2 + b
     root = np.sqrt(np.maximum(inside, 0.0))
@@ -72,12 +84,16 @@ LEVELS = np.linspace(math.log(2) / 2, math.log(1e-13), 56)
 
 
 def softmax_slopes(z: np.ndarray, c: np.ndarray, u: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """t > 0 with u·g(z/t + c, y) = t, g = softmax − e_y the slope, and whether there is one.
+    """Returns t > 0 with u·g(z/t + c, y) = t, g = softmax − e_y the slope, and whether there is one.
 
-    Of several roots, the one at which g points most nearly along u. Where none, the t that comes nearest (the fold).
+    Of several roots, it is the one at which g points most nearly along u. Where there is none, it is the t that comes
+    nearest (the fold).
 
     Args:
-        z, c, u: (M, K); u of norm 1, its entries add up to 0. y: class indices, (M,).
+        z: (M, K).
+        c: (M, K).
+        u: (M, K), of norm 1; its entries add up to 0.
+        y: class indices, (M,).
     """
     count = len(z)
     args = (*(np.ascontiguousarray(a.T) for a in (z, c, u)), y)  # classes first: sums over them are then fast
@@ -118,7 +134,7 @@ def softmax_slopes(z: np.ndarray, c: np.ndarray, u: np.ndarray, y: np.ndarray) -
 def _excess(
     level: np.ndarray, z: np.ndarray, c: np.ndarray, u: np.ndarray, y: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """ln(u·g(z/t + c)) − ln t at ln t = level, its slope in ln t, and g; arrays are (K, M)."""
+    """Computes ln(u·g(z/t + c)) − ln t at ln t = level, its slope in ln t, and g; arrays are (K, M)."""
     scaled = z * np.exp(-level)
     s = scaled + c
     chance = np.exp(s - s.max(axis=0))
@@ -132,7 +148,7 @@ def _excess(
 
 
 def _between(low: np.ndarray, high: np.ndarray, args: tuple[np.ndarray, ...]) -> np.ndarray:
-    """The root between two levels at which the signs differ: Newton's steps, halving where they leave the interval."""
+    """Finds the root between two levels of different sign: Newton's steps, halving where they leave the interval."""
     rising = _excess(low, *args)[0] < 0
     at = (low + high) / 2
     for _ in range(80):

@@ -1,4 +1,4 @@
-"""What an attack that was tried over many releases came to."""
+"""Results of an attack that was tried over many releases."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ class AttackReport:
     """Errors of the attack over many releases, one entry per attacked record; squared errors are per feature, /d.
 
     Attributes:
-        records: which records were attacked, indices into the training set.
-        trials: number of releases. method, branch: how the attack was run.
+        records: the attacked records, indices into the training set.
+        trials: number of releases.
+        method: the attack's method.
+        branch: the attack's branch.
         mse: mean of ‖x̂ − x‖²/d. It need not settle with more trials: see `median` and `trimmed`.
         standard_error: of `mse`, from the trials' spread (itself unreliable where the second moment is infinite).
         bias: ‖E x̂ − x‖²/d, estimated without bias (so it may be slightly negative); None where not asked for.
         variance: E‖x̂ − E x̂‖²/d, so that mse = variance + bias; None where not asked for.
-        median, trimmed: of ‖x̂ − x‖²/d over trials (of an even number the upper median); the trimmed mean leaves out
-            the largest 1 %, one trial at least.
+        median: of ‖x̂ − x‖²/d over trials (of an even number the upper median).
+        trimmed: trimmed mean of ‖x̂ − x‖²/d over trials; it leaves out the largest 1 %, one trial at least.
         unsolved: share of trials in which the scalar equation had no root and the fold was taken.
         reconstructions: x̂ in the first trials, (records, kept, d); None where not asked for.
     """
@@ -43,7 +45,7 @@ class AttackReport:
     reconstructions: np.ndarray | None = None
 
     def __repr__(self) -> str:
-        """A few lines: sizes, and errors from the best to the worst record."""
+        """Formats a few lines: sizes, and errors from the best to the worst record."""
         records = f"{len(self.records):,} record{'s' if len(self.records) != 1 else ''}"
         lines = [
             f"AttackReport of {records}, {self.trials:,} releases (method {self.method!r}, branch {self.branch!r})",

@@ -1,1 +1,1 @@
-"""Audits: options, models, the run, snapshots, leakage, the released model."""
+"""Audits: options, models, the run, snapshots, leakage, and the released model."""

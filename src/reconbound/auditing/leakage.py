@@ -1,4 +1,6 @@
-"""What an audit's runs told about each record: the ledger of whole records, and single features from the snapshots."""
+"""The leakage of each record in an audit's runs: from the ledger of whole records, and for single features from the
+snapshots.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ CONFIDENCE = 0.95
 
 
 def leakage_of(dataset: Dataset, plan: Plan, measurements: SnapshotMeasurements) -> Leakage:
-    """What the runs told about each record, with a closer look at the most and the least exposed."""
+    """Computes the leakage of each record, in more detail for the most and the least exposed.
+
+    Args:
+        dataset: the data of the audit.
+        plan: the options of the audit.
+        measurements: the trained learner with its snapshots.
+    """
     learner = measurements.learner
     ledger = learner.accountant
     assert ledger is not None
@@ -59,9 +67,12 @@ def leakage_of(dataset: Dataset, plan: Plan, measurements: SnapshotMeasurements)
 
 
 def _looked(dataset: Dataset, plan: Plan, measurements: SnapshotMeasurements, kept: Tensor) -> dict[str, Any]:
-    """Diagonals from the snapshots, at the ledger's level: closely of the records kept whole; of all where that is not
-    too much, else of a sample (of images its average alone). Not for shuffled epochs: parameters depend there on who
-    was seen before."""
+    """Measures diagonals at the snapshots and scales them to the ledger's level.
+
+    Records that are kept whole are measured closely. All records are measured where that is not too much work,
+    otherwise a sample (for images only its average). Shuffled epochs are left out: their parameters depend on who was
+    seen before.
+    """
     learner = measurements.learner
     assert learner.accountant is not None
     closer = measurements.look_closely(kept, plan.runs, probes=PROBES, each=True).state()["diagonal_mean"]
@@ -70,7 +81,7 @@ def _looked(dataset: Dataset, plan: Plan, measurements: SnapshotMeasurements, ke
     if times:
         each = measurements.look_at_all(plan.runs, looks=times, probes=probes).state()["diagonal_mean"]
     else:
-        generator = torch.Generator().manual_seed(0)  # who is in the sample is no secret
+        generator = torch.Generator().manual_seed(0)  # membership of the sample is no secret
         sample = torch.randperm(learner.records, generator=generator)[:SAMPLE].sort().values
         table = dataset.kind == "table"
         ledger = measurements.look_closely(sample, plan.runs, probes=probes, each=table)
@@ -89,18 +100,27 @@ def _looked(dataset: Dataset, plan: Plan, measurements: SnapshotMeasurements, ke
 
 
 def levelled(diagonal: Tensor, ledger: FisherAccountant, records: Tensor) -> Tensor:
-    """Diagonals with the ledger's trace: the snapshots tell how it is shared among the features, (n, d), float64.
+    """Scales diagonals to the ledger's trace: the snapshots only say how it is shared among the features.
 
-        Î_jj = d · dFIL · I_jj/Σ_k I_kk      (main rule; even shares where the snapshots saw nothing)
+        Î_jj = d · dFIL · I_jj/Σ_k I_kk      (main rule; even shares where the snapshots measured nothing)
 
-    For d = 1 exactly the ledger's dFIL. A record that the ledger never measured keeps its own diagonal."""
+    For d = 1 this is exactly the ledger's dFIL. A record that the ledger never measured keeps its own diagonal.
+
+    Args:
+        diagonal: from the snapshots, (n, d).
+        ledger: the ledger of whole records.
+        records: the records of the rows, (n,).
+
+    Returns:
+        Shape (n, d), float64.
+    """
     own = diagonal.double().cpu()
     told, trace = _told(ledger, records)
     return torch.where(told[:, None], _shares(own) * trace[:, None], own)
 
 
 def _told(ledger: FisherAccountant, records: Tensor) -> tuple[Tensor, Tensor]:
-    """Which records the ledger has measured, and their traces under the main rule; (n,) each."""
+    """Returns whether the ledger has measured each record, and the traces under the main rule; (n,) each."""
     trace = ledger.trace().cpu()[records]
     return (ledger.measured().cpu()[records] > 0) & trace.isfinite(), trace
 
@@ -112,10 +132,15 @@ def _shares(diagonal: Tensor) -> Tensor:
 
 
 def looks(plan: Plan, records: int, numbers: int) -> tuple[int, int]:
-    """How often a run's snapshots are looked at for each record, 0 if not for all, and with how many probes.
+    """Returns how often a run's snapshots are measured for each record (0 if not for all), and with how many probes.
 
-    As many measurements as the sample's would be, or a quarter of what the ledger takes, at most four a record; two at
-    least.
+    The number of measurements is that of the sample, or a quarter of the ledger's, at most four per record; at least
+    two.
+
+    Args:
+        plan: the options of the audit.
+        records: the number of records.
+        numbers: the number of private numbers in all records.
 
     >>> plan = Plan(sample_rate=0.05, steps=300)
     >>> looks(plan, 240, 1440), looks(plan, 1438, 92032), looks(plan, 48000, 37632000)
@@ -126,14 +151,16 @@ def looks(plan: Plan, records: int, numbers: int) -> tuple[int, int]:
     if numbers > NUMBERS:
         return 0, 1
     share = plan.budget if isinstance(plan.budget, float) else 1.0 if plan.budget == "every" else float(plan.budget[1])
-    measured = plan.steps * plan.sample_rate * share  # of each record, in a run
+    measured = plan.steps * plan.sample_rate * share  # measurements of each record in a run
     times = min(SNAPSHOTS, max(2, SNAPSHOTS * SAMPLE // records, min(4, round(measured / 4))))
     return times, 1 if times >= 4 else 2
 
 
 def missing_of(dataset: Dataset) -> dict[int, np.ndarray]:
-    """Which records lack a private feature, (N,) of bool, by its place among them; only of those that some record lacks
-    (a public mark says so)."""
+    """Returns for each private feature, by its position, which records lack it: (N,) of bool.
+
+    Only features that some record lacks are included (a public mark says so).
+    """
     flat, private = dataset.inputs.reshape(len(dataset.inputs), -1), dataset.private
     if private is None:
         return {}
@@ -143,7 +170,7 @@ def missing_of(dataset: Dataset) -> dict[int, np.ndarray]:
 
 
 def guess_of(dataset: Dataset) -> np.ndarray:
-    """Mean square error of guessing each private feature's average, (d,); over the records where it is not missing."""
+    """Returns the mean square error of guessing each private feature's average, (d,), over records that have one."""
     flat, private = dataset.inputs.reshape(len(dataset.inputs), -1), dataset.private
     if private is None:
         return np.asarray(flat.var(axis=0, dtype=np.float64))
@@ -155,8 +182,10 @@ def guess_of(dataset: Dataset) -> np.ndarray:
 
 
 def baseline_of(dataset: Dataset) -> float | None:
-    """Accuracy on the test data of always telling the most frequent training class; R² of the mean training target.
-    None where there are no test data (or one number alone)."""
+    """Returns the test accuracy of always predicting the most frequent training class (R² of the mean target).
+
+    Returns None where there are no test data (or one number only).
+    """
     known, truth = np.asarray(dataset.targets), np.asarray(dataset.test_targets)
     if len(known) == 0 or len(truth) == 0:
         return None
@@ -167,8 +196,15 @@ def baseline_of(dataset: Dataset) -> float | None:
 
 
 def chosen(dfil: Tensor, measured: Tensor) -> tuple[Tensor, int]:
-    """Among the records measured the most exposed in order, then the least exposed (the least last), and how many of
-    them are the most exposed."""
+    """Chooses records to keep whole among those measured: the most exposed, then the least exposed (the least last).
+
+    Args:
+        dfil: dFIL of each record, (N,).
+        measured: how often each record was measured, (N,).
+
+    Returns:
+        The records, and how many of them are the most exposed.
+    """
     order = torch.argsort(dfil, descending=True, stable=True)
     order = order[measured[order] > 0]
     most = min(MOST, (len(order) + 1) // 2)
@@ -181,8 +217,10 @@ def _stacked(rows: list[Tensor]) -> Tensor:
 
 
 def copies_of(dataset: Dataset) -> dict[str, Any]:
-    """Returns how many records have exact copies among the others, and the largest group of them: of whole records, and
-    ("private") of those that agree in the private features and the target only."""
+    """Counts the records that have exact copies among the others, and finds the size of the largest group.
+
+    This is done for whole records, and ("private") for records that agree in the private features and the target only.
+    """
     whole = find_copies(dataset.inputs, dataset.targets)
     found: dict[str, Any] = {"records": sum(map(len, whole)), "largest": whole[0] if whole else []}
     if dataset.private is not None:
@@ -211,7 +249,7 @@ def _leakage_facts(dataset: Dataset) -> dict[str, Any]:
     }
     if dataset.private is not None:
         flat = dataset.inputs.reshape(len(dataset.inputs), -1)
-        marks: np.ndarray = np.all((flat == 0) | (flat == 1), axis=0)  # a public number has no name: 1 is no yes there
+        marks: np.ndarray = np.all((flat == 0) | (flat == 1), axis=0)  # public numbers have no name: there 1 is not yes
         facts["public_names"] = [
             f.name if mark else "" for f, mark in zip(dataset.features, marks, strict=True) if not f.private
         ]

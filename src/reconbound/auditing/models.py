@@ -1,8 +1,9 @@
-"""The paper's two networks (its tables 1 and 2), and some for other data: tanh and average pooling, so that the loss
-is smooth in the input.
+"""The paper's two networks (its tables 1 and 2), and some for other data: tanh and average pooling, so that the loss is
+smooth in the input.
 
-The tables list a tanh after the last layer too; as in Papernot et al. (2020), whom they follow, the logits have none
-here."""
+The tables list a tanh after the last layer too. Here the logits have none, as in Papernot et al. (2020), whom the
+tables follow.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from reconbound._internal.checks import InputError
 
 
 def mnist_cnn() -> nn.Sequential:
-    """Table 1: 26,010 parameters, inputs (B, 1, 28, 28).
+    """Creates the network of table 1: 26,010 parameters, inputs (B, 1, 28, 28).
 
     >>> sum(p.numel() for p in mnist_cnn().parameters())
     26010
@@ -36,7 +37,7 @@ def mnist_cnn() -> nn.Sequential:
 
 
 def cifar10_cnn() -> nn.Sequential:
-    """Table 2: 550,570 parameters, inputs (B, 3, 32, 32).
+    """Creates the network of table 2: 550,570 parameters, inputs (B, 3, 32, 32).
 
     >>> sum(p.numel() for p in cifar10_cnn().parameters())
     550570
@@ -52,7 +53,7 @@ def cifar10_cnn() -> nn.Sequential:
 
 
 class _Standardise(nn.Module):
-    """(x − mean)/std of each channel, with constants that do not come from the private data."""
+    """A layer that computes (x − mean)/std of each channel, with constants that do not come from the private data."""
 
     mean: Tensor
     std: Tensor
@@ -80,10 +81,15 @@ def _constants(name: str, value: float | Sequence[float]) -> Tensor:
 
 
 def standardised(model: nn.Sequential, mean: float | Sequence[float], std: float | Sequence[float]) -> nn.Sequential:
-    """The network behind a fixed layer that takes (x − mean)/std, each a number or one for each channel of an image.
+    """Puts a fixed layer, (x − mean)/std, in front of a network.
 
-    The private input stays x as it was, so floors stay in its units. The constants must be public: if they were
-    computed from the private data, that release is not accounted for.
+    The private input stays x, so floors stay in its units. The constants must be public: if they were computed from the
+    private data, that release is not accounted for.
+
+    Args:
+        model: the network.
+        mean: one number, or one for each channel of an image.
+        std: one number, or one for each channel of an image.
 
     >>> model = standardised(nn.Sequential(nn.Identity()), 0.5, 0.25)
     >>> model(torch.tensor([0.0, 1.0]))
@@ -93,7 +99,11 @@ def standardised(model: nn.Sequential, mean: float | Sequence[float], std: float
 
 
 def linear(shape: Sequence[int], outputs: int) -> nn.Sequential:
-    """One linear layer on a record's numbers, inputs (B, *shape).
+    """Creates one linear layer on a record's numbers, inputs (B, *shape).
+
+    Args:
+        shape: the shape of a record.
+        outputs: the number of outputs.
 
     >>> sum(p.numel() for p in linear((1, 8, 8), 10).parameters())
     650
@@ -102,7 +112,12 @@ def linear(shape: Sequence[int], outputs: int) -> nn.Sequential:
 
 
 def mlp(shape: Sequence[int], outputs: int, hidden: int = 32) -> nn.Sequential:
-    """One hidden layer, tanh.
+    """Creates a network with one hidden layer and tanh, inputs (B, *shape).
+
+    Args:
+        shape: the shape of a record.
+        outputs: the number of outputs.
+        hidden: the width of the hidden layer.
 
     >>> sum(p.numel() for p in mlp((4,), 3).parameters())
     259
@@ -111,8 +126,14 @@ def mlp(shape: Sequence[int], outputs: int, hidden: int = 32) -> nn.Sequential:
 
 
 def cnn(shape: Sequence[int], outputs: int, hidden: int = 32) -> nn.Sequential:
-    """Convolutions with tanh, each followed by average pooling by 2 until the image is at most 8 wide and high, for
-    images (B, C, H, W) of any size from 4x4.
+    """Creates a convolutional network for images (B, C, H, W) of any size from 4x4.
+
+    Each convolution has a tanh and is followed by average pooling by 2 until the image is at most 8 wide and high.
+
+    Args:
+        shape: the shape of an image, (C, H, W).
+        outputs: the number of outputs.
+        hidden: the width of the hidden layer.
 
     >>> sum(p.numel() for p in cnn((1, 8, 8), 10).parameters())
     21546
@@ -134,11 +155,14 @@ def cnn(shape: Sequence[int], outputs: int, hidden: int = 32) -> nn.Sequential:
 
 
 def lecun_normal(model: nn.Module) -> None:
-    """Fresh parameters: weights N(0, 1/inputs), biases 0, so that a deep chain with tanh keeps its signal.
+    """Sets fresh parameters: weights N(0, 1/inputs), biases 0, so that a deep chain with tanh keeps its signal.
 
     PyTorch's own have a third of that variance. Eight layers of them leave `cifar10_cnn` with logits that hardly depend
-    on the image. As `initialise` of PrivateSGD and Fleet. Scales of one dimension (of GroupNorm) become what their
-    module's reset_parameters makes them; frozen parameters stay.
+    on the image. Use it as `initialise` of PrivateSGD and Fleet. Scales of one dimension (of GroupNorm) are set by
+    their module's reset_parameters; frozen parameters stay.
+
+    Args:
+        model: changed in place.
 
     >>> layer = nn.Linear(10_000, 8)
     >>> lecun_normal(layer)

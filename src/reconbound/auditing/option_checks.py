@@ -1,5 +1,7 @@
-"""The model of a plan, tried on three records before anything is timed or trained: what is wrong with it is one line,
-and what its floors do not cover is kept."""
+"""Checks the model of a plan on three records before anything is timed or trained.
+
+An error is one line. Notes on what the model's floors do not cover are kept.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,19 @@ _FEW = 3
 
 
 def check_plan(dataset: Dataset, plan: Plan) -> dict[str, str]:
-    """Refuse a model that cannot be trained or accounted for, by its name; what its floors do not cover, in words.
+    """Refuses a model that cannot be trained or accounted for. Returns notes on what its floors do not cover.
+
+    Args:
+        dataset: the data of the audit.
+        plan: the options of the audit.
 
     Returns:
-        empty for a smooth model. "kinks": floors of single records are not proved. "model": other warnings.
+        Empty for a smooth model. "kinks": floors of single records are not proved. "model": other warnings.
 
     Raises:
-        InputError: the factory is missing or raises, returns no module, or its model does not take the records or gives
-            too few numbers for them. ModelError: as `reconbound.validate.check_batch`.
+        InputError: the factory is missing or raises, returns no module, or its model does not accept the records or
+            returns too few numbers for them.
+        ModelError: as `reconbound.validate.check_batch`.
     """
     model = make_model(dataset, plan.model, seed=0)
     inputs, targets = as_tensor(dataset.inputs[:_FEW]), as_tensor(dataset.targets[:_FEW])
@@ -58,13 +65,13 @@ def _said_of_kinks(places: str) -> str:
 
 
 def _check_outputs(dataset: Dataset, spec: str, model: nn.Module, inputs: Tensor) -> None:
-    """One row for each record, with a number for each class, or one number."""
+    """Checks that the model returns one row per record, with a number for each class, or one number."""
     classes, wanted, given = dataset.task == "classes", outputs_of(dataset), len(inputs)
     must = "must name a factory whose model" if ":" in spec else "must be a model that"
     try:
         with torch.no_grad():
             found: Any = model(inputs)
-    except Exception as reason:  # it is the user's code: anything
+    except Exception as reason:  # the user's code may raise anything
         said = (str(reason).splitlines() or [""])[0]
         raise InputError(
             "model", f"{must} takes records of shape {dataset.shape} ({type(reason).__name__}: {said})", spec

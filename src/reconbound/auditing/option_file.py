@@ -1,4 +1,6 @@
-"""What was asked of an audit, beside its results: an audit goes on only in a folder that was begun with the same."""
+"""The options of an audit, stored beside its results: an audit continues only in a folder that was begun with the
+same ones.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ TOLD = 3
 
 
 def open_folder(out: str | os.PathLike[str], *, fresh: bool = False) -> Path:
-    """The audit's folder, made if need be. One that holds anything but an audit is refused: its mode would change."""
+    """Opens the audit's folder, created if missing. Refuses a folder with other content, because its mode would change.
+
+    Args:
+        out: the folder.
+        fresh: whether the audit in it is to be forgotten.
+    """
     path = Path(out)
     try:
         foreign = path.exists() and not (path / PLAN).exists() and any(_foreign(p.name) for p in path.iterdir())
@@ -51,12 +58,15 @@ def open_folder(out: str | os.PathLike[str], *, fresh: bool = False) -> Path:
 
 
 def _foreign(name: str) -> bool:
-    """Not so: the lock, and what is left of a file where an audit was killed while it wrote it."""
+    """Returns whether a file is neither the lock nor what a killed audit left of a file that it was writing."""
     return name != LOCK and not is_leftover(name)
 
 
 def remove(folder: Path) -> None:
-    """Remove what an audit leaves in its folder, and nothing else; the plan last, so that it can be done again."""
+    """Removes an audit's files from its folder, and nothing else.
+
+    The plan goes last, so that removal can be repeated.
+    """
     names = [RUN, LEAKAGE, REPORT, PUBLIC_REPORT, MODEL, INPUTS]
     inside = folder / CHECKPOINTS
     for path in [*(inside / name for name in NAMES), *inside.glob("parameters-*.safetensors"), inside / LOCK]:
@@ -66,9 +76,15 @@ def remove(folder: Path) -> None:
 
 
 def settle(folder: Path, dataset: Dataset, plan: Plan) -> Plan:
-    """The plan with its seed: that of the folder if it was begun with the same options and data, else a new one.
+    """Returns the plan with its seed: the folder's if it was begun with the same options and data, otherwise a new one.
 
-    More runs than before are taken as more of the same; any other difference is refused."""
+    More runs than before are added to those that are there. Any other difference is refused.
+
+    Args:
+        folder: the audit's folder.
+        dataset: the data of the audit.
+        plan: the options that are asked for.
+    """
     wanted, before = _wanted(dataset, plan), refuse_other(folder, dataset, plan)
     seed = int(before["seed"]) if before is not None else new_seed() if plan.seed is None else plan.seed
     if before is None or before["plan"] != wanted["plan"]:
@@ -78,9 +94,18 @@ def settle(folder: Path, dataset: Dataset, plan: Plan) -> Plan:
 
 
 def refuse_other(folder: str | os.PathLike[str], dataset: Dataset, plan: Plan) -> dict[str, Any] | None:
-    """What the folder's plan file says, if it has one; an InputError with the first differences if it is another's.
+    """Returns the content of the folder's plan file, None if there is none. Refuses that of another audit.
 
-    A plan of which nothing was done yet (its model was refused, say) binds nobody."""
+    A plan of which nothing was done yet (its model was refused, for example) is ignored.
+
+    Args:
+        folder: the audit's folder.
+        dataset: the data of the audit.
+        plan: the options that are asked for.
+
+    Raises:
+        InputError: the plan file is another audit's; names the first differences.
+    """
     path = Path(folder) / PLAN
     done = [Path(folder) / CHECKPOINTS / name for name in NAMES] + [Path(folder) / RUN]
     if not path.exists() or not any(p.exists() for p in done):
@@ -101,9 +126,19 @@ def refuse_other(folder: str | os.PathLike[str], dataset: Dataset, plan: Plan) -
 
 
 def finished(folder: str | os.PathLike[str], dataset: Dataset, plan: Plan, *, publish_accuracy: bool = False) -> bool:
-    """Whether the folder holds this very audit, with all its runs and files; an InputError if it holds another's.
+    """Returns whether the folder holds exactly this audit, with all its runs and files.
 
-    One whose accuracy is to be published, or no longer, is not finished."""
+    An audit is not finished if its accuracy is published and should not be, or the other way round.
+
+    Args:
+        folder: the audit's folder.
+        dataset: the data of the audit.
+        plan: the options that are asked for.
+        publish_accuracy: whether the accuracy is to be published.
+
+    Raises:
+        InputError: the folder holds another audit.
+    """
     place = Path(folder)
     before = refuse_other(place, dataset, plan)
     if before is None or before["plan"] != _wanted(dataset, plan)["plan"]:
@@ -113,7 +148,7 @@ def finished(folder: str | os.PathLike[str], dataset: Dataset, plan: Plan, *, pu
     try:
         run, _ = read_audit(place)
         read_inputs(place)
-    except Unreadable:  # what is damaged is made anew from the checkpoint
+    except Unreadable:  # damaged files are made again from the checkpoint
         return False
     return run.mechanism.get("runs") == plan.runs and (run.accuracy is not None) == publish_accuracy
 
@@ -124,7 +159,7 @@ def _wanted(dataset: Dataset, plan: Plan) -> dict[str, Any]:
 
 
 def about(dataset: Dataset) -> dict[str, Any]:
-    """What tells one data set from another, in few words."""
+    """Returns a few facts that distinguish one data set from another."""
     target = dataset.target
     found: dict[str, Any] = {"name": dataset.name, "records": len(dataset.inputs), "shape": list(dataset.shape)}
     found |= {"task": dataset.task, "target": None if target is None else target.name}
@@ -148,16 +183,16 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if isinstance(was, dict) and isinstance(is_, dict):
             told += [f"{name} of {part}" for part in _differences(was, is_)]
         elif name == "seed":
-            told.append("seed differs")  # not shown: it is as secret as the data
+            told.append("seed differs")  # its value is not shown: it is as secret as the data
         elif name != "digest":
             told.append(f"{name} was {_said(was)} and is {_said(is_)}")
-        elif not told:  # ranges and the like change the inputs too
+        elif not told:  # ranges and similar options change the inputs too
             told.append("the data have changed")
     return told
 
 
 def _said(value: Any) -> str:
-    """A value of an option, cut where it is long."""
+    """Formats the value of an option, shortened where it is long."""
     text = "not given" if value is None or value == "" else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -1,4 +1,4 @@
-"""What a private training on a data set is to be: options with defaults for each set, its model, loss and learner."""
+"""The options of a private training on a data set, with defaults for each set; its model, loss and learner."""
 
 from __future__ import annotations
 
@@ -31,13 +31,22 @@ RULES = {"poisson": ("exact", "paper"), "fixed": ("fixed", "paper"), "shuffle": 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that decides an audit's training, apart from the data.
+    """Everything that determines an audit's training, apart from the data.
 
     Attributes:
         model: "auto", "linear", "mlp", "cnn", or "package.module:factory", called as factory(shape, outputs).
-        noise_multiplier, max_grad_norm, sample_rate, clip, sampler, lr, momentum, budget, probes, seed: as in
-            Settings. A seed that others can guess makes the noise known; None takes one from the operating system.
-        steps: of one run. runs: independent runs; the first is the one that is released, the others only measure.
+        noise_multiplier: as in Settings.
+        max_grad_norm: as in Settings.
+        sample_rate: as in Settings.
+        steps: the number of steps of one run.
+        runs: the number of independent runs; the first is released, the others only measure.
+        clip: as in Settings.
+        sampler: as in Settings.
+        lr: as in Settings.
+        momentum: as in Settings.
+        budget: as in Settings.
+        probes: as in Settings.
+        seed: as in Settings. A seed that others can guess reveals the noise; None takes one from the operating system.
     """
 
     model: str = "auto"
@@ -59,13 +68,13 @@ class Plan:
             choice("model", self.model, (*MODELS, "package.module:factory"))
         whole("steps", self.steps)
         whole("runs", self.runs)
-        number("lr", self.lr, above=0.0, at_most=1e30)  # within the numbers of float32
+        number("lr", self.lr, above=0.0, at_most=1e30)  # within the range of float32
         number("momentum", self.momentum, at_least=0.0, below=1.0)
         object.__setattr__(self, "budget", checked_budget(self.budget))
         self.settings()
 
     def settings(self) -> Settings:
-        """The learner's settings."""
+        """Returns the learner's settings."""
         choice("sampler", self.sampler, tuple(RULES))
         return Settings(
             self.noise_multiplier,
@@ -92,7 +101,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "steps": 400,
         "lr": 3.0,
         "budget": 1.0,
-    },  # minutes; limits take --runs 10 --budget 3
+    },  # takes minutes; limits need --runs 10 --budget 3
     # cifar10: one training each by this plan, accuracy on 2,000 test images after 200 steps: pixels from −1 to 1 and
     # lr 1.0: 38.1 %; pixels from 0 to 1: 34.4 % at lr 1.0 (40.4 % after 400 steps of another run), 36.6 % at 2.0,
     # 27.7 % at 0.5, and nothing learned (12 % after 50) at 3.0.
@@ -106,13 +115,18 @@ _EPOCHS = 15
 
 
 def default_plan(dataset: Dataset, **changes: Any) -> Plan:
-    """The defaults for this data set, with some options changed; by its size where it is not one of the known ones.
+    """Returns the defaults for a data set, with some options changed. For an unknown set they depend on its size.
 
-    Of a part of a known set (--limit), below nine tenths of it: batches of the same size, at most a quarter of the
-    records or 32, for as many steps, at most 15 epochs or 50 steps. The noise beside a batch is then what it was.
+    For a part of a known set (--limit) below nine tenths of it: batches of the same size, at most a quarter of the
+    records or 32, for as many steps, at most 15 epochs or 50 steps. The ratio of noise to batch then stays the same.
 
-    Of an unknown set of N records: batches of 5 % of them, at least 32 and at most 512, for 15 epochs and at most 800
-    steps. Five runs and enough measurements of each record, 25, for confidence limits."""
+    For an unknown set of N records: batches of 5 % of them, at least 32 and at most 512, for 15 epochs and at most 800
+    steps. Five runs and 25 measurements of each record, which is enough for confidence limits.
+
+    Args:
+        dataset: the data of the audit.
+        changes: options of Plan to change.
+    """
     own, records = _OWN.get(dataset.name), len(dataset.inputs)
     whole_set = _WHOLE.get(dataset.name, 0)
     if own is not None and records < 0.9 * whole_set:
@@ -127,13 +141,13 @@ def default_plan(dataset: Dataset, **changes: Any) -> Plan:
         batch = min(records, max(32, min(512, round(0.05 * records))))
         own = {"sample_rate": batch / records, "steps": min(800, max(50, round(15 * records / batch)))}
         own["lr"] = 1.0 if dataset.task == "classes" else 0.3
-        own["budget"] = max(1.0, 6 / (own["steps"] * own["sample_rate"]))  # of the largest sets: six blocks a run
+        own["budget"] = max(1.0, 6 / (own["steps"] * own["sample_rate"]))  # for the largest sets: six blocks per run
     plan = Plan(**own)
     return replace(plan, **changes) if changes else plan
 
 
 def outputs_of(dataset: Dataset) -> int:
-    """How many numbers the model gives for a record: one a class, or one."""
+    """Returns the number of outputs of the model: one per class, or one."""
     if dataset.task == "number":
         return 1
     known = max(int(t.max()) + 1 if len(t) else 0 for t in (dataset.targets, dataset.test_targets))
@@ -141,18 +155,22 @@ def outputs_of(dataset: Dataset) -> int:
 
 
 def model_kind(dataset: Dataset, spec: str) -> str:
-    """What "auto" stands for: the paper's networks for mnist and cifar10, a cnn for images, an mlp for tables."""
+    """Returns the kind of a model.
+
+    "auto" means the paper's networks for mnist and cifar10, a cnn for images, an mlp for tables.
+    """
     if spec != "auto":
         return spec
     return "cnn" if dataset.kind == "image" and min(dataset.shape[1:]) >= 4 else "mlp"
 
 
 def make_model(dataset: Dataset, spec: str = "auto", seed: int | None = None) -> nn.Module:
-    """A smooth model for the data set.
+    """Creates a smooth model for the data set.
 
     Args:
-        spec: as Plan.model. A factory is imported, hence run, from the path of Python and the current folder.
-        seed: of the initial parameters; torch's own generator as it stands when None.
+        dataset: the data of the audit.
+        spec: as Plan.model. A factory is imported, hence run, from Python's path and the current folder.
+        seed: for the initial parameters; None uses torch's generator as it is.
     """
     if seed is None:
         return _built(dataset, model_kind(dataset, spec))
@@ -173,7 +191,14 @@ def _built(dataset: Dataset, kind: str) -> nn.Module:
 
 
 def network(kind: str, shape: tuple[int, ...], outputs: int, *, image: bool) -> nn.Module:
-    """One of our own models, by its kind (linear, mlp or cnn)."""
+    """Creates one of the package's own models.
+
+    Args:
+        kind: "linear", "mlp" or "cnn".
+        shape: the shape of a record.
+        outputs: the number of outputs.
+        image: whether records are images.
+    """
     if kind == "linear":
         return networks.linear(shape, outputs)
     if kind == "mlp":
@@ -199,15 +224,15 @@ def _called(spec: str, shape: tuple[int, ...], outputs: int) -> Any:
 
 
 def _factory(spec: str) -> Callable[[tuple[int, ...], int], Any]:
-    """The function that package.module:factory names. This runs the module: only a user's own word leads here."""
+    """Returns the function that package.module:factory names. This runs the module: only the user may name one."""
     module, _, name = spec.partition(":")
     here = os.getcwd()
     added = here not in sys.path and "" not in sys.path
     if added:
-        sys.path.append(here)  # at the end, so that no file there stands in for an installed module
+        sys.path.append(here)  # at the end, so that no file there replaces an installed module
     try:
         found = getattr(importlib.import_module(module), name, None)
-    except Exception as reason:  # it is the user's code: anything
+    except Exception as reason:  # the user's code may raise anything
         raise InputError("model", f"must name a module that can be imported ({reason})", spec) from reason
     finally:
         if added:
@@ -218,7 +243,7 @@ def _factory(spec: str) -> Callable[[tuple[int, ...], int], Any]:
 
 
 def make_loss(dataset: Dataset) -> Callable[[Tensor, Tensor], Tensor]:
-    """(outputs, targets) → one loss per record, (B,): cross-entropy of classes, half the squared error of a number."""
+    """Returns the loss, (outputs, targets) → (B,): cross-entropy for classes, half the squared error for a number."""
     return _cross_entropy if dataset.task == "classes" else _half_square
 
 
@@ -231,15 +256,18 @@ def _half_square(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def as_tensor(array: np.ndarray) -> Tensor:
-    """The array as a tensor; a copy where torch could not share it (read-only, not in order)."""
+    """Returns the array as a tensor; a copy where torch cannot share its memory (read-only, not in order)."""
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
 
 def score(dataset: Dataset, model: nn.Module, most: int | None = None) -> float:
-    """Accuracy on the test data, or R² of a number; NaN where there are no test data.
+    """Returns the accuracy on the test data, or R² for a number; NaN where there are no test data.
 
     Args:
-        most: look at so many of them alone, evenly spread."""
+        dataset: the data of the audit.
+        model: the model to evaluate.
+        most: use at most n test records, evenly spread; None for all.
+    """
     count = len(dataset.test_inputs)
     if count == 0:
         return float("nan")
@@ -256,7 +284,7 @@ def score(dataset: Dataset, model: nn.Module, most: int | None = None) -> float:
 
 
 def starter(dataset: Dataset, spec: str) -> Callable[[nn.Module], None]:
-    """What gives a model its fresh parameters, from torch's generator as it stands."""
+    """Returns a function that gives a model fresh parameters, from torch's generator as it is."""
 
     def initialise(own: nn.Module) -> None:
         own.load_state_dict(make_model(dataset, spec).state_dict())
@@ -272,15 +300,17 @@ def make_learner(
     device: torch.device | str | None = None,
     **options: Any,
 ) -> PrivateSGD:
-    """A private learner of the data set by the plan; `repeat(plan.runs, plan.steps)` trains and accounts.
+    """Creates a private learner of the data set by the plan; `repeat(plan.runs, plan.steps)` trains and accounts.
 
     Args:
+        dataset: the data of the audit.
+        plan: the options of the audit.
         folder: for checkpoints; None for none.
-        device: a GPU where there is one when None.
-        options: of PrivateSGD (evaluate, diagonal, every, …).
+        device: when None, a GPU where there is one.
+        options: arguments of PrivateSGD (evaluate, diagonal, every, …).
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = make_model(dataset, plan.model, seed=0).to(place)  # repeat starts each run from parameters of its own
+    model = make_model(dataset, plan.model, seed=0).to(place)  # repeat starts each run from its own parameters
 
     scale = dataset.scale
     chosen: dict[str, Any] = {

@@ -1,7 +1,8 @@
-"""The released model of an audit, to use it: how a record enters it, and what its outputs mean.
+"""The released model of an audit, ready for use: how a record enters it, and what its outputs mean.
 
 model.safetensors      the released parameters (public)
-inputs.json            columns in order, ranges, categories, classes (confidential: see `write_inputs`)"""
+inputs.json            columns in order, ranges, categories, classes (confidential: see `write_inputs`)
+"""
 
 from __future__ import annotations
 
@@ -31,14 +32,17 @@ NUMBER, MISSING, CATEGORY = "number", "missing", "category"
 
 
 def write_inputs(folder: str | os.PathLike[str], dataset: Dataset, model: str) -> None:
-    """inputs.json: all that one needs beside the parameters to use the model; for the owner alone (mode 0600).
+    """Writes inputs.json: everything that one needs beside the parameters to use the model.
 
-    Categories, classes, which columns have missing values and ranges that were not declared are facts about the data.
-    The guarantee takes all but such ranges as known, but they are its owner's to hand on: `read_off_the_data` lists
-    which of them are in the file.
+    For its owner only (mode 0600).
+
+    Categories, classes, columns with missing values, and ranges that were not declared are facts about the data. The
+    guarantee takes all of them except such ranges as known, but only the owner may pass them on: `read_off_the_data`
+    lists which of them are in the file.
 
     Args:
-        folder: with model.safetensors, whose digest is put in.
+        folder: with model.safetensors, whose digest is included.
+        dataset: the data of the audit.
         model: linear, mlp, cnn, or the factory that made it.
     """
     image = dataset.kind == "image"
@@ -66,7 +70,7 @@ def _range(feature: Feature) -> dict[str, float]:
 
 
 def _input(feature: Feature) -> dict[str, Any]:
-    """One flat input of a table: a number by its range, or a one or zero."""
+    """Describes one flat input of a table: a number by its range, or a one or zero."""
     column = feature.column or feature.name
     if not feature.column:
         return {"column": column, "kind": NUMBER, "unit": feature.unit, **_range(feature)}
@@ -77,7 +81,7 @@ def _input(feature: Feature) -> dict[str, Any]:
 
 
 def _read_off(dataset: Dataset) -> list[str]:
-    """What of the file depends on the data, in words."""
+    """Lists the content of the file that depends on the data."""
     found = ["the classes of the target"] if dataset.class_names else []
     if dataset.task == "number" and dataset.target is not None and not dataset.target.declared:
         found.append(f"the range of {dataset.target.name}")
@@ -97,11 +101,11 @@ def _read_off(dataset: Dataset) -> list[str]:
 
 @dataclass(frozen=True)
 class Release:
-    """A released model with its way in and out.
+    """A released model that takes records and returns predictions in the data's own units.
 
     Attributes:
-        model: the torch module, on the CPU, in eval mode; takes what `inputs` gives.
-        facts: inputs.json.
+        model: the torch module, on the CPU, in eval mode; takes the result of `inputs`.
+        facts: the content of inputs.json.
     """
 
     model: nn.Module
@@ -114,7 +118,7 @@ class Release:
 
     @property
     def columns(self) -> list[str]:
-        """The columns of a table that the model sees, in their order; empty for images."""
+        """Returns the columns of a table that the model sees, in their order; empty for images."""
         return [] if self._image else list(dict.fromkeys(part["column"] for part in self.facts["inputs"]))
 
     @property
@@ -122,14 +126,14 @@ class Release:
         return bool(self.facts["kind"] == "image")
 
     def inputs(self, records: Any) -> Tensor:
-        """Records in the data's own units as the model takes them, (N, *shape), float32.
+        """Converts records from the data's own units to the model's inputs, (N, *shape), float32.
 
-        Numbers are (value − low)/(high − low), moved into [0, 1]; a missing one is 0.5, and 1 in the mark of its
-        column where the model has one; a category is a one among zeros.
+        Numbers become (value − low)/(high − low), moved into [0, 1]. A missing one becomes 0.5, and its column's mark 1
+        where the model has one. A category becomes a one among zeros.
 
         Args:
-            records: of a table {column: values} or a list of {column: value}, where None, "" and NaN are missing;
-                images as an array (N, C, H, W), or (N, H, W) with one plane.
+            records: for a table {column: values} or a list of {column: value}, where None, "" and NaN are missing; for
+                images an array (N, C, H, W), or (N, H, W) with one plane.
         """
         if self._image:
             return self._pictures(records)
@@ -149,7 +153,7 @@ class Release:
         return torch.from_numpy(np.clip((array - low) / (high - low), 0, 1).astype(np.float32))
 
     def _known(self, table: Mapping[str, Sequence[Any]]) -> None:
-        """Refuse categories that the model has no input for."""
+        """Refuses categories for which the model has no input."""
         for column in self.columns:
             values = [p["value"] for p in self.facts["inputs"] if p["column"] == column and p["kind"] == CATEGORY]
             for row, value in enumerate(table[column] if values else ()):
@@ -158,19 +162,31 @@ class Release:
                     raise InputError(f"{column} of record {row}", f"must be one of {shown}", value)
 
     def outputs(self, records: Any) -> Tensor:
-        """What the model gives: (N, classes) of log-odds up to a constant, or (N, 1)."""
+        """Returns the model's outputs: (N, classes) of log-odds up to a constant, or (N, 1).
+
+        Args:
+            records: as in `inputs`.
+        """
         with torch.no_grad():
             found: Tensor = self.model(self.inputs(records))
         return found
 
     def predict_proba(self, records: Any) -> np.ndarray:
-        """Chances of the classes, (N, classes)."""
+        """Returns the probabilities of the classes, (N, classes).
+
+        Args:
+            records: as in `inputs`.
+        """
         if self.facts["task"] != "classes":
             raise InputError("predict_proba", "is for classes, and this model predicts", self.facts["task"])
         return np.asarray(self.outputs(records).double().softmax(dim=1).numpy())
 
     def predict(self, records: Any) -> np.ndarray:
-        """The names of the likeliest classes, (N,), or numbers in the target's own unit, (N,)."""
+        """Returns the names of the most likely classes, (N,), or numbers in the target's own unit, (N,).
+
+        Args:
+            records: as in `inputs`.
+        """
         found = self.outputs(records)
         if self.facts["task"] == "classes":
             names = self.facts["classes"] or [str(k) for k in range(found.shape[1])]
@@ -180,12 +196,15 @@ class Release:
 
 
 def load_release(folder: str | os.PathLike[str], model: nn.Module | None = None) -> Release:
-    """The released model of an audit's folder, ready to predict from records in the data's own units.
+    """Loads the released model of an audit's folder, ready to predict from records in the data's own units.
 
     Args:
         folder: with model.safetensors and inputs.json.
-        model: a module for the parameters, where the audit had one of its owner's (--model package.module:factory): no
-            code is run because a file names it.
+        model: a module for the parameters, where the audit used its owner's (--model package.module:factory): no code
+            is run because a file names it.
+
+    Returns:
+        The released model.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -212,7 +231,7 @@ def load_release(folder: str | os.PathLike[str], model: nn.Module | None = None)
 
 
 def read_inputs(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns inputs.json; Unreadable, with the reason, if it or the model beside it is missing, changed or damaged."""
+    """Returns the content of inputs.json. Raises Unreadable if it or the model is missing, changed or damaged."""
     path = Path(folder) / INPUTS
     try:
         facts = unsealed_json(path)
@@ -226,7 +245,7 @@ def read_inputs(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _by_column(records: Any, columns: Sequence[str]) -> dict[str, list[Any]]:
-    """{column: values} of a mapping or of a list of rows."""
+    """Returns {column: values} of a mapping or of a list of rows."""
     if isinstance(records, Mapping) or hasattr(records, "columns"):  # a dictionary, or a data frame
         rows: dict[str, list[Any]] = {str(name): list(np.atleast_1d(records[name])) for name in records}
     else:
@@ -245,7 +264,7 @@ def _by_column(records: Any, columns: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _encoded(part: Mapping[str, Any], values: Sequence[Any]) -> np.ndarray:
-    """One flat input of all records, (N,)."""
+    """Returns one flat input of all records, (N,)."""
     if part["kind"] == CATEGORY:
         return np.array([_text(value) == part["value"] for value in values], dtype=np.float64)
     found = np.array([_number(part["column"], value) for value in values], dtype=np.float64)
@@ -257,7 +276,7 @@ def _encoded(part: Mapping[str, Any], values: Sequence[Any]) -> np.ndarray:
 
 
 def _text(value: Any) -> str:
-    """A category's name, "" where it is missing."""
+    """Returns the name of a category, "" where it is missing."""
     said = "" if value is None or (isinstance(value, float) and math.isnan(value)) else str(value).strip()
     return "" if said.lower() in BLANK else said
 

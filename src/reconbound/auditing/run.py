@@ -1,8 +1,10 @@
-"""The audit: train privately on a data set, account for every record, write the folder that the reports are made of.
+"""The audit: trains privately on a data set, accounts for every record, and writes the folder from which reports are
+made.
 
 All runs of the plan are trained from fresh parameters. The FIRST is the release: its parameters are in
-model.safetensors, its accuracy is the one reported. The others measure only, and are never released: with them, leakage
-is an average over the randomness of training, and has confidence limits."""
+model.safetensors, and its accuracy is the one reported. The others only measure and are never released. With them,
+leakage is an average over the randomness of training, and has confidence limits.
+"""
 
 from __future__ import annotations
 
@@ -67,15 +69,20 @@ def audit(
     publish_accuracy: bool = False,
     fresh: bool = False,
 ) -> Path:
-    """Train, account, write the run folder and its two reports; the folder. Goes on where it was stopped.
+    """Trains, accounts, and writes the run folder and its two reports. Continues where it was stopped.
 
     Args:
+        dataset: the data to train on.
+        plan: the options of the audit.
         out: a new or empty folder, or that of an audit with the same plan and data (more runs are added to it).
-        show: a progress bar with the remaining time, on a terminal.
+        show: whether to show a progress bar with the remaining time, on a terminal.
         publish_accuracy: put the accuracy on the test data into the public facts, rounded to whole percent. No noise
             covers the test data. Refused where the target is a number: R² is a function of the held-out numbers, and
             whoever knows all but one of them could solve for that one.
-        fresh: forget what the folder holds.
+        fresh: whether to forget what the folder holds.
+
+    Returns:
+        The folder.
 
     Guarantee: as FisherAccountant's, for the release of the first run's noisy steps. The records kept whole are chosen
     by the estimate itself, so the largest is more often too large than too small.
@@ -94,7 +101,7 @@ def audit(
         measurements = trained(dataset, settled, folder, show=show)
         write_inputs(folder, dataset, model_kind(dataset, plan.model))
         leakage = leakage_of(dataset, settled, measurements)
-        for name in (RUN, REPORT, PUBLIC_REPORT):  # of fewer runs: killed from here on, the audit is not finished
+        for name in (RUN, REPORT, PUBLIC_REPORT):  # of fewer runs; an audit killed from here on is unfinished
             (folder / name).unlink(missing_ok=True)
         seed = "the operating system" if plan.seed is None else CHOSEN_SEED
         run = facts_of(dataset, settled, measurements.learner, seed_from=seed, publish_accuracy=publish_accuracy)
@@ -116,7 +123,17 @@ def check_publishable(dataset: Dataset) -> None:
 
 
 def trained(dataset: Dataset, plan: Plan, folder: Path, *, show: bool = False) -> SnapshotMeasurements:
-    """Trains all runs of the plan, from the folder's last good state on. Returns the learner with its snapshots."""
+    """Trains all runs of the plan, from the folder's last good state on.
+
+    Args:
+        dataset: the data to train on.
+        plan: the options of the audit.
+        folder: the audit's folder.
+        show: whether to show a progress bar.
+
+    Returns:
+        The learner with its snapshots.
+    """
     inside = folder / CHECKPOINTS
     inside.mkdir(mode=0o700, exist_ok=True)
     bar: Callable[[int], None] | None = None
@@ -124,7 +141,7 @@ def trained(dataset: Dataset, plan: Plan, folder: Path, *, show: bool = False) -
 
     def advance(done: int) -> None:
         nonlocal bar, before
-        if bar is None:  # only now is it known where the training goes on
+        if bar is None:  # only now is it known at which step the training continues
             what = f"training, {plan.runs} run{'s' if plan.runs > 1 else ''}"
             bar, before = stack.enter_context(progress_bar(plan.runs * plan.steps, done, show, what)), done
         bar(done - before)
@@ -141,7 +158,15 @@ def trained(dataset: Dataset, plan: Plan, folder: Path, *, show: bool = False) -
 def facts_of(
     dataset: Dataset, plan: Plan, learner: PrivateSGD, *, seed_from: str, publish_accuracy: bool = False
 ) -> Run:
-    """The public facts: what was asked and what the mechanism guarantees whatever the data."""
+    """Collects the public facts: what was asked and what the mechanism guarantees whatever the data.
+
+    Args:
+        dataset: the data of the audit.
+        plan: the options of the audit.
+        learner: after training.
+        seed_from: who chose the seed.
+        publish_accuracy: whether the accuracy is included.
+    """
     last = [h for h in learner.history if h["run"] == 0 and "accuracy" in h]
     accuracy = round(float(last[-1]["accuracy"]), PUBLISHED_DIGITS) if publish_accuracy and last else None
     assert learner.accountant is not None
@@ -173,7 +198,10 @@ def facts_of(
 
 
 def _data_facts(dataset: Dataset) -> dict[str, Any]:
-    """Of a table only names and ranges that its owner declared: categories and ranges read off the data stay here."""
+    """Describes the data.
+
+    For a table only names and declared ranges: categories and ranges read off the data are left out.
+    """
     found: dict[str, Any] = {
         "name": dataset.name,
         "kind": dataset.kind,
@@ -194,7 +222,7 @@ def _data_facts(dataset: Dataset) -> dict[str, Any]:
 
 
 def describe(dataset: Dataset, plan: Plan) -> str:
-    """The model in a few words."""
+    """Describes the model in a few words."""
     kind = model_kind(dataset, plan.model)
     if kind != "cnn":
         return {"linear": "linear", "mlp": "one hidden layer of 32, tanh"}.get(kind, kind)
@@ -204,12 +232,12 @@ def describe(dataset: Dataset, plan: Plan) -> str:
 
 
 def sampler_of(dataset: Dataset, plan: Plan) -> Sampler:
-    """The plan's sampler: its own rate is that of whole batches, where these are of a fixed size."""
+    """Returns the plan's sampler. For batches of a fixed size its own rate is that of whole batches."""
     return make_sampler(plan.sampler, len(dataset.inputs), plan.sample_rate)
 
 
 def floors_of(dataset: Dataset, plan: Plan) -> Guarantee:
-    """What the plan's mechanism guarantees whatever the data, per feature in units of its range."""
+    """Computes what the plan's mechanism guarantees whatever the data, per feature in units of its range."""
     sampler = sampler_of(dataset, plan)
     account = Account.of(
         plan.settings(),
@@ -223,7 +251,9 @@ def floors_of(dataset: Dataset, plan: Plan) -> Guarantee:
 
 
 def expected_seconds(dataset: Dataset, plan: Plan) -> float:
-    """How long the audit will take, from a few timed steps with and without measuring; to a factor of two or so."""
+    """Estimates the duration of the audit from a few timed steps with and without measuring, to a factor of about
+    two.
+    """
     plain, measuring = (_step_seconds(dataset, plan, with_it) for with_it in (False, True))
     per_run = plan.steps * plain
     budget = plan.settings().budget

@@ -1,9 +1,10 @@
 """Keeps the parameters of a few random steps, so that records can be measured afterwards, feature by feature.
 
-Those that turn out to be most exposed are measured closely, and all of them where they are few.
+The most exposed records are measured closely, and all records where they are few.
 
 A run is cut into blocks of L steps; in each, the parameters before one uniformly random step are kept. Measured there
-with weight L·q, a record's diagonal is an unbiased estimate of the run's (docs/theory/accounting.md, the third way)."""
+with weight L·q, a record's diagonal is an unbiased estimate of the run's (docs/theory/accounting.md, the third way).
+"""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ class Snapshots(Callback):
     Args:
         dataset: for the accuracy on its test data.
         folder: for the snapshots (confidential: the runs that only measure are not released).
-        released: where the parameters at the end of the first run go.
-        advance: called with the steps done, over all runs.
+        released: the file for the parameters at the end of the first run.
+        advance: called with the number of steps done, over all runs.
     """
 
     def __init__(self, dataset: Dataset, folder: Path, released: Path, advance: Callable[[int], None]) -> None:
@@ -77,13 +78,13 @@ class Snapshots(Callback):
             self.release(learner.model)
 
     def release(self, model: nn.Module) -> None:
-        """Writes the released parameters, unless they are there."""
+        """Writes the released parameters, unless they exist."""
         content = _plain_file(model)
         if not self.released.exists() or self.released.read_bytes() != content:
             write_whole(self.released, content, mode=PUBLIC)
 
     def path(self, run: int, step: int) -> Path:
-        """Returns where the parameters before a step of a run are kept."""
+        """Returns the file for the parameters before a step of a run."""
         return self.folder / f"parameters-{run}-{step}.safetensors"
 
 
@@ -96,7 +97,7 @@ def snapshot_steps(learner: PrivateSGD, run: int) -> list[tuple[int, int]]:
 
 
 def owner(learner: PrivateSGD) -> str:
-    """Returns what names an audit in its snapshots: those of another seed, other data or settings are not its own."""
+    """Returns a digest that names an audit in its snapshots: another seed, other data or settings give another one."""
     return json_digest([learner.identity, learner.seed])
 
 
@@ -104,15 +105,22 @@ class SnapshotMeasurements:
     """Measures records at the snapshots of a finished training.
 
     Args:
-        learner: that was trained.
-        snapshots: that were kept of it.
+        learner: the trained learner.
+        snapshots: its snapshots.
     """
 
     def __init__(self, learner: PrivateSGD, snapshots: Snapshots) -> None:
         self.learner, self.snapshots = learner, snapshots
 
     def look_closely(self, records: Tensor, runs: int, *, probes: int, each: bool) -> FisherAccountant:
-        """Returns a ledger of these records only, with their diagonals or (each=False) the average one."""
+        """Returns a ledger of these records only, with their diagonals or (each=False) the average one.
+
+        Args:
+            records: the records to measure.
+            runs: the number of runs.
+            probes: probes for each measurement.
+            each: whether to keep the diagonal of each record.
+        """
         everyone = torch.arange(len(records))
 
         def visits(run: int) -> list[Visit]:
@@ -125,8 +133,14 @@ class SnapshotMeasurements:
         """Returns a ledger with the diagonals of all records, each measured `looks` times in a run.
 
         A run's blocks are joined into `looks` parts. In each, a record is measured at the snapshot of one of the part's
-        m blocks, drawn uniformly and by itself: at a given step of a block of L with the chance 1/(mL), so with weight
-        mLq (docs/theory/accounting.md)."""
+        m blocks, drawn uniformly and independently: at a given step of a block of L with probability 1/(mL), so with
+        weight mLq (docs/theory/accounting.md).
+
+        Args:
+            runs: the number of runs.
+            looks: measurements of each record in a run.
+            probes: probes for each measurement.
+        """
 
         def visits(run: int) -> list[Visit]:
             found = []
@@ -197,13 +211,13 @@ class SnapshotMeasurements:
 
 
 def _parts(blocks: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
-    """The blocks in order, joined into so many parts (at most one a block), of nearly the same number of blocks."""
+    """Joins the blocks in order into n parts (at most one per block), of nearly the same number of blocks."""
     ends = [k * len(blocks) // min(count, len(blocks)) for k in range(min(count, len(blocks)) + 1)]
     return [blocks[a:b] for a, b in pairwise(ends)]
 
 
 def _plain_file(model: nn.Module) -> bytes:
-    """The parameters as safetensors, without anything that depends on the data beyond them."""
+    """Returns the parameters as safetensors, without anything else that depends on the data."""
     from safetensors.torch import save
 
     own = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}

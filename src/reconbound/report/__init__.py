@@ -1,4 +1,6 @@
-"""A run folder becomes one self-contained page: report.html for the data's owner, report-public.html to be shown."""
+"""Reports: one self-contained page from a run folder: report.html for the data's owner, report-public.html to be
+shown.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ __all__ = ["build", "compare", "confidential_page", "headline", "public_page", "
 
 
 def build(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Write report.html (confidential, mode 0600) and report-public.html (mode 0644) of a finished audit.
+    """Writes report.html (confidential, mode 0600) and report-public.html (mode 0644) of a finished audit.
 
     Args:
-        folder: of the audit, with run.json and leakage.safetensors.
+        folder: the audit's, with run.json and leakage.safetensors.
 
-    Guarantee: the public page is built from run.json alone. The same folder gives the same bytes.
+    Returns:
+        The paths of the two pages.
+
+    Guarantee: the public page is built from run.json only. The same folder gives the same bytes.
     """
     run, leakage = read_audit(folder)
     own, shown = Path(folder) / REPORT, Path(folder) / PUBLIC_REPORT
@@ -39,7 +44,12 @@ def build(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 
 def confidential_page(run: Run, leakage: Leakage) -> bytes:
-    """The page for the data's owner: HTML with all that it needs inside."""
+    """Builds the page for the data's owner: HTML with everything that it needs inside.
+
+    Args:
+        run: the public facts.
+        leakage: the leakage of each record.
+    """
     view = View(run, leakage)
     drawn = [charts.histogram(view), charts.by_feature(view), charts.by_class(view), charts.accuracy(view),
              charts.growth(view)]  # fmt: skip
@@ -79,7 +89,7 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
 
 
 def slider(view: View, histogram: Chart) -> dict[str, Any]:
-    """The threshold's range (log10) and what is said before it is moved: the records below the guess."""
+    """Returns the slider's range (log10) and the text before it is moved: the records below the guess."""
     low, high = histogram.figure["layout"]["xaxis"]["range"]
     start = view.guess if view.guess > 0 and low <= np.log10(view.guess) <= high else float(10 ** ((low + high) / 2))
     return {
@@ -96,7 +106,7 @@ def slider(view: View, histogram: Chart) -> dict[str, Any]:
 
 
 def accuracy_line(view: View) -> str:
-    """Accuracy at the end, in a sentence."""
+    """Returns a sentence on the accuracy at the end of the run."""
     found = view.leakage.accuracy
     if found.numel() == 0 or not bool(found[-1].isfinite()):
         return "No accuracy was measured."
@@ -119,7 +129,10 @@ def accuracy_line(view: View) -> str:
 
 
 def public_page(run: Run) -> bytes:
-    """The page that may be shown. It is made from the run's public facts and from nothing else.
+    """Builds the page that may be shown, from the run's public facts and from nothing else.
+
+    Args:
+        run: the public facts.
 
     Guarantee: no per-record leakage is read, so none can be in it; accuracy only where its owner chose to publish it.
     """

@@ -1,4 +1,4 @@
-"""What to do next: how much noise a target takes."""
+"""Advice on what to do next: how much noise a target needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TARGETS = (
 
 
 def mechanism_of(run: Run) -> SampledGaussian | None:
-    """The mechanism that the calculator was asked about; None where it is none that noise can be found for."""
+    """Returns the mechanism that the calculator was asked about; None where no noise can be found for it."""
     given = {k: v for k, v in run.guarantee.get("mechanism", {}).items() if k != "type"}
     if run.guarantee.get("mechanism", {}).get("type") != "SampledGaussian":
         return None
@@ -39,7 +39,14 @@ def mechanism_of(run: Run) -> SampledGaussian | None:
 
 
 def targets(run: Run, noun: str, part: str, unit: float = 1.0) -> list[dict[str, Any]]:
-    """The smallest noise multiplier for some floors that hold whatever the data are; empty where none can be found."""
+    """Returns the smallest noise multiplier for some floors that hold whatever the data are; empty if none is found.
+
+    Args:
+        run: the public facts.
+        noun: the name of a record.
+        part: the name of a private number of a record.
+        unit: errors are shown in units of the data's range times this.
+    """
     mechanism, found = mechanism_of(run), []
     dim = int(run.guarantee.get("data", {}).get("dim", 1))
     for error, name, who in TARGETS if mechanism is not None else ():
@@ -58,7 +65,14 @@ def targets(run: Run, noun: str, part: str, unit: float = 1.0) -> list[dict[str,
 
 
 def without_noise(run: Run, noun: str, part: str, unit: float = 1.0) -> str:
-    """Which of the targets are met whatever the noise, and why that is no advice; empty where none is."""
+    """Says which targets are met whatever the noise, and why that is no advice; empty where none is.
+
+    Args:
+        run: the public facts.
+        noun: the name of a record.
+        part: the name of a private number of a record.
+        unit: errors are shown in units of the data's range times this.
+    """
     mechanism, met = mechanism_of(run), []
     dim = int(run.guarantee.get("data", {}).get("dim", 1))
     for error, name, who in TARGETS if mechanism is not None else ():
@@ -78,7 +92,14 @@ def without_noise(run: Run, noun: str, part: str, unit: float = 1.0) -> str:
 
 @lru_cache(maxsize=64)
 def smallest_noise(mechanism: SampledGaussian, target_mse: float, name: str, dim: int) -> Calibration | None:
-    """As `calibrate` finds it, once for both pages; None where no noise does."""
+    """Returns the result of `calibrate`, computed once for both pages; None where no noise is enough.
+
+    Args:
+        mechanism: the mechanism whose noise is searched.
+        target_mse: the floor to reach.
+        name: the name of the floor.
+        dim: the number of private features.
+    """
     try:
         return calibrate(mechanism, target_mse, bound=name, dim=dim)
     except InputError:
@@ -86,7 +107,7 @@ def smallest_noise(mechanism: SampledGaussian, target_mse: float, name: str, dim
 
 
 def for_records(view: View) -> list[str]:
-    """What more noise would do to the per-record floors: an estimate, and why it is no more."""
+    """Estimates what more noise would do to the per-record floors, and says why it is only an estimate."""
     if view.worst is None or view.guess <= 0:
         return []
     noise = float(view.run.mechanism.get("noise_multiplier", 0.0))
@@ -130,7 +151,7 @@ def for_records(view: View) -> list[str]:
 
 
 def _single(view: View) -> tuple[int, str]:
-    """How many single features lie below a guess, and whose: the most exposed image's; of a table, any record's."""
+    """Counts the single features below a guess, and names whose: the most exposed image's; in a table, any record's."""
     if view.features == 1:
         return 0, ""
     if view.image:
@@ -139,8 +160,10 @@ def _single(view: View) -> tuple[int, str]:
 
 
 def _factor(view: View, worst: float) -> float:
-    """How many times more noise lifts the most exposed record, and its pixels or all records' columns, to the error of
-    a guess."""
+    """Returns the factor of noise that lifts the most exposed record to the error of a guess.
+
+    It must lift the record's pixels too, or for a table the columns of all records.
+    """
     assert view.worst is not None
     floors = view.feature_floors(view.worst) if view.image else columns.lowest(view)
     found = view.guess / worst if worst > 0 else math.inf

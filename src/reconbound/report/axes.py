@@ -1,4 +1,4 @@
-"""What the charts are made of: colours, logarithmic axes with their own ticks, layout, legends."""
+"""Parts of the charts: colours, logarithmic axes with their own ticks, layout, legends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Figure = dict[str, Any]
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a chart's legend, which is drawn in HTML: it wraps on a phone and never overlaps."""
+    """One entry of a chart's legend. It is drawn in HTML, which wraps on a phone and never overlaps."""
 
     colour: str
     text: str
@@ -34,7 +34,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its legend and a note. id: the element that it is drawn in."""
+    """A figure with its legend and a note. `id` names the element that it is drawn in."""
 
     id: str
     figure: Figure
@@ -48,7 +48,7 @@ class Chart:
 
 
 def log_ticks(low: float, high: float, most: int = 6) -> tuple[list[float], list[str]]:
-    """Ticks of a logarithmic axis from 10^low to 10^high: places (log10) and texts; at least two, at most `most`."""
+    """Returns the ticks of a logarithmic axis from 10^low to 10^high: positions (log10) and texts, from 2 to `most`."""
     choices: tuple[tuple[int, ...], ...] = ((1, 2, 5), (1, 3), (1,))
     for marks in choices:
         values = [
@@ -84,14 +84,22 @@ def _power(v: float) -> bool:
 
 
 def logs_of(values: Any) -> np.ndarray:
-    """log10, NaN where there is none."""
+    """Returns log10 of the values, NaN where there is none."""
     array = np.asarray(values, dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(array > 0, np.log10(array), np.nan)
 
 
 def shown_range(logs: np.ndarray, marks: Sequence[float] = (), reach: float = 1.5) -> tuple[float, float]:
-    """What the axis shows: the data, four decades at most to each side of their median, and marks within reach."""
+    """Returns the range of the axis.
+
+    It shows the data, at most four decades to each side of their median, and marks within reach.
+
+    Args:
+        logs: log10 of the data.
+        marks: log10 of values that should be visible.
+        reach: the distance, in decades, up to which a mark extends the range.
+    """
     known = logs[np.isfinite(logs)]
     if known.size == 0:
         known = np.array([0.0])
@@ -106,7 +114,7 @@ def shown_range(logs: np.ndarray, marks: Sequence[float] = (), reach: float = 1.
 
 
 def titled(text: str) -> Figure:
-    """An axis title, small enough for a phone."""
+    """Returns an axis title, small enough for a phone."""
     return {"text": text, "standoff": 12, "font": {"size": 13}}
 
 
@@ -128,12 +136,12 @@ def layout(height: int, x: Figure, y: Figure, **more: Any) -> Figure:
 
 
 def numbers(values: Any) -> list[float | None]:
-    """Finite numbers for JSON; what is not finite is left out."""
+    """Returns finite numbers for JSON, None in place of others."""
     return [float(v) if math.isfinite(v) else None for v in np.asarray(values, dtype=np.float64).tolist()]
 
 
 def rows_axis(names: Sequence[str]) -> Figure:
-    """An axis whose ticks are names."""
+    """Returns an axis whose ticks are names."""
     return {
         "tickvals": list(range(len(names))), "ticktext": [for_plotly(name, 18) for name in names], "zeroline": False,
         "range": [-0.6, len(names) - 0.4], "fixedrange": True, "automargin": True, "showgrid": False,

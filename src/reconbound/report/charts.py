@@ -1,5 +1,8 @@
-"""The page's charts, as plotly figures (plain dictionaries). All axes of floors are logarithms with their own ticks;
-text is escaped for plotly; colours are Okabe and Ito's, which the colour-blind tell apart."""
+"""The page's charts, as plotly figures (plain dictionaries).
+
+All axes of floors are logarithmic with their own ticks. Text is escaped for plotly. Colours are Okabe and Ito's, which
+colour-blind readers can distinguish.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ MOST_ROWS = 24
 
 
 def lines(view: View) -> list[tuple[str, float, str, str]]:
-    """The calculator's lines and the guess: (text, ± error, colour, dash)."""
+    """Returns the calculator's lines and the guess: (text, ± error, colour, dash)."""
     found = [("guessing the average", view.guess, GREY, "dot")]
     everywhere = f"any data, attacker unbiased for every {view.noun}"
     for name, text, colour, dash in (
@@ -58,8 +61,11 @@ def lines(view: View) -> list[tuple[str, float, str, str]]:
 
 
 def histogram(view: View) -> Chart:
-    """Records by floor as they are shown first (lower confidence limits, estimates where there is none), the estimates
-    as an outline where there are limits, the guess, and the mechanism's own lines."""
+    """Draws the histogram of records by floor, with the guess and the mechanism's own lines.
+
+    It shows lower confidence limits, and estimates where there is none. Where there are limits, the estimates are an
+    outline.
+    """
     logs = logs_of(view.shown[view.measured])
     marks, limits = lines(view), view.upper_floor is not None and bool((view.upper_floor > 0).any())
     both = logs if not limits else np.concatenate([logs, logs_of(view.floor[view.measured])])
@@ -110,7 +116,7 @@ def histogram(view: View) -> Chart:
 
 
 def _bins(logs: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Edges of bars over the whole axis: about √N over the data, 10 to 40, each wide enough to be seen on a phone."""
+    """Returns the edges of bars over the whole axis: about √N over the data, 10 to 40, each wide enough for a phone."""
     known = np.clip(logs[np.isfinite(logs)], low, high)
     spread = float(known.max() - known.min()) if known.size else 0.0
     width = max(spread / float(np.clip(math.sqrt(max(known.size, 1)), 10, 40)), (high - low) / 90)
@@ -135,7 +141,7 @@ def _edges_note(view: View, logs: np.ndarray, low: float, high: float) -> str:
 
 
 def _estimates(view: View, edges: np.ndarray) -> Figure:
-    """Outline of the histogram of the floors' estimates."""
+    """Draws the outline of the histogram of the floors' estimates."""
     counts = _counted(logs_of(view.floor[view.measured]), edges)
     return {
         "type": "scatter", "mode": "lines", "x": numbers(np.repeat(edges, 2)[1:-1]),
@@ -154,7 +160,9 @@ def _upright(x: float, top: float, colour: str, dash: str, text: str) -> Figure:
 
 
 def by_class(view: View) -> Chart | None:
-    """Spread of floors within each class, or within parts of the target's range; most exposed classes on top."""
+    """Draws the spread of floors within each class, or within parts of the target's range; most exposed classes on
+    top.
+    """
     groups = [(name, logs) for name, logs in _groups(view) if logs.size]
     if not groups:
         return None
@@ -217,8 +225,10 @@ def _groups(view: View) -> list[tuple[str, np.ndarray]]:
 
 
 def by_feature(view: View) -> Chart | None:
-    """Floors of each column as shares of its range: of the average record, and of the one that is most exposed in that
-    column, beside the guess."""
+    """Draws the floors of each column as shares of its range, beside the guess.
+
+    There is one for the average record, and one for the record that is most exposed in that column.
+    """
     average = view.feature_floors(None)
     if view.image or average is None:
         return None
@@ -262,7 +272,7 @@ def by_feature(view: View) -> Chart | None:
 
 
 def growth(view: View) -> Chart | None:
-    """Floors over the steps of the first run: of the most exposed record, the 1 % quantile and the median."""
+    """Draws the floors over the steps of the first run: of the most exposed record, the 1 % quantile and the median."""
     steps = view.leakage.history_step.double().numpy()
     history = view.leakage.history.double().numpy()
     if len(steps) < 2:
@@ -299,7 +309,7 @@ def growth(view: View) -> Chart | None:
 
 
 def _ends(view: View, floor: np.ndarray) -> str:
-    """Why the chart of one run ends at another number than the verdict's."""
+    """Explains why the chart of one run ends at another number than the verdict's."""
     runs = int(view.run.mechanism.get("runs", 1))
     if runs < 2 or view.worst is None or not math.isfinite(floor[-1, 0]):
         return ""
@@ -311,7 +321,7 @@ def _ends(view: View, floor: np.ndarray) -> str:
 
 
 def accuracy(view: View) -> Chart | None:
-    """Test accuracy (R² for a number) over the steps of the run."""
+    """Draws the test accuracy (R² for a number) over the steps of the run."""
     steps, found = (t.double().numpy() for t in (view.leakage.accuracy_step, view.leakage.accuracy))
     if len(steps) < 2 or not np.isfinite(found).any():
         return None
@@ -335,7 +345,12 @@ def accuracy(view: View) -> Chart | None:
 
 
 def overlay(views: Sequence[View], names: Sequence[str]) -> Chart:
-    """Histograms of several runs, each as shares of its records, over one axis."""
+    """Draws the histograms of several runs, each as shares of its records, over one axis.
+
+    Args:
+        views: the audits.
+        names: a name for each.
+    """
     logs = [logs_of(view.floor[view.measured] / view.unit) for view in views]
     low, high = shown_range(np.concatenate(logs), [math.log10(v.guess / v.unit) for v in views if v.guess > 0])
     edges = _bins(np.concatenate(logs), low, high)

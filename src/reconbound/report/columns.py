@@ -1,4 +1,6 @@
-"""Columns of a table over all its records: for how many the floor of a single one lies below a guess. Confidential."""
+"""Columns of a table over all its records: for how many the floor of a single column lies below a guess.
+Confidential.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ BEYOND = "more than the whole range"
 
 
 def counts(view: View) -> list[dict[str, Any]]:
-    """For each private column: "below", how many records have a floor on it below the error of guessing its average,
-    "of" how many that were looked at and have a value, "missing" of those looked at, "lowest", the lowest floor on it,
-    with "record" and "record_name" of the record that has it; name, unit, width of the range and guess beside.
+    """Counts for each private column the records whose floor on it is below a guess.
 
-    Empty for images, and where no single columns were measured."""
+    Returns:
+        One dictionary per column: "below", the number of records with a floor below the error of guessing its average;
+        "of", the number of records in `View.looked_at` that have a value; "missing", the number without one; "lowest",
+        the lowest floor, with "record" and "record_name" of its record; and name, unit, width of the range and guess.
+        Empty for images, and where no single columns were measured.
+    """
     records, information = view.looked_at
     if view.image or len(records) == 0:
         return []
@@ -46,39 +51,53 @@ def counts(view: View) -> list[dict[str, Any]]:
 
 
 def constant(view: View, j: int) -> bool:
-    """Whether a column has one value in all records that have one: there is nothing to reconstruct. To the rounding of
-    a variance in float64 alone: values may be narrow in the range that was declared for them."""
+    """Returns whether a column has one value in all records that have one: there is nothing to reconstruct.
+
+    Only the rounding of a variance in float64 is allowed for: values may be narrow in the range that was declared for
+    them.
+    """
     return bool(view.guess_each[j] <= 1e-12 * view.scale[j])
 
 
 def _below(view: View) -> np.ndarray:
-    """Whether the floor of a record's column lies below a guess, (n, d), of the records looked at."""
+    """Returns whether the floor of a record's column lies below a guess, (n, d), for the records of
+    `View.looked_at`.
+    """
     return np.asarray(view._errors(view.looked_at[1]) < view.guess_each)
 
 
 def anyone(view: View) -> tuple[int, int] | None:
-    """Records of a table with at least one column below a guess, and of how many looked at; None where single columns
-    were not measured."""
+    """Counts the records of a table with at least one column below a guess.
+
+    Returns:
+        The count, and the number of records in `View.looked_at`; None where single columns were not measured.
+    """
     if view.image or len(view.looked_at[0]) == 0:
         return None
     return int(_below(view).any(1).sum()), len(view.looked_at[0])
 
 
 def lowest(view: View) -> np.ndarray | None:
-    """The lowest floor on each column, of whichever record has it, (d,), in its own unit; NaN where all are missing."""
+    """Returns the lowest floor on each column over all records, (d,), in its own unit; NaN where all are missing."""
     found = [np.nan if c["lowest"] is None else c["lowest"] for c in counts(view)]
     return np.array(found) if found else None
 
 
 def most_exposed(view: View, floors: np.ndarray, most: int) -> list[int]:
-    """The columns whose floor is lowest beside the error of a guess."""
-    with np.errstate(over="ignore"):  # a column whose every value is the same: no floor is low beside that guess
+    """Returns the columns whose floor is lowest relative to the error of a guess.
+
+    Args:
+        view: the audit.
+        floors: the floor of each column, (d,).
+        most: the number of columns to return.
+    """
+    with np.errstate(over="ignore"):  # a constant column has guess 0: no floor is low relative to it
         ratio = floors / np.maximum(view.guess_each, np.finfo(float).tiny)
     return [int(j) for j in np.argsort(ratio, kind="stable")[:most]]
 
 
 def which(view: View) -> str:
-    """Of which records single columns are known, in words."""
+    """Says for which records single columns are known."""
     records, n = view.looked_at[0], view.records
     if len(records) == n:
         return "all records"
@@ -88,7 +107,7 @@ def which(view: View) -> str:
 
 
 def sentence(found: dict[str, Any]) -> str:
-    """One column's count.
+    """Formats the count of one column.
 
     >>> sentence({"name": "age", "unit": "years", "guess": 9.6, "below": 31, "of": 240, "missing": 0})
     'age: 31 of 240 records are below a guess (±9.6 years)'
@@ -113,7 +132,7 @@ def sentence(found: dict[str, Any]) -> str:
 
 
 def note(view: View) -> str:
-    """What the counts rest on, and how exact their parts are."""
+    """Explains what the counts are based on, and how exact their parts are."""
     if not counts(view):
         return ""
     probes = view.facts.get("diagonal_probes")

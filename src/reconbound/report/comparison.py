@@ -1,4 +1,4 @@
-"""Several audits side by side, and what makes their floors hard to compare: other data, columns, ranges or units."""
+"""Compares several audits, and says what makes their floors hard to compare: other data, columns, ranges or units."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ SCALES = ("kind of data", "private columns", "range of", "unit of", "pixels")
 
 
 def compare(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
-    """Write one page (confidential, mode 0600) that sets several audits side by side.
+    """Writes one page (confidential, mode 0600) that compares several audits.
 
     Args:
         folders: of finished audits, two or more.
         out: the file to write.
+
+    Returns:
+        The path of the page.
     """
     views, names = opened(folders)
     told = differences(views, names, folders)
@@ -56,7 +59,7 @@ def compare(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
 
 
 def is_comparison(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is a page that `compare` wrote, which may be written anew."""
+    """Returns whether a file is a page that `compare` wrote, which may be overwritten."""
     try:
         content = Path(path).read_bytes()
     except OSError:
@@ -65,7 +68,11 @@ def is_comparison(path: str | os.PathLike[str]) -> bool:
 
 
 def facts(folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
-    """The comparison for machines and the terminal; confidential."""
+    """Returns the comparison for machines and the terminal; confidential.
+
+    Args:
+        folders: of finished audits, two or more.
+    """
     views, names = opened(folders)
     told = differences(views, names, folders)
     audits = []
@@ -88,8 +95,11 @@ def facts(folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
 
 
 def opened(folders: Sequence[str | os.PathLike[str]]) -> tuple[list[View], list[str]]:
-    """The audits, and a short name for each, no two alike: its folder's last part, or all of it where last parts are
-    alike, with its place among them where even that is too long to tell them apart."""
+    """Reads the audits, and finds a short unique name for each.
+
+    The name is the last part of its folder, or all of it where last parts are equal, with its position where even that
+    is too long to distinguish them.
+    """
     if len(folders) < 2:
         raise InputError("folders", "must be two or more to compare", [str(folder) for folder in folders])
     views = [View(*read_audit(folder)) for folder in folders]
@@ -99,8 +109,10 @@ def opened(folders: Sequence[str | os.PathLike[str]]) -> tuple[list[View], list[
 
 
 def caveats(views: Sequence[View], names: Sequence[str]) -> list[str]:
-    """What takes the guarantee away from these audits, each once, with the audits that it is about: that the mechanism
-    guarantees little, and what the floors do not cover of the models."""
+    """Lists what weakens the guarantee of these audits, each once, with the audits that it applies to.
+
+    These are mechanisms that guarantee little, and what the floors of the models do not cover.
+    """
     about: dict[str, list[str]] = {}
     for view, name in zip(views, names, strict=True):
         for said in filter(None, (view.protection.warning(view.noun), *words.caveats(view.run))):
@@ -109,7 +121,7 @@ def caveats(views: Sequence[View], names: Sequence[str]) -> list[str]:
 
 
 def private(view: View) -> list[dict[str, Any]]:
-    """The private columns with range and unit; of images one entry for all pixels."""
+    """Returns the private columns with range and unit; for images one entry for all pixels."""
     if view.image:
         low, high = float(view.offset[0]), float(view.offset[0] + view.scale[0])
         unit = clean(view.run.data.get("unit", "") or "", 40)
@@ -129,7 +141,7 @@ def private(view: View) -> list[dict[str, Any]]:
 
 
 def ranged(column: dict[str, Any]) -> str:
-    """A column's range in words.
+    """Formats the range of a column.
 
     >>> ranged({"low": 0.0, "high": 120.0, "unit": "years", "declared": False})
     '0 to 120 years, read off the data'
@@ -141,7 +153,7 @@ def ranged(column: dict[str, Any]) -> str:
 
 
 def compared(view: View, name: str) -> dict[str, Any]:
-    """One audit's row, ready for the template."""
+    """Returns one audit's row, ready for the template."""
     m, limit = view.run.mechanism, _limit(view)
     worst = None if view.worst is None else float(view.floor[view.worst]) / view.unit
     epsilon = view.run.guarantee.get("epsilon")
@@ -168,7 +180,7 @@ def compared(view: View, name: str) -> dict[str, Any]:
 
 
 def _median(view: View) -> float:
-    """The median of the estimates, as a share of the range."""
+    """Returns the median of the estimates, as a share of the range."""
     return float(np.median(view.floor[view.measured])) / view.unit if view.measured.any() else 0.0
 
 
@@ -184,7 +196,7 @@ def _said(view: View) -> str:
 
 
 def limited(limit: float | None, without: int) -> str:
-    """The lowest limit, and of how many records that were measured it says nothing.
+    """Formats the lowest limit, and the number of measured records without one.
 
     >>> limited(0.25, 0), limited(0.25, 3), limited(None, 3)
     ('±0.25', '±0.25, 3 without', '–')
@@ -193,15 +205,19 @@ def limited(limit: float | None, without: int) -> str:
 
 
 def _limit(view: View) -> float | None:
-    """The lowest floor at the upper confidence limit, as a share of the range, of the records that have one; None where
-    none has."""
+    """Returns the lowest floor at the upper confidence limit, as a share of the range; None if no record has a
+    limit.
+    """
     upper = view.upper_floor
     return None if upper is None or not (upper > 0).any() else float(upper[upper > 0].min()) / view.unit
 
 
 def common(views: Sequence[View], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Columns that two audits or more have, by the same name and in the same unit, in that unit: the lowest floor and
-    whose it is, the guess, and how many records are below it. [{"name", "unit", "audits": {audit: counts}}]."""
+    """Returns the columns that two or more audits have by the same name and in the same unit.
+
+    For each audit it gives, in that unit, the lowest floor and its record, the guess, and the number of records below
+    it: [{"name", "unit", "audits": {audit: counts}}].
+    """
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for view, audit in zip(views, names, strict=True):
         for c in counts(view):
@@ -210,7 +226,7 @@ def common(views: Sequence[View], names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def column_rows(columns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same, ready for the template."""
+    """Returns the columns of `common`, ready for the template."""
     return [
         {
             "name": column["name"],
@@ -237,7 +253,13 @@ def column_rows(columns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def differences(
     views: Sequence[View], names: Sequence[str], folders: Sequence[str | os.PathLike[str]]
 ) -> list[dict[str, Any]]:
-    """What the audits do not share, beside settings: [{"what": "range of age", "values": {audit: "0 to 120"}}]."""
+    """Lists differences of the audits beside settings: [{"what": "range of age", "values": {audit: "0 to 120"}}].
+
+    Args:
+        views: the audits.
+        names: a name for each.
+        folders: their folders.
+    """
     told = [_about(view) for view in views]
     found = []
     for what in ("data set", "kind of data", "private columns", "pixels", "predicts", "training records"):
@@ -268,14 +290,14 @@ def _about(view: View) -> dict[str, Any]:
 
 
 def _differing(what: str, names: Sequence[str], values: Sequence[str | None]) -> list[dict[str, Any]]:
-    """None: the audit has no such thing, which is told elsewhere."""
+    """Returns the values as one difference, or nothing where they agree. None: the audit has no such thing."""
     if len(set(values) - {None}) < 2:
         return []
     return [{"what": what, "values": {n: "–" if v is None else v for n, v in zip(names, values, strict=True)}}]
 
 
 def _digest(folder: str | os.PathLike[str]) -> str | None:
-    """Of the data, as the plan file has it; None where it cannot be read."""
+    """Returns the digest of the data from the plan file; None where it cannot be read."""
     try:
         return str(json.loads((Path(folder) / PLAN).read_text())["data"]["digest"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -283,7 +305,7 @@ def _digest(folder: str | os.PathLike[str]) -> str | None:
 
 
 def warning(told: Sequence[dict[str, Any]]) -> str:
-    """One plain sentence or two about what differs; empty where nothing does."""
+    """Returns one or two plain sentences about the differences; empty where there are none."""
     if not told:
         return ""
     whats = [d["what"] for d in told]

@@ -1,4 +1,4 @@
-"""Figures as people write them, and text from outside made fit to be shown."""
+"""Formats numbers for people, and makes text from outside safe to show."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202
 
 
 def amount(x: float | None, width: float = 1.0, *, side: Side = "near") -> str:
-    """Three digits; no more than that it is over a million ranges where it is.
+    """Formats a number with three digits; above a million ranges it only says so.
 
     Args:
         x: the number; None or NaN is shown as a dash.
-        width: of the range.
-        side: to which side it is rounded: "down" for floors, "up" for ε and other upper bounds.
+        width: the width of the range.
+        side: the side to which it is rounded: "down" for floors, "up" for ε and other upper bounds.
 
     >>> amount(0.4321), amount(0.0), amount(1e300), amount(None)
     ('0.432', '0', 'over 1,000,000', '–')
@@ -29,7 +29,7 @@ def amount(x: float | None, width: float = 1.0, *, side: Side = "near") -> str:
 
 
 def rough(x: float) -> str:
-    """Two digits, as for an error of an error.
+    """Formats a number with two digits, as for an error of an error.
 
     >>> rough(123.4), rough(0.01234), rough(5.0)
     ('120', '0.012', '5')
@@ -38,7 +38,13 @@ def rough(x: float) -> str:
 
 
 def plus_minus(x: float | None, unit: str = "", width: float = 1.0, *, side: Side = "down") -> str:
-    """± error and unit: a floor, rounded down. Errors of a guess: `guess_error`.
+    """Formats a ± error with its unit: a floor, rounded down. For errors of a guess see `guess_error`.
+
+    Args:
+        x: the error; None or NaN is shown as a dash.
+        unit: the unit, or "".
+        width: the width of the range.
+        side: the side to which it is rounded.
 
     >>> plus_minus(12.3456, "years"), plus_minus(1e300)
     ('±12.3 years', 'over ±1,000,000')
@@ -49,7 +55,7 @@ def plus_minus(x: float | None, unit: str = "", width: float = 1.0, *, side: Sid
 
 
 def guess_error(x: float | None, unit: str = "") -> str:
-    """± error of a guess and its unit, rounded up: no floor looks better beside it than it is.
+    """Formats the ± error of a guess with its unit, rounded up, so that no floor looks better beside it than it is.
 
     >>> guess_error(12.3781, "years"), plus_minus(12.3781, "years")
     ('±12.4 years', '±12.3 years')
@@ -58,12 +64,12 @@ def guess_error(x: float | None, unit: str = "") -> str:
 
 
 def beyond(x: float | None, width: float) -> bool:
-    """Whether a floor is more than the whole range: nothing is learnt, for every value in it is nearer."""
+    """Returns whether a floor is more than the whole range: nothing is learnt, because every value in it is nearer."""
     return x is not None and x > width
 
 
 def value(x: float) -> str:
-    """A value of the data, in its own unit: what its owner would write.
+    """Formats a value of the data in its own unit, as its owner would write it.
 
     >>> value(39.00000038), value(1234567.0), value(0.5), value(-1e-9)
     ('39', '1,234,567', '0.5', '0')
@@ -79,7 +85,7 @@ def value(x: float) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """A share that says 0 % and 100 % only where that is so.
+    """Formats a share in percent; 0 % and 100 % are shown only where they are exact.
 
     >>> percent(0, 50), percent(1, 1797), percent(1796, 1797), percent(25, 50)
     ('0 %', '0.056 %', '99.9 %', '50 %')
@@ -93,7 +99,8 @@ def percent(part: int, whole: int) -> str:
 
 
 def count(n: int, noun: str) -> str:
-    """
+    """Formats a count with its noun.
+
     >>> count(1, "record"), count(1797, "image")
     ('1 record', '1,797 images')
     """
@@ -101,7 +108,7 @@ def count(n: int, noun: str) -> str:
 
 
 def pixel_scale(low: float, high: float) -> str:
-    """In what an image's errors are; not "of the range", which would be read as so many ranges.
+    """Returns the unit of an image's errors. "Of the range" would be read as a number of ranges.
 
     >>> f"±17.7 {pixel_scale(0, 16)}"
     '±17.7 on the 0–16 pixel scale'
@@ -110,14 +117,14 @@ def pixel_scale(low: float, high: float) -> str:
 
 
 def clean(text: object, most: int = 200) -> str:
-    """Text from outside without control and direction characters or lone surrogates, at most `most` long."""
+    """Returns text from outside without control and direction characters or lone surrogates, at most `most` long."""
     told = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", str(text))
     told = told.encode("utf-8", "replace").decode("utf-8")
     return told if len(told) <= most else told[: most - 1] + "…"
 
 
 def names_its_unit(name: str, unit: str) -> bool:
-    """Whether a column's name ends in its unit, so that it need not be said again.
+    """Returns whether a column's name ends in its unit, so that the unit need not be repeated.
 
     >>> names_its_unit("Gewicht kg", "kg"), names_its_unit("age (years)", "years"), names_its_unit("harm", "m")
     (True, True, False)
@@ -126,6 +133,6 @@ def names_its_unit(name: str, unit: str) -> bool:
 
 
 def for_plotly(text: object, most: int = 32) -> str:
-    """Text for a label of plotly's, which takes <b>, <a href> and entities for markup: all of it shown as it stands."""
+    """Returns text for a plotly label, with <b>, <a href> and entities escaped: plotly would take them for markup."""
     told = clean(text, most)
     return told.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,4 +1,4 @@
-"""What an audit leaves behind: a folder with public facts, and confidential leakage beside them.
+"""The folder of an audit: public facts, and confidential leakage beside them.
 
     run.json               public facts: mechanism, data-independent floors. Nothing that depends on a record
     leakage.safetensors    per-record leakage, sealed and confidential (mode 0600)
@@ -9,7 +9,8 @@
     report.html            the page for the data's owner (confidential)
     report-public.html     the page that may be shown
 
-The folder itself is for its owner alone (mode 0700)."""
+The folder itself is for its owner only (mode 0700).
+"""
 
 from __future__ import annotations
 
@@ -58,10 +59,10 @@ class Run:
             declared, never those read off the data), inferred_ranges (whether any range was), unit, range (of a pixel).
         mechanism: noise_multiplier, max_grad_norm, sample_rate, steps, clip, sampler, runs (for confidence limits; one
             of them is released).
-        training: model (in words), parameters, lr, momentum, seed_from (CHOSEN_SEED, or who made it up) and what else
-            decides the training.
+        training: model (in words), parameters, lr, momentum, seed_from (CHOSEN_SEED, or who generated it) and
+            everything else that determines the training.
         guarantee: the calculator's answer, `Guarantee.to_dict()`.
-        headline: what it means in sentences, with the conditions that it rests on: those of the public page.
+        headline: its meaning in sentences, with the conditions that it rests on: those of the public page.
         accuracy: of the released model on test data, only where its owner chose to publish it.
         software: versions.
         caveats: what the floors do not cover of this model: "kinks" (floors of single records are not proved), "model";
@@ -80,30 +81,37 @@ class Run:
 
 @dataclass(frozen=True)
 class Leakage:
-    """What the run told about each record: confidential. N records, d private features, k of the records kept whole.
+    """The leakage of each record in the runs: confidential. N records, d private features, k records kept whole.
 
-    Everything is in the model's input units; facts["scale"] and facts["offset"] lead back to the data's own:
-    value = offset + scale · input.
+    Everything is in the model's input units; facts["scale"] and facts["offset"] convert to the data's own: value =
+    offset + scale · input.
 
     Attributes:
-        dfil: (rules, N), Tr I/d. error: (rules, N), its standard error. upper: (rules, N), its upper confidence limit,
-            or None after a single run. measured: (N,), how often each record was measured.
+        dfil: (rules, N), Tr I/d.
+        error: (rules, N), its standard error.
+        upper: (rules, N), its upper confidence limit, or None after a single run.
+        measured: (N,), how often each record was measured.
         targets: (N,), the class or number of each record.
         kept: (k,), records kept whole: the most exposed first in order, then the least exposed (the least last).
-        kept_inputs: (k, *shape). kept_diagonal: (k, d), information about each private feature, at the level of dfil
-            (its mean over the features is dfil under the first rule). average_diagonal: (d,).
-        diagonal: (n, d), the same, less exactly, for all records (n = N) or for those of diagonal_of, (n,), which were
-            drawn at random; NaN where a record's value is missing.
-        names: of all records, as UTF-8 parted by newlines (`record_names`); None where they have none.
-        history_step: (h,). history: (h, 3): largest, 99 % quantile and median dFIL after so many steps of the first
-            run, of the first rule. accuracy_step: (a,), accuracy: (a,), on test data (R² for a number).
+        kept_inputs: (k, *shape), their inputs.
+        kept_diagonal: (k, d), information about each private feature, at the level of dfil (its mean over the features
+            is dfil under the first rule).
+        average_diagonal: (d,), the same for the average record.
+        diagonal: (n, d), the same, less exactly, for all records (n = N) or for those of diagonal_of; NaN where a
+            record's value is missing.
+        diagonal_of: (n,), records that were drawn at random.
+        names: of all records, as UTF-8 separated by newlines (`record_names`); None where they have none.
+        history_step: (h,), step counts of the first run.
+        history: (h, 3), largest, 99 % quantile and median dFIL after these steps, under the first rule.
+        accuracy_step: (a,), step counts of the first run.
+        accuracy: (a,), accuracy on test data (R² for a number) after these steps.
         guess: (d,), mean square error of guessing each private feature's average over the records that have one.
         facts: rules, class_names, feature_names, units, scale, offset (lists of d, or one number for all), private
             (flat columns of the inputs, or None for all), target_name, confidence, task ("classes" or "number"),
             inferred_ranges (whether any range was read off the data), diagonal_measured and diagonal_probes (how often
             each record of `diagonal` was measured, over all runs, and with how many probes), accuracy_baseline (on the
-            test data, of always telling the most frequent class or the mean), copies (how many records have exact
-            copies and the largest group: audit_leakage.copies_of), and what else the page needs.
+            test data, of always predicting the most frequent class or the mean), copies (how many records have exact
+            copies and the largest group: auditing.leakage.copies_of), and everything else that the page needs.
     """
 
     dfil: Tensor
@@ -127,7 +135,7 @@ class Leakage:
 
 
 def packed_names(names: Sequence[str]) -> Tensor:
-    """Names of records as one tensor of bytes.
+    """Packs names of records into one tensor of bytes.
 
     >>> record_names(packed_names(["row 2", "Zoë.png"]))
     ['row 2', 'Zoë.png']
@@ -137,12 +145,12 @@ def packed_names(names: Sequence[str]) -> Tensor:
 
 
 def record_names(packed: Tensor | None) -> list[str]:
-    """What `packed_names` packed; empty for None."""
+    """Returns the names that `packed_names` packed; empty for None."""
     return [] if packed is None else packed.numpy().tobytes().decode("utf-8", "replace").split("\n")
 
 
 def prepare(folder: str | os.PathLike[str]) -> Path:
-    """The folder, made if need be, for its owner's eyes alone."""
+    """Creates the folder if it is missing, for its owner only, and returns it."""
     path = Path(folder)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -155,7 +163,12 @@ def prepare(folder: str | os.PathLike[str]) -> Path:
 
 
 def write_run(folder: str | os.PathLike[str], run: Run) -> None:
-    """run.json, in whole or not at all, with a digest of its content."""
+    """Writes run.json completely or not at all, with a digest of its content.
+
+    Args:
+        folder: the audit's.
+        run: the public facts.
+    """
     write_whole(Path(folder) / RUN, sealed_json(_content(run)), mode=PUBLIC)
 
 
@@ -169,7 +182,7 @@ def run_digest(run: Run) -> str:
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """The facts of run.json; Unreadable, with the reason, where there are none or they were changed."""
+    """Reads the facts of run.json. Raises Unreadable, with the reason, where there are none or they were changed."""
     path = Path(folder) / RUN
     try:
         content = unsealed_json(path)
@@ -188,8 +201,14 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
 
 
 def read_audit(folder: str | os.PathLike[str]) -> tuple[Run, Leakage]:
-    """Returns the facts and the leakage of a finished audit, for a report: they belong together, the released model is
-    the one that they speak of, and ε and the floors of the mechanism are computed anew from the mechanism."""
+    """Reads the facts and the leakage of a finished audit, for a report.
+
+    It checks that the two belong together and to the released model. ε and the floors of the mechanism are computed
+    again from the mechanism.
+
+    Args:
+        folder: the audit's.
+    """
     refuse_links(folder, CHECKPOINTS)
     run, leakage = read_run(folder), read_leakage(folder)
     named = leakage.facts.get("run")
@@ -200,7 +219,7 @@ def read_audit(folder: str | os.PathLike[str]) -> tuple[Run, Leakage]:
 
 
 def check_model(folder: str | os.PathLike[str], digest: str | None) -> None:
-    """Refuses a model.safetensors that is not the one with this digest; one that is not there is nobody's."""
+    """Refuses a model.safetensors that has another digest. A missing one is accepted."""
     path = Path(folder) / MODEL
     if digest is not None and path.exists() and file_digest(path) != digest:
         raise Unreadable(
@@ -210,7 +229,7 @@ def check_model(folder: str | os.PathLike[str], digest: str | None) -> None:
 
 
 def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
-    """Returns the run with ε and the floors that its mechanism has; a warning says where run.json had another ε."""
+    """Returns the run with ε and floors computed from its mechanism; a warning says where run.json had another ε."""
     from reconbound.accounting.spec import Account
     from reconbound.mechanisms.guarantees import guarantee
     from reconbound.training.sampling import batches_per_epoch, make_sampler
@@ -236,7 +255,7 @@ def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
 
 
 def unfinished(folder: str | os.PathLike[str], path: Path) -> str:
-    """Why a folder has no results: there is no audit in it, or one that was begun and can go on."""
+    """Explains why a folder has no results: there is no audit in it, or one that was begun and can continue."""
     if not (Path(folder) / PLAN).exists():
         return f"{path} does not exist: {folder} holds no finished audit"
     try:
@@ -250,7 +269,12 @@ def unfinished(folder: str | os.PathLike[str], path: Path) -> str:
 
 
 def write_leakage(folder: str | os.PathLike[str], leakage: Leakage) -> None:
-    """The leakage file, confidential, in whole or not at all."""
+    """Writes the leakage file, confidential, completely or not at all.
+
+    Args:
+        folder: the audit's.
+        leakage: the leakage of each record.
+    """
     parts = {f.name: getattr(leakage, f.name) for f in fields(leakage) if f.name != "facts"}
     tensors = {name: part for name, part in parts.items() if part is not None}
     content = sealed(tensors, {"format": FORMAT, "kind": "leakage", **leakage.facts})
@@ -258,7 +282,7 @@ def write_leakage(folder: str | os.PathLike[str], leakage: Leakage) -> None:
 
 
 def read_leakage(folder: str | os.PathLike[str]) -> Leakage:
-    """The leakage file of a folder; Unreadable, with the reason, if it is missing, damaged or something else."""
+    """Reads the leakage file. Raises Unreadable, with the reason, if it is missing, damaged or something else."""
     path = Path(folder) / LEAKAGE
     try:
         tensors, facts = unsealed(path)
@@ -274,7 +298,14 @@ def read_leakage(folder: str | os.PathLike[str]) -> Leakage:
 
 
 def floors(leakage: Leakage, rule: str | None = None) -> Tensor:
-    """1/dFIL of each record, (N,), model's input units squared: Theorem 2. 0 for a record never measured."""
+    """Returns 1/dFIL of each record, (N,), in the model's input units squared: Theorem 2.
+
+    0 for a record never measured.
+
+    Args:
+        leakage: the leakage of each record.
+        rule: the subsampling factor; the first rule when None.
+    """
     rules = list(leakage.facts["rules"])
     if rule is not None and rule not in rules:
         raise InputError("rule", f"must be one of {', '.join(rules)}", rule)

@@ -1,7 +1,8 @@
-"""From templates to one self-contained file: no request leaves the page, and no script runs in it but our own.
+"""Renders templates into one self-contained file: the page makes no request, and runs no script except ours.
 
-Every script is named by its digest in the page's Content-Security-Policy, so that text which slipped through as
-markup could still run nothing and fetch nothing. Same folder, same bytes: no clock, no random id."""
+The page's Content-Security-Policy names every script by its digest, so that text which was taken for markup by mistake
+could still run nothing and fetch nothing. The same folder gives the same bytes: no clock, no random id.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from reconbound.report import figures
 
 
 def as_json(content: Any) -> Markup:
-    """JSON for a script element: nothing in it can end the element or start another."""
+    """Returns JSON for a script element: nothing in it can end the element or start another."""
     text = json.dumps(content, allow_nan=False, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -35,12 +36,12 @@ def plotly_js() -> str:
 
 
 def _shown(given: Any) -> Any:
-    """What stands in a page: text from wherever it came, without control characters."""
+    """Returns a value for a page: text is cleaned of control characters, whatever its source."""
     return figures.clean(given, len(given)) if isinstance(given, str) and not isinstance(given, Markup) else given
 
 
 def breaks(name: str) -> Markup:
-    """A name that may be broken after each underscore, rather than within a word.
+    """Returns a name that may be broken after each underscore, rather than within a word.
 
     >>> breaks("hours_per_<week>")
     Markup('hours_<wbr>per_<wbr>&lt;week&gt;')
@@ -65,7 +66,7 @@ def _environment() -> jinja2.Environment:
 
 
 def own(name: str) -> str:
-    """One of the files beside the templates."""
+    """Reads one of the files beside the templates."""
     return (files("reconbound.report") / "templates" / name).read_text(encoding="utf-8")
 
 
@@ -74,7 +75,14 @@ def digest(script: str) -> str:
 
 
 def render(template: str, context: Mapping[str, Any], charts: Mapping[str, Any] | None, data: Any = None) -> bytes:
-    """A page from a template; with charts, also plotly, our script and their data."""
+    """Renders a page from a template; with charts, also plotly, our script and their data.
+
+    Args:
+        template: the name of the template.
+        context: its variables.
+        charts: figures by id; None for a page without scripts.
+        data: for our script.
+    """
     scripts = [] if charts is None else [plotly_js(), own("report.js")]
     policy = (
         "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "

@@ -1,4 +1,4 @@
-"""What the mechanism by itself guarantees: tables made from run.json alone."""
+"""The guarantees of the mechanism itself: tables made from run.json only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ATTACKERS = {
 
 
 def floor_rows(run: Run, unit: float = 1.0) -> list[dict[str, Any]]:
-    """The calculator's floors, ready for the template, in units of the data's range times `unit`."""
+    """Returns the calculator's floors, ready for the template, in units of the data's range times `unit`."""
     rows = []
     for bound in run.guarantee.get("bounds", ()):
         error = line(run, bound["name"], unit)
@@ -58,8 +58,10 @@ def floor_rows(run: Run, unit: float = 1.0) -> list[dict[str, Any]]:
 
 
 def feature_rows(view: View) -> list[dict[str, Any]]:
-    """Columns of a table in their own units: floor of the average record, of the one most exposed in that column, and
-    the guess."""
+    """Returns the columns of a table in their own units.
+
+    Each row has the floor of the average record, that of the record most exposed in this column, and the guess.
+    """
     average = view.feature_floors(None)
     if view.image or average is None:
         return []
@@ -84,7 +86,7 @@ def feature_rows(view: View) -> list[dict[str, Any]]:
 
 
 def context(run: Run) -> dict[str, Any]:
-    """All that the public page says."""
+    """Returns everything that the public page shows."""
     data, found = run.data, run.guarantee
     noun, part = _nouns(run)
     unit, of_range = units(run)
@@ -126,7 +128,9 @@ def _nouns(run: Run) -> tuple[str, str]:
 
 
 def units(run: Run) -> tuple[float, str]:
-    """In what the page's errors are, as the audit prints them: an image's range, else shares of a column's."""
+    """Returns the unit of the page's errors, as the audit prints it: an image's range, otherwise shares of a
+    column's.
+    """
     ends = run.data.get("range")
     if run.data.get("kind") != "image" or not ends:
         return 1.0, "of the range"
@@ -135,9 +139,12 @@ def units(run: Run) -> tuple[float, str]:
 
 
 def headline(run: Run) -> list[str]:
-    """What the mechanism guarantees, in sentences that are true by themselves: that it means little, where it does; how
-    often a record can be rebuilt; and the floors for any attacker. With the condition that the first rests on where
-    ranges were read off the data. The first words of the public page, and of run.json."""
+    """Says what the mechanism guarantees, in sentences that are true by themselves.
+
+    They are the first words of the public page and of run.json: that the guarantee means little, where that is so; how
+    often a record can be rebuilt; and the floors for any attacker. Where ranges were read off the data, the first
+    sentence names the condition that it rests on.
+    """
     (noun, part), (unit, of_range) = _nouns(run), units(run)
     found, inferred = read_protection(run.guarantee), bool(run.data.get("inferred_ranges"))
     if not found.meaningful:
@@ -165,7 +172,7 @@ def _in_unit(share: float, unit: float, of_range: str) -> str:
 
 
 def read_off(run: Run) -> str:
-    """Which ranges were read off the data and how to declare them; names private columns alone."""
+    """Says which ranges were read off the data and how to declare them. It names private columns only."""
     ranges, own = run.data.get("ranges") or {}, [str(name) for name in run.data.get("private") or ()]
     names = [clean(name, 40) for name in own if name not in ranges]
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -175,7 +182,7 @@ def read_off(run: Run) -> str:
 
 
 def caveats(run: Run) -> list[str]:
-    """What takes the guarantee away, said beside it."""
+    """Lists what weakens the guarantee, to be shown beside it."""
     found = [words.INFERRED] if run.data.get("inferred_ranges") else []
     if run.training.get("seed_from") == CHOSEN_SEED:
         found.append(f"The noise is {words.CHOSEN}")
@@ -183,7 +190,7 @@ def caveats(run: Run) -> list[str]:
 
 
 def about(run: Run) -> list[tuple[str, str]]:
-    """The data's public facts: what kind, how many, which columns are private."""
+    """Returns the data's public facts: the kind, the number of records, the private columns."""
     data, rows = run.data, []
     for key, title in ABOUT.items():
         given = data.get(key)
@@ -194,7 +201,10 @@ def about(run: Run) -> list[tuple[str, str]]:
 
 
 def column_rows(run: Run) -> list[dict[str, str]]:
-    """Floors of each column whose range was declared, in its own unit. Le Cam and Theorem 1 scale with the range."""
+    """Returns the floors of each column whose range was declared, in its own unit.
+
+    Le Cam and Theorem 1 scale with the range.
+    """
     ranges: Mapping[str, Any] = run.data.get("ranges") or {}
     units = run.data.get("units") or {}
     each, unbiased = line(run, "lecam"), line(run, "theorem1")
@@ -231,7 +241,7 @@ def membership(found: Mapping[str, Any]) -> str | None:
 
 
 def epsilons(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(neighbours, ε, at which δ)."""
+    """Returns rows of (neighbours, ε, at which δ)."""
     delta = float(found.get("delta", 1e-5))
     rows = (("replace-one", found.get("epsilon")), ("add/remove", found.get("epsilon_add_remove")))
     return [
@@ -240,7 +250,7 @@ def epsilons(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def copies(run: Run, noun: str) -> list[tuple[str, str]]:
-    """What the mechanism guarantees to somebody who has several rows; empty where that is not known."""
+    """Says what the mechanism guarantees to somebody who has several rows; empty where that is not known."""
     mechanism = advice.mechanism_of(run)
     if mechanism is None:
         return []
@@ -259,7 +269,7 @@ def copies(run: Run, noun: str) -> list[tuple[str, str]]:
 
 
 def assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
-    """What the mechanism's own floors rest on."""
+    """Lists the assumptions of the mechanism's own floors."""
     m = run.mechanism
     return [
         (

@@ -1,4 +1,4 @@
-"""Single records: those shown on the page, and any one for the terminal."""
+"""Single records: those shown on the page, and any other for the terminal."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ SHOWN, COLUMNS = 8, 8
 
 
 def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
-    """All that is known about one record, as a dictionary for JSON; confidential.
+    """Returns everything that is known about one record, as a dictionary for JSON; confidential.
 
     Args:
-        leakage, run: of a finished audit (`run_folder.read_leakage`, `read_run`).
+        leakage: of a finished audit (`folder.read_leakage`).
+        run: of the same audit (`folder.read_run`).
         record: its number, from 0.
 
     Guarantee: as the accountant's, for the root mean square error, per feature, of an unbiased attacker who knows all
@@ -70,13 +71,15 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
     }
     if not view.image and (view.place(i) is not None or view.feature_floors(i) is not None):
         rest["columns"] = columns(view, i)
-    taken = view.target_name in {*found, *rest, "columns", "pixel_floors"}  # a target called "name", say
+    taken = view.target_name in {*found, *rest, "columns", "pixel_floors"}  # for example a target called "name"
     return {**found, f"{view.target_name} (target)" if taken else view.target_name: view.target(i), **rest}
 
 
 def columns(view: View, record: int) -> list[dict[str, Any]]:
-    """The private columns of a record, the most exposed first: value (of those kept whole), floor and guess in its own
-    unit."""
+    """Returns the private columns of a record, the most exposed first.
+
+    Each has its value (for records kept whole), its floor and its guess, in the column's own unit.
+    """
     floors, place = view.feature_floors(record), view.place(record)
     values = np.full(view.features, np.nan) if place is None else view.values(place)
     order = range(view.features) if floors is None else most_exposed(view, floors, view.features)
@@ -98,7 +101,7 @@ def _finite(x: float) -> float | None:
 
 
 def record_table(facts: Mapping[str, Any]) -> RenderableType:
-    """What `record_facts` found, for the terminal. All text is shown as it stands, markup included."""
+    """Formats the result of `record_facts` for the terminal. All text is shown literally, markup included."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column()
@@ -153,7 +156,7 @@ def _lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def cards(view: View) -> dict[str, Any]:
-    """The most and the least exposed records, ready for the template; "heat": the maps' colour scale."""
+    """Returns the most and the least exposed records, ready for the template; "heat": the maps' colour scale."""
     shown = SHOWN if view.image else SHOWN // 2
     kept = [int(r) for r in view.leakage.kept.tolist()]
     most = int(view.facts.get("most", (len(kept) + 1) // 2))
@@ -232,8 +235,10 @@ def _ratio(floor: float, guess: float) -> str:
 
 
 def quantiles(view: View) -> dict[str, Any]:
-    """Floors at quantiles of the records measured: "rules", and "rows" of (which, a floor for each rule); of the first
-    rule as they are shown first, with their lower confidence limits where they have one ("limits": whether any has)."""
+    """Returns floors at quantiles of the records measured: "rules", and "rows" of (which, a floor for each rule).
+
+    Floors of the first rule are lower confidence limits where there are any ("limits": whether there are).
+    """
     names = {"none": 0.0, "1 %": 0.01, "10 %": 0.1, "50 %": 0.5, "90 %": 0.9}
     if view.worst is None:
         return {"rules": [], "rows": []}
@@ -252,7 +257,7 @@ def quantiles(view: View) -> dict[str, Any]:
 
 
 def glance(view: View) -> list[dict[str, str]]:
-    """The few figures on top of the page: (title, figure, a line below)."""
+    """Returns the few figures at the top of the page: (title, figure, a line below)."""
     below = view.below(view.guess)
     tiles, success = [], view.protection.success
     if success is not None:

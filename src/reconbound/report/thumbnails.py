@@ -1,4 +1,4 @@
-"""Small pictures as data URIs: a record's pixels, and where they leak."""
+"""Small pictures as data URIs: a record's pixels, and the information that leaks about each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VIRIDIS = (
 
 
 def png(pixels: np.ndarray) -> bytes:
-    """A PNG file of 8-bit pixels, (H, W) grey, (H, W, 3) colour or (H, W, 4) with opacity."""
+    """Encodes 8-bit pixels as a PNG file: (H, W) grey, (H, W, 3) colour or (H, W, 4) with opacity."""
     kind = {1: 0, 3: 2, 4: 6}[1 if pixels.ndim == 2 else pixels.shape[2]]
     rows = np.ascontiguousarray(pixels, dtype=np.uint8).reshape(pixels.shape[0], -1)
     raw = b"".join(b"\0" + row.tobytes() for row in rows)
@@ -32,14 +32,14 @@ def data_uri(pixels: np.ndarray) -> str:
 
 
 def picture(image: np.ndarray) -> np.ndarray:
-    """8-bit pixels of an image (C, H, W) in [0, 1]: colour where it has three channels, else the mean of them."""
+    """Returns 8-bit pixels of an image (C, H, W) in [0, 1]: colour for three channels, otherwise their mean."""
     values = np.clip(np.nan_to_num(image.astype(np.float64)), 0, 1)
     shown = values.transpose(1, 2, 0) if len(values) == 3 else values.mean(0)
     return np.asarray(np.round(255 * shown), dtype=np.uint8)
 
 
 def viridis(share: np.ndarray) -> np.ndarray:
-    """Colours (…, 3), 8 bit, of numbers in [0, 1]."""
+    """Returns colours (…, 3), 8 bit, of numbers in [0, 1]."""
     stops = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in VIRIDIS], dtype=np.float64)
     place = np.clip(share, 0, 1) * (len(stops) - 1)
     low = np.minimum(place.astype(int), len(stops) - 2)
@@ -48,7 +48,13 @@ def viridis(share: np.ndarray) -> np.ndarray:
 
 
 def pixel_information(diagonal: np.ndarray, shape: Sequence[int], private: np.ndarray | None) -> np.ndarray:
-    """Information about each pixel, (k, H, W): the mean over its private channels; NaN where it has none."""
+    """Returns the information about each pixel, (k, H, W): the mean over its private channels; NaN where it has none.
+
+    Args:
+        diagonal: information about each private feature, (k, d).
+        shape: the shape of an image.
+        private: flat indices of the private features; None for all.
+    """
     flat = np.full((len(diagonal), int(np.prod(shape))), np.nan)
     flat[:, slice(None) if private is None else private] = np.nan_to_num(diagonal, nan=0.0, posinf=np.finfo(float).max)
     image = flat.reshape(len(diagonal), *shape)
@@ -58,7 +64,9 @@ def pixel_information(diagonal: np.ndarray, shape: Sequence[int], private: np.nd
 
 
 def heat_range(information: np.ndarray) -> tuple[float, float] | None:
-    """Ends of the colour scale, log10 of information: from its largest down to its 2 % quantile, 6 decades at most."""
+    """Returns the ends of the colour scale, log10 of information: the largest and the 2 % quantile, at most 6
+    decades.
+    """
     positive = information[np.isfinite(information) & (information > 0)]
     if positive.size == 0:
         return None
@@ -68,7 +76,9 @@ def heat_range(information: np.ndarray) -> tuple[float, float] | None:
 
 
 def heat(information: np.ndarray, ends: tuple[float, float]) -> np.ndarray:
-    """Colours (H, W, 4) of the information about each pixel: bright leaks most; clear where nothing is private."""
+    """Returns colours (H, W, 4) of the information about each pixel: bright leaks most; clear where nothing is
+    private.
+    """
     low, high = ends
     logs = np.log10(np.where(information > 0, information, 10.0**low))
     colours = viridis((logs - low) / (high - low))

@@ -19,9 +19,11 @@ NAMED = 3
 
 
 def verdict(view: View) -> list[str]:
-    """What is at stake, in sentences that are true by themselves: that the mechanism guarantees little, where it does;
-    the lowest floors beside a guess; of a table, for how many records some single column is exposed; and what the
-    floors of whole records mean for all of them."""
+    """Says what is at risk, in sentences that are true by themselves.
+
+    They are: that the mechanism guarantees little, where that is so; the lowest floors beside a guess; for a table, for
+    how many records some single column is exposed; and what the floors of whole records mean for all of them.
+    """
     first = [said for said in (view.protection.warning(view.noun),) if said]
     worst = view.worst
     if worst is None:
@@ -40,7 +42,7 @@ def verdict(view: View) -> list[str]:
 def _first(view: View, worst: int) -> str:
     who = f"an unbiased attacker who knows everything but one {view.noun}’s {view.private_parts}"
     floors = None if view.image else columns.lowest(view)
-    limit = view.single and view.limited(worst)  # of several columns only their mean has one
+    limit = view.single and view.limited(worst)  # with several columns only their mean has one
     if view.image or limit or floors is None or np.isnan(floors).all():
         sure = f"At {view.level} confidence" if view.limited(worst) else "By an estimate"
         per = "per pixel " if view.image else ""
@@ -71,14 +73,16 @@ def _first(view: View, worst: int) -> str:
 
 
 def _lowest(column: dict[str, Any], *, tell_far: bool) -> str:
-    """A column's lowest floor and whose it is; tell_far: also that it is beyond the range, where it is."""
+    """Describes a column's lowest floor and its record; with `tell_far`, also that it is beyond the range, where it
+    is.
+    """
     floor = plus_minus(column["lowest"], column["unit"], column["width"])
     far = f"; {columns.BEYOND}" if tell_far and beyond(column["lowest"], column["width"]) else ""
     return f"{floor} on {column['name']} ({column['record_name']}{far})"
 
 
 def _single(view: View, below: int, of: int) -> list[str]:
-    """For how many records some column is exposed, and which."""
+    """Says for how many records some column is exposed, and which columns."""
     whose = f"{count(of, 'record')}" if of == view.records else f"the {count(of, 'record')} looked at"
     if below == 0:
         if not view.protection.meaningful:
@@ -102,7 +106,12 @@ def _listed(parts: list[str]) -> str:
 
 
 def _together(view: View, exposed: int) -> list[str]:
-    """What the floors of whole records mean; exposed: records of which some single column lies below a guess."""
+    """Says what the floors of whole records mean.
+
+    Args:
+        view: the audit.
+        exposed: the number of records of which some single column lies below a guess.
+    """
     below, all_of, unknown = view.below(view.guess), count(view.records, view.noun), view.unknown
     over = f" over all {view.part}s together" if view.features > 1 else ""
     pixels = view.parts_below_guess() if view.image and view.features > 1 else 0
@@ -125,7 +134,7 @@ def _together(view: View, exposed: int) -> list[str]:
     if below == 0:
         return [f"{every} {errs}{unbound}."]
     floor, guess = ("the floor", "a guess") if not over else (f"the floor{over}", "a guess of them")
-    unsure = bool(((view.shown < view.guess) & (view.floor >= view.guess)).any())  # above it by the estimate
+    unsure = bool(((view.shown < view.guess) & (view.floor >= view.guess)).any())  # above the guess by the estimate
     may = "is not shown to be above" if unsure else "lies below"
     may += f" the error of {guess}, {view.basis}, and the release may tell an unbiased attacker more than that"
     if below == view.records:
@@ -143,7 +152,7 @@ def _together(view: View, exposed: int) -> list[str]:
 
 
 def sureness(view: View) -> list[str]:
-    """How far the verdict can be relied on: confidence limits or standard errors, records never measured."""
+    """Says how far the verdict can be relied on: confidence limits or standard errors, records never measured."""
     found = [_confidence(view)] if view.worst is not None else []
     if view.unknown:
         found.append(
@@ -166,7 +175,7 @@ def sureness(view: View) -> list[str]:
 
 
 def copied(view: View) -> list[str]:
-    """How many records have exact copies, and what that means for somebody who has several rows."""
+    """Says how many records have exact copies, and what that means for somebody who has several rows."""
     found = view.facts.get("copies")
     if found is None:
         return []
@@ -188,7 +197,13 @@ def copied(view: View) -> list[str]:
 
 
 def weak(records: int, found: Protection, noun: str) -> list[str]:
-    """Warnings: too few records for a share of them to mean much, an ε that says little."""
+    """Returns warnings: too few records for a share of them to mean much, an ε that guarantees little.
+
+    Args:
+        records: the number of records.
+        found: what the mechanism guarantees.
+        noun: the name of a record.
+    """
     said = []
     if records < FEW:
         said.append(

@@ -1,4 +1,4 @@
-"""A run and its leakage, read once: the numbers that the page speaks of, with their units."""
+"""A run and its leakage, read once: the numbers on the page, with their units."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ NO_LIMIT = (
 
 @dataclass(frozen=True)
 class View:
-    """Errors are roots of squared errors, ± per feature: for images in pixel values, for tables as shares of a column's
-    range, for one column (and for whole records that have but one) in its own unit."""
+    """The numbers of a run and its leakage that the page shows.
+
+    Errors are roots of squared errors, ± per feature: for images in pixel values, for tables as shares of a column's
+    range, for one column (and for whole records that have only one) in its own unit.
+    """
 
     run: Run
     leakage: Leakage
@@ -46,22 +49,22 @@ class View:
 
     @property
     def part(self) -> str:
-        """One private number of a record."""
+        """Returns the name of one private number of a record."""
         return "pixel" if self.image else "column"
 
     @property
     def private_parts(self) -> str:
-        """All private numbers of a record, in words."""
+        """Returns the name of all private numbers of a record."""
         return "pixels" if self.image else "private columns" if self.features > 1 else "private column"
 
     @property
     def single(self) -> bool:
-        """Whether a record of a table has but one private column: its floor is the record's."""
+        """Returns whether a record of a table has only one private column: its floor is the record's."""
         return not self.image and self.features == 1
 
     @cached_property
     def scale(self) -> np.ndarray:
-        """Size of one input unit in the data's own, (d,)."""
+        """Returns the size of one input unit in the data's own, (d,)."""
         return np.broadcast_to(np.asarray(self.facts.get("scale", 1.0), dtype=np.float64), (self.features,))
 
     @cached_property
@@ -74,13 +77,15 @@ class View:
 
     @property
     def unit(self) -> float:
-        """Errors of whole records are shown in this many input units: the range of the pixels, or of the one private
-        column; 1 for tables with more."""
+        """Returns the unit of errors of whole records, in input units.
+
+        It is the range of the pixels, or of the one private column; 1 for tables with more.
+        """
         return float(self.scale[0]) if self.image or self.single else 1.0
 
     @property
     def of_range(self) -> str:
-        """The unit of errors of whole records, in words."""
+        """Returns the unit of errors of whole records, in words."""
         if self.single:
             return self.feature_unit(0) or f"in units of {self.feature_name(0)}"
         if not self.image:
@@ -98,23 +103,23 @@ class View:
         return clean(names[j]) if j < len(names) else f"{self.part} {j}"
 
     def feature_unit(self, j: int) -> str:
-        """The column's unit; where it has none and runs from 0 to 1, nothing."""
+        """Returns the column's unit; nothing where it has none and runs from 0 to 1."""
         units = self.facts.get("units") or ()
         unit = units if isinstance(units, str) else units[j] if j < len(units) else ""
         return clean(unit or "", 40)
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of all records as the page prints them; empty where they have none of their own."""
+        """Returns the names of all records as the page prints them; empty where they have none of their own."""
         return [clean(name, 80) for name in record_names(self.leakage.names)]
 
     def record_name(self, record: int) -> str:
-        """Its own name ("row 18", a file's), or "record 17"."""
+        """Returns the record's own name ("row 18", a file's), or "record 17"."""
         names = self.names
         return (names[record] if record < len(names) else "") or f"record {record:,}"
 
     def target(self, record: int) -> str:
-        """The record's class by name, or its number."""
+        """Returns the name of the record's class, or its number."""
         given = float(self.leakage.targets[record])
         if self.facts.get("task", "classes") == "classes":
             return self.class_name(int(given))
@@ -138,13 +143,16 @@ class View:
 
     @cached_property
     def floor(self) -> np.ndarray:
-        """± floor of each record, (N,), first rule; 0 where nothing is known."""
+        """Returns the ± floor of each record, (N,), under the first rule; 0 where nothing is known."""
         return np.asarray(self.unit * np.sqrt(np.nan_to_num(floors(self.leakage).double().numpy(), nan=0.0)))
 
     @cached_property
     def upper_floor(self) -> np.ndarray | None:
-        """± floor of each record at the upper confidence limit of its leakage, (N,); 0 where there is no limit, or one
-        that says nothing: below a thousandth of the range and a hundredth of a guess, as most limits from two runs."""
+        """Returns the ± floor of each record at the upper confidence limit of its leakage, (N,).
+
+        It is 0 where there is no limit, or only a useless one: below a thousandth of the range and a hundredth of a
+        guess, as most limits from two runs are.
+        """
         if self.leakage.upper is None:
             return None
         upper = np.nan_to_num(self.leakage.upper[0].double().numpy(), nan=np.inf, posinf=np.inf)
@@ -155,46 +163,53 @@ class View:
 
     @cached_property
     def shown(self) -> np.ndarray:
-        """± floor of each record as it is shown first, (N,): the lower confidence limit where there is one, otherwise
-        the estimate; 0 where nothing is known."""
+        """Returns the ± floor of each record as it is shown first, (N,).
+
+        It is the lower confidence limit where there is one, otherwise the estimate; 0 where nothing is known.
+        """
         return self.floor if self.upper_floor is None else np.where(self.upper_floor > 0, self.upper_floor, self.floor)
 
     def limited(self, record: int) -> bool:
-        """Whether a record's floor has a lower confidence limit."""
+        """Returns whether a record's floor has a lower confidence limit."""
         return self.upper_floor is not None and bool(self.upper_floor[record] > 0)
 
     @property
     def level(self) -> str:
-        """The confidence of the limits, in words."""
+        """Returns the confidence of the limits, in words."""
         return f"{100 * float(self.facts.get('confidence', 0.95)):g} %"
 
     @property
     def basis(self) -> str:
-        """What `shown` is of the records that were measured, as words of a sentence."""
+        """Says, as part of a sentence, what `shown` is for the records that were measured."""
         if self.upper_floor is None or not (self.upper_floor > 0).any():
             return "by estimates"
         return f"at {self.level} confidence{', or by an estimate where there is no limit' if self.unlimited else ''}"
 
     @cached_property
     def protection(self) -> Protection:
-        """What the mechanism by itself guarantees, and whether that means something."""
+        """Returns what the mechanism itself guarantees, and whether that is meaningful."""
         return read_protection(self.run.guarantee)
 
     @property
     def unlimited(self) -> int:
-        """Records that were measured and have no upper limit that says anything; 0 after one run, when none has."""
+        """Returns the number of measured records without a useful upper limit; 0 after one run, when no record has
+        one.
+        """
         return 0 if self.upper_floor is None else int((self.measured & ~(self.upper_floor > 0)).sum())
 
     @cached_property
     def relative_error(self) -> np.ndarray:
-        """Standard error of each record's dFIL over its dFIL, (N,); infinite where nothing is known."""
+        """Returns the standard error of each record's dFIL over its dFIL, (N,); infinite where nothing is known."""
         dfil, error = (t[0].double().numpy() for t in (self.leakage.dfil, self.leakage.error))
         with np.errstate(divide="ignore", invalid="ignore"):
             share = np.where(dfil > 0, error / dfil, np.inf)
         return np.where(self.measured & np.isfinite(share), share, np.inf)
 
     def floor_error(self, record: int) -> float | None:
-        """Standard error of a record's ± floor (delta method: half the relative error of dFIL); None beyond 100 %."""
+        """Returns the standard error of a record's ± floor; None beyond 100 %.
+
+        By the delta method it is half the relative error of dFIL.
+        """
         share = float(self.relative_error[record])
         return 0.5 * share * float(self.floor[record]) if share <= 1 else None
 
@@ -204,21 +219,23 @@ class View:
 
     @property
     def unknown(self) -> int:
-        """Records of which nothing is known: never measured."""
+        """Returns the number of records of which nothing is known: never measured."""
         return int((~self.measured).sum())
 
     @cached_property
     def worst(self) -> int | None:
-        """The most exposed record among those measured."""
+        """Returns the most exposed record among those measured."""
         if not self.measured.any():
             return None
         return int(np.argmin(np.where(self.measured, self.floor, np.inf)))
 
     @cached_property
     def lowest(self) -> float:
-        """± floor that no record is below, as it is shown first: the lowest of the lower confidence limits where the
-        record most exposed by the estimates has one, and otherwise its estimate. Another record's limit may be lower
-        than its own."""
+        """Returns the ± floor that no record is below, as it is shown first.
+
+        It is the lowest of the lower confidence limits where the record most exposed by the estimates has one,
+        otherwise that record's estimate. Another record's limit may be lower than its own.
+        """
         if self.worst is None:
             return 0.0
         limits = self.upper_floor
@@ -228,20 +245,22 @@ class View:
 
     @cached_property
     def guess(self) -> float:
-        """± error of guessing the average record, mean square over the features."""
+        """Returns the ± error of guessing the average record, mean square over the features."""
         return self.unit * float(np.sqrt(np.nan_to_num(self.leakage.guess.double().numpy()).mean()))
 
     def below(self, threshold: float) -> int:
-        """How many records have a lower floor, as `shown`; those never measured count."""
+        """Returns the number of records with a lower floor, as `shown`; those never measured count."""
         return int((self.shown < threshold).sum())
 
     def quantile(self, share: float) -> float:
-        """A quantile of the floors of the records measured, as `shown` (a floor that some record has)."""
+        """Returns a quantile of the floors of the records measured, as `shown` (a floor that some record has)."""
         return float(np.quantile(self.shown[self.measured], share, method="lower")) if self.measured.any() else 0.0
 
     def group_floor(self, rows: list[int]) -> float:
-        """± floor of somebody who has these rows, as it is shown first: 1/√(k Σ dFIL) (FisherAccountant.group_floor);
-        0 where one of them was never measured."""
+        """Returns the ± floor of somebody who has these rows, as it is shown first: 1/√(k Σ dFIL).
+
+        See FisherAccountant.group_floor. It is 0 where one of them was never measured.
+        """
         own = self.shown[rows] / self.unit
         return 0.0 if not (own > 0).all() else self.unit / float(np.sqrt(len(rows) * (1 / own**2).sum()))
 
@@ -252,18 +271,20 @@ class View:
         return {int(record): place for place, record in enumerate(self.leakage.kept.tolist())}
 
     def place(self, record: int) -> int | None:
-        """Where a record stands among those kept whole."""
+        """Returns the position of a record among those kept whole."""
         return self.places.get(record)
 
     @cached_property
     def guess_each(self) -> np.ndarray:
-        """± error of guessing each feature's average, (d,), in the feature's own unit."""
+        """Returns the ± error of guessing each feature's average, (d,), in the feature's own unit."""
         return np.asarray(self.scale * np.sqrt(np.nan_to_num(self.leakage.guess.double().numpy())))
 
     @cached_property
     def looked_at(self) -> tuple[np.ndarray, np.ndarray]:
-        """Records of which single features are known, (n,), and their information, (n, d), NaN where a value is
-        missing: from the closer look where there was one."""
+        """Returns the records whose single features are known, (n,), and their information, (n, d).
+
+        It is NaN where a value is missing. The closer measurement is used where there was one.
+        """
         kept, few = self.leakage.kept.numpy(), self.leakage.kept_diagonal
         closer = np.empty((0, self.features)) if few is None else few.double().numpy().copy()
         if few is None:
@@ -285,8 +306,10 @@ class View:
         return {int(record): row for row, record in enumerate(self.looked_at[0])}
 
     def feature_floors(self, record: int | None) -> np.ndarray | None:
-        """± floor of each feature, (d,), in its own unit, of a record or (None) of the average one; NaN where its value
-        is missing. None where it is not known."""
+        """Returns the ± floor of each feature, (d,), in its own unit, for a record or (None) for the average one.
+
+        It is NaN where the value is missing. Returns None where it is not known.
+        """
         if record is None:
             average = self.leakage.average_diagonal
             return None if average is None else self._errors(np.nan_to_num(average.flatten().double().numpy()))
@@ -297,14 +320,18 @@ class View:
         return np.asarray(self.scale * np.sqrt(1 / np.maximum(information, np.finfo(float).tiny)))
 
     def parts_below_guess(self) -> int:
-        """Features of the most exposed record whose own floor lies below the error of guessing their average: of an
-        image; of tables all records are looked at (columns.counts)."""
+        """Counts the features of the most exposed image whose floor is below the error of guessing their average.
+
+        For tables all records are counted (columns.counts).
+        """
         floors = None if self.worst is None else self.feature_floors(self.worst)
         return 0 if floors is None else int((floors < self.guess_each).sum())
 
     def values(self, place: int) -> np.ndarray:
-        """The private numbers of a record kept whole, (d,), in their own units; NaN where a public mark says that the
-        value is missing."""
+        """Returns the private numbers of a record kept whole, (d,), in their own units.
+
+        NaN where a public mark says that the value is missing.
+        """
         flat = self.leakage.kept_inputs[place].double().flatten().numpy()
         found = np.array(self.offset + self.scale * (flat if self.private is None else flat[self.private]))
         marks, names = self.marks(place), self.facts.get("feature_names") or ()
@@ -312,7 +339,7 @@ class View:
         return found
 
     def marks(self, place: int) -> list[str]:
-        """Names of the public columns that are 1 for a record kept whole: its categories, and what is missing."""
+        """Returns the public columns that are 1 for a record kept whole: its categories, and what is missing."""
         names = self.facts.get("public_names") or ()
         if self.private is None:
             return []
@@ -325,12 +352,12 @@ class View:
     # --- the mechanism -------------------------------------------------------------------
 
     def line(self, name: str) -> float | None:
-        """± error of one of the calculator's floors, in this page's unit; None where there is none."""
+        """Returns the ± error of one of the calculator's floors, in this page's unit; None where there is none."""
         return line(self.run, name, self.unit)
 
 
 def line(run: Run, name: str, unit: float = 1.0) -> float | None:
-    """± error of one of the calculator's floors, in units of the data's range times `unit`."""
+    """Returns the ± error of one of the calculator's floors, in units of the data's range times `unit`."""
     space = run.guarantee.get("data", {})
     width = float(space.get("high", 1.0)) - float(space.get("low", 0.0))
     for bound in run.guarantee.get("bounds", ()):

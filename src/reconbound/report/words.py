@@ -1,4 +1,4 @@
-"""What the page says in sentences. Plain text: the templates escape it."""
+"""Sentences of the page. Plain text: the templates escape it."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ CLIPS = {
 
 
 def public_columns(run: Run) -> list[tuple[str, str]]:
-    """The columns that are not protected, by name; nothing where there are none."""
+    """Names the columns that are not protected; empty where there are none."""
     names = [clean(str(name), 80) for name in run.data.get("public") or ()]
     return [("Public", f"Taken as known to the attacker: {', '.join(names)}.")] if names else []
 
 
 def assumptions(view: View) -> list[tuple[str, str]]:
-    """Every assumption that the per-record floors rest on: (about what, in words)."""
+    """Lists every assumption of the per-record floors: (topic, sentence)."""
     m, noun = view.run.mechanism, view.noun
     parts = view.private_parts
     where = f"the {'maps' if view.image else 'tables'} above show which"
@@ -132,14 +132,14 @@ def _means(view: View) -> str:
 
 
 def seed(run: Run) -> str:
-    """Where the noise is from, as the end of a sentence."""
+    """Says where the noise comes from, as the end of a sentence."""
     if run.training.get("seed_from") == CHOSEN_SEED:
         return f"fresh at every step, but {CHOSEN}"
     return "fresh at every step and from a seed that nobody else knows. Whoever learns the seed can subtract the noise."
 
 
 def release(run: Run) -> str:
-    """What is released of the runs."""
+    """Says which of the runs is released."""
     runs = int(run.mechanism.get("runs", 1))
     which = "The one run" if runs == 1 else f"The first of {runs:,} runs, fixed beforehand; the others only measure"
     return (
@@ -149,12 +149,12 @@ def release(run: Run) -> str:
 
 
 def caveats(run: Run) -> list[str]:
-    """What the floors do not cover of this model, as the audit's check found it: said first."""
+    """Lists what the floors do not cover of this model, as the audit's check found it. It is shown first."""
     return [clean(said, 600) for said in (run.caveats or {}).values()]
 
 
 def growth_note(view: View) -> str:
-    """What the chart of floors over training shows: mostly when records were measured, if that is seldom."""
+    """Explains the chart of floors over training: mostly when records were measured, if that is seldom."""
     known = view.leakage.measured.double()
     often = float(known.mean()) / max(1, int(view.run.mechanism.get("runs", 1))) if known.numel() else 0.0
     times = f"{often:.0f} times" if often >= 1.5 else "once or less"
@@ -168,16 +168,16 @@ def growth_note(view: View) -> str:
 def for_any_attacker(
     noun: str, part: str, each: float | None, mean: float | None, shown: Callable[[float], str], *, one: bool
 ) -> list[str]:
-    """Returns what the floors for any attacker mean, in sentences that are true by themselves.
+    """Says what the floors for any attacker mean, in sentences that are true by themselves.
 
     They are minimax floors: for each attacker there is a record, of all conceivable ones, on which it errs by as much.
 
     Args:
-        noun: what a record is called.
-        part: what a private number of it is called.
+        noun: the name of a record.
+        part: the name of a private number of it.
         each: the floor for each number by itself (Le Cam); None where it says nothing.
         mean: the floor on average over them (rate–distortion); None where it says nothing.
-        shown: writes an error with its unit.
+        shown: formats an error with its unit.
         one: whether a record has one private number only.
     """
     less = f"on other {noun}s, those trained on included, it may err by less"
@@ -200,10 +200,13 @@ def for_any_attacker(
 
 
 def two_demands(noun: str) -> str:
-    """What the unbiased floors of single records and those whatever the data ask of the attacker, and which to report.
+    """Explains what two kinds of floors require of the attacker, and which to report.
+
+    They are the unbiased floors of single records, and those that hold whatever the data are.
 
     docs/theory/floors.md: Theorem 2 needs its mean to move with the record at the record; Theorem 1 and corners need it
-    right at the record and at the far walls, or all corners, of the data space."""
+    right at the record and at the far walls, or all corners, of the data space.
+    """
     return (
         f"A single {noun}’s floor binds an attacker whose guesses are right on average for this {noun} and those next "
         f"to it; Theorem 1 and “all corners” bind only one whose guesses are right on average for every {noun} there "
@@ -224,7 +227,7 @@ TITLES = {"max_grad_norm": "clip norm C", "sample_rate": "sample rate q", "lr": 
 
 
 def settings(run: Run) -> list[tuple[str, str]]:
-    """Mechanism, training and versions as rows: (name, value)."""
+    """Returns mechanism, training and versions as rows: (name, value)."""
     rows = []
     for part in (run.mechanism, run.training):
         known = [name for name in ORDER if name in part]

@@ -1,4 +1,4 @@
-"""Many trainings, one frontier: accuracy against every floor. Optuna searches and stores."""
+"""Sweeps: many trainings, one frontier of accuracy against every floor. Optuna searches and stores."""
 
 from reconbound.sweep.frontier import best, floors_in, pareto, rows_of, table, write_table
 from reconbound.sweep.run import Sweep, sweep

@@ -1,7 +1,8 @@
-"""Connections to PostgreSQL that do not wait for ever: a server that stops answering is as good as one that is gone.
+"""Connections to PostgreSQL with a time limit: a server that stops answering is treated like one that is gone.
 
-libpq waits for an answer without a limit, and the server's own limits do not help when it is the server that stands
-still. So a timer shuts the connection's socket down, which ends the waiting with psycopg2's usual error."""
+libpq waits for an answer without a limit, and the server's own limits do not help when the server itself hangs. So a
+timer shuts the connection's socket down, which ends the wait with psycopg2's usual error.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ ANSWER = 15
 
 @contextmanager
 def _limited(connection: Any) -> Iterator[None]:
-    """Ends whatever is done on the connection when the server does not answer in time."""
+    """Ends whatever is being done on the connection when the server does not answer in time."""
     timer = threading.Timer(ANSWER, _shut, (connection,))
     timer.daemon = True
     timer.start()
@@ -31,7 +32,7 @@ def _limited(connection: Any) -> Iterator[None]:
 
 
 def _shut(connection: Any) -> None:
-    with suppress(Exception):  # closed meanwhile
+    with suppress(Exception):  # it may be closed by now
         own = socket.socket(fileno=os.dup(connection.fileno()))
         try:
             own.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Leases that a clock which was set back would keep for hours: found, said in one line, and ended."""
+"""Finds and ends leases that a clock which was set back would keep for hours, and reports it in one line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ STILL = 15.0
 class Clock:
     """Watches the leases of a sweep while a worker waits.
 
-    A lease that ends later than one that is taken now has a longer term, or was taken before the clock was set back.
-    The first is renewed all the time; the second is not, when its worker is dead.
+    A lease that ends later than one taken now has a longer term, or was taken before the clock was set back. The first
+    kind is renewed all the time. The second kind is not renewed, when its worker is dead.
 
     Args:
-        store: the sweep's.
+        store: the sweep's storage.
     """
 
     def __init__(self, store: Store) -> None:
@@ -28,7 +28,7 @@ class Clock:
         self.said = False
 
     def look(self) -> None:
-        """Ends leases from before the clock was set back, with one line about the first."""
+        """Ends leases from before the clock was set back, and reports the first in one line."""
         leases, now, latest = self.store.leases(), time.monotonic(), self.store.now() + self.store.lease + 1
         for trial in self.store.trials():
             lease = leases.get(trial._trial_id)

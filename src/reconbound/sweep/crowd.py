@@ -18,7 +18,7 @@ from reconbound.sweep.worker import Heart, LeaseLost, Row, failed, owner_name, r
 
 
 class Exploded(RuntimeError):
-    """A training's parameters, or what they tell about the records, are no longer finite."""
+    """The parameters of a training, or its leakage, are no longer finite."""
 
 
 def work_together(
@@ -34,10 +34,22 @@ def work_together(
     stop: Callable[[], bool] = lambda: False,
     wait: float = 1.0,
 ) -> int:
-    """Work on the sweep until every trial is finished, so many at a time; how many of them this worker finished.
+    """Works on the sweep until every trial is finished, n trials at a time.
 
     Args:
-        train: (settings, folders, tell) → the rows of each, or the exception that it ended by. The rest as `work`.
+        store: as in `work`.
+        ask: as in `work`.
+        train: (settings, folders, tell) → the rows of each, or the exception that it ended by.
+        values: as in `work`.
+        out: as in `work`.
+        steps: as in `work`.
+        together: the number of trials at a time.
+        owner: as in `work`.
+        stop: as in `work`.
+        wait: as in `work`.
+
+    Returns:
+        The number of trials that this worker finished.
     """
     me = owner or owner_name()
     finished, patience, clock = 0, Patience(), Clock(store)
@@ -54,8 +66,8 @@ def work_together(
                 break
             else:
                 patiently(clock.look)
-                time.sleep(wait)  # others have the rest; one of them may die
-    except BaseException:  # between two claims, say
+                time.sleep(wait)  # others have the remaining trials; one of them may die
+    except BaseException:  # interrupted between two claims, for example
         with suppress(Exception):
             store.expire(me)
         raise
@@ -81,7 +93,7 @@ def _all(
     out: Path,
     steps: int,
 ) -> int:
-    """Train these trials; how many that finished."""
+    """Trains these trials. Returns how many of them it finished."""
     left = list(claims)
     finished = 0
     try:
@@ -99,7 +111,7 @@ def _all(
                 release_quietly(store, claim)
             raise
         failed(store, left, reason)
-    except BaseException:  # stopped from outside: the next worker need not wait for the leases to run out
+    except BaseException:  # stopped from outside: the next worker need not wait until the leases end
         for claim in left:
             release_quietly(store, claim)
         raise
@@ -113,11 +125,14 @@ def _end(
     values: Callable[[Sequence[Row]], Sequence[float]],
     steps: int,
 ) -> int:
-    """Put one trial's rows in, or note what became of it, whatever becomes of the others; 1 if that finished it."""
+    """Stores one trial's rows, or records its error, whatever happens to the others.
+
+    Returns 1 if that finished the trial.
+    """
     try:
         if not isinstance(rows, Exception):
             return int(patiently(partial(store.finish, claim, rows, values(rows), steps)))
-        if isinstance(rows, Exploded | InputError):  # the same would come of it again
+        if isinstance(rows, Exploded | InputError):  # another attempt would end the same way
             patiently(partial(store.fail, claim, f"{type(rows).__name__}: {rows}"))
         else:
             failed(store, [claim], rows)
@@ -129,8 +144,10 @@ def _end(
 
 
 class Hearts:
-    """A heart for each of several claims. A lease that is lost is told when the trial is to be finished; only if all of
-    them are lost is there nothing to train for."""
+    """Renews several claims, with a Heart for each.
+
+    A lost lease is reported when its trial is to be finished. Only if all leases are lost does the training stop.
+    """
 
     def __init__(self, store: Store, claims: Sequence[Claim]) -> None:
         self.each = [Heart(store, claim) for claim in claims]
@@ -139,7 +156,7 @@ class Hearts:
         try:
             for heart in self.each:
                 heart.__enter__()
-        except BaseException:  # those that beat would hold their trials as long as this process lives
+        except BaseException:  # those that still beat would hold their trials as long as this process lives
             for heart in self.each:
                 heart.stop()
             raise
@@ -152,7 +169,12 @@ class Hearts:
             heart.__exit__(*what)
 
     def tell(self, which: Sequence[int], done: int) -> None:
-        """Note the steps that these trials have done; raises LeaseLost if all trials are others'."""
+        """Records the steps that these trials have done. Raises LeaseLost if other workers have all trials.
+
+        Args:
+            which: positions of the trials.
+            done: the number of steps.
+        """
         for k in which:
             self.each[k].done = done
         if all(heart.lost for heart in self.each):

@@ -1,4 +1,4 @@
-"""The two databases that a sweep can be kept in: how they are opened, and how one process has them to itself."""
+"""The two databases that can store a sweep: how they are opened, and how one process locks them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _LOCK = 0x7265636F6E  # "recon": the key of PostgreSQL's advisory lock
 
 
 def checked_url(url: str) -> Any:
-    """The URL of a SQLite file or a PostgreSQL database, as SQLAlchemy's object."""
+    """Parses the URL of a SQLite file or a PostgreSQL database into SQLAlchemy's object."""
     try:
         made = sql.make_url(url)
         backend = made.get_backend_name()
     except (sql.exc.ArgumentError, ValueError):
         raise InputError("storage", f"must be a URL such as sqlite:///sweep.db or {POSTGRES}", _hidden(url)) from None
-    if "@" in (made.host or ""):  # the rest of a password would pass for a host, and be shown
+    if "@" in (made.host or ""):  # the rest of a password would be taken for a host, and be shown
         raise InputError("storage", "must have an @ that is no separator, as in a password, as %40", _hidden(url))
     if "password" in made.query:  # it would be shown there
         user, password = (_last(made.query.get(name, "")) for name in ("user", "password"))
@@ -40,13 +40,13 @@ def checked_url(url: str) -> Any:
         )
     if backend not in BACKENDS or (backend == "sqlite" and not _file(made)):
         raise InputError("storage", "must be a SQLite file or a PostgreSQL database", shown_url(made))
-    if made.drivername == "postgresql" and find_spec("psycopg2"):  # which of two is meant SQLAlchemy's version decides
+    if made.drivername == "postgresql" and find_spec("psycopg2"):  # the default depends on SQLAlchemy's version
         made = made.set(drivername="postgresql+psycopg2")
     return made
 
 
 def shown_url(url: Any) -> str:
-    """The URL as it may be shown: without passwords, the one of a client's key (sslpassword) neither."""
+    """Returns the URL as it may be shown: without passwords, including that of a client's key (sslpassword)."""
     hidden = url.update_query_dict({name: "***" for name in url.query if "password" in name.lower()})
     return str(hidden.render_as_string(hide_password=True)).replace("%2A%2A%2A", "***")
 
@@ -56,7 +56,7 @@ def _last(given: str | tuple[str, ...]) -> str:
 
 
 def _hidden(url: str) -> str:
-    """What could not be read as a URL, without what may be a password: what is before the last @, or after =."""
+    """Returns text that is not a URL without possible passwords: removes what is before the last @, or after =."""
     return re.sub(r"^([\w+]+:?//?)?.*@", r"\1***@", re.sub(r"(?i)(pass\w*=)[^&\s]*", r"\1***", url), flags=re.DOTALL)
 
 
@@ -65,7 +65,7 @@ def _file(url: Any) -> str:
 
 
 def engine_options(url: Any) -> dict[str, Any]:
-    """How the database is connected to."""
+    """Returns the options for a connection to the database."""
     if url.get_backend_name() == "sqlite":
         return {"connect_args": {"timeout": 120}}
     options: dict[str, Any] = {"connect_timeout": 15}
@@ -77,11 +77,11 @@ def engine_options(url: Any) -> dict[str, Any]:
 
 
 def reading_options(url: Any) -> dict[str, Any]:
-    """How a database is connected to that nothing is to be written to: it refuses what would be."""
+    """Returns the options for a connection that only reads: the database refuses to write."""
     if url.get_backend_name() != "sqlite":
         return {**engine_options(url), "execution_options": {"postgresql_readonly": True}}
     path = Path(_file(url)).absolute()
-    nobody = not path.with_name(f"{path.name}-wal").exists()  # then SQLite need not put files of its own beside it
+    nobody = not path.with_name(f"{path.name}-wal").exists()  # then SQLite need not create its own files beside it
     return {"creator": partial(_connect, path, "immutable=1" if nobody else "mode=ro")}
 
 
@@ -92,7 +92,7 @@ def _connect(path: Path, how: str) -> Any:
 
 
 def check_whole(url: Any) -> None:
-    """Refuses a SQLite file whose own check finds damage: what is written on top of it would be lost."""
+    """Refuses a SQLite file whose own check finds damage: anything written to it could be lost."""
     if url.get_backend_name() != "sqlite":
         return
     connection = sqlite3.connect(_file(url), timeout=120)
@@ -109,14 +109,17 @@ def check_whole(url: Any) -> None:
 
 
 def storage_shown(url: str) -> str:
-    """The URL of a storage as it may be shown."""
+    """Returns the URL of a storage as it may be shown."""
     return shown_url(checked_url(url))
 
 
 def locked_from_the_start(engine: Any) -> None:
-    """BEGIN IMMEDIATE instead of sqlite3's own habit of beginning at the first write; a write-ahead log.
+    """Makes SQLite begin transactions with BEGIN IMMEDIATE and use a write-ahead log.
 
-    The log outlives a killed process; a loss of power may undo the last moments, which are then done again."""
+    sqlite3 itself begins a transaction only at the first write.
+
+    The log survives a killed process. A loss of power may undo the last moments; that work is then repeated.
+    """
 
     def connected(connection: Any, _: Any) -> None:
         connection.isolation_level = None
@@ -133,11 +136,11 @@ def locked_from_the_start(engine: Any) -> None:
 
 @contextmanager
 def alone(url: Any) -> Iterator[None]:
-    """One process at a time: making tables and trials is not for two. The lock dies with its holder."""
+    """Lets one process at a time create tables and trials. The lock ends with its holder."""
     if url.get_backend_name() == "sqlite":
         path = Path(_file(url))
-        with suppress(FileExistsError):  # made here, so that SQLite does not choose its mode; never opened again:
-            # to close a file's handle lets go of the locks that SQLite holds on it in this process
+        with suppress(FileExistsError):  # created here, so that SQLite does not choose its mode; never opened again:
+            # closing a file's handle releases the locks that SQLite holds on it in this process
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, CONFIDENTIAL))
         handle = open_lock(path.with_name(f"{path.name}.lock"))
         try:
@@ -153,7 +156,7 @@ def alone(url: Any) -> Iterator[None]:
     try:
         with engine.connect() as connection:
             while not connection.execute(sql.text(f"SELECT pg_try_advisory_lock({_LOCK})")).scalar():
-                time.sleep(0.1)  # asked again and again, for an answer that is late means a server that is gone
+                time.sleep(0.1)  # asked repeatedly, because a late answer means a server that is gone
             yield
     finally:
-        engine.dispose()  # the session's end lets go of the lock
+        engine.dispose()  # the end of the session releases the lock

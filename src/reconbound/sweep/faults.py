@@ -1,4 +1,6 @@
-"""Faults of the environment (a full disk, a database that is away): waited for, and never an error of a setting."""
+"""Faults of the environment (a full disk, a database out of reach): the sweep waits; they never count against a
+setting.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,21 @@ from reconbound._internal.files import disk_fault
 PATIENCE = 120.0
 #: Seconds of waiting after which one line says so: a database that is busy for a moment is not worth one.
 SILENT = 3.0
-_RACES = 2  # times that a refusal may be a race between two workers
+_RACES = 2  # number of times that a refusal may be a race between two workers
 _Result = TypeVar("_Result")
 _LATER = "nothing is lost: run the same command again to go on"
 
 
 class SweepError(RuntimeError):
-    """A sweep cannot go on; what was finished is kept."""
+    """A sweep cannot continue; finished trials are kept."""
 
 
 class SweepStopped(SweepError):
-    """A sweep stopped because of its environment; the same command goes on with it."""
+    """A sweep stopped because of its environment; the same command continues it."""
 
 
 class Away(Exception):
-    """The environment refused what a training needs: the reason, in words."""
+    """The environment refused something that a training needs; the message gives the reason."""
 
 
 def environment_fault(error: BaseException) -> str | None:
@@ -47,13 +49,15 @@ def environment_fault(error: BaseException) -> str | None:
 
 
 def is_damaged(error: BaseException) -> bool:
-    """Returns whether a SQLite file is damaged: no waiting mends it."""
+    """Returns whether a SQLite file is damaged: waiting does not repair it."""
     return any(said in first_line(error) for said in ("malformed", "is not a database"))
 
 
 def is_contradictory(error: BaseException) -> bool:
-    """Returns whether a database refuses what its own tables do not allow, as where they were edited by hand: no
-    waiting mends it, apart from a race between two workers."""
+    """Returns whether a database refuses something that its own tables do not allow, as after edits by hand.
+
+    Waiting does not help, except in a race between two workers.
+    """
     reason: BaseException | None = error
     while reason is not None:
         if isinstance(reason, sql.exc.IntegrityError | sql.exc.ProgrammingError | sql.exc.DataError):
@@ -65,14 +69,14 @@ def is_contradictory(error: BaseException) -> bool:
 
 
 def first_line(reason: BaseException) -> str:
-    """Returns the root of an error, in one line."""
+    """Returns the root cause of an error, in one line."""
     while reason.__cause__ is not None:
         reason = reason.__cause__
     return " ".join(str(getattr(reason, "orig", None) or reason).split())[:300]
 
 
 class Patience:
-    """Waits longer and longer for the environment, with one line about it, and stops the sweep at the limit.
+    """Waits longer and longer for the environment, reports it in one line, and stops the sweep at the limit.
 
     Args:
         limit: seconds; PATIENCE when None.
@@ -84,7 +88,12 @@ class Patience:
         self.tries = 0
 
     def wait(self, error: BaseException, why: str) -> None:
-        """Waits once. Raises SweepStopped when the limit is over, or at once if no waiting helps."""
+        """Waits once. Raises SweepStopped when the limit is over, or at once if waiting does not help.
+
+        Args:
+            error: the error that the environment caused.
+            why: the reason, in words.
+        """
         now = time.monotonic()
         self.since = now if self.since is None else self.since
         self.tries += 1
@@ -100,14 +109,19 @@ class Patience:
         self.pause = min(2 * self.pause, 5.0)
 
     def end(self) -> None:
-        """Notes that the environment is back."""
+        """Records that the environment is back."""
         if self.said:
             say("the sweep goes on")
         self.pause, self.since, self.said, self.tries = 0.05, None, False, 0
 
 
 def patiently(action: Callable[[], _Result], patience: float | None = None) -> _Result:
-    """Does what a database that is out of reach refuses, again and again until the patience ends."""
+    """Repeats an action that a database out of reach refuses, until it succeeds or the patience ends.
+
+    Args:
+        action: what to do.
+        patience: seconds; PATIENCE when None.
+    """
     waiting = Patience(patience)
     waiting.since = time.monotonic()  # a database may be a long time about its error
     while True:
@@ -121,7 +135,7 @@ def patiently(action: Callable[[], _Result], patience: float | None = None) -> _
 
 
 def say(line: str) -> bool:
-    """Says a line on standard error; of a team's workers the one that began them speaks for all."""
+    """Prints a line on standard error. In a team of workers only the process that started them prints."""
     if multiprocessing.parent_process() is None:
         print(f"reconbound: {' '.join(line.split())}", file=sys.stderr, flush=True)
     return True

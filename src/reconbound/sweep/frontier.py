@@ -1,4 +1,4 @@
-"""The frontier of a sweep: how accurate a model can be for how high a floor."""
+"""The frontier of a sweep: the accuracy that a model can reach for each height of a floor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TABLE = "sweep.csv"
 
 
 def crossed_of(floor: str) -> str | None:
-    """The column beside a floor of the most exposed record: what each run says of the others' (`ledgers.crossed`).
+    """Returns the column beside a floor of the most exposed record, with the numbers of `ledgers.crossed`.
 
     >>> crossed_of("exact_max"), crossed_of("exact_q99"), crossed_of("lecam")
     ('exact_crossed', None, None)
@@ -35,7 +35,10 @@ def crossed_of(floor: str) -> str | None:
 
 
 def rows_of(store: Any) -> list[Row]:
-    """Every row of the finished trials: the trial's number and setting, then what it found. A setting counts once."""
+    """Returns every row of the finished trials: number and setting of the trial, then its results.
+
+    A setting counts once.
+    """
     seen: set[str] = set()
     rows: list[Row] = []
     trials = store.trials()
@@ -53,7 +56,7 @@ def rows_of(store: Any) -> list[Row]:
 
 
 def sealed_rows(trial: Any) -> list[Row]:
-    """Returns a finished trial's rows as they were stored; a DataError if they, or its setting, are anything else."""
+    """Returns a finished trial's rows as they were stored. Raises a DataError if they, or its setting, were changed."""
     found, setting = trial.user_attrs.get("rows"), trial.user_attrs.get("setting")
     if not isinstance(found, list) or not isinstance(setting, dict) or not all(isinstance(row, dict) for row in found):
         raise DataError(f"trial {trial.number} of the storage is damaged: it is finished, and its rows are not there")
@@ -71,13 +74,13 @@ def sealed_rows(trial: Any) -> list[Row]:
 
 
 def floors_in(rows: Iterable[Row]) -> list[str]:
-    """The floors that the rows have, in a fixed order."""
+    """Returns the floors that the rows have, in a fixed order."""
     there = {name for row in rows for name, value in row.items() if value is not None}
     return [name for name in FLOORS if name in there]
 
 
 def default_floor(rows: Sequence[Row]) -> str:
-    """The floor that is proved, at the most exposed record."""
+    """Returns the name of the floor that is proved, at the most exposed record."""
     found = floors_in(rows)
     if not found:
         raise InputError("rows", "must have a floor", "none")
@@ -85,7 +88,7 @@ def default_floor(rows: Sequence[Row]) -> str:
 
 
 def checked_floor(rows: Sequence[Row], floor: str | None) -> str:
-    """The floor of this name, or the default; an error that lists those that there are."""
+    """Returns the floor of this name, or the default. An error lists the floors that exist."""
     if floor is None:
         return default_floor(rows)
     found = floors_in(rows)
@@ -95,7 +98,7 @@ def checked_floor(rows: Sequence[Row], floor: str | None) -> str:
 
 
 def pareto(rows: Sequence[Row], floor: str) -> list[Row]:
-    """The rows that no other beats: none is as accurate with a higher floor, or more accurate with one as high.
+    """Returns the rows that no other beats: none is as accurate with a higher floor, or more accurate with one as high.
 
     From the lowest floor to the highest; of rows that are equal in both, the first.
 
@@ -112,13 +115,29 @@ def pareto(rows: Sequence[Row], floor: str) -> list[Row]:
 
 
 def best(rows: Sequence[Row], floor: str, at_least: float) -> Row | None:
-    """The most accurate row whose floor is at least so high; None if there is none. Of equals, that of higher floor."""
+    """Returns the most accurate row whose floor is at least `at_least`; None if there is none.
+
+    Of equally accurate rows it returns the one with the highest floor.
+
+    Args:
+        rows: of the finished trials.
+        floor: the name of the floor.
+        at_least: the smallest floor that is accepted.
+    """
     front = [row for row in pareto(rows, floor) if row[floor] >= at_least]
     return front[0] if front else None
 
 
 def score_of(rows: Sequence[Row], floor: str, at_least: float) -> float:
-    """What a search for the best accuracy maximises: it, or less than -1, by how far (in powers of ten) it missed."""
+    """Returns the number that a search for the best accuracy maximises.
+
+    It is the best accuracy with the floor, or less than -1 by how far (in powers of ten) the floor was missed.
+
+    Args:
+        rows: of one trial.
+        floor: the name of the floor.
+        at_least: the smallest floor that is accepted.
+    """
     found = best(rows, floor, at_least)
     if found is not None:
         return max(-1.0, float(found["accuracy"]))
@@ -127,13 +146,13 @@ def score_of(rows: Sequence[Row], floor: str, at_least: float) -> float:
 
 
 def protection_of(row: Row) -> Protection:
-    """Returns what the mechanism of a row guarantees by itself; of rows from before it was kept nothing is known."""
+    """Returns what the mechanism of a row guarantees by itself. For rows from before this was kept nothing is known."""
     known = row.get("success_at_1_percent"), float(row.get("never_drawn") or 0.0)
     return Protection(*known, row.get("epsilon"), float(row.get("delta") or 1e-5))
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
-    """The table's columns: trial, settings, steps, accuracy, floors, ε."""
+    """Returns the table's columns: trial, settings, steps, accuracy, floors, ε."""
     there = {name for row in rows for name in row}
     first = ["trial", *space.PARAMETERS, "steps", "accuracy", "accuracy_sd"]
     last = ["epsilon", "epsilon_add_remove", "delta", "success_at_1_percent", "never_drawn", "measured_median",
@@ -143,7 +162,7 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """All rows as CSV, with the floors on whose front each lies."""
+    """Formats all rows as CSV, with the floors on whose front each lies."""
     text, columns = io.StringIO(), columns_of(rows)
     on: dict[int, list[str]] = {id(row): [] for row in rows}
     for floor in floors_in(rows):
@@ -158,7 +177,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write_table(folder: str | os.PathLike[str], rows: Sequence[Row]) -> Path:
-    """sweep.csv in the folder: figures of the data, so for its owner alone (mode 0600)."""
+    """Writes sweep.csv into the folder: figures of the data, so for its owner only (mode 0600)."""
     path = Path(folder) / TABLE
     write_whole(path, table(rows).encode(), mode=CONFIDENTIAL)
     return path

@@ -1,4 +1,4 @@
-"""What a trial's ledgers say: dFIL after each step count, of the runs' mean and of each run, and floors of it."""
+"""The ledgers of a trial: dFIL after each step count, of the runs' mean and of each run, and floors of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ PLACES = {"max": 1.0, "q99": 0.99, "median": 0.5}
 
 
 def floors_of(dfil: Tensor, measured: Tensor) -> dict[str, float]:
-    """1/dFIL at the most exposed record, at the 99 % quantile and at the median, of those that were measured."""
+    """Returns 1/dFIL at the most exposed record, at the 99 % quantile and at the median, of those that were measured.
+
+    Args:
+        dfil: of each record, (N,).
+        measured: how often each record was measured, (N,).
+    """
     seen = dfil[measured > 0].sort().values
     if len(seen) == 0:
         return dict.fromkeys(PLACES, 0.0)
@@ -29,11 +34,11 @@ def floors_of(dfil: Tensor, measured: Tensor) -> dict[str, float]:
 
 
 def crossed(dfil: Tensor) -> float:
-    """What each run says of the record that the other runs find most exposed, on average over the runs.
+    """Computes what each run finds for the record that the other runs find most exposed, on average over the runs.
 
         mean over r of dFIL_r(i_r),     i_r = argmax of the mean of dFIL over the other runs
 
-    The choice of i_r has no part in run r, so each term is unbiased for a record's dFIL, and the whole on average at
+    Run r has no part in the choice of i_r, so each term is unbiased for a record's dFIL, and the whole is on average at
     most the largest; the maximum over records of the runs' mean is on average at least that.
 
     Args:
@@ -44,20 +49,30 @@ def crossed(dfil: Tensor) -> float:
 
 
 def crossed_floor(dfil: Tensor) -> float | None:
-    """1/crossed; None where no run met the records that the others point at."""
+    """Returns 1/crossed; None where no run measured the records that the others point at."""
     found = crossed(dfil)
     return 1 / found if found > 0 else None
 
 
 def kappa_ratio(account: Account, count: int) -> float:
-    """κ(count)/κ(T): the paper's factor depends on the number of steps, over which it splits its δ."""
+    """Returns κ(count)/κ(T): the paper's factor depends on the number of steps, over which it splits its δ."""
     cpu, only = torch.device("cpu"), ("paper",)
     parts = [Factors(replace(account, steps=steps, rules=only), cpu).kappa for steps in (count, account.steps)]
     return parts[0] / parts[1]
 
 
 def dfil_at(ledger: FisherAccountant, count: int, runs: int, folder: Path) -> tuple[Tensor, Tensor]:
-    """Mean over the runs of dFIL after so many steps, (rules, N), and how often each record was measured, (N,)."""
+    """Returns dFIL after `count` steps, averaged over the runs, and the number of measurements.
+
+    Args:
+        ledger: of the finished runs.
+        count: the number of steps.
+        runs: the number of runs.
+        folder: the trial's.
+
+    Returns:
+        dFIL, (rules, N), and how often each record was measured, (N,).
+    """
     account = ledger.account
     if count == account.steps:
         return torch.stack([ledger.dfil(rule).cpu() for rule in account.rules]), ledger.measured().cpu()
@@ -67,9 +82,19 @@ def dfil_at(ledger: FisherAccountant, count: int, runs: int, folder: Path) -> tu
 
 
 def by_run(ledger: FisherAccountant, count: int, runs: int, folder: Path) -> Tensor | None:
-    """dFIL of each run after so many steps, (R, rules, N); None where an earlier version did not keep all runs' ends.
+    """Returns dFIL of each run after `count` steps, (R, rules, N).
 
-    At the end of a run the ledger has it in its mean over the runs so far, m_r: it is r m_r − (r − 1) m_{r−1}."""
+    At the end of a run the ledger has it in its mean over the runs so far, m_r: it is r m_r − (r − 1) m_{r−1}.
+
+    Args:
+        ledger: of the finished runs.
+        count: the number of steps.
+        runs: the number of runs.
+        folder: the trial's.
+
+    Returns:
+        The tensor; None where an earlier version did not keep the ends of all runs.
+    """
     places = [_place(folder, run, count) for run in range(runs)]
     if not all(place.exists() for place in places):
         return None
@@ -78,19 +103,27 @@ def by_run(ledger: FisherAccountant, count: int, runs: int, folder: Path) -> Ten
         traces = torch.stack([part["trace"] for part in kept])
     else:
         totals = torch.stack([(r + 1) * part["mean"] for r, part in enumerate(kept)])
-        traces = torch.cat([totals[:1], totals.diff(dim=0).clamp(min=0)])  # 0 is rounding's to tell
+        traces = torch.cat([totals[:1], totals.diff(dim=0).clamp(min=0)])  # rounding may make 0 negative
     return torch.stack([_rescaled(trace, ledger.account, count) for trace in traces])
 
 
 def _rescaled(trace: Tensor, account: Account, count: int) -> Tensor:
-    """dFIL after so many steps from the traces of each rule, (rules, N)."""
+    """Returns dFIL after `count` steps from the traces of each rule, (rules, N)."""
     factors = [kappa_ratio(account, count) if rule == "paper" else 1.0 for rule in account.rules]
     return trace * torch.tensor(factors, dtype=trace.dtype)[:, None] / account.features
 
 
 def keep(folder: Path, run: int, step: int, ledger: FisherAccountant) -> None:
-    """The run's ledger so far, beside the checkpoints: written anew, the same, when a killed run comes by again. At the
-    run's end it is in the mean over the runs so far, which is kept in its place."""
+    """Writes the run's ledger so far beside the checkpoints. A killed run writes the same again when it continues.
+
+    At the run's end its ledger is part of the mean over the runs so far, which is kept in its place.
+
+    Args:
+        folder: the trial's.
+        run: the number of the run.
+        step: the number of the step.
+        ledger: at this step.
+    """
     state, ended = ledger.state(), ledger.runs > run
     names = ("mean",) if ended else ("trace", "measured")
     content = sealed({name: state[name] for name in names}, {"run": run, "step": step})
@@ -98,7 +131,7 @@ def keep(folder: Path, run: int, step: int, ledger: FisherAccountant) -> None:
 
 
 def _kept(folder: Path, run: int, step: int) -> dict[str, Tensor]:
-    """Returns what `keep` kept; Unreadable if it is gone, damaged, or of another run or step."""
+    """Returns what `keep` wrote. Raises Unreadable if it is gone, damaged, or of another run or step."""
     path = _place(folder, run, step)
     try:
         tensors, facts = unsealed(path)
@@ -114,7 +147,7 @@ def _place(folder: Path, run: int, step: int) -> Path:
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """Their mean, rounded once."""
+    """Returns the mean of the values, rounded once."""
     return math.fsum(values) / len(values)
 
 

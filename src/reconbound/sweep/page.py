@@ -1,4 +1,4 @@
-"""frontier.html: the frontier of a sweep on one self-contained page, with a small page for each of its runs."""
+"""Writes frontier.html: the frontier of a sweep on one self-contained page, with a small page for each of its runs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ DECADES = 4.0
 
 
 def write_pages(folder: Path, rows: Sequence[Row], facts: Mapping[str, Any]) -> Path:
-    """frontier.html and a page for each run, for their owner alone (mode 0600).
+    """Writes frontier.html and a page for each run, for their owner only (mode 0600).
 
     Args:
-        rows: of the finished trials. facts: data, runs, trials, finished and failed; guesses, task, caveats and
-            inferred_ranges where they are known.
+        folder: the sweep's.
+        rows: of the finished trials.
+        facts: data, runs, trials, finished and failed; guesses, task, caveats and inferred_ranges where they are known.
     """
     prepare(folder)
     for number in sorted({row["trial"] for row in rows}):
@@ -46,7 +47,12 @@ def write_pages(folder: Path, rows: Sequence[Row], facts: Mapping[str, Any]) -> 
 
 
 def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
-    """The page as HTML with all that it needs inside."""
+    """Builds the page as HTML with everything that it needs inside.
+
+    Args:
+        rows: of the finished trials.
+        facts: as in `write_pages`.
+    """
     floors, names = floors_in(rows), settings_in(rows)
     proved = default_floor(rows)
     rule = proved.partition("_")[0]
@@ -80,7 +86,13 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
 
 
 def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = False) -> bytes:
-    """One run: its setting, and accuracy, ε and every floor at each step count. ledger: whether it is in the folder."""
+    """Builds the page of one run: its setting, and accuracy, ε and every floor at each step count.
+
+    Args:
+        rows: of the trial.
+        facts: as in `write_pages`.
+        ledger: whether its ledger is in the folder.
+    """
     names = settings_in(rows)
     kept = [name for name in columns_of(rows) if name not in ("trial", "steps", *names)]
     context = {
@@ -100,13 +112,16 @@ def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = Fa
 
 
 def measured_by(facts: Mapping[str, Any]) -> str:
-    """What a row's "accuracy" is: R² where a number is predicted."""
+    """Returns the meaning of a row's "accuracy": R² where a number is predicted."""
     return R2 if facts.get("task") == "number" else ACCURACY
 
 
 def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
-    """What takes from the floors, said first: settings that guarantee little, kinks of the model, records never
-    measured or that told nothing, ranges read off the data."""
+    """Lists what weakens the floors, to be shown first.
+
+    These are settings that guarantee little, kinks of the model, records never measured or without information, and
+    ranges read off the data.
+    """
     found = [*_without_guarantee(rows), *(clean(said, 600) for said in (facts.get("caveats") or {}).values())]
     most = max((int(row.get("never_measured") or 0) for row in rows), default=0)
     if most:
@@ -128,7 +143,7 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
 
 
 def _without_guarantee(rows: Sequence[Row]) -> list[str]:
-    """That settings guarantee little, with the one of them that has the largest chance to rebuild a record."""
+    """Says that settings guarantee little, with the one that has the largest chance of rebuilding a record."""
     weak = [row for row in rows if not protection_of(row).meaningful]
     if not weak:
         return []
@@ -151,12 +166,16 @@ def verdict(
     measure: str = ACCURACY,
     runs: int | None = None,
 ) -> list[str]:
-    """The frontier in two or three sentences.
+    """Describes the frontier in two or three sentences.
 
     Args:
+        rows: of the finished trials.
+        floor: the name of the floor.
         guesses: what is reached without a model: "accuracy" and "error" (± in ranges; 0.5, of guessing the middle at
             worst, where it is not known).
-        measure: what accuracy is, as `measured_by` tells. runs: of each setting, where it is known."""
+        measure: the meaning of accuracy, from `measured_by`.
+        runs: the number of runs of each setting, where it is known.
+    """
     front = pareto(rows, floor)
     if not front:
         why = "There were no test records: no setting has an accuracy." if rows else "No setting has been trained yet."
@@ -194,7 +213,7 @@ def _of_runs(floor: str, runs: int | None, row: Row) -> str:
 
 
 def has_crossed(rows: Sequence[Row], floor: str) -> bool:
-    """Whether there is a second number beside this floor."""
+    """Returns whether there is a second number beside this floor."""
     name = crossed_of(floor)
     return name is not None and any(row.get(name) is not None for row in rows)
 
@@ -204,7 +223,7 @@ def _said_of_crossed(rows: Sequence[Row]) -> str:
 
 
 def settings_in(rows: Sequence[Row]) -> list[str]:
-    """The settings that the sweep names."""
+    """Returns the settings that the sweep names."""
     return [name for name in space.PARAMETERS if any(name in row for row in rows)]
 
 
@@ -212,10 +231,10 @@ def settings_in(rows: Sequence[Row]) -> list[str]:
 
 
 def _lines(rows: Sequence[Row], floors: Sequence[str], measure: str) -> Chart:
-    """The front of each floor at the most exposed record, and of those of the mechanism."""
+    """Draws the front of each floor at the most exposed record, and of those of the mechanism."""
     drawn = [floor for floor in floors if not floor.endswith(("_q99", "_median"))]
     traces, keys = [], []
-    # the first is the most exposed record's, of one colour in both charts and in an audit's
+    # the first is the most exposed record's, in the same colour in both charts and in an audit's
     colours = (axes.VERMILLION, *(colour for colour in axes.SERIES if colour != axes.VERMILLION))
     for k, floor in enumerate(drawn):
         colour, dash = colours[k % len(colours)], axes.DASHES[k % len(axes.DASHES)]
@@ -225,7 +244,7 @@ def _lines(rows: Sequence[Row], floors: Sequence[str], measure: str) -> Chart:
 
 
 def _places(rows: Sequence[Row], rule: str, measure: str) -> Chart:
-    """All settings at three places over the records, and the fronts."""
+    """Draws all settings at three quantiles of the records, and the fronts."""
     drawn = [f"{rule}_{place}" for place in ("max", "q99", "median") if any(f"{rule}_{place}" in row for row in rows)]
     traces, keys = [], []
     for floor, colour in zip(drawn, (axes.VERMILLION, axes.ORANGE, axes.BLUE), strict=False):
@@ -320,7 +339,7 @@ def _value(value: Any, side: Side = "near") -> str:
 
 
 def _side(name: str) -> Side:
-    """To which side a column of the table is rounded: floors down, upper bounds up."""
+    """Returns the side to which a column of the table is rounded: floors down, upper bounds up."""
     if name in ("epsilon", "epsilon_add_remove", "delta"):
         return "up"
     return "near" if name.startswith("accuracy") else "down"

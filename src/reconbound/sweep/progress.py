@@ -1,4 +1,4 @@
-"""How far a sweep is: on a terminal a bar over the steps of all its trials, elsewhere a line for each that ends."""
+"""Progress of a sweep: on a terminal a bar over the steps of all its trials, elsewhere a line for each that ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 
 
 def plan_lines(store: Store, config: Sweep, train: Any, workers: int) -> list[str]:
-    """What the sweep will do: how many trainings of what, by how many workers, where, and what is done already."""
+    """Describes what the sweep will do: trainings, settings, workers, the place, and what is done already.
+
+    Args:
+        store: the sweep's storage.
+        config: the sweep.
+        train: its training.
+        workers: the number of workers.
+    """
     grid = "; ".join(
         f"{name} {', '.join(map(value_told, values)) if isinstance(values, list) else values}"
         for name, values in described(config.space).items()
@@ -42,7 +49,13 @@ def plan_lines(store: Store, config: Sweep, train: Any, workers: int) -> list[st
 
 @contextmanager
 def progress(store: Store, steps: int, show: bool) -> Iterator[None]:
-    """Tell on standard error how far the whole sweep is, others' work included, with the time that remains."""
+    """Shows on standard error how far the whole sweep is, others' work included, with the time that remains.
+
+    Args:
+        store: the sweep's storage.
+        steps: of a whole trial.
+        show: whether to show anything.
+    """
     if not show:
         yield
         return
@@ -68,13 +81,13 @@ def progress(store: Store, steps: int, show: bool) -> Iterator[None]:
 
 @contextmanager
 def _watched(act: Callable[[], None]) -> Iterator[None]:
-    """Act every second in a thread of its own, and once more at the end."""
+    """Calls a function every second in its own thread, and once more at the end."""
     stop = threading.Event()
 
     def watch() -> None:
         while True:
             ended = stop.wait(1.0)
-            with suppress(Exception):  # the storage is busy: the next look may come through
+            with suppress(Exception):  # the storage is busy: the next attempt may succeed
                 act()
             if ended:
                 return
@@ -89,7 +102,9 @@ def _watched(act: Callable[[], None]) -> Iterator[None]:
 
 
 class Lines:
-    """One plain line for each training that ends, whoever made it; its setting and the time that remains."""
+    """Prints a plain line for each training that ends, whoever trained it, with its setting and the time that
+    remains.
+    """
 
     def __init__(self, store: Store, steps: int) -> None:
         self.store, self.steps, self.begun = store, steps, time.monotonic()
@@ -108,7 +123,7 @@ class Lines:
             print(f"{len(self.told)} of {len(trials)} {how}: {named}{left}", file=sys.stderr, flush=True)
 
     def _left(self) -> str:
-        """The time that remains, by the steps done since this process began."""
+        """Returns the time that remains, estimated from the steps done since this process began."""
         done, _, _, total = look(self.store, self.steps)
         if done <= self.before:
             return "time left unknown"
@@ -117,7 +132,8 @@ class Lines:
 
 
 def duration(seconds: float) -> str:
-    """
+    """Formats a duration in one unit.
+
     >>> duration(0.2), duration(300), duration(7200)
     ('1 s', '5 min', '2.0 h')
     """
@@ -127,7 +143,7 @@ def duration(seconds: float) -> str:
 
 
 def look(store: Store, steps: int) -> tuple[int, int, int, int]:
-    """Steps done over all trials, and how many trials are finished, failed, and there are."""
+    """Returns the steps done over all trials, and the numbers of finished, of failed and of all trials."""
     trials, leases = store.trials(), store.leases()
     done = finished = failed = 0
     for trial in trials:

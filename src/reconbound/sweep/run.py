@@ -1,4 +1,4 @@
-"""A sweep: many settings of a training on one data set, by any number of workers, from any number of machines."""
+"""A sweep: many settings of a training on one data set, with any number of workers on any number of machines."""
 
 from __future__ import annotations
 
@@ -45,21 +45,28 @@ DATABASE, SEED, ABOUT = "sweep.db", "seed", "sweep.json"
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep is to be.
+    """The options of a sweep.
 
     Attributes:
-        data: name or path of the data set, as in `reconbound.data.load`; load: its options.
+        data: name or path of the data set, as in `reconbound.data.load`.
+        load: options of `reconbound.data.load`.
         out: the sweep's folder; confidential (mode 0700).
         space: settings to search, by name: lists of values, Choices, or (for "tpe") Ranges.
-        steps: step counts; every training goes to the largest and is looked at on the way. runs: for each setting.
-        search: "grid" for every combination, "tpe" for Optuna's tree-structured Parzen estimator; trials: how many.
-        floor, at_least: a "tpe" search is for the best accuracy with this floor at least so high; without at_least,
-            for accuracy and the floor at the largest step count both.
-        plan: options of `Plan` that stay the same. delta: at which ε is told.
-        storage: URL of a SQLite file or a PostgreSQL database; sweep.db in the folder when None. name: of the study.
-        seed: of the sweep; in the folder's file "seed", made if need be, when None. It is as secret as the data.
+        steps: step counts; every training goes to the largest and is measured at the others on the way.
+        runs: the number of runs for each setting.
+        search: "grid" for every combination, "tpe" for Optuna's tree-structured Parzen estimator.
+        trials: the number of trials of a "tpe" search.
+        floor: the floor of a "tpe" search.
+        at_least: a "tpe" search maximises the accuracy with the floor at least this high; without it, both the accuracy
+            and the floor at the largest step count.
+        plan: options of `Plan` that stay the same.
+        delta: the δ at which ε is reported.
+        storage: URL of a SQLite file or a PostgreSQL database; sweep.db in the folder when None.
+        name: the name of the study.
+        seed: the seed of the sweep; when None, that in the folder's file "seed", created if missing. It is as secret as
+            the data.
         lease: seconds after which a worker that gave no sign is taken for dead.
-        together: so many settings are trained at once on one device, as a fleet; one by one when None.
+        together: the number of settings that are trained at once on one device, as a fleet; one by one when None.
     """
 
     data: str
@@ -108,20 +115,25 @@ class Sweep:
 
     @property
     def url(self) -> str:
-        """Of the storage."""
+        """Returns the URL of the storage."""
         return self.storage or f"sqlite:///{(self.out / DATABASE).absolute()}"
 
 
 def sweep(
     config: Sweep, *, workers: int = 1, show: bool = True, make_train: Callable[[Sweep], Any] | None = None
 ) -> list[Row]:
-    """Run a sweep to its end, or go on with it; all its rows. Others may work on the same storage meanwhile.
+    """Runs a sweep to its end, or continues it. Others may work on the same storage at the same time.
 
     Args:
-        workers: processes on this machine; one that dies is replaced, and its trial goes on where it was (settings
-            trained together begin anew).
-        show: the plan and progress on standard error, a bar on a terminal and plain lines elsewhere.
-        make_train: what makes the training, for tests; a function at the top of a module.
+        config: the sweep.
+        workers: processes on this machine; one that dies is replaced, and its trial continues where it was (settings
+            trained together begin again).
+        show: whether to show the plan and progress on standard error, as a bar on a terminal and as plain lines
+            elsewhere.
+        make_train: creates the training, for tests; a function at the top of a module.
+
+    Returns:
+        All rows of the sweep.
 
     Guarantee: every setting is finished exactly once, whichever workers die when; its rows are a function of the data,
     the sweep's seed, the plan and the setting, whoever trains it and however often it was interrupted.
@@ -138,7 +150,7 @@ def sweep(
     try:
         train = (make_train or make_trainer)(config)
     except BaseException:
-        for folder in reversed(new):  # nothing was begun: what was made for it goes too
+        for folder in reversed(new):  # nothing was begun: remove what was created for it
             with suppress(OSError):
                 folder.rmdir()
         raise
@@ -167,13 +179,14 @@ def sweep(
 
 
 def stored(folder: Path, storage: str | None = None) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of a sweep's finished trials, and how far it is, from its storage.
+    """Returns the rows of a sweep's finished trials, and how far it is, from its storage.
 
     Args:
-        folder: the sweep's. storage: its URL, where that is not the folder's own database.
+        folder: the sweep's.
+        storage: its URL, where that is not the folder's own database.
     """
     about = read_about(folder)
-    if about["storage"] is not None and storage is None:  # a folder may come from anyone: it names no server to us
+    if about["storage"] is not None and storage is None:  # a folder may come from anyone: it must not name a server
         what = "must be given as to reconbound sweep (with its password): the sweep is not in its folder, and its own"
         raise InputError("storage", f"{what} word for where it is is not trusted", about["storage"])
     if storage is None and not (folder / DATABASE).exists():
@@ -197,7 +210,7 @@ def stored(folder: Path, storage: str | None = None) -> tuple[list[Row], dict[st
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Returns what a folder says of its sweep; a DataError where it holds none, or one that was changed."""
+    """Returns the facts of a sweep from its folder. Raises a DataError where it holds none, or one that was changed."""
     refuse_links(folder, TRIALS)
     try:
         about = unsealed_json(folder / ABOUT)
@@ -222,7 +235,12 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def publish(folder: Path, storage: str | None = None) -> dict[str, Any]:
-    """Write the sweep's table and pages, as far as it is; where they are, and how far that is."""
+    """Writes the table and the pages of a sweep as far as it is. Returns their paths, and how far it is.
+
+    Args:
+        folder: the sweep's.
+        storage: its URL, where that is not the folder's own database.
+    """
     from reconbound.sweep.page import write_pages
 
     rows, facts = stored(folder, storage)
@@ -233,7 +251,7 @@ def publish(folder: Path, storage: str | None = None) -> dict[str, Any]:
 
 
 def make_trainer(config: Sweep) -> Any:
-    """The training of the sweep's settings."""
+    """Creates the training of the sweep's settings."""
     from reconbound.accounting.spec import RULES as EVERY
     from reconbound.auditing.options import RULES, default_plan
     from reconbound.data import load
@@ -251,12 +269,12 @@ def make_trainer(config: Sweep) -> Any:
         raise InputError("floor", what, config.floor)
     kind = Trainer if config.together is None else TogetherTrainer
     if kind is TogetherTrainer:
-        TogetherTrainer.check(plan)  # before a seed is made for nothing
+        TogetherTrainer.check(plan)  # before a seed is created for nothing
     return kind(dataset, plan, config.steps, config.runs, sweep_seed(config), config.delta)
 
 
 def open_store(config: Sweep) -> Store:
-    """The sweep's storage."""
+    """Opens the sweep's storage."""
     with warnings.catch_warnings():  # Optuna's early versions call the liar experimental
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler = optuna.samplers.TPESampler(n_startup_trials=max(5, (config.trials or 0) // 5), constant_liar=True)
@@ -268,7 +286,7 @@ def _refuse_another(config: Sweep) -> None:
     """Refuses a folder that holds another sweep: the two would share their secret seed, and overwrite their ledgers."""
     try:
         about = read_about(config.out)
-    except DataError:  # none, or one that cannot be told any more
+    except DataError:  # none, or one that cannot be read any more
         return
     where = None if config.storage is None else storage_shown(config.storage)
     if (about["name"], about["storage"]) != (config.name, where):
@@ -277,7 +295,7 @@ def _refuse_another(config: Sweep) -> None:
 
 
 def begin(store: Store, config: Sweep, train: Any) -> None:
-    """Make the sweep's trials, and note in the folder where they are."""
+    """Creates the sweep's trials, and writes their location into the folder."""
     known = _known(config, train)  # a model that cannot be trained is refused before its trials are made
     facts = {**train.facts(), "search": config.search}
     if config.search == "tpe":
@@ -290,7 +308,7 @@ def begin(store: Store, config: Sweep, train: Any) -> None:
 
 
 def _known(config: Sweep, train: Any) -> dict[str, Any]:
-    """What the pages say of the data and the models beside the rows."""
+    """Returns facts of the data and the models that the pages show beside the rows."""
     if not hasattr(train, "guesses"):
         return {}
     named = config.space.get("model")
@@ -309,14 +327,20 @@ def _trials(config: Sweep) -> Iterator[dict[str, Any]]:
 
 
 def _wide(name: str, value: Any) -> Any:
-    """A distribution that fits every value of this name, so that a grid can grow later."""
+    """Returns a distribution that fits every value of this name, so that a grid can grow later."""
     if spaces.PARAMETERS[name][0] == "number":
         return optuna.distributions.FloatDistribution(min(0.0, value), max(1e9, value))
     return optuna.distributions.CategoricalDistribution(spaces.WORDS[name])
 
 
 def ask(store: Store, config: Sweep, claim: Claim) -> Setting:
-    """A claimed trial's setting; for a search the sampler is asked, once for each trial."""
+    """Returns a claimed trial's setting. For a search the sampler is asked, once for each trial.
+
+    Args:
+        store: the sweep's storage.
+        config: the sweep.
+        claim: the trial.
+    """
     trial = store.storage.get_trial(claim.trial_id)
     if "setting" in trial.user_attrs:
         return dict(trial.user_attrs["setting"])
@@ -332,7 +356,14 @@ def ask(store: Store, config: Sweep, claim: Claim) -> Setting:
 
 
 def values_of(config: Sweep, rows: Sequence[Row]) -> list[float]:
-    """What a search looks at: accuracy and floor at the largest step count, or the best accuracy with a floor."""
+    """Returns the numbers that a search maximises.
+
+    They are accuracy and floor at the largest step count, or the best accuracy with a floor.
+
+    Args:
+        config: the sweep.
+        rows: of one trial.
+    """
     floor = config.floor or default_floor(rows)
     if config.at_least is not None:
         return [score_of(rows, floor, config.at_least)]
@@ -341,7 +372,7 @@ def values_of(config: Sweep, rows: Sequence[Row]) -> list[float]:
 
 
 def found_before(store: Store, setting: Setting) -> list[Row] | None:
-    """The rows of a finished trial of the same setting, if there is one."""
+    """Returns the rows of a finished trial of the same setting, if there is one."""
     for trial in store.trials():
         found = trial.user_attrs
         if trial.state.name == "COMPLETE" and spaces.key(found["setting"]) == spaces.key(setting):
@@ -350,14 +381,14 @@ def found_before(store: Store, setting: Setting) -> list[Row] | None:
 
 
 def sweep_seed(config: Sweep) -> int:
-    """The sweep's seed: as given, or as the folder has it; made and kept there the first time."""
+    """Returns the sweep's seed: as given, or as the folder has it; created and stored there the first time."""
     path = config.out / SEED
     wanted = new_seed() if config.seed is None else config.seed
     with suppress(FileExistsError):
         beside = config.out / f".{SEED}.{secrets.token_hex(4)}"
         write_whole(beside, f"{wanted}\n".encode(), mode=CONFIDENTIAL)
         try:
-            os.link(beside, path)  # of several processes, one makes it
+            os.link(beside, path)  # of several processes, one creates it
         finally:
             beside.unlink()
     try:
@@ -370,7 +401,7 @@ def sweep_seed(config: Sweep) -> int:
 
 
 def _join(config: Sweep, make_train: Callable[[Sweep], Any] | None, owner: str, stop: Callable[[], bool]) -> int:
-    """Work on the sweep from a process of its own; what there is to say of the data and the model has been said."""
+    """Works on the sweep from its own process, without repeating warnings about the data and the model."""
     from reconbound.validate import KinkWarning
 
     with warnings.catch_warnings():
@@ -382,7 +413,7 @@ def _join(config: Sweep, make_train: Callable[[Sweep], Any] | None, owner: str, 
 
 
 def _opened(config: Sweep) -> Store:
-    """The storage of a sweep that is under way: waited for where it is out of reach."""
+    """Opens the storage of a sweep that is under way, and waits where it is out of reach."""
     waiting = Patience()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What a sweep searches: settings of a training, by name, and the values that each may take."""
+"""The space of a sweep: settings of a training, by name, and the values that each may take."""
 
 from __future__ import annotations
 
@@ -41,7 +41,13 @@ class Choices:
 
 @dataclass(frozen=True)
 class Range:
-    """All numbers from low to high; log: each factor is as likely as another."""
+    """All numbers from low to high.
+
+    Attributes:
+        low: the smallest number.
+        high: the largest number.
+        log: whether the logarithm is drawn uniformly.
+    """
 
     low: float
     high: float
@@ -52,7 +58,10 @@ Space: TypeAlias = dict[str, Choices | Range]
 
 
 def parse_grid(options: Sequence[str]) -> Space:
-    """The space that words such as "lr=0.1,0.5" or "lr=0.01:1:log" describe.
+    """Parses words such as "lr=0.1,0.5" or "lr=0.01:1:log" into a space.
+
+    Args:
+        options: one word for each setting.
 
     >>> parse_grid(["lr=0.1,0.5", "noise_multiplier=0.2:5:log"])
     {'lr': Choices(values=(0.1, 0.5)), 'noise_multiplier': Range(low=0.2, high=5.0, log=True)}
@@ -72,7 +81,7 @@ def parse_grid(options: Sequence[str]) -> Space:
 
 
 def checked_space(given: Mapping[str, Any]) -> Space:
-    """The space of a mapping from names to lists of values, Choices or Ranges."""
+    """Returns the space of a mapping from names to lists of values, Choices or Ranges."""
     space: Space = {}
     for name, values in given.items():
         known(name)
@@ -89,7 +98,7 @@ def checked_space(given: Mapping[str, Any]) -> Space:
 
 
 def parse_steps(text: str) -> tuple[int, ...]:
-    """Step counts, ascending and distinct.
+    """Parses step counts, and returns them ascending and distinct.
 
     >>> parse_steps("2000,1000")
     (1000, 2000)
@@ -98,7 +107,7 @@ def parse_steps(text: str) -> tuple[int, ...]:
 
 
 def checked_steps(steps: Iterable[Any]) -> tuple[int, ...]:
-    """Step counts, ascending and distinct; at least one."""
+    """Returns step counts, ascending and distinct; refuses an empty list."""
     counts = tuple(sorted({whole("steps", count) for count in steps}))
     if not counts:
         raise InputError("steps", "must name at least one step count", "none")
@@ -106,13 +115,13 @@ def checked_steps(steps: Iterable[Any]) -> tuple[int, ...]:
 
 
 def known(name: str) -> None:
-    """An error that lists what can be searched, if this cannot."""
+    """Raises an error that lists what can be searched, if this name cannot."""
     if name not in PARAMETERS:
         raise InputError("grid", f"must name one of {', '.join(PARAMETERS)}", name or "no name")
 
 
 def settings_of(space: Space) -> list[Setting]:
-    """Every combination of the values, in order; the last name changes fastest.
+    """Returns every combination of the values, in order; the last name changes fastest.
 
     >>> settings_of(parse_grid(["lr=0.1,0.5", "momentum=0,0.5"]))[1]
     {'lr': 0.1, 'momentum': 0.5}
@@ -125,7 +134,7 @@ def settings_of(space: Space) -> list[Setting]:
 
 
 def key(setting: Mapping[str, Any]) -> str:
-    """One line that is the same for equal settings, whatever their order.
+    """Returns one line that is the same for equal settings, whatever their order.
 
     >>> key({"lr": 0.5, "clip": "hard"}) == key({"clip": "hard", "lr": 0.5})
     True
@@ -134,13 +143,18 @@ def key(setting: Mapping[str, Any]) -> str:
 
 
 def seed_of(seed: int, setting: Mapping[str, Any]) -> int:
-    """The seed of a setting's training: a function of the sweep's seed and the setting, whoever trains it and when."""
+    """Returns the seed of a setting's training: a function of the sweep's seed and the setting only.
+
+    Args:
+        seed: the sweep's.
+        setting: a value for each name.
+    """
     place = int.from_bytes(hashlib.sha256(key(setting).encode()).digest()[:8], "little")
     return derive(seed, "sweep", place)
 
 
 def described(space: Space) -> dict[str, Any]:
-    """The space as JSON."""
+    """Returns the space as JSON."""
     return {
         name: list(values.values) if isinstance(values, Choices) else _told(values) for name, values in space.items()
     }
@@ -175,7 +189,7 @@ def _range(name: str, text: str) -> Range:
 
 
 def _ratio(value: Any) -> Any:
-    """A number, also as a fraction: 0.01, 256/50000."""
+    """Parses a number, also from a fraction: 0.01, 256/50000."""
     over, slash, under = str(value).partition("/")
     try:
         return float(over) / float(under) if slash else value
@@ -184,7 +198,7 @@ def _ratio(value: Any) -> Any:
 
 
 def _checked(name: str, kind: str, check: Callable[[Any], Any], value: Any) -> Any:
-    """The value, checked; whatever is wrong with it is told of the grid's option."""
+    """Returns the value, checked. An error names the grid's option."""
     try:
         return check(value)
     except InputError as reason:
@@ -196,5 +210,5 @@ def _told(values: Range) -> str:
 
 
 def log10(floor: float) -> float:
-    """log₁₀ of a floor, finite for 0 and ∞ too, as a search needs it."""
+    """Returns log₁₀ of a floor, finite for 0 and ∞ too, as a search needs it."""
     return math.log10(min(max(floor, 1e-300), 1e300))

@@ -1,13 +1,14 @@
-"""Where a sweep is kept: an Optuna study, and beside it a table of leases that says who is at work on which trial.
+"""The storage of a sweep: an Optuna study, and beside it a table of leases that says which worker has which trial.
 
-One trial is one setting, made once and never made again: a worker that dies leaves its trial to the next, which goes on
-with the same one. So a setting cannot be lost (its trial stays unfinished until its rows are in) and cannot be counted
-twice (there is one trial for it, and a finished trial cannot be finished again). Optuna's own retry marks a dead
-worker's trial as failed and then makes another; killed between the two, it loses the setting.
+One trial is one setting and is created only once. A worker that dies leaves its trial to the next, which continues the
+same one. So a setting cannot be lost (its trial stays unfinished until its rows are stored) and cannot be counted twice
+(there is one trial for it, and a finished trial cannot be finished again). Optuna's own retry marks a dead worker's
+trial as failed and then creates another; if it is killed between the two, it loses the setting.
 
-A lease is taken by one UPDATE that holds only while the old one has run out, so of two workers one gets it. On SQLite
-every transaction takes the write lock when it begins: Optuna reads a trial's state and then writes it, between which
-another process could otherwise come. Time is the server's, or this machine's for SQLite."""
+A lease is taken by one UPDATE that applies only if the old lease has ended, so one of two workers gets it. On SQLite
+every transaction takes the write lock when it begins: Optuna reads a trial's state and then writes it, and another
+process could otherwise write in between. Time is the server's, or this machine's for SQLite.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ from reconbound.sweep.faults import SweepStopped, first_line
 from reconbound.sweep.words import POSTGRES
 from reconbound.training.checkpoint import plain_json
 
-ERRORS = 3  # a trial that raised so often has failed
-DEATHS = 50  # and so has one on which so many workers died
+ERRORS = 3  # a trial that raised this many errors has failed
+DEATHS = 50  # and so has one on which this many workers died
 NEVER = 1e18
 
 _LEASES = sql.Table(
@@ -54,7 +55,15 @@ _LEASES = sql.Table(
 
 @dataclass(frozen=True)
 class Claim:
-    """A trial in the hands of one worker. claims: this one and those of workers that died. errors: raised so far."""
+    """A trial that one worker has claimed.
+
+    Attributes:
+        trial_id: Optuna's id of the trial.
+        number: its number in the study.
+        owner: the worker's name.
+        claims: the number of claims so far: this one and those of workers that died.
+        errors: the number of errors raised so far.
+    """
 
     trial_id: int
     number: int
@@ -70,8 +79,9 @@ class Store:
         url: of a SQLite file or a PostgreSQL database, as SQLAlchemy writes it.
         name: of the study.
         lease: seconds after which a worker that gave no sign is taken for dead.
-        sampler: Optuna's, for a search. objectives: how many numbers it looks at, all to be large.
-        reading: the sweep must be there, and nothing is written: the database is opened for reading only.
+        sampler: Optuna's, for a search.
+        objectives: the number of values that a search maximises.
+        reading: the sweep must exist, and nothing is written: the database is opened for reading only.
     """
 
     def __init__(
@@ -120,9 +130,9 @@ class Store:
     # --- making the trials ------------------------------------------------------------
 
     def begin(self, facts: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> None:
-        """Note what the sweep is, or check that it is the one in the storage; add the trials that are not there yet.
+        """Stores the facts of the sweep, or checks them against the storage, and adds missing trials.
 
-        Killed in the middle and called again, it goes on; of several at once, one does it.
+        If it is killed in the middle and called again, it continues. Of several processes, one does it.
 
         Args:
             facts: what must stay the same as long as the sweep lives.
@@ -165,7 +175,11 @@ class Store:
     # --- working ------------------------------------------------------------------------
 
     def claim(self, owner: str) -> Claim | None:
-        """The first unfinished trial that nobody has, for this worker alone; None if there is none now."""
+        """Claims the first unfinished trial that nobody has, for this worker only; None if there is none now.
+
+        Args:
+            owner: the worker's name.
+        """
         held = self.leases()
         now = self.now()
         for trial in self.trials():
@@ -195,7 +209,7 @@ class Store:
         return True
 
     def _begun(self, trial_id: int, owner: str) -> Claim | None:
-        """The trial as it is now that it is ours, and set running; None if it was finished meanwhile."""
+        """Returns the claimed trial as it is now, and sets it running; None if it was finished in the meantime."""
         trial = self.storage.get_trial(trial_id)
         lease = self.leases()[trial_id]
         claim = Claim(trial_id, trial.number, owner, lease.claims, lease.errors)
@@ -210,13 +224,25 @@ class Store:
         return claim
 
     def beat(self, claim: Claim, done: int) -> bool:
-        """Renew the lease and note the steps done; False if it is another's by now."""
+        """Renews the lease and stores the number of steps done. Returns False if another worker has it by now.
+
+        Args:
+            claim: the trial.
+            done: the number of steps done.
+        """
         with self.engine.begin() as connection:
             values = {"until": _now(connection) + self.lease, "done": done}
             return connection.execute(_mine(claim).values(**values)).rowcount == 1
 
     def finish(self, claim: Claim, rows: Sequence[Mapping[str, Any]], values: Sequence[float], done: int) -> bool:
-        """Put a trial's rows in and finish it; False if the lease was lost or another had finished it."""
+        """Stores a trial's rows and finishes it. Returns False if the lease was lost or another worker had finished it.
+
+        Args:
+            claim: the trial.
+            rows: its results.
+            values: the numbers that a search maximises.
+            done: the number of steps done.
+        """
         if not self.beat(claim, done):
             return False
         try:
@@ -224,16 +250,16 @@ class Store:
             setting = self.storage.get_trial(claim.trial_id).user_attrs.get("setting")
             self.storage.set_trial_user_attr(claim.trial_id, "rows", plain)
             self.storage.set_trial_user_attr(claim.trial_id, "sha256", seal_of(claim.number, setting, plain))
-            kept = self.storage.get_trial(claim.trial_id).user_attrs  # Optuna says nothing where the tables refuse it
+            kept = self.storage.get_trial(claim.trial_id).user_attrs  # Optuna gives no error where the tables refuse it
             if kept.get("rows") != plain or "sha256" not in kept:
                 raise self._refused(claim, "to keep the rows of")
             self._end(claim, TrialState.COMPLETE, values)
         except SweepStopped:
             raise
-        except RuntimeError:  # as Optuna says of a trial that is finished
+        except RuntimeError:  # raised by Optuna for a trial that is finished
             self.close(claim)
             return False
-        self.close(claim)  # only now: an unfinished trial that is closed would be nobody's
+        self.close(claim)  # only now: nobody could claim an unfinished trial that is closed
         return True
 
     def _end(self, claim: Claim, state: TrialState, values: Sequence[float] | None = None) -> None:
@@ -248,11 +274,22 @@ class Store:
         )
 
     def note(self, claim: Claim, name: str, value: Any) -> None:
-        """Keep a fact with the trial."""
+        """Stores a fact with the trial.
+
+        Args:
+            claim: the trial.
+            name: the name of the fact.
+            value: anything that JSON can hold.
+        """
         self.storage.set_trial_user_attr(claim.trial_id, name, value)
 
     def fail(self, claim: Claim, why: str) -> None:
-        """Give a trial up for good; nothing if it is another's by now."""
+        """Gives a trial up for good. Does nothing if another worker has it by now.
+
+        Args:
+            claim: the trial.
+            why: the reason, in words.
+        """
         with self.engine.begin() as connection:
             if connection.execute(_mine(claim).values(until=_now(connection) + self.lease)).rowcount == 0:
                 return
@@ -266,25 +303,31 @@ class Store:
         self.close(claim)
 
     def close(self, claim: Claim) -> None:
-        """The trial is finished: nobody is to claim it again."""
+        """Closes the lease of a finished trial, so that nobody claims it again."""
         with self.engine.begin() as connection:
             connection.execute(_mine(claim).values(until=NEVER))
 
     def release(self, claim: Claim, *, error: bool = False, pause: float = 0.0) -> None:
-        """Leave an unfinished trial to the next worker, after a pause; error: because it raised one."""
+        """Releases an unfinished trial to the next worker.
+
+        Args:
+            claim: the trial.
+            error: whether it raised an error.
+            pause: seconds before it can be claimed.
+        """
         columns = _LEASES.c
         with self.engine.begin() as connection:
             values = {"until": _now(connection) + pause - 1e-3, "claims": columns.claims - 1}
             connection.execute(_mine(claim).values(errors=columns.errors + int(error), **values))
 
     def expire(self, owner: str) -> None:
-        """Let go of what a worker held that is known to be dead."""
+        """Releases everything that a worker held that is known to be dead."""
         with self.engine.begin() as connection:
             whose = sql.update(_LEASES).where(_LEASES.c.owner == owner, _LEASES.c.until < NEVER / 2)
             connection.execute(whose.values(until=0.0))
 
     def take_away(self, lease: Any) -> bool:
-        """Ends a lease, if it is still as it was found."""
+        """Ends a lease if it is unchanged. Returns whether it did."""
         columns = _LEASES.c
         same = (columns.trial_id == lease.trial_id, columns.owner == lease.owner, columns.until == lease.until)
         with self.engine.begin() as connection:
@@ -293,22 +336,22 @@ class Store:
     # --- looking -------------------------------------------------------------------------
 
     def trials(self) -> list[FrozenTrial]:
-        """All trials as they are now, by number."""
+        """Returns all trials as they are now, by number."""
         found: list[FrozenTrial] = self.study.get_trials(deepcopy=False)
         return found
 
     def leases(self) -> dict[int, Any]:
-        """The leases of this sweep's trials and others', by trial."""
+        """Returns the leases of this sweep's trials and others', by trial."""
         with self.engine.begin() as connection:
             return {row.trial_id: row for row in connection.execute(sql.select(_LEASES))}
 
     def now(self) -> float:
-        """Seconds since 1970, by the clock that leases go by."""
+        """Returns seconds since 1970, by the clock that leases use."""
         with self.engine.begin() as connection:
             return _now(connection)
 
     def dispose(self) -> None:
-        """Close the connections, whether the database answers or not."""
+        """Closes the connections, whether or not the database answers."""
         with suppress(Exception):
             self.storage.scoped_session.remove()
         with suppress(Exception):
@@ -316,7 +359,7 @@ class Store:
 
 
 def seal_of(number: int, setting: Any, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the digest that is stored with a finished trial: databases do not see a flipped bit by themselves."""
+    """Returns the digest that is stored with a finished trial: databases do not detect a flipped bit by themselves."""
     return json_digest([number, setting, [dict(row) for row in rows]])
 
 

@@ -1,4 +1,4 @@
-"""Several workers on one machine: one that dies is replaced, and what it held goes to the others at once."""
+"""Several workers on one machine: one that dies is replaced, and its trials go to the others at once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PRELOAD = (
     "alembic.migration",
     "optuna.storages._rdb.models",
 )
-_RAISED = 3  # so many workers of a machine may end by an error of their own
-_STOPPED = 75  # the exit status of one that the environment stopped: it has said why to the process that began it
+_RAISED = 3  # this many workers of a machine may end by their own error
+_STOPPED = 75  # the exit status of a worker that the environment stopped: it has reported the reason to its parent
 
 
 def _child(job: Callable[[str, Callable[[], bool]], Any], owner: str, reasons: Any) -> None:
-    """A worker in a process of its own; it ends, after the trial at hand, when the process that began it is gone."""
+    """Runs a worker in its own process. It ends, after its present trial, when the process that started it is gone."""
     signal.signal(signal.SIGTERM, _interrupted)
     parent = multiprocessing.parent_process()
     try:
@@ -47,7 +47,7 @@ def _interrupted(*_: Any) -> None:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits: a process that starts meanwhile is known here, and does not hear it (it is told to end)."""
+    """Delays Ctrl-C, so that a process that starts in the meantime is registered here and can be told to end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -62,7 +62,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _start_server() -> None:
-    """The process that workers are forked from. Started deaf to Ctrl-C, and so are they: the parent ends them."""
+    """Starts the process from which workers are forked. It ignores Ctrl-C, and so do they: the parent ends them."""
     from multiprocessing import forkserver
 
     if threading.current_thread() is not threading.main_thread():
@@ -76,10 +76,13 @@ def _start_server() -> None:
 
 
 def supervise(store: Store, workers: int, job: Callable[[str, Callable[[], bool]], Any]) -> None:
-    """Keep so many workers going until every trial is finished.
+    """Keeps n workers running until every trial is finished.
 
     Args:
-        job: what a worker does, called with its name and a function that says when to stop; it is sent to its process.
+        store: the sweep's storage.
+        workers: the number of workers.
+        job: the work of a worker, called with its name and a function that says when to stop; it is sent to its
+            process.
     """
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context: Any = multiprocessing.get_context(method)
@@ -94,7 +97,7 @@ def supervise(store: Store, workers: int, job: Callable[[str, Callable[[], bool]
                 if process.is_alive():
                     continue
                 del going[owner]
-                patiently(partial(store.expire, owner))  # so that nobody waits for its lease to run out
+                patiently(partial(store.expire, owner))  # so that nobody waits until its lease ends
                 if process.exitcode == _STOPPED and not reasons.empty():
                     raise SweepStopped(reasons.get())
                 raised += process.exitcode > 0

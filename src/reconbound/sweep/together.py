@@ -1,11 +1,13 @@
-"""Settings trained many at once on one device, as a fleet: one small network leaves a GPU idle and Python busy.
+"""Trains many settings at once on one device, as a fleet: one small network leaves a GPU idle and Python busy.
 
-The trainings of a sweep share first parameters, batches and the records measured (which leaves each one's own
-distribution as it is, and takes that luck out of the comparison); the noise of each is its own. So the rows are a
-function of the data, the sweep's seed, the plan and the setting, but for the rounding of the device, however many are
-trained at once. A fleet that ends by an error, too little memory among them, is halved until the error is that of one
-setting.
-A fleet keeps no checkpoints: of a killed worker's trials nothing is lost or counted twice, but they begin anew."""
+The trainings of a sweep share first parameters, batches and the records measured. This does not change the distribution
+of each one, and removes this chance from the comparison. The noise of each is its own. So the rows are a function of
+the data, the sweep's seed, the plan and the setting, except for the rounding of the device, however many are trained at
+once. A fleet that ends by an error, including too little memory, is halved until the error is that of one setting.
+
+A fleet keeps no checkpoints: when a worker is killed, nothing of its trials is lost or counted twice, but they begin
+again.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class TogetherTrainer(Trainer):
     """A Trainer of many settings at once.
 
     Args:
-        device: where to train; a GPU where there is one when None.
+        args: as in Trainer.
+        device: where to train; when None, a GPU where there is one.
+        options: as in Trainer.
     """
 
     together = True
@@ -49,12 +53,12 @@ class TogetherTrainer(Trainer):
     def __init__(self, *args: Any, device: torch.device | str | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.most: int | None = None  # that the memory allows at once, once it did not suffice
+        self.most: int | None = None  # the most that the memory allows at once, once it was too little
         self.check(self.plan)
 
     @staticmethod
     def check(plan: Plan) -> Plan:
-        """The plan, if a fleet can do it; an InputError otherwise."""
+        """Returns the plan if a fleet can train it; raises an InputError otherwise."""
         if isinstance(plan.budget, str | tuple):
             raise InputError("budget", "must be a number for settings trained together", plan.budget)
         if plan.sampler not in ("poisson", "fixed"):
@@ -64,8 +68,16 @@ class TogetherTrainer(Trainer):
     def train_all(
         self, settings: Sequence[Setting], folders: Sequence[Path], tell: Tell = lambda which, done: None
     ) -> list[list[Row] | Exception]:
-        """The rows of each setting, one for each step count, or the error that it ended by; equal settings are trained
-        once."""
+        """Trains the settings. Equal settings are trained once.
+
+        Args:
+            settings: what to train.
+            folders: a folder for each.
+            tell: called with positions of settings and their steps done.
+
+        Returns:
+            For each setting its rows, one for each step count, or the error that it ended by.
+        """
         found: dict[int, list[Row] | Exception] = {}
         for k, (setting, folder) in enumerate(zip(settings, folders, strict=True)):
             prepare(folder)
@@ -81,15 +93,23 @@ class TogetherTrainer(Trainer):
         return [found[k] if k in found else found[first[key(s)]] for k, s in enumerate(settings)]
 
     def __call__(self, setting: Setting, folder: Path, tell: Callable[[int], None] = lambda done: None) -> list[Row]:
-        """One setting's rows; raises what became of it otherwise."""
+        """Trains one setting and returns its rows; raises its error otherwise.
+
+        Args:
+            setting: what to train.
+            folder: the trial's.
+            tell: called with the steps done.
+        """
         (found,) = self.train_all([setting], [folder], lambda which, done: tell(done))
         if isinstance(found, Exception):
             raise found
         return found
 
     def _parts(self, settings: Sequence[Setting], done: dict[int, Any]) -> list[list[int]]:
-        """Which settings can be trained together: numbers, each once, equal settings once. Those that cannot be trained
-        are done with the reason."""
+        """Groups the settings that can be trained together: their positions, equal settings once.
+
+        Settings that cannot be trained are put into `done` with the reason.
+        """
         parts: dict[tuple[Any, ...], dict[str, int]] = {}
         for k, setting in enumerate(settings):
             if k in done:
@@ -106,8 +126,11 @@ class TogetherTrainer(Trainer):
     def _part(
         self, settings: Sequence[Setting], part: list[int], tell: Tell
     ) -> Iterator[tuple[int, list[Row] | Exception]]:
-        """The settings of one kind, each when it is done. Those that end by an error are tried again in two halves,
-        which gives the same rows; the error of one alone is its own."""
+        """Trains the settings of one kind, and yields each when it is done.
+
+        Settings that end by an error are tried again in two halves, which gives the same rows. The error of a single
+        setting is its own.
+        """
         whole = self.most is None or len(part) <= self.most
         found = self._fleet([settings[k] for k in part], partial(tell, part)) if whole else None
         if isinstance(found, list):
@@ -125,16 +148,16 @@ class TogetherTrainer(Trainer):
     def _fleet(
         self, settings: Sequence[Setting], tell: Callable[[int], None]
     ) -> list[list[Row] | Exception] | Exception:
-        """The rows of each of these settings, or the error that their fleet ended by."""
+        """Returns the rows of each of these settings, or the error that their fleet ended by."""
         try:
             with one_thread():
                 return list(self._trained_together(settings, tell))
         except LeaseLost:
             raise
         except Exception as reason:
-            return reason.with_traceback(None)  # whose frames hold the fleet
+            return reason.with_traceback(None)  # without the frames, which hold the fleet
         finally:
-            gc.collect()  # a fleet and its work hold each other, and with them the device's memory
+            gc.collect()  # a fleet and its work refer to each other, and hold the device's memory
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -200,7 +223,7 @@ def _from(before: int, tell: Callable[[int], None], step: int) -> None:
 
 
 class _Look:
-    """What a snapshot says, off the device: of each rule dFIL, (K, N)."""
+    """The content of a snapshot, off the device: dFIL under each rule, (K, N)."""
 
     def __init__(self, shot: Snapshot) -> None:
         ledger = (shot.own + shot.raw).isfinite().all(1).cpu()

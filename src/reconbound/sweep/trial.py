@@ -1,10 +1,11 @@
 """The training of one trial: runs of the largest step count, measured and evaluated at each smaller one on the way.
 
-A run of T steps is, up to step t, a run of t steps: the batches, the noise and the parameters do not know of T. Only
+A run of T steps is, up to step t, a run of t steps: the batches, the noise and the parameters do not depend on T. Only
 the ledger does, in two places. Records are measured once in each block of steps, so blocks end at every step count
-(a record would otherwise be counted for a block that is cut off). And the paper's κ splits its δ over the T steps:
-being one number for all records and steps, it is put right by κ(t)/κ(T). ε and the floors of the mechanism are computed
-for t steps."""
+(otherwise a record would be counted for a block that is cut off). And the paper's κ splits its δ over the T steps: it
+is one number for all records and steps, so it is corrected by κ(t)/κ(T). ε and the floors of the mechanism are computed
+for t steps.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +50,12 @@ class Trainer:
     """Trains settings on one data set.
 
     Args:
-        dataset: what to train on. plan: everything that the settings leave open. counts: step counts, ascending.
-        runs: for each setting. seed: of the sweep. delta: at which ε is told.
+        dataset: the data to train on.
+        plan: everything that the settings leave open.
+        counts: step counts, ascending.
+        runs: the number of runs for each setting.
+        seed: the seed of the sweep.
+        delta: the δ at which ε is reported.
     """
 
     def __init__(
@@ -65,11 +70,11 @@ class Trainer:
 
     @property
     def steps(self) -> int:
-        """Of a whole trial."""
+        """Returns the number of steps of a whole trial."""
         return self.counts[-1] * self.runs
 
     def facts(self) -> dict[str, Any]:
-        """What decides every trial's rows, apart from its setting; JSON."""
+        """Returns everything that determines a trial's rows, apart from its setting; JSON."""
         about = {
             "data": self.digest,
             "seed": fingerprint(self.seed, self.digest),
@@ -83,8 +88,12 @@ class Trainer:
         return found
 
     def guesses(self) -> dict[str, float | None]:
-        """What is reached without the model, to compare with: `accuracy` of always naming the largest class (None for a
-        number), and `error`, ± in ranges, of guessing the average record. Figures of the data: confidential."""
+        """Returns what is reached without the model, for comparison. Confidential: these are figures of the data.
+
+        Returns:
+            `accuracy` of always predicting the largest class (None for a number), and `error`, ± in ranges, of guessing
+            the average record.
+        """
         labels, own = self.dataset.test_targets, guess_of(self.dataset)
         known = self.dataset.task == "classes" and len(labels)
         largest = np.bincount(self.dataset.targets).argmax() if known else None
@@ -92,11 +101,12 @@ class Trainer:
         return {"accuracy": accuracy, "error": float(np.sqrt(np.nan_to_num(own).mean()))}
 
     def caveats(self, models: Sequence[str] = ()) -> dict[str, str]:
-        """What the floors do not cover of the models, as `check_plan` finds it before any is trained.
+        """Returns what the floors do not cover of the models, as `check_plan` finds it before any is trained.
 
         Args:
-            models: those that the settings name; the plan's own where they name none. One of ours that does not fit the
-                data is left to fail with its own setting."""
+            models: those that the settings name; the plan's own where they name none. One of the package's own that
+                does not fit the data fails later with its own setting.
+        """
         found: dict[str, str] = {}
         for model in models or (self.plan.model,):
             try:
@@ -107,7 +117,13 @@ class Trainer:
         return found
 
     def __call__(self, setting: Setting, folder: Path, tell: Callable[[int], None] = lambda done: None) -> list[Row]:
-        """One row for each step count; goes on from what the folder holds."""
+        """Trains a setting and returns one row for each step count; continues from what the folder holds.
+
+        Args:
+            setting: what to train.
+            folder: the trial's.
+            tell: called with the steps done.
+        """
         prepare(folder)
         about = self._about(setting)
         found = finished_rows(folder, about)
@@ -118,7 +134,7 @@ class Trainer:
         except (Unreadable, CheckpointError) as reason:
             if "is in use by" in str(reason) or disk_fault(reason) is not None:
                 raise
-            shutil.rmtree(folder / CHECKPOINTS)  # damaged: begun anew it gives the same rows
+            shutil.rmtree(folder / CHECKPOINTS)  # damaged: a new start gives the same rows
             learner, rows = self._found(setting, folder, tell)
         assert learner.accountant is not None
         learner.accountant.save(folder / LEDGER)
@@ -132,7 +148,7 @@ class Trainer:
         return learner, [self._row(learner, count, folder) for count in self.counts]
 
     def _about(self, setting: Setting) -> dict[str, Any]:
-        """What decides a trial's rows."""
+        """Returns everything that determines a trial's rows."""
         return {"setting": dict(setting), **self.facts()}
 
     def _trained(self, setting: Setting, folder: Path, tell: Callable[[int], None]) -> PrivateSGD:
@@ -151,7 +167,7 @@ class Trainer:
         return learner
 
     def _row(self, learner: PrivateSGD, count: int, folder: Path) -> Row:
-        """What a run of so many steps gives: accuracy, ε and every floor, in units of the features' ranges."""
+        """Returns the row of a run of `count` steps: accuracy, ε and every floor, in units of the features' ranges."""
         ledger = learner.accountant
         assert ledger is not None
         account = replace(ledger.account, steps=count)
@@ -163,8 +179,15 @@ class Trainer:
     def _told(
         self, account: Account, scores: Sequence[float], dfil: Tensor, measured: Tensor, each: Tensor | None
     ) -> Row:
-        """A row: accuracies of the runs, dFIL in the mean over them, (rules, N), how often each record was measured,
-        and each run's dFIL, (runs, rules, N), where there are several."""
+        """Builds a row.
+
+        Args:
+            account: of a run of this length.
+            scores: accuracies of the runs.
+            dfil: dFIL averaged over the runs, (rules, N).
+            measured: how often each record was measured, (N,).
+            each: dFIL of each run, (runs, rules, N), where there are several.
+        """
         row: Row = {"steps": account.steps, "accuracy": mean_of(scores), "accuracy_sd": _spread(scores)}
         for k, (rule, values) in enumerate(zip(account.rules, dfil, strict=True)):
             row |= {f"{rule}_{place}": floor for place, floor in floors_of(values, measured).items()}
@@ -178,7 +201,7 @@ class Trainer:
 
 
 class _KeepLedgers(Callback):
-    """Keeps the ledger and the accuracy at each step count, and tells how far the trial is."""
+    """Keeps the ledger and the accuracy at each step count, and reports how far the trial is."""
 
     def __init__(self, trainer: Trainer, folder: Path, tell: Callable[[int], None]) -> None:
         self.trainer, self.folder, self.tell = trainer, folder, tell
@@ -198,7 +221,7 @@ class _KeepLedgers(Callback):
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Sums depend, in their last digits, on how many threads share them; rows must not."""
+    """Runs with one thread: the last digits of sums depend on the number of threads, and rows must not."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -209,7 +232,13 @@ def one_thread() -> Iterator[None]:
 
 @lru_cache(maxsize=1000)
 def companions(mechanism: SampledGaussian, features: int, delta: float) -> dict[str, float | None]:
-    """The floors of the mechanism whatever the data, and its ε: the same for all settings that differ otherwise."""
+    """Returns the mechanism's floors whatever the data, and its ε: the same for all settings that differ otherwise.
+
+    Args:
+        mechanism: of a training.
+        features: d, the number of private features.
+        delta: the δ at which ε is reported.
+    """
     found = guarantee(mechanism, dim=features, delta=delta)
     floors = {bound.name: float(bound.value) for bound in found.bounds}
     known = found.protection
@@ -223,10 +252,10 @@ def companions(mechanism: SampledGaussian, features: int, delta: float) -> dict[
 
 @lru_cache(maxsize=8)
 def fingerprint(seed: int, data: str) -> str:
-    """Tells seeds apart without telling them: 24 bits of scrypt, which takes 64 MiB and about 0.2 s for each guess.
+    """Returns a fingerprint of a seed: 24 bits of scrypt, which takes 64 MiB and about 0.2 s for each guess.
 
-    A key in the folder would hide even a small seed, but workers on other machines share only the seed. So it is slow
-    to try seeds, what is tried for one sweep does not serve for another, and whoever tries 2³² seeds is left with 256.
+    A key in the folder would hide even a small seed, but workers on other machines share only the seed. So trying seeds
+    is slow, trials for one sweep are of no use for another, and whoever tries 2³² seeds is left with 256.
 
     Args:
         seed: of the sweep.
@@ -237,7 +266,7 @@ def fingerprint(seed: int, data: str) -> str:
 
 
 def finished_rows(folder: Path, about: Mapping[str, Any]) -> list[Row] | None:
-    """The rows of a trial that was trained here and only not told of."""
+    """Returns the rows of a trial that was trained here but not stored yet."""
     try:
         content = unsealed_json(folder / TRIAL)
     except (OSError, Unreadable):
@@ -249,7 +278,7 @@ def finished_rows(folder: Path, about: Mapping[str, Any]) -> list[Row] | None:
 
 
 def _often(counts: Sequence[int]) -> int:
-    """Steps between two looks such that none of the step counts is passed over; at most 50, to tell how far it is."""
+    """Returns the steps between two reports such that none of the step counts is skipped; at most 50."""
     every = math.gcd(*counts)
     return next(k for k in range(min(every, 50), 0, -1) if every % k == 0)
 
@@ -262,7 +291,7 @@ def _spread(values: Sequence[float]) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """None for what JSON has no number for."""
+    """Returns the value, or None for a number that JSON cannot hold."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,4 +1,4 @@
-"""What a sweep's floors are called, whom they bind and how exact they are, in words for its pages and the terminal."""
+"""The floors of a sweep in words for its pages and the terminal: their names, whom they bind and how exact they are."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ASSUMPTIONS = (
 
 
 def told(name: str) -> str:
-    """A floor, or another column, in words.
+    """Returns a floor, or another column, in words.
 
     >>> told("exact_max"), told("lecam"), told("epsilon")
     ('exact factor, most exposed record (estimate)', 'any attacker, Le Cam', 'epsilon')
@@ -58,7 +58,7 @@ def told(name: str) -> str:
 
 
 def attacker(floor: str) -> tuple[str, str]:
-    """Whom a floor binds, and where."""
+    """Returns whom a floor binds, and where."""
     if floor in ("lecam", "rate_distortion"):
         return "any attacker", "on some conceivable record, not on each"
     place = floor.rpartition("_")[2]
@@ -67,7 +67,7 @@ def attacker(floor: str) -> tuple[str, str]:
 
 
 def proved(floor: str) -> bool:
-    """Whether a floor is a guarantee at all.
+    """Returns whether a floor is a guarantee at all.
 
     >>> proved("exact_max"), proved("paper_max"), proved("theorem1_paper")
     (True, False, False)
@@ -76,7 +76,7 @@ def proved(floor: str) -> bool:
 
 
 def whom(floor: str) -> str:
-    """Whom a floor binds, after its name; nothing where the name says it, or that there is no guarantee.
+    """Returns whom a floor binds, to follow its name; "" where the name says it, or that there is no guarantee.
 
     >>> whom("exact_max"), whom("lecam"), whom("paper_max")
     (', for unbiased attackers', '', '')
@@ -86,11 +86,11 @@ def whom(floor: str) -> str:
 
 
 def precision(floor: str, runs: int | None, measured: float | None = None) -> str:
-    """How exact a floor is, in words; "" for those of the mechanism, which are computed, and where it is not known.
+    """Returns how exact a floor is, in words; "" for floors of the mechanism, which are computed, and where unknown.
 
     Args:
         floor: its name.
-        runs: over how many runs it was averaged.
+        runs: the number of runs over which it was averaged.
         measured: how often each record was measured over all runs (median), where it is known.
 
     >>> precision("exact_max", 3), precision("lecam", 1)
@@ -104,13 +104,13 @@ def precision(floor: str, runs: int | None, measured: float | None = None) -> st
 
 
 def majority(guesses: Mapping[str, Any] | None) -> list[str]:
-    """What accuracy is worth: a sentence, or none where it is not known."""
+    """Returns a sentence on the accuracy that needs no model; empty where it is not known."""
     plain = (guesses or {}).get("accuracy")
     return [] if plain is None else [f"Always naming the largest class has an accuracy of {100 * plain:.1f} %."]
 
 
 def setting_told(setting: Mapping[str, Any], names: Iterable[str]) -> str:
-    """A setting in one line; of numbers that Optuna chose six digits.
+    """Formats a setting in one line, with six digits of numbers that Optuna chose.
 
     >>> setting_told({"lr": 0.3763947732035219, "clip": "hard"}, ("lr", "clip", "model"))
     'lr 0.376395, clip hard'

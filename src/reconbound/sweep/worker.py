@@ -1,4 +1,4 @@
-"""A worker: takes a trial, trains it, puts its rows in, until none is left."""
+"""A worker: takes a trial, trains it, stores its rows, until none is left."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Train: TypeAlias = Callable[[Setting, Path, Callable[[int], None]], list[Row]]
 
 
 class LeaseLost(Exception):
-    """The trial is in other hands by now: this worker was asleep for too long."""
+    """Another worker has the trial by now: this worker was asleep for too long."""
 
 
 def owner_name() -> str:
-    """A name for this worker that no other has."""
+    """Returns a name for this worker that no other has."""
     return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
 
@@ -47,12 +47,21 @@ def work(
     stop: Callable[[], bool] = lambda: False,
     wait: float = 1.0,
 ) -> int:
-    """Work on the sweep until every trial is finished; how many of them this worker finished.
+    """Works on the sweep until every trial is finished.
 
     Args:
-        store: the sweep's. ask: a claim → its setting. train: does the work. values: a trial's rows → what the search
-            looks at. out: the sweep's folder. steps: of a whole trial, for progress.
-        owner: this worker's name. stop: asked between trials. wait: seconds between two looks when others have all.
+        store: the sweep's storage.
+        ask: a claim → its setting.
+        train: trains a setting.
+        values: a trial's rows → the numbers that a search maximises.
+        out: the sweep's folder.
+        steps: of a whole trial, for progress.
+        owner: this worker's name.
+        stop: asked between trials.
+        wait: seconds between two attempts when other workers have all trials.
+
+    Returns:
+        The number of trials that this worker finished.
     """
     me = owner or owner_name()
     finished, patience, clock = 0, Patience(), Clock(store)
@@ -62,7 +71,7 @@ def work(
             if all(trial.state.is_finished() for trial in patiently(store.trials)):
                 break
             patiently(clock.look)
-            time.sleep(wait)  # others have the rest; one of them may die
+            time.sleep(wait)  # others have the remaining trials; one of them may die
             continue
         try:
             finished += _one(store, claim, ask, train, values, out, steps)
@@ -81,7 +90,10 @@ def _one(
     out: Path,
     steps: int,
 ) -> int:
-    """Train one trial; 1 if that finished it. Raises Away, with the trial let go, if the environment is in the way."""
+    """Trains one trial.
+
+    Returns 1 if that finished it. Raises Away, with the trial released, for a fault of the environment.
+    """
     try:
         with Heart(store, claim) as heart:
             rows = train(patiently(lambda: ask(claim)), trial_folder(out, claim.number), heart.tell)
@@ -91,21 +103,21 @@ def _one(
     except CheckpointError as reason:
         if "is in use by" not in str(reason):
             failed(store, [claim], reason)
-        else:  # whoever had the trial before is not dead, only late
+        else:  # the worker that had the trial before is not dead, only late
             patiently(lambda: store.release(claim, pause=store.lease / 2))
     except SweepStopped:
         release_quietly(store, claim)
         raise
     except Exception as reason:
         failed(store, [claim], reason)
-    except BaseException:  # stopped from outside: the next worker need not wait for the lease to run out
+    except BaseException:  # stopped from outside: the next worker need not wait until the lease ends
         release_quietly(store, claim)
         raise
     return 0
 
 
 def release_quietly(store: Store, claim: Claim) -> None:
-    """Lets go of a trial; where the database is away, its lease runs out by itself."""
+    """Releases a trial. Where the database is out of reach, its lease ends by itself."""
     with suppress(Exception):
         store.release(claim)
 
@@ -113,7 +125,13 @@ def release_quietly(store: Store, claim: Claim) -> None:
 def failed(store: Store, claims: Sequence[Claim], reason: Exception) -> None:
     """Leaves trials that raised an error to another attempt, or gives them up after the last.
 
-    Raises Away, with the trials let go as they were, if the environment is to blame and not the settings."""
+    Raises Away, with the trials released as they were, if the environment caused it and not the settings.
+
+    Args:
+        store: the sweep's storage.
+        claims: the trials.
+        reason: the error.
+    """
     fault = environment_fault(reason)
     if fault is not None:
         for claim in claims:
@@ -128,12 +146,12 @@ def failed(store: Store, claims: Sequence[Claim], reason: Exception) -> None:
 
 
 def trial_folder(out: Path, number: int) -> Path:
-    """Where a trial keeps its checkpoints and what it found: confidential."""
+    """Returns the folder for a trial's checkpoints and results: confidential."""
     return out / TRIALS / f"{number:05d}"
 
 
 class Heart:
-    """Renews a claim's lease from a thread of its own while the training goes on."""
+    """Renews a claim's lease from its own thread while the training runs."""
 
     def __init__(self, store: Store, claim: Claim) -> None:
         self.store, self.claim, self.done = store, claim, 0
@@ -145,7 +163,7 @@ class Heart:
         return self
 
     def stop(self) -> None:
-        """Ask it to stop, without waiting."""
+        """Asks the thread to stop, without waiting."""
         self._stop.set()
 
     def __exit__(self, *_: object) -> None:
@@ -153,12 +171,12 @@ class Heart:
         self._thread.join()
 
     def tell(self, done: int) -> None:
-        """Note the steps done; raises LeaseLost if the trial is another's."""
+        """Records the steps done. Raises LeaseLost if another worker has the trial."""
         self.done = done
         if self.lost:
             raise LeaseLost
 
     def _beat(self) -> None:
         while not self._stop.wait(min(self.store.lease / 4, 5.0)):
-            with suppress(Exception):  # out of reach for the moment: the next beat may come through
+            with suppress(Exception):  # out of reach for the moment: the next attempt may succeed
                 self.lost = self.lost or not self.store.beat(self.claim, self.done)

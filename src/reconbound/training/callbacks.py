@@ -1,4 +1,4 @@
-"""Callbacks: code of the caller that runs beside a training."""
+"""Callbacks: the caller's code that runs during a training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class Callback:
     """Watches a training without changing it.
 
-    A training that was stopped announces its last step again when it goes on. A callback must give the same then.
+    A training that was stopped announces its last step again when it continues. A callback must return the same then.
     """
 
     def on_step(self, learner: PrivateSGD) -> Mapping[str, float] | None:

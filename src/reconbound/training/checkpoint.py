@@ -1,8 +1,9 @@
-"""Checkpoints of a training run: whole or not there, never a pickle, for their owner's eyes alone.
+"""Checkpoints of a training run: written completely or not at all, never a pickle, readable by their owner only.
 
-Two files take turns, so that the previous good state outlives a newer one that is damaged. A checkpoint names the
-configuration and the data that it belongs to, and is sealed with a digest of all its bytes. One process at a time
-holds a folder: the lock is the operating system's, so a process that dies lets go of it."""
+Two files are written in turn, so that the previous good state remains when a newer one is damaged. A checkpoint names
+the configuration and the data that it belongs to, and carries a digest of all its bytes. One process at a time holds a
+folder. The lock is the operating system's, so a process that dies releases it.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +27,28 @@ LOCK = "lock"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used or written, and why."""
+    """A checkpoint cannot be used or written; the message says why."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Tensors by name, and plain facts: "order" (a later state has the larger one), "step", whose it is."""
+    """A state of a training: tensors by name, and plain facts.
+
+    The facts contain "order" (larger for a later state), "step", and what the checkpoint belongs to.
+    """
 
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
 
 
 def save(folder: str | os.PathLike[str], checkpoint: Checkpoint, turn: int) -> None:
-    """Write a checkpoint into the folder, over the older of the two; what was there stays when that fails."""
+    """Writes a checkpoint over the older of the two in the folder. If writing fails, both old ones remain.
+
+    Args:
+        folder: the folder of checkpoints; created if missing.
+        checkpoint: the state to write.
+        turn: the number of this checkpoint; even and odd ones have a file each.
+    """
     place = _made(folder)
     try:
         write_whole(place / NAMES[turn % 2], sealed(checkpoint.tensors, checkpoint.facts), mode=CONFIDENTIAL)
@@ -50,13 +60,20 @@ def save(folder: str | os.PathLike[str], checkpoint: Checkpoint, turn: int) -> N
 
 
 def load(folder: str | os.PathLike[str], belongs: Mapping[str, Any]) -> tuple[Checkpoint, int] | None:
-    """The newest good checkpoint of the folder and the turn it was written in; None if there is none at all.
+    """Loads the newest good checkpoint of a folder.
 
-    One that is damaged or belongs to another run is passed over for the other one, with a warning that says why; if
-    that leaves none, it is an error.
+    A checkpoint that is damaged or belongs to another run is skipped, with a warning that says why, and the other one
+    is used.
 
     Args:
+        folder: the folder of checkpoints.
         belongs: facts that must be equal ("configuration", "data", …).
+
+    Returns:
+        The checkpoint and the turn it was written in; None if the folder has no checkpoint at all.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none can be used.
     """
     wanted = plain_json(belongs)
     found: list[tuple[int, int, Checkpoint]] = []
@@ -95,7 +112,11 @@ def _advice(foreign: bool) -> str:
 
 @contextmanager
 def held(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold the folder (made with mode 0700) against other processes; leftovers of a killed one are removed."""
+    """Holds a folder against other processes, and removes what a killed one left there.
+
+    Args:
+        folder: the folder; created with mode 0700 if missing.
+    """
     place = _made(folder)
     refuse_links(place)
     try:
@@ -108,11 +129,14 @@ def held(folder: str | os.PathLike[str]) -> Iterator[None]:
             leftover.unlink(missing_ok=True)
         yield
     finally:
-        os.close(handle)  # which lets go of the lock; the file stays: to remove it would be a race
+        os.close(handle)  # releases the lock; the file stays, because removing it would be a race
 
 
 def warn_if_open(folder: str | os.PathLike[str]) -> None:
-    """Warn of a folder that others may enter. It is left as it is: they may share it for a reason; files are 0600."""
+    """Warns if other users may enter a folder.
+
+    The folder's mode is not changed, because it may be shared on purpose. The files in it have mode 0600.
+    """
     if os.name == "posix" and Path(folder).stat().st_mode & 0o077:
         warn_user(f"others may enter the checkpoint folder {folder}: chmod 700 it", UserWarning)
 
@@ -120,7 +144,7 @@ def warn_if_open(folder: str | os.PathLike[str]) -> None:
 def _take(handle: int, place: Path) -> None:
     try:
         import fcntl
-    except ImportError:  # Windows: one process per folder is then the user's care
+    except ImportError:  # Windows: the user must see to it that one process uses a folder
         return
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,7 +156,7 @@ def _take(handle: int, place: Path) -> None:
     except OSError as reason:  # some network file systems have no locks
         warn_user(f"{place} cannot be locked ({reason.strerror}): mind that only one run uses it")
         return
-    with suppress(OSError):  # for people only; a disk that is full is said where something is lost by it
+    with suppress(OSError):  # for people only; a full disk is reported where something would be lost
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
@@ -166,10 +190,13 @@ def _check_belongs(path: Path, facts: Mapping[str, Any], belongs: Mapping[str, A
 
 
 def _shown(value: Any) -> str:
-    """The value written out, digests of data cut down to a few digits: the whole one would confirm a guess of them."""
+    """Formats a value, with digests of data shortened to a few digits.
+
+    A whole digest would confirm a guess of the data.
+    """
     return re.sub(r"[0-9a-f]{16,}", lambda digits: digits.group()[:6] + "…", repr(value))
 
 
 def plain_json(value: Any) -> Any:
-    """The value as it would come back from JSON: tuples as lists, and so on."""
+    """Returns the value as it would come back from JSON: tuples as lists, for example."""
     return json.loads(json.dumps(value, default=lambda number: number.item()))  # NumPy's numbers

@@ -1,6 +1,7 @@
-"""How a learner measures: its ledger, which records have their turn at a step, and the batch's clipped sum beside them.
+"""Measurements of a learner: its ledger, the records to measure at a step, and the clipped sum of the batch.
 
-Nothing here changes the learner: what is found goes into the ledger once the step has been taken."""
+Nothing here changes the learner. Results go into the ledger after the step has been taken.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +22,15 @@ from reconbound.validate.private import as_private
 if TYPE_CHECKING:
     from reconbound.training.private_sgd import PrivateSGD
 
-Measured = list[tuple[Tensor, StepInformation, float, bool]]  # records, what was found, weight, once per block
+Measured = list[tuple[Tensor, StepInformation, float, bool]]  # records, information, weight, once per block
 
 
 def ledger_and_plan(learner: PrivateSGD) -> tuple[FisherAccountant | None, Blocks | None]:
-    """An empty ledger for runs of the learner's length, and when each record is measured if that is not its batches."""
+    """Creates an empty ledger and the plan of measurements for runs of the learner's length.
+
+    Returns:
+        The ledger (None without accounting), and the plan (None where each batch itself is measured).
+    """
     s, rate = learner.settings, learner.sampler.sample_rate
     if s.rules is None:
         return None, None
@@ -46,7 +51,7 @@ def ledger_and_plan(learner: PrivateSGD) -> tuple[FisherAccountant | None, Block
     )
     ledger.caveats = learner.measurer.caveats
     ledger.needs_range = as_private(learner.private).part == "module"
-    # at a step of a shuffled epoch the parameters tell whether a record was seen: only batches can be measured
+    # within a shuffled epoch the parameters depend on whether a record was seen: only batches can be measured
     ledger.features.followed = ledger.diagonal == "chosen" and s.sampler != "shuffle"
     if not isinstance(s.budget, float):
         return ledger, None
@@ -55,7 +60,14 @@ def ledger_and_plan(learner: PrivateSGD) -> tuple[FisherAccountant | None, Block
 
 
 def gradient_sum(learner: PrivateSGD, chosen: Tensor, seed: int, measured: Measured) -> Tensor:
-    """Σ c g over the batch, flattened; where the batch itself is to be measured, that is done in the same pass."""
+    """Computes Σ c g over the batch, flattened. If the batch itself is to be measured, the same pass does it.
+
+    Args:
+        learner: the learner at its present step.
+        chosen: indices of the batch.
+        seed: the seed of the run.
+        measured: the list to which a measurement of the batch is appended.
+    """
     if len(chosen) == 0:
         return torch.cat([torch.zeros_like(p).flatten() for p in learner.params.values()])
     weight = None if learner.accountant is None else batch_weight(learner.settings.budget, seed, learner.step)
@@ -72,7 +84,7 @@ def gradient_sum(learner: PrivateSGD, chosen: Tensor, seed: int, measured: Measu
 
 
 def measured_groups(learner: PrivateSGD, seed: int) -> Measured:
-    """Measure the records whose turn it is, at the parameters before this step."""
+    """Measures the records that the plan names for this step, at the parameters before the step."""
     if learner.accountant is None or learner.plan is None:
         return []
     measured: Measured = []
@@ -83,7 +95,9 @@ def measured_groups(learner: PrivateSGD, seed: int) -> Measured:
 
 
 def followed(learner: PrivateSGD, seed: int) -> StepInformation | None:
-    """Measure the records whose features are kept, at the parameters before this step, drawn or not."""
+    """Measures the records whose features are kept, at the parameters before this step, whether or not they were
+    drawn.
+    """
     ledger = learner.accountant
     if ledger is None or not ledger.features.followed or ledger.rows is None or len(ledger.rows) == 0:
         return None

@@ -1,12 +1,13 @@
-"""Gaussian noise for whatever is released: from a cryptographic generator, as a function of a 256-bit key.
+"""Gaussian noise for everything that is released: from a cryptographic generator, as a function of a 256-bit key.
 
-A key must serve one released value only: two values with the same noise reveal their difference. The learner's keys
-are bound to the whole release and to the sum itself (docs/theory/accounting.md, "Noise is never reused"), so that noise
-is the same only where the released value is. The key is as secret as the data: whoever knows it subtracts the noise.
+A key must serve one released value only: two values with the same noise reveal their difference. The learner's keys are
+bound to the whole release and to the sum itself (docs/theory/accounting.md, "Noise is never reused"), so that noise is
+the same only where the released value is. The key is as secret as the data: whoever knows it can subtract the noise.
 
-Noise is float64, to be added in float64 and rounded once: on a coarser grid than the sum's it would leave the sum's
-last digits bare. Each number is the sum of four normal ones over two, which hides the floating-point grid on which each
-lies (Mironov 2012; Holohan and Braghin 2021). What it costs: benchmarks/secure_noise.py."""
+Noise is float64. It must be added in float64 and rounded once: noise on a coarser grid than the sum's would reveal the
+sum's last digits. Each number is the sum of four normal numbers divided by two, which hides the floating-point grid on
+which each of them lies (Mironov 2012; Holohan and Braghin 2021). benchmarks/secure_noise.py measures the cost.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ def draw(key: int, size: int, device: torch.device) -> Tensor:
 
     Args:
         key: 256 bits, secret, for one released value only.
-        size: how many.
-        device: where. On the CPU the bits are SHAKE-256's, which is fastest there; elsewhere ChaCha20's.
+        size: the number of values.
+        device: the device of the result. On the CPU the bits are SHAKE-256's, which is fastest there; elsewhere
+            ChaCha20's.
 
     >>> bool((draw(1, 5, torch.device("cpu")) == draw(1, 5, torch.device("cpu"))).all())
     True
@@ -38,7 +40,7 @@ def draw(key: int, size: int, device: torch.device) -> Tensor:
 
 
 def _bits(secret: bytes, part: int, size: int, device: torch.device) -> Tensor:
-    """Random 64-bit words for `size` numbers, (2, 4, ⌈size/2⌉)."""
+    """Returns random 64-bit words for `size` numbers, shape (2, 4, ⌈size/2⌉)."""
     pairs = (size + 1) // 2
     if device.type == "cpu":
         raw = hashlib.shake_256(b"reconbound noise" + secret + part.to_bytes(8, "little")).digest(64 * pairs)
@@ -48,7 +50,7 @@ def _bits(secret: bytes, part: int, size: int, device: torch.device) -> Tensor:
 
 
 def _normal(bits: Tensor) -> Tensor:
-    """Box–Muller on the uniform numbers of the words' upper 53 bits: twice as many as there are columns."""
+    """Applies Box–Muller to the upper 53 bits of the words. Returns two numbers per column."""
     uniform = ((bits >> 11) & (2**53 - 1)).double().add_(0.5).mul_(2.0**-53)
     radius, angle = uniform[0].log_().mul_(-2).sqrt_(), uniform[1].mul_(2 * math.pi)
     return torch.cat([(radius * angle.cos()).sum(0), (radius * angle.sin()).sum(0)]) / 2

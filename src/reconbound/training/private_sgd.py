@@ -1,10 +1,11 @@
 """Private SGD with a Fisher accountant (Algorithm 1 of the paper, and its exact Poisson version).
 
-At every step: draw a batch, clip each record's gradient, add Gaussian noise to the SUM, divide by the fixed qN, hand
-the result to any torch optimizer. Beside it the accountant measures what the steps tell about each record. All
-randomness is a function of the seed, of what distinguishes the run (learner_state.release_context) and of the step, the
-noise also of the sum to which it is added. So a run that was killed goes on bit for bit as if it had not been, and two
-runs that differ in anything share neither noise nor batches."""
+Each step draws a batch, clips each record's gradient, adds Gaussian noise to the SUM, divides by the fixed qN and
+passes the result to any torch optimizer. Beside it, the accountant measures what the steps reveal about each record.
+All randomness is a function of the seed, of what distinguishes the run (state.release_context) and of the step; the
+noise is also a function of the sum to which it is added. So a run that was killed continues bit for bit as if it had
+not been, and two runs that differ in anything share neither noise nor batches.
+"""
 
 from __future__ import annotations
 
@@ -35,39 +36,44 @@ from reconbound.validate.structure import ReconboundWarning
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on; the last good state is in the checkpoint."""
+    """Training cannot continue; the last good state is in the checkpoint."""
 
 
 class NoLedger(TrainingError, AttributeError):
-    """The ledger was asked for before there was one."""
+    """The ledger was requested before it existed."""
 
 
 class PrivateSGD:
     """A private learner whose ledger says how well each training record is protected.
 
     Args:
-        model: any torch model that treats records alone; it is trained in place.
+        model: any torch model that treats each record independently; it is trained in place.
         loss_fn: (outputs, targets) → one loss per record, (B,).
-        inputs, targets: the training data, tensors or NumPy arrays (or a tuple or dictionary of them) with one row per
-            record. Arrays of floats get the model's dtype; tensors must have it.
+        inputs: the training inputs, tensors or NumPy arrays (or a tuple or dictionary of them) with one row per record.
+            Arrays of floats get the model's dtype; tensors must have it.
+        targets: the training targets, in the same forms.
         settings: the run's Settings.
         optimizer: parameters → torch optimizer; default SGD with the settings' lr, momentum and weight_decay. Whatever
             it does with the noisy gradient is post-processing.
-        schedule: optimizer → learning-rate scheduler, stepped once a step.
-        initialise: called on the model before each run of `repeat`; default: reset_parameters of every module that
-            has a trainable parameter. Pretrained parameters must be put back by it: lambda m: m.load_state_dict(start).
+        schedule: optimizer → learning-rate scheduler, stepped once per step.
+        initialise: called on the model before each run of `repeat`; default: reset_parameters of every module that has
+            a trainable parameter. It must restore pretrained parameters: lambda m: m.load_state_dict(start).
         private: the private part of a record, as in `step_information`.
-        diagonal, spectral, feature_scale: what else the ledger keeps, as in FisherAccountant. Records that the first
-            runs of `repeat` have chosen are measured at every step of the runs after them, apart from the budget.
-        checkpoint: a folder for checkpoints, one process at a time; None for none. every: steps between two.
+        diagonal: which diagonals the ledger keeps, as in FisherAccountant. Records that the first runs of `repeat` have
+            chosen are measured at every step of the runs after them, outside the budget.
+        spectral: whether the ledger keeps spectral norms, as in FisherAccountant.
+        feature_scale: the scale of each feature, as in FisherAccountant.
+        checkpoint: a folder for checkpoints, used by one process at a time; None for no checkpoints.
+        every: the number of steps between two checkpoints.
         evaluate: model → dictionary of numbers, called every `evaluate_every` steps and at the end.
-        callbacks: run beside the training, see Callback.
-        whole_at: step counts at which the ledger is that of a run which ends there.
-        progress: show a progress bar, if output is a terminal.
-        check: check model and data before training starts.
+        evaluate_every: the number of steps between two evaluations.
+        callbacks: run during the training, see Callback.
+        whole_at: step counts, ascending, at which the ledger is that of a run which ends there.
+        progress: whether to show a progress bar, if output is a terminal.
+        check: whether to check model and data before training starts.
 
-    Guarantee: the released noisy sums are T adaptive steps of the Gaussian mechanism named by the settings
-    (`mechanism` of the ledger's account); the divisor (qN for Poisson batches) does not depend on who took part.
+    Guarantee: the released noisy sums are T adaptive steps of the Gaussian mechanism named by the settings (`mechanism`
+    of the ledger's account); the divisor (qN for Poisson batches) does not depend on who took part.
     """
 
     def __init__(
@@ -160,9 +166,27 @@ class PrivateSGD:
         seed: int | None = None,
         **options: Any,
     ) -> PrivateSGD:
-        """Algorithm 1 as the paper has it: fixed-size batches, smooth clip, all steps measured, κ, δ split over steps.
+        """Creates a learner for the paper's Algorithm 1.
 
-        The ledger also keeps the fixed-size factor, which is proved; κ is for comparison."""
+        Batches have a fixed size, the clip is smooth, all steps are measured, and δ of the factor κ is split over the
+        steps.
+
+        The ledger also keeps the fixed-size factor, which is proved. κ is kept for comparison.
+
+        Args:
+            model: as in PrivateSGD.
+            loss_fn: as in PrivateSGD.
+            inputs: as in PrivateSGD.
+            targets: as in PrivateSGD.
+            batch_size: records in a batch.
+            noise_multiplier: standard deviation of the noise on the sum over max_grad_norm.
+            max_grad_norm: the clip norm C.
+            lr: the learning rate.
+            momentum: the optimizer's momentum.
+            probes: Gaussian probes for each measurement.
+            seed: as in Settings.
+            options: other arguments of PrivateSGD.
+        """
         words.check_model(model)
         inputs, targets = as_tensors(model, "inputs", inputs), as_tensors(model, "targets", targets)
         settings = Settings(
@@ -181,7 +205,7 @@ class PrivateSGD:
 
     @property
     def accountant(self) -> FisherAccountant | None:
-        """The ledger, from the first call of fit or repeat on; None where settings.rules is None: no accounting."""
+        """Returns the ledger, from the first call of fit or repeat on; None without accounting."""
         if self._ledger is None and self.settings.rules is not None:
             raise NoLedger(words.NO_LEDGER)
         return self._ledger
@@ -192,10 +216,17 @@ class PrivateSGD:
     # --- training ----------------------------------------------------------------------
 
     def fit(self, steps: int | None = None, *, epochs: float | None = None) -> PrivateSGD:
-        """Train one run of so many steps, or epochs of 1/q steps, from the model's present parameters; goes on from
-        the checkpoint folder's last good state.
+        """Trains one run from the model's present parameters, or continues from the folder's last good checkpoint.
 
-        A run cannot be made longer afterwards: which steps measure which record is planned over all of its steps."""
+        A run cannot be made longer afterwards: the measurements of each record are planned over all of its steps.
+
+        Args:
+            steps: the number of steps; give this or `epochs`.
+            epochs: the number of epochs, of 1/q steps each.
+
+        Returns:
+            The learner itself.
+        """
         done = self._done(1)
         with self._opened("fit", steps, epochs):
             self._warn_if(done)
@@ -203,11 +234,21 @@ class PrivateSGD:
         return self
 
     def repeat(self, runs: int, steps: int | None = None, *, epochs: float | None = None) -> PrivateSGD:
-        """Train `runs` independent runs, each from fresh parameters, and average their ledgers; resumable run by run
-        and step by step. More runs can be added later.
+        """Trains `runs` independent runs, each from fresh parameters, and averages their ledgers.
 
-        Afterwards the model has the parameters of the FIRST run: that one may be released. The others only measure (and
-        to release one more of them would leak as much again). Fresh parameters are what `initialise` makes them."""
+        It can be resumed at any run and step, and more runs can be added later.
+
+        Afterwards the model has the parameters of the FIRST run: that one may be released. The others only measure
+        (releasing another one of them would leak as much again). `initialise` makes the fresh parameters.
+
+        Args:
+            runs: the number of runs, including those already trained.
+            steps: the number of steps of each run; give this or `epochs`.
+            epochs: the number of epochs of each run, of 1/q steps each.
+
+        Returns:
+            The learner itself.
+        """
         count = whole("runs", runs)
         done, changed = self._done(count), self._parameter_versions() != self._versions
         with self._opened("repeat", steps, epochs):
@@ -240,7 +281,7 @@ class PrivateSGD:
             self._say(words.LOST_PARAMETERS)
 
     def _done(self, runs: int) -> bool:
-        """Whether this learner, not one before it in the same folder, has trained so many runs."""
+        """Returns whether this learner, not an earlier one in the same folder, has trained n runs."""
         return self.steps > 0 and self.step == self.steps and self.run + 1 >= runs
 
     def _warn_if(self, done: bool) -> None:
@@ -252,7 +293,9 @@ class PrivateSGD:
 
     @property
     def order(self) -> int:
-        """Steps taken over all runs, and one for each run ended: later states have the larger."""
+        """Returns the steps taken over all runs, plus one for each finished run. A later state has the larger
+        number.
+        """
         return self.run * (self.steps + 1) + self.step
 
     def _begin_run(self) -> None:
@@ -272,7 +315,7 @@ class PrivateSGD:
                 advance(1)
 
     def _after_step(self) -> None:
-        """Evaluate and save where that is due; nothing happens twice, so it can be called again after an error."""
+        """Evaluates and saves where that is due. Nothing happens twice, so it can be called again after an error."""
         if self.kind == "repeat" and self.run == 0 and self.step == self.steps and not self.first_parameters:
             self.first_parameters = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         found: list[Mapping[str, float] | None] = []
@@ -333,7 +376,7 @@ class PrivateSGD:
         self._midway = False
 
     def _noise(self, total: Tensor) -> Tensor:
-        """Standard normal numbers for this sum: the same only for the same bits of it, at this step of this release."""
+        """Returns standard normal numbers for this sum: equal only for the same bits, at this step of this release."""
         bits = bytes.fromhex(digest({"sum": total}))
         return noises.draw(derive(self.run_seed, "noise", self.step, bits), len(total), total.device)
 
@@ -341,7 +384,7 @@ class PrivateSGD:
 
     @contextmanager
     def _placed(self) -> Iterator[None]:
-        """Say at which run and step a record or the model was found at fault."""
+        """Adds the run and the step to the message of an error about a record or the model."""
         try:
             yield
         except Fault as reason:
@@ -355,7 +398,7 @@ class PrivateSGD:
 
     @contextmanager
     def _opened(self, kind: str, steps: int | None, epochs: float | None) -> Iterator[None]:
-        """Make the ledger for runs of this length; hold the checkpoint folder and go on from its last good state."""
+        """Creates the ledger for runs of this length, holds the checkpoint folder and loads its last good state."""
         length = self._length(steps, epochs)
         words.check_length(kind, length, self.kind, self.steps)
         if self._midway and self.folder is None:
@@ -401,7 +444,7 @@ class PrivateSGD:
             raise checkpoints.CheckpointError(f"the checkpoints of {os.fspath(self.folder)} have been removed")
 
     def restart(self) -> None:
-        """A new optimizer and schedule, as at the start of a run."""
+        """Creates a new optimizer and schedule, as at the start of a run."""
         self.optimizer = words.made("optimizer", self.make_optimizer, list(self.params.values()))
         self.schedule = None
         if self.make_schedule is not None:

@@ -1,7 +1,8 @@
-"""Which records each step sees: Poisson and fixed-size batches, and shuffled epochs, as functions of a generator.
+"""Batches of each step: Poisson and fixed-size batches, and shuffled epochs, as functions of a generator.
 
 A batch is a function of (seed, step): step 731 draws the same one whether or not the run was stopped before it, and no
-generator state has to be saved."""
+generator state has to be saved.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from reconbound._internal.rng import numbers_of
 
 
 class Sampler(Protocol):
-    """How batches are drawn: a name, the rate that accounting may use, and the draw itself."""
+    """A way to draw batches: a name, the rate that accounting may use, and the draw itself."""
 
     @property
     def records(self) -> int: ...
@@ -28,23 +29,31 @@ class Sampler(Protocol):
 
     @property
     def sample_rate(self) -> float:
-        """Chance of a record to be in a batch."""
+        """Returns the chance that a record is in a batch."""
 
     @property
     def divisor(self) -> float:
-        """What the noisy sum is divided by: fixed beforehand, whoever takes part."""
+        """Returns the divisor of the noisy sum: fixed in advance, whoever takes part."""
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps in which a record is expected to be drawn once."""
+        """Returns the number of steps in which a record is expected to be drawn once."""
 
     def batch(self, seed: int, step: int) -> Tensor:
-        """Indices of the step's batch, int64 in increasing order (shuffled epochs: in their order); may be empty."""
+        """Draws the batch of a step.
+
+        Args:
+            seed: the seed of the run.
+            step: the number of the step.
+
+        Returns:
+            Indices, int64 in increasing order (shuffled epochs: in their order); may be empty.
+        """
 
 
 @dataclass(frozen=True)
 class Poisson:
-    """Each record takes part with probability q, independently of all others and of all other steps.
+    """Poisson sampling: each record takes part with probability q, independently of all others and of all other steps.
 
     Guarantee: what the exact factors of amplification.py and `SampledGaussian(sampler="poisson")` assume.
 
@@ -79,7 +88,7 @@ class Poisson:
 
 @dataclass(frozen=True)
 class FixedSize:
-    """A uniformly random set of B records, drawn afresh at every step, without replacement.
+    """Fixed-size batches: a uniformly random set of B records at every step, drawn without replacement.
 
     >>> len(FixedSize(10, 3).batch(seed=0, step=0)), FixedSize(10, 3).sample_rate
     (3, 0.3)
@@ -115,9 +124,9 @@ class FixedSize:
 
 @dataclass(frozen=True)
 class ShuffledEpochs:
-    """Each epoch goes through all records once, in a random order. Nothing is amplified: its factor is 1.
+    """Shuffled epochs: each goes through all records once, in a random order. Nothing is amplified: its factor is 1.
 
-    The last batch of an epoch has what is left; it is divided by the full batch size like all others.
+    The last batch of an epoch has the remaining records; it is divided by the full batch size like all others.
 
     >>> both = [ShuffledEpochs(4, 2).batch(seed=0, step=t).tolist() for t in (0, 1)]
     >>> sorted(both[0] + both[1])
@@ -153,7 +162,7 @@ class ShuffledEpochs:
 
 
 def steps_of(sampler: Sampler, epochs: float) -> int:
-    """The steps of so many epochs, rounded up.
+    """Returns the number of steps of a number of epochs, rounded up.
 
     >>> steps_of(FixedSize(7, 3), 1.0), steps_of(ShuffledEpochs(7, 3), 2.0)
     (3, 6)
@@ -162,12 +171,18 @@ def steps_of(sampler: Sampler, epochs: float) -> int:
 
 
 def batches_per_epoch(sampler: Sampler) -> int | None:
-    """How many steps a shuffled epoch has; None for samplers without epochs."""
+    """Returns the number of steps of a shuffled epoch; None for samplers without epochs."""
     return sampler.steps_per_epoch if isinstance(sampler, ShuffledEpochs) else None
 
 
 def make_sampler(name: str, records: int, sample_rate: float) -> Sampler:
-    """The sampler of that name; fixed-size batches have round(qN) records."""
+    """Creates the sampler of a name.
+
+    Args:
+        name: "poisson", "fixed" or "shuffle".
+        records: N, the number of records.
+        sample_rate: q; fixed-size batches have round(qN) records.
+    """
     if name == "poisson":
         return Poisson(records, sample_rate)
     number("sample_rate", sample_rate, above=0.0, at_most=1.0)

@@ -1,4 +1,4 @@
-"""Settings of a private run: everything that decides what it does, apart from the model and the data."""
+"""Settings of a private run: everything that determines it, apart from the model and the data."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""The state of a learner as tensors and plain facts, and back: what a checkpoint holds, and whose it is.
+"""The state of a learner as tensors and plain facts, and back: the content of a checkpoint, and what it belongs to.
 
 Optimizers and schedules keep numbers, tensors, and lists and dictionaries of them: `pack` takes the tensors out and
-leaves JSON, `unpack` puts them back. Nothing is ever pickled; what cannot be told in JSON is an error for an optimizer
-(its state would be lost) and left as it was made for a schedule (functions, counters: they are configuration)."""
+leaves JSON, `unpack` puts them back. Nothing is ever pickled. A value that JSON cannot hold is an error for an
+optimizer (its state would be lost). For a schedule it is left as it was created (functions, counters: they are
+configuration).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ _MEASURING = ("rules", "budget", "probes", "private", "diagonal", "spectral", "f
 
 
 def pack(value: Any, tensors: dict[str, Tensor], name: str, *, strict: bool = True) -> Any:
-    """The value as JSON, its tensors put into `tensors` under names that begin with `name`.
+    """Returns the value as JSON, its tensors put into `tensors` under names that begin with `name`.
 
     >>> tensors = {}
     >>> packed = pack({"step": 3, "betas": (0.9, 0.99), 0: torch.ones(2)}, tensors, "optimizer")
@@ -65,7 +67,7 @@ def pack(value: Any, tensors: dict[str, Tensor], name: str, *, strict: bool = Tr
 
 
 def unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
-    """What `pack` was given."""
+    """Returns the value that was given to `pack`."""
     if isinstance(packed, list):
         return [unpack(v, tensors) for v in packed]
     if not isinstance(packed, dict):
@@ -78,7 +80,7 @@ def unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def identity(learner: PrivateSGD) -> dict[str, Any]:
-    """What a checkpoint must agree with: settings, model, optimizer and schedule as they were made, and the data."""
+    """Returns the facts that a checkpoint must match: settings, model, optimizer and schedule as created, data."""
     asked = {**asdict(learner.settings), "steps": learner.steps, "kind": learner.kind}
     asked.pop("seed")
     asked["private"] = _told(learner.private)
@@ -96,11 +98,11 @@ def identity(learner: PrivateSGD) -> dict[str, Any]:
 
 
 def release_context(learner: PrivateSGD, belongs: dict[str, Any]) -> bytes:
-    """Returns a digest of all that distinguishes the release of the run that begins: 32 bytes.
+    """Returns a digest of everything that distinguishes the release of the run that begins: 32 bytes.
 
-    Data, settings, length, model (structure, device, parameters and buffers as they are now), optimizer and schedule,
-    and the loss as far as some records tell it. How the run is measured is left out, unless batches are measured in the
-    pass that gives their sum, which then rounds otherwise.
+    It covers data, settings, length, model (structure, device, present parameters and buffers), optimizer and schedule,
+    and the loss as far as the losses of some records show it. The way the run is measured is left out, unless batches
+    are measured in the pass that computes their sum, because that pass rounds differently.
 
     Args:
         learner: at the start of a run.
@@ -120,7 +122,7 @@ def release_context(learner: PrivateSGD, belongs: dict[str, Any]) -> bytes:
 
 
 def model_facts(model: nn.Module) -> list[str]:
-    """Returns what tells a model as it is now: each module's class and options, and a digest of all that it holds."""
+    """Returns facts that identify a model as it is now: each module's class and options, and a digest of its state."""
     modules = [f"{type(m).__module__}.{type(m).__qualname__} {m.extra_repr()}" for m in model.modules()]
     return [*modules, digest({k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)})]
 
@@ -131,10 +133,10 @@ def context_digest(facts: dict[str, Any]) -> bytes:
 
 
 def made(learner: PrivateSGD) -> dict[str, Any]:
-    """The optimizer as it was made, before any step: its class and the hyper-parameters of each group."""
+    """Returns the optimizer as it was created, before any step: its class and the hyper-parameters of each group."""
     found: dict[str, Any] = {"class": type(learner.optimizer).__name__}
     for i, group in enumerate(learner.optimizer.param_groups):
-        # a schedule writes lr at once, and keeps what it was in initial_lr
+        # a schedule changes lr at once, and keeps the original in initial_lr
         own = {**group, "lr": group.get("initial_lr", group.get("lr"))}
         found |= {f"group {i} {k}": _number(v) for k, v in own.items() if k not in ("params", "initial_lr")}
         found[f"group {i} parameters"] = len(group["params"])
@@ -142,14 +144,15 @@ def made(learner: PrivateSGD) -> dict[str, Any]:
 
 
 def scheduled(learner: PrivateSGD) -> dict[str, Any]:
-    """The schedule as it was made: its class, its hyper-parameters, and a digest of what it does over the run.
+    """Returns the schedule as it was created: its class, its hyper-parameters, and a digest of its effect over the run.
 
-    Functions (of LambdaLR) cannot be read, so a fresh one is stepped through the run and all that it sets is compared;
-    in runs of more than 100,000 steps, through the first 100,000."""
+    Functions (of LambdaLR) cannot be read, so a fresh schedule is stepped through the run and everything that it sets
+    is compared; in runs of more than 100,000 steps, through the first 100,000.
+    """
     if learner.make_schedule is None:
         return {"class": None}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the optimizer has not been stepped
+        warnings.simplefilter("ignore")  # PyTorch warns that the optimizer has not been stepped
         optimizer = learner.make_optimizer(list(learner.params.values()))
         schedule = learner.make_schedule(optimizer)
         state = pack(schedule.state_dict(), {}, "schedule", strict=False)
@@ -168,7 +171,7 @@ def data_digest(inputs: Any, targets: Any) -> str:
 
 
 def snapshot(learner: PrivateSGD, belongs: dict[str, Any]) -> Checkpoint:
-    """The learner's state at the end of its last step."""
+    """Returns the learner's state at the end of its last step."""
     tensors = {f"model/{name}": value for name, value in learner.model.state_dict().items()}
     optimizer = learner.optimizer.state_dict()
     facts: dict[str, Any] = {
@@ -193,7 +196,7 @@ def snapshot(learner: PrivateSGD, belongs: dict[str, Any]) -> Checkpoint:
 
 
 def reinstate(learner: PrivateSGD, saved: Checkpoint) -> None:
-    """Put a learner into the state of a checkpoint that belongs to it."""
+    """Puts a learner into the state of a checkpoint that belongs to it."""
     tensors, facts = dict(saved.tensors), saved.facts
     before = {name: value.clone() for name, value in learner.model.state_dict().items()}
     learner.model.load_state_dict(_under("model/", tensors))
@@ -218,9 +221,10 @@ def reinstate(learner: PrivateSGD, saved: Checkpoint) -> None:
 
 
 def some_losses(learner: PrivateSGD) -> list[float] | None:
-    """Losses of eight records at the present parameters: they tell apart loss functions, which cannot be read.
+    """Returns the losses of eight records at the present parameters, to distinguish loss functions.
 
-    None where they cannot be had or are not finite. Buffers and random numbers are left as they are."""
+    Returns None where they cannot be computed or are not finite. Buffers and random numbers are not changed.
+    """
     last = learner.records - 1
     some = torch.linspace(0, last, min(8, learner.records)).long().clamp(max=last)  # above 2²⁴ floats round up too
     return losses_of(learner.model, learner.loss_fn, *learner.measurer.rows(some))
@@ -233,13 +237,13 @@ def losses_of(model: nn.Module, loss_fn: Any, inputs: Any, targets: Any) -> list
     try:
         with torch.no_grad(), seeded(0):
             losses = problem.losses(torch.zeros(record_count(inputs, targets)), inputs, targets, own)
-    except Exception:  # whatever is wrong with the loss or a record is said where it is trained on, not here
+    except Exception:  # errors of the loss or of a record are reported when it is trained on, not here
         return None
     return losses.double().cpu().tolist() if bool(torch.isfinite(losses).all()) else None
 
 
 def _check_losses(learner: PrivateSGD, before: list[float] | None) -> None:
-    """Refuse another loss function: within rounding, eight records must have the losses that they had."""
+    """Refuses another loss function: within rounding, eight records must have the same losses as before."""
     now = some_losses(learner)
     if before is None or now is None:
         return
@@ -253,9 +257,12 @@ def _check_losses(learner: PrivateSGD, before: list[float] | None) -> None:
 
 
 def reset_parameters(model: nn.Module) -> None:
-    """The own reset_parameters of every module that has a trainable parameter; an error names one that none resets.
+    """Calls reset_parameters of every module that has a trainable parameter.
 
-    Frozen parameters and buffers (a pretrained part's) stay as they are."""
+    An error names a parameter that none resets.
+
+    Frozen parameters and buffers (of a pretrained part) stay as they are.
+    """
     reset: set[int] = set()
     for module in model.modules():
         own = getattr(module, "reset_parameters", None)
@@ -276,7 +283,7 @@ def reset_parameters(model: nn.Module) -> None:
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Training and evaluation modes of all modules as they were, whatever is done in between."""
+    """Restores the training and evaluation modes of all modules at the end of the block."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -290,12 +297,12 @@ def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _number(value: Any) -> Any:
-    """A number as it is, so that 0 is 0.0; anything else written out."""
+    """Returns a number as it is, so that 0 equals 0.0, and anything else as text."""
     return value if type(value) in (bool, int, float) else repr(value)
 
 
 def _told(value: Any) -> Any:
-    """A short plain form of an option that may be a tensor, a Private, a sequence or a word."""
+    """Returns a short plain form of an option that may be a tensor, a Private, a sequence or a word."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, Tensor):

@@ -1,6 +1,7 @@
 """Clipped gradient sums and the information of a step, for the records of a data set at a model's present parameters.
 
-What is wrong with a record (a loss that is not finite, a label out of range) is a Fault that names it."""
+A fault of a record (a loss that is not finite, a label out of range) raises a Fault that names it.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +32,26 @@ LossFn = Callable[[Any, Any], Tensor]
 
 
 class Fault(RuntimeError):
-    """A record or a model that training cannot go on with."""
+    """A record or a model with which training cannot continue."""
 
 
 class Measurer:
-    """Gradients and information of a model's records, as one run's settings ask for them.
+    """Computes gradients and information of a model's records, as the settings of a run ask for them.
 
     Args:
-        model, loss_fn, inputs, targets, settings, private: as in PrivateSGD.
-        diagonal, spectral: whether measurements have them. check: check model and data first.
+        model: as in PrivateSGD.
+        loss_fn: as in PrivateSGD.
+        inputs: as in PrivateSGD.
+        targets: as in PrivateSGD.
+        settings: as in PrivateSGD.
+        private: as in PrivateSGD.
+        diagonal: whether measurements have diagonals.
+        spectral: whether measurements have spectral norms.
+        check: whether to check model and data first.
 
     Attributes:
-        features: d, private features of a record. caveats: what every floor of this model must carry.
+        features: d, the number of private features of a record.
+        caveats: what every floor of this model must carry.
     """
 
     @random_states_kept()
@@ -79,7 +88,9 @@ class Measurer:
             self._try(torch.arange(min(3, record_count(inputs, targets))))
 
     def _methods_that_pass(self, few: tuple[Any, Any], check: bool) -> list[Any]:
-        """Returns the methods for sums and for information; check: those whose sums pass the test on four records."""
+        """Returns the methods for sums and for information; with `check`, only those that pass a test on four
+        records.
+        """
         kinds = (Private("nothing"), as_private(self.private))
         with _refusing():
             if not check:
@@ -91,7 +102,7 @@ class Measurer:
             return methods_that_pass(self.model, self.loss_fn, spread, kinds, **clipped)
 
     def rows(self, indices: Tensor) -> tuple[Any, Any]:
-        """Inputs and targets of these records, on the model's device."""
+        """Returns inputs and targets of these records, on the model's device."""
 
         def pick(t: Any) -> Any:
             return t[indices.to(t.device)].to(self.device) if isinstance(t, Tensor) else t
@@ -99,7 +110,7 @@ class Measurer:
         return tree_map(pick, self.inputs), tree_map(pick, self.targets)
 
     def gradient_sum(self, indices: Tensor) -> dict[str, Tensor]:
-        """Σ c g over these records, by parameter name."""
+        """Computes Σ c g over these records, by parameter name."""
         s = self.settings
         with self._explained(indices):
             clipped = clipped_gradient_sum(
@@ -116,7 +127,12 @@ class Measurer:
         return clipped.gradient_sum
 
     def information(self, indices: Tensor, generator: torch.Generator) -> StepInformation:
-        """What a step would tell about each of these records, its probes drawn from the generator."""
+        """Measures what a step would reveal about each of these records.
+
+        Args:
+            indices: the records.
+            generator: draws the probes.
+        """
         s = self.settings
         with self._explained(indices):
             found = step_information(
@@ -151,13 +167,13 @@ class Measurer:
                 if self.settings.rules is not None:
                     self.information(indices, torch.Generator(self.device).manual_seed(0))
         except Fault:
-            return  # of single records and their values: training names the step too
+            return  # errors of single records and their values: training reports them with the step
         finally:
             for name, b in self.model.named_buffers():
                 b.copy_(buffers[name])
 
     def _check_finite(self, indices: Tensor, losses: Tensor, *others: Tensor) -> None:
-        """An error that names the first record whose loss, gradient or information is not a finite number."""
+        """Raises a Fault that names the first record whose loss, gradient or information is not a finite number."""
         if bool(torch.isfinite(torch.stack([losses.double(), *(o.double() for o in others)])).all()):
             return
         for what, values in zip(("loss", "gradient norm", "information"), (losses, *others), strict=False):
@@ -169,7 +185,7 @@ class Measurer:
 
     @contextmanager
     def _explained(self, indices: Tensor) -> Iterator[None]:
-        """Name the record at fault where a label or a token is out of range."""
+        """Raises a Fault that names the record whose label or token is out of range."""
         try:
             yield
         except IndexError as reason:
@@ -183,7 +199,7 @@ class Measurer:
             raise Fault(f"an index is out of range: {reason}") from reason
 
     def _private_features(self, few: tuple[Any, Any]) -> tuple[Tensor | None, int]:
-        """Which columns of a record's flattened private part are private (None: all), and how many."""
+        """Returns the private columns of a record's flattened private part (None: all), and their number."""
         private = as_private(self.private)
         z = private_part(Problem(self.model, self.loss_fn, private), *few)
         mask = feature_mask(private, z)
@@ -197,7 +213,7 @@ class Measurer:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Says of which matter PyTorch speaks where it cannot take a model's records apart or differentiate it."""
+    """Explains PyTorch's error where it cannot separate a model's records or differentiate the model."""
     try:
         yield
     except Fault:
@@ -208,7 +224,12 @@ def _refusing() -> Iterator[None]:
 
 
 def evaluated(evaluate: Callable[[nn.Module], Any], model: nn.Module) -> dict[str, float]:
-    """The numbers that a user's function finds of a model, or an error that says what is wrong with it."""
+    """Returns the numbers that a user's function computes for a model; refuses any other result.
+
+    Args:
+        evaluate: model → dictionary of numbers.
+        model: the model to evaluate.
+    """
     try:
         found = evaluate(model)
     except RuntimeError as reason:
@@ -234,10 +255,16 @@ def _told(value: Any) -> str:
 
 
 def as_tensors(model: nn.Module, name: str, tree: Any) -> Any:
-    """A data set's NumPy arrays as tensors, the rest as it is.
+    """Returns a data set with its NumPy arrays as tensors, the rest unchanged.
 
-    Arrays of floats get the model's dtype (NumPy's own is float64), whole-numbered targets int64, as losses want them
-    (but bytes, which they take); whole-numbered inputs stay what they are, for they may be tokens."""
+    Arrays of floats get the model's dtype (NumPy's own is float64). Targets of whole numbers become int64, as losses
+    require (except bytes, which they accept). Inputs of whole numbers keep their type, because they may be tokens.
+
+    Args:
+        model: gives the dtype.
+        name: the name of the argument, for messages.
+        tree: an array, a tensor, or a tuple or dictionary of them.
+    """
     kind = model_dtype(model)
 
     def turned(x: Any) -> Any:
@@ -260,12 +287,12 @@ _NARROW = (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, tor
 
 
 def row_counts(inputs: Any, targets: Any) -> set[int]:
-    """Rows of the tensors of a data set: one number if all agree."""
+    """Returns the row counts of the tensors of a data set: one number if all agree."""
     return {len(t) if t.dim() > 0 else 0 for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)}
 
 
 def record_count(inputs: Any, targets: Any) -> int:
-    """Records of a data set, or an InputError where its tensors do not agree."""
+    """Returns the number of records of a data set, or raises an InputError where its tensors disagree."""
     sizes = row_counts(inputs, targets)
     for name, tree in (("inputs", inputs), ("targets", targets)):
         if not any(isinstance(t, Tensor) for t in tree_leaves(tree)) and (name == "inputs" or tree is not None):

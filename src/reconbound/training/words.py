@@ -1,4 +1,4 @@
-"""What a learner says of calls that do not do what their caller may think, and what to do instead."""
+"""Messages of a learner about calls that may not do what their caller expects, and what to do instead."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NO_LEDGER = (
 
 
 def described(learner: PrivateSGD) -> str:
-    """The learner in one line: public facts, no seed and nothing about single records."""
+    """Describes the learner in one line: public facts only, no seed and nothing about single records."""
     s, many = learner.settings, learner.kind == "repeat"
     where = f"step {learner.step:,} of {learner.steps:,}{f' of run {learner.run + 1}' if many else ''}"
     return (
@@ -41,14 +41,14 @@ def described(learner: PrivateSGD) -> str:
 
 
 def check_settings(given: Any) -> None:
-    """An error where the settings are not Settings, a dictionary say."""
+    """Raises an error where the settings are not Settings, but a dictionary for example."""
     if not isinstance(given, Settings):
         what = "must be a Settings(noise_multiplier=..., max_grad_norm=..., sample_rate=..., ...)"
         raise InputError("settings", what, f"a {type(given).__name__}")
 
 
 def done_already(kind: str, steps: int) -> str:
-    """That a call to `kind` trains nothing."""
+    """Returns the message that a call to `kind` trains nothing."""
     return (
         f"{kind} has done its {steps} steps already and trains nothing more: to train longer make a new PrivateSGD "
         "(with a checkpoint folder of its own) and give it all the steps"
@@ -56,7 +56,14 @@ def done_already(kind: str, steps: int) -> str:
 
 
 def check_length(kind: str, length: int, begun: str, steps: int) -> None:
-    """An error where another kind of training or another length is asked of a learner that has begun one."""
+    """Raises an error where a learner that has begun is asked for another kind of training or another length.
+
+    Args:
+        kind: the training that is asked for, "fit" or "repeat".
+        length: its number of steps.
+        begun: the training that was begun.
+        steps: the number of steps that was begun; 0 for none.
+    """
     if steps and kind != begun:
         why = f"cannot follow {begun} on one learner, whose ledger is for {begun}: {_ANEW}"
         raise InputError(kind, why, f"{kind}({length} steps) after {begun}({steps} steps)")
@@ -66,7 +73,7 @@ def check_length(kind: str, length: int, begun: str, steps: int) -> None:
 
 
 def check_maker(name: str, given: Any, kind: type) -> None:
-    """An error where an optimizer or a schedule is given in place of a function that makes one."""
+    """Raises an error where an optimizer or a schedule is given in place of a function that creates one."""
     if isinstance(given, kind):
         what = "must be a function that makes one (lambda parameters: Adam(parameters)): each run begins with a new one"
         raise InputError(name, what, f"a {type(given).__name__} that is made already")
@@ -75,12 +82,12 @@ def check_maker(name: str, given: Any, kind: type) -> None:
 
 
 def made(name: str, maker: Any, given: Any) -> Any:
-    """Returns the optimizer or the schedule that a user's function makes; refuses what is none.
+    """Returns the optimizer or the schedule that a user's function creates; refuses any other result.
 
     Args:
         name: optimizer or schedule.
         maker: the function.
-        given: what it is called with.
+        given: the function's argument.
     """
     try:
         found = maker(given)
@@ -93,7 +100,7 @@ def made(name: str, maker: Any, given: Any) -> Any:
 
 
 def check_functions(model: Any, loss_fn: Any, initialise: Any, evaluate: Any) -> None:
-    """Refuses what is no model, and what cannot be called."""
+    """Refuses a model that is not a torch module, and functions that cannot be called."""
     check_model(model)
     function("loss_fn", loss_fn, "outputs, targets → one loss per record")
     if initialise is not None:
@@ -103,7 +110,7 @@ def check_functions(model: Any, loss_fn: Any, initialise: Any, evaluate: Any) ->
 
 
 def checked_callbacks(given: Any) -> tuple[Callback, ...]:
-    """Returns callbacks as a tuple; refuses what are none."""
+    """Returns callbacks as a tuple; refuses any other object."""
     if not isinstance(given, list | tuple) or not all(isinstance(one, Callback) for one in given):
         raise InputError("callbacks", "must be a list of reconbound.training.callbacks.Callback", f"{given!r}"[:200])
     return tuple(given)
@@ -117,6 +124,6 @@ def checked_counts(given: Any) -> tuple[int, ...]:
 
 
 def check_model(model: Any) -> None:
-    """Refuses what is no torch module."""
+    """Refuses an object that is not a torch module."""
     if not isinstance(model, nn.Module):
         raise InputError("model", "must be a torch.nn.Module", f"a {type(model).__name__}")

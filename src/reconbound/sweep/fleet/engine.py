@@ -1,7 +1,8 @@
 """The work of a fleet at one step: gradient sums and information of K trainings, replayed as one CUDA graph.
 
-Two engines give the same numbers. Stacked writes all trainings into the same operations, so that their number does not
-grow with K; Branches does any model, with a branch of the graph for each training, on several streams."""
+Two engines give the same numbers. Stacked puts all trainings into the same operations, so that their number does not
+grow with K. Branches takes any model, with a branch of the graph for each training, on several streams.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +31,17 @@ METHODS = ("auto", "stacked", "branches")
 
 class Engine(Protocol):
     def gradient_sums(self, work: Work) -> None:
-        """Σ c g of every training over the work's records, into the fleet's sums."""
+        """Computes Σ c g of every training over the work's records, into the fleet's sums."""
 
     def information(self, work: Work) -> None:
-        """Clipped norm, across and along of every training for the work's records, into found."""
+        """Computes clipped norm, across and along of every training for the work's records, into found."""
 
 
 class Work:
-    """A function of padded records and probes, done for all trainings: plainly on a CPU, as a CUDA graph on a GPU.
+    """A function of padded records and probes, run for all trainings: directly on a CPU, as a CUDA graph on a GPU.
 
-    Its inputs are the buffers here; nothing it does depends on how often it was run before."""
+    Its inputs are the buffers here. Nothing it does depends on how often it was run before.
+    """
 
     def __init__(self, fleet: Fleet, size: int, function: Callable[[Work], None]) -> None:
         first, dtype, shape = fleet.settings[0], fleet.params.dtype, fleet.inputs.shape[1:]
@@ -83,7 +85,7 @@ class Work:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Frees what nobody uses, then nothing: to free another fleet's graph during a capture makes the capture fail."""
+    """Frees unused memory, then nothing more: freeing another fleet's graph during a capture makes the capture fail."""
     gc.collect()
     was_on = gc.isenabled()
     gc.disable()
@@ -95,7 +97,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class Stacked:
-    """All trainings in the same operations."""
+    """The engine that puts all trainings into the same operations."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet, self.stack = fleet, Stack(fleet.models[0], fleet.params)
@@ -108,7 +110,7 @@ class Stacked:
         opened.weighted_sum(factor * work.mask, fleet.sums)
 
     def information(self, work: Work) -> None:
-        """As information.py has it, with probes in the private part and two directions of signs."""
+        """Computes what fisher/step.py computes, with probes in the private part and two directions of signs."""
         fleet = self.fleet
         opened = self.stack.open(work.inputs, work.targets, fleet.loss_fn, measured=True)
         norms = opened.norms()
@@ -133,7 +135,7 @@ class Stacked:
 
 
 class Branches:
-    """A branch of the graph for each training; those on different streams may run side by side."""
+    """The engine with a branch of the graph for each training; branches on different streams may run side by side."""
 
     def __init__(self, fleet: Fleet, streams: int) -> None:
         self.fleet = fleet
@@ -194,13 +196,19 @@ class Branches:
 
 
 def make_engine(fleet: Fleet, method: str, streams: int) -> Engine:
-    """The engine of that name; "auto": stacked where the model's layers and a first record allow it."""
+    """Creates the engine of that name; "auto": stacked where the model's layers and a first record allow it.
+
+    Args:
+        fleet: the trainings.
+        method: "stacked", "branches" or "auto".
+        streams: branches that may run side by side.
+    """
     if method == "branches":
         return Branches(fleet, streams)
     try:
         engine = Stacked(fleet)
         _check_alike(fleet, engine.stack)
-    except (ValueError, RuntimeError) as reason:  # torch's own, of layers that do not take a batch as it lies here
+    except (ValueError, RuntimeError) as reason:  # torch's own error: a layer does not take a batch of this layout
         if method == "stacked":
             raise InputError("method", f"must be branches for this model ({reason})", method) from None
         return Branches(fleet, streams)
@@ -208,9 +216,11 @@ def make_engine(fleet: Fleet, method: str, streams: int) -> Engine:
 
 
 def _check_alike(fleet: Fleet, stack: Stack) -> None:
-    """ValueError where the layers in a row are not all that the model does: a forward of its own, a hook.
+    """Raises a ValueError where the model does more than its layers in a row: a forward of its own, a hook.
 
-    Tried at random parameters and a random record: at those of the start, zeros maybe, other functions look alike."""
+    It is tried at random parameters and a random record: at those of the start, possibly zeros, other functions give
+    the same outputs.
+    """
     model, start = fleet.models[0], fleet.params.clone()
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     if hooked or type(model).forward is not nn.Sequential.forward:

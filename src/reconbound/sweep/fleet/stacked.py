@@ -25,7 +25,8 @@ from reconbound.sweep.fleet.stacked_layers import made
 class Stack:
     """K networks of one architecture whose parameters are the rows of a tensor (K, p), in the modules' order.
 
-    Raises ValueError where a module is none of those above.
+    Raises:
+        ValueError: a module is none of those above.
     """
 
     def __init__(self, model: nn.Module, params: Tensor) -> None:
@@ -41,12 +42,19 @@ class Stack:
             start += used
 
     def open(self, inputs: Tensor, targets: Tensor, loss_fn: Callable[[Any, Any], Tensor], *, measured: bool) -> Opened:
-        """The primal pass on a batch (B, C, H, W) or (B, d) that all networks share. measured: tangents will follow."""
+        """Runs the primal pass on a batch that all networks share.
+
+        Args:
+            inputs: (B, C, H, W) or (B, d).
+            targets: one per record.
+            loss_fn: (outputs, targets) → one loss per record.
+            measured: whether tangents will follow.
+        """
         return Opened(self, inputs, targets, loss_fn, measured)
 
 
 class Opened:
-    """What a stack makes of one batch: (K, B) norms, (K, p) weighted sums, and products with J."""
+    """The results of a stack on one batch: (K, B) norms, (K, p) weighted sums, and products with J."""
 
     def __init__(
         self, stack: Stack, inputs: Tensor, targets: Tensor, loss_fn: Callable[[Any, Any], Tensor], measured: bool
@@ -73,16 +81,16 @@ class Opened:
         return rounded_above(squares.sqrt(), self.outputs.dtype)
 
     def weighted_sum(self, weights: Tensor, out: Tensor) -> None:
-        """Σ_b weights[k, b] g_b, into out (K, p)."""
+        """Computes Σ_b weights[k, b] g_b, into out (K, p)."""
         for layer in self.layers:
             layer.total(weights, out)
 
     def own(self) -> Tensor:
-        """Jᵀg of each record, (K·B, d)."""
+        """Computes Jᵀg of each record, (K·B, d)."""
         return self._by_record(self._tangent(None))
 
     def moved(self, v: Tensor) -> Tensor:
-        """‖Jv‖², (K, B), for directions v (K·B, d) of the input."""
+        """Computes ‖Jv‖², (K, B), for directions v (K·B, d) of the input."""
         shape = self.layers[0].shape
         if self.image:
             v = v.reshape(self.trainings, self.records, shape[1], *shape[3:]).transpose(1, 2).contiguous()
@@ -92,7 +100,9 @@ class Opened:
         return torch.stack([n for layer in self.layers if (n := layer.moved_squares()) is not None]).sum(0)
 
     def _tangent(self, v: Tensor | None) -> Tensor:
-        """The tangent of ∇_z ℓ when the input moves along v; or, without v, each record's weights along its g."""
+        """Computes the tangent of ∇_z ℓ when the input moves along v; or, without v, each record's weights along its
+        g.
+        """
         own, dot = v is None, v
         for layer in self.layers:
             dot = layer.tangent(dot, own)

@@ -1,7 +1,8 @@
 """The layers of a stack: forward, backward, and the tangents of both, for K networks side by side.
 
 Each keeps what its later calls need. A record's gradient is G = δ aᵀ; `own` moves each record's weights along its G; a
-dot is a derivative along the movement."""
+dot is a derivative along the movement.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ Pair = tuple[int, int]
 
 
 class ConvLayer:
-    """Columns (K, C·kernel, B·L), rows (K, O, B·L); the first layer's columns are one for all networks."""
+    """A convolution: columns (K, C·kernel, B·L), rows (K, O, B·L); the first layer's columns are one for all
+    networks.
+    """
 
     def __init__(self, module: nn.Conv2d, params: Tensor, start: int) -> None:
         pads = module.padding
@@ -50,7 +53,7 @@ class ConvLayer:
         return F.fold(flat, (h, w), self.kernel, 1, self.padding, self.stride).reshape(k, c, b, h, w)
 
     def _each(self, x: Tensor, k: int) -> Tensor:
-        """Columns or rows of network k by record, (B, ·, L)."""
+        """Returns the columns or rows of network k by record, (B, ·, L)."""
         x = x[min(k, len(x) - 1)]
         return x.reshape(x.shape[0], self.shape[2], -1).transpose(0, 1)
 
@@ -58,7 +61,7 @@ class ConvLayer:
         return columns.expand(len(self.weight), -1, -1)
 
     def _outer(self, rows: Tensor, columns: Tensor, onto: Tensor | None = None) -> Tensor:
-        """rows columnsᵀ of each record, (K, B, O, J)."""
+        """Computes rows columnsᵀ of each record, (K, B, O, J)."""
         out = onto
         if out is None:
             shape = (len(rows), self.shape[2], rows.shape[1], columns.shape[1])
@@ -123,7 +126,7 @@ class ConvLayer:
 
 
 class LinearLayer:
-    """Inputs (K, B, I), outputs (K, B, O): a record's gradient δ aᵀ is never formed."""
+    """A linear layer: inputs (K, B, I), outputs (K, B, O). A record's gradient δ aᵀ is never formed."""
 
     def __init__(self, module: nn.Linear, params: Tensor, start: int) -> None:
         self.weight, self.bias, self.span = _weights(module, params, start)
@@ -195,7 +198,7 @@ class TanhLayer(PlainLayer):
         return self.t
 
     def _sloped(self, d: Tensor) -> Tensor:
-        """(1 − t²) d, in one pass."""
+        """Computes (1 − t²) d, in one pass."""
         at: Tensor = torch.ops.aten.tanh_backward(d, self.t)
         return at
 
@@ -208,7 +211,7 @@ class TanhLayer(PlainLayer):
         return self.dot
 
     def tangent_backward(self, d: Tensor, own: bool, *, needed: bool) -> Tensor:
-        """(1 − t²) δ̇ − 2 t ṫ δ."""
+        """Computes (1 − t²) δ̇ − 2 t ṫ δ."""
         at = self._sloped(d)
         return at if self.dot is None else at.addcmul_(self.t * self.d, self.dot, value=-2)
 
@@ -243,7 +246,7 @@ class PoolLayer(PlainLayer):
 
 
 class FlattenLayer(PlainLayer):
-    """(K, C, B, H, W) to (K, B, C·H·W)."""
+    """A layer that reshapes (K, C, B, H, W) to (K, B, C·H·W)."""
 
     def forward(self, a: Tensor) -> Tensor:
         self.shape = a.shape
@@ -263,7 +266,13 @@ class FlattenLayer(PlainLayer):
 
 
 def made(module: nn.Module, params: Tensor, start: int) -> tuple[Any, int]:
-    """The layer that stands for a module, and how many parameters it takes."""
+    """Creates the layer that replaces a module. Returns it and the number of its parameters.
+
+    Args:
+        module: a layer of torch.
+        params: of all networks, (K, p).
+        start: the position of its first parameter.
+    """
     used = sum(p.numel() for p in module.parameters())
     if type(module) is nn.Conv2d:
         return ConvLayer(module, params, start), used
@@ -277,7 +286,7 @@ def made(module: nn.Module, params: Tensor, start: int) -> tuple[Any, int]:
 
 
 def _weights(module: Any, params: Tensor, start: int) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
-    """Weights (K, O, J) and biases (K, O) as views of the parameters, and where they lie."""
+    """Returns weights (K, O, J) and biases (K, O) as views of the parameters, and their positions."""
     if module.bias is None or not (module.weight.requires_grad and module.bias.requires_grad):
         raise ValueError(f"a stack's layers have a weight and a bias to train, got {module}")
     outputs, size = module.weight.shape[0], module.weight.numel()

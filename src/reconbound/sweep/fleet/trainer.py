@@ -1,13 +1,14 @@
 """Many private trainings at once on one device: the same data, batches and measured records, other hyper-parameters.
 
 A small network leaves a GPU idle and Python busy. A fleet holds K trainings side by side: a step of all of them is one
-CUDA graph (fleet_work.py), and their updates and ledgers are a few operations on (K, ...) tensors. Batches and the
-records measured are those of PrivateSGD with the same seed; they are shared by the fleet, which leaves each training's
-own distribution as it is. On a CPU the same code runs without graphs.
+CUDA graph (engine.py), and their updates and ledgers are a few operations on (K, ...) tensors. Batches and the records
+measured are those of PrivateSGD with the same seed; the fleet shares them, which does not change the distribution of
+each training. On a CPU the same code runs without graphs.
 
 For research, not for release: noise comes from the device's own generator, which is not a cryptographic one, in the
-model's precision, and nothing is checkpointed. It is bound to the data, the settings, the model and the loss all the
-same, and the batches to what the fleet shares of these."""
+model's precision, and nothing is checkpointed. It is still bound to the data, the settings, the model and the loss, and
+the batches to what the fleet shares of these.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +44,17 @@ _OWN = {"poisson": "exact", "fixed": "fixed"}
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The fleet after so many steps of a run.
+    """The fleet after a number of steps of a run.
 
     Attributes:
-        step: steps taken. settings: of each training.
+        step: steps taken.
+        settings: of each training.
         own: Σ over steps of the information under the sampler's own rule, Tr I, (K, N) in float64: "exact" for Poisson
-            batches, "fixed" for fixed-size ones. raw: the same with factor 1.
-        features: d. finite: whether each training's parameters are, (K,).
-        found: what `evaluate` said of each training.
+            batches, "fixed" for fixed-size ones.
+        raw: the same with factor 1.
+        features: d.
+        finite: whether each training's parameters are finite, (K,).
+        found: what `evaluate` returned for each training.
         caveats: what holds for all of it: it is not for release.
     """
 
@@ -64,7 +68,10 @@ class Snapshot:
     caveats: tuple[str, ...] = (NOT_FOR_RELEASE,)
 
     def dfil(self, rule: str = "") -> Tensor:
-        """Tr I/d of each training and record, (K, N): the sampler's own rule, "none", or "paper" (κ with δ = 1/(N T)).
+        """Returns Tr I/d of each training and record, (K, N).
+
+        Args:
+            rule: "" for the sampler's own rule, "none", or "paper" (κ with δ = 1/(N T)).
 
         Guarantee: as FisherAccountant.dfil of one run of `step` steps. "paper" and "none" are for comparison.
         """
@@ -83,17 +90,18 @@ class Fleet:
     """K private trainings in step, each with its own noise multiplier, clip norm, step size and momentum.
 
     Args:
-        make_model: makes one training's model; all start a run from the same fresh parameters.
+        make_model: creates one training's model; all start a run from the same fresh parameters.
         loss_fn: (outputs, targets) → one loss per record, (B,).
-        inputs, targets: the training data, one tensor each.
+        inputs: the training inputs, one tensor.
+        targets: the training targets, one tensor.
         settings: of each training. Sampler ("poisson" or "fixed"), sample_rate, clip, probes and seed must be the same
             for all; noise, rules and micro_batch are not used.
-        at: the step counts at which a run is looked at, increasing; the last is its length.
+        at: the step counts at which a run is evaluated, increasing; the last is its length.
         budgets: records measured over records trained on, for each stretch between two of `at`; default: the first
             settings' budget for all. Blocks of a plan end where a stretch ends, so every snapshot is unbiased.
         device: where to train.
-        method: "stacked": all trainings in the same operations, for chains of the layers that fisher/stacked.py has;
-            "branches": any model, a branch of the graph for each training. "auto": stacked where it can be.
+        method: "stacked": all trainings in the same operations, for chains of the layers in stacked_layers.py;
+            "branches": any model, a branch of the graph for each training. "auto": stacked where possible.
         streams: branches that may run side by side on a GPU.
         initialise: gives a model its fresh parameters, from torch's generator; default: each module's own way.
         private: the features of a record's flattened input that are private, a mask or indices; all of it when None.
@@ -163,14 +171,15 @@ class Fleet:
         seeds: Sequence[int] | None = None,
         tell: Callable[[int], None] | None = None,
     ) -> Iterator[Snapshot]:
-        """Train run `number` from fresh parameters; yields a Snapshot at each of `at`.
+        """Trains run `number` from fresh parameters; yields a Snapshot at each of `at`.
 
         Args:
+            number: the number of the run.
             evaluate: called on each training's model at each snapshot.
-            noise: these numbers in place of the generator's.
-            seeds: one for each training's noise, which then does not depend on who else is in the fleet; by default
-                one generator makes the noise of all.
-            tell: called with the number of each step before it is taken; what it raises ends the run.
+            noise: replaces the numbers of the generator.
+            seeds: one for each training's noise, which then does not depend on the other trainings of the fleet; by
+                default one generator creates the noise of all.
+            tell: called with the number of each step before it is taken; an exception that it raises ends the run.
         """
         base = self.settings[0].seed
         assert base is not None
@@ -199,7 +208,7 @@ class Fleet:
             yield self._snapshot(end, evaluate)
 
     def _drawn(self, seed: int, seeds: Sequence[int] | None, number: int) -> Callable[[int], Any]:
-        """What puts a step's noise into its place."""
+        """Returns a function that writes a step's noise into its buffer."""
         if seeds is None:
             generator = self._generator(seed, number, self.settings)
             return lambda step: self.noise.normal_(generator=generator)
@@ -209,13 +218,14 @@ class Fleet:
         return lambda step: [row.normal_(generator=g) for row, g in zip(self.noise, own, strict=True)]
 
     def _generator(self, seed: int, number: int, settings: tuple[Settings, ...]) -> torch.Generator:
-        """The generator of the noise of run `number` of the trainings with these settings."""
+        """Returns the generator of the noise of run `number` of the trainings with these settings."""
         return torch_stream(derive(seed, "fleet run", number, self._context(settings)), "fleet noise", 0, self.device)
 
     def _context(self, settings: tuple[Settings, ...]) -> bytes:
-        """Digest of what distinguishes the run that begins: data, model as it starts, loss, sampler, and settings.
+        """Returns a digest of what distinguishes the run that begins: data, initial model, loss, sampler, and settings.
 
-        The length of the run is left out: a snapshot is that of a shorter run."""
+        The length of the run is left out: a snapshot is that of a shorter run.
+        """
         model, few = self.models[0], (self.inputs[:8].to(self.params.dtype), self.targets[:8])
         kept = ("noise_multiplier", "max_grad_norm", "clip", "lr", "momentum", "weight_decay")
         facts = {
@@ -242,7 +252,7 @@ class Fleet:
         self.ledger.zero_()
 
     def _train(self, batch: Tensor) -> None:
-        """One step of every training on this batch, with the noise that lies ready."""
+        """Takes one step of every training on this batch, with the noise in the buffer."""
         size = next((level for level in self._levels if level >= len(batch)), len(batch))
         if size not in self._training:
             self._training[size] = Work(self, size, self.engine.gradient_sums)
@@ -253,7 +263,7 @@ class Fleet:
         self.params.addcmul_(self.velocity, self.lr, value=-1)
 
     def _measure(self, group: Tensor, weight: float, seed: int, step: int, part: int) -> None:
-        """Add what this step tells about these records to every training's ledger."""
+        """Adds what this step reveals about these records to every training's ledger."""
         size = max(len(group), round(self.sampler.divisor))
         if size not in self._measuring:
             self._measuring[size] = Work(self, size, self.engine.information)
@@ -278,7 +288,9 @@ class Fleet:
 
 
 def _flattened(models: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
-    """Trained parameters as one tensor (K, p), of which each model's are views; and room for their gradient sums."""
+    """Returns trained parameters as one tensor (K, p), of which each model's are views, and a buffer for gradient
+    sums.
+    """
     flat = torch.stack([_trained(model) for model in models])
     for model, row in zip(models, flat, strict=True):
         own = [p for p in model.parameters() if p.requires_grad]
@@ -288,18 +300,20 @@ def _flattened(models: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
 
 
 def _trained(model: nn.Module) -> Tensor:
-    """The parameters that are trained, in one row, (p,)."""
+    """Returns the parameters that are trained, in one row, (p,)."""
     return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
 
 
 def _untrained(model: nn.Module) -> dict[str, Any]:
-    """Buffers and frozen parameters."""
+    """Returns buffers and frozen parameters."""
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     return {name: value for name, value in model.state_dict().items() if name not in trained}
 
 
 def _levels(sampler: Sampler) -> tuple[int, ...]:
-    """Sizes to which batches are padded, so that few graphs are needed; a larger batch gets a graph of its own."""
+    """Returns the sizes to which batches are padded, so that few graphs are needed; a larger batch gets its own
+    graph.
+    """
     if sampler.name != "poisson":
         return (int(sampler.divisor),)
     mean = sampler.divisor
@@ -309,7 +323,7 @@ def _levels(sampler: Sampler) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4)
 def _batches(sampler: Any, seed: int, steps: int) -> list[Tensor]:
-    """The batches of a run, drawn beforehand: fleets with the same seed share them."""
+    """Draws the batches of a run in advance: fleets with the same seed share them."""
     return [sampler.batch(seed, step) for step in range(steps)]
 
 
@@ -319,7 +333,7 @@ def _kappa(s: Settings, records: int, steps: int) -> float:
 
 
 def _checked_mask(private: Any, record: Tensor) -> Tensor | None:
-    """The private features as 0/1 of one record's shape, or None for all."""
+    """Returns the private features as 0/1 of one record's shape, or None for all."""
     found = as_private(private)
     if found.part != "input" or found.name is not None:
         raise InputError("private", "must be features of the input for a fleet, or None for all of it", private)
@@ -337,7 +351,7 @@ def _checked_counts(at: Sequence[int]) -> tuple[int, ...]:
 
 
 def _checked_fleet(settings: tuple[Settings, ...]) -> Settings:
-    """The first of the settings, with which all others must agree in what a fleet shares."""
+    """Returns the first of the settings; refuses others that differ in what a fleet shares."""
     if not settings:
         raise InputError("settings", "must name at least one training", settings)
     first = settings[0]
