@@ -37,8 +37,8 @@ def leaves(event: Any) -> list[tuple[Leaf, int]]:
 def pld(event: Any, replace_one: bool) -> Any:
     """Returns the event's PLD; None where dp-accounting has none, losses are enormous, or part is not private.
 
-    It is built leaf by leaf, because PLDAccountant 0.6 leaves what is not private at all out of its distribution (only a
-    flag records it), counts a self-composed randomised response once, and has one grid for large and small
+    It is built leaf by leaf, because PLDAccountant 0.6 leaves what is not private at all out of its distribution (only
+    a flag records it), counts a self-composed randomised response once, and has one grid for large and small
     losses (tests/mechanisms/test_dp_accounting.py).
 
     Args:
