@@ -24,7 +24,7 @@ def ledger_of(seed: int, runs: int = 1) -> FisherAccountant:
 
 def by_hand(seed: int, ledger: FisherAccountant | None = None, *, finish: bool = True) -> FisherAccountant:
     """One run of one step, beside a loop of one's own."""
-    account = Account(RECORDS, FEATURES, 1, 1.0, 1.0, 1.0)
+    account = Account(1.0, 1.0, 1.0, records=RECORDS, features=FEATURES, steps=1)
     ledger = FisherAccountant(account) if ledger is None else ledger
     x, y = data(seed)
     ledger.add(torch.arange(RECORDS), step_information(network(), losses, x, y, max_grad_norm=1.0, noise_multiplier=1))
@@ -148,7 +148,7 @@ def test_a_run_under_way_is_not_finished_twice(tmp_path) -> None:
 
 
 def test_copies_of_an_empty_ledger_hold_runs_of_their_own() -> None:
-    empty = FisherAccountant(Account(RECORDS, FEATURES, 1, 1.0, 1.0, 1.0))
+    empty = FisherAccountant(Account(1.0, 1.0, 1.0, records=RECORDS, features=FEATURES, steps=1))
     one, other = (by_hand(k, copy.deepcopy(empty)) for k in range(2))
     one.merge(other)
     assert one.runs == 2

@@ -57,7 +57,7 @@ class Drawing(nn.Module):
 
 
 def ledger() -> FisherAccountant:
-    found = FisherAccountant(Account(RECORDS, FEATURES, 2, 1.0, 1.0, 1.0), diagonal=Chosen(2, 2))
+    found = FisherAccountant(Account(1.0, 1.0, 1.0, records=RECORDS, features=FEATURES, steps=2), diagonal=Chosen(2, 2))
     x, y = data()
     for _ in range(3):
         for _ in range(2):
@@ -147,7 +147,8 @@ class Loop:
         model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(len(x))), 6, shuffle=True)
-        kept = FisherAccountant(Account(RECORDS, FEATURES, 4 * len(loader), 1.0, 1.0, 0.25, "shuffle"))
+        size = {"records": RECORDS, "features": FEATURES, "steps": 4 * len(loader)}
+        kept = FisherAccountant(Account(1.0, 1.0, 0.25, "shuffle", **size))
         for _ in range(4):
             for (batch,) in loader:
                 if measured:

@@ -62,7 +62,7 @@ def test_the_floor_of_a_group_holds_against_its_own_information(copies: int, rat
     setting = {**SETTING, "noise_multiplier": noise}
     rows, targets = torch.full((copies, 1), x, dtype=torch.float64), torch.full((copies,), y, dtype=torch.float64)
     found = step_information(one_weight(), squares, rows, targets, **setting)
-    ledger = FisherAccountant(Account(copies, 1, 1, sample_rate=rate, **setting))
+    ledger = FisherAccountant(Account(records=copies, features=1, steps=1, sample_rate=rate, **setting))
     ledger.add(torch.arange(copies), found, weight=rate)
     ledger.finish_run()
     exact = dense_information(x, y, copies, rate, noise)
@@ -81,7 +81,7 @@ def test_rows_that_differ_in_what_is_public_are_bounded_too() -> None:
     x = torch.full((2, 1), 0.7, dtype=torch.float64)
     y = torch.tensor([-0.2, 0.9], dtype=torch.float64)
     found = step_information(one_weight(), squares, x, y, **SETTING)
-    ledger = FisherAccountant(Account(2, 1, 1, sample_rate=1.0, **SETTING))
+    ledger = FisherAccountant(Account(records=2, features=1, steps=1, sample_rate=1.0, **SETTING))
     ledger.add(torch.arange(2), found)
     ledger.finish_run()
     slopes = [(2 * 0.6 * 0.7 - t) for t in y.tolist()]  # of the gradients, none of which is clipped
@@ -91,7 +91,7 @@ def test_rows_that_differ_in_what_is_public_are_bounded_too() -> None:
 
 
 def test_group_floor_checks_its_rows_and_carries_caveats() -> None:
-    ledger = FisherAccountant(Account(4, 1, 1, sample_rate=1.0, **SETTING))
+    ledger = FisherAccountant(Account(records=4, features=1, steps=1, sample_rate=1.0, **SETTING))
     x, y = torch.rand(3, 1, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
     ledger.add(torch.arange(3), step_information(one_weight(), squares, x, y, **SETTING))
     ledger.finish_run()
@@ -105,7 +105,7 @@ def test_group_floor_checks_its_rows_and_carries_caveats() -> None:
 
 
 def test_limits_of_a_group_are_below_its_estimate() -> None:
-    ledger = FisherAccountant(Account(4, 1, 1, sample_rate=1.0, **SETTING))
+    ledger = FisherAccountant(Account(records=4, features=1, steps=1, sample_rate=1.0, **SETTING))
     x, y = torch.rand(4, 1, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
     for w in (0.6, 0.61, 0.62, 0.6, 0.59):
         model = one_weight()
@@ -164,7 +164,7 @@ def test_groups_of_other_mechanisms() -> None:
 
 
 def test_guarantee_for_copies_is_weaker() -> None:
-    ledger = FisherAccountant(Account(40, 2, 50, sample_rate=0.1, **SETTING))
+    ledger = FisherAccountant(Account(records=40, features=2, steps=50, sample_rate=0.1, **SETTING))
     one, three = ledger.guarantee(), ledger.guarantee(copies=3)
     assert three.epsilon is not None
     assert one.epsilon is not None

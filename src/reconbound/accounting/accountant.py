@@ -517,12 +517,21 @@ class FisherAccountant:
         self.runs, self._fingerprints = whole("runs", runs, at_least=0), fingerprints
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the ledger to a file: safetensors, atomically, mode 0600, marked confidential."""
+        """Writes the ledger to a file: safetensors, atomically, mode 0600, marked confidential.
+
+        Args:
+            path: the file to write.
+        """
         ledger_file.write(self, file_path("path", path))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> FisherAccountant:
-        """Reads a ledger that `save` wrote; anything else is refused with the reason."""
+        """Reads a ledger that `save` wrote; anything else is refused with the reason.
+
+        Args:
+            path: the file that `save` wrote.
+            device: where the ledger will live.
+        """
         return ledger_file.made(cls, *ledger_file.read(file_path("path", path)), checked_device(device))
 
     def _rule(self, rule: str | None) -> int:
@@ -547,7 +556,12 @@ def check_tensors(tensors: Any) -> None:
 
 
 def measured_rows(indices: Any, found: StepInformation) -> tuple[Any, StepInformation]:
-    """Returns indices and information of the records that took part. Masked rows are padding, not measurements."""
+    """Returns indices and information of the records that took part. Masked rows are padding, not measurements.
+
+    Args:
+        indices: the records, (B,).
+        found: the step's information about them.
+    """
     if found.mask is None or not hasattr(indices, "__len__") or len(indices) != len(found.mask):
         return indices, found
     kept = torch.nonzero(found.mask).flatten()

@@ -224,7 +224,11 @@ class PoissonTable:
     @overload
     def __call__(self, clipped_norm_over_noise: npt.ArrayLike) -> tuple[Floats, Floats]: ...
     def __call__(self, clipped_norm_over_noise: Any) -> tuple[Any, Any]:
-        """Returns k⊥ and k∥ at m = ‖g̃‖/s, in m's shape: tensors for a tensor, float64 arrays otherwise."""
+        """Returns k⊥ and k∥ at m = ‖g̃‖/s, in m's shape: tensors for a tensor, float64 arrays otherwise.
+
+        Args:
+            clipped_norm_over_noise: m ≥ 0; any shape.
+        """
         if isinstance(clipped_norm_over_noise, torch.Tensor):
             k = self._evaluate(clipped_norm_over_noise)
             return k[..., 0], k[..., 1]
@@ -237,7 +241,11 @@ class PoissonTable:
     @overload
     def largest(self, clipped_norm_over_noise: npt.ArrayLike) -> Floats: ...
     def largest(self, clipped_norm_over_noise: Any) -> Any:
-        """Returns max(k⊥, k∥) at m: at m = (‖g̃‖ + B)/s, the factor of `fixed_size_factor`."""
+        """Returns max(k⊥, k∥) at m: at m = (‖g̃‖ + B)/s, the factor of `fixed_size_factor`.
+
+        Args:
+            clipped_norm_over_noise: m ≥ 0; any shape.
+        """
         across, along = self(clipped_norm_over_noise)
         return torch.maximum(across, along) if isinstance(across, torch.Tensor) else np.maximum(across, along)
 

@@ -11,7 +11,12 @@ from reconbound._internal.formatting import format_floor
 
 
 def quantiles(values: np.ndarray, names: Mapping[str, float]) -> dict[str, float]:
-    """Returns quantiles that some record has, by name; 0 where there are no values."""
+    """Returns quantiles that some record has, by name; 0 where there are no values.
+
+    Args:
+        values: the numbers.
+        names: the quantile, from 0 to 1, by name.
+    """
     at = np.quantile(values, list(names.values()), method="lower") if len(values) else [0.0] * len(names)
     return {name: float(v) for name, v in zip(names, at, strict=True)}
 

@@ -155,7 +155,14 @@ class FeatureLedger:
                 raise InputError("found", f"{what} (of a masked record pick its columns)", tuple(part.shape))
 
     def add(self, index: Tensor, found: StepInformation, across: Tensor, along: Tensor) -> None:
-        """Adds a step's diagonals, times these factors of each record."""
+        """Adds a step's diagonals, times these factors of each record.
+
+        Args:
+            index: the records, (B,).
+            found: the step's information about them.
+            across: the factor of the part across the gradient, (B,).
+            along: the factor of the part along it, (B,).
+        """
         if self.kind == "none":
             return
         entries = self._entries(found, across, along)
@@ -172,7 +179,13 @@ class FeatureLedger:
             self.state["diagonal_error"].index_add_(0, index, entries.square().to(torch.float32))
 
     def follow(self, found: StepInformation, across: Tensor, along: Tensor) -> None:
-        """Adds a step's diagonals of all the chosen records, in the order of `rows`."""
+        """Adds a step's diagonals of all the chosen records, in the order of `rows`.
+
+        Args:
+            found: the step's information about the chosen records.
+            across: the factor of the part across the gradient, (k,).
+            along: the factor of the part along it, (k,).
+        """
         self.state["diagonal"] += self._entries(found, across, along)
 
     def _entries(self, found: StepInformation, across: Tensor, along: Tensor) -> Tensor:
@@ -291,6 +304,12 @@ class FeatureLedger:
         """Returns 1/I_jj in squared data units: of the records kept, (k, d), or of the average, (1, d).
 
         No standard error of the average is kept, and the result says so.
+
+        Args:
+            scale: size of one input unit in the data's units, (1,) or (d,).
+            runs: the number of finished runs.
+            measured: the number of measurements per record, (N,).
+            average: return the floors of the average.
         """
         if self.kind == "none":
             how = 'FisherAccountant(account, diagonal="all") keeps it, as does PrivateSGD(..., diagonal="all")'
@@ -324,6 +343,10 @@ class FeatureLedger:
 
         It is over runs where there are two or more. For one run it is √Σx² for given or all records, and infinite for
         chosen ones. It is infinite for a record never measured.
+
+        Args:
+            runs: the number of finished runs.
+            measured: the number of measurements per record, (N,).
         """
         if self.kind in ("none", "average"):
             raise InputError("diagonal", "must keep records, for the error of their features", self.kind)

@@ -44,7 +44,7 @@ def upper_limit(
         raise InputError("runs", "must be at least 2 for a confidence limit", runs)
     tail = 1 - (1 - number("confidence", confidence, above=0.0, below=1.0)) / 20
     rare, voters = measured < (FEWEST if sampled else 1), _voters(mean, measured)
-    if not bool(voters.any()):  # nobody told anything
+    if not bool(voters.any()):  # no record has information
         return torch.zeros_like(mean).masked_fill(rare, torch.inf)
     relative, spread = _relative(mean, error, voters)
     low = mean[voters].kthvalue((int(voters.sum()) + 3) // 4).values

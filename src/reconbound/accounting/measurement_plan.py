@@ -105,7 +105,12 @@ class Blocks:
         return self.block(step)[2] * self.sample_rate
 
     def at(self, seed: int, step: int) -> list[Tensor]:
-        """Returns the groups that are measured at this step."""
+        """Returns the groups that are measured at this step.
+
+        Args:
+            seed: of the random assignment.
+            step: the number of the step.
+        """
         block, start, length = self.block(step)
         return _assigned(self, seed, block, length)[step - start]
 
@@ -132,7 +137,12 @@ class Segments:
 
     @classmethod
     def of(cls, plan: Blocks, counts: Sequence[int]) -> Segments:
-        """Returns segments that end at these step counts, the last being the run's."""
+        """Returns segments that end at these step counts, the last being the run's.
+
+        Args:
+            plan: the plan of the whole run.
+            counts: the step counts.
+        """
         starts = (0, *counts[:-1])
         parts = (replace(plan, steps=end - start) for start, end in zip(starts, counts, strict=True))
         return cls(starts, tuple(parts))
@@ -146,6 +156,11 @@ class Segments:
         return self.parts[k].weight(step - self.starts[k])
 
     def at(self, seed: int, step: int) -> list[Tensor]:
-        """Returns the groups that are measured at this step."""
+        """Returns the groups that are measured at this step.
+
+        Args:
+            seed: of the random assignment.
+            step: the number of the step.
+        """
         k = self._part(step)
         return self.parts[k].at(derive(seed, "segment", k), step - self.starts[k])

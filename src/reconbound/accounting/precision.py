@@ -21,6 +21,10 @@ OFTEN, ONE_RUN = 10, {False: (85, 74), True: (57, 28)}
 def relative_median(value: Tensor, error: Tensor) -> float:
     """Returns the median of error/value where the value is positive; infinite where nothing was measured.
 
+    Args:
+        value: the estimates.
+        error: their standard errors.
+
     >>> import torch
     >>> relative_median(torch.tensor([1.0, 2.0, 0.0]), torch.tensor([0.5, 0.2, torch.inf]))
     0.10000000149011612

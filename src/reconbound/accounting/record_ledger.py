@@ -82,7 +82,14 @@ class TraceLedger:
             raise InputError("found", where, [float(x) for x in numbers[:2, first]])
 
     def add(self, index: Tensor, found: StepInformation, weight: float, stratified: bool) -> tuple[Tensor, Tensor]:
-        """Adds a step's information about these records; returns the factors of the first rule, times the weight."""
+        """Adds a step's information about these records; returns the factors of the first rule, times the weight.
+
+        Args:
+            index: the records, (B,).
+            found: the step's information about them.
+            weight: as in `FisherAccountant.add`.
+            stratified: as in `FisherAccountant.add`.
+        """
         state, account = self.state, self.account
         count, rate = state["measured"][index], account.sample_rate
         weight = number("weight", weight, above=0.0)
@@ -204,13 +211,22 @@ class TraceLedger:
     # --- reading -----------------------------------------------------------------------
 
     def trace(self, k: int, runs: int) -> Tensor:
-        """Returns Tr I under the k-th rule, (N,): the mean of finished runs, or of the first run so far."""
+        """Returns Tr I under the k-th rule, (N,): the mean of finished runs, or of the first run so far.
+
+        Args:
+            k: the number of the rule.
+            runs: the number of finished runs.
+        """
         return (self.state["mean"] if runs else self.state["trace"])[k].clone()
 
     def standard_error(self, k: int, runs: int) -> Tensor:
         """Returns the standard error of the trace under the k-th rule, (N,); infinite where never measured.
 
         It is over runs, or after one run only that of measuring.
+
+        Args:
+            k: the number of the rule.
+            runs: the number of finished runs.
         """
         if runs > 1:
             variance = self.state["spread"][k].clamp(min=0) / (runs * (runs - 1))
@@ -231,7 +247,7 @@ class TraceLedger:
         """
         account, unseen = self.account, (self.told_of(runs) == 0).cpu().numpy()
         bound = from_trace(self.trace(k, runs).cpu().numpy(), account.features)
-        with np.errstate(over="ignore"):  # of what told nothing, whose floor is the largest number already
+        with np.errstate(over="ignore"):  # records without information have the largest float as floor
             value = np.where(unseen, 0.0, np.minimum(bound.value * unit, np.finfo(np.float64).max))
         note = {"exact": "exact Poisson factors", "fixed": "the fixed-size factor", "none": "no amplification"}
         rule = note.get(account.rules[k], "the paper's κ: comparison, no guarantee")
@@ -254,7 +270,7 @@ class TraceLedger:
             return (f"{what}: floors of another run",)
         if runs:
             return ()
-        if math.isnan(told):  # of an earlier version's ledger
+        if math.isnan(told):  # a ledger of an earlier version
             return (f"a run in progress: it is not known how many of its {steps} steps were measured",)
         return (f"a run in progress: about {told:.3g} of {steps} steps measured so far",)
 
@@ -301,7 +317,7 @@ class TraceLedger:
         for name, value in self.state.items():
             if name in tensors:
                 value.copy_(tensors[name])
-            else:  # a ledger of an earlier version: whether its present run is whole cannot be told
+            else:  # a ledger of an earlier version: it is not known whether its present run is complete
                 value.fill_(_NEWER[name])
 
 

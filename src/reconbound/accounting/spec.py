@@ -152,7 +152,12 @@ def checked_device(device: Any) -> torch.device:
 
 
 def checked_scale(feature_scale: float | Sequence[float] | Tensor, features: int) -> Tensor:
-    """Returns the size of one input unit in the data's units, (1,) or (d,), float64."""
+    """Returns the size of one input unit in the data's units, (1,) or (d,), float64.
+
+    Args:
+        feature_scale: one number, or one per feature.
+        features: d.
+    """
     try:
         scale = torch.as_tensor(feature_scale, dtype=torch.float64).flatten().cpu()
         if scale.numel() in (1, features) and bool((scale > 0).all()) and bool(scale.isfinite().all()):

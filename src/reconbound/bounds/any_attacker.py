@@ -83,7 +83,7 @@ def van_trees_trace(trace: float, variances: Any, *, dim: int | None = None) -> 
     n = np.cumsum(counts[positive])
     with np.errstate(over="ignore"):
         level = (t + np.cumsum(inverse * counts[positive])) / n  # ν if exactly the k largest variances are filled
-    active = level > inverse  # none where the trace is 0, or lost beside 1/s
+    active = level > inverse  # none where the trace is 0, or too small next to 1/s
     water = 1 / float(level[np.nonzero(active)[0][-1]]) if active.any() else float(s[0])
     value = float(np.sum(counts * np.minimum(s, water))) / d
     return Bound(
@@ -246,7 +246,13 @@ def overlap_from_losses(losses: Any, probabilities: Any, infinite: float = 0.0) 
 
 
 def box_of(low: float, high: float, dim: int) -> Box:
-    """Returns the box [low, high]^dim, checked."""
+    """Returns the box [low, high]^dim, checked.
+
+    Args:
+        low: the lower end of every coordinate.
+        high: the upper end of every coordinate.
+        dim: the number of coordinates.
+    """
     lo, hi = number("low", low), number("high", high)
     if lo >= hi:
         raise InputError("low", f"must be less than high ({hi:g})", low)

@@ -212,7 +212,12 @@ class Box:
 
 
 def box(widths: Any, dim: int | None = None) -> Box:
-    """Returns the box with these side lengths; one number and `dim` stand for `dim` equal sides."""
+    """Returns the box with these side lengths; one number and `dim` stand for `dim` equal sides.
+
+    Args:
+        widths: one number, or one per coordinate.
+        dim: the number of coordinates when `widths` is one number.
+    """
     array = numbers("widths", widths, above=0.0)
     if np.any(array > 1e100):
         raise InputError("widths", "must be at most 1e100", float(array.max()))
@@ -240,7 +245,12 @@ def from_log(log_value: float) -> float:
 
 
 def divergence(name: str, value: Any) -> float:
-    """Checks a divergence: a number that is at least 0; infinity stands for no protection and is allowed."""
+    """Checks a divergence: a number that is at least 0; infinity stands for no protection and is allowed.
+
+    Args:
+        name: the argument's name, for the message.
+        value: the number.
+    """
     if isinstance(value, (int, float)) and value == math.inf:
         return math.inf
     return number(name, value, at_least=0.0)

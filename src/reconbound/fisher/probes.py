@@ -25,7 +25,7 @@ from reconbound._internal.rng import fresh_generator
 _CLOSE = 0.05  # two directions nearer than this are taken as one, for their difference would be rounding
 SHARED_FROM = 64  # records whose slopes the shared directions are taken from: the first ones, however they are batched
 _ROUNDS = 2  # of the subspace iteration
-_FAINT = 1e-5  # what is left of a shared direction beside the others; less is rounding, in float32 too
+_FAINT = 1e-5  # the least remainder of a shared direction; a smaller one is rounding, in float32 too
 
 
 def draw_probes(
@@ -58,7 +58,13 @@ def draw_input_probes(z: Tensor, probes: int, generator: torch.Generator | None 
 
 
 def draw_signs(z: Tensor, probes: int, generator: torch.Generator | None = None) -> list[Tensor]:
-    """Draws three random signs for each probe, (3, 1), for the directions of each record's own."""
+    """Draws three random signs for each probe, (3, 1), for the directions of each record's own.
+
+    Args:
+        z: the private part of each record.
+        probes: the number of probes.
+        generator: None: a fresh one, never torch's global generator.
+    """
     generator = generator or fresh_generator(z.device)
     drawn = torch.randn(probes, 3, 1, generator=generator, device=z.device, dtype=z.dtype)
     return list(torch.where(drawn < 0, -torch.ones_like(drawn), torch.ones_like(drawn)))
@@ -89,7 +95,12 @@ def shared_directions(slopes: Tensor, count: int) -> Tensor:
 
 
 def with_shared_signs(omega: Tensor, shared: Tensor) -> Tensor:
-    """Returns ω with its components along the shared directions, (k, d), replaced by their signs; of ω's shape."""
+    """Returns ω with its components along the shared directions, (k, d), replaced by their signs; of ω's shape.
+
+    Args:
+        omega: ω, a direction of one record's private part.
+        shared: orthonormal directions (or zero), (k, d).
+    """
     flat = omega.flatten()
     components = shared @ flat
     return torch.addmv(flat, shared.T, components.sign() - components).reshape(omega.shape)

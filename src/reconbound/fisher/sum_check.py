@@ -111,12 +111,19 @@ def check_sums(
 
 
 def find_fault(model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: Method) -> str | None:
-    """Returns a description of the fault in the gradient sums of a few records, or None."""
+    """Returns a description of the fault in the gradient sums of a few records, or None.
+
+    Args:
+        model: the model, in the mode in which it will be trained.
+        loss_fn: (outputs, targets) → one loss per record, (B,).
+        few: inputs and targets of a few records.
+        method: as in `clipped_gradient_sum`.
+    """
     tolerance = _PRECISE if all(p.dtype == torch.float64 for p in model.parameters()) else _ROUGH
     fault = _find_fault(model, loss_fn, few, method, tolerance)
     if fault is None or tolerance is _PRECISE:
         return fault
-    precise = _in_float64(model, few)  # in the model's precision, rounding alone may be the difference
+    precise = _in_float64(model, few)  # in the model's precision the difference may be only rounding
     return fault if precise is None else _find_fault(precise[0], loss_fn, precise[1], method, _PRECISE)
 
 

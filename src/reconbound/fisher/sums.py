@@ -181,7 +181,16 @@ def open_pass(
 def first_slopes(
     problem: Problem, batch: tuple[Tensor, Inputs, Any], micro_batch: int, method: Method, route: Route, *, check: bool
 ) -> tuple[Tensor, Method]:
-    """Returns ∇_z ℓ of the first records, (R, ...), in micro-batches, and the method that covers the model."""
+    """Returns ∇_z ℓ of the first records, (R, ...), in micro-batches, and the method that covers the model.
+
+    Args:
+        problem: the model, the loss and the private part.
+        batch: private part, inputs and targets of the batch.
+        micro_batch: records at a time.
+        method: "layers", "generic" or "auto".
+        route: of the generic pass.
+        check: run a batch of another size first (see LayerPass).
+    """
     slopes: list[Tensor] = []
     for rows in micro_batches(min(len(batch[0]), SHARED_FROM), micro_batch):
         some = batch_rows(batch, rows)

@@ -153,21 +153,37 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
         return self
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """Returns scores, (N,) with two classes, otherwise (N, K)."""
+        """Returns scores, (N,) with two classes, otherwise (N, K).
+
+        Args:
+            X: features, (N, d).
+        """
         scores = self._scores(X)
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Returns class probabilities, (N, K)."""
+        """Returns class probabilities, (N, K).
+
+        Args:
+            X: features, (N, d).
+        """
         return probabilities(self._scores(X))
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
-        """Returns the logarithms of class probabilities, (N, K)."""
+        """Returns the logarithms of class probabilities, (N, K).
+
+        Args:
+            X: features, (N, d).
+        """
         with np.errstate(divide="ignore"):
             return np.asarray(np.log(self.predict_proba(X)))
 
     def predict(self, X: Any) -> np.ndarray:
-        """Returns the most likely class, (N,)."""
+        """Returns the most likely class, (N,).
+
+        Args:
+            X: features, (N, d).
+        """
         scores = self._scores(X)
         index = (scores[:, 0] > 0).astype(int) if scores.shape[1] == 1 else scores.argmax(axis=1)
         return np.asarray(self.classes_[index])
@@ -273,12 +289,24 @@ class PrivateRidge(RegressorMixin, PrivateLinear):  # type: ignore[misc]
         self.coef_, self.intercept_ = self.coef_[0], float(self.intercept_[0])
 
     def leakage(self, X: Any, y: Any, *, scale: Any = None, diagonal: bool = True, spectral: bool = True) -> Leakage:
-        """Returns that of `PrivateLogisticRegression`, and the information about y (none where y was clipped)."""
+        """Returns that of `PrivateLogisticRegression`, and the information about y (none where y was clipped).
+
+        Args:
+            X: the features that the model was fitted on.
+            y: the targets that the model was fitted on.
+            scale: as in `PrivateLogisticRegression.leakage`.
+            diagonal: whether to compute the information per feature.
+            spectral: whether to compute the spectral norm.
+        """
         found = super().leakage(X, y, scale=scale, diagonal=diagonal, spectral=spectral)
         assert found.target is not None
         inside = np.abs(np.asarray(column_or_1d(y), dtype=np.float64)) <= self.target_bound_
         return replace(found, target=np.where(inside, found.target, 0.0))
 
     def predict(self, X: Any) -> np.ndarray:
-        """Returns predicted targets, (N,)."""
+        """Returns predicted targets, (N,).
+
+        Args:
+            X: features, (N, d).
+        """
         return np.asarray(self._scores(X)[:, 0])

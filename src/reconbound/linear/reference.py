@@ -11,6 +11,10 @@ def jacobian(optimum: Optimum, record: int) -> np.ndarray:
     """Returns ∂vec(W*)/∂x of one record by the implicit function theorem, (Kp, d), column by column.
 
     −H⁻¹ ∂/∂xⱼ (∂ℓ/∂s ⊗ x̃) = −H⁻¹ ((A W eⱼ) ⊗ x̃ + ∂ℓ/∂s ⊗ eⱼ)
+
+    Args:
+        optimum: from `minimise`.
+        record: the index of the record.
     """
     d, row, slope = optimum.dim, optimum.rows[record], optimum.slopes[record]
     curvature = np.atleast_2d(optimum.curvatures[record])

@@ -63,7 +63,11 @@ class Shape:
         return replaced_norm(self.loss.name, self.row_norm, self.l2, self.target_bound)
 
     def mechanism(self, noise_std: float) -> OutputPerturbation:
-        """Returns the release as a mechanism."""
+        """Returns the release as a mechanism.
+
+        Args:
+            noise_std: σ.
+        """
         bound = self.target_bound if self.loss.name == "squared" else None
         what = (self.data_norm, self.loss.name, bound, self.intercept)
         return OutputPerturbation(self.records, self.l2, noise_std, *what)
@@ -72,6 +76,9 @@ class Shape:
         """Returns an upper bound of Tr(I) of every record in every data set of this shape.
 
         ‖J‖_F ≤ ‖H⁻¹‖ (sup‖A‖ sup‖x̃‖ sup‖W‖ + √d sup‖∂ℓ/∂s‖), ‖H⁻¹‖ ≤ 1/(nλ).
+
+        Args:
+            noise_std: σ.
         """
         shape = (self.row_norm, self.l2, self.target_bound)
         weights = largest_weights(self.loss.name, self.classes, *shape)
@@ -87,7 +94,15 @@ def choose_noise(
     target_epsilon: float | None,
     target_delta: float | None,
 ) -> float:
-    """Returns the noise's standard deviation per parameter, as given or as the bounds of `shape` need."""
+    """Returns the noise's standard deviation per parameter, as given or as the bounds of `shape` need.
+
+    Args:
+        shape: the public facts.
+        noise_std: σ, or None.
+        target_mse: the floor to reach, or None.
+        target_epsilon: the ε to reach, or None.
+        target_delta: δ of target_epsilon.
+    """
     given = [
         name
         for name, value in (("noise_std", noise_std), ("target_mse", target_mse), ("target_epsilon", target_epsilon))
@@ -114,7 +129,13 @@ def choose_noise(
 
 
 def noise_for_epsilon(shape: Shape, epsilon: float, delta: float) -> float:
-    """Returns the smallest noise with (ε, δ)-DP under replace-one, to a part in a billion and rounded up."""
+    """Returns the smallest noise with (ε, δ)-DP under replace-one, to a part in a billion and rounded up.
+
+    Args:
+        shape: the public facts.
+        epsilon: ε.
+        delta: δ.
+    """
 
     def reached(noise: float) -> float:
         found = shape.mechanism(noise).epsilon_at(delta)

@@ -80,7 +80,13 @@ class Optimum:
 
 
 def hessian(rows: np.ndarray, curvatures: np.ndarray, penalty: float) -> np.ndarray:
-    """Returns Σ Aᵢ ⊗ x̃ᵢx̃ᵢᵀ + nλI, block by block."""
+    """Returns Σ Aᵢ ⊗ x̃ᵢx̃ᵢᵀ + nλI, block by block.
+
+    Args:
+        rows: x̃, (N, p).
+        curvatures: A, (N,) or (N, K, K).
+        penalty: nλ.
+    """
     p = rows.shape[1]
     if curvatures.ndim == 1:
         half = rows * np.sqrt(curvatures)[:, None]
@@ -115,7 +121,15 @@ def _inverse(matrix: np.ndarray) -> np.ndarray:
 
 
 def gradient(rows: np.ndarray, y: np.ndarray, loss: Loss, penalty: float, weights: np.ndarray) -> np.ndarray:
-    """Returns ∇F(W) = Σ ∂ℓ/∂s x̃ᵀ + nλW, (K, p)."""
+    """Returns ∇F(W) = Σ ∂ℓ/∂s x̃ᵀ + nλW, (K, p).
+
+    Args:
+        rows: x̃, (N, p).
+        y: targets, (N,).
+        loss: the loss ℓ.
+        penalty: nλ.
+        weights: W, (K, p).
+    """
     return np.asarray(loss.slope(rows @ weights.T, y).T @ rows + penalty * weights)
 
 

@@ -129,7 +129,12 @@ class Mechanism(ABC):
 
 
 def epsilon_from_order2(order2: float, delta: float) -> float | None:
-    """Returns ε at this δ from χ² = e^ε₂ − 1: ln(1 + χ²/(4δ) − δ); None where χ² is infinite."""
+    """Returns ε at this δ from χ² = e^ε₂ − 1: ln(1 + χ²/(4δ) − δ); None where χ² is infinite.
+
+    Args:
+        order2: ε₂, in nats.
+        delta: δ.
+    """
     d = number("delta", delta, above=0.0, below=1.0)
     if order2 == math.inf:
         return None
@@ -141,6 +146,9 @@ def epsilon_from_order2(order2: float, delta: float) -> float | None:
 
 def advantage_from_order2(order2: float) -> float:
     """Returns the largest advantage of a test from χ² in both directions: √(χ²/(4 + χ²)).
+
+    Args:
+        order2: ε₂ in both directions, in nats.
 
     >>> round(advantage_from_order2(1.0), 6), advantage_from_order2(math.inf)
     (0.548169, 1.0)

@@ -37,9 +37,13 @@ def leaves(event: Any) -> list[tuple[Leaf, int]]:
 def pld(event: Any, replace_one: bool) -> Any:
     """Returns the event's PLD; None where dp-accounting has none, losses are enormous, or part is not private.
 
-    It is built leaf by leaf, because PLDAccountant 0.6 leaves what is not private at all out of its distribution (a
-    flag beside it remembers), counts a self-composed randomised response once, and has one grid for large and small
+    It is built leaf by leaf, because PLDAccountant 0.6 leaves what is not private at all out of its distribution (only
+    a flag records it), counts a self-composed randomised response once, and has one grid for large and small
     losses (tests/mechanisms/test_dp_accounting.py).
+
+    Args:
+        event: a DpEvent of dp-accounting.
+        replace_one: neighbours differ in one record's value; otherwise one record is added or removed.
     """
     import dp_accounting as dp
 

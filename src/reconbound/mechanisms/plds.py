@@ -18,7 +18,7 @@ from reconbound._internal.checks import InputError, numbers
 from reconbound.bounds import rero_from_curve
 
 LARGEST_SHIFT = 60.0  # beyond it one step tells all there is to tell, and the grid would be huge
-_LARGEST_LOSS = 1e4  # a total loss of e^10000 protects nobody
+_LARGEST_LOSS = 1e4  # a total loss of e^10000 is no protection
 _LARGEST_GRID = 2 * 10**6
 _SMALLEST_LOSS = 1e-8  # below it dp-accounting's own arithmetic gives up, and order 2 says all
 
@@ -103,7 +103,13 @@ def _excess(losses: np.ndarray, mass: np.ndarray, infinite: float) -> float:
 
 
 def loss_scale(m: float, q: float, replace_one: bool) -> tuple[float, float, float]:
-    """Returns the mean and root mean square of one step's loss, and the range of losses that matter."""
+    """Returns the mean and root mean square of one step's loss, and the range of losses that matter.
+
+    Args:
+        m: largest clipped gradient norm over the noise's standard deviation on the sum.
+        q: the sampling rate.
+        replace_one: neighbours differ in one record's value; otherwise one record is added or removed.
+    """
     x = np.linspace(-m - 10, m + 10, 4001)
     low = math.log1p(-q) if q < 1 else -math.inf
     upper = np.logaddexp(low, math.log(q) + m * x - m * m / 2)
@@ -138,13 +144,23 @@ def rounding(pld: Any) -> float:
 
 
 def delta(pld: Any, at: float) -> float:
-    """Returns δ(ε), at most 1 (a long FFT can leave a little more)."""
+    """Returns δ(ε), at most 1 (a long FFT can leave a little more).
+
+    Args:
+        pld: a privacy loss distribution.
+        at: ε.
+    """
     with quiet():
         return min(max(float(pld.get_delta_for_epsilon(at)), 0.0) + rounding(pld), 1.0)
 
 
 def epsilon(pld: Any, target_delta: float) -> float | None:
-    """Returns ε at this δ; None where the distribution has no finite one, or its rounding is as large as δ."""
+    """Returns ε at this δ; None where the distribution has no finite one, or its rounding is as large as δ.
+
+    Args:
+        pld: a privacy loss distribution.
+        target_delta: δ.
+    """
     sure = target_delta - rounding(pld)
     if sure <= 0:
         return None
@@ -175,7 +191,12 @@ def _smallest_epsilon(losses: np.ndarray, mass: np.ndarray, infinite: float, tar
 
 
 def rero(pld: Any, kappa: Any) -> Any:
-    """Returns min_ε {e^ε κ + δ(ε)} over the distribution's grid, for the worse of its two directions."""
+    """Returns min_ε {e^ε κ + δ(ε)} over the distribution's grid, for the worse of its two directions.
+
+    Args:
+        pld: a privacy loss distribution.
+        kappa: κ, one number or an array.
+    """
     kappa = numbers("kappa", kappa)
     worst = np.zeros(np.shape(kappa))
     for losses, mass, infinite in directions(pld):
@@ -226,7 +247,12 @@ def directions(pld: Any) -> list[tuple[np.ndarray, np.ndarray, float]]:
 
 
 def gaussian_epsilon(shift: float, target_delta: float) -> float:
-    """Returns ε of one Gaussian release whose neighbours are `shift` standard deviations apart (the exact curve)."""
+    """Returns ε of one Gaussian release whose neighbours are `shift` standard deviations apart (the exact curve).
+
+    Args:
+        shift: the distance of neighbours in standard deviations of the noise.
+        target_delta: δ.
+    """
     import dp_accounting as dp
 
     if shift > 1e3:
@@ -241,6 +267,12 @@ def fixed_size_epsilon(m: float, sample_rate: float, steps: int, target_delta: f
 
     dp-accounting 0.6 charges add/remove sensitivity under REPLACE_ONE, so half the noise multiplier is passed;
     tests/mechanisms/test_dp_accounting.py fails when a release changes that.
+
+    Args:
+        m: largest clipped gradient norm over the noise's standard deviation on the sum.
+        sample_rate: q = B/N.
+        steps: T.
+        target_delta: δ.
     """
     import dp_accounting as dp
 

@@ -58,7 +58,11 @@ class Protection:
         return found is None or found < SURE
 
     def sentence(self, noun: str = "record") -> str:
-        """Returns the largest chance to rebuild a record, in one sentence that is true by itself; "" if not known."""
+        """Returns the largest chance to rebuild a record, in one sentence that is true by itself; "" if not known.
+
+        Args:
+            noun: the word for a record.
+        """
         if self.success is None:
             return ""
         return (
@@ -67,7 +71,11 @@ class Protection:
         )
 
     def warning(self, noun: str = "record") -> str:
-        """Returns the sentence that comes before all others where the guarantee means little; "" otherwise."""
+        """Returns the sentence that comes before all others where the guarantee means little; "" otherwise.
+
+        Args:
+            noun: the word for a record.
+        """
         if self.meaningful or self.success is None:
             return ""
         often = f": nearly whenever it is in a batch, for which the chance is {format_percent(1 - self.never_drawn)}"
@@ -85,6 +93,9 @@ def read_protection(found: Mapping[str, Any]) -> Protection:
     """Returns the protection that a guarantee's dictionary describes (`Guarantee.to_dict`, run.json).
 
     In older dictionaries without `never_drawn` it is computed from the mechanism's sample rate and steps.
+
+    Args:
+        found: the dictionary.
     """
     pairs = {float(r["kappa"]): float(r["success"]) for r in found.get("rero") or ()}
     never = found.get("never_drawn")

@@ -91,7 +91,11 @@ class DP(_Reported):
         _neighbours(self.adjacency)
 
     def for_group(self, copies: int) -> DP:
-        """Returns (kε, δ (e^{kε} − 1)/(e^ε − 1)): group privacy."""
+        """Returns (kε, δ (e^{kε} − 1)/(e^ε − 1)): group privacy.
+
+        Args:
+            copies: k, the number of rows.
+        """
         k, e = whole("copies", copies), min(self.epsilon, 700.0)
         times = float(k) if e == 0 else math.expm1(min(k * e, 700.0)) / math.expm1(e)
         return DP(k * self.epsilon, min(self.delta * times, 1 - 1e-16), self.adjacency)

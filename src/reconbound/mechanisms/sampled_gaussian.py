@@ -246,7 +246,11 @@ class OutputPerturbation(Mechanism):
         return renyi.output_perturbation_shift(self.records, self.l2, self.noise_std, self.gradient_norm)
 
     def for_group(self, copies: int) -> OutputPerturbation:
-        """Returns the mechanism with the group as one record: k rows move the minimiser k times as far at most."""
+        """Returns the mechanism with the group as one record: k rows move the minimiser k times as far at most.
+
+        Args:
+            copies: k, the number of rows.
+        """
         return replace(self, noise_std=self.noise_std / whole("copies", copies))
 
     @property

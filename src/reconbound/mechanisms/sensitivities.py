@@ -16,7 +16,12 @@ LOSSES = ("logistic", "softmax", "squared")
 
 
 def check_loss(loss: str, target_bound: float | None) -> None:
-    """Refuses an unknown loss, and a squared loss without a bound on its targets."""
+    """Refuses an unknown loss, and a squared loss without a bound on its targets.
+
+    Args:
+        loss: "logistic", "softmax" or "squared".
+        target_bound: Y, for squared loss.
+    """
     choice("loss", loss, LOSSES)
     if loss == "squared":
         if target_bound is None:
@@ -30,6 +35,12 @@ def largest_slope(loss: str, row_norm: float, l2: float, target_bound: float | N
     """Returns the largest norm of ∂ℓ/∂s at any minimiser, for rows (constant feature included) of norm ≤ `row_norm`.
 
     Logistic 1, softmax √2; squared loss Y(1 + R/(2√λ)), as ‖θ*‖ ≤ Y/(2√λ) (docs/theory/linear.md, section 2).
+
+    Args:
+        loss: "logistic", "softmax" or "squared".
+        row_norm: R, the largest norm of a row, the constant feature included.
+        l2: λ.
+        target_bound: Y, for squared loss.
     """
     if loss == "logistic":
         return 1.0
@@ -43,6 +54,13 @@ def largest_weights(loss: str, classes: int, row_norm: float, l2: float, target_
     """Returns the largest norm of the minimiser, for any data: nλ‖W‖² = −Σ ∂ℓ/∂s·s, and nλ‖W‖ ≤ Σ‖∂ℓ/∂s‖‖x̃‖.
 
     −∂ℓ/∂s·s is at most Y²/4 for squared loss and Lambert's W((K − 1)/e) for softmax, logistic loss being K = 2.
+
+    Args:
+        loss: "logistic", "softmax" or "squared".
+        classes: K, for softmax.
+        row_norm: R, the largest norm of a row, the constant feature included.
+        l2: λ.
+        target_bound: Y, for squared loss.
     """
     if loss == "squared":
         assert target_bound is not None
@@ -78,6 +96,12 @@ def replaced_norm(loss: str, row_norm: float, l2: float, target_bound: float | N
     """Returns the largest difference of two records' gradients at any minimiser: 2L, but R²‖θ‖ + 2YR for squared loss.
 
     (xxᵀ − x'x'ᵀ)θ − yx + y'x', and xxᵀ − x'x'ᵀ has its eigenvalues in [−R², R²].
+
+    Args:
+        loss: "logistic", "softmax" or "squared".
+        row_norm: R, the largest norm of a row, the constant feature included.
+        l2: λ.
+        target_bound: Y, for squared loss.
     """
     if loss != "squared":
         return 2 * gradient_norm(loss, row_norm, l2)

@@ -75,7 +75,7 @@ def _second_derivative(model: nn.Module, trace: Trace) -> None:
     if all(g is None for g in first):
         raise _cut_error(model, trace, "the loss does not depend on any parameter that requires a gradient")
     component = torch.stack([(g * torch.randn_like(g)).sum() for g in first if g is not None]).sum()
-    if inputs:  # tokens alone have no derivative: their embedding or the label is then the private part
+    if inputs:  # tokens have no derivative: their embedding or the label is then the private part
         second = torch.autograd.grad(component, inputs, allow_unused=True) if component.requires_grad else [None]
         if all(g is None for g in second):
             raise _cut_error(model, trace, "the gradient does not depend on the inputs")
@@ -151,7 +151,7 @@ def _misses(
 
     Args:
         function: of z: a number, and what its gradient is taken in.
-        z: the point; others are chosen beside it.
+        z: the point; others are chosen near it.
         chosen: sets the features that do not move to zero in a direction.
     """
     generator = torch.Generator().manual_seed(4)

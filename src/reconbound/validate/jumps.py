@@ -71,6 +71,12 @@ def check_jumps_once(model: nn.Module, loss_fn: LossFn, few: Any, private: Priva
     """Refuses a model whose operations show a jump; searches once for each model, loss and private part.
 
     An error that the few records raise when run is ignored here: the caller's own run of all of them raises it.
+
+    Args:
+        model: the model.
+        loss_fn: the per-record loss.
+        few: inputs and targets of the few records.
+        private: what is private.
     """
     key = (
         private.part,

@@ -115,6 +115,12 @@ def place_precisely(model: nn.Module, loss_fn: LossFn, few: Any, private: Privat
     """Returns the records in float64 where model and loss run in it, otherwise in their own precision.
 
     The parameters are moved a little, so that a last layer of zeros hides nothing, where the losses stay finite.
+
+    Args:
+        model: the model.
+        loss_fn: the per-record loss.
+        few: inputs and targets of the few records.
+        private: what is private; None: every floating-point input.
     """
     for dtype in (torch.float64, None):
         for shaken in (True, False):

@@ -70,7 +70,14 @@ class Problem:
     private: Private
 
     def losses(self, z: Tensor, inputs: Inputs, targets: Any, params: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Returns the loss of each record, (B,), with z in the place of the private part."""
+        """Returns the loss of each record, (B,), with z in the place of the private part.
+
+        Args:
+            z: the private part, (B, ...).
+            inputs: the model's inputs.
+            targets: what the loss takes.
+            params: parameters to use in place of the model's, by name.
+        """
         return self.losses_and_outputs(z, inputs, targets, params)[0]
 
     def losses_and_outputs(
@@ -144,7 +151,13 @@ def module_caveats(model: nn.Module, private: Private, seeing: Sequence[str] = (
 
 
 def private_part(problem: Problem, inputs: Inputs, targets: Any) -> Tensor:
-    """Returns the private part of the batch, z of shape (B, ...), detached."""
+    """Returns the private part of the batch, z of shape (B, ...), detached.
+
+    Args:
+        problem: the model, the loss and what is private.
+        inputs: the model's inputs.
+        targets: what the loss takes.
+    """
     private = problem.private
     if private.part == "target":
         z = targets
@@ -165,7 +178,12 @@ def private_part(problem: Problem, inputs: Inputs, targets: Any) -> Tensor:
 
 
 def feature_mask(private: Private, z: Tensor) -> Tensor | None:
-    """Returns the chosen features as a 0/1 tensor of one record's shape, or None when all are private."""
+    """Returns the chosen features as a 0/1 tensor of one record's shape, or None when all are private.
+
+    Args:
+        private: the private part.
+        z: its values, (B, ...).
+    """
     if private.features is None:
         return None
     chosen, size = private.features.flatten(), math.prod(z.shape[1:])

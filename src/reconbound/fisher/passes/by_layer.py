@@ -211,7 +211,7 @@ class LayerPass:
         width = rows.shape[2] + (columns.shape[2] if columns.is_floating_point() else 0)
         squares = products.gram_squares_above(of_columns, of_rows, width, rounding)
         self.spreads[i] = products.spread(of_columns, of_rows)
-        if capturing(rows) and self.dtype != torch.float64:  # nothing can be asked: such records are clipped further
+        if capturing(rows) and self.dtype != torch.float64:  # values cannot be read: such records are clipped further
             squares = torch.maximum(squares, (self.spreads[i] / _CANCELS).square())
         return squares
 

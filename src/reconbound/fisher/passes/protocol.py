@@ -27,7 +27,11 @@ class Pass(Protocol):
         """
 
     def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:
-        """Returns the norms and Jᵀg, of z's shape. moving: products Jv will follow."""
+        """Returns the norms and Jᵀg, of z's shape.
+
+        Args:
+            moving: products Jv will follow.
+        """
 
     def slope(self) -> Tensor:
         """Returns ∇_z ℓ, of z's shape."""
@@ -39,16 +43,32 @@ class Pass(Protocol):
         """
 
     def probe(self, direction: Params) -> tuple[Tensor, Tensor]:
-        """Returns ⟨g, u⟩, (B,), and Jᵀu, of z's shape, for one direction u in parameter space, shared by the batch."""
+        """Returns ⟨g, u⟩, (B,), and Jᵀu, of z's shape, for one direction u in parameter space, shared by the batch.
+
+        Args:
+            direction: u, by parameter name.
+        """
 
     def moved(self, v: Tensor) -> Tensor:
-        """Returns ‖Jv‖² for each record, (B,), in float64, for a direction v of z's shape."""
+        """Returns ‖Jv‖² for each record, (B,), in float64, for a direction v of z's shape.
+
+        Args:
+            v: a direction, of z's shape.
+        """
 
     def normal(self, v: Tensor) -> Tensor:
-        """Returns JᵀJv, of z's shape."""
+        """Returns JᵀJv, of z's shape.
+
+        Args:
+            v: a direction, of z's shape.
+        """
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        """Returns Σ_i weights_i g_i, by parameter name, in float32 or wider."""
+        """Returns Σ_i weights_i g_i, by parameter name, in float32 or wider.
+
+        Args:
+            weights: a weight for each record, (B,).
+        """
 
 
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
