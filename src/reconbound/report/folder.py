@@ -219,7 +219,12 @@ def read_audit(folder: str | os.PathLike[str]) -> tuple[Run, Leakage]:
 
 
 def check_model(folder: str | os.PathLike[str], digest: str | None) -> None:
-    """Refuses a model.safetensors that has another digest. A missing one is accepted."""
+    """Refuses a model.safetensors that has another digest. A missing one is accepted.
+
+    Args:
+        folder: the audit's.
+        digest: of the released model.
+    """
     path = Path(folder) / MODEL
     if digest is not None and path.exists() and file_digest(path) != digest:
         raise Unreadable(
@@ -229,7 +234,12 @@ def check_model(folder: str | os.PathLike[str], digest: str | None) -> None:
 
 
 def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
-    """Returns the run with ε and floors computed from its mechanism; a warning says where run.json had another ε."""
+    """Returns the run with ε and floors computed from its mechanism; a warning says where run.json had another ε.
+
+    Args:
+        run: the public facts.
+        folder: the audit's, for the warning.
+    """
     from reconbound.accounting.spec import Account
     from reconbound.mechanisms.guarantees import guarantee
     from reconbound.training.sampling import batches_per_epoch, make_sampler
@@ -255,7 +265,12 @@ def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
 
 
 def unfinished(folder: str | os.PathLike[str], path: Path) -> str:
-    """Explains why a folder has no results: there is no audit in it, or one that was begun and can continue."""
+    """Explains why a folder has no results: there is no audit in it, or one that was begun and can continue.
+
+    Args:
+        folder: the audit's.
+        path: the file that is missing.
+    """
     if not (Path(folder) / PLAN).exists():
         return f"{path} does not exist: {folder} holds no finished audit"
     try:

@@ -357,7 +357,13 @@ class View:
 
 
 def line(run: Run, name: str, unit: float = 1.0) -> float | None:
-    """Returns the ± error of one of the calculator's floors, in units of the data's range times `unit`."""
+    """Returns the ± error of one of the calculator's floors, in units of the data's range times `unit`.
+
+    Args:
+        run: the public facts.
+        name: the name of the floor.
+        unit: the factor on the data's range.
+    """
     space = run.guarantee.get("data", {})
     width = float(space.get("high", 1.0)) - float(space.get("low", 0.0))
     for bound in run.guarantee.get("bounds", ()):

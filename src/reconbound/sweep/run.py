@@ -295,7 +295,13 @@ def _refuse_another(config: Sweep) -> None:
 
 
 def begin(store: Store, config: Sweep, train: Any) -> None:
-    """Creates the sweep's trials, and writes their location into the folder."""
+    """Creates the sweep's trials, and writes their location into the folder.
+
+    Args:
+        store: the sweep's storage.
+        config: the sweep.
+        train: its training.
+    """
     known = _known(config, train)  # a model that cannot be trained is refused before its trials are made
     facts = {**train.facts(), "search": config.search}
     if config.search == "tpe":
@@ -372,7 +378,12 @@ def values_of(config: Sweep, rows: Sequence[Row]) -> list[float]:
 
 
 def found_before(store: Store, setting: Setting) -> list[Row] | None:
-    """Returns the rows of a finished trial of the same setting, if there is one."""
+    """Returns the rows of a finished trial of the same setting, if there is one.
+
+    Args:
+        store: the sweep's storage.
+        setting: a value for each name.
+    """
     for trial in store.trials():
         found = trial.user_attrs
         if trial.state.name == "COMPLETE" and spaces.key(found["setting"]) == spaces.key(setting):

@@ -266,7 +266,12 @@ def fingerprint(seed: int, data: str) -> str:
 
 
 def finished_rows(folder: Path, about: Mapping[str, Any]) -> list[Row] | None:
-    """Returns the rows of a trial that was trained here but not stored yet."""
+    """Returns the rows of a trial that was trained here but not stored yet.
+
+    Args:
+        folder: the trial's.
+        about: everything that determines its rows.
+    """
     try:
         content = unsealed_json(folder / TRIAL)
     except (OSError, Unreadable):

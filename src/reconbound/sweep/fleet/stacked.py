@@ -81,7 +81,12 @@ class Opened:
         return rounded_above(squares.sqrt(), self.outputs.dtype)
 
     def weighted_sum(self, weights: Tensor, out: Tensor) -> None:
-        """Computes Σ_b weights[k, b] g_b, into out (K, p)."""
+        """Computes Σ_b weights[k, b] g_b, into out (K, p).
+
+        Args:
+            weights: (K, B).
+            out: (K, p), overwritten.
+        """
         for layer in self.layers:
             layer.total(weights, out)
 
