@@ -18,7 +18,7 @@ _SERIES = (-221 / 8505, 769 / 17280, -43 / 540, 11 / 72, -1 / 3, 1.0, -1.0)  # W
 def lambert(x: np.ndarray, upper: bool) -> np.ndarray:
     """Computes the real Lambert W, branch 0 (x ≥ −1/e) or −1 (−1/e ≤ x < 0); −1 where x < −1/e.
 
-    scipy's is complex and slow.
+    scipy's function is complex and slow.
 
     It takes a start accurate to a few per cent, two steps of fourth order (Fritsch et al. 1973), and a series at the
     end of the branch.

@@ -270,7 +270,7 @@ def column_rows(columns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def differences(
     views: Sequence[View], names: Sequence[str], folders: Sequence[str | os.PathLike[str]]
 ) -> list[dict[str, Any]]:
-    """Lists differences of the audits beside settings: [{"what": "range of age", "values": {audit: "0 to 120"}}].
+    """Lists differences of the audits except settings: [{"what": "range of age", "values": {audit: "0 to 120"}}].
 
     Args:
         views: the audits.

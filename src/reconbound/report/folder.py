@@ -83,8 +83,9 @@ class Run:
 class Leakage:
     """The leakage of each record in the runs: confidential. N records, d private features, k records kept whole.
 
-    Everything is in the model's input units; facts["scale"] and facts["offset"] convert to the data's own: value =
-    offset + scale · input.
+    Everything is in the model's input units; facts["scale"] and facts["offset"] convert to the data's own:
+
+        value = offset + scale · input
 
     Attributes:
         dfil: (rules, N), Tr I/d.
@@ -315,7 +316,7 @@ def read_leakage(folder: str | os.PathLike[str]) -> Leakage:
 def floors(leakage: Leakage, rule: str | None = None) -> Tensor:
     """Returns 1/dFIL of each record, (N,), in the model's input units squared: Theorem 2.
 
-    0 for a record never measured.
+    It is 0 for a record never measured.
 
     Args:
         leakage: the leakage of each record.

@@ -330,7 +330,7 @@ class View:
     def values(self, place: int) -> np.ndarray:
         """Returns the private numbers of a record kept whole, (d,), in their own units.
 
-        NaN where a public mark says that the value is missing.
+        A number is NaN where a public mark says that the value is missing.
         """
         flat = self.leakage.kept_inputs[place].double().flatten().numpy()
         found = np.array(self.offset + self.scale * (flat if self.private is None else flat[self.private]))

@@ -275,7 +275,7 @@ def make_trainer(config: Sweep) -> Any:
 
 def open_store(config: Sweep) -> Store:
     """Opens the sweep's storage."""
-    with warnings.catch_warnings():  # Optuna's early versions call the liar experimental
+    with warnings.catch_warnings():  # early versions of Optuna warn that constant_liar is experimental
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler = optuna.samplers.TPESampler(n_startup_trials=max(5, (config.trials or 0) // 5), constant_liar=True)
     objectives = 2 if config.at_least is None else 1
@@ -314,7 +314,7 @@ def begin(store: Store, config: Sweep, train: Any) -> None:
 
 
 def _known(config: Sweep, train: Any) -> dict[str, Any]:
-    """Returns facts of the data and the models that the pages show beside the rows."""
+    """Returns facts of the data and the models that the pages show with the rows."""
     if not hasattr(train, "guesses"):
         return {}
     named = config.space.get("model")

@@ -255,7 +255,7 @@ def fingerprint(seed: int, data: str) -> str:
     """Returns a fingerprint of a seed: 24 bits of scrypt, which takes 64 MiB and about 0.2 s for each guess.
 
     A key in the folder would hide even a small seed, but workers on other machines share only the seed. So trying seeds
-    is slow, trials for one sweep are of no use for another, and whoever tries 2³² seeds is left with 256.
+    is slow, guesses for one sweep are of no use for another, and whoever tries 2³² seeds is left with 256.
 
     Args:
         seed: of the sweep.
