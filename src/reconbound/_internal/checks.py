@@ -79,7 +79,7 @@ def number(
         x = float(value)
     except (TypeError, ValueError):
         raise InputError(name, "must be a number", _shown(value)) from None
-    except OverflowError:  # a whole number beyond the floats
+    except OverflowError:  # a whole number too large for a float
         raise InputError(name, "must be at most 1e308", value) from None
     if not math.isfinite(x):
         raise InputError(name, "must be a finite number", value)

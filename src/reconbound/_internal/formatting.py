@@ -67,6 +67,10 @@ def format_number(x: float, digits: int = 3, side: Side = "near") -> str:
 def format_floor(x: float, digits: int = 3) -> str:
     """Formats a lower bound: rounded down.
 
+    Args:
+        x: the bound.
+        digits: significant digits that are shown.
+
     >>> format_floor(19.781), format_floor(0.25), format_floor(2999.9)
     ('19.7', '0.25', '2,990')
     """
@@ -76,6 +80,10 @@ def format_floor(x: float, digits: int = 3) -> str:
 def format_limit(x: float, digits: int = 3) -> str:
     """Formats an upper bound, such as ε or δ, or a smallest noise: rounded up.
 
+    Args:
+        x: the bound.
+        digits: significant digits that are shown.
+
     >>> format_limit(8.8001), format_limit(1e-5), format_limit(1054.2)
     ('8.81', '1e-05', '1,060')
     """
@@ -84,6 +92,10 @@ def format_limit(x: float, digits: int = 3) -> str:
 
 def format_noise(x: float, digits: int = 7) -> str:
     """Formats a smallest noise, to be typed into a command: rounded up, without thousands separators.
+
+    Args:
+        x: the noise.
+        digits: significant digits that are shown.
 
     >>> format_noise(1.23456712), format_noise(13467.7401)
     ('1.234568', '13467.75')

@@ -44,7 +44,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
                     del hooks[key]
         yield
     finally:
-        for hooks, items in taken:  # the same dictionaries, for the hooks' handles point at them
+        for hooks, items in taken:  # the same dictionaries, because the hooks' handles point to them
             hooks.clear()
             hooks.update(items)
 

@@ -62,7 +62,7 @@ def derive(seed: int, purpose: str, step: int = 0, context: bytes = b"") -> int:
         seed: the key.
         purpose: the name of the stream.
         step: the number of the step.
-        context: nothing, or a digest of 32 bytes of everything that the numbers must depend on beside the seed.
+        context: nothing, or a digest of 32 bytes of everything that the numbers must depend on apart from the seed.
     """
     fields = purpose.encode().ljust(16, b"\0") + step.to_bytes(8, "little") + context
     key = seed.to_bytes(_BITS // 8, "little")

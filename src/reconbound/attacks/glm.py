@@ -1,10 +1,10 @@
 """The GLM attack of Balle et al. 2022 on an output-perturbed linear model, and its error over many releases.
 
-The attacker knows all other records, the label, λ and the released weights W. At the minimiser ∂ℓ/∂s ⊗ x̃ = −(Σ_others
-∂ℓ/∂s ⊗ x̃ + nλW) =: v, which it can compute. `method="ratio"`: the constant feature's part of v is ∂ℓ/∂s itself, so x =
-v/v₀; this never uses the label. `method="label"`: ∂ℓ/∂s = t must also be the slope at the score that v/t has, a scalar
-equation in t that uses the label and no noisy denominator. With softmax ∂ℓ/∂s is a vector, but v has rank one: its left
-factor is the direction of ∂ℓ/∂s. docs/theory/linear.md, section 7.
+The attacker knows all other records, the label, λ and the released weights W. At the minimiser
+∂ℓ/∂s ⊗ x̃ = −(Σ_others ∂ℓ/∂s ⊗ x̃ + nλW) =: v, which it can compute. `method="ratio"`: the constant feature's part of v
+is ∂ℓ/∂s itself, so x = v/v₀; this never uses the label. `method="label"`: ∂ℓ/∂s = t must also be the slope at the score
+that v/t has, a scalar equation in t that uses the label and no noisy denominator. With softmax ∂ℓ/∂s is a vector, but
+v is of rank one: its left factor is the direction of ∂ℓ/∂s. docs/theory/linear.md, section 7.
 """
 
 from __future__ import annotations

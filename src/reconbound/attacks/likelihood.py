@@ -86,6 +86,10 @@ class _Others:
     def look(self, x: np.ndarray, trials: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns ‖H⁻¹∇F_x‖² at one candidate x for each of these trials, (T, d), and the Gauss–Newton step from
         there.
+
+        Args:
+            x: one candidate for each trial, (T, d).
+            trials: indices of the trials, (T,).
         """
         weights, (count, d), (_, k, p) = self.weights[trials], x.shape, self.weights.shape
         row = np.hstack([x, np.ones((count, p - d))])

@@ -221,7 +221,12 @@ class Target:
         self.jacobians = vmap(jacfwd(clipped), in_dims=(None, 0))
 
     def loss(self, seen: Transcript, z: Tensor) -> Tensor:
-        """Computes −Σ_t log(1 − q + q e^{a_t})."""
+        """Computes −Σ_t log(1 − q + q e^{a_t}).
+
+        Args:
+            seen: the attacker's view of one training.
+            z: the record's input.
+        """
         return -torch.logaddexp(*self._terms(seen, self.gradients(z, seen.params))).sum()
 
     @staticmethod
@@ -282,7 +287,12 @@ class Target:
         return slope, (weight[:, :, None] * jacobian).flatten(0, 1).T @ jacobian.flatten(0, 1)
 
     def information(self, seen: Transcript, z: Tensor) -> Tensor:
-        """Computes Σ_t q/(σC)² Jᵀ[k⊥(1 − ûûᵀ) + k∥ûûᵀ]J of these steps, (d, d)."""
+        """Computes Σ_t q/(σC)² Jᵀ[k⊥(1 − ûûᵀ) + k∥ûûᵀ]J of these steps, (d, d).
+
+        Args:
+            seen: the attacker's view of one training.
+            z: the record's input.
+        """
         u, jacobian = self.gradients(z, seen.params), self.jacobians(z, seen.params).flatten(2)
         norm = torch.linalg.vector_norm(u, dim=1)
         across, along = (

@@ -18,7 +18,7 @@ _SERIES = (-221 / 8505, 769 / 17280, -43 / 540, 11 / 72, -1 / 3, 1.0, -1.0)  # W
 def lambert(x: np.ndarray, upper: bool) -> np.ndarray:
     """Computes the real Lambert W, branch 0 (x ≥ −1/e) or −1 (−1/e ≤ x < 0); −1 where x < −1/e.
 
-    scipy's is complex and slow.
+    scipy's function is complex and slow.
 
     It takes a start accurate to a few per cent, two steps of fourth order (Fritsch et al. 1973), and a series at the
     end of the branch.
@@ -54,6 +54,11 @@ def logistic_slopes(b: np.ndarray, c: np.ndarray, y: np.ndarray) -> tuple[np.nda
     The first is near the decision boundary, the second far from it; the third result says whether there is any.
 
     Where b > 0 there is one root, and both results are it. Where there is none, both are the slope at the fold.
+
+    Args:
+        b: the right-hand sides.
+        c: the intercepts.
+        y: the labels, 0 or 1.
     """
     side = np.where(y > 0, -1.0, 1.0)
     c = side * c
@@ -69,7 +74,13 @@ def logistic_slopes(b: np.ndarray, c: np.ndarray, y: np.ndarray) -> tuple[np.nda
 
 
 def squared_slopes(b: np.ndarray, c: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns t = s − y at both roots of (s − c)(s − y) = b, that is t² + (y − c)t = b: the smaller, the larger |t|."""
+    """Returns t = s − y at both roots of (s − c)(s − y) = b, that is t² + (y − c)t = b: the smaller, the larger |t|.
+
+    Args:
+        b: the right-hand sides.
+        c: the intercepts.
+        y: the targets.
+    """
     half = (y - c) / 2
     inside = half**2 + b
     root = np.sqrt(np.maximum(inside, 0.0))

@@ -158,6 +158,10 @@ def model_kind(dataset: Dataset, spec: str) -> str:
     """Returns the kind of a model.
 
     "auto" means the paper's networks for mnist and cifar10, a cnn for images, an mlp for tables.
+
+    Args:
+        dataset: the data of the audit.
+        spec: as Plan.model.
     """
     if spec != "auto":
         return spec
@@ -284,7 +288,12 @@ def score(dataset: Dataset, model: nn.Module, most: int | None = None) -> float:
 
 
 def starter(dataset: Dataset, spec: str) -> Callable[[nn.Module], None]:
-    """Returns a function that gives a model fresh parameters, from torch's generator as it is."""
+    """Returns a function that gives a model fresh parameters, from torch's generator as it is.
+
+    Args:
+        dataset: the data of the audit.
+        spec: as Plan.model.
+    """
 
     def initialise(own: nn.Module) -> None:
         own.load_state_dict(make_model(dataset, spec).state_dict())

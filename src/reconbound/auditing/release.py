@@ -32,7 +32,7 @@ NUMBER, MISSING, CATEGORY = "number", "missing", "category"
 
 
 def write_inputs(folder: str | os.PathLike[str], dataset: Dataset, model: str) -> None:
-    """Writes inputs.json: everything that one needs beside the parameters to use the model.
+    """Writes inputs.json: everything that one needs to use the model, apart from its parameters.
 
     For its owner only (mode 0600).
 

@@ -222,7 +222,12 @@ def _data_facts(dataset: Dataset) -> dict[str, Any]:
 
 
 def describe(dataset: Dataset, plan: Plan) -> str:
-    """Describes the model in a few words."""
+    """Describes the model in a few words.
+
+    Args:
+        dataset: the data of the audit.
+        plan: the options of the audit.
+    """
     kind = model_kind(dataset, plan.model)
     if kind != "cnn":
         return {"linear": "linear", "mlp": "one hidden layer of 32, tanh"}.get(kind, kind)
@@ -232,12 +237,22 @@ def describe(dataset: Dataset, plan: Plan) -> str:
 
 
 def sampler_of(dataset: Dataset, plan: Plan) -> Sampler:
-    """Returns the plan's sampler. For batches of a fixed size its own rate is that of whole batches."""
+    """Returns the plan's sampler. For batches of a fixed size its own rate is that of whole batches.
+
+    Args:
+        dataset: the data of the audit.
+        plan: the options of the audit.
+    """
     return make_sampler(plan.sampler, len(dataset.inputs), plan.sample_rate)
 
 
 def floors_of(dataset: Dataset, plan: Plan) -> Guarantee:
-    """Computes what the plan's mechanism guarantees whatever the data, per feature in units of its range."""
+    """Computes what the plan's mechanism guarantees whatever the data, per feature in units of its range.
+
+    Args:
+        dataset: the data of the audit.
+        plan: the options of the audit.
+    """
     sampler = sampler_of(dataset, plan)
     account = Account.of(
         plan.settings(),
@@ -253,6 +268,10 @@ def floors_of(dataset: Dataset, plan: Plan) -> Guarantee:
 def expected_seconds(dataset: Dataset, plan: Plan) -> float:
     """Estimates the duration of the audit from a few timed steps with and without measuring, to a factor of about
     two.
+
+    Args:
+        dataset: the data of the audit.
+        plan: the options of the audit.
     """
     plain, measuring = (_step_seconds(dataset, plan, with_it) for with_it in (False, True))
     per_run = plan.steps * plain

@@ -84,12 +84,22 @@ class Snapshots(Callback):
             write_whole(self.released, content, mode=PUBLIC)
 
     def path(self, run: int, step: int) -> Path:
-        """Returns the file for the parameters before a step of a run."""
+        """Returns the file for the parameters before a step of a run.
+
+        Args:
+            run: the number of the run.
+            step: the number of the step.
+        """
         return self.folder / f"parameters-{run}-{step}.safetensors"
 
 
 def snapshot_steps(learner: PrivateSGD, run: int) -> list[tuple[int, int]]:
-    """Returns (step, length of its block) of each block of a run; a function of the seed."""
+    """Returns (step, length of its block) of each block of a run; a function of the seed.
+
+    Args:
+        learner: gives the seed and the length of a run.
+        run: the number of the run.
+    """
     count = min(SNAPSHOTS, learner.steps)
     ends = [k * learner.steps // count for k in range(count + 1)]
     rng = numbers_of(derive(learner.seed, "run", run), "snapshot", 0)

@@ -89,7 +89,12 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
 
 
 def slider(view: View, histogram: Chart) -> dict[str, Any]:
-    """Returns the slider's range (log10) and the text before it is moved: the records below the guess."""
+    """Returns the slider's range (log10) and the text before it is moved: the records below the guess.
+
+    Args:
+        view: the audit.
+        histogram: the chart whose axis the slider follows.
+    """
     low, high = histogram.figure["layout"]["xaxis"]["range"]
     start = view.guess if view.guess > 0 and low <= np.log10(view.guess) <= high else float(10 ** ((low + high) / 2))
     return {

@@ -48,7 +48,13 @@ class Chart:
 
 
 def log_ticks(low: float, high: float, most: int = 6) -> tuple[list[float], list[str]]:
-    """Returns the ticks of a logarithmic axis from 10^low to 10^high: positions (log10) and texts, from 2 to `most`."""
+    """Returns the ticks of a logarithmic axis from 10^low to 10^high: positions (log10) and texts, from 2 to `most`.
+
+    Args:
+        low: log10 of the lower end.
+        high: log10 of the upper end.
+        most: the largest number of ticks.
+    """
     choices: tuple[tuple[int, ...], ...] = ((1, 2, 5), (1, 3), (1,))
     for marks in choices:
         values = [

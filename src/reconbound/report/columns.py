@@ -55,6 +55,10 @@ def constant(view: View, j: int) -> bool:
 
     Only the rounding of a variance in float64 is allowed for: values may be narrow in the range that was declared for
     them.
+
+    Args:
+        view: the audit.
+        j: the position of the column.
     """
     return bool(view.guess_each[j] <= 1e-12 * view.scale[j])
 

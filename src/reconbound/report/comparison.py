@@ -112,6 +112,10 @@ def caveats(views: Sequence[View], names: Sequence[str]) -> list[str]:
     """Lists what weakens the guarantee of these audits, each once, with the audits that it applies to.
 
     These are mechanisms that guarantee little, and what the floors of the models do not cover.
+
+    Args:
+        views: the audits.
+        names: a name for each.
     """
     about: dict[str, list[str]] = {}
     for view, name in zip(views, names, strict=True):
@@ -153,7 +157,12 @@ def ranged(column: dict[str, Any]) -> str:
 
 
 def compared(view: View, name: str) -> dict[str, Any]:
-    """Returns one audit's row, ready for the template."""
+    """Returns one audit's row, ready for the template.
+
+    Args:
+        view: the audit.
+        name: its name.
+    """
     m, limit = view.run.mechanism, _limit(view)
     worst = None if view.worst is None else float(view.floor[view.worst]) / view.unit
     epsilon = view.run.guarantee.get("epsilon")
@@ -198,6 +207,10 @@ def _said(view: View) -> str:
 def limited(limit: float | None, without: int) -> str:
     """Formats the lowest limit, and the number of measured records without one.
 
+    Args:
+        limit: the lowest limit; None where no record has one.
+        without: the number of measured records without a limit.
+
     >>> limited(0.25, 0), limited(0.25, 3), limited(None, 3)
     ('±0.25', '±0.25, 3 without', '–')
     """
@@ -217,6 +230,10 @@ def common(views: Sequence[View], names: Sequence[str]) -> list[dict[str, Any]]:
 
     For each audit it gives, in that unit, the lowest floor and its record, the guess, and the number of records below
     it: [{"name", "unit", "audits": {audit: counts}}].
+
+    Args:
+        views: the audits.
+        names: a name for each.
     """
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for view, audit in zip(views, names, strict=True):
@@ -253,7 +270,7 @@ def column_rows(columns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def differences(
     views: Sequence[View], names: Sequence[str], folders: Sequence[str | os.PathLike[str]]
 ) -> list[dict[str, Any]]:
-    """Lists differences of the audits beside settings: [{"what": "range of age", "values": {audit: "0 to 120"}}].
+    """Lists differences of the audits except settings: [{"what": "range of age", "values": {audit: "0 to 120"}}].
 
     Args:
         views: the audits.

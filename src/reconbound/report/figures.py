@@ -57,6 +57,10 @@ def plus_minus(x: float | None, unit: str = "", width: float = 1.0, *, side: Sid
 def guess_error(x: float | None, unit: str = "") -> str:
     """Formats the ± error of a guess with its unit, rounded up, so that no floor looks better beside it than it is.
 
+    Args:
+        x: the error; None or NaN is shown as a dash.
+        unit: the unit, or "".
+
     >>> guess_error(12.3781, "years"), plus_minus(12.3781, "years")
     ('±12.4 years', '±12.3 years')
     """
@@ -64,7 +68,12 @@ def guess_error(x: float | None, unit: str = "") -> str:
 
 
 def beyond(x: float | None, width: float) -> bool:
-    """Returns whether a floor is more than the whole range: nothing is learnt, because every value in it is nearer."""
+    """Returns whether a floor is more than the whole range: nothing is learnt, because every value in it is nearer.
+
+    Args:
+        x: the floor; None where it is not known.
+        width: the width of the range.
+    """
     return x is not None and x > width
 
 
@@ -87,6 +96,10 @@ def value(x: float) -> str:
 def percent(part: int, whole: int) -> str:
     """Formats a share in percent; 0 % and 100 % are shown only where they are exact.
 
+    Args:
+        part: the number of records in the share.
+        whole: the number of all records.
+
     >>> percent(0, 50), percent(1, 1797), percent(1796, 1797), percent(25, 50)
     ('0 %', '0.056 %', '99.9 %', '50 %')
     """
@@ -101,6 +114,10 @@ def percent(part: int, whole: int) -> str:
 def count(n: int, noun: str) -> str:
     """Formats a count with its noun.
 
+    Args:
+        n: the number.
+        noun: in the singular.
+
     >>> count(1, "record"), count(1797, "image")
     ('1 record', '1,797 images')
     """
@@ -110,6 +127,10 @@ def count(n: int, noun: str) -> str:
 def pixel_scale(low: float, high: float) -> str:
     """Returns the unit of an image's errors. "Of the range" would be read as a number of ranges.
 
+    Args:
+        low: the smallest pixel value.
+        high: the largest pixel value.
+
     >>> f"±17.7 {pixel_scale(0, 16)}"
     '±17.7 on the 0–16 pixel scale'
     """
@@ -117,7 +138,12 @@ def pixel_scale(low: float, high: float) -> str:
 
 
 def clean(text: object, most: int = 200) -> str:
-    """Returns text from outside without control and direction characters or lone surrogates, at most `most` long."""
+    """Returns text from outside without control and direction characters or lone surrogates, at most `most` long.
+
+    Args:
+        text: from outside.
+        most: the largest number of characters.
+    """
     told = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", str(text))
     told = told.encode("utf-8", "replace").decode("utf-8")
     return told if len(told) <= most else told[: most - 1] + "…"
@@ -126,6 +152,10 @@ def clean(text: object, most: int = 200) -> str:
 def names_its_unit(name: str, unit: str) -> bool:
     """Returns whether a column's name ends in its unit, so that the unit need not be repeated.
 
+    Args:
+        name: the column's name.
+        unit: its unit.
+
     >>> names_its_unit("Gewicht kg", "kg"), names_its_unit("age (years)", "years"), names_its_unit("harm", "m")
     (True, True, False)
     """
@@ -133,6 +163,11 @@ def names_its_unit(name: str, unit: str) -> bool:
 
 
 def for_plotly(text: object, most: int = 32) -> str:
-    """Returns text for a plotly label, with <b>, <a href> and entities escaped: plotly would take them for markup."""
+    """Returns text for a plotly label, with <b>, <a href> and entities escaped: plotly would take them for markup.
+
+    Args:
+        text: from outside.
+        most: the largest number of characters.
+    """
     told = clean(text, most)
     return told.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -83,8 +83,9 @@ class Run:
 class Leakage:
     """The leakage of each record in the runs: confidential. N records, d private features, k records kept whole.
 
-    Everything is in the model's input units; facts["scale"] and facts["offset"] convert to the data's own: value =
-    offset + scale · input.
+    Everything is in the model's input units; facts["scale"] and facts["offset"] convert to the data's own:
+
+        value = offset + scale · input
 
     Attributes:
         dfil: (rules, N), Tr I/d.
@@ -219,7 +220,12 @@ def read_audit(folder: str | os.PathLike[str]) -> tuple[Run, Leakage]:
 
 
 def check_model(folder: str | os.PathLike[str], digest: str | None) -> None:
-    """Refuses a model.safetensors that has another digest. A missing one is accepted."""
+    """Refuses a model.safetensors that has another digest. A missing one is accepted.
+
+    Args:
+        folder: the audit's.
+        digest: of the released model.
+    """
     path = Path(folder) / MODEL
     if digest is not None and path.exists() and file_digest(path) != digest:
         raise Unreadable(
@@ -229,7 +235,12 @@ def check_model(folder: str | os.PathLike[str], digest: str | None) -> None:
 
 
 def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
-    """Returns the run with ε and floors computed from its mechanism; a warning says where run.json had another ε."""
+    """Returns the run with ε and floors computed from its mechanism; a warning says where run.json had another ε.
+
+    Args:
+        run: the public facts.
+        folder: the audit's, for the warning.
+    """
     from reconbound.accounting.spec import Account
     from reconbound.mechanisms.guarantees import guarantee
     from reconbound.training.sampling import batches_per_epoch, make_sampler
@@ -255,7 +266,12 @@ def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
 
 
 def unfinished(folder: str | os.PathLike[str], path: Path) -> str:
-    """Explains why a folder has no results: there is no audit in it, or one that was begun and can continue."""
+    """Explains why a folder has no results: there is no audit in it, or one that was begun and can continue.
+
+    Args:
+        folder: the audit's.
+        path: the file that is missing.
+    """
     if not (Path(folder) / PLAN).exists():
         return f"{path} does not exist: {folder} holds no finished audit"
     try:
@@ -300,7 +316,7 @@ def read_leakage(folder: str | os.PathLike[str]) -> Leakage:
 def floors(leakage: Leakage, rule: str | None = None) -> Tensor:
     """Returns 1/dFIL of each record, (N,), in the model's input units squared: Theorem 2.
 
-    0 for a record never measured.
+    It is 0 for a record never measured.
 
     Args:
         leakage: the leakage of each record.

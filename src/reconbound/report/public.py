@@ -38,7 +38,12 @@ ATTACKERS = {
 
 
 def floor_rows(run: Run, unit: float = 1.0) -> list[dict[str, Any]]:
-    """Returns the calculator's floors, ready for the template, in units of the data's range times `unit`."""
+    """Returns the calculator's floors, ready for the template, in units of the data's range times `unit`.
+
+    Args:
+        run: the public facts.
+        unit: the factor on the data's range.
+    """
     rows = []
     for bound in run.guarantee.get("bounds", ()):
         error = line(run, bound["name"], unit)
@@ -250,7 +255,12 @@ def epsilons(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def copies(run: Run, noun: str) -> list[tuple[str, str]]:
-    """Says what the mechanism guarantees to somebody who has several rows; empty where that is not known."""
+    """Says what the mechanism guarantees to somebody who has several rows; empty where that is not known.
+
+    Args:
+        run: the public facts.
+        noun: the name of a record.
+    """
     mechanism = advice.mechanism_of(run)
     if mechanism is None:
         return []
@@ -269,7 +279,13 @@ def copies(run: Run, noun: str) -> list[tuple[str, str]]:
 
 
 def assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
-    """Lists the assumptions of the mechanism's own floors."""
+    """Lists the assumptions of the mechanism's own floors.
+
+    Args:
+        run: the public facts.
+        noun: the name of a record.
+        part: the name of a private number of a record.
+    """
     m = run.mechanism
     return [
         (

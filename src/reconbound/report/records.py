@@ -79,6 +79,10 @@ def columns(view: View, record: int) -> list[dict[str, Any]]:
     """Returns the private columns of a record, the most exposed first.
 
     Each has its value (for records kept whole), its floor and its guess, in the column's own unit.
+
+    Args:
+        view: the audit.
+        record: its number, from 0.
     """
     floors, place = view.feature_floors(record), view.place(record)
     values = np.full(view.features, np.nan) if place is None else view.values(place)

@@ -78,6 +78,10 @@ def heat_range(information: np.ndarray) -> tuple[float, float] | None:
 def heat(information: np.ndarray, ends: tuple[float, float]) -> np.ndarray:
     """Returns colours (H, W, 4) of the information about each pixel: bright leaks most; clear where nothing is
     private.
+
+    Args:
+        information: about each pixel, (H, W).
+        ends: of the colour scale, from `heat_range`.
     """
     low, high = ends
     logs = np.log10(np.where(information > 0, information, 10.0**low))

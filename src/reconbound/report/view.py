@@ -330,7 +330,7 @@ class View:
     def values(self, place: int) -> np.ndarray:
         """Returns the private numbers of a record kept whole, (d,), in their own units.
 
-        NaN where a public mark says that the value is missing.
+        A number is NaN where a public mark says that the value is missing.
         """
         flat = self.leakage.kept_inputs[place].double().flatten().numpy()
         found = np.array(self.offset + self.scale * (flat if self.private is None else flat[self.private]))
@@ -357,7 +357,13 @@ class View:
 
 
 def line(run: Run, name: str, unit: float = 1.0) -> float | None:
-    """Returns the ± error of one of the calculator's floors, in units of the data's range times `unit`."""
+    """Returns the ± error of one of the calculator's floors, in units of the data's range times `unit`.
+
+    Args:
+        run: the public facts.
+        name: the name of the floor.
+        unit: the factor on the data's range.
+    """
     space = run.guarantee.get("data", {})
     width = float(space.get("high", 1.0)) - float(space.get("low", 0.0))
     for bound in run.guarantee.get("bounds", ()):

@@ -123,7 +123,7 @@ def patiently(action: Callable[[], _Result], patience: float | None = None) -> _
         patience: seconds; PATIENCE when None.
     """
     waiting = Patience(patience)
-    waiting.since = time.monotonic()  # a database may be a long time about its error
+    waiting.since = time.monotonic()  # a database may take a long time to report its error
     while True:
         try:
             found = action()

@@ -88,7 +88,12 @@ def default_floor(rows: Sequence[Row]) -> str:
 
 
 def checked_floor(rows: Sequence[Row], floor: str | None) -> str:
-    """Returns the floor of this name, or the default. An error lists the floors that exist."""
+    """Returns the floor of this name, or the default. An error lists the floors that exist.
+
+    Args:
+        rows: of the finished trials.
+        floor: the name of a floor; None for the default.
+    """
     if floor is None:
         return default_floor(rows)
     found = floors_in(rows)
@@ -101,6 +106,10 @@ def pareto(rows: Sequence[Row], floor: str) -> list[Row]:
     """Returns the rows that no other beats: none is as accurate with a higher floor, or more accurate with one as high.
 
     From the lowest floor to the highest; of rows that are equal in both, the first.
+
+    Args:
+        rows: of the finished trials.
+        floor: the name of the floor.
 
     >>> rows = [{"accuracy": a, "exact_max": f} for a, f in ((0.9, 1.0), (0.8, 2.0), (0.7, 1.5))]
     >>> [row["accuracy"] for row in pareto(rows, "exact_max")]
@@ -177,7 +186,12 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write_table(folder: str | os.PathLike[str], rows: Sequence[Row]) -> Path:
-    """Writes sweep.csv into the folder: figures of the data, so for its owner only (mode 0600)."""
+    """Writes sweep.csv into the folder: figures of the data, so for its owner only (mode 0600).
+
+    Args:
+        folder: the sweep's.
+        rows: of the finished trials.
+    """
     path = Path(folder) / TABLE
     write_whole(path, table(rows).encode(), mode=CONFIDENTIAL)
     return path

@@ -55,7 +55,12 @@ def crossed_floor(dfil: Tensor) -> float | None:
 
 
 def kappa_ratio(account: Account, count: int) -> float:
-    """Returns κ(count)/κ(T): the paper's factor depends on the number of steps, over which it splits its δ."""
+    """Returns κ(count)/κ(T): the paper's factor depends on the number of steps, over which it splits its δ.
+
+    Args:
+        account: of a run of T steps.
+        count: a smaller number of steps.
+    """
     cpu, only = torch.device("cpu"), ("paper",)
     parts = [Factors(replace(account, steps=steps, rules=only), cpu).kappa for steps in (count, account.steps)]
     return parts[0] / parts[1]

@@ -121,6 +121,10 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
 
     These are settings that guarantee little, kinks of the model, records never measured or without information, and
     ranges read off the data.
+
+    Args:
+        rows: of the finished trials.
+        facts: as in `write_pages`.
     """
     found = [*_without_guarantee(rows), *(clean(said, 600) for said in (facts.get("caveats") or {}).values())]
     most = max((int(row.get("never_measured") or 0) for row in rows), default=0)
@@ -213,7 +217,12 @@ def _of_runs(floor: str, runs: int | None, row: Row) -> str:
 
 
 def has_crossed(rows: Sequence[Row], floor: str) -> bool:
-    """Returns whether there is a second number beside this floor."""
+    """Returns whether there is a second number beside this floor.
+
+    Args:
+        rows: of the finished trials.
+        floor: the name of the floor.
+    """
     name = crossed_of(floor)
     return name is not None and any(row.get(name) is not None for row in rows)
 

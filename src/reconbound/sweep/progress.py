@@ -143,7 +143,12 @@ def duration(seconds: float) -> str:
 
 
 def look(store: Store, steps: int) -> tuple[int, int, int, int]:
-    """Returns the steps done over all trials, and the numbers of finished, of failed and of all trials."""
+    """Returns the steps done over all trials, and the numbers of finished, of failed and of all trials.
+
+    Args:
+        store: the sweep's storage.
+        steps: of a whole trial.
+    """
     trials, leases = store.trials(), store.leases()
     done = finished = failed = 0
     for trial in trials:

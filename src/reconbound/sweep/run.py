@@ -275,7 +275,7 @@ def make_trainer(config: Sweep) -> Any:
 
 def open_store(config: Sweep) -> Store:
     """Opens the sweep's storage."""
-    with warnings.catch_warnings():  # Optuna's early versions call the liar experimental
+    with warnings.catch_warnings():  # early versions of Optuna warn that constant_liar is experimental
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler = optuna.samplers.TPESampler(n_startup_trials=max(5, (config.trials or 0) // 5), constant_liar=True)
     objectives = 2 if config.at_least is None else 1
@@ -295,7 +295,13 @@ def _refuse_another(config: Sweep) -> None:
 
 
 def begin(store: Store, config: Sweep, train: Any) -> None:
-    """Creates the sweep's trials, and writes their location into the folder."""
+    """Creates the sweep's trials, and writes their location into the folder.
+
+    Args:
+        store: the sweep's storage.
+        config: the sweep.
+        train: its training.
+    """
     known = _known(config, train)  # a model that cannot be trained is refused before its trials are made
     facts = {**train.facts(), "search": config.search}
     if config.search == "tpe":
@@ -308,7 +314,7 @@ def begin(store: Store, config: Sweep, train: Any) -> None:
 
 
 def _known(config: Sweep, train: Any) -> dict[str, Any]:
-    """Returns facts of the data and the models that the pages show beside the rows."""
+    """Returns facts of the data and the models that the pages show with the rows."""
     if not hasattr(train, "guesses"):
         return {}
     named = config.space.get("model")
@@ -372,7 +378,12 @@ def values_of(config: Sweep, rows: Sequence[Row]) -> list[float]:
 
 
 def found_before(store: Store, setting: Setting) -> list[Row] | None:
-    """Returns the rows of a finished trial of the same setting, if there is one."""
+    """Returns the rows of a finished trial of the same setting, if there is one.
+
+    Args:
+        store: the sweep's storage.
+        setting: a value for each name.
+    """
     for trial in store.trials():
         found = trial.user_attrs
         if trial.state.name == "COMPLETE" and spaces.key(found["setting"]) == spaces.key(setting):

@@ -359,7 +359,13 @@ class Store:
 
 
 def seal_of(number: int, setting: Any, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the digest that is stored with a finished trial: databases do not detect a flipped bit by themselves."""
+    """Returns the digest that is stored with a finished trial: databases do not detect a flipped bit by themselves.
+
+    Args:
+        number: of the trial.
+        setting: of the trial.
+        rows: of the trial.
+    """
     return json_digest([number, setting, [dict(row) for row in rows]])
 
 

@@ -255,7 +255,7 @@ def fingerprint(seed: int, data: str) -> str:
     """Returns a fingerprint of a seed: 24 bits of scrypt, which takes 64 MiB and about 0.2 s for each guess.
 
     A key in the folder would hide even a small seed, but workers on other machines share only the seed. So trying seeds
-    is slow, trials for one sweep are of no use for another, and whoever tries 2³² seeds is left with 256.
+    is slow, guesses for one sweep are of no use for another, and whoever tries 2³² seeds is left with 256.
 
     Args:
         seed: of the sweep.
@@ -266,7 +266,12 @@ def fingerprint(seed: int, data: str) -> str:
 
 
 def finished_rows(folder: Path, about: Mapping[str, Any]) -> list[Row] | None:
-    """Returns the rows of a trial that was trained here but not stored yet."""
+    """Returns the rows of a trial that was trained here but not stored yet.
+
+    Args:
+        folder: the trial's.
+        about: everything that determines its rows.
+    """
     try:
         content = unsealed_json(folder / TRIAL)
     except (OSError, Unreadable):

@@ -112,6 +112,10 @@ def majority(guesses: Mapping[str, Any] | None) -> list[str]:
 def setting_told(setting: Mapping[str, Any], names: Iterable[str]) -> str:
     """Formats a setting in one line, with six digits of numbers that Optuna chose.
 
+    Args:
+        setting: a value for each name.
+        names: the names to show, in order.
+
     >>> setting_told({"lr": 0.3763947732035219, "clip": "hard"}, ("lr", "clip", "model"))
     'lr 0.376395, clip hard'
     """

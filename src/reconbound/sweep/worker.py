@@ -117,7 +117,12 @@ def _one(
 
 
 def release_quietly(store: Store, claim: Claim) -> None:
-    """Releases a trial. Where the database is out of reach, its lease ends by itself."""
+    """Releases a trial. Where the database is out of reach, its lease ends by itself.
+
+    Args:
+        store: the sweep's storage.
+        claim: the trial.
+    """
     with suppress(Exception):
         store.release(claim)
 
@@ -146,7 +151,12 @@ def failed(store: Store, claims: Sequence[Claim], reason: Exception) -> None:
 
 
 def trial_folder(out: Path, number: int) -> Path:
-    """Returns the folder for a trial's checkpoints and results: confidential."""
+    """Returns the folder for a trial's checkpoints and results: confidential.
+
+    Args:
+        out: the sweep's folder.
+        number: of the trial.
+    """
     return out / TRIALS / f"{number:05d}"
 
 

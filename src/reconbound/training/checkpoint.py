@@ -144,7 +144,7 @@ def warn_if_open(folder: str | os.PathLike[str]) -> None:
 def _take(handle: int, place: Path) -> None:
     try:
         import fcntl
-    except ImportError:  # Windows: the user must see to it that one process uses a folder
+    except ImportError:  # Windows: the user must ensure that one process uses a folder
         return
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -84,7 +84,12 @@ def gradient_sum(learner: PrivateSGD, chosen: Tensor, seed: int, measured: Measu
 
 
 def measured_groups(learner: PrivateSGD, seed: int) -> Measured:
-    """Measures the records that the plan names for this step, at the parameters before the step."""
+    """Measures the records that the plan names for this step, at the parameters before the step.
+
+    Args:
+        learner: the learner at its present step.
+        seed: the seed of the run.
+    """
     if learner.accountant is None or learner.plan is None:
         return []
     measured: Measured = []
@@ -97,6 +102,10 @@ def measured_groups(learner: PrivateSGD, seed: int) -> Measured:
 def followed(learner: PrivateSGD, seed: int) -> StepInformation | None:
     """Measures the records whose features are kept, at the parameters before this step, whether or not they were
     drawn.
+
+    Args:
+        learner: the learner at its present step.
+        seed: the seed of the run.
     """
     ledger = learner.accountant
     if ledger is None or not ledger.features.followed or ledger.rows is None or len(ledger.rows) == 0:

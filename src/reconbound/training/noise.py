@@ -19,7 +19,7 @@ from torch import Tensor
 
 from reconbound._internal.chacha import keystream
 
-_PART = 2**20  # numbers made at a time, to bound the memory: 32 bytes of key stream go into each
+_PART = 2**20  # numbers drawn at a time, to limit memory: each needs 32 bytes of key stream
 
 
 def draw(key: int, size: int, device: torch.device) -> Tensor:

@@ -142,7 +142,7 @@ class PrivateSGD:
         self.plan: Blocks | Segments | None = None
         self.history: list[dict[str, float]] = []
         self.kind, self.run, self.step, self.steps = "", 0, 0, 0
-        self.run_seed = 0  # of the present run: from the seed and all that distinguishes its release
+        self.run_seed = 0  # of the present run: from the seed and everything that distinguishes its release
         self.first_parameters: dict[str, Tensor] = {}
         self._turn, self._saved, self._midway = 0, -1, False
         self._versions = self._parameter_versions()

@@ -164,6 +164,10 @@ class ShuffledEpochs:
 def steps_of(sampler: Sampler, epochs: float) -> int:
     """Returns the number of steps of a number of epochs, rounded up.
 
+    Args:
+        sampler: gives the steps of an epoch.
+        epochs: the number of epochs.
+
     >>> steps_of(FixedSize(7, 3), 1.0), steps_of(ShuffledEpochs(7, 3), 2.0)
     (3, 6)
     """

@@ -43,6 +43,12 @@ _MEASURING = ("rules", "budget", "probes", "private", "diagonal", "spectral", "f
 def pack(value: Any, tensors: dict[str, Tensor], name: str, *, strict: bool = True) -> Any:
     """Returns the value as JSON, its tensors put into `tensors` under names that begin with `name`.
 
+    Args:
+        value: a number, a tensor, or a list or dictionary of them.
+        tensors: filled with the tensors, by name.
+        name: the prefix of the names.
+        strict: whether a value that JSON cannot hold is an error.
+
     >>> tensors = {}
     >>> packed = pack({"step": 3, "betas": (0.9, 0.99), 0: torch.ones(2)}, tensors, "optimizer")
     >>> sorted(tensors), unpack(packed, tensors)["betas"], unpack(packed, tensors)[0].tolist()
@@ -67,7 +73,12 @@ def pack(value: Any, tensors: dict[str, Tensor], name: str, *, strict: bool = Tr
 
 
 def unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
-    """Returns the value that was given to `pack`."""
+    """Returns the value that was given to `pack`.
+
+    Args:
+        packed: the result of `pack`.
+        tensors: as `pack` filled it.
+    """
     if isinstance(packed, list):
         return [unpack(v, tensors) for v in packed]
     if not isinstance(packed, dict):
@@ -171,7 +182,12 @@ def data_digest(inputs: Any, targets: Any) -> str:
 
 
 def snapshot(learner: PrivateSGD, belongs: dict[str, Any]) -> Checkpoint:
-    """Returns the learner's state at the end of its last step."""
+    """Returns the learner's state at the end of its last step.
+
+    Args:
+        learner: at the end of a step.
+        belongs: its `identity`.
+    """
     tensors = {f"model/{name}": value for name, value in learner.model.state_dict().items()}
     optimizer = learner.optimizer.state_dict()
     facts: dict[str, Any] = {
@@ -196,7 +212,12 @@ def snapshot(learner: PrivateSGD, belongs: dict[str, Any]) -> Checkpoint:
 
 
 def reinstate(learner: PrivateSGD, saved: Checkpoint) -> None:
-    """Puts a learner into the state of a checkpoint that belongs to it."""
+    """Puts a learner into the state of a checkpoint that belongs to it.
+
+    Args:
+        learner: changed in place.
+        saved: its checkpoint.
+    """
     tensors, facts = dict(saved.tensors), saved.facts
     before = {name: value.clone() for name, value in learner.model.state_dict().items()}
     learner.model.load_state_dict(_under("model/", tensors))
@@ -231,7 +252,14 @@ def some_losses(learner: PrivateSGD) -> list[float] | None:
 
 
 def losses_of(model: nn.Module, loss_fn: Any, inputs: Any, targets: Any) -> list[float] | None:
-    """Returns the losses of these records, or None, as in `some_losses`."""
+    """Returns the losses of these records, or None, as in `some_losses`.
+
+    Args:
+        model: at its present parameters.
+        loss_fn: (outputs, targets) → one loss per record.
+        inputs: of these records.
+        targets: of these records.
+    """
     own = {name: value.detach().clone() for name, value in model.state_dict().items()}
     problem = Problem(model, loss_fn, Private("nothing"))
     try:

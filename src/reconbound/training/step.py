@@ -287,12 +287,22 @@ _NARROW = (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, tor
 
 
 def row_counts(inputs: Any, targets: Any) -> set[int]:
-    """Returns the row counts of the tensors of a data set: one number if all agree."""
+    """Returns the row counts of the tensors of a data set: one number if all agree.
+
+    Args:
+        inputs: tensors with one row per record.
+        targets: tensors with one row per record.
+    """
     return {len(t) if t.dim() > 0 else 0 for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)}
 
 
 def record_count(inputs: Any, targets: Any) -> int:
-    """Returns the number of records of a data set, or raises an InputError where its tensors disagree."""
+    """Returns the number of records of a data set, or raises an InputError where its tensors disagree.
+
+    Args:
+        inputs: tensors with one row per record.
+        targets: tensors with one row per record.
+    """
     sizes = row_counts(inputs, targets)
     for name, tree in (("inputs", inputs), ("targets", targets)):
         if not any(isinstance(t, Tensor) for t in tree_leaves(tree)) and (name == "inputs" or tree is not None):

@@ -48,7 +48,12 @@ def check_settings(given: Any) -> None:
 
 
 def done_already(kind: str, steps: int) -> str:
-    """Returns the message that a call to `kind` trains nothing."""
+    """Returns the message that a call to `kind` trains nothing.
+
+    Args:
+        kind: "fit" or "repeat".
+        steps: the number of steps done.
+    """
     return (
         f"{kind} has done its {steps} steps already and trains nothing more: to train longer make a new PrivateSGD "
         "(with a checkpoint folder of its own) and give it all the steps"
@@ -73,7 +78,13 @@ def check_length(kind: str, length: int, begun: str, steps: int) -> None:
 
 
 def check_maker(name: str, given: Any, kind: type) -> None:
-    """Raises an error where an optimizer or a schedule is given in place of a function that creates one."""
+    """Raises an error where an optimizer or a schedule is given in place of a function that creates one.
+
+    Args:
+        name: optimizer or schedule.
+        given: the user's argument.
+        kind: the class that a maker returns.
+    """
     if isinstance(given, kind):
         what = "must be a function that makes one (lambda parameters: Adam(parameters)): each run begins with a new one"
         raise InputError(name, what, f"a {type(given).__name__} that is made already")
@@ -100,7 +111,14 @@ def made(name: str, maker: Any, given: Any) -> Any:
 
 
 def check_functions(model: Any, loss_fn: Any, initialise: Any, evaluate: Any) -> None:
-    """Refuses a model that is not a torch module, and functions that cannot be called."""
+    """Refuses a model that is not a torch module, and functions that cannot be called.
+
+    Args:
+        model: the user's model.
+        loss_fn: the user's loss.
+        initialise: the user's function, or None.
+        evaluate: the user's function, or None.
+    """
     check_model(model)
     function("loss_fn", loss_fn, "outputs, targets → one loss per record")
     if initialise is not None:

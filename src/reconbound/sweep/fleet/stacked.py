@@ -7,8 +7,8 @@ with K. Conv activations are (K, C, B, H, W): then a layer is one matrix product
     primal     a, the inputs of every layer, and δ, the gradient of the loss in its output; G = δ aᵀ for each record
     tangent    their derivatives ȧ, δ̇ when the input moves along v, or a record's weights along a direction U of its own
 
-With U = G the tangent of ∇_z ℓ is Jᵀg; with v the tangent of G is Jv. These are the products of `gradients.py`, which
-the tests compare with."""
+With U = G the tangent of ∇_z ℓ is Jᵀg; with v the tangent of G is Jv. These are the products that `fisher/passes`
+computes, with which the tests compare."""
 
 from __future__ import annotations
 
@@ -81,7 +81,12 @@ class Opened:
         return rounded_above(squares.sqrt(), self.outputs.dtype)
 
     def weighted_sum(self, weights: Tensor, out: Tensor) -> None:
-        """Computes Σ_b weights[k, b] g_b, into out (K, p)."""
+        """Computes Σ_b weights[k, b] g_b, into out (K, p).
+
+        Args:
+            weights: (K, B).
+            out: (K, p), overwritten.
+        """
         for layer in self.layers:
             layer.total(weights, out)
 

@@ -35,7 +35,7 @@ class ConvLayer:
     def _patches(self, a: Tensor) -> Tensor:
         k, c, b, h, w = a.shape
         flat, args = a.reshape(k * c, b, h, w), (self.kernel, self.stride, self.padding)
-        numbers = math.prod(self.kernel) * a.numel()  # no fewer than there are, for strides below the kernel
+        numbers = math.prod(self.kernel) * a.numel()  # at least as many as there are, for strides below the kernel
         if patches.takes(flat, (1, 1), numbers):
             found = patches.patches(flat, *args)
         else:

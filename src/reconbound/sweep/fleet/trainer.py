@@ -135,7 +135,7 @@ class Fleet:
         self.make_model, self.records = make_model, len(inputs)
         self.sampler = make_sampler(first.sampler, self.records, first.sample_rate)
         self.budgets = _checked_budgets(budgets, first, len(self.at))
-        with seeded(0):  # whatever the models draw is replaced when a run begins
+        with seeded(0):  # what the models draw is replaced when a run begins
             self.models = [make_model().to(self.device) for _ in self.settings]
         self._data = data_digest(inputs, targets)
         self.run_seeds: dict[int, int] = {}  # of the runs so far: from the seed and what the fleet shares
