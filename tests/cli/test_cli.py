@@ -382,7 +382,8 @@ def test_torch_is_not_imported():
     script = (
         "import sys; from reconbound.cli.app import run; "
         f"status = run(['bound', *{SGD!r}, '--json']); "
-        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'opacus', 'sklearn', 'pandas', 'pyarrow')], file=sys.stderr); "
+        "heavy = ('torch', 'opacus', 'sklearn', 'pandas', 'pyarrow'); "
+        "print([m for m in sys.modules if m.split('.')[0] in heavy], file=sys.stderr); "
         "sys.exit(status)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
