@@ -17,6 +17,7 @@ _HOME = {
     "Settings": "training.settings",
     "Bound": "bounds",
     "Guarantee": "mechanisms.guarantees",
+    "audit": "auditing.api",
     "floor": "mechanisms.guarantees",
     "guarantee": "mechanisms.guarantees",
     "DP": "mechanisms",
@@ -24,6 +25,7 @@ _HOME = {
     "PrivateRidge": "linear",
     "Mechanism": "mechanisms",
     "OutputPerturbation": "mechanisms",
+    "load_dataset": "data",
     "load_release": "auditing.release",
     "PLD": "mechanisms",
     "RenyiDP": "mechanisms",
@@ -46,15 +48,19 @@ __all__ = [
     "SampledGaussian",
     "Settings",
     "__version__",
+    "audit",
     "floor",
     "guarantee",
+    "load_dataset",
     "load_release",
 ]
 
 if TYPE_CHECKING:
     from reconbound.accounting.accountant import Account, FisherAccountant
+    from reconbound.auditing.api import audit
     from reconbound.auditing.release import load_release
     from reconbound.bounds import Bound
+    from reconbound.data import load_dataset
     from reconbound.linear import PrivateLogisticRegression, PrivateRidge
     from reconbound.mechanisms import DP, PLD, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
     from reconbound.mechanisms.guarantees import Guarantee, floor, guarantee

@@ -15,13 +15,13 @@ from reconbound.accounting.accountant import FEWEST
 from reconbound.auditing import options as plans
 from reconbound.auditing.options import Plan, default_plan, make_learner, make_loss, make_model
 from reconbound.auditing.run import expected_seconds, floors_of
-from reconbound.data import load
+from reconbound.data import load_dataset
 
 
 @pytest.mark.parametrize("name", ["digits", "breast_cancer", "wine", "diabetes"])
 @pytest.mark.filterwarnings("ignore::reconbound.data.DataWarning")
 def test_defaults_train_a_step(name: str) -> None:
-    dataset = load(name)
+    dataset = load_dataset(name)
     plan = default_plan(dataset)
     assert plan.runs >= 3
     learner = make_learner(dataset, plan, progress=False).repeat(1, 2)
@@ -55,10 +55,10 @@ def test_defaults_of_a_part_keep_the_batch() -> None:
     for plan in (full, half, small, tiny):
         assert (plan.noise_multiplier, plan.lr) == (full.noise_multiplier, full.lr)
     for name in ("digits", "breast_cancer", "wine"):  # the whole sets are what the defaults are meant for
-        found = load(name)
+        found = load_dataset(name)
         assert plans._WHOLE[name] == len(found.inputs)
         assert default_plan(found).sample_rate == plans._OWN[name]["sample_rate"]
-    assert plans._WHOLE["diabetes"] == len(load("diabetes").inputs)
+    assert plans._WHOLE["diabetes"] == len(load_dataset("diabetes").inputs)
 
 
 def test_models_are_what_was_asked_and_seeded() -> None:

@@ -21,7 +21,7 @@ from reconbound.auditing.models import mlp
 from reconbound.auditing.options import default_plan
 from reconbound.auditing.release import INPUTS
 from reconbound.auditing.run import audit
-from reconbound.data import DataWarning, load
+from reconbound.data import DataWarning, load_dataset
 from reconbound.report.folder import MODEL, RUN
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "audit.md"
@@ -56,7 +56,7 @@ def rows_of(path: Path, names: tuple[str, ...]) -> list[dict[str, str]]:
 def classes(table, tmp_path_factory):
     """An audit with a number that has gaps, one beyond its range, one of a range off the data, and categories."""
     with pytest.warns(DataWarning):
-        dataset = load(table, target="pay", ranges={"age": (0, 120), "hours": (0, 100)})
+        dataset = load_dataset(table, target="pay", ranges={"age": (0, 120), "hours": (0, 100)})
     return dataset, audit(dataset, default_plan(dataset, **QUICK), tmp_path_factory.mktemp("a") / "out", show=False)
 
 
@@ -107,7 +107,7 @@ def test_what_is_read_off_the_data_stays_out_of_public_files(classes) -> None:
 
 def test_a_number_comes_back_in_its_own_unit(table, tmp_path) -> None:
     ranges = {"age": (0, 120), "hours": (0, 140), "score": (-5, 5)}
-    dataset = load(table, target="score", ranges=ranges)
+    dataset = load_dataset(table, target="score", ranges=ranges)
     folder = audit(dataset, default_plan(dataset, **QUICK), tmp_path / "out", show=False)
     release = load_release(folder)
     rows = rows_of(table, dataset.record_names)
@@ -173,7 +173,7 @@ def test_no_code_is_run_because_a_file_names_it(classes, tmp_path, monkeypatch) 
 def test_the_guide_s_blocks_run(table, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     ranges = {"age": (0, 120), "hours": (0, 140)}
-    dataset = load(table, target="pay", ranges=ranges, drop="score")
+    dataset = load_dataset(table, target="pay", ranges=ranges, drop="score")
     audit(dataset, default_plan(dataset, **QUICK), tmp_path / "audit-people", show=False)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     ours = [block for block in blocks if "audit-people" in block]
@@ -189,7 +189,7 @@ def test_a_category_called_none_is_one_and_not_a_missing_value(tmp_path) -> None
     path = tmp_path / "table.csv"
     lines = [f"{k % 7},{('none', 'some', '')[k % 3]},{'ab'[k % 2]}" for k in range(40)]
     path.write_text("\n".join(["age,level,y", *lines]) + "\n")
-    dataset = load(path, target="y", ranges={"age": (0, 10)})
+    dataset = load_dataset(path, target="y", ranges={"age": (0, 10)})
     release = load_release(audit(dataset, default_plan(dataset, **QUICK), tmp_path / "out", show=False))
     names = [f.name for f in dataset.features]
     for given, meant in (("none", "none"), ("None", None), ("", "(missing)"), (None, "(missing)")):

@@ -14,7 +14,7 @@ from reconbound.auditing.options import Plan
 from reconbound.auditing.run import _data_facts
 from reconbound.cli.app import run
 from reconbound.cli.audit import told_columns, told_plan
-from reconbound.data import DataWarning, load
+from reconbound.data import DataWarning, load_dataset
 from reconbound.report.columns import sentence
 from reconbound.report.folder import PLAN, PUBLIC_REPORT, REPORT, RUN, read_run
 
@@ -41,7 +41,7 @@ def staff(tmp_path_factory) -> Path:
 
 def notes_of(path: Path, **options) -> list[str]:
     with pytest.warns(DataWarning):
-        return list(load(path, target="income", **options).notes)
+        return list(load_dataset(path, target="income", **options).notes)
 
 
 # --- 1: public columns ------------------------------------------------------------------
@@ -50,7 +50,7 @@ def notes_of(path: Path, **options) -> list[str]:
 def test_public_columns_are_named(staff, tmp_path) -> None:
     said = "taken as known to the attacker: born, sex"
     with pytest.warns(DataWarning):
-        dataset = load(staff / "people.csv", target="income")
+        dataset = load_dataset(staff / "people.csv", target="income")
     plan = Plan(model="linear", steps=4, runs=2, sample_rate=0.1)
     assert f"Public, {said}." in told_plan(dataset, plan, tmp_path, False)
     assert read_run(staff / "out").data["public"] == ["born", "sex"]
@@ -65,11 +65,11 @@ def test_public_numbers_are_named_and_missing_values_are_no_column(tmp_path) -> 
     rows = [f"{'' if i == 3 else i / 2},{i % 7},{'ab'[i % 2]}" for i in range(30)]
     path.write_text("x,z,income\n" + "\n".join(rows))
     with pytest.warns(DataWarning):
-        assert _data_facts(load(path, target="income", private="x"))["public"] == ["z"]
+        assert _data_facts(load_dataset(path, target="income", private="x"))["public"] == ["z"]
 
 
 def test_without_public_columns_nothing_is_said(tmp_path) -> None:
-    dataset = load("breast_cancer")
+    dataset = load_dataset("breast_cancer")
     lines = told_plan(dataset, Plan(model="linear", steps=4, runs=1, sample_rate=0.1), tmp_path, False)
     assert not any("known to the attacker" in line for line in lines)
 
@@ -228,12 +228,12 @@ def test_a_file_without_names_is_told_of_header(options, tmp_path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("39,13,low\n50,14,high\n")
     with pytest.raises(ValueError, match=r"39, 13, low; row 1 names them; if it holds values, .* --header A,B"):
-        load(path, **options)
+        load_dataset(path, **options)
     path.write_text("39,39,low\n50,14,high\n")
     with pytest.raises(ValueError, match=r"row 1: columns 1 and 2 are both named '39' \(.* --header A,B"):
-        load(path, **options)
+        load_dataset(path, **options)
     with pytest.raises(ValueError, match=r"--header: columns 1 and 2 are both named 'a'$"):
-        load(path, header=["a", "a", "b"], **options)
+        load_dataset(path, header=["a", "a", "b"], **options)
 
 
 # --- 8: calibrate -----------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from reconbound._internal.checks import InputError
-from reconbound.data import DataError, DataMissing, DataWarning, load, read_ranges, read_units
+from reconbound.data import DataError, DataMissing, DataWarning, load_dataset, read_ranges, read_units
 
 PEOPLE = """age,job,hours,income
 30,nurse,40,low
@@ -35,7 +35,7 @@ def write(tmp_path):
 
 def all_rows(path, **options):
     """Every row in the file's order: nothing is held out."""
-    return load(path, test_share=0, **options)
+    return load_dataset(path, test_share=0, **options)
 
 
 def test_numbers_categories_and_missing_values(write):
@@ -134,7 +134,7 @@ def test_with_declared_ranges_a_row_depends_on_itself_alone(write):
 def test_which_rows_are_held_out_does_not_depend_on_the_inputs(write):
     text = "a,y\n" + "".join(f"{k},{k % 2}\n" for k in range(50))
     changed = "a,y\n" + "".join(f"{(k * 7) % 50},{k % 2}\n" for k in range(50))
-    names = [load(write(t), target="y", ranges={"a": (0, 50)}).record_names for t in (text, changed)]
+    names = [load_dataset(write(t), target="y", ranges={"a": (0, 50)}).record_names for t in (text, changed)]
     assert names[0] == names[1]
 
 
@@ -292,8 +292,8 @@ def test_columns_can_be_asked_for_as_categories(write):
         all_rows(write(text), target="y", private="code", categories="code")
     with pytest.raises(InputError, match=r"category must name columns of .*did you mean 'code'"):
         all_rows(write(text), target="y", categories="codes")
-    with pytest.raises(InputError, match="category is for CSV files"):
-        load("wine", categories="alcohol")
+    with pytest.raises(InputError, match="category is for CSV and Parquet files"):
+        load_dataset("wine", categories="alcohol")
 
 
 def test_a_column_with_a_comma_in_its_name_can_be_private(write):
@@ -341,7 +341,7 @@ def test_a_column_with_a_comma_in_its_name_can_be_private(write):
 def test_what_is_wrong_is_said_with_its_place(write, content, said):
     path = write(content)
     with pytest.raises(DataError, match=re.escape(said)) as caught:
-        load(path, target="y")
+        load_dataset(path, target="y")
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
 
@@ -383,22 +383,22 @@ def test_wishes_that_cannot_be_met(write, options, said):
     if "header" in options:
         options = {**options, "target": "a"}
     with pytest.raises(InputError, match=said):
-        load(write(PEOPLE), **options)
+        load_dataset(write(PEOPLE), **options)
 
 
 def test_files_that_are_not_there_or_damaged(write, tmp_path):
     with pytest.raises(DataMissing, match=r"nowhere\.csv does not exist"):
-        load(tmp_path / "nowhere.csv", target="y")
+        load_dataset(tmp_path / "nowhere.csv", target="y")
     (tmp_path / "folder.csv").mkdir()
     with pytest.raises(DataError, match="cannot be read"):
-        load(tmp_path / "folder.csv", target="y")
+        load_dataset(tmp_path / "folder.csv", target="y")
     for content in (
         gzip.compress(PEOPLE.encode())[:-9],
         b"plain text",
         gzip.compress(PEOPLE.encode())[:30] + bytes(40),
     ):
         with pytest.raises(DataError, match="damaged or cut off"):
-            load(write(content, "a.csv.gz"), target="y")
+            load_dataset(write(content, "a.csv.gz"), target="y")
 
 
 def test_a_huge_cell_does_not_fill_the_memory(write):
@@ -459,7 +459,7 @@ def read_or_refused(folder, content, private):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DataWarning)
-            found = load(path, target="y", private="x" if private else None)
+            found = load_dataset(path, target="y", private="x" if private else None)
     except InputError as reason:
         refused = reason
     if refused is not None:

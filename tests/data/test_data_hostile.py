@@ -12,7 +12,7 @@ import pytest
 
 from injecting import ended
 from reconbound._internal.checks import DataError
-from reconbound.data import DataWarning, load
+from reconbound.data import DataWarning, load_dataset
 from reconbound.data import csv as text
 
 LONG = 130_000  # characters of a cell, near the most that Python's csv takes
@@ -30,7 +30,7 @@ def test_one_long_cell_takes_no_time(tmp_path, cell) -> None:
     path.write_text("\n".join(["x,y,z", *rows, f'"{cell}",3,a']) + "\n")
     begun = time.perf_counter()
     try:
-        load(path, target="z")
+        load_dataset(path, target="z")
     except DataError as reason:
         assert len(str(reason)) < 1000  # noqa: PT017
     assert time.perf_counter() - begun < 5
@@ -39,10 +39,10 @@ def test_one_long_cell_takes_no_time(tmp_path, cell) -> None:
 def test_many_columns_take_no_more_than_their_number(tmp_path) -> None:
     """40,000 names took 13 s, each looked up among all before it, and take 0.02 s."""
     begun = time.perf_counter()
-    assert len(text._names("a.csv", [f"c{k}" for k in range(40_000)])) == 40_000
+    assert len(text.check_names("a.csv", [f"c{k}" for k in range(40_000)])) == 40_000
     assert time.perf_counter() - begun < 3
     with pytest.raises(DataError, match="columns 1 and 3 are both named 'a'"):
-        text._names("a.csv", ["a", "b", "a"])
+        text.check_names("a.csv", ["a", "b", "a"])
 
 
 def test_a_packed_bomb_is_one_line(tmp_path, monkeypatch) -> None:
@@ -60,7 +60,7 @@ def test_too_little_memory_is_one_line(tmp_path, monkeypatch) -> None:
 
     path = tmp_path / "a.csv"
     path.write_text("x,y\n1,2\n")
-    monkeypatch.setattr(text, "read_cells", full)
+    monkeypatch.setattr(text, "read_csv", full)
     found = ended(["audit", str(path), "--target", "y", "--out", str(tmp_path / "a")])
     assert (found.status, found.clear) == (2, True)
     assert "the memory does not suffice" in found.err
@@ -79,7 +79,7 @@ def test_a_pipe_among_the_images_is_passed_over(tmp_path) -> None:
     folder = _images(tmp_path / "images")
     os.mkfifo(folder / "cat" / "pipe.png")
     with pytest.warns(DataWarning, match="1 files that are not images were passed over"):
-        load(folder)
+        load_dataset(folder)
 
 
 def test_floating_point_pixels_are_refused(tmp_path) -> None:
@@ -87,4 +87,4 @@ def test_floating_point_pixels_are_refused(tmp_path) -> None:
     image = pytest.importorskip("PIL.Image")
     image.fromarray(np.full((4, 4), 0.5, dtype=np.float32)).save(folder / "cat" / "7.tiff")
     with pytest.raises(DataError, match="floating-point"):
-        load(folder)
+        load_dataset(folder)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from reconbound._internal.checks import InputError
-from reconbound.data import DataError, DataMissing, DataWarning, load
+from reconbound.data import DataError, DataMissing, DataWarning, load_dataset
 
 RNG = np.random.default_rng(0)
 LABELS = np.arange(12) % 3
@@ -22,7 +22,7 @@ def save(tmp_path):
 @pytest.mark.parametrize("shape", [(12, 6, 5), (12, 6, 5, 3), (12, 3, 6, 5), (12, 6, 5, 1), (12, 1, 6, 5)])
 def test_bytes_are_images_of_any_order_of_axes(save, shape):
     x = RNG.integers(0, 256, shape, dtype=np.uint8)
-    found = load(save(X=x, y=LABELS), test_share=0)
+    found = load_dataset(save(X=x, y=LABELS), test_share=0)
     planes = x[:, None] if x.ndim == 3 else np.moveaxis(x, 3, 1) if shape[-1] in (1, 3) else x
     assert found.kind == "image"
     assert np.allclose(found.inputs, planes / 255)
@@ -43,7 +43,7 @@ def test_bytes_are_images_of_any_order_of_axes(save, shape):
 def test_names_of_arrays_and_own_test_sets(save, names, tests):
     x, x_test = RNG.random((12, 4, 4)), RNG.random((6, 4, 4))
     arrays = {names[0]: x, names[1]: LABELS} | ({names[2]: x_test, names[3]: LABELS[:6]} if tests else {})
-    found = load(save(**arrays))
+    found = load_dataset(save(**arrays))
     assert len(found.inputs) == (12 if tests else 9)
     if tests:
         assert np.allclose(found.test_inputs[:, 0], x_test)
@@ -54,7 +54,7 @@ def test_tables_with_names_classes_and_missing_values(save):
     x = RNG.random((12, 2))
     x[3, 1] = np.nan
     path = save(X=x, y=LABELS, feature_names=np.array(["<i>age</i>", "b"]), class_names=np.array(["p", "q", "r"]))
-    found = load(path, ranges={"<i>age</i>": (0, 1), "b": (0, 2)}, test_share=0)
+    found = load_dataset(path, ranges={"<i>age</i>": (0, 1), "b": (0, 2)}, test_share=0)
     assert [f.name for f in found.features] == ["<i>age</i>", "b", "b (missing)"]
     assert found.class_names == ("p", "q", "r")
     assert np.allclose(found.inputs[:, 0], x[:, 0])
@@ -65,27 +65,29 @@ def test_tables_with_names_classes_and_missing_values(save):
 def test_tables_with_a_number_or_text_to_predict(save):
     x = RNG.random((12, 2))
     ranges = {"column 1": (0, 1), "column 2": (0, 1)}
-    number = load(save(X=x, y=np.linspace(-1, 1, 12)[:, None]), ranges={**ranges, "target": (-1, 1)}, test_share=0)
+    number = load_dataset(
+        save(X=x, y=np.linspace(-1, 1, 12)[:, None]), ranges={**ranges, "target": (-1, 1)}, test_share=0
+    )
     assert number.task == "number"
     assert np.allclose(number.targets, np.linspace(0, 1, 12))
-    text = load(save(X=x, y=np.array(["u", "v", "w"])[LABELS]), ranges=ranges, test_share=0)
+    text = load_dataset(save(X=x, y=np.array(["u", "v", "w"])[LABELS]), ranges=ranges, test_share=0)
     assert text.class_names == ("u", "v", "w")
     assert text.targets.tolist() == LABELS.tolist()
     with pytest.warns(DataWarning, match=r"column [12]: no range was given"):
-        assert load(save(X=x, y=LABELS)).inferred_ranges
+        assert load_dataset(save(X=x, y=LABELS)).inferred_ranges
 
 
 def test_pixels_of_other_ranges(save):
     x = RNG.uniform(-1, 1, (12, 4, 4))
     with pytest.raises(InputError, match=r"range must say the pixels' range, as pixel=LOW:HIGH"):
-        load(save(X=x, y=LABELS))
-    found = load(save(X=x, y=LABELS), ranges={"pixel": (-1, 1)}, test_share=0)
+        load_dataset(save(X=x, y=LABELS))
+    found = load_dataset(save(X=x, y=LABELS), ranges={"pixel": (-1, 1)}, test_share=0)
     assert np.allclose(found.offset + found.scale * found.inputs.reshape(12, -1), x.reshape(12, -1), atol=1e-6)
     with pytest.warns(DataWarning, match="pixels lie outside 0 to 1"):
-        assert load(save(X=x, y=LABELS), ranges={"pixel": (0, 1)}).inputs.min() == 0
+        assert load_dataset(save(X=x, y=LABELS), ranges={"pixel": (0, 1)}).inputs.min() == 0
     with pytest.warns(DataWarning, match="taken to range from 0 to 255"):
-        assert load(save(X=100 * np.abs(x), y=LABELS)).features[0].high == 255
-    assert load(save(X=x > 0, y=LABELS)).inputs.max() == 1
+        assert load_dataset(save(X=100 * np.abs(x), y=LABELS)).features[0].high == 255
+    assert load_dataset(save(X=x > 0, y=LABELS)).inputs.max() == 1
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_pixels_of_other_ranges(save):
 def test_what_is_wrong_is_said(save, arrays, said):
     path = save(**arrays)
     with pytest.raises(DataError, match=said) as caught:
-        load(path)
+        load_dataset(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
 
@@ -131,15 +133,15 @@ def test_damaged_files_and_pickles(save, tmp_path):
     for wrong in (b"", b"hello", content[:100], content[:-30], content[:80] + bytes(40) + content[120:], b"\x80\x04N."):
         path.write_bytes(wrong)
         with pytest.raises(DataError, match=r"b\.npz: damaged or not an \.npz file"):
-            load(path)
+            load_dataset(path)
     with path.open("wb") as file:
         np.save(file, np.zeros(3))
     with pytest.raises(DataError, match="a single array"):
-        load(path)
+        load_dataset(path)
     with pytest.raises(DataMissing, match=r"c\.npz does not exist"):
-        load(tmp_path / "c.npz")
+        load_dataset(tmp_path / "c.npz")
     with pytest.raises(InputError, match="private is for tables"):
-        load(save(X=np.zeros((12, 4, 4)), y=LABELS), private="x")
+        load_dataset(save(X=np.zeros((12, 4, 4)), y=LABELS), private="x")
 
 
 def test_a_file_with_flipped_bytes_never_gives_a_traceback_of_another_kind(save, tmp_path):
@@ -151,7 +153,7 @@ def test_a_file_with_flipped_bytes_never_gives_a_traceback_of_another_kind(save,
             wrong[int(rng.integers(len(wrong)))] ^= 1 << int(rng.integers(8))
         path.write_bytes(bytes(wrong))
         try:
-            load(path)
+            load_dataset(path)
         except InputError:
             refused += 1
     assert refused > 100

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from reconbound._internal.checks import InputError
-from reconbound.data import DataError, DataMissing, DataWarning, load
+from reconbound.data import DataError, DataMissing, DataOptions, DataWarning, load_dataset
 from reconbound.data import images as pictures
 
 Image = pytest.importorskip("PIL.Image")
@@ -35,7 +35,7 @@ def pets(tmp_path):
 
 def test_grey_images_by_class(pets):
     root, pixels = pets
-    found = load(root, test_share=0.2)
+    found = load_dataset(root, test_share=0.2)
     assert found.name == "pets"
     assert found.inputs.shape == (8, 1, 5, 7)
     assert found.test_inputs.shape == (2, 1, 5, 7)
@@ -45,13 +45,13 @@ def test_grey_images_by_class(pets):
         assert found.class_names[found.targets[k]] == name.split("/")[0]
     assert found.features[8].name == "pixel (1, 1)"
     assert found.features[8].high == 255
-    assert len(load(root, limit=4).inputs) == 4
+    assert len(load_dataset(root, limit=4).inputs) == 4
 
 
 def test_one_image_in_colour_makes_all_of_them_colour(pets):
     root, _ = pets
     pixels = put(root / "cat" / "red.png", mode="RGB")
-    found = load(root, test_share=0)
+    found = load_dataset(root, test_share=0)
     assert found.inputs.shape == (11, 3, 5, 7)
     assert np.allclose(found.inputs[found.record_names.index("cat/red.png")], np.moveaxis(pixels, 2, 0) / 255)
     grey = found.inputs[found.record_names.index("dog/0.png")]
@@ -63,41 +63,41 @@ def test_own_train_and_test_folders(tmp_path):
         for kind in ("a", "b"):
             for k in range(count):
                 put(tmp_path / part / kind / f"{k}.png")
-    found = load(tmp_path)
+    found = load_dataset(tmp_path)
     assert (len(found.inputs), len(found.test_inputs)) == (6, 4)
     assert all(name.startswith("train/") for name in found.record_names)
     assert found.class_names == ("a", "b")
     put(tmp_path / "val" / "a" / "0.png")
     with pytest.warns(DataWarning, match="the folder 'val' was passed over"):
-        assert len(load(tmp_path).inputs) == 6
+        assert len(load_dataset(tmp_path).inputs) == 6
     put(tmp_path / "test" / "c" / "0.png")
     with pytest.raises(DataError, match="the class 'c' has no images to train on"):
-        load(tmp_path)
+        load_dataset(tmp_path)
 
 
 def test_a_class_may_be_called_train(tmp_path):
     for kind in ("train", "test", "bus"):
         put(tmp_path / kind / "0.png")
-    assert load(tmp_path, test_share=0).class_names == ("bus", "test", "train")
+    assert load_dataset(tmp_path, test_share=0).class_names == ("bus", "test", "train")
 
 
 def test_images_of_several_sizes_are_resized_with_a_notice(pets):
     root, _ = pets
     put(root / "cat" / "large.png", size=(40, 30), value=51)
     with pytest.warns(DataWarning, match=r"1 of 11 images were resized to 7×5 pixels"):
-        found = load(root, test_share=0)
+        found = load_dataset(root, test_share=0)
     assert np.allclose(found.inputs[found.record_names.index("cat/large.png")], 0.2)
     with pytest.warns(DataWarning, match=r"11 of 11 images were resized to 14×10"):
-        assert load(root, size=14).shape == (1, 10, 14)
+        assert load_dataset(root, size=14).shape == (1, 10, 14)
     with pytest.raises(InputError, match="size must be at least 1"):
-        load(root, size=0)
+        load_dataset(root, size=0)
 
 
 def test_large_images_are_shrunk(tmp_path):
     for kind in "ab":
         put(tmp_path / kind / "0.png", size=(400, 200))
     with pytest.warns(DataWarning, match=r"2 of 2 images were resized to 64×32"):
-        assert load(tmp_path, test_share=0).shape == (1, 32, 64)
+        assert load_dataset(tmp_path, test_share=0).shape == (1, 32, 64)
 
 
 def test_pictures_are_seen_upright(tmp_path):
@@ -107,7 +107,7 @@ def test_pictures_are_seen_upright(tmp_path):
         exif = picture.getexif()
         exif[0x0112] = 6  # turned by a quarter
         picture.save(tmp_path / kind / "0.png", exif=exif)
-    found = load(tmp_path, test_share=0)
+    found = load_dataset(tmp_path, test_share=0)
     assert found.shape == (1, 7, 5)
     assert np.allclose(found.inputs[0, 0] * 255, np.rot90(np.arange(35).reshape(5, 7), -1))
 
@@ -117,19 +117,19 @@ def test_sixteen_bits_palettes_and_transparency(tmp_path):
         (tmp_path / kind).mkdir()
     Image.fromarray(np.full((4, 4), 32768, np.uint16)).save(tmp_path / "a" / "deep.png")
     Image.fromarray(np.full((4, 4), 100, np.uint8)).save(tmp_path / "b" / "plain.png")
-    found = load(tmp_path, test_share=0)
+    found = load_dataset(tmp_path, test_share=0)
     assert found.shape == (1, 4, 4)
     assert np.allclose(found.inputs[0], 128 / 255)
     Image.fromarray(np.full((4, 4, 4), 77, np.uint8)).save(tmp_path / "b" / "clear.png")
     Image.fromarray(np.full((4, 4), 1, np.uint8)).convert("P").save(tmp_path / "b" / "few.gif")
-    assert load(tmp_path, test_share=0).inputs.shape == (4, 3, 4, 4)
+    assert load_dataset(tmp_path, test_share=0).inputs.shape == (4, 3, 4, 4)
 
 
 def test_names_with_html_stay_text(tmp_path):
     evil = "<img src=x onerror=alert(1)>"
     for kind in (evil, "b\x1b[31m"):
         put(tmp_path / "set" / kind / "<i>1.png")
-    found = load(tmp_path / "set", test_share=0)
+    found = load_dataset(tmp_path / "set", test_share=0)
     assert found.class_names == (evil, "b[31m")
     assert found.record_names[0] == f"{evil}/<i>1.png"
 
@@ -141,7 +141,7 @@ def test_other_files_are_passed_over_with_a_note_and_hidden_ones_silently(pets):
     (root / ".git").mkdir()
     (root / ".git" / "a.png").write_text("x")
     with pytest.warns(DataWarning, match="1 files that are not images"):
-        assert len(load(root, test_share=0).inputs) == 10
+        assert len(load_dataset(root, test_share=0).inputs) == 10
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_broken_image_is_named(pets, content):
     root, _ = pets
     (root / "dog" / "broken.png").write_bytes(content)
     with pytest.raises(DataError, match=r"dog.broken\.png: cannot be read as an image") as caught:
-        load(root)
+        load_dataset(root)
     assert "\n" not in str(caught.value)
 
 
@@ -161,13 +161,13 @@ def test_cut_off_and_flipped_images_never_give_another_kind_of_error(pets):
     content = path.read_bytes()
     path.write_bytes(content[:-30])
     with pytest.raises(DataError, match=r"4\.png: cannot be read as an image"):
-        load(root, test_share=0)
+        load_dataset(root, test_share=0)
     for _ in range(60):
         wrong = bytearray(content)
         wrong[int(rng.integers(len(wrong)))] ^= 1 << int(rng.integers(8))
         path.write_bytes(bytes(wrong))
         with suppress(DataError, DataWarning):
-            load(root, test_share=0)
+            load_dataset(root, test_share=0)
 
 
 def bomb(path, side):
@@ -187,25 +187,25 @@ def test_images_that_would_fill_the_memory_are_refused(pets, side):
     root, _ = pets
     bomb(root / "cat" / "bomb.png", side)
     with pytest.raises(DataError, match=r"bomb\.png: (8000×8000 pixels|12000×12000 pixels|cannot be read.*bomb)"):
-        load(root)
+        load_dataset(root)
 
 
 def test_folders_that_hold_no_classes(tmp_path):
     with pytest.raises(DataError, match="no images in its sub-folders; expected one sub-folder per class"):
-        load(tmp_path)
+        load_dataset(tmp_path)
     put(tmp_path / "cat" / "1.png")
     with pytest.raises(DataError, match=r"images of one class alone \('cat'\)"):
-        load(tmp_path)
+        load_dataset(tmp_path)
     put(tmp_path / "loose.png")
     with pytest.raises(DataError, match=r"'loose\.png' lies in no class's folder"):
-        load(tmp_path)
+        load_dataset(tmp_path)
     with pytest.raises(DataMissing, match="is not a folder"):
-        pictures.load_pictures(tmp_path / "nowhere")
+        pictures.load_images(tmp_path / "nowhere", DataOptions())
     with pytest.raises(InputError, match="private is for tables"):
-        load(tmp_path, private="x")
+        load_dataset(tmp_path, private="x")
 
 
 def test_without_pillow_it_says_what_to_install(pets, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(DataError, match=r"pip install 'reconbound\[images\]'"):
-        load(pets[0])
+        load_dataset(pets[0])

@@ -15,7 +15,7 @@ import pytest
 from reconbound import DP, SampledGaussian, guarantee
 from reconbound._internal.formatting import format_floor
 from reconbound.cli import app as cli
-from reconbound.cli.errors import options_of
+from reconbound.cli.errors import option_names
 
 HOME = Path(__file__).resolve().parents[2]
 CALCULATOR = "docs/tutorials/calculator.md"
@@ -117,7 +117,7 @@ def test_commands_have_the_options_that_are_shown(page: str) -> None:
     assert found
     for command, *words in found:
         shown = {word.split("=")[0] for word in words if word.startswith("--")}
-        assert shown <= options_of(cli.app, command), command
+        assert shown <= option_names(cli.app, command), command
 
 
 @pytest.mark.parametrize(("page", "least"), [("README.md", 1), (CALCULATOR, 3)])

@@ -20,7 +20,7 @@ from torch import nn
 import reconbound as rb
 from injecting import REFUSALS, damage, ended, refusing
 from reconbound.cli import app as cli
-from reconbound.cli.errors import options_of
+from reconbound.cli.errors import option_names
 from wrong_values import _data, _ledger, _loss
 
 SHARE = int(os.environ.get("FUZZ", "0"))
@@ -179,7 +179,7 @@ def test_random_options(tmp_path, monkeypatch) -> None:
         command = rng.choice(
             ["bound", "bound", "calibrate", "calibrate", "audit", "sweep", "report", "show", "frontier"]
         )
-        known = sorted(options_of(cli.app, command) - {"--out", "-o", "--data-folder"})
+        known = sorted(option_names(cli.app, command) - {"--out", "-o", "--data-folder"})
         words = [command, *rng.choice([[], [], [rng.choice(["nowhere", "", "digits.csv", "\x1b"])]])]
         for name in rng.sample(known, min(len(known), rng.randint(0, 5))):
             words += [name, *([rng.choice(WORDS)] if rng.random() < 0.9 else [])]

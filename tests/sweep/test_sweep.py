@@ -20,7 +20,7 @@ from reconbound._internal.checks import InputError
 from reconbound.accounting.measurement_plan import Blocks, Segments
 from reconbound.auditing.options import default_plan, make_learner
 from reconbound.cli import app as cli
-from reconbound.data import load
+from reconbound.data import load_dataset
 from reconbound.sweep import Range, Sweep, best, frontier, pareto, parse_grid, parse_steps, run, sweep
 from reconbound.sweep.database import checked_url, shown_url
 from reconbound.sweep.ledgers import floors_of, kappa_ratio
@@ -34,7 +34,7 @@ TINY = {"limit": 60, "test_share": 0.3}
 
 @pytest.fixture(scope="module")
 def digits():
-    return load("digits", **TINY)
+    return load_dataset("digits", **TINY)
 
 
 def trainer(dataset, counts=(6, 14), runs=2, **plan) -> Trainer:
@@ -356,7 +356,7 @@ class Searched(sweep_stub.Stub):
 
 @pytest.mark.filterwarnings("ignore::reconbound.data.DataWarning")
 def test_guesses_are_of_the_data() -> None:
-    dataset = load("wine", ranges={"alcohol": (0, 20)}, private="alcohol", limit=60)
+    dataset = load_dataset("wine", ranges={"alcohol": (0, 20)}, private="alcohol", limit=60)
     found = Trainer(dataset, default_plan(dataset), (2,), 1, 0).guesses()
     classes, counts = np.unique(dataset.targets, return_counts=True)
     assert found["accuracy"] == np.mean(dataset.test_targets == classes[counts.argmax()])
@@ -463,7 +463,7 @@ def test_a_trial_whose_folder_is_in_use_is_left_alone_for_a_while(tmp_path) -> N
 def test_a_sweep_of_another_seed_or_other_data_is_refused(tmp_path, digits) -> None:
     config = Sweep("digits", tmp_path, {"lr": [0.1]}, (5,), seed=1)
     store = run.open_store(config)
-    for one, facts in (("seed", {"seed": 2}), ("data", {"dataset": load("digits", limit=50)})):
+    for one, facts in (("seed", {"seed": 2}), ("data", {"dataset": load_dataset("digits", limit=50)})):
         first, other = ({"dataset": digits, "counts": (5,), "runs": 1, "seed": 1} | more for more in ({}, facts))
         plan = default_plan(digits, model="linear")
         run.begin(store, config, Trainer(plan=plan, **first))

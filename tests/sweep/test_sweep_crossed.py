@@ -16,7 +16,7 @@ from reconbound._internal.formatting import format_floor
 from reconbound.accounting.accountant import Account, FisherAccountant
 from reconbound.auditing.options import default_plan, make_learner
 from reconbound.cli import app as cli
-from reconbound.data import load
+from reconbound.data import load_dataset
 from reconbound.sweep.frontier import columns_of, floors_in, table
 from reconbound.sweep.ledgers import by_run, crossed, crossed_floor, floors_of, keep
 from reconbound.sweep.page import frontier_page, run_page
@@ -31,7 +31,7 @@ ROW = {"trial": 0, "lr": 1.0, "steps": 5, "accuracy": 0.5, "exact_max": 2.0, "ex
 
 @pytest.fixture(scope="module")
 def digits():
-    return load("digits", limit=60, test_share=0.3)
+    return load_dataset("digits", limit=60, test_share=0.3)
 
 
 def test_by_hand() -> None:

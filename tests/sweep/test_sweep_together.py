@@ -18,7 +18,7 @@ from reconbound._internal.checks import InputError
 from reconbound._internal.rng import derive
 from reconbound.auditing.options import as_tensor, default_plan, make_loss, make_model, score, starter
 from reconbound.cli import app as cli
-from reconbound.data import load
+from reconbound.data import load_dataset
 from reconbound.sweep import Sweep, run, sweep
 from reconbound.sweep.fleet.trainer import Fleet
 from reconbound.sweep.space import seed_of
@@ -184,7 +184,7 @@ def test_a_sweep_with_other_private_columns_is_another(tmp_path, capsys) -> None
 
 @pytest.mark.parametrize("private", [["a"], ["b"], ["a", "b"]])
 def test_floors_are_of_the_private_columns(tmp_path, private) -> None:
-    data = load(str(table(tmp_path)), target="c", private=private, ranges={"a": (0, 7), "b": (0, 5)})
+    data = load_dataset(str(table(tmp_path)), target="c", private=private, ranges={"a": (0, 7), "b": (0, 5)})
     (row,) = together(data, (6,), 1)(GRID[0], tmp_path / "one")
     columns = [["a", "b"].index(name) for name in private]
     plan = default_plan(data, model="linear", sample_rate=0.2, **GRID[0])

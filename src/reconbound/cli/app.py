@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import io
 import os
 import sys
@@ -15,7 +14,7 @@ from reconbound import __version__
 from reconbound._internal.checks import InputError, number
 from reconbound.bounds.data_space import data_space
 from reconbound.cli import register
-from reconbound.cli.errors import command_of, said_of_usage, said_of_value
+from reconbound.cli.errors import command_parser, describe_refused_value, describe_usage_error
 from reconbound.cli.mechanism import given_of, mechanism_of, notes_of
 from reconbound.cli.options import STOPPED, Told, count, one_line, option, ratio, within_range
 from reconbound.cli.printing import (
@@ -273,10 +272,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; the exit status. Every error is one line on standard error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        status = command_of(app)(args=words or ["--help"], prog_name="reconbound", standalone_mode=False) or 0
+        status = command_parser(app)(args=words or ["--help"], prog_name="reconbound", standalone_mode=False) or 0
         return _stopped() if status == STOPPED and not isinstance(status, Told) else int(status)
     except InputError as error:
-        message = said_of_value(error, app)
+        message = describe_refused_value(error, app)
     except typer.Exit as stop:
         return int(stop.exit_code)
     except (typer.Abort, KeyboardInterrupt):
@@ -284,7 +283,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of click's: a fault of ours, shown in full
             raise
-        message = said_of_usage(error, words, app)
+        message = describe_usage_error(error, words)
     print(f"reconbound: {one_line(message)}", file=sys.stderr)
     return 2
 
@@ -294,24 +293,11 @@ def _stopped() -> int:
     return STOPPED
 
 
-_SPELT = {"±": "+/-", "ε": "epsilon", "δ": "delta", "≥": ">=", "→": "->", "–": "-", "é": "e", "λ": "lambda",
-          "’": "'", "“": '"', "”": '"', "×": "x", "²": "^2", "κ": "kappa", "…": "..."}  # fmt: skip
-
-
-def _spell(error: UnicodeError) -> tuple[str, int]:
-    """Write what the terminal cannot show in plain letters."""
-    assert isinstance(error, UnicodeEncodeError)
-    return "".join(_SPELT.get(c, "?") for c in error.object[error.start : error.end]), error.end
-
-
-codecs.register_error("reconbound.spell", _spell)
-
-
 def main() -> None:
     """The console script."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="reconbound.spell")  # a terminal without ± and ε shows +/- and epsilon
+            stream.reconfigure(errors="replace")  # a terminal without ± and ε shows question marks
     try:
         status = run()
         sys.stdout.flush()

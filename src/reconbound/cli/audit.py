@@ -151,6 +151,7 @@ def audit_command(
         wishes["test_share"] = test_share
     resume = f"; run the same command again{', without --fresh,' if fresh else ''} to go on"
     with plain_errors(resume):
+        from reconbound.auditing.api import folder_name
         from reconbound.auditing.option_file import open_folder, refuse_other
         from reconbound.data.tables import read_ranges, read_units
 
@@ -161,7 +162,7 @@ def audit_command(
 
             check_publishable(dataset)
         plan = _plan(dataset, given, epochs)
-        folder = out if out is not None else Path(f"audit-{_short(dataset.name)}")
+        folder = out if out is not None else Path(f"audit-{folder_name(dataset.name)}")
         with _no_empty_folder(folder):
             open_folder(folder)
             if not fresh:
@@ -195,19 +196,13 @@ def _budget(given: str | None) -> float | str | None:
         raise InputError("budget", "must be a number greater than 0, or every", given) from None
 
 
-def _short(name: str) -> str:
-    """The data's name as part of a folder's."""
-    kept = "".join(c if c.isalnum() or c in "-_" else "-" for c in name.split(".")[0])
-    return kept.strip("-")[:60] or "data"
-
-
 def _loaded(data: str, wishes: dict[str, Any]) -> tuple[Dataset, list[str]]:
     """The data, and what its owner should know of them."""
-    from reconbound.data import DataWarning, load
+    from reconbound.data import DataWarning, load_dataset
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DataWarning)
-        dataset = load(data, **wishes)
+        dataset = load_dataset(data, **wishes)
     notes = [str(warning.message) for warning in caught]
     if dataset.inferred_ranges:
         notes.append(

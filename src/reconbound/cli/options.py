@@ -53,7 +53,7 @@ def count(given: Any) -> int:
         parts = [float(part) if "e" in part else int(part) for part in str(given).lower().split("x")]
         whole = [int(part) for part in parts]
     except (ValueError, OverflowError):
-        raise typer.BadParameter("must be a whole number") from None
+        whole, parts = [], [math.nan]
     if whole != parts:
         raise typer.BadParameter("must be a whole number")
     return math.prod(whole)

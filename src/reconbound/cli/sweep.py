@@ -125,7 +125,8 @@ def sweep_command(
 
 
 def _config(given: dict[str, Any]) -> Sweep:
-    from reconbound.cli.audit import _budget, _short
+    from reconbound.auditing.api import folder_name
+    from reconbound.cli.audit import _budget
     from reconbound.data.tables import read_ranges, read_units
     from reconbound.sweep import Sweep, parse_grid, parse_steps
 
@@ -141,7 +142,7 @@ def _config(given: dict[str, Any]) -> Sweep:
     same = ("runs", "search", "trials", "floor", "at_least", "delta", "storage", "name", "seed", "lease", "together")
     return Sweep(
         data=given["data"],
-        out=given["out"] or Path(f"sweep-{_short(Path(given['data']).name)}"),
+        out=given["out"] or Path(f"sweep-{folder_name(Path(given['data']).name)}"),
         space=parse_grid(given["grid"] or []),
         steps=parse_steps(given["steps"]),
         load=load,

@@ -5,14 +5,14 @@ description publishes. They are the same whoever's records are in the set, so th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from reconbound.data.dataset import Dataset, Feature, Pixels
-from reconbound.data.split import Division
-from reconbound.data.tables import Column, only_for_tables, table, wishes
+from reconbound.data.options import DataOptions
+from reconbound.data.tables import Column, check_column_options, make_table, refuse_for_images
 
 # name in scikit-learn: (name, unit, lowest, highest)
 _DIABETES: dict[str, tuple[str, str, float, float]] = {
@@ -59,23 +59,16 @@ _NUCLEUS = {
 NAMES = ("digits", "breast_cancer", "diabetes", "wine")
 
 
-def load_builtin(
-    name: str,
-    *,
-    private: Sequence[str] | str | None = None,
-    ranges: Mapping[str, Any] | None = None,
-    units: Mapping[str, str] | None = None,
-    division: Division | None = None,
-) -> Dataset:
-    """One of scikit-learn's own: digits (8×8 images), breast_cancer, wine (classes), diabetes (a number)."""
+def load_builtin(name: str, options: DataOptions) -> Dataset:
+    """Returns a data set of scikit-learn's: digits (8×8 images), breast_cancer, wine (classes), diabetes (a number)."""
     if name == "digits":
-        only_for_tables(private=private, ranges=ranges, units=units)
-        return _digits(division or Division())
+        refuse_for_images(options, "private", "ranges", "units")
+        return _load_digits(options)
     from sklearn import datasets
 
     bunch = getattr(datasets, f"load_{name}")(**({"scaled": False} if name == "diabetes" else {}))
     own: Mapping[str, tuple[str, str, float, float]]
-    own = {"breast_cancer": _nucleus(), "diabetes": _DIABETES, "wine": _WINE}[name]
+    own = {"breast_cancer": _nucleus_columns(), "diabetes": _DIABETES, "wine": _WINE}[name]
     columns = []
     for values, spelled in zip(bunch.data.T.astype(np.float64), bunch.feature_names, strict=True):
         known = own[str(spelled)][0]
@@ -90,29 +83,26 @@ def load_builtin(
             Column(aim, np.array([str(t) for t in bunch.target_names], dtype=object)[bunch.target]),
             list(own.values()),
         )
-    wish = wishes(
-        [*(column.name for column in columns), target.name],
-        private=private,
-        ranges={**{k: (low, high) for k, _, low, high in public if k != "sex"}, **(ranges or {})},
-        units={**{k: unit for k, unit, *_ in public}, **(units or {})},
-        target=target.name,
-    )
-    return table(name, columns, target, wish, division or Division())
+    ranges = {**{k: (low, high) for k, _, low, high in public if k != "sex"}, **(options.ranges or {})}
+    units = {**{k: unit for k, unit, *_ in public}, **(options.units or {})}
+    names = [*(column.name for column in columns), target.name]
+    settings = check_column_options(names, replace(options, ranges=ranges, units=units), target.name)
+    return make_table(name, columns, target, settings, options.division)
 
 
-def _nucleus() -> dict[str, tuple[str, str, float, float]]:
+def _nucleus_columns() -> dict[str, tuple[str, str, float, float]]:
     spelled = ("mean {}", "{} error", "worst {}")
     names = {form.format(k): tops[i] for k, tops in _NUCLEUS.items() for i, form in enumerate(spelled)}
     return {name: (name, "", 0.0, top) for name, top in names.items()}
 
 
-def _digits(division: Division) -> Dataset:
+def _load_digits(options: DataOptions) -> Dataset:
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     inputs = (bunch.images[:, None] / 16.0).astype(np.float32)
     targets = bunch.target.astype(np.int64)
-    train, test = division.rows(targets, "classes")
+    train, test = options.division.choose_rows(targets, "classes")
     return Dataset(
         "digits",
         "image",

@@ -27,17 +27,17 @@ _DRESSED = re.compile(
 _MEASURE = re.compile(r"[+-]?\d+(?:[.,]\d+)?\s?([^\W\d_]{1,12})\.?")
 
 
-def tell_tale(column: Column) -> str | None:
+def describe_column(column: Column) -> str | None:
     """What the owner should know of a column that was not asked for by name; None where nothing is odd about it."""
     if column.numeric:
-        return _identifier(column)
-    return _dates(column) or _measures(column)
+        return _describe_identifier(column)
+    return _describe_dates(column) or _describe_measures(column)
 
 
-def undressed(text: str) -> str | None:
+def strip_signs(text: str) -> str | None:
     """The number that a cell means which has a sign of money, a percent sign or marks of thousands; None for others.
 
-    >>> undressed("$45,887.48"), undressed("12 %"), undressed("(3,000)"), undressed("1-2")
+    >>> strip_signs("$45,887.48"), strip_signs("12 %"), strip_signs("(3,000)"), strip_signs("1-2")
     ('45887.48', '12', '-3000', None)
     """
     found = _DRESSED.fullmatch(text)
@@ -47,7 +47,7 @@ def undressed(text: str) -> str | None:
     return minus + re.sub(r"\D", "", found["whole"]) + (found["rest"] or "").replace(",", ".")
 
 
-def _identifier(column: Column) -> str | None:
+def _describe_identifier(column: Column) -> str | None:
     """Whole numbers, all different, that count on without a gap or are named like an identifier."""
     known = np.sort(column.values[~np.isnan(column.values)])
     if len(known) < FEWEST or not np.all(known == np.round(known)) or np.any(known[1:] == known[:-1]):
@@ -62,10 +62,10 @@ def _identifier(column: Column) -> str | None:
     )
 
 
-def _dates(column: Column) -> str | None:
+def _describe_dates(column: Column) -> str | None:
     """Text that looks like dates: taken as categories, or left out where there are too many for that."""
-    known = [str(text) for text in column.values if text]
-    if not known or sum(1 for text in known if _DATE.fullmatch(text)) < MOSTLY * len(known):
+    known = Counter(text for text in column.values if text)
+    if not known or sum(n for text, n in known.items() if _DATE.fullmatch(text)) < MOSTLY * known.total():
         return None
     if len(set(column.values)) > MOST_CATEGORIES:
         return f"{column.name}: text that looks like dates; to use and protect it write it as a number ({AS_NUMBER})"
@@ -76,14 +76,17 @@ def _dates(column: Column) -> str | None:
     )
 
 
-def _measures(column: Column) -> str | None:
+def _describe_measures(column: Column) -> str | None:
     """Numbers that all have the same word after them, few enough to be taken as categories."""
-    known = [str(text) for text in column.values if text]
-    if len(known) < FEWEST or not FEWEST < len(set(column.values)) <= MOST_CATEGORIES:
+    known = Counter(text for text in column.values if text)
+    if known.total() < FEWEST or not FEWEST < len(set(column.values)) <= MOST_CATEGORIES:
         return None
-    words = Counter(found[1] for text in known if (found := _MEASURE.fullmatch(text)))
+    words: Counter[str] = Counter()
+    for text, count in known.items():
+        if found := _MEASURE.fullmatch(text):
+            words[found[1]] += count
     word, often = words.most_common(1)[0] if words else ("", 0)
-    if often < MOSTLY * len(known):
+    if often < MOSTLY * known.total():
         return None
     return (
         f"{column.name}: numbers with {word!r} after them, taken as categories, which are public: the attacker is "

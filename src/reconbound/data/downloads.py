@@ -1,30 +1,25 @@
-"""MNIST and CIFAR-10 over the network: https, the digest of the raw content, going on where a transfer broke off."""
+"""MNIST and CIFAR-10 over the network: pooch transfers, the digest of the raw content decides what is kept."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
-import http.client
 import ipaddress
 import os
-import socket
 import sys
 import tarfile
-import time
-import urllib.error
+import tempfile
 import urllib.parse
-import urllib.request
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from reconbound._internal.checks import DataError, DataMissing
 from reconbound._internal.files import PUBLIC, write_whole
-from reconbound._internal.progress import progress_bar
 
-CHUNK, MOST, TIMEOUT, TRIES, PAUSE = 1 << 16, 1 << 28, 30.0, 4, 1.0
+CHUNK, MOST, RETRIES = 1 << 16, 1 << 28, 1
 SOURCES = {
     "mnist": ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
     "cifar10": ("https://www.cs.toronto.edu/~kriz/",),
@@ -49,140 +44,103 @@ RAW = {  # raw file: its size and digest (64 digits: SHA-256, 40: SHA-1)
 }
 
 
-class WrongContent(DataError):
-    """What came over the network is not what it should be."""
-
-
-class _Broken(Exception):
-    """A transfer that failed and may be tried again."""
-
-
 def fetch(name: str, root: Path, *, mirror: str | None = None) -> None:
-    """Bring the missing files of a data set into the folder, each whole and with its digest checked, or not at all.
+    """Brings the missing files of a data set into the folder, each whole and with its digest checked, or not at all.
 
     Args:
         name: "mnist" or "cifar10".
-        mirror: an address to use instead of the usual ones, or the variable RECONBOUND_MIRROR; below it lies
-            NAME/FILE. It must be https, except on this machine itself."""
+        root: the folder.
+        mirror: an address to use instead of the usual ones, or the variable RECONBOUND_MIRROR; below it is NAME/FILE.
+            It must be https, except on this machine itself.
+
+    Raises:
+        DataMissing: where nothing could be downloaded; says which files to put where.
+        DataError: where what was downloaded is not what it should be.
+    """
     mirror = mirror or os.environ.get("RECONBOUND_MIRROR")
     sources = (f"{mirror.rstrip('/')}/{name}/",) if mirror else SOURCES[name]
     for source in sources:
-        _allowed(source)
-    print(f"reconbound: {name} is not all in {root}: downloading it there", file=sys.stderr)
+        check_address(source)
+    wanted = [ARCHIVE] if name == "cifar10" else [f"{raw}.gz" for raw in RAW[name] if not _is_there(root, raw)]
     try:
         root.mkdir(parents=True, exist_ok=True)
-        if not os.access(root, os.W_OK):
-            raise PermissionError(13, "the folder may not be written")
-        if name == "cifar10":
-            _first_good(sources, ARCHIVE, root, _keep_batches)
-        for raw in RAW["mnist"] if name == "mnist" else ():
-            if not any((root / f"{raw}{ending}").exists() for ending in ("", ".gz", ".xz")):
-                _first_good(sources, f"{raw}.gz", root, _keep_idx)
-    except (_Broken, OSError) as reason:
+        for file in wanted:
+            print(f"reconbound: downloading {file} into {root}", file=sys.stderr)
+            _download(sources, file, root)
+    except OSError as reason:  # those of requests are such, too
         files = ", ".join(RAW[name] if name == "cifar10" else (f"{raw}.gz" for raw in RAW[name]))
         raise DataMissing(
-            f"{name} is not all in {root} and could not be downloaded ({getattr(reason, 'strerror', None) or reason}): "
-            f"put {files} there, or name the folder that holds {name}/ (folder, or the variable RECONBOUND_DATA)"
+            f"{name} is not all in {root} and could not be downloaded ({_describe_failure(reason)}): put {files} "
+            f"there, or name the folder that holds {name}/ (folder, or the variable RECONBOUND_DATA)"
         ) from None
 
 
-def _first_good(sources: tuple[str, ...], file: str, root: Path, keep: Callable[[Path, Path, str], None]) -> None:
-    """The file from the first source that gives it whole and right."""
-    part = root / f".{file}.part"
+def _is_there(root: Path, raw: str) -> bool:
+    return any((root / f"{raw}{ending}").exists() for ending in ("", ".gz", ".xz"))
+
+
+def _download(sources: tuple[str, ...], file: str, root: Path) -> None:
+    """Takes the file from the first source that gives it whole and correct."""
+    import pooch
+
+    pooch.get_logger().setLevel("WARNING")
+    headers = {"Accept-Encoding": "identity", "User-Agent": "reconbound"}
+    downloader = pooch.HTTPDownloader(headers=headers, hooks={"response": _check_response})
     for source in sources:
-        again = part.exists()  # a part may stem from another source or be damaged: then once more from the start
-        while True:
-            try:
-                _transfer(source + file, part)
-                return keep(part, root, file.removesuffix(".gz"))
-            except (_Broken, WrongContent) as reason:
-                if isinstance(reason, WrongContent):
-                    part.unlink(missing_ok=True)
-                    if again:
-                        again = False
-                        continue
-                if source == sources[-1]:
-                    raise
-                break
-
-
-def _transfer(url: str, part: Path) -> None:
-    """The whole of the address in the part file, going on from what it holds; tried again when it breaks off."""
-    said: object = None
-    for turn in range(TRIES):
         try:
-            return _go_on(url, part)
-        except urllib.error.HTTPError as reason:
-            said = f"{reason.code} {reason.reason}"
-            if reason.code == 416 and part.exists():  # nothing beyond what is here: whole, or not this file's
-                if reason.headers.get("Content-Range") == f"bytes */{part.stat().st_size}":
-                    return
-                part.unlink()
-            elif reason.code < 500 and reason.code not in (408, 429):
-                break
-        except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as reason:
-            said = getattr(reason, "reason", None) or reason
-            if isinstance(said, socket.gaierror):  # the name is not known: no network here
-                break
-        if turn + 1 < TRIES:
-            time.sleep(PAUSE * 2**turn)
-    held = part.stat().st_size if part.exists() else 0
-    kept = f"; {held:,} bytes are kept, and running it again goes on from there" if held else ""
-    raise _Broken(f"{url}: {said}{kept}")
+            with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as inside:
+                store = pooch.create(inside, source, registry={file: None}, retry_if_failed=RETRIES)
+                part = Path(store.fetch(file, downloader=downloader))
+                return _keep_batches(part, root) if file == ARCHIVE else _keep_idx(part, root)
+        except (OSError, DataError):
+            if source == sources[-1]:
+                raise
 
 
-def _go_on(url: str, part: Path) -> None:
-    held = part.stat().st_size if part.exists() else 0
-    request = urllib.request.Request(url, headers={"User-Agent": "reconbound", "Accept-Encoding": "identity"})
-    if held:
-        request.add_header("Range", f"bytes={held}-")
-    with urllib.request.build_opener(_SameSafety).open(request, timeout=TIMEOUT) as answer:
-        appended = answer.status == 206 and answer.headers.get("Content-Range", "").startswith(f"bytes {held}-")
-        if not appended:
-            held = 0
-        length = answer.headers.get("Content-Length")
-        whole = held + int(length) if length and length.isdigit() else None
-        what = f"downloading {urllib.parse.urlsplit(url).path.rsplit('/', 1)[-1]} (kB)"
-        bar = progress_bar((whole or 0) // 1024, held // 1024, whole is not None, what)
-        with part.open("ab" if appended else "wb") as file, bar as done:
-            for block in iter(lambda: answer.read(CHUNK), b""):
-                file.write(block)
-                held += len(block)
-                done(len(block) // 1024)
-                if held > MOST:
-                    raise WrongContent(f"{url}: more than {MOST:,} bytes, so this is not the file asked for")
-    if whole is not None and held < whole:
-        raise ConnectionError(f"broke off after {held:,} of {whole:,} bytes")
+def _check_response(response: Any, **_: Any) -> None:
+    """Refuses an answer that leads to an address that is not allowed, or to a file that is too long."""
+    try:
+        if response.is_redirect:
+            check_address(urllib.parse.urljoin(response.url, response.headers["Location"]))
+        elif response.ok and int(response.headers.get("Content-Length") or MOST + 1) > MOST:
+            raise DataError(f"{response.url}: more than {MOST:,} bytes, or of no known length: not the file asked for")
+        elif not response.ok:
+            response.close()  # pooch raises then, and leaves it open
+    except ValueError:
+        response.close()
+        raise
 
 
-class _SameSafety(urllib.request.HTTPRedirectHandler):
-    """Follows only to addresses that would have been allowed at first."""
+def _describe_failure(reason: OSError) -> str:
+    """Returns in one line why a download failed."""
+    import requests
 
-    def redirect_request(self, *args: Any) -> urllib.request.Request | None:
-        _allowed(args[-1])
-        return super().redirect_request(*args)
+    if isinstance(reason, requests.RequestException) and reason.response is None:
+        return "no connection, or it broke off"
+    return " ".join(str(reason.strerror or reason).split())[:200]
 
 
-def _allowed(url: str) -> None:
-    """https, or plain http to this machine itself."""
+def check_address(url: str) -> None:
+    """Refuses addresses that are not https, except plain http to this machine itself."""
     parts = urllib.parse.urlsplit(url)
     host, near = parts.hostname or "", parts.hostname == "localhost"
     with suppress(ValueError):
         near = near or ipaddress.ip_address(host).is_loopback
     if not host or not (parts.scheme == "https" or (parts.scheme == "http" and near)):
-        raise DataError(f"the address {url!r} is not allowed: downloads are over https alone")
+        raise DataError(f"the address {url!r} is not allowed: downloads are only over https")
 
 
-def _keep_idx(part: Path, root: Path, raw: str) -> None:
+def _keep_idx(part: Path, root: Path) -> None:
+    raw = part.name.removesuffix(".gz")
     with gzip.open(part, "rb") as file:
-        for _ in _checked(file, RAW["mnist"][raw], raw):
+        for _ in _checked_blocks(file, RAW["mnist"][raw], raw):
             pass
     os.chmod(part, PUBLIC)
-    os.replace(part, root / f"{raw}.gz")
+    os.replace(part, root / part.name)
 
 
-def _keep_batches(part: Path, root: Path, _: str) -> None:
-    """The six files by their names alone, wherever in the archive: nothing else is written, so no path can lead out."""
+def _keep_batches(part: Path, root: Path) -> None:
+    """Keeps the six files by their names, wherever in the archive: nothing else is written, so no path can lead out."""
     wanted = dict(RAW["cifar10"])
     try:
         with tarfile.open(part, "r:gz") as archive:
@@ -190,17 +148,20 @@ def _keep_batches(part: Path, root: Path, _: str) -> None:
                 base = member.name.rsplit("/", 1)[-1]
                 file = archive.extractfile(member) if member.isreg() and base in wanted else None
                 if file is not None:
-                    content = b"".join(_checked(file, wanted.pop(base), base))
+                    content = b"".join(_checked_blocks(file, wanted.pop(base), base))
                     write_whole(root / base, content, mode=PUBLIC)
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as reason:
-        raise WrongContent(f"{ARCHIVE}: not the archive it should be ({reason})") from None
+        raise DataError(f"{ARCHIVE}: not the archive it should be ({reason})") from None
     if wanted:
-        raise WrongContent(f"{ARCHIVE}: holds no {', '.join(wanted)}")
-    part.unlink()
+        raise DataError(f"{ARCHIVE}: holds no {', '.join(wanted)}")
 
 
-def _checked(file: IO[bytes] | gzip.GzipFile, known: tuple[int, str], name: str) -> Iterator[bytes]:
-    """The blocks of a file; WrongContent once it is too long, or at its end if size or digest are not as known."""
+def _checked_blocks(file: IO[bytes] | gzip.GzipFile, known: tuple[int, str], name: str) -> Iterator[bytes]:
+    """Yields the blocks of a file.
+
+    Raises:
+        DataError: once the file is too long, or at its end if its size or digest is wrong.
+    """
     size, digest = known
     kind, count = {64: "sha256", 40: "sha1"}[len(digest)], 0
     found = hashlib.new(kind, usedforsecurity=False)
@@ -212,6 +173,6 @@ def _checked(file: IO[bytes] | gzip.GzipFile, known: tuple[int, str], name: str)
                 break
             yield block
     except (EOFError, zlib.error, gzip.BadGzipFile) as reason:
-        raise WrongContent(f"{name}: what was downloaded is damaged ({reason})") from None
+        raise DataError(f"{name}: what was downloaded is damaged ({reason})") from None
     if count != size or found.hexdigest() != digest:
-        raise WrongContent(f"{name}: what was downloaded has not the known {kind} {digest}, so it was thrown away")
+        raise DataError(f"{name}: what was downloaded has not the known {kind} {digest}, so it was thrown away")

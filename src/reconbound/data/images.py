@@ -14,7 +14,7 @@ import numpy as np
 
 from reconbound._internal.checks import DataError, DataMissing, whole
 from reconbound.data.dataset import Dataset, Feature, Pixels, clean
-from reconbound.data.split import Division
+from reconbound.data.options import DataOptions
 
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # no format that runs a program
 ENDINGS = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"))
@@ -23,24 +23,24 @@ MOST_PIXELS = 50_000_000  # in one image: more is taken for an attack on the mem
 LARGEST, SHRUNK = 128, 64  # images with a longer side than the first are shrunk to the second
 
 
-def load_pictures(
-    folder: str | os.PathLike[str], *, size: int | None = None, division: Division | None = None
-) -> Dataset:
-    """Images (N, C, H, W) in [0, 1] from one sub-folder per class; grey if all are grey, else in red, green and blue.
+def load_images(folder: str | os.PathLike[str], options: DataOptions) -> Dataset:
+    """Returns images (N, C, H, W) in [0, 1] from one sub-folder per class; grey if all are grey, otherwise in colour.
 
     Args:
-        size: the longest side, in pixels, to bring all images to; else they keep theirs if they share one of at most
-            128 pixels, and are brought to the most common shape, at most 64 pixels long, if not."""
+        folder: with the sub-folders.
+        options: `size` is the longest side, in pixels, of all images. Without it, images keep their size if they share
+            one of at most 128 pixels; otherwise they are brought to the most common shape, at most 64 pixels long.
+    """
     try:
         import PIL  # noqa: F401
     except ImportError:
         raise DataError(f"{folder}: reading images needs Pillow: pip install 'reconbound[images]'") from None
     root = Path(folder)
     files, labels, held, names, notes = _listing(root)
-    train, test = (division or Division()).rows(labels, "classes", held)
+    train, test = options.division.choose_rows(labels, "classes", held)
     chosen = [files[k] for k in np.concatenate([train, test])]
     kinds = [_header(path) for path in chosen]
-    shape, grey = _shape(Counter(kind[0] for kind in kinds), size), all(kind[1] for kind in kinds)
+    shape, grey = _shape(Counter(kind[0] for kind in kinds), options.size), all(kind[1] for kind in kinds)
     changed = sum(kind[0] != shape for kind in kinds)
     if changed:
         notes.append(

@@ -6,14 +6,13 @@ import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from reconbound._internal.checks import DataError, DataMissing, DataShown, InputError
 from reconbound.data.dataset import Dataset, Feature, Pixels, clean
-from reconbound.data.split import Division
-from reconbound.data.tables import MOST_CATEGORIES, Column, only_for_tables, table, wishes
+from reconbound.data.options import DataOptions
+from reconbound.data.tables import MOST_CATEGORIES, Column, check_column_options, make_table, refuse_for_images
 
 # names of the arrays (whatever their case): inputs, targets, inputs to test on, targets to test on
 LAYOUTS = (
@@ -27,15 +26,8 @@ LAYOUTS = (
 PIXEL = "pixel"
 
 
-def load_npz(
-    path: str | os.PathLike[str],
-    *,
-    private: Sequence[str] | str | None = None,
-    ranges: Mapping[str, Any] | None = None,
-    units: Mapping[str, str] | None = None,
-    division: Division | None = None,
-) -> Dataset:
-    """A Dataset from arrays X and y, or x_train, y_train, x_test, y_test, or inputs and targets.
+def load_npz(path: str | os.PathLike[str], options: DataOptions) -> Dataset:
+    """Returns the data set in arrays X and y, or x_train, y_train, x_test, y_test, or inputs and targets.
 
     X of (N, columns) is a table, whose columns are named by an array feature_names, else "column 1" and so on.
     (N, H, W), (N, H, W, C) and (N, C, H, W) are images: bytes, or numbers in [0, 1] or [0, 255], or in what
@@ -71,11 +63,11 @@ def load_npz(
         )
     if y.dtype.kind == "f" and not np.isfinite(y).all():
         raise DataError(f"{file}, array {layout[1]}: record {int(np.argwhere(~np.isfinite(y))[0][0])} is not finite")
-    division, labels = division or Division(), _texts(file, "class_names", lower)
+    labels = _texts(file, "class_names", lower)
     if x.ndim == 2:
-        return _table(file, x, y, held, labels, _texts(file, "feature_names", lower), private, ranges, units, division)
-    only_for_tables(private=private, units=units)
-    return _images(file, x, y, held, labels, ranges, division)
+        return _make_table(file, x, y, held, labels, _texts(file, "feature_names", lower), options)
+    refuse_for_images(options, "private", "units")
+    return _make_images(file, x, y, held, labels, options)
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
@@ -136,17 +128,14 @@ def _classes(file: str, y: np.ndarray, labels: list[str] | None) -> tuple[np.nda
     return codes.reshape(-1).astype(np.int64), tuple(clean(name) for name in names)
 
 
-def _table(
+def _make_table(
     file: str,
     x: np.ndarray,
     y: np.ndarray,
     held: np.ndarray | None,
     labels: list[str] | None,
     names: list[str] | None,
-    private: Sequence[str] | str | None,
-    ranges: Mapping[str, Any] | None,
-    units: Mapping[str, str] | None,
-    division: Division,
+    options: DataOptions,
 ) -> Dataset:
     names = names if names is not None else [f"column {k + 1}" for k in range(x.shape[1])]
     if len(names) != x.shape[1] or len(set(names)) != len(names) or "target" in names:
@@ -157,24 +146,18 @@ def _table(
     else:
         aim = y.astype(np.float64)
     columns = [Column(name, x[:, k].astype(np.float64)) for k, name in enumerate(names)]
-    wish = wishes([*names, "target"], private=private, ranges=ranges, units=units, target="target")
+    settings = check_column_options([*names, "target"], options, "target")
     target = Column("target", aim.reshape(-1))
-    return table(clean(Path(file).name), columns, target, wish, division, source=file, held=held)
+    return make_table(clean(Path(file).name), columns, target, settings, options.division, source=file, held=held)
 
 
-def _images(
-    file: str,
-    x: np.ndarray,
-    y: np.ndarray,
-    held: np.ndarray | None,
-    labels: list[str] | None,
-    ranges: Mapping[str, Any] | None,
-    division: Division,
+def _make_images(
+    file: str, x: np.ndarray, y: np.ndarray, held: np.ndarray | None, labels: list[str] | None, options: DataOptions
 ) -> Dataset:
     planes = _planes(file, x)
-    low, high, notes = _pixel_range(file, x, ranges)
+    low, high, notes = _pixel_range(file, x, options)
     targets, class_names = _classes(file, y.reshape(-1), labels)
-    train, test = division.rows(targets, "classes", held)
+    train, test = options.division.choose_rows(targets, "classes", held)
     unit = "grey levels" if high == 255.0 else ""
     parts = [
         ((planes[rows].astype(np.float64) - low) / (high - low)).clip(0, 1).astype(np.float32) for rows in (train, test)
@@ -206,11 +189,10 @@ def _planes(file: str, x: np.ndarray) -> np.ndarray:
     return x if first else np.moveaxis(x, 3, 1)
 
 
-def _pixel_range(file: str, x: np.ndarray, ranges: Mapping[str, Any] | None) -> tuple[float, float, list[str]]:
+def _pixel_range(file: str, x: np.ndarray, options: DataOptions) -> tuple[float, float, list[str]]:
     """The range that was said; else that of bytes for whole numbers, and [0, 1] or [0, 255] for others."""
-    if ranges:
-        wish = wishes([PIXEL], private=None, ranges=ranges, units=None)
-        low, high = wish.ranges[PIXEL]
+    if options.ranges:
+        low, high = check_column_options([PIXEL], options).ranges[PIXEL]
         outside = int(np.sum((x < low) | (x > high)))
         return (
             low,

@@ -16,7 +16,7 @@ import numpy as np
 
 from reconbound._internal.checks import DataError, DataMissing
 from reconbound.data.dataset import Dataset, Feature, Pixels
-from reconbound.data.split import Division
+from reconbound.data.options import DataOptions
 
 NAMES = ("mnist", "cifar10")
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -34,27 +34,24 @@ def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
     return path
 
 
-def load_official(name: str, folder: str | os.PathLike[str] | None = None, division: Division | None = None) -> Dataset:
-    """MNIST or CIFAR-10 with its own test set, from the folder, or downloaded into it.
-
-    Args:
-        folder: holds mnist/ or cifar10/; else the one that RECONBOUND_DATA names, else the user's cache."""
+def load_official(name: str, options: DataOptions) -> Dataset:
+    """Returns MNIST or CIFAR-10 with its own test set, from the options' folder, or downloaded into it."""
     from reconbound.data.downloads import fetch
 
     read = {"mnist": mnist, "cifar10": cifar10}[name]
-    if folder is None and not os.environ.get("RECONBOUND_DATA"):
+    if options.folder is None and not os.environ.get("RECONBOUND_DATA"):
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reconbound"
         root.mkdir(parents=True, exist_ok=True)
     else:
-        root = data_folder(folder)
+        root = data_folder(options.folder)
     try:
         parts = [read(root, train=train) for train in (True, False)]
     except FileNotFoundError:
         fetch(name, root / name)
         parts = [read(root, train=train) for train in (True, False)]
     (images, labels), (test, test_labels) = parts
-    kept, _ = (division or Division()).rows(labels, "classes", np.zeros(len(labels), dtype=bool))
-    inputs, test_inputs = (_unit(part) for part in (images[kept], test))
+    kept, _ = options.division.choose_rows(labels, "classes", np.zeros(len(labels), dtype=bool))
+    inputs, test_inputs = (_scale_pixels(part) for part in (images[kept], test))
     return Dataset(
         name,
         "image",
@@ -68,7 +65,7 @@ def load_official(name: str, folder: str | os.PathLike[str] | None = None, divis
     )
 
 
-def _unit(images: np.ndarray) -> np.ndarray:
+def _scale_pixels(images: np.ndarray) -> np.ndarray:
     """Bytes to [0, 1], float32, with an axis for the planes."""
     planes = images[:, None] if images.ndim == 3 else images
     inputs = planes.astype(np.float32)

@@ -18,7 +18,9 @@ class Division:
     test_share: float = 0.2
     limit: int | None = None
 
-    def rows(self, targets: np.ndarray, task: str, held: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def choose_rows(
+        self, targets: np.ndarray, task: str, held: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Rows to train on and rows to test on; `held`, (N,) of bool, where the data has its own test records."""
         if held is None:
             train, test = split(targets, seed=self.seed, test_share=self.test_share, task=task)

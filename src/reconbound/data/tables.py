@@ -14,6 +14,7 @@ import numpy as np
 from reconbound._internal.checks import DataError, DataShown, InputError, number, spelled
 from reconbound._internal.formatting import format_number
 from reconbound.data.dataset import Dataset, Feature, clean
+from reconbound.data.options import DataOptions
 from reconbound.data.split import Division
 
 MOST_CATEGORIES = 100
@@ -35,7 +36,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class ColumnOptions:
     """What the user said about columns: names to ranges and units, and which are private (None: every number)."""
 
     ranges: Mapping[str, tuple[float, float]]
@@ -43,33 +44,33 @@ class Wishes:
     private: tuple[str, ...] | None
 
 
-def wishes(
-    names: Sequence[str],
-    *,
-    private: Sequence[str] | str | None,
-    ranges: Mapping[str, Any] | None,
-    units: Mapping[str, str] | None,
-    target: str | None = None,
-) -> Wishes:
-    """The wishes, checked against the columns there are."""
-    asked = None if private is None else listed(private, names)
+def check_column_options(names: Sequence[str], options: DataOptions, target: str | None = None) -> ColumnOptions:
+    """Returns what was said about columns, checked against the columns that there are.
+
+    Args:
+        names: of the columns.
+        options: with private columns, ranges and units.
+        target: the column to predict, which cannot be private.
+    """
+    asked = None if options.private is None else split_names(options.private, names)
     if asked == ():
         raise InputError("private", "must name at least one column (without it, every one of numbers is)", "no name")
     if asked is not None and target in asked:
         raise InputError("private", "must not name the target, which the attacker is taken to know", target)
-    checked = {clean(str(name)): _range(name, pair) for name, pair in (ranges or {}).items()}
-    units = {clean(str(name)): clean(str(unit)) for name, unit in (units or {}).items()}
-    for said, given in (("private", asked or ()), ("range", checked), ("unit", units)):
+    ranges = {clean(str(name)): _check_range(name, pair) for name, pair in (options.ranges or {}).items()}
+    units = {clean(str(name)): clean(str(unit)) for name, unit in (options.units or {}).items()}
+    for option, given in (("private", asked or ()), ("range", ranges), ("unit", units)):
         for name in given:
             if name not in names:
-                raise InputError(said, f"must name columns of the table ({shown(names)}){like(name, names)}", name)
-    return Wishes(checked, units, asked)
+                what = f"must name columns of the table ({format_names(names)}){suggest_name(name, names)}"
+                raise InputError(option, what, name)
+    return ColumnOptions(ranges, units, asked)
 
 
-def listed(given: Sequence[str] | str, names: Sequence[str]) -> tuple[str, ...]:
+def split_names(given: Sequence[str] | str, names: Sequence[str]) -> tuple[str, ...]:
     """Names of columns that were given as a list or parted by commas; a column whose own name has commas comes first.
 
-    >>> listed("age, hours, week,pay", ["age", "hours, week", "pay"])
+    >>> split_names("age, hours, week,pay", ["age", "hours, week", "pay"])
     ('age', 'hours, week', 'pay')
     """
     found: list[str] = []
@@ -83,15 +84,15 @@ def listed(given: Sequence[str] | str, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in found if name))
 
 
-def shown(names: Sequence[str]) -> str:
+def format_names(names: Sequence[str]) -> str:
     """The first of the names."""
     return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
 
 
-def like(name: str, names: Sequence[str]) -> str:
+def suggest_name(name: str, names: Sequence[str]) -> str:
     """A question with the column that may have been meant; empty where none is near.
 
-    >>> like("hours", ["age", "hours per week"])
+    >>> suggest_name("hours", ["age", "hours per week"])
     "; did you mean 'hours per week'?"
     """
     from difflib import get_close_matches
@@ -114,7 +115,7 @@ def read_ranges(words: Sequence[str]) -> dict[str, tuple[float, float]]:
         name, mark, pair = word.rpartition("=")
         if not name or not mark or pair.count(":") != 1:
             raise InputError("range", "must be COLUMN=LOWEST:HIGHEST", word)
-        found[clean(name)] = _range(name, [spelled(part) for part in pair.split(":")])
+        found[clean(name)] = _check_range(name, [spelled(part) for part in pair.split(":")])
     return found
 
 
@@ -133,14 +134,19 @@ def read_units(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def only_for_tables(**given: Any) -> None:
-    """Refuse what says something about columns where the data are images."""
-    for name, value in given.items():
-        if value:
+def refuse_for_images(options: DataOptions, *names: str) -> None:
+    """Refuses options about columns where the data are images.
+
+    Args:
+        options: as they were given.
+        names: of the options to refuse.
+    """
+    for name in names:
+        if value := getattr(options, name):
             raise InputError(name, "is for tables; of an image every pixel is private, all of one range", value)
 
 
-def _range(name: str, pair: Any) -> tuple[float, float]:
+def _check_range(name: str, pair: Any) -> tuple[float, float]:
     try:
         low, high = pair
     except (TypeError, ValueError):
@@ -157,11 +163,11 @@ CATEGORY_IS_PUBLIC = (
 )
 
 
-def table(
+def make_table(
     name: str,
     columns: Sequence[Column],
     target: Column,
-    wish: Wishes,
+    settings: ColumnOptions,
     division: Division,
     *,
     source: str | None = None,
@@ -178,21 +184,22 @@ def table(
     parts: list[np.ndarray] = []
     features: list[Feature] = []
     for column in columns:
-        asked = wish.private is not None and column.name in wish.private
+        asked = settings.private is not None and column.name in settings.private
         if column.numeric:
-            values, own = numbers(source, column, wish, private=asked or wish.private is None, notes=said)
+            private = asked or settings.private is None
+            values, own = scale_numbers(source, column, settings, private=private, notes=said)
         elif asked:
             raise DataError(f"{source}, column {column.name!r}: {CATEGORY_IS_PUBLIC}")
         else:
-            values, own = categories(source, column, said)
+            values, own = encode_categories(source, column, said)
         parts.append(values)
         features.extend(own)
     if not any(feature.private for feature in features):
         raise DataError(f"{source}: no column of numbers to protect; {CATEGORY_IS_PUBLIC}")
     inputs = np.concatenate(parts, axis=1).astype(np.float32)
-    targets, class_names, aim = _target(source, target, wish, said)
+    targets, class_names, aim = _read_target(source, target, settings, said)
     task = "classes" if class_names else "number"
-    train, test = division.rows(targets, task, held)
+    train, test = division.choose_rows(targets, task, held)
     return Dataset(
         name,
         "table",
@@ -209,12 +216,12 @@ def table(
     )
 
 
-def numbers(
-    table: str, column: Column, wish: Wishes, *, private: bool, notes: list[str]
+def scale_numbers(
+    table: str, column: Column, settings: ColumnOptions, *, private: bool, notes: list[str]
 ) -> tuple[np.ndarray, list[Feature]]:
     """(value - low)/(high - low), (N, 1); where some are missing (N, 2): the middle for these, and a public mark."""
     values, missing = column.values, np.isnan(column.values)
-    feature = _ranged(table, column.name, values[~missing], wish, private, notes)
+    feature = _number_feature(table, column.name, values[~missing], settings, private, notes)
     if private and np.sum(~missing) > 9 and len(np.unique(values[~missing])) < 3:
         notes.append(
             f"{column.name}: taken as a continuous number, but holds at most two different values; a floor on its "
@@ -224,9 +231,9 @@ def numbers(
     filled = np.where(missing, feature.low / 2 + feature.high / 2, values)
     outside = int(np.sum((filled < feature.low) | (filled > feature.high)))
     if outside:
+        within = _format_range(feature.low, feature.high)
         notes.append(
-            f"{column.name}: {outside:,} of {len(values):,} values lie outside {_said(feature.low, feature.high)} "
-            "and were moved to its ends"
+            f"{column.name}: {outside:,} of {len(values):,} values lie outside {within} and were moved to its ends"
         )
     scaled = (np.clip(filled, feature.low, feature.high) - feature.low) / (feature.high - feature.low)
     if not missing.any():
@@ -235,10 +242,12 @@ def numbers(
     return np.stack([scaled, missing.astype(np.float64)], axis=1), [feature, mark]
 
 
-def _ranged(table: str, name: str, known: np.ndarray, wish: Wishes, private: bool, notes: list[str]) -> Feature:
-    unit = wish.units.get(name, "")
-    if name in wish.ranges:
-        low, high = wish.ranges[name]
+def _number_feature(
+    table: str, name: str, known: np.ndarray, settings: ColumnOptions, private: bool, notes: list[str]
+) -> Feature:
+    unit = settings.units.get(name, "")
+    if name in settings.ranges:
+        low, high = settings.ranges[name]
         return Feature(name, unit, low, high, True, private)
     if known.size == 0:
         raise DataError(f"{table}, column {name!r}: every value is missing; leave the column out or give its range")
@@ -249,21 +258,21 @@ def _ranged(table: str, name: str, known: np.ndarray, wish: Wishes, private: boo
     if not math.isfinite(high - low) or not high - low >= np.finfo(np.float64).tiny:
         raise DataShown(f"{table}, column {name!r}: values from {low:g} to {high:g} span no usable range; give one")
     notes.append(
-        f"{name}: no range was given, so {_said(low, high)} was read off the data, which tells about its records"
-        f"{_stretched(known)}"
+        f"{name}: no range was given, so {_format_range(low, high)} was read off the data, which tells about its "
+        f"records{_describe_outliers(known)}"
     )
     return Feature(name, unit, low, high, False, private)
 
 
-def _said(low: float, high: float) -> str:
+def _format_range(low: float, high: float) -> str:
     """
-    >>> _said(5130, 2175880.5), _said(0, 0.25)
+    >>> _format_range(5130, 2175880.5), _format_range(0, 0.25)
     ('5,130 to 2,175,880.5', '0 to 0.25')
     """
     return f"{low:,.10g} to {high:,.10g}"
 
 
-def _stretched(known: np.ndarray) -> str:
+def _describe_outliers(known: np.ndarray) -> str:
     """That a few values make a range ten times as wide as 98 % of them need; empty where they do not."""
     low, high = (float(x) for x in np.quantile(known, (0.01, 0.99)))
     width = float(known.max()) - float(known.min())
@@ -276,11 +285,11 @@ def _stretched(known: np.ndarray) -> str:
     )
 
 
-def categories(table: str, column: Column, notes: list[str]) -> tuple[np.ndarray, list[Feature]]:
+def encode_categories(table: str, column: Column, notes: list[str]) -> tuple[np.ndarray, list[Feature]]:
     """A public column of ones and zeros for each category, (N, k), a missing one being a category of its own.
 
     Too many categories for a model to see, an identifier or free text: none, and a note."""
-    found, codes = np.unique(column.values, return_inverse=True)
+    found, codes = _sorted_codes(column.values)
     if len(found) > MOST_CATEGORIES:
         notes.append(
             f"{column.name}: {len(found):,} different texts, more than {MOST_CATEGORIES}, so it is taken for an "
@@ -295,21 +304,32 @@ def categories(table: str, column: Column, notes: list[str]) -> tuple[np.ndarray
     return (codes.reshape(-1, 1) == np.arange(len(found))).astype(np.float64), named
 
 
-def _target(table: str, column: Column, wish: Wishes, notes: list[str]) -> tuple[np.ndarray, tuple[str, ...], Feature]:
+def _sorted_codes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the different values in order, and the place of each value among them; compares each text only once."""
+    if values.dtype != object:
+        return np.unique(values, return_inverse=True)
+    found = sorted(set(values))
+    places = {text: k for k, text in enumerate(found)}
+    return np.array(found, dtype=object), np.array([places[text] for text in values], dtype=np.int64)
+
+
+def _read_target(
+    table: str, column: Column, settings: ColumnOptions, notes: list[str]
+) -> tuple[np.ndarray, tuple[str, ...], Feature]:
     """Classes where the target is text or few whole numbers, else a number in [0, 1]; a range makes it a number."""
     values, name = column.values, column.name
-    if not column.numeric and name in wish.ranges:
+    if not column.numeric and name in settings.ranges:
         raise DataError(f"{table}, column {name!r}: a range was given, but it holds text")
-    found, codes = np.unique(values, return_inverse=True)
+    found, codes = _sorted_codes(values)
     if len(found) < 2:
         raise DataShown(f"{table}, column {name!r}: the target is {found[0]!s} in every row: there is nothing to learn")
     few = column.numeric and len(found) <= MOST_CLASS_NUMBERS and bool(np.all(found == np.round(found)))
-    if not column.numeric or (few and name not in wish.ranges):
+    if not column.numeric or (few and name not in settings.ranges):
         if len(found) > MOST_CATEGORIES:
             raise DataError(
                 f"{table}, column {name!r}: a target of {len(found):,} classes, more than {MOST_CATEGORIES}"
             )
         names = tuple(f"{v:.0f}" if column.numeric else str(v) for v in found)
-        return codes.reshape(-1).astype(np.int64), names, Feature(name, wish.units.get(name, ""), private=False)
-    scaled, (feature, *_) = numbers(table, column, wish, private=False, notes=notes)
+        return codes.reshape(-1).astype(np.int64), names, Feature(name, settings.units.get(name, ""), private=False)
+    scaled, (feature, *_) = scale_numbers(table, column, settings, private=False, notes=notes)
     return scaled[:, 0].astype(np.float32), (), feature

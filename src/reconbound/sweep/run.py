@@ -48,8 +48,8 @@ class Sweep:
     """The options of a sweep.
 
     Attributes:
-        data: name or path of the data set, as in `reconbound.data.load`.
-        load: options of `reconbound.data.load`.
+        data: name or path of the data set, as in `reconbound.load_dataset`.
+        load: options of `reconbound.load_dataset`.
         out: the sweep's folder; confidential (mode 0700).
         space: settings to search, by name: lists of values, Choices, or (for "tpe") Ranges.
         steps: step counts; every training goes to the largest and is measured at the others on the way.
@@ -254,11 +254,11 @@ def make_trainer(config: Sweep) -> Any:
     """Creates the training of the sweep's settings."""
     from reconbound.accounting.spec import RULES as EVERY
     from reconbound.auditing.options import RULES, default_plan
-    from reconbound.data import load
+    from reconbound.data import load_dataset
     from reconbound.sweep.together import TogetherTrainer
     from reconbound.sweep.trial import Trainer
 
-    dataset = load(config.data, **config.load)
+    dataset = load_dataset(config.data, **config.load)
     plan = default_plan(dataset, **config.plan)
     named = config.space.get("sampler")
     samplers = named.values if isinstance(named, Choices) else (plan.sampler,)

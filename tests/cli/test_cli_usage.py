@@ -1,4 +1,4 @@
-"""What a newcomer types at the command line: guessed names, both spellings, epochs, targets."""
+"""What a newcomer types at the command line: mistyped names, both spellings, epochs, targets."""
 
 import json
 import math
@@ -6,8 +6,7 @@ import math
 import pytest
 
 from reconbound.cli import app as cli
-from reconbound.cli.errors import options_of
-from reconbound.cli.guesses import _TRIED
+from reconbound.cli.errors import option_names
 from reconbound.cli.options import epochs_as_steps
 from reconbound.mechanisms import DP, OutputPerturbation, SampledGaussian
 from reconbound.mechanisms.calibration import OutOfReach, calibrate, calibrate_epsilon
@@ -39,75 +38,24 @@ def answer(capsys):
     return call
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["audit", "--noise", "1"], "give --noise-multiplier"),
-        (["audit", "--epsilon", "3"], "give --noise-multiplier, which reconbound calibrate --target-epsilon finds"),
-        (["audit", "--delta", "1e-5"], "the plan tells epsilon at delta 1e-5"),
-        (["audit", "--batch-size", "64"], "give --sample-rate, the batch size over the number of records"),
-        (["audit", "--learning-rate", "1"], "give --lr"),
-        (["audit", "--clip-norm", "1"], "give --max-grad-norm"),
-        (["audit", "--output", "x"], "give --out"),
-        (["audit", "--label", "income"], "give --target"),
-        (["bound", "--noise", "1"], "give --noise-multiplier"),
-        (["bound", "--seed", "1"], "--seed is not needed: nothing here is random"),
-        (["bound", "--lr", "1"], "--lr is not needed"),
-        (["bound", "-o", "x"], "the answer is printed"),
-        (["bound", "--target-epsilon", "1"], "reconbound calibrate has it"),
-        (["calibrate", "--noise", "1"], "give --noise-multiplier"),
-        (["calibrate", "--target", "1"], "give --target-error"),
-        (["sweep", "--noise-multiplier", "1"], "--grid noise_multiplier=0.5,1,2"),
-        (["sweep", "--lr", "1"], "--grid lr=0.1,0.5"),
-        (["sweep", "--epochs", "3"], "give --steps"),
-        (["sweep", "--output", "3"], "give --out"),
-        (["show", "x", "--index", "3"], "give --record"),
-        (["report", "x", "--output", "y"], "give --out"),
-        (["frontier", "x", "--target-mse", "1"], "give --at-least"),
-    ],
-)
-def test_guessed_names_are_answered_with_the_right_one(refused, words, said):
-    line = refused(*words)
-    assert said in line
-    assert next(word for word in words if word.startswith("-")) in line
+def test_mistyped_options_and_commands_get_a_suggestion(refused):
+    assert "--noise-multiplier" in refused("audit", "--noise-multipler", "1").partition("--noise-multipler")[2]
+    assert refused("audit", "--sample", "1").endswith("--sample-rate, --sampler)")
+    assert refused("--versions") == "No such option: --versions (Possible options: --version)"
+    assert refused("audi") == "No such command 'audi'. Did you mean 'audit'?"
+    assert refused("--speed") == "No such option: --speed"
 
 
-def test_the_table_names_only_what_exists():
-    """No command has an option that its table calls unknown; what a line tells to give, some command has."""
-    anywhere = options_of(cli.app)
-    for command, lines in _TRIED.items():
-        here = options_of(cli.app, command)
-        assert not set(lines) & here
-        for said in lines.values():
-            named = [word.strip(",;:.()") for word in said.split() if word.startswith("--")]
-            assert set(named[:1]) <= (here if said.startswith("give") else anywhere), (command, said)
-            assert set(named) <= anywhere, (command, said)
-
-
-def test_other_names_get_only_what_is_near(refused):
-    assert refused("audit", "--noise-multipler", "1").endswith("did you mean --noise-multiplier?")
-    assert refused("audit", "--sample", "1").endswith("did you mean --sample-rate or --sampler?")
-    assert refused("audit", "--fast", "1") == "--fast is not known to reconbound audit: see reconbound audit --help"
-    assert refused("--speed") == "--speed is not known: see reconbound --help"
-    assert refused("--versions") == "--versions is not known: did you mean --version?"
-
-
-@pytest.mark.parametrize("words", [["bound", "--noise-multiplier", "1", "--sample-rate", "0.1", "--steps", "3"]])
-def test_a_clip_norm_given_as_the_clip(refused, words):
-    assert "the clip norm is --max-grad-norm" in refused(*words, "--clip", "1.0")
-    assert "max-grad-norm" not in refused(*words, "--clip", "soft")
-
-
-@pytest.mark.parametrize(("command", "shown"), [("show", "FOLDER"), ("frontier", "FOLDER"), ("report", "FOLDER")])
-def test_a_missing_folder_is_named_as_in_the_usage(refused, command, shown):
-    assert refused(command) == f"{shown} is missing: reconbound {command} {shown}"
+@pytest.mark.parametrize("command", ["show", "frontier", "report"])
+def test_a_missing_folder_is_named(refused, command):
+    assert refused(command) == "Missing argument 'FOLDER'."
 
 
 def test_both_spellings_of_the_unit(answer):
     common = ["bound", "--epsilon", 1, "--adjacency", "replace-one"]
     assert answer(*common, "--unit", "years") == answer(*common, "--units", "years")
     for command in ("audit", "sweep"):
-        assert {"--unit", "--units", "--out", "-o"} <= options_of(cli.app, command)
+        assert {"--unit", "--units", "--out", "-o"} <= option_names(cli.app, command)
 
 
 @pytest.mark.parametrize(
@@ -236,12 +184,12 @@ def test_audit_and_sweep_read_data_by_the_same_options():
     """What says how data are read is the same for both, so that an audited file can be swept."""
     reads = {"--target", "--private", "--range", "--unit", "--units", "--data-folder", "--drop", "--header", "--size"}
     for command in ("audit", "sweep"):
-        assert reads | {"--test-share", "--limit", "--out", "-o", "--seed"} <= options_of(cli.app, command)
+        assert reads | {"--test-share", "--limit", "--out", "-o", "--seed"} <= option_names(cli.app, command)
 
 
 def test_what_is_too_much_and_files_for_folders(refused, tmp_path):
-    assert refused("bound", "3") == "3 is more than reconbound bound takes: see reconbound bound --help"
-    assert refused("audit", "digits", "more", "words").startswith("more words is more than reconbound audit takes")
+    assert refused("bound", "3").endswith("unexpected extra argument(s) (3)")
+    assert refused("audit", "digits", "more", "words").endswith("(more words)")
     file = tmp_path / "people.csv"
     file.write_text("age\n3\n")
     assert refused("show", file) == f"{file} is a file, not a folder"

@@ -1,0 +1,293 @@
+"""Tables from CSV files, Parquet files and pandas DataFrames: columns of numbers or of categories, missing values.
+
+What is wrong is reported by table, row and column; a row is named by the label of its index."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from datetime import date, time
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reconbound._internal.checks import DataError, DataShown, InputError
+from reconbound.data import csv, parquet
+from reconbound.data.column_hints import describe_column, strip_signs
+from reconbound.data.dataset import Dataset, clean
+from reconbound.data.options import DataOptions
+from reconbound.data.tables import (
+    CATEGORY_IS_PUBLIC,
+    MOST_CLASS_NUMBERS,
+    Column,
+    check_column_options,
+    format_names,
+    make_table,
+    split_names,
+    suggest_name,
+)
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
+
+#: From this share of numbers on, the other cells of a column are taken for mistakes.
+MOSTLY = 0.9
+MISSING = frozenset({"", "?", "na", "n/a", "#n/a", "nan", "null"})  # whatever their case
+#: Characters of a cell; the same limit as that of Python's reader of CSV files.
+LONGEST = 131_072
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|[+-]?inf(inity)?", re.IGNORECASE | re.ASCII)
+_CELL = (str, int, float, Decimal, date, time, np.generic)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Holds a frame while its columns are read.
+
+    Attributes:
+        source: what messages call it: a path, or "the table".
+        frame: the cells; columns have clean and different names.
+        decimal: the decimal mark of numbers in text.
+        hint: what messages add to the list of columns.
+    """
+
+    source: str
+    frame: DataFrame
+    decimal: str = "."
+    hint: str = ""
+
+    def place(self, row: int, name: str) -> str:
+        """Returns where a cell is."""
+        return f"{self.source}, {self.row_name(row)}, column {name!r}"
+
+    def row_name(self, row: int) -> str:
+        """Returns the name of a row, by its position."""
+        return format_row(self.frame.index[row])
+
+
+def format_row(label: object) -> str:
+    """Returns the name of a row by the label of its index."""
+    return f"row {clean(str(label))[:60]}"
+
+
+def load_file(path: str | os.PathLike[str], options: DataOptions) -> Dataset:
+    """Returns the data set in a CSV or Parquet file."""
+    file, place = os.fspath(path), Path(path)
+    if file.lower().endswith(parquet.ENDING):
+        _refuse_header(options)
+        table = Table(file, parquet.read_parquet(place))
+    else:
+        frame, decimal = csv.read_csv(place, options.header)
+        table = Table(file, frame, decimal, "" if options.header is not None else f"; {csv.UNNAMED}")
+    return _make_dataset(clean(place.name), table, options)
+
+
+def load_frame(frame: DataFrame, options: DataOptions) -> Dataset:
+    """Returns the data set in a DataFrame, which is left as it is."""
+    _refuse_header(options)
+    source = "the table"
+    names = csv.check_names(source, list(frame.columns), "")
+    return _make_dataset("table", Table(source, frame.set_axis(names, axis=1)), options)
+
+
+def _refuse_header(options: DataOptions) -> None:
+    if options.header is not None:
+        raise InputError("header", "is for CSV files", options.header)
+
+
+def _make_dataset(name: str, table: Table, options: DataOptions) -> Dataset:
+    """Reads every column as numbers or categories; what is private, or has a range, must be numbers."""
+    source, names = table.source, list(table.frame.columns)
+    if not len(table.frame):
+        raise DataError(f"{source}: names {len(names)} columns, but holds no rows")
+    target = _check_target(table, options.target)
+    settings = check_column_options(names, options, target)
+    dropped, as_text = split_names(options.drop or (), names), split_names(options.categories or (), names)
+    for option, given in (("drop", dropped), ("category", as_text)):
+        for one in given:
+            if one not in names:
+                what = f"must name columns of {source} ({format_names(names)}){suggest_name(one, names)}"
+                raise InputError(option, what, one)
+    asked = {**dict.fromkeys(settings.ranges, "has a range"), **dict.fromkeys(settings.private or (), "is private")}
+    if refused := next((one for one in dropped if one in asked or one == target), None):
+        raise InputError("drop", "must not name the target, a private column or one with a range", refused)
+    if refused := next((one for one in as_text if one in asked), None):
+        raise InputError("category", "must not name a private column or one with a range", refused)
+    notes: list[str] = []
+    columns, aim = [], None
+    for k, one in enumerate(names):
+        if one in dropped:
+            continue
+        column = _read_column(table, table.frame.iloc[:, k], asked.get(one), notes, one in as_text, one == target)
+        if one == target:
+            aim = column
+        elif column is not None:
+            columns.append(column)
+            if one not in asked and (hint := describe_column(column)):
+                notes.append(hint)
+    assert aim is not None  # a target without values is refused above
+    rows = [format_row(label) for label in table.frame.index]
+    return make_table(name, columns, aim, settings, options.division, source=source, record_names=rows, notes=notes)
+
+
+def _check_target(table: Table, target: str | None) -> str:
+    names = list(table.frame.columns)
+    if target is None:
+        hint = table.hint if any(parse_number(name) is not None for name in names) else ""
+        raise InputError(
+            "target", f"must name the column of {table.source} to predict ({format_names(names)}{hint})", None
+        )
+    if clean(target) not in names:
+        near = suggest_name(clean(target), names)
+        what = f"must be a column of {table.source} ({format_names(names)}{table.hint}){near}"
+        raise InputError("target", what, clean(target))
+    return clean(target)
+
+
+def _read_column(
+    table: Table, cells: Series, asked: str | None, notes: list[str], as_text: bool, is_target: bool
+) -> Column | None:
+    """Returns numbers, or categories, or nothing where every value is missing.
+
+    A few words among numbers are refused, as the column would become public or missing; not so in a target of few
+    classes.
+
+    Args:
+        table: that the column is of.
+        cells: of the column.
+        asked: why the column must be one of numbers: "is private", "has a range"; None where it need not.
+        notes: gets what the owner should know.
+        as_text: takes the column as categories, whatever it holds.
+        is_target: refuses missing values.
+    """
+    from pandas import CategoricalDtype
+
+    name = str(cells.name)
+    values = None if as_text else _typed_numbers(cells)
+    texts = _read_texts(table, cells) if values is None else []
+    missing = np.array([not text for text in texts]) if values is None else np.isnan(values)
+    if is_target and missing.any():
+        place = table.place(int(missing.argmax()), name)
+        raise DataError(f"{place}: the target is missing; fill it in or leave the row out")
+    if missing.all() and not as_text:
+        if asked:
+            raise DataError(f"{table.source}, column {name!r}: every value is missing")
+        notes.append(f"{name}: every value is missing, so it is left out")
+        return None
+    if values is None and not as_text and isinstance(cells.dtype, CategoricalDtype):
+        as_text = True
+        if asked:
+            raise DataError(f"{table.source}, column {name!r}: is of type category, and {asked}; make it numbers first")
+    if values is None and not as_text:
+        numbers = {text: parse_number(text, table.decimal) for text in set(texts)}
+        parsed = [numbers[text] for text in texts]
+        as_text = None in parsed
+        if as_text:
+            _check_words(table, name, texts, parsed, asked, notes, is_target)
+        else:
+            values = np.array(parsed, dtype=np.float64)
+    if values is None:
+        return Column(name, np.array(texts, dtype=object))
+    if np.isinf(values).any():
+        row = int(np.isinf(values).argmax())
+        raise DataShown(f"{table.place(row, name)}: {_shorten(str(cells.iloc[row]))} is not a finite number")
+    return Column(name, values)
+
+
+def _typed_numbers(cells: Series) -> np.ndarray | None:
+    """Returns the numbers of a column whose type is numeric, NaN where missing; None for other types."""
+    from pandas.api.types import is_bool_dtype, is_complex_dtype, is_numeric_dtype
+
+    kind = cells.dtype
+    if not is_numeric_dtype(kind) or is_bool_dtype(kind) or is_complex_dtype(kind):
+        return None
+    return cells.to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+def _read_texts(table: Table, cells: Series) -> list[str]:
+    """Returns the cells of a column as clean text, "" where missing."""
+    from pandas.api.types import is_datetime64_any_dtype
+
+    if is_datetime64_any_dtype(cells.dtype):
+        cells = cells.astype(str).where(cells.notna())  # without a time of day where there is none
+    texts: list[str] = []
+    known: dict[tuple[type, object], str] = {}  # in a small Parquet file one long text may be in millions of rows
+    for row, (cell, missing) in enumerate(zip(cells.astype(object), cells.isna(), strict=True)):
+        if missing:
+            texts.append("")
+            continue
+        if not isinstance(cell, _CELL):
+            kind = type(cell).__name__
+            raise DataError(f"{table.place(row, str(cells.name))}: a {kind} is neither a number nor text")
+        if (text := known.get((type(cell), cell))) is None:
+            text = clean(str(cell))
+            if len(text) > LONGEST:
+                raise DataError(f"{table.place(row, str(cells.name))}: a text of more than {LONGEST:,} characters")
+            text = known[type(cell), cell] = "" if text.lower() in MISSING else text
+        texts.append(text)
+    return texts
+
+
+def _check_words(
+    table: Table,
+    name: str,
+    texts: list[str],
+    parsed: list[float | None],
+    asked: str | None,
+    notes: list[str],
+    is_target: bool,
+) -> None:
+    """Refuses a column with words among numbers, or notes that it is taken as categories."""
+    wrong = parsed.index(None)
+    known = sum(1 for text in texts if text)
+    good = sum(1 for text, value in zip(texts, parsed, strict=True) if text and value is not None)
+    few_classes = is_target and len(set(texts)) <= MOST_CLASS_NUMBERS
+    if not few_classes:
+        _refuse_signs(table, name, texts, parsed, known, good)
+    if asked == "is private" and 2 * good <= known:
+        raise DataError(f"{table.source}, column {name!r}: {CATEGORY_IS_PUBLIC}")
+    word = _shorten(texts[wrong])
+    if asked:
+        raise DataShown(f"{table.place(wrong, name)}: {word} is not a number, and the column {asked}")
+    if good >= MOSTLY * known and not few_classes:
+        raise DataShown(
+            f"{table.place(wrong, name)}: {word} is not a number, but {good:,} of {known:,} values are: mend the cell "
+            f"or empty it, or say --category {name!r} or --drop {name!r}"
+        )
+    if 2 * good > known:
+        notes.append(
+            f"{name}: taken as categories, since {table.row_name(wrong)} holds {word}, though {good:,} of {known:,} "
+            "values are numbers"
+        )
+
+
+def _refuse_signs(table: Table, name: str, texts: list[str], parsed: list[float | None], known: int, good: int) -> None:
+    """Refuses a column of numbers with signs of money, percent signs or marks of thousands.
+
+    As text it would be a category, which is public, or be left out: neither is what its owner means."""
+    plain_of = {text: strip_signs(text) for text in set(texts)}
+    meant = {i: plain for i, value in enumerate(parsed) if value is None and (plain := plain_of[texts[i]])}
+    if not meant or len(meant) + good < MOSTLY * known:
+        return
+    row, plain = next(iter(meant.items()))
+    raise DataShown(
+        f"{table.place(row, name)}: {_shorten(texts[row])} has a sign of money, a percent sign or a mark of thousands, "
+        f"and would be taken as text: write it as {plain}, and so {len(meant):,} cells of the column, or say "
+        f"--category {name!r} or --drop {name!r}"
+    )
+
+
+def parse_number(text: str, decimal: str = ".") -> float | None:
+    """Returns the number that a cell spells, NaN where it is empty, None where it is no number."""
+    if not text:
+        return math.nan
+    if decimal != "." and "." not in text:
+        text = text.replace(decimal, ".", 1)
+    return float(text) if _NUMBER.fullmatch(text) else None
+
+
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:40] + "...")
