@@ -23,7 +23,7 @@ from reconbound.auditing.leakage import baseline_of
 from reconbound.auditing.option_file import settle
 from reconbound.auditing.run import audit, floors_of, trained
 from reconbound.cli.app import run as command
-from reconbound.cli.audit import told_plan
+from reconbound.cli.audit import describe_plan
 from reconbound.cli.options import one_line
 from reconbound.data import load_dataset
 from reconbound.mechanisms.protection import Protection
@@ -289,7 +289,7 @@ def test_errors_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_rate_that_is_told_is_the_one_that_was_used(tmp_path: Path, sampler: str, rate: float, real: float) -> None:
     """Batches of a fixed size are whole: a rate below one record in N would promise too much."""
     people, plan = auditing.people(), auditing.plan(sampler=sampler, sample_rate=rate, runs=1, steps=2)
-    lines = " ".join(told_plan(people, plan, tmp_path / "a", fresh=False))
+    lines = " ".join(describe_plan(people, plan, tmp_path / "a", fresh=False))
     found = read_run(audit(people, plan, tmp_path / "a", show=False))
     assert found.mechanism["sample_rate"] == pytest.approx(real)
     assert f"sample rate {real:.3g}" in lines

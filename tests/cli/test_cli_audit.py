@@ -21,7 +21,7 @@ from reconbound._internal.formatting import format_floor
 from reconbound.auditing.options import Plan
 from reconbound.auditing.run import floors_of
 from reconbound.cli.app import run
-from reconbound.cli.audit import told_plan
+from reconbound.cli.audit import describe_plan
 from reconbound.data import load_dataset
 from reconbound.report import confidential_page
 from reconbound.report.folder import MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, read_leakage, read_run
@@ -108,7 +108,7 @@ def test_the_plan_is_printed_first_and_the_path_last(tmp_path, capsys, monkeypat
 
 def test_the_plan_is_in_the_verdicts_units(digits_audit) -> None:
     dataset = load_dataset("digits", limit=60)
-    said = told_plan(dataset, Plan(**{**MILD, "model": "linear"}), Path("nowhere"), fresh=True)[3]
+    said = describe_plan(dataset, Plan(**{**MILD, "model": "linear"}), Path("nowhere"), fresh=True)[3]
     found = floors_of(dataset, Plan(**MILD))
     assert View(read_run(digits_audit), read_leakage(digits_audit)).of_range == "on the 0–16 pixel scale"
     assert f"on the 0–16 pixel scale: theorem1 ±{format_floor(16 * found['theorem1'].rmse)} (" in said

@@ -13,7 +13,7 @@ from reconbound._internal.formatting import format_limit
 from reconbound.auditing.options import Plan
 from reconbound.auditing.run import _data_facts
 from reconbound.cli.app import run
-from reconbound.cli.audit import told_columns, told_plan
+from reconbound.cli.audit import describe_columns, describe_plan
 from reconbound.data import DataWarning, load_dataset
 from reconbound.report.columns import sentence
 from reconbound.report.folder import PLAN, PUBLIC_REPORT, REPORT, RUN, read_run
@@ -52,7 +52,7 @@ def test_public_columns_are_named(staff, tmp_path) -> None:
     with pytest.warns(DataWarning):
         dataset = load_dataset(staff / "people.csv", target="income")
     plan = Plan(model="linear", steps=4, runs=2, sample_rate=0.1)
-    assert f"Public, {said}." in told_plan(dataset, plan, tmp_path, False)
+    assert f"Public, {said}." in describe_plan(dataset, plan, tmp_path, False)
     assert read_run(staff / "out").data["public"] == ["born", "sex"]
     shown = (staff / "out" / PUBLIC_REPORT).read_text()
     assert "<th>Public, taken as known to the attacker</th><td>born, sex</td>" in shown
@@ -70,7 +70,7 @@ def test_public_numbers_are_named_and_missing_values_are_no_column(tmp_path) -> 
 
 def test_without_public_columns_nothing_is_said(tmp_path) -> None:
     dataset = load_dataset("breast_cancer")
-    lines = told_plan(dataset, Plan(model="linear", steps=4, runs=1, sample_rate=0.1), tmp_path, False)
+    lines = describe_plan(dataset, Plan(model="linear", steps=4, runs=1, sample_rate=0.1), tmp_path, False)
     assert not any("known to the attacker" in line for line in lines)
 
 
@@ -158,7 +158,7 @@ def test_a_constant_column_is_last_and_called_so(staff, capsys) -> None:
     assert run(["show", str(staff / "out"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [c["name"] for c in found["columns"] if c["constant"]] == ["country_code"]
-    *others, last = told_columns(found)
+    *others, last = describe_columns(found)
     assert last == "  country_code: constant, one value in all records, so there is nothing to reconstruct"
     assert not any("country_code" in line for line in (*others, *found["verdict"]))
     assert "country_code: constant" in (staff / "out" / REPORT).read_text()
@@ -177,7 +177,7 @@ def test_a_column_that_is_narrow_in_its_range_is_not_called_constant(tmp_path, c
     found = json.loads(capsys.readouterr().out)
     assert [c["name"] for c in found["columns"] if c["constant"]] == ["flat"]
     said = "flat: constant, one value in all records that have one, so there is nothing to reconstruct"
-    assert told_columns(found)[-1] == f"  {said}"
+    assert describe_columns(found)[-1] == f"  {said}"
 
 
 def test_a_column_without_any_value_is_not_called_constant() -> None:

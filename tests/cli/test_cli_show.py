@@ -16,7 +16,7 @@ import torch
 from reconbound._internal.checks import InputError
 from reconbound._internal.formatting import format_floor, format_limit
 from reconbound.cli.app import run
-from reconbound.cli.audit import told_columns
+from reconbound.cli.audit import describe_columns
 from reconbound.cli.report import found_record
 from reconbound.report.folder import PUBLIC_REPORT, REPORT, RUN, packed_names, read_leakage, read_run, record_names
 from reconbound.report.view import View
@@ -256,6 +256,6 @@ def test_columns_are_counted_for_machines_and_people(table_audit, capsys) -> Non
     assert "below_guess" not in (table_audit / RUN).read_text()
     assert "below a guess" not in (table_audit / PUBLIC_REPORT).read_text()
     assert "most frequent class" not in (table_audit / PUBLIC_REPORT).read_text()
-    [told] = told_columns({**found, "columns": found["columns"][:1]})[1:]
+    [told] = describe_columns({**found, "columns": found["columns"][:1]})[1:]
     assert told.startswith("  age: ")
-    assert told_columns({**found, "columns": found["columns"] * 7})[-1] == "  and 2 more, in the report"
+    assert describe_columns({**found, "columns": found["columns"] * 7})[-1] == "  and 2 more, in the report"

@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -78,6 +79,21 @@ def test_random_csv_files(tmp_path) -> None:
         check(
             ["audit", str(path), *SHORT, *more, "--out", str(tmp_path / "out")], tmp_path, (k, path.read_bytes()[:300])
         )
+
+
+def test_random_parquet_files(tmp_path) -> None:
+    """Whole ones with cells of many types, and damaged ones."""
+    rng, read = random.Random(f"parquet {SHARE}"), 0
+    for k in range(SHARE or 15):
+        path, rows = tmp_path / "d.parquet", rng.randint(4, 20)
+        columns = {name: [rng.choice(CELLS) for _ in range(rows)] for name in rng.sample(["b", "\x1b[1m", "age"], 2)}
+        columns |= {"a": [rng.random() for _ in range(rows)], "y": [n % 2 for n in range(rows)]}
+        pd.DataFrame(columns).to_parquet(path, compression=rng.choice(["snappy", "gzip", "zstd", None]))
+        if rng.random() < 0.6:
+            damage(path, rng)
+        words = ["audit", str(path), *SHORT, "--target", "y", "--out", str(tmp_path / "out")]
+        read += check(words, tmp_path, k)
+    assert read > 0
 
 
 KINDS = ["f8", "f4", "f2", "i8", "u1", "i2", "?", "c16", "U3", "S2", "M8[D]", "O", ">f8", "f8"]

@@ -32,8 +32,8 @@ def audit_command(
         str,
         typer.Argument(
             metavar="DATA",
-            help="digits (default), breast_cancer, diabetes, wine, mnist, cifar10, a .csv (.csv.gz) or .npz file, or a "
-            "folder of images by class.",
+            help="digits (default), breast_cancer, diabetes, wine, mnist, cifar10, a .csv (.csv.gz), .parquet or .npz "
+            "file, or a folder of images by class.",
         ),
     ] = "digits",
     model: Annotated[
@@ -89,10 +89,10 @@ def audit_command(
     data_folder: Annotated[
         Path | None, typer.Option(help="Folder with mnist/ or cifar10/ (default: the variable RECONBOUND_DATA).")
     ] = None,
-    drop: Annotated[str | None, typer.Option(metavar="A,B", help="Columns of a CSV file to leave out.")] = None,
+    drop: Annotated[str | None, typer.Option(metavar="A,B", help="Columns of a table to leave out.")] = None,
     category: Annotated[
         list[str] | None,
-        typer.Option(metavar="A", help="A CSV file's column to take as categories, whatever it holds. Repeatable."),
+        typer.Option(metavar="A", help="A column to take as categories, whatever it holds. Repeatable."),
     ] = None,
     header: Annotated[
         str | None,
@@ -134,34 +134,34 @@ def audit_command(
         "momentum": momentum,
         "clip": clip,
         "sampler": sampler,
-        "budget": _budget(budget),
+        "budget": parse_budget(budget),
         "seed": seed,
     }
     given = {name: value for name, value in changes.items() if value is not None}
     if epochs is not None and steps is not None:
         raise typer.BadParameter("does not go with --steps", param_hint="--epochs")
-    wishes: dict[str, Any] = {"target": target, "private": private or None, "limit": limit, "folder": data_folder}
-    wishes |= {
+    reading: dict[str, Any] = {"target": target, "private": private or None, "limit": limit, "folder": data_folder}
+    reading |= {
         "categories": category or None,
         "drop": drop,
         "header": None if header is None else header.split(","),
         "size": size,
     }
     if test_share is not None:
-        wishes["test_share"] = test_share
+        reading["test_share"] = test_share
     resume = f"; run the same command again{', without --fresh,' if fresh else ''} to go on"
     with plain_errors(resume):
         from reconbound.auditing.api import folder_name
         from reconbound.auditing.option_file import open_folder, refuse_other
         from reconbound.data.tables import read_ranges, read_units
 
-        wishes |= {"ranges": read_ranges(range_ or []) or None, "units": read_units(unit or []) or None}
-        dataset, notes = _loaded(data, wishes)
+        reading |= {"ranges": read_ranges(range_ or []) or None, "units": read_units(unit or []) or None}
+        dataset, notes = _load_data(data, reading)
         if publish_accuracy:
             from reconbound.auditing.run import check_publishable
 
             check_publishable(dataset)
-        plan = _plan(dataset, given, epochs)
+        plan = _make_plan(dataset, given, epochs)
         folder = out if out is not None else Path(f"audit-{folder_name(dataset.name)}")
         with _no_empty_folder(folder):
             open_folder(folder)
@@ -171,7 +171,7 @@ def audit_command(
                 confidential_note()  # they quote ranges and cells
             for note in [] if quiet else notes:  # after all that may be wrong with the options
                 print(f"Note: {note}", file=sys.stderr)
-            _run(dataset, plan, folder, publish_accuracy, fresh, as_json, quiet)
+            _run_audit(dataset, plan, folder, publish_accuracy, fresh, as_json, quiet)
 
 
 @contextmanager
@@ -187,7 +187,7 @@ def _no_empty_folder(folder: Path) -> Iterator[None]:
         raise
 
 
-def _budget(given: str | None) -> float | str | None:
+def parse_budget(given: str | None) -> float | str | None:
     if given is None or given == "every":
         return given
     try:
@@ -196,13 +196,13 @@ def _budget(given: str | None) -> float | str | None:
         raise InputError("budget", "must be a number greater than 0, or every", given) from None
 
 
-def _loaded(data: str, wishes: dict[str, Any]) -> tuple[Dataset, list[str]]:
-    """The data, and what its owner should know of them."""
+def _load_data(data: str, reading: dict[str, Any]) -> tuple[Dataset, list[str]]:
+    """Returns the data, and what their owner should know of them."""
     from reconbound.data import DataWarning, load_dataset
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DataWarning)
-        dataset = load_dataset(data, **wishes)
+        dataset = load_dataset(data, **reading)
     notes = [str(warning.message) for warning in caught]
     if dataset.inferred_ranges:
         notes.append(
@@ -211,7 +211,7 @@ def _loaded(data: str, wishes: dict[str, Any]) -> tuple[Dataset, list[str]]:
     return dataset, notes
 
 
-def _plan(dataset: Dataset, given: dict[str, Any], epochs: float | None) -> Plan:
+def _make_plan(dataset: Dataset, given: dict[str, Any], epochs: float | None) -> Plan:
     from reconbound.auditing.options import default_plan
     from reconbound.auditing.run import sampler_of
     from reconbound.training.sampling import steps_of
@@ -224,7 +224,7 @@ def _plan(dataset: Dataset, given: dict[str, Any], epochs: float | None) -> Plan
     return replace(plan, steps=steps)
 
 
-def _run(
+def _run_audit(
     dataset: Dataset, plan: Plan, out: Path, publish_accuracy: bool, fresh: bool, as_json: bool, quiet: bool
 ) -> None:
     from reconbound.auditing.option_checks import check_plan
@@ -239,7 +239,7 @@ def _run(
                 "--fresh starts over, more --runs add to it, reconbound report builds its pages again.",
                 file=sys.stderr if as_json else sys.stdout,
             )
-        _tell(out, as_json, quiet)
+        _print_result(out, as_json, quiet)
         return
     if plan.seed is not None and not quiet:
         print("Note: whoever guesses the seed knows the noise: release no model that had --seed", file=sys.stderr)
@@ -255,15 +255,15 @@ def _run(
             for line in (known.warning(noun), *weak(len(dataset.inputs), known, noun)):
                 if line:
                     print(f"Note: {line}", file=sys.stderr)
-            for line in told_plan(dataset, plan, out, fresh):
+            for line in describe_plan(dataset, plan, out, fresh):
                 print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
         warnings.simplefilter("ignore", KinkWarning)  # said above, and kept in run.json
         folder = audit(dataset, plan, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
-    _tell(folder, as_json, quiet)
+    _print_result(folder, as_json, quiet)
 
 
-def _tell(folder: Path, as_json: bool, quiet: bool) -> None:
-    """The verdict of a finished audit, and where its report is."""
+def _print_result(folder: Path, as_json: bool, quiet: bool) -> None:
+    """Prints the verdict of a finished audit, and where its report is."""
     from reconbound.report.folder import REPORT
 
     if as_json:
@@ -273,13 +273,13 @@ def _tell(folder: Path, as_json: bool, quiet: bool) -> None:
     if not quiet:
         confidential_note()
         found = result(folder)
-        for line in (*found["verdict"], *told_columns(found), found["accuracy_said"]):
+        for line in (*found["verdict"], *describe_columns(found), found["accuracy_said"]):
             print(line)
     print(folder / REPORT)
 
 
-def told_columns(found: dict[str, Any]) -> list[str]:
-    """What is said of single columns, the most exposed first: how many records are below a guess, and the lowest."""
+def describe_columns(found: dict[str, Any]) -> list[str]:
+    """Returns a line for each column, the most exposed first: how many records are below a guess, and the lowest."""
     from reconbound.report.columns import sentence
 
     if not found["columns"]:
@@ -295,8 +295,8 @@ def told_columns(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def told_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]:
-    """What will be done, what the mechanism guarantees before any training, and how long it will take."""
+def describe_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]:
+    """Returns what will be done, what the mechanism guarantees before any training, and how long it will take."""
     from reconbound._internal.formatting import format_floor, format_limit
     from reconbound.auditing.run import describe, expected_seconds, floors_of, sampler_of
     from reconbound.report.figures import pixel_scale
@@ -347,14 +347,14 @@ def _duration(seconds: float) -> str:
 
 
 def _quantile(values: ndarray, share: float) -> float:
-    """A quantile that some record has; 0 where there are none."""
+    """Returns a quantile that some record has; 0 where there are none."""
     import numpy as np
 
     return float(np.quantile(values, share, method="lower")) if len(values) else 0.0
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """The verdict of a finished audit and where it is; confidential."""
+    """Returns the verdict of a finished audit and where it is; confidential."""
     from reconbound.report import accuracy_line
     from reconbound.report.columns import anyone, counts, which
     from reconbound.report.folder import MODEL, PUBLIC_REPORT, REPORT, read_audit

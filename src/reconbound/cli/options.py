@@ -18,7 +18,7 @@ from reconbound.bounds.data_space import DataSpace
 
 
 def option(name: str) -> str:
-    """An argument of ours as the command line spells it.
+    """Returns an argument of ours as the command line spells it.
 
     >>> option("noise_multiplier")
     '--noise-multiplier'
@@ -38,7 +38,7 @@ class Told(int):
 
 
 def ratio(given: Any) -> float:
-    """A number, also as a fraction: 0.01, 256/50000."""
+    """Reads a number, also as a fraction: 0.01, 256/50000."""
     text = str(given)  # typer passes defaults too
     try:
         over, slash, under = text.partition("/")
@@ -48,7 +48,7 @@ def ratio(given: Any) -> float:
 
 
 def count(given: Any) -> int:
-    """A whole number, also as 1e6 or as a shape: 3x32x32."""
+    """Reads a whole number, also as 1e6 or as a shape: 3x32x32."""
     try:
         parts = [float(part) if "e" in part else int(part) for part in str(given).lower().split("x")]
         whole = [int(part) for part in parts]
@@ -122,7 +122,7 @@ def plain_errors(resume: str = "", received: str = "") -> Iterator[None]:
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """Warnings as notes of one line."""
+    """Prints warnings as notes of one line."""
 
     def shown(message: Any, *_: Any, **__: Any) -> None:
         print(f"Note: {one_line(str(message))}", file=sys.stderr)
@@ -134,7 +134,7 @@ def noted() -> Iterator[None]:
 
 
 def one_line(message: str) -> str:
-    """The message on one line, with nothing in it (a file's name, a cell) that steers the terminal.
+    """Returns the message on one line, with nothing in it (a file's name, a cell) that steers the terminal.
 
     >>> one_line("no\\x1b[31m.csv\\n does not exist")
     'no?[31m.csv does not exist'

@@ -214,7 +214,7 @@ def found_record(view: View, given: str) -> int:
 
 
 def _show_all(view: View, folder: Path, as_json: bool) -> None:
-    from reconbound.cli.audit import result, told_columns
+    from reconbound.cli.audit import describe_columns, result
 
     found = result(folder)
     most = [int(i) for i in view.leakage.kept[: int(view.facts.get("most", 5))]]
@@ -253,7 +253,7 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
         cells = (f"{row['record']:,}", *own_name, str(row["target"]), *both)
         table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
-    for line in (*told_columns(found), found["accuracy_said"]):
+    for line in (*describe_columns(found), found["accuracy_said"]):
         console.print(Text(line))
     own = shlex.quote(str(folder))
     one = shlex.quote(view.names[most[0]]) if most and view.names else str(most[0] if most else 0)

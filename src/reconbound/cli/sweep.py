@@ -103,8 +103,8 @@ def sweep_command(
 
     Run it again to go on where it was stopped, with more --workers, or on other machines with the same --storage."""
     given = dict(locals())
-    with _optuna_there(), plain_errors("; run the same command again to go on"), _notes(quiet):
-        config = _config(given)
+    with _needs_optuna(), plain_errors("; run the same command again to go on"), _notes(quiet):
+        config = _make_config(given)
         from reconbound.sweep import sweep
         from reconbound.sweep.run import publish
 
@@ -124,9 +124,9 @@ def sweep_command(
             raise typer.Exit(1)
 
 
-def _config(given: dict[str, Any]) -> Sweep:
+def _make_config(given: dict[str, Any]) -> Sweep:
     from reconbound.auditing.api import folder_name
-    from reconbound.cli.audit import _budget
+    from reconbound.cli.audit import parse_budget
     from reconbound.data.tables import read_ranges, read_units
     from reconbound.sweep import Sweep, parse_grid, parse_steps
 
@@ -138,7 +138,7 @@ def _config(given: dict[str, Any]) -> Sweep:
         load["categories"] = given["category"]
     if given["test_share"] is not None:
         load["test_share"] = given["test_share"]
-    plan = {"model": given["model"], "budget": _budget(given["budget"])}
+    plan = {"model": given["model"], "budget": parse_budget(given["budget"])}
     same = ("runs", "search", "trials", "floor", "at_least", "delta", "storage", "name", "seed", "lease", "together")
     return Sweep(
         data=given["data"],
@@ -165,7 +165,7 @@ def frontier_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (confidential).")] = False,
 ) -> None:
     """The best settings of a sweep, and its page and table anew; with --at-least the best accuracy for a floor."""
-    with _optuna_there(), plain_errors(received=str(folder)):
+    with _needs_optuna(), plain_errors(received=str(folder)):
         from reconbound.sweep import best, floors_in, pareto
         from reconbound.sweep.frontier import checked_floor
         from reconbound.sweep.page import cautions
@@ -195,7 +195,7 @@ def frontier_command(
                 print(line)
             for name, row in found.items():
                 print(_best_line(rows, name, at_least, row, facts))
-            for line in (*_said_of_crossed(found), *majority(facts["guesses"])):
+            for line in (*_describe_crossed(found), *majority(facts["guesses"])):
                 print(line)
         if None in found.values():
             raise typer.Exit(1)
@@ -210,7 +210,7 @@ def _print_json(content: dict[str, Any]) -> None:
     print(json.dumps({**content, **told}, indent=2, allow_nan=False))
 
 
-def _said_of_crossed(found: dict[str, Row | None]) -> list[str]:
+def _describe_crossed(found: dict[str, Row | None]) -> list[str]:
     from reconbound.sweep.page import has_crossed
     from reconbound.sweep.words import CROSSED
 
@@ -322,7 +322,7 @@ def _notes(quiet: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _optuna_there() -> Iterator[None]:
+def _needs_optuna() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as reason:

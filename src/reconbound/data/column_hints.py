@@ -28,14 +28,14 @@ _MEASURE = re.compile(r"[+-]?\d+(?:[.,]\d+)?\s?([^\W\d_]{1,12})\.?")
 
 
 def describe_column(column: Column) -> str | None:
-    """What the owner should know of a column that was not asked for by name; None where nothing is odd about it."""
+    """Returns what the owner should know of a column that was not asked for by name; None where nothing is odd."""
     if column.numeric:
         return _describe_identifier(column)
     return _describe_dates(column) or _describe_measures(column)
 
 
 def strip_signs(text: str) -> str | None:
-    """The number that a cell means which has a sign of money, a percent sign or marks of thousands; None for others.
+    """Returns the number in a cell with a sign of money, a percent sign or marks of thousands; None for others.
 
     >>> strip_signs("$45,887.48"), strip_signs("12 %"), strip_signs("(3,000)"), strip_signs("1-2")
     ('45887.48', '12', '-3000', None)
@@ -48,7 +48,7 @@ def strip_signs(text: str) -> str | None:
 
 
 def _describe_identifier(column: Column) -> str | None:
-    """Whole numbers, all different, that count on without a gap or are named like an identifier."""
+    """Describes whole numbers, all different, that have no gap or a name like an identifier."""
     known = np.sort(column.values[~np.isnan(column.values)])
     if len(known) < FEWEST or not np.all(known == np.round(known)) or np.any(known[1:] == known[:-1]):
         return None
@@ -63,7 +63,7 @@ def _describe_identifier(column: Column) -> str | None:
 
 
 def _describe_dates(column: Column) -> str | None:
-    """Text that looks like dates: taken as categories, or left out where there are too many for that."""
+    """Describes text that looks like dates: taken as categories, or left out where there are too many."""
     known = Counter(text for text in column.values if text)
     if not known or sum(n for text, n in known.items() if _DATE.fullmatch(text)) < MOSTLY * known.total():
         return None
@@ -77,7 +77,7 @@ def _describe_dates(column: Column) -> str | None:
 
 
 def _describe_measures(column: Column) -> str | None:
-    """Numbers that all have the same word after them, few enough to be taken as categories."""
+    """Describes numbers with the same word after them, few enough to be taken as categories."""
     known = Counter(text for text in column.values if text)
     if known.total() < FEWEST or not FEWEST < len(set(column.values)) <= MOST_CATEGORIES:
         return None

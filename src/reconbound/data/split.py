@@ -12,7 +12,7 @@ from reconbound._internal.checks import DataError, InputError, number, whole
 
 @dataclass(frozen=True)
 class Division:
-    """How records are divided: the seed, the share held out (or the rows, where the data has its own), the limit."""
+    """Says how records are divided: the seed, the share held out, the largest number to train on."""
 
     seed: int = 0
     test_share: float = 0.2
@@ -21,7 +21,13 @@ class Division:
     def choose_rows(
         self, targets: np.ndarray, task: str, held: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Rows to train on and rows to test on; `held`, (N,) of bool, where the data has its own test records."""
+        """Returns rows to train on and rows to test on.
+
+        Args:
+            targets: (N,), of all records.
+            task: "classes" or "number".
+            held: (N,) of bool, the test records where the data have their own.
+        """
         if held is None:
             train, test = split(targets, seed=self.seed, test_share=self.test_share, task=task)
         else:
@@ -30,7 +36,7 @@ class Division:
 
 
 def split(targets: np.ndarray, *, seed: int, test_share: float, task: str) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to train on and rows to test on, each in ascending order.
+    """Returns rows to train on and rows to test on, each in ascending order.
 
     Of every class its share, rounded to the nearest whole record; at least one record of each stays for training.
     Depends on the classes and the seed, never on the inputs."""
@@ -44,7 +50,7 @@ def split(targets: np.ndarray, *, seed: int, test_share: float, task: str) -> tu
 
 
 def keep(targets: np.ndarray, limit: int | None, *, seed: int, task: str) -> np.ndarray:
-    """At most `limit` rows, ascending: of every class its share (largest remainders), drawn by the seed."""
+    """Returns at most `limit` rows, ascending: of every class its share (largest remainders), drawn by the seed."""
     count = len(targets)
     if limit is None or whole("limit", limit) >= count:
         return np.arange(count)

@@ -37,7 +37,7 @@ class Column:
 
 @dataclass(frozen=True)
 class ColumnOptions:
-    """What the user said about columns: names to ranges and units, and which are private (None: every number)."""
+    """Holds what the user said about columns: ranges and units by name, and which are private (None: every number)."""
 
     ranges: Mapping[str, tuple[float, float]]
     units: Mapping[str, str]
@@ -68,7 +68,7 @@ def check_column_options(names: Sequence[str], options: DataOptions, target: str
 
 
 def split_names(given: Sequence[str] | str, names: Sequence[str]) -> tuple[str, ...]:
-    """Names of columns that were given as a list or parted by commas; a column whose own name has commas comes first.
+    """Returns names that were given as a list or separated by commas; a column whose own name has commas comes first.
 
     >>> split_names("age, hours, week,pay", ["age", "hours, week", "pay"])
     ('age', 'hours, week', 'pay')
@@ -85,12 +85,12 @@ def split_names(given: Sequence[str] | str, names: Sequence[str]) -> tuple[str, 
 
 
 def format_names(names: Sequence[str]) -> str:
-    """The first of the names."""
+    """Returns the first names, separated by commas."""
     return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
 
 
 def suggest_name(name: str, names: Sequence[str]) -> str:
-    """A question with the column that may have been meant; empty where none is near.
+    """Returns a question with the column that may have been meant; empty where none is near.
 
     >>> suggest_name("hours", ["age", "hours per week"])
     "; did you mean 'hours per week'?"
@@ -105,7 +105,7 @@ def suggest_name(name: str, names: Sequence[str]) -> str:
 
 
 def read_ranges(words: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Ranges as a command line spells them.
+    """Reads ranges as a command line spells them.
 
     >>> read_ranges(["age=0:120", "balance=-1e4:1e6"])
     {'age': (0.0, 120.0), 'balance': (-10000.0, 1000000.0)}
@@ -120,7 +120,7 @@ def read_ranges(words: Sequence[str]) -> dict[str, tuple[float, float]]:
 
 
 def read_units(words: Sequence[str]) -> dict[str, str]:
-    """Units as a command line spells them.
+    """Reads units as a command line spells them.
 
     >>> read_units(["age=years"])
     {'age': 'years'}
@@ -175,11 +175,19 @@ def make_table(
     record_names: Sequence[str] | None = None,
     notes: Sequence[str] = (),
 ) -> Dataset:
-    """A Dataset of the columns and the target; every private column must be one of numbers.
+    """Returns a Dataset of the columns and the target; every private column must be one of numbers.
 
     Args:
-        source: what messages call it (a path); else the name.
-        held: (N,) of bool, the test records where the data has its own."""
+        name: of the data set.
+        columns: all but the target.
+        target: the column to predict.
+        settings: ranges, units and private columns.
+        division: which records are held out.
+        source: what messages call the table (a path); otherwise the name.
+        held: (N,) of bool, the test records where the data have their own.
+        record_names: of all records.
+        notes: what the owner should know.
+    """
     said, source = list(notes), source or name
     parts: list[np.ndarray] = []
     features: list[Feature] = []
@@ -219,7 +227,7 @@ def make_table(
 def scale_numbers(
     table: str, column: Column, settings: ColumnOptions, *, private: bool, notes: list[str]
 ) -> tuple[np.ndarray, list[Feature]]:
-    """(value - low)/(high - low), (N, 1); where some are missing (N, 2): the middle for these, and a public mark."""
+    """Returns (value - low)/(high - low), (N, 1); where some are missing (N, 2): the middle, and a public mark."""
     values, missing = column.values, np.isnan(column.values)
     feature = _number_feature(table, column.name, values[~missing], settings, private, notes)
     if private and np.sum(~missing) > 9 and len(np.unique(values[~missing])) < 3:
@@ -273,7 +281,7 @@ def _format_range(low: float, high: float) -> str:
 
 
 def _describe_outliers(known: np.ndarray) -> str:
-    """That a few values make a range ten times as wide as 98 % of them need; empty where they do not."""
+    """Says that a few values make a range ten times as wide as 98 % of them need; empty where they do not."""
     low, high = (float(x) for x in np.quantile(known, (0.01, 0.99)))
     width = float(known.max()) - float(known.min())
     if len(known) < ENOUGH or not 0 < high - low < 0.1 * width:
@@ -286,7 +294,7 @@ def _describe_outliers(known: np.ndarray) -> str:
 
 
 def encode_categories(table: str, column: Column, notes: list[str]) -> tuple[np.ndarray, list[Feature]]:
-    """A public column of ones and zeros for each category, (N, k), a missing one being a category of its own.
+    """Returns a public column of ones and zeros for each category, (N, k); missing is a category of its own.
 
     Too many categories for a model to see, an identifier or free text: none, and a note."""
     found, codes = _sorted_codes(column.values)
@@ -316,7 +324,7 @@ def _sorted_codes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _read_target(
     table: str, column: Column, settings: ColumnOptions, notes: list[str]
 ) -> tuple[np.ndarray, tuple[str, ...], Feature]:
-    """Classes where the target is text or few whole numbers, else a number in [0, 1]; a range makes it a number."""
+    """Returns classes for text or few whole numbers, otherwise a number in [0, 1]; a range makes it a number."""
     values, name = column.values, column.name
     if not column.numeric and name in settings.ranges:
         raise DataError(f"{table}, column {name!r}: a range was given, but it holds text")
