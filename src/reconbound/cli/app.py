@@ -124,7 +124,7 @@ def _group(
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """How well is each training record protected against reconstruction?
+    """Says how well each training record is protected against reconstruction.
 
     Start with reconbound audit, which trains on small pictures and writes a report, or with reconbound bound, which
     needs no data. Each command has its own --help."""
@@ -157,7 +157,7 @@ def bound_command(
     units: Units = "",
     as_json: Json = False,
 ) -> None:
-    """What a mechanism guarantees against reconstruction, in the units of your data."""
+    """Says what a mechanism guarantees against reconstruction, in the units of your data."""
     given = given_of(locals())
     mechanism = mechanism_of(given)
     report_delta = 1e-5 if delta is None or (delta == 0 and epsilon is not None) else delta

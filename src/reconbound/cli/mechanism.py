@@ -43,7 +43,7 @@ def given_of(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def notes_of(given: dict[str, Any]) -> tuple[str, ...]:
-    """What was taken for granted because the options do not say it.
+    """Returns the assumptions that the options leave open.
 
     Args:
         given: as `given_of` returns it."""

@@ -1,4 +1,4 @@
-"""How the command line reads numbers, and what its commands have in common. torch is not imported here."""
+"""Reads numbers and paths of the command line; shared by its commands. torch is not imported here."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def within_range(target_mse: float | None, target_error: float | None, data: Dat
 
 @contextmanager
 def plain_errors(resume: str = "", received: str = "") -> Iterator[None]:
-    """What can go wrong with files, data and models as one line on standard error, and a stop from the keyboard.
+    """Turns errors of files, data and models, and a stop from the keyboard, into one line on standard error.
 
     Args:
         resume: what to do after a stop.

@@ -1,4 +1,4 @@
-"""What the calculator's commands, bound and calibrate, print. torch is not imported here."""
+"""Prints the results of the calculator's commands, bound and calibrate. torch is not imported here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def print_json(content: dict[str, Any]) -> None:
 def calibration_dict(
     found: Calibration, delta: float, space: dict[str, Any], data: DataSpace, notes: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What print_calibration says, for machines; other_bounds: the noise that each would need, None where none does."""
+    """Returns what print_calibration says, for machines. other_bounds: the noise that each would need, None where none does."""
     also = {"proved": found.bound.proved, "data": data.to_dict(), "randomness": found.mechanism.randomness}
     also |= {"notes": [*_first(found), *notes, *found.mechanism.notes(), *data.notes()]}
     if found.without_noise is not None:  # no noise is named, nor an ε that would be that of the search's end
@@ -49,7 +49,7 @@ def calibration_dict(
 
 
 def _first(found: Calibration) -> tuple[str, ...]:
-    """What is said before anything else of noise for a floor that is not proved."""
+    """Returns the first sentence about noise for a floor that is not proved."""
     if found.bound.proved:
         return ()
     return (f"{found.bound.name} is {NOT_PROVED}: by it, this noise protects nobody. Say --bound theorem1.",)

@@ -55,7 +55,7 @@ def report_command(
 
 
 def _may_replace(page: Path) -> bool:
-    """Whether a comparison stands there already; an error where anything else does, which would be lost."""
+    """Returns whether a comparison is there already; refuses to replace anything else."""
     from reconbound.report.comparison import is_comparison
 
     there = page.exists() and not page.is_dir()  # a folder is refused where it is written to

@@ -299,7 +299,7 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
 
 @contextmanager
 def _notes(quiet: bool) -> Iterator[None]:
-    """What the owner should know of the data, each once and in a line."""
+    """Returns what the owner should know about the data, one line each."""
     from reconbound.data import DataWarning
     from reconbound.validate import KinkWarning
 

@@ -125,7 +125,7 @@ class Dataset:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one record's input."""
+        """Returns the shape of one record's input."""
         return tuple(int(k) for k in self.inputs.shape[1:])
 
     @cached_property
@@ -165,12 +165,12 @@ class Dataset:
 
     @property
     def inferred_ranges(self) -> bool:
-        """Whether a range, of a feature or the target, was read off the data."""
+        """Returns whether a range, of a feature or the target, was read off the data."""
         own = self.target is not None and self.task == "number" and not self.target.declared
         return own or (not isinstance(self.features, Pixels) and any(not f.declared for f in self.features))
 
     def record_name(self, record: int) -> str:
-        """What to call a training record: its own name, or "record 17"."""
+        """Returns the name of a training record: its own, or "record 17"."""
         return self.record_names[record] if self.record_names is not None else f"record {record}"
 
     def summary(self) -> str:
