@@ -21,7 +21,17 @@ def print_json(content: dict[str, Any]) -> None:
 def calibration_dict(
     found: Calibration, delta: float, space: dict[str, Any], data: DataSpace, notes: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns what print_calibration says, for machines. other_bounds: the noise that each would need, None where none does."""
+    """Returns what print_calibration says, for machines.
+
+    In "other_bounds" is the noise that each other bound would need, None where no noise is enough.
+
+    Args:
+        found: the result of the calibration.
+        delta: the δ at which ε is reported.
+        space: facts of the data space that are shown.
+        data: the data space.
+        notes: more notes, shown first.
+    """
     also = {"proved": found.bound.proved, "data": data.to_dict(), "randomness": found.mechanism.randomness}
     also |= {"notes": [*_first(found), *notes, *found.mechanism.notes(), *data.notes()]}
     if found.without_noise is not None:  # no noise is named, nor an ε that would be that of the search's end
