@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import nn
 
@@ -222,12 +223,28 @@ def cases(folder: Path) -> Iterator[Case]:
     yield from _mechanism_cases()
     release: dict[str, Callable[[], Any]] = {"folder": lambda: folder, "model": lambda: None}
     yield Case("load_release", rb.load_release, release, repr, called={"folder": "inputs.json"})
+    yield from _table_cases(folder)
     bound = {
         "name": "n", "value": 1.0, "theorem": "t", "attacker": "any", "adjacency": "a", "sampler": "any", "assumes": (),
         "guess": None, "units": "", "coordinates": "average", "notes": (), "estimate": False, "proved": True,
     }  # fmt: skip
     yield Case("Bound", rb.Bound, _only(**bound))  # results: their own makers fill them
     yield Case("Guarantee", rb.Guarantee, _only(**vars(rb.guarantee(rb.DP(1.0)))))
+
+
+def _table_cases(folder: Path) -> Iterator[Case]:
+    frame = pd.DataFrame({"age": range(20, 44), "income": [0, 1] * 12})
+
+    def load(data: Any, options: Any, changes: Any) -> Any:
+        return rb.load_dataset(data, options, target=changes)
+
+    made: dict[str, Callable[[], Any]] = {"data": lambda: frame, "options": lambda: None, "changes": lambda: "income"}
+    yield Case("load_dataset", load, made, repr, called={"changes": "target", "data": "does not exist"})
+    few = {"steps": 1, "runs": 1, "model": "linear", "seed": 1}
+    good: dict[str, Callable[[], Any]] = {"data": lambda: frame, "out": lambda: str(folder / "audit")}
+    good |= _only(target="income", private=["age"], ranges={"age": (0, 100)}, options=few, fresh=True)
+    good |= _only(publish_accuracy=False)
+    yield Case("audit", rb.audit, good, repr, called={"data": "does not exist"})
 
 
 def _ledger_cases(folder: Path) -> Iterator[Case]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reconbound._internal.checks import InputError
+from reconbound._internal.checks import InputError, file_path, flag
 from reconbound.auditing import run
 from reconbound.auditing.option_file import finished
 from reconbound.auditing.options import Plan, default_plan
@@ -68,6 +68,10 @@ def audit(
     Raises:
         InputError: names the argument that cannot be used, and why.
     """
+    for name, given in (("publish_accuracy", publish_accuracy), ("fresh", fresh)):
+        flag(name, given)
+    if options is not None and not isinstance(options, Plan | Mapping):
+        raise InputError("options", "must be a Plan, or a dictionary of its fields", f"{options!r}"[:200])
     if isinstance(data, Dataset):
         for name, value in (("target", target), ("private", private), ("ranges", ranges)):
             if value is not None:
@@ -76,7 +80,7 @@ def audit(
     else:
         dataset = load_dataset(data, target=target, private=private, ranges=ranges)
     chosen = options if isinstance(options, Plan) else default_plan(dataset, **(options or {}))
-    folder = Path(out) if out is not None else Path(f"audit-{folder_name(dataset.name)}")
+    folder = Path(file_path("out", out)) if out is not None else Path(f"audit-{folder_name(dataset.name)}")
     if fresh or not finished(folder, dataset, chosen, publish_accuracy=publish_accuracy):
         folder = run.audit(dataset, chosen, folder, publish_accuracy=publish_accuracy, fresh=fresh)
     return AuditResult(folder, folder / REPORT, folder / PUBLIC_REPORT, tuple(read_run(folder).headline))

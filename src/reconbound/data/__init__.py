@@ -56,7 +56,9 @@ def load_dataset(
     Warns:
         DataWarning: for each of the set's notes.
     """
-    chosen = replace(options or DataOptions(), **changes)
+    if options is not None and not isinstance(options, DataOptions):
+        raise InputError("options", "must be DataOptions", f"{options!r}"[:200])
+    chosen = replace(DataOptions() if options is None else options, **changes)
     pandas = sys.modules.get("pandas")  # whoever has a DataFrame has imported it
     if pandas is not None and isinstance(data, pandas.DataFrame):
         found = _load_frame(data, chosen)

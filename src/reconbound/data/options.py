@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from reconbound._internal.checks import InputError
 from reconbound.data.split import Division
 
 
@@ -43,7 +44,29 @@ class DataOptions:
     test_share: float = 0.2
     limit: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.target is not None and not isinstance(self.target, str):
+            raise InputError("target", "must be the name of a column", f"{self.target!r}"[:200])
+        for name in ("private", "drop", "header", "categories"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, str):
+                _check_names(name, given)
+        for name in ("ranges", "units"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, Mapping):
+                raise InputError(name, "must be a dictionary by the names of columns", f"{given!r}"[:200])
+
     @property
     def division(self) -> Division:
         """Returns how records are divided into those for training and those for testing."""
         return Division(self.seed, self.test_share, self.limit)
+
+
+def _check_names(name: str, given: Any) -> None:
+    """Refuses what is no list of names of columns."""
+    try:
+        wrong = not isinstance(given, Sequence | set | frozenset) or not all(isinstance(one, str) for one in given)
+    except TypeError:
+        wrong = True
+    if wrong:
+        raise InputError(name, "must be a list of names of columns", f"{given!r}"[:200])
