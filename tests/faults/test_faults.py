@@ -154,3 +154,16 @@ def test_snapshots_of_another_audit_are_refused(done, tmp_path) -> None:
     assert found.clear
     assert found.status == 2
     assert "is of another audit, run or step" in found.err
+
+
+def test_a_damaged_snapshot_comes_with_advice(done, tmp_path) -> None:
+    copied(done, tmp_path, "unfinished")
+    for path in (tmp_path / "audit" / "checkpoints").glob("parameters-*"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    found = ended(words_of("unfinished", tmp_path))
+    assert found.clear
+    assert found.status == 2
+    assert "bring it back from a copy, or start over with --fresh" in found.err
+    assert ended([*words_of("unfinished", tmp_path), "--fresh"]).status == 0
