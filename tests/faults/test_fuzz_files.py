@@ -126,7 +126,7 @@ def random_npz(rng: random.Random, path: Path) -> None:
     with zipfile.ZipFile(made, "w", rng.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])) as file:
         for name, array in arrays.items():
             one = io.BytesIO()
-            np.save(one, array, allow_pickle=True)
+            np.save(one, array, allow_pickle=True)  # a hostile file: load_dataset must refuse its pickle
             content = bytearray(one.getvalue())
             if rng.random() < 0.2:  # a header that lies
                 content[rng.randrange(min(len(content), 128))] = rng.randrange(256)

@@ -157,6 +157,28 @@ def test_a_sweep_goes_through_no_link(base, part) -> None:
     assert _content(elsewhere) == before
 
 
+def test_nothing_changes_behind_a_link_in_place_of_any_part(base, tmp_path) -> None:
+    """Every file and folder in turn, behind a link or in place of one to nothing; INJECT=1 tries all of them."""
+    inside = sorted(p.relative_to(base) for name in ("audit", "sweep") for p in (base / name).rglob("*"))
+    cases = [(part, dangling) for part in inside for dangling in (False, True)]
+    for part, dangling in cases if SHARE else random.Random(0).sample(cases, 4):
+        here, elsewhere = tmp_path / "linked", tmp_path / "outside"
+        shutil.copytree(base, here, symlinks=True)
+        shutil.move(here / part, elsewhere)
+        (here / part).symlink_to(tmp_path / "nothing" if dangling else elsewhere)
+        before = _content(elsewhere)
+        audit = here / "audit"
+        own = small_folders.audit_words(here, "audit"), ["report", str(audit)], ["show", str(audit)]
+        others = small_folders.sweep_words(here, "sweep"), ["frontier", str(here / "sweep")]
+        for words in own if part.parts[0] == "audit" else others:
+            found = ended(words)
+            assert found.clear, (part, words[0], found)
+            assert _content(elsewhere) == before, (part, words[0])
+            assert not (tmp_path / "nothing").exists(), (part, words[0])
+        shutil.rmtree(here)
+        shutil.rmtree(elsewhere) if elsewhere.is_dir() else elsewhere.unlink()
+
+
 def _content(path: Path) -> dict[str, bytes]:
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     return {str(p): p.read_bytes() for p in files}
