@@ -30,8 +30,9 @@ def test_figures_2_and_3_in_small():
     assert found.floor.value.min() == pytest.approx(1.7996, abs=1e-3)
     for record in (int(found.trace.argmax()), 5):
         dense = np.linalg.eigvalsh(reference.information(o, record, 1e-2))
-        assert found.spectral_norm[record] == pytest.approx(dense[-1], rel=1e-8)
-        assert found.trace[record] == pytest.approx(dense.sum(), rel=1e-8)
+        # both are raised by the rounding error of H⁻¹ (docs/theory/linear.md 6), here by less than 1e-6 of them
+        assert dense[-1] * (1 - 1e-12) <= found.spectral_norm[record] <= dense[-1] * (1 + 1e-6)
+        assert dense.sum() * (1 - 1e-12) <= found.trace[record] <= dense.sum() * (1 + 1e-6)
     x_test, y_test = digits(False)
     released = o.weights + 1e-2 * np.random.default_rng(0).standard_normal((10, 784))
     assert np.mean((x_test @ released.T > 0) == (y_test[:, None] > 0)) >= 0.999
