@@ -34,7 +34,7 @@ from reconbound.auditing.option_file import open_folder, settle
 from reconbound.auditing.options import Plan, make_learner, model_kind
 from reconbound.auditing.release import write_inputs
 from reconbound.auditing.snapshots import SNAPSHOTS, SnapshotMeasurements, Snapshots
-from reconbound.mechanisms.guarantees import Guarantee, guarantee
+from reconbound.mechanisms.guarantee import Guarantee, guarantee
 from reconbound.report.folder import (
     CHECKPOINTS,
     CHOSEN_SEED,
