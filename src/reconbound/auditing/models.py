@@ -1,5 +1,6 @@
-"""The paper's two networks (its tables 1 and 2), and some for other data: tanh and average pooling, so that the loss is
-smooth in the input.
+"""The paper's two networks (its tables 1 and 2) and some for other data, all with a loss smooth in the input.
+
+Activations are tanh, and pooling takes averages.
 
 The tables list a tanh after the last layer too. Here the logits have none, as in Papernot et al. (2020), whom the
 tables follow.

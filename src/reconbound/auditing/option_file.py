@@ -1,6 +1,4 @@
-"""The options of an audit, stored beside its results: an audit continues only in a folder that was begun with the
-same ones.
-"""
+"""The options of an audit, stored beside its results: an audit continues only with the options it was begun with."""
 
 from __future__ import annotations
 
