@@ -249,8 +249,7 @@ def floors_of(dataset: Dataset, options: AuditOptions) -> Guarantee:
 
 
 def expected_seconds(dataset: Dataset, options: AuditOptions) -> float:
-    """Estimates the duration of the audit from a few timed steps with and without measuring, to a factor of about
-    two.
+    """Estimates the duration of the audit, to a factor of two, from a few timed steps with and without measuring.
 
     Args:
         dataset: the data of the audit.
