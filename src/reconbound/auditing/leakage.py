@@ -1,6 +1,4 @@
-"""The leakage of each record in an audit's runs: from the ledger of whole records, and for single features from the
-snapshots.
-"""
+"""The leakage of each record in an audit's runs: whole records from the ledger, single features from the snapshots."""
 
 from __future__ import annotations
 

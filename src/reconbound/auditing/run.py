@@ -1,5 +1,4 @@
-"""The audit: trains privately on a data set, accounts for every record, and writes the folder from which reports are
-made.
+"""The audit: trains privately on a data set, accounts for every record, and writes the folder that reports need.
 
 All runs of the plan are trained from fresh parameters. The FIRST is the release: its parameters are in
 model.safetensors, and its accuracy is the one reported. The others only measure and are never released. With them,
@@ -250,8 +249,7 @@ def floors_of(dataset: Dataset, options: AuditOptions) -> Guarantee:
 
 
 def expected_seconds(dataset: Dataset, options: AuditOptions) -> float:
-    """Estimates the duration of the audit from a few timed steps with and without measuring, to a factor of about
-    two.
+    """Estimates the duration of the audit, to a factor of two, from a few timed steps with and without measuring.
 
     Args:
         dataset: the data of the audit.

@@ -122,7 +122,8 @@ def audit_command(
 ) -> None:
     """Train privately on your data and write a report on how well each record is protected.
 
-    Run it again in the same folder to go on where it was stopped."""
+    Run it again in the same folder to go on where it was stopped.
+    """
     changes = {
         "model": model,
         "noise_multiplier": noise_multiplier,
