@@ -59,10 +59,11 @@ class TogetherTrainer(Trainer):
     @staticmethod
     def check(plan: AuditOptions) -> AuditOptions:
         """Returns the plan if a fleet can train it; raises an InputError otherwise."""
+        if plan.settings.sampler not in ("poisson", "fixed"):
+            what = "must be poisson or fixed for settings trained together"
+            raise InputError("sampler", what, plan.settings.sampler)
         if isinstance(plan.settings.budget, str | tuple):
             raise InputError("budget", "must be a number for settings trained together", plan.settings.budget)
-        if plan.settings.sampler not in ("poisson", "fixed"):
-            raise InputError("sampler", "must be poisson or fixed for settings trained together", plan.settings.sampler)
         return plan
 
     def train_all(
