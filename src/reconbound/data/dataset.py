@@ -167,8 +167,10 @@ class Dataset:
 
     @property
     def columns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of a table's private and of its public columns, as its owner knows them: a column of categories is one,
-        whatever the model sees of it. The target is not among them."""
+        """Returns the names of a table's private and public columns, without the target.
+
+        A column of categories is one, whatever the model sees of it.
+        """
         private = tuple(dict.fromkeys(f.column or f.name for f in self.features if f.private))
         public = dict.fromkeys(f.column or f.name for f in self.features if not f.private)
         return private, tuple(name for name in public if name not in private)
@@ -285,7 +287,8 @@ def split(targets: np.ndarray, *, seed: int, test_share: float, task: str) -> tu
     """Returns rows to train on and rows to test on, each in ascending order.
 
     Of every class its share, rounded to the nearest whole record; at least one record of each stays for training.
-    Depends on the classes and the seed, never on the inputs."""
+    Depends on the classes and the seed, never on the inputs.
+    """
     share = number("test_share", test_share, at_least=0.0, below=1.0)
     rng = np.random.default_rng(whole("seed", seed, at_least=0))
     groups = _groups(targets, task)
