@@ -61,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> None:
     for name, o, method, branch in (
         ("ratio", with_constant, "ratio", "nearest"),
         ("label", without, "label", "nearest"),
-        ("label, told the root", without, "label", "told"),
+        ("label, told the root", without, "label", "given"),
     ):
         found = leakage(o, NOISE, spectral=False, diagonal=False)
         floor, exact = np.asarray(found.floor.value), np.asarray(found.cramer_rao.value)

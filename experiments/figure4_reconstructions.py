@@ -29,7 +29,7 @@ def main(words: Sequence[str] | None = None) -> None:
     chosen = np.concatenate([order[:SHOWN], order[-SHOWN:]])
     kind = {"records": chosen, "keep": 1, "random_state": SEED}
     ratio = simulate(o, NOISE, given.trials, method="ratio", **kind)
-    label = simulate(o, NOISE, given.trials, method="label", branch="told", **kind)
+    label = simulate(o, NOISE, given.trials, method="label", branch="given", **kind)
     assert ratio.reconstructions is not None
     assert label.reconstructions is not None
 

@@ -25,7 +25,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from reconbound import PrivateSGD, Settings
-from reconbound.attacks import simulate_sgd
+from reconbound.attacks import SGDTrials, simulate_sgd
 
 ROWS = Path(__file__).parent / "results" / "sgd_attack.csv"
 #: data, σ, T, trainings, which of the records in order of exposure (None: record 3)
@@ -66,7 +66,7 @@ def train(out: Path, share: float) -> None:
             if (data, str(steps), str(record), str(noise)) in done:
                 continue
             begun, count = time.perf_counter(), max(2, round(share * trials))
-            found = simulate_sgd(model, losses, x, y, settings, record, steps=steps, trials=count)
+            found = simulate_sgd(model, losses, x, y, settings, record, SGDTrials(steps, count))
             print(f"{data}, noise {noise}, {time.perf_counter() - begun:.0f} s", found, flush=True)
             values = {"data": data, "steps": steps, "noise_multiplier": noise}
             values |= {name: f"{getattr(found, name):.6g}" for name in NAMES if name not in values}

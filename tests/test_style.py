@@ -1,10 +1,15 @@
-"""Docstrings say what something does: none opens with What, Whether, How or Of; every exported name has one."""
+"""Docstrings open with a verb, every exported name has one, and no public function takes too many parameters."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import pkgutil
+import types
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,3 +38,32 @@ def test_exported_names_have_docstrings(name: str) -> None:
     callables = {m: v for m, v in members.items() if inspect.isroutine(v) or isinstance(v, property)}
     assert inspect.getdoc(exported)
     assert [m for m, v in callables.items() if not inspect.getdoc(v)] == []
+
+
+EXCEPTED = ("PrivateSGD",)  # and the commands: each of their parameters is an option
+METHODS = (types.FunctionType, types.MethodType)
+#: These still have to be given fewer parameters: empty the set.
+TOO_MANY = {"clipped_gradient_sum", "coordinate_information", "step_information"}
+
+
+def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yields the functions that packages export, and the public methods of the classes that they export."""
+    packages = [info.name for info in pkgutil.walk_packages(reconbound.__path__, "reconbound.") if info.ispkg]
+    for package in ("reconbound", *(name for name in packages if "cli" not in name.split("."))):
+        module = import_module(package)
+        for name in getattr(module, "__all__", ()):
+            exported = getattr(module, name)
+            if inspect.isfunction(exported):
+                yield name, exported
+            elif inspect.isclass(exported) and name not in EXCEPTED:
+                methods = {m: getattr(exported, m) for m in vars(exported) if not m.startswith("_")}
+                yield from ((f"{name}.{m}", method) for m, method in methods.items() if isinstance(method, METHODS))
+
+
+def test_public_functions_take_at_most_eight_parameters() -> None:
+    counts = {
+        name: len([p for p in inspect.signature(function).parameters if p != "self"])
+        for name, function in public_functions()
+    }
+    assert len(counts) > 60
+    assert {name for name, count in counts.items() if count > 8} <= TOO_MANY

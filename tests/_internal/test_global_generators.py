@@ -16,7 +16,7 @@ import auditing
 from learning import FEATURES, RECORDS, data, learner, losses, network
 from reconbound import PrivateLogisticRegression, PrivateRidge
 from reconbound.accounting.accountant import Account, Chosen, FisherAccountant
-from reconbound.attacks import simulate_sgd
+from reconbound.attacks import SGDTrials, simulate_sgd
 from reconbound.auditing.models import check_model as check_audited_model
 from reconbound.auditing.models import make_model, score
 from reconbound.fisher import clipped_gradient_sum, dense_information, step_information
@@ -89,7 +89,7 @@ def linear(kind: Any) -> Callable[[], Any]:
 def attack() -> None:
     x, y = data(records=5)
     settings = Settings(1.0, 1.0, 0.5, rules=None)
-    simulate_sgd(network(), losses, x, y, settings, 1, steps=2, trials=2, progress=False)
+    simulate_sgd(network(), losses, x, y, settings, 1, SGDTrials(2, 2, progress=False))
 
 
 WORK: dict[str, Callable[[], Any]] = {

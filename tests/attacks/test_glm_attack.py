@@ -8,7 +8,7 @@ import pytest
 from sklearn.datasets import load_diabetes, load_digits
 
 from reconbound._internal.checks import InputError
-from reconbound.attacks import most_likely, reconstruct, simulate
+from reconbound.attacks import AttackerKnowledge, most_likely, reconstruct, simulate
 from reconbound.attacks.roots import lambert, logistic_slopes, softmax_slopes, squared_slopes
 from reconbound.linear import Logistic, Softmax, Squared, leakage, minimise
 
@@ -44,8 +44,8 @@ def test_products_equal_every_reconstruction_formed(name, intercept, method, noi
     x = o.rows[:, : o.dim]
     for i in (0, 13, 57):
         others = np.arange(len(x)) != i
-        kind = {"loss": o.loss, "l2": o.l2, "intercept": intercept, "method": method}
-        guess = reconstruct(released, x[others], o.y[others], o.y[i], **kind)
+        known = AttackerKnowledge(x[others], o.y[others], o.y[i], o.loss, o.l2, intercept)
+        guess = reconstruct(released, known, method=method)
         np.testing.assert_allclose(found.reconstructions[i], guess, rtol=1e-6, atol=1e-8)
         errors = np.mean((guess - x[i]) ** 2, axis=1)
         np.testing.assert_allclose(found.mse[i], errors.mean(), rtol=1e-6)
@@ -59,7 +59,7 @@ def test_products_equal_every_reconstruction_formed(name, intercept, method, noi
 @pytest.mark.parametrize(("name", "intercept", "method"), WAYS)
 def test_without_noise_the_record_is_found(name, intercept, method):
     o = solved(name, intercept)
-    found = simulate(o, 1e-12, 2, method=method, branch="told", random_state=0)
+    found = simulate(o, 1e-12, 2, method=method, branch="given", random_state=0)
     bend = np.ones(len(o.y)) if name == "softmax" else np.abs(o.slopes[:, 0] + o.curvatures * o.scores[:, 0])
     clear = (np.linalg.norm(o.slopes, axis=1) > 1e-3) & (bend > 1e-2)
     assert clear.sum() > 50
@@ -67,7 +67,7 @@ def test_without_noise_the_record_is_found(name, intercept, method):
 
 
 @pytest.mark.parametrize("name", ["logistic", "squared"])
-def test_told_counts_the_side_of_the_fold_from_the_intercept(name):
+def test_given_branch_counts_the_side_of_the_fold_from_the_intercept(name):
     """A large intercept: were it left out, a fifth of the records or more would be put on the other side."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(80, 3)) / 2
@@ -78,7 +78,7 @@ def test_told_counts_the_side_of_the_fold_from_the_intercept(name):
     side, naive = (o.slopes[:, 0] + o.curvatures * s for s in (at, o.scores[:, 0]))
     clear = (np.abs(o.slopes[:, 0]) > 1e-3) & (np.abs(side) > 1e-2)
     assert np.mean((side > 0) != (naive > 0)) > 0.2
-    assert simulate(o, 1e-12, 2, branch="told", random_state=0).mse[clear].max() < 1e-12
+    assert simulate(o, 1e-12, 2, branch="given", random_state=0).mse[clear].max() < 1e-12
 
 
 def test_nearest_leaves_the_attacked_record_out_of_the_mean():
@@ -94,11 +94,11 @@ def test_nearest_leaves_the_attacked_record_out_of_the_mean():
         found = simulate(o, noise, 30, records=[0, 1], keep=30, random_state=0).reconstructions
         for i in (0, 1):
             rest = np.arange(14) != i
-            kind = {"loss": o.loss, "l2": o.l2, "intercept": False}
-            guess = reconstruct(released, x[rest], y[rest], 1, near=x[1 - i], **kind)
+            known = AttackerKnowledge(x[rest], y[rest], 1, o.loss, o.l2, intercept=False)
+            guess = reconstruct(released, known, near=x[1 - i])
             np.testing.assert_allclose(found[i], guess, rtol=1e-6, atol=1e-9)
-            np.testing.assert_allclose(reconstruct(released, x[rest], y[rest], 1, **kind), guess)
-            with_it = reconstruct(released, x[rest], y[rest], 1, near=x[:2].mean(axis=0), **kind)
+            np.testing.assert_allclose(reconstruct(released, known), guess)
+            with_it = reconstruct(released, known, near=x[:2].mean(axis=0))
             other_roots += noise < 1e-5 and not np.allclose(with_it, guess, rtol=1e-3)
     assert other_roots > 3
 
@@ -107,12 +107,11 @@ def test_what_an_attack_does_not_use():
     """ "Ratio" never asks for the label; with three classes neither the branch nor `near` is asked for."""
     o = solved("softmax", True)
     x, rest = o.rows[:, : o.dim], np.arange(80) > 0
-    told, nearest = (simulate(o, 0.1, 20, branch=branch, random_state=0) for branch in ("told", "nearest"))
-    np.testing.assert_array_equal(told.mse, nearest.mse)
-    kind = {"loss": o.loss, "l2": o.l2}
-    guesses = [reconstruct(o.weights, x[rest], o.y[rest], label, method="ratio", **kind) for label in (0, 1)]
-    np.testing.assert_array_equal(*guesses)
-    guesses = [reconstruct(o.weights + 0.1, x[rest], o.y[rest], 1, near=at, **kind) for at in (np.zeros(5), np.ones(5))]
+    given, nearest = (simulate(o, 0.1, 20, branch=branch, random_state=0) for branch in ("given", "nearest"))
+    np.testing.assert_array_equal(given.mse, nearest.mse)
+    known = [AttackerKnowledge(x[rest], o.y[rest], label, o.loss, o.l2) for label in (0, 1)]
+    np.testing.assert_array_equal(*[reconstruct(o.weights, one, method="ratio") for one in known])
+    guesses = [reconstruct(o.weights + 0.1, known[1], near=at) for at in (np.zeros(5), np.ones(5))]
     np.testing.assert_array_equal(*guesses)
 
 
@@ -123,7 +122,7 @@ def tight(o, noise, trials=10_000):
     error = np.sqrt(floor * o.dim)
     far_from_fold = error * np.linalg.norm(o.weights) < 0.02 * fold / o.curvatures  # the error in s, against its scale
     linear = np.flatnonzero((error < 0.02 * np.linalg.norm(o.rows, axis=1)) & far_from_fold)
-    found = simulate(o, noise, trials, branch="told", records=linear, random_state=0)
+    found = simulate(o, noise, trials, branch="given", records=linear, random_state=0)
     return found, floor[linear]
 
 
@@ -156,21 +155,21 @@ def test_floor_is_tight_for_the_likeliest_record(name, intercept):
     Softmax's records run at fewer trials, with the wider sampling error that this leaves."""
     o, noise = solved(name, intercept), 1e-7
     trials, some = (600, 20) if name == "softmax" else (10_000, 50)
-    told = leakage(o, noise, spectral=False)
-    floor = told.cramer_rao.value
+    exact = leakage(o, noise, spectral=False)
+    floor = exact.cramer_rao.value
     clear = np.flatnonzero(np.sqrt(floor * o.dim) < 0.01 * np.linalg.norm(o.rows[:, : o.dim], axis=1))[:some]
     assert len(clear) == some
     method = "ratio" if intercept else "label"
-    first = simulate(o, noise, trials, method=method, branch="told", records=clear, keep=trials, random_state=0)
+    first = simulate(o, noise, trials, method=method, branch="given", records=clear, keep=trials, random_state=0)
     released = o.weights + noise * np.random.default_rng(0).standard_normal((trials, *o.weights.shape))
     x, ratio, bias, shape = o.rows[:, : o.dim], [], [], []
     for i, start in zip(clear, first.reconstructions, strict=True):
         others = np.arange(len(x)) != i
-        kind = {"loss": o.loss, "l2": o.l2, "intercept": intercept}
-        found = most_likely(released, x[others], o.y[others], o.y[i], start, **kind)
+        known = AttackerKnowledge(x[others], o.y[others], o.y[i], o.loss, o.l2, intercept)
+        found = most_likely(released, known, start)
         ratio.append(np.mean(np.var(found, axis=0, ddof=1)) / floor[i])
         bias.append(np.mean((found.mean(axis=0) - x[i]) ** 2) / floor[i])
-        half = np.linalg.cholesky(told.information(i))
+        half = np.linalg.cholesky(exact.information(i))
         shape.append(np.linalg.eigvalsh(half.T @ np.cov(found.T) @ half))  # 1 where the covariance is I⁻¹
     sampling = np.sqrt(2 / trials)
     assert min(ratio) > 1 - 5 * sampling
@@ -202,9 +201,9 @@ def test_the_likeliest_record_solves_its_equations(name, intercept, monkeypatch)
     """What is left of H⁻¹∇F_x is orthogonal to all that moving x could change; from far starts it is never worse."""
     o, i, trials = solved(name, intercept, n=30), 7, 40
     x, rest, rng = o.rows[:, : o.dim], np.arange(30) != 7, np.random.default_rng(0)
-    kind = {"loss": o.loss, "l2": o.l2, "intercept": intercept}
+    known = AttackerKnowledge(x[rest], o.y[rest], o.y[i], o.loss, o.l2, intercept)
     released = o.weights + 1e-5 * rng.standard_normal((trials, *o.weights.shape))
-    found = most_likely(released, x[rest], o.y[rest], o.y[i], np.tile(x[i] + 1e-2, (trials, 1)), **kind)
+    found = most_likely(released, known, np.tile(x[i] + 1e-2, (trials, 1)))
     for w, at in zip(released, found, strict=True):
         away, slopes = explained(o, w, at, i)
         across = np.linalg.qr(slopes)[0].T @ away
@@ -213,7 +212,7 @@ def test_the_likeliest_record_solves_its_equations(name, intercept, monkeypatch)
         released = o.weights + noise * rng.standard_normal((trials, *o.weights.shape))
         start = x[i] + rng.normal(size=(trials, o.dim)) * rng.choice([0.3, 2.0, 30.0], size=(trials, 1))
         with np.errstate(all="raise", under="ignore"):
-            found = most_likely(released, x[rest], o.y[rest], o.y[i], start, **kind)
+            found = most_likely(released, known, start)
         sizes = [
             [np.linalg.norm(explained(o, w, at, i)[0]) for w, at in zip(released, p, strict=True)]
             for p in (start, found)
@@ -223,11 +222,11 @@ def test_the_likeliest_record_solves_its_equations(name, intercept, monkeypatch)
         assert np.quantile(share, 0.25) < 0.5
         assert noise < 0.1 or np.quantile(share, 0.75) < 0.95  # where whole steps do not help, shorter ones do
     monkeypatch.setattr("reconbound.attacks.likelihood.FLOATS", 1)  # a chunk per trial
-    alone = most_likely(released[:8], x[rest], o.y[rest], o.y[i], start[:8], **kind)
-    np.testing.assert_allclose(alone, found[:8], rtol=1e-6, atol=1e-6)
+    chunks = most_likely(released[:8], known, start[:8])
+    np.testing.assert_allclose(chunks, found[:8], rtol=1e-6, atol=1e-6)
     for far in (1e20, -1e20, 1e140, 0.0):  # as a vanishing denominator leaves them: nothing overflows or is singular
         with np.errstate(all="raise", under="ignore"):
-            found = most_likely(released[:3], x[rest], o.y[rest], o.y[i], np.full((3, o.dim), far), **kind)
+            found = most_likely(released[:3], known, np.full((3, o.dim), far))
         assert np.all(np.isfinite(found))
 
 
@@ -242,10 +241,11 @@ def test_softmax_with_two_classes_is_the_binary_attack(intercept):
     both = simulate(o, 0.01, 20, keep=20, random_state=0)
     for i in (0, 40):
         others = np.arange(len(x)) != i
-        kind = {"intercept": intercept}
-        one = reconstruct(released, x[others], y[others], y[i], loss=Softmax(), l2=o.l2, **kind)
+        known = AttackerKnowledge(x[others], y[others], y[i], Softmax(), o.l2, intercept)
+        one = reconstruct(released, known)
         theta = released[:, 1:] - released[:, :1]
-        two = reconstruct(theta, x[others], binary.y[others], binary.y[i], loss=Logistic(), l2=binary.l2, **kind)
+        known = AttackerKnowledge(x[others], binary.y[others], binary.y[i], Logistic(), binary.l2, intercept)
+        two = reconstruct(theta, known)
         np.testing.assert_allclose(one, two, rtol=1e-9)
         np.testing.assert_allclose(both.reconstructions[i], two, rtol=1e-6, atol=1e-9)
 
@@ -257,7 +257,7 @@ def test_softmax_s_answer_by_singular_values(intercept):
     x, d, others = o.rows[:, : o.dim], o.dim, np.arange(len(o.y)) != 7
     for seed in range(5):
         w = o.weights + 1e-3 * np.random.default_rng(seed).standard_normal(o.weights.shape)
-        found = reconstruct(w, x[others], o.y[others], o.y[7], loss=o.loss, l2=o.l2, intercept=intercept)
+        found = reconstruct(w, AttackerKnowledge(x[others], o.y[others], o.y[7], o.loss, o.l2, intercept))
         slopes = Softmax().slope(o.rows[others] @ w.T, o.y[others])
         v = -(slopes.T @ x[others] + o.penalty * w[:, :d])
         left, _, _ = np.linalg.svd(v - v.mean(axis=0))
@@ -325,7 +325,7 @@ def test_a_biased_attack_is_seen_as_such_and_may_undercut_the_unbiased_floor():
     below = found.mse < floor
     assert below.sum() > 100
     assert np.all(found.bias[below] > 0.1 * found.mse[below])
-    assert np.all(simulate(o, noise, 1000, branch="told", random_state=0).mse >= floor)
+    assert np.all(simulate(o, noise, 1000, branch="given", random_state=0).mse >= floor)
 
 
 def test_lambert_against_mpmath():
@@ -371,12 +371,12 @@ def test_bad_input():
         with pytest.raises(InputError, match="records"):
             simulate(o, 0.1, 10, records=records)
     with pytest.raises(InputError, match=r"y must have shape \(9,\)"):
-        reconstruct(np.zeros((1, 6)), np.zeros((9, 5)), np.zeros(8), 0, loss=Logistic(), l2=0.1)
+        reconstruct(np.zeros((1, 6)), AttackerKnowledge(np.zeros((9, 5)), np.zeros(8), 0, Logistic(), 0.1))
     for changes in ({"noise_std": 0.0}, {"trials": 1}, {"method": "guess"}, {"branch": "left"}, {"keep": -1}):
         with pytest.raises(InputError, match=next(iter(changes))):
             simulate(o, **{"noise_std": 0.1, "trials": 10, **changes})
     with pytest.raises(InputError, match="weights"):
-        reconstruct(np.zeros((1, 5)), np.zeros((9, 5)), np.zeros(9), 0, loss=Logistic(), l2=0.1)
+        reconstruct(np.zeros((1, 5)), AttackerKnowledge(np.zeros((9, 5)), np.zeros(9), 0, Logistic(), 0.1))
     for name, changes in (
         ("features", {"features": np.zeros(9)}),
         ("features", {"features": np.full((9, 5), np.nan)}),
@@ -392,13 +392,14 @@ def test_bad_input():
     ):
         given = {"weights": np.zeros((1, 6)), "features": np.zeros((9, 5)), "y": np.zeros(9), "label": 1, **changes}
         given = {"loss": Logistic(), "l2": 0.1, **given}
+        weights = given.pop("weights")
         with pytest.raises(InputError, match=name):
-            reconstruct(**given)
+            reconstruct(weights, AttackerKnowledge(**given))
         with pytest.raises(InputError, match=name):
-            most_likely(**{**given, "weights": given["weights"][None]}, start=np.zeros((1, 5)))
+            most_likely(weights[None], AttackerKnowledge(**given), np.zeros((1, 5)))
     for weights, start, name in ((np.zeros((1, 6)), np.zeros((1, 5)), "weights"), (np.zeros((2, 1, 6)), 0, "start")):
         with pytest.raises(InputError, match=name):
-            most_likely(weights, np.zeros((9, 5)), np.zeros(9), 0, start, loss=Logistic(), l2=0.1)
+            most_likely(weights, AttackerKnowledge(np.zeros((9, 5)), np.zeros(9), 0, Logistic(), 0.1), start)
 
 
 def test_a_report_prints_a_few_lines_and_its_figures():
@@ -409,15 +410,15 @@ def test_a_report_prints_a_few_lines_and_its_figures():
     assert max(map(len, lines)) <= 120
     assert lines[0] == "AttackReport of 80 records, 50 releases (method 'label', branch 'nearest')"
     for line, values in zip(lines[1:4], (found.mse, found.median, found.variance), strict=True):
-        told = [float(word.replace(",", "")) for word in re.findall(r"([\d.,e+-]+) \(", line.split(":")[1])]
-        np.testing.assert_allclose(told, [values.min(), np.median(values), values.max()], rtol=6e-3)
+        printed = [float(word.replace(",", "")) for word in re.findall(r"([\d.,e+-]+) \(", line.split(":")[1])]
+        np.testing.assert_allclose(printed, [values.min(), np.median(values), values.max()], rtol=6e-3)
     assert lines[4].endswith(f": {np.sum(found.bias > found.mse / 10)}")
     assert "at the worst record" in lines[5]
-    alone = simulate(solved("logistic", True), 0.01, 50, method="ratio", records=[4], bias=False, random_state=0)
-    one = str(alone).splitlines()
+    single = simulate(solved("logistic", True), 0.01, 50, method="ratio", records=[4], random_state=0)
+    one = str(single).splitlines()
     assert one[0].startswith("AttackReport of 1 record,")
-    assert len(one) == 4
-    assert float(one[1].split(":")[1].replace(",", "")) == pytest.approx(alone.mse[0], rel=6e-3)
+    assert len(one) == 6
+    assert float(one[1].split(":")[1].replace(",", "")) == pytest.approx(single.mse[0], rel=6e-3)
 
 
 def test_what_is_no_optimum_or_loss_is_named():
@@ -425,4 +426,4 @@ def test_what_is_no_optimum_or_loss_is_named():
     with pytest.raises(InputError, match=r"optimum must be .*solve\(X, y\).*, got 'a Logistic'"):
         simulate(Logistic(), 1e-3, 10)
     with pytest.raises(InputError, match=r"loss must be Logistic\(\), Softmax\(\) or Squared\(\), got 'logistic'"):
-        reconstruct(best.weights, best.rows[1:, :5], best.y[1:], best.y[0], loss="logistic", l2=0.02)
+        AttackerKnowledge(best.rows[1:, :5], best.y[1:], best.y[0], "logistic", 0.02)

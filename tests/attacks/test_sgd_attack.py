@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from learning import Kept, losses
 from reconbound._internal.checks import InputError
 from reconbound.accounting.amplification import poisson_factors
+from reconbound.attacks import SGDTrials, simulate_sgd
 from reconbound.attacks import private_sgd as attack
-from reconbound.attacks import simulate_sgd
 from reconbound.attacks.private_sgd import Target, Transcript, observe
 from reconbound.fisher import dense_information
 from reconbound.training.sampling import make_sampler
@@ -98,7 +98,7 @@ def test_at_small_noise_it_meets_the_cramer_rao_floor_and_never_goes_below(rate:
         model = nn.Sequential(nn.Linear(3, 3)).double()
     before = [p.clone() for p in model.parameters()]
     own = settings(sample_rate=rate, noise_multiplier=noise, max_grad_norm=1.0, seed=3)
-    found = simulate_sgd(model, losses, x, y, own, RECORD, steps=10, trials=40)
+    found = simulate_sgd(model, losses, x, y, own, RECORD, SGDTrials(10, 40))
     error = 4 * found.standard_error
     assert found.floor < found.cramer_rao
     assert found.cramer_rao - error < found.mse < (1.0 if rate == 1 else 1.3) * found.cramer_rao + error
@@ -115,13 +115,13 @@ def test_at_small_noise_it_meets_the_cramer_rao_floor_and_never_goes_below(rate:
 
 def test_a_training_that_never_drew_the_record_tells_nothing_but_ends() -> None:
     model, x, y = problem()
-    found = simulate_sgd(model, losses, x, y, settings(sample_rate=0.01, seed=1), RECORD, steps=2, trials=2)
+    found = simulate_sgd(model, losses, x, y, settings(sample_rate=0.01, seed=1), RECORD, SGDTrials(2, 2))
     assert np.isfinite(found.answers).all()
     assert np.isfinite(found.mse)
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "said"),
+    ("changes", "options", "message"),
     [
         ({"sampler": "fixed"}, {}, "settings.sampler must be poisson"),
         ({}, {"record": 12}, "record must be below 12"),
@@ -130,8 +130,8 @@ def test_a_training_that_never_drew_the_record_tells_nothing_but_ends() -> None:
         ({}, {"start": torch.zeros(4)}, "start must have 3 numbers"),
     ],
 )
-def test_what_cannot_be_attacked_is_said(changes, options, said) -> None:
+def test_what_cannot_be_attacked_is_refused(changes, options, message) -> None:
     model, x, y = problem()
     given = {"record": RECORD, "steps": 2, "trials": 2} | options
-    with pytest.raises(InputError, match=said):
-        simulate_sgd(model, losses, x, y, settings(**changes), given.pop("record"), **given)
+    with pytest.raises(InputError, match=message):
+        simulate_sgd(model, losses, x, y, settings(**changes), given.pop("record"), SGDTrials(**given))

@@ -41,6 +41,6 @@ def test_figures_2_and_3_in_small():
 
     floor = found.floor.value * 1e-6  # σ = 1e-5
     low = np.flatnonzero(floor <= 1)[::20]
-    attack = simulate(o, 1e-5, 500, branch="told", records=low, random_state=0)
+    attack = simulate(o, 1e-5, 500, branch="given", records=low, random_state=0)
     assert np.all(attack.mse >= floor[low])
     assert spearmanr(floor[low], attack.median).statistic > 0.99

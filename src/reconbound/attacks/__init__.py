@@ -1,8 +1,16 @@
 """Attacks that rebuild training records from what was released and what the attacker knows."""
 
-from reconbound.attacks.glm import reconstruct, simulate
+from reconbound.attacks.glm import AttackerKnowledge, AttackReport, reconstruct, simulate
 from reconbound.attacks.likelihood import most_likely
-from reconbound.attacks.private_sgd import SGDAttackReport, simulate_sgd
-from reconbound.attacks.summary import AttackReport
+from reconbound.attacks.private_sgd import SGDAttackReport, SGDTrials, simulate_sgd
 
-__all__ = ["AttackReport", "SGDAttackReport", "most_likely", "reconstruct", "simulate", "simulate_sgd"]
+__all__ = [
+    "AttackReport",
+    "AttackerKnowledge",
+    "SGDAttackReport",
+    "SGDTrials",
+    "most_likely",
+    "reconstruct",
+    "simulate",
+    "simulate_sgd",
+]

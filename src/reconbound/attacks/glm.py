@@ -9,46 +9,145 @@ v is of rank one: its left factor is the direction of ∂ℓ/∂s. docs/theory/l
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from reconbound._internal.checks import InputError, choice, number, whole
-from reconbound.attacks.known import known
+from reconbound._internal.checks import InputError, choice, number, numbers, whole
+from reconbound._internal.formatting import format_number
 from reconbound.attacks.roots import logistic_slopes, softmax_slopes, squared_slopes
-from reconbound.attacks.summary import AttackReport
 from reconbound.linear.losses import Logistic, Loss, Softmax, Squared
-from reconbound.linear.solver import Optimum
+from reconbound.linear.solver import Optimum, targets_of
 
-METHODS, BRANCHES = ("label", "ratio"), ("nearest", "told")
+METHODS, BRANCHES = ("label", "ratio"), ("nearest", "given")
 #: Floats in one working array, and the share of the largest errors that the trimmed mean leaves out.
 FLOATS, TRIM = 1_000_000, 0.01
 #: A slope of zero has no reconstruction; this stands in for it, and the error is huge but finite.
 TINY = 1e-50
 
 
-def reconstruct(
-    weights: Any,
-    features: Any,
-    y: Any,
-    label: float,
-    *,
-    loss: Loss,
-    l2: float,
-    intercept: bool = True,
-    method: str = "label",
-    near: Any = None,
-) -> np.ndarray:
-    """Rebuilds the record that is missing from `features` from each released model.
+#: Squared bias over the mean squared error from which a record is counted as biased when a report is printed.
+BIASED = 0.1
 
-    Args:
-        weights: released weights, (K, p) or (trials, K, p), the intercept last.
+
+@dataclass(frozen=True, repr=False)
+class AttackReport:
+    """Errors of the attack over many releases, one entry per attacked record; squared errors are per feature, /d.
+
+    Attributes:
+        records: the attacked records, indices into the training set.
+        trials: number of releases.
+        method: the attack's method.
+        branch: the attack's branch.
+        mse: mean of ‖x̂ − x‖²/d. It need not settle with more trials: see `median` and `trimmed`.
+        standard_error: of `mse`, from the trials' spread (itself unreliable where the second moment is infinite).
+        bias: ‖E x̂ − x‖²/d, estimated without bias (so it may be slightly negative).
+        variance: E‖x̂ − E x̂‖²/d, so that mse = variance + bias.
+        median: of ‖x̂ − x‖²/d over trials (of an even number the upper median).
+        trimmed: trimmed mean of ‖x̂ − x‖²/d over trials; it leaves out the largest 1 %, one trial at least.
+        unsolved: share of trials in which the scalar equation had no root and the fold was taken.
+        reconstructions: x̂ in the first trials, (records, kept, d); None where not asked for.
+    """
+
+    records: np.ndarray
+    trials: int
+    method: str
+    branch: str
+    mse: np.ndarray
+    standard_error: np.ndarray
+    median: np.ndarray
+    trimmed: np.ndarray
+    unsolved: np.ndarray
+    bias: np.ndarray
+    variance: np.ndarray
+    reconstructions: np.ndarray | None = None
+
+    def __repr__(self) -> str:
+        """Formats a few lines: sizes, and errors from the best to the worst record."""
+        records = f"{len(self.records):,} record{'s' if len(self.records) != 1 else ''}"
+        biased = int(np.sum(self.bias > BIASED * self.mse))
+        lines = [
+            f"AttackReport of {records}, {self.trials:,} releases (method {self.method!r}, branch {self.branch!r})",
+            f"  mean squared error per feature: {_spread(self.mse)}",
+            f"  its median over the releases:   {_spread(self.median)}",
+            f"  variance:                       {_spread(self.variance)}",
+            f"  biased (squared bias over a tenth of the error), so not bound by unbiased floors: {biased:,}",
+        ]
+        if self.unsolved.any():
+            lines.append(f"  releases that no record explains, at the worst record: {self.unsolved.max():.0%}")
+        lines.append("  Not private: for the curator")
+        return "\n".join(lines)
+
+
+def _spread(values: np.ndarray) -> str:
+    if len(values) == 1:
+        return format_number(float(values[0]))
+    least, middle, most = (format_number(float(v)) for v in (values.min(), np.median(values), values.max()))
+    return f"{least} (least), {middle} (median record), {most} (most)"
+
+
+@dataclass(frozen=True)
+class AttackerKnowledge:
+    """The attacker's knowledge beside the release: all other records, the missing one's label, the training problem.
+
+    Attributes:
         features: all other records, (n − 1, d).
-        y: the targets of all other records, as the loss takes them.
+        y: their targets, as the loss takes them.
         label: the missing record's target.
         loss: the loss of the training problem.
         l2: λ of the training problem.
         intercept: whether the training problem has an intercept.
+    """
+
+    features: np.ndarray
+    y: np.ndarray
+    label: float
+    loss: Loss
+    l2: float
+    intercept: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss, Logistic | Softmax | Squared):
+            raise InputError("loss", "must be Logistic(), Softmax() or Squared()", self.loss)
+        number("l2", self.l2, above=0.0)
+        x = numbers("features", self.features)
+        if x.ndim != 2:
+            raise InputError("features", "must have shape (n − 1, d)", f"shape {x.shape}")
+        object.__setattr__(self, "features", x)
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """Returns the features with the constant one, (n − 1, p)."""
+        return np.hstack([self.features, np.ones((len(self.features), 1))]) if self.intercept else self.features
+
+    @property
+    def penalty(self) -> float:
+        """Returns nλ."""
+        return (len(self.features) + 1) * self.l2
+
+    def check_release(self, weights: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the released weights, (trials, K, p), and the others' targets, in the form of the loss.
+
+        Args:
+            weights: released weights, (trials, K, p).
+        """
+        released, p, several = numbers("weights", weights), self.rows.shape[1], isinstance(self.loss, Softmax)
+        if released.ndim != 3 or released.shape[2] != p or (released.shape[1] > 1) != several:
+            shape = f"(trials, {'K' if several else 1}, {p})"
+            raise InputError("weights", f"must have shape {shape} for {self.loss.name} loss", np.shape(weights))
+        classes = released.shape[1]
+        targets_of([self.label], 1, self.loss, classes, name="label")
+        return released, targets_of(self.y, len(self.rows), self.loss, classes)
+
+
+def reconstruct(weights: Any, known: AttackerKnowledge, *, method: str = "label", near: Any = None) -> np.ndarray:
+    """Rebuilds the missing record from each released model.
+
+    Args:
+        weights: released weights, (K, p) or (trials, K, p), the intercept last.
+        known: all other records, the label and the training problem.
         method: "ratio" (needs the intercept) or "label".
         near: of two records that explain the release, the one nearer to this is taken; by default the mean of the other
             records of that label (of all others in regression). With three classes or more there is no choice.
@@ -56,12 +155,11 @@ def reconstruct(
     Returns:
         x̂, (d,) or (trials, d).
     """
-    released = np.asarray(weights, dtype=np.float64)
-    single = released.ndim == 2
+    single = np.ndim(weights) == 2
+    loss, intercept, label, penalty = known.loss, known.intercept, known.label, known.penalty
     _check_method(method, loss, intercept)
-    released, x, rows, targets = known(released[None] if single else released, features, y, label, loss, intercept)
-    d = x.shape[1]
-    penalty = (len(x) + 1) * number("l2", l2, above=0.0)
+    released, targets = known.check_release(np.asarray(weights)[None] if single else weights)
+    x, rows, d = known.features, known.rows, known.features.shape[1]
     if method == "label" and _two_classes(loss, released):
         loss, released, penalty = Logistic(), released[:, 1:] - released[:, :1], penalty / 2
     if near is None:
@@ -92,7 +190,6 @@ def simulate(
     method: str = "label",
     branch: str = "nearest",
     records: Any = None,
-    bias: bool = True,
     keep: int = 0,
     random_state: Any = None,
 ) -> AttackReport:
@@ -107,10 +204,9 @@ def simulate(
         trials: number of releases.
         method: "label" or "ratio", as in `reconstruct`.
         branch: which of two records that explain a release is taken: "nearest" to the mean of the others of that label,
-            or "told": the attacker is told on which side of the fold the record lies. With three classes or more the
+            or "given": the attacker knows on which side of the fold the record lies. With three classes or more the
             slope's direction decides it, and both are the same.
         records: indices of the records to attack; all by default.
-        bias: whether to estimate bias and variance too (one more product, a records × d array).
         keep: the number of first trials whose reconstructions are returned.
         random_state: seed or numpy Generator.
     """
@@ -134,8 +230,7 @@ def simulate(
         k = 1
     release = _Release(optimum, released, method, branch)
     d = optimum.dim
-    parts = {name: np.empty(len(chosen)) for name in ("mse", "standard_error", "median", "trimmed", "unsolved")}
-    shift = np.empty(len(chosen)) if bias else None
+    parts = {name: np.empty(len(chosen)) for name in ("mse", "standard_error", "median", "trimmed", "unsolved", "bias")}
     kept = np.empty((len(chosen), keep, d)) if keep else None
     size = max(1, FLOATS // (count * k))
     cut = count - max(1, int(TRIM * count)) if count > 1 else 1
@@ -147,20 +242,17 @@ def simulate(
         parts["mse"][b] = errors.mean(axis=1)
         parts["standard_error"][b] = errors.std(axis=1, ddof=1) / np.sqrt(count)
         parts["unsolved"][b] = 1 - solved.mean(axis=1)
-        if shift is not None:
-            mean = alpha.mean(axis=1)[:, None] * x - beta.reshape(len(x), count * k) @ release.flat / count
-            shift[b] = np.einsum("ij,ij->i", mean, mean) / d
+        mean = alpha.mean(axis=1)[:, None] * x - beta.reshape(len(x), count * k) @ release.flat / count
+        parts["bias"][b] = np.einsum("ij,ij->i", mean, mean) / d
         if kept is not None:
             moved = np.einsum("itk,tkj->itj", beta[:, :keep], release.gradients[:keep, :, :d])
             kept[b] = x[:, None] + alpha[:, :keep, None] * x[:, None] - moved
         errors.partition((count // 2, cut), axis=1)
         parts["trimmed"][b] = errors[:, :cut].mean(axis=1)
         parts["median"][b] = errors[:, count // 2]
-    found, spread = None, None
-    if shift is not None:
-        spread = np.maximum(parts["mse"] - shift, 0.0) * count / (count - 1)
-        found = shift - spread / count
-    return AttackReport(chosen, count, method, branch, **parts, bias=found, variance=spread, reconstructions=kept)
+    variance = np.maximum(parts["mse"] - parts["bias"], 0.0) * count / (count - 1)
+    parts["bias"] -= variance / count  # of the mean over so many trials
+    return AttackReport(chosen, count, method, branch, **parts, variance=variance, reconstructions=kept)
 
 
 def _check_method(method: str, loss: Loss, intercept: bool) -> None:
@@ -304,7 +396,7 @@ class _Release:
         b = g * (scores - intercepts) - self.along[:, 0, 0]  # θ·v, features only
         y = np.broadcast_to(o.y[records][:, None], b.shape)
         first, second, solved = _slopes(o.loss)(b, np.broadcast_to(intercepts, b.shape), y)
-        if self.branch == "told":
+        if self.branch == "given":
             truth = o.slopes[records, 0][:, None]
             at = o.scores[records, 0] - (o.weights[0, o.dim] if o.intercept else 0.0)
             bend = o.slopes[records, 0] + o.curvatures[records] * at  # d/ds of (s − c)ℓ': its sign is the side

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from reconbound._internal.checks import InputError, number, numbers
-from reconbound.attacks.known import known
-from reconbound.linear.losses import Loss
+from reconbound._internal.checks import InputError, numbers
+from reconbound.attacks.glm import AttackerKnowledge
 
 #: Gauss–Newton steps at most, and floats in one working array.
 STEPS, FLOATS = 30, 4_000_000
@@ -20,9 +19,7 @@ STEPS, FLOATS = 30, 4_000_000
 FAR = 1e6
 
 
-def most_likely(
-    weights: Any, features: Any, y: Any, label: float, start: Any, *, loss: Loss, l2: float, intercept: bool = True
-) -> np.ndarray:
+def most_likely(weights: Any, known: AttackerKnowledge, start: Any) -> np.ndarray:
     """Finds the record near `start` that explains each released model best to first order in the noise.
 
     It takes Gauss–Newton steps:
@@ -35,27 +32,22 @@ def most_likely(
 
     Args:
         weights: released weights, (trials, K, p), the intercept last.
-        features: all other records, (n − 1, d).
-        y: the targets of all other records, as the loss takes them.
-        label: the missing record's target.
+        known: all other records, the label and the training problem.
         start: where to begin, (trials, d): another attack's reconstructions. A start longer than a million times the
             longest known record is shortened to that.
-        loss: the loss of the training problem.
-        l2: λ of the training problem.
-        intercept: whether the training problem has an intercept.
 
     Returns:
         x̂, (trials, d).
     """
-    released, x, rows, targets = known(weights, features, y, label, loss, intercept)
+    released, targets = known.check_release(weights)
+    x = known.features
     begin = numbers("start", start)
     if begin.shape != (len(released), x.shape[1]):
         raise InputError("start", f"must have shape ({len(released)}, {x.shape[1]})", begin.shape)
-    penalty = (len(x) + 1) * number("l2", l2, above=0.0)
     _, k, p = released.shape
     size = max(1, FLOATS // max(k * p * k * p, len(x) * k * p))
     found = [
-        _climb(_Others(released[i : i + size], rows, targets, label, loss, penalty), begin[i : i + size])
+        _climb(_Others(released[i : i + size], known, targets), begin[i : i + size])
         for i in range(0, len(released), size)
     ]
     return np.concatenate(found)
@@ -64,11 +56,10 @@ def most_likely(
 class _Others:
     """The attacker's knowledge in each trial: the released weights, the other records' gradient and Hessian there."""
 
-    def __init__(
-        self, released: np.ndarray, rows: np.ndarray, y: np.ndarray, label: float, loss: Loss, penalty: float
-    ) -> None:
+    def __init__(self, released: np.ndarray, known: AttackerKnowledge, y: np.ndarray) -> None:
         count, k, p = released.shape
-        self.weights, self.loss, self.label = released, loss, label
+        rows, loss, penalty = known.rows, known.loss, known.penalty
+        self.weights, self.loss, self.label = released, loss, known.label
         self.reach = float(np.linalg.norm(rows, axis=1).max())
         scores = np.einsum("tkp,np->tnk", released, rows).reshape(-1, k)
         repeated = np.tile(y, count)
@@ -82,7 +73,7 @@ class _Others:
         self.hessian = full.reshape(count, k * p, k * p)
         self.hessian[:, np.arange(k * p), np.arange(k * p)] += penalty
 
-    def look(self, x: np.ndarray, trials: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def step_from(self, x: np.ndarray, trials: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns ‖H⁻¹∇F_x‖² at one candidate x per trial, (T, d), and the Gauss–Newton step from there.
 
         Args:
@@ -120,10 +111,10 @@ def _climb(others: _Others, start: np.ndarray) -> np.ndarray:
     """Takes Gauss–Newton steps, shortened where they do not help; the result is never worse than the start."""
     far = FAR * others.reach
     x, length, live = _within(start, far), np.ones(len(start)), np.arange(len(start))
-    error, step = others.look(x, live)
+    error, step = others.step_from(x, live)
     for _ in range(STEPS):
         tried = _within(x[live] + length[live, None] * step[live], far)
-        new_error, new_step = others.look(tried, live)
+        new_error, new_step = others.step_from(tried, live)
         better, gain = new_error < error[live], error[live] - new_error
         short = np.linalg.norm(tried - x[live], axis=1) <= 1e-9 * np.linalg.norm(tried, axis=1)
         done = short | (better & (gain <= 1e-9 * error[live]))

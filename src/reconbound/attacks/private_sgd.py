@@ -28,7 +28,7 @@ from reconbound._internal.formatting import format_floor, format_number
 from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import derive, new_seed
 from reconbound.accounting.amplification import poisson_factors
-from reconbound.attacks.summary import BIASED
+from reconbound.attacks.glm import BIASED
 from reconbound.fisher import clipped_gradient_sum, clipping
 from reconbound.fisher.passes.generic import load_forward_mode
 from reconbound.training.private_sgd import PrivateSGD
@@ -56,6 +56,23 @@ class Transcript:
     left: Tensor
     scale: float
     rate: float
+
+
+@dataclass(frozen=True)
+class SGDTrials:
+    """The trainings on which the attack is tried: their number and their length.
+
+    Attributes:
+        steps: the number of steps of a training.
+        trials: the number of trainings.
+        start: where the search begins, a record's input; the other records' average when None.
+        progress: whether to show a progress bar, if output is a terminal.
+    """
+
+    steps: int
+    trials: int
+    start: Tensor | None = None
+    progress: bool = True
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,11 +107,11 @@ class SGDAttackReport:
 
     def __repr__(self) -> str:
         biased = self.bias > BIASED * self.mse
-        said = "biased, so no unbiased floor binds it" if biased else "not visibly biased"
+        verdict = "biased, so no unbiased floor binds it" if biased else "not visibly biased"
         lines = [
             f"SGDAttackReport of record {self.record}, {self.trials:,} trainings; squared errors per feature",
             f"  of the attack:             {format_number(self.mse)} (standard error "
-            f"{format_number(self.standard_error)}), {said}",
+            f"{format_number(self.standard_error)}), {verdict}",
             f"  its median over trainings: {format_number(self.median)}",
             f"  its variance:              {format_number(self.variance)}",
             f"  floor 1/dFIL:              {format_floor(self.floor)}",
@@ -111,11 +128,7 @@ def simulate_sgd(
     targets: Tensor,
     settings: Settings,
     record: int,
-    *,
-    steps: int,
-    trials: int,
-    start: Tensor | None = None,
-    progress: bool = True,
+    plan: SGDTrials,
 ) -> SGDAttackReport:
     """Trains n times with PrivateSGD from the model's parameters, and attacks one record in the steps of each training.
 
@@ -126,10 +139,7 @@ def simulate_sgd(
         targets: a tensor, as PrivateSGD takes it.
         settings: with Poisson batches and torch's SGD; the seed is that of the first training (random where None).
         record: the index of the record whose input is to be rebuilt.
-        steps: the number of steps of a training.
-        trials: the number of trainings.
-        start: where the search begins, a record's input; the other records' average when None.
-        progress: whether to show a progress bar, if output is a terminal.
+        plan: the number of trainings, and of their steps.
 
     Guarantee: none about other attackers. Where the answers are not biased their variance is at least `floor`, but for
     the sampling error of both; floors for unbiased attackers do not bind biased answers, as at large noise. A training
@@ -139,7 +149,7 @@ def simulate_sgd(
         raise InputError(
             "settings.sampler", "must be poisson: the attack weighs whether the record took part", settings.sampler
         )
-    count, trials = whole("steps", steps), whole("trials", trials, at_least=2)
+    count, trials = whole("steps", plan.steps), whole("trials", plan.trials, at_least=2)
     if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
         raise InputError("inputs", "and targets must be tensors, one row per record", type(inputs).__name__)
     if not 0 <= whole("record", record, at_least=0) < len(inputs):
@@ -148,13 +158,13 @@ def simulate_sgd(
     y = targets.cpu().double() if targets.is_floating_point() else targets.cpu()
     _check_size(model, x, count)
     others = torch.arange(len(x)) != record
-    begin = x[others].mean(0) if start is None else torch.as_tensor(start).to(x)
+    begin = x[others].mean(0) if plan.start is None else torch.as_tensor(plan.start).to(x)
     if begin.numel() != x[0].numel():
         raise InputError("start", f"must have {x[0].numel()} numbers, as a record's input has", tuple(begin.shape))
     first = new_seed() if settings.seed is None else settings.seed
     target = Target(model, loss_fn, y[record : record + 1], x[record : record + 1], settings)
     answers, information = [], torch.zeros(x[0].numel(), x[0].numel(), dtype=x.dtype)
-    with progress_bar(trials, 0, progress, "trainings") as advance:
+    with progress_bar(trials, 0, plan.progress, "trainings") as advance:
         for trial in range(trials):
             own = replace(settings, seed=derive(first, "attack", trial), rules=None)
             seen = observe(model, loss_fn, x, y, own, record, steps=count)
@@ -181,12 +191,12 @@ def observe(
     trained = copy.deepcopy(model)
     seen = [_state(trained)]
 
-    def look(model: nn.Module) -> dict[str, float]:
+    def keep_state(model: nn.Module) -> dict[str, float]:
         seen.append(_state(model))
         return {}
 
     learner = PrivateSGD(
-        trained, loss_fn, x, y, settings, evaluate=look, evaluate_every=1, progress=False, check=False
+        trained, loss_fn, x, y, settings, evaluate=keep_state, evaluate_every=1, progress=False, check=False
     ).fit(steps)
     flat = torch.stack([torch.cat([v.flatten() for v in state.values()]) for state in seen])
     velocity = (flat[:-1] - flat[1:]) / settings.lr
@@ -198,8 +208,8 @@ def observe(
         if len(batch):
             trained.load_state_dict(seen[step], strict=False)
             options = {"max_grad_norm": settings.max_grad_norm, "clip": settings.clip}
-            known = clipped_gradient_sum(trained, loss_fn, x[batch], y[batch], **options).gradient_sum  # type: ignore[arg-type]
-            sums[step] -= torch.cat([known[name].flatten() for name in seen[step]])
+            others = clipped_gradient_sum(trained, loss_fn, x[batch], y[batch], **options).gradient_sum  # type: ignore[arg-type]
+            sums[step] -= torch.cat([others[name].flatten() for name in seen[step]])
     params = {name: torch.stack([state[name] for state in seen[:-1]]) for name in seen[0]}
     return Transcript(params, sums, settings.noise_multiplier * settings.max_grad_norm, learner.sampler.sample_rate)
 

@@ -51,6 +51,18 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
     allow_wide: bool
     random_state: Any
 
+    def _set_parameters(self, given: dict[str, Any]) -> None:
+        """Keeps the arguments of `__init__` as they are, as scikit-learn wants it."""
+        for name in self._get_param_names():
+            setattr(self, name, given[name])
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        for kind in (tags.classifier_tags, tags.regressor_tags):
+            if kind is not None:
+                kind.poor_score = True  # the noise for a few records may drown the signal
+        return tags
+
     def _loss(self) -> Loss:
         raise NotImplementedError
 
@@ -116,9 +128,11 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
             self._target_bound(),
         )
 
-    def _release(self, x: np.ndarray, targets: np.ndarray) -> None:
-        """Solves, adds noise, and keeps the noisy weights."""
-        strength = number("l2", self.l2, above=0.0)
+    def _release(self, x: np.ndarray, y: np.ndarray) -> None:
+        """Checks the table, solves, adds noise, and keeps the noisy weights."""
+        self._check_table(x)
+        self.data_norm_ = self._bound("data_norm", self.data_norm, np.linalg.norm(x, axis=1))
+        targets, strength = self._encode(y), number("l2", self.l2, above=0.0)
         flag("fit_intercept", self.fit_intercept)
         self.n_samples_fit_ = len(x)
         shape = self._shape()

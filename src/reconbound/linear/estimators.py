@@ -87,22 +87,7 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
         allow_wide: bool = False,
         random_state: Any = None,
     ) -> None:
-        self.classes = classes
-        self.l2 = l2
-        self.noise_std = noise_std
-        self.target_mse = target_mse
-        self.target_epsilon = target_epsilon
-        self.target_delta = target_delta
-        self.data_norm = data_norm
-        self.fit_intercept = fit_intercept
-        self.allow_constant_columns = allow_constant_columns
-        self.allow_wide = allow_wide
-        self.random_state = random_state
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.classifier_tags.poor_score = True  # the noise for a few records may drown the signal
-        return tags
+        self._set_parameters(locals())
 
     def _loss(self) -> Loss:
         return Logistic() if len(self.classes_) == 2 else Softmax()
@@ -110,7 +95,7 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
     def _classes(self) -> int:
         return len(self.classes_)
 
-    def _known_classes(self, y: np.ndarray) -> np.ndarray:
+    def _find_classes(self, y: np.ndarray) -> np.ndarray:
         """Returns the classes as given, or those of y; sorted."""
         if self.classes is None:
             found = np.unique(column_or_1d(y))
@@ -146,10 +131,8 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
         """
         x, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
-        self.classes_ = self._known_classes(y)
-        self._check_table(x)
-        self.data_norm_ = self._bound("data_norm", self.data_norm, np.linalg.norm(x, axis=1))
-        self._release(x, self._encode(y))
+        self.classes_ = self._find_classes(y)
+        self._release(x, y)
         return self
 
     def decision_function(self, X: Any) -> np.ndarray:
@@ -240,22 +223,7 @@ class PrivateRidge(RegressorMixin, PrivateLinear):  # type: ignore[misc]
         allow_wide: bool = False,
         random_state: Any = None,
     ) -> None:
-        self.l2 = l2
-        self.noise_std = noise_std
-        self.target_mse = target_mse
-        self.target_epsilon = target_epsilon
-        self.target_delta = target_delta
-        self.data_norm = data_norm
-        self.target_bound = target_bound
-        self.fit_intercept = fit_intercept
-        self.allow_constant_columns = allow_constant_columns
-        self.allow_wide = allow_wide
-        self.random_state = random_state
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.regressor_tags.poor_score = True
-        return tags
+        self._set_parameters(locals())
 
     def _loss(self) -> Loss:
         return Squared()
@@ -278,10 +246,8 @@ class PrivateRidge(RegressorMixin, PrivateLinear):  # type: ignore[misc]
         """
         x, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         values = np.asarray(column_or_1d(y, warn=True), dtype=np.float64)
-        self._check_table(x)
-        self.data_norm_ = self._bound("data_norm", self.data_norm, np.linalg.norm(x, axis=1))
         self.target_bound_ = self._bound("target_bound", self.target_bound, np.abs(values))
-        self._release(x, self._encode(values))
+        self._release(x, values)
         return self
 
     def _keep(self, weights: np.ndarray) -> None:
