@@ -55,10 +55,7 @@ def _describe_identifier(column: Column) -> str | None:
     if not consecutive and not column.name.lower().endswith(_IDENTIFIER):
         return None
     which = "all different and without a gap" if consecutive else "all different"
-    return (
-        f"{column.name}: {len(known):,} whole numbers, {which}, as of an identifier, yet taken as a number that enters "
-        f"the model; leave it out by --drop {column.name!r}"
-    )
+    return f"{column.name}: {len(known):,} whole numbers, {which}, like an identifier; leave it out by --drop {column.name!r}"
 
 
 def _describe_dates(column: Column) -> str | None:
@@ -68,11 +65,7 @@ def _describe_dates(column: Column) -> str | None:
         return None
     if len(set(column.values)) > MOST_CATEGORIES:
         return f"{column.name}: text that looks like dates; to use and protect it write it as a number ({AS_NUMBER})"
-    return (
-        f"{column.name}: text that looks like dates, taken as categories, which are public: the attacker is taken to "
-        f"know them. To protect it write it as a number ({AS_NUMBER}), or leave it out by --drop "
-        f"{column.name!r}"
-    )
+    return _describe_public(column, "text that looks like dates", f"write it as a number ({AS_NUMBER})")
 
 
 def _describe_measures(column: Column) -> str | None:
@@ -87,8 +80,10 @@ def _describe_measures(column: Column) -> str | None:
     word, often = words.most_common(1)[0] if words else ("", 0)
     if often < MOSTLY * known.total():
         return None
-    return (
-        f"{column.name}: numbers with {word!r} after them, taken as categories, which are public: the attacker is "
-        f"taken to know them. To protect it leave the word away (--unit {column.name}={word}), or leave the column out "
-        f"by --drop {column.name!r}"
-    )
+    advice = f"leave the word away (--unit {column.name}={word})"
+    return _describe_public(column, f"numbers with {word!r} after them", advice)
+
+
+def _describe_public(column: Column, values: str, advice: str) -> str:
+    taken = f"{values}, taken as categories, which are public: the attacker is taken to know them"
+    return f"{column.name}: {taken}. To protect it {advice}, or leave it out by --drop {column.name!r}"

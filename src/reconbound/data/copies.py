@@ -22,10 +22,8 @@ def find_copies(*parts: Any) -> list[list[int]]:
     >>> find_copies(np.array([[1.0, 2.0], [3.0, 4.0], [1.0, 2.0]]))
     [[0, 2]]
     """
-    leaves = [
-        leaf for part in parts for leaf in tree_leaves(part) if isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim
-    ]
-    arrays = [_rows(leaf) for leaf in leaves if len(leaf)]
+    leaves = [leaf for part in parts for leaf in tree_leaves(part) if isinstance(leaf, (Tensor, np.ndarray))]
+    arrays = [_rows(leaf) for leaf in leaves if leaf.ndim and len(leaf)]
     groups: dict[bytes, list[int]] = {}
     for record in range(len(arrays[0]) if arrays else 0):
         digest = hashlib.blake2b(digest_size=16)
@@ -55,8 +53,8 @@ def describe_copies(groups: Sequence[Sequence[int]], records: int) -> tuple[str,
     if not groups:
         return ()
     some, most = sum(len(group) for group in groups), len(groups[0])
-    said = f"{some:,} of {records:,} records have exact copies (at most {most:,} of one)"
-    return (f"{said}: floors are for one row; for somebody with k of them see group_floor",)
+    copies = f"{some:,} of {records:,} records have exact copies (at most {most:,} of one)"
+    return (f"{copies}: floors are for one row; for somebody with k of them see group_floor",)
 
 
 def checked_rows(rows: Any, records: int) -> list[int]:
@@ -70,6 +68,3 @@ def checked_rows(rows: Any, records: int) -> list[int]:
     if not (whole and found and inside and len(set(found)) == len(found)):
         raise InputError("rows", f"must be different records from 0 to {records - 1}, one or more", rows)
     return found
-
-
-__all__ = ["checked_rows", "describe_copies", "find_copies"]

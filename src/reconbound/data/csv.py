@@ -96,9 +96,7 @@ def _unpack(path: Path) -> bytes:
     with gzip.open(path) as file:
         raw = file.read(MOST_UNPACKED + 1)
     if len(raw) > MOST_UNPACKED:
-        raise DataError(
-            f"{path}: unpacks to more than {MOST_UNPACKED >> 20:,} MB; unpack it first if it really holds that"
-        )
+        raise DataError(f"{path}: unpacks to more than {MOST_UNPACKED >> 20:,} MB; unpack it first if that is right")
     return raw
 
 

@@ -80,8 +80,8 @@ class Pixels(Sequence[Feature]):
         if not 0 <= flat < len(self):
             raise IndexError(index)
         plane, row, column = (int(k) for k in np.unravel_index(flat, self.shape))
-        said = self._planes[plane] if self._planes else f" plane {plane}"
-        return Feature(f"pixel ({row}, {column}){said}", self.unit, self.low, self.high)
+        colour = self._planes[plane] if self._planes else f" plane {plane}"
+        return Feature(f"pixel ({row}, {column}){colour}", self.unit, self.low, self.high)
 
     def __iter__(self) -> Iterator[Feature]:
         return (self[k] for k in range(len(self)))

@@ -25,6 +25,7 @@ from reconbound.data.tables import (
     MOST_CLASS_NUMBERS,
     Column,
     check_column_options,
+    check_names_exist,
     format_names,
     make_table,
     split_names,
@@ -66,12 +67,7 @@ class Table:
 
     def row_name(self, row: int) -> str:
         """Returns the name of a row, by its position."""
-        return format_row(self.frame.index[row])
-
-
-def format_row(label: object) -> str:
-    """Returns the name of a row by the label of its index."""
-    return f"row {clean(str(label))[:60]}"
+        return f"row {clean(str(self.frame.index[row]))[:60]}"
 
 
 def load_file(path: str | os.PathLike[str], options: DataOptions) -> Dataset:
@@ -129,11 +125,8 @@ def _make_dataset(table: Table, options: DataOptions) -> Dataset:
     target = _check_target(table, options.target)
     settings = check_column_options(names, options, target)
     dropped, as_text = split_names(options.drop or (), names), split_names(options.categories or (), names)
-    for option, given in (("drop", dropped), ("category", as_text)):
-        for one in given:
-            if one not in names:
-                what = f"must name columns of {source} ({format_names(names)}){suggest_name(one, names)}"
-                raise InputError(option, what, one)
+    check_names_exist("drop", dropped, names, source)
+    check_names_exist("category", as_text, names, source)
     asked = {**dict.fromkeys(settings.ranges, "has a range"), **dict.fromkeys(settings.private or (), "is private")}
     if refused := next((one for one in dropped if one in asked or one == target), None):
         raise InputError("drop", "must not name the target, a private column or one with a range", refused)
@@ -152,7 +145,7 @@ def _make_dataset(table: Table, options: DataOptions) -> Dataset:
             if one not in asked and (hint := describe_column(column)):
                 notes.append(hint)
     assert aim is not None  # a target without values is refused above
-    rows = [format_row(label) for label in table.frame.index]
+    rows = [table.row_name(row) for row in range(len(table.frame))]
     return make_table(source, columns, aim, settings, options, record_names=rows, notes=notes)
 
 
@@ -160,9 +153,8 @@ def _check_target(table: Table, target: str | None) -> str:
     names = list(table.frame.columns)
     if target is None:
         hint = table.hint if any(parse_number(name) is not None for name in names) else ""
-        raise InputError(
-            "target", f"must name the column of {table.source} to predict ({format_names(names)}{hint})", None
-        )
+        must = f"must name the column of {table.source} to predict ({format_names(names)}{hint})"
+        raise InputError("target", must, None)
     if clean(target) not in names:
         near = suggest_name(clean(target), names)
         what = f"must be a column of {table.source} ({format_names(names)}{table.hint}){near}"
@@ -276,15 +268,11 @@ def _check_words(
     if asked:
         raise DataShown(f"{table.place(wrong, name)}: {word} is not a number, and the column {asked}")
     if good >= MOSTLY * known and not few_classes:
-        raise DataShown(
-            f"{table.place(wrong, name)}: {word} is not a number, but {good:,} of {known:,} values are: mend the cell "
-            f"or empty it, or say --category {name!r} or --drop {name!r}"
-        )
+        numbers = f"{word} is not a number, but {good:,} of {known:,} values are"
+        raise DataShown(f"{table.place(wrong, name)}: {numbers}: mend the cell, or say {_options(name)}")
     if 2 * good > known:
-        notes.append(
-            f"{name}: taken as categories, since {table.row_name(wrong)} holds {word}, though {good:,} of {known:,} "
-            "values are numbers"
-        )
+        reason = f"{table.row_name(wrong)} holds {word}, though {good:,} of {known:,} values are numbers"
+        notes.append(f"{name}: taken as categories, since {reason}")
 
 
 def _refuse_signs(table: Table, name: str, texts: list[str], parsed: list[float | None], known: int, good: int) -> None:
@@ -297,11 +285,13 @@ def _refuse_signs(table: Table, name: str, texts: list[str], parsed: list[float 
     if not meant or len(meant) + good < MOSTLY * known:
         return
     row, plain = next(iter(meant.items()))
-    raise DataShown(
-        f"{table.place(row, name)}: {_shorten(texts[row])} has a sign of money, a percent sign or a mark of thousands, "
-        f"and would be taken as text: write it as {plain}, and so {len(meant):,} cells of the column, or say "
-        f"--category {name!r} or --drop {name!r}"
-    )
+    sign = f"{_shorten(texts[row])} has a sign of money, a percent sign or a mark of thousands"
+    mend = f"write it as {plain}, and so {len(meant):,} cells of the column, or say {_options(name)}"
+    raise DataShown(f"{table.place(row, name)}: {sign}, and would be taken as text: {mend}")
+
+
+def _options(name: str) -> str:
+    return f"--category {name!r} or --drop {name!r}"
 
 
 def parse_number(text: str, decimal: str = ".") -> float | None:

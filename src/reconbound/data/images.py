@@ -42,9 +42,8 @@ def load_images(folder: str | os.PathLike[str], options: DataOptions) -> Dataset
     shape, grey = _shape(Counter(kind[0] for kind in kinds), options.size), all(kind[1] for kind in kinds)
     changed = sum(kind[0] != shape for kind in kinds)
     if changed:
-        notes.append(
-            f"{changed:,} of {len(chosen):,} images were resized to {shape[0]}×{shape[1]} pixels (width×height)"
-        )
+        size = f"{shape[0]}×{shape[1]} pixels (width×height)"
+        notes.append(f"{changed:,} of {len(chosen):,} images were resized to {size}")
     inputs = np.empty((len(chosen), 1 if grey else 3, shape[1], shape[0]), dtype=np.float32)
     for k, path in enumerate(chosen):
         inputs[k] = _pixels(path, shape, grey)
@@ -76,9 +75,8 @@ def _listing(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | None, lis
             raise DataError(f"{path}: the class {name!r} has no images to train on")
     if len(names) < 2:
         raise DataError(f"{root}: images of one class alone ({names[0]!r}): there is nothing to learn")
-    notes = (
-        [f"{len(found) - len(images):,} files that are not images were passed over"] if len(found) > len(images) else []
-    )
+    others = len(found) - len(images)
+    notes = [f"{others:,} files that are not images were passed over"] if others else []
     notes += [f"the folder {name!r} was passed over" for name in folders if parted and name not in used]
     labels = np.array([names.index(name) for name in class_of], dtype=np.int64)
     held = np.array([k == 1 for k, *_ in images]) if len(parts) > 1 else None

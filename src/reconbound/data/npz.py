@@ -38,9 +38,8 @@ def load_npz(path: str | os.PathLike[str], options: DataOptions) -> Dataset:
     lower = {name.lower(): value for name, value in arrays.items()}
     layout = next((names for names in LAYOUTS if names[0] in lower and names[1] in lower), None)
     if layout is None:
-        raise DataError(
-            f"{file}: no arrays X and y (or x_train and y_train, inputs and targets) among {sorted(arrays)}"
-        )
+        names = sorted(arrays)
+        raise DataError(f"{file}: no arrays X and y (or x_train and y_train, inputs and targets) among {names}")
     x, y, x_test, y_test = (lower.get(name) for name in layout)
     assert x is not None
     assert y is not None
@@ -58,12 +57,10 @@ def load_npz(path: str | os.PathLike[str], options: DataOptions) -> Dataset:
         raise DataError(f"{file}, array {layout[0]}: must hold numbers, not {x.dtype}")
     if y.dtype.kind not in "fiubUS":
         raise DataError(f"{file}, array {layout[1]}: must hold numbers or text, not {y.dtype}")
-    if x.dtype.kind == "f" and np.isinf(x).any():
-        raise DataError(
-            f"{file}, array {layout[0]}: record {int(np.argwhere(np.isinf(x))[0][0])} holds an infinite number"
-        )
-    if y.dtype.kind == "f" and not np.isfinite(y).all():
-        raise DataError(f"{file}, array {layout[1]}: record {int(np.argwhere(~np.isfinite(y))[0][0])} is not finite")
+    if x.dtype.kind == "f" and (wrong := np.isinf(x)).any():
+        raise DataError(f"{file}, array {layout[0]}: record {np.argwhere(wrong)[0][0]} holds an infinite number")
+    if y.dtype.kind == "f" and (wrong := ~np.isfinite(y)).any():
+        raise DataError(f"{file}, array {layout[1]}: record {np.argwhere(wrong)[0][0]} is not finite")
     labels = _texts(file, "class_names", lower)
     if x.ndim == 2:
         return _make_table(file, x, y, held, labels, _texts(file, "feature_names", lower), options)
@@ -100,9 +97,8 @@ def _same_length(file: str, names: Sequence[str], x: np.ndarray, y: np.ndarray) 
     if x.ndim < 2 or x.ndim > 4 or 0 in x.shape:
         raise DataError(f"{file}, array {names[0]}: shape {x.shape} is neither a table (2 axes) nor images (3 or 4)")
     if y.shape not in ((len(x),), (len(x), 1)):
-        raise DataError(
-            f"{file}: {names[0]} has {len(x)} records, so {names[1]} must be of shape ({len(x)},), not {y.shape}"
-        )
+        must = f"{names[1]} must be of shape ({len(x)},), not {y.shape}"
+        raise DataError(f"{file}: {names[0]} has {len(x)} records, so {must}")
 
 
 def _texts(file: str, name: str, arrays: Mapping[str, np.ndarray]) -> list[str] | None:
@@ -174,9 +170,7 @@ def _planes(file: str, x: np.ndarray) -> np.ndarray:
     first, last = (x.shape[axis] in (1, 3, 4) for axis in (1, 3))
     if first == last:
         what = "both could be" if first else "neither can be"
-        raise DataError(
-            f"{file}: images of shape {x.shape[1:]}: colour planes come first or last, and here {what} they"
-        )
+        raise DataError(f"{file}: images of shape {x.shape[1:]}: colour planes are first or last, and here {what} they")
     return x if first else np.moveaxis(x, 3, 1)
 
 
@@ -185,11 +179,8 @@ def _pixel_range(file: str, x: np.ndarray, options: DataOptions) -> tuple[float,
     if options.ranges:
         low, high = check_column_options([PIXEL], options).ranges[PIXEL]
         outside = int(np.sum((x < low) | (x > high)))
-        return (
-            low,
-            high,
-            [f"{outside:,} pixels lie outside {low:g} to {high:g} and were moved to its ends"] if outside else [],
-        )
+        note = f"{outside:,} pixels lie outside {low:g} to {high:g} and were moved to its ends"
+        return low, high, [note] if outside else []
     if x.dtype.kind == "f" and np.isnan(x).any():
         raise DataError(f"{file}: image {int(np.argwhere(np.isnan(x))[0][0])} holds a value that is not a number")
     if x.dtype == np.uint8:
@@ -198,11 +189,7 @@ def _pixel_range(file: str, x: np.ndarray, options: DataOptions) -> tuple[float,
     if x.dtype.kind == "b" or (least >= 0 and most <= 1):
         return 0.0, 1.0, []
     if least >= 0 and most <= 255:
-        return (
-            0.0,
-            255.0,
-            ["pixels are taken to range from 0 to 255; ranges={'pixel': (lowest, highest)} says otherwise"],
-        )
-    raise InputError(
-        "range", f"must say the pixels' range, as {PIXEL}=LOW:HIGH, for {file}", f"pixels {least:g} to {most:g}"
-    )
+        note = "pixels are taken to range from 0 to 255; ranges={'pixel': (lowest, highest)} says otherwise"
+        return 0.0, 255.0, [note]
+    must = f"must say the pixels' range, as {PIXEL}=LOW:HIGH, for {file}"
+    raise InputError("range", must, f"pixels {least:g} to {most:g}")

@@ -6,7 +6,7 @@ With every range declared, a row's numbers depend on that row alone; ranges read
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,23 @@ def check_column_options(names: Sequence[str], options: DataOptions, target: str
     ranges = {clean(str(name)): _check_range(name, pair) for name, pair in (options.ranges or {}).items()}
     units = {clean(str(name)): clean(str(unit)) for name, unit in (options.units or {}).items()}
     for option, given in (("private", asked or ()), ("range", ranges), ("unit", units)):
-        for name in given:
-            if name not in names:
-                what = f"must name columns of the table ({format_names(names)}){suggest_name(name, names)}"
-                raise InputError(option, what, name)
+        check_names_exist(option, given, names, "the table")
     return ColumnOptions(ranges, units, asked)
+
+
+def check_names_exist(option: str, given: Iterable[str], names: Sequence[str], table: str) -> None:
+    """Refuses an option that names a column which the table does not have.
+
+    Args:
+        option: the option's name.
+        given: the columns that it names.
+        names: of the columns that there are.
+        table: what the message calls the table.
+    """
+    for name in given:
+        if name not in names:
+            must = f"must name columns of {table} ({format_names(names)}){suggest_name(name, names)}"
+            raise InputError(option, must, name)
 
 
 def split_names(given: Sequence[str] | str, names: Sequence[str]) -> tuple[str, ...]:
@@ -207,17 +219,14 @@ def scale_numbers(
     values, missing = column.values, np.isnan(column.values)
     feature = _number_feature(table, column.name, values[~missing], settings, private, notes)
     if private and np.sum(~missing) > 9 and len(np.unique(values[~missing])) < 3:
-        notes.append(
-            f"{column.name}: taken as a continuous number, but holds at most two different values; a floor on its "
-            "error says little about which of them it is, so better take it as a public category, by --category "
-            f"{column.name!r}"
-        )
+        what = "taken as a continuous number, but holds at most two different values, which no floor on its error hides"
+        notes.append(f"{column.name}: {what}; --category {column.name!r} makes it a public category")
     filled = np.where(missing, feature.low / 2 + feature.high / 2, values)
     outside = int(np.sum((filled < feature.low) | (filled > feature.high)))
     if outside:
-        within = _format_range(feature.low, feature.high)
+        ends = _format_range(feature.low, feature.high)
         notes.append(
-            f"{column.name}: {outside:,} of {len(values):,} values lie outside {within} and were moved to its ends"
+            f"{column.name}: {outside:,} of {len(values):,} values lie outside {ends} and were moved to its ends"
         )
     scaled = (np.clip(filled, feature.low, feature.high) - feature.low) / (feature.high - feature.low)
     if not missing.any():
@@ -241,10 +250,8 @@ def _number_feature(
         low, high = low - max(0.5, abs(low) / 2), high + max(0.5, abs(high) / 2)
     if not math.isfinite(high - low) or not high - low >= np.finfo(np.float64).tiny:
         raise DataShown(f"{table}, column {name!r}: values from {low:g} to {high:g} span no usable range; give one")
-    notes.append(
-        f"{name}: no range was given, so {_format_range(low, high)} was read off the data, which tells about its "
-        f"records{_describe_outliers(known)}"
-    )
+    source = f"no range was given, so {_format_range(low, high)} was read off the data, which tells about its records"
+    notes.append(f"{name}: {source}{_describe_outliers(known)}")
     return Feature(name, unit, low, high, False, private)
 
 
@@ -264,10 +271,7 @@ def _describe_outliers(known: np.ndarray) -> str:
     if len(known) < ENOUGH or not 0 < high - low < 0.1 * width:
         return ""
     most = f"{format_number(low)} to {format_number(high)}, {(high - low) / width:.1%} of it"
-    return (
-        f"; a few values stretch it: 98 % of them lie in {most}, where the model hardly sees a difference. "
-        "Declare a range: values beyond it are moved to its ends"
-    )
+    return f"; a few values stretch it: 98 % of them lie in {most}. Declare a range: values beyond it move to its ends"
 
 
 def encode_categories(table: str, column: Column, notes: list[str]) -> tuple[np.ndarray, list[Feature]]:
@@ -277,17 +281,14 @@ def encode_categories(table: str, column: Column, notes: list[str]) -> tuple[np.
     """
     found, codes = _sorted_codes(column.values)
     if len(found) > MOST_CATEGORIES:
-        notes.append(
-            f"{column.name}: {len(found):,} different texts, more than {MOST_CATEGORIES}, so it is taken for an "
-            "identifier or free text and left out"
-        )
+        many = f"{len(found):,} different texts, more than {MOST_CATEGORIES}"
+        notes.append(f"{column.name}: {many}, so it is taken for an identifier or free text and left out")
         return np.zeros((len(codes), 0)), []
     if len(found) == 1:
         notes.append(f"{column.name}: every value is {str(found[0]) or MISSING!r}")
-    named = [
-        Feature(f"{column.name} = {text or MISSING}", private=False, column=column.name) for text in map(str, found)
-    ]
-    return (codes.reshape(-1, 1) == np.arange(len(found))).astype(np.float64), named
+    names = [f"{column.name} = {str(text) or MISSING}" for text in found]
+    features = [Feature(name, private=False, column=column.name) for name in names]
+    return (codes.reshape(-1, 1) == np.arange(len(found))).astype(np.float64), features
 
 
 def _sorted_codes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -312,9 +313,7 @@ def _read_target(
     few = column.numeric and len(found) <= MOST_CLASS_NUMBERS and bool(np.all(found == np.round(found)))
     if not column.numeric or (few and name not in settings.ranges):
         if len(found) > MOST_CATEGORIES:
-            raise DataError(
-                f"{table}, column {name!r}: a target of {len(found):,} classes, more than {MOST_CATEGORIES}"
-            )
+            raise DataError(f"{table}, column {name!r}: {len(found):,} classes, more than {MOST_CATEGORIES}")
         names = tuple(f"{v:.0f}" if column.numeric else str(v) for v in found)
         return codes.reshape(-1).astype(np.int64), names, Feature(name, settings.units.get(name, ""), private=False)
     scaled, (feature, *_) = scale_numbers(table, column, settings, private=False, notes=notes)
