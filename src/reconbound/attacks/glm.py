@@ -258,9 +258,8 @@ def simulate(
 def _check_method(method: str, loss: Loss, intercept: bool) -> None:
     choice("method", method, METHODS)
     if method == "ratio" and not intercept:
-        raise InputError(
-            "method", "must be 'label' without an intercept: there is no constant feature to divide by", method
-        )
+        must = "must be 'label' without an intercept: there is no constant feature to divide by"
+        raise InputError("method", must, method)
 
 
 def _two_classes(loss: Loss, weights: np.ndarray) -> bool:

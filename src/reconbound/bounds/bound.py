@@ -81,17 +81,12 @@ class Bound:
     @property
     def vacuous(self) -> Any:
         """Returns True where the floor says nothing: zero, or below a millionth of a plain guess's squared error."""
-        limit = VACUOUS_SHARE * self.guess if self.guess is not None else 0.0
-        result = np.asarray(self.value) <= limit
-        return bool(result) if result.ndim == 0 else result
+        return _plain(np.asarray(self.value) <= VACUOUS_SHARE * (self.guess or 0.0))
 
     @property
     def above_guess(self) -> Any:
         """Returns True where such an attacker does worse than a plain guess (None when no guess is known)."""
-        if self.guess is None:
-            return None
-        result = np.asarray(self.value) >= self.guess
-        return bool(result) if result.ndim == 0 else result
+        return None if self.guess is None else _plain(np.asarray(self.value) >= self.guess)
 
     @property
     def condition(self) -> str:
@@ -103,34 +98,19 @@ class Bound:
         """
         if self.attacker != "any":
             return ""
-        said = next((a for a in self.assumes if a.startswith((WORST_CASE, "on average"))), "")
-        if not said.startswith(WORST_CASE):
-            return said
-        place = said.removeprefix(f"{WORST_CASE} over ").partition(":")[0]
+        holds = next((a for a in self.assumes if a.startswith((WORST_CASE, "on average"))), "")
+        if not holds.startswith(WORST_CASE):
+            return holds
+        place = holds.removeprefix(f"{WORST_CASE} over ").partition(":")[0]
         return f"on some conceivable record of {place}, not on each"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a plain dictionary for JSON."""
-
-        def plain(v: Any) -> Any:
-            return v.tolist() if isinstance(v, np.ndarray) else v
-
-        return {
-            "name": self.name,
-            "mse": plain(self.value),
-            "rmse": plain(self.rmse),
-            "attacker": self.attacker,
-            "adjacency": self.adjacency,
-            "sampler": self.sampler,
-            "theorem": self.theorem,
-            "assumes": list(self.assumes),
-            "guess_mse": self.guess,
-            "units": self.units,
-            "vacuous": plain(self.vacuous),
-            "coordinates": self.coordinates,
-            "estimate": self.estimate,
-            "proved": self.proved,
-        }
+        first = {"name": self.name, "mse": self.value, "rmse": self.rmse}
+        same = ("attacker", "adjacency", "sampler", "theorem", "units", "coordinates", "estimate", "proved")
+        last = {"assumes": list(self.assumes), "guess_mse": self.guess, "vacuous": self.vacuous}
+        found = {**first, **{name: getattr(self, name) for name in same}, **last}
+        return {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in found.items()}
 
     def __str__(self) -> str:
         who = "an unbiased attacker" if self.attacker == "unbiased" else "any attacker"
@@ -139,32 +119,34 @@ class Bound:
         mean = " on average over the coordinates" if self.coordinates == "average" else ""
         mean += f", {self.condition}" if self.condition else ""
         values, roots = np.atleast_1d(self.value), np.atleast_1d(self.rmse)
-        said_of_none, there = "", values.reshape(len(values), -1).any(axis=1)  # records never measured have the floor 0
+        without, there = "", values.reshape(len(values), -1).any(axis=1)  # records never measured have the floor 0
         if there.any() and not there.all():
-            said_of_none = f"; {int((~there).sum()):,} of {len(values):,} have no floor (0)"
+            without = f"; {int((~there).sum()):,} of {len(values):,} have no floor (0)"
             values, roots = values[there], roots[there]
+        least = f"±{format_floor(roots.min())}{unit} (MSE {format_floor(values.min())}){mean}"
         if bool(np.all(self.vacuous)):
-            said = f"says nothing about {who} here (MSE {format_floor(values.min())})"
+            floor = f"says nothing about {who} here (MSE {format_floor(values.min())})"
         elif values.ndim == 2:  # records × features, each of its own unit: no figure for all of them
-            least = ", ".join(f"±{format_floor(x)}" for x in roots.min(axis=0)[:8])
+            each = ", ".join(f"±{format_floor(x)}" for x in roots.min(axis=0)[:8])
             more = f" and so on for {values.shape[1]:,} features" if values.shape[1] > 8 else ""
             where = f", on the record most exposed in it of {len(values):,}" if len(values) > 1 else ""
-            said = f"{who} errs by at least {least}{more} (feature by feature, in the unit of each{where})"
+            floor = f"{who} errs by at least {each}{more} (feature by feature, in the unit of each{where})"
         elif values.size == 1:
-            said = f"{who} errs by at least ±{format_floor(roots[0])}{unit} (MSE {format_floor(values[0])}){mean}"
+            floor = f"{who} errs by at least {least}"
         else:
-            said = (
-                f"{who} errs by at least ±{format_floor(roots.min())}{unit} (MSE {format_floor(values.min())}){mean}; "
-                f"the median of {values.size:,} values is ±{format_floor(float(np.median(roots)))}"
-            )
-        guess = (
-            f"; a plain guess errs by ±{format_limit(math.sqrt(self.guess))}{unit}" if self.guess is not None else ""
-        )
+            median = format_floor(float(np.median(roots)))
+            floor = f"{who} errs by at least {least}; the median of {values.size:,} values is ±{median}"
+        plain = "" if self.guess is None else format_limit(math.sqrt(self.guess))
+        guess = f"; a plain guess errs by ±{plain}{unit}" if plain else ""
         sampler = f"; {self.sampler} batches" if self.sampler not in ("any", "none") else ""
         notes = "".join(f"; {note}" for note in self.notes)
         if not self.proved:
-            said = f"{NOT_PROVED}; were it proved, {said}"
-        return f"{self.name}: {said}{said_of_none}{guess} [{self.theorem}; {self.adjacency}{sampler}{notes}]"
+            floor = f"{NOT_PROVED}; were it proved, {floor}"
+        return f"{self.name}: {floor}{without}{guess} [{self.theorem}; {self.adjacency}{sampler}{notes}]"
+
+
+def _plain(result: np.ndarray) -> Any:
+    return bool(result) if result.ndim == 0 else result
 
 
 def mean_coordinates(dim: int) -> Coordinates:

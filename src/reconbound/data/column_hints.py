@@ -55,7 +55,9 @@ def _describe_identifier(column: Column) -> str | None:
     if not consecutive and not column.name.lower().endswith(_IDENTIFIER):
         return None
     which = "all different and without a gap" if consecutive else "all different"
-    return f"{column.name}: {len(known):,} whole numbers, {which}, like an identifier; leave it out by --drop {column.name!r}"
+    return (
+        f"{column.name}: {len(known):,} whole numbers, {which}: an identifier? Leave it out by --drop {column.name!r}"
+    )
 
 
 def _describe_dates(column: Column) -> str | None:

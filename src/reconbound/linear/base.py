@@ -80,32 +80,24 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         if given is not None:
             return number(name, given, above=0.0)
         largest = float(sizes.max())
-        warn_user(
-            f"{name} is None: {largest:.6g} is taken from the data, so the guarantee holds among data sets within it "
-            f"only, and the bound itself is not private; give {name}",
-            DataNormWarning,
-        )
+        holds = "the guarantee holds among data sets within it only, and the bound itself is not private"
+        warn_user(f"{name} is None: {largest:.6g} is taken from the data, so {holds}; give {name}", DataNormWarning)
         return largest if largest > 0 else 1.0
 
     def _check_table(self, x: np.ndarray) -> None:
         """Refuses tables that are usually a mistake, unless the caller says that they are intended."""
         n, d = x.shape
         if d > n and not flag("allow_wide", self.allow_wide):
-            raise ValueError(
-                f"n_samples={n} is less than n_features={d}: with more features than records the fit rests on l2 "
-                "alone. Drop features, or pass allow_wide=True"
-            )
+            advice = "the fit rests on l2 only. Drop features, or pass allow_wide=True"
+            raise ValueError(f"n_samples={n} is less than n_features={d}: {advice}")
         constant = np.flatnonzero((x == x[0]).all(axis=0))
         if constant.size and not flag("allow_constant_columns", self.allow_constant_columns):
             names = getattr(self, "feature_names_in_", None)
-            first = ", ".join(
-                f"{int(j) if names is None else repr(str(names[j]))} (always {x[0, j] + 0.0:.6g})" for j in constant[:5]
-            )
+            labels = [int(j) if names is None else repr(str(names[j])) for j in constant[:5]]
+            first = [f"{label} (always {x[0, j] + 0.0:.6g})" for label, j in zip(labels, constant, strict=False)]
             more = f" and {constant.size - 5} more" if constant.size > 5 else ""
-            raise ValueError(
-                f"Found {constant.size} constant column(s) in X: {first}{more}. What never varies tells no more than "
-                "an intercept: drop them, or pass allow_constant_columns=True"
-            )
+            found = f"Found {constant.size} constant column(s) in X: {', '.join(first)}{more}"
+            raise ValueError(f"{found}. Drop them, or pass allow_constant_columns=True")
 
     def _clip(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns rows of norm at most data_norm, and their norms before."""
@@ -117,38 +109,29 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         return x, norms
 
     def _shape(self) -> Shape:
-        return Shape(
-            self._loss(),
-            self.n_samples_fit_,
-            self.n_features_in_,
-            self._classes(),
-            float(self.l2),
-            bool(self.fit_intercept),
-            self.data_norm_,
-            self._target_bound(),
-        )
+        sizes = (self.n_samples_fit_, self.n_features_in_, self._classes())
+        bounds = (self.data_norm_, self._target_bound())
+        return Shape(self._loss(), *sizes, float(self.l2), bool(self.fit_intercept), *bounds)
 
     def _release(self, x: np.ndarray, y: np.ndarray) -> None:
         """Checks the table, solves, adds noise, and keeps the noisy weights."""
         self._check_table(x)
         self.data_norm_ = self._bound("data_norm", self.data_norm, np.linalg.norm(x, axis=1))
-        targets, strength = self._encode(y), number("l2", self.l2, above=0.0)
+        targets = self._encode(y)
+        number("l2", self.l2, above=0.0)
         flag("fit_intercept", self.fit_intercept)
         self.n_samples_fit_ = len(x)
         shape = self._shape()
         sigma = choose_noise(shape, self.noise_std, self.target_mse, self.target_epsilon, self.target_delta)
-        self._warn_if_drowned(shape, sigma)
+        self._warn_of_noise(shape, sigma)
         self.mechanism_ = shape.mechanism(sigma)
         self.noise_std_ = sigma
         rows, norms = self._clip(x)
         if np.median(norms) > RAW * self.data_norm_:
-            warn_user(
-                f"most rows of X are more than {RAW:g} times as long as data_norm ({self.data_norm_:g}), to which they "
-                "are shortened: little but the largest column is left of them. Centre and scale the columns with "
-                "public numbers first, or give a larger data_norm",
-                ShortenedWarning,
-            )
-        found = self._solve(rows, targets, len(x) * strength * sigma * SOLVED)
+            rows_are = f"most rows of X are more than {RAW:g} times as long as data_norm ({self.data_norm_:g})"
+            advice = "Centre and scale the columns with public numbers first, or give a larger data_norm"
+            warn_user(f"{rows_are}, to which they are shortened. {advice}", ShortenedWarning)
+        found = self._solve(rows, targets)
         self._keep(found.weights + sigma * self._noise(shape, rows, targets, found.weights))
 
     def _noise(self, shape: Shape, rows: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -184,37 +167,29 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
             warn_user(seed_warning("random_state"), ReconboundWarning)
         return seed
 
-    def _warn_if_drowned(self, shape: Shape, sigma: float) -> None:
+    def _warn_of_noise(self, shape: Shape, sigma: float) -> None:
         """Warns where σ√(number of weights) exceeds the largest norm of any minimiser: only public facts decide it."""
         weights = (shape.classes if shape.classes > 2 else 1) * (shape.dim + shape.intercept)
         largest = shape.mechanism().largest_weights(shape.classes)
         length = sigma * math.sqrt(weights)
-        if length > largest:
-            smaller = "data_norm" if shape.target_bound is None else "data_norm or target_bound"
-            helps = (
-                "less noise_std"
-                if self.noise_std is not None
-                else f"a larger l2 (now {shape.l2:g}), more records (now {shape.records:,}), a larger target_epsilon "
-                f"or a smaller target_mse, or a smaller {smaller}"
-            )
-            warn_user(
-                f"the noise (standard deviation {sigma:.3g} in each of {weights:,} weights, {length:.3g} together) "
-                f"drowns any weights that such data can have (norm {largest:.3g} at most): predictions are likely to "
-                f"be little better than chance. What helps: {helps}",
-                NoiseWarning,
-            )
-
-    def _solve(self, x: np.ndarray, targets: np.ndarray, tolerance: float, start: np.ndarray | None = None) -> Optimum:
-        return minimise(
-            x,
-            targets,
-            self._loss(),
-            l2=float(self.l2),
-            intercept=bool(self.fit_intercept),
-            classes=self._classes(),
-            tolerance=tolerance,
-            start=start,
+        if length <= largest:
+            return
+        smaller = "data_norm" if shape.target_bound is None else "data_norm or target_bound"
+        targets = f"a larger target_epsilon or a smaller target_mse, or a smaller {smaller}"
+        more = f"a larger l2 (now {shape.l2:g}), more records (now {shape.records:,}), {targets}"
+        more = more if self.noise_std is None else "less noise_std"
+        noise = f"standard deviation {sigma:.3g} in each of {weights:,} weights, {length:.3g} together"
+        warn_user(
+            f"the noise ({noise}) drowns any weights that such data can have (norm {largest:.3g} at most): predictions "
+            f"are likely to be little better than chance. What helps: {more}",
+            NoiseWarning,
         )
+
+    def _solve(self, x: np.ndarray, targets: np.ndarray, start: np.ndarray | None = None) -> Optimum:
+        l2, intercept, classes = float(self.l2), bool(self.fit_intercept), self._classes()
+        tolerance = len(x) * l2 * self.noise_std_ * SOLVED
+        kind: dict[str, Any] = {"intercept": intercept, "classes": classes, "tolerance": tolerance, "start": start}
+        return minimise(x, targets, self._loss(), l2=l2, **kind)
 
     def _keep(self, weights: np.ndarray) -> None:
         d = self.n_features_in_
@@ -240,27 +215,24 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
             X: the features that the model was fitted on, in any order of records.
             y: the targets that the model was fitted on, in the same order.
         """
-        return self._again(X, y)[0]
+        return self._solve_again(X, y)[0]
 
-    def _again(self, X: Any, y: Any) -> tuple[Optimum, np.ndarray]:
+    def _solve_again(self, X: Any, y: Any) -> tuple[Optimum, np.ndarray]:
         check_is_fitted(self)
         x, y = validate_data(self, X, y, dtype=np.float64, reset=False)
         if len(x) != self.n_samples_fit_:
-            raise ValueError(
-                f"X has {len(x)} records, but the model was fitted on {self.n_samples_fit_}: give the training data"
-            )
+            fitted = f"the model was fitted on {self.n_samples_fit_}"
+            raise ValueError(f"X has {len(x)} records, but {fitted}: give the training data")
         targets = self._encode(y)
         x, norms = self._clip(x)
         start = self._released()
         if np.linalg.norm(start) > self.mechanism_.largest_weights(self._classes()):
             start = np.zeros_like(start)
-        found = self._solve(x, targets, len(x) * float(self.l2) * self.noise_std_ * SOLVED, start)
+        found = self._solve(x, targets, start)
         away = float(np.sum((found.weights - self._released()) ** 2)) / self.noise_std_**2
         if away > found.weights.size + 12 * np.sqrt(2 * found.weights.size) + 72:
-            raise ValueError(
-                f"X and y are not the training data: the released model would be {np.sqrt(away):.3g} standard "
-                f"deviations from their optimum, where about {np.sqrt(found.weights.size):.3g} is to be expected"
-            )
+            distance = f"{np.sqrt(away):.3g} standard deviations (about {np.sqrt(found.weights.size):.3g} expected)"
+            raise ValueError(f"X and y are not the training data: the model lies {distance} from their optimum")
         return found, norms
 
     def leakage(self, X: Any, y: Any, *, scale: Any = None, diagonal: bool = True, spectral: bool = True) -> Leakage:
@@ -277,5 +249,5 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
             spectral: whether to compute the spectral norm.
         """
         flag("diagonal", diagonal), flag("spectral", spectral)
-        found, norms = self._again(X, y)
+        found, norms = self._solve_again(X, y)
         return leakage(found, self.noise_std_, scale=scale, diagonal=diagonal, spectral=spectral, norms=norms)

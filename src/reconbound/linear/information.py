@@ -202,7 +202,7 @@ def leakage(
     if short.size:
         assert diag is not None
         _before_clipping(optimum, unit, short, shrunk[short], trace, diag, norm, inverse)
-    trace, diag, norm = _raised(optimum, off, unit, short, trace, diag, norm)
+    trace, diag, norm = _bound_from_above(optimum, off, unit, short, trace, diag, norm)
     diag = diag if diagonal else None
     target = None
     if isinstance(optimum.loss, Squared):  # dθ*/dy = H⁻¹x̃
@@ -225,7 +225,7 @@ def leakage(
     )
 
 
-def _raised(
+def _bound_from_above(
     o: Optimum,
     off: RoundingError,
     unit: np.ndarray,
@@ -235,16 +235,16 @@ def _raised(
     norm: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
     """Returns trace, diagonal and spectral norm, raised by the rounding error (docs/theory/linear.md 6)."""
-    columns, whole = off.of_columns(o, unit), off.of_whole(o, unit)
+    columns, whole = off.column_errors(o, unit), off.direction_errors(o, unit)
     columns[short] = 4 * whole[short, None]  # three terms, each as large as ‖M‖² allows
-    trace = off.raised(trace, columns.sum(axis=1), float(np.linalg.norm(1 / unit)))
+    trace = off.upper_bound(trace, columns.sum(axis=1), float(np.linalg.norm(1 / unit)))
     if diag is not None:
-        diag = off.raised(diag, columns, 1 / unit)
+        diag = off.upper_bound(diag, columns, 1 / unit)
     if norm is not None:
         beside = columns.sum(axis=1) + 4 * whole
         beside[short] += 2e-9 * norm[short]  # Lanczos stops there
         beside += 0.0 if len(o.weights) == 1 else 2e-9 * norm
-        norm = np.minimum(off.raised(norm, beside, float(1 / unit.min())), trace)
+        norm = np.minimum(off.upper_bound(norm, beside, float(1 / unit.min())), trace)
     return trace, diag, norm
 
 
@@ -324,7 +324,7 @@ def _inverse_trace(o: Optimum, unit: np.ndarray, off: RoundingError) -> np.ndarr
         part = np.where(top > 0, top / (gap + gap_off), np.where(gap > gap_off, top / (gap - gap_off), -np.inf))
         total = np.sum(unit**2 * np.diag(inv)) - step * wide**2 * big * len(v) + part
         root = np.where(total > 0, np.abs(a) / np.sqrt(total), np.inf)
-    return np.asarray(np.minimum(off.lowered(root, unit), LARGEST))
+    return np.asarray(np.minimum(off.lower_bound(root, unit), LARGEST))
 
 
 def _softmax_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool) -> Parts:

@@ -35,25 +35,25 @@ class RoundingError:
     size: tuple[np.ndarray, np.ndarray]
     products: float
 
-    def of_columns(self, o: Optimum, unit: np.ndarray) -> np.ndarray:
+    def column_errors(self, o: Optimum, unit: np.ndarray) -> np.ndarray:
         """Bounds the error of each Iⱼⱼσ² by rounding in its products, (N, d)."""
         slope, bend = self.size
         width = np.linalg.norm(o.weights[:, : o.dim], axis=0)
         return np.asarray(self.products * ((slope[:, None] + bend[:, None] * width) / unit) ** 2)
 
-    def of_whole(self, o: Optimum, unit: np.ndarray) -> np.ndarray:
+    def direction_errors(self, o: Optimum, unit: np.ndarray) -> np.ndarray:
         """Bounds the error of vᵀIvσ² for unit vectors v, (N,)."""
         slope, bend = self.size
         most = slope + bend * float(np.linalg.norm(o.weights[:, : o.dim]))
         return np.asarray(self.products * (most / float(unit.min())) ** 2)
 
-    def raised(self, value: np.ndarray, products: np.ndarray, inverse_unit: np.ndarray | float) -> np.ndarray:
+    def upper_bound(self, value: np.ndarray, products: np.ndarray, inverse_unit: np.ndarray | float) -> np.ndarray:
         """Returns an upper bound of the exact ‖Jv‖² from the computed one: ((‖Jv‖² + error)^½ + ‖F‖)²/(1 − ρ)²."""
         moved = self.moved.reshape(-1, *[1] * (np.ndim(value) - 1)) * inverse_unit
         root = np.sqrt(np.maximum(value, 0.0) + products) + moved
         return np.asarray((root / (1 - self.share)) ** 2 * (1 + 8 * UNIT))
 
-    def lowered(self, root: np.ndarray, unit: np.ndarray) -> np.ndarray:
+    def lower_bound(self, root: np.ndarray, unit: np.ndarray) -> np.ndarray:
         """Returns a lower bound of Tr(I⁻¹): (T^(−½) + ‖F‖)⁻²(1 − ρ)².
 
         Args:
@@ -82,10 +82,9 @@ def rounding_error(o: Optimum) -> RoundingError:
     # strong convexity: ‖W − W*‖ ≤ ‖∇F(W)‖/nλ, the gradient being known up to rounding only
     summed = (n + steps) * UNIT * float(rows @ slopes + least * weights)
     far = (o.gradient_norm + summed) / least
-    scores = rows * (far + steps * UNIT * weights) + 4 * UNIT * np.abs(o.scores).max(
-        axis=1
-    )  # how far scores can be off
-    shares = np.expm1(2 * scores) + steps * UNIT  # and slopes and curvatures relative to themselves
+    # how far scores can be off, and slopes and curvatures relative to themselves
+    scores = rows * (far + steps * UNIT * weights) + 4 * UNIT * np.abs(o.scores).max(axis=1)
+    shares = np.expm1(2 * scores) + steps * UNIT
     own = 4 * UNIT * k if isinstance(o.loss, Softmax) else 0.0  # 1 − π_y cancels
     curved = o.curvatures if o.curvatures.ndim == 1 else np.linalg.norm(o.curvatures, axis=(1, 2))
     if squared:
@@ -102,12 +101,7 @@ def rounding_error(o: Optimum) -> RoundingError:
     share += (n + steps) * UNIT * trace / least + own * float(rows @ rows) / least
     share += math.sqrt(trace / least) * float(shares.max())
     if not share <= LARGEST_SHARE:
-        raise NotConverged(
-            f"the Hessian's condition number may be {trace / least:.2g}: rounding may have moved the leakage by more "
-            f"than {LARGEST_SHARE:.0%}, so that no floor is stated; more l2 is needed (it is {o.l2:g})"
-        )
-    moved = (slope_off + bent_off) / least
-    return RoundingError(share, moved, (slopes, curved * rows), 4 * steps * UNIT * size**2)
-
-
-__all__ = ["RoundingError", "rounding_error"]
+        moved = f"rounding may have moved the leakage by more than {LARGEST_SHARE:.0%}"
+        condition = f"the Hessian's condition number may be {trace / least:.2g}"
+        raise NotConverged(f"{condition}: {moved}, so that no floor is stated; more l2 is needed (it is {o.l2:g})")
+    return RoundingError(share, (slope_off + bent_off) / least, (slopes, curved * rows), 4 * steps * UNIT * size**2)

@@ -137,16 +137,16 @@ class Event(Mechanism):
         return {adjacency: event_pld(self.event, adjacency == REPLACE_ONE) for adjacency in ADJACENCIES}
 
     def overlap(self) -> float:
-        pld = self._plds[REPLACE_ONE]
-        return max(super().overlap(), PLD(pld, REPLACE_ONE).overlap() if pld is not None else 0.0)
+        pld, simple = self._plds[REPLACE_ONE], super().overlap()
+        return simple if pld is None else max(simple, PLD(pld, REPLACE_ONE).overlap())
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         simple = super().epsilon_at(delta, adjacency)
         return privacy_loss.smaller_epsilon(simple, self._plds[adjacency], delta)
 
     def membership_advantage(self) -> float:
-        pld = self._plds[REPLACE_ONE]
-        return min(super().membership_advantage(), privacy_loss.delta(pld, 0.0) if pld is not None else 1.0)
+        pld, simple = self._plds[REPLACE_ONE], super().membership_advantage()
+        return simple if pld is None else min(simple, privacy_loss.delta(pld, 0.0))
 
     def rero(self, kappa: Any) -> Any:
         pld = self._plds[ADD_REMOVE]

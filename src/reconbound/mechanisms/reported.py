@@ -60,9 +60,12 @@ class _Reported(Mechanism):
     def paper_neighbours(self) -> str:
         return self.neighbours
 
-    def _taken(self) -> str:
+    def _under(self) -> str:
         """Names the neighbours, and says whether they were assumed."""
         return f"under {self.neighbours}{' (assumed: not given)' if self.adjacency is None else ''}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "adjacency": self.neighbours, "adjacency_assumed": self.adjacency is None}
 
 
 @dataclass(frozen=True)
@@ -135,33 +138,20 @@ class DP(_Reported):
         return rero_from_pure(kappa, self.epsilon, self.delta)
 
     def assumes(self) -> tuple[str, ...]:
-        return (f"({self.epsilon:g}, {self.delta:g})-DP {self._taken()}",)
+        return (f"({self.epsilon:g}, {self.delta:g})-DP {self._under()}",)
 
     def notes(self) -> tuple[str, ...]:
-        said = []
-        if self.adjacency is None:
-            said.append(ASSUMED.format(what="ε"))
+        notes = [ASSUMED.format(what="ε")] if self.adjacency is None else []
         if self.neighbours != REPLACE_ONE:
             eps, delta = self._replace_one()
-            said.append(
-                "ε is for adding or removing a record; what is said of replace-one neighbours follows from it by group "
-                f"privacy: ({format_limit(eps, 6)}, {format_limit(delta)})."
-            )
+            follows = "ε is for adding or removing a record; replace-one neighbours follow by group privacy"
+            notes.append(f"{follows}: ({format_limit(eps, 6)}, {format_limit(delta)}).")
         if self.delta > 0:
-            said.append(
-                "(ε, δ) alone allows that with chance δ everything is revealed: theorem1, corners and rate_distortion "
-                "say nothing from it. Describe the mechanism itself (its noise) for all floors."
+            notes.append(
+                "(ε, δ) allows that with chance δ everything is revealed: theorem1, corners and rate_distortion say "
+                "nothing from it. Describe the mechanism itself (its noise) for all floors."
             )
-        return tuple(said)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "type": "DP",
-            "epsilon": self.epsilon,
-            "delta": self.delta,
-            "adjacency": self.neighbours,
-            "adjacency_assumed": self.adjacency is None,
-        }
+        return tuple(notes)
 
 
 @dataclass(frozen=True)
@@ -224,20 +214,11 @@ class RenyiDP(_Reported):
         return rero_from_order2(kappa, self._own_order2)
 
     def assumes(self) -> tuple[str, ...]:
-        return (f"({self.order:g}, {self.epsilon:g})-RDP {self._taken()}",)
+        return (f"({self.order:g}, {self.epsilon:g})-RDP {self._under()}",)
 
     def notes(self) -> tuple[str, ...]:
-        said = [ASSUMED.format(what="The divergence")] if self.adjacency is None else []
+        notes = [ASSUMED.format(what="The divergence")] if self.adjacency is None else []
         if self.order2() == math.inf:
             why = "order 2 under replace-one does not follow from it"
-            said.append(f"This Rényi divergence says nothing for theorem1 and corners: {why}.")
-        return tuple(said)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "type": "RenyiDP",
-            "order": self.order,
-            "epsilon": self.epsilon,
-            "adjacency": self.neighbours,
-            "adjacency_assumed": self.adjacency is None,
-        }
+            notes.append(f"This Rényi divergence says nothing for theorem1 and corners: {why}.")
+        return tuple(notes)
