@@ -120,6 +120,15 @@ def digits_audit(tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, for files marked by browsing.pytestmark."""
+    from browsing import chromium
+
+    with chromium() as started:
+        yield started
+
+
 @pytest.fixture
 def mine(tmp_path, monkeypatch, request):
     """A module called mine in the working folder, with the factories that the tests' own module has as FACTORIES."""
