@@ -88,10 +88,10 @@ def compare(case: Case, clip: Any, level: str, **kw: Any) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_fast_equals_dense(case: Case) -> None:
-    for clip in ("smooth", "hard"):
-        for level in LEVELS:
-            for micro_batch in (1, 7, None):
-                compare(case, clip, level, micro_batch=micro_batch)
+    """Each size of micro-batch with each clip; that sizes change nothing is a test of its own."""
+    for clip, sizes in {"smooth": (1, 7, None), "hard": (7, None, 1)}.items():
+        for level, micro_batch in zip(LEVELS, sizes, strict=True):
+            compare(case, clip, level, micro_batch=micro_batch)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
