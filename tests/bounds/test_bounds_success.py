@@ -269,7 +269,7 @@ def test_prior_from_records_keeps_copies_together_in_many_dimensions():
         assert prior_from_records(records, bins=1 << 23)[0](np.array(0.0)) >= 0.5
 
 
-def test_prior_from_records_is_the_count_it_says():
+def test_prior_from_records_equals_a_direct_count():
     """κ(t) = maxᵢ #{j : ‖zᵢ − zⱼ‖²/d ≤ 4t}/n, up to the histogram's resolution, which only raises it."""
     rng = np.random.default_rng(6)
     records = rng.random((50, 2, 2))

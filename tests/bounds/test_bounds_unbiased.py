@@ -390,7 +390,7 @@ def test_theorem1_holds_for_each_coordinate_and_corners_for_the_average():
     assert variances.mean() >= average.value
 
 
-def test_a_coordinate_can_be_known_better_than_corners_says():
+def test_one_coordinate_can_beat_the_corners_floor():
     variances = np.array([2.0, *[1e6] * 9])
     assert variances.min() < corners(float(np.sum(1 / variances)), dim=10).value <= variances.mean()
 
@@ -409,7 +409,7 @@ def test_which_floors_bind_each_coordinate():
     assert "on average over the coordinates; the median of 2 values" in str(from_trace([1.0, 2.0], 3))
 
 
-def test_who_is_unbiased_near_one_record_alone_is_not_bound_by_theorem_1():
+def test_attacker_unbiased_near_only_one_record_beats_theorem_1():
     """h = m tanh(k(z − ½)) + N(0, 1) on [0, 1]: the floor at ½ is 1/(mk)², which an attacker unbiased there to first
     order reaches, however high Theorem 1 (at order 2, (2m)²) is: they ask different things, and the lower binds both.
     """

@@ -109,7 +109,7 @@ def test_a_category_cannot_be_private_and_the_floors_for_any_attacker_are_offere
         all_rows(write("a,y\nx,0\nz,1\n"), target="y")
 
 
-def test_with_declared_ranges_a_row_depends_on_itself_alone(write):
+def test_declared_ranges_make_a_row_depend_only_on_itself(write):
     """No statistic of the other people leaks into a person's input."""
     rng = np.random.default_rng(3)
     jobs = ("nurse", "clerk", "")
@@ -131,7 +131,7 @@ def test_with_declared_ranges_a_row_depends_on_itself_alone(write):
     assert np.array_equal(one[-1], other[-1])
 
 
-def test_which_rows_are_held_out_does_not_depend_on_the_inputs(write):
+def test_held_out_rows_do_not_depend_on_the_inputs(write):
     text = "a,y\n" + "".join(f"{k},{k % 2}\n" for k in range(50))
     changed = "a,y\n" + "".join(f"{(k * 7) % 50},{k % 2}\n" for k in range(50))
     names = [load_dataset(write(t), target="y", ranges={"a": (0, 50)}).record_names for t in (text, changed)]
@@ -269,7 +269,7 @@ def test_numbers_with_signs_are_neither_public_nor_left_out_in_silence(write, fo
     assert found.columns == (("x",), ())
 
 
-def test_classes_and_codes_with_signs_are_left_alone(write):
+def test_classes_and_codes_with_signs_are_unchanged(write):
     text = "code,x,y\n" + "".join(f"{['A$B', 'C%', '1-2', '1.2.3'][k % 4]},{k},{k % 3 * 10}%\n" for k in range(30))
     found = all_rows(write(text), target="y", ranges={"x": (0, 30)})
     assert found.class_names == ("0%", "10%", "20%")
@@ -338,7 +338,7 @@ def test_a_column_with_a_comma_in_its_name_can_be_private(write):
         ("x,y\n-1e308,p\n1e308,q\n", "column 'x': values from -1e+308 to 1e+308 span no usable range"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(write, content, said):
+def test_errors_name_the_place(write, content, said):
     path = write(content)
     with pytest.raises(DataError, match=re.escape(said)) as caught:
         load_dataset(path, target="y")

@@ -85,7 +85,7 @@ def test_a_column_of_the_type_category_is_public_even_if_it_holds_numbers() -> N
         ({"b": ["1", "2", "x", "4", "5", "6"] * 1}, ""),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(columns, said) -> None:
+def test_errors_name_the_place(columns, said) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DataWarning)
         if not said:

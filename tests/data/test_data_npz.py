@@ -119,7 +119,7 @@ def test_pixels_of_other_ranges(save):
         ({"X": np.array([[{}]] * 12), "y": LABELS}, "pickles are never read"),
     ],
 )
-def test_what_is_wrong_is_said(save, arrays, said):
+def test_errors_name_the_problem(save, arrays, said):
     path = save(**arrays)
     with pytest.raises(DataError, match=said) as caught:
         load_dataset(path)

@@ -134,7 +134,7 @@ def test_names_with_html_stay_text(tmp_path):
     assert found.record_names[0] == f"{evil}/<i>1.png"
 
 
-def test_other_files_are_passed_over_with_a_note_and_hidden_ones_silently(pets):
+def test_other_files_are_skipped_with_a_note_hidden_ones_without(pets):
     root, _ = pets
     (root / "cat" / "notes.txt").write_text("x")
     (root / "cat" / ".DS_Store").write_text("x")
@@ -194,7 +194,7 @@ def test_folders_that_hold_no_classes(tmp_path):
     with pytest.raises(DataError, match="no images in its sub-folders; expected one sub-folder per class"):
         load_dataset(tmp_path)
     put(tmp_path / "cat" / "1.png")
-    with pytest.raises(DataError, match=r"images of one class alone \('cat'\)"):
+    with pytest.raises(DataError, match=r"images of only one class \('cat'\)"):
         load_dataset(tmp_path)
     put(tmp_path / "loose.png")
     with pytest.raises(DataError, match=r"'loose\.png' lies in no class's folder"):
@@ -205,7 +205,7 @@ def test_folders_that_hold_no_classes(tmp_path):
         load_dataset(tmp_path, private="x")
 
 
-def test_without_pillow_it_says_what_to_install(pets, monkeypatch):
+def test_missing_pillow_names_the_package_to_install(pets, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(DataError, match=r"pip install 'reconbound\[images\]'"):
         load_dataset(pets[0])

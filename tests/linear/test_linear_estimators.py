@@ -424,7 +424,7 @@ def test_solved_to_a_millionth_of_the_noise(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["logistic", "softmax"])
-def test_rows_a_little_too_long_are_clipped_and_said_to_be(name):
+def test_slightly_long_rows_are_clipped_and_reported(name):
     """One part in a million too long is clipped; the norm itself, reached by rounding, is not."""
     x, y = table("logistic")
     y = np.digitize(x[:, 0], [-0.5, 0.5]) if name == "softmax" else y
@@ -451,7 +451,7 @@ def test_noise_that_drowns_the_weights_and_bounds_of_zero():
     assert (zero.data_norm_, zero.target_bound_) == (1, 1)
 
 
-def test_classes_that_are_known_beforehand():
+def test_classes_given_in_advance():
     """A class without records has weights too, as the minimiser with a penalty gives them; order does not matter."""
     x, y = table("logistic")
     labels = np.array(["no", "yes"])[y]
@@ -489,7 +489,7 @@ def test_classes_that_do_not_fit(classes, message):
 
 
 @pytest.mark.parametrize("data_norm", [2.5, 1.5])  # with and without rows that are shortened
-def test_floors_of_columns_with_two_values_say_what_they_do_not_bound(data_norm):
+def test_floors_of_two_valued_columns_carry_a_caveat(data_norm):
     """One who need only tell 0 from 1 is not unbiased, and a floor of ±0.8 leaves a coin that is far from fair."""
     rng = np.random.default_rng(0)
     x = np.column_stack([rng.normal(size=60), rng.integers(0, 2, 60), rng.integers(0, 3, 60) / 3.0])

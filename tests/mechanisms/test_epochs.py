@@ -94,7 +94,7 @@ def test_many_epochs_lose_no_step() -> None:
     assert epochs_as_steps(10, 1 / 3) == 30
 
 
-def test_note_says_how_steps_were_counted(answer) -> None:
+def test_note_states_how_steps_were_counted(answer) -> None:
     words = ["bound", "--noise-multiplier", 1, "--sample-rate", "64/1797", "--sampler", "shuffle"]
     notes = " ".join(answer(*words, "--steps", 58)["notes"])
     for said in ("58 steps", "28 batches", "3 epochs", "--epochs"):

@@ -67,7 +67,7 @@ def check(found: Guarantee) -> None:
 
 @settings(max_examples=EXAMPLES)
 @given(st.one_of(sgd, output, known), dims, boxes, powers(-12, -0.01))
-def test_every_answer_is_finite_and_silent(mechanism, dim, box, delta):
+def test_every_answer_is_finite_and_without_warnings(mechanism, dim, box, delta):
     low, high = box
     if high > low:
         check(guarantee(mechanism, dim=dim, low=low, high=high, radius=math.inf, delta=delta))

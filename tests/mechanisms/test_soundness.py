@@ -215,7 +215,7 @@ def test_theorem1_paper_is_never_shown_as_a_guarantee(run, answer) -> None:
 # --- neighbours, sampler, randomness ------------------------------------------------------------------------------
 
 
-def test_results_say_what_was_taken_for_granted(answer, run) -> None:
+def test_results_state_assumed_neighbours(answer, run) -> None:
     for words, said in (
         (["--rdp2", 2], "came without its neighbours: it was taken as replace-one"),
         (["--epsilon", 2, "--delta", 1e-5], "came without its neighbours: it was taken as replace-one"),

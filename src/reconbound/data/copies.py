@@ -34,7 +34,7 @@ def find_copies(*parts: Any) -> list[list[int]]:
 
 
 def _rows(values: Tensor | np.ndarray) -> np.ndarray:
-    """One row of bytes per record; 0 and −0 are alike."""
+    """Returns one row of bytes per record; 0 and −0 are alike."""
     array = values.detach().cpu() if isinstance(values, Tensor) else values
     if isinstance(array, Tensor):
         array = (array.float() if array.is_floating_point() and array.itemsize < 4 else array).numpy()

@@ -31,7 +31,7 @@ class DataWarning(UserWarning):
 
 
 def clean(text: str) -> str:
-    """The text as it is, HTML included (pages escape it), without characters that steer a terminal or go unseen."""
+    """Removes characters that steer a terminal or are invisible; HTML stays (pages escape it)."""
     return (text if text.isprintable() else _UNSEEN.sub("", text)).strip()
 
 
@@ -140,7 +140,7 @@ class Dataset:
 
     @cached_property
     def private(self) -> np.ndarray | None:
-        """Flat columns that are private, (d,), or None where all are."""
+        """Returns the flat columns that are private, (d,), or None where all are."""
         if isinstance(self.features, Pixels):
             return None
         marks = np.array([f.private for f in self.features])
@@ -148,21 +148,21 @@ class Dataset:
 
     @cached_property
     def scale(self) -> np.ndarray:
-        """Widths of the private features' ranges, (d,): data value = offset + scale · input."""
+        """Returns the widths of the private features' ranges, (d,): data value = offset + scale · input."""
         if isinstance(self.features, Pixels):
             return np.full(len(self.features), self.features.high - self.features.low)
         return np.array([f.high - f.low for f in self.features if f.private], dtype=np.float64)
 
     @cached_property
     def offset(self) -> np.ndarray:
-        """Lower ends of the private features' ranges, (d,)."""
+        """Returns the lower ends of the private features' ranges, (d,)."""
         if isinstance(self.features, Pixels):
             return np.full(len(self.features), self.features.low)
         return np.array([f.low for f in self.features if f.private], dtype=np.float64)
 
     @property
     def private_features(self) -> tuple[Feature, ...]:
-        """The features that are private, in the order of `scale` and `offset`."""
+        """Returns the features that are private, in the order of `scale` and `offset`."""
         return tuple(f for f in self.features if f.private)
 
     @property
@@ -186,7 +186,7 @@ class Dataset:
         return self.record_names[record] if self.record_names is not None else f"record {record}"
 
     def summary(self) -> str:
-        """One readable line."""
+        """Returns one readable line."""
         count = f"{len(self.inputs):,} records to train on, {len(self.test_inputs):,} to test"
         if self.kind == "image":
             planes, height, width = self.shape

@@ -58,7 +58,7 @@ RAW = {  # raw file: its size and digest (64 digits: SHA-256, 40: SHA-1)
 
 
 def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
-    """The folder given, else the one that RECONBOUND_DATA names."""
+    """Returns the given folder, or the one that RECONBOUND_DATA names."""
     named = folder if folder is not None else os.environ.get("RECONBOUND_DATA")
     if not named:
         raise DataMissing("no data folder: give one, or set the variable RECONBOUND_DATA")
@@ -92,7 +92,7 @@ def load_official(name: str, options: DataOptions) -> Dataset:
 
 
 def _scale_pixels(images: np.ndarray) -> np.ndarray:
-    """Bytes to [0, 1], float32, with an axis for the planes."""
+    """Returns bytes as float32 in [0, 1], with an axis for the planes."""
     planes = images[:, None] if images.ndim == 3 else images
     inputs = planes.astype(np.float32)
     inputs /= np.float32(255)
@@ -100,7 +100,7 @@ def _scale_pixels(images: np.ndarray) -> np.ndarray:
 
 
 def mnist(folder: str | os.PathLike[str] | None = None, *, train: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """MNIST: images (N, 28, 28) uint8 and labels (N,) int64, from the IDX files in FOLDER/mnist."""
+    """Reads MNIST: images (N, 28, 28) uint8 and labels (N,) int64, from the IDX files in FOLDER/mnist."""
     root, part = data_folder(folder) / "mnist", "train" if train else "t10k"
     images = read_idx(_find(root, f"{part}-images-idx3-ubyte"))
     labels = read_idx(_find(root, f"{part}-labels-idx1-ubyte"))
@@ -114,7 +114,7 @@ def mnist(folder: str | os.PathLike[str] | None = None, *, train: bool = True) -
 def cifar10(
     folder: str | os.PathLike[str] | None = None, *, train: bool = True, batches: int = 5
 ) -> tuple[np.ndarray, np.ndarray]:
-    """CIFAR-10: images (N, 3, 32, 32) uint8 and labels (N,) int64, from the binary version in FOLDER/cifar10.
+    """Reads CIFAR-10: images (N, 3, 32, 32) uint8 and labels (N,) int64, from the binary version in FOLDER/cifar10.
 
     Args:
         folder: the data folder; by default the one that RECONBOUND_DATA names.
@@ -137,7 +137,7 @@ def cifar10(
 
 
 def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
-    """An array of unsigned bytes from an IDX file, plain or compressed; a damaged one is refused with what is wrong."""
+    """Reads an array of unsigned bytes from an IDX file, plain or compressed; refuses a damaged one."""
     content = _content(Path(path))
     if len(content) < 4 or content[:3] != b"\x00\x00\x08":
         raise DataError(f"{path}: not an IDX file of unsigned bytes (starts with {content[:4]!r})")

@@ -55,7 +55,7 @@ def load_images(folder: str | os.PathLike[str], options: DataOptions) -> Dataset
 
 
 def _listing(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | None, list[str], list[str]]:
-    """Files, their classes, which are for testing (None where the folder does not say), names of classes, notes."""
+    """Returns files, their classes, which are for testing (None where the folder does not say), names of classes, notes."""
     if not root.is_dir():
         raise DataMissing(f"{root} is not a folder")
     folders = _folders(root)
@@ -74,7 +74,7 @@ def _listing(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | None, lis
         if name not in names:
             raise DataError(f"{path}: the class {name!r} has no images to train on")
     if len(names) < 2:
-        raise DataError(f"{root}: images of one class alone ({names[0]!r}): there is nothing to learn")
+        raise DataError(f"{root}: images of only one class ({names[0]!r}): there is nothing to learn")
     others = len(found) - len(images)
     notes = [f"{others:,} files that are not images were passed over"] if others else []
     notes += [f"the folder {name!r} was passed over" for name in folders if parted and name not in used]
@@ -91,7 +91,7 @@ def _folders(root: Path) -> list[str]:
 
 
 def _files(root: Path) -> list[Path]:
-    """Every file below, in order of its path; hidden ones are not seen, links to folders not followed."""
+    """Lists every file below, in order of its path, without hidden ones; links to folders are not followed."""
     below: list[Path] = []
     for place, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -100,7 +100,7 @@ def _files(root: Path) -> list[Path]:
 
 
 def _shape(sizes: Counter[tuple[int, int]], size: int | None) -> tuple[int, int]:
-    """Width and height of all: the most common ones (the smaller of equals), shrunk or brought to `size` as need be."""
+    """Returns the width and height of all: the most common ones (the smaller of equals), shrunk or brought to `size`."""
     width, height = min(sizes, key=lambda pair: (-sizes[pair], pair))
     longest = max(width, height)
     wanted = SHRUNK if longest > (LARGEST if len(sizes) == 1 else SHRUNK) else longest
@@ -109,7 +109,7 @@ def _shape(sizes: Counter[tuple[int, int]], size: int | None) -> tuple[int, int]
 
 
 def _open(path: Path) -> Any:
-    """The image, its header read and found sane, upright as its camera says."""
+    """Opens an image, checks its header, and returns it with the function that turns it upright."""
     from PIL import Image, ImageOps
 
     image = Image.open(path, formats=FORMATS)
@@ -120,7 +120,7 @@ def _open(path: Path) -> Any:
 
 
 def _header(path: Path) -> tuple[tuple[int, int], bool]:
-    """Width and height as seen upright, and whether the image is grey."""
+    """Returns width and height as seen upright, and whether the image is grey."""
     with _reading(path):
         image, _ = _open(path)
         with image:
@@ -130,7 +130,7 @@ def _header(path: Path) -> tuple[tuple[int, int], bool]:
 
 
 def _pixels(path: Path, shape: tuple[int, int], grey: bool) -> np.ndarray:
-    """(C, H, W) in [0, 1]."""
+    """Returns the pixels, (C, H, W) in [0, 1]."""
     with _reading(path):
         image, upright = _open(path)
         with image:
@@ -148,7 +148,7 @@ def _pixels(path: Path, shape: tuple[int, int], grey: bool) -> np.ndarray:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Whatever goes wrong while reading an image, in one line that names the file."""
+    """Turns every error while an image is read into one line that names the file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -69,7 +69,7 @@ def load_npz(path: str | os.PathLike[str], options: DataOptions) -> Dataset:
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file, which is a zip of .npy files."""
+    """Reads the arrays of an .npz file, which is a zip of .npy files."""
     found = {}
     try:
         with path.open("rb") as file:
@@ -110,7 +110,7 @@ def _texts(file: str, name: str, arrays: Mapping[str, np.ndarray]) -> list[str] 
 
 
 def _classes(file: str, y: np.ndarray, labels: list[str] | None) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Classes 0, 1, ... and their names; with class_names, whole numbers are places in that list."""
+    """Returns classes 0, 1, ... and their names; with class_names, whole numbers are places in that list."""
     whole = y.dtype.kind in "iub" or (y.dtype.kind == "f" and bool(np.all(y == np.round(y))))
     if labels is not None and whole:
         if y.min() < 0 or y.max() >= len(labels):
@@ -164,7 +164,7 @@ def _make_images(
 
 
 def _planes(file: str, x: np.ndarray) -> np.ndarray:
-    """(N, C, H, W) from (N, H, W), (N, H, W, C) or (N, C, H, W); C is 1, 3 or 4."""
+    """Returns (N, C, H, W) from (N, H, W), (N, H, W, C) or (N, C, H, W); C is 1, 3 or 4."""
     if x.ndim == 3:
         return x[:, None]
     first, last = (x.shape[axis] in (1, 3, 4) for axis in (1, 3))
@@ -175,7 +175,7 @@ def _planes(file: str, x: np.ndarray) -> np.ndarray:
 
 
 def _pixel_range(file: str, x: np.ndarray, options: DataOptions) -> tuple[float, float, list[str]]:
-    """The range that was said; else that of bytes for whole numbers, and [0, 1] or [0, 255] for others."""
+    """Returns the declared range; otherwise that of bytes for whole numbers, and [0, 1] or [0, 255] for others."""
     if options.ranges:
         low, high = check_column_options([PIXEL], options).ranges[PIXEL]
         outside = int(np.sum((x < low) | (x > high)))

@@ -1,6 +1,6 @@
 """Columns of a table as what a model sees: numbers by their range, categories as ones and zeros.
 
-With every range declared, a row's numbers depend on that row alone; ranges read off the data are marked as such.
+With every range declared, a row's numbers depend only on that row; ranges read off the data are marked as such.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Column:
 
 @dataclass(frozen=True)
 class ColumnOptions:
-    """Holds what the user said about columns: ranges and units by name, and which are private (None: every number)."""
+    """The user's options for columns: ranges and units by name, and which are private (None: every number)."""
 
     ranges: Mapping[str, tuple[float, float]]
     units: Mapping[str, str]
@@ -45,7 +45,7 @@ class ColumnOptions:
 
 
 def check_column_options(names: Sequence[str], options: DataOptions, target: str | None = None) -> ColumnOptions:
-    """Returns what was said about columns, checked against the columns that there are.
+    """Returns the options for columns, checked against the columns that there are.
 
     Args:
         names: of the columns.
@@ -313,7 +313,7 @@ def _read_target(
     few = column.numeric and len(found) <= MOST_CLASS_NUMBERS and bool(np.all(found == np.round(found)))
     if not column.numeric or (few and name not in settings.ranges):
         if len(found) > MOST_CATEGORIES:
-            raise DataError(f"{table}, column {name!r}: {len(found):,} classes, more than {MOST_CATEGORIES}")
+            raise DataError(f"{table}, column {name!r}: a target of {len(found):,} classes, at most {MOST_CATEGORIES}")
         names = tuple(f"{v:.0f}" if column.numeric else str(v) for v in found)
         return codes.reshape(-1).astype(np.int64), names, Feature(name, settings.units.get(name, ""), private=False)
     scaled, (feature, *_) = scale_numbers(table, column, settings, private=False, notes=notes)

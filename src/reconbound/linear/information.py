@@ -120,8 +120,8 @@ class Leakage:
             return ()
         which = f"column{'' if two.size == 1 else 's'} {', '.join(str(int(j)) for j in two[:5])}"
         which += " and more" if two.size > 5 else ""
-        said = f"{two.size} of {self.dim} columns hold at most two values ({which})"
-        return (f"{said}: no floor of theirs bounds how well the two are told apart",)
+        columns = f"{two.size} of {self.dim} columns hold at most two values ({which})"
+        return (f"{columns}: no floor of theirs bounds how well the two are told apart",)
 
     @property
     def spectral_floor(self) -> Bound:
