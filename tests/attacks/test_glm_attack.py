@@ -317,7 +317,7 @@ def test_where_the_mean_cannot_settle_the_median_does():
 
 
 def test_a_biased_attack_is_seen_as_such_and_may_undercut_the_unbiased_floor():
-    """Choosing the root nearer to the others' mean shrinks towards it; given the right root, the attack is no better."""
+    """Choosing the root nearer to the others' mean shrinks towards it; with the given root it is no better."""
     x, y = load_digits(n_class=2, return_X_y=True)
     o, noise = minimise(x / 16, y.astype(float), Logistic(), l2=1e-2, intercept=False), 1e-2
     floor = leakage(o, noise, spectral=False).floor.value

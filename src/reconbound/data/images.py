@@ -55,7 +55,7 @@ def load_images(folder: str | os.PathLike[str], options: DataOptions) -> Dataset
 
 
 def _listing(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | None, list[str], list[str]]:
-    """Returns files, their classes, which are for testing (None where the folder does not say), names of classes, notes."""
+    """Returns files, classes, which are for testing (None where the folder does not say), names of classes, notes."""
     if not root.is_dir():
         raise DataMissing(f"{root} is not a folder")
     folders = _folders(root)
@@ -100,7 +100,7 @@ def _files(root: Path) -> list[Path]:
 
 
 def _shape(sizes: Counter[tuple[int, int]], size: int | None) -> tuple[int, int]:
-    """Returns the width and height of all: the most common ones (the smaller of equals), shrunk or brought to `size`."""
+    """Returns width and height of all: the most common ones (the smaller of equals), shrunk or brought to `size`."""
     width, height = min(sizes, key=lambda pair: (-sizes[pair], pair))
     longest = max(width, height)
     wanted = SHRUNK if longest > (LARGEST if len(sizes) == 1 else SHRUNK) else longest
