@@ -56,13 +56,6 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         for name in self._get_param_names():
             setattr(self, name, given[name])
 
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        for kind in (tags.classifier_tags, tags.regressor_tags):
-            if kind is not None:
-                kind.poor_score = True  # the noise for a few records may drown the signal
-        return tags
-
     def _loss(self) -> Loss:
         raise NotImplementedError
 

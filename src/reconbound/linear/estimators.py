@@ -89,6 +89,11 @@ class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore
     ) -> None:
         self._set_parameters(locals())
 
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.poor_score = True  # the noise for a few records may drown the signal
+        return tags
+
     def _loss(self) -> Loss:
         return Logistic() if len(self.classes_) == 2 else Softmax()
 
@@ -224,6 +229,11 @@ class PrivateRidge(RegressorMixin, PrivateLinear):  # type: ignore[misc]
         random_state: Any = None,
     ) -> None:
         self._set_parameters(locals())
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.regressor_tags.poor_score = True
+        return tags
 
     def _loss(self) -> Loss:
         return Squared()
