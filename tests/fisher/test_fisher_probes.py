@@ -213,10 +213,10 @@ def test_auto_takes_the_inputs_unless_something_needs_the_weights() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"diagonal": True}, 'diagonal=True needs probe="weights"'),
-        ({"error": "product"}, 'error="product" needs probe="weights"'),
-        ({"deflate": 4}, "deflate must be one of"),
-        ({"probe": "outputs"}, "probe must be one of"),
+        ({"diagonal": True}, 'space must be "weights" for diagonal=True'),
+        ({"error": "product"}, 'space must be "weights" for error="product"'),
+        ({"deflate": 4}, "deflate must be at most 3, got 4"),
+        ({"probe": "outputs"}, "space must be one of"),
     ],
 )
 def test_messages(arguments: dict[str, Any], message: str) -> None:
