@@ -8,13 +8,15 @@ from dataclasses import replace
 import optuna
 import pytest
 from test_sweep import Searched
-from test_sweep_kills import _importable, check, count_finishes, expected  # noqa: F401
+from test_sweep_kills import check, count_finishes, expected  # noqa: F401
 
 import sweep_stub
 from reconbound.sweep import Sweep, run, sweep
 from reconbound.sweep.crowd import Hearts
 from reconbound.sweep.store import ERRORS, Store
 from reconbound.sweep.worker import Heart, LeaseLost
+
+pytestmark = pytest.mark.usefixtures("forked_helpers")
 
 
 class Crowd(Searched):
