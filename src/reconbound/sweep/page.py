@@ -15,10 +15,23 @@ from reconbound.report.axes import Chart, Key
 from reconbound.report.figures import amount, clean, count, for_plotly, guess_error, plus_minus
 from reconbound.report.folder import prepare
 from reconbound.sweep import space
-from reconbound.sweep.frontier import best, columns_of, crossed_of, default_floor, floors_in, pareto, protection_of
-from reconbound.sweep.trial import LEDGER
-from reconbound.sweep.words import ASSUMPTIONS, CROSSED, attacker, majority, precision, told
-from reconbound.sweep.worker import Row, trial_folder
+from reconbound.sweep.frontier import (
+    ASSUMPTIONS,
+    CROSSED,
+    attacker_of,
+    best,
+    columns_of,
+    crossed_of,
+    default_floor,
+    describe_floor,
+    describe_majority,
+    describe_precision,
+    floors_in,
+    pareto,
+    protection_of,
+)
+from reconbound.sweep.space import Row
+from reconbound.sweep.trial import LEDGER, trial_folder
 
 PAGE, RUN_PAGE = "frontier.html", "index.html"
 #: What a row's "accuracy" is: the share of right classes, or of a number's spread that is explained.
@@ -61,7 +74,7 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
     fronts = [
         {
             "name": floor,
-            "text": told(floor),
+            "text": describe_floor(floor),
             "crossed": has_crossed(pareto(rows, floor), floor),
             "rows": [_cells(row, floor, names, measure) for row in pareto(rows, floor)],
         }
@@ -74,7 +87,7 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         "chart": shown,
         "fronts": fronts,
         "names": names,
-        "proved": told(f"{rule}_max").partition(",")[0],
+        "proved": describe_floor(f"{rule}_max").partition(",")[0],
         "crossed": _said_of_crossed(rows),
         "delta": next((format_limit(row["delta"], 6) for row in rows if row.get("delta")), "–"),
         "assumptions": (*ASSUMPTIONS, *(("Model", said) for said in _smoothness(facts))),
@@ -101,7 +114,10 @@ def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = Fa
         "cautions": cautions(rows, facts),
         "counts": [f"{row['steps']:,}" for row in rows],
         "rows": [
-            (told(name).replace("accuracy", measured_by(facts)), [_value(row.get(name), _side(name)) for row in rows])
+            (
+                describe_floor(name).replace("accuracy", measured_by(facts)),
+                [_value(row.get(name), _side(name)) for row in rows],
+            )
             for name in kept
         ],
         "crossed": _said_of_crossed(rows),
@@ -190,14 +206,14 @@ def verdict(
     which = f"{weak}{'' if only else ' that has this floor'}"
     said = [
         f"The most accurate setting{which} reaches {_accuracy(last, measure)} and "
-        f"{attacker(floor)[0]} errs by at least {plus_minus(math.sqrt(last[floor]))} of a feature's range "
-        f"{attacker(floor)[1]} ({_of_runs(floor, runs, last)})."
+        f"{attacker_of(floor)[0]} errs by at least {plus_minus(math.sqrt(last[floor]))} of a feature's range "
+        f"{attacker_of(floor)[1]} ({_of_runs(floor, runs, last)})."
     ]
     known = (guesses or {}).get("error")
     error, whose = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")
     sound = [row for row in rows if protection_of(row).meaningful]
     kept = best(sound, floor, error**2)
-    whom, place = attacker(floor)
+    whom, place = attacker_of(floor)
     some = "" if len(sound) == len(rows) else " with a meaningful guarantee"
     which = " that was measured" if kept is not None and kept.get("never_measured") else ""
     where = place if floor in ("lecam", "rate_distortion") else f"on every record{which}"
@@ -207,12 +223,12 @@ def verdict(
     elif kept is not last:
         best_one = f"an accuracy of {_accuracy(kept)}" if measure == ACCURACY else _accuracy(kept, R2)
         said.append(f"The best setting{some} with which {whom} errs by {as_much}, has {best_one}.")
-    return [*said, *majority(guesses)]
+    return [*said, *describe_majority(guesses)]
 
 
 def _of_runs(floor: str, runs: int | None, row: Row) -> str:
-    said = precision(floor, runs, row.get("measured_median"))
-    plain = told(floor).removesuffix(" (estimate)")
+    said = describe_precision(floor, runs, row.get("measured_median"))
+    plain = describe_floor(floor).removesuffix(" (estimate)")
     return f"{plain}; {said}" if said else plain
 
 
@@ -248,7 +264,7 @@ def _lines(rows: Sequence[Row], floors: Sequence[str], measure: str) -> Chart:
     for k, floor in enumerate(drawn):
         colour, dash = colours[k % len(colours)], axes.DASHES[k % len(axes.DASHES)]
         traces.append(_trace(pareto(rows, floor), floor, colour, dash, measure))
-        keys.append(Key(colour, told(floor), "line", dash))
+        keys.append(Key(colour, describe_floor(floor), "line", dash))
     return _chart("chart-frontier", traces, keys, f"{_title(measure)} against every floor: the best settings", measure)
 
 
@@ -259,7 +275,7 @@ def _places(rows: Sequence[Row], rule: str, measure: str) -> Chart:
     for floor, colour in zip(drawn, (axes.VERMILLION, axes.ORANGE, axes.BLUE), strict=False):
         traces.append({**_trace(rows, floor, colour, "solid", measure), "mode": "markers", "opacity": 0.45})
         traces.append(_trace(pareto(rows, floor), floor, colour, "solid", measure))
-        keys.append(Key(colour, told(floor), "line"))
+        keys.append(Key(colour, describe_floor(floor), "line"))
     return _chart("chart-places", traces, keys, f"{_title(measure)} against the floors of the records", measure)
 
 
@@ -295,7 +311,7 @@ def _hover(row: Row, floor: str, measure: str) -> str:
     lines = [
         f"run {row['trial']}: {setting}, {row['steps']:,} steps",
         f"accuracy {_accuracy(row)}" if measure == ACCURACY else _accuracy(row, measure),
-        f"{told(floor)}: {_value(row[floor], 'down')} ({plus_minus(math.sqrt(row[floor]))})",
+        f"{describe_floor(floor)}: {_value(row[floor], 'down')} ({plus_minus(math.sqrt(row[floor]))})",
         *([_crossed(row, floor)] if has_crossed([row], floor) else []),
         f"ε = {_value(row.get('epsilon'), 'up')}",
     ]
