@@ -171,14 +171,7 @@ def supervise(queue: Queue, workers: int, work_as: Callable[[str, Callable[[], b
         work_as: the work of a worker, called with its name and a function that says when to stop; it is sent to its
             process.
     """
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context: Any = multiprocessing.get_context(method)
-    if method == "forkserver":
-        from multiprocessing import forkserver
-
-        context.set_forkserver_preload(list(PRELOAD))
-        with _on_interrupt(signal.SIG_IGN):  # the server and its workers ignore Ctrl-C: this process ends them
-            forkserver.ensure_running()
+    context = _worker_context()
     running: dict[str, Any] = {}
     errors, reasons = 0, context.SimpleQueue()
     try:
@@ -198,22 +191,38 @@ def supervise(queue: Queue, workers: int, work_as: Callable[[str, Callable[[], b
                 raise SweepError(f"{errors} workers ended by an error, which they wrote to standard error")
             for _ in range(min(workers, left) - len(running)):
                 owner = owner_name()
-                process = context.Process(target=_run_worker, args=(work_as, owner, reasons), daemon=True)
-                interrupts: list[Any] = []
-                with _on_interrupt(lambda *_, pressed=interrupts: pressed.append(1)):  # so that none starts unnoticed
-                    process.start()
-                    running[owner] = process
-                if interrupts:
-                    raise KeyboardInterrupt
+                running[owner] = context.Process(target=_run_worker, args=(work_as, owner, reasons), daemon=True)
+                running[owner].start()
             time.sleep(0.2)
         for process in running.values():
             process.join(30)
     finally:
-        for process in running.values():
-            if process.is_alive():
-                process.terminate()
-        for process in running.values():
+        alive = [process for process in running.values() if process.is_alive()]
+        for process in alive:
+            process.terminate()
+        for process in alive:
             process.join(30)
+
+
+def _worker_context() -> Any:
+    """Returns multiprocessing's context for workers: where possible they are forked from a server that has loaded all.
+
+    The server ignores Ctrl-C, and so do its workers: the process that supervises them ends them.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    from multiprocessing import forkserver
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
+    try:
+        forkserver.ensure_running()
+    finally:
+        if main:
+            signal.signal(signal.SIGINT, before)
+    return context
 
 
 def _run_worker(work_as: Callable[[str, Callable[[], bool]], Any], owner: str, reasons: Any) -> None:
@@ -231,19 +240,6 @@ def _run_worker(work_as: Callable[[str, Callable[[], bool]], Any], owner: str, r
     except SweepStopped as reason:
         reasons.put(str(reason))
         sys.exit(_STOPPED)
-
-
-@contextmanager
-def _on_interrupt(handler: Any) -> Iterator[None]:
-    """Handles Ctrl-C in another way for a moment. Only the main thread can, and only it gets Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 # --- progress -------------------------------------------------------------------------------
