@@ -24,7 +24,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "trials/00003/checkpoint
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch) -> None:
-    monkeypatch.setattr(database, "PATIENCE", 4.0)
+    monkeypatch.setattr(database, "PATIENCE", 12.0)
 
 
 class Faulty(sweep_stub.Stub):
@@ -147,7 +147,7 @@ class _Long(sweep_stub.Stub):
 @pytest.mark.parametrize(
     "edit",
     [
-        "CREATE UNIQUE INDEX odd ON trial_user_attributes (key)",
+        "CREATE TRIGGER odd BEFORE INSERT ON trial_values BEGIN SELECT RAISE(ABORT, 'odd'); END",
         "CREATE TRIGGER odd BEFORE INSERT ON trial_user_attributes BEGIN SELECT RAISE(ABORT, 'odd'); END",
         "CREATE TRIGGER odd BEFORE UPDATE ON trials BEGIN SELECT RAISE(ABORT, 'odd'); END",
         "DROP TABLE trial_heartbeats",

@@ -200,9 +200,8 @@ def stored(folder: Path, storage: str | None = None) -> tuple[list[Row], dict[st
         raise DataError(f"{where} cannot be read, or is damaged ({first_line(reason)})") from None
     failures = [slot.failure for slot in slots if slot.failure is not None]
     finished = sum(slot.complete is not None for slot in slots)
-    facts = {"folder": str(folder), "data": about["data"], "runs": about["runs"], "trials": len(slots)}
-    facts |= {"guesses": about.get("guesses") or {}}
-    facts |= {name: about.get(name) for name in ("task", "caveats", "inferred_ranges")}
+    facts = {name: about.get(name) for name in ("data", "runs", "task", "caveats", "inferred_ranges")}
+    facts |= {"folder": str(folder), "guesses": about.get("guesses") or {}, "trials": len(slots)}
     return rows, {**facts, "finished": finished, "failed": len(failures), "error": next(iter(failures), None)}
 
 
@@ -216,11 +215,8 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder} {why}: make one by reconbound sweep DATA --grid ... --out {folder}") from None
     except Unreadable as reason:
         raise DataError(f"{reason}: the command that made the sweep writes it again") from None
-    kinds = {
-        "name": str,
+    kinds = {"name": str, "data": str, "runs": int} | {
         "storage": str | None,
-        "data": str,
-        "runs": int,
         "guesses": dict | None,
         "caveats": dict | None,
     }
@@ -340,16 +336,13 @@ def plan_lines(queue: Queue, config: Sweep, train: Any, workers: int) -> list[st
     runs = f" {config.runs} times" if config.runs > 1 else ""
     at = ", ".join(f"{steps:,}" for steps in config.steps)
     done = f"{trained} of them are trained already. " if trained else ""
-    left = not all(slot.is_over for slot in slots)
-    time_left = "The expected time is printed when the first training has ended. " if left else ""
-    dataset = getattr(train, "dataset", None)
     many = "" if config.together is None else f", each with {config.together} settings at once"
     return [
-        *([dataset.summary()] if dataset is not None else []),
+        *([train.dataset.summary()] if hasattr(train, "dataset") else []),
         f"{total} setting{'s' if total != 1 else ''}: {kind} {grid}.",
         f"Each is trained{runs} for {config.steps[-1]:,} steps and evaluated after {at}; {workers} "
         f"worker{'s' if workers > 1 else ''} here{many}.",
-        f"{done}{time_left}Writes in {config.out} (confidential).",
+        f"{done}Writes in {config.out} (confidential).",
     ]
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from reconbound._internal.checks import InputError
+from reconbound._internal.progress import progress_bar
 from reconbound.sweep.database import (
     EnvironmentFault,
     Patience,
@@ -26,7 +27,7 @@ from reconbound.sweep.database import (
     describe_fault,
     retry_database,
 )
-from reconbound.sweep.queue import Claim, Exploded, Heartbeats, Queue, TrialLost
+from reconbound.sweep.queue import Claim, Exploded, Heartbeats, Queue, Slot, TrialLost
 from reconbound.sweep.space import PARAMETERS, Row, Setting, format_setting
 from reconbound.sweep.trial import trial_folder
 from reconbound.training.checkpoint import CheckpointError
@@ -257,39 +258,33 @@ def progress(queue: Queue, steps: int, show: bool) -> Iterator[None]:
     if not show:
         yield
         return
-    if not sys.stderr.isatty():
-        with _called_every_second(ProgressLines(queue, steps).print_new):
-            yield
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    slots, begun, stop = queue.slots(), time.monotonic(), threading.Event()
+    before = done = _steps_done(slots, steps)
+    printed = {slot.number for slot in slots if slot.is_over}
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=1800) as bar:
-        task = bar.add_task("trials", total=1)
-
-        def draw() -> None:
-            slots = queue.slots()
-            over, failed = sum(slot.is_over for slot in slots), sum(slot.failure is not None for slot in slots)
-            text = f"{over} of {len(slots)} trials{f', {failed} failed' if failed else ''}"
-            bar.update(task, total=steps * len(slots), completed=_steps_done(slots, steps), description=text)
-
-        with _called_every_second(draw):
-            yield
-
-
-@contextmanager
-def _called_every_second(act: Callable[[], None]) -> Iterator[None]:
-    """Calls a function every second in its own thread, and once more at the end."""
-    stop = threading.Event()
+    def update(advance: Callable[[int], None]) -> None:
+        nonlocal done
+        slots, earlier = queue.slots(), done
+        done = max(done, _steps_done(slots, steps))
+        advance(done - earlier)
+        for slot in slots:
+            if sys.stderr.isatty() or not slot.is_over or slot.number in printed:
+                continue
+            printed.add(slot.number)
+            seconds = (time.monotonic() - begun) * (len(slots) * steps - done) / max(1, done - before)
+            left = f"; about {format_duration(seconds)} left" if len(printed) < len(slots) else ""
+            ended = (
+                f"{'trained' if slot.failure is None else 'failed'}: {format_setting(slot.setting or {}, PARAMETERS)}"
+            )
+            print(f"{len(printed)} of {len(slots)} {ended}{left}", file=sys.stderr, flush=True)
 
     def watch() -> None:
-        while True:
-            ended = stop.wait(1.0)
-            with suppress(Exception):  # the storage is busy: the next attempt may succeed
-                act()
-            if ended:
-                return
+        with progress_bar(len(slots) * steps, done, True, "steps of all settings") as advance:
+            ended = False
+            while not ended:
+                ended = stop.wait(1.0)
+                with suppress(Exception):  # the storage is busy: the next attempt may succeed
+                    update(advance)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -298,36 +293,6 @@ def _called_every_second(act: Callable[[], None]) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
-
-
-class ProgressLines:
-    """Prints a line for each setting that ends, whoever trained it, with the time that remains."""
-
-    def __init__(self, queue: Queue, steps: int) -> None:
-        self.queue, self.steps, self.begun = queue, steps, time.monotonic()
-        slots = queue.slots()
-        self.printed = {slot.number for slot in slots if slot.is_over}
-        self.before = _steps_done(slots, steps)
-
-    def print_new(self) -> None:
-        """Prints the settings that ended since the last call."""
-        slots = self.queue.slots()
-        for slot in slots:
-            if not slot.is_over or slot.number in self.printed:
-                continue
-            self.printed.add(slot.number)
-            setting = format_setting(slot.setting or {}, PARAMETERS)
-            left = f"; {self._time_left(slots)}" if len(self.printed) < len(slots) else ""
-            ended = "trained" if slot.failure is None else "failed"
-            print(f"{len(self.printed)} of {len(slots)} {ended}: {setting}{left}", file=sys.stderr, flush=True)
-
-    def _time_left(self, slots: Sequence[Any]) -> str:
-        """Returns the time that remains, estimated from the steps done since this process began."""
-        done = _steps_done(slots, self.steps)
-        if done <= self.before:
-            return "time left unknown"
-        seconds = (time.monotonic() - self.begun) * (len(slots) * self.steps - done) / (done - self.before)
-        return f"about {format_duration(seconds)} left"
 
 
 def format_duration(seconds: float) -> str:
@@ -341,5 +306,5 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _steps_done(slots: Sequence[Any], steps: int) -> int:
+def _steps_done(slots: Sequence[Slot], steps: int) -> int:
     return sum(steps if slot.is_over else min(steps, slot.done) for slot in slots)
