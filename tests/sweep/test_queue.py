@@ -183,7 +183,7 @@ def test_of_two_workers_one_gets_a_trial_and_a_late_one_cannot_finish_it(tmp_pat
     assert not one.finish(first, ROWS, [0.0, 0.0])
     assert other.finish(taken, ROWS, [0.0, 0.0])
     assert not other.finish(taken, [], [0.0, 0.0])
-    one.release(taken, "too late")
+    one.fail(taken, RuntimeError("too late"))
     slot = one.slots()[first.slot]
     assert (slot.complete._trial_id, slot.complete.user_attrs["rows"]) == (taken.trial_id, ROWS)
     assert len(states(one)) == count + 2
@@ -264,7 +264,7 @@ def test_a_training_ends_when_all_its_trials_are_lost(queue) -> None:
     with Heartbeats(queue, claims) as beats:
         for k in range(2):
             beats.report([0, 1], k)
-            queue.release(claims[k], "as others do with a dead worker's")
+            queue.fail(claims[k], RuntimeError("as others do with a dead worker's trial"))
             end = time.monotonic() + 10
             while not beats.lost[k] and time.monotonic() < end:
                 time.sleep(0.05)

@@ -170,8 +170,8 @@ def frontier_command(
     """The best settings of a sweep, and its page and table anew; with --at-least the best accuracy for a floor."""
     with _needs_optuna(), plain_errors(received=str(folder)):
         from reconbound.sweep import best, floors_in, pareto
-        from reconbound.sweep.frontier import checked_floor, describe_majority
-        from reconbound.sweep.page import cautions
+        from reconbound.sweep.frontier import CROSSED, checked_floor, describe_majority
+        from reconbound.sweep.page import cautions, has_crossed
         from reconbound.sweep.run import publish, stored
 
         if at_least is not None:
@@ -197,7 +197,9 @@ def frontier_command(
                 print(line)
             for name, row in found.items():
                 print(_best_line(rows, name, at_least, row, facts))
-            for line in (*_describe_crossed(found), *describe_majority(facts["guesses"])):
+            if any(row is not None and has_crossed([row], name) for name, row in found.items()):
+                print(CROSSED)
+            for line in describe_majority(facts["guesses"]):
                 print(line)
         if None in found.values():
             raise typer.Exit(1)
@@ -211,17 +213,11 @@ def _print_json(content: dict[str, Any]) -> None:
     print(json.dumps({**content, "not_proved": not_proved}, indent=2, allow_nan=False))
 
 
-def _describe_crossed(found: dict[str, Row | None]) -> list[str]:
-    from reconbound.sweep.frontier import CROSSED
-    from reconbound.sweep.page import has_crossed
-
-    return [CROSSED] if any(row is not None and has_crossed([row], floor) for floor, row in found.items()) else []
-
-
 def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, facts: dict[str, Any]) -> str:
     from reconbound.bounds.bound import NOT_PROVED
     from reconbound.sweep.frontier import crossed_of, describe_precision, is_proved
     from reconbound.sweep.page import has_crossed, measured_by
+    from reconbound.sweep.space import PARAMETERS, format_setting
 
     if all(r.get("accuracy") is None for r in rows):
         return f"{floor}: no setting has an accuracy to choose by: there were no test records"
@@ -232,17 +228,12 @@ def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, fa
     how = describe_precision(floor, facts["runs"], row.get("measured_median"))
     if has_crossed([row], floor):
         how += f"; crossed {format_floor(row[crossed_of(floor) or ''], 4)}"
-    error = f"±{format_floor(row[floor] ** 0.5)} of a range"
-    said = f"floor MSE {format_floor(row[floor], 4)}, {error}{f' ({how})' if how else ''}"
-    said = f"{measured_by(facts)} {row['accuracy']:.4f}, {said}"
     mark = "" if is_proved(floor) else f" ({NOT_PROVED})"
-    return f"{floor}{mark} at least {format_number(at_least, 4)}: {said}: {_setting(row)}"
-
-
-def _setting(row: Row) -> str:
-    from reconbound.sweep.space import PARAMETERS, format_setting
-
-    return f"run {row['trial']}, {format_setting(row, PARAMETERS)}, {row['steps']:,} steps"
+    return (
+        f"{floor}{mark} at least {format_number(at_least, 4)}: {measured_by(facts)} {row['accuracy']:.4f}, "
+        f"floor MSE {format_floor(row[floor], 4)}, ±{format_floor(row[floor] ** 0.5)} of a range"
+        f"{f' ({how})' if how else ''}: run {row['trial']}, {format_setting(row, PARAMETERS)}, {row['steps']:,} steps"
+    )
 
 
 def _print_sweep(facts: dict[str, Any], rows: list[Row]) -> None:

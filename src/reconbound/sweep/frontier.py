@@ -113,10 +113,7 @@ def floors_in(rows: Iterable[Row]) -> list[str]:
 
 def default_floor(rows: Sequence[Row]) -> str:
     """Returns the name of the floor that is proved, at the most exposed record."""
-    found = floors_in(rows)
-    if not found:
-        raise InputError("rows", "must have a floor", "none")
-    return found[0]
+    return checked_floor(rows, None)
 
 
 def checked_floor(rows: Sequence[Row], floor: str | None) -> str:
@@ -126,11 +123,11 @@ def checked_floor(rows: Sequence[Row], floor: str | None) -> str:
         rows: of the finished trials.
         floor: the name of a floor; None for the default.
     """
-    if floor is None:
-        return default_floor(rows)
-    found = floors_in(rows)
-    if floor not in found:
-        raise InputError("floor", f"must be one of {', '.join(found)}", floor)
+    floors = floors_in(rows)
+    if floor is None and floors:
+        return floors[0]
+    if floor not in floors:
+        raise InputError("floor", f"must be one of {', '.join(floors) or 'those of the rows, which have none'}", floor)
     return floor
 
 

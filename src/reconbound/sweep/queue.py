@@ -64,8 +64,9 @@ class Slot:
 
     @cached_property
     def setting(self) -> Setting | None:
-        """Returns the setting; None in a search while it is not chosen yet."""
-        return next((t.user_attrs["setting"] for t in reversed(self.attempts) if "setting" in t.user_attrs), None)
+        """Returns the setting, that of the finished attempt if there is one; None while a search has not chosen it."""
+        attempts = reversed(self.attempts) if self.complete is None else [self.complete]
+        return next((trial.user_attrs["setting"] for trial in attempts if "setting" in trial.user_attrs), None)
 
     @cached_property
     def complete(self) -> FrozenTrial | None:
@@ -312,7 +313,7 @@ class Queue:
             kept = self.storage.get_trial(claim.trial_id).user_attrs  # Optuna gives no error where the tables refuse it
             if kept.get("rows") != plain or "sha256" not in kept:
                 raise self._refusal(claim.slot, "to keep the rows of")
-            self._end(claim.trial_id, claim.slot, TrialState.COMPLETE, values)
+            self._end(claim, TrialState.COMPLETE, values)
         except SweepStopped:
             raise
         except RuntimeError:
@@ -327,11 +328,7 @@ class Queue:
             error: the error.
             final: whether another attempt would end in the same way.
         """
-        self._give_up(claim, {"error": f"{type(error).__name__}: {error}", **({"final": True} if final else {})})
-
-    def release(self, claim: Claim, why: str) -> None:
-        """Fails a trial for a reason that is not its setting's."""
-        self._give_up(claim, {"released": why})
+        self._fail(claim, {"error": f"{type(error).__name__}: {error}", "final": final})
 
     def release_owner(self, owner: str, why: str | None = None) -> None:
         """Fails all trials of a worker at once.
@@ -343,21 +340,21 @@ class Queue:
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if trial.user_attrs.get("owner") == owner:
                 claim = Claim(trial._trial_id, trial.user_attrs["slot"], None)
-                self._give_up(claim, {} if why is None else {"released": why})
+                self._fail(claim, {} if why is None else {"released": why})
 
-    def _give_up(self, claim: Claim, facts: Mapping[str, Any]) -> None:
+    def _fail(self, claim: Claim, facts: Mapping[str, Any]) -> None:
         try:
             for name, value in facts.items():
                 self.set_fact(claim, name, value)
-            self._end(claim.trial_id, claim.slot, TrialState.FAIL)
+            self._end(claim, TrialState.FAIL)
         except SweepStopped:
             raise
         except RuntimeError:  # finished by now
             pass
 
-    def _end(self, trial_id: int, slot: int, state: TrialState, values: Sequence[float] | None = None) -> None:
-        if not self.storage.set_trial_state_values(trial_id, state, values):  # where the tables refuse it
-            raise self._refusal(slot, "to end")
+    def _end(self, claim: Claim, state: TrialState, values: Sequence[float] | None = None) -> None:
+        if not self.storage.set_trial_state_values(claim.trial_id, state, values):  # where the tables refuse it
+            raise self._refusal(claim.slot, "to end")
 
     def _refusal(self, slot: int, what: str) -> SweepStopped:
         return SweepStopped(
