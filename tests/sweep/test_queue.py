@@ -127,6 +127,7 @@ def test_two_workers_on_sqlite_get_one_trial_without_a_lock_from_the_start(tmp_p
         storage.engine.dispose()
 
 
+@pytest.mark.postgres
 @pytest.mark.parametrize("zones", [("UTC", "Asia/Tokyo"), ("Asia/Tokyo", "UTC")])
 def test_workers_in_other_time_zones_are_not_taken_for_dead(tmp_path, postgres, monkeypatch, zones) -> None:  # noqa: F811
     """Optuna stores PostgreSQL's heartbeats in the time zone of the session, and without it."""

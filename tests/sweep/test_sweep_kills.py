@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -164,8 +165,9 @@ def test_workers_of_one_command_that_are_killed_are_replaced(
             going = multiprocessing.active_children()
             if going and holders(queue):
                 victim = rng.choice(going)
-                os.kill(victim.pid, signal.SIGKILL)
-                kills.append(victim.pid)
+                with suppress(ProcessLookupError):  # it has just ended by itself
+                    os.kill(victim.pid, signal.SIGKILL)
+                    kills.append(victim.pid)
 
     thread = threading.Thread(target=killer)
     thread.start()
