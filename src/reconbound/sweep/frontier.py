@@ -13,8 +13,8 @@ from reconbound._internal.checks import DataError, InputError
 from reconbound._internal.files import CONFIDENTIAL, printable, write_whole
 from reconbound.accounting.precision import how_far_off
 from reconbound.bounds.bound import NOT_PROVED
-from reconbound.mechanisms.guarantees import FLOORS as MECHANISM_FLOORS
-from reconbound.mechanisms.protection import Protection
+from reconbound.mechanisms.base import Protection
+from reconbound.mechanisms.guarantee import FLOORS as MECHANISM_FLOORS
 from reconbound.sweep import space
 from reconbound.sweep.queue import Slot, seal_of
 from reconbound.sweep.space import Row
