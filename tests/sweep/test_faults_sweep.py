@@ -20,6 +20,8 @@ from reconbound.sweep import faults, sweep
 from reconbound.sweep.run import begin, open_store
 from reconbound.sweep.space import settings_of
 
+pytestmark = pytest.mark.slow
+
 NO_SERVER = postgres_server.missing()
 FULL = OSError(errno.ENOSPC, "No space left on device", "trials/00003/checkpoint-0.safetensors")
 

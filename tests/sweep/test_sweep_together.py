@@ -28,6 +28,8 @@ from reconbound.sweep.together import Exploded, TogetherTrainer
 from reconbound.sweep.trial import Trainer
 from reconbound.sweep.worker import LeaseLost
 
+pytestmark = pytest.mark.slow
+
 GRID = [{"noise_multiplier": s, "lr": lr} for s in (0.5, 1.0) for lr in (0.3, 1.0)]
 
 
