@@ -36,6 +36,7 @@ def flat(model: nn.Module) -> Tensor:
 # --- the algorithm ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_paper_is_algorithm_1_step_by_step() -> None:
     """Against a plain version: dense Jacobians, κ with δ = 1/(N T), fixed-size batches, momentum by hand."""
     x, y = data(records=12)
