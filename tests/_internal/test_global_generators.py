@@ -23,7 +23,6 @@ from reconbound.fisher import clipped_gradient_sum, dense_information, step_info
 from reconbound.fisher.reference import coordinate_information
 from reconbound.sweep.fleet.trainer import Fleet
 from reconbound.training.settings import Settings
-from reconbound.training.state import some_losses
 from reconbound.validate import check_batch, check_model
 
 MECHANISM: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
@@ -112,7 +111,7 @@ WORK: dict[str, Callable[[], Any]] = {
     "learner": lambda: learner(check=True, spectral=True, diagonal=Chosen(2, 2)).repeat(3, 3),
     "every batch": lambda: learner(budget="every", probes=2).fit(3),
     "a learner of a model that draws": lambda: learner(Drawing(), rules=()),
-    "some losses": lambda: some_losses(learner(Drawing())),
+    "some losses": lambda: learner(Drawing()).measurer.some_losses(),
     "fleet": fleet,
     "logistic": linear(PrivateLogisticRegression),
     "ridge": linear(PrivateRidge),

@@ -17,7 +17,7 @@ from reconbound.auditing.options import finished, open_folder
 from reconbound.auditing.run import audit
 from reconbound.cli import app as cli
 from reconbound.report.folder import MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, read_run
-from reconbound.training.checkpoint import CheckpointError, held
+from reconbound.training.checkpoint import CheckpointError, lock_folder
 
 
 def test_a_released_model_that_was_removed_comes_back_the_same(tmp_path) -> None:
@@ -149,7 +149,7 @@ def test_folders_that_are_no_audit_are_left_alone(tmp_path) -> None:
 
 
 def test_one_audit_at_a_time_in_a_folder(tmp_path) -> None:
-    with held(tmp_path / "a"), pytest.raises(CheckpointError, match="in use"):
+    with lock_folder(tmp_path / "a"), pytest.raises(CheckpointError, match="in use"):
         audit(auditing.people(), auditing.options(), tmp_path / "a", show=False)
 
 

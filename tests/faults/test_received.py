@@ -20,7 +20,7 @@ from reconbound._internal.files import sealed, sealed_json, unsealed
 from reconbound.auditing.run import audit
 from reconbound.data import Dataset, Feature
 from reconbound.report.folder import read_leakage, read_run
-from reconbound.training.checkpoint import CheckpointError, held
+from reconbound.training.checkpoint import CheckpointError, lock_folder
 
 SHARE = int(os.environ.get("INJECT", "0"))
 
@@ -127,7 +127,7 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(tmp_path, ki
         os.mkfifo(folder / "lock")
     else:
         (os.symlink if kind == "symbolic" else os.link)(precious, folder / "lock")
-    with pytest.raises((CheckpointError, ValueError), match="link"), held(folder):
+    with pytest.raises((CheckpointError, ValueError), match="link"), lock_folder(folder):
         pass
     assert precious.read_text() == "all my work\n"
 

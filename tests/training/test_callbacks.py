@@ -11,7 +11,6 @@ from torch import nn
 from reconbound import PrivateSGD, Settings
 from reconbound._internal.checks import InputError
 from reconbound.training.callbacks import Callback
-from reconbound.training.words import checked_callbacks
 
 
 class Counting(Callback):
@@ -68,9 +67,10 @@ def test_a_stop_within_a_callback_repeats_nothing_in_the_history(tmp_path, stop_
 
 
 def test_what_is_no_callback_is_refused() -> None:
+    one = learner()
     for wrong in (print, "x", [print]):
-        with pytest.raises(InputError, match="callbacks"):
-            checked_callbacks(wrong)
+        with pytest.raises(InputError, match=r"callbacks must be a list of reconbound.training.callbacks.Callback"):
+            PrivateSGD(one.model, one.loss_fn, one.inputs, one.targets, one.settings, callbacks=wrong)  # type: ignore
 
 
 def test_a_ledger_is_whole_at_counts_within_the_run() -> None:

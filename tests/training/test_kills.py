@@ -117,7 +117,7 @@ def test_stopping_between_steps(tmp_path, every: int, monkeypatch) -> None:
         one.fit(10)
     with pytest.raises(KeyboardInterrupt):
         one.fit(10)
-    monkeypatch.setattr(one, "restart", lambda original=one.restart: (original(), patched(one)))
+    monkeypatch.setattr(one, "_restart", lambda original=one._restart: (original(), patched(one)))
     with pytest.raises(KeyboardInterrupt):
         one.fit(10)
     monkeypatch.undo()
@@ -158,7 +158,7 @@ def test_errors_before_the_step_leave_the_ledger_as_it_was() -> None:
         def batch(self, seed: int, step: int):
             calls.append(step)
             if calls == [0, 1]:
-                return torch.tensor([999])
+                raise RuntimeError("out of range")
             return sampler.batch(seed, step)
 
     one.sampler = Fails()

@@ -20,9 +20,9 @@ from reconbound.accounting.accountant import Account, FisherAccountant
 from reconbound.accounting.amplification import fixed_size_factor, paper_delta, paper_kappa
 from reconbound.fisher import Private, dense_information, step_information
 from reconbound.training import private_sgd as sgd_module
+from reconbound.training.arguments import reset_parameters
 from reconbound.training.private_sgd import NoLedger, PrivateSGD, Settings, TrainingError
 from reconbound.training.sampling import FixedSize, Poisson, ShuffledEpochs
-from reconbound.training.state import reset_parameters
 from reconbound.validate import ReconboundWarning
 from where import FOLDER, needs
 
@@ -41,18 +41,8 @@ def test_paper_is_algorithm_1_step_by_step() -> None:
     x, y = data(records=12)
     x, steps, size, sigma, clip, lr = x.double(), 5, 4, 0.8, 0.7, 0.3
     model = network().double()
-    one = Kept.paper(
-        network().double(),
-        losses,
-        x,
-        y,
-        batch_size=size,
-        noise_multiplier=sigma,
-        max_grad_norm=clip,
-        lr=lr,
-        seed=5,
-        probes=2500,
-    ).fit(steps)
+    chosen = Settings.paper(size, 12, noise_multiplier=sigma, max_grad_norm=clip, lr=lr, seed=5, probes=2500)
+    one = Kept(network().double(), losses, x, y, chosen).fit(steps)
     kappa = paper_kappa(sigma, size / 12, paper_delta(12, steps))
     seed, velocity = one.run_seed, None
     paper, fixed, noise_free = np.zeros(12), np.zeros(12), flat(model)
@@ -645,7 +635,7 @@ def test_repeat_says_that_pretrained_parameters_are_lost_unless_they_are_put_bac
 def test_an_optimizer_that_is_made_already_is_refused() -> None:
     model = network()
     made = torch.optim.Adam(model.parameters())
-    with pytest.raises(InputError, match=r"optimizer must be a function .*a Adam that is made already"):
+    with pytest.raises(InputError, match=r"optimizer must be a function .*a new optimizer, for each run"):
         learner(model, optimizer=made)
     with pytest.raises(InputError, match="schedule must be a function"):
         learner(model, schedule=StepLR(made, 2))

@@ -26,7 +26,6 @@ from reconbound._internal.checks import InputError
 from reconbound._internal.files import file_digest, is_leftover
 from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import random_states_kept
-from reconbound.accounting.spec import Account
 from reconbound.auditing.leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, looks
 from reconbound.auditing.models import check_model, describe_model, model_kind
 from reconbound.auditing.options import AuditOptions, make_learner, open_folder, settle
@@ -45,9 +44,9 @@ from reconbound.report.folder import (
     write_leakage,
     write_run,
 )
-from reconbound.training.checkpoint import held
+from reconbound.training.checkpoint import lock_folder
 from reconbound.training.private_sgd import PrivateSGD
-from reconbound.training.sampling import Sampler, batches_per_epoch, make_sampler
+from reconbound.training.sampling import Sampler, make_account, make_sampler
 
 if TYPE_CHECKING:
     from reconbound.data import Dataset
@@ -89,7 +88,7 @@ def audit(
         check_publishable(dataset)
     caveats = check_model(dataset, options.model)
     folder = open_folder(out)
-    with held(folder):
+    with lock_folder(folder):
         for leftover in (*folder.glob(".*.part"), *(folder / CHECKPOINTS).glob(".*.part")):
             if is_leftover(leftover.name):
                 leftover.unlink(missing_ok=True)
@@ -237,14 +236,7 @@ def floors_of(dataset: Dataset, options: AuditOptions) -> Guarantee:
         options: the options of the audit.
     """
     sampler = sampler_of(dataset, options)
-    account = Account.of(
-        options.settings,
-        sample_rate=sampler.sample_rate,
-        records=len(dataset.inputs),
-        features=len(dataset.scale),
-        steps=options.steps,
-        batches_per_epoch=batches_per_epoch(sampler),
-    )
+    account = make_account(options.settings, sampler, len(dataset.scale), options.steps)
     return guarantee(account.mechanism(), dim=account.features)
 
 
