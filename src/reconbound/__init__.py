@@ -58,8 +58,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from reconbound.accounting.accountant import Account, FisherAccountant
-    from reconbound.auditing.api import audit
     from reconbound.auditing.release import load_release
+    from reconbound.auditing.run import audit
     from reconbound.bounds import Bound
     from reconbound.data import load_dataset
     from reconbound.linear import PrivateLogisticRegression, PrivateRidge

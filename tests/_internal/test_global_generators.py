@@ -129,10 +129,10 @@ def test_global_generators_are_left_alone(name: str) -> None:
 
 
 def test_an_audit_leaves_them_alone(tmp_path) -> None:
-    from reconbound.auditing.run import audit
+    from reconbound.auditing.run import run_audit
 
     with untouched():
-        audit(auditing.people(), auditing.options(runs=2, steps=4), tmp_path / "a", show=False)
+        run_audit(auditing.people(), auditing.options(runs=2, steps=4), tmp_path / "a", show=False)
 
 
 class Loop:
