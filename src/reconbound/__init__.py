@@ -18,7 +18,7 @@ _HOME = {
     "Settings": "training.settings",
     "Bound": "bounds",
     "Guarantee": "mechanisms.guarantees",
-    "audit": "auditing.api",
+    "audit": "auditing.run",
     "floor": "mechanisms.guarantees",
     "guarantee": "mechanisms.guarantees",
     "DP": "mechanisms",
