@@ -32,7 +32,7 @@ from reconbound.auditing.options import AuditOptions, default_options, finished,
 from reconbound.auditing.release import write_inputs
 from reconbound.auditing.snapshots import SNAPSHOTS, SnapshotMeasurements, Snapshots
 from reconbound.data import Dataset, load_dataset
-from reconbound.mechanisms.guarantees import Guarantee, guarantee
+from reconbound.mechanisms.guarantee import Guarantee, guarantee
 from reconbound.report.folder import (
     CHECKPOINTS,
     CHOSEN_SEED,
