@@ -20,7 +20,7 @@ from reconbound.report.folder import MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, re
 from reconbound.training.checkpoint import CheckpointError, lock_folder
 
 
-def test_a_released_model_that_was_removed_comes_back_the_same(tmp_path) -> None:
+def test_removed_model_is_restored(tmp_path) -> None:
     people, options = auditing.people(), auditing.options(steps=4)
     folder = run_audit(people, options, tmp_path, show=False)
     before = (folder / MODEL).read_bytes()
@@ -32,7 +32,7 @@ def test_a_released_model_that_was_removed_comes_back_the_same(tmp_path) -> None
     assert finished(folder, people, options)
 
 
-def test_killed_before_the_pages_of_more_runs_are_there_an_audit_is_not_finished(tmp_path, monkeypatch) -> None:
+def test_audit_killed_before_its_pages_is_unfinished(tmp_path, monkeypatch) -> None:
     people = auditing.people()
     run_audit(people, auditing.options(steps=4, runs=1), tmp_path, show=False)
     old = [(tmp_path / name).read_bytes() for name in (REPORT, PUBLIC_REPORT)]
@@ -54,7 +54,7 @@ def test_killed_before_the_pages_of_more_runs_are_there_an_audit_is_not_finished
         assert (tmp_path / name).read_bytes() != page
 
 
-def test_killed_between_its_two_files_an_audit_shows_no_facts_of_fewer_runs(tmp_path, monkeypatch, capsys) -> None:
+def test_audit_killed_between_files_shows_no_older_facts(tmp_path, monkeypatch, capsys) -> None:
     """Else the leakage of two runs would be told with the facts of one."""
     people = auditing.people()
     run_audit(people, auditing.options(steps=4, runs=1), tmp_path, show=False)
@@ -70,7 +70,7 @@ def test_killed_between_its_two_files_an_audit_shows_no_facts_of_fewer_runs(tmp_
     assert "was begun and is not finished" in capsys.readouterr().err
 
 
-def test_what_is_left_of_a_file_does_not_make_a_folder_anothers(tmp_path) -> None:
+def test_leftover_files_do_not_block_a_folder(tmp_path) -> None:
     """Killed while it wrote its very first file."""
     (tmp_path / f".{PLAN}.0123abcd.part").write_text("{")
     assert open_folder(tmp_path) == tmp_path
@@ -78,7 +78,7 @@ def test_what_is_left_of_a_file_does_not_make_a_folder_anothers(tmp_path) -> Non
     assert not list(tmp_path.glob(".*.part"))
 
 
-def test_an_unfinished_download_of_the_users_is_no_leftover(tmp_path) -> None:
+def test_users_partial_download_is_kept(tmp_path) -> None:
     """Hidden and named .part too, but not by us."""
     mine = tmp_path / "a" / ".film.mkv.part"
     mine.parent.mkdir()
@@ -119,7 +119,7 @@ def test_other_options_or_data_are_refused(audited) -> None:
     assert before == {p: p.read_bytes() for p in audited.rglob("*") if p.is_file()}
 
 
-def test_fresh_starts_over_and_removes_nothing_of_others(tmp_path) -> None:
+def test_fresh_removes_only_files_of_the_audit(tmp_path) -> None:
     people, folder = auditing.people(), tmp_path / "a"
     run_audit(people, auditing.options(runs=1, steps=4), folder, show=False)
     (folder / "notes.txt").write_text("mine")
@@ -128,7 +128,7 @@ def test_fresh_starts_over_and_removes_nothing_of_others(tmp_path) -> None:
     assert (folder / "notes.txt").read_text() == "mine"
 
 
-def test_without_a_seed_each_folder_has_its_own_and_keeps_it(tmp_path) -> None:
+def test_each_folder_keeps_its_own_seed(tmp_path) -> None:
     people = auditing.people()
     seeds = []
     for name in ("a", "b", "a"):
@@ -138,7 +138,7 @@ def test_without_a_seed_each_folder_has_its_own_and_keeps_it(tmp_path) -> None:
     assert seeds[0] > 2**64
 
 
-def test_folders_that_are_no_audit_are_left_alone(tmp_path) -> None:
+def test_other_folders_are_refused(tmp_path) -> None:
     (tmp_path / "letter.txt").write_text("x")
     before = auditing.mode(tmp_path)
     with pytest.raises(InputError, match="must be a new or empty folder"):
@@ -167,7 +167,7 @@ def test_damaged_and_missing_files_are_named(tmp_path) -> None:
         run_audit(people, options, folder, show=False)
 
 
-def test_a_full_disk_is_an_error_that_leaves_the_last_state(tmp_path, monkeypatch) -> None:
+def test_full_disk_keeps_the_last_state(tmp_path, monkeypatch) -> None:
     people, options, folder = auditing.people(), auditing.options(), tmp_path / "a"
     fsync, left = os.fsync, [12]
 

@@ -62,7 +62,7 @@ def classes(table, tmp_path_factory):
     )
 
 
-def test_records_enter_as_in_the_audit(classes, table) -> None:
+def test_records_are_encoded_as_in_the_audit(classes, table) -> None:
     dataset, folder = classes
     release = load_release(folder)
     assert release.columns == ["age", "hours", "job", "score"]
@@ -89,7 +89,7 @@ def test_predictions_are_those_of_the_parameters(classes, table) -> None:
     np.testing.assert_allclose(release.predict_proba(rows), outputs.softmax(1).numpy(), atol=1e-6)
 
 
-def test_what_is_read_off_the_data_stays_out_of_public_files(classes) -> None:
+def test_facts_read_off_the_data_are_not_public(classes) -> None:
     _, folder = classes
     assert stat.S_IMODE(os.stat(folder / INPUTS).st_mode) == 0o600
     facts = json.loads((folder / INPUTS).read_text())
@@ -107,7 +107,7 @@ def test_what_is_read_off_the_data_stays_out_of_public_files(classes) -> None:
         assert secret not in public
 
 
-def test_a_number_comes_back_in_its_own_unit(table, tmp_path) -> None:
+def test_predicted_number_has_its_own_unit(table, tmp_path) -> None:
     ranges = {"age": (0, 120), "hours": (0, 140), "score": (-5, 5)}
     dataset = load_dataset(table, target="score", ranges=ranges)
     folder = run_audit(dataset, default_options(dataset, **QUICK), tmp_path / "out", show=False)
@@ -120,7 +120,7 @@ def test_a_number_comes_back_in_its_own_unit(table, tmp_path) -> None:
         release.predict_proba(rows)
 
 
-def test_images_enter_in_grey_levels(tmp_path) -> None:
+def test_images_are_given_in_grey_levels(tmp_path) -> None:
     pictures = auditing.pictures()
     folder = run_audit(pictures, auditing.options(steps=2, runs=1), tmp_path / "out", show=False)
     release = load_release(folder)
@@ -132,7 +132,7 @@ def test_images_enter_in_grey_levels(tmp_path) -> None:
         release.inputs(grey[:, :, 1:])
 
 
-def test_what_cannot_be_used_is_said(classes, tmp_path) -> None:
+def test_unusable_records_are_refused(classes, tmp_path) -> None:
     _, folder = classes
     release = load_release(folder)
     assert repr(release) == "Release(mlp: 4 columns -> 2 classes)"  # no ranges, categories or parameters
@@ -172,7 +172,7 @@ def test_no_code_is_run_because_a_file_names_it(classes, tmp_path, monkeypatch) 
     assert release.predict([row]) == load_release(folder).predict([row])
 
 
-def test_the_guide_s_blocks_run(table, tmp_path, monkeypatch, capsys) -> None:
+def test_code_of_the_guide_runs(table, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     ranges = {"age": (0, 120), "hours": (0, 140)}
     dataset = load_dataset(table, target="pay", ranges=ranges, drop="score")
@@ -187,7 +187,7 @@ def test_the_guide_s_blocks_run(table, tmp_path, monkeypatch, capsys) -> None:
     assert told[1].startswith("[('row ")
 
 
-def test_a_category_called_none_is_one_and_not_a_missing_value(tmp_path) -> None:
+def test_category_called_none_is_not_missing(tmp_path) -> None:
     path = tmp_path / "table.csv"
     lines = [f"{k % 7},{('none', 'some', '')[k % 3]},{'ab'[k % 2]}" for k in range(40)]
     path.write_text("\n".join(["age,level,y", *lines]) + "\n")

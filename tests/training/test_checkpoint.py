@@ -41,7 +41,7 @@ def state(step: int, **belongs) -> Checkpoint:
     )
 
 
-def test_the_newest_is_loaded_and_the_older_overwritten(tmp_path) -> None:
+def test_newest_checkpoint_is_loaded_and_older_overwritten(tmp_path) -> None:
     assert load(tmp_path, MINE) is None
     for step in range(5):
         save(tmp_path, state(step), turn=step)
@@ -54,7 +54,7 @@ def test_the_newest_is_loaded_and_the_older_overwritten(tmp_path) -> None:
     assert all(stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600 for name in NAMES)
 
 
-def test_a_new_folder_is_its_owners_alone(tmp_path) -> None:
+def test_new_folder_is_private_to_its_owner(tmp_path) -> None:
     before = os.umask(0)
     try:
         save(tmp_path / "run", state(0), turn=0)
@@ -64,7 +64,7 @@ def test_a_new_folder_is_its_owners_alone(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("where", ["cut", "half", "first", "facts", "tensor", "empty", "pickle"])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, where: str) -> None:
+def test_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path, where: str) -> None:
     save(tmp_path, state(1), turn=0)
     save(tmp_path, state(2), turn=1)
     path = tmp_path / NAMES[1]
@@ -86,7 +86,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, where:
         load(tmp_path, MINE)
 
 
-def test_every_flipped_bit_is_seen(tmp_path) -> None:
+def test_every_flipped_bit_is_detected(tmp_path) -> None:
     save(tmp_path, state(1), turn=0)
     path = tmp_path / NAMES[0]
     good = path.read_bytes()
@@ -96,7 +96,7 @@ def test_every_flipped_bit_is_seen(tmp_path) -> None:
             load(tmp_path, MINE)
 
 
-def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path) -> None:
+def test_checkpoint_of_another_run_is_refused(tmp_path) -> None:
     save(tmp_path, state(1), turn=0)
     other = {**MINE, "configuration": {"lr": 0.2, "rules": ("exact",)}}
     with pytest.raises(CheckpointError, match=r"configuration differs \(lr was 0.1 and is 0.2\)"):
@@ -109,7 +109,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path) -> N
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "open"])
-def test_a_full_disk_leaves_the_last_good_state(tmp_path, monkeypatch, call: str) -> None:
+def test_full_disk_keeps_the_last_good_state(tmp_path, monkeypatch, call: str) -> None:
     save(tmp_path, state(1), turn=0)
     save(tmp_path, state(2), turn=1)
 
@@ -126,7 +126,7 @@ def test_a_full_disk_leaves_the_last_good_state(tmp_path, monkeypatch, call: str
     assert sorted(os.listdir(tmp_path)) == sorted(NAMES)  # no leftovers
 
 
-def test_a_really_full_disk() -> None:
+def test_full_disk_on_a_real_device() -> None:
     """/dev/full cannot hold a rename, but it can fail a write as a disk does."""
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full on this system")
@@ -134,7 +134,7 @@ def test_a_really_full_disk() -> None:
         file.write(_files.sealed({"w": torch.ones(3)}, {}))
 
 
-def test_training_through_a_full_disk(tmp_path, monkeypatch) -> None:
+def test_training_resumes_after_a_full_disk(tmp_path, monkeypatch) -> None:
     whole = learner().fit(12)
     first = learner(checkpoint=tmp_path, every=4)
     written = 0
@@ -156,7 +156,7 @@ def test_training_through_a_full_disk(tmp_path, monkeypatch) -> None:
     assert same_state(again, whole)
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path, monkeypatch) -> None:
+def test_unwritable_folder_is_refused_before_training(tmp_path, monkeypatch) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="cannot be made"):
         learner(checkpoint=tmp_path / "file" / "run").fit(3)
@@ -282,7 +282,7 @@ def rises(factor: float):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step|.*epoch parameter")  # SequentialLR's own
-def test_another_schedule_is_refused_with_what_differs(tmp_path, before, after, what: str) -> None:
+def test_another_schedule_is_refused(tmp_path, before, after, what: str) -> None:
     attempt(tmp_path, schedule=before)
     files = {name: (tmp_path / name).read_bytes() for name in NAMES}
     with pytest.raises(CheckpointError, match=f"the schedule differs .{what}"):
@@ -291,7 +291,7 @@ def test_another_schedule_is_refused_with_what_differs(tmp_path, before, after, 
     attempt(tmp_path, schedule=before)  # its own is taken
 
 
-def test_training_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path) -> None:
+def test_training_resumes_from_the_previous_checkpoint(tmp_path) -> None:
     whole = learner().fit(12)
     learner(checkpoint=tmp_path, every=4).fit(12)
     newest = max((tmp_path / name for name in NAMES), key=lambda p: p.stat().st_mtime_ns)
@@ -316,7 +316,7 @@ def test_no_module_pickles() -> None:
 SECRET = 294263246810135724680
 
 
-def test_neither_seeds_nor_digests_of_data_are_ever_shown(tmp_path) -> None:
+def test_messages_show_neither_seeds_nor_digests(tmp_path) -> None:
     one = learner(seed=SECRET, checkpoint=tmp_path, evaluate=lambda model: {"x": 1.0}).fit(steps=4)
     found = [
         repr(one),
@@ -346,7 +346,7 @@ def test_neither_seeds_nor_digests_of_data_are_ever_shown(tmp_path) -> None:
     assert all((tmp_path / name).stat().st_mode & 0o077 == 0 for name in NAMES)  # the seed is in them
 
 
-def test_plans_and_sweeps_do_not_print_their_seed(tmp_path) -> None:
+def test_options_and_sweeps_do_not_print_their_seed(tmp_path) -> None:
     assert str(SECRET) not in repr(AuditOptions().with_changes(seed=SECRET))
     assert str(SECRET) not in repr(Sweep("digits", tmp_path / "s", space={"lr": [0.1]}, steps=(3,), seed=SECRET))
 
@@ -365,7 +365,7 @@ def test_another_loss_is_refused_by_its_name(tmp_path) -> None:
     attempt(tmp_path)
 
 
-def test_losses_of_the_noise_context_leave_buffers_alone(tmp_path) -> None:
+def test_losses_of_the_noise_context_keep_buffers(tmp_path) -> None:
     class Counts(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -385,7 +385,7 @@ def test_losses_of_the_noise_context_leave_buffers_alone(tmp_path) -> None:
     assert torch.equal(kept.model.calls, plain.model.calls)
 
 
-def test_two_damaged_checkpoints_say_what_can_be_done(tmp_path) -> None:
+def test_two_damaged_checkpoints_are_refused_with_advice(tmp_path) -> None:
     attempt(tmp_path, every=1)
     for name in NAMES:
         (tmp_path / name).write_bytes(b"damaged")
@@ -394,7 +394,7 @@ def test_two_damaged_checkpoints_say_what_can_be_done(tmp_path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes")
-def test_a_folder_that_others_may_enter_is_warned_of(tmp_path) -> None:
+def test_folder_open_to_others_gives_a_warning(tmp_path) -> None:
     place = tmp_path / "open"
     place.mkdir()
     place.chmod(0o755)
@@ -404,7 +404,7 @@ def test_a_folder_that_others_may_enter_is_warned_of(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("records", [3, 1000, 2**24 + 4, 2**25 + 3])
-def test_losses_are_those_of_records_that_are_there(records: int) -> None:
+def test_losses_use_existing_records(records: int) -> None:
     """Above 2²⁴ records a float32 index would round beyond the last."""
     asked: list[torch.Tensor] = []
     measurer = learner().measurer

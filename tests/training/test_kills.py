@@ -112,7 +112,7 @@ def patched(one) -> None:
     one.optimizer.step = interrupted
 
 
-def test_a_learner_without_folder_that_was_stopped_in_a_step_says_so() -> None:
+def test_learner_without_folder_refuses_to_continue_mid_step() -> None:
     from reconbound.training.private_sgd import TrainingError
 
     one = learner()
@@ -123,7 +123,7 @@ def test_a_learner_without_folder_that_was_stopped_in_a_step_says_so() -> None:
         one.fit(4)
 
 
-def test_errors_before_the_step_leave_the_ledger_as_it_was() -> None:
+def test_errors_before_a_step_keep_the_ledger() -> None:
     whole, one = learner(budget=1e6).fit(4), learner(budget=1e6)
     sampler, calls = one.sampler, []
 
