@@ -29,10 +29,10 @@ def test_every_block_of_the_guide_prints_what_the_page_says():
 def test_section_8_without_an_intercept_as_the_page_says():
     page = PAGE.read_text(encoding="utf-8")
     first, second, *_, last, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    for line in ('`intercept: False`, `method="label"`', "`fit_intercept=False`", "released =\nmodel.coef_[None]"):
+    for line in ('`intercept=False`, `method="label"`', "`fit_intercept=False`", "released =\nmodel.coef_[None]"):
         assert line in page
     second = second.replace("random_state=0", "random_state=0, fit_intercept=False")
-    changed = last.replace('"intercept": True', '"intercept": False')
+    changed = last.replace("intercept=True", "intercept=False")
     changed = re.sub(r"released = .*", "released = model.coef_[None]", changed)
     names: dict = {}
     with contextlib.redirect_stdout(io.StringIO()):
