@@ -15,7 +15,7 @@ from reconbound import Account, FisherAccountant, PrivateSGD, Settings
 from reconbound._internal.checks import InputError
 from reconbound.fisher import Private
 from reconbound.validate import ReconboundWarning, check_batch
-from reconbound.validate.structure import NOT_CHECKED
+from reconbound.validate.model import NOT_CHECKED
 
 SETTING: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "clip": "hard"}
 

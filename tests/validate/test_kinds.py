@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from measuring import measure, sum_clipped
 from reconbound import PrivateSGD, Settings
-from reconbound.fisher.checks import wrong_kind
+from reconbound.fisher.options import wrong_kind
 from reconbound.training.private_sgd import TrainingError
 from reconbound.validate import check_batch
 

@@ -55,7 +55,7 @@ def _overlap_sampled(m: float, q: float, count: int) -> float:
     spread = math.sqrt(count * float(np.sum(weight * loss**2) / np.sum(weight)))
     omega, d_omega = _frequencies(spread)
     hellinger = float(np.sum(weight * 2 * np.sinh(loss / 4) ** 2))
-    turned = _turned(omega, loss, weight)
+    turned = _reversed_rule(omega, loss, weight)
     missing, direct = hellinger + turned, float(np.sum(weight)) - turned  # 1 − M(ω), and M(ω) where it is small
     small = missing < 0.5
     log_size = np.where(
@@ -65,7 +65,7 @@ def _overlap_sampled(m: float, q: float, count: int) -> float:
     return float(np.sum(d_omega / np.cosh(math.pi * omega) * sign * np.exp(count * log_size)))
 
 
-def _turned(omega: np.ndarray, loss: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def _reversed_rule(omega: np.ndarray, loss: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Returns Σ weight (1 − cos ωl) at each ω, as Σ weight · 2 sin²(ωl/2), which does not cancel; in chunks of rows."""
     rows = max(1, 2**18 // len(loss))
     parts = []

@@ -38,7 +38,7 @@ from reconbound.sweep.space import Choices, Setting, Space
 from reconbound.sweep.store import Claim, Store
 from reconbound.sweep.team import supervise
 from reconbound.sweep.worker import TRIALS, Row, owner_name, work
-from reconbound.validate.structure import ReconboundWarning
+from reconbound.validate.model import ReconboundWarning
 
 DATABASE, SEED, ABOUT = "sweep.db", "seed", "sweep.json"
 

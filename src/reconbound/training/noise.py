@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from reconbound._internal.chacha import keystream
+from reconbound._internal.rng import keystream
 
 _PART = 2**20  # numbers drawn at a time, to limit memory: each needs 32 bytes of key stream
 

@@ -32,7 +32,7 @@ from reconbound.training.callbacks import Callback
 from reconbound.training.sampling import make_sampler, steps_of
 from reconbound.training.settings import Settings
 from reconbound.training.step import Fault, LossFn, Measurer, as_tensors, evaluated, record_count, row_counts
-from reconbound.validate.structure import ReconboundWarning
+from reconbound.validate.model import ReconboundWarning
 
 
 class TrainingError(RuntimeError):
