@@ -141,12 +141,12 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, apply: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        ctx.apply, ctx.transpose = apply, transpose
+        ctx.maps = transpose, apply
         return apply(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _linear(grads[0], ctx.transpose, ctx.apply), None, None
+        return _linear(grads[0], *ctx.maps), None, None
 
 
 _linear: Callable[..., Any] = _Linear.apply
