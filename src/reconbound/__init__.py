@@ -22,13 +22,13 @@ _HOME = {
     "StepOptions": "fisher",
     "SumOptions": "fisher",
     "Bound": "bounds",
-    "Guarantee": "mechanisms.guarantees",
-    "audit": "auditing.api",
+    "Guarantee": "mechanisms.guarantee",
+    "audit": "auditing.run",
     "check_batch": "validate",
     "check_model": "validate",
     "clipped_gradient_sum": "fisher",
-    "floor": "mechanisms.guarantees",
-    "guarantee": "mechanisms.guarantees",
+    "floor": "mechanisms.guarantee",
+    "guarantee": "mechanisms.guarantee",
     "DP": "mechanisms",
     "PrivateLogisticRegression": "linear",
     "PrivateRidge": "linear",
@@ -76,8 +76,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from reconbound.accounting.accountant import Account, FisherAccountant
-    from reconbound.auditing.api import audit
     from reconbound.auditing.release import load_release
+    from reconbound.auditing.run import audit
     from reconbound.bounds import Bound
     from reconbound.data import load_dataset
     from reconbound.fisher import (
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
     )
     from reconbound.linear import PrivateLogisticRegression, PrivateRidge
     from reconbound.mechanisms import DP, PLD, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
-    from reconbound.mechanisms.guarantees import Guarantee, floor, guarantee
+    from reconbound.mechanisms.guarantee import Guarantee, floor, guarantee
     from reconbound.training.private_sgd import PrivateSGD, Settings
     from reconbound.validate import check_batch, check_model
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from reconbound.sweep import Sweep, parse_grid, sweep
-from reconbound.training.checkpoint import held
+from reconbound.training.checkpoint import lock_folder
 
 STEPS = 12
 
@@ -23,7 +23,7 @@ class Stub:
 
     def __call__(self, setting: dict, folder: Path, tell) -> list[dict]:
         folder.mkdir(parents=True, exist_ok=True)
-        with held(folder):
+        with lock_folder(folder):
             with (folder.parent / "starts").open("a") as file:
                 file.write(f"{folder.name}\n")
             mark = folder / "steps"
@@ -58,7 +58,7 @@ def make(config: Sweep) -> Stub:
 def config(out: Path, url: str | None, settings: int = 12, together: int | None = None) -> Sweep:
     lrs = ",".join(str(round(0.1 + 0.1 * k, 1)) for k in range(settings // 4))
     grid = ["noise_multiplier=0.2,0.5,1,2", f"lr={lrs}"]
-    return Sweep("stub", out, parse_grid(grid), (5, 10), storage=url, seed=1, lease=1.0, together=together)
+    return Sweep("stub", out, parse_grid(grid), (5, 10), storage=url, seed=1, grace=1, together=together)
 
 
 def join(out: str, url: str) -> None:
