@@ -16,12 +16,11 @@ from reconbound.accounting.accountant import Account, FisherAccountant
 from reconbound.auditing.options import default_options, make_learner
 from reconbound.cli import app as cli
 from reconbound.data import load_dataset
-from reconbound.sweep.frontier import columns_of, floors_in, table
+from reconbound.sweep.frontier import CROSSED, columns_of, floors_in, table
 from reconbound.sweep.ledgers import by_run, crossed, crossed_floor, floors_of, keep
 from reconbound.sweep.page import frontier_page, run_page
 from reconbound.sweep.space import seed_of
 from reconbound.sweep.trial import Trainer
-from reconbound.sweep.words import CROSSED
 
 pytestmark = pytest.mark.slow
 
