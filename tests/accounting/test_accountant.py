@@ -244,7 +244,7 @@ def test_summary_and_guarantee_travel_with_the_ledger() -> None:
 
 
 @pytest.mark.parametrize("bad", [[6], [-1], [2, 2]])
-def test_indices_out_of_range_or_twice_leave_the_ledger_alone(bad: list[int]) -> None:
+def test_bad_indices_leave_ledger_unchanged(bad: list[int]) -> None:
     ledger = FisherAccountant(account())
     with pytest.raises(InputError, match="indices"):
         ledger.add(torch.tensor(bad), info(torch.ones(len(bad)), torch.ones(len(bad))))

@@ -52,7 +52,7 @@ def test_budgets_are_unbiased(budgets: dict, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["every", "steps", "blocks"])
 @pytest.mark.slow
-def test_standard_error_of_one_run_says_what_the_budget_cost(budgets: dict, name: str) -> None:
+def test_standard_error_of_one_run_covers_budget(budgets: dict, name: str) -> None:
     squares = (budgets[name][0] - budgets["all"][0]).square().mean()
     error = budgets[name][1]
     claimed = error.masked_fill(error.isinf(), 0.0).square().mean()  # never measured: nothing to estimate it from

@@ -60,7 +60,7 @@ def random_covariance(rng, d):
 # --- van Trees -----------------------------------
 
 
-def test_van_trees_is_the_posterior_covariance_of_the_linear_gaussian_model():
+def test_van_trees_equals_gaussian_posterior_covariance():
     rng = np.random.default_rng(0)
     for _ in range(200):
         d = int(rng.integers(1, 6))

@@ -99,14 +99,14 @@ def test_private_names_the_columns_to_protect(write):
     assert [f.name for f in listed.private_features] == ["age", "hours"]
 
 
-def test_a_category_cannot_be_private_and_the_floors_for_any_attacker_are_offered(write):
+def test_private_category_raises_and_offers_any_attacker_floors(write):
     with pytest.raises(DataError, match=r"column 'job': a category cannot be private.*`reconbound bound`"):
         all_rows(write(PEOPLE), target="income", private=["age", "job"], **DECLARED)
     with pytest.raises(DataError, match=r"no column of numbers to protect.*`reconbound bound`"):
         all_rows(write("a,y\nx,0\nz,1\n"), target="y")
 
 
-def test_with_declared_ranges_a_row_depends_on_itself_alone(write):
+def test_declared_ranges_make_rows_independent(write):
     """No statistic of the other people leaks into a person's input."""
     rng = np.random.default_rng(3)
     jobs = ("nurse", "clerk", "")
@@ -253,7 +253,7 @@ def test_a_few_words_among_numbers_are_refused_with_their_place(write):
     ],
 )
 @pytest.mark.parametrize("kinds", [20, 120])
-def test_numbers_with_signs_are_neither_public_nor_left_out_in_silence(write, form, plain, kinds):
+def test_signed_numbers_are_reported(write, form, plain, kinds):
     """A column of dollars must not become a category that the attacker is taken to know, nor an identifier."""
     cells = [form.format(1000 + k % kinds) for k in range(120)]
     text = "pay,x,y\n" + "".join(f'"{cell}",{k},{"pq"[k % 2]}\n' for k, cell in enumerate(cells))
@@ -266,7 +266,7 @@ def test_numbers_with_signs_are_neither_public_nor_left_out_in_silence(write, fo
     assert found.columns == (("x",), ())
 
 
-def test_classes_and_codes_with_signs_are_left_alone(write):
+def test_signed_classes_and_codes_are_unchanged(write):
     text = "code,x,y\n" + "".join(f"{['A$B', 'C%', '1-2', '1.2.3'][k % 4]},{k},{k % 3 * 10}%\n" for k in range(30))
     found = all_rows(write(text), target="y", ranges={"x": (0, 30)})
     assert found.class_names == ("0%", "10%", "20%")
@@ -335,7 +335,7 @@ def test_a_column_with_a_comma_in_its_name_can_be_private(write):
         ("x,y\n-1e308,p\n1e308,q\n", "column 'x': values from -1e+308 to 1e+308 span no usable range"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(write, content, said):
+def test_errors_name_their_place(write, content, said):
     path = write(content)
     with pytest.raises(DataError, match=re.escape(said)) as caught:
         load_dataset(path, target="y")

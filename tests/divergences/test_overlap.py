@@ -51,7 +51,7 @@ def test_kl_poisson_at_rates_so_small_that_all_of_it_lies_near_2m(m, q):
     assert renyi.kl_poisson(m, 1e-310) == 1e-310 * m * m / 2
 
 
-def test_kl_poisson_bounds_every_record_of_the_ball_and_the_mutual_information():
+def test_kl_poisson_bounds_records_and_mutual_information():
     """KL rises with the norm, does not see the direction, and bounds what a step tells about a random record."""
     x = np.linspace(-25, 25, 5001)
     h = x[1] - x[0]
@@ -142,7 +142,7 @@ def test_overlap_of_many_steps_by_monte_carlo(m, q, steps):
 
 
 @pytest.mark.slow
-def test_overlap_of_a_thousand_steps_between_the_two_estimates_of_dp_accounting():
+def test_overlap_lies_between_dp_accountings_estimates():
     import dp_accounting as dp
     from dp_accounting.pld import privacy_loss_distribution as pld
 

@@ -336,7 +336,7 @@ def test_order2_paper_by_quadrature():
             assert renyi.order2_paper(m, q) == close(float(mp.log1p(chi2)), rel=1e-12)
 
 
-def test_output_perturbation_moves_no_minimiser_further_than_it_says():
+def test_output_perturbation_sensitivity_bounds_minimisers():
     """Ridge-regularised logistic regression, solved exactly: remove or replace one row of norm data_norm."""
     from scipy.optimize import minimize
 

@@ -195,7 +195,7 @@ def test_laplace_pair_by_integration_bounds_pure_dp():
 
 @pytest.mark.parametrize("sampler", ["poisson", "fixed"])
 @pytest.mark.parametrize(("q", "steps"), [(0.005, 50), (0.3, 1), (0.01, 1000), (1.0, 3)])
-def test_without_noise_whoever_is_drawn_is_told_and_nobody_else(sampler, q, steps):
+def test_without_noise_only_drawn_records_leak(sampler, q, steps):
     """As the noise goes to 0: advantage 1 − (1 − q)ᵀ, and from 1 − (1 − q)ᵀ(1 − κ) to κ + 1 − (1 − q)ᵀ to rebuild."""
     kappa = np.array([1e-6, 1e-2, 0.5])
     never = (1 - q) ** steps
