@@ -66,7 +66,7 @@ def test_unbiased_with_honest_errors(probes: int, deflate: int, shared: int) -> 
         assert (reported > across.std(0)).all()  # the bound
 
 
-def test_the_variance_is_what_the_theory_says() -> None:
+def test_variance_matches_theory() -> None:
     """2 (‖M‖² − Σ (qᵀMq)²), by the spread of many probes; with signs it is less than without."""
     model, x, y = small()
     unclipped = {"max_grad_norm": 1e9, "noise_multiplier": 1e-9, "clip": "hard"}
@@ -152,7 +152,7 @@ def test_micro_batches_do_not_matter(deflate: int, shared: int) -> None:
         assert torch.allclose(parts.across_error, whole.across_error, rtol=1e-8)
 
 
-def test_chosen_features_alone() -> None:
+def test_only_chosen_features() -> None:
     model, x, y = small()
     chosen = torch.tensor([0, 2, 5])
     exact = dense_information(model, cross_entropy, x, y, private=chosen, **STEP)

@@ -104,7 +104,7 @@ def test_the_test_changes_nothing() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_autocast_around_the_call_is_refused_and_inside_the_model_is_clipped() -> None:
+def test_autocast_outside_refused_inside_clipped() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -103,7 +103,7 @@ def convolutional() -> nn.Module:
         network(nn.ELU()),
     ],
 )
-def test_good_models_pass_in_silence(model: nn.Module, records: int) -> None:
+def test_good_models_do_not_warn(model: nn.Module, records: int) -> None:
     check_batch(model, per_record, *batch(records))
     check_batch(copy.deepcopy(model).double(), per_record, batch(records)[0].double(), batch(records)[1])
 
@@ -445,7 +445,7 @@ def test_transformer_layer_under_plain_attention() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # from within torch.func.jvp
-def test_math_attention_equals_the_fused_kernel_and_has_all_derivatives() -> None:
+def test_math_attention_equals_fused_kernel() -> None:
     q, k, v = torch.randn(3, 2, 5, 4, dtype=torch.float64, requires_grad=True).unsqueeze(2).unbind(0)
     fused = F.scaled_dot_product_attention(q, k, v)
     with math_attention():
