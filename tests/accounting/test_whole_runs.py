@@ -32,7 +32,7 @@ def test_a_ledger_of_a_few_records_is_not_suspected(sampler: str) -> None:
     kept = small(sampler=sampler, steps=1000, sample_rate=0.02)
     for _ in range(10):
         kept.add(torch.arange(8), ones(), weight=100 * 0.02, stratified=True)
-    assert kept.traces.steps_told() == pytest.approx(1000)
+    assert kept.traces.steps_covered() == pytest.approx(1000)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kept.finish_run()
@@ -42,7 +42,7 @@ def test_an_epoch_of_batches_that_do_not_come_out_even_is_as_many_steps() -> Non
     kept = small(10, sampler="shuffle", sample_rate=0.4)
     for first, after in ((0, 4), (4, 8), (8, 10)):
         kept.add(torch.arange(first, after), ones(after - first))
-    assert kept.traces.steps_told() == pytest.approx(3)
+    assert kept.traces.steps_covered() == pytest.approx(3)
 
 
 def test_a_subset_of_the_records_wants_a_ledger_of_its_own() -> None:
@@ -51,15 +51,6 @@ def test_a_subset_of_the_records_wants_a_ledger_of_its_own() -> None:
         kept.add(torch.arange(8), ones(), weight=0.25)
     with pytest.warns(ReconboundWarning, match="and the records that are measured"):
         kept.finish_run()
-
-
-def test_a_ledger_of_an_earlier_version_does_not_say_nan() -> None:
-    kept, other = small(), small()
-    kept.add(torch.arange(8), ones(), weight=0.25)
-    other.restore({name: v for name, v in kept.state().items() if name not in ("weights", "partial")}, 0)
-    assert "nan" not in str(other.mse_floor())
-    assert "not known how many of its 10 steps" in str(other.mse_floor())
-    assert any("of 10 steps measured so far" in note for note in kept.mse_floor().notes)
 
 
 def test_a_chance_above_one_is_refused() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,18 +22,32 @@ from reconbound._internal.checks import InputError, choice, file_path, flag, num
 from reconbound._internal.fingerprints import NAME as FINGERPRINTS
 from reconbound._internal.fingerprints import Fingerprints
 from reconbound._internal.formatting import format_floor
-from reconbound.accounting import storage as ledger_file
-from reconbound.accounting.exposure import Exposed, MostExposed, quantiles
+from reconbound.accounting import storage
+from reconbound.accounting.confidence import (
+    FEWEST,
+    WIDEST,
+    Estimates,
+    Exposed,
+    MostExposed,
+    describe_precision,
+    explain_no_limit,
+    quantiles,
+    relative_median,
+    upper_limit,
+    warn_if_imprecise,
+)
 from reconbound.accounting.feature_ledger import Chosen, Diagonal, FeatureLedger
-from reconbound.accounting.limits import FEWEST, WIDEST, upper_limit, why_no_limit
-from reconbound.accounting.precision import relative_median, told, warn_if_coarse, warn_if_silent
-from reconbound.accounting.record_ledger import TraceLedger
-from reconbound.accounting.spec import Account, checked_device, checked_scale
-from reconbound.bounds import Bound
+from reconbound.accounting.record_ledger import RecordLedger, check_information, checked_indices, measured_rows
+from reconbound.accounting.spec import Account, checked_counts, checked_device, checked_scale
+from reconbound.bounds import Bound, from_trace
 from reconbound.data.copies import checked_rows
 from reconbound.fisher import StepInformation
 from reconbound.mechanisms.guarantees import Guarantee, guarantee
 from reconbound.validate.structure import ReconboundWarning
+
+_LARGEST = np.finfo(np.float64).max
+_RULES = {"exact": "exact Poisson factors", "fixed": "the fixed-size factor", "none": "no amplification",
+          "paper": "the paper's κ: comparison, no guarantee"}  # fmt: skip
 
 
 class FisherAccountant:
@@ -48,6 +62,8 @@ class FisherAccountant:
         spectral: also keep the sum of the steps' spectral norms, an upper bound of the run's. Under the first rule.
         feature_scale: size of one unit of the model's input in the data's own units, one number or one per feature (for
             standardised features: their standard deviations). Floors are given in data units through it.
+        keep_runs_at: step counts, ascending, at which the dFIL of each single run is kept, for `dfil_of_runs`; the last
+            is the run's. It takes records × rules × runs numbers for each of them.
         device: where the ledger lives.
 
     Attributes:
@@ -68,25 +84,32 @@ class FisherAccountant:
         diagonal: Diagonal = "none",
         spectral: bool = False,
         feature_scale: float | Sequence[float] | Tensor = 1.0,
+        keep_runs_at: Sequence[int] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         if not isinstance(account, Account):
             raise InputError("account", "must be an Account", account)
-        self.account = account
-        self.device = checked_device(device)
-        self.traces = TraceLedger(account, flag("spectral", spectral), self.device)
+        self.account, self.device = account, checked_device(device)
+        kept = checked_counts("keep_runs_at", keep_runs_at)
+        if kept and kept[-1] != account.steps:
+            raise InputError("keep_runs_at", f"must end with the account's {account.steps} steps", kept)
+        self.traces = RecordLedger(account, self.device, spectral=flag("spectral", spectral), keep_at=kept)
         self.features = FeatureLedger(account, diagonal, self.device)
         self.feature_scale = checked_scale(feature_scale, account.features)
-        self.runs = 0
         self._fingerprints = Fingerprints()
         self.caveats: tuple[str, ...] = ()
         self.needs_range = False
-        self._warned: dict[str, int] = {}  # of what, at how many runs
+        self._warned: dict[str, int] = {}  # subject → the number of runs at its last warning
 
     def __repr__(self) -> str:
         a, runs = self.account, f"{self.runs:,} run{'' if self.runs == 1 else 's'} finished"
         size = f"{a.records:,} records of {a.features:,} features, {a.steps:,} steps"
         return f"FisherAccountant({size}, rules {', '.join(a.rules)}, diagonal {self.diagonal!r}, {runs})"
+
+    @property
+    def runs(self) -> int:
+        """Returns the number of finished runs."""
+        return self.traces.runs
 
     @property
     def diagonal(self) -> str:
@@ -119,25 +142,31 @@ class FisherAccountant:
             stratified: the last of these: each record is measured exactly once in each block of steps. Not with
                 shuffled epochs, where the parameters at a step depend on whether the record was seen already.
         """
-        check_information(found)
-        number("weight", weight, above=0.0)
+        _check_type(found)
+        rate = self.account.sample_rate
+        if number("weight", weight, above=0.0) < rate * (1 - 1e-9):
+            why = f"must be at least the sample rate, {rate:g}, which is divided by a chance to make it"
+            raise InputError("weight", why, weight)
         if flag("stratified", stratified) and self.account.sampler == "shuffle":
             raise InputError("stratified", "must be False with shuffled epochs: measure the batches themselves", True)
         indices, found = measured_rows(indices, found)
-        index = self.traces.checked(indices, found)
+        index = checked_indices(indices, found, self.account.records)
         if index.numel() == 0:
             return
-        self.features.check_found(found)
-        self._collect(found)
-        self._fingerprints.touch()
-        across, along = self.traces.add(index, found, weight, stratified)
+        self._check_information(index, found)
+        index = index.to(self.device, torch.int64)
+        across, along = self.traces.add(index, found, float(weight), stratified)
         self.features.add(index, found, across, along)
 
-    def _collect(self, found: StepInformation) -> None:
-        """Keeps what must be stated with floors computed from this information."""
-        if not set(found.caveats) <= set(self.caveats):
-            self.caveats = joined(self.caveats, found.caveats)
+    def _check_information(self, index: Tensor, found: StepInformation) -> None:
+        """Refuses information that does not fit before anything is changed; keeps its caveats otherwise."""
+        check_information(self.account, index, found)
+        if "spectral" in self.traces.state and found.spectral_bound is None:
+            raise InputError("found", "must have the spectral norm: this ledger keeps it", None)
+        self.features.check_found(found)
+        self.caveats = joined(self.caveats, found.caveats)
         self.needs_range = self.needs_range or found.part == "module"
+        self._fingerprints.touch()
 
     def follow(self, found: StepInformation) -> None:
         """Adds one step's information about the features of all chosen records, in the order of `rows`.
@@ -148,20 +177,16 @@ class FisherAccountant:
         Args:
             found: the step's information about the chosen records.
         """
-        check_information(found)
+        _check_type(found)
         rows = self.rows if self.diagonal == "chosen" else None
         if rows is None or len(found.clipped_norm) != len(rows):
             have = "no" if rows is None else len(rows)
             raise InputError("found", f"must be about the {have} records that were chosen", len(found.clipped_norm))
         if found.mask is not None and not bool((found.mask != 0).all()):
             raise InputError("found", "must be about records that took part, not masked ones", found.mask.tolist())
-        self.traces.check_found(rows, found)
-        self._collect(found)
-        rate = self.account.sample_rate
-        across, along = (
-            rate * f.to(self.device) for f in self.traces.factors(self.account.rules[0], found.clipped_norm)
-        )
-        self._fingerprints.touch()
+        self._check_information(rows, found)
+        factors = self.traces.factors(self.account.rules[0], found.clipped_norm)
+        across, along = (self.account.sample_rate * factor for factor in factors)
         self.features.follow(found, across, along)
 
     def begin_run(self, fingerprint: str) -> None:
@@ -173,21 +198,29 @@ class FisherAccountant:
         """
         self._fingerprints.begin(fingerprint)
 
+    def keep_step(self, step: int) -> None:
+        """Keeps the present run's information if this is one of `keep_runs_at`. Call it after each step.
+
+        Args:
+            step: the number of steps taken in this run.
+        """
+        self.traces.keep_step(whole("step", step))
+
     def finish_run(self) -> None:
         """Closes the current run: adds it to the averages over runs and starts an empty ledger.
 
         Warns where the number of steps that the measurements cover differs from the account's by a tenth and by more
         than chance, or where a record was left out that other runs measured, though not by chance.
         """
-        fault = self.traces.missing()
+        fault = self.traces.describe_missing()
         if fault:
-            cure = "measure every record at every step, or with the right weight, or make the Account with the steps "
+            cure = "Measure every record at every step, or with the right weight, or make the Account with the steps "
             cure += "that were taken and the records that are measured"
-            warn_user(f"{fault}; {cure}", ReconboundWarning)
+            warn_user(f"{fault}. {cure}", ReconboundWarning)
         self._fingerprints.finish()
-        self.runs += 1
-        self.traces.finish_run(self.runs)
-        self.features.finish_run(self.runs, self.traces.trace(0, self.runs), self.traces.told_of(self.runs))
+        self.traces.finish_run()
+        self.features.finish_run()
+        self.features.choose(self.trace(), self.traces.measurements())
 
     def merge(self, other: FisherAccountant) -> None:
         """Adds the finished runs of another ledger of the same account (other machines, other seeds).
@@ -202,7 +235,7 @@ class FisherAccountant:
         if other is self:
             raise InputError("other", "must be another ledger, with runs of its own", "the same one")
         alike = other.traces.state.keys() == self.traces.state.keys() and self.features.same_parts(other.features)
-        if other.account != self.account or not alike:
+        if other.account != self.account or other.traces.keep_at != self.traces.keep_at or not alike:
             raise InputError("other", "must be a ledger of the same account, with the same parts", other.account)
         if not torch.equal(self.feature_scale, other.feature_scale):
             raise InputError("other", "must have the same feature_scale", other.feature_scale)
@@ -210,9 +243,8 @@ class FisherAccountant:
         if other.runs == 0:
             return
         self.caveats, self.needs_range = joined(self.caveats, other.caveats), self.needs_range or other.needs_range
-        self.traces.merge(other.traces, self.runs, other.runs)
-        self.features.merge(other.features, self.runs, other.runs)
-        self.runs += other.runs
+        self.traces.merge(other.traces)
+        self.features.merge(other.features)
         self._fingerprints.finished.extend(other.fingerprints)
 
     # --- reading -----------------------------------------------------------------------
@@ -223,7 +255,7 @@ class FisherAccountant:
         Args:
             rule: the subsampling factors; the account's first where left out.
         """
-        return self.traces.trace(self._rule(rule), self.runs)
+        return self.traces.mean("trace")[self._rule(rule)].clone()
 
     def dfil(self, rule: str | None = None) -> Tensor:
         """Returns dFIL = Tr I/d of each record, (N,), in the model's input units: small is good.
@@ -235,6 +267,17 @@ class FisherAccountant:
             rule: the subsampling factors; the account's first where left out.
         """
         return self.trace(rule) / self.account.features
+
+    def dfil_of_runs(self, step: int, rule: str | None = None) -> Tensor:
+        """Returns the dFIL of each run after this many steps, (R, N), on the CPU. The last may be in progress.
+
+        Args:
+            step: one of `keep_runs_at`.
+            rule: the subsampling factors; the account's first where left out.
+        """
+        if step not in self.traces.keep_at:
+            raise InputError("step", f"must be one of keep_runs_at, {self.traces.keep_at}", step)
+        return self.traces.dfil_of_runs(step, self.account.rules[self._rule(rule)])
 
     def upper(self, rule: str | None = None, confidence: float = 0.95, *, warn: bool = True) -> Tensor:
         """Returns the upper confidence limit of each record's dFIL over runs, (N,); needs two runs or more.
@@ -261,11 +304,10 @@ class FisherAccountant:
         (experiments/coverage.py; docs/theory/accounting.md has the figures, and harder problems, where it was 98 % and
         90 %). The maximum over records is an upper limit for the largest dFIL of all.
         """
-        limits = upper_limit(
-            *self._for_limits(rule), runs=self.runs, confidence=confidence, sampled=self.traces.sampled
-        )
-        reason = self.no_limit_because(rule) if flag("warn", warn) else None
-        if reason is not None and self._first("limits"):
+        estimates = self._estimates(rule)
+        limits = upper_limit(estimates, confidence)
+        reason = explain_no_limit(estimates) if flag("warn", warn) else None
+        if reason is not None and self._is_first("limits"):
             warn_user(f"no confidence limit (infinity): {reason}", ReconboundWarning)
         return limits
 
@@ -275,14 +317,17 @@ class FisherAccountant:
         Args:
             rule: the subsampling factors; the account's first where left out.
         """
-        return why_no_limit(*self._for_limits(rule), runs=self.runs, sampled=self.traces.sampled)
+        return explain_no_limit(self._estimates(rule))
 
-    def _for_limits(self, rule: str | None) -> tuple[Tensor, Tensor, Tensor]:
-        return self.dfil(rule), self.standard_error(rule), self.traces.told_of(self.runs)
+    def _estimates(self, rule: str | None) -> Estimates:
+        traces = self.traces
+        return Estimates(
+            self.dfil(rule), self.standard_error(rule), traces.measurements(), self.runs, sampled=traces.sampled
+        )
 
-    def _first(self, what: str) -> bool:
-        """Returns whether this is the first call for this subject since the last run ended."""
-        before, self._warned[what] = self._warned.get(what), self.runs
+    def _is_first(self, subject: str) -> bool:
+        """Returns whether this is the first warning on this subject since the last run ended."""
+        before, self._warned[subject] = self._warned.get(subject), self.runs
         return before != self.runs
 
     def standard_error(self, rule: str | None = None) -> Tensor:
@@ -295,7 +340,7 @@ class FisherAccountant:
         Args:
             rule: the subsampling factors; the account's first where left out.
         """
-        return self.traces.standard_error(self._rule(rule), self.runs) / self.account.features
+        return self.traces.trace_error(self._rule(rule)) / self.account.features
 
     def mse_floor(self, rule: str | None = None) -> Bound:
         """Returns 1/dFIL of each record: Theorem 2, for unbiased attackers, in squared data units.
@@ -310,21 +355,44 @@ class FisherAccountant:
             rule: the subsampling factors; the account's first where left out.
         """
         k = self._rule(rule)
-        bound, relative, said = self._floors(k)
+        bound, relative, precision = self._floors(k)
         limits = self._lower_limits(rule)
         if limits is not None and (limits > 0).any():
-            there, none = limits[limits > 0], int((limits == 0).sum())
-            first = f"lower limits at 95 % confidence: lowest MSE {format_floor(there.min())}"
+            lowest, none = limits[limits > 0].min(), int((limits == 0).sum())
+            first = f"lower limits at 95 % confidence: lowest MSE {format_floor(lowest)}"
             first += f", {none:,} of {len(limits):,} records without one" if none else ""
             bound = replace(bound, assumes=(first, *bound.assumes), notes=(first, *bound.notes))
-        if self._first("floors"):
-            warn_if_coarse(relative, said, self.runs)
-            if 2 * self.traces.mute(k, self.runs) > int((self._told_of() > 0).sum()):
-                warn_if_silent(self.traces.silent(k, self.runs))
+        if self._is_first("floors"):
+            warn_if_imprecise(relative, precision, self.runs)
+            if 2 * self.traces.zero_records(k) > int((self.traces.measurements() > 0).sum()):
+                why = "Training may have diverged, or the outputs may be saturated: look at the loss, and lower lr or "
+                warn_user(f"{self._describe_zeros(k)[0]}. {why}the noise", ReconboundWarning)
         return bound
 
     def _floors(self, k: int) -> tuple[Bound, float, str]:
-        return self.traces.floors(k, self.runs, unit=self._unit(), caveats=self.caveats)
+        """Returns the floors of the k-th rule, their median relative standard error, and the statement of it."""
+        account, measured, trace = self.account, self.traces.measurements(), self.traces.mean("trace")[k]
+        unseen = (measured == 0).cpu().numpy()
+        bound = from_trace(trace.cpu().numpy(), account.features)
+        with np.errstate(over="ignore"):  # records without information have the largest float as floor
+            value = np.where(unseen, 0.0, np.minimum(bound.value * self._unit(), _LARGEST))
+        relative = relative_median(trace, self.traces.trace_error(k))
+        precision = describe_precision(measured, relative, runs=self.runs)
+        notes = (precision, *self.caveats, *self._describe_zeros(k), *self.traces.describe_incomplete())
+        if unseen.any():
+            notes += (f"{int(unseen.sum())} of {len(unseen)} records were never measured: no floor (0)",)
+        mean = f"mean over {f'{self.runs} run(s)' if self.runs else 'a run in progress'}"
+        assumes = (_RULES[account.rules[k]], mean, f"{account.clip} clipping", *notes)
+        bound = replace(bound, name="dfil", value=value, sampler=account.sampler, attacker="unbiased", notes=notes,
+                        proved=account.rules[k] != "paper", assumes=assumes, estimate=True)  # fmt: skip
+        return bound, relative, precision
+
+    def _describe_zeros(self, k: int) -> tuple[str, ...]:
+        """Describes records whose measurements were all zero."""
+        zeros = (
+            f"{self.traces.zero_records(k)} of {self.account.records} records had zero information at each measurement"
+        )
+        return (f"{zeros}: their floor is the largest number there is",) if self.traces.zero_records(k) else ()
 
     def feature_floors(self, *, average: bool = False) -> Bound:
         """Returns 1/I_jj of each record kept and feature, (kept, d), in squared data units; kept as in `rows`.
@@ -340,14 +408,15 @@ class FisherAccountant:
         Guarantee: I_jj is estimated without bias, as in `dfil`; of chosen records given the choice, which the runs
         they are measured in had no part in.
         """
-        found = self.features.floors(self.feature_scale, self.runs, self._told_of(), flag("average", average))
-        notes = (*self.caveats, *self.traces.unfinished(self.runs))
-        if not (average or self.diagonal == "average"):
-            measured, relative = self.features.precision(self.runs, self._told_of())
-            said = told(measured, relative, " of a feature", runs=self.runs)
-            notes = (said, *notes)
-            if self._first("features"):
-                warn_if_coarse(relative, said, self.runs)
+        average, measured = flag("average", average) or self.diagonal == "average", self.traces.measurements()
+        found = self.features.floors(self.feature_scale, measured, average)
+        notes = (*self.caveats, *self.traces.describe_incomplete())
+        if not average:
+            times, relative = self.features.precision(measured)
+            precision = describe_precision(times, relative, " of a feature", runs=self.runs)
+            notes = (precision, *notes)
+            if self._is_first("features"):
+                warn_if_imprecise(relative, precision, self.runs)
         return replace(found, assumes=(*found.assumes, *notes), notes=(*found.notes, *notes))
 
     def feature_standard_error(self) -> Tensor:
@@ -357,7 +426,7 @@ class FisherAccountant:
         over its measurements x, whose square is in expectation no less than the variance of their sum given the run's
         parameters.
         """
-        return self.features.standard_error(self.runs, self._told_of())
+        return self.features.diagonal_error(self.traces.measurements())
 
     def spectral_bound(self) -> Tensor:
         """Returns an upper bound of each record's spectral norm ‖I‖₂, (N,), in the model's input units.
@@ -367,14 +436,19 @@ class FisherAccountant:
         of a sum is at most the sum of the norms. Like `dfil` it is one draw of a random sum over the steps that were
         measured, averaged over runs: an estimate, without bias, of a bound.
         """
-        return self.traces.spectral(self.runs)
+        if "spectral" not in self.traces.state:
+            raise InputError("spectral", "must have been kept", False)
+        return self.traces.mean("spectral").clone()
 
-    def measured(self) -> Tensor:
-        """Returns the number of measurements per record over all runs, (N,)."""
-        return self.traces.measured()
+    def measured(self, step: int | None = None) -> Tensor:
+        """Returns the number of measurements per record over all runs, the present one too, (N,).
 
-    def _told_of(self) -> Tensor:
-        return self.traces.told_of(self.runs)
+        Args:
+            step: one of `keep_runs_at`: count only those of its first steps.
+        """
+        if step is not None:
+            return self.traces.measured_in_runs(step)
+        return self.traces.state["measured_all"] + self.traces.state["measured"]
 
     def most_exposed(self, k: int = 10, rule: str | None = None) -> MostExposed:
         """Returns the k records with the lowest floors among those measured, lowest estimate first, with their caveats.
@@ -385,12 +459,11 @@ class FisherAccountant:
             k: the number of records.
             rule: the subsampling factors; the account's first where left out.
         """
-        dfil = self.dfil(rule).masked_fill(self._told_of() == 0, -1.0)
+        dfil = self.dfil(rule).masked_fill(self.traces.measurements() == 0, -1.0)
         top = torch.topk(dfil, min(whole("k", k), int((dfil >= 0).sum()))).indices.tolist()
-        floors = self.mse_floor(rule)
-        limits = self._lower_limits(rule)
-        own = (None if limits is None or limits[i] == 0 else float(limits[i]) for i in top)
-        found = (Exposed(i, limit, float(floors.value[i])) for i, limit in zip(top, own, strict=True))
+        floors, limits = self.mse_floor(rule), self._lower_limits(rule)
+        lower = [None if limits is None or limits[i] == 0 else float(limits[i]) for i in top]
+        found = (Exposed(i, limit, float(floors.value[i])) for i, limit in zip(top, lower, strict=True))
         return MostExposed(found, floors.notes)
 
     def group_floor(self, rows: Sequence[int], rule: str | None = None, confidence: float | None = None) -> Bound:
@@ -411,16 +484,15 @@ class FisherAccountant:
         if confidence is not None:
             number("confidence", confidence, above=0.0, below=1.0)
         size, bound = len(index), self._floors(self._rule(rule))[0]
-        said = f"for somebody with {size} rows" if size > 1 else "for one row"
+        note = f"for somebody with {size} rows" if size > 1 else "for one row"
         dfil = self.dfil(rule) if confidence is None else self.upper(rule, 1 - (1 - confidence) / size)
         total = size * float(dfil[index].sum())
-        seen = bool((self._told_of()[index] > 0).all()) and math.isfinite(total)
-        value = min(self._unit() / max(total, np.finfo(np.float64).tiny), np.finfo(np.float64).max) if seen else 0.0
+        seen = bool((self.traces.measurements()[index] > 0).all()) and math.isfinite(total)
+        value = min(self._unit() / max(total, np.finfo(np.float64).tiny), _LARGEST) if seen else 0.0
         if confidence is not None:
-            said += f", lower limit at {100 * confidence:g} % confidence (checked by simulation, not proved)"
-        notes = (said, *bound.notes)
-        return replace(bound, name="dfil_group", value=value, assumes=(*bound.assumes, said), notes=notes,
-                       estimate=confidence is None)  # fmt: skip
+            note += f", lower limit at {100 * confidence:g} % confidence (checked by simulation, not proved)"
+        return replace(bound, name="dfil_group", value=value, assumes=(*bound.assumes, note),
+                       notes=(note, *bound.notes), estimate=confidence is None)  # fmt: skip
 
     def lower_limit(self, rule: str | None = None, confidence: float = 0.95) -> Bound:
         """Returns the lower confidence limit of each record's floor, squared data units: s̄²/`upper`; needs two runs.
@@ -431,13 +503,10 @@ class FisherAccountant:
             rule: the subsampling factors; the account's first where left out.
             confidence: of the limits.
         """
-        limits = self.upper(rule, confidence)
-        value = self._at_limits(limits)
-        bound = self._floors(self._rule(rule))[0]
-        said = f"lower limit at {100 * confidence:g} % confidence, checked by simulation and not proved"
-        notes = (said, *self.caveats, *self.traces.unfinished(self.runs))
-        return replace(bound, name="dfil_lower_limit", value=value, assumes=(*bound.assumes, said), notes=notes,
-                       estimate=False)  # fmt: skip
+        value, bound = self._at_limits(self.upper(rule, confidence)), self._floors(self._rule(rule))[0]
+        note = f"lower limit at {100 * confidence:g} % confidence, checked by simulation and not proved"
+        return replace(bound, name="dfil_lower_limit", value=value, assumes=(*bound.assumes, note), estimate=False,
+                       notes=(note, *self.caveats, *self.traces.describe_incomplete()))  # fmt: skip
 
     def _lower_limits(self, rule: str | None) -> np.ndarray | None:
         """Returns the 95 % limits of the floors, (N,), 0 where there is none; None after one run."""
@@ -446,7 +515,7 @@ class FisherAccountant:
     def _at_limits(self, upper: Tensor) -> np.ndarray:
         with np.errstate(divide="ignore"):
             value = self._unit() / upper.cpu().numpy()
-        return np.minimum(value, np.finfo(np.float64).max)
+        return np.minimum(value, _LARGEST)
 
     def summary(self) -> dict[str, Any]:
         """Returns floors at the most exposed record and at quantiles. They depend on the data and are confidential.
@@ -457,24 +526,21 @@ class FisherAccountant:
         often too high than too low.
         """
         self.mse_floor()  # for its warnings
-        names = {"lowest": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9}
-        measured = self._told_of().cpu()
-        seen = (measured > 0).numpy()
-        floors: dict[str, Any] = {}
-        for k, rule in enumerate(self.account.rules):
-            floors[rule] = quantiles(self._floors(k)[0].value[seen], names)
-        limits = self._lower_limits(None)
+        measured = self.traces.measurements().cpu()
+        seen, limits = (measured > 0).numpy(), self._lower_limits(None)
         found: dict[str, Any] = {"confidential": True, "runs": self.runs}
         if limits is not None:
-            found["floor_lower_limit"] = quantiles(limits[limits > 0], names) if (limits > 0).any() else None
+            found["floor_lower_limit"] = quantiles(limits[limits > 0]) if (limits > 0).any() else None
             found["without_limit"] = int((limits == 0).sum())
             found["no_limit_because"] = self.no_limit_because()
-        found["floor_estimate"] = floors
-        found["measured_per_record"] = {"least": int(measured.min()), "median": float(measured.double().median())}
-        found["never_measured"] = int((~seen).sum())
-        found["caveats"] = [*self.caveats, *self.traces.unfinished(self.runs)]
-        found["relative_standard_error_median"] = relative_median(self.dfil(), self.standard_error())
-        return found
+        rules = enumerate(self.account.rules)
+        return found | {
+            "floor_estimate": {rule: quantiles(self._floors(k)[0].value[seen]) for k, rule in rules},
+            "measured_per_record": {"least": int(measured.min()), "median": float(measured.double().median())},
+            "never_measured": int((~seen).sum()),
+            "caveats": [*self.caveats, *self.traces.describe_incomplete()],
+            "relative_standard_error_median": relative_median(self.dfil(), self.standard_error()),
+        }
 
     def guarantee(self, *, copies: int = 1, **space: Any) -> Guarantee:
         """Returns what the mechanism guarantees whatever the data: all floors of the calculator (may be published).
@@ -489,8 +555,8 @@ class FisherAccountant:
             why = "and high, or radius, must be given: the private part is a module's output, not known to be in [0, 1]"
             raise InputError("low", why, space.get("low"))
         if not {"low", "high", "radius"} & space.keys() and not bool((self.feature_scale == 1).all()):
-            said = "the mechanism's floors are for features in [0, 1], this ledger's in the units of feature_scale"
-            warn_user(f"{said}: give low and high in those, to compare them", ReconboundWarning)
+            why = "the mechanism's floors are for features in [0, 1], this ledger's in the units of feature_scale"
+            warn_user(f"{why}: give low and high in those, to compare them", ReconboundWarning)
         return guarantee(self.account.mechanism().for_group(copies), dim=self.account.features, **space)
 
     # --- keeping -----------------------------------------------------------------------
@@ -507,14 +573,16 @@ class FisherAccountant:
             tensors: the ledger's tensors.
             runs: the number of finished runs.
         """
-        check_tensors(tensors)
-        self.traces.check(tensors)
-        self.features.check(tensors)
+        if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
+            got = f"a {type(tensors).__name__}"
+            raise InputError("tensors", "must be a dictionary of tensors, as `state` returns", got)
         fingerprints = self._fingerprints.restored(tensors, whole("runs", runs, at_least=0))
-        self.traces.restore(tensors)
-        self.features.restore(tensors)
-        self.features.first = runs == 0
-        self.runs, self._fingerprints = whole("runs", runs, at_least=0), fingerprints
+        parts = (self.traces, self.features)
+        for part in parts:
+            part.check(tensors)
+        for part in parts:
+            part.restore(tensors, runs)
+        self._fingerprints = fingerprints
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the ledger to a file: safetensors, atomically, mode 0600, marked confidential.
@@ -522,7 +590,7 @@ class FisherAccountant:
         Args:
             path: the file to write.
         """
-        ledger_file.write(self, file_path("path", path))
+        storage.write(self, file_path("path", path))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> FisherAccountant:
@@ -532,7 +600,7 @@ class FisherAccountant:
             path: the file that `save` wrote.
             device: where the ledger will live.
         """
-        return ledger_file.made(cls, *ledger_file.read(file_path("path", path)), checked_device(device))
+        return storage.read(cls, file_path("path", path), checked_device(device))
 
     def _rule(self, rule: str | None) -> int:
         return 0 if rule is None else self.account.rules.index(choice("rule", rule, self.account.rules))
@@ -541,33 +609,9 @@ class FisherAccountant:
         return float(self.feature_scale.mean()) ** 2
 
 
-def check_information(found: Any) -> None:
-    """Refuses an object that `step_information` did not return."""
+def _check_type(found: Any) -> None:
     if not isinstance(found, StepInformation):
         raise InputError("found", "must be what step_information returns", found)
-
-
-def check_tensors(tensors: Any) -> None:
-    """Refuses anything but a dictionary of tensors."""
-    if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise InputError(
-            "tensors", "must be a dictionary of tensors, as `state` returns", f"a {type(tensors).__name__}"
-        )
-
-
-def measured_rows(indices: Any, found: StepInformation) -> tuple[Any, StepInformation]:
-    """Returns indices and information of the records that took part. Masked rows are padding, not measurements.
-
-    Args:
-        indices: the records, (B,).
-        found: the step's information about them.
-    """
-    if found.mask is None or not hasattr(indices, "__len__") or len(indices) != len(found.mask):
-        return indices, found
-    kept = torch.nonzero(found.mask).flatten()
-    names = [f.name for f in fields(found) if isinstance(getattr(found, f.name), Tensor)]
-    some = replace(found, **{name: getattr(found, name)[kept] for name in names})
-    return torch.as_tensor(indices)[kept.cpu()], some
 
 
 def joined(*caveats: Sequence[str]) -> tuple[str, ...]:

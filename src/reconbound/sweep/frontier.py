@@ -165,7 +165,7 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
     there = {name for row in rows for name in row}
     first = ["trial", *space.PARAMETERS, "steps", "accuracy", "accuracy_sd"]
     last = ["epsilon", "epsilon_add_remove", "delta", "success_at_1_percent", "never_drawn", "measured_median",
-            "never_measured", "told_nothing"]  # fmt: skip
+            "never_measured", "zero_information"]  # fmt: skip
     floors = (name for floor in FLOORS for name in (floor, crossed_of(floor)) if name is not None)
     return [name for name in (*first, *floors, *last) if name in there]
 

@@ -133,9 +133,9 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
             f"Up to {count(most, 'record')} of a training {'was' if most == 1 else 'were'} never measured: nothing is "
             "known about them, and the floors of records leave them out. A number as --budget measures every record."
         )
-    mute = [row for row in rows if row.get("told_nothing")]
+    mute = [row for row in rows if row.get("zero_information")]
     if mute:
-        some, trials = count(max(row["told_nothing"] for row in mute), "record"), {row["trial"] for row in mute}
+        some, trials = count(max(row["zero_information"] for row in mute), "record"), {row["trial"] for row in mute}
         found.append(
             f"In {count(len(trials), 'training')} up to {some} told nothing whenever measured, as when outputs are "
             "saturated or the training has diverged: the largest floors there, 1e300 at most, are no finding. Lower lr "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from reconbound.accounting.precision import how_far_off
+from reconbound.accounting.confidence import describe_one_run
 from reconbound.bounds.bound import NOT_PROVED
 
 WORDS = {
@@ -100,7 +100,7 @@ def precision(floor: str, runs: int | None, measured: float | None = None) -> st
         return ""
     if runs > 1:
         return f"mean of {runs:,} runs: an estimate, more often too high than too low"
-    return f"from one run: an estimate; {how_far_off(0.0 if measured is None else measured)}"
+    return f"from one run: an estimate; {describe_one_run(0.0 if measured is None else measured)}"
 
 
 def majority(guesses: Mapping[str, Any] | None) -> list[str]:

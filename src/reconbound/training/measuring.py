@@ -12,10 +12,11 @@ from torch import Tensor
 
 from reconbound._internal.rng import torch_stream
 from reconbound.accounting.accountant import FisherAccountant
-from reconbound.accounting.measurement_plan import Blocks, batch_weight
+from reconbound.accounting.measurement_plan import Blocks, Segments, batch_weight
 from reconbound.accounting.spec import Account
 from reconbound.fisher import StepInformation
-from reconbound.training.sampling import batches_per_epoch
+from reconbound.training.sampling import Sampler, batches_per_epoch
+from reconbound.training.settings import Settings
 from reconbound.training.step import Fault
 from reconbound.validate.private import as_private
 
@@ -25,28 +26,52 @@ if TYPE_CHECKING:
 Measured = list[tuple[Tensor, StepInformation, float, bool]]  # records, information, weight, once per block
 
 
-def ledger_and_plan(learner: PrivateSGD) -> tuple[FisherAccountant | None, Blocks | None]:
+def make_account(settings: Settings, sampler: Sampler, features: int, steps: int) -> Account:
+    """Returns the account of runs with these settings.
+
+    Args:
+        settings: of the training.
+        sampler: whose batches have whole records.
+        features: d, the number of private features.
+        steps: T, the length of a run.
+    """
+    return Account.of(
+        settings,
+        sample_rate=sampler.sample_rate,
+        records=sampler.records,
+        features=features,
+        steps=steps,
+        batches_per_epoch=batches_per_epoch(sampler),
+    )
+
+
+def make_plan(budget: float, sampler: Sampler, steps: int) -> Blocks:
+    """Returns the plan that measures each record once in each block of steps, in groups of a batch's size.
+
+    Args:
+        budget: records measured over records trained on.
+        sampler: of the batches.
+        steps: T, the length of a run.
+    """
+    records, rate = sampler.records, sampler.sample_rate
+    return Blocks(records, rate, steps, budget, max(1, min(records, round(rate * records))))
+
+
+def ledger_and_plan(learner: PrivateSGD) -> tuple[FisherAccountant | None, Blocks | Segments | None]:
     """Creates an empty ledger and the plan of measurements for runs of the learner's length.
 
     Returns:
         The ledger (None without accounting), and the plan (None where each batch itself is measured).
     """
-    s, rate = learner.settings, learner.sampler.sample_rate
+    s = learner.settings
     if s.rules is None:
         return None, None
-    account = Account.of(
-        s,
-        sample_rate=rate,
-        records=learner.records,
-        features=learner.features,
-        steps=learner.steps,
-        batches_per_epoch=batches_per_epoch(learner.sampler),
-    )
     ledger = FisherAccountant(
-        account,
+        make_account(s, learner.sampler, learner.features, learner.steps),
         diagonal=learner.diagonal,
         spectral=learner.spectral,
         feature_scale=learner.feature_scale,
+        keep_runs_at=learner.whole_at,
         device=learner.device,
     )
     ledger.caveats = learner.measurer.caveats
@@ -55,8 +80,8 @@ def ledger_and_plan(learner: PrivateSGD) -> tuple[FisherAccountant | None, Block
     ledger.features.followed = ledger.diagonal == "chosen" and s.sampler != "shuffle"
     if not isinstance(s.budget, float):
         return ledger, None
-    group = max(1, min(learner.records, round(rate * learner.records)))
-    return ledger, Blocks(learner.records, rate, learner.steps, s.budget, group)
+    plan = make_plan(s.budget, learner.sampler, learner.steps)
+    return ledger, Segments.of(plan, learner.whole_at) if learner.whole_at else plan
 
 
 def gradient_sum(learner: PrivateSGD, chosen: Tensor, seed: int, measured: Measured) -> Tensor:

@@ -23,6 +23,7 @@ from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import GUESSABLE, derive, new_seed, seed_warning, seeded
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.measurement_plan import Blocks, Segments
+from reconbound.accounting.spec import checked_counts
 from reconbound.fisher import Private
 from reconbound.training import checkpoint as checkpoints
 from reconbound.training import measuring, words
@@ -68,7 +69,8 @@ class PrivateSGD:
         evaluate: model → dictionary of numbers, called every `evaluate_every` steps and at the end.
         evaluate_every: the number of steps between two evaluations.
         callbacks: run during the training, see Callback.
-        whole_at: step counts, ascending, at which the ledger is that of a run which ends there.
+        whole_at: step counts, ascending, at which the ledger is that of a run which ends there, and keeps it for
+            `dfil_of_runs`.
         progress: whether to show a progress bar, if output is a terminal.
         check: whether to check model and data before training starts.
 
@@ -124,7 +126,7 @@ class PrivateSGD:
         self.every = whole("every", every)
         self.evaluate, self.evaluate_every = evaluate, whole("evaluate_every", evaluate_every, at_least=0)
         self.callbacks = words.checked_callbacks(callbacks)
-        self.whole_at = words.checked_counts(whole_at)
+        self.whole_at = checked_counts("whole_at", whole_at)
         self.progress = progress
         self.measurer = Measurer(
             model,
@@ -370,6 +372,7 @@ class PrivateSGD:
                 self.accountant.add(indices, found, weight=weight, stratified=stratified)
             if kept is not None:
                 self.accountant.follow(kept)
+            self.accountant.keep_step(self.step + 1)
             if self.step + 1 == self.steps:
                 self.accountant.finish_run()
         self.step += 1
@@ -424,11 +427,10 @@ class PrivateSGD:
         return steps_of(self.sampler, epochs)
 
     def _make_ledger(self) -> None:
-        counts = sorted({*self.whole_at, self.steps})
-        if counts[-1] > self.steps:
-            raise InputError("whole_at", f"must be at most the run's {self.steps} steps", counts[-1])
-        self._ledger, plan = measuring.ledger_and_plan(self)
-        self.plan = Segments.of(plan, counts) if plan is not None and self.whole_at else plan
+        if self.whole_at and self.whole_at[-1] > self.steps:
+            raise InputError("whole_at", f"must be at most the run's {self.steps} steps", self.whole_at[-1])
+        self.whole_at = tuple(sorted({*self.whole_at, self.steps})) if self.whole_at else ()
+        self._ledger, self.plan = measuring.ledger_and_plan(self)
 
     def _resume(self) -> None:
         assert self.folder is not None

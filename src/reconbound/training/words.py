@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from reconbound._internal.checks import InputError, function, whole
+from reconbound._internal.checks import InputError, function
 from reconbound.training.callbacks import Callback
 from reconbound.training.settings import Settings
 
@@ -132,13 +132,6 @@ def checked_callbacks(given: Any) -> tuple[Callback, ...]:
     if not isinstance(given, list | tuple) or not all(isinstance(one, Callback) for one in given):
         raise InputError("callbacks", "must be a list of reconbound.training.callbacks.Callback", f"{given!r}"[:200])
     return tuple(given)
-
-
-def checked_counts(given: Any) -> tuple[int, ...]:
-    """Returns step counts as a tuple; refuses what are none."""
-    if not isinstance(given, list | tuple):
-        raise InputError("whole_at", "must be a list of step counts", given)
-    return tuple(whole("whole_at", count) for count in given)
 
 
 def check_model(model: Any) -> None:
