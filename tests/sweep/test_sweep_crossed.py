@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import html
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from reconbound._internal.formatting import format_floor
 from reconbound.accounting.accountant import FisherAccountant
-from reconbound.auditing.options import default_plan, make_learner
+from reconbound.auditing.options import default_options, make_learner
 from reconbound.cli import app as cli
 from reconbound.data import load_dataset
 from reconbound.sweep.frontier import columns_of, floors_in, table
@@ -91,11 +90,11 @@ def test_floors_are_read_at_a_record_that_is_there_and_no_less_exposed_than_the_
 def test_a_trial_tells_what_its_runs_say_one_by_one(digits, tmp_path, single_runs, runs) -> None:
     """At every step count, the last one too, from plain trainings with the same seed that end there."""
     setting = {"noise_multiplier": 0.7, "lr": 0.5}
-    plan = default_plan(digits, model="linear", sample_rate=0.2, budget="every")
+    plan = default_options(digits, model="linear", sample_rate=0.2, budget="every")
     sweeping = Trainer(digits, plan, (6, 14), runs, seed=7)
     for row in sweeping(setting, tmp_path):
         single_runs.clear()
-        plain = make_learner(digits, replace(sweeping.plan, **setting, seed=seed_of(7, setting)), progress=False)
+        plain = make_learner(digits, sweeping.plan.with_changes(**setting, seed=seed_of(7, setting)), progress=False)
         plain.repeat(runs, row["steps"])
         assert len(single_runs) == runs
         for k, rule in enumerate(("exact", "paper")):
@@ -103,14 +102,14 @@ def test_a_trial_tells_what_its_runs_say_one_by_one(digits, tmp_path, single_run
 
 
 def test_records_measured_in_blocks_too(digits, tmp_path, single_runs) -> None:
-    plan = default_plan(digits, model="linear", sample_rate=0.2, budget=1.0)
+    plan = default_options(digits, model="linear", sample_rate=0.2, budget=1.0)
     rows = Trainer(digits, plan, (6, 14), 3, seed=7)({"lr": 0.5}, tmp_path)
     assert len(single_runs) == 3
     assert rows[-1]["exact_crossed"] == pytest.approx(by_hand([each[0] for each in single_runs]), rel=1e-9)
 
 
 def test_of_one_run_there_is_none(digits, tmp_path) -> None:
-    plan = default_plan(digits, model="linear", sample_rate=0.2)
+    plan = default_options(digits, model="linear", sample_rate=0.2)
     (row,) = Trainer(digits, plan, (3,), 1, seed=7)({"lr": 0.5}, tmp_path)
     assert "exact_crossed" not in row
     page = frontier_page([{"trial": 0, "lr": 0.5, **row}], {**FACTS, "runs": 1}).decode()
@@ -119,7 +118,7 @@ def test_of_one_run_there_is_none(digits, tmp_path) -> None:
 
 def test_an_interrupted_trial_tells_the_same(digits, tmp_path) -> None:
     def trainer():
-        return Trainer(digits, default_plan(digits, model="linear", sample_rate=0.2), (20, 50), 3, seed=7)
+        return Trainer(digits, default_options(digits, model="linear", sample_rate=0.2), (20, 50), 3, seed=7)
 
     def stop_at(step):
         def tell(done):

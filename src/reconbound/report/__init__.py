@@ -1,6 +1,4 @@
-"""Reports: one self-contained page from a run folder: report.html for the data's owner, report-public.html to be
-shown.
-"""
+"""Reports: a self-contained page from a run folder; report.html for the owner, report-public.html to be shown."""
 
 from __future__ import annotations
 

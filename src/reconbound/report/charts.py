@@ -160,9 +160,7 @@ def _upright(x: float, top: float, colour: str, dash: str, text: str) -> Figure:
 
 
 def by_class(view: View) -> Chart | None:
-    """Draws the spread of floors within each class, or within parts of the target's range; most exposed classes on
-    top.
-    """
+    """Draws the spread of floors within each class or part of the target's range; most exposed classes on top."""
     groups = [(name, logs) for name, logs in _groups(view) if logs.size]
     if not groups:
         return None

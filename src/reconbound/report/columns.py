@@ -1,6 +1,4 @@
-"""Columns of a table over all its records: for how many the floor of a single column lies below a guess.
-Confidential.
-"""
+"""Columns of a table over all records: for how many the floor of one column is below a guess. Confidential."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ def constant(view: View, j: int) -> bool:
 
 
 def _below(view: View) -> np.ndarray:
-    """Returns whether the floor of a record's column lies below a guess, (n, d), for the records of
-    `View.looked_at`.
-    """
+    """Returns whether a column's floor is below a guess, (n, d), for the records of `View.looked_at`."""
     return np.asarray(view._errors(view.looked_at[1]) < view.guess_each)
 
 

@@ -218,9 +218,7 @@ def limited(limit: float | None, without: int) -> str:
 
 
 def _limit(view: View) -> float | None:
-    """Returns the lowest floor at the upper confidence limit, as a share of the range; None if no record has a
-    limit.
-    """
+    """Returns the lowest floor at the upper confidence limit, as a share of the range; None without a limit."""
     upper = view.upper_floor
     return None if upper is None or not (upper > 0).any() else float(upper[upper > 0].min()) / view.unit
 

@@ -133,9 +133,7 @@ def _nouns(run: Run) -> tuple[str, str]:
 
 
 def units(run: Run) -> tuple[float, str]:
-    """Returns the unit of the page's errors, as the audit prints it: an image's range, otherwise shares of a
-    column's.
-    """
+    """Returns the unit of the page's errors, as the audit prints it: an image's range, or shares of a column's."""
     ends = run.data.get("range")
     if run.data.get("kind") != "image" or not ends:
         return 1.0, "of the range"

@@ -73,9 +73,7 @@ def _first(view: View, worst: int) -> str:
 
 
 def _lowest(column: dict[str, Any], *, tell_far: bool) -> str:
-    """Describes a column's lowest floor and its record; with `tell_far`, also that it is beyond the range, where it
-    is.
-    """
+    """Describes a column's lowest floor and its record; with `tell_far`, also whether it is beyond the range."""
     floor = plus_minus(column["lowest"], column["unit"], column["width"])
     far = f"; {columns.BEYOND}" if tell_far and beyond(column["lowest"], column["width"]) else ""
     return f"{floor} on {column['name']} ({column['record_name']}{far})"
