@@ -22,32 +22,25 @@ from reconbound._internal.checks import InputError, choice, file_path, flag, num
 from reconbound._internal.fingerprints import NAME as FINGERPRINTS
 from reconbound._internal.fingerprints import Fingerprints
 from reconbound._internal.formatting import format_floor
+from reconbound.accounting import confidence as precision
 from reconbound.accounting import storage
-from reconbound.accounting.confidence import (
-    FEWEST,
-    WIDEST,
-    Estimates,
-    Exposed,
-    MostExposed,
-    describe_precision,
-    explain_no_limit,
-    quantiles,
-    relative_median,
-    upper_limit,
-    warn_if_imprecise,
-)
+from reconbound.accounting.confidence import FEWEST, WIDEST, Estimates, Exposed, MostExposed
 from reconbound.accounting.feature_ledger import Chosen, Diagonal, FeatureLedger
-from reconbound.accounting.record_ledger import RecordLedger, check_information, checked_indices, measured_rows
+from reconbound.accounting.record_ledger import (
+    RecordLedger,
+    check_information,
+    check_type,
+    checked_indices,
+    measured_rows,
+)
 from reconbound.accounting.spec import Account, checked_counts, checked_device, checked_scale
-from reconbound.bounds import Bound, from_trace
+from reconbound.bounds import Bound
 from reconbound.data.copies import checked_rows
 from reconbound.fisher import StepInformation
 from reconbound.mechanisms.guarantees import Guarantee, guarantee
 from reconbound.validate.structure import ReconboundWarning
 
 _LARGEST = np.finfo(np.float64).max
-_RULES = {"exact": "exact Poisson factors", "fixed": "the fixed-size factor", "none": "no amplification",
-          "paper": "the paper's κ: comparison, no guarantee"}  # fmt: skip
 
 
 class FisherAccountant:
@@ -55,22 +48,18 @@ class FisherAccountant:
 
     Args:
         account: the mechanism, the data's size and the rules.
-        diagonal: the per-feature ledgers, under the account's first rule: "none", "all" (records × features numbers) or
-            "average" (over records). Where memory is short, a few records and the average: the indices of the records,
-            or ("top", k) or a Chosen for the records that the first runs show to be most (and least) exposed, measured
-            in the runs after them. "auto" or ("auto", bytes): "all" where it fits, otherwise Chosen().
-        spectral: also keep the sum of the steps' spectral norms, an upper bound of the run's. Under the first rule.
-        feature_scale: size of one unit of the model's input in the data's own units, one number or one per feature (for
-            standardised features: their standard deviations). Floors are given in data units through it.
-        keep_runs_at: step counts, ascending, at which the dFIL of each single run is kept, for `dfil_of_runs`; the last
-            is the run's. It takes records × rules × runs numbers for each of them.
+        diagonal: the per-feature ledgers, under the first rule: "none", "all" (records × features numbers), "average"
+            (over records), or a few records and the average: their indices, or ("top", k) or a Chosen for the records
+            that the first runs show to be most (and least) exposed, measured in the runs after them. "auto" or
+            ("auto", bytes): "all" where it fits, otherwise Chosen().
+        spectral: also keep the sum of the steps' spectral norms, under the first rule.
+        feature_scale: size of one unit of the model's input in the data's own units, one number or one per feature.
+        keep_runs_at: step counts, ascending, at which the dFIL of each run is kept; the last is the run's.
         device: where the ledger lives.
 
     Attributes:
-        caveats: what must be stated with every floor of this ledger (a model with kinks: "not proved: …"; tokens; that
-            nothing has checked the model). Collected from what is added to it; kept by save, merge and checkpoints.
-        needs_range: whether `guarantee` requires low and high, because the private part is not known to lie in [0, 1].
-            Found from what is added to it.
+        caveats: what must be stated with every floor of this ledger, collected from what is added to it.
+        needs_range: whether `guarantee` requires low and high: the private part is not known to lie in [0, 1].
 
     Guarantee: `dfil` estimates without bias an upper bound of Tr I(z)/d for an attacker who knows all other records and
     sees every noisy step; with rule "exact" it is that value itself. One run is one draw of a random sum: for a
@@ -136,13 +125,11 @@ class FisherAccountant:
         Args:
             indices: the records, (B,), each at most once. Those of masked rows (padding) may be anything.
             found: the step's information about them.
-            weight: q over the chance of a record to be measured at this step: 1 when the records are those drawn into
-                the batch, 1/p when that is done at a share p of the steps, L·q when each record is measured once in L
-                steps; never below q.
+            weight: q over the chance of a record to be measured at this step: 1 when they are those of the batch,
+                1/p when that is done at a share p of the steps, L·q when each record is measured once in L steps.
             stratified: the last of these: each record is measured exactly once in each block of steps. Not with
                 shuffled epochs, where the parameters at a step depend on whether the record was seen already.
         """
-        _check_type(found)
         rate = self.account.sample_rate
         if number("weight", weight, above=0.0) < rate * (1 - 1e-9):
             why = f"must be at least the sample rate, {rate:g}, which is divided by a chance to make it"
@@ -171,13 +158,12 @@ class FisherAccountant:
     def follow(self, found: StepInformation) -> None:
         """Adds one step's information about the features of all chosen records, in the order of `rows`.
 
-        It is for a learner that measures them at every step, whether drawn or not: weight q. The ledger of traces does
-        not change. Use it at every step of a run, after `features.followed` was set, or not at all.
+        For a learner that measures them at every step, whether drawn or not, after `features.followed` was set.
 
         Args:
             found: the step's information about the chosen records.
         """
-        _check_type(found)
+        check_type(found)
         rows = self.rows if self.diagonal == "chosen" else None
         if rows is None or len(found.clipped_norm) != len(rows):
             have = "no" if rows is None else len(rows)
@@ -209,13 +195,14 @@ class FisherAccountant:
     def finish_run(self) -> None:
         """Closes the current run: adds it to the averages over runs and starts an empty ledger.
 
-        Warns where the number of steps that the measurements cover differs from the account's by a tenth and by more
-        than chance, or where a record was left out that other runs measured, though not by chance.
+        Warns where the measurements cover another number of steps than the account's, or other records than the runs
+        before, by more than chance.
         """
         fault = self.traces.describe_missing()
         if fault:
-            cure = "Measure every record at every step, or with the right weight, or make the Account with the steps "
-            cure += "that were taken and the records that are measured"
+            cure = (
+                "Use the right weight, or an Account with the steps that were taken and the records that are measured"
+            )
             warn_user(f"{fault}. {cure}", ReconboundWarning)
         self._fingerprints.finish()
         self.traces.finish_run()
@@ -253,18 +240,17 @@ class FisherAccountant:
         """Returns Tr I of a run for each record, (N,): the mean of finished runs, or of the first run so far.
 
         Args:
-            rule: the subsampling factors; the account's first where left out.
+            rule: one of the account's; the first by default.
         """
         return self.traces.mean("trace")[self._rule(rule)].clone()
 
     def dfil(self, rule: str | None = None) -> Tensor:
         """Returns dFIL = Tr I/d of each record, (N,), in the model's input units: small is good.
 
-        A record that was never measured has 0, which means nothing about it (its floor is 0 as well, not infinite).
-        Look at `measured` where that can happen, or give a larger budget.
+        A record that was never measured has 0, which means nothing about it: see `measured`. Its floor is 0 as well.
 
         Args:
-            rule: the subsampling factors; the account's first where left out.
+            rule: one of the account's; the first by default.
         """
         return self.trace(rule) / self.account.features
 
@@ -273,40 +259,55 @@ class FisherAccountant:
 
         Args:
             step: one of `keep_runs_at`.
-            rule: the subsampling factors; the account's first where left out.
+            rule: one of the account's; the first by default.
         """
-        if step not in self.traces.keep_at:
-            raise InputError("step", f"must be one of keep_runs_at, {self.traces.keep_at}", step)
-        return self.traces.dfil_of_runs(step, self.account.rules[self._rule(rule)])
+        return self.traces.dfil_of_runs(self._kept_step(step), self.account.rules[self._rule(rule)])
+
+    def _kept_step(self, step: int) -> int:
+        if whole("step", step) not in self.traces.keep_at:
+            raise InputError("step", f"must be one of keep_runs_at, {list(self.traces.keep_at)}", step)
+        return step
+
+    def measured(self, step: int | None = None) -> Tensor:
+        """Returns the number of measurements per record over all runs, the present one too, (N,).
+
+        Args:
+            step: one of `keep_runs_at`, to count only the first steps of each run.
+        """
+        if step is not None:
+            return self.traces.measured_in_runs(self._kept_step(step))
+        return self.traces.state["measured_all"] + self.traces.state["measured"]
+
+    def standard_error(self, rule: str | None = None) -> Tensor:
+        """Returns the standard error of each record's dFIL, (N,); infinite for a record that was never measured.
+
+        After two runs or more it is that of the mean over runs. After one run it is only that of measuring (probes, and
+        when the record was measured), given the run's parameters.
+
+        Args:
+            rule: one of the account's; the first by default.
+        """
+        return self.traces.trace_error(self._rule(rule)) / self.account.features
 
     def upper(self, rule: str | None = None, confidence: float = 0.95, *, warn: bool = True) -> Tensor:
         """Returns the upper confidence limit of each record's dFIL over runs, (N,); needs two runs or more.
 
-            U = max(mean, m) · exp(t r̃) · (1 + t max(0, r − r̃)),     r = (sd/√R)/mean,   t = t_{0.9975, R−1} for 95 %
-
-        m the lower quartile of the means and r̃ the median of r over records: the sums are skewed, and a record's own
-        few sums have a small mean and a small spread where they missed the tail. For the least exposed quarter of the
-        records the limit only says that they belong to it.
-
-        It is infinite (no limit is given) for a record that was measured less than 25 times over all runs without being
-        measured at every step; and for all of them where r̃ exceeds 0.35 (at ten runs: a relative spread of 1.1 between
-        runs). More runs, budget or probes solve both. A warning and `no_limit_because` say which.
-        At R = 2, t is 127: limits from two runs say next to nothing.
+        Formula: `accounting.confidence.upper_limit`. It is infinite for a record that was measured fewer than 25 times
+        over all runs, unless at every step, and for all where the runs differ too much: `no_limit_because`. For the
+        least exposed quarter it only says that they belong to it. Limits from two runs say next to nothing.
 
         Args:
-            rule: the subsampling factors; the account's first where left out.
+            rule: one of the account's; the first by default.
             confidence: of the limits.
             warn: whether to warn where a limit is infinite.
 
-        Guarantee: none that is proved. In 45,000 Poisson-sampled trainings of small models with R = 10, on seeds and
-        partly on problems that the rule was not chosen on, the limits, where given, covered the record's dFIL in at
-        least 99 % of cases on average over records, for every problem and budget, and the least covered record in 91 %
-        (experiments/coverage.py; docs/theory/accounting.md has the figures, and harder problems, where it was 98 % and
-        90 %). The maximum over records is an upper limit for the largest dFIL of all.
+        Guarantee: none that is proved. In 45,000 simulated trainings with R = 10 the limits, where given, covered the
+        record's dFIL in at least 99 % of cases on average over records, and the least covered record in 91 %; on
+        harder problems 98 % and 90 % (docs/theory/accounting.md).
         """
         estimates = self._estimates(rule)
-        limits = upper_limit(estimates, confidence)
-        reason = explain_no_limit(estimates) if flag("warn", warn) else None
+        limits = precision.upper_limit(estimates, confidence)
+        reason = precision.explain_no_limit(estimates) if flag("warn", warn) else None
         if reason is not None and self._is_first("limits"):
             warn_user(f"no confidence limit (infinity): {reason}", ReconboundWarning)
         return limits
@@ -315,116 +316,75 @@ class FisherAccountant:
         """Returns why `upper` is infinite for some or all records, and the remedy; None where all have a limit.
 
         Args:
-            rule: the subsampling factors; the account's first where left out.
+            rule: one of the account's; the first by default.
         """
-        return explain_no_limit(self._estimates(rule))
+        return precision.explain_no_limit(self._estimates(rule))
 
     def _estimates(self, rule: str | None) -> Estimates:
-        traces = self.traces
-        return Estimates(
-            self.dfil(rule), self.standard_error(rule), traces.measurements(), self.runs, sampled=traces.sampled
-        )
+        times, sampled = self.traces.measurements(), self.traces.sampled
+        return Estimates(self.dfil(rule), self.standard_error(rule), times, self.runs, sampled)
 
     def _is_first(self, subject: str) -> bool:
         """Returns whether this is the first warning on this subject since the last run ended."""
         before, self._warned[subject] = self._warned.get(subject), self.runs
         return before != self.runs
 
-    def standard_error(self, rule: str | None = None) -> Tensor:
-        """Returns the standard error of each record's dFIL, (N,).
-
-        After two runs or more it is that of the mean over runs, with all that differs between them. After one run it is
-        only that of measuring (probes, and when the record was drawn or measured), given the run's parameters. It is
-        infinite for a record that was never measured.
-
-        Args:
-            rule: the subsampling factors; the account's first where left out.
-        """
-        return self.traces.trace_error(self._rule(rule)) / self.account.features
-
     def mse_floor(self, rule: str | None = None) -> Bound:
         """Returns 1/dFIL of each record: Theorem 2, for unbiased attackers, in squared data units.
 
             E‖ẑ − z‖²/d ≥ s̄²/dFIL,     s̄ the mean of feature_scale    (Cauchy–Schwarz; 1/dFIL when the scale is 1)
 
-        A record that was never measured has the trivial floor 0. The floors are estimates: `assumes` says how often the
-        records were measured and the median relative standard error. After one run, and where that is above 50 %, there
-        is a warning, once a run. `assumes` names the lower confidence limits first, where there are any: `lower_limit`.
+        The floors are estimates, 0 for a record that was never measured. `assumes` states the lower confidence limits
+        first, where there are any, and the precision. Warns, once a run, after one run and where the median relative
+        standard error is above 50 %.
 
         Args:
-            rule: the subsampling factors; the account's first where left out.
+            rule: one of the account's; the first by default.
         """
-        k = self._rule(rule)
-        bound, relative, precision = self._floors(k)
-        limits = self._lower_limits(rule)
+        k, limits = self._rule(rule), self._lower_limits(rule)
+        bound, relative, stated = self._floors(k)
         if limits is not None and (limits > 0).any():
             lowest, none = limits[limits > 0].min(), int((limits == 0).sum())
             first = f"lower limits at 95 % confidence: lowest MSE {format_floor(lowest)}"
             first += f", {none:,} of {len(limits):,} records without one" if none else ""
             bound = replace(bound, assumes=(first, *bound.assumes), notes=(first, *bound.notes))
         if self._is_first("floors"):
-            warn_if_imprecise(relative, precision, self.runs)
+            precision.warn_if_imprecise(relative, stated, self.runs)
             if 2 * self.traces.zero_records(k) > int((self.traces.measurements() > 0).sum()):
                 why = "Training may have diverged, or the outputs may be saturated: look at the loss, and lower lr or "
-                warn_user(f"{self._describe_zeros(k)[0]}. {why}the noise", ReconboundWarning)
+                warn_user(f"{self.traces.describe_zeros(k)[0]}. {why}the noise", ReconboundWarning)
         return bound
 
     def _floors(self, k: int) -> tuple[Bound, float, str]:
-        """Returns the floors of the k-th rule, their median relative standard error, and the statement of it."""
-        account, measured, trace = self.account, self.traces.measurements(), self.traces.mean("trace")[k]
-        unseen = (measured == 0).cpu().numpy()
-        bound = from_trace(trace.cpu().numpy(), account.features)
-        with np.errstate(over="ignore"):  # records without information have the largest float as floor
-            value = np.where(unseen, 0.0, np.minimum(bound.value * self._unit(), _LARGEST))
-        relative = relative_median(trace, self.traces.trace_error(k))
-        precision = describe_precision(measured, relative, runs=self.runs)
-        notes = (precision, *self.caveats, *self._describe_zeros(k), *self.traces.describe_incomplete())
-        if unseen.any():
-            notes += (f"{int(unseen.sum())} of {len(unseen)} records were never measured: no floor (0)",)
-        mean = f"mean over {f'{self.runs} run(s)' if self.runs else 'a run in progress'}"
-        assumes = (_RULES[account.rules[k]], mean, f"{account.clip} clipping", *notes)
-        bound = replace(bound, name="dfil", value=value, sampler=account.sampler, attacker="unbiased", notes=notes,
-                        proved=account.rules[k] != "paper", assumes=assumes, estimate=True)  # fmt: skip
-        return bound, relative, precision
-
-    def _describe_zeros(self, k: int) -> tuple[str, ...]:
-        """Describes records whose measurements were all zero."""
-        zeros = (
-            f"{self.traces.zero_records(k)} of {self.account.records} records had zero information at each measurement"
-        )
-        return (f"{zeros}: their floor is the largest number there is",) if self.traces.zero_records(k) else ()
+        return self.traces.floors(k, self._unit(), self.caveats)
 
     def feature_floors(self, *, average: bool = False) -> Bound:
         """Returns 1/I_jj of each record kept and feature, (kept, d), in squared data units; kept as in `rows`.
 
-        Like `mse_floor` they are estimates; `assumes` says how good they are. For single features they are coarser than
-        for a record. A warning is given, once a run, where their median relative error is above 50 %.
+        They are estimates as in `mse_floor`, and coarser; a warning is given alike.
 
         Args:
             average: return the floor of the information averaged over all records instead, (1, d), which bounds the
-                mean of their squared errors and not each record's. No standard error of the average is kept, and
-                `assumes` says so.
+                mean of their squared errors and not each record's. Its standard error is not known.
 
         Guarantee: I_jj is estimated without bias, as in `dfil`; of chosen records given the choice, which the runs
         they are measured in had no part in.
         """
-        average, measured = flag("average", average) or self.diagonal == "average", self.traces.measurements()
-        found = self.features.floors(self.feature_scale, measured, average)
+        average, times = flag("average", average) or self.diagonal == "average", self.traces.measurements()
+        bound = self.features.floors(self.feature_scale, times, average)
         notes = (*self.caveats, *self.traces.describe_incomplete())
         if not average:
-            times, relative = self.features.precision(measured)
-            precision = describe_precision(times, relative, " of a feature", runs=self.runs)
-            notes = (precision, *notes)
+            own, relative = self.features.precision(times)
+            notes = (precision.describe_precision(own, relative, " of a feature", runs=self.runs), *notes)
             if self._is_first("features"):
-                warn_if_imprecise(relative, precision, self.runs)
-        return replace(found, assumes=(*found.assumes, *notes), notes=(*found.notes, *notes))
+                precision.warn_if_imprecise(relative, notes[0], self.runs)
+        return replace(bound, assumes=(*bound.assumes, *notes), notes=(*bound.notes, *notes))
 
     def feature_standard_error(self) -> Tensor:
         """Returns the standard error of I_jj of each record kept and feature, (kept, d), in the model's input units.
 
         After two runs or more it is that of the mean over runs. After one run, for given or all records, it is √Σx²
-        over its measurements x, whose square is in expectation no less than the variance of their sum given the run's
-        parameters.
+        over its measurements x: in expectation no less than their sum's, given the run's parameters.
         """
         return self.features.diagonal_error(self.traces.measurements())
 
@@ -432,32 +392,19 @@ class FisherAccountant:
         """Returns an upper bound of each record's spectral norm ‖I‖₂, (N,), in the model's input units.
 
         Guarantee: each measurement is above its step's spectral norm with probability at least 1 − 1e-6 over the random
-        start of the power iteration, so that of T measurements all are with probability at least 1 − 1e-6 T. The norm
-        of a sum is at most the sum of the norms. Like `dfil` it is one draw of a random sum over the steps that were
-        measured, averaged over runs: an estimate, without bias, of a bound.
+        start of the power iteration, and the norm of a sum is at most the sum of the norms. Like `dfil` it is an
+        unbiased estimate, here of a bound.
         """
         if "spectral" not in self.traces.state:
             raise InputError("spectral", "must have been kept", False)
         return self.traces.mean("spectral").clone()
 
-    def measured(self, step: int | None = None) -> Tensor:
-        """Returns the number of measurements per record over all runs, the present one too, (N,).
-
-        Args:
-            step: one of `keep_runs_at`: count only those of its first steps.
-        """
-        if step is not None:
-            return self.traces.measured_in_runs(step)
-        return self.traces.state["measured_all"] + self.traces.state["measured"]
-
     def most_exposed(self, k: int = 10, rule: str | None = None) -> MostExposed:
         """Returns the k records with the lowest floors among those measured, lowest estimate first, with their caveats.
 
-        Those never measured have no floor and are left out: `summary()["never_measured"]` counts them.
-
         Args:
             k: the number of records.
-            rule: the subsampling factors; the account's first where left out.
+            rule: one of the account's; the first by default.
         """
         dfil = self.dfil(rule).masked_fill(self.traces.measurements() == 0, -1.0)
         top = torch.topk(dfil, min(whole("k", k), int((dfil >= 0).sum()))).indices.tolist()
@@ -476,31 +423,32 @@ class FisherAccountant:
 
         Args:
             rows: the records of the group, each once.
-            rule: the subsampling factors; the account's first where left out.
+            rule: one of the account's; the first by default.
             confidence: return a lower limit at this confidence instead of the estimate, for all rows of the group
                 together (Bonferroni); needs two finished runs or more.
         """
         index = checked_rows(rows, self.account.records)
-        if confidence is not None:
-            number("confidence", confidence, above=0.0, below=1.0)
         size, bound = len(index), self._floors(self._rule(rule))[0]
         note = f"for somebody with {size} rows" if size > 1 else "for one row"
-        dfil = self.dfil(rule) if confidence is None else self.upper(rule, 1 - (1 - confidence) / size)
+        if confidence is None:
+            dfil = self.dfil(rule)
+        else:
+            number("confidence", confidence, above=0.0, below=1.0)
+            dfil = self.upper(rule, 1 - (1 - confidence) / size)
+            note += f", lower limit at {100 * confidence:g} % confidence (checked by simulation, not proved)"
         total = size * float(dfil[index].sum())
         seen = bool((self.traces.measurements()[index] > 0).all()) and math.isfinite(total)
         value = min(self._unit() / max(total, np.finfo(np.float64).tiny), _LARGEST) if seen else 0.0
-        if confidence is not None:
-            note += f", lower limit at {100 * confidence:g} % confidence (checked by simulation, not proved)"
         return replace(bound, name="dfil_group", value=value, assumes=(*bound.assumes, note),
                        notes=(note, *bound.notes), estimate=confidence is None)  # fmt: skip
 
     def lower_limit(self, rule: str | None = None, confidence: float = 0.95) -> Bound:
         """Returns the lower confidence limit of each record's floor, squared data units: s̄²/`upper`; needs two runs.
 
-        It is 0, the trivial floor, for a record that has no limit: `no_limit_because` says why.
+        It is 0, the trivial floor, for a record that has no limit: `no_limit_because`.
 
         Args:
-            rule: the subsampling factors; the account's first where left out.
+            rule: one of the account's; the first by default.
             confidence: of the limits.
         """
         value, bound = self._at_limits(self.upper(rule, confidence)), self._floors(self._rule(rule))[0]
@@ -514,32 +462,30 @@ class FisherAccountant:
 
     def _at_limits(self, upper: Tensor) -> np.ndarray:
         with np.errstate(divide="ignore"):
-            value = self._unit() / upper.cpu().numpy()
-        return np.minimum(value, _LARGEST)
+            return np.minimum(self._unit() / upper.cpu().numpy(), _LARGEST)
 
     def summary(self) -> dict[str, Any]:
         """Returns floors at the most exposed record and at quantiles. They depend on the data and are confidential.
 
-        "floor_lower_limit", after two runs or more: the 95 % lower confidence limits under the first rule, at quantiles
-        of the records that have one; "without_limit" counts the others, "no_limit_because" says why there are any.
-        "floor_estimate": the estimates for every rule, at quantiles of the records that were measured; they are more
-        often too high than too low.
+        "floor_lower_limit", after two runs or more: the 95 % lower confidence limits under the first rule, of the
+        records that have one. "floor_estimate": the estimates for every rule, of the records that were measured; they
+        are more often too high than too low.
         """
         self.mse_floor()  # for its warnings
-        measured = self.traces.measurements().cpu()
-        seen, limits = (measured > 0).numpy(), self._lower_limits(None)
+        times, limits, rules = self.traces.measurements().cpu(), self._lower_limits(None), self.account.rules
+        seen = (times > 0).numpy()
         found: dict[str, Any] = {"confidential": True, "runs": self.runs}
         if limits is not None:
-            found["floor_lower_limit"] = quantiles(limits[limits > 0]) if (limits > 0).any() else None
+            found["floor_lower_limit"] = precision.quantiles(limits[limits > 0]) if (limits > 0).any() else None
             found["without_limit"] = int((limits == 0).sum())
             found["no_limit_because"] = self.no_limit_because()
-        rules = enumerate(self.account.rules)
+        estimates = {rule: precision.quantiles(self._floors(k)[0].value[seen]) for k, rule in enumerate(rules)}
         return found | {
-            "floor_estimate": {rule: quantiles(self._floors(k)[0].value[seen]) for k, rule in rules},
-            "measured_per_record": {"least": int(measured.min()), "median": float(measured.double().median())},
+            "floor_estimate": estimates,
+            "measured_per_record": {"least": int(times.min()), "median": float(times.double().median())},
             "never_measured": int((~seen).sum()),
             "caveats": [*self.caveats, *self.traces.describe_incomplete()],
-            "relative_standard_error_median": relative_median(self.dfil(), self.standard_error()),
+            "relative_standard_error_median": precision.relative_median(self.dfil(), self.standard_error()),
         }
 
     def guarantee(self, *, copies: int = 1, **space: Any) -> Guarantee:
@@ -607,11 +553,6 @@ class FisherAccountant:
 
     def _unit(self) -> float:
         return float(self.feature_scale.mean()) ** 2
-
-
-def _check_type(found: Any) -> None:
-    if not isinstance(found, StepInformation):
-        raise InputError("found", "must be what step_information returns", found)
 
 
 def joined(*caveats: Sequence[str]) -> tuple[str, ...]:

@@ -8,13 +8,19 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from reconbound._internal.checks import InputError
+from reconbound.accounting.confidence import describe_precision, relative_median
 from reconbound.accounting.ledger import Ledger
 from reconbound.accounting.spec import Account, Factors
+from reconbound.bounds import Bound, from_trace
 from reconbound.fisher import StepInformation
+
+_RULES = {"exact": "exact Poisson factors", "fixed": "the fixed-size factor", "none": "no amplification",
+          "paper": "the paper's κ: comparison, no guarantee"}  # fmt: skip
 
 
 class Traces(NamedTuple):
@@ -196,9 +202,39 @@ class RecordLedger(Ledger):
         """Returns the standard error of the trace under the k-th rule, (N,); infinite where never measured."""
         return self.standard_error("trace")[k].masked_fill(self.measurements() == 0, torch.inf)
 
+    def floors(self, k: int, unit: float, caveats: tuple[str, ...]) -> tuple[Bound, float, str]:
+        """Returns unit/dFIL under the k-th rule, their median relative standard error, and the statement of it.
+
+        Args:
+            k: the number of the rule.
+            unit: the squared size of an input unit in data units.
+            caveats: what else must be stated with the floors.
+        """
+        account, times, trace = self.account, self.measurements(), self.mean("trace")[k]
+        unseen, bound = (times == 0).cpu().numpy(), from_trace(trace.cpu().numpy(), account.features)
+        with np.errstate(over="ignore"):  # records without information have the largest float as floor
+            value = np.where(unseen, 0.0, np.minimum(bound.value * unit, np.finfo(np.float64).max))
+        relative = relative_median(trace, self.trace_error(k))
+        precision = describe_precision(times, relative, runs=self.runs)
+        notes = (precision, *caveats, *self.describe_zeros(k), *self.describe_incomplete())
+        if unseen.any():
+            notes += (f"{int(unseen.sum())} of {len(unseen)} records were never measured: no floor (0)",)
+        mean = f"mean over {f'{self.runs} run(s)' if self.runs else 'a run in progress'}"
+        assumes = (_RULES[account.rules[k]], mean, f"{account.clip} clipping", *notes)
+        bound = replace(bound, name="dfil", value=value, sampler=account.sampler, attacker="unbiased", notes=notes,
+                        proved=account.rules[k] != "paper", assumes=assumes, estimate=True)  # fmt: skip
+        return bound, relative, precision
+
     def zero_records(self, k: int) -> int:
         """Counts measured records about which no step gave any information: training may have diverged."""
         return int(((self.mean("trace")[k] == 0) & (self.measurements() > 0)).sum())
+
+    def describe_zeros(self, k: int) -> tuple[str, ...]:
+        """Describes records whose measurements were all zero under the k-th rule."""
+        zeros, said = self.zero_records(k), "records had zero information at each measurement"
+        return (
+            (f"{zeros} of {self.account.records} {said}: their floor is the largest number there is",) if zeros else ()
+        )
 
     def steps_covered(self) -> float:
         """Returns the number of steps that this run's measurements cover: their weights over those of one step."""
@@ -253,8 +289,15 @@ class RecordLedger(Ledger):
 # --- checks of what is added -----------------------------------------------------------
 
 
+def check_type(found: Any) -> None:
+    """Refuses an object that is not a step's information."""
+    if not isinstance(found, StepInformation):
+        raise InputError("found", "must be what step_information returns", found)
+
+
 def measured_rows(indices: Any, found: StepInformation) -> tuple[Any, StepInformation]:
     """Returns indices and information of the records that took part. Masked rows are padding, not measurements."""
+    check_type(found)
     if found.mask is None or not hasattr(indices, "__len__") or len(indices) != len(found.mask):
         return indices, found
     kept = torch.nonzero(found.mask).flatten()

@@ -114,6 +114,8 @@ class Fleet:
         private: Private | Tensor | Sequence[int] | None = None,
     ) -> None:
         self.settings, self.at = tuple(settings), checked_counts("at", at)
+        if not self.at:
+            raise InputError("at", "must name at least one step count", at)
         first = _checked_fleet(self.settings)
         self.loss_fn, self.device = loss_fn, torch.device(device)
         self.initialise = initialise or reset_parameters
