@@ -17,10 +17,10 @@ _HOME = {
     "PrivateSGD": "training.private_sgd",
     "Settings": "training.settings",
     "Bound": "bounds",
-    "Guarantee": "mechanisms.guarantees",
+    "Guarantee": "mechanisms.guarantee",
     "audit": "auditing.api",
-    "floor": "mechanisms.guarantees",
-    "guarantee": "mechanisms.guarantees",
+    "floor": "mechanisms.guarantee",
+    "guarantee": "mechanisms.guarantee",
     "DP": "mechanisms",
     "PrivateLogisticRegression": "linear",
     "PrivateRidge": "linear",
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from reconbound.data import load_dataset
     from reconbound.linear import PrivateLogisticRegression, PrivateRidge
     from reconbound.mechanisms import DP, PLD, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
-    from reconbound.mechanisms.guarantees import Guarantee, floor, guarantee
+    from reconbound.mechanisms.guarantee import Guarantee, floor, guarantee
     from reconbound.training.private_sgd import PrivateSGD, Settings
 
 

@@ -9,7 +9,7 @@ from reconbound.cli import app as cli
 from reconbound.cli.errors import option_names
 from reconbound.cli.options import epochs_as_steps
 from reconbound.mechanisms import DP, OutputPerturbation, SampledGaussian
-from reconbound.mechanisms.calibration import OutOfReach, calibrate, calibrate_epsilon
+from reconbound.mechanisms.calibrate import OutOfReach, calibrate, calibrate_epsilon
 
 
 @pytest.fixture

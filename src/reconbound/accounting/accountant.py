@@ -37,7 +37,7 @@ from reconbound.accounting.spec import Account, checked_counts, checked_device, 
 from reconbound.bounds import Bound
 from reconbound.data.copies import checked_rows
 from reconbound.fisher import StepInformation
-from reconbound.mechanisms.guarantees import Guarantee, guarantee
+from reconbound.mechanisms.guarantee import Guarantee, guarantee
 from reconbound.validate.structure import ReconboundWarning
 
 _LARGEST = np.finfo(np.float64).max

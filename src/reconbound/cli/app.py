@@ -25,8 +25,8 @@ from reconbound.cli.printing import (
     print_json,
 )
 from reconbound.mechanisms import OutputPerturbation, SampledGaussian
-from reconbound.mechanisms.calibration import OutOfReach, calibrate, calibrate_epsilon
-from reconbound.mechanisms.guarantees import FLOORS, guarantee
+from reconbound.mechanisms.calibrate import OutOfReach, calibrate, calibrate_epsilon
+from reconbound.mechanisms.guarantee import FLOORS, guarantee
 
 app = typer.Typer(
     add_completion=False,
@@ -255,7 +255,7 @@ def calibrate_command(
         if target_error is not None:
             name, most, given_target = "target_error", error.highest**0.5, target_error
         given_by = "--low and --high" if data.ball is None else "--data-norm, --low and --high"
-        where = f" on data in {data.described()} ({given_by})"
+        where = f" on data in {data.describe()} ({given_by})"
         raise OutOfReach(name, error.bound, most, given_target, where) from None
     if as_json:
         print_json(calibration_dict(found, report_delta, space, data, notes))

@@ -81,7 +81,7 @@ def within_range(target_mse: float | None, target_error: float | None, data: Dat
     options = "--low and --high" if data.ball is None else "--data-norm, --low and --high"
     raise InputError(
         name,
-        f"must be at most {most:g}, {which} of the data ({data.described()}), by which any guess within it is off at "
+        f"must be at most {most:g}, {which} of the data ({data.describe()}), by which any guess within it is off at "
         f"most: give the range by {options}",
         given,
     )

@@ -10,8 +10,8 @@ from reconbound._internal.formatting import format_floor, format_limit, format_n
 from reconbound.bounds.bound import NOT_PROVED
 from reconbound.bounds.data_space import DataSpace
 from reconbound.mechanisms import ADJACENCIES, Mechanism, OutputPerturbation, SampledGaussian
-from reconbound.mechanisms.calibration import Calibration, OutOfReach, calibrate
-from reconbound.mechanisms.guarantees import FLOORS, Guarantee, floor
+from reconbound.mechanisms.calibrate import Calibration, OutOfReach, calibrate
+from reconbound.mechanisms.guarantee import FLOORS, Guarantee, floor
 
 
 def print_json(content: dict[str, Any]) -> None:
@@ -223,7 +223,7 @@ def print_calibration(
     for name in FLOORS:
         if name not in _own(found):
             print(f"  {name} ({_kind(name, data)}): {_noise_for(name, found, space)}")
-    print(f"{ADVICE} Records lie in {data.described(found.bound.units)}.")
+    print(f"{ADVICE} Records lie in {data.describe(found.bound.units)}.")
     for note in (*notes, *found.mechanism.notes(), *data.notes()):
         print(f"Note: {note}")
 

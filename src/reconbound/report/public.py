@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from reconbound._internal.formatting import format_limit, format_percent
-from reconbound.mechanisms.protection import BLIND, read_protection, with_article
+from reconbound.mechanisms.base import BLIND, read_protection, with_article
 from reconbound.report import advice, columns, words
 from reconbound.report.figures import amount, beyond, clean, guess_error, pixel_scale, plus_minus, value
 from reconbound.report.folder import CHOSEN_SEED, Run

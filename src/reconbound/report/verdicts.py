@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from reconbound.accounting.confidence import describe_one_run
-from reconbound.mechanisms.protection import Protection
+from reconbound.mechanisms.base import Protection
 from reconbound.report import columns, words
 from reconbound.report.figures import amount, beyond, count, guess_error, percent, plus_minus, rough
 from reconbound.report.view import NO_LIMIT, NOTHING, View
