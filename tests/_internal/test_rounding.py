@@ -116,12 +116,13 @@ def test_round_numbers_stay_as_they_are(write) -> None:
 
 
 @pytest.mark.parametrize("kind", ["digits", "people"])
+@pytest.mark.slow
 def test_reports_round_floors_down_and_epsilon_and_chances_up(kind: str, request: pytest.FixtureRequest) -> None:
     """Each number on a page beside the exact one, for ledgers and guarantees of many sizes."""
     folder = request.getfixturevalue(kind)
     draw = random.Random(15)
     checked = 0
-    for _ in range(3):
+    for _ in range(2):
         run, leakage = read_run(folder), read_leakage(folder)
         times = draw.uniform(0.5, 2)
         upper = None if leakage.upper is None else leakage.upper * times

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:a run was measured over about")
 COARSE = "floors from so few measurements"
 
 
-def silent(call):
+def without_warnings(call):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return call()
@@ -49,11 +49,11 @@ def test_one_measurement_is_said_and_warned_of_once_a_run() -> None:
     said += "; in simulated trainings up to 85 % of the floors from one run were more than 2 times too high"
     assert any(text.startswith(said) for text in bound.assumes)
     assert said in str(bound)
-    silent(ledger.mse_floor)
-    silent(lambda: ledger.mse_floor("none"))
+    without_warnings(ledger.mse_floor)
+    without_warnings(lambda: ledger.mse_floor("none"))
     ledger.add(torch.arange(6), info(torch.ones(6), torch.zeros(6)), weight=2.5, stratified=True)
     ledger.finish_run()  # a second run that says the same: no error left
-    assert "relative standard error 0 %" in str(silent(ledger.mse_floor))
+    assert "relative standard error 0 %" in str(without_warnings(ledger.mse_floor))
 
 
 def test_a_single_run_warns_however_well_it_was_measured() -> None:
@@ -105,6 +105,7 @@ def test_errors_of_features_are_the_formula(diagonal) -> None:
     np.testing.assert_allclose(empty.feature_standard_error()[1].numpy(), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_error_of_features_in_one_run_covers_what_runs_differ_by() -> None:
     """The formula of one run against the spread of 40 estimates of one and the same trajectory (lr 0)."""
     found, errors = [], []
@@ -126,7 +127,9 @@ def test_features_say_how_well_they_are_known_and_warn() -> None:
     well = filled([1.0] * 9, "all")
     with pytest.warns(ReconboundWarning, match="floors of one run"):
         assert "relative standard error of a feature 33 %" in str(well.feature_floors())
-    assert "estimated" not in " ".join(silent(lambda: filled([1.0], "all").feature_floors(average=True)).assumes)
+    assert "estimated" not in " ".join(
+        without_warnings(lambda: filled([1.0], "all").feature_floors(average=True)).assumes
+    )
     with pytest.raises(InputError, match="diagonal"):
         filled([1.0], "average").feature_standard_error()
 
@@ -169,7 +172,7 @@ def test_why_there_is_no_limit_is_said() -> None:
     few = filled([1.0, 1.1], runs=3)
     with pytest.warns(ReconboundWarning, match="6 of 6 records were measured fewer than 25 times over all runs: more"):
         assert bool(torch.isinf(few.upper()).all())
-    silent(few.upper)  # once
+    without_warnings(few.upper)  # once
     found = few.summary()
     assert found["floor_lower_limit"] is None
     assert "fewer than 25 times" in found["no_limit_because"]
@@ -184,7 +187,7 @@ def test_why_there_is_no_limit_is_said() -> None:
     assert wild.summary()["floor_lower_limit"] is None
 
     good = filled([1.0] * 10, runs=3)
-    assert bool(torch.isfinite(silent(good.upper)).all())
+    assert bool(torch.isfinite(without_warnings(good.upper)).all())
     found = good.summary()
     assert found["no_limit_because"] is None
     assert found["floor_lower_limit"]["lowest"] == pytest.approx(1 / float(good.upper().max()))
@@ -232,10 +235,10 @@ def test_a_record_first_measured_in_the_run_in_progress_has_no_floor_yet() -> No
 
 
 def test_divergence_is_suspected_of_the_records_that_were_measured() -> None:
-    """One of four that told nothing is no reason, however many were never measured; three of four are."""
-    for told, suspected in (([0.0, 1, 1, 1], False), ([0.0, 0, 0, 1], True)):
+    """One of four with zero information is no reason, however many were never measured; three of four are."""
+    for values, suspected in (([0.0, 1, 1, 1], False), ([0.0, 0, 0, 1], True)):
         ledger = FisherAccountant(account(20, rules=("none",)))
-        ledger.add(torch.arange(4), info(torch.tensor(told), torch.zeros(4)), weight=0.25)
+        ledger.add(torch.arange(4), info(torch.tensor(values), torch.zeros(4)), weight=0.25)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             ledger.mse_floor()

@@ -217,7 +217,7 @@ def test_a_ledger_goes_on_from_its_file_as_if_it_had_not_been_put_down(tmp_path:
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize(("weight", "stratified"), [(0.25, False), (2.5, True)])
 def test_a_record_left_out_of_a_run_is_said(late: bool, weight: float, stratified: bool) -> None:
-    """The mean over runs counts it there as if it had told nothing: its floor would be twice too high, unsaid."""
+    """The mean over runs counts it there as 0: its floor would be twice too high."""
     kept, everyone = small(80), torch.arange(80)
     found = []
     for some in (everyone[:-2], everyone) if late else (everyone, everyone[:-2]):

@@ -40,6 +40,8 @@ from reconbound.report.folder import (
 )
 from reconbound.report.view import View
 
+pytestmark = pytest.mark.slow
+
 
 def test_everybody_may_read_only_the_public_files(audited) -> None:
     public = {RUN, MODEL, PUBLIC_REPORT}

@@ -19,6 +19,8 @@ from reconbound.cli import app as cli
 from reconbound.report.folder import MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, read_run
 from reconbound.training.checkpoint import CheckpointError, held
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_released_model_that_was_removed_comes_back_the_same(tmp_path) -> None:
     people, options = auditing.people(), auditing.options(steps=4)

@@ -32,6 +32,8 @@ from reconbound.report.figures import guess_error, plus_minus
 from reconbound.report.folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Run, read_leakage, read_run
 from reconbound.report.view import View
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -15,10 +15,23 @@ from reconbound.report.axes import Chart, Key
 from reconbound.report.figures import amount, clean, count, for_plotly, guess_error, plus_minus
 from reconbound.report.folder import prepare
 from reconbound.sweep import space
-from reconbound.sweep.frontier import best, columns_of, crossed_of, default_floor, floors_in, pareto, protection_of
-from reconbound.sweep.trial import LEDGER
-from reconbound.sweep.words import ASSUMPTIONS, CROSSED, attacker, majority, precision, told
-from reconbound.sweep.worker import Row, trial_folder
+from reconbound.sweep.frontier import (
+    ASSUMPTIONS,
+    CROSSED,
+    attacker_of,
+    best,
+    columns_of,
+    crossed_of,
+    default_floor,
+    describe_floor,
+    describe_majority,
+    describe_precision,
+    floors_in,
+    pareto,
+    protection_of,
+)
+from reconbound.sweep.space import Row
+from reconbound.sweep.trial import LEDGER, trial_folder
 
 PAGE, RUN_PAGE = "frontier.html", "index.html"
 #: What a row's "accuracy" is: the share of right classes, or of a number's spread that is explained.
@@ -61,7 +74,7 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
     fronts = [
         {
             "name": floor,
-            "text": told(floor),
+            "text": describe_floor(floor),
             "crossed": has_crossed(pareto(rows, floor), floor),
             "rows": [_cells(row, floor, names, measure) for row in pareto(rows, floor)],
         }
@@ -74,10 +87,10 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         "chart": shown,
         "fronts": fronts,
         "names": names,
-        "proved": told(f"{rule}_max").partition(",")[0],
-        "crossed": _said_of_crossed(rows),
+        "proved": describe_floor(f"{rule}_max").partition(",")[0],
+        "crossed": _describe_crossed(rows),
         "delta": next((format_limit(row["delta"], 6) for row in rows if row.get("delta")), "–"),
-        "assumptions": (*ASSUMPTIONS, *(("Model", said) for said in _smoothness(facts))),
+        "assumptions": (*ASSUMPTIONS, *(("Model", text) for text in _caveats(facts) or [_describe_smoothness(facts)])),
         "version": __version__,
         **{name: f"{facts[name]:,}" for name in ("runs", "trials", "finished")},
         "failed": facts["failed"],
@@ -101,10 +114,13 @@ def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = Fa
         "cautions": cautions(rows, facts),
         "counts": [f"{row['steps']:,}" for row in rows],
         "rows": [
-            (told(name).replace("accuracy", measured_by(facts)), [_value(row.get(name), _side(name)) for row in rows])
+            (
+                describe_floor(name).replace("accuracy", measured_by(facts)),
+                [_value(row.get(name), _side(name)) for row in rows],
+            )
             for name in kept
         ],
-        "crossed": _said_of_crossed(rows),
+        "crossed": _describe_crossed(rows),
         "ledger": ledger,
         "version": __version__,
     }
@@ -126,41 +142,39 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
         rows: of the finished trials.
         facts: as in `write_pages`.
     """
-    found = [*_without_guarantee(rows), *(clean(said, 600) for said in (facts.get("caveats") or {}).values())]
-    most = max((int(row.get("never_measured") or 0) for row in rows), default=0)
-    if most:
+    found = [*_describe_weak_settings(rows), *_caveats(facts)]
+    unmeasured = max((int(row.get("never_measured") or 0) for row in rows), default=0)
+    if unmeasured:
         found.append(
-            f"Up to {count(most, 'record')} of a training {'was' if most == 1 else 'were'} never measured: nothing is "
-            "known about them, and the floors of records leave them out. A number as --budget measures every record."
+            f"Up to {count(unmeasured, 'record')} of a training {'was' if unmeasured == 1 else 'were'} never measured: "
+            "nothing is known about them, and the floors of records leave them out. A number as --budget measures "
+            "every record."
         )
-    mute = [row for row in rows if row.get("zero_information")]
-    if mute:
-        some, trials = count(max(row["zero_information"] for row in mute), "record"), {row["trial"] for row in mute}
+    saturated = [row for row in rows if row.get("zero_information")]
+    if saturated:
+        most = count(max(row["zero_information"] for row in saturated), "record")
+        trainings = count(len({row["trial"] for row in saturated}), "training")
         found.append(
-            f"In {count(len(trials), 'training')} up to {some} told nothing whenever measured, as when outputs are "
-            "saturated or the training has diverged: the largest floors there, 1e300 at most, are no finding. Lower lr "
-            "or the noise, or measure more often (--budget, --runs)."
+            f"In {trainings} up to {most} had zero information whenever measured, as when outputs are saturated or a "
+            "training has diverged: the largest floors there, 1e300 at most, are no finding. Lower lr or the noise, or measure "
+            "more often (--budget, --runs)."
         )
-    if facts.get("inferred_ranges"):
-        found.append(words.INFERRED)
-    return found
+    return [*found, words.INFERRED] if facts.get("inferred_ranges") else found
 
 
-def _without_guarantee(rows: Sequence[Row]) -> list[str]:
-    """Says that settings guarantee little, with the one that has the largest chance of rebuilding a record."""
+def _describe_weak_settings(rows: Sequence[Row]) -> list[str]:
+    """Describes the setting without a meaningful guarantee that has the largest chance of rebuilding a record."""
     weak = [row for row in rows if not protection_of(row).meaningful]
     if not weak:
         return []
     worst = max(weak, key=lambda row: (protection_of(row).success or 0.0, row.get("epsilon") or 0.0))
-    said = protection_of(worst).warning()
-    return [said if len(rows) == 1 else f"{len(weak):,} of {count(len(rows), 'row')}: {said[0].lower()}{said[1:]}"]
+    warning = protection_of(worst).warning()
+    many = f"{len(weak):,} of {count(len(rows), 'row')}: {warning[0].lower()}{warning[1:]}"
+    return [warning if len(rows) == 1 else many]
 
 
-def _smoothness(facts: Mapping[str, Any]) -> list[str]:
-    known = facts.get("caveats")
-    return [clean(said, 600) for said in (known or {}).values()] or [
-        words.SMOOTH + (words.UNCHECKED if known is None else words.CHECKED)
-    ]
+def _caveats(facts: Mapping[str, Any]) -> list[str]:
+    return [clean(caveat, 600) for caveat in (facts.get("caveats") or {}).values()]
 
 
 def verdict(
@@ -182,38 +196,34 @@ def verdict(
     """
     front = pareto(rows, floor)
     if not front:
-        why = "There were no test records: no setting has an accuracy." if rows else "No setting has been trained yet."
-        return [why]
+        return [
+            "There were no test records: no setting has an accuracy." if rows else "No setting has been trained yet."
+        ]
     last = max(front, key=lambda row: row["accuracy"])
-    only = all(row.get(floor) is not None for row in rows)  # settings of another sampler have another floor
     weak = "" if protection_of(last).meaningful else ", without a meaningful guarantee"
-    which = f"{weak}{'' if only else ' that has this floor'}"
-    said = [
-        f"The most accurate setting{which} reaches {_accuracy(last, measure)} and "
-        f"{attacker(floor)[0]} errs by at least {plus_minus(math.sqrt(last[floor]))} of a feature's range "
-        f"{attacker(floor)[1]} ({_of_runs(floor, runs, last)})."
+    # settings of another sampler have another floor
+    only = "" if all(row.get(floor) is not None for row in rows) else " that has this floor"
+    attacker, place = attacker_of(floor)
+    precision = describe_precision(floor, runs, last.get("measured_median"))
+    source = "; ".join(text for text in (describe_floor(floor).removesuffix(" (estimate)"), precision) if text)
+    sentences = [
+        f"The most accurate setting{weak}{only} reaches {_accuracy(last, measure)} and {attacker} errs by at least "
+        f"{plus_minus(math.sqrt(last[floor]))} of a feature's range {place} ({source})."
     ]
     known = (guesses or {}).get("error")
-    error, whose = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")
+    error, guess = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")
     sound = [row for row in rows if protection_of(row).meaningful]
-    kept = best(sound, floor, error**2)
-    whom, place = attacker(floor)
+    chosen = best(sound, floor, error**2)
     some = "" if len(sound) == len(rows) else " with a meaningful guarantee"
-    which = " that was measured" if kept is not None and kept.get("never_measured") else ""
+    which = " that was measured" if chosen is not None and chosen.get("never_measured") else ""
     where = place if floor in ("lecam", "rate_distortion") else f"on every record{which}"
-    as_much = f"{guess_error(error)} of the range or more {where}, as much as {whose}"
-    if kept is None:
-        said.append(f"With no setting{some} does {whom} err by {as_much}.")
-    elif kept is not last:
-        best_one = f"an accuracy of {_accuracy(kept)}" if measure == ACCURACY else _accuracy(kept, R2)
-        said.append(f"The best setting{some} with which {whom} errs by {as_much}, has {best_one}.")
-    return [*said, *majority(guesses)]
-
-
-def _of_runs(floor: str, runs: int | None, row: Row) -> str:
-    said = precision(floor, runs, row.get("measured_median"))
-    plain = told(floor).removesuffix(" (estimate)")
-    return f"{plain}; {said}" if said else plain
+    as_much = f"{guess_error(error)} of the range or more {where}, as much as {guess}"
+    if chosen is None:
+        sentences.append(f"With no setting{some} does {attacker} err by {as_much}.")
+    elif chosen is not last:
+        reached = f"{'an accuracy of ' if measure == ACCURACY else ''}{_accuracy(chosen, measure)}"
+        sentences.append(f"The best setting{some} with which {attacker} errs by {as_much}, has {reached}.")
+    return [*sentences, *describe_majority(guesses)]
 
 
 def has_crossed(rows: Sequence[Row], floor: str) -> bool:
@@ -223,11 +233,10 @@ def has_crossed(rows: Sequence[Row], floor: str) -> bool:
         rows: of the finished trials.
         floor: the name of the floor.
     """
-    name = crossed_of(floor)
-    return name is not None and any(row.get(name) is not None for row in rows)
+    return any(row.get(crossed_of(floor) or "") is not None for row in rows)
 
 
-def _said_of_crossed(rows: Sequence[Row]) -> str:
+def _describe_crossed(rows: Sequence[Row]) -> str:
     return CROSSED if any(has_crossed(rows, floor) for floor in floors_in(rows)) else ""
 
 
@@ -236,20 +245,23 @@ def settings_in(rows: Sequence[Row]) -> list[str]:
     return [name for name in space.PARAMETERS if any(name in row for row in rows)]
 
 
+def _describe_smoothness(facts: Mapping[str, Any]) -> str:
+    return words.SMOOTH + (words.UNCHECKED if facts.get("caveats") is None else words.CHECKED)
+
+
 # --- charts --------------------------------------------------------------------------------
 
 
 def _lines(rows: Sequence[Row], floors: Sequence[str], measure: str) -> Chart:
     """Draws the front of each floor at the most exposed record, and of those of the mechanism."""
-    drawn = [floor for floor in floors if not floor.endswith(("_q99", "_median"))]
-    traces, keys = [], []
     # the first is the most exposed record's, in the same colour in both charts and in an audit's
     colours = (axes.VERMILLION, *(colour for colour in axes.SERIES if colour != axes.VERMILLION))
-    for k, floor in enumerate(drawn):
+    traces, keys = [], []
+    for k, floor in enumerate(floor for floor in floors if not floor.endswith(("_q99", "_median"))):
         colour, dash = colours[k % len(colours)], axes.DASHES[k % len(axes.DASHES)]
         traces.append(_trace(pareto(rows, floor), floor, colour, dash, measure))
-        keys.append(Key(colour, told(floor), "line", dash))
-    return _chart("chart-frontier", traces, keys, f"{_title(measure)} against every floor: the best settings", measure)
+        keys.append(Key(colour, describe_floor(floor), "line", dash))
+    return _chart("chart-frontier", traces, keys, "every floor: the best settings", measure)
 
 
 def _places(rows: Sequence[Row], rule: str, measure: str) -> Chart:
@@ -259,12 +271,8 @@ def _places(rows: Sequence[Row], rule: str, measure: str) -> Chart:
     for floor, colour in zip(drawn, (axes.VERMILLION, axes.ORANGE, axes.BLUE), strict=False):
         traces.append({**_trace(rows, floor, colour, "solid", measure), "mode": "markers", "opacity": 0.45})
         traces.append(_trace(pareto(rows, floor), floor, colour, "solid", measure))
-        keys.append(Key(colour, told(floor), "line"))
-    return _chart("chart-places", traces, keys, f"{_title(measure)} against the floors of the records", measure)
-
-
-def _title(measure: str) -> str:
-    return measure[0].upper() + measure[1:]
+        keys.append(Key(colour, describe_floor(floor), "line"))
+    return _chart("chart-places", traces, keys, "the floors of the records", measure)
 
 
 def _trace(rows: Sequence[Row], floor: str, colour: str, dash: str, measure: str) -> dict[str, Any]:
@@ -279,7 +287,7 @@ def _trace(rows: Sequence[Row], floor: str, colour: str, dash: str, measure: str
     }  # fmt: skip
 
 
-def _chart(name: str, traces: list[Any], keys: list[Key], label: str, measure: str) -> Chart:
+def _chart(name: str, traces: list[Any], keys: list[Key], against: str, measure: str) -> Chart:
     logs = [y for trace in traces for y in trace["y"]] or [0.0]
     low, high = min(logs) - 0.2, max(logs) + 0.2
     title = axes.titled(f"{measure} (%)" if measure == ACCURACY else f"{measure} on test data")
@@ -287,6 +295,7 @@ def _chart(name: str, traces: list[Any], keys: list[Key], label: str, measure: s
     layout = axes.layout(460, x, axes.log_axis(low, high, "floor (MSE)"))
     beyond = any(abs(y) >= DECADES for y in logs)
     note = f"What lies beyond {10**DECADES:,.0f} or below {10**-DECADES:g} is drawn at the edge." if beyond else ""
+    label = f"{measure[0].upper()}{measure[1:]} against {against}"
     return Chart(name, {"data": traces, "layout": layout}, tuple(keys), note, label, 460)
 
 
@@ -295,16 +304,15 @@ def _hover(row: Row, floor: str, measure: str) -> str:
     lines = [
         f"run {row['trial']}: {setting}, {row['steps']:,} steps",
         f"accuracy {_accuracy(row)}" if measure == ACCURACY else _accuracy(row, measure),
-        f"{told(floor)}: {_value(row[floor], 'down')} ({plus_minus(math.sqrt(row[floor]))})",
-        *([_crossed(row, floor)] if has_crossed([row], floor) else []),
+        f"{describe_floor(floor)}: {_mse(row[floor])}",
+        *([f"crossed: {_mse(row[crossed_of(floor) or ''])}"] if has_crossed([row], floor) else []),
         f"ε = {_value(row.get('epsilon'), 'up')}",
     ]
     return "<br>".join(for_plotly(line, 160) for line in lines)
 
 
-def _crossed(row: Row, floor: str) -> str:
-    second = row[crossed_of(floor) or ""]
-    return f"crossed: {_value(second, 'down')} ({plus_minus(math.sqrt(second))})"
+def _mse(floor: float) -> str:
+    return f"{_value(floor, 'down')} ({plus_minus(math.sqrt(floor))})"
 
 
 def _cells(row: Row, floor: str, names: Sequence[str], measure: str) -> dict[str, Any]:
@@ -338,13 +346,9 @@ def _value(value: Any, side: Side = "near") -> str:
         return clean(value, 60)
     if value is None:
         return "–"
-    return (
-        f"{value:,}"
-        if isinstance(value, int)
-        else format_number(value, 4, side)
-        if value < 1e6
-        else amount(value, side=side)
-    )
+    if isinstance(value, int):
+        return f"{value:,}"
+    return format_number(value, 4, side) if value < 1e6 else amount(value, side=side)
 
 
 def _side(name: str) -> Side:

@@ -26,11 +26,10 @@ from reconbound._internal.rng import derive
 from reconbound.auditing.models import as_tensor, make_loss, make_model, model_kind, score, starter
 from reconbound.auditing.options import AuditOptions
 from reconbound.report.folder import prepare
-from reconbound.sweep.crowd import Exploded
 from reconbound.sweep.fleet.trainer import Fleet, Snapshot
-from reconbound.sweep.space import Setting, key, seed_of
+from reconbound.sweep.queue import Exploded, TrialLost
+from reconbound.sweep.space import Row, Setting, key, seed_of
 from reconbound.sweep.trial import TRIAL, Trainer, finished_rows, one_thread
-from reconbound.sweep.worker import LeaseLost, Row
 
 #: (which of the settings, steps that each of them has done)
 Tell = Callable[[Sequence[int], int], None]
@@ -151,7 +150,7 @@ class TogetherTrainer(Trainer):
         try:
             with one_thread():
                 return list(self._trained_together(settings, tell))
-        except LeaseLost:
+        except TrialLost:
             raise
         except Exception as reason:
             return reason.with_traceback(None)  # without the frames, which hold the fleet
