@@ -156,8 +156,8 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
         trainings = count(len({row["trial"] for row in saturated}), "training")
         found.append(
             f"In {trainings} up to {most} had zero information whenever measured, as when outputs are saturated or a "
-            "training has diverged: the largest floors there, 1e300 at most, are no finding. Lower lr or the noise, or measure "
-            "more often (--budget, --runs)."
+            "training has diverged: the largest floors there, 1e300 at most, are no finding. Lower lr or the "
+            "noise, or measure more often (--budget, --runs)."
         )
     return [*found, words.INFERRED] if facts.get("inferred_ranges") else found
 
