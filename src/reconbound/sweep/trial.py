@@ -34,9 +34,8 @@ from reconbound.mechanisms.guarantee import guarantee
 from reconbound.report.folder import CHECKPOINTS, prepare
 from reconbound.sweep.space import Row, Setting, seed_of
 from reconbound.training.callbacks import Callback
-from reconbound.training.checkpoint import CheckpointError, plain_json
+from reconbound.training.checkpoint import CheckpointError, data_digest, plain_json
 from reconbound.training.private_sgd import PrivateSGD
-from reconbound.training.state import data_digest
 
 if TYPE_CHECKING:
     from reconbound.data import Dataset
