@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from reconbound._internal.chacha import keystream
-from reconbound._internal.rng import fresh_generator, random_states_kept, seeded
+from reconbound._internal.rng import fresh_generator, keystream, random_states_kept, seeded
 from reconbound.accounting.amplification import PoissonTable, poisson_factors
 from reconbound.auditing import models as networks
 from reconbound.fisher import ProbeOptions, StepOptions, SumOptions, clipped_gradient_sum, step_information
@@ -130,7 +129,7 @@ def fleets(device: str) -> None:
                 networks.mnist_cnn, losses, x, y, chosen, at=[4], device=device, method=method, private=private
             )
             (shot,) = fleet.run(0, seeds=[10 + k for k in of])
-            found[of] = {k: (fleet.params[i].clone(), shot.own[i].float()) for i, k in enumerate(of)}
+            found[of] = {k: (fleet.params[i].clone(), shot.dfil()[i].float()) for i, k in enumerate(of)}
         for k in (0, 2):
             for a, b in zip(*(each[k] for each in found.values()), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)

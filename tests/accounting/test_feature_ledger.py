@@ -10,10 +10,10 @@ from test_accountant import account, info
 from learning import FEATURES, RECORDS, learner, same_state
 from reconbound._internal.checks import InputError
 from reconbound.accounting.accountant import Chosen, FisherAccountant
-from reconbound.accounting.feature_ledger import resolved
+from reconbound.accounting.feature_ledger import resolve_diagonal
 
-#: these ledgers are made up: a few measurements that tell of no whole run
-pytestmark = pytest.mark.filterwarnings("ignore:the measurements of a run tell")
+#: these ledgers hold a few measurements, not whole runs
+pytestmark = pytest.mark.filterwarnings("ignore:a run was measured over about")
 
 
 def information(ledger: FisherAccountant) -> np.ndarray:
@@ -24,13 +24,13 @@ def information(ledger: FisherAccountant) -> np.ndarray:
 
 
 def test_forms() -> None:
-    assert resolved(("auto", 12 * 100 * 7), 100, 7) == "all"
-    assert resolved(("auto", 12 * 100 * 7 - 1), 100, 7) == Chosen(16, 16, 1)
-    assert resolved(("top", 3), 100, 7) == Chosen(3, 0, 1)
-    assert resolved(Chosen(3, 2, 4), 100, 7) == Chosen(3, 2, 4)
+    assert resolve_diagonal(("auto", 12 * 100 * 7), 100, 7) == "all"
+    assert resolve_diagonal(("auto", 12 * 100 * 7 - 1), 100, 7) == Chosen(16, 16, 1)
+    assert resolve_diagonal(("top", 3), 100, 7) == Chosen(3, 0, 1)
+    assert resolve_diagonal(Chosen(3, 2, 4), 100, 7) == Chosen(3, 2, 4)
     for bad in ("some", ("top",), ("top", 0), ("top", 2.5), ("best", 3), ("auto", 0), [100], [-1], [1, 1], []):
         with pytest.raises(InputError, match="diagonal"):
-            resolved(bad, 100, 7)  # type: ignore[arg-type]
+            resolve_diagonal(bad, 100, 7)  # type: ignore[arg-type]
     for bad in ({"most": 0, "least": 0}, {"most": -1}, {"after": 0}):
         with pytest.raises(InputError, match=next(iter(bad))):
             Chosen(**bad)
@@ -38,7 +38,7 @@ def test_forms() -> None:
 
 @pytest.mark.parametrize("diagonal", ["all", "average", [0, 2]])
 @pytest.mark.filterwarnings("ignore")
-def test_floors_of_the_average_say_that_their_error_is_not_known(diagonal: object) -> None:
+def test_average_floors_state_unknown_error(diagonal: object) -> None:
     ledger = FisherAccountant(account(), diagonal=diagonal)
     ledger.add(torch.tensor([0, 1, 2]), info(torch.tensor([0.3, 4.0, 1.0]), torch.zeros(3)))
     ledger.finish_run()
@@ -114,7 +114,7 @@ def truth() -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("budget", [1.0, "every"])
 @pytest.mark.slow
-def test_chosen_records_of_a_training_have_the_diagonals_of_the_full_ledger(truth, budget) -> None:
+def test_chosen_records_have_the_diagonals_of_the_full_ledger(truth, budget) -> None:
     one = learner(diagonal=Chosen(3, 2), seed=5, budget=budget)
     one.repeat(41, steps=5)
     assert one.accountant is not None
@@ -161,7 +161,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("at", [(0, 4), (1, 1), (2, 3)])
-def test_a_stopped_run_goes_on_with_its_chosen_records(tmp_path, at: tuple[int, int]) -> None:
+def test_stopped_run_keeps_chosen_records(tmp_path, at: tuple[int, int]) -> None:
     options = {"diagonal": Chosen(2, 1), "every": 1}
     whole = learner(**options).repeat(3, steps=4)
 

@@ -16,13 +16,13 @@ from reconbound._internal.checks import InputError
 from reconbound.accounting.accountant import Chosen, FisherAccountant
 from reconbound.validate import ReconboundWarning
 
-#: these ledgers are made up: a few measurements that tell of no whole run
-pytestmark = pytest.mark.filterwarnings("ignore:the measurements of a run tell")
+#: these ledgers hold a few measurements, not whole runs
+pytestmark = pytest.mark.filterwarnings("ignore:a run was measured over about")
 
 COARSE = "floors from so few measurements"
 
 
-def silent(call):
+def without_warnings(call):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return call()
@@ -38,22 +38,22 @@ def filled(values, diagonal="none", weight: float = 2.5, runs: int = 1) -> Fishe
     return ledger
 
 
-def test_one_measurement_is_said_and_warned_of_once_a_run() -> None:
+def test_single_measurement_warns_once_per_run() -> None:
     ledger = filled([1.0])
     with pytest.warns(ReconboundWarning, match=f"{COARSE}.*budget.*repeat"):
         bound = ledger.mse_floor()
     error = float((ledger.standard_error() / ledger.dfil())[0])  # √(1 − π) of a rare draw, and the probes' error
     assert error == pytest.approx(math.sqrt(0.9 + 0.1 * 0.1**2))
     said = f"estimated: measured 1 time per record (median), relative standard error {100 * error:.0f} % (median)"
-    said += " by measuring alone: another run would differ by more"
+    said += " of measuring only: runs differ by more"
     said += "; in simulated trainings up to 85 % of the floors from one run were more than 2 times too high"
     assert any(text.startswith(said) for text in bound.assumes)
     assert said in str(bound)
-    silent(ledger.mse_floor)
-    silent(lambda: ledger.mse_floor("none"))
+    without_warnings(ledger.mse_floor)
+    without_warnings(lambda: ledger.mse_floor("none"))
     ledger.add(torch.arange(6), info(torch.ones(6), torch.zeros(6)), weight=2.5, stratified=True)
     ledger.finish_run()  # a second run that says the same: no error left
-    assert "relative standard error 0 %" in str(silent(ledger.mse_floor))
+    assert "relative standard error 0 %" in str(without_warnings(ledger.mse_floor))
 
 
 def test_a_single_run_warns_however_well_it_was_measured() -> None:
@@ -106,7 +106,7 @@ def test_errors_of_features_are_the_formula(diagonal) -> None:
 
 
 @pytest.mark.slow
-def test_the_error_of_features_in_one_run_covers_what_runs_differ_by() -> None:
+def test_feature_error_of_one_run_covers_spread_of_runs() -> None:
     """The formula of one run against the spread of 40 estimates of one and the same trajectory (lr 0)."""
     found, errors = [], []
     for seed in range(40):
@@ -119,7 +119,7 @@ def test_the_error_of_features_in_one_run_covers_what_runs_differ_by() -> None:
     assert (ratio > 0.7).mean() > 0.98
 
 
-def test_features_say_how_well_they_are_known_and_warn() -> None:
+def test_feature_floors_state_error_and_warn() -> None:
     ledger = filled([1.0], "all")
     with pytest.warns(ReconboundWarning, match=COARSE):
         bound = ledger.feature_floors()
@@ -127,7 +127,9 @@ def test_features_say_how_well_they_are_known_and_warn() -> None:
     well = filled([1.0] * 9, "all")
     with pytest.warns(ReconboundWarning, match="floors of one run"):
         assert "relative standard error of a feature 33 %" in str(well.feature_floors())
-    assert "estimated" not in " ".join(silent(lambda: filled([1.0], "all").feature_floors(average=True)).assumes)
+    assert "estimated" not in " ".join(
+        without_warnings(lambda: filled([1.0], "all").feature_floors(average=True)).assumes
+    )
     with pytest.raises(InputError, match="diagonal"):
         filled([1.0], "average").feature_standard_error()
 
@@ -138,29 +140,10 @@ def test_a_record_never_measured_has_an_infinite_error_of_features() -> None:
     assert torch.isinf(ledger.feature_standard_error()).all(1).tolist() == [False] + [True] * 5
 
 
-def test_chosen_records_say_that_one_run_has_no_error() -> None:
+def test_chosen_records_of_one_run_have_no_error() -> None:
     few = learner(diagonal=Chosen(2, 1)).repeat(runs=2, steps=8).accountant
     with pytest.warns(ReconboundWarning, match=COARSE):
         assert "standard error of a feature not known" in str(few.feature_floors())
-
-
-def test_ledgers_without_the_error_can_still_be_read(tmp_path) -> None:
-    """As earlier versions wrote them: the error of their features is not known, and said so."""
-    ledger = filled([1.0, 2.0], "all")
-    tensors = {name: value for name, value in ledger.state().items() if name != "diagonal_error"}
-    other = FisherAccountant(ledger.account, diagonal="all")
-    other.restore(tensors, 1)
-    assert bool(torch.isinf(other.feature_standard_error()).all())
-    np.testing.assert_array_equal(other.feature_floors().value, ledger.feature_floors().value)
-    merged = FisherAccountant(ledger.account, diagonal="all")
-    merged.restore(tensors, 1)
-    merged.merge(filled([4.0], "all"))
-    for one in (other, ledger):  # from the second run on it is that between runs, which is known
-        one.add(torch.arange(6), info(4 * torch.ones(6), torch.zeros(6)), weight=2.5, stratified=True)
-        one.finish_run()
-    for one in (other, merged):
-        torch.testing.assert_close(one.feature_standard_error(), ledger.feature_standard_error())
-    assert "relative standard error of a feature 14 %" in str(other.feature_floors())  # of 3 and 4
 
 
 def test_the_average_is_not_said_of_a_record() -> None:
@@ -173,7 +156,7 @@ def test_the_average_is_not_said_of_a_record() -> None:
     assert each.coordinates == "each"
 
 
-def test_a_loaded_ledger_says_the_same_of_its_chosen_records(tmp_path) -> None:
+def test_loaded_ledger_keeps_chosen_records(tmp_path) -> None:
     ledger = learner(diagonal=Chosen(2, 1)).repeat(runs=3, steps=8).accountant
     assert ledger is not None
     ledger.save(tmp_path / "ledger")
@@ -185,11 +168,11 @@ def test_a_loaded_ledger_says_the_same_of_its_chosen_records(tmp_path) -> None:
 # --- limits ------------------------------------------------------------------------------------
 
 
-def test_why_there_is_no_limit_is_said() -> None:
+def test_missing_limit_is_explained() -> None:
     few = filled([1.0, 1.1], runs=3)
     with pytest.warns(ReconboundWarning, match="6 of 6 records were measured fewer than 25 times over all runs: more"):
         assert bool(torch.isinf(few.upper()).all())
-    silent(few.upper)  # once
+    without_warnings(few.upper)  # once
     found = few.summary()
     assert found["floor_lower_limit"] is None
     assert "fewer than 25 times" in found["no_limit_because"]
@@ -204,7 +187,7 @@ def test_why_there_is_no_limit_is_said() -> None:
     assert wild.summary()["floor_lower_limit"] is None
 
     good = filled([1.0] * 10, runs=3)
-    assert bool(torch.isfinite(silent(good.upper)).all())
+    assert bool(torch.isfinite(without_warnings(good.upper)).all())
     found = good.summary()
     assert found["no_limit_because"] is None
     assert found["floor_lower_limit"]["lowest"] == pytest.approx(1 / float(good.upper().max()))
@@ -213,7 +196,7 @@ def test_why_there_is_no_limit_is_said() -> None:
 # --- never measured ----------------------------------------------------------------------------
 
 
-def test_records_never_measured_are_counted_where_the_floors_are_printed() -> None:
+def test_printed_floors_count_unmeasured_records() -> None:
     ledger = FisherAccountant(account())
     ledger.add(torch.tensor([0, 1]), info(torch.ones(2), torch.zeros(2)), weight=0.25)
     with pytest.warns(ReconboundWarning, match="floors of one run"):
@@ -223,14 +206,14 @@ def test_records_never_measured_are_counted_where_the_floors_are_printed() -> No
     assert ledger.dfil()[2:].tolist() == bound.value[2:].tolist() == [0.0] * 4
 
 
-def test_a_bound_says_where_its_numbers_are() -> None:
+def test_bound_repr_shows_its_numbers() -> None:
     bound = filled([1.0] * 6).mse_floor()
     with pytest.raises(TypeError, match=r"\.value"):
         bound[:2]
     assert replace(bound, notes=()).notes == ()
 
 
-def test_a_record_first_measured_in_the_run_in_progress_has_no_floor_yet() -> None:
+def test_record_first_measured_in_open_run_has_no_floor() -> None:
     """Floors speak of the finished runs, in which it was not measured: to say that it tells nothing would be wrong."""
     ledger = FisherAccountant(account(), diagonal="all", feature_scale=10.0)
     ledger.add(torch.arange(5), info(torch.ones(5), torch.zeros(5)))
@@ -252,10 +235,10 @@ def test_a_record_first_measured_in_the_run_in_progress_has_no_floor_yet() -> No
 
 
 def test_divergence_is_suspected_of_the_records_that_were_measured() -> None:
-    """One of four that told nothing is no reason, however many were never measured; three of four are."""
-    for told, suspected in (([0.0, 1, 1, 1], False), ([0.0, 0, 0, 1], True)):
+    """One of four with zero information is no reason, however many were never measured; three of four are."""
+    for values, suspected in (([0.0, 1, 1, 1], False), ([0.0, 0, 0, 1], True)):
         ledger = FisherAccountant(account(20, rules=("none",)))
-        ledger.add(torch.arange(4), info(torch.tensor(told), torch.zeros(4)), weight=0.25)
+        ledger.add(torch.arange(4), info(torch.tensor(values), torch.zeros(4)), weight=0.25)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             ledger.mse_floor()

@@ -198,7 +198,7 @@ def test_noise_meets_its_target():
 
 @pytest.mark.parametrize("intercept", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
-def test_noise_for_epsilon_is_the_analytic_gaussian_mechanism_s_under_replace_one(name, intercept):
+def test_noise_for_epsilon_matches_analytic_gaussian(name, intercept):
     """δ = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), μ = 2L/(nλσ), L by hand (for squared loss R²‖θ‖ + 2YR in the place of 2L),
     in 40 digits; ε far above 1 too."""
     far = np.sqrt(1.5**2 + intercept)

@@ -135,7 +135,7 @@ def test_unguessable_seeds_do_not_warn() -> None:
 
 
 @pytest.mark.filterwarnings("always")
-def test_warning_comes_once_per_learner() -> None:
+def test_learner_warns_once() -> None:
     with pytest.warns(ReconboundWarning, match=GUESSED) as told:
         learner().repeat(2, 3)
     assert len([one for one in told if GUESSED in str(one.message)]) == 1
@@ -156,7 +156,7 @@ def check_note(said: str, count: int) -> None:
 
 @pytest.mark.parametrize("command", ["audit", "sweep"])
 @pytest.mark.slow
-def test_commands_report_it_in_one_line(tmp_path, command: str, run) -> None:
+def test_commands_print_one_line(tmp_path, command: str, run) -> None:
     for seed, count in (["--seed", "3"], 1), ([], 0):
         with warnings.catch_warnings(record=True) as told:  # a process would print them
             warnings.simplefilter("default")
@@ -166,7 +166,7 @@ def test_commands_report_it_in_one_line(tmp_path, command: str, run) -> None:
 
 
 @pytest.mark.slow
-def test_process_reports_it_in_one_line(tmp_path) -> None:
+def test_process_prints_one_line(tmp_path) -> None:
     call = [sys.executable, "-m", "reconbound", *WORDS["audit"], "--seed", "3", "--out", str(tmp_path / "a")]
     done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr

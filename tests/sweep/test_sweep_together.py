@@ -16,12 +16,13 @@ from torch import nn
 
 from reconbound._internal.checks import InputError
 from reconbound._internal.rng import derive
+from reconbound.accounting.spec import Account, Factors
 from reconbound.auditing.models import as_tensor, make_loss, make_model, score, starter
 from reconbound.auditing.options import default_options
 from reconbound.cli import app as cli
 from reconbound.data import load_dataset
 from reconbound.sweep import Sweep, run, sweep
-from reconbound.sweep.fleet.trainer import Fleet
+from reconbound.sweep.fleet.trainer import Fleet, Snapshot
 from reconbound.sweep.queue import ERRORS, TrialLost
 from reconbound.sweep.space import seed_of
 from reconbound.sweep.together import Exploded, TogetherTrainer
@@ -62,7 +63,7 @@ def test_rows_do_not_depend_on_who_is_trained_beside(digits, tmp_path, sampler) 
     assert len({rows[-1]["paper_median"] for rows in many}) == 4
 
 
-def test_rows_are_those_of_a_fleet_and_have_what_single_trainings_have(digits, tmp_path) -> None:  # noqa: F811
+def test_fleet_rows_have_fields_of_single_trainings(digits, tmp_path) -> None:  # noqa: F811
     """Accuracies are means over runs; dFIL is averaged over runs before its maximum is taken; κ is of so many steps."""
     own = together(digits)
     (rows,) = own.train_all([GRID[1]], folders(tmp_path, 1))
@@ -98,7 +99,7 @@ def test_the_information_is_that_of_single_trainings_in_the_mean(digits, tmp_pat
     assert other["accuracy"] == pytest.approx(one["accuracy"], abs=0.1)
 
 
-def test_kinds_are_trained_apart_equal_settings_once_and_finished_ones_not_again(digits, tmp_path) -> None:  # noqa: F811
+def test_equal_settings_are_trained_once(digits, tmp_path) -> None:  # noqa: F811
     settings = [{"clip": "hard"}, {"clip": "smooth"}, {"clip": "hard", "lr": 0.5}, {"clip": "hard"}]
     parts: list[tuple[int, ...]] = []
     found = together(digits).train_all(
@@ -113,7 +114,7 @@ def test_kinds_are_trained_apart_equal_settings_once_and_finished_ones_not_again
     assert json.loads(kept.read_text())["confidential"] is True
 
 
-def test_an_exploded_training_leaves_the_others_alone(digits, tmp_path) -> None:  # noqa: F811
+def test_exploded_training_does_not_affect_others(digits, tmp_path) -> None:  # noqa: F811
     good, bad = together(digits).train_all([{"lr": 0.5}, {"lr": 1e30, "max_grad_norm": 1e20}], folders(tmp_path, 2))
     assert isinstance(bad, Exploded)
     assert "lower lr" in str(bad)
@@ -132,17 +133,23 @@ def test_an_exploded_training_leaves_the_others_alone(digits, tmp_path) -> None:
     assert facts["error"].startswith("Exploded: the parameters or the ledger are not finite after 6 steps")
 
 
-def test_a_training_that_explodes_in_a_later_run_alone_has_no_row(digits) -> None:  # noqa: F811
+def test_training_exploding_in_later_run_has_no_row(digits) -> None:  # noqa: F811
     """Its second run would go into the mean as no number at all."""
     own = together(digits)
 
-    def looks(step: int, *finite: bool) -> list[SimpleNamespace]:
-        dfil = dict.fromkeys(("exact", "paper"), torch.ones(1, len(digits.inputs), dtype=torch.float64))
-        return [SimpleNamespace(step=step, finite=[good], accuracy=[0.5], dfil=dfil) for good in finite]
+    records = len(digits.inputs)
+    account = Account(1.0, 1.0, 0.2, records=records, features=64, steps=14, rules=("exact", "paper"))
+    ledger = SimpleNamespace(
+        factors=Factors([account], torch.device("cpu")), measured_in_runs=lambda _: torch.ones(records)
+    )
+    fleet = SimpleNamespace(ledger=ledger)
 
-    plan = own.plan.with_changes(seed=1)
-    assert [row["steps"] for row in own._rows(0, plan, [looks(6, True, True), looks(14, True, True)])] == [6, 14]
-    found = own._rows(0, plan, [looks(6, True, True), looks(14, True, False)])
+    def shots(step: int, *finite: bool) -> list[Snapshot]:
+        dfils = dict.fromkeys(("exact", "paper"), torch.ones(1, records, dtype=torch.float64))
+        return [Snapshot(step, (), dfils, torch.tensor([good]), (0.5,)) for good in finite]
+
+    assert [row["steps"] for row in own._rows(0, fleet, [shots(6, True, True), shots(14, True, True)])] == [6, 14]
+    found = own._rows(0, fleet, [shots(6, True, True), shots(14, True, False)])
     assert isinstance(found, Exploded)
     assert "not finite after 14 steps" in str(found)
 
@@ -155,7 +162,7 @@ def test_a_training_that_explodes_in_a_later_run_alone_has_no_row(digits) -> Non
         ({}, {"sampler": "shuffle"}, "sampler"),
     ],
 )
-def test_what_a_fleet_cannot_do_is_said(digits, tmp_path, plan, setting, said) -> None:  # noqa: F811
+def test_unsupported_fleet_raises(digits, tmp_path, plan, setting, said) -> None:  # noqa: F811
     with pytest.raises(InputError, match=f"{said} must be .* for settings trained together"):
         together(digits, **plan)(setting, tmp_path)
 
@@ -303,10 +310,9 @@ def test_a_ledger_that_is_not_finite_is_no_row(digits, tmp_path) -> None:  # noq
     own, real = together(digits), Fleet._snapshot
 
     def broken(fleet, step, evaluate):
-        shot = real(fleet, step, evaluate)
-        shot.raw[1, 3] = float("nan")
-        shot.own[2, 4] = float("inf")
-        return shot
+        fleet.ledger.state["trace"][1, 1, 3] = float("nan")
+        fleet.ledger.state["trace"][0, 2, 4] = float("inf")
+        return real(fleet, step, evaluate)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fleet, "_snapshot", broken)
@@ -363,11 +369,11 @@ def test_a_model_of_ones_own_begins_as_its_factory_makes_it(digits, tmp_path) ->
 
 
 @pytest.mark.parametrize("kind", [Trainer, TogetherTrainer])
-def test_rows_count_records_that_told_nothing(digits, tmp_path, kind) -> None:  # noqa: F811
+def test_rows_count_records_with_zero_information(digits, tmp_path, kind) -> None:  # noqa: F811
     """A step of a million saturates the outputs; a few records may still be near the middle when they are measured."""
     own = kind(digits, default_options(digits, model="mlp", sample_rate=0.2), (3, 6), 1, seed=1)
     rows = own({"lr": 1e6}, tmp_path / "a")
-    assert rows[0]["told_nothing"] >= len(digits.inputs) / 2
+    assert rows[0]["zero_information"] >= len(digits.inputs) / 2
     assert rows[0]["exact_median"] > 1e299
-    assert rows[1]["told_nothing"] <= rows[0]["told_nothing"]
-    assert all(row["told_nothing"] == 0 for row in own({"lr": 0.1}, tmp_path / "b"))
+    assert rows[1]["zero_information"] <= rows[0]["zero_information"]
+    assert all(row["zero_information"] == 0 for row in own({"lr": 0.1}, tmp_path / "b"))
