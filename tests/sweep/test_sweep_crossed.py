@@ -77,7 +77,7 @@ def by_hand(each: list[np.ndarray]) -> float:
     return 1 / float(np.mean(said))
 
 
-def test_floors_are_read_at_a_record_that_is_there_and_no_less_exposed_than_the_place_says() -> None:
+def test_floors_are_read_at_an_existing_record() -> None:
     """dFIL 1 to 10, of which the 10 was never measured: between two records, the more exposed."""
     dfil, measured = torch.arange(1.0, 11.0, dtype=torch.float64), torch.ones(10)
     assert floors_of(dfil, measured) == {"max": 1 / 10, "q99": 1 / 10, "median": 1 / 6}
@@ -88,7 +88,7 @@ def test_floors_are_read_at_a_record_that_is_there_and_no_less_exposed_than_the_
 
 @pytest.mark.usefixtures("same_noise")
 @pytest.mark.parametrize("runs", [2, 3])
-def test_a_trial_tells_what_its_runs_say_one_by_one(digits, tmp_path, single_runs, runs) -> None:
+def test_trial_combines_its_runs(digits, tmp_path, single_runs, runs) -> None:
     """At every step count, the last one too, from plain trainings with the same seed that end there."""
     setting = {"noise_multiplier": 0.7, "lr": 0.5}
     plan = default_options(digits, model="linear", sample_rate=0.2, budget="every")
