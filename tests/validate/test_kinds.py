@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from measuring import measure, sum_clipped
 from reconbound import PrivateSGD, Settings
-from reconbound.fisher.options import wrong_kind
+from reconbound.fisher.options import explain_dtype_error
 from reconbound.training.private_sgd import TrainingError
 from reconbound.validate import check_batch
 
@@ -171,7 +171,7 @@ def test_evaluation_errors_are_reported() -> None:
     ],
 )
 def test_target_messages_of_other_versions(said: str) -> None:
-    found = wrong_kind(RuntimeError(said), network(), torch.ones(2, 16), torch.ones(2, dtype=torch.int32))
+    found = explain_dtype_error(RuntimeError(said), network(), torch.ones(2, 16), torch.ones(2, dtype=torch.int32))
     assert str(found).startswith(f"targets is torch.int32, which loss_fn does not take ({said})")
-    assert wrong_kind(RuntimeError("out of memory"), network(), torch.ones(2, 16), torch.ones(2)) is None
-    assert wrong_kind(RuntimeError(said), network(), torch.ones(2, 16), None) is None
+    assert explain_dtype_error(RuntimeError("out of memory"), network(), torch.ones(2, 16), torch.ones(2)) is None
+    assert explain_dtype_error(RuntimeError(said), network(), torch.ones(2, 16), None) is None

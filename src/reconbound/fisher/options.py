@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, choice, flag, number, whole
-from reconbound.validate.batch import check_finite, check_tensors, said_of_inputs, said_of_targets
+from reconbound.validate.batch import check_finite, check_tensors, describe_input_dtype, describe_target_dtype
 from reconbound.validate.model import (
     CHECKPOINTING,
     ModelError,
@@ -254,11 +254,11 @@ CUT = (
 )
 
 
-def no_dependence(part: str) -> ValueError:
+def dependence_error(part: str) -> ValueError:
     return ValueError(f"the gradient does not depend on the private part ({part}): {CUT}")
 
 
-def no_gradient() -> ValueError:
+def gradient_error() -> ValueError:
     return ValueError(f"the loss does not depend on any trainable parameter: {CUT}")
 
 
@@ -268,7 +268,7 @@ _BEYOND = (  # what PyTorch says, and of what
 )
 
 
-def beyond_torch(error: RuntimeError) -> ModelError | None:
+def explain_torch_error(error: RuntimeError) -> ModelError | None:
     """Returns an error that explains what PyTorch cannot differentiate per record, or twice; None for other errors."""
     if isinstance(error, torch.OutOfMemoryError):
         return None
@@ -279,11 +279,11 @@ def beyond_torch(error: RuntimeError) -> ModelError | None:
     return None
 
 
-def wrong_kind(error: RuntimeError, model: nn.Module, inputs: Any, targets: Any) -> ValueError | None:
+def explain_dtype_error(error: RuntimeError, model: nn.Module, inputs: Any, targets: Any) -> ValueError | None:
     """Returns an error that explains a float64 batch with a float32 model, or unsuitable targets; otherwise None."""
     if is_about_checkpointing(error):
         return ValueError(CHECKPOINTING)
-    said = said_of_inputs(error, model, inputs)
+    said = describe_input_dtype(error, model, inputs)
     if said is None and any(word in str(error) for word in ("target", "Long", "nll_loss")):  # by version and device
-        said = said_of_targets(error, targets)
+        said = describe_target_dtype(error, targets)
     return None if said is None else ValueError(said)

@@ -26,7 +26,6 @@ from reconbound._internal.rng import random_states_kept
 from reconbound.fisher.clipping import Clip, check_clip, clipping
 from reconbound.fisher.options import (
     StepOptions,
-    beyond_torch,
     capturing,
     check_arguments,
     check_clip_norm,
@@ -34,6 +33,7 @@ from reconbound.fisher.options import (
     check_norms,
     check_options,
     check_values,
+    explain_torch_error,
 )
 from reconbound.fisher.passes.products import squares
 from reconbound.fisher.passes.protocol import Pass, zero_sums
@@ -171,7 +171,7 @@ def step_information(
         try:
             parts.append(_measure(work, plan, None if present is None else present[rows]))
         except RuntimeError as failure:
-            raise beyond_torch(failure) or failure from failure
+            raise explain_torch_error(failure) or failure from failure
         if checking:
             check_norms(parts[-1].norm)
             check_information(parts[-1].along + parts[-1].across)

@@ -18,7 +18,6 @@ from reconbound.fisher.clipping import Clip, check_clip, clipping, sensitivity
 from reconbound.fisher.options import (
     Method,
     SumOptions,
-    beyond_torch,
     capturing,
     check_arguments,
     check_clip_norm,
@@ -26,7 +25,8 @@ from reconbound.fisher.options import (
     check_options,
     check_trainable,
     check_values,
-    wrong_kind,
+    explain_dtype_error,
+    explain_torch_error,
 )
 from reconbound.fisher.passes.by_layer import LayerPass
 from reconbound.fisher.passes.generic import GenericPass
@@ -155,22 +155,17 @@ def open_pass(
         measured: products with J will follow.
         sloped: ∇_z ℓ will be needed.
     """
-    if method != "generic":
-        try:
-            return LayerPass(problem, *batch, check=check, measured=measured, sloped=sloped)
-        except NotCovered as reason:
-            if method == "layers":
-                raise ValueError(f'no layer rule covers this model: {reason}; use method="generic"') from reason
-        except RuntimeError as error:
-            raise (
-                (wrong_kind(error, problem.model, *batch[1:]) if check else None) or beyond_torch(error) or error
-            ) from error
     try:
+        if method != "generic":
+            try:
+                return LayerPass(problem, *batch, check=check, measured=measured, sloped=sloped)
+            except NotCovered as reason:
+                if method == "layers":
+                    raise ValueError(f'no layer rule covers this model: {reason}; use method="generic"') from reason
         return GenericPass(problem, *batch, check=check and measured)
     except RuntimeError as error:
-        raise (
-            (wrong_kind(error, problem.model, *batch[1:]) if check else None) or beyond_torch(error) or error
-        ) from error
+        explained = explain_dtype_error(error, problem.model, *batch[1:]) if check else None
+        raise explained or explain_torch_error(error) or error from error
 
 
 def first_slopes(

@@ -24,11 +24,11 @@ def is_about_kinds(error: BaseException) -> bool:
     return any(word in said for word in ("dtype", "scalar type", "type (", "data type", "not implemented for"))
 
 
-def said_of_inputs(error: BaseException, model: nn.Module, inputs: Any) -> str | None:
+def describe_input_dtype(error: BaseException, model: nn.Module, inputs: Any) -> str | None:
     """Returns which argument has another dtype than the model, and how to convert it; None for other errors.
 
     >>> error = RuntimeError("mat1 and mat2 must have the same dtype, but got Double and Float")
-    >>> said_of_inputs(error, nn.Linear(2, 1), torch.ones(3, 2, dtype=torch.float64))
+    >>> describe_input_dtype(error, nn.Linear(2, 1), torch.ones(3, 2, dtype=torch.float64))
     'inputs is torch.float64, the model torch.float32: convert it, inputs.to(torch.float32)'
     """
     kind = model_dtype(model)
@@ -41,11 +41,11 @@ def said_of_inputs(error: BaseException, model: nn.Module, inputs: Any) -> str |
     return None
 
 
-def said_of_targets(error: BaseException, targets: Any) -> str | None:
+def describe_target_dtype(error: BaseException, targets: Any) -> str | None:
     """Returns which target has a dtype that the loss does not take.
 
     >>> error = RuntimeError("expected target dtype to be Long or Byte, but got Int")
-    >>> said_of_targets(error, torch.ones(3, dtype=torch.int32))
+    >>> describe_target_dtype(error, torch.ones(3, dtype=torch.int32))
     'targets is torch.int32, which loss_fn does not take (expected target dtype to be Long or Byte, but got Int): class
     numbers are targets.long(), values targets.float()'
     """

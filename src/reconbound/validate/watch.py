@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from reconbound.validate.batch import check_losses, said_of_inputs, said_of_targets, tensors
+from reconbound.validate.batch import check_losses, describe_input_dtype, describe_target_dtype, tensors
 from reconbound.validate.model import CHECKPOINTING, LOSS, ModelError, is_about_checkpointing, label
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -78,12 +78,12 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
                 raise ModelError(f"{label(model, trace.here)}: {CHECKPOINTING}") from error
             if "in-place" in str(error):
                 raise in_place_error(model, {trace.here: "its input"}, error) from error
-            said = said_of_inputs(error, model, inputs) or _said_of_shapes(error, model, trace, inputs)
+            said = describe_input_dtype(error, model, inputs) or _describe_shapes(error, model, trace, inputs)
             raise (error if said is None else ModelError(said)) from error
         try:
             trace.losses = loss_fn(outputs, tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, targets))
         except RuntimeError as error:
-            said = said_of_targets(error, targets)
+            said = describe_target_dtype(error, targets)
             raise (error if said is None else ModelError(said)) from error
         except (TypeError, AttributeError) as error:
             raise ModelError(f"loss_fn cannot be called with the model's outputs and the targets: {error}") from error
@@ -96,7 +96,7 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
     return trace
 
 
-def _said_of_shapes(error: RuntimeError, model: nn.Module, trace: Trace, inputs: Any) -> str | None:
+def _describe_shapes(error: RuntimeError, model: nn.Module, trace: Trace, inputs: Any) -> str | None:
     """Returns which module does not take its input, and a record's shape; None for other errors."""
     why = first_line(error)
     if not any(word in why for word in ("cannot be multiplied", "channels", "must match the size", "normalized_shape")):

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from reconbound.fisher.options import capturing, no_dependence, no_gradient
+from reconbound.fisher.options import capturing, dependence_error, gradient_error
 from reconbound.fisher.passes import products
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule
 from reconbound.fisher.passes.products import Pair
@@ -30,7 +30,7 @@ from reconbound.fisher.passes.recorder import (
     check_leading,
     check_order,
     check_rows_own,
-    record_alone,
+    record_single_records,
     recorded,
 )
 from reconbound.validate.private import Inputs, Problem
@@ -66,7 +66,7 @@ class LayerPass:
         sloped: bool = False,
     ) -> None:
         self.params = trainable(problem)
-        alone = record_alone(problem, self.params, z, inputs, targets) if check else {}
+        alone = record_single_records(problem, self.params, z, inputs, targets) if check else {}
         self.z = z.detach().requires_grad_()
         self.strict = problem.private.part if check else None
         with torch.enable_grad():
@@ -369,7 +369,7 @@ class LayerPass:
     def _at_z(self, arrived: Tensor | None) -> Tensor:
         """Returns what arrived at z, and refuses None: then no gradient depends on z."""
         if arrived is None and self.strict is not None:
-            raise no_dependence(self.strict) if self.sites else no_gradient()
+            raise dependence_error(self.strict) if self.sites else gradient_error()
         return torch.zeros_like(self.z) if arrived is None else arrived
 
     def _moved_pairs(self, v: Tensor) -> list[list[Pair]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import grad, vjp, vmap
 from torch.utils._pytree import tree_map
 
-from reconbound.fisher.options import no_dependence, no_gradient
+from reconbound.fisher.options import dependence_error, gradient_error
 from reconbound.fisher.passes.products import rounded_above, squares, squares_above
 from reconbound.fisher.passes.protocol import Params, trainable, wide_dtype
 from reconbound.validate.private import Inputs, Problem, batch_rows
@@ -97,13 +97,13 @@ class GenericPass:
         with torch.enable_grad():
             losses = self.problem.losses(z, inputs, targets, params)
             if not losses.requires_grad:
-                raise no_gradient()
+                raise gradient_error()
             found = torch.autograd.grad(losses.sum(), [*params.values()], create_graph=True, allow_unused=True)
             moving = [g.sum() for g in found if g is not None and g.requires_grad]
         if all(g is None for g in found):
-            raise no_gradient()
+            raise gradient_error()
         if not moving or torch.autograd.grad(moving, z, allow_unused=True)[0] is None:
-            raise no_dependence(self.problem.private.part)
+            raise dependence_error(self.problem.private.part)
 
     def _loss(self, params: Params, z: Tensor, public: Any) -> Tensor:
         one = tree_map(lambda t: t.unsqueeze(0) if isinstance(t, Tensor) else t, public)

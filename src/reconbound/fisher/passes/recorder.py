@@ -46,7 +46,7 @@ class Site:
 
 
 @dataclass
-class Alone:
+class SingleRecord:
     """The layers' uses and the loss of a record in a batch of another size."""
 
     sites: list[Site]
@@ -224,9 +224,9 @@ def recorded(
     return losses, outputs, recorder.sites
 
 
-def record_alone(
+def record_single_records(
     problem: Problem, params: Mapping[str, Tensor], z: Tensor, inputs: Inputs, targets: Any
-) -> dict[int, Alone]:
+) -> dict[int, SingleRecord]:
     """Returns, by row, the uses and the loss of a batch's first and last record, each in a batch of another size.
 
     That size must show in the first dimension of every layer's input; otherwise that dimension does not count records.
@@ -238,7 +238,7 @@ def record_alone(
         return {}
     records = 1 if z.shape[0] > 1 else 2
     versions = {name: p._version for name, p in params.items()}
-    found: dict[int, Alone] = {}
+    found: dict[int, SingleRecord] = {}
     for row in {0, z.shape[0] - 1}:
         batch = batch_rows((z, inputs, targets), slice(row, row + 1))
         if records == 2:
@@ -246,7 +246,7 @@ def record_alone(
         with torch.enable_grad():
             losses, _, sites = recorded(problem, params, *batch)
         check_leading(sites, records)
-        found[row] = Alone(sites, losses.detach()[0])
+        found[row] = SingleRecord(sites, losses.detach()[0])
     for name, p in params.items():
         if p._version != versions[name]:
             raise ValueError(
@@ -256,7 +256,7 @@ def record_alone(
     return found
 
 
-def check_order(sites: list[Site], losses: Tensor, alone: Mapping[int, Alone]) -> None:
+def check_order(sites: list[Site], losses: Tensor, alone: Mapping[int, SingleRecord]) -> None:
     """Raises NotCovered unless a record's row of each layer's input, and its loss, are the same without the others.
 
     This proves nothing where two records have nearly the same values: see `check_rows_own`.
