@@ -25,7 +25,6 @@ from reconbound.auditing.option_file import open_folder, settle
 from reconbound.auditing.options import make_learner, score
 from reconbound.auditing.release import INPUTS
 from reconbound.auditing.run import audit, facts_of, trained
-from reconbound.report import columns
 from reconbound.report.folder import (
     LEAKAGE,
     MODEL,
@@ -38,6 +37,7 @@ from reconbound.report.folder import (
     read_run,
     record_names,
 )
+from reconbound.report.text import columns_scope
 from reconbound.report.view import View
 
 
@@ -167,7 +167,7 @@ def test_which_snapshots_a_record_is_measured_at_is_uniform_over_each_part() -> 
     assert float((total.mean(1) / runs - 1).abs().max()) < 4 * spread
 
 
-def test_where_records_are_too_many_a_sample_of_a_table_is_looked_at(tmp_path, monkeypatch) -> None:
+def test_where_records_are_too_many_a_sample_of_a_table_is_column_information(tmp_path, monkeypatch) -> None:
     people, plan, folder = auditing.people(), auditing.plan(runs=2), tmp_path / "a"
     measured = trained(people, settle(open_folder(folder), people, plan), folder)
     whole = leakage_of(people, settle(folder, people, plan), measured)
@@ -188,12 +188,12 @@ def test_where_records_are_too_many_a_sample_of_a_table_is_looked_at(tmp_path, m
     torch.testing.assert_close(some.average_diagonal, some.diagonal.double().mean(0))
     view = View(facts_of(people, plan, measured.learner, seed_from="x"), some)
     both = set(some.diagonal_of.tolist()) | set(some.kept.tolist())
-    assert columns.which(view) == f"{len(both)} of 40 records: 15 drawn at random, and those kept whole"
-    assert columns.counts(view)[0]["of"] == len(both)
+    assert columns_scope(view) == f"{len(both)} of 40 records: 15 drawn at random, and those kept whole"
+    assert view.columns[0]["of"] == len(both)
     assert view.feature_floors(int(some.diagonal_of[0])) is not None
     assert any(view.feature_floors(i) is None for i in range(40))
     few = View(view.run, replace(some, diagonal=None, diagonal_of=None))
-    assert columns.which(few) == "only the 18 records looked at closely (the most and the least exposed) of 40"
+    assert columns_scope(few) == "only the 18 records measured closely (the most and the least exposed) of 40"
     pictures = auditing.pictures()
     monkeypatch.setattr(audit_leakage, "SAMPLE", 10)
     found = read_leakage(audit(pictures, plan, tmp_path / "b", show=False))

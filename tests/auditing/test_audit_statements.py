@@ -27,9 +27,8 @@ from reconbound.cli.audit import describe_plan
 from reconbound.cli.options import one_line
 from reconbound.data import load_dataset
 from reconbound.mechanisms.protection import Protection
-from reconbound.report import verdicts, words
-from reconbound.report.figures import guess_error, plus_minus
 from reconbound.report.folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Run, read_leakage, read_run
+from reconbound.report.formats import guess_error, plus_minus
 from reconbound.report.view import View
 
 
@@ -71,7 +70,7 @@ def test_what_takes_the_guarantee_away_is_on_the_public_page(done: Path, tmp_pat
     assert found.data["inferred_ranges"] is True
     assert found.training["seed_from"] == CHOSEN_SEED
     assert 'id="caveats"' in page
-    assert words.INFERRED in page
+    assert text.INFERRED in page
     told = (
         "Provided that every column’s range is known without the data, which is not so here (that of income was read "
         "off it: declare it by --range COLUMN=LOWEST:HIGHEST and audit again): whatever the data"
@@ -86,7 +85,7 @@ def test_what_takes_the_guarantee_away_is_on_the_public_page(done: Path, tmp_pat
     assert read_run(clean).data["inferred_ranges"] is False
     assert read_run(clean).training["seed_from"] == "the operating system"
     assert 'id="caveats"' not in page
-    assert list(read_run(clean).headline) == report.headline(read_run(clean))
+    assert list(read_run(clean).headline) == public_headline(read_run(clean))
     assert read_run(clean).headline[0].startswith("Whatever the data")
     assert "--range" not in page
     assert "a seed that nobody else knows" in page
@@ -97,7 +96,7 @@ def test_the_condition_is_in_the_headline_whatever_else_it_says(done: Path) -> N
     found = read_run(done)
 
     def told(**changes: object) -> list[str]:
-        return report.headline(replace(found, data={**found.data, **changes}))
+        return public_headline(replace(found, data={**found.data, **changes}))
 
     assert "(some were read off it: declare them by" in told(ranges={"age": [0, 1], "income": [0, 1]})[0]
     assert "(those of age, income were read off it: declare them" in told(ranges={})[0]
@@ -106,7 +105,7 @@ def test_the_condition_is_in_the_headline_whatever_else_it_says(done: Path) -> N
     assert told()[1].startswith("If the ranges were known without the data: for every attacker and every column there")
     bounds = [b for b in found.guarantee["bounds"] if b["name"] == "rate_distortion"]
     average = replace(found, guarantee={**found.guarantee, "bounds": [{**bounds[0], "rmse": 0.3}]})
-    assert report.headline(average)[1] == (
+    assert public_headline(average)[1] == (
         "If the ranges were known without the data: for every attacker there is some conceivable record on which it "
         "errs by at least ±0.3 of the range on average over the columns; on other records, those trained on included, "
         "it may err by less."
@@ -119,21 +118,21 @@ def said(pairs: list[tuple[str, str]], name: str) -> str:
 
 def test_what_is_released_what_is_public_and_how_records_were_picked_is_said(done: Path) -> None:
     found = read_run(done)
-    public = report.public.assumptions(found, "record", "column")
-    own = words.assumptions(View(found, read_leakage(done)))
+    public = text.public_assumptions(found, "record", "column")
+    own = text.assumptions(View(found, read_leakage(done)))
     for pairs in (public, own):
         assert said(pairs, "Release").startswith("The first of 8 runs, fixed beforehand")
         assert "two or more models" in said(pairs, "Release")
     assert "How many records" in said(public, "Taken as public")
-    assert "each image’s class" in said(report.public.assumptions(found, "image", "pixel"), "Taken as public")
+    assert "each image’s class" in said(text.public_assumptions(found, "image", "pixel"), "Taken as public")
     assert "chosen by looking at results" in said(public, "Not covered")
     assert "choices of settings made by looking at results" in said(own, "Not covered")
     assert "were picked by these estimates" in said(own, "Estimate")
     assert said(own, "What a floor is").endswith("the tables above show which.")
     whole = View(found, replace(read_leakage(done), kept_diagonal=None, average_diagonal=None))
-    assert said(words.assumptions(whole), "What a floor is").endswith("not measured with this sampler.")
+    assert said(text.assumptions(whole), "What a floor is").endswith("not measured with this sampler.")
     one = Run(found.data, {**found.mechanism, "runs": 1}, found.training, found.guarantee)
-    assert words.release(one).startswith("The one run.")
+    assert text.release(one).startswith("The one run.")
 
 
 def test_records_never_measured_are_not_said_to_be_found_exposed(done: Path) -> None:
@@ -141,14 +140,14 @@ def test_records_never_measured_are_not_said_to_be_found_exposed(done: Path) -> 
     measured = view.leakage.measured.clone()
     measured[:7] = 0
     safe = replace(view.leakage, dfil=view.leakage.dfil / 1e6, upper=None, measured=measured)
-    told = verdicts.verdict(View(view.run, safe))[2]
+    told = headline(View(view.run, safe))[2]
     assert told.startswith("7 of the 40 records were never measured: nothing is known about them")
     bad = safe.dfil.clone()
     bad[:, 10:12] = 1e6
-    told = verdicts.verdict(View(view.run, replace(safe, dfil=bad)))[2]
+    told = headline(View(view.run, replace(safe, dfil=bad)))[2]
     assert told.startswith("For 9 of the 40 records (22 %, 7 of them never measured) the floor over all columns")
     none = replace(safe, guess=torch.zeros(2))  # a guess that never errs: nobody is below it
-    assert "7 of the 40 records were never measured" in verdicts.verdict(View(view.run, none))[2]
+    assert "7 of the 40 records were never measured" in headline(View(view.run, none))[2]
 
 
 def test_one_private_column_has_one_floor_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,19 +172,19 @@ def test_one_private_column_has_one_floor_everywhere(tmp_path: Path, capsys: pyt
         assert facts["guess"] == facts["columns"][0]["guess"]
         assert facts["floor_below_guess"] == ((facts["floor_lower_limit"] or facts["floor_estimate"]) < facts["guess"])
     below, worst = view.below(view.guess), int(leakage.kept[0])
-    [age] = report.columns.counts(view)
+    [age] = view.columns
     assert 0 < below <= 40
     estimated = int((view.floor < view.guess).sum())
     assert (age["below"], age["record"], age["lowest"]) == (estimated, worst, float(view.floor[worst]))
     shown, limit = plus_minus(float(view.floor[worst])), plus_minus(float(view.upper_floor[worst]))
-    first, second = verdicts.verdict(view)[-2:]
+    first, second = headline(view)[-2:]
     assert first.startswith("At 95 % confidence")
     assert f"errs by at least {limit} years on the most exposed record" in first
     assert second.startswith("For all of the 40 records" if below == 40 else f"For {below} of the 40 records")
-    sure = verdicts.sureness(view)[0]
+    sure = certainty(view)[0]
     assert f"(row {worst}) is at least {limit} years at 95 % confidence (estimate {shown})" in sure
     assert f"Guessing errs by {guess_error(view.guess)}." in sure
-    card = report.cards(view)["most"][0]
+    card = records.cards(view)["most"][0]
     assert (card["floor"], card["columns"][0]["floor"]) == (limit, shown)
     assert command(["show", str(folder), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -208,16 +207,16 @@ def test_what_is_no_use_too_few_or_weak_is_said(done: Path, tmp_path: Path) -> N
     people, view = auditing.people(), View(read_run(done), read_leakage(done))
     share = float((people.test_targets == np.bincount(people.targets).argmax()).mean())
     assert view.facts["accuracy_baseline"] == pytest.approx(share)
-    assert f"always naming the most frequent class: {share:.1%}." in report.accuracy_line(view)
+    assert f"always naming the most frequent class: {share:.1%}." in accuracy_sentence(view)
     poor = View(view.run, replace(view.leakage, accuracy=torch.tensor([share])))
-    assert "no better than that" in report.accuracy_line(poor)
+    assert "no better than that" in accuracy_sentence(poor)
     number = SimpleNamespace(task="number", targets=people.inputs[:, 0], test_targets=people.test_inputs[:, 0])
     miss = np.square(number.test_targets - number.targets.mean()).mean() / number.test_targets.var()
     assert baseline_of(number) == pytest.approx(1 - miss, rel=1e-5)
     assert baseline_of(replace(people, test_inputs=people.inputs[:0], test_targets=people.targets[:0])) is None
     ten, none, much = (Protection(0.5, epsilon=epsilon) for epsilon in (10.0, None, 33.24))
-    assert verdicts.weak(30, ten, "record") == verdicts.weak(40, none, "record") == []
-    few, epsilon = verdicts.weak(29, much, "record")
+    assert text.weaknesses(30, ten, "record") == text.weaknesses(40, none, "record") == []
+    few, epsilon = text.weaknesses(29, much, "record")
     assert few.startswith("Only 29 training records: ")
     assert epsilon.startswith("ε = 33.3 is weak as differential privacy goes")
     for public in (PUBLIC_REPORT, "run.json"):
@@ -247,11 +246,11 @@ def test_a_missing_value_is_no_value_and_a_public_number_no_category(tmp_path: P
     missing = torch.from_numpy(table.inputs[:, 1] == 1)
     assert torch.equal(leakage.diagonal.isnan()[:, 0], missing)
     assert bool(leakage.average_diagonal.isfinite().all())
-    [age] = report.columns.counts(View(run, leakage))
+    [age] = View(run, leakage).columns
     assert (age["of"], age["missing"]) == (int((~missing).sum()), int(missing.sum()))
     lacks = int(missing.nonzero()[0])
     assert np.isnan(View(run, leakage).feature_floors(lacks)).all()
-    assert "years" not in verdicts.verdict(View(run, leakage))[0]
+    assert "years" not in headline(View(run, leakage))[0]
     assert run.data["public"] == ["hours"]
     assert (folder / PUBLIC_REPORT).read_text().count("hours") == 1  # its name, and no range
 

@@ -15,7 +15,7 @@ from reconbound.auditing.run import _data_facts
 from reconbound.cli.app import run
 from reconbound.cli.audit import describe_columns, describe_plan
 from reconbound.data import DataWarning, load_dataset
-from reconbound.report.columns import sentence
+from reconbound.report.text import column_sentence
 from reconbound.report.folder import PLAN, PUBLIC_REPORT, REPORT, RUN, read_run
 
 
@@ -182,7 +182,7 @@ def test_a_column_that_is_narrow_in_its_range_is_not_called_constant(tmp_path, c
 
 def test_a_column_without_any_value_is_not_called_constant() -> None:
     none = {"name": "x", "unit": "", "guess": 0.0, "constant": True, "below": 0, "of": 0, "missing": 3, "lowest": None}
-    assert sentence(none) == "x: no record that was looked at has a value"
+    assert column_sentence(none) == "x: no record that was looked at has a value"
 
 
 # --- 4 to 7: errors ---------------------------------------------------------------------

@@ -217,7 +217,7 @@ def test_the_report_says_how_many_copies_there_are_and_their_floor(tmp_path: Pat
     assert "4 of the 40 records have exact copies among the others (at most 4 of one)" in page
     dfil = read_leakage(folder).dfil[0]
     floor = 1 / math.sqrt(4 * float(dfil[[2, 5, 9, 11]].sum()))
-    from reconbound.report.figures import plus_minus
+    from reconbound.report.formats import plus_minus
 
     assert f"{plus_minus(floor)} of a column’s range" in page[page.index("have exact copies") :][:700]
     clean = audit(auditing.people(), auditing.plan(runs=1, steps=6), tmp_path / "b", show=False)

@@ -105,9 +105,10 @@ def audit(
             (folder / name).unlink(missing_ok=True)
         seed = "the operating system" if plan.seed is None else CHOSEN_SEED
         run = facts_of(dataset, settled, measurements.learner, seed_from=seed, publish_accuracy=publish_accuracy)
-        from reconbound.report import build, headline
+        from reconbound.report import build
+        from reconbound.report.headline import public_headline
 
-        run = replace(run, headline=headline(run), caveats=caveats)
+        run = replace(run, headline=public_headline(run), caveats=caveats)
         belongs = {"run": run_digest(run), "model": file_digest(folder / MODEL)}  # here: run.json knows no record
         write_leakage(folder, replace(leakage, facts={**leakage.facts, **belongs}))
         write_run(folder, run)

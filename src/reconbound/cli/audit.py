@@ -249,10 +249,10 @@ def _run_audit(
             print(f"Note: {said}", file=sys.stderr)
         if not quiet:
             from reconbound.auditing.run import floors_of
-            from reconbound.report.verdicts import weak
+            from reconbound.report.text import weaknesses
 
             noun, known = "image" if dataset.kind == "image" else "record", floors_of(dataset, plan).protection
-            for line in (known.warning(noun), *weak(len(dataset.inputs), known, noun)):
+            for line in (known.warning(noun), *weaknesses(len(dataset.inputs), known, noun)):
                 if line:
                     print(f"Note: {line}", file=sys.stderr)
             for line in describe_plan(dataset, plan, out, fresh):
@@ -280,7 +280,7 @@ def _print_result(folder: Path, as_json: bool, quiet: bool) -> None:
 
 def describe_columns(found: dict[str, Any]) -> list[str]:
     """Returns a line for each column, the most exposed first: how many records are below a guess, and the lowest."""
-    from reconbound.report.columns import sentence
+    from reconbound.report.text import column_sentence
 
     if not found["columns"]:
         return []
@@ -290,7 +290,7 @@ def describe_columns(found: dict[str, Any]) -> list[str]:
     more = [f"  and {len(rows) - NAMED} more, in the report"] if len(rows) > NAMED else []
     return [
         f"Single columns, of {found['columns_of']} (by estimates):",
-        *(f"  {sentence(c)}" for c in rows[:NAMED]),
+        *(f"  {column_sentence(c)}" for c in rows[:NAMED]),
         *more,
     ]
 
@@ -299,8 +299,8 @@ def describe_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[
     """Returns what will be done, what the mechanism guarantees before any training, and how long it will take."""
     from reconbound._internal.formatting import format_floor, format_limit
     from reconbound.auditing.run import describe, expected_seconds, floors_of, sampler_of
-    from reconbound.report.figures import pixel_scale
     from reconbound.report.folder import PLAN
+    from reconbound.report.formats import pixel_scale
 
     found, sampler = floors_of(dataset, plan), sampler_of(dataset, plan)
     epochs = plan.steps / sampler.steps_per_epoch
@@ -355,15 +355,14 @@ def _quantile(values: ndarray, share: float) -> float:
 
 def result(folder: Path) -> dict[str, Any]:
     """Returns the verdict of a finished audit and where it is; confidential."""
-    from reconbound.report import accuracy_line
-    from reconbound.report.columns import anyone, counts, which
     from reconbound.report.folder import MODEL, PUBLIC_REPORT, REPORT, read_audit
-    from reconbound.report.verdicts import sureness, verdict
+    from reconbound.report.headline import accuracy_sentence, headline
+    from reconbound.report.text import certainty, columns_scope
     from reconbound.report.view import View
 
     run, leakage = read_audit(folder)
     view = View(run, leakage)
-    names, exposed = {"lowest": 0.0, "1 %": 0.01, "median": 0.5}, anyone(view)
+    names, exposed = {"lowest": 0.0, "1 %": 0.01, "median": 0.5}, view.exposed_in_some_column
     limits = None  # of the records that have one; those without are counted
     if view.upper_floor is not None and (view.upper_floor > 0).any():
         known = view.upper_floor[view.upper_floor > 0]
@@ -374,7 +373,7 @@ def result(folder: Path) -> dict[str, Any]:
         "report": str(folder / REPORT),
         "public_report": str(folder / PUBLIC_REPORT),
         "model": str(folder / MODEL),
-        "verdict": [*verdict(view), *sureness(view)[:1]],
+        "verdict": [*headline(view), *(text for topic, text in certainty(view)[:1] if topic == "Estimates")],
         "caveats": dict(run.caveats or {}),
         "floors_lower_limit": limits,
         "floors_estimate": {name: _quantile(view.floor[view.measured], share) for name, share in names.items()},
@@ -386,10 +385,10 @@ def result(folder: Path) -> dict[str, Any]:
         "below_guess": view.below(view.guess),
         "below_guess_on_some_column": None if exposed is None else {"below": exposed[0], "of": exposed[1]},
         "never_measured": view.unknown,
-        "columns": counts(view),
-        "columns_of": which(view) if counts(view) else None,
-        "accuracy": float(leakage.accuracy[-1]) if leakage.accuracy.numel() else None,
+        "columns": view.columns,
+        "columns_of": columns_scope(view) if view.columns else None,
+        "accuracy": view.accuracy,
         "accuracy_baseline": view.facts.get("accuracy_baseline"),
-        "accuracy_said": accuracy_line(view),
+        "accuracy_said": accuracy_sentence(view),
         "epsilon": run.guarantee.get("epsilon"),
     }

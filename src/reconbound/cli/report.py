@@ -66,10 +66,10 @@ def _may_replace(page: Path) -> bool:
 
 
 def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
-    from reconbound.report.comparison import facts, ranged
-    from reconbound.report.figures import count
+    from reconbound.report.comparison import comparison_facts, format_range
+    from reconbound.report.formats import count
 
-    found = facts(folders)
+    found = comparison_facts(folders)
     confidential_note()
     if as_json:
         print(json.dumps({"comparison": str(page), **found}, indent=2, allow_nan=False))
@@ -105,7 +105,7 @@ def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
             console.print(Text(said))
     _columns(found, console)
     for a in found["audits"]:
-        named = "; ".join(f"{c['name']} {ranged(c)}" for c in a["private"][:CELLS])
+        named = "; ".join(f"{c['name']} {format_range(c)}" for c in a["private"][:CELLS])
         more = f"; and {len(a['private']) - CELLS} more" if len(a["private"]) > CELLS else ""
         console.print(Text(f"{a['name']} ({a['data']}, {a['records']:,} records), private: {named}{more}"))
     if found["warning"]:
@@ -116,18 +116,18 @@ def _compared(folders: list[Path], page: Path, as_json: bool) -> None:
 
 
 def _settings(a: dict[str, Any]) -> tuple[str, ...]:
-    from reconbound.report.figures import amount
+    from reconbound.report.formats import amount
 
     m = a["mechanism"]
     return f"{m['noise_multiplier']:g}", f"{m['steps']:,}", amount(a["epsilon"], side="up"), a["accuracy_said"]
 
 
 def _floors(a: dict[str, Any]) -> tuple[str, ...]:
-    from reconbound.report.comparison import limited
-    from reconbound.report.figures import guess_error, plus_minus
+    from reconbound.report.comparison import format_lowest_limit
+    from reconbound.report.formats import guess_error, plus_minus
 
     found = a["floors"]
-    limit = limited(found["lowest_lower_limit"], a["without_limit"])
+    limit = format_lowest_limit(found["lowest_lower_limit"], a["without_limit"])
     rest = (plus_minus(found["median_estimate"]), guess_error(a["guess"]), f"{a['below_guess']:,} of {a['records']:,}")
     return limit, plus_minus(found["lowest_estimate"]), *rest
 
@@ -137,7 +137,7 @@ def _columns(found: dict[str, Any], console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from reconbound.report.figures import guess_error, plus_minus
+    from reconbound.report.formats import guess_error, plus_minus
 
     if not found["columns"]:
         return
@@ -265,10 +265,10 @@ def _print_record(view: View, facts: dict[str, Any], record: int, floors: ndarra
     from rich.text import Text
 
     from reconbound.report import record_table
-    from reconbound.report.words import caveats
+    from reconbound.report.headline import model_caveats
 
     console = Console(highlight=False, markup=False)
-    for said in caveats(view.run):
+    for said in model_caveats(view.run):
         console.print(said)
     console.print(record_table(facts))
     place = view.place(record)

@@ -141,8 +141,8 @@ def packed_names(names: Sequence[str]) -> Tensor:
     >>> record_names(packed_names(["row 2", "Zoë.png"]))
     ['row 2', 'Zoë.png']
     """
-    told = "\n".join(name.replace("\n", " ") for name in names)
-    return torch.from_numpy(np.frombuffer(told.encode("utf-8", "replace"), dtype=np.uint8).copy())
+    joined = "\n".join(name.replace("\n", " ") for name in names)
+    return torch.from_numpy(np.frombuffer(joined.encode("utf-8", "replace"), dtype=np.uint8).copy())
 
 
 def record_names(packed: Tensor | None) -> list[str]:
@@ -247,21 +247,21 @@ def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
 
     names = ("steps", "noise_multiplier", "max_grad_norm", "sample_rate", "sampler", "clip")
     try:
-        told = {name: run.mechanism[name] for name in names}
-        per_epoch = batches_per_epoch(make_sampler(told["sampler"], run.data["records"], told["sample_rate"]))
+        given = {name: run.mechanism[name] for name in names}
+        per_epoch = batches_per_epoch(make_sampler(given["sampler"], run.data["records"], given["sample_rate"]))
         account = Account(
-            records=run.data["records"], features=run.data["features"], batches_per_epoch=per_epoch, **told
+            records=run.data["records"], features=run.data["features"], batches_per_epoch=per_epoch, **given
         )
         delta = run.guarantee.get("delta")
         options = {} if delta is None else {"delta": delta}
         found = guarantee(account.mechanism(), dim=account.features, low=0.0, high=1.0, **options).to_dict()
     except (KeyError, TypeError, ValueError) as reason:
         raise Unreadable(f"{Path(folder) / RUN} names no mechanism that can be computed ({reason})") from None
-    said, is_ = run.guarantee.get("epsilon"), found.get("epsilon")
-    if said != is_ and not (
-        isinstance(said, float) and isinstance(is_, float) and math.isclose(said, is_, rel_tol=1e-6)
-    ):
-        warn_user(f"{Path(folder) / RUN} says ε = {said}; its mechanism has ε = {is_}, which is reported", UserWarning)
+    stored, computed = run.guarantee.get("epsilon"), found.get("epsilon")
+    close = isinstance(stored, float) and isinstance(computed, float) and math.isclose(stored, computed, rel_tol=1e-6)
+    if stored != computed and not close:
+        text = f"{Path(folder) / RUN} says ε = {stored}; its mechanism has ε = {computed}, which is reported"
+        warn_user(text, UserWarning)
     return replace(run, guarantee=found)
 
 

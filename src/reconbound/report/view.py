@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,15 +12,13 @@ import numpy as np
 
 from reconbound.data.tables import MISSING
 from reconbound.mechanisms.protection import Protection, read_protection
-from reconbound.report.figures import clean, pixel_scale
 from reconbound.report.folder import Leakage, Run, floors, record_names
+from reconbound.report.formats import clean, pixel_scale
 
 #: A floor at a smaller share of the range says nothing in practice.
-NOTHING = 1e-3
-#: Why a record may have no confidence limit that says anything (limits.upper_limit, View.upper_floor).
-NO_LIMIT = (
-    "measured too rarely (a larger --budget helps), or the runs are too few or differ too much (more --runs help)"
-)
+NEGLIGIBLE = 1e-3
+#: Why a record may have no useful confidence limit (View.upper_floor).
+NO_LIMIT = "too few measurements (raise --budget) or too few runs (raise --runs)"
 
 
 @dataclass(frozen=True)
@@ -121,11 +120,30 @@ class View:
     def target(self, record: int) -> str:
         """Returns the name of the record's class, or its number."""
         given = float(self.leakage.targets[record])
-        if self.facts.get("task", "classes") == "classes":
+        if self.classes:
             return self.class_name(int(given))
         low, width = float(self.facts.get("target_offset", 0.0)), float(self.facts.get("target_scale", 1.0))
         unit = clean(self.facts.get("target_unit") or "", 40)
         return f"{low + width * given:.4g}{f' {unit}' if unit else ''}"
+
+    @property
+    def classes(self) -> bool:
+        """Returns whether the model predicts classes, and not a number."""
+        return bool(self.facts.get("task", "classes") == "classes")
+
+    @property
+    def accuracy(self) -> float | None:
+        """Returns the test accuracy (R² for a number) at the end of the run; None where it was not measured."""
+        last = float(self.leakage.accuracy[-1]) if self.leakage.accuracy.numel() else math.nan
+        return last if math.isfinite(last) else None
+
+    @property
+    def baseline_name(self) -> str:
+        """Returns the name of a prediction that needs no model."""
+        return "majority class" if self.classes else "predicting the mean"
+
+    def format_accuracy(self, accuracy: float) -> str:
+        return f"{100 * accuracy:.1f} %" if self.classes else f"{accuracy:.3f}"
 
     def class_name(self, k: int) -> str:
         names = self.facts.get("class_names") or ()
@@ -158,7 +176,7 @@ class View:
         upper = np.nan_to_num(self.leakage.upper[0].double().numpy(), nan=np.inf, posinf=np.inf)
         with np.errstate(divide="ignore"):
             found = self.unit / np.sqrt(np.maximum(upper, np.finfo(float).tiny))
-        least = min(NOTHING * self.unit, 0.01 * self.guess)
+        least = min(NEGLIGIBLE * self.unit, 0.01 * self.guess)
         return np.where(np.isfinite(upper) & self.measured & (found >= least), found, 0.0)
 
     @cached_property
@@ -280,7 +298,7 @@ class View:
         return np.asarray(self.scale * np.sqrt(np.nan_to_num(self.leakage.guess.double().numpy())))
 
     @cached_property
-    def looked_at(self) -> tuple[np.ndarray, np.ndarray]:
+    def column_information(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the records whose single features are known, (n,), and their information, (n, d).
 
         It is NaN where a value is missing. The closer measurement is used where there was one.
@@ -302,8 +320,8 @@ class View:
         return np.concatenate([of, kept[others]]), np.concatenate([each, closer[others]])
 
     @cached_property
-    def looked_rows(self) -> dict[int, int]:
-        return {int(record): row for row, record in enumerate(self.looked_at[0])}
+    def measured_rows(self) -> dict[int, int]:
+        return {int(record): row for row, record in enumerate(self.column_information[0])}
 
     def feature_floors(self, record: int | None) -> np.ndarray | None:
         """Returns the ± floor of each feature, (d,), in its own unit, for a record or (None) for the average one.
@@ -313,8 +331,8 @@ class View:
         if record is None:
             average = self.leakage.average_diagonal
             return None if average is None else self._errors(np.nan_to_num(average.flatten().double().numpy()))
-        row = self.looked_rows.get(record)
-        return None if row is None else self._errors(self.looked_at[1][row])
+        row = self.measured_rows.get(record)
+        return None if row is None else self._errors(self.column_information[1][row])
 
     def _errors(self, information: np.ndarray) -> np.ndarray:
         return np.asarray(self.scale * np.sqrt(1 / np.maximum(information, np.finfo(float).tiny)))
@@ -322,7 +340,7 @@ class View:
     def parts_below_guess(self) -> int:
         """Counts the features of the most exposed image whose floor is below the error of guessing their average.
 
-        For tables all records are counted (columns.counts).
+        For tables all records are counted (`columns`).
         """
         floors = None if self.worst is None else self.feature_floors(self.worst)
         return 0 if floors is None else int((floors < self.guess_each).sum())
@@ -349,11 +367,98 @@ class View:
             return []
         return [name for name, x in zip(names, flat[public], strict=True) if name and x == 1.0]
 
+    # --- columns of a table --------------------------------------------------------------
+
+    @cached_property
+    def columns(self) -> list[dict[str, Any]]:
+        """Returns for each private column how many records have a floor below a guess.
+
+        Each dictionary has "below", the number of records with a floor below the error of guessing the average; "of",
+        the number of measured records that have a value; "missing", the number without one; "lowest", the lowest floor,
+        with "record" and "record_name" of its record; "constant", and name, unit, width of the range and guess. Empty
+        for images, and where no single columns were measured.
+        """
+        records, information = self.column_information
+        if self.image or len(records) == 0:
+            return []
+        missing = np.isnan(information)
+        below = self._below_guess().sum(0)
+        most = np.where(missing, -1.0, information).argmax(0)
+        found = []
+        for j in range(self.features):
+            row, known = int(most[j]), not missing[:, j].all()
+            found.append({
+                "name": self.feature_name(j),
+                "unit": self.feature_unit(j),
+                "width": float(self.scale[j]),
+                "guess": float(self.guess_each[j]),
+                "constant": self.constant(j),
+                "below": int(below[j]),
+                "of": int((~missing[:, j]).sum()),
+                "missing": int(missing[:, j].sum()),
+                "lowest": float(self._errors(information[row])[j]) if known else None,
+                "record": int(records[row]) if known else None,
+                "record_name": self.record_name(int(records[row])) if known else None,
+            })  # fmt: skip
+        return found
+
+    def constant(self, j: int) -> bool:
+        """Returns whether a column has one value in all records; 1e-12 allows for rounding in float64."""
+        return bool(self.guess_each[j] <= 1e-12 * self.scale[j])
+
+    def _below_guess(self) -> np.ndarray:
+        """Returns whether the floor of a record's column is below a guess, (n, d), for `column_information`."""
+        return np.asarray(self._errors(self.column_information[1]) < self.guess_each)
+
+    @cached_property
+    def exposed_in_some_column(self) -> tuple[int, int] | None:
+        """Returns how many records have a column below a guess, and of how many; None where columns are unknown."""
+        if self.image or len(self.column_information[0]) == 0:
+            return None
+        return int(self._below_guess().any(1).sum()), len(self.column_information[0])
+
+    @property
+    def lowest_by_column(self) -> np.ndarray | None:
+        """Returns the lowest floor of each column over all records, (d,), in its own unit; NaN without any value."""
+        found = [np.nan if c["lowest"] is None else c["lowest"] for c in self.columns]
+        return np.array(found) if found else None
+
+    def most_exposed_columns(self, floors: np.ndarray) -> list[int]:
+        """Returns all columns, those first whose floor is lowest relative to the error of a guess."""
+        with np.errstate(over="ignore"):  # a constant column has guess 0: no floor is low relative to it
+            ratio = floors / np.maximum(self.guess_each, np.finfo(float).tiny)
+        return [int(j) for j in np.argsort(ratio, kind="stable")]
+
     # --- the mechanism -------------------------------------------------------------------
 
     def line(self, name: str) -> float | None:
         """Returns the ± error of one of the calculator's floors, in this page's unit; None where there is none."""
         return line(self.run, name, self.unit)
+
+
+def nouns(run: Run) -> tuple[str, str]:
+    """Returns the names of a record and of one of its private numbers."""
+    return ("image", "pixel") if run.data.get("kind") == "image" else ("record", "column")
+
+
+def units(run: Run) -> tuple[float, str]:
+    """Returns the unit of the public page's errors: an image's range, otherwise shares of a column's range."""
+    ends = run.data.get("range")
+    if run.data.get("kind") != "image" or not ends:
+        return 1.0, "of the range"
+    low, high = float(ends[0]), float(ends[1])
+    return high - low, pixel_scale(low, high)
+
+
+def any_attacker_floors(run: Run) -> tuple[float | None, float | None, str]:
+    """Returns the ± floors for any attacker, of each number (Le Cam) and on average (rate–distortion), and their unit.
+
+    A floor is None where it is negligible.
+    """
+    unit, of_range = units(run)
+    each, mean = (line(run, name, unit) for name in ("lecam", "rate_distortion"))
+    least = NEGLIGIBLE * unit
+    return (each if (each or 0.0) >= least else None), (mean if (mean or 0.0) >= least else None), of_range
 
 
 def line(run: Run, name: str, unit: float = 1.0) -> float | None:

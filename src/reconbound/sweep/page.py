@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reconbound import __version__
 from reconbound._internal.files import CONFIDENTIAL, write_whole
 from reconbound._internal.formatting import Side, format_limit, format_number, format_percent
-from reconbound.report import axes, page, words
+from reconbound.report import axes, text
 from reconbound.report.axes import Chart, Key
-from reconbound.report.figures import amount, clean, count, for_plotly, guess_error, plus_minus
 from reconbound.report.folder import prepare
+from reconbound.report.formats import amount, clean, count, for_plotly, guess_error, plus_minus
+from reconbound.report.pages import render
 from reconbound.sweep import space
 from reconbound.sweep.frontier import best, columns_of, crossed_of, default_floor, floors_in, pareto, protection_of
 from reconbound.sweep.trial import LEDGER
@@ -78,11 +78,10 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         "crossed": _said_of_crossed(rows),
         "delta": next((format_limit(row["delta"], 6) for row in rows if row.get("delta")), "–"),
         "assumptions": (*ASSUMPTIONS, *(("Model", said) for said in _smoothness(facts))),
-        "version": __version__,
         **{name: f"{facts[name]:,}" for name in ("runs", "trials", "finished")},
         "failed": facts["failed"],
     }
-    return page.render("frontier.html", context, {key: chart.figure for key, chart in shown.items()})
+    return render("frontier.html", context, {key: chart.figure for key, chart in shown.items()})
 
 
 def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = False) -> bytes:
@@ -106,9 +105,8 @@ def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = Fa
         ],
         "crossed": _said_of_crossed(rows),
         "ledger": ledger,
-        "version": __version__,
     }
-    return page.render("trial.html", context, None)
+    return render("trial.html", context, None)
 
 
 def measured_by(facts: Mapping[str, Any]) -> str:
@@ -142,7 +140,7 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
             "or the noise, or measure more often (--budget, --runs)."
         )
     if facts.get("inferred_ranges"):
-        found.append(words.INFERRED)
+        found.append(text.INFERRED)
     return found
 
 
@@ -159,7 +157,7 @@ def _without_guarantee(rows: Sequence[Row]) -> list[str]:
 def _smoothness(facts: Mapping[str, Any]) -> list[str]:
     known = facts.get("caveats")
     return [clean(said, 600) for said in (known or {}).values()] or [
-        words.SMOOTH + (words.UNCHECKED if known is None else words.CHECKED)
+        text.SMOOTH + (text.UNCHECKED if known is None else text.CHECKED)
     ]
 
 
@@ -287,7 +285,7 @@ def _chart(name: str, traces: list[Any], keys: list[Key], label: str, measure: s
     layout = axes.layout(460, x, axes.log_axis(low, high, "floor (MSE)"))
     beyond = any(abs(y) >= DECADES for y in logs)
     note = f"What lies beyond {10**DECADES:,.0f} or below {10**-DECADES:g} is drawn at the edge." if beyond else ""
-    return Chart(name, {"data": traces, "layout": layout}, tuple(keys), note, label, 460)
+    return Chart(name, {"data": traces, "layout": layout}, tuple(keys), note, label)
 
 
 def _hover(row: Row, floor: str, measure: str) -> str:
