@@ -214,7 +214,7 @@ def test_the_report_says_how_many_copies_there_are_and_their_floor(tmp_path: Pat
     assert found["records"] == 4
     assert found["largest"] == [2, 5, 9, 11]
     page = (folder / REPORT).read_text()
-    assert "4 of the 40 records have exact copies among the others (at most 4 of one)" in page
+    assert "4 of 40 records have exact copies (at most 4 of one)" in page
     dfil = read_leakage(folder).dfil[0]
     floor = 1 / math.sqrt(4 * float(dfil[[2, 5, 9, 11]].sum()))
     from reconbound.report.formats import plus_minus
