@@ -93,7 +93,7 @@ def audited(tmp_path_factory):
     from reconbound.auditing.run import audit
 
     folder = tmp_path_factory.mktemp("audit") / "people"
-    return audit(auditing.people(), auditing.plan(runs=3), folder, show=False)
+    return audit(auditing.people(), auditing.options(runs=3), folder, show=False)
 
 
 @pytest.fixture(scope="module")

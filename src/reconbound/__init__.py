@@ -1,6 +1,7 @@
 """reconbound: how well is each training record protected against reconstruction?
 
-Names are imported when first used, so that the calculator never loads torch."""
+Names are imported when first used, so that the calculator never loads torch.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The console script, and `python -m reconbound`: nothing is imported before a stop from the keyboard is one line.
 
 While modules load, a stop ends the process on the spot: an interrupt that is raised within an import may be swallowed
-by it, or leave a module half made. Once a command runs, it is an exception that the command answers."""
+by it, or leave a module half made. Once a command runs, it is an exception that the command answers.
+"""
 
 import os
 import signal

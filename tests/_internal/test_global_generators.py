@@ -17,8 +17,8 @@ from learning import FEATURES, RECORDS, data, learner, losses, network
 from reconbound import PrivateLogisticRegression, PrivateRidge
 from reconbound.accounting.accountant import Account, Chosen, FisherAccountant
 from reconbound.attacks import simulate_sgd
-from reconbound.auditing.option_checks import check_plan
-from reconbound.auditing.options import make_model, score
+from reconbound.auditing.models import check_model as check_audited_model
+from reconbound.auditing.models import make_model, score
 from reconbound.fisher import clipped_gradient_sum, dense_information, step_information
 from reconbound.fisher.reference import coordinate_information
 from reconbound.sweep.fleet.trainer import Fleet
@@ -117,7 +117,7 @@ WORK: dict[str, Callable[[], Any]] = {
     "logistic": linear(PrivateLogisticRegression),
     "ridge": linear(PrivateRidge),
     "attack": attack,
-    "check_plan": lambda: check_plan(auditing.people(), auditing.plan()),
+    "audit's check_model": lambda: check_audited_model(auditing.people(), "linear"),
     "score": lambda: score(auditing.people(), make_model(auditing.people(), "mlp", seed=1)),
 }
 
@@ -133,7 +133,7 @@ def test_an_audit_leaves_them_alone(tmp_path) -> None:
     from reconbound.auditing.run import audit
 
     with untouched():
-        audit(auditing.people(), auditing.plan(runs=2, steps=4), tmp_path / "a", show=False)
+        audit(auditing.people(), auditing.options(runs=2, steps=4), tmp_path / "a", show=False)
 
 
 class Loop:

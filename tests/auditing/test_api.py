@@ -11,7 +11,7 @@ import torch
 
 import reconbound as rb
 from reconbound._internal.checks import InputError
-from reconbound.auditing.options import default_plan
+from reconbound.auditing.options import default_options
 from reconbound.cli.app import run
 from reconbound.report.folder import read_audit
 
@@ -80,13 +80,13 @@ def test_audit_gives_the_numbers_of_the_command(kind, people, command, tmp_path)
 def test_a_finished_audit_is_not_made_again(people, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     dataset = rb.load_dataset(people, target="income", ranges=RANGES)
-    plan = default_plan(dataset, **{**SHORT, "runs": 1})
-    found = rb.audit(dataset, options=plan)
+    options = default_options(dataset, **{**SHORT, "runs": 1})
+    found = rb.audit(dataset, options=options)
     assert found.folder == Path("audit-table")
     before = found.report.stat().st_mtime_ns
-    assert rb.audit(dataset, options=plan) == found
+    assert rb.audit(dataset, options=options) == found
     assert found.report.stat().st_mtime_ns == before
-    rb.audit(dataset, options=plan, fresh=True)
+    rb.audit(dataset, options=options, fresh=True)
     assert found.report.stat().st_mtime_ns > before
 
 

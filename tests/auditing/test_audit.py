@@ -21,8 +21,8 @@ from reconbound._internal.rng import derive, numbers_of
 from reconbound.auditing import leakage as audit_leakage
 from reconbound.auditing import snapshots as audit_snapshots
 from reconbound.auditing.leakage import chosen, leakage_of
-from reconbound.auditing.option_file import open_folder, settle
-from reconbound.auditing.options import make_learner, score
+from reconbound.auditing.models import score
+from reconbound.auditing.options import make_learner, open_folder, settle
 from reconbound.auditing.release import INPUTS
 from reconbound.auditing.run import audit, facts_of, trained
 from reconbound.report.folder import (
@@ -51,9 +51,9 @@ def test_everybody_may_read_only_the_public_files(audited) -> None:
 
 
 def test_the_ledger_is_in_the_leakage_file(audited, tmp_path) -> None:
-    """The same plan by hand: PrivateSGD's own ledger."""
-    people, plan = auditing.people(), auditing.plan(runs=3)
-    ledger = make_learner(people, plan).repeat(plan.runs, plan.steps).accountant
+    """The same options by hand: PrivateSGD's own ledger."""
+    people, options = auditing.people(), auditing.options(runs=3)
+    ledger = make_learner(people, options).repeat(options.runs, options.steps).accountant
     found = read_leakage(audited)
     for k, rule in enumerate(("exact", "paper")):
         torch.testing.assert_close(found.dfil[k], ledger.dfil(rule), rtol=0, atol=0)
@@ -80,8 +80,8 @@ def test_the_ledger_is_in_the_leakage_file(audited, tmp_path) -> None:
 
 
 def test_the_first_run_is_the_release(audited) -> None:
-    people, plan = auditing.people(), auditing.plan(runs=3)
-    alone = make_learner(people, plan).repeat(1, plan.steps)
+    people, options = auditing.people(), auditing.options(runs=3)
+    alone = make_learner(people, options).repeat(1, options.steps)
     released = load_file(audited / MODEL)
     assert released.keys() == alone.model.state_dict().keys()
     for name, value in alone.model.state_dict().items():
@@ -99,8 +99,8 @@ def test_the_first_run_is_the_release(audited) -> None:
 def test_diagonals_from_snapshots_are_those_of_their_steps(tmp_path, monkeypatch, steps: int, snapshots: int) -> None:
     """Compared with exact Jacobians at each; with as many snapshots as steps they are the whole run's."""
     monkeypatch.setattr(audit_snapshots, "SNAPSHOTS", snapshots)
-    people, plan, probes = auditing.people(), auditing.plan(runs=2, steps=steps), 300
-    measured = trained(people, settle(open_folder(tmp_path / "a"), people, plan), tmp_path / "a")
+    people, options, probes = auditing.people(), auditing.options(runs=2, steps=steps), 300
+    measured = trained(people, settle(open_folder(tmp_path / "a"), people, options), tmp_path / "a")
     records, taken = torch.tensor([3, 17]), min(steps, snapshots)
     found = measured.look_closely(records, 2, probes=probes, each=True)
     expected = sum(run_diagonal(measured, people, run, records) for run in range(2)) / 2
@@ -131,8 +131,8 @@ def test_snapshots_fall_anywhere_in_their_blocks() -> None:
 @pytest.mark.parametrize(("steps", "looks"), [(12, 12), (14, 5), (12, 2), (3, 12)])
 def test_diagonals_of_all_records_are_those_of_the_snapshots_drawn_for_them(tmp_path, steps: int, looks: int) -> None:
     """Compared with exact Jacobians at the snapshots at which a record was measured, times the blocks of the part."""
-    people, plan, probes = auditing.people(), auditing.plan(runs=2, steps=steps), 200
-    measured = trained(people, settle(open_folder(tmp_path / "a"), people, plan), tmp_path / "a")
+    people, options, probes = auditing.people(), auditing.options(runs=2, steps=steps), 200
+    measured = trained(people, settle(open_folder(tmp_path / "a"), people, options), tmp_path / "a")
     ledger = measured.look_at_all(2, looks=looks, probes=probes)
     found, times = ledger.state()["diagonal_mean"].double(), min(looks, steps)
     assert ledger.measured().tolist() == [2 * times] * 40  # once in each part of each run
@@ -167,10 +167,10 @@ def test_which_snapshots_a_record_is_measured_at_is_uniform_over_each_part() -> 
     assert float((total.mean(1) / runs - 1).abs().max()) < 4 * spread
 
 
-def test_where_records_are_too_many_a_sample_of_a_table_is_column_information(tmp_path, monkeypatch) -> None:
-    people, plan, folder = auditing.people(), auditing.plan(runs=2), tmp_path / "a"
-    measured = trained(people, settle(open_folder(folder), people, plan), folder)
-    whole = leakage_of(people, settle(folder, people, plan), measured)
+def test_large_tables_are_sampled(tmp_path, monkeypatch) -> None:
+    people, options, folder = auditing.people(), auditing.options(runs=2), tmp_path / "a"
+    measured = trained(people, settle(open_folder(folder), people, options), folder)
+    whole = leakage_of(people, settle(folder, people, options), measured)
     assert whole.diagonal_of is None
     assert whole.diagonal.shape == (40, 2)
     assert whole.facts["diagonal_measured"] == 24
@@ -179,14 +179,14 @@ def test_where_records_are_too_many_a_sample_of_a_table_is_column_information(tm
         torch.testing.assert_close(diagonal.double().mean(1), whole.dfil[0, of], rtol=1e-6, atol=0)
     monkeypatch.setattr(audit_leakage, "NUMBERS", 79)
     monkeypatch.setattr(audit_leakage, "SAMPLE", 15)
-    some = leakage_of(people, settle(folder, people, plan), measured)
+    some = leakage_of(people, settle(folder, people, options), measured)
     assert some.diagonal.shape == (15, 2)
     assert some.diagonal_of.unique().tolist() == some.diagonal_of.tolist()
     again = measured.look_closely(some.diagonal_of, 2, probes=1, each=True).state()["diagonal_mean"]
     shares = again.double() / again.double().sum(1, keepdim=True)
     torch.testing.assert_close(some.diagonal.double(), 2 * some.dfil[0, some.diagonal_of, None] * shares)
     torch.testing.assert_close(some.average_diagonal, some.diagonal.double().mean(0))
-    view = View(facts_of(people, plan, measured.learner, seed_from="x"), some)
+    view = View(facts_of(people, options, measured.learner, seed_from="x"), some)
     both = set(some.diagonal_of.tolist()) | set(some.kept.tolist())
     assert columns_scope(view) == f"{len(both)} of 40 records: 15 drawn at random, and those kept whole"
     assert view.columns[0]["of"] == len(both)
@@ -196,7 +196,7 @@ def test_where_records_are_too_many_a_sample_of_a_table_is_column_information(tm
     assert columns_scope(few) == "only the 18 records measured closely (the most and the least exposed) of 40"
     pictures = auditing.pictures()
     monkeypatch.setattr(audit_leakage, "SAMPLE", 10)
-    found = read_leakage(audit(pictures, plan, tmp_path / "b", show=False))
+    found = read_leakage(audit(pictures, options, tmp_path / "b", show=False))
     assert found.diagonal is None
     assert found.average_diagonal.shape == (36,)
     drawn = torch.randperm(30, generator=torch.Generator().manual_seed(0))[:10]
@@ -218,12 +218,12 @@ def test_records_that_the_ledger_never_measured_keep_their_diagonals_and_nothing
 
 def test_diagonals_at_the_ledgers_level_are_nearer_to_those_of_all_steps(tmp_path, monkeypatch) -> None:
     """Against exact Jacobians at every step of the same runs: floors are off by less than at the snapshots' level."""
-    people, plan, records = auditing.people(), auditing.plan(runs=2, steps=48, budget=4.0), torch.arange(0, 40, 2)
+    people, options, records = auditing.people(), auditing.options(runs=2, steps=48, budget=4.0), torch.arange(0, 40, 2)
     monkeypatch.setattr(audit_snapshots, "SNAPSHOTS", 48)
-    dense = trained(people, settle(open_folder(tmp_path / "a"), people, plan), tmp_path / "a")
+    dense = trained(people, settle(open_folder(tmp_path / "a"), people, options), tmp_path / "a")
     true = sum(run_diagonal(dense, people, run, records) for run in range(2)) / 2
     monkeypatch.setattr(audit_snapshots, "SNAPSHOTS", 12)
-    measured = trained(people, settle(open_folder(tmp_path / "b"), people, plan), tmp_path / "b")
+    measured = trained(people, settle(open_folder(tmp_path / "b"), people, options), tmp_path / "b")
     assert torch.equal(measured.learner.accountant.trace(), dense.learner.accountant.trace())  # the same runs
     for looks in (12, 4, 2):
         plain = measured.look_at_all(2, looks=looks, probes=1).state()["diagonal_mean"][records]
@@ -297,25 +297,25 @@ def test_public_files_hold_no_number_of_a_record(audited) -> None:
 
 def test_public_files_are_the_same_for_other_people(audited, tmp_path) -> None:
     """Nothing in them depends on a record: other records give the same bytes."""
-    others = audit(auditing.people(seed=8), auditing.plan(runs=3), tmp_path / "a", show=False)
+    others = audit(auditing.people(seed=8), auditing.options(runs=3), tmp_path / "a", show=False)
     for name in (RUN, PUBLIC_REPORT):
         assert (others / name).read_bytes() == (audited / name).read_bytes(), name
     assert (others / REPORT).read_bytes() != (audited / REPORT).read_bytes()
 
 
 def test_accuracy_is_published_only_on_request(tmp_path) -> None:
-    people, plan = auditing.people(), auditing.plan(runs=1)
-    folder = audit(people, plan, tmp_path / "a", show=False, publish_accuracy=True)
+    people, options = auditing.people(), auditing.options(runs=1)
+    folder = audit(people, options, tmp_path / "a", show=False, publish_accuracy=True)
     assert read_run(folder).accuracy == pytest.approx(float(read_leakage(folder).accuracy[-1]))
     assert read_leakage(folder).upper is None
-    audit(people, plan, folder, show=False)
+    audit(people, options, folder, show=False)
     assert read_run(folder).accuracy is None
 
 
 @pytest.mark.parametrize("sampler", ["fixed", "shuffle"])
 def test_other_samplers(tmp_path, sampler: str) -> None:
     people = auditing.people()
-    folder = audit(people, auditing.plan(sampler=sampler), tmp_path / "a", show=False)
+    folder = audit(people, auditing.options(sampler=sampler), tmp_path / "a", show=False)
     found = read_leakage(folder)
     assert found.facts["rules"] == {"fixed": ["fixed", "paper"], "shuffle": ["none"]}[sampler]
     assert (found.kept_diagonal is None) == (sampler == "shuffle")
@@ -324,7 +324,7 @@ def test_other_samplers(tmp_path, sampler: str) -> None:
 @pytest.mark.parametrize(("planes", "model"), [(1, "auto"), (3, "cnn"), (3, "mlp")])
 def test_images(tmp_path, planes: int, model: str) -> None:
     pictures = auditing.pictures(planes=planes)
-    folder = audit(pictures, auditing.plan(model=model, steps=4), tmp_path / "a", show=False)
+    folder = audit(pictures, auditing.options(model=model, steps=4), tmp_path / "a", show=False)
     found = read_leakage(folder)
     assert found.kept_diagonal.shape == (len(found.kept), 36 * planes)
     assert found.facts["scale"][0] == 255.0
@@ -337,10 +337,10 @@ def test_no_test_data_and_numbers_as_targets(tmp_path) -> None:
         people, task="number", targets=people.inputs[:, 0].copy(), test_targets=people.test_inputs[:, 0].copy(),
         class_names=(),
     )  # fmt: skip
-    found = read_leakage(audit(numbers, auditing.plan(), tmp_path / "a", show=False))
+    found = read_leakage(audit(numbers, auditing.options(), tmp_path / "a", show=False))
     assert found.accuracy[-1] <= 1
     none = replace(people, test_inputs=people.test_inputs[:0], test_targets=people.test_targets[:0])
-    found = read_leakage(audit(none, auditing.plan(), tmp_path / "b", show=False, publish_accuracy=True))
+    found = read_leakage(audit(none, auditing.options(), tmp_path / "b", show=False, publish_accuracy=True))
     assert found.accuracy.numel() == 0
 
 
@@ -356,10 +356,10 @@ def test_chosen_records_are_distinct_and_in_order() -> None:
 
 def test_leakage_of_a_learner_that_never_measured_a_record(tmp_path) -> None:
     """Batches measured when drawn: a record that was not has floor 0 and is not shown."""
-    people, plan = auditing.people(), auditing.plan(budget="every", steps=1, sample_rate=0.1)
+    people, options = auditing.people(), auditing.options(budget="every", steps=1, sample_rate=0.1)
     folder = open_folder(tmp_path / "a")
-    measured = trained(people, settle(folder, people, plan), folder)
-    found = leakage_of(people, plan, measured)
+    measured = trained(people, settle(folder, people, options), folder)
+    found = leakage_of(people, options, measured)
     unseen = found.measured == 0
     assert bool(unseen.any())
     assert bool((floors(found)[unseen] == 0).all())

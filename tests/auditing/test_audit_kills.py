@@ -40,7 +40,7 @@ def start(folder: Path):
 
 def test_five_kills_give_the_same_report(tmp_path) -> None:
     whole, killed, rng = tmp_path / "whole", tmp_path / "killed", random.Random(5)
-    audit(auditing.people(), auditing.plan(), whole, show=False)
+    audit(auditing.people(), auditing.options(), whole, show=False)
     for _ in range(KILLS):
         process, _ = start(killed)
         time.sleep(rng.uniform(0.0, 0.35))

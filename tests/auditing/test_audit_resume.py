@@ -13,7 +13,7 @@ from reconbound import report
 from reconbound._internal import files as _files
 from reconbound._internal.checks import InputError
 from reconbound._internal.files import Unreadable
-from reconbound.auditing.option_file import finished, open_folder
+from reconbound.auditing.options import finished, open_folder
 from reconbound.auditing.run import audit
 from reconbound.cli import app as cli
 from reconbound.report.folder import MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, read_run
@@ -21,22 +21,22 @@ from reconbound.training.checkpoint import CheckpointError, held
 
 
 def test_a_released_model_that_was_removed_comes_back_the_same(tmp_path) -> None:
-    people, plan = auditing.people(), auditing.plan(steps=4)
-    folder = audit(people, plan, tmp_path, show=False)
+    people, options = auditing.people(), auditing.options(steps=4)
+    folder = audit(people, options, tmp_path, show=False)
     before = (folder / MODEL).read_bytes()
     (folder / MODEL).unlink()
-    assert not finished(folder, people, plan)
-    audit(people, plan, folder, show=False)
+    assert not finished(folder, people, options)
+    audit(people, options, folder, show=False)
     assert (folder / MODEL).read_bytes() == before
     assert (folder / MODEL).stat().st_mode & 0o777 == 0o644
-    assert finished(folder, people, plan)
+    assert finished(folder, people, options)
 
 
 def test_killed_before_the_pages_of_more_runs_are_there_an_audit_is_not_finished(tmp_path, monkeypatch) -> None:
     people = auditing.people()
-    audit(people, auditing.plan(steps=4, runs=1), tmp_path, show=False)
+    audit(people, auditing.options(steps=4, runs=1), tmp_path, show=False)
     old = [(tmp_path / name).read_bytes() for name in (REPORT, PUBLIC_REPORT)]
-    more = auditing.plan(steps=4, runs=2)
+    more = auditing.options(steps=4, runs=2)
 
     def killed(_: object) -> None:
         raise KeyboardInterrupt
@@ -57,7 +57,7 @@ def test_killed_before_the_pages_of_more_runs_are_there_an_audit_is_not_finished
 def test_killed_between_its_two_files_an_audit_shows_no_facts_of_fewer_runs(tmp_path, monkeypatch, capsys) -> None:
     """Else the leakage of two runs would be told with the facts of one."""
     people = auditing.people()
-    audit(people, auditing.plan(steps=4, runs=1), tmp_path, show=False)
+    audit(people, auditing.options(steps=4, runs=1), tmp_path, show=False)
 
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
@@ -65,7 +65,7 @@ def test_killed_between_its_two_files_an_audit_shows_no_facts_of_fewer_runs(tmp_
     with monkeypatch.context() as patch:
         patch.setattr("reconbound.auditing.run.write_run", killed)
         with pytest.raises(KeyboardInterrupt):
-            audit(people, auditing.plan(steps=4, runs=2), tmp_path, show=False)
+            audit(people, auditing.options(steps=4, runs=2), tmp_path, show=False)
     assert cli.run(["show", str(tmp_path)]) == 2
     assert "was begun and is not finished" in capsys.readouterr().err
 
@@ -74,7 +74,7 @@ def test_what_is_left_of_a_file_does_not_make_a_folder_anothers(tmp_path) -> Non
     """Killed while it wrote its very first file."""
     (tmp_path / f".{PLAN}.0123abcd.part").write_text("{")
     assert open_folder(tmp_path) == tmp_path
-    audit(auditing.people(), auditing.plan(steps=2, runs=1), tmp_path, show=False)
+    audit(auditing.people(), auditing.options(steps=2, runs=1), tmp_path, show=False)
     assert not list(tmp_path.glob(".*.part"))
 
 
@@ -86,44 +86,44 @@ def test_an_unfinished_download_of_the_users_is_no_leftover(tmp_path) -> None:
     with pytest.raises(InputError, match="must be a new or empty folder"):
         open_folder(mine.parent)
     mine.unlink()
-    audit(auditing.people(), auditing.plan(steps=2, runs=1), mine.parent, show=False)
+    audit(auditing.people(), auditing.options(steps=2, runs=1), mine.parent, show=False)
     mine.write_text("mine")
     inside = mine.parent / "checkpoints" / ".parameters-0-1.safetensors.0123abcd.part"  # killed while it wrote this
     inside.write_text("ours")
-    audit(auditing.people(), auditing.plan(steps=2, runs=2), mine.parent, show=False)
+    audit(auditing.people(), auditing.options(steps=2, runs=2), mine.parent, show=False)
     assert mine.read_text() == "mine"
     assert not inside.exists()
 
 
 def test_more_runs_can_be_added(audited, tmp_path) -> None:
     people = auditing.people()
-    audit(people, auditing.plan(runs=1), tmp_path / "a", show=False)
-    audit(people, auditing.plan(runs=3), tmp_path / "a", show=False)
+    audit(people, auditing.options(runs=1), tmp_path / "a", show=False)
+    audit(people, auditing.options(runs=3), tmp_path / "a", show=False)
     for name in (RUN, REPORT, PUBLIC_REPORT, MODEL, PLAN):
         assert (tmp_path / "a" / name).read_bytes() == (audited / name).read_bytes(), name
     auditing.assert_same_leakage(tmp_path / "a", audited)
     with pytest.raises(InputError, match="runs was 3 and is 2"):
-        audit(people, auditing.plan(runs=2), tmp_path / "a", show=False)
+        audit(people, auditing.options(runs=2), tmp_path / "a", show=False)
 
 
 def test_other_options_or_data_are_refused(audited) -> None:
     people = auditing.people()
     before = {p: p.read_bytes() for p in audited.rglob("*") if p.is_file()}
     with pytest.raises(InputError, match=r"noise_multiplier was 0.7 and is 2.0; lr was 0.5 and is 0.1"):
-        audit(people, auditing.plan(runs=3, noise_multiplier=2.0, lr=0.1), audited, show=False)
+        audit(people, auditing.options(runs=3, noise_multiplier=2.0, lr=0.1), audited, show=False)
     with pytest.raises(InputError, match="the data have changed"):
-        audit(auditing.people(seed=1), auditing.plan(runs=3), audited, show=False)
+        audit(auditing.people(seed=1), auditing.options(runs=3), audited, show=False)
     wider = replace(people, features=(replace(people.features[0], high=130.0), *people.features[1:]))
     with pytest.raises(InputError, match=r"ranges of age was \[0.0, 120.0\] and is \[0.0, 130.0\]"):
-        audit(wider, auditing.plan(runs=3), audited, show=False)
+        audit(wider, auditing.options(runs=3), audited, show=False)
     assert before == {p: p.read_bytes() for p in audited.rglob("*") if p.is_file()}
 
 
 def test_fresh_starts_over_and_removes_nothing_of_others(tmp_path) -> None:
     people, folder = auditing.people(), tmp_path / "a"
-    audit(people, auditing.plan(runs=1, steps=4), folder, show=False)
+    audit(people, auditing.options(runs=1, steps=4), folder, show=False)
     (folder / "notes.txt").write_text("mine")
-    audit(people, auditing.plan(runs=1, steps=3), folder, show=False, fresh=True)
+    audit(people, auditing.options(runs=1, steps=3), folder, show=False, fresh=True)
     assert read_run(folder).mechanism["steps"] == 3
     assert (folder / "notes.txt").read_text() == "mine"
 
@@ -132,7 +132,7 @@ def test_without_a_seed_each_folder_has_its_own_and_keeps_it(tmp_path) -> None:
     people = auditing.people()
     seeds = []
     for name in ("a", "b", "a"):
-        audit(people, auditing.plan(runs=1, steps=2, seed=None), tmp_path / name, show=False)
+        audit(people, auditing.options(runs=1, steps=2, seed=None), tmp_path / name, show=False)
         seeds.append(json.loads((tmp_path / name / PLAN).read_text())["seed"])
     assert seeds[0] == seeds[2] != seeds[1]
     assert seeds[0] > 2**64
@@ -150,25 +150,25 @@ def test_folders_that_are_no_audit_are_left_alone(tmp_path) -> None:
 
 def test_one_audit_at_a_time_in_a_folder(tmp_path) -> None:
     with held(tmp_path / "a"), pytest.raises(CheckpointError, match="in use"):
-        audit(auditing.people(), auditing.plan(), tmp_path / "a", show=False)
+        audit(auditing.people(), auditing.options(), tmp_path / "a", show=False)
 
 
 def test_damaged_and_missing_files_are_named(tmp_path) -> None:
-    people, plan, folder = auditing.people(), auditing.plan(runs=1, steps=4), tmp_path / "a"
-    audit(people, plan, folder, show=False)
+    people, options, folder = auditing.people(), auditing.options(runs=1, steps=4), tmp_path / "a"
+    audit(people, options, folder, show=False)
     path = next((folder / "checkpoints").glob("parameters-*"))
     path.unlink()
     with pytest.raises(Unreadable, match="has been removed: bring it back from a copy, or start over with --fresh"):
-        audit(people, plan, folder, show=False)
+        audit(people, options, folder, show=False)
     (folder / PLAN).write_text("{")
     with pytest.raises(
         Unreadable, match=r"plan.json is damaged, or not a file of reconbound's .* start over with --fresh"
     ):
-        audit(people, plan, folder, show=False)
+        audit(people, options, folder, show=False)
 
 
 def test_a_full_disk_is_an_error_that_leaves_the_last_state(tmp_path, monkeypatch) -> None:
-    people, plan, folder = auditing.people(), auditing.plan(), tmp_path / "a"
+    people, options, folder = auditing.people(), auditing.options(), tmp_path / "a"
     fsync, left = os.fsync, [12]
 
     def full(handle: int) -> None:
@@ -179,9 +179,9 @@ def test_a_full_disk_is_an_error_that_leaves_the_last_state(tmp_path, monkeypatc
 
     monkeypatch.setattr(_files.os, "fsync", full)
     with pytest.raises((OSError, CheckpointError), match="No space left"):
-        audit(people, plan, folder, show=False)
+        audit(people, options, folder, show=False)
     monkeypatch.undo()
-    audit(people, plan, folder, show=False)
-    audit(people, plan, tmp_path / "b", show=False)
+    audit(people, options, folder, show=False)
+    audit(people, options, tmp_path / "b", show=False)
     assert (folder / REPORT).read_bytes() == (tmp_path / "b" / REPORT).read_bytes()
     assert not list(folder.rglob("*.part"))

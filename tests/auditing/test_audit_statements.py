@@ -20,7 +20,7 @@ from pages import certainty_text, view_of
 from reconbound import report
 from reconbound._internal.formatting import format_limit
 from reconbound.auditing.leakage import baseline_of
-from reconbound.auditing.option_file import settle
+from reconbound.auditing.options import settle
 from reconbound.auditing.run import audit, floors_of, trained
 from reconbound.cli.app import run as command
 from reconbound.cli.audit import describe_plan
@@ -46,7 +46,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return audit(auditing.people(), PLAN, folder, show=False)
 
 
-PLAN = auditing.plan(runs=8, steps=4, budget=4.0)  # every step is measured, and every step's parameters are kept
+PLAN = auditing.options(runs=8, steps=4, budget=4.0)  # every step is measured, and every step's parameters are kept
 
 
 def test_floors_match_dense_jacobians_of_the_trajectory(done: Path) -> None:
@@ -166,7 +166,7 @@ def test_one_private_column_has_one_floor_everywhere(tmp_path: Path, capsys: pyt
     """The ledger's: in verdict, cards, columns, counts, terminal and JSON, in the column's own unit."""
     people = auditing.people()
     one = replace(people, features=(people.features[0], *(replace(f, private=False) for f in people.features[1:])))
-    folder = audit(one, auditing.plan(runs=5, noise_multiplier=0.3, budget=4.0), tmp_path / "a", show=False)
+    folder = audit(one, auditing.options(runs=5, noise_multiplier=0.3, budget=4.0), tmp_path / "a", show=False)
     run, leakage = read_run(folder), read_leakage(folder)
     view = View(run, leakage)
     assert bool((leakage.measured > 0).all())
@@ -240,7 +240,7 @@ def test_missing_values_are_not_values(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("age,hours,kind\n" + "\n".join(lines) + "\n")
     with pytest.warns(UserWarning, match="read off"):
         table = load_dataset(tmp_path / "t.csv", target="kind", private="age", ranges={"age": (0, 120)})
-    folder = audit(table, auditing.plan(runs=1, steps=2), tmp_path / "a", show=False)
+    folder = audit(table, auditing.options(runs=1, steps=2), tmp_path / "a", show=False)
     run, leakage = read_run(folder), read_leakage(folder)
     assert leakage.facts["public_names"] == ["age (missing)", ""]
     known = table.inputs[table.inputs[:, 1] == 0, 0]  # guessing errs by more than with the missing ones in the middle
@@ -297,10 +297,10 @@ def test_errors_have_no_control_characters(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(("sampler", "rate", "real"), [("fixed", 0.001, 1 / 40), ("shuffle", 0.31, 12 / 40)])
 def test_printed_rate_is_the_used_rate(tmp_path: Path, sampler: str, rate: float, real: float) -> None:
     """Batches of a fixed size are whole: a rate below one record in N would promise too much."""
-    people, plan = auditing.people(), auditing.plan(sampler=sampler, sample_rate=rate, runs=1, steps=2)
-    lines = " ".join(describe_plan(people, plan, tmp_path / "a", fresh=False))
-    found = read_run(audit(people, plan, tmp_path / "a", show=False))
+    people, options = auditing.people(), auditing.options(sampler=sampler, sample_rate=rate, runs=1, steps=2)
+    lines = " ".join(describe_plan(people, options, tmp_path / "a", fresh=False))
+    found = read_run(audit(people, options, tmp_path / "a", show=False))
     assert found.mechanism["sample_rate"] == pytest.approx(real)
     assert f"sample rate {real:.3g}" in lines
     assert f"ε = {format_limit(found.guarantee['epsilon'])} (replace-one)" in lines
-    assert floors_of(people, plan).to_dict() == found.guarantee
+    assert floors_of(people, options).to_dict() == found.guarantee

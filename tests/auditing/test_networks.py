@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from reconbound._internal.checks import InputError
-from reconbound.auditing.models import lecun_normal, standardised
-from reconbound.auditing.options import network
+from reconbound.auditing.models import lecun_normal, network, standardised
 from reconbound.fisher import dense_information, step_information
 
 MEAN, STD = (0.5, 0.25, 0.375), (0.5, 0.25, 2.0)

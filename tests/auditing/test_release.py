@@ -18,7 +18,7 @@ from reconbound import load_release
 from reconbound._internal.checks import InputError
 from reconbound._internal.files import Unreadable, sealed_json
 from reconbound.auditing.models import mlp
-from reconbound.auditing.options import default_plan
+from reconbound.auditing.options import default_options
 from reconbound.auditing.release import INPUTS
 from reconbound.auditing.run import audit
 from reconbound.data import DataWarning, load_dataset
@@ -57,7 +57,7 @@ def classes(table, tmp_path_factory):
     """An audit with a number that has gaps, one beyond its range, one of a range off the data, and categories."""
     with pytest.warns(DataWarning):
         dataset = load_dataset(table, target="pay", ranges={"age": (0, 120), "hours": (0, 100)})
-    return dataset, audit(dataset, default_plan(dataset, **QUICK), tmp_path_factory.mktemp("a") / "out", show=False)
+    return dataset, audit(dataset, default_options(dataset, **QUICK), tmp_path_factory.mktemp("a") / "out", show=False)
 
 
 def test_records_enter_as_in_the_audit(classes, table) -> None:
@@ -108,7 +108,7 @@ def test_what_is_read_off_the_data_stays_out_of_public_files(classes) -> None:
 def test_a_number_comes_back_in_its_own_unit(table, tmp_path) -> None:
     ranges = {"age": (0, 120), "hours": (0, 140), "score": (-5, 5)}
     dataset = load_dataset(table, target="score", ranges=ranges)
-    folder = audit(dataset, default_plan(dataset, **QUICK), tmp_path / "out", show=False)
+    folder = audit(dataset, default_options(dataset, **QUICK), tmp_path / "out", show=False)
     release = load_release(folder)
     rows = rows_of(table, dataset.record_names)
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_a_number_comes_back_in_its_own_unit(table, tmp_path) -> None:
 
 def test_images_enter_in_grey_levels(tmp_path) -> None:
     pictures = auditing.pictures()
-    folder = audit(pictures, auditing.plan(steps=2, runs=1), tmp_path / "out", show=False)
+    folder = audit(pictures, auditing.options(steps=2, runs=1), tmp_path / "out", show=False)
     release = load_release(folder)
     grey = pictures.inputs.astype(np.float64) * 255
     torch.testing.assert_close(release.inputs(grey), torch.from_numpy(pictures.inputs))
@@ -174,7 +174,7 @@ def test_the_guide_s_blocks_run(table, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     ranges = {"age": (0, 120), "hours": (0, 140)}
     dataset = load_dataset(table, target="pay", ranges=ranges, drop="score")
-    audit(dataset, default_plan(dataset, **QUICK), tmp_path / "audit-people", show=False)
+    audit(dataset, default_options(dataset, **QUICK), tmp_path / "audit-people", show=False)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     ours = [block for block in blocks if "audit-people" in block]
     assert len(ours) == 2
@@ -190,7 +190,7 @@ def test_a_category_called_none_is_one_and_not_a_missing_value(tmp_path) -> None
     lines = [f"{k % 7},{('none', 'some', '')[k % 3]},{'ab'[k % 2]}" for k in range(40)]
     path.write_text("\n".join(["age,level,y", *lines]) + "\n")
     dataset = load_dataset(path, target="y", ranges={"age": (0, 10)})
-    release = load_release(audit(dataset, default_plan(dataset, **QUICK), tmp_path / "out", show=False))
+    release = load_release(audit(dataset, default_options(dataset, **QUICK), tmp_path / "out", show=False))
     names = [f.name for f in dataset.features]
     for given, meant in (("none", "none"), ("None", None), ("", "(missing)"), (None, "(missing)")):
         if meant is None:  # as the data's reader tells them apart

@@ -18,7 +18,7 @@ import pytest
 
 from calling import QUICK, write_people
 from reconbound._internal.formatting import format_floor
-from reconbound.auditing.options import Plan
+from reconbound.auditing.options import AuditOptions
 from reconbound.auditing.run import floors_of
 from reconbound.cli.app import run
 from reconbound.cli.audit import describe_plan
@@ -108,8 +108,10 @@ def test_the_plan_is_printed_first_and_the_path_last(tmp_path, capsys, monkeypat
 
 def test_the_plan_is_in_the_verdicts_units(digits_audit) -> None:
     dataset = load_dataset("digits", limit=60)
-    said = describe_plan(dataset, Plan(**{**MILD, "model": "linear"}), Path("nowhere"), fresh=True)[3]
-    found = floors_of(dataset, Plan(**MILD))
+    said = describe_plan(
+        dataset, AuditOptions().with_changes(**{**MILD, "model": "linear"}), Path("nowhere"), fresh=True
+    )[3]
+    found = floors_of(dataset, AuditOptions().with_changes(**MILD))
     assert View(read_run(digits_audit), read_leakage(digits_audit)).of_range == "on the 0–16 pixel scale"
     assert f"on the 0–16 pixel scale: theorem1 ±{format_floor(16 * found['theorem1'].rmse)} (" in said
     assert f"lecam ±{format_floor(16 * found['lecam'].rmse)} (any attacker" in said
@@ -303,7 +305,7 @@ def _listen_to_the_keyboard() -> None:
 def test_stopping_from_the_keyboard(tmp_path) -> None:
     """SIGINT while it trains: one line, status 130, and the same command goes on."""
     words = [sys.executable, "-m", "reconbound.cli.app", "audit", "--limit", "60", *QUICK, "--quiet", "--out", "out"]
-    words[text.index("4")] = "100000"
+    words[words.index("4")] = "100000"
     source = Path(__file__).resolve().parents[2] / "src"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])}
     with subprocess.Popen(

@@ -310,7 +310,9 @@ def test_sealed_files_of_other_shapes_are_one_line(base) -> None:
 
 
 def test_a_published_accuracy_is_in_whole_percent(tmp_path) -> None:
-    folder = audit(auditing.people(), auditing.plan(steps=4, runs=1), tmp_path / "a", show=False, publish_accuracy=True)
+    folder = audit(
+        auditing.people(), auditing.options(steps=4, runs=1), tmp_path / "a", show=False, publish_accuracy=True
+    )
     published = read_run(folder).accuracy
     assert published == round(float(read_leakage(folder).accuracy[-1]), 2)
     assert f"{published:.0%}" in (folder / "report-public.html").read_text()
@@ -324,7 +326,7 @@ def test_the_accuracy_of_a_number_is_not_published(tmp_path) -> None:
     numbers = Dataset("n", "table", inputs[:20], targets[:20], inputs[20:], targets[20:], features,
                       task="number", target=Feature("loan", private=False))  # fmt: skip
     with pytest.raises(InputError, match="publish_accuracy must be left out where the target is a number"):
-        audit(numbers, auditing.plan(steps=4, runs=1), tmp_path / "a", show=False, publish_accuracy=True)
+        audit(numbers, auditing.options(steps=4, runs=1), tmp_path / "a", show=False, publish_accuracy=True)
     assert not (tmp_path / "a").exists()
     words = ["audit", "diabetes", "--steps", "4", "--runs", "1", "--publish-accuracy", "--out", str(tmp_path / "b")]
     refused(words, "--publish-accuracy must be left out where the target is a number")

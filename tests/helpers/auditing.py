@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from reconbound._internal.files import unsealed
-from reconbound.auditing.options import Plan
+from reconbound.auditing.options import AuditOptions
 from reconbound.auditing.run import audit
 from reconbound.data import Dataset, Feature, Pixels
 from reconbound.report.folder import LEAKAGE
@@ -46,9 +46,9 @@ def pictures(records: int = 30, size: int = 6, planes: int = 1) -> Dataset:
     )  # fmt: skip
 
 
-def plan(**changes: Any) -> Plan:
+def options(**changes: Any) -> AuditOptions:
     chosen: dict[str, Any] = {"model": "linear", "steps": 12, "runs": 2, "sample_rate": 0.25, "seed": 3, "lr": 0.5}
-    return Plan(**{**chosen, **changes})
+    return AuditOptions().with_changes(**{**chosen, **changes})
 
 
 def mode(path: Path) -> int:
@@ -75,5 +75,5 @@ def slow(folder: str, told: Any) -> None:
 
     PrivateSGD._train_step = paused  # type: ignore[method-assign]
     told.send("ready")
-    audit(people(), plan(), Path(folder), show=False)
+    audit(people(), options(), Path(folder), show=False)
     told.send("done")

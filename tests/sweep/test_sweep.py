@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import sweep_stub
 from reconbound._internal.checks import InputError
 from reconbound.accounting.measurement_plan import Blocks, Segments
-from reconbound.auditing.options import default_plan, make_learner
+from reconbound.auditing.options import default_options, make_learner
 from reconbound.cli import app as cli
 from reconbound.data import load_dataset
 from reconbound.sweep import Range, Sweep, best, frontier, pareto, parse_grid, parse_steps, run, sweep
@@ -38,7 +38,7 @@ def digits():
 
 
 def trainer(dataset, counts=(6, 14), runs=2, **plan) -> Trainer:
-    return Trainer(dataset, default_plan(dataset, model="linear", sample_rate=0.2, **plan), counts, runs, seed=7)
+    return Trainer(dataset, default_options(dataset, model="linear", sample_rate=0.2, **plan), counts, runs, seed=7)
 
 
 # --- the space -----------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_rows_are_those_of_the_learner_itself(digits, tmp_path) -> None:
     sweeping = trainer(digits, budget="every")
     rows = sweeping(setting, tmp_path)
     for row in rows:
-        plan = replace(sweeping.plan, **setting, seed=seed_of(7, setting))
+        plan = sweeping.plan.with_changes(**setting, seed=seed_of(7, setting))
         plain = make_learner(digits, plan, progress=False).repeat(2, row["steps"])
         seen = plain.accountant.measured() > 0
         for rule in ("exact", "paper"):
@@ -206,7 +206,7 @@ def test_rows_are_those_of_the_learner_itself(digits, tmp_path) -> None:
 
 
 def test_kappa_grows_as_its_delta_is_split_over_more_steps(digits, tmp_path) -> None:
-    learner = make_learner(digits, default_plan(digits, model="linear", steps=400), progress=False)
+    learner = make_learner(digits, default_options(digits, model="linear", steps=400), progress=False)
     learner.steps = 400
     learner._make_ledger()
     account = learner.accountant.account
@@ -357,7 +357,7 @@ class Searched(sweep_stub.Stub):
 @pytest.mark.filterwarnings("ignore::reconbound.data.DataWarning")
 def test_guesses_are_of_the_data() -> None:
     dataset = load_dataset("wine", ranges={"alcohol": (0, 20)}, private="alcohol", limit=60)
-    found = Trainer(dataset, default_plan(dataset), (2,), 1, 0).guesses()
+    found = Trainer(dataset, default_options(dataset), (2,), 1, 0).guesses()
     classes, counts = np.unique(dataset.targets, return_counts=True)
     assert found["accuracy"] == np.mean(dataset.test_targets == classes[counts.argmax()])
     assert found["error"] == pytest.approx(dataset.inputs[:, dataset.private[0]].std(), rel=1e-6)
@@ -465,7 +465,7 @@ def test_a_sweep_of_another_seed_or_other_data_is_refused(tmp_path, digits) -> N
     store = run.open_store(config)
     for one, facts in (("seed", {"seed": 2}), ("data", {"dataset": load_dataset("digits", limit=50)})):
         first, other = ({"dataset": digits, "counts": (5,), "runs": 1, "seed": 1} | more for more in ({}, facts))
-        plan = default_plan(digits, model="linear")
+        plan = default_options(digits, model="linear")
         run.begin(store, config, Trainer(plan=plan, **first))
         with pytest.raises(InputError, match=f"{one} must (be|stay) that of the sweep"):
             run.begin(store, config, Trainer(plan=plan, **other))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import html
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 
 from reconbound._internal.formatting import format_floor
 from reconbound.accounting.accountant import Account, FisherAccountant
-from reconbound.auditing.options import default_plan, make_learner
+from reconbound.auditing.options import default_options, make_learner
 from reconbound.cli import app as cli
 from reconbound.data import load_dataset
 from reconbound.sweep.frontier import columns_of, floors_in, table
@@ -103,11 +102,11 @@ def test_a_run_that_told_nothing_is_not_less_than_nothing_by_rounding(tmp_path) 
 def test_a_trial_tells_what_its_runs_say_one_by_one(digits, tmp_path, told, runs) -> None:
     """At every step count, the last one too, from plain trainings with the same seed that end there."""
     setting = {"noise_multiplier": 0.7, "lr": 0.5}
-    plan = default_plan(digits, model="linear", sample_rate=0.2, budget="every")
+    plan = default_options(digits, model="linear", sample_rate=0.2, budget="every")
     sweeping = Trainer(digits, plan, (6, 14), runs, seed=7)
     for row in sweeping(setting, tmp_path):
         told.clear()
-        plain = make_learner(digits, replace(sweeping.plan, **setting, seed=seed_of(7, setting)), progress=False)
+        plain = make_learner(digits, sweeping.plan.with_changes(**setting, seed=seed_of(7, setting)), progress=False)
         plain.repeat(runs, row["steps"])
         assert len(told) == runs
         for k, rule in enumerate(("exact", "paper")):
@@ -115,14 +114,14 @@ def test_a_trial_tells_what_its_runs_say_one_by_one(digits, tmp_path, told, runs
 
 
 def test_records_measured_in_blocks_too(digits, tmp_path, told) -> None:
-    plan = default_plan(digits, model="linear", sample_rate=0.2, budget=1.0)
+    plan = default_options(digits, model="linear", sample_rate=0.2, budget=1.0)
     rows = Trainer(digits, plan, (6, 14), 3, seed=7)({"lr": 0.5}, tmp_path)
     assert len(told) == 3
     assert rows[-1]["exact_crossed"] == pytest.approx(by_hand([each[0] for each in told]), rel=1e-9)
 
 
 def test_of_one_run_there_is_none(digits, tmp_path) -> None:
-    plan = default_plan(digits, model="linear", sample_rate=0.2)
+    plan = default_options(digits, model="linear", sample_rate=0.2)
     (row,) = Trainer(digits, plan, (3,), 1, seed=7)({"lr": 0.5}, tmp_path)
     assert "exact_crossed" not in row
     page = frontier_page([{"trial": 0, "lr": 0.5, **row}], {**FACTS, "runs": 1}).decode()
@@ -131,7 +130,7 @@ def test_of_one_run_there_is_none(digits, tmp_path) -> None:
 
 def test_an_interrupted_trial_tells_the_same(digits, tmp_path) -> None:
     def trainer():
-        return Trainer(digits, default_plan(digits, model="linear", sample_rate=0.2), (20, 50), 3, seed=7)
+        return Trainer(digits, default_options(digits, model="linear", sample_rate=0.2), (20, 50), 3, seed=7)
 
     def stop_at(step):
         def tell(done):
@@ -150,7 +149,7 @@ def test_an_interrupted_trial_tells_the_same(digits, tmp_path) -> None:
 
 def test_a_trial_begun_by_an_earlier_version_goes_on_without_it(digits, tmp_path) -> None:
     def trainer():
-        return Trainer(digits, default_plan(digits, model="linear", sample_rate=0.2), (20, 50), 2, seed=7)
+        return Trainer(digits, default_options(digits, model="linear", sample_rate=0.2), (20, 50), 2, seed=7)
 
     def tell(done):
         if done >= 70:

@@ -16,7 +16,8 @@ from torch import nn
 
 from reconbound._internal.checks import InputError
 from reconbound._internal.rng import derive
-from reconbound.auditing.options import as_tensor, default_plan, make_loss, make_model, score, starter
+from reconbound.auditing.models import as_tensor, make_loss, make_model, score, starter
+from reconbound.auditing.options import default_options
 from reconbound.cli import app as cli
 from reconbound.data import load_dataset
 from reconbound.sweep import Sweep, run, sweep
@@ -31,7 +32,7 @@ GRID = [{"noise_multiplier": s, "lr": lr} for s in (0.5, 1.0) for lr in (0.3, 1.
 
 
 def together(dataset, counts=(6, 14), runs=2, **plan) -> TogetherTrainer:
-    own = default_plan(dataset, model="linear", **{"sample_rate": 0.2, **plan})
+    own = default_options(dataset, model="linear", **{"sample_rate": 0.2, **plan})
     return TogetherTrainer(dataset, own, counts, runs, seed=7, device="cpu")
 
 
@@ -64,8 +65,8 @@ def test_rows_are_those_of_a_fleet_and_have_what_single_trainings_have(digits, t
     """Accuracies are means over runs; dFIL is averaged over runs before its maximum is taken; κ is of so many steps."""
     own = together(digits)
     (rows,) = own.train_all([GRID[1]], folders(tmp_path, 1))
-    plan = default_plan(digits, model="linear", sample_rate=0.2, **GRID[1])
-    settings = [replace(plan.settings(), seed=derive(7, "together", 0))]
+    plan = default_options(digits, model="linear", sample_rate=0.2, **GRID[1])
+    settings = [replace(plan.settings, seed=derive(7, "together", 0))]
     fleet = Fleet(
         lambda: make_model(digits, "linear", seed=0), make_loss(digits), as_tensor(digits.inputs),
         as_tensor(digits.targets), settings, at=(6, 14), initialise=starter(digits, "linear"),
@@ -138,7 +139,7 @@ def test_a_training_that_explodes_in_a_later_run_alone_has_no_row(digits) -> Non
         dfil = dict.fromkeys(("exact", "paper"), torch.ones(1, len(digits.inputs), dtype=torch.float64))
         return [SimpleNamespace(step=step, finite=[good], accuracy=[0.5], dfil=dfil) for good in finite]
 
-    plan = replace(own.plan, seed=1)
+    plan = own.plan.with_changes(seed=1)
     assert [row["steps"] for row in own._rows(0, plan, [looks(6, True, True), looks(14, True, True)])] == [6, 14]
     found = own._rows(0, plan, [looks(6, True, True), looks(14, True, False)])
     assert isinstance(found, Exploded)
@@ -187,10 +188,10 @@ def test_floors_are_of_the_private_columns(tmp_path, private) -> None:
     data = load_dataset(str(table(tmp_path)), target="c", private=private, ranges={"a": (0, 7), "b": (0, 5)})
     (row,) = together(data, (6,), 1)(GRID[0], tmp_path / "one")
     columns = [["a", "b"].index(name) for name in private]
-    plan = default_plan(data, model="linear", sample_rate=0.2, **GRID[0])
+    plan = default_options(data, model="linear", sample_rate=0.2, **GRID[0])
     fleet = Fleet(
         lambda: make_model(data, "linear", seed=0), make_loss(data), as_tensor(data.inputs), as_tensor(data.targets),
-        [replace(plan.settings(), seed=derive(7, "together", 0))],
+        [replace(plan.settings, seed=derive(7, "together", 0))],
         at=(6,), initialise=starter(data, "linear"), private=columns,
     )  # fmt: skip
     (shot,) = fleet.run(0, seeds=[seed_of(7, GRID[0])])
@@ -363,7 +364,7 @@ def test_a_model_of_ones_own_begins_as_its_factory_makes_it(digits, tmp_path) ->
 @pytest.mark.parametrize("kind", [Trainer, TogetherTrainer])
 def test_rows_count_records_that_told_nothing(digits, tmp_path, kind) -> None:  # noqa: F811
     """A step of a million saturates the outputs; a few records may still be near the middle when they are measured."""
-    own = kind(digits, default_plan(digits, model="mlp", sample_rate=0.2), (3, 6), 1, seed=1)
+    own = kind(digits, default_options(digits, model="mlp", sample_rate=0.2), (3, 6), 1, seed=1)
     rows = own({"lr": 1e6}, tmp_path / "a")
     assert rows[0]["told_nothing"] >= len(digits.inputs) / 2
     assert rows[0]["exact_median"] > 1e299

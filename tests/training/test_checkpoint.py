@@ -18,7 +18,7 @@ from reconbound._internal import files as _files
 from reconbound._internal.checks import InputError
 from reconbound._internal.files import sealed, unsealed, write_whole
 from reconbound.accounting.accountant import Chosen
-from reconbound.auditing.options import Plan
+from reconbound.auditing.options import AuditOptions
 from reconbound.sweep.run import Sweep
 from reconbound.training import checkpoint
 from reconbound.training.checkpoint import LOCK, NAMES, Checkpoint, CheckpointError, held, load, save
@@ -351,7 +351,7 @@ def test_neither_seeds_nor_digests_of_data_are_ever_shown(tmp_path) -> None:
 
 
 def test_plans_and_sweeps_do_not_print_their_seed(tmp_path) -> None:
-    assert str(SECRET) not in repr(Plan(seed=SECRET))
+    assert str(SECRET) not in repr(AuditOptions().with_changes(seed=SECRET))
     assert str(SECRET) not in repr(Sweep("digits", tmp_path / "s", space={"lr": [0.1]}, steps=(3,), seed=SECRET))
 
 

@@ -71,9 +71,7 @@ def disk_fault(error: BaseException) -> str | None:
 
 
 def is_leftover(name: str) -> bool:
-    """Returns whether a file of this name was left by a killed `write_whole`; another program's hidden .part was
-    not.
-    """
+    """Returns whether a killed `write_whole` left a file of this name; not so another program's hidden .part."""
     return _PART.fullmatch(name) is not None
 
 
@@ -123,7 +121,7 @@ def unsealed_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def printable(value: Any) -> Any:
-    """Returns a value from a file without characters that control a terminal or change the direction of reading.
+    r"""Returns a value from a file without characters that control a terminal or change the direction of reading.
 
     >>> printable({"name": ["a\x1b[31mb", 3]})
     {'name': ['a?[31mb', 3]}

@@ -1,5 +1,4 @@
-"""Fingerprints of the runs in a ledger, so that none is counted twice: 128 bits per run, which reveal nothing else of
-it.
+"""Fingerprints of the runs in a ledger, so that none is counted twice: 128 bits per run that reveal nothing else.
 
 A learner's fingerprints are derived one-way from the run's secret seed: the same training has the same one wherever it
 is repeated. Runs that are measured beside the caller's own loop have random ones, created when the run is first written

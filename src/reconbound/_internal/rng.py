@@ -137,9 +137,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _cuda_generators() -> tuple[torch.Generator, ...]:
-    """Returns the global generators of the GPUs in use; none while a CUDA graph is captured: they must not be used
-    then.
-    """
+    """Returns the global generators of the GPUs in use; none while a CUDA graph, which cannot use them, is captured."""
     if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return ()
     return tuple(torch.cuda.default_generators)

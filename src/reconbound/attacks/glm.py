@@ -289,9 +289,7 @@ class _Release:
     def _softmax_label(
         self, records: np.ndarray, scores: np.ndarray, g: np.ndarray, towards: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns β (B, T, K) of the label-using attacker, and whether its equation had a root; v = gxᵀ − r
-        throughout.
-        """
+        """Returns β (B, T, K) of the label-using attacker, and whether its equation had a root; v = gxᵀ − r."""
         own = scores.reshape(g.shape) - self.intercepts  # Wx, features only
         gram = g[..., :, None] * (self.squares[records][:, None, None] * g - towards)[..., None, :]
         gram += self.gram - towards[..., :, None] * g[..., None, :]

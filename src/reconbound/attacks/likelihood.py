@@ -1,5 +1,4 @@
-"""Finds the most likely missing record: the GLM attack refined until it uses everything that is released, for every
-loss.
+"""Finds the most likely missing record: the GLM attack refined until it uses all that is released, for every loss.
 
 W ~ N(W*(x), σ²I), so the most likely x minimises ‖W*(x) − W‖. One Newton step from W replaces the training of W*(x):
 W*(x) − W ≈ −H⁻¹∇F_x(W), H and ∇F_x with x in the place of the missing record. docs/theory/linear.md, section 7.3.
@@ -84,8 +83,7 @@ class _Others:
         self.hessian[:, np.arange(k * p), np.arange(k * p)] += penalty
 
     def look(self, x: np.ndarray, trials: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns ‖H⁻¹∇F_x‖² at one candidate x for each of these trials, (T, d), and the Gauss–Newton step from
-        there.
+        """Returns ‖H⁻¹∇F_x‖² at one candidate x per trial, (T, d), and the Gauss–Newton step from there.
 
         Args:
             x: one candidate for each trial, (T, d).

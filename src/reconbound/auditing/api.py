@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reconbound._internal.checks import InputError, file_path, flag
 from reconbound.auditing import run
-from reconbound.auditing.option_file import finished
-from reconbound.auditing.options import Plan, default_plan
+from reconbound.auditing.options import AuditOptions, default_options, finished
 from reconbound.data import Dataset, load_dataset
 from reconbound.report.folder import PUBLIC_REPORT, REPORT, read_run
 
@@ -43,7 +42,7 @@ def audit(
     private: Sequence[str] | str | None = None,
     ranges: Mapping[str, Any] | None = None,
     out: str | os.PathLike[str] | None = None,
-    options: Plan | Mapping[str, Any] | None = None,
+    options: AuditOptions | Mapping[str, Any] | None = None,
     publish_accuracy: bool = False,
     fresh: bool = False,
 ) -> AuditResult:
@@ -70,8 +69,12 @@ def audit(
     """
     for name, given in (("publish_accuracy", publish_accuracy), ("fresh", fresh)):
         flag(name, given)
-    if options is not None and not isinstance(options, Plan | Mapping):
-        raise InputError("options", "must be a Plan, or a dictionary of its fields", f"{options!r}"[:200])
+    if options is not None and not isinstance(options, AuditOptions | Mapping):
+        raise InputError(
+            "options",
+            "must be AuditOptions, or a dictionary of the options that differ from the defaults",
+            f"{options!r}"[:200],
+        )
     if isinstance(data, Dataset):
         for name, value in (("target", target), ("private", private), ("ranges", ranges)):
             if value is not None:
@@ -79,7 +82,7 @@ def audit(
         dataset = data
     else:
         dataset = load_dataset(data, target=target, private=private, ranges=ranges)
-    chosen = options if isinstance(options, Plan) else default_plan(dataset, **(options or {}))
+    chosen = options if isinstance(options, AuditOptions) else default_options(dataset, **(options or {}))
     folder = Path(file_path("out", out)) if out is not None else Path(f"audit-{folder_name(dataset.name)}")
     if fresh or not finished(folder, dataset, chosen, publish_accuracy=publish_accuracy):
         folder = run.audit(dataset, chosen, folder, publish_accuracy=publish_accuracy, fresh=fresh)

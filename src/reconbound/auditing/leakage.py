@@ -1,6 +1,4 @@
-"""The leakage of each record in an audit's runs: from the ledger of whole records, and for single features from the
-snapshots.
-"""
+"""The leakage of each record in an audit's runs: whole records from the ledger, single features from the snapshots."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reconbound.auditing.options import Plan
+from reconbound.auditing.options import AuditOptions
 from reconbound.auditing.snapshots import SNAPSHOTS, SnapshotMeasurements
 from reconbound.data.copies import find_copies
 from reconbound.data.tables import MISSING
@@ -28,12 +26,12 @@ NUMBERS = 2_000_000
 CONFIDENCE = 0.95
 
 
-def leakage_of(dataset: Dataset, plan: Plan, measurements: SnapshotMeasurements) -> Leakage:
+def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMeasurements) -> Leakage:
     """Computes the leakage of each record, in more detail for the most and the least exposed.
 
     Args:
         dataset: the data of the audit.
-        plan: the options of the audit.
+        options: the options of the audit.
         measurements: the trained learner with its snapshots.
     """
     learner = measurements.learner
@@ -41,7 +39,7 @@ def leakage_of(dataset: Dataset, plan: Plan, measurements: SnapshotMeasurements)
     assert ledger is not None
     rules = ledger.account.rules
     kept, most = chosen(ledger.dfil().cpu(), ledger.measured().cpu())
-    looked = {} if plan.sampler == "shuffle" else _looked(dataset, plan, measurements, kept)
+    looked = {} if options.settings.sampler == "shuffle" else _looked(dataset, options, measurements, kept)
     first = [h for h in learner.history if h["run"] == 0]
     scored = [h for h in first if "accuracy" in h]
     return Leakage(
@@ -66,7 +64,9 @@ def leakage_of(dataset: Dataset, plan: Plan, measurements: SnapshotMeasurements)
     )
 
 
-def _looked(dataset: Dataset, plan: Plan, measurements: SnapshotMeasurements, kept: Tensor) -> dict[str, Any]:
+def _looked(
+    dataset: Dataset, options: AuditOptions, measurements: SnapshotMeasurements, kept: Tensor
+) -> dict[str, Any]:
     """Measures diagonals at the snapshots and scales them to the ledger's level.
 
     Records that are kept whole are measured closely. All records are measured where that is not too much work,
@@ -75,16 +75,16 @@ def _looked(dataset: Dataset, plan: Plan, measurements: SnapshotMeasurements, ke
     """
     learner = measurements.learner
     assert learner.accountant is not None
-    closer = measurements.look_closely(kept, plan.runs, probes=PROBES, each=True).state()["diagonal_mean"]
+    closer = measurements.look_closely(kept, options.runs, probes=PROBES, each=True).state()["diagonal_mean"]
     found: dict[str, Any] = {"kept_diagonal": levelled(closer, learner.accountant, kept), "diagonal_of": None}
-    times, probes = looks(plan, learner.records, learner.records * learner.features)
+    times, probes = looks(options, learner.records, learner.records * learner.features)
     if times:
-        each = measurements.look_at_all(plan.runs, looks=times, probes=probes).state()["diagonal_mean"]
+        each = measurements.look_at_all(options.runs, looks=times, probes=probes).state()["diagonal_mean"]
     else:
         generator = torch.Generator().manual_seed(0)  # membership of the sample is no secret
         sample = torch.randperm(learner.records, generator=generator)[:SAMPLE].sort().values
         table = dataset.kind == "table"
-        ledger = measurements.look_closely(sample, plan.runs, probes=probes, each=table)
+        ledger = measurements.look_closely(sample, options.runs, probes=probes, each=table)
         if not table:
             average = ledger.state()["average_mean"].double()
             told = torch.where(*_told(learner.accountant, sample), ledger.trace().cpu()).mean()
@@ -94,7 +94,7 @@ def _looked(dataset: Dataset, plan: Plan, measurements: SnapshotMeasurements, ke
     each = levelled(each, learner.accountant, rows)
     for j, missing in missing_of(dataset).items():
         each[torch.from_numpy(missing[rows.numpy()]), j] = torch.nan
-    found["facts"] = {"diagonal_measured": plan.runs * min(times, plan.steps), "diagonal_probes": probes}
+    found["facts"] = {"diagonal_measured": options.runs * min(times, options.steps), "diagonal_probes": probes}
     average = torch.nan_to_num(each.nanmean(0))
     return {**found, "diagonal": each if learner.features == 1 else each.float(), "average_diagonal": average}
 
@@ -131,27 +131,28 @@ def _shares(diagonal: Tensor) -> Tensor:
     return torch.where(total > 0, diagonal / total, even)
 
 
-def looks(plan: Plan, records: int, numbers: int) -> tuple[int, int]:
+def looks(options: AuditOptions, records: int, numbers: int) -> tuple[int, int]:
     """Returns how often a run's snapshots are measured for each record (0 if not for all), and with how many probes.
 
     The number of measurements is that of the sample, or a quarter of the ledger's, at most four per record; at least
     two.
 
     Args:
-        plan: the options of the audit.
+        options: the options of the audit.
         records: the number of records.
         numbers: the number of private numbers in all records.
 
-    >>> plan = Plan(sample_rate=0.05, steps=300)
-    >>> looks(plan, 240, 1440), looks(plan, 1438, 92032), looks(plan, 48000, 37632000)
+    >>> options = AuditOptions().with_changes(sample_rate=0.05, steps=300)
+    >>> looks(options, 240, 1440), looks(options, 1438, 92032), looks(options, 48000, 37632000)
     ((12, 1), (4, 1), (0, 1))
-    >>> looks(Plan(sample_rate=0.0016, steps=800, budget=4.8), 320_000, 1_920_000)
+    >>> looks(options.with_changes(sample_rate=0.0016, steps=800, budget=4.8), 320_000, 1_920_000)
     (2, 2)
     """
     if numbers > NUMBERS:
         return 0, 1
-    share = plan.budget if isinstance(plan.budget, float) else 1.0 if plan.budget == "every" else float(plan.budget[1])
-    measured = plan.steps * plan.sample_rate * share  # measurements of each record in a run
+    budget = options.settings.budget
+    share = budget if isinstance(budget, float) else 1.0 if budget == "every" else float(budget[1])
+    measured = options.steps * options.settings.sample_rate * share  # measurements of each record in a run
     times = min(SNAPSHOTS, max(2, SNAPSHOTS * SAMPLE // records, min(4, round(measured / 4))))
     return times, 1 if times >= 4 else 2
 

@@ -1,19 +1,31 @@
-"""The paper's two networks (its tables 1 and 2), and some for other data: tanh and average pooling, so that the loss is
-smooth in the input.
+"""Models for a data set: the paper's two networks (its tables 1 and 2) and some others, their loss, score and checks.
 
-The tables list a tanh after the last layer too. Here the logits have none, as in Papernot et al. (2020), whom the
-tables follow.
+They have tanh and average pooling, so that the loss is smooth in the input. The tables list a tanh after the last layer
+too. Here the logits have none, as in Papernot et al. (2020), whom the tables follow.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Sequence
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from reconbound._internal.checks import InputError
+from reconbound import validate
+from reconbound._internal.checks import InputError, choice
+from reconbound._internal.rng import seeded
+
+if TYPE_CHECKING:
+    from reconbound.data import Dataset
+
+MODELS = ("auto", "linear", "mlp", "cnn")
 
 
 def mnist_cnn() -> nn.Sequential:
@@ -190,3 +202,229 @@ def _reset_scales(module: nn.Module, name: str, frozen: list[nn.Parameter]) -> N
     with torch.no_grad():
         for p, before in zip(frozen, kept, strict=True):
             p.copy_(before)
+
+
+def outputs_of(dataset: Dataset) -> int:
+    """Returns the number of outputs of the model: one per class, or one."""
+    if dataset.task == "number":
+        return 1
+    known = max(int(t.max()) + 1 if len(t) else 0 for t in (dataset.targets, dataset.test_targets))
+    return max(2, known, len(dataset.class_names))
+
+
+def model_kind(dataset: Dataset, spec: str) -> str:
+    """Returns the kind of a model.
+
+    "auto" means the paper's networks for mnist and cifar10, a cnn for images, an mlp for tables.
+
+    Args:
+        dataset: the data of the audit.
+        spec: as AuditOptions.model.
+    """
+    if spec != "auto":
+        return spec
+    return "cnn" if dataset.kind == "image" and min(dataset.shape[1:]) >= 4 else "mlp"
+
+
+def make_model(dataset: Dataset, spec: str = "auto", seed: int | None = None) -> nn.Module:
+    """Creates a smooth model for the data set.
+
+    Args:
+        dataset: the data of the audit.
+        spec: as AuditOptions.model. A factory is imported, hence run, from Python's path and the current folder.
+        seed: for the initial parameters; None uses torch's generator as it is.
+    """
+    if seed is not None:
+        with seeded(seed):
+            return make_model(dataset, spec)
+    kind, outputs = model_kind(dataset, spec), outputs_of(dataset)
+    if ":" not in kind:
+        return network(kind, dataset.shape, outputs, image=dataset.kind == "image")
+    try:
+        model = _import_factory(kind)(dataset.shape, outputs)
+    except InputError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        what = f"must name a factory to be called as factory(shape, outputs) ({type(error).__name__}: {error})"
+        raise InputError("model", what, kind) from error
+    if not isinstance(model, nn.Module):
+        what = "must name a factory that returns a torch module"
+        raise InputError("model", what, f"{kind} -> {type(model).__name__}")
+    return model
+
+
+def network(kind: str, shape: tuple[int, ...], outputs: int, *, image: bool) -> nn.Module:
+    """Creates one of the package's own models.
+
+    Args:
+        kind: "linear", "mlp" or "cnn".
+        shape: the shape of a record.
+        outputs: the number of outputs.
+        image: whether records are images.
+    """
+    if kind == "linear":
+        return linear(shape, outputs)
+    if kind == "mlp":
+        return mlp(shape, outputs)
+    if choice("model", kind, MODELS) == "cnn" and (not image or min(shape[1:]) < 4):
+        raise InputError("model", f"must be linear or mlp for records of shape {shape}", kind)
+    if shape == (1, 28, 28) and outputs == 10:
+        return mnist_cnn()
+    if shape == (3, 32, 32) and outputs == 10:
+        return standardised(cifar10_cnn(), 0.5, 0.5)  # photographs: centred pixels train better
+    return cnn(shape, outputs)
+
+
+def describe_model(dataset: Dataset, spec: str) -> str:
+    """Describes a model in a few words.
+
+    Args:
+        dataset: the data of the audit.
+        spec: as AuditOptions.model.
+    """
+    kind = model_kind(dataset, spec)
+    if kind != "cnn":
+        return {"linear": "linear", "mlp": "one hidden layer of 32, tanh"}.get(kind, kind)
+    paper = {(1, 28, 28): "the paper's MNIST network", (3, 32, 32): "the paper's CIFAR-10 network, pixels −1 to 1"}
+    ten = len(dataset.class_names) == 10
+    return paper[dataset.shape] if ten and dataset.shape in paper else "convolutions, tanh, average pooling"
+
+
+def _import_factory(spec: str) -> Callable[[tuple[int, ...], int], Any]:
+    """Returns the function that package.module:factory names. This runs the module: only the user may name one."""
+    module, _, name = spec.partition(":")
+    here = os.getcwd()
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.append(here)  # at the end, so that no file there replaces an installed module
+    try:
+        factory = getattr(importlib.import_module(module), name, None)
+    except Exception as error:  # the user's code may raise anything
+        raise InputError("model", f"must name a module that can be imported ({error})", spec) from error
+    finally:
+        if added:
+            sys.path.remove(here)
+    if not callable(factory):
+        raise InputError("model", f"must name a function of {module}", spec)
+    return factory  # type: ignore[no-any-return]
+
+
+def make_loss(dataset: Dataset) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns the loss, (outputs, targets) → (B,): cross-entropy for classes, half the squared error for a number."""
+    return _cross_entropy if dataset.task == "classes" else _half_square
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def _half_square(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.flatten(1)[:, 0] - targets).square() / 2
+
+
+def as_tensor(array: np.ndarray) -> Tensor:
+    """Returns the array as a tensor; a copy where torch cannot share its memory (read-only, not in order)."""
+    return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+
+
+def score(dataset: Dataset, model: nn.Module, most: int | None = None) -> float:
+    """Returns the accuracy on the test data, or R² for a number; NaN where there are no test data.
+
+    Args:
+        dataset: the data of the audit.
+        model: the model to evaluate.
+        most: use at most n test records, evenly spread; None for all.
+    """
+    count = len(dataset.test_inputs)
+    if count == 0:
+        return float("nan")
+    rows = slice(None, None, 1 if most is None else max(1, count // most))
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        parts = as_tensor(dataset.test_inputs[rows]).split(1000)
+        found = torch.cat([model(part.to(device)).cpu() for part in parts])
+    truth = as_tensor(dataset.test_targets[rows])
+    if dataset.task == "classes":
+        return float((found.argmax(1) == truth).double().mean())
+    rest, spread = (found.flatten(1)[:, 0] - truth).square().mean(), truth.var(unbiased=False)
+    return float(1 - rest / spread) if spread > 0 else float("nan")
+
+
+def starter(dataset: Dataset, spec: str) -> Callable[[nn.Module], None]:
+    """Returns a function that gives a model fresh parameters, from torch's generator as it is.
+
+    Args:
+        dataset: the data of the audit.
+        spec: as AuditOptions.model.
+    """
+
+    def initialise(own: nn.Module) -> None:
+        own.load_state_dict(make_model(dataset, spec).state_dict())
+
+    return initialise
+
+
+def check_model(dataset: Dataset, spec: str) -> dict[str, str]:
+    """Checks on three records that a model can be trained and accounted for.
+
+    Args:
+        dataset: the data of the audit.
+        spec: as AuditOptions.model.
+
+    Returns:
+        What the floors do not cover; empty for a smooth model. "kinks": floors of single records are not proved.
+        "model": other warnings.
+
+    Raises:
+        InputError: the factory is missing or raises, returns no module, or its model does not accept the records or
+            returns too few numbers for them.
+        ModelError: as `reconbound.validate.check_batch`.
+    """
+    model = make_model(dataset, spec, seed=0)
+    inputs, targets = as_tensor(dataset.inputs[:3]), as_tensor(dataset.targets[:3])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            validate.check_model(model)
+            _check_outputs(dataset, spec, model, inputs)
+            private = None if dataset.private is None else as_tensor(dataset.private)
+            validate.check_batch(model, make_loss(dataset), inputs, targets, private=private)
+        except validate.ModelError as error:
+            prefix = f"the model of {spec}: " if ":" in spec else ""
+            raise validate.ModelError(f"{prefix}{error}") from error
+    messages = [w.message for w in caught if isinstance(w.message, validate.ReconboundWarning)]
+    kinks = [message for message in messages if isinstance(message, validate.KinkWarning)]
+    others = dict.fromkeys(str(message) for message in messages if message not in kinks)
+    caveats = {}
+    if kinks:
+        caveats["kinks"] = (
+            f"The floors of single records are not proved for this model: it has kinks, in {kinks[-1].places}, where "
+            "the gradient jumps with the input, and the Fisher information does not count the jumps. Tanh or GELU and "
+            "average pooling have none. What holds whatever the data (Theorem 1, corners, Le Cam, rate–distortion, ε) "
+            "needs no smooth model."
+        )
+    if others:
+        caveats["model"] = "; ".join(others)
+    return caveats
+
+
+def _check_outputs(dataset: Dataset, spec: str, model: nn.Module, inputs: Tensor) -> None:
+    """Checks that the model returns one row per record, with a number for each class, or one number."""
+    classes, wanted, count = dataset.task == "classes", outputs_of(dataset), len(inputs)
+    must = "must name a factory whose model" if ":" in spec else "must be a model that"
+    try:
+        with torch.no_grad():
+            outputs: Any = model(inputs)
+    except Exception as error:  # the user's code may raise anything
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise InputError("model", f"{must} takes records of shape {dataset.shape} ({why})", spec) from error
+    if not isinstance(outputs, Tensor):
+        raise InputError("model", f"{must} returns a tensor", f"{spec} -> {type(outputs).__name__}")
+    shape = tuple(outputs.shape)
+    if classes and (len(shape) != 2 or shape[0] != count or shape[1] < wanted):
+        what = f"gives {wanted} outputs for each record, one for each of the {wanted} classes"
+        one_each = len(shape) == 2 and shape[0] == count
+        given = f"{shape[1]} output{'' if shape[1] == 1 else 's'}" if one_each else f"shape {shape} for {count} records"
+        raise InputError("model", f"{must} {what}", f"{spec} -> {given}")
+    if not classes and (len(shape) < 2 or shape[0] != count or outputs.numel() != count):
+        raise InputError("model", f"{must} gives one output for each record, (B, 1)", f"{spec} -> {shape}")

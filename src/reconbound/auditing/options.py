@@ -1,94 +1,94 @@
-"""The options of a private training on a data set, with defaults for each set; its model, loss and learner."""
+"""The options of an audit: their defaults for each data set, the learner that they describe, and their file."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
 
-from reconbound._internal.checks import InputError, choice, number, whole
-from reconbound._internal.rng import seeded
-from reconbound.accounting.measurement_plan import Budget, checked_budget
-from reconbound.auditing import models as networks
+from reconbound._internal.checks import DataError, InputError, choice, number, whole
+from reconbound._internal.files import (
+    CONFIDENTIAL,
+    Unreadable,
+    is_leftover,
+    refuse_links,
+    sealed_json,
+    unsealed_json,
+    write_whole,
+)
+from reconbound._internal.rng import new_seed
+from reconbound.auditing.models import MODELS, as_tensor, make_loss, make_model, starter
+from reconbound.auditing.release import INPUTS, read_inputs
+from reconbound.report.folder import CHECKPOINTS, LEAKAGE, MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, prepare, read_audit
+from reconbound.training.checkpoint import LOCK, NAMES, plain_json
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.settings import Settings
+from reconbound.training.state import data_digest
 
 if TYPE_CHECKING:
     from reconbound.data import Dataset
 
-MODELS = ("auto", "linear", "mlp", "cnn")
 #: Rules under which the ledger is kept, by sampler: the first is proved, "paper" is for comparison.
 RULES = {"poisson": ("exact", "paper"), "fixed": ("fixed", "paper"), "shuffle": ("none",)}
+#: Of plan.json; 2 since it has all settings.
+FORMAT = 2
+#: Differences that an error names.
+NAMED = 3
 
 
 @dataclass(frozen=True)
-class Plan:
+class AuditOptions:
     """Everything that determines an audit's training, apart from the data.
 
     Attributes:
+        settings: of the learner. Its `rules` are replaced by those that the report of this sampler has. A seed that
+            others can guess reveals the noise; None takes one from the operating system.
         model: "auto", "linear", "mlp", "cnn", or "package.module:factory", called as factory(shape, outputs).
-        noise_multiplier: as in Settings.
-        max_grad_norm: as in Settings.
-        sample_rate: as in Settings.
         steps: the number of steps of one run.
         runs: the number of independent runs; the first is released, the others only measure.
-        clip: as in Settings.
-        sampler: as in Settings.
-        lr: as in Settings.
-        momentum: as in Settings.
-        budget: as in Settings.
-        probes: as in Settings.
-        seed: as in Settings. A seed that others can guess reveals the noise; None takes one from the operating system.
     """
 
+    settings: Settings = field(default_factory=lambda: Settings(0.7, 1.0, 0.05, lr=1.0, budget=1.0))
     model: str = "auto"
-    noise_multiplier: float = 0.7
-    max_grad_norm: float = 1.0
-    sample_rate: float = 0.05
     steps: int = 300
     runs: int = 5
-    lr: float = 1.0
-    momentum: float = 0.0
-    clip: str = "smooth"
-    sampler: str = "poisson"
-    budget: Budget = 1.0
-    probes: int = 1
-    seed: int | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.settings, Settings):
+            raise InputError("settings", "must be Settings", f"a {type(self.settings).__name__}")
         if ":" not in self.model:
             choice("model", self.model, (*MODELS, "package.module:factory"))
         whole("steps", self.steps)
         whole("runs", self.runs)
-        number("lr", self.lr, above=0.0, at_most=1e30)  # within the range of float32
-        number("momentum", self.momentum, at_least=0.0, below=1.0)
-        object.__setattr__(self, "budget", checked_budget(self.budget))
-        self.settings()
+        number("lr", self.settings.lr, above=0.0, at_most=1e30)  # within the range of float32
+        number("momentum", self.settings.momentum, at_least=0.0, below=1.0)
+        object.__setattr__(self, "settings", replace(self.settings, rules=RULES[self.settings.sampler]))
 
-    def settings(self) -> Settings:
-        """Returns the learner's settings."""
-        choice("sampler", self.sampler, tuple(RULES))
-        return Settings(
-            self.noise_multiplier,
-            self.max_grad_norm,
-            self.sample_rate,
-            sampler=self.sampler,
-            clip=self.clip,  # type: ignore[arg-type]
-            lr=self.lr,
-            momentum=self.momentum,
-            rules=RULES[self.sampler],
-            budget=self.budget,
-            probes=self.probes,
-            seed=self.seed,
-        )
+    def with_changes(self, **changes: Any) -> AuditOptions:
+        """Returns the options with some of them, or of their settings, changed.
+
+        Args:
+            changes: fields of AuditOptions and of Settings, by name.
+
+        >>> AuditOptions().with_changes(runs=2, lr=0.5).settings.lr
+        0.5
+        """
+        own = {name: changes.pop(name) for name in ("settings", "model", "steps", "runs") if name in changes}
+        unknown = sorted(set(changes) - {f.name for f in fields(Settings)})
+        if unknown:
+            raise InputError("options", "must be fields of AuditOptions or of Settings", unknown[0])
+        if changes:
+            own["settings"] = replace(own.get("settings", self.settings), **changes)
+        return replace(self, **own)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all options that can be chosen by name, those of the settings among them; JSON."""
+        options = {"model": self.model, "steps": self.steps, "runs": self.runs, **asdict(self.settings)}
+        del options["rules"]
+        return dict(plain_json(options))
 
 
 _OWN: dict[str, dict[str, Any]] = {
@@ -96,16 +96,11 @@ _OWN: dict[str, dict[str, Any]] = {
     "breast_cancer": {"sample_rate": 0.1, "steps": 150},
     "wine": {"sample_rate": 0.2, "steps": 100},
     "diabetes": {"sample_rate": 0.1, "steps": 150, "lr": 0.3},
-    "mnist": {
-        "sample_rate": 0.005,
-        "steps": 400,
-        "lr": 3.0,
-        "budget": 1.0,
-    },  # takes minutes; limits need --runs 10 --budget 3
-    # cifar10: one training each by this plan, accuracy on 2,000 test images after 200 steps: pixels from −1 to 1 and
+    "mnist": {"sample_rate": 0.005, "steps": 400, "lr": 3.0},  # takes minutes; limits need --runs 10 --budget 3
+    # cifar10: one training each with these, accuracy on 2,000 test images after 200 steps: pixels from −1 to 1 and
     # lr 1.0: 38.1 %; pixels from 0 to 1: 34.4 % at lr 1.0 (40.4 % after 400 steps of another run), 36.6 % at 2.0,
     # 27.7 % at 0.5, and nothing learned (12 % after 50) at 3.0.
-    "cifar10": {"sample_rate": 0.005, "steps": 400, "lr": 1.0, "budget": 1.0},
+    "cifar10": {"sample_rate": 0.005, "steps": 400, "lr": 1.0},
 }
 
 
@@ -114,7 +109,7 @@ _WHOLE = {"digits": 1438, "breast_cancer": 456, "wine": 142, "diabetes": 354, "m
 _EPOCHS = 15
 
 
-def default_plan(dataset: Dataset, **changes: Any) -> Plan:
+def default_options(dataset: Dataset, **changes: Any) -> AuditOptions:
     """Returns the defaults for a data set, with some options changed. For an unknown set they depend on its size.
 
     For a part of a known set (--limit) below nine tenths of it: batches of the same size, at most a quarter of the
@@ -125,7 +120,7 @@ def default_plan(dataset: Dataset, **changes: Any) -> Plan:
 
     Args:
         dataset: the data of the audit.
-        changes: options of Plan to change.
+        changes: options to change, as in AuditOptions.with_changes.
     """
     own, records = _OWN.get(dataset.name), len(dataset.inputs)
     whole_set = _WHOLE.get(dataset.name, 0)
@@ -142,209 +137,220 @@ def default_plan(dataset: Dataset, **changes: Any) -> Plan:
         own = {"sample_rate": batch / records, "steps": min(800, max(50, round(15 * records / batch)))}
         own["lr"] = 1.0 if dataset.task == "classes" else 0.3
         own["budget"] = max(1.0, 6 / (own["steps"] * own["sample_rate"]))  # for the largest sets: six blocks per run
-    plan = Plan(**own)
-    return replace(plan, **changes) if changes else plan
-
-
-def outputs_of(dataset: Dataset) -> int:
-    """Returns the number of outputs of the model: one per class, or one."""
-    if dataset.task == "number":
-        return 1
-    known = max(int(t.max()) + 1 if len(t) else 0 for t in (dataset.targets, dataset.test_targets))
-    return max(2, known, len(dataset.class_names))
-
-
-def model_kind(dataset: Dataset, spec: str) -> str:
-    """Returns the kind of a model.
-
-    "auto" means the paper's networks for mnist and cifar10, a cnn for images, an mlp for tables.
-
-    Args:
-        dataset: the data of the audit.
-        spec: as Plan.model.
-    """
-    if spec != "auto":
-        return spec
-    return "cnn" if dataset.kind == "image" and min(dataset.shape[1:]) >= 4 else "mlp"
-
-
-def make_model(dataset: Dataset, spec: str = "auto", seed: int | None = None) -> nn.Module:
-    """Creates a smooth model for the data set.
-
-    Args:
-        dataset: the data of the audit.
-        spec: as Plan.model. A factory is imported, hence run, from Python's path and the current folder.
-        seed: for the initial parameters; None uses torch's generator as it is.
-    """
-    if seed is None:
-        return _built(dataset, model_kind(dataset, spec))
-    with seeded(seed):
-        return _built(dataset, model_kind(dataset, spec))
-
-
-def _built(dataset: Dataset, kind: str) -> nn.Module:
-    shape, outputs = dataset.shape, outputs_of(dataset)
-    if ":" in kind:
-        made = _called(kind, shape, outputs)
-        if not isinstance(made, nn.Module):
-            raise InputError(
-                "model", "must name a factory that returns a torch module", f"{kind} -> {type(made).__name__}"
-            )
-        return made
-    return network(kind, shape, outputs, image=dataset.kind == "image")
-
-
-def network(kind: str, shape: tuple[int, ...], outputs: int, *, image: bool) -> nn.Module:
-    """Creates one of the package's own models.
-
-    Args:
-        kind: "linear", "mlp" or "cnn".
-        shape: the shape of a record.
-        outputs: the number of outputs.
-        image: whether records are images.
-    """
-    if kind == "linear":
-        return networks.linear(shape, outputs)
-    if kind == "mlp":
-        return networks.mlp(shape, outputs)
-    if choice("model", kind, MODELS) == "cnn" and (not image or min(shape[1:]) < 4):
-        raise InputError("model", f"must be linear or mlp for records of shape {shape}", kind)
-    if shape == (1, 28, 28) and outputs == 10:
-        return networks.mnist_cnn()
-    if shape == (3, 32, 32) and outputs == 10:
-        return networks.standardised(networks.cifar10_cnn(), 0.5, 0.5)  # photographs: centred pixels train better
-    return networks.cnn(shape, outputs)
-
-
-def _called(spec: str, shape: tuple[int, ...], outputs: int) -> Any:
-    factory = _factory(spec)
-    try:
-        return factory(shape, outputs)
-    except Exception as reason:
-        said = f"{type(reason).__name__}: {reason}"
-        raise InputError(
-            "model", f"must name a factory to be called as factory(shape, outputs) ({said})", spec
-        ) from reason
-
-
-def _factory(spec: str) -> Callable[[tuple[int, ...], int], Any]:
-    """Returns the function that package.module:factory names. This runs the module: only the user may name one."""
-    module, _, name = spec.partition(":")
-    here = os.getcwd()
-    added = here not in sys.path and "" not in sys.path
-    if added:
-        sys.path.append(here)  # at the end, so that no file there replaces an installed module
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except Exception as reason:  # the user's code may raise anything
-        raise InputError("model", f"must name a module that can be imported ({reason})", spec) from reason
-    finally:
-        if added:
-            sys.path.remove(here)
-    if not callable(found):
-        raise InputError("model", f"must name a function of {module}", spec)
-    return found  # type: ignore[no-any-return]
-
-
-def make_loss(dataset: Dataset) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns the loss, (outputs, targets) → (B,): cross-entropy for classes, half the squared error for a number."""
-    return _cross_entropy if dataset.task == "classes" else _half_square
-
-
-def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs, targets, reduction="none")
-
-
-def _half_square(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs.flatten(1)[:, 0] - targets).square() / 2
-
-
-def as_tensor(array: np.ndarray) -> Tensor:
-    """Returns the array as a tensor; a copy where torch cannot share its memory (read-only, not in order)."""
-    return torch.from_numpy(np.require(array, requirements=["C", "W"]))
-
-
-def score(dataset: Dataset, model: nn.Module, most: int | None = None) -> float:
-    """Returns the accuracy on the test data, or R² for a number; NaN where there are no test data.
-
-    Args:
-        dataset: the data of the audit.
-        model: the model to evaluate.
-        most: use at most n test records, evenly spread; None for all.
-    """
-    count = len(dataset.test_inputs)
-    if count == 0:
-        return float("nan")
-    rows = slice(None, None, 1 if most is None else max(1, count // most))
-    device = next(model.parameters()).device
-    with torch.no_grad():
-        parts = as_tensor(dataset.test_inputs[rows]).split(1000)
-        found = torch.cat([model(part.to(device)).cpu() for part in parts])
-    truth = as_tensor(dataset.test_targets[rows])
-    if dataset.task == "classes":
-        return float((found.argmax(1) == truth).double().mean())
-    rest, spread = (found.flatten(1)[:, 0] - truth).square().mean(), truth.var(unbiased=False)
-    return float(1 - rest / spread) if spread > 0 else float("nan")
-
-
-def starter(dataset: Dataset, spec: str) -> Callable[[nn.Module], None]:
-    """Returns a function that gives a model fresh parameters, from torch's generator as it is.
-
-    Args:
-        dataset: the data of the audit.
-        spec: as Plan.model.
-    """
-
-    def initialise(own: nn.Module) -> None:
-        own.load_state_dict(make_model(dataset, spec).state_dict())
-
-    return initialise
+    return AuditOptions().with_changes(**{**own, **changes})
 
 
 def make_learner(
     dataset: Dataset,
-    plan: Plan,
+    options: AuditOptions,
     folder: str | os.PathLike[str] | None = None,
     *,
     device: torch.device | str | None = None,
-    **options: Any,
+    **more: Any,
 ) -> PrivateSGD:
-    """Creates a private learner of the data set by the plan; `repeat(plan.runs, plan.steps)` trains and accounts.
+    """Creates a private learner of the data set; `repeat(options.runs, options.steps)` trains and accounts.
 
     Args:
         dataset: the data of the audit.
-        plan: the options of the audit.
+        options: the options of the audit.
         folder: for checkpoints; None for none.
         device: when None, a GPU where there is one.
-        options: arguments of PrivateSGD (evaluate, diagonal, every, …).
+        more: arguments of PrivateSGD (evaluate, diagonal, every, …).
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = make_model(dataset, plan.model, seed=0).to(place)  # repeat starts each run from its own parameters
+    model = make_model(dataset, options.model, seed=0).to(place)  # repeat starts each run from its own parameters
 
     scale = dataset.scale
     chosen: dict[str, Any] = {
-        "initialise": starter(dataset, plan.model),
+        "initialise": starter(dataset, options.model),
         "private": None if dataset.private is None else as_tensor(dataset.private),
         "feature_scale": float(scale[0]) if (scale == scale[0]).all() else scale.tolist(),
         "checkpoint": None if folder is None else Path(folder),
-        "every": max(1, plan.steps // 30),
-        **options,
+        "every": max(1, options.steps // 30),
+        **more,
     }
     inputs, targets = as_tensor(dataset.inputs), as_tensor(dataset.targets)
-    return PrivateSGD(model, make_loss(dataset), inputs, targets, plan.settings(), **chosen)
+    return PrivateSGD(model, make_loss(dataset), inputs, targets, options.settings, **chosen)
 
 
-__all__ = [
-    "MODELS",
-    "Plan",
-    "as_tensor",
-    "default_plan",
-    "make_learner",
-    "make_loss",
-    "make_model",
-    "model_kind",
-    "network",
-    "outputs_of",
-    "score",
-    "starter",
-]
+#: Files of a finished audit.
+FILES = (RUN, LEAKAGE, REPORT, PUBLIC_REPORT, MODEL, INPUTS)
+
+
+def open_folder(out: str | os.PathLike[str], *, fresh: bool = False) -> Path:
+    """Opens the audit's folder, created if missing. Refuses a folder with other content, because its mode would change.
+
+    Args:
+        out: the folder.
+        fresh: whether the audit in it is to be forgotten.
+    """
+    path = Path(out)
+    try:
+        foreign = path.exists() and not (path / PLAN).exists() and any(_foreign(p.name) for p in path.iterdir())
+    except OSError as reason:
+        raise InputError("out", f"must be a folder that can be read ({reason.strerror})", str(path)) from None
+    if foreign:
+        raise InputError("out", "must be a new or empty folder, or that of an audit", str(path))
+    refuse_links(path, CHECKPOINTS)
+    folder = prepare(path)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError("out", "must be a folder that can be written", str(path))
+    if fresh:
+        remove(folder)
+    return folder
+
+
+def _foreign(name: str) -> bool:
+    """Returns whether a file is neither the lock nor what a killed audit left of a file that it was writing."""
+    return name != LOCK and not is_leftover(name)
+
+
+def remove(folder: Path) -> None:
+    """Removes an audit's files from its folder, and nothing else.
+
+    The plan goes last, so that removal can be repeated.
+    """
+    inside = folder / CHECKPOINTS
+    for path in [*(inside / name for name in NAMES), *inside.glob("parameters-*.safetensors"), inside / LOCK]:
+        path.unlink(missing_ok=True)
+    for name in (*FILES, PLAN):
+        (folder / name).unlink(missing_ok=True)
+
+
+def settle(folder: Path, dataset: Dataset, options: AuditOptions) -> AuditOptions:
+    """Returns the options with a seed: that of the folder, if its options and data are the same, otherwise a new one.
+
+    More runs than before are added to those that are there. Any other difference is refused.
+
+    Args:
+        folder: the audit's folder.
+        dataset: the data of the audit.
+        options: the options that are asked for.
+    """
+    wanted, before = _wanted(dataset, options), refuse_other(folder, dataset, options)
+    seed = options.settings.seed
+    if before is not None:
+        seed = int(before["seed"])
+    elif seed is None:
+        seed = new_seed()
+    if before is None or before["options"] != wanted["options"]:
+        content = {"format": FORMAT, "confidential": "the seed is as secret as the data", "seed": seed, **wanted}
+        write_whole(folder / PLAN, sealed_json(content), mode=CONFIDENTIAL)
+    return options.with_changes(seed=seed)
+
+
+def refuse_other(folder: str | os.PathLike[str], dataset: Dataset, options: AuditOptions) -> dict[str, Any] | None:
+    """Returns the content of the folder's plan file, None if there is none. Refuses that of another audit.
+
+    A plan of which nothing was done yet (its model was refused, for example) is ignored.
+
+    Args:
+        folder: the audit's folder.
+        dataset: the data of the audit.
+        options: the options that are asked for.
+
+    Raises:
+        InputError: the plan file is another audit's; names the first differences.
+    """
+    path = Path(folder) / PLAN
+    done = [Path(folder) / CHECKPOINTS / name for name in NAMES] + [Path(folder) / RUN]
+    if not path.exists() or not any(p.exists() for p in done):
+        return None
+    before, wanted = _read(path), _wanted(dataset, options)
+    if before["data"]["name"] != wanted["data"]["name"]:
+        raise DataError(f"{folder} holds an audit of {before['data']['name']}; choose another --out")
+    differences = [*_differences(before["options"], wanted["options"]), *_differences(before["data"], wanted["data"])]
+    if differences:
+        more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
+        raise InputError(
+            "out",
+            "must be another folder, or --fresh be given to start over: its audit was begun with other options "
+            f"({'; '.join(differences[:NAMED])}{more})",
+            str(folder),
+        )
+    return before
+
+
+def finished(
+    folder: str | os.PathLike[str], dataset: Dataset, options: AuditOptions, *, publish_accuracy: bool = False
+) -> bool:
+    """Returns whether the folder holds exactly this audit, with all its runs and files.
+
+    An audit is not finished if its accuracy is published and should not be, or the other way round.
+
+    Args:
+        folder: the audit's folder.
+        dataset: the data of the audit.
+        options: the options that are asked for.
+        publish_accuracy: whether the accuracy is to be published.
+
+    Raises:
+        InputError: the folder holds another audit.
+    """
+    place = Path(folder)
+    before = refuse_other(place, dataset, options)
+    if before is None or before["options"] != _wanted(dataset, options)["options"]:
+        return False
+    if not all((place / name).exists() for name in FILES):
+        return False
+    try:
+        run, _ = read_audit(place)
+        read_inputs(place)
+    except Unreadable:  # damaged files are made again from the checkpoint
+        return False
+    return run.mechanism.get("runs") == options.runs and (run.accuracy is not None) == publish_accuracy
+
+
+def _wanted(dataset: Dataset, options: AuditOptions) -> dict[str, Any]:
+    found: dict[str, Any] = plain_json({"options": options.to_dict(), "data": about(dataset)})
+    return found
+
+
+def about(dataset: Dataset) -> dict[str, Any]:
+    """Returns a few facts that distinguish one data set from another."""
+    target = dataset.target
+    found: dict[str, Any] = {"name": dataset.name, "records": len(dataset.inputs), "shape": list(dataset.shape)}
+    found |= {"task": dataset.task, "target": None if target is None else target.name}
+    if dataset.kind == "table":
+        found["private"] = [f.name for f in dataset.private_features]
+        found["ranges"] = {f.name: [f.low, f.high] for f in dataset.private_features}
+        found["units"] = {f.name: f.unit for f in dataset.private_features}
+    found["digest"] = data_digest(
+        [as_tensor(dataset.inputs), as_tensor(dataset.test_inputs)],
+        [as_tensor(dataset.targets), as_tensor(dataset.test_targets)],
+    )
+    return found
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    differences = []
+    for name in [*now, *(n for n in before if n not in now)]:
+        was, is_ = before.get(name), now.get(name)
+        if was == is_ or (name == "runs" and isinstance(was, int) and isinstance(is_, int) and is_ > was):
+            continue
+        if isinstance(was, dict) and isinstance(is_, dict):
+            differences += [f"{name} of {part}" for part in _differences(was, is_)]
+        elif name == "seed":
+            differences.append("seed differs")  # its value is not shown: it is as secret as the data
+        elif name != "digest":
+            differences.append(f"{name} was {_format_option(was)} and is {_format_option(is_)}")
+        elif not differences:  # ranges and similar options change the inputs too
+            differences.append("the data have changed")
+    return differences
+
+
+def _format_option(value: Any) -> str:
+    """Formats the value of an option, shortened where it is long."""
+    text = "not given" if value is None or value == "" else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = unsealed_json(path)
+        if content["format"] != FORMAT or not {"seed", "options", "data"} <= set(content):
+            raise ValueError("another format")
+        return content
+    except (OSError, ValueError, KeyError, TypeError) as reason:
+        why = str(reason) if isinstance(reason, Unreadable) else f"{path} is not a file of reconbound's ({reason})"
+        raise Unreadable(f"{why}: bring it back from a copy, or start over with --fresh") from None

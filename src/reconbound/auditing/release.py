@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, file_path
 from reconbound._internal.files import CONFIDENTIAL, Unreadable, file_digest, sealed_json, unsealed_json, write_whole
-from reconbound.auditing.options import network, outputs_of
+from reconbound.auditing.models import network, outputs_of
 from reconbound.data.frames import MISSING as BLANK
 from reconbound.report.folder import MODEL, check_model
 

@@ -1,5 +1,4 @@
-"""The audit: trains privately on a data set, accounts for every record, and writes the folder from which reports are
-made.
+"""The audit: trains privately on a data set, accounts for every record, and writes the folder that reports need.
 
 All runs of the plan are trained from fresh parameters. The FIRST is the release: its parameters are in
 model.safetensors, and its accuracy is the one reported. The others only measure and are never released. With them,
@@ -29,9 +28,8 @@ from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import random_states_kept
 from reconbound.accounting.spec import Account
 from reconbound.auditing.leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, looks
-from reconbound.auditing.option_checks import check_plan
-from reconbound.auditing.option_file import open_folder, settle
-from reconbound.auditing.options import Plan, make_learner, model_kind
+from reconbound.auditing.models import check_model, describe_model, model_kind
+from reconbound.auditing.options import AuditOptions, make_learner, open_folder, settle
 from reconbound.auditing.release import write_inputs
 from reconbound.auditing.snapshots import SNAPSHOTS, SnapshotMeasurements, Snapshots
 from reconbound.mechanisms.guarantees import Guarantee, guarantee
@@ -62,7 +60,7 @@ PUBLISHED_DIGITS = 2
 @random_states_kept()
 def audit(
     dataset: Dataset,
-    plan: Plan,
+    options: AuditOptions,
     out: str | os.PathLike[str],
     *,
     show: bool = True,
@@ -73,7 +71,7 @@ def audit(
 
     Args:
         dataset: the data to train on.
-        plan: the options of the audit.
+        options: the options of the audit.
         out: a new or empty folder, or that of an audit with the same plan and data (more runs are added to it).
         show: whether to show a progress bar with the remaining time, on a terminal.
         publish_accuracy: put the accuracy on the test data into the public facts, rounded to whole percent. No noise
@@ -89,7 +87,7 @@ def audit(
     """
     if publish_accuracy:
         check_publishable(dataset)
-    caveats = check_plan(dataset, plan)
+    caveats = check_model(dataset, options.model)
     folder = open_folder(out)
     with held(folder):
         for leftover in (*folder.glob(".*.part"), *(folder / CHECKPOINTS).glob(".*.part")):
@@ -97,13 +95,13 @@ def audit(
                 leftover.unlink(missing_ok=True)
         if fresh:
             open_folder(folder, fresh=True)
-        settled = settle(folder, dataset, plan)
+        settled = settle(folder, dataset, options)
         measurements = trained(dataset, settled, folder, show=show)
-        write_inputs(folder, dataset, model_kind(dataset, plan.model))
+        write_inputs(folder, dataset, model_kind(dataset, options.model))
         leakage = leakage_of(dataset, settled, measurements)
         for name in (RUN, REPORT, PUBLIC_REPORT):  # of fewer runs; an audit killed from here on is unfinished
             (folder / name).unlink(missing_ok=True)
-        seed = "the operating system" if plan.seed is None else CHOSEN_SEED
+        seed = "the operating system" if options.settings.seed is None else CHOSEN_SEED
         run = facts_of(dataset, settled, measurements.learner, seed_from=seed, publish_accuracy=publish_accuracy)
         from reconbound.report import build
         from reconbound.report.headline import public_headline
@@ -123,12 +121,12 @@ def check_publishable(dataset: Dataset) -> None:
         raise InputError("publish_accuracy", why, None)
 
 
-def trained(dataset: Dataset, plan: Plan, folder: Path, *, show: bool = False) -> SnapshotMeasurements:
+def trained(dataset: Dataset, options: AuditOptions, folder: Path, *, show: bool = False) -> SnapshotMeasurements:
     """Trains all runs of the plan, from the folder's last good state on.
 
     Args:
         dataset: the data to train on.
-        plan: the options of the audit.
+        options: the options of the audit.
         folder: the audit's folder.
         show: whether to show a progress bar.
 
@@ -143,27 +141,27 @@ def trained(dataset: Dataset, plan: Plan, folder: Path, *, show: bool = False) -
     def advance(done: int) -> None:
         nonlocal bar, before
         if bar is None:  # only now is it known at which step the training continues
-            what = f"training, {plan.runs} run{'s' if plan.runs > 1 else ''}"
-            bar, before = stack.enter_context(progress_bar(plan.runs * plan.steps, done, show, what)), done
+            what = f"training, {options.runs} run{'s' if options.runs > 1 else ''}"
+            bar, before = stack.enter_context(progress_bar(options.runs * options.steps, done, show, what)), done
         bar(done - before)
         before = done
 
     with stack:
         snapshots = Snapshots(dataset, inside, folder / MODEL, advance)
-        learner = make_learner(dataset, plan, inside, callbacks=[snapshots], progress=False)
-        learner.repeat(plan.runs, plan.steps)
+        learner = make_learner(dataset, options, inside, callbacks=[snapshots], progress=False)
+        learner.repeat(options.runs, options.steps)
     snapshots.release(learner.model)  # somebody may have removed or changed it after the first run
     return SnapshotMeasurements(learner, snapshots)
 
 
 def facts_of(
-    dataset: Dataset, plan: Plan, learner: PrivateSGD, *, seed_from: str, publish_accuracy: bool = False
+    dataset: Dataset, options: AuditOptions, learner: PrivateSGD, *, seed_from: str, publish_accuracy: bool = False
 ) -> Run:
     """Collects the public facts: what was asked and what the mechanism guarantees whatever the data.
 
     Args:
         dataset: the data of the audit.
-        plan: the options of the audit.
+        options: the options of the audit.
         learner: after training.
         seed_from: who chose the seed.
         publish_accuracy: whether the accuracy is included.
@@ -174,21 +172,21 @@ def facts_of(
     return Run(
         data=_data_facts(dataset),
         mechanism={
-            "noise_multiplier": plan.noise_multiplier,
-            "max_grad_norm": plan.max_grad_norm,
+            "noise_multiplier": options.settings.noise_multiplier,
+            "max_grad_norm": options.settings.max_grad_norm,
             "sample_rate": learner.sampler.sample_rate,
-            "steps": plan.steps,
-            "clip": plan.clip,
-            "sampler": plan.sampler,
-            "runs": plan.runs,
+            "steps": options.steps,
+            "clip": options.settings.clip,
+            "sampler": options.settings.sampler,
+            "runs": options.runs,
         },
         training={
-            "model": describe(dataset, plan),
-            "lr": plan.lr,
-            "momentum": plan.momentum,
-            "epochs": round(plan.steps / learner.sampler.steps_per_epoch, 2),
-            "accounting_budget": plan.budget,
-            "probes": plan.probes,
+            "model": describe_model(dataset, options.model),
+            "lr": options.settings.lr,
+            "momentum": options.settings.momentum,
+            "epochs": round(options.steps / learner.sampler.steps_per_epoch, 2),
+            "accounting_budget": options.settings.budget,
+            "probes": options.settings.probes,
             "parameters": sum(p.numel() for p in learner.params.values()),
             "seed_from": seed_from,
         },
@@ -222,82 +220,66 @@ def _data_facts(dataset: Dataset) -> dict[str, Any]:
     return found
 
 
-def describe(dataset: Dataset, plan: Plan) -> str:
-    """Describes the model in a few words.
-
-    Args:
-        dataset: the data of the audit.
-        plan: the options of the audit.
-    """
-    kind = model_kind(dataset, plan.model)
-    if kind != "cnn":
-        return {"linear": "linear", "mlp": "one hidden layer of 32, tanh"}.get(kind, kind)
-    paper = {(1, 28, 28): "the paper's MNIST network", (3, 32, 32): "the paper's CIFAR-10 network, pixels −1 to 1"}
-    ten = len(dataset.class_names) == 10
-    return paper[dataset.shape] if ten and dataset.shape in paper else "convolutions, tanh, average pooling"
-
-
-def sampler_of(dataset: Dataset, plan: Plan) -> Sampler:
+def sampler_of(dataset: Dataset, options: AuditOptions) -> Sampler:
     """Returns the plan's sampler. For batches of a fixed size its own rate is that of whole batches.
 
     Args:
         dataset: the data of the audit.
-        plan: the options of the audit.
+        options: the options of the audit.
     """
-    return make_sampler(plan.sampler, len(dataset.inputs), plan.sample_rate)
+    return make_sampler(options.settings.sampler, len(dataset.inputs), options.settings.sample_rate)
 
 
-def floors_of(dataset: Dataset, plan: Plan) -> Guarantee:
+def floors_of(dataset: Dataset, options: AuditOptions) -> Guarantee:
     """Computes what the plan's mechanism guarantees whatever the data, per feature in units of its range.
 
     Args:
         dataset: the data of the audit.
-        plan: the options of the audit.
+        options: the options of the audit.
     """
-    sampler = sampler_of(dataset, plan)
+    sampler = sampler_of(dataset, options)
     account = Account.of(
-        plan.settings(),
+        options.settings,
         sample_rate=sampler.sample_rate,
         records=len(dataset.inputs),
         features=len(dataset.scale),
-        steps=plan.steps,
+        steps=options.steps,
         batches_per_epoch=batches_per_epoch(sampler),
     )
     return guarantee(account.mechanism(), dim=account.features)
 
 
-def expected_seconds(dataset: Dataset, plan: Plan) -> float:
-    """Estimates the duration of the audit from a few timed steps with and without measuring, to a factor of about
-    two.
+def expected_seconds(dataset: Dataset, options: AuditOptions) -> float:
+    """Estimates the duration of the audit, to a factor of two, from a few timed steps with and without measuring.
 
     Args:
         dataset: the data of the audit.
-        plan: the options of the audit.
+        options: the options of the audit.
     """
-    plain, measuring = (_step_seconds(dataset, plan, with_it) for with_it in (False, True))
-    per_run = plan.steps * plain
-    budget = plan.settings().budget
+    plain, measuring = (_step_seconds(dataset, options, with_it) for with_it in (False, True))
+    per_run = options.steps * plain
+    budget = options.settings.budget
     if isinstance(budget, float):
-        blocks = max(1, min(plan.steps, math.floor(plan.steps * plan.sample_rate * budget + 1e-9)))
-        per_run += blocks / plan.sample_rate * measuring
+        blocks = max(1, min(options.steps, math.floor(options.steps * options.settings.sample_rate * budget + 1e-9)))
+        per_run += blocks / options.settings.sample_rate * measuring
     else:
         share = 1.0 if budget == "every" else float(budget[1])
-        per_run += share * plan.steps * (measuring - plain)
+        per_run += share * options.steps * (measuring - plain)
     records = len(dataset.inputs)
-    times, probes = looks(plan, records, records * len(dataset.scale))
+    times, probes = looks(options, records, records * len(dataset.scale))
     all_of = times * records * (3 + probes) / 4 if times else SNAPSHOTS * min(SAMPLE, records)
-    closer = (all_of + SNAPSHOTS * (MOST + LEAST) * PROBES / 4) / (plan.sample_rate * records)
-    return plan.runs * (per_run + closer * measuring)
+    closer = (all_of + SNAPSHOTS * (MOST + LEAST) * PROBES / 4) / (options.settings.sample_rate * records)
+    return options.runs * (per_run + closer * measuring)
 
 
-def _step_seconds(dataset: Dataset, plan: Plan, measuring: bool, steps: int = 3) -> float:
+def _step_seconds(dataset: Dataset, options: AuditOptions, measuring: bool, steps: int = 3) -> float:
     times: list[float] = []
 
     def stamp(model: Any) -> dict[str, float]:
         times.append(time.perf_counter())
         return {}
 
-    tried = replace(plan, budget="every")
+    tried = options.with_changes(budget="every")
     learner = make_learner(dataset, tried, check=False, progress=False, evaluate=stamp, evaluate_every=1)
     if not measuring:
         learner.settings = replace(learner.settings, rules=None)

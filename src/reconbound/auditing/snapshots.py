@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from reconbound._internal.files import CONFIDENTIAL, PUBLIC, Unreadable, json_digest, sealed, unsealed, write_whole
 from reconbound._internal.rng import derive, numbers_of, torch_stream
 from reconbound.accounting.accountant import FisherAccountant
-from reconbound.auditing.options import score
+from reconbound.auditing.models import score
 from reconbound.training.callbacks import Callback
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.step import Measurer

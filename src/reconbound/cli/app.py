@@ -127,7 +127,8 @@ def _group(
     """Says how well each training record is protected against reconstruction.
 
     Start with reconbound audit, which trains on small pictures and writes a report, or with reconbound bound, which
-    needs no data. Each command has its own --help."""
+    needs no data. Each command has its own --help.
+    """
 
 
 @app.command("bound", short_help="What a mechanism guarantees, before any data.")

@@ -19,7 +19,7 @@ from reconbound.cli.options import SEED, confidential_note, count, plain_errors,
 if TYPE_CHECKING:
     from numpy import ndarray
 
-    from reconbound.auditing.options import Plan
+    from reconbound.auditing.options import AuditOptions
     from reconbound.data import Dataset
 
 Whole = {"parser": count, "metavar": "<int>"}
@@ -122,7 +122,8 @@ def audit_command(
 ) -> None:
     """Train privately on your data and write a report on how well each record is protected.
 
-    Run it again in the same folder to go on where it was stopped."""
+    Run it again in the same folder to go on where it was stopped.
+    """
     changes = {
         "model": model,
         "noise_multiplier": noise_multiplier,
@@ -152,7 +153,7 @@ def audit_command(
     resume = f"; run the same command again{', without --fresh,' if fresh else ''} to go on"
     with plain_errors(resume):
         from reconbound.auditing.api import folder_name
-        from reconbound.auditing.option_file import open_folder, refuse_other
+        from reconbound.auditing.options import open_folder, refuse_other
         from reconbound.data.tables import read_ranges, read_units
 
         reading |= {"ranges": read_ranges(range_ or []) or None, "units": read_units(unit or []) or None}
@@ -161,17 +162,17 @@ def audit_command(
             from reconbound.auditing.run import check_publishable
 
             check_publishable(dataset)
-        plan = _make_plan(dataset, given, epochs)
+        options = _make_options(dataset, given, epochs)
         folder = out if out is not None else Path(f"audit-{folder_name(dataset.name)}")
         with _no_empty_folder(folder):
             open_folder(folder)
             if not fresh:
-                refuse_other(folder, dataset, plan)
+                refuse_other(folder, dataset, options)
             if notes and not quiet:
                 confidential_note()  # they quote ranges and cells
             for note in [] if quiet else notes:  # after all that may be wrong with the options
                 print(f"Note: {note}", file=sys.stderr)
-            _run_audit(dataset, plan, folder, publish_accuracy, fresh, as_json, quiet)
+            _run_audit(dataset, options, folder, publish_accuracy, fresh, as_json, quiet)
 
 
 @contextmanager
@@ -211,28 +212,28 @@ def _load_data(data: str, reading: dict[str, Any]) -> tuple[Dataset, list[str]]:
     return dataset, notes
 
 
-def _make_plan(dataset: Dataset, given: dict[str, Any], epochs: float | None) -> Plan:
-    from reconbound.auditing.options import default_plan
+def _make_options(dataset: Dataset, given: dict[str, Any], epochs: float | None) -> AuditOptions:
+    from reconbound.auditing.options import default_options
     from reconbound.auditing.run import sampler_of
     from reconbound.training.sampling import steps_of
 
-    plan = default_plan(dataset, **given)
+    options = default_options(dataset, **given)
     if epochs is None:
-        return plan
-    steps = steps_of(sampler_of(dataset, plan), epochs)
+        return options
+    steps = steps_of(sampler_of(dataset, options), epochs)
     number("steps", steps, at_most=1e15)
-    return replace(plan, steps=steps)
+    return replace(options, steps=steps)
 
 
 def _run_audit(
-    dataset: Dataset, plan: Plan, out: Path, publish_accuracy: bool, fresh: bool, as_json: bool, quiet: bool
+    dataset: Dataset, options: AuditOptions, out: Path, publish_accuracy: bool, fresh: bool, as_json: bool, quiet: bool
 ) -> None:
-    from reconbound.auditing.option_checks import check_plan
-    from reconbound.auditing.option_file import finished
+    from reconbound.auditing.models import check_model
+    from reconbound.auditing.options import finished
     from reconbound.auditing.run import audit
     from reconbound.validate import KinkWarning
 
-    if not fresh and finished(out, dataset, plan, publish_accuracy=publish_accuracy):
+    if not fresh and finished(out, dataset, options, publish_accuracy=publish_accuracy):
         if not quiet:
             print(
                 f"Finished already: the audit in {out} was made with these data and options; nothing was done. "
@@ -241,24 +242,24 @@ def _run_audit(
             )
         _print_result(out, as_json, quiet)
         return
-    if plan.seed is not None and not quiet:
+    if options.settings.seed is not None and not quiet:
         print("Note: whoever guesses the seed knows the noise: release no model that had --seed", file=sys.stderr)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*can be guessed")  # said above
-        for said in check_plan(dataset, plan).values():  # even if quiet: it takes floors away
+        for said in check_model(dataset, options.model).values():  # even if quiet: it takes floors away
             print(f"Note: {said}", file=sys.stderr)
         if not quiet:
             from reconbound.auditing.run import floors_of
             from reconbound.report.text import weaknesses
 
-            noun, known = "image" if dataset.kind == "image" else "record", floors_of(dataset, plan).protection
+            noun, known = "image" if dataset.kind == "image" else "record", floors_of(dataset, options).protection
             for line in (known.warning(noun), *weaknesses(len(dataset.inputs), known, noun)):
                 if line:
                     print(f"Note: {line}", file=sys.stderr)
-            for line in describe_plan(dataset, plan, out, fresh):
+            for line in describe_plan(dataset, options, out, fresh):
                 print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
         warnings.simplefilter("ignore", KinkWarning)  # said above, and kept in run.json
-        folder = audit(dataset, plan, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
+        folder = audit(dataset, options, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
     _print_result(folder, as_json, quiet)
 
 
@@ -295,17 +296,19 @@ def describe_columns(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def describe_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[str]:
+def describe_plan(dataset: Dataset, options: AuditOptions, out: Path, fresh: bool) -> list[str]:
     """Returns what will be done, what the mechanism guarantees before any training, and how long it will take."""
     from reconbound._internal.formatting import format_floor, format_limit
-    from reconbound.auditing.run import describe, expected_seconds, floors_of, sampler_of
+    from reconbound.auditing.models import describe_model
+    from reconbound.auditing.run import expected_seconds, floors_of, sampler_of
     from reconbound.report.folder import PLAN
     from reconbound.report.formats import pixel_scale
 
-    found, sampler = floors_of(dataset, plan), sampler_of(dataset, plan)
-    epochs = plan.steps / sampler.steps_per_epoch
-    others = "the first is the release, the others only measure" if plan.runs > 1 else "no confidence limits"
-    others += "; confidence limits from two runs say next to nothing, from five they do" if plan.runs == 2 else ""
+    settings = options.settings
+    found, sampler = floors_of(dataset, options), sampler_of(dataset, options)
+    epochs = options.steps / sampler.steps_per_epoch
+    others = "the first is the release, the others only measure" if options.runs > 1 else "no confidence limits"
+    others += "; confidence limits from two runs say next to nothing, from five they do" if options.runs == 2 else ""
     image = dataset.kind == "image"
     noun, pixel = "image" if image else "record", dataset.features[0]
     unit, of_range = (pixel.high - pixel.low, pixel_scale(pixel.low, pixel.high)) if image else (
@@ -321,20 +324,22 @@ def describe_plan(dataset: Dataset, plan: Plan, out: Path, fresh: bool) -> list[
         if found.epsilon is None
         else f"; ε = {format_limit(found.epsilon)} (replace-one) at δ = {format_limit(found.delta, 6)}"
     )
+    model = describe_model(dataset, options.model)
+    seconds = expected_seconds(dataset, options)
     on = not fresh and (out / PLAN).exists()
     known = () if image else dataset.columns[1]
     return [
         dataset.summary(),
         *([f"Public, taken as known to the attacker: {', '.join(known)}."] if known else []),
-        f"Model: {describe(dataset, plan)}; {plan.runs} run{'s' if plan.runs > 1 else ''} of {plan.steps:,} steps "
-        f"({epochs:.3g} epochs), lr {plan.lr:g}: {others}.",
-        f"Mechanism: noise multiplier {plan.noise_multiplier:g}, clip norm {plan.max_grad_norm:g} ({plan.clip}), "
-        f"{plan.sampler} batches, sample rate {sampler.sample_rate:.3g}{epsilon}.",
+        f"Model: {model}; {options.runs} run{'s' if options.runs > 1 else ''} of {options.steps:,} steps "
+        f"({epochs:.3g} epochs), lr {settings.lr:g}: {others}.",
+        f"Mechanism: noise multiplier {settings.noise_multiplier:g}, clip norm {settings.max_grad_norm:g} "
+        f"({settings.clip}), {settings.sampler} batches, sample rate {sampler.sample_rate:.3g}{epsilon}.",
         f"Floors whatever the data, {of_range}: {', '.join(says) or 'none that says anything'}"
         f"{' (only with declared ranges: see the notes above)' if dataset.inferred_ranges else ''}. "
         f"The audit measures each {noun}'s own, for an attacker unbiased near it, and may find lower ones: report "
         "the lower.",
-        f"Expected time: about {_duration(expected_seconds(dataset, plan))}{' if nothing is done yet' if on else ''}.",
+        f"Expected time: about {_duration(seconds)}{' if nothing is done yet' if on else ''}.",
         f"{'Goes on' if on else 'Writes'} in {out}, which is confidential apart from run.json, model.safetensors and "
         "report-public.html.",
     ]

@@ -46,7 +46,8 @@ def notes_of(given: dict[str, Any]) -> tuple[str, ...]:
     """Returns the assumptions that the options leave open.
 
     Args:
-        given: as `given_of` returns it."""
+        given: as `given_of` returns it.
+    """
     said = []
     if "epsilon" in given and "delta" not in given:
         said.append(NO_DELTA)
@@ -67,7 +68,9 @@ def mechanism_of(given: dict[str, Any], found: str | None = None) -> Mechanism:
     """The one mechanism that the options describe; a clear line about what is missing or too much.
 
     Args:
-        found: the noise's name where calibrate looks for it, so that the user never gave it."""
+        given: the options that the user gave, by name.
+        found: the noise's name where calibrate looks for it, so that the user never gave it.
+    """
     chosen = {k: v for k, v in given.items() if k != "delta"}
     if not chosen:
         return SampledGaussian(**DEFAULT)  # type: ignore[arg-type]

@@ -134,9 +134,9 @@ def noted() -> Iterator[None]:
 
 
 def one_line(message: str) -> str:
-    """Returns the message on one line, with nothing in it (a file's name, a cell) that steers the terminal.
+    r"""Returns the message on one line, with nothing in it (a file's name, a cell) that steers the terminal.
 
-    >>> one_line("no\\x1b[31m.csv\\n does not exist")
+    >>> one_line("no\x1b[31m.csv\n does not exist")
     'no?[31m.csv does not exist'
     """
     return "".join(c if c.isprintable() else "?" for c in " ".join(message.split()))

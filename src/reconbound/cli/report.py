@@ -186,8 +186,10 @@ def show_command(
 
 
 def found_record(view: View, given: str) -> int:
-    """The number of a record that was named by it, or by its name in any case ("row 22", "cat/1.png", "1.png", "record
-    1,234"); an InputError with near matches where there is none, or more than one."""
+    """Returns the number of a record named by it, or by its name in any case ("row 22", "cat/1.png", "1.png").
+
+    An InputError with near matches where there is none, or more than one.
+    """
     text = given.strip()
     plain = text.lower().removeprefix("record ").replace(",", "")
     if re.fullmatch(r"-?[0-9]+", plain):

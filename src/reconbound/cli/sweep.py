@@ -101,7 +101,8 @@ def sweep_command(
 ) -> None:
     """Train many settings and draw the frontier: accuracy against every floor.
 
-    Run it again to go on where it was stopped, with more --workers, or on other machines with the same --storage."""
+    Run it again to go on where it was stopped, with more --workers, or on other machines with the same --storage.
+    """
     given = dict(locals())
     with _needs_optuna(), plain_errors("; run the same command again to go on"), _notes(quiet):
         config = _make_config(given)

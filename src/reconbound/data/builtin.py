@@ -1,7 +1,8 @@
 """The small real data sets inside scikit-learn's wheel, with public ranges: no file, no network.
 
 The ranges are round constants set by hand, from what the quantity is or around the extremes that scikit-learn's own
-description publishes. They are the same whoever's records are in the set, so they count as declared."""
+description publishes. They are the same whoever's records are in the set, so they count as declared.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Columns of a CSV file that may not be what they are taken for: identifiers among numbers, dates and numbers among
-text."""
+"""Columns of a CSV file that may not be what they seem: identifiers among numbers, dates and numbers among text."""
 
 from __future__ import annotations
 

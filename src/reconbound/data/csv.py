@@ -1,7 +1,8 @@
 """CSV files as frames of text.
 
 Python's own reader splits the cells because it is the only strict one: pandas' C reader fills short rows up, and
-pyarrow's reads on to the end of the file where a quotation mark is not closed, both without a word."""
+pyarrow's reads on to the end of the file where a quotation mark is not closed, both without a word.
+"""
 
 from __future__ import annotations
 

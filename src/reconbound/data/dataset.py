@@ -157,8 +157,10 @@ class Dataset:
 
     @property
     def columns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of a table's private and of its public columns, as its owner knows them: a column of categories is one,
-        whatever the model sees of it. The target is not among them."""
+        """Returns the names of a table's private and public columns, without the target.
+
+        A column of categories is one, whatever the model sees of it.
+        """
         private = tuple(dict.fromkeys(f.column or f.name for f in self.features if f.private))
         public = dict.fromkeys(f.column or f.name for f in self.features if not f.private)
         return private, tuple(name for name in public if name not in private)

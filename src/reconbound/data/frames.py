@@ -1,6 +1,7 @@
 """Tables from CSV files, Parquet files and pandas DataFrames: columns of numbers or of categories, missing values.
 
-What is wrong is reported by table, row and column; a row is named by the label of its index."""
+What is wrong is reported by table, row and column; a row is named by the label of its index.
+"""
 
 from __future__ import annotations
 
@@ -267,7 +268,8 @@ def _check_words(
 def _refuse_signs(table: Table, name: str, texts: list[str], parsed: list[float | None], known: int, good: int) -> None:
     """Refuses a column of numbers with signs of money, percent signs or marks of thousands.
 
-    As text it would be a category, which is public, or be left out: neither is what its owner means."""
+    As text it would be a category, which is public, or be left out: neither is what its owner means.
+    """
     plain_of = {text: strip_signs(text) for text in set(texts)}
     meant = {i: plain for i, value in enumerate(parsed) if value is None and (plain := plain_of[texts[i]])}
     if not meant or len(meant) + good < MOSTLY * known:

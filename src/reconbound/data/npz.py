@@ -31,7 +31,8 @@ def load_npz(path: str | os.PathLike[str], options: DataOptions) -> Dataset:
 
     X of (N, columns) is a table, whose columns are named by an array feature_names, else "column 1" and so on.
     (N, H, W), (N, H, W, C) and (N, C, H, W) are images: bytes, or numbers in [0, 1] or [0, 255], or in what
-    ranges={"pixel": (lowest, highest)} says. An array class_names names the classes 0, 1, ..."""
+    ranges={"pixel": (lowest, highest)} says. An array class_names names the classes 0, 1, ...
+    """
     file = os.fspath(path)
     arrays = _read(Path(path))
     lower = {name.lower(): value for name, value in arrays.items()}

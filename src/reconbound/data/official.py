@@ -1,6 +1,7 @@
 """Real data sets from the folder that the user names: MNIST (IDX files) and CIFAR-10 (the binary version), as arrays.
 
-The folder is the argument, or the variable RECONBOUND_DATA; files may be plain, .gz or .xz. No pickle is ever read."""
+The folder is the argument, or the variable RECONBOUND_DATA; files may be plain, .gz or .xz. No pickle is ever read.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +92,10 @@ def cifar10(
     """CIFAR-10: images (N, 3, 32, 32) uint8 and labels (N,) int64, from the binary version in FOLDER/cifar10.
 
     Args:
-        batches: how many of the five training files to read."""
+        folder: the data folder; by default the one that RECONBOUND_DATA names.
+        train: whether to read the training files; otherwise the test file.
+        batches: how many of the five training files to read.
+    """
     root = data_folder(folder) / "cifar10"
     names = [f"data_batch_{k + 1}.bin" for k in range(batches)] if train else ["test_batch.bin"]
     parts = []

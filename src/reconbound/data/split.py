@@ -39,7 +39,8 @@ def split(targets: np.ndarray, *, seed: int, test_share: float, task: str) -> tu
     """Returns rows to train on and rows to test on, each in ascending order.
 
     Of every class its share, rounded to the nearest whole record; at least one record of each stays for training.
-    Depends on the classes and the seed, never on the inputs."""
+    Depends on the classes and the seed, never on the inputs.
+    """
     share = number("test_share", test_share, at_least=0.0, below=1.0)
     rng = np.random.default_rng(whole("seed", seed, at_least=0))
     groups = _groups(targets, task)

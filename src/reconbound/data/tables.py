@@ -1,6 +1,7 @@
 """Columns of a table as what a model sees: numbers by their range, categories as ones and zeros.
 
-With every range declared, a row's numbers depend on that row alone; ranges read off the data are marked as such."""
+With every range declared, a row's numbers depend on that row alone; ranges read off the data are marked as such.
+"""
 
 from __future__ import annotations
 
@@ -273,7 +274,8 @@ def _number_feature(
 
 
 def _format_range(low: float, high: float) -> str:
-    """
+    """Formats the ends of a range.
+
     >>> _format_range(5130, 2175880.5), _format_range(0, 0.25)
     ('5,130 to 2,175,880.5', '0 to 0.25')
     """
@@ -296,7 +298,8 @@ def _describe_outliers(known: np.ndarray) -> str:
 def encode_categories(table: str, column: Column, notes: list[str]) -> tuple[np.ndarray, list[Feature]]:
     """Returns a public column of ones and zeros for each category, (N, k); missing is a category of its own.
 
-    Too many categories for a model to see, an identifier or free text: none, and a note."""
+    Too many categories for a model to see, an identifier or free text: none, and a note.
+    """
     found, codes = _sorted_codes(column.values)
     if len(found) > MOST_CATEGORIES:
         notes.append(

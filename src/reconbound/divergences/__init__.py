@@ -2,7 +2,8 @@
 
 Everything here is a function of m, the largest norm of one record's clipped gradient over the noise's standard
 deviation on the sum (m = sensitivity/noise_multiplier), of the sampling rate q and of the number of steps. All results
-are in nats, in float64 and computed in log space: nothing overflows. docs/theory/divergences.md has the proofs."""
+are in nats, in float64 and computed in log space: nothing overflows. docs/theory/divergences.md has the proofs.
+"""
 
 from reconbound.divergences.common import SMOOTH_SENSITIVITY, sensitivity
 from reconbound.divergences.kl import kl_fixed, kl_poisson, kl_pure

@@ -1,6 +1,7 @@
 """Largest eigenvalues of many matrices at once: diagonal plus a rank-two update (secular equation), and Lanczos.
 
-docs/theory/linear.md, section 5."""
+docs/theory/linear.md, section 5.
+"""
 
 from __future__ import annotations
 

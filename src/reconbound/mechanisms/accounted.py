@@ -111,7 +111,8 @@ class PLD(Mechanism):
 class Event(Mechanism):
     """A dp-accounting DpEvent that is more than T equal Gaussian steps: its leaves' divergences are added up.
 
-    Noise multipliers are taken as dp-accounting means them: over the add/remove sensitivity; replace-one doubles it."""
+    Noise multipliers are taken as dp-accounting means them: over the add/remove sensitivity; replace-one doubles it.
+    """
 
     event: Any
 

@@ -14,6 +14,8 @@ from reconbound.mechanisms import plds
 
 @dataclass(frozen=True)
 class Leaf:
+    """The divergences of one event."""
+
     order2: float
     kl: float
     event: Any = None

@@ -1,7 +1,8 @@
 """Privacy loss distributions through dp-accounting: (ε, δ), membership and reconstruction curves of Gaussian steps.
 
 dp-accounting is imported when first needed. Its distributions dominate the mechanism's, so every answer is conservative
-up to the rounding of its FFTs."""
+up to the rounding of its FFTs.
+"""
 
 from __future__ import annotations
 

@@ -85,7 +85,9 @@ def _finding_by_record(view: View) -> list[str]:
     if unknown and below <= unknown:
         found = [f"{_never_measured(view)}."]
         if unknown < view.records:
-            found.append(f"On the others, an unbiased attacker errs at least as much as a guess does{over}, {view.basis}.")
+            found.append(
+                f"On the others, an unbiased attacker errs at least as much as a guess does{over}, {view.basis}."
+            )
     elif below == 0:
         every = f"this {view.noun}" if view.records == 1 else f"each of the {all_of}"
         found = [f"On {every}, an unbiased attacker errs at least as much as a guess does{over}, {view.basis}."]

@@ -358,9 +358,7 @@ def pixel_information(diagonal: np.ndarray, shape: Sequence[int], private: np.nd
 
 
 def heat_range(information: np.ndarray) -> tuple[float, float] | None:
-    """Returns the ends of the colour scale, log10 of information: the largest and the 2 % quantile, at most 6
-    decades.
-    """
+    """Returns the ends of the colour scale, log10 of information: 2 % quantile and largest, at most 6 decades apart."""
     positive = information[np.isfinite(information) & (information > 0)]
     if positive.size == 0:
         return None
@@ -370,8 +368,7 @@ def heat_range(information: np.ndarray) -> tuple[float, float] | None:
 
 
 def heat(information: np.ndarray, ends: tuple[float, float]) -> np.ndarray:
-    """Returns colours (H, W, 4) of the information about each pixel: bright leaks most; clear where nothing is
-    private.
+    """Returns colours (H, W, 4): bright where most leaks, clear where nothing is private.
 
     Args:
         information: about each pixel, (H, W).

@@ -210,9 +210,7 @@ class View:
 
     @property
     def unlimited(self) -> int:
-        """Returns the number of measured records without a useful upper limit; 0 after one run, when no record has
-        one.
-        """
+        """Returns the number of measured records without a useful upper limit; 0 after one run, when none has one."""
         return 0 if self.upper_floor is None else int((self.measured & ~(self.upper_floor > 0)).sum())
 
     @cached_property

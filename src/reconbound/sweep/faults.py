@@ -1,6 +1,4 @@
-"""Faults of the environment (a full disk, a database out of reach): the sweep waits; they never count against a
-setting.
-"""
+"""Faults of the environment (a full disk, a lost database): the sweep waits; they never count against a setting."""
 
 from __future__ import annotations
 

@@ -102,9 +102,7 @@ def _watched(act: Callable[[], None]) -> Iterator[None]:
 
 
 class Lines:
-    """Prints a plain line for each training that ends, whoever trained it, with its setting and the time that
-    remains.
-    """
+    """Prints a plain line for each training that ends, with its setting and the time that remains."""
 
     def __init__(self, store: Store, steps: int) -> None:
         self.store, self.steps, self.begun = store, steps, time.monotonic()

@@ -59,7 +59,7 @@ class Sweep:
         floor: the floor of a "tpe" search.
         at_least: a "tpe" search maximises the accuracy with the floor at least this high; without it, both the accuracy
             and the floor at the largest step count.
-        plan: options of `Plan` that stay the same.
+        plan: options of the training that stay the same, as in `AuditOptions.with_changes`.
         delta: the δ at which ε is reported.
         storage: URL of a SQLite file or a PostgreSQL database; sweep.db in the folder when None.
         name: the name of the study.
@@ -253,15 +253,15 @@ def publish(folder: Path, storage: str | None = None) -> dict[str, Any]:
 def make_trainer(config: Sweep) -> Any:
     """Creates the training of the sweep's settings."""
     from reconbound.accounting.spec import RULES as EVERY
-    from reconbound.auditing.options import RULES, default_plan
+    from reconbound.auditing.options import RULES, default_options
     from reconbound.data import load_dataset
     from reconbound.sweep.together import TogetherTrainer
     from reconbound.sweep.trial import Trainer
 
     dataset = load_dataset(config.data, **config.load)
-    plan = default_plan(dataset, **config.plan)
+    plan = default_options(dataset, **config.plan)
     named = config.space.get("sampler")
-    samplers = named.values if isinstance(named, Choices) else (plan.sampler,)
+    samplers = named.values if isinstance(named, Choices) else (plan.settings.sampler,)
     rules = dict.fromkeys(rule for sampler in samplers for rule in RULES[sampler])
     asked = (config.floor or "").partition("_")[0]
     if asked in EVERY and asked not in rules:  # no row would have it

@@ -21,7 +21,7 @@ WORDS = {
     "sampler": ("poisson", "fixed", "shuffle"),
     "model": ("linear", "mlp", "cnn"),
 }
-#: What can be searched, by the names of Plan: numbers or words, and how a value is checked.
+#: What can be searched, by the names of AuditOptions and Settings: numbers or words, and how a value is checked.
 PARAMETERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "noise_multiplier": ("number", lambda v: number("noise_multiplier", spelled(v), above=0.0)),
     "max_grad_norm": ("number", lambda v: number("max_grad_norm", spelled(v), above=0.0)),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from reconbound._internal.checks import InputError, warn_user
 from reconbound._internal.files import CONFIDENTIAL, sealed_json, write_whole
 from reconbound._internal.rng import derive
 from reconbound.accounting.spec import Account
-from reconbound.auditing.options import RULES, Plan, as_tensor, make_loss, make_model, model_kind, score, starter
+from reconbound.auditing.models import as_tensor, make_loss, make_model, model_kind, score, starter
+from reconbound.auditing.options import RULES, AuditOptions
 from reconbound.report.folder import prepare
 from reconbound.sweep.crowd import Exploded
 from reconbound.sweep.fleet.trainer import Fleet, Snapshot
@@ -36,7 +36,7 @@ from reconbound.training.sampling import batches_per_epoch, make_sampler
 
 #: (which of the settings, steps that each of them has done)
 Tell = Callable[[Sequence[int], int], None]
-_SHARED = ("model", "sampler", "sample_rate", "clip")  # what the trainings of one fleet have in common
+_SHARED = ("sampler", "sample_rate", "clip")  # what the trainings of one fleet have in common, beside the model
 
 
 class TogetherTrainer(Trainer):
@@ -57,12 +57,13 @@ class TogetherTrainer(Trainer):
         self.check(self.plan)
 
     @staticmethod
-    def check(plan: Plan) -> Plan:
+    def check(plan: AuditOptions) -> AuditOptions:
         """Returns the plan if a fleet can train it; raises an InputError otherwise."""
-        if isinstance(plan.budget, str | tuple):
-            raise InputError("budget", "must be a number for settings trained together", plan.budget)
-        if plan.sampler not in ("poisson", "fixed"):
-            raise InputError("sampler", "must be poisson or fixed for settings trained together", plan.sampler)
+        if plan.settings.sampler not in ("poisson", "fixed"):
+            what = "must be poisson or fixed for settings trained together"
+            raise InputError("sampler", what, plan.settings.sampler)
+        if isinstance(plan.settings.budget, str | tuple):
+            raise InputError("budget", "must be a number for settings trained together", plan.settings.budget)
         return plan
 
     def train_all(
@@ -115,11 +116,11 @@ class TogetherTrainer(Trainer):
             if k in done:
                 continue
             try:
-                plan = self.check(replace(self.plan, **setting))
+                plan = self.check(self.plan.with_changes(**setting))
             except InputError as reason:
                 done[k] = reason
                 continue
-            kind = tuple(getattr(plan, name) for name in _SHARED)
+            kind = (plan.model, *(getattr(plan.settings, name) for name in _SHARED))
             parts.setdefault(kind, {}).setdefault(key(setting), k)
         return [list(of.values()) for of in parts.values()]
 
@@ -162,14 +163,14 @@ class TogetherTrainer(Trainer):
                 torch.cuda.empty_cache()
 
     def _trained_together(self, settings: Sequence[Setting], tell: Callable[[int], None]) -> list[list[Row] | Exploded]:
-        plans = [replace(self.plan, **s, seed=derive(self.seed, "together", 0)) for s in settings]
+        plans = [self.plan.with_changes(**s, seed=derive(self.seed, "together", 0)) for s in settings]
         kind = model_kind(self.dataset, plans[0].model)
         fleet = Fleet(
             lambda: make_model(self.dataset, kind, seed=0),
             make_loss(self.dataset),
             as_tensor(self.dataset.inputs),
             as_tensor(self.dataset.targets),
-            [plan.settings() for plan in plans],
+            [plan.settings for plan in plans],
             at=self.counts,
             device=self.device,
             initialise=starter(self.dataset, kind),
@@ -183,7 +184,7 @@ class TogetherTrainer(Trainer):
                 looks[at].append(_Look(shot))
         return [self._rows(k, plan, looks) for k, plan in enumerate(plans)]
 
-    def _rows(self, k: int, plan: Plan, looks: Sequence[Sequence[_Look]]) -> list[Row] | Exploded:
+    def _rows(self, k: int, plan: AuditOptions, looks: Sequence[Sequence[_Look]]) -> list[Row] | Exploded:
         lost = [look.step for each in looks for look in each if not look.finite[k]]
         if lost:
             return Exploded(
@@ -197,11 +198,13 @@ class TogetherTrainer(Trainer):
             rows.append(self._told(account, scores, dfil.mean(0), measured, dfil if len(each) > 1 else None))
         return rows
 
-    def _account(self, plan: Plan, count: int) -> Account:
+    def _account(self, plan: AuditOptions, count: int) -> Account:
         records, features = len(self.dataset.inputs), len(self.dataset.scale)
-        sampler = make_sampler(plan.sampler, records, plan.sample_rate)  # its rate is of whole records
+        sampler = make_sampler(
+            plan.settings.sampler, records, plan.settings.sample_rate
+        )  # its rate is of whole records
         return Account.of(
-            plan.settings(),
+            plan.settings,
             sample_rate=sampler.sample_rate,
             records=records,
             features=features,

@@ -14,7 +14,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,8 @@ from reconbound._internal.checks import InputError
 from reconbound._internal.files import CONFIDENTIAL, Unreadable, disk_fault, sealed_json, unsealed_json, write_whole
 from reconbound.accounting.spec import Account
 from reconbound.auditing.leakage import guess_of
-from reconbound.auditing.option_checks import check_plan
-from reconbound.auditing.options import Plan, make_learner, score
+from reconbound.auditing.models import check_model, score
+from reconbound.auditing.options import AuditOptions, make_learner
 from reconbound.mechanisms import SampledGaussian
 from reconbound.mechanisms.guarantees import guarantee
 from reconbound.report.folder import CHECKPOINTS, prepare
@@ -59,10 +59,10 @@ class Trainer:
     """
 
     def __init__(
-        self, dataset: Dataset, plan: Plan, counts: Sequence[int], runs: int, seed: int, delta: float = 1e-5
+        self, dataset: Dataset, plan: AuditOptions, counts: Sequence[int], runs: int, seed: int, delta: float = 1e-5
     ) -> None:
         self.dataset, self.counts, self.runs, self.seed, self.delta = dataset, tuple(counts), runs, seed, delta
-        self.plan = replace(plan, steps=self.counts[-1], runs=runs, seed=None)
+        self.plan = plan.with_changes(steps=self.counts[-1], runs=runs, seed=None)
         names = ("inputs", "targets", "test_inputs", "test_targets")
         self.digest = data_digest([torch.from_numpy(getattr(dataset, name)) for name in names], None)
 
@@ -84,7 +84,7 @@ class Trainer:
         about |= {"together": self.together, "private": None}
         if self.dataset.private is not None:  # the same data, but other floors
             about["private"] = [f.name for f in self.dataset.private_features]
-        found: dict[str, Any] = plain_json({**about, "delta": self.delta, "plan": asdict(self.plan)})
+        found: dict[str, Any] = plain_json({**about, "delta": self.delta, "plan": self.plan.to_dict()})
         return found
 
     def guesses(self) -> dict[str, float | None]:
@@ -101,7 +101,7 @@ class Trainer:
         return {"accuracy": accuracy, "error": float(np.sqrt(np.nan_to_num(own).mean()))}
 
     def caveats(self, models: Sequence[str] = ()) -> dict[str, str]:
-        """Returns what the floors do not cover of the models, as `check_plan` finds it before any is trained.
+        """Returns what the floors do not cover of the models, as `check_model` finds it before any is trained.
 
         Args:
             models: those that the settings name; the plan's own where they name none. One of the package's own that
@@ -110,7 +110,7 @@ class Trainer:
         found: dict[str, str] = {}
         for model in models or (self.plan.model,):
             try:
-                found |= check_plan(self.dataset, replace(self.plan, model=model))
+                found |= check_model(self.dataset, model)
             except InputError:
                 if ":" in model:
                     raise
@@ -152,7 +152,7 @@ class Trainer:
         return {"setting": dict(setting), **self.facts()}
 
     def _trained(self, setting: Setting, folder: Path, tell: Callable[[int], None]) -> PrivateSGD:
-        plan = replace(self.plan, **setting, seed=seed_of(self.seed, setting))
+        plan = self.plan.with_changes(**setting, seed=seed_of(self.seed, setting))
 
         learner = make_learner(
             self.dataset,

@@ -100,8 +100,7 @@ def measured_groups(learner: PrivateSGD, seed: int) -> Measured:
 
 
 def followed(learner: PrivateSGD, seed: int) -> StepInformation | None:
-    """Measures the records whose features are kept, at the parameters before this step, whether or not they were
-    drawn.
+    """Measures the records whose features are kept, drawn or not, at the parameters before this step.
 
     Args:
         learner: the learner at its present step.

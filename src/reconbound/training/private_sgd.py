@@ -293,9 +293,7 @@ class PrivateSGD:
 
     @property
     def order(self) -> int:
-        """Returns the steps taken over all runs, plus one for each finished run. A later state has the larger
-        number.
-        """
+        """Returns the steps taken over all runs, plus one per finished run. A later state has the larger number."""
         return self.run * (self.steps + 1) + self.step
 
     def _begin_run(self) -> None:
@@ -456,6 +454,7 @@ class PrivateSGD:
 
     @property
     def diagonal_kept(self) -> bool:
+        """Returns whether the ledger keeps information about single features."""
         return not (isinstance(self.diagonal, str) and self.diagonal == "none")
 
 

@@ -88,9 +88,7 @@ class Measurer:
             self._try(torch.arange(min(3, record_count(inputs, targets))))
 
     def _methods_that_pass(self, few: tuple[Any, Any], check: bool) -> list[Any]:
-        """Returns the methods for sums and for information; with `check`, only those that pass a test on four
-        records.
-        """
+        """Returns the methods for sums and for information; with `check`, only those that pass on four records."""
         kinds = (Private("nothing"), as_private(self.private))
         with _refusing():
             if not check:

@@ -30,6 +30,8 @@ METHODS = ("auto", "stacked", "branches")
 
 
 class Engine(Protocol):
+    """Computes the sums and the measurements of a fleet."""
+
     def gradient_sums(self, work: Work) -> None:
         """Computes Σ c g of every training over the work's records, into the fleet's sums."""
 

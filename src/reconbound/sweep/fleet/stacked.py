@@ -8,7 +8,8 @@ with K. Conv activations are (K, C, B, H, W): then a layer is one matrix product
     tangent    their derivatives ȧ, δ̇ when the input moves along v, or a record's weights along a direction U of its own
 
 With U = G the tangent of ∇_z ℓ is Jᵀg; with v the tangent of G is Jv. These are the products that `fisher/passes`
-computes, with which the tests compare."""
+computes, with which the tests compare.
+"""
 
 from __future__ import annotations
 
@@ -105,9 +106,7 @@ class Opened:
         return torch.stack([n for layer in self.layers if (n := layer.moved_squares()) is not None]).sum(0)
 
     def _tangent(self, v: Tensor | None) -> Tensor:
-        """Computes the tangent of ∇_z ℓ when the input moves along v; or, without v, each record's weights along its
-        g.
-        """
+        """Computes the tangent of ∇_z ℓ when the input moves along v; without v, each record's weights along its g."""
         own, dot = v is None, v
         for layer in self.layers:
             dot = layer.tangent(dot, own)

@@ -21,9 +21,7 @@ Pair = tuple[int, int]
 
 
 class ConvLayer:
-    """A convolution: columns (K, C·kernel, B·L), rows (K, O, B·L); the first layer's columns are one for all
-    networks.
-    """
+    """A convolution: columns (K, C·kernel, B·L), rows (K, O, B·L); all networks share the first layer's columns."""
 
     def __init__(self, module: nn.Conv2d, params: Tensor, start: int) -> None:
         pads = module.padding
@@ -193,6 +191,8 @@ class PlainLayer:
 
 
 class TanhLayer(PlainLayer):
+    """A tanh."""
+
     def forward(self, a: Tensor) -> Tensor:
         self.shape, self.t = a.shape, a.tanh()
         return self.t
@@ -217,6 +217,8 @@ class TanhLayer(PlainLayer):
 
 
 class PoolLayer(PlainLayer):
+    """An average pooling."""
+
     def __init__(self, module: nn.AvgPool2d) -> None:
         self.kernel, self.stride = _pair(module.kernel_size), _pair(module.stride)
         if _pair(module.padding) != (0, 0) or module.ceil_mode or module.divisor_override is not None:

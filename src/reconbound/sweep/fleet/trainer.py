@@ -288,9 +288,7 @@ class Fleet:
 
 
 def _flattened(models: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
-    """Returns trained parameters as one tensor (K, p), of which each model's are views, and a buffer for gradient
-    sums.
-    """
+    """Returns trained parameters as one tensor (K, p) that the models view, and a buffer for gradient sums."""
     flat = torch.stack([_trained(model) for model in models])
     for model, row in zip(models, flat, strict=True):
         own = [p for p in model.parameters() if p.requires_grad]
@@ -311,9 +309,7 @@ def _untrained(model: nn.Module) -> dict[str, Any]:
 
 
 def _levels(sampler: Sampler) -> tuple[int, ...]:
-    """Returns the sizes to which batches are padded, so that few graphs are needed; a larger batch gets its own
-    graph.
-    """
+    """Returns the sizes to which batches are padded, for few graphs; a larger batch gets its own graph."""
     if sampler.name != "poisson":
         return (int(sampler.divisor),)
     mean = sampler.divisor
