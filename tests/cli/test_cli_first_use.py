@@ -161,7 +161,7 @@ def test_a_constant_column_is_last_and_called_so(staff, capsys) -> None:
     found = json.loads(capsys.readouterr().out)
     assert [c["name"] for c in found["columns"] if c["constant"]] == ["country_code"]
     *others, last = describe_columns(found)
-    assert last == "  country_code: constant, one value in all records, so there is nothing to reconstruct"
+    assert last == "  country_code: constant in all records, so there is nothing to reconstruct"
     assert not any("country_code" in line for line in (*others, *found["verdict"]))
     assert "country_code: constant" in (staff / "out" / REPORT).read_text()
 
@@ -178,13 +178,13 @@ def test_a_column_that_is_narrow_in_its_range_is_not_called_constant(tmp_path, c
     assert run(["show", str(tmp_path / "out"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [c["name"] for c in found["columns"] if c["constant"]] == ["flat"]
-    said = "flat: constant, one value in all records that have one, so there is nothing to reconstruct"
+    said = "flat: constant in all records with a value, so there is nothing to reconstruct"
     assert describe_columns(found)[-1] == f"  {said}"
 
 
 def test_a_column_without_any_value_is_not_called_constant() -> None:
     none = {"name": "x", "unit": "", "guess": 0.0, "constant": True, "below": 0, "of": 0, "missing": 3, "lowest": None}
-    assert column_sentence(none) == "x: no record that was looked at has a value"
+    assert column_sentence(none) == "x: no measured record has a value"
 
 
 # --- 4 to 7: errors ---------------------------------------------------------------------

@@ -252,10 +252,10 @@ def test_columns_are_counted_for_machines_and_people(table_audit, capsys) -> Non
     names = record_names(leakage.names)
     years = 120 / float(best[lowest[0], 0]) ** 0.5
     assert f"lowest ±{format_floor(float(years))} years ({names[lowest[0]]})" in said
-    assert said.count("always naming the most frequent class: ") == 1
+    assert said.count("(majority class: ") == 1
     assert "below_guess" not in (table_audit / RUN).read_text()
     assert "below a guess" not in (table_audit / PUBLIC_REPORT).read_text()
-    assert "most frequent class" not in (table_audit / PUBLIC_REPORT).read_text()
+    assert "majority class" not in (table_audit / PUBLIC_REPORT).read_text()
     [told] = describe_columns({**found, "columns": found["columns"][:1]})[1:]
     assert told.startswith("  age: ")
     assert describe_columns({**found, "columns": found["columns"] * 7})[-1] == "  and 2 more, in the report"

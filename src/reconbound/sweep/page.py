@@ -69,15 +69,19 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
     ]
     context = {
         "title": f"{clean(facts['data'], 80)}: how accurate, for how high a floor?",
-        "verdict": [*cautions(rows, facts), *verdict(rows, proved, facts.get("guesses"), measure, facts["runs"])],
+        "warnings": cautions(rows, facts),
+        "finding": verdict(rows, proved, facts.get("guesses"), measure),
+        "precision": precision(
+            proved, facts["runs"], min((row.get("measured_median") or 0 for row in rows), default=0)
+        ),
         "measure": measure,
         "chart": shown,
         "fronts": fronts,
         "names": names,
         "proved": told(f"{rule}_max").partition(",")[0],
-        "crossed": _said_of_crossed(rows),
+        "crossed": _describe_crossed(rows),
         "delta": next((format_limit(row["delta"], 6) for row in rows if row.get("delta")), "–"),
-        "assumptions": (*ASSUMPTIONS, *(("Model", said) for said in _smoothness(facts))),
+        "assumptions": (*ASSUMPTIONS, *(("Model", sentence) for sentence in _smoothness(facts))),
         **{name: f"{facts[name]:,}" for name in ("runs", "trials", "finished")},
         "failed": facts["failed"],
     }
@@ -103,7 +107,7 @@ def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = Fa
             (told(name).replace("accuracy", measured_by(facts)), [_value(row.get(name), _side(name)) for row in rows])
             for name in kept
         ],
-        "crossed": _said_of_crossed(rows),
+        "crossed": _describe_crossed(rows),
         "ledger": ledger,
     }
     return render("trial.html", context, None)
@@ -124,20 +128,20 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
         rows: of the finished trials.
         facts: as in `write_pages`.
     """
-    found = [*_without_guarantee(rows), *(clean(said, 600) for said in (facts.get("caveats") or {}).values())]
+    found = [*_without_guarantee(rows), *(clean(caveat, 600) for caveat in (facts.get("caveats") or {}).values())]
     most = max((int(row.get("never_measured") or 0) for row in rows), default=0)
     if most:
         found.append(
-            f"Up to {count(most, 'record')} of a training {'was' if most == 1 else 'were'} never measured: nothing is "
-            "known about them, and the floors of records leave them out. A number as --budget measures every record."
+            f"Up to {count(most, 'record')} of a training {'was' if most == 1 else 'were'} never measured, and the "
+            "floors leave them out. A number as --budget measures every record."
         )
-    mute = [row for row in rows if row.get("told_nothing")]
-    if mute:
-        some, trials = count(max(row["told_nothing"] for row in mute), "record"), {row["trial"] for row in mute}
+    zero = [row for row in rows if row.get("told_nothing")]
+    if zero:
+        some, trials = count(max(row["told_nothing"] for row in zero), "record"), {row["trial"] for row in zero}
         found.append(
-            f"In {count(len(trials), 'training')} up to {some} told nothing whenever measured, as when outputs are "
-            "saturated or the training has diverged: the largest floors there, 1e300 at most, are no finding. Lower lr "
-            "or the noise, or measure more often (--budget, --runs)."
+            f"In {count(len(trials), 'training')}, all measurements of up to {some} were zero: outputs are saturated, "
+            "or the training has diverged. Ignore the largest floors there (1e300 at most). Lower lr or the noise, or "
+            "raise --budget or --runs."
         )
     if facts.get("inferred_ranges"):
         found.append(text.INFERRED)
@@ -145,20 +149,22 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
 
 
 def _without_guarantee(rows: Sequence[Row]) -> list[str]:
-    """Says that settings guarantee little, with the one that has the largest chance of rebuilding a record."""
+    """Returns a warning if settings guarantee little, from the one with the largest chance to rebuild a record."""
     weak = [row for row in rows if not protection_of(row).meaningful]
     if not weak:
         return []
     worst = max(weak, key=lambda row: (protection_of(row).success or 0.0, row.get("epsilon") or 0.0))
-    said = protection_of(worst).warning()
-    return [said if len(rows) == 1 else f"{len(weak):,} of {count(len(rows), 'row')}: {said[0].lower()}{said[1:]}"]
+    warning = protection_of(worst).warning()
+    if len(rows) > 1:
+        warning = f"{len(weak):,} of {count(len(rows), 'row')}: {warning[0].lower()}{warning[1:]}"
+    return [warning]
 
 
 def _smoothness(facts: Mapping[str, Any]) -> list[str]:
+    """Returns the model's caveats, or that none was found."""
     known = facts.get("caveats")
-    return [clean(said, 600) for said in (known or {}).values()] or [
-        text.SMOOTH + (text.UNCHECKED if known is None else text.CHECKED)
-    ]
+    checked = text.UNCHECKED if known is None else text.CHECKED
+    return [clean(caveat, 600) for caveat in (known or {}).values()] or [text.SMOOTH + checked]
 
 
 def verdict(
@@ -166,9 +172,8 @@ def verdict(
     floor: str,
     guesses: Mapping[str, Any] | None = None,
     measure: str = ACCURACY,
-    runs: int | None = None,
 ) -> list[str]:
-    """Describes the frontier in two or three sentences.
+    """Returns the first paragraph of the page: the most accurate settings, in at most three sentences.
 
     Args:
         rows: of the finished trials.
@@ -176,7 +181,6 @@ def verdict(
         guesses: what is reached without a model: "accuracy" and "error" (± in ranges; 0.5, of guessing the middle at
             worst, where it is not known).
         measure: the meaning of accuracy, from `measured_by`.
-        runs: the number of runs of each setting, where it is known.
     """
     front = pareto(rows, floor)
     if not front:
@@ -184,34 +188,32 @@ def verdict(
         return [why]
     last = max(front, key=lambda row: row["accuracy"])
     only = all(row.get(floor) is not None for row in rows)  # settings of another sampler have another floor
-    weak = "" if protection_of(last).meaningful else ", without a meaningful guarantee"
-    which = f"{weak}{'' if only else ' that has this floor'}"
-    said = [
-        f"The most accurate setting{which} reaches {_accuracy(last, measure)} and "
-        f"{attacker(floor)[0]} errs by at least {plus_minus(math.sqrt(last[floor]))} of a feature's range "
-        f"{attacker(floor)[1]} ({_of_runs(floor, runs, last)})."
+    weak = "" if protection_of(last).meaningful else ", without a meaningful guarantee,"
+    (whom, place), estimate = attacker(floor), " by an estimate" if _is_estimate(floor) else ""
+    sentences = [
+        f"The most accurate setting{'' if only else ' that has this floor'}{weak} reaches {_accuracy(last, measure)}; "
+        f"{whom} errs by at least {plus_minus(math.sqrt(last[floor]))} of a feature's range {place}{estimate}."
     ]
     known = (guesses or {}).get("error")
     error, whose = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")
     sound = [row for row in rows if protection_of(row).meaningful]
     kept = best(sound, floor, error**2)
-    whom, place = attacker(floor)
     some = "" if len(sound) == len(rows) else " with a meaningful guarantee"
-    which = " that was measured" if kept is not None and kept.get("never_measured") else ""
-    where = place if floor in ("lecam", "rate_distortion") else f"on every record{which}"
-    as_much = f"{guess_error(error)} of the range or more {where}, as much as {whose}"
+    guess = f"the error of {whose} ({guess_error(error)} of the range)"
     if kept is None:
-        said.append(f"With no setting{some} does {whom} err by {as_much}.")
+        sentences.append(f"No setting{some} has a floor as high as {guess}.")
     elif kept is not last:
-        best_one = f"an accuracy of {_accuracy(kept)}" if measure == ACCURACY else _accuracy(kept, R2)
-        said.append(f"The best setting{some} with which {whom} errs by {as_much}, has {best_one}.")
-    return [*said, *majority(guesses)]
+        measured = ", for the records that were measured," if kept.get("never_measured") else ""
+        sentences.append(
+            f"The most accurate setting{some} whose floor is at least {guess}{measured} reaches "
+            f"{_accuracy(kept, measure)}."
+        )
+    return [*sentences, *majority(guesses)]
 
 
-def _of_runs(floor: str, runs: int | None, row: Row) -> str:
-    said = precision(floor, runs, row.get("measured_median"))
-    plain = told(floor).removesuffix(" (estimate)")
-    return f"{plain}; {said}" if said else plain
+def _is_estimate(floor: str) -> bool:
+    """Returns whether a floor is measured at records, and not computed from the mechanism."""
+    return floor.endswith(("_max", "_q99", "_median"))
 
 
 def has_crossed(rows: Sequence[Row], floor: str) -> bool:
@@ -225,7 +227,7 @@ def has_crossed(rows: Sequence[Row], floor: str) -> bool:
     return name is not None and any(row.get(name) is not None for row in rows)
 
 
-def _said_of_crossed(rows: Sequence[Row]) -> str:
+def _describe_crossed(rows: Sequence[Row]) -> str:
     return CROSSED if any(has_crossed(rows, floor) for floor in floors_in(rows)) else ""
 
 

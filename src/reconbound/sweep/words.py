@@ -106,7 +106,7 @@ def precision(floor: str, runs: int | None, measured: float | None = None) -> st
 def majority(guesses: Mapping[str, Any] | None) -> list[str]:
     """Returns a sentence on the accuracy that needs no model; empty where it is not known."""
     plain = (guesses or {}).get("accuracy")
-    return [] if plain is None else [f"Always naming the largest class has an accuracy of {100 * plain:.1f} %."]
+    return [] if plain is None else [f"Majority class: {100 * plain:.1f} %."]
 
 
 def setting_told(setting: Mapping[str, Any], names: Iterable[str]) -> str:
