@@ -204,7 +204,7 @@ def test_a_reported_epsilon_says_how_it_was_taken(run, answer):
 def test_an_epsilon_without_its_delta_is_not_taken_in_silence(run):
     """ε = 3.97 from Opacus, its δ forgotten: the floors of pure ε-DP are not those of the training."""
     told = " ".join(run("bound", "--epsilon", 3.97, "--adjacency", "add/remove", "--dim", 64)[1].split())
-    assert "Note: you gave no δ with ε: it was taken as 0" in told
+    assert "Note: no δ was given with ε, so δ = 0 was assumed" in told
     assert "you gave no δ" not in run("bound", "--epsilon", 3.97, "--delta", 1e-5)[1]
     assert "you gave no δ" not in run("bound", *SGD)[1]
 
@@ -237,7 +237,7 @@ def test_only_hard_clipping_is_as_opacus_counts(run):
     assert "as Opacus counts" in run("bound", *SGD, "--clip", "hard")[1]
     smooth = " ".join(run("bound", *SGD)[1].split())
     assert "as Opacus counts" not in smooth
-    assert "for Opacus' clipping say --clip hard" in smooth
+    assert "for Opacus' clipping use --clip hard" in smooth
     assert "Opacus" not in run("bound", *OUTPUT)[1]
 
 

@@ -125,7 +125,7 @@ MISSING = [
     (["bound", *SGD, "--max-grad-norm", "1"], "--max-grad-norm"),
     (["calibrate", "--target-rmse", "1"], "--target-error"),
     (["calibrate", "--target-mse", "0.1", "--steps", "3"], "--sample-rate"),
-    (["calibrate", "--target-error", "5"], "--sample-rate is missing: private SGD needs it (or say --output-pert"),
+    (["calibrate", "--target-error", "5"], "--sample-rate is missing: private SGD needs it (or give --output-pert"),
     (["calibrate", "--target-mse", "0.1", "--output-perturbation", "--loss", "logistic", "--l2", "1"], "--records"),
     (["calibrate", "--target-mse", "0.1", "--sample-rate", "0.1", "--steps", "3", "--noise-std", "1"], "--noise-std"),
     (["calibrat"], "calibrat"),
@@ -153,6 +153,6 @@ def test_a_fault_of_ours_is_not_dressed_up(run, monkeypatch):
     def broken(*_, **__):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(cli, "guarantee", broken)
+    monkeypatch.setattr("reconbound.cli.bound.guarantee", broken)
     with pytest.raises(ZeroDivisionError):
         run("bound")

@@ -17,7 +17,7 @@ from reconbound._internal.checks import InputError
 from reconbound._internal.formatting import format_floor, format_limit
 from reconbound.cli.app import run
 from reconbound.cli.audit import describe_columns
-from reconbound.cli.report import found_record
+from reconbound.cli.show import find_record
 from reconbound.report.folder import PUBLIC_REPORT, REPORT, RUN, packed_names, read_leakage, read_run, record_names
 from reconbound.report.view import View
 
@@ -222,11 +222,11 @@ def test_an_image_is_found_by_its_files_name(table_audit) -> None:
     names = [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(24)]
     names[24] = "dog/Rex.PNG"
     view = View(run_, replace(leakage, names=packed_names(names)))
-    assert found_record(view, "rex.png") == 24
-    assert found_record(view, "Dog/rex.png") == 24
-    assert found_record(view, "cat/7.png") == 7
+    assert find_record(view, "rex.png") == 24
+    assert find_record(view, "Dog/rex.png") == 24
+    assert find_record(view, "cat/7.png") == 7
     with pytest.raises(InputError, match=r"there are 2: 7 \(cat/7.png\), 31 \(dog/7.png\), got '7.png'"):
-        found_record(view, "7.png")
+        find_record(view, "7.png")
 
 
 def test_columns_are_counted_for_machines_and_people(table_audit, capsys) -> None:

@@ -6,8 +6,7 @@ import math
 import pytest
 
 from reconbound.cli import app as cli
-from reconbound.cli.errors import option_names
-from reconbound.cli.options import epochs_as_steps
+from reconbound.cli.options import epochs_as_steps, option_names
 from reconbound.mechanisms import DP, OutputPerturbation, SampledGaussian
 from reconbound.mechanisms.calibration import OutOfReach, calibrate, calibrate_epsilon
 
@@ -148,7 +147,7 @@ def test_calibrate_prints_the_noise_for_an_epsilon(answer, capsys):
     assert cli.run(words) == 0
     out = capsys.readouterr().out
     assert "with ε at most 3 (replace-one) at δ = 1e-05" in out
-    assert "for an ε of theirs say --adjacency add/remove" in out
+    assert "for their ε use --adjacency add/remove" in out
 
 
 def test_epsilons_that_cannot_be_calibrated(refused):

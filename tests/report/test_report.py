@@ -98,7 +98,7 @@ def test_finding_of_images_matches_the_leakage(digits: Path) -> None:
     own = 1 / math.sqrt(float(leakage.upper[0, worst]))
     limit = 1 / math.sqrt(float(leakage.upper[0].max()))  # of whichever image: another's may be lower than the worst's
     assert limit < own
-    first = f"On the most exposed image it errs by at least ±{format_floor(limit)} on the 0–1 pixel scale per pixel"
+    first = f"On the most exposed image it errs by at least ±{format_floor(limit)} per pixel on the 0–1 pixel scale"
     assert f"{first}, at 95 % confidence; guessing the average image errs by ±{format_limit(guess)}" in page
     assert f"(estimate ±{format_floor(floor)})" in page
     below = int((leakage.upper[0] > 1 / guess**2).sum())  # at the lower limits of the floors

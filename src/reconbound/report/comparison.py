@@ -269,7 +269,7 @@ def differences(
     """
     facts = [_about(view) for view in views]
     found = []
-    for what in ("data set", "kind of data", "private columns", "pixels", "predicts", "training records"):
+    for what in ("data set", "kind of data", "private columns", "pixels", "target", "training records"):
         found += _differing(what, names, [about["plain"].get(what) for about in facts])
     for column in dict.fromkeys(c for about in facts for c in about["columns"]):
         for k, what in enumerate((f"range of {column}", f"unit of {column}")):
@@ -286,7 +286,7 @@ def _about(view: View) -> dict[str, Any]:
     plain = {
         "data set": clean(view.run.data.get("name", "–"), 60),
         "kind of data": "images" if view.image else "a table",
-        "predicts": view.target_name,
+        "target": view.target_name,
         "training records": f"{view.records:,}",
     }
     if view.image:

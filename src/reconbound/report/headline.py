@@ -98,10 +98,11 @@ def _finding_by_record(view: View) -> list[str]:
             f"{view.basis}{f'; {unknown:,} of them were never measured' if unknown else ''}."
         ]
     assert view.worst is not None
-    sure = f"at {view.level} confidence" if view.limited(view.worst) else "by an estimate"
+    sure = "" if view.basis == "by estimates" else ", by an estimate"
+    sure = f", at {view.level} confidence" if view.limited(view.worst) else sure
     per = " per pixel" if view.image else ""
     found.append(
-        f"On the most exposed {view.noun} it errs by at least {plus_minus(view.lowest)} {view.of_range}{per}, {sure}; "
+        f"On the most exposed {view.noun} it errs by at least {plus_minus(view.lowest)}{per} {view.of_range}{sure}; "
         f"guessing the average{' image' if view.image else ''} errs by {guess_error(view.guess)}{_unbound(view)}."
     )
     pixels = view.parts_below_guess() if view.image and view.features > 1 else 0
