@@ -1,19 +1,22 @@
 # make demo   the main job, from nothing          make test    the test suite, from nothing
 # make lint   format check, ruff, types           make bench   every claim about speed and memory
-# make docs   the docs site, strictly, into site/
+# make fast   the tests of a few minutes           make docs    the docs site, strictly, into site/
 # make paper  the paper's figures and tables anew, from the data in $RECONBOUND_DATA (or ../shared/data)
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
-.PHONY: demo test lint format docs bench paper clean
+.PHONY: demo test fast lint format docs bench paper clean
 
 demo: $(READY)
 	$(BIN)/reconbound audit --out audit-digits
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2
+
+fast: $(READY)
+	$(BIN)/python -m pytest -n 2 -m "not slow and not browser and not postgres"
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

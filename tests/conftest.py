@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import sys
+from pathlib import Path
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
     os.environ[variable] = "1"
@@ -118,6 +119,22 @@ def digits_audit(tmp_path_factory):
     out = tmp_path_factory.mktemp("digits") / "out"
     assert cli.run(["audit", "--limit", "60", *QUICK, "--out", str(out), "--quiet"]) == 0
     return out
+
+
+@pytest.fixture
+def forked_helpers(monkeypatch):
+    """The fork server loads the helpers before it knows this process's path (a bug of Python's until 3.12.8)."""
+    paths = [str(Path(__file__).parent / "helpers"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in paths if p))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, for files marked by browsing.pytestmark."""
+    from browsing import chromium
+
+    with chromium() as started:
+        yield started
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ def test_shuffled_epochs_are_not_amplified() -> None:
 @pytest.fixture(scope="module")
 def budgets() -> dict:
     """Runs with the same seeds, so the same trajectories, measured in four ways: (runs, records) each."""
-    runs, steps, found = 50, 12, {}
+    runs, steps, found = 30, 12, {}
     for name, budget in {"all": 1e6, "every": "every", "steps": ("steps", 0.5), "blocks": 1.0}.items():
         traces, errors, final = [], [], []
         for seed in range(runs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import cache
 
 import mpmath
 import numpy as np
@@ -32,6 +33,7 @@ def high_precision_factors(m: float, q: float) -> tuple[mpmath.mpf, mpmath.mpf]:
     with mpmath.workdps(24):
         m_, q_ = mpmath.mpf(m), mpmath.mpf(q)
 
+        @cache  # both integrals are taken at the same points
         def integrand(x: mpmath.mpf) -> mpmath.mpf:
             return mpmath.npdf(x) / (q_ + (1 - q_) * mpmath.exp(-(m_ * x + m_ * m_ / 2)))
 
@@ -70,7 +72,7 @@ def test_designs_comparison_with_the_paper(noise: float, across: float, along: f
 
 @pytest.mark.parametrize("q", [1e-30, 1e-15, *RATES])
 def test_high_precision(q: float) -> None:
-    norms = np.array([0, 1e-6, 0.3, 1, 3.3, 5, 8, 11, 15, 20, 1e6])
+    norms = np.array([0, 1e-6, 0.3, 1, 3.3, 8, 15, 1e6])
     tolerance = 1e-14 if q >= 1e-9 else 1e-12
     for m, *factors in zip(norms.tolist(), *poisson_factors(norms, q), strict=True):
         for factor, expected in zip(factors, high_precision_factors(m, q), strict=True):

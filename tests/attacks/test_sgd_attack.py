@@ -90,7 +90,7 @@ def test_information_is_that_of_dense_jacobians_with_the_exact_factors() -> None
 
 @pytest.mark.parametrize(("rate", "noise"), [(1.0, 0.02), (0.5, 0.02)])
 def test_at_small_noise_it_meets_the_cramer_rao_floor_and_never_goes_below(rate: float, noise: float) -> None:
-    """The search begins at the other records' average; four standard errors of a mean over 40 trainings. With Poisson
+    """The search begins at the other records' average; four standard errors of a mean over 20 trainings. With Poisson
     batches the record takes part 5 times of 10 on average, and the error is that of 1/5 or a little more."""
     _, x, y = problem()
     with torch.random.fork_rng():
@@ -98,7 +98,7 @@ def test_at_small_noise_it_meets_the_cramer_rao_floor_and_never_goes_below(rate:
         model = nn.Sequential(nn.Linear(3, 3)).double()
     before = [p.clone() for p in model.parameters()]
     own = settings(sample_rate=rate, noise_multiplier=noise, max_grad_norm=1.0, seed=3)
-    found = simulate_sgd(model, losses, x, y, own, RECORD, steps=10, trials=40)
+    found = simulate_sgd(model, losses, x, y, own, RECORD, steps=10, trials=20)
     error = 4 * found.standard_error
     assert found.floor < found.cramer_rao
     assert found.cramer_rao - error < found.mse < (1.0 if rate == 1 else 1.3) * found.cramer_rao + error
@@ -110,7 +110,7 @@ def test_at_small_noise_it_meets_the_cramer_rao_floor_and_never_goes_below(rate:
     for a, b in zip(before, model.parameters(), strict=True):
         assert torch.equal(a, b)
     assert "not visibly biased" in repr(found)
-    assert "record 4, 40 trainings" in repr(found)
+    assert "record 4, 20 trainings" in repr(found)
 
 
 def test_a_training_that_never_drew_the_record_tells_nothing_but_ends() -> None:

@@ -218,8 +218,8 @@ def test_records_that_the_ledger_never_measured_keep_their_diagonals_and_nothing
 
 def test_diagonals_at_the_ledgers_level_are_nearer_to_those_of_all_steps(tmp_path, monkeypatch) -> None:
     """Against exact Jacobians at every step of the same runs: floors are off by less than at the snapshots' level."""
-    people, options, records = auditing.people(), auditing.options(runs=2, steps=48, budget=4.0), torch.arange(0, 40, 2)
-    monkeypatch.setattr(audit_snapshots, "SNAPSHOTS", 48)
+    people, options, records = auditing.people(), auditing.options(runs=2, steps=24, budget=4.0), torch.arange(0, 40, 4)
+    monkeypatch.setattr(audit_snapshots, "SNAPSHOTS", 24)
     dense = trained(people, settle(open_folder(tmp_path / "a"), people, options), tmp_path / "a")
     true = sum(run_diagonal(dense, people, run, records) for run in range(2)) / 2
     monkeypatch.setattr(audit_snapshots, "SNAPSHOTS", 12)

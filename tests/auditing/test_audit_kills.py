@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
-import signal
 import time
 from pathlib import Path
 
 import pytest
 
 import auditing
+from killing import kill, start_reporting
 from reconbound.auditing.run import audit
 from reconbound.report.folder import MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN
 
 KILLS = 5
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch) -> None:
-    """The fork server loads auditing before it knows this process's path (a bug of Python's until 3.12.8)."""
-    here = Path(__file__).resolve().parents[1] / "helpers"
-    paths = [str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in paths if p))
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_helpers")]
 
 
 def start(folder: Path):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["auditing"])
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=auditing.slow, args=(str(folder), there), daemon=True)
-    process.start()
-    there.close()
-    assert here.poll(60)
-    assert here.recv() == "ready"
-    return process, here
+    return start_reporting(["auditing"], auditing.slow, str(folder))
 
 
 def test_five_kills_give_the_same_report(tmp_path) -> None:
@@ -44,10 +27,7 @@ def test_five_kills_give_the_same_report(tmp_path) -> None:
     for _ in range(KILLS):
         process, _ = start(killed)
         time.sleep(rng.uniform(0.0, 0.35))
-        assert process.is_alive(), "the audit ended before its kill: make it longer"
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+        kill(process)
     assert not (killed / REPORT).exists()
     process, told = start(killed)
     assert told.poll(240)  # a busy machine needs more time

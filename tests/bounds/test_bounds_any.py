@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from scipy.stats import norm
 
+from approximate import DIMS, TENS, close
 from reconbound import divergences as renyi
 from reconbound._internal.checks import InputError
 from reconbound.bounds import (
@@ -30,13 +31,6 @@ from reconbound.bounds import (
     van_trees,
     van_trees_trace,
 )
-
-NATS = st.floats(-12, 9).map(lambda x: 10.0**x)
-DIMS = st.floats(0, 7).map(lambda x: int(10.0**x))
-
-
-def close(value, rel=1e-12, abs=0.0):
-    return pytest.approx(value, rel=rel, abs=abs)
 
 
 def bayes_error(points, releases, prior=None):
@@ -389,7 +383,7 @@ def test_the_design_example():
 # --- the whole range -----------------------------------
 
 
-@given(NATS, st.floats(0, 3), DIMS, st.floats(-10, 10))
+@given(TENS, st.floats(0, 3), DIMS, st.floats(-10, 10))
 @settings(max_examples=150, deadline=None)
 def test_rate_distortion_is_finite_and_falls(nats, more, dim, log_width):
     width = 10**log_width
@@ -401,7 +395,7 @@ def test_rate_distortion_is_finite_and_falls(nats, more, dim, log_width):
     assert 0 <= low.value <= high.value * (1 + 1e-9) <= width * (1 + 2e-9)
 
 
-@given(NATS, st.floats(0, 3), st.lists(st.floats(-6, 6), min_size=2, max_size=6))
+@given(TENS, st.floats(0, 3), st.lists(st.floats(-6, 6), min_size=2, max_size=6))
 @settings(max_examples=60, deadline=None)
 def test_unequal_sides_over_the_whole_range(nats, more, logs):
     widths = 10.0 ** np.array(logs)
@@ -411,7 +405,7 @@ def test_unequal_sides_over_the_whole_range(nats, more, logs):
     assert 0 <= low.value <= high.value * (1 + 1e-9) <= float(np.mean(widths)) * (1 + 2e-9)
 
 
-@given(NATS, st.floats(0, 3), st.floats(0, 1))
+@given(TENS, st.floats(0, 3), st.floats(0, 1))
 @settings(max_examples=150, deadline=None)
 def test_overlaps_and_box_are_finite_and_fall(eps, more, delta):
     larger = eps * 10**more

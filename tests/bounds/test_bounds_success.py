@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
+from approximate import TENS, close
 from reconbound._internal.checks import InputError
 from reconbound.bounds import (
     layer_cake,
@@ -22,12 +23,7 @@ from reconbound.bounds import (
     rero_from_pure,
 )
 
-EPSILONS = st.floats(-12, 9).map(lambda x: 10.0**x)
 KAPPAS = st.floats(-320, 0).map(lambda x: min(10.0**x, 1.0))
-
-
-def close(value, rel=1e-12, abs=0.0):
-    return pytest.approx(value, rel=rel, abs=abs)
 
 
 def random_pair(rng, size):
@@ -141,7 +137,7 @@ def test_rero_from_gdp_is_the_gaussian_test():
             assert truth <= rero_from_order2(kappa, mu**2)
 
 
-@given(KAPPAS, EPSILONS, st.floats(0, 3), st.floats(0, 1))
+@given(KAPPAS, TENS, st.floats(0, 3), st.floats(0, 1))
 @settings(max_examples=300, deadline=None)
 def test_success_is_a_probability_that_grows(kappa, eps, more, delta):
     larger = eps * 10**more

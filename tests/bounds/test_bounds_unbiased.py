@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from approximate import DIMS, TENS, close
 from reconbound._internal.checks import InputError
 from reconbound.bounds import (
     by_position,
@@ -21,13 +22,6 @@ from reconbound.bounds import (
     theorem1,
     theorem2,
 )
-
-EPSILONS = st.floats(-12, 9).map(lambda x: 10.0**x)
-DIMS = st.floats(0, 7).map(lambda x: int(10.0**x))
-
-
-def close(value, rel=1e-12):
-    return pytest.approx(value, rel=rel, abs=0.0)
 
 
 def chi2(p, q):
@@ -300,7 +294,7 @@ def test_theorem2_never_claims_more_than_a_nearly_singular_information_allows():
 # --- the whole range -----------------------------------
 
 
-@given(EPSILONS, st.floats(0, 3), DIMS, st.floats(-10, 10))
+@given(TENS, st.floats(0, 3), DIMS, st.floats(-10, 10))
 @settings(max_examples=200, deadline=None)
 def test_floors_are_finite_and_fall_with_epsilon(eps, more, dim, log_width):
     width = 10**log_width

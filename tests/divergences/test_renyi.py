@@ -13,17 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
+from approximate import TENS, close
 from reconbound import divergences as renyi
 from reconbound._internal.checks import InputError
 
 RATES = st.floats(-9, 0).map(lambda x: min(10.0**x, 1.0))
 SHIFTS = st.floats(-6, 6.1).map(lambda x: 10.0**x)  # σ from 1e-6 to 1e6, hard or smooth clip
-EPSILONS = st.floats(-12, 9).map(lambda x: 10.0**x)
-
-
-def close(value, rel=1e-12, abs=0.0):
-    """pytest.approx without its default absolute tolerance of 1e-12, which would pass anything small."""
-    return pytest.approx(value, rel=rel, abs=abs)
 
 
 # --- independent computations -----------------------------------
@@ -596,7 +591,7 @@ def test_divergences_are_finite_and_grow_with_m_and_q(name, m, wider, q, more):
         in_order([f(m, q), f(m, min(q * 10**more, 1.0))])
 
 
-@given(EPSILONS, st.floats(0, 3))
+@given(TENS, st.floats(0, 3))
 @settings(max_examples=200, deadline=None)
 def test_pure_divergences_are_finite_ordered_and_grow(eps, more):
     larger = eps * 10**more

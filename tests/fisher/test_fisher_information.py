@@ -33,12 +33,14 @@ def generator(seed: int = 3) -> torch.Generator:
 
 
 @cache
-def clip_norm(case: Case, level: str) -> float:
+def median_norm(case: Case) -> float:
     model, inputs, targets = case.make()
     kw: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "private": case.private}
-    return (
-        LEVELS[level] * step_information(model, case.loss, inputs, targets, method="generic", **kw).norm.median().item()
-    )
+    return step_information(model, case.loss, inputs, targets, method="generic", **kw).norm.median().item()
+
+
+def clip_norm(case: Case, level: str) -> float:
+    return LEVELS[level] * median_norm(case)
 
 
 @cache
@@ -88,10 +90,10 @@ def compare(case: Case, clip: Any, level: str, **kw: Any) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_fast_equals_dense(case: Case) -> None:
-    for clip in ("smooth", "hard"):
-        for level in LEVELS:
-            for micro_batch in (1, 7, None):
-                compare(case, clip, level, micro_batch=micro_batch)
+    """Near C some records are clipped and some are not, which is all that the hard clip tells apart."""
+    for level, micro_batch in zip(LEVELS, (1, 7, None), strict=True):
+        compare(case, "smooth", level, micro_batch=micro_batch)
+    compare(case, "hard", "near")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import fuzz_checks
-from fuzz_models import make_draw
+from fuzz_models import Turned, make_draw
 from reconbound.fisher import Private, clipped_gradient_sum, sensitivity, step_information
 from reconbound.fisher.passes.products import gram_squares_above
 
@@ -127,17 +127,6 @@ def test_the_error_term_counts_every_group() -> None:
     none[:, :1] = size
     found = float(gram_squares_above(none, none, 2, 0.0)) - 1
     assert found >= groups * 2.0**-53
-
-
-class Turned(nn.Module):
-    """Turns the order of the records before its second layer and back after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)).flip(0)).flip(0)
 
 
 @pytest.mark.parametrize("records", [2, 3, 5])

@@ -52,7 +52,7 @@ def spectra(kind: str, d: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["clustered", "two alike", "slow", "one", "all", "one above many"])
-@pytest.mark.parametrize("d", [2, 8, 60])
+@pytest.mark.parametrize("d", [2, 8, 40])
 @pytest.mark.parametrize("iterations", [2, 30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bound_is_above_the_largest_eigenvalue(kind: str, d: int, iterations: int, dtype: torch.dtype) -> None:

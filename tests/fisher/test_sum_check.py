@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from test_clipped_contributions import Difference, models, near_copies, output
 from torch import Tensor, nn
 
+from fuzz_models import Turned
 from reconbound import PrivateSGD, Settings
 from reconbound.fisher.passes import by_layer as gradients
 from reconbound.fisher.passes import recorder
@@ -20,17 +21,6 @@ from reconbound.validate import ModelError
 
 def losses(out: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(out, target, reduction="none")
-
-
-class Turned(nn.Module):
-    """Turns the order of the records before its second layer and back after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)).flip(0)).flip(0)
 
 
 def batch(records: int = 6) -> tuple[Tensor, Tensor]:

@@ -414,3 +414,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+class Turned(nn.Module):
+    """Turns the order of the records before its second layer and back after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)).flip(0)).flip(0)

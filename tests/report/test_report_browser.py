@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,28 +13,12 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
+from browsing import WIDTHS, opened, pytestmark  # noqa: F401
 from reconbound import report
 from reconbound.report.folder import packed_names, read_leakage, read_run, write_leakage, write_run
 from run_folders import digits_folder, people_folder
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)")
-
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-CHROMIUM = os.environ.get("CHROMIUM") or next((path for path in map(shutil.which, NAMES) if path), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)")
-
-OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
-           "--disable-sync", "--no-first-run"]  # fmt: skip
 HOSTILE = '</script><script>window.pwned=1</script><img src=x onerror="window.pwned=2"><b>bold</b>'
-WIDTHS = [1280, 390]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
-        yield found
-        found.close()
 
 
 @pytest.fixture(scope="module")
@@ -50,26 +32,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         report.build(folder)
     report.compare(list(found.values()), home / "compare.html")
     return found
-
-
-@contextmanager
-def opened(browser: Any, path: Path, width: int = 1280, scheme: str = "light") -> Iterator[Any]:
-    """The page, with the network off; afterwards, nothing must have been asked for or complained about."""
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
-    page = context.new_page()
-    wrong: list[str] = []
-    page.on("console", lambda said: wrong.append(f"console: {said.text}"))
-    page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
-    page.on("dialog", lambda dialog: (wrong.append("dialog"), dialog.dismiss()))
-    page.on("request", lambda request: wrong.append(request.url) if _outside(request.url) else None)
-    page.goto(path.as_uri())
-    yield page
-    context.close()
-    assert wrong == []
-
-
-def _outside(url: str) -> bool:
-    return not url.startswith(("file:", "data:", "blob:"))
 
 
 def _sideways(page: Any) -> int:

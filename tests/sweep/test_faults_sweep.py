@@ -256,6 +256,7 @@ def begun(config) -> tuple[threading.Thread, list]:
 
 
 @pytest.mark.parametrize("how", ["stopped", "still"])
+@pytest.mark.postgres
 def test_a_server_that_comes_back_is_waited_for(tmp_path, server, how, capfd, monkeypatch) -> None:
     monkeypatch.setattr(faults, "PATIENCE", 20.0)
     monkeypatch.setattr(faults, "SILENT", 0.2)
@@ -276,6 +277,7 @@ def test_a_server_that_comes_back_is_waited_for(tmp_path, server, how, capfd, mo
 
 
 @pytest.mark.parametrize("how", ["stopped", "still"])
+@pytest.mark.postgres
 def test_a_server_that_stays_away_stops_the_sweep_which_goes_on_later(tmp_path, server, how, monkeypatch) -> None:
     monkeypatch.setattr(faults, "PATIENCE", 1.5)
     config = sweep_stub.config(tmp_path / "s", server.url, 4)
@@ -305,6 +307,7 @@ def _bring_back(server, how: str) -> None:
     server.start() if how == "stopped" else server.go_on()
 
 
+@pytest.mark.postgres
 def test_a_worker_waits_for_a_server_that_is_away_when_it_begins(tmp_path, server, monkeypatch) -> None:
     """One of a team, or a replaced one: its sweep is under way, so its storage is no mistyped one."""
     from reconbound.sweep.run import _join

@@ -101,24 +101,25 @@ def test_equals_private_sgd_in_parameters_and_ledger(sampler: str, clip: str, me
     assert bool(found.finite.all())
 
 
-@pytest.mark.parametrize("method", ["stacked", "branches"])
 @pytest.mark.parametrize(
-    ("rate", "steps", "budget"), [(1e-5, 8, 0.9), (1e-5, 100, 0.25), (1e-5, 3, 1e5), (1e-3, 60, 0.15), (1e-9, 20, 0.15)]
+    ("rate", "steps", "budget"), [(1e-5, 8, 0.9), (1e-5, 40, 0.25), (1e-5, 3, 1e5), (1e-3, 30, 0.15), (1e-9, 20, 0.15)]
 )
-def test_equals_private_sgd_where_batches_are_mostly_empty(rate: float, steps: int, budget: float, method: str) -> None:
+def test_equals_private_sgd_where_batches_are_mostly_empty(rate: float, steps: int, budget: float) -> None:
     """Steps fewer than 1/q, one block or a block a step, noise over qN ≪ 1 that drives parameters to 10⁸: the ledgers'
     entries are the same, though they lie tens of orders of magnitude apart."""
     settings = chosen(sample_rate=rate, budget=budget, rules=("exact", "none"))
-    fleet = Fleet(conv, losses, *images(), settings, at=[steps], method=method)
-    (found,) = fleet.run(0, noise=noise_of(0, size_of(conv())))
-    assert sum(len(fleet.sampler.batch(fleet.run_seeds[0], t)) for t in range(steps)) <= 4
+    fleets = [Fleet(conv, losses, *images(), settings, at=[steps], method=method) for method in ("stacked", "branches")]
+    found = [fleet.run(0, noise=noise_of(0, size_of(conv())))[0] for fleet in fleets]
+    first = fleets[0]
+    assert sum(len(first.sampler.batch(first.run_seeds[0], t)) for t in range(steps)) <= 4
     for k, s in enumerate(settings):
-        one = beside(fleet, s).repeat(1, steps)
+        one = beside(first, s).repeat(1, steps)
         alone = torch.cat([p.detach().flatten() for p in one.model.parameters()])
-        assert torch.allclose(fleet.params[k], alone, rtol=1e-9)
         assert one.accountant is not None
-        for rule in ("exact", "none"):
-            assert torch.allclose(found.dfil(rule)[k], one.accountant.dfil(rule), rtol=1e-6, atol=1e-30), (rule, k)
+        for fleet, ledger in zip(fleets, found, strict=True):
+            assert torch.allclose(fleet.params[k], alone, rtol=1e-9)
+            for rule in ("exact", "none"):
+                assert torch.allclose(ledger.dfil(rule)[k], one.accountant.dfil(rule), rtol=1e-6, atol=1e-30), (rule, k)
         assert bool((one.accountant.measured() == (steps if budget > 1e3 else 1)).all())
 
 

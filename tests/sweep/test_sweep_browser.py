@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from test_report_browser import WIDTHS, browser, opened, pytestmark  # noqa: F401
 
+from browsing import WIDTHS, opened, pytestmark  # noqa: F401
 from reconbound.sweep.page import write_pages
 
 FACTS = {"data": "<b>digits</b>", "runs": 2, "trials": 4, "finished": 3, "failed": 1}
@@ -25,7 +25,7 @@ def page_path(tmp_path_factory):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_point_says_its_setting_and_leads_to_its_run(browser, page_path, width) -> None:  # noqa: F811
+def test_a_point_says_its_setting_and_leads_to_its_run(browser, page_path, width) -> None:
     with opened(browser, page_path, width) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert "<b>digits</b>" in page.locator("h1").inner_text()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sql
 
+import killing
 import postgres_server
 import sweep_stub
 from reconbound.sweep import frontier, pareto, run, sweep
@@ -23,6 +24,7 @@ from reconbound.sweep.team import PRELOAD, SweepError, supervise
 
 HERE = Path(__file__).resolve().parents[1] / "helpers"
 NO_SERVER = postgres_server.missing()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_helpers")]
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +35,11 @@ def postgres():
         yield url
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
 def url(request, tmp_path) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'shared.db'}"
     return request.getfixturevalue("postgres")
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch) -> None:
-    paths = [str(HERE), str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in paths if p))
 
 
 class Quick(sweep_stub.Stub):
@@ -90,12 +86,7 @@ def finishes(url: str) -> list[int]:
 
 
 def start(out: Path, url: str):
-    """A worker of its own, forked from a server that has everything loaded."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["sweep_stub", *PRELOAD])
-    process = context.Process(target=sweep_stub.join, args=(str(out), url), daemon=True)
-    process.start()
-    return process
+    return killing.start(["sweep_stub", *PRELOAD], sweep_stub.join, str(out), url)
 
 
 def holders(store) -> set[int]:

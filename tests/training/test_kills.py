@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import random
-import signal
 import time
 from pathlib import Path
 
@@ -14,37 +11,15 @@ import pytest
 import torch
 
 import kill_run
+from killing import kill, start_reporting
 from learning import learner, same_state
 
 KILLS = 20
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch) -> None:
-    """The fork server loads kill_run before it knows this process's path (a bug of Python's until 3.12.8)."""
-    here = Path(__file__).resolve().parents[1] / "helpers"
-    paths = [str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in paths if p))
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_helpers")]
 
 
 def start(folder: Path, call: str):
-    """A process of its own, forked from a server that has torch loaded and has computed nothing."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kill_run"])
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=kill_run.in_process, args=(str(folder), call, there), daemon=True)
-    process.start()
-    there.close()
-    assert here.poll(60)
-    assert here.recv() == "ready"
-    return process, here
-
-
-def kill(process) -> None:
-    assert process.is_alive(), "the run ended before its kill: make it longer"
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    return start_reporting(["kill_run"], kill_run.in_process, str(folder), call)
 
 
 def test_twenty_kills(tmp_path) -> None:

@@ -1,0 +1,34 @@
+"""Processes that a test starts and kills: forked from a server that has loaded their modules and computed nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+
+def start(preload: list[str], target: Callable[..., None], *args: Any) -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(preload)
+    process = context.Process(target=target, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def start_reporting(preload: list[str], target: Callable[..., None], *args: Any) -> tuple[Any, Any]:
+    """The process, once it has sent "ready" through the pipe that is its last argument, and our end of the pipe."""
+    ours, theirs = multiprocessing.get_context("forkserver").Pipe(duplex=False)
+    process = start(preload, target, *args, theirs)
+    theirs.close()
+    assert ours.poll(60)
+    assert ours.recv() == "ready"
+    return process, ours
+
+
+def kill(process: Any) -> None:
+    assert process.is_alive(), "it ended before its kill: make it longer"
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
