@@ -210,9 +210,9 @@ def test_records_that_the_ledger_never_measured_keep_their_diagonals_and_nothing
         measured=lambda: torch.tensor([3, 0, 1, 2]),
     )
     own = torch.tensor([[1.0, 2.0], [5.0, 1.0], [0.0, 0.0]])
-    found = audit_leakage.levelled(own, ledger, torch.tensor([0, 1, 2]))  # type: ignore[arg-type]
+    found = audit_leakage.scale_to_ledger(own, ledger, torch.tensor([0, 1, 2]))  # type: ignore[arg-type]
     assert found.tolist() == [[2.0, 4.0], [5.0, 1.0], [2.0, 2.0]]
-    one = audit_leakage.levelled(torch.tensor([[0.3]]), ledger, torch.tensor([3]))  # type: ignore[arg-type]
+    one = audit_leakage.scale_to_ledger(torch.tensor([[0.3]]), ledger, torch.tensor([3]))  # type: ignore[arg-type]
     assert one.tolist() == [[8.0]]  # exactly
 
 
@@ -227,7 +227,7 @@ def test_diagonals_at_the_ledgers_level_are_nearer_to_those_of_all_steps(tmp_pat
     assert torch.equal(measured.learner.accountant.trace(), dense.learner.accountant.trace())  # the same runs
     for looks in (12, 4, 2):
         plain = measured.look_at_all(2, looks=looks, probes=1).state()["diagonal_mean"][records]
-        level = audit_leakage.levelled(plain, measured.learner.accountant, records)
+        level = audit_leakage.scale_to_ledger(plain, measured.learner.accountant, records)
         off, now = ((true / found).sqrt() - 1 for found in (plain.double(), level))
         assert float(now.square().mean()) < float(off.square().mean())
 

@@ -23,7 +23,7 @@ from reconbound.auditing.leakage import baseline_of
 from reconbound.auditing.options import settle
 from reconbound.auditing.run import audit, floors_of, trained
 from reconbound.cli.app import run as command
-from reconbound.cli.audit import describe_plan
+from reconbound.cli.audit import describe_audit
 from reconbound.cli.options import one_line
 from reconbound.data import load_dataset
 from reconbound.mechanisms.protection import Protection
@@ -298,7 +298,7 @@ def test_errors_have_no_control_characters(capsys: pytest.CaptureFixture[str]) -
 def test_printed_rate_is_the_used_rate(tmp_path: Path, sampler: str, rate: float, real: float) -> None:
     """Batches of a fixed size are whole: a rate below one record in N would promise too much."""
     people, options = auditing.people(), auditing.options(sampler=sampler, sample_rate=rate, runs=1, steps=2)
-    lines = " ".join(describe_plan(people, options, tmp_path / "a", fresh=False))
+    lines = " ".join(describe_audit(people, options, tmp_path / "a", fresh=False))
     found = read_run(audit(people, options, tmp_path / "a", show=False))
     assert found.mechanism["sample_rate"] == pytest.approx(real)
     assert f"sample rate {real:.3g}" in lines

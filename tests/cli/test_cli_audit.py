@@ -21,7 +21,7 @@ from reconbound._internal.formatting import format_floor
 from reconbound.auditing.options import AuditOptions
 from reconbound.auditing.run import floors_of
 from reconbound.cli.app import run
-from reconbound.cli.audit import describe_plan
+from reconbound.cli.audit import describe_audit
 from reconbound.data import load_dataset
 from reconbound.report import confidential_page
 from reconbound.report.folder import MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, read_leakage, read_run
@@ -108,7 +108,7 @@ def test_the_plan_is_printed_first_and_the_path_last(tmp_path, capsys, monkeypat
 
 def test_the_plan_is_in_the_verdicts_units(digits_audit) -> None:
     dataset = load_dataset("digits", limit=60)
-    said = describe_plan(
+    said = describe_audit(
         dataset, AuditOptions().with_changes(**{**MILD, "model": "linear"}), Path("nowhere"), fresh=True
     )[3]
     found = floors_of(dataset, AuditOptions().with_changes(**MILD))

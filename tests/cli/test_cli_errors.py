@@ -5,7 +5,6 @@ import re
 import pytest
 
 from calling import OUTPUT, SGD, check_refused
-from reconbound.cli import app as cli
 
 WRONG = [
     (["bound", "--noise-multiplier", "-1", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier", "-1"),

@@ -13,7 +13,7 @@ from reconbound._internal.formatting import format_limit
 from reconbound.auditing.options import AuditOptions
 from reconbound.auditing.run import _data_facts
 from reconbound.cli.app import run
-from reconbound.cli.audit import describe_columns, describe_plan
+from reconbound.cli.audit import describe_audit, describe_columns
 from reconbound.data import DataWarning, load_dataset
 from reconbound.report.folder import PLAN, PUBLIC_REPORT, REPORT, RUN, read_run
 from reconbound.report.text import column_sentence
@@ -52,7 +52,7 @@ def test_public_columns_are_named(staff, tmp_path) -> None:
     with pytest.warns(DataWarning):
         dataset = load_dataset(staff / "people.csv", target="income")
     plan = AuditOptions().with_changes(model="linear", steps=4, runs=2, sample_rate=0.1)
-    assert f"Public, {said}." in describe_plan(dataset, plan, tmp_path, False)
+    assert f"Public, {said}." in describe_audit(dataset, plan, tmp_path, False)
     assert read_run(staff / "out").data["public"] == ["born", "sex"]
     shown = (staff / "out" / PUBLIC_REPORT).read_text()
     assert "<th>Public, taken as known to the attacker</th><td>born, sex</td>" in shown
@@ -70,7 +70,7 @@ def test_public_numbers_are_named_and_missing_values_are_no_column(tmp_path) -> 
 
 def test_without_public_columns_nothing_is_said(tmp_path) -> None:
     dataset = load_dataset("breast_cancer")
-    lines = describe_plan(
+    lines = describe_audit(
         dataset, AuditOptions().with_changes(model="linear", steps=4, runs=1, sample_rate=0.1), tmp_path, False
     )
     assert not any("known to the attacker" in line for line in lines)

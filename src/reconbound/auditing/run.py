@@ -27,7 +27,7 @@ from reconbound._internal.files import file_digest, is_leftover
 from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import random_states_kept
 from reconbound.accounting.spec import Account
-from reconbound.auditing.leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, looks
+from reconbound.auditing.leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, snapshot_counts
 from reconbound.auditing.models import check_model, describe_model, model_kind
 from reconbound.auditing.options import AuditOptions, make_learner, open_folder, settle
 from reconbound.auditing.release import write_inputs
@@ -266,7 +266,7 @@ def expected_seconds(dataset: Dataset, options: AuditOptions) -> float:
         share = 1.0 if budget == "every" else float(budget[1])
         per_run += share * options.steps * (measuring - plain)
     records = len(dataset.inputs)
-    times, probes = looks(options, records, records * len(dataset.scale))
+    times, probes = snapshot_counts(options, records, records * len(dataset.scale))
     all_of = times * records * (3 + probes) / 4 if times else SNAPSHOTS * min(SAMPLE, records)
     closer = (all_of + SNAPSHOTS * (MOST + LEAST) * PROBES / 4) / (options.settings.sample_rate * records)
     return options.runs * (per_run + closer * measuring)
