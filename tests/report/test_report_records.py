@@ -139,19 +139,19 @@ def test_single_columns_below_a_guess_are_named(people: Path) -> None:
     protected = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
     run = meaningful(view.run)
     none = headline(View(run, protected))
-    assert none[0].startswith("In every column of the 8 records looked at, an unbiased attacker errs at least as much")
+    assert none[0].startswith("In every column of the 8 records measured, an unbiased attacker errs at least as much")
     place = view.places[view.worst]
     diagonal = protected.kept_diagonal.clone()
     diagonal[place, :2] = 1e4  # ±1 % of the range
     exposed = headline(View(run, replace(protected, kept_diagonal=diagonal)))
-    assert exposed[0].startswith("For 1 of 8 records looked at (12 %), the release may tell an unbiased attacker more")
+    assert exposed[0].startswith("For 1 of 8 records measured (12 %), the release may tell an unbiased attacker more")
     changed = View(run, replace(protected, kept_diagonal=diagonal))
     assert {c["name"]: c["below"] for c in changed.columns if c["below"]} == {"age": 1, "education-num": 1}
     together = dict(text.certainty(changed))["All columns together"]
     assert "is below a guess for 0 of 200 records (0 %)" in together
     assert "An average can hide one exposed column." in together
     tiles = {t["title"]: t for t in records.tiles(View(view.run, replace(protected, kept_diagonal=diagonal)))}
-    assert tiles["Unbiased floor below a guess on at least one column"]["below"] == "1 of 8 records looked at"
+    assert tiles["Unbiased floor below a guess on at least one column"]["below"] == "1 of 8 records measured"
     assert tiles["Unbiased floor below a guess over all columns"]["below"] == "0 of 200 records"
     assert f"The most exposed value is age of record {view.worst:,}" in exposed[1]
     assert "at least ±1.2 years;" in exposed[1]

@@ -144,8 +144,8 @@ def snapshot_counts(options: AuditOptions, records: int, numbers: int) -> tuple[
         numbers: the number of private numbers in all records.
 
     >>> options = AuditOptions().with_changes(sample_rate=0.05, steps=300)
-    >>> snapshot_counts(options, 240, 1440), snapshot_counts(options, 1438, 92032), snapshot_counts(options, 48000, 37632000)
-    ((12, 1), (4, 1), (0, 1))
+    >>> [snapshot_counts(options, n, numbers) for n, numbers in ((240, 1440), (1438, 92032), (48000, 37632000))]
+    [(12, 1), (4, 1), (0, 1)]
     >>> snapshot_counts(options.with_changes(sample_rate=0.0016, steps=800, budget=4.8), 320_000, 1_920_000)
     (2, 2)
     """

@@ -147,7 +147,7 @@ def _print_record(view: View, facts: dict[str, Any], record: int, floors: ndarra
     for caveat in model_caveats(view.run):
         console.print(caveat)
     console.print(record_table(facts))
-    place = view.place(record)
+    place = view.places.get(record)
     if view.feature_floors(record) is None:
         console.print(f"Single {view.part}s were not measured for this {view.noun}: with so many, only some are.")
         return

@@ -40,6 +40,7 @@ from reconbound._internal.files import (
     unsealed_json,
     write_whole,
 )
+from reconbound.report.formats import pixel_scale
 
 FORMAT = 1
 RUN, LEAKAGE, CHECKPOINTS = "run.json", "leakage.safetensors", "checkpoints"
@@ -328,3 +329,36 @@ def floors(leakage: Leakage, rule: str | None = None) -> Tensor:
     dfil = leakage.dfil[0 if rule is None else rules.index(rule)]
     floor = 1 / dfil.clamp(min=torch.finfo(torch.float64).tiny)
     return torch.where(leakage.measured > 0, floor, torch.zeros_like(floor))
+
+
+# --- public facts in the units of the page ----------------------------------------------------
+
+
+def nouns(run: Run) -> tuple[str, str]:
+    """Returns the names of a record and of one of its private numbers."""
+    return ("image", "pixel") if run.data.get("kind") == "image" else ("record", "column")
+
+
+def units(run: Run) -> tuple[float, str]:
+    """Returns the unit of the public page's errors: an image's range, otherwise shares of a column's range."""
+    ends = run.data.get("range")
+    if run.data.get("kind") != "image" or not ends:
+        return 1.0, "of the range"
+    low, high = float(ends[0]), float(ends[1])
+    return high - low, pixel_scale(low, high)
+
+
+def line(run: Run, name: str, unit: float = 1.0) -> float | None:
+    """Returns the ± error of one of the calculator's floors, in units of the data's range times `unit`.
+
+    Args:
+        run: the public facts.
+        name: the name of the floor.
+        unit: the factor on the data's range.
+    """
+    space = run.guarantee.get("data", {})
+    width = float(space.get("high", 1.0)) - float(space.get("low", 0.0))
+    for bound in run.guarantee.get("bounds", ()):
+        if bound["name"] == name and isinstance(bound["rmse"], (int, float)):
+            return float(bound["rmse"]) / width * unit
+    return None

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reconbound.mechanisms.protection import read_protection
-from reconbound.report.folder import Run
+from reconbound.report.folder import Run, line, nouns, units
 from reconbound.report.formats import beyond, clean, count, guess_error, percent, plus_minus
-from reconbound.report.view import View, any_attacker_floors, nouns
+from reconbound.report.view import NEGLIGIBLE, View
 
 #: A floor that is wider than the column's range.
 BEYOND = "more than the whole range"
@@ -28,7 +28,7 @@ def headline(view: View) -> list[str]:
 
 
 def warnings(view: View) -> list[str]:
-    """Returns what must be said before any floor: a weak guarantee, a model for which the floors are not proved."""
+    """Returns what comes before any floor: a weak guarantee, a model for which the floors are not proved."""
     weak = view.protection.warning(view.noun)
     return [*([weak] if weak else []), *model_caveats(view.run)]
 
@@ -54,7 +54,7 @@ def _finding_by_column(view: View) -> list[str]:
     """Returns the finding about single columns of a table."""
     assert view.exposed_in_some_column is not None
     below, of = view.exposed_in_some_column
-    all_of = count(of, "record") + ("" if of == view.records else " looked at")
+    all_of = count(of, "record") + ("" if of == view.records else " measured")
     found = []
     if below:
         found.append(
@@ -193,7 +193,9 @@ def any_attacker_sentences(run: Run) -> list[str]:
     Args:
         run: the public facts.
     """
-    (noun, part), (each, mean, of_range) = nouns(run), any_attacker_floors(run)
+    (noun, part), (unit, of_range) = nouns(run), units(run)
+    floors = (line(run, name, unit) for name in ("lecam", "rate_distortion"))  # of each number, and on average
+    each, mean = (floor if floor is not None and floor >= NEGLIGIBLE * unit else None for floor in floors)
     less = f"on other {noun}s, those trained on included, it may err by less"
     some = f"there is some conceivable {noun} on which it errs by at least"
     if int(run.data.get("features", 0)) == 1:

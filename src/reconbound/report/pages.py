@@ -27,10 +27,10 @@ from reconbound._internal.formatting import format_limit, format_percent
 from reconbound.mechanisms.protection import read_protection, with_article
 from reconbound.report import advice, charts, headline, text
 from reconbound.report.axes import Chart
-from reconbound.report.folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Leakage, Run, read_audit
+from reconbound.report.folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Leakage, Run, line, nouns, read_audit, units
 from reconbound.report.formats import amount, beyond, clean, guess_error, percent, plus_minus, value
 from reconbound.report.records import cards, quantiles, tiles
-from reconbound.report.view import NEGLIGIBLE, View, line, nouns, units
+from reconbound.report.view import NEGLIGIBLE, View
 
 FLOORS = {
     "theorem1": "Theorem 1",

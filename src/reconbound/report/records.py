@@ -71,7 +71,7 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
         "rank": 1 + int((view.floor[view.measured] < view.floor[i]).sum()) if known else None,
         "of": int(view.measured.sum()),
     }
-    if not view.image and (view.place(i) is not None or view.feature_floors(i) is not None):
+    if not view.image and (view.places.get(i) is not None or view.feature_floors(i) is not None):
         facts["columns"] = record_columns(view, i)
     taken = view.target_name in {*found, *facts, "columns", "pixel_floors"}  # for example a target called "name"
     return {**found, f"{view.target_name} (target)" if taken else view.target_name: view.target(i), **facts}
@@ -86,7 +86,7 @@ def record_columns(view: View, record: int) -> list[dict[str, Any]]:
         view: the audit.
         record: its number, from 0.
     """
-    floors, place = view.feature_floors(record), view.place(record)
+    floors, place = view.feature_floors(record), view.places.get(record)
     values = np.full(view.features, np.nan) if place is None else view.values(place)
     order = range(view.features) if floors is None else view.most_exposed_columns(floors)
     return [
@@ -280,7 +280,7 @@ def tiles(view: View) -> list[dict[str, str]]:
     exposed = view.exposed_in_some_column if view.features > 1 else None
     if exposed is not None:
         some, among = exposed
-        scope = "" if among == view.records else " looked at"
+        scope = "" if among == view.records else " measured"
         title = "Unbiased floor below a guess on at least one column"
         found.append((title, percent(some, among), f"{some:,} of {count(among, view.noun)}{scope}"))
     title = f"Unbiased floor below a guess{'' if exposed is None else ' over all columns'}"

@@ -12,7 +12,7 @@ import numpy as np
 
 from reconbound.data.tables import MISSING
 from reconbound.mechanisms.protection import Protection, read_protection
-from reconbound.report.folder import Leakage, Run, floors, record_names
+from reconbound.report.folder import Leakage, Run, floors, line, record_names
 from reconbound.report.formats import clean, pixel_scale
 
 #: A floor at a smaller share of the range says nothing in practice.
@@ -249,8 +249,8 @@ class View:
     def lowest(self) -> float:
         """Returns the ± floor that no record is below, as it is shown first.
 
-        It is the lowest of the lower confidence limits where the record most exposed by the estimates has one,
-        otherwise that record's estimate. Another record's limit may be lower than its own.
+        It is the lowest lower confidence limit where the record most exposed by the estimates has one, otherwise that
+        record's estimate.
         """
         if self.worst is None:
             return 0.0
@@ -284,11 +284,8 @@ class View:
 
     @cached_property
     def places(self) -> dict[int, int]:
+        """Returns the position of each record among those kept whole."""
         return {int(record): place for place, record in enumerate(self.leakage.kept.tolist())}
-
-    def place(self, record: int) -> int | None:
-        """Returns the position of a record among those kept whole."""
-        return self.places.get(record)
 
     @cached_property
     def guess_each(self) -> np.ndarray:
@@ -301,24 +298,21 @@ class View:
 
         It is NaN where a value is missing. The closer measurement is used where there was one.
         """
-        kept, few = self.leakage.kept.numpy(), self.leakage.kept_diagonal
-        closer = np.empty((0, self.features)) if few is None else few.double().numpy().copy()
-        if few is None:
-            kept = kept[:0]
-        for place in range(len(kept)) if self.leakage.facts.get("public_names") else ():
-            closer[place, np.isnan(self.values(place))] = np.nan
-        if self.leakage.diagonal is None:
-            return kept, closer
-        each = self.leakage.diagonal.double().numpy().copy()
-        of = np.arange(len(each)) if self.leakage.diagonal_of is None else self.leakage.diagonal_of.numpy()
-        rows = {int(record): row for row, record in enumerate(of)}
-        own = [place for place, record in enumerate(kept) if int(record) in rows]
-        each[[rows[int(kept[place])] for place in own]] = closer[own]
-        others = [place for place in range(len(kept)) if int(kept[place]) not in rows]
-        return np.concatenate([of, kept[others]]), np.concatenate([each, closer[others]])
+        rows: dict[int, np.ndarray] = {}
+        if self.leakage.diagonal is not None:
+            each, of = self.leakage.diagonal.double().numpy(), self.leakage.diagonal_of
+            rows = dict(zip(range(len(each)) if of is None else of.tolist(), each, strict=True))
+        closer = self.leakage.kept_diagonal
+        for place, record in enumerate([] if closer is None else self.leakage.kept.tolist()):
+            rows[record] = closer[place].double().numpy().copy()  # type: ignore[index]
+            if self.facts.get("public_names"):
+                rows[record][np.isnan(self.values(place))] = np.nan
+        information = np.stack(list(rows.values())) if rows else np.empty((0, self.features))
+        return np.fromiter(rows, dtype=np.int64, count=len(rows)), information
 
     @cached_property
     def measured_rows(self) -> dict[int, int]:
+        """Returns the row of each record in `column_information`."""
         return {int(record): row for row, record in enumerate(self.column_information[0])}
 
     def feature_floors(self, record: int | None) -> np.ndarray | None:
@@ -432,44 +426,3 @@ class View:
     def line(self, name: str) -> float | None:
         """Returns the ± error of one of the calculator's floors, in this page's unit; None where there is none."""
         return line(self.run, name, self.unit)
-
-
-def nouns(run: Run) -> tuple[str, str]:
-    """Returns the names of a record and of one of its private numbers."""
-    return ("image", "pixel") if run.data.get("kind") == "image" else ("record", "column")
-
-
-def units(run: Run) -> tuple[float, str]:
-    """Returns the unit of the public page's errors: an image's range, otherwise shares of a column's range."""
-    ends = run.data.get("range")
-    if run.data.get("kind") != "image" or not ends:
-        return 1.0, "of the range"
-    low, high = float(ends[0]), float(ends[1])
-    return high - low, pixel_scale(low, high)
-
-
-def any_attacker_floors(run: Run) -> tuple[float | None, float | None, str]:
-    """Returns the ± floors for any attacker, of each number (Le Cam) and on average (rate–distortion), and their unit.
-
-    A floor is None where it is negligible.
-    """
-    unit, of_range = units(run)
-    each, mean = (line(run, name, unit) for name in ("lecam", "rate_distortion"))
-    least = NEGLIGIBLE * unit
-    return (each if (each or 0.0) >= least else None), (mean if (mean or 0.0) >= least else None), of_range
-
-
-def line(run: Run, name: str, unit: float = 1.0) -> float | None:
-    """Returns the ± error of one of the calculator's floors, in units of the data's range times `unit`.
-
-    Args:
-        run: the public facts.
-        name: the name of the floor.
-        unit: the factor on the data's range.
-    """
-    space = run.guarantee.get("data", {})
-    width = float(space.get("high", 1.0)) - float(space.get("low", 0.0))
-    for bound in run.guarantee.get("bounds", ()):
-        if bound["name"] == name and isinstance(bound["rmse"], (int, float)):
-            return float(bound["rmse"]) / width * unit
-    return None
