@@ -14,7 +14,7 @@ from reconbound._internal.chacha import keystream
 from reconbound._internal.rng import fresh_generator, random_states_kept, seeded
 from reconbound.accounting.amplification import PoissonTable, poisson_factors
 from reconbound.auditing import models as networks
-from reconbound.fisher import clipped_gradient_sum, step_information
+from reconbound.fisher import ProbeOptions, StepOptions, SumOptions, clipped_gradient_sum, step_information
 from reconbound.sweep.fleet.trainer import Fleet
 from reconbound.training.noise import _bits, _normal, draw
 from reconbound.training.settings import Settings
@@ -32,7 +32,14 @@ def sampled_probes(cases) -> None:
         found = []
         for device in ("cpu", "cuda"):
             work = (model.to(device), losses, x.to(device), y.to(device))
-            found.append(step_information(*work, max_grad_norm=1.0, noise_multiplier=0.5, probes=64, error="spread"))
+            found.append(
+                step_information(
+                    *work,
+                    max_grad_norm=1.0,
+                    noise_multiplier=0.5,
+                    options=StepOptions(probes=ProbeOptions(count=64, error="spread")),
+                )
+            )
         gap = (found[0].across - found[1].across.cpu()).abs()
         limit = 6 * (found[0].across_error.square() + found[1].across_error.cpu().square()).sqrt()
         assert bool((gap <= limit).all()), (name, gap, limit)
@@ -62,7 +69,7 @@ def generators() -> None:
     model, x, y = networks.mnist_cnn().cuda(), torch.rand(5, 1, 28, 28).cuda(), torch.randint(0, 10, (5,)).cuda()
     torch.cuda.manual_seed_all(4)
     before = torch.cuda.get_rng_state()
-    step_information(model, losses, x, y, max_grad_norm=1.0, noise_multiplier=0.5, spectral=True)
+    step_information(model, losses, x, y, max_grad_norm=1.0, noise_multiplier=0.5, options=StepOptions(spectral=True))
     networks.mnist_cnn()
     with seeded(3):
         torch.randn(4, device="cuda")
@@ -172,8 +179,8 @@ def clipped_in_every_precision() -> None:
                             y[i : i + 1],
                             max_grad_norm=1.0,
                             clip="hard",
-                            method="layers",
-                            checked=True,  # the losses cancel too: of another batch size they are rounded otherwise
+                            # checked: the losses cancel too, and of another batch size they are rounded otherwise
+                            options=SumOptions(method="layers", checked=True),
                         )
                         size = torch.stack([v.double().norm() for v in one.gradient_sum.values()]).norm()
                         name = f"{dtype}, autocast {mixed}, TF32 {tf32}".replace("torch.", "")
@@ -196,15 +203,23 @@ def main() -> None:
         ("cifar10", networks.cifar10_cnn(), torch.rand(5, 3, 32, 32)),
         ("norms", normed, torch.rand(5, 3, 32, 32)),
     ]
-    setting = {"max_grad_norm": 1.0, "noise_multiplier": 0.5, "diagonal": True}
+    setting = {"max_grad_norm": 1.0, "noise_multiplier": 0.5}
     for name, model, x in cases:
         model, x = model.double(), x.double()
         y = torch.randint(0, 10, (len(x),))
         directions = [{n: torch.randn_like(p) for n, p in model.named_parameters()}]
-        here = step_information(model, losses, x, y, directions=directions, **setting)
+        here = step_information(
+            model,
+            losses,
+            x,
+            y,
+            **setting,
+            options=StepOptions(diagonal=True, probes=ProbeOptions(directions=directions)),
+        )
         model, x, y = model.cuda(), x.cuda(), y.cuda()
         directions = [{n: u.cuda() for n, u in directions[0].items()}]
-        work = lambda: step_information(model, losses, x, y, directions=directions, error="bound", **setting)  # noqa: E731, B023
+        options = StepOptions(diagonal=True, probes=ProbeOptions(directions=directions, error="bound"))
+        work = lambda: step_information(model, losses, x, y, **setting, options=options)  # noqa: E731, B023
         there = work()
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):

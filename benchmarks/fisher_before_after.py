@@ -47,7 +47,7 @@ def child(device: str) -> dict[str, float]:
     import torch
     from torch.nn.functional import cross_entropy
 
-    from reconbound.fisher import clipped_gradient_sum, step_information
+    from reconbound.fisher import ProbeOptions, StepOptions, SumOptions, clipped_gradient_sum, step_information
 
     def losses(outputs: Any, targets: Any) -> Any:
         return cross_entropy(outputs, targets, reduction="none")
@@ -55,11 +55,14 @@ def child(device: str) -> dict[str, float]:
     found = {}
     for name, (model, x) in cases(device).items():
         y = torch.arange(len(x), device=device) % 10
-        setting: dict[str, Any] = {"max_grad_norm": 1.0, "clip": "smooth", "checked": True}
+        setting: dict[str, Any] = {"max_grad_norm": 1.0, "clip": "smooth"}
+        probes = ProbeOptions(space="inputs", directions=[torch.ones_like(x[0])])
+        options = StepOptions(checked=True, probes=probes)
+        sums = SumOptions(checked=True)
         work: dict[str, Callable[[], Any]] = {
-            "sum": lambda m=model, x=x, y=y, s=setting: clipped_gradient_sum(m, losses, x, y, **s),
-            "information": lambda m=model, x=x, y=y, s=setting: step_information(
-                m, losses, x, y, noise_multiplier=1.0, probe="inputs", directions=[torch.ones_like(x[0])], **s
+            "sum": lambda m=model, x=x, y=y, s=setting, o=sums: clipped_gradient_sum(m, losses, x, y, **s, options=o),
+            "information": lambda m=model, x=x, y=y, s=setting, o=options: step_information(
+                m, losses, x, y, noise_multiplier=1.0, **s, options=o
             ),
         }
         for what, call in work.items():

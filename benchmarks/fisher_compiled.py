@@ -17,7 +17,7 @@ from fisher_step import BATCH, SETTING, batch_gradient, graphed, load, losses, s
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from reconbound.fisher import step_information
+from reconbound.fisher import ProbeOptions, StepOptions, step_information
 from reconbound.fisher.passes import patches
 
 _copied, _added = patches.patches, patches.added_patches
@@ -65,8 +65,8 @@ def compare(network: str, device: str, modes: list[str]) -> dict[str, Any]:
     omegas = [torch.randn(x.shape[1:], device=device) for _ in range(PROBES[network])]
 
     def step(x: Tensor, y: Tensor, *omegas: Tensor) -> list[Tensor]:
-        options: dict[str, Any] = {**SETTING, "probe": "inputs", "error": "bound", "checked": True}
-        i = step_information(model, losses, x, y, directions=list(omegas), **options)
+        probes = ProbeOptions(space="inputs", directions=list(omegas), error="bound")
+        i = step_information(model, losses, x, y, **SETTING, options=StepOptions(probes=probes, checked=True))
         return [i.norm, i.along, i.across, *i.gradient_sum.values()]
 
     def milliseconds(work: Callable[[], Any]) -> float:

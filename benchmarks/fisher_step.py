@@ -40,7 +40,14 @@ from torch.nn.functional import cross_entropy
 
 from reconbound import data
 from reconbound.auditing import models as networks
-from reconbound.fisher import clipped_gradient_sum, coordinate_information, step_information
+from reconbound.fisher import (
+    CoordinateOptions,
+    ProbeOptions,
+    StepOptions,
+    clipped_gradient_sum,
+    coordinate_information,
+    step_information,
+)
 
 STEPS, NOISE, CLIP, RATE, MOMENTUM, COORDINATES = 300, 0.5, 4.0, 0.1, 0.5, 50
 BATCH = {"mnist": 600, "cifar10": 200}
@@ -79,10 +86,10 @@ def trained(model: nn.Module, x: Tensor, y: Tensor, batch: int) -> tuple[Tensor,
 
 DEFAULT = "inputs, 2 own directions"  # what step_information does when nothing is said
 OURS: dict[str, dict[str, Any]] = {
-    "weights": {"probe": "weights"},
+    "weights": {"space": "weights"},
     DEFAULT: {},
-    "inputs, 3 own directions": {"probe": "inputs", "deflate": 3},
-    "inputs, 3 own and 8 shared directions": {"probe": "inputs", "deflate": 3, "shared": 8},
+    "inputs, 3 own directions": {"space": "inputs", "deflate": 3},
+    "inputs, 3 own and 8 shared directions": {"space": "inputs", "deflate": 3, "shared": 8},
 }
 
 
@@ -93,15 +100,17 @@ def relative_variances(model: nn.Module, x: Tensor, y: Tensor, draws: int = 400)
     the trace. That of a probe is from many draws."""
     x, y = x[:60], y[:60]
     d = x[0].numel()
-    trace, error = coordinate_information(model, losses, x, y, **SETTING, coordinates=d - 1, at_once=16)
+    trace, error = coordinate_information(
+        model, losses, x, y, **SETTING, coordinates=CoordinateOptions(count=d - 1, at_once=16)
+    )
     spread = error * math.sqrt(d * (d - 1))  # error² = spread²/(d − 1) · (1 − (d − 1)/d)
-    setting = {**SETTING, "error": "bound"}
     relative = {}
     for form, options in OURS.items():
         last: list[Tensor] = []
 
         def draw(options: dict[str, Any] = options, last: list[Tensor] = last) -> None:
-            last[:] = [step_information(model, losses, x, y, **setting, **options, generator=draws_on(x)).trace]
+            probes = StepOptions(probes=ProbeOptions(error="bound", generator=draws_on(x), **options))
+            last[:] = [step_information(model, losses, x, y, **SETTING, options=probes).trace]
 
         again = graphed(draw) if x.is_cuda else draw  # a replay draws anew
         values = [(again(), last[0].clone())[1] for _ in range(draws)]  # type: ignore[func-returns-value]
@@ -164,12 +173,12 @@ def compare(network: str, device: str) -> tuple[dict[str, Any], Callable[[], Non
     needed = {form: max(1, math.ceil(v / target - 1e-9)) for form, v in v_probe.items()}
 
     def paper(coordinates: int, at_once: int) -> Callable[[], Any]:
-        options = {**SETTING, "coordinates": coordinates, "at_once": at_once, "generator": draws_on(x)}
-        return lambda: coordinate_information(model, losses, x, y, **options)
+        chosen = CoordinateOptions(coordinates, at_once, draws_on(x))
+        return lambda: coordinate_information(model, losses, x, y, **SETTING, coordinates=chosen)
 
     def ours(count: int, **options: Any) -> Callable[[], Any]:
-        options = {**SETTING, "probes": count, "error": "bound", "generator": draws_on(x), **options}
-        return lambda: step_information(model, losses, x, y, **options)
+        probes = ProbeOptions(**{"count": count, "error": "bound", "generator": draws_on(x), **options})
+        return lambda: step_information(model, losses, x, y, **SETTING, options=StepOptions(probes=probes))
 
     row: dict[str, Any] = {
         "network": network,
@@ -254,7 +263,9 @@ def child(side: str) -> dict[str, float]:
         inner = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
 
         def step() -> None:
-            found = step_information(model, losses, x, y, **SETTING, error="bound")
+            found = step_information(
+                model, losses, x, y, **SETTING, options=StepOptions(probes=ProbeOptions(error="bound"))
+            )
             with torch.no_grad():
                 for name, p in params.items():
                     p.grad = (found.gradient_sum[name] + torch.randn_like(p) * NOISE * CLIP) / 600
@@ -312,8 +323,8 @@ def grow(kind: str, size: int) -> dict[str, float]:
                               nn.Linear(width, 10))  # fmt: skip
     x, y = images[:batch].clone(), labels[:batch].clone()
     del images, labels
-    setting = {**SETTING, "probes": probes, "micro_batch": micro, "error": "bound"}
-    found = cost(lambda: step_information(model, losses, x, y, **setting), 3)
+    options = StepOptions(micro_batch=micro, probes=ProbeOptions(count=probes, error="bound"))
+    found = cost(lambda: step_information(model, losses, x, y, **SETTING, options=options), 3)
     return {**found, "parameters": sum(p.numel() for p in model.parameters())}
 
 

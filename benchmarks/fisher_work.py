@@ -20,7 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from reconbound.auditing import models as networks
-from reconbound.fisher import clipped_gradient_sum, coordinate_information, step_information
+from reconbound.fisher import (
+    CoordinateOptions,
+    ProbeOptions,
+    StepOptions,
+    clipped_gradient_sum,
+    coordinate_information,
+    step_information,
+)
 
 SETTING = {"max_grad_norm": 4.0, "noise_multiplier": 0.5, "clip": "smooth"}
 
@@ -61,10 +68,18 @@ def row(name: str, batch: int = 8) -> dict[str, float]:
     )
     found["clipped gradient sum"] = count(lambda: clipped_gradient_sum(*problem, max_grad_norm=4.0))
     for at_once in (1, 25):
-        paper = count(lambda k=at_once: coordinate_information(*problem, **SETTING, coordinates=k, at_once=k))
+        paper = count(
+            lambda k=at_once: coordinate_information(
+                *problem, **SETTING, coordinates=CoordinateOptions(count=k, at_once=k)
+            )
+        )
         found[f"50 coordinates, {at_once} at once"] = 50 * paper / at_once
     for probes in (1, 2, 3):
-        ours = count(lambda k=probes: step_information(*problem, **SETTING, probes=k, error="bound"))
+        ours = count(
+            lambda k=probes: step_information(
+                *problem, **SETTING, options=StepOptions(probes=ProbeOptions(count=k, error="bound"))
+            )
+        )
         found[f"ours, {probes} probe(s)"] = ours
     return {key: value if "MFLOP" in key else round(value / forward, 2) for key, value in found.items()}
 

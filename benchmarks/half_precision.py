@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from reconbound.fisher import step_information
+from reconbound.fisher import ProbeOptions, StepOptions, step_information
 
 RECORDS, SEEDS = 64, 4
 loss_fn = nn.CrossEntropyLoss(reduction="none")
@@ -83,11 +83,20 @@ def too_high(network: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, see
     probes = [{name: torch.randn_like(p) for name, p in model.named_parameters()} for _ in range(4)]
     settings: dict[str, float] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
     try:
-        short = step_information(model, loss_fn, x, y, directions=probes, **settings).trace.double()
+        short = step_information(
+            model, loss_fn, x, y, **settings, options=StepOptions(probes=ProbeOptions(directions=probes))
+        ).trace.double()
     except ValueError:  # float16 overflows, and says so
         return torch.ones(0, dtype=torch.float64)
     wide = [{name: u.double() for name, u in probe.items()} for probe in probes]
-    exact = step_information(copy.deepcopy(model).double(), loss_fn, x.double(), y, directions=wide, **settings).trace
+    exact = step_information(
+        copy.deepcopy(model).double(),
+        loss_fn,
+        x.double(),
+        y,
+        **settings,
+        options=StepOptions(probes=ProbeOptions(directions=wide)),
+    ).trace
     kept = (exact > 1e-10 * exact.max()) & (short > 0)
     return (exact / short)[kept]
 

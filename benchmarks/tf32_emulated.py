@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reconbound.auditing.models import cifar10_cnn
 from reconbound.data import cifar10
-from reconbound.fisher import step_information
+from reconbound.fisher import ProbeOptions, StepOptions, step_information
 
 PRODUCTS = {"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm"}
 RECORDS, STEPS, BATCH = 40, 120, 100
@@ -58,13 +58,20 @@ def main() -> None:
             losses(model(x[rows]), y[rows]).mean().backward()
             optimizer.step()
         omega = torch.randn(3, 32, 32)
-        setting = {"max_grad_norm": 1.0, "noise_multiplier": 0.5, "probe": "inputs", "error": "bound"}
+        setting = {"max_grad_norm": 1.0, "noise_multiplier": 0.5}
+        given = {"space": "inputs", "error": "bound"}
         part = x[-RECORDS:], y[-RECORDS:]
         double = copy.deepcopy(model).double(), losses, part[0].double(), part[1]
-        truth = step_information(*double, directions=[omega.double()], **setting)
-        plain = step_information(model, losses, *part, directions=[omega], **setting)
+        truth = step_information(
+            *double, **setting, options=StepOptions(probes=ProbeOptions(directions=[omega.double()], **given))
+        )
+        plain = step_information(
+            model, losses, *part, **setting, options=StepOptions(probes=ProbeOptions(directions=[omega], **given))
+        )
         with Tf32():
-            coarse = step_information(model, losses, *part, directions=[omega], **setting)
+            coarse = step_information(
+                model, losses, *part, **setting, options=StepOptions(probes=ProbeOptions(directions=[omega], **given))
+            )
         for field in ("norm", "along", "across", "trace"):
             a = getattr(truth, field)
             gaps = [((getattr(b, field) - a) / a).abs() for b in (plain, coarse)]

@@ -15,7 +15,7 @@ from reconbound._internal.files import write_whole
 from reconbound.bounds import theorem1
 from reconbound.divergences import order2_paper, sensitivity
 from reconbound.mechanisms import SampledGaussian
-from reconbound.mechanisms.guarantees import FLOORS, floor
+from reconbound.mechanisms.guarantee import FLOORS, floor
 
 ORANGE, PURPLE = "#d98324", "#7b4fa3"
 #: series: title in the table, column, whether the column is a dFIL (whose floor is its inverse)

@@ -14,13 +14,21 @@ __version__ = "0.1.0.dev0"
 _HOME = {
     "Account": "accounting.spec",
     "FisherAccountant": "accounting.accountant",
+    "Private": "fisher",
     "PrivateSGD": "training.private_sgd",
+    "ProbeOptions": "fisher",
     "Settings": "training.settings",
+    "StepInformation": "fisher",
+    "StepOptions": "fisher",
+    "SumOptions": "fisher",
     "Bound": "bounds",
-    "Guarantee": "mechanisms.guarantees",
+    "Guarantee": "mechanisms.guarantee",
     "audit": "auditing.api",
-    "floor": "mechanisms.guarantees",
-    "guarantee": "mechanisms.guarantees",
+    "check_batch": "validate",
+    "check_model": "validate",
+    "clipped_gradient_sum": "fisher",
+    "floor": "mechanisms.guarantee",
+    "guarantee": "mechanisms.guarantee",
     "DP": "mechanisms",
     "PrivateLogisticRegression": "linear",
     "PrivateRidge": "linear",
@@ -31,6 +39,7 @@ _HOME = {
     "PLD": "mechanisms",
     "RenyiDP": "mechanisms",
     "SampledGaussian": "mechanisms",
+    "step_information": "fisher",
 }
 
 __all__ = [
@@ -42,18 +51,27 @@ __all__ = [
     "Guarantee",
     "Mechanism",
     "OutputPerturbation",
+    "Private",
     "PrivateLogisticRegression",
     "PrivateRidge",
     "PrivateSGD",
+    "ProbeOptions",
     "RenyiDP",
     "SampledGaussian",
     "Settings",
+    "StepInformation",
+    "StepOptions",
+    "SumOptions",
     "__version__",
     "audit",
+    "check_batch",
+    "check_model",
+    "clipped_gradient_sum",
     "floor",
     "guarantee",
     "load_dataset",
     "load_release",
+    "step_information",
 ]
 
 if TYPE_CHECKING:
@@ -62,10 +80,20 @@ if TYPE_CHECKING:
     from reconbound.auditing.release import load_release
     from reconbound.bounds import Bound
     from reconbound.data import load_dataset
+    from reconbound.fisher import (
+        Private,
+        ProbeOptions,
+        StepInformation,
+        StepOptions,
+        SumOptions,
+        clipped_gradient_sum,
+        step_information,
+    )
     from reconbound.linear import PrivateLogisticRegression, PrivateRidge
     from reconbound.mechanisms import DP, PLD, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
-    from reconbound.mechanisms.guarantees import Guarantee, floor, guarantee
+    from reconbound.mechanisms.guarantee import Guarantee, floor, guarantee
     from reconbound.training.private_sgd import PrivateSGD, Settings
+    from reconbound.validate import check_batch, check_model
 
 
 def __getattr__(name: str) -> Any:

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 import auditing
 from learning import FEATURES, RECORDS, data, learner, losses, network
+from measuring import measure, sum_clipped
 from reconbound import PrivateLogisticRegression, PrivateRidge
 from reconbound.accounting.accountant import Account, Chosen, FisherAccountant
 from reconbound.attacks import simulate_sgd
 from reconbound.auditing.models import check_model as check_audited_model
 from reconbound.auditing.models import make_model, score
-from reconbound.fisher import clipped_gradient_sum, dense_information, step_information
+from reconbound.fisher import CoordinateOptions, dense_information
 from reconbound.fisher.reference import coordinate_information
 from reconbound.sweep.fleet.trainer import Fleet
 from reconbound.training.settings import Settings
@@ -61,7 +62,7 @@ def ledger() -> FisherAccountant:
     x, y = data()
     for _ in range(3):
         for _ in range(2):
-            found.add(torch.arange(RECORDS), step_information(network(), losses, x, y, **MECHANISM, diagonal=True))
+            found.add(torch.arange(RECORDS), measure(network(), losses, x, y, **MECHANISM, diagonal=True))
         found.finish_run()
     found.mse_floor()
     found.most_exposed(3)
@@ -93,17 +94,19 @@ def attack() -> None:
 
 
 WORK: dict[str, Callable[[], Any]] = {
-    "information": lambda: step_information(network(), losses, *data(), **MECHANISM),
-    "probes in weights": lambda: step_information(network(), losses, *data(), **MECHANISM, probe="weights", probes=3),
-    "power iteration": lambda: step_information(network(), losses, *data(), **MECHANISM, spectral=True),
-    "diagonal": lambda: step_information(network(), losses, *data(), **MECHANISM, diagonal=True),
-    "shared": lambda: step_information(network(), losses, *data(), **MECHANISM, shared=2, deflate=3),
-    "generic": lambda: step_information(network(), losses, *data(), **MECHANISM, method="generic"),
-    "a model that draws": lambda: step_information(Drawing(), losses, *data(), **MECHANISM, checked=True),
+    "information": lambda: measure(network(), losses, *data(), **MECHANISM),
+    "probes in weights": lambda: measure(network(), losses, *data(), **MECHANISM, probe="weights", probes=3),
+    "power iteration": lambda: measure(network(), losses, *data(), **MECHANISM, spectral=True),
+    "diagonal": lambda: measure(network(), losses, *data(), **MECHANISM, diagonal=True),
+    "shared": lambda: measure(network(), losses, *data(), **MECHANISM, shared=2, deflate=3),
+    "generic": lambda: measure(network(), losses, *data(), **MECHANISM, method="generic"),
+    "a model that draws": lambda: measure(Drawing(), losses, *data(), **MECHANISM, checked=True),
     "dense, a model that draws": lambda: dense_information(Drawing(), losses, *data(), **MECHANISM),
     "dense": lambda: dense_information(network(), losses, *data(), **MECHANISM),
-    "coordinates": lambda: coordinate_information(network(), losses, *data(), **MECHANISM, coordinates=2),
-    "sum": lambda: clipped_gradient_sum(network(), losses, *data(), max_grad_norm=1.0),
+    "coordinates": lambda: coordinate_information(
+        network(), losses, *data(), **MECHANISM, coordinates=CoordinateOptions(count=2)
+    ),
+    "sum": lambda: sum_clipped(network(), losses, *data(), max_grad_norm=1.0),
     "check_model": lambda: check_model(network()),
     "check_batch": lambda: check_batch(network(), losses, *data()),
     "check_batch, a model that draws": lambda: check_batch(Drawing(), losses, *data()),
@@ -152,7 +155,7 @@ class Loop:
         for _ in range(4):
             for (batch,) in loader:
                 if measured:
-                    kept.add(batch, step_information(model, losses, x[batch], y[batch], **MECHANISM, spectral=True))
+                    kept.add(batch, measure(model, losses, x[batch], y[batch], **MECHANISM, spectral=True))
                     check_batch(model, losses, x[batch], y[batch])
                 jitter = torch.from_numpy(np.random.normal(size=(len(batch), FEATURES))).float() * random.random()  # noqa: NPY002
                 hidden = nn.functional.dropout(model[1](model[0](x[batch] + jitter)), 0.5)
@@ -189,7 +192,7 @@ def test_beside_opacus_training_is_the_same_with_and_without_measuring() -> None
             for _ in range(2):
                 for a, b in loader:
                     if measured:
-                        step_information(private, losses, a, b, **MECHANISM)
+                        measure(private, losses, a, b, **MECHANISM)
                         check_batch(private, losses, a, b)
                     optimizer.zero_grad()
                     losses(private(a), b).mean().backward()
@@ -203,10 +206,10 @@ def test_probes_are_new_each_time_unless_a_generator_is_given() -> None:
     found = []
     for _ in range(2):
         torch.manual_seed(0)
-        found.append(step_information(network(), losses, *data(), **MECHANISM).across)
+        found.append(measure(network(), losses, *data(), **MECHANISM).across)
     assert not torch.equal(*found)
     again = [
-        step_information(network(), losses, *data(), **MECHANISM, generator=torch.Generator().manual_seed(1)).across
+        measure(network(), losses, *data(), **MECHANISM, generator=torch.Generator().manual_seed(1)).across
         for _ in range(2)
     ]
     assert torch.equal(*again)

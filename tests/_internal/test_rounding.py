@@ -17,7 +17,7 @@ from reconbound._internal.formatting import format_floor, format_limit, format_n
 from reconbound.bounds.bound import Bound
 from reconbound.cli import app as cli
 from reconbound.mechanisms import DP, OutputPerturbation, SampledGaussian
-from reconbound.mechanisms.calibration import Calibration
+from reconbound.mechanisms.calibrate import Calibration
 from reconbound.report import comparison, pages, records
 from reconbound.report.folder import read_leakage, read_run
 from reconbound.report.formats import amount, guess_error, plus_minus

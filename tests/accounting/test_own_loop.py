@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from reconbound import Account, FisherAccountant, PrivateLogisticRegression, PrivateSGD, Settings
 from reconbound._internal.checks import InputError
 from reconbound._internal.formatting import format_floor
-from reconbound.fisher import step_information
+from reconbound.fisher import StepOptions, step_information
 from reconbound.validate import ReconboundWarning
 
 SETTING: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "clip": "hard"}
@@ -75,7 +75,10 @@ def test_floors_of_features_say_it_too() -> None:
     kept = FisherAccountant(Account(1.0, 1.0, 0.2, records=40, features=6, steps=50, clip="hard"), diagonal="all")
     x, y = data()
     for average in (False, True):
-        kept.add(torch.arange(8), step_information(network(), losses, x[:8], y[:8], **SETTING, diagonal=True))
+        kept.add(
+            torch.arange(8),
+            step_information(network(), losses, x[:8], y[:8], **SETTING, options=StepOptions(diagonal=True)),
+        )
         assert "of 50 steps measured so far" in " ".join(kept.feature_floors(average=average).notes)
     with pytest.warns(ReconboundWarning, match="too high"):
         kept.finish_run()
@@ -87,7 +90,10 @@ def test_records_that_were_never_measured_do_not_hide_the_others() -> None:
     """Of a record without a floor the words say so; the least floor is that of those that have one."""
     kept = FisherAccountant(Account(1.0, 1.0, 0.2, records=40, features=6, steps=1, clip="hard"), diagonal="all")
     x, y = data()
-    kept.add(torch.arange(8), step_information(network(), losses, x[:8], y[:8], **SETTING, diagonal=True))
+    kept.add(
+        torch.arange(8),
+        step_information(network(), losses, x[:8], y[:8], **SETTING, options=StepOptions(diagonal=True)),
+    )
     kept.finish_run()
     floors, features = kept.mse_floor(), kept.feature_floors()
     least = format_floor(float(floors.rmse[:8].min()))

@@ -26,7 +26,7 @@ from reconbound.cli.app import run as command
 from reconbound.cli.audit import describe_audit
 from reconbound.cli.options import one_line
 from reconbound.data import load_dataset
-from reconbound.mechanisms.protection import Protection
+from reconbound.mechanisms.base import Protection
 from reconbound.report import records, text
 from reconbound.report.folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Run, read_leakage, read_run
 from reconbound.report.formats import guess_error, plus_minus

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from reconbound._internal.checks import InputError
 from reconbound.auditing.models import lecun_normal, network, standardised
-from reconbound.fisher import dense_information, step_information
+from reconbound.fisher import ProbeOptions, StepOptions, dense_information, step_information
 
 MEAN, STD = (0.5, 0.25, 0.375), (0.5, 0.25, 2.0)
 SETTING = {"max_grad_norm": 0.7, "noise_multiplier": 1.3}
@@ -43,7 +43,9 @@ def test_information_is_about_the_input_as_it_was() -> None:
 def test_layer_rules_cover_it() -> None:
     x, y = torch.rand(4, 3, 6, 6, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
     model = standardised(small(), MEAN, STD).double()
-    found = step_information(model, losses, x, y, **SETTING, probes=400, method="layers")
+    found = step_information(
+        model, losses, x, y, **SETTING, options=StepOptions(method="layers", probes=ProbeOptions(count=400))
+    )
     exact = dense_information(model, losses, x, y, **SETTING)
     torch.testing.assert_close(found.along, exact.along, rtol=1e-9, atol=0)
     assert ((found.across - exact.across).abs() < 5 * found.across_error).all()

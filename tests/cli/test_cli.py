@@ -15,7 +15,7 @@ from reconbound import __version__
 from reconbound._internal.formatting import format_floor
 from reconbound.cli.mechanism import NO_DELTA, NO_SAMPLER
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
-from reconbound.mechanisms.guarantees import floor, guarantee
+from reconbound.mechanisms.guarantee import floor, guarantee
 
 VENDOR = ["--epsilon", "3", "--delta", "1e-6", "--adjacency", "add/remove"]
 

@@ -6,8 +6,8 @@ import pytest
 
 from calling import NAMES, check_refused, floors
 from reconbound.mechanisms import OutputPerturbation, SampledGaussian
-from reconbound.mechanisms.calibration import calibrate
-from reconbound.mechanisms.guarantees import floor
+from reconbound.mechanisms.calibrate import calibrate
+from reconbound.mechanisms.guarantee import floor
 
 
 @pytest.mark.parametrize("name", NAMES)

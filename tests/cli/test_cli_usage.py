@@ -8,7 +8,7 @@ import pytest
 from reconbound.cli import app as cli
 from reconbound.cli.options import epochs_as_steps, option_names
 from reconbound.mechanisms import DP, OutputPerturbation, SampledGaussian
-from reconbound.mechanisms.calibration import OutOfReach, calibrate, calibrate_epsilon
+from reconbound.mechanisms.calibrate import OutOfReach, calibrate, calibrate_epsilon
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 
-from reconbound.data import DataError, DataMissing, DataOptions, load_dataset, official
+from reconbound.data import DataError, DataMissing, DataOptions, load_dataset
 from reconbound.data import downloads as download
 
 
@@ -237,5 +237,5 @@ def test_a_wrong_archive_of_cifar10_is_refused(server, batches, tmp_path):
 def test_without_a_folder_the_cache_is_used(server, digits, tmp_path, monkeypatch):
     monkeypatch.delenv("RECONBOUND_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert len(official.load_official("mnist", DataOptions()).inputs) == 40
+    assert len(download.load_official("mnist", DataOptions()).inputs) == 40
     assert (tmp_path / "reconbound" / "mnist").is_dir()

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from reconbound._internal.checks import InputError
-from reconbound.data import DataError, DataMissing, DataWarning, load_dataset, parquet
+from reconbound.data import DataError, DataMissing, DataWarning, load_dataset
 
 OPTIONS = {"target": "y", "ranges": {"a": (0, 100)}, "test_share": 0}
 
@@ -96,11 +96,11 @@ def test_what_is_wrong_is_said_with_its_place(columns, said) -> None:
 
 
 def test_frames_that_cannot_be_used() -> None:
-    with pytest.raises(DataError, match="the table, row 2, column 'y': the target is missing"):
+    with pytest.raises(DataError, match="table, row 2, column 'y': the target is missing"):
         load_dataset(pd.DataFrame({"a": [1, 2, 3], "y": ["p", "q", None]}), **OPTIONS)
     with pytest.raises(DataError, match="holds no rows"):
         load_dataset(frame_of().iloc[:0], **OPTIONS)
-    with pytest.raises(InputError, match=r"target must be a column of the table \(a, y\), got 'z'"):
+    with pytest.raises(InputError, match=r"target must be a column of table \(a, y\), got 'z'"):
         load_dataset(frame_of(), target="z")
     with pytest.raises(InputError, match="header is for CSV files"):
         load_dataset(frame_of(), header=["p", "q"], **OPTIONS)
@@ -144,7 +144,7 @@ def test_parquet_files_that_are_not_there_damaged_or_too_large(tmp_path, monkeyp
     same = pa.table({"a": pa.array(np.zeros(2_000_000)), "y": pa.array(np.zeros(2_000_000, dtype=np.int8))})
     pq.write_table(same, path, compression="zstd")
     assert path.stat().st_size < 50_000  # a bomb: it unpacks to 30 MB
-    monkeypatch.setattr(parquet, "MOST_UNPACKED", 2**23)
+    monkeypatch.setattr("reconbound.data.csv.MOST_UNPACKED", 2**23)
     with pytest.raises(DataError, match="holds more than 8 MB"):
         load_dataset(path, **OPTIONS)
 

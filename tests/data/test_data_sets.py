@@ -10,8 +10,7 @@ from sklearn import datasets
 
 from reconbound._internal.checks import InputError
 from reconbound.data import NAMES, DataError, Dataset, Feature, Pixels, load_dataset
-from reconbound.data.dataset import clean
-from reconbound.data.split import Division, keep, split
+from reconbound.data.dataset import DataOptions, clean, keep, split
 from where import FOLDER, needs
 
 
@@ -141,7 +140,7 @@ def test_a_limit_leaves_the_test_records_alone():
     assert np.bincount(part.targets).min() >= 9
     rows = {image.tobytes() for image in whole.inputs}
     assert all(image.tobytes() in rows for image in part.inputs)
-    train, test = Division(limit=4).choose_rows(np.arange(10) % 2, "classes", np.arange(10) >= 6)
+    train, test = DataOptions(limit=4).choose_rows(np.arange(10) % 2, "classes", np.arange(10) >= 6)
     assert test.tolist() == [6, 7, 8, 9]
     assert len(train) == 4
     assert train.max() < 6

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reconbound.fisher import clipped_gradient_sum, sensitivity, step_information
+from measuring import measure, sum_clipped
+from reconbound.fisher import sensitivity
 
 C = 1.0
 SLACK = 1e-5  # of float32's own rounding: a norm, a factor and their product
@@ -47,11 +48,11 @@ def contributions(model: nn.Module, loss_fn: Any, x: Any, y: Tensor, clip: Any, 
     for i in range(len(y)):
         rows = {k: v[i : i + 1] for k, v in x.items()} if isinstance(x, dict) else x[i : i + 1]
         if measured:
-            sums = step_information(
+            sums = measure(
                 model, loss_fn, rows, y[i : i + 1], max_grad_norm=C, noise_multiplier=1.0, clip=clip
             ).gradient_sum
         else:
-            sums = clipped_gradient_sum(model, loss_fn, rows, y[i : i + 1], max_grad_norm=C, clip=clip).gradient_sum
+            sums = sum_clipped(model, loss_fn, rows, y[i : i + 1], max_grad_norm=C, clip=clip).gradient_sum
         found.append(torch.cat([s.double().flatten() for s in sums.values()]).norm())
     return torch.stack(found) / C
 
@@ -143,7 +144,7 @@ def test_tied_parameters_have_the_whole_gradient(model: nn.Module) -> None:
         nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
     x, y = torch.randn(7, 5, dtype=torch.float64), torch.arange(7) % 3
     loss: Any = lambda out, target: F.cross_entropy(out, target, reduction="none")  # noqa: E731
-    found = clipped_gradient_sum(model, loss, x, y, max_grad_norm=1e9, clip="hard")
+    found = sum_clipped(model, loss, x, y, max_grad_norm=1e9, clip="hard")
     plain = torch.autograd.grad(loss(model(x), y).sum(), list(model.parameters()))
     for own, (name, _) in zip(plain, model.named_parameters(), strict=True):
         torch.testing.assert_close(found.gradient_sum[name], own)
@@ -178,15 +179,15 @@ def test_tiny_and_huge_factors_of_a_gradient_are_clipped() -> None:
         model.weight.zero_()
     for scale in (1e-16, 1e-20, 1e-24, 1e-30, 1e-36):
         y = torch.full((2,), scale)
-        one = clipped_gradient_sum(model, loss, x[:1], y[:1], max_grad_norm=1e-8, clip="hard")
+        one = sum_clipped(model, loss, x[:1], y[:1], max_grad_norm=1e-8, clip="hard")
         size = torch.stack([s.double().norm() for s in one.gradient_sum.values()]).norm()
         assert size <= 1e-8 * (1 + SLACK)
         assert size > 0.99e-8 or scale < 1e-19
-    one = clipped_gradient_sum(model, loss, x[:1] * 1e12, torch.full((1,), 1e-25), max_grad_norm=1.0, clip="hard")
+    one = sum_clipped(model, loss, x[:1] * 1e12, torch.full((1,), 1e-25), max_grad_norm=1.0, clip="hard")
     assert 0.99 < torch.stack([s.double().norm() for s in one.gradient_sum.values()]).norm() <= 1 + SLACK
     many = torch.full((1, 2**16), 1e30)  # so many numbers are squared in float32, where they are infinite
     with pytest.raises(ValueError, match="record 0 of the batch has gradient norm inf"):
-        clipped_gradient_sum(nn.Linear(2**16, 8), loss, many, torch.full((1,), 1e-25), max_grad_norm=1.0)
+        sum_clipped(nn.Linear(2**16, 8), loss, many, torch.full((1,), 1e-25), max_grad_norm=1.0)
 
 
 def test_the_sum_of_a_half_precision_model_is_not_rounded() -> None:
@@ -196,7 +197,7 @@ def test_the_sum_of_a_half_precision_model_is_not_rounded() -> None:
     x = torch.randn(600, 8).bfloat16()
     y = torch.arange(600) % 3
     loss: Any = lambda out, target: F.cross_entropy(out, target, reduction="none")  # noqa: E731
-    both = [clipped_gradient_sum(model, loss, x[:n], y[:n], max_grad_norm=0.01, clip="hard") for n in (599, 600)]
+    both = [sum_clipped(model, loss, x[:n], y[:n], max_grad_norm=0.01, clip="hard") for n in (599, 600)]
     moved = both[1].gradient_sum["weight"].double() - both[0].gradient_sum["weight"].double()
     assert moved.norm() <= 0.01 * (1 + 1e-3)
     assert both[0].gradient_sum["weight"].dtype == torch.float32
@@ -210,7 +211,7 @@ def test_the_information_of_a_cancelling_record_is_that_of_the_float64_model() -
     setting: dict[str, Any] = {"max_grad_norm": C, "noise_multiplier": 1.0, "clip": "smooth", "probe": "inputs"}
     loss: Any = lambda out, target: (out * target[:, None]).square().sum(1) / 2  # noqa: E731
     found = [
-        step_information(
+        measure(
             model.to(dtype),
             loss,
             x.to(dtype),
@@ -229,6 +230,6 @@ def test_a_gradient_that_is_not_finite_is_refused_by_name(measured: bool) -> Non
     """One record whose gradient overflows made the whole sum NaN, which shows that it took part."""
     x, y = torch.ones(3, 4), torch.tensor([1.0, 1e38, 1.0])
     loss: Any = lambda out, target: (out * target[:, None]).sum(1) * target  # noqa: E731
-    work: Any = partial(step_information, noise_multiplier=1.0) if measured else clipped_gradient_sum
+    work: Any = partial(measure, noise_multiplier=1.0) if measured else sum_clipped
     with pytest.raises(ValueError, match=r"record 1 of the batch has gradient norm (inf|nan)"):
         work(nn.Linear(4, 2), loss, x, y, max_grad_norm=C)

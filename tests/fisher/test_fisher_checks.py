@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from cases import RECORDS, Wrap, classes, cross_entropy, normal
+from measuring import measure, sum_clipped
 from reconbound import PrivateSGD, Settings
 from reconbound._internal.checks import InputError
-from reconbound.fisher import Private, clipped_gradient_sum, dense_information, step_information
+from reconbound.fisher import Private, dense_information
 from reconbound.validate import ModelError
 
 STEP: dict[str, Any] = {"max_grad_norm": 0.8, "noise_multiplier": 0.7}
@@ -25,7 +26,7 @@ def small() -> tuple[nn.Module, Tensor, Tensor]:
 
 def refused(match: str, *args: Any, kind: type[Exception] = ValueError, **kw: Any) -> None:
     with pytest.raises(kind, match=match):
-        step_information(*args, **(STEP | kw))
+        measure(*args, **(STEP | kw))
 
 
 def with_layer(layer: nn.Module) -> nn.Module:
@@ -44,8 +45,8 @@ def test_layers_that_mix_or_drop(layer: nn.Module, message: str) -> None:
     model = with_layer(layer)
     refused(message, model, cross_entropy, x, y, kind=ModelError)
     with pytest.raises(ModelError, match=message):
-        clipped_gradient_sum(model, cross_entropy, x, y, max_grad_norm=0.8)
-    step_information(model.eval(), cross_entropy, x, y, **STEP)
+        sum_clipped(model, cross_entropy, x, y, max_grad_norm=0.8)
+    measure(model.eval(), cross_entropy, x, y, **STEP)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -54,7 +55,7 @@ def test_values_that_are_not_finite(value: float) -> None:
     x[3, 4] = value
     refused(rf"inputs\[3, 4\] is {value}, one of 1 values that are not finite", model, cross_entropy, x, y)
     with pytest.raises(ValueError, match=rf"inputs\[3, 4\] is {value}"):
-        clipped_gradient_sum(model, cross_entropy, x, y, max_grad_norm=0.8)
+        sum_clipped(model, cross_entropy, x, y, max_grad_norm=0.8)
     soft = torch.full((RECORDS, 4), 0.25).double()
     soft[0, 0] = value
     refused(rf"targets\[0, 0\] is {value}", model, cross_entropy, normal(6), soft)
@@ -66,7 +67,7 @@ def test_what_was_checked_before_is_not_read_again() -> None:
     """checked=True: for loops that have had the batch checked; the values pass through as they are."""
     model, x, y = small()
     x[3, 4] = float("nan")
-    got = step_information(model, cross_entropy, x, y, checked=True, error="bound", shared=4, **STEP)
+    got = measure(model, cross_entropy, x, y, checked=True, error="bound", shared=4, **STEP)
     assert torch.isnan(got.trace).tolist() == [i == 3 for i in range(RECORDS)]
 
 
@@ -89,9 +90,9 @@ def test_numpy_and_plain_lists() -> None:
         ({"max_grad_norm": "1.0"}, "max_grad_norm must be a number, got '1.0'"),
         ({"noise_multiplier": "0.7"}, "noise_multiplier must be a number, got '0.7'"),
         ({"noise_multiplier": None}, "noise_multiplier must be a number, got None"),
-        ({"probes": "2"}, "probes must be a whole number, got '2'"),
-        ({"probes": 1.5}, "probes must be a whole number, got 1.5"),
-        ({"micro_batch": "all"}, "micro_batch must be a whole number, got 'all'"),
+        ({"probes": "2"}, "count must be a number, got '2'"),
+        ({"probes": 1.5}, "count must be a whole number, got 1.5"),
+        ({"micro_batch": "all"}, "micro_batch must be a number, got 'all'"),
         ({"generator": 0}, "generator must be a torch.Generator, got 0"),
     ],
 )
@@ -127,7 +128,7 @@ def test_gradients_that_do_not_depend_on_the_private_part(method: Any) -> None:
     refused(message, cut, cross_entropy, x, y, method=method)
     constant = Wrap(lambda m, x: m.head(torch.ones_like(x)), head=nn.Linear(6, 4)).double()
     refused(message, constant, cross_entropy, x, y, method=method)
-    got = step_information(constant, cross_entropy, x, y, method=method, checked=True, **STEP)
+    got = measure(constant, cross_entropy, x, y, method=method, checked=True, **STEP)
     assert (got.trace == 0).all()  # and rightly so: nothing of x is in it
     idle = Wrap(lambda m, x: x[:, :4] * 1.0, head=nn.Linear(6, 4)).double()
     refused("the loss does not depend on any trainable parameter", idle, cross_entropy, x, y, method=method)
@@ -152,19 +153,19 @@ def test_an_empty_batch_is_no_mistake() -> None:
     model, x, y = small()
     chosen = Private(features=torch.tensor([0, 2]))
     for kw in ({}, {"diagonal": True}, {"micro_batch": 3}, {"private": chosen}):
-        got = step_information(model, cross_entropy, x[:0], y[:0], **STEP, **kw)  # type: ignore[arg-type]
+        got = measure(model, cross_entropy, x[:0], y[:0], **STEP, **kw)  # type: ignore[arg-type]
         assert got.trace.shape == (0,)
         assert got.features == (2 if "private" in kw else 6)
-    total = clipped_gradient_sum(model, cross_entropy, x[:0], y[:0], max_grad_norm=0.8).gradient_sum
+    total = sum_clipped(model, cross_entropy, x[:0], y[:0], max_grad_norm=0.8).gradient_sum
     assert all((t == 0).all() for t in total.values())
 
 
 def test_the_result_shows_sizes_and_no_value() -> None:
     model, x, y = small()
-    assert repr(step_information(model, cross_entropy, x, y, **STEP)) == (
+    assert repr(measure(model, cross_entropy, x, y, **STEP)) == (
         "StepInformation(8 records, 6 private features, 1 probe)"
     )
-    more = step_information(model, cross_entropy, x, y, diagonal=True, spectral=2, probes=2, **STEP)
+    more = measure(model, cross_entropy, x, y, diagonal=True, spectral=2, probes=2, **STEP)
     assert repr(more) == "StepInformation(8 records, 6 private features, 2 probes, with diagonal and spectral)"
 
 
@@ -196,7 +197,7 @@ def test_a_private_number_to_be_predicted_needs_no_second_dimension(method: Any,
     jacobians = [torch.autograd.functional.jacobian(lambda t, i=i: clipped(i, t), y[i]) for i in range(6)]
     wanted = torch.stack([j.square().sum() for j in jacobians]) / (2.0 * 0.3) ** 2
     setting: dict[str, Any] = {"max_grad_norm": 0.3, "noise_multiplier": 2.0, "clip": "hard", "private": "target"}
-    found = step_information(model, _squared, x, y, **setting, method=method, **more)
+    found = measure(model, _squared, x, y, **setting, method=method, **more)
     torch.testing.assert_close(found.trace, wanted)
     assert found.features == 1
 
@@ -217,10 +218,10 @@ def test_private_features_may_be_a_list_or_an_array() -> None:
     for private in ([0, 2], np.array([0, 2]), [True, False, True, False], Private(features=[0, 2])):  # type: ignore[arg-type]
         found = dense_information(model, _squared, x, y, **setting, private=private)  # type: ignore[arg-type]
         torch.testing.assert_close(found.matrix, wanted.matrix)
-        assert step_information(model, _squared, x, y, **setting, private=private).features == 2  # type: ignore[arg-type]
+        assert measure(model, _squared, x, y, **setting, private=private).features == 2  # type: ignore[arg-type]
     for wrong in (["age"], [0.5], [[1], [2, 3]]):
         with pytest.raises(InputError, match="private must be None, a tensor or list of features"):
-            step_information(model, _squared, x, y, **setting, private=wrong)  # type: ignore[arg-type]
+            measure(model, _squared, x, y, **setting, private=wrong)  # type: ignore[arg-type]
 
 
 def test_a_part_that_there_is_not_is_named() -> None:
@@ -246,13 +247,13 @@ def test_modules_that_answer_one_number_and_parameters_that_are_one(private: Pri
     model, x, y = _Scaled().double(), torch.rand(6, 4, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
     setting: dict[str, Any] = {"max_grad_norm": 0.1, "noise_multiplier": 2.0}
     dense = dense_information(model, _squared, x, y, **setting, private=private)
-    found = step_information(model, _squared, x, y, **setting, private=private, probe="inputs", probes=4)
+    found = measure(model, _squared, x, y, **setting, private=private, probe="inputs", probes=4)
     assert found.features == (4 if private is None else 1)
     if private is not None:  # with one feature a probe in it is exact
         torch.testing.assert_close(found.trace, dense.across + dense.along)
     torch.testing.assert_close(found.norm, dense.norm)
     torch.testing.assert_close(found.along, dense.along)
-    sums = clipped_gradient_sum(model, _squared, x, y, max_grad_norm=0.1).gradient_sum
+    sums = sum_clipped(model, _squared, x, y, max_grad_norm=0.1).gradient_sum
     for name, wanted in dense.gradient_sum.items():
         torch.testing.assert_close(sums[name], wanted)
     hidden = model.first(x).detach()[:, 0]  # by hand: ∇_w loss of the module's answer h alone, d/dh of it

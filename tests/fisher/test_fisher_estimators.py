@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from cases import RECORDS, Wrap, classes, cross_entropy, normal, squared, tokens
-from reconbound.fisher import Private, coordinate_information, dense_information, draw_probes, step_information
+from measuring import measure
+from reconbound.fisher import CoordinateOptions, Private, coordinate_information, dense_information, draw_probes
 from reconbound.fisher.step import StepInformation
 
 SEEDS = 400
@@ -28,7 +29,7 @@ def small(seed: int = 1, bias: bool = True) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def step(model: nn.Module, inputs: Any, targets: Any, loss: Any = cross_entropy, **kw: Any) -> StepInformation:
-    return step_information(model, loss, inputs, targets, **(STEP | kw))
+    return measure(model, loss, inputs, targets, **(STEP | kw))
 
 
 def over_seeds(probes: int, error: str, seeds: int = SEEDS) -> dict[str, Tensor]:
@@ -114,16 +115,25 @@ def test_spectral_norm_by_power_iteration(method: Any) -> None:
 def test_the_paper_s_estimator_is_unbiased_and_exact_with_all_coordinates() -> None:
     model, x, y = small()
     exact = dense_information(model, cross_entropy, x, y, **STEP).trace
-    value, error = coordinate_information(model, cross_entropy, x, y, coordinates=99, **STEP)
+    value, error = coordinate_information(model, cross_entropy, x, y, **STEP, coordinates=CoordinateOptions(count=99))
     assert torch.allclose(value, exact, rtol=1e-10)
     assert (error == 0).all()
     together = coordinate_information(
-        model, cross_entropy, x, y, coordinates=5, at_once=2, generator=generator(), **STEP
+        model, cross_entropy, x, y, **STEP, coordinates=CoordinateOptions(count=5, at_once=2, generator=generator())
     )
-    alone = coordinate_information(model, cross_entropy, x, y, coordinates=5, generator=generator(), **STEP)
+    alone = coordinate_information(
+        model, cross_entropy, x, y, **STEP, coordinates=CoordinateOptions(count=5, generator=generator())
+    )
     assert torch.allclose(together[0], alone[0], rtol=1e-12)
     runs = [
-        coordinate_information(model, cross_entropy, x, y, coordinates=3, at_once=3, generator=generator(s), **STEP)
+        coordinate_information(
+            model,
+            cross_entropy,
+            x,
+            y,
+            **STEP,
+            coordinates=CoordinateOptions(count=3, at_once=3, generator=generator(s)),
+        )
         for s in range(200)
     ]
     values, errors = torch.stack([r[0] for r in runs]), torch.stack([r[1] for r in runs])
@@ -257,15 +267,14 @@ def test_one_record_and_one_feature() -> None:
 
 
 MESSAGES: list[tuple[dict[str, Any], str]] = [
-    ({"max_grad_norm": 0.0}, "max_grad_norm must be positive and finite, got 0.0"),
-    ({"noise_multiplier": 0.0}, "noise_multiplier must be positive"),
-    ({"noise_multiplier": float("nan")}, "noise_multiplier must be positive"),
+    ({"max_grad_norm": 0.0}, "max_grad_norm must be greater than 0, got 0.0"),
+    ({"noise_multiplier": 0.0}, "noise_multiplier must be greater than 0"),
+    ({"noise_multiplier": float("nan")}, "noise_multiplier must be a finite number"),
     ({"clip": "soft"}, "clip must be"),
-    ({"probes": 0}, "probes must be at least 1, got 0"),
+    ({"probes": 0}, "count must be at least 1, got 0"),
     ({"micro_batch": 0}, "micro_batch must be at least 1, got 0"),
     ({"method": "fast"}, "method must be one of"),
-    ({"route": "sideways"}, "route must be one of"),
-    ({"error": "spread"}, "needs two probes"),
+    ({"error": "spread"}, "for one probe"),
     ({"mask": torch.ones(3)}, "mask must have one entry per record"),
     ({"private": torch.ones(4, dtype=torch.bool)}, "must be a mask of a record's 6 features, got '4 entries'"),
     ({"private": "labels"}, "private must be"),
@@ -344,16 +353,3 @@ def test_a_private_module_called_twice_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="called once"):
         step(model.double(), tokens(4, 2), classes(), private=Private("module", "embed"))
-
-
-def test_padding_idx_has_no_forward_route() -> None:
-    model = Wrap(lambda m, w: m.head(m.embed(w).mean(1)), embed=nn.Embedding(4, 3, padding_idx=0), head=nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="padding_idx"):
-        step(
-            model.double(),
-            tokens(4, 2),
-            classes(),
-            private=Private("module", "embed"),
-            method="generic",
-            route="forward",
-        )

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cases import RECORDS, Wrap, classes, cross_entropy, normal
-from reconbound.fisher import dense_information, step_information
+from measuring import measure
+from reconbound.fisher import dense_information
 from reconbound.fisher.passes.by_layer import LayerPass
 from reconbound.fisher.passes.layers import ConvRule
 from reconbound.fisher.passes.smooth_ops import average, convolve, pool, poolable, unpool
@@ -39,7 +40,7 @@ def convolutional() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def step(model: nn.Module, x: Any, y: Any, **kw: Any) -> StepInformation:
-    return step_information(model, cross_entropy, x, y, **(STEP | {"probe": "inputs"} | kw))
+    return measure(model, cross_entropy, x, y, **(STEP | {"probe": "inputs"} | kw))
 
 
 def generator(seed: int) -> torch.Generator:
@@ -166,7 +167,7 @@ def test_outputs_that_are_no_tensor_fall_back() -> None:
     x, y = normal(3), classes(4)
     loss = lambda o, t: cross_entropy(o[0], t)  # noqa: E731
     given = {"directions": [torch.randn(3, dtype=torch.float64)], "probe": "inputs", **STEP}
-    two, three = (step_information(model, loss, x, y, deflate=n, **given) for n in (2, 3))
+    two, three = (measure(model, loss, x, y, deflate=n, **given) for n in (2, 3))
     assert torch.equal(two.across, three.across)
 
 
@@ -177,7 +178,7 @@ def test_a_zero_gradient_and_a_record_without_slope() -> None:
     loss = lambda out, target: (out[:, 0] - target).square() / 2  # noqa: E731
     y = torch.zeros(RECORDS).double()
     exact = dense_information(model, loss, x, y, **STEP)
-    got = step_information(model, loss, x, y, probe="inputs", deflate=3, error="bound", **STEP)
+    got = measure(model, loss, x, y, probe="inputs", deflate=3, error="bound", **STEP)
     assert torch.isfinite(got.across).all()
     assert torch.allclose(got.across, exact.across, atol=1e-12)
 
@@ -201,7 +202,7 @@ def test_auto_takes_the_inputs_unless_something_needs_the_weights() -> None:
     model, x, y = small()
 
     def run(**kw: Any) -> Tensor:
-        return step_information(model, cross_entropy, x, y, generator=generator(5), **(STEP | kw)).across
+        return measure(model, cross_entropy, x, y, generator=generator(5), **(STEP | kw)).across
 
     assert torch.equal(run(error="bound"), run(error="bound", probe="inputs"))
     assert torch.equal(run(probes=2), run(probes=2, probe="inputs"))
@@ -212,10 +213,10 @@ def test_auto_takes_the_inputs_unless_something_needs_the_weights() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"diagonal": True}, 'diagonal=True needs probe="weights"'),
-        ({"error": "product"}, 'error="product" needs probe="weights"'),
-        ({"deflate": 4}, "deflate must be one of"),
-        ({"probe": "outputs"}, "probe must be one of"),
+        ({"diagonal": True}, 'space must be "weights" for diagonal=True'),
+        ({"error": "product"}, 'space must be "weights" for error="product"'),
+        ({"deflate": 4}, "deflate must be at most 3, got 4"),
+        ({"probe": "outputs"}, "space must be one of"),
     ],
 )
 def test_messages(arguments: dict[str, Any], message: str) -> None:

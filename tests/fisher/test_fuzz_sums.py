@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 import fuzz_checks
 from fuzz_models import Turned, make_draw
-from reconbound.fisher import Private, clipped_gradient_sum, sensitivity, step_information
+from measuring import measure, sum_clipped
+from reconbound.fisher import Private, sensitivity
 from reconbound.fisher.passes.products import gram_squares_above
 
 
@@ -59,8 +60,8 @@ def test_records_that_cancel_do_not_round_each_other(measured: bool) -> None:
         batch = ((x[rows], weight[rows]), y[rows])
         options: dict[str, Any] = {"max_grad_norm": 1.0, "clip": "hard"}
         if not measured:
-            return clipped_gradient_sum(model, total, *batch, **options).gradient_sum["layer.weight"].double()
-        found = step_information(
+            return sum_clipped(model, total, *batch, **options).gradient_sum["layer.weight"].double()
+        found = measure(
             model, total, *batch, noise_multiplier=1.0, private=Private("input", 0), checked=True, **options
         )
         return found.gradient_sum["layer.weight"].double()
@@ -76,7 +77,7 @@ def test_tiny_clip_factors_are_not_rounded_up(bound: float, clip: Any) -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     for size in torch.linspace(1e38, 3.3e38, 60):
-        found = clipped_gradient_sum(model, total, size.reshape(1, 1), torch.ones(1), max_grad_norm=bound, clip=clip)
+        found = sum_clipped(model, total, size.reshape(1, 1), torch.ones(1), max_grad_norm=bound, clip=clip)
         assert found.gradient_sum["weight"].double().norm() <= sensitivity(clip) * bound * (1 + 1e-5)
 
 
@@ -108,7 +109,7 @@ def test_products_that_shorten_their_factors_are_clipped(places: int, method: An
     model, x = Weighted(6, 5), torch.randn(2, places, 6)
     for i in range(2):
         with Shortened():
-            found = clipped_gradient_sum(
+            found = sum_clipped(
                 model,
                 total,
                 (x[i : i + 1], torch.ones(1, places)),
@@ -136,14 +137,14 @@ def test_another_order_is_found_though_the_records_look_alike(records: int) -> N
     model, x = Turned(), torch.ones(records, 5) + 1e-3 * torch.randn(records, 5)
     y = torch.logspace(-4, 0, records)
     options: dict[str, Any] = {"max_grad_norm": 1.0, "clip": "hard"}
-    whole = clipped_gradient_sum(model, total, x, y, **options)
+    whole = sum_clipped(model, total, x, y, **options)
     for i in range(records):
         keep = [j for j in range(records) if j != i]
-        others = clipped_gradient_sum(model, total, x[keep], y[keep], **options).gradient_sum
+        others = sum_clipped(model, total, x[keep], y[keep], **options).gradient_sum
         moved = [(v.double() - others[name].double()).norm() for name, v in whole.gradient_sum.items()]
         assert torch.stack(moved).norm() <= 1 + 1e-4
     with pytest.raises(ValueError, match="has other records' gradients in row"):
-        clipped_gradient_sum(model, total, x, y, method="layers", **options)
+        sum_clipped(model, total, x, y, method="layers", **options)
 
 
 def scaled_by_batch(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -155,10 +156,10 @@ def test_a_loss_that_depends_on_the_batch_takes_each_record_alone() -> None:
     torch.manual_seed(0)
     model, x, y = nn.Linear(5, 3), torch.randn(6, 5) * torch.logspace(-1, 1, 6)[:, None], torch.ones(6)
     options: dict[str, Any] = {"max_grad_norm": 5.0, "clip": "hard"}
-    whole = clipped_gradient_sum(model, scaled_by_batch, x, y, **options).gradient_sum
+    whole = sum_clipped(model, scaled_by_batch, x, y, **options).gradient_sum
     for i in range(6):
         keep = [j for j in range(6) if j != i]
-        others = clipped_gradient_sum(model, scaled_by_batch, x[keep], y[keep], **options).gradient_sum
+        others = sum_clipped(model, scaled_by_batch, x[keep], y[keep], **options).gradient_sum
         assert torch.cat([(whole[k] - others[k]).flatten() for k in whole]).norm() <= 5 * (1 + 1e-4)
 
 
@@ -193,13 +194,13 @@ def test_what_cannot_be_differentiated_is_refused_in_words() -> None:
         (Sparse(), "sparse gradients"),
     ):
         with pytest.raises(ValueError, match=words):
-            clipped_gradient_sum(model, total, x, y, max_grad_norm=1.0)
+            sum_clipped(model, total, x, y, max_grad_norm=1.0)
     with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
-        clipped_gradient_sum(nn.Linear(5, 2), total, x, y, max_grad_norm=1.0)
+        sum_clipped(nn.Linear(5, 2), total, x, y, max_grad_norm=1.0)
     with torch.inference_mode():
         made = x.clone()
     with pytest.raises(ValueError, match=r"inputs was made in torch.inference_mode\(\): pass inputs.clone\(\)"):
-        clipped_gradient_sum(nn.Linear(5, 2), total, made, y, max_grad_norm=1.0)
+        sum_clipped(nn.Linear(5, 2), total, made, y, max_grad_norm=1.0)
 
 
 def test_information_of_strongly_clipped_records_is_not_lost() -> None:
@@ -209,6 +210,6 @@ def test_information_of_strongly_clipped_records_is_not_lost() -> None:
     loss: Any = lambda out, target: (out.square().sum(1) / 2) * target  # noqa: E731
     axes = list(2 * torch.eye(4, dtype=torch.float64))
     options: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1e10, "probe": "inputs", "deflate": 0}
-    exact = step_information(model, loss, x, y.double(), directions=axes, **options)
-    found = step_information(model.float(), loss, x.float(), y, directions=[a.float() for a in axes], **options)
+    exact = measure(model, loss, x, y.double(), directions=axes, **options)
+    found = measure(model.float(), loss, x.float(), y, directions=[a.float() for a in axes], **options)
     torch.testing.assert_close(found.across.double(), exact.across, rtol=1e-4, atol=0)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from measuring import measure
 from reconbound import PrivateSGD, Settings
-from reconbound.fisher import step_information
 from reconbound.validate import check_batch
 
 loss_fn = nn.CrossEntropyLoss(reduction="none")
@@ -40,10 +40,10 @@ def test_caveat_of_half_precision_travels_with_the_floors(dtype: torch.dtype) ->
     said = f"computed in {str(dtype).removeprefix('torch.')}: beside float64"
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
     x, y = batch(dtype)
-    info = step_information(model, loss_fn, x, y, max_grad_norm=1.0, noise_multiplier=1.0)
+    info = measure(model, loss_fn, x, y, max_grad_norm=1.0, noise_multiplier=1.0)
     assert any(c.startswith(said) for c in info.caveats) == short
     assert any(c.startswith(said) for c in check_batch(model, loss_fn, x, y)) == short
-    again = step_information(model, loss_fn, x, y, max_grad_norm=1.0, noise_multiplier=1.0)
+    again = measure(model, loss_fn, x, y, max_grad_norm=1.0, noise_multiplier=1.0)
     assert any(c.startswith(said) for c in again.caveats) == short
     learner = PrivateSGD(model, loss_fn, x, y, Settings(1.0, 1.0, 0.5, budget="every"), progress=False)
     learner.fit(4)
@@ -58,7 +58,7 @@ def test_autocast_inside_the_model_is_seen() -> None:
     x, y = batch(torch.float32)
     model = Mixed()
     assert any(c.startswith("computed in bfloat16") for c in check_batch(model, loss_fn, x, y))
-    info = step_information(model, loss_fn, x, y, max_grad_norm=1.0, noise_multiplier=1.0)
+    info = measure(model, loss_fn, x, y, max_grad_norm=1.0, noise_multiplier=1.0)
     assert any(c.startswith("computed in bfloat16") for c in info.caveats)
     assert not check_batch(model.layers, loss_fn, x, y)
 
@@ -72,8 +72,8 @@ def test_probes_of_every_kind_measure_models_in_half_precision(dtype: torch.dtyp
     x, y = batch(dtype)
     settings: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "probes": 400, "error": "spread"}
     generator = torch.Generator().manual_seed(1)
-    found = step_information(model, loss_fn, x, y, generator=generator, **settings, **more)
+    found = measure(model, loss_fn, x, y, generator=generator, **settings, **more)
     wide = copy.deepcopy(model).double()
-    exact = step_information(wide, loss_fn, x.double(), y, generator=torch.Generator().manual_seed(2), **settings)
+    exact = measure(wide, loss_fn, x.double(), y, generator=torch.Generator().manual_seed(2), **settings)
     far = (found.trace.double() - exact.trace).abs()
     assert bool((far <= 5 * (found.across_error.double() + exact.across_error) + 0.02 * exact.trace).all())

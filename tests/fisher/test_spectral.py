@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from measuring import measure
 from reconbound import Account, FisherAccountant
-from reconbound.fisher import dense_information, step_information
+from reconbound.fisher import dense_information
 from reconbound.fisher import step as module
 
 RECORDS = 1280
@@ -95,7 +96,7 @@ def test_ledger_keeps_a_bound_of_every_record(seed: int) -> None:
     model, x, y = small()
     step: dict[str, Any] = {"max_grad_norm": 0.5, "noise_multiplier": 0.7, "clip": "hard"}
     want = dense_information(model, losses, x, y, **step).spectral
-    found = step_information(model, losses, x, y, spectral=2, generator=torch.Generator().manual_seed(seed), **step)
+    found = measure(model, losses, x, y, spectral=2, generator=torch.Generator().manual_seed(seed), **step)
     assert found.spectral is not None
     assert found.spectral_bound is not None
     assert (found.spectral < want).any()
@@ -123,7 +124,7 @@ def test_masked_rows_are_no_measurements() -> None:
     masked, plain = (FisherAccountant(account, diagonal="all", spectral=True) for _ in range(2))
     for k in range(2):
         found = [
-            step_information(model, losses, x, y, mask=m, generator=g, spectral=2, **step)
+            measure(model, losses, x, y, mask=m, generator=g, spectral=2, **step)
             for m, g in zip((mask, None), generators, strict=True)
         ]
         kept = torch.nonzero(mask).flatten()
@@ -151,11 +152,11 @@ def test_chosen_records_cannot_be_followed_with_masked_rows() -> None:
         records=200, features=6, steps=1, sample_rate=1.0, noise_multiplier=0.7, max_grad_norm=0.5, clip="hard"
     )
     ledger = FisherAccountant(account, diagonal=("top", 4))
-    ledger.add(torch.arange(200), step_information(model, losses, x, y, **step))
+    ledger.add(torch.arange(200), measure(model, losses, x, y, **step))
     ledger.finish_run()
     rows = ledger.rows
     assert rows is not None
-    found = step_information(model, losses, x[rows], y[rows], mask=torch.tensor([1, 1, 0, 1]), **step)
+    found = measure(model, losses, x[rows], y[rows], mask=torch.tensor([1, 1, 0, 1]), **step)
     with pytest.raises(ValueError, match="found must be about records that took part, not masked ones"):
         ledger.follow(found)
 

@@ -11,11 +11,11 @@ from test_clipped_contributions import Difference, models, near_copies, output
 from torch import Tensor, nn
 
 from fuzz_models import Turned
+from measuring import sum_clipped
 from reconbound import PrivateSGD, Settings
 from reconbound.fisher.passes import by_layer as gradients
 from reconbound.fisher.passes import recorder
 from reconbound.fisher.sum_check import check_sums
-from reconbound.fisher.sums import clipped_gradient_sum
 from reconbound.validate import ModelError
 
 
@@ -34,8 +34,8 @@ def test_records_in_another_order_inside_the_model_are_found(monkeypatch: pytest
     model, (x, y) = Turned(), batch()
     options: Any = {"max_grad_norm": 1.0, "clip": "hard"}
     with pytest.raises(ValueError, match=r"no layer rule covers .*: the input of second\.weight has other values"):
-        clipped_gradient_sum(model, losses, x, y, method="layers", **options)
-    found, one = (clipped_gradient_sum(model, losses, x, y, method=how, **options) for how in ("auto", "generic"))
+        sum_clipped(model, losses, x, y, method="layers", **options)
+    found, one = (sum_clipped(model, losses, x, y, method=how, **options) for how in ("auto", "generic"))
     assert torch.equal(found.norm, one.norm)
     monkeypatch.setattr(gradients, "check_order", lambda sites, losses, alone: None)
     monkeypatch.setattr(gradients, "check_rows_own", lambda losses, sites, deltas: None)
@@ -118,8 +118,8 @@ def test_autocast_around_the_call_is_refused_and_inside_the_model_is_clipped() -
     torch.manual_seed(0)
     model = Mixed()
     check_sums(model, losses, x, y, max_grad_norm=0.01, clip="hard")
-    found = clipped_gradient_sum(model, losses, x[:1], y[:1], max_grad_norm=0.01, clip="hard")
+    found = sum_clipped(model, losses, x[:1], y[:1], max_grad_norm=0.01, clip="hard")
     size = torch.cat([s.double().flatten() for s in found.gradient_sum.values()]).norm()
     assert 0.0099 < size <= 0.01 * (1 + 1e-5)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="autocast is on for cpu"):
-        clipped_gradient_sum(model, losses, x, y, max_grad_norm=1.0)
+        sum_clipped(model, losses, x, y, max_grad_norm=1.0)

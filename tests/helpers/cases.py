@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from reconbound.fisher import Private
-from reconbound.fisher.passes.generic import load_forward_mode
+from reconbound.fisher.reference import load_forward_mode
 
 RECORDS = 8
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fuzz_models import Draw
-from reconbound.fisher import Private, clipped_gradient_sum, dense_information, sensitivity, step_information
+from measuring import measure, sum_clipped
+from reconbound.fisher import Private, dense_information, sensitivity
 from reconbound.fisher.passes.protocol import trainable
 from reconbound.validate import ModelError
 from reconbound.validate.private import Problem, as_private, batch_rows, private_part
@@ -215,7 +216,7 @@ def clipped(draw: Draw, rows: Any = None, **changed: Any) -> Any:
         "mask": mask,
         "method": draw.method,
     }
-    return clipped_gradient_sum(draw.model, draw.loss_fn, inputs, targets, **{**options, **changed})
+    return sum_clipped(draw.model, draw.loss_fn, inputs, targets, **{**options, **changed})
 
 
 def information(draw: Draw, z: Tensor, rows: slice | None = None) -> Any:
@@ -225,7 +226,7 @@ def information(draw: Draw, z: Tensor, rows: slice | None = None) -> Any:
     axes = torch.eye(features, dtype=z.dtype).reshape(features, *z.shape[1:]) * math.sqrt(features)
     if rows is not None:  # asked for its sum alone
         axes = axes[:1]
-    return step_information(
+    return measure(
         draw.model,
         draw.loss_fn,
         inputs,
@@ -233,14 +234,14 @@ def information(draw: Draw, z: Tensor, rows: slice | None = None) -> Any:
         max_grad_norm=draw.max_grad_norm,
         noise_multiplier=1.0,
         clip=draw.clip,
-        probe="inputs",
-        deflate=0,
-        directions=list(axes),
-        error="bound",
         private=draw.private,
         method=draw.method,
         mask=draw.mask if rows is None else None,
         micro_batch=draw.micro_batch,
+        probe="inputs",
+        deflate=0,
+        directions=list(axes),
+        error="bound",
     )
 
 

@@ -147,8 +147,9 @@ def _ledger(runs: int = 2) -> rb.FisherAccountant:
 
 def _found_with_features() -> Any:
     inputs, targets = _data()
-    options = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "diagonal": True}
-    return fisher.step_information(_model(), _loss, inputs[:2], targets[:2], **options)
+    mechanism = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
+    options = fisher.StepOptions(diagonal=True)
+    return fisher.step_information(_model(), _loss, inputs[:2], targets[:2], **mechanism, options=options)
 
 
 def _table() -> tuple[np.ndarray, np.ndarray]:
@@ -220,6 +221,7 @@ def cases(folder: Path) -> Iterator[Case]:
     yield Case("Account", rb.Account, _only(**account), lambda found: (found.mechanism(), rb.FisherAccountant(found)))
     ledger = {"account": _account, **_only(diagonal="none", spectral=False, feature_scale=1.0, device="cpu")}
     yield Case("FisherAccountant", rb.FisherAccountant, ledger, lambda found: (repr(found), found.dfil()))
+    yield from _fisher_cases(sgd)
     yield from _ledger_cases(folder)
     yield from _linear_cases(x, y)
     yield from _mechanism_cases()
@@ -232,6 +234,30 @@ def cases(folder: Path) -> Iterator[Case]:
     }  # fmt: skip
     yield Case("Bound", rb.Bound, _only(**bound))  # results: their own makers fill them
     yield Case("Guarantee", rb.Guarantee, _only(**vars(rb.guarantee(rb.DP(1.0)))))
+
+
+def _fisher_cases(sgd: Mapping[str, Callable[[], Any]]) -> Iterator[Case]:
+    problem = {name: sgd[name] for name in ("model", "loss_fn", "inputs", "targets")}
+    mechanism = _only(max_grad_norm=1.0, clip="smooth")
+    step = {**problem, **mechanism, **_only(noise_multiplier=1.0, options=rb.StepOptions())}
+    yield Case("step_information", rb.step_information, step, repr)
+    sums = {**problem, **mechanism, **_only(options=rb.SumOptions())}
+    yield Case("clipped_gradient_sum", rb.clipped_gradient_sum, sums)
+    yield Case("check_batch", rb.check_batch, {**problem, "private": lambda: None})
+    yield Case("check_model", rb.check_model, {"model": _model})
+
+    def measure(options: rb.StepOptions) -> Any:
+        return rb.step_information(_model(), _loss, *_data(), max_grad_norm=1.0, noise_multiplier=1.0, options=options)
+
+    plain = _only(micro_batch=None, mask=torch.ones(6), method="auto", checked=False)
+    more = _only(private=None, diagonal=False, spectral=False, probes=rb.ProbeOptions())
+    probes = _only(count=1, space="auto", deflate=2, shared=0, directions=None, error="auto", generator=None)
+    yield Case("SumOptions", rb.SumOptions, plain)
+    yield Case("StepOptions", rb.StepOptions, {**plain, **more}, measure)
+    yield Case("ProbeOptions", rb.ProbeOptions, probes, lambda found: measure(rb.StepOptions(probes=found)))
+    private = _only(part="input", name=None, features=[0])
+    yield Case("Private", rb.Private, private, lambda found: measure(rb.StepOptions(private=found)))
+    yield Case("StepInformation", rb.StepInformation, _only(**vars(_found())))  # results: their own makers fill them
 
 
 def _table_cases(folder: Path) -> Iterator[Case]:

@@ -11,9 +11,10 @@ from test_own_loop import SETTING, data, losses, network
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from measuring import measure, sum_clipped
 from reconbound import PrivateSGD, Settings
 from reconbound._internal.checks import InputError
-from reconbound.fisher import clipped_gradient_sum, dense_information, step_information
+from reconbound.fisher import dense_information
 from reconbound.validate import check_batch
 
 
@@ -40,9 +41,9 @@ def test_opacus_models_are_measured_as_they_are(mode: str, which: str, method: s
     model, inner, optimizer = wrapped(mode)
     x, y = data()
     omega = [torch.ones(6)]
-    plain = step_information(network(), losses, x, y, **SETTING, directions=omega, probe="inputs", checked=True)
+    plain = measure(network(), losses, x, y, **SETTING, directions=omega, probe="inputs", checked=True)
     chosen = model if which == "wrapped" else inner
-    found = step_information(chosen, losses, x, y, **SETTING, directions=omega, probe="inputs", method=method)
+    found = measure(chosen, losses, x, y, **SETTING, directions=omega, probe="inputs", method=method)
     torch.testing.assert_close(found.trace, plain.trace, rtol=1e-4, atol=1e-8)  # norms have room for rounding
     optimizer.zero_grad()
     losses(model(x), y).mean().backward()  # Opacus's hooks are back, and kept nothing of our passes
@@ -57,7 +58,7 @@ def test_all_that_takes_a_model_takes_an_opacus_one() -> None:
     x, y = data(5)
     exact = dense_information(model, losses, x, y, **SETTING)
     torch.testing.assert_close(exact.trace, dense_information(network(), losses, x, y, **SETTING).trace)
-    clipped_gradient_sum(model, losses, x, y, max_grad_norm=1.0)
+    sum_clipped(model, losses, x, y, max_grad_norm=1.0)
     assert check_batch(model, losses, x, y) == ()
     hooks = [h for m in model.modules() for h in (*m._forward_hooks.values(), *m._backward_hooks.values())]
     assert len(hooks) == 4
@@ -66,7 +67,7 @@ def test_all_that_takes_a_model_takes_an_opacus_one() -> None:
 def test_hooks_are_back_after_an_error() -> None:
     model, inner, _ = wrapped("hooks")
     with pytest.raises(ValueError, match="inputs"):
-        step_information(model, losses, torch.full((4, 6), torch.nan), torch.zeros(4, dtype=torch.int64), **SETTING)
+        measure(model, losses, torch.full((4, 6), torch.nan), torch.zeros(4, dtype=torch.int64), **SETTING)
     assert len(inner[0]._forward_hooks) == 1
 
 
@@ -76,7 +77,7 @@ def test_hooks_are_back_in_their_order() -> None:
     seen: list[int] = []
     inner[0].register_forward_hook(lambda *_: seen.append(1))
     before = list(inner[0]._forward_hooks.items())
-    step_information(model, losses, x, y, **SETTING)
+    measure(model, losses, x, y, **SETTING)
     assert list(inner[0]._forward_hooks.items()) == before
     assert seen  # one's own is called by our passes, as by any other
 
@@ -85,7 +86,7 @@ def test_wrappers_that_cannot_be_used_are_named() -> None:
     x, y = data()
     model, _, _ = wrapped("ew")
     with pytest.raises(InputError, match=r"model\._module"):
-        step_information(model, losses, x, y, **SETTING)
+        measure(model, losses, x, y, **SETTING)
     model, _, _ = wrapped("hooks")
     with pytest.raises(InputError, match="make_private"):
         PrivateSGD(model, losses, x, y, Settings(1.0, 1.0, 0.1))
@@ -105,8 +106,8 @@ def test_a_model_for_ghost_clipping_is_measured_as_it_is() -> None:
         max_grad_norm=1.0,
         grad_sample_mode="ghost",
     )
-    found = step_information(model, losses, x, y, **SETTING, directions=[torch.ones(6)], probe="inputs")
-    plain = step_information(network(), losses, x, y, **SETTING, directions=[torch.ones(6)], probe="inputs")
+    found = measure(model, losses, x, y, **SETTING, directions=[torch.ones(6)], probe="inputs")
+    plain = measure(network(), losses, x, y, **SETTING, directions=[torch.ones(6)], probe="inputs")
     torch.testing.assert_close(found.trace, plain.trace)
     optimizer.zero_grad()
     criterion(model(x), y).backward()
@@ -125,8 +126,8 @@ def test_subclasses_of_opacus_models_are_measured_too() -> None:
 
     x, y = data(5)
     model = Own(network())
-    found = step_information(model, losses, x, y, **SETTING, directions=[torch.ones(6)], probe="inputs")
-    plain = step_information(network(), losses, x, y, **SETTING, directions=[torch.ones(6)], probe="inputs")
+    found = measure(model, losses, x, y, **SETTING, directions=[torch.ones(6)], probe="inputs")
+    plain = measure(network(), losses, x, y, **SETTING, directions=[torch.ones(6)], probe="inputs")
     torch.testing.assert_close(found.trace, plain.trace)
     assert len(model._module[0]._forward_hooks) == 1
     with pytest.raises(InputError, match="make_private"):

@@ -10,9 +10,9 @@ from sklearn.linear_model import LogisticRegression, Ridge
 
 from reconbound._internal.checks import InputError
 from reconbound.linear import Logistic, NotConverged, Softmax, Squared, leakage, minimise
-from reconbound.linear.sensitivity import Shape, choose_noise, noise_for_epsilon
+from reconbound.linear.sensitivity import Shape, choose_noise
 from reconbound.linear.solver import gradient
-from reconbound.mechanisms.sensitivities import largest_curvature, largest_slope, largest_weights
+from reconbound.mechanisms.output_perturbation import largest_curvature, largest_slope, largest_weights
 
 LOSSES = {"logistic": Logistic(), "softmax": Softmax(), "squared": Squared()}
 
@@ -111,7 +111,9 @@ def test_one_record_moves_the_minimiser_by_no_more_than_claimed(name, intercept)
             kind = {"l2": l2, "intercept": intercept, "classes": 3}
             one = minimise(first, y, LOSSES[name], **kind)
             for moved in (minimise(second, y, LOSSES[name], **kind), minimise(second, other, LOSSES[name], **kind)):
-                share = np.linalg.norm(one.weights - moved.weights) / (shape.replaced_norm / (12 * l2))
+                share = np.linalg.norm(one.weights - moved.weights) / (
+                    shape.mechanism().gradient_difference / (12 * l2)
+                )
                 closest = max(closest, share)
             assert leakage(one, 1.0, diagonal=False, spectral=False).trace.max() <= shape.worst_trace(1.0)
     assert 0.02 < closest <= 1
@@ -167,7 +169,7 @@ def test_the_shape_s_bounds_by_hand():
             ("squared", 2 * (1 + far / (2 * 0.2)), 1.0, 1.0),
         ):
             shape = Shape(LOSSES[name], 50, 6, 3 if name == "softmax" else 2, 0.04, intercept, 3.0, 2.0)
-            np.testing.assert_allclose(shape.gradient_norm, slope * far)
+            np.testing.assert_allclose(shape.mechanism().gradient_norm, slope * far)
             apart = far**2 * 2 / (2 * 0.2) + 2 * 2 * far if name == "squared" else 2 * slope * far
             mechanism = shape.mechanism(0.7)
             np.testing.assert_allclose(mechanism.order2(), (apart / (50 * 0.04 * 0.7)) ** 2)
@@ -188,7 +190,7 @@ def overlap(apart):
 def test_noise_meets_its_target():
     shape = Shape(Logistic(), 1000, 20, 2, 0.01, True, 1.0)
     for epsilon, delta in ((0.1, 1e-6), (1.0, 1e-5), (30.0, 1e-9)):
-        noise = noise_for_epsilon(shape, epsilon, delta)
+        noise = choose_noise(shape, None, None, epsilon, delta)
         assert shape.mechanism(noise).epsilon_at(delta) <= epsilon < shape.mechanism(noise * 0.999).epsilon_at(delta)
     noise = choose_noise(shape, None, 0.25, None, None)
     np.testing.assert_allclose(20 / shape.worst_trace(noise), 0.25)
@@ -237,5 +239,5 @@ def test_neighbours_that_nearly_meet_the_sensitivity(name, intercept):
         for sign in (1, -1):
             x[0] = far * np.cos(angle), far * sign * np.sin(angle)
             ends.append(minimise(x, y, loss, l2=l2, intercept=intercept, classes=3).weights)
-        closest = max(closest, np.linalg.norm(ends[0] - ends[1]) / (shape.replaced_norm / (n * l2)))
+        closest = max(closest, np.linalg.norm(ends[0] - ends[1]) / (shape.mechanism().gradient_difference / (n * l2)))
     assert 0.75 < closest <= 1

@@ -18,8 +18,8 @@ from scipy.stats import norm
 from reconbound import floor, guarantee
 from reconbound._internal.checks import InputError
 from reconbound.mechanisms import DP, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
-from reconbound.mechanisms.calibration import OutOfReach, calibrate, calibrate_epsilon
-from reconbound.mechanisms.guarantees import FLOORS
+from reconbound.mechanisms.calibrate import OutOfReach, calibrate, calibrate_epsilon
+from reconbound.mechanisms.guarantee import FLOORS
 
 ANY = ("lecam", "rate_distortion")
 
@@ -85,7 +85,7 @@ def check_formulas(mechanism: Mechanism) -> None:
     if isinstance(mechanism, SampledGaussian) and mechanism.sample_rate == 1 and mechanism.sampler != "fixed":
         shift = 2 * mechanism.m * math.sqrt(mechanism.steps)
     elif isinstance(mechanism, OutputPerturbation):
-        shift = mechanism.replaced
+        shift = mechanism.replace_one_shift
         assert mechanism.m <= shift <= 2 * mechanism.m * (1 + 1e-12)
     else:
         if isinstance(mechanism, SampledGaussian) and mechanism.sampler == "poisson" and mechanism.steps == 1:

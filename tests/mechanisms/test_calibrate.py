@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from reconbound._internal.checks import InputError
 from reconbound._internal.formatting import round_to
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
-from reconbound.mechanisms.calibration import LARGEST_NOISE, SMALLEST_NOISE, calibrate
-from reconbound.mechanisms.guarantees import FLOORS, floor
+from reconbound.mechanisms.calibrate import LARGEST_NOISE, SMALLEST_NOISE, calibrate
+from reconbound.mechanisms.guarantee import FLOORS, floor
 
 MECHANISMS = [
     SampledGaussian(1.0, 0.01, 1000),

@@ -87,14 +87,14 @@ def test_plain_pld_is_for_add_remove():
 
 
 def test_pld_accountant_keeps_what_is_not_private_out_of_its_pld():
-    """Why reconbound.mechanisms.events builds the distribution itself."""
+    """Why reconbound.mechanisms.dp_accounting builds the distribution itself."""
     accountant = dp.pld.PLDAccountant(REPLACE).compose(dp.GaussianDpEvent(0.0))
     assert accountant.get_delta(0.0) == 1
     assert accountant._pld.get_delta_for_epsilon(0.0) == 0.0
 
 
 def test_pld_accountant_counts_a_composed_randomised_response_once():
-    """An upstream fault (0.6.0) that mechanisms/events.py works around; when this fails, the way around can go."""
+    """An upstream fault (0.6.0) that mechanisms/dp_accounting.py works around; remove that when this fails."""
     one = dp.RandomizedResponseDpEvent(0.5, 2)
     many = dp.SelfComposedDpEvent(one, 100)
     once, often = (dp.pld.PLDAccountant(REPLACE).compose(e).get_delta(0.0) for e in (one, many))

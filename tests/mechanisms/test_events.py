@@ -12,8 +12,8 @@ from scipy.stats import binom
 
 from reconbound._internal.checks import InputError
 from reconbound.mechanisms import Event, SampledGaussian, as_mechanism
-from reconbound.mechanisms.events import leaves
-from reconbound.mechanisms.guarantees import floor, guarantee
+from reconbound.mechanisms.dp_accounting import leaves
+from reconbound.mechanisms.guarantee import floor, guarantee
 
 G, L, R = dp.GaussianDpEvent, dp.LaplaceDpEvent, dp.RandomizedResponseDpEvent
 Poisson, Times, Both = dp.PoissonSampledDpEvent, dp.SelfComposedDpEvent, dp.ComposedDpEvent

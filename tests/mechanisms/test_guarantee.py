@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reconbound._internal.checks import InputError
 from reconbound.bounds import theorem1, theorem2
 from reconbound.mechanisms import DP, PLD, OutputPerturbation, RenyiDP, SampledGaussian
-from reconbound.mechanisms.guarantees import FLOORS, KAPPAS, Guarantee, floor, guarantee
+from reconbound.mechanisms.guarantee import FLOORS, KAPPAS, Guarantee, floor, guarantee
 
 EXAMPLES = int(os.environ.get("RECONBOUND_EXAMPLES", "40"))  # 2000 to hunt for faults
 

@@ -14,8 +14,17 @@ from scipy.special import expit
 from scipy.stats import norm
 
 from reconbound._internal.checks import InputError
-from reconbound.mechanisms import DP, PLD, Event, OutputPerturbation, RenyiDP, SampledGaussian, as_mechanism, plds
-from reconbound.mechanisms.guarantees import floor
+from reconbound.mechanisms import (
+    DP,
+    PLD,
+    Event,
+    OutputPerturbation,
+    RenyiDP,
+    SampledGaussian,
+    as_mechanism,
+    privacy_loss,
+)
+from reconbound.mechanisms.guarantee import floor
 
 REPLACE, ADD = "replace-one", "add/remove"
 KAPPAS = np.array([1e-6, 1e-3, 0.1, 0.5])
@@ -153,7 +162,7 @@ def test_labels_follow_the_neighbours_that_were_given():
     assert floor("theorem1_paper", SampledGaussian(1.0)).adjacency == ADD
     assert floor("rate_distortion", SampledGaussian(1.0)).adjacency == "add/remove"
     assert floor("rate_distortion", SampledGaussian(1.0, sampler="fixed")).adjacency == "zero-out"
-    assert floor("rate_distortion", PLD(plds.gaussian(1.0, 1.0, 1, ADD))).adjacency == ADD
+    assert floor("rate_distortion", PLD(privacy_loss.gaussian(1.0, 1.0, 1, ADD))).adjacency == ADD
 
 
 # --- from an order-2 divergence alone -----------------------------------

@@ -16,8 +16,8 @@ from reconbound.bounds.data_space import data_space
 from reconbound.cli import app as cli
 from reconbound.linear import Softmax, minimise
 from reconbound.mechanisms import DP, PLD, OutputPerturbation, RenyiDP, SampledGaussian, as_mechanism
-from reconbound.mechanisms.calibration import calibrate
-from reconbound.mechanisms.guarantees import FLOORS
+from reconbound.mechanisms.calibrate import calibrate
+from reconbound.mechanisms.guarantee import FLOORS
 
 # --- optimistic privacy loss distributions -----------------------------------------------------------------------
 
@@ -105,8 +105,8 @@ def test_softmax_moves_by_more_than_the_logistic_formula_allows() -> None:
         one[0], other[0] = 10 * np.array([math.cos(1), math.sin(1)]), 10 * np.array([math.cos(1), -math.sin(1)])
         ends = [minimise(rows, y, Softmax(), l2=0.3, intercept=False, classes=3).weights for rows in (one, other)]
         moved = float(np.linalg.norm(ends[0] - ends[1]))
-        assert moved > claimed * OutputPerturbation(records, 0.3, 1.0, 10.0, "logistic").replaced
-        assert moved <= OutputPerturbation(records, 0.3, 1.0, 10.0, "softmax").replaced
+        assert moved > claimed * OutputPerturbation(records, 0.3, 1.0, 10.0, "logistic").replace_one_shift
+        assert moved <= OutputPerturbation(records, 0.3, 1.0, 10.0, "softmax").replace_one_shift
 
 
 def test_guess_of_zero_never_undercuts_a_floor_for_any_attacker() -> None:

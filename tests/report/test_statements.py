@@ -14,7 +14,7 @@ from pages import Elements, certainty_text
 from reconbound import guarantee, report
 from reconbound.cli.audit import result
 from reconbound.mechanisms import DP, SampledGaussian
-from reconbound.mechanisms.protection import BLIND, SURE, read_protection
+from reconbound.mechanisms.base import BLIND, SURE, read_protection
 from reconbound.report.folder import Leakage, Run, prepare, write_leakage, write_run
 from reconbound.report.headline import any_attacker_sentences, finding, headline, public_headline
 from reconbound.report.text import weaknesses

@@ -18,7 +18,7 @@ from reconbound._internal.checks import InputError
 from reconbound._internal.rng import derive, seeded, torch_stream
 from reconbound.accounting.accountant import Account, FisherAccountant
 from reconbound.accounting.amplification import fixed_size_factor, paper_delta, paper_kappa
-from reconbound.fisher import Private, dense_information, step_information
+from reconbound.fisher import Private, ProbeOptions, StepOptions, dense_information, step_information
 from reconbound.training import private_sgd as sgd_module
 from reconbound.training.private_sgd import NoLedger, PrivateSGD, Settings, TrainingError
 from reconbound.training.sampling import FixedSize, Poisson, ShuffledEpochs
@@ -738,8 +738,7 @@ def test_a_loop_of_ones_own_gives_the_ledger_of_the_learner() -> None:
                     max_grad_norm=1.0,
                     noise_multiplier=1.0,
                     clip="hard",
-                    generator=generator,
-                    error="bound",
+                    options=StepOptions(probes=ProbeOptions(generator=generator, error="bound")),
                 )
                 beside.add(batch, found, weight=1.0)
                 sums = found.gradient_sum

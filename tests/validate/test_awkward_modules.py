@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from measuring import measure, sum_clipped
 from reconbound import PrivateSGD, Settings
-from reconbound.fisher import Private, clipped_gradient_sum, dense_information, step_information
+from reconbound.fisher import Private, dense_information
 from reconbound.validate import ModelError, check_batch
 
 RECORDS = 7
@@ -117,8 +118,8 @@ def check_all(model: nn.Module, x: Tensor, private: Private | None) -> None:
     for clip_norm in (0.5, 1e6):
         step: dict[str, Any] = {"max_grad_norm": clip_norm, "clip": "hard"}
         want = autograd_sum(model, x, y, clip_norm)
-        sums = clipped_gradient_sum(model, losses, x, y, **step).gradient_sum
-        found = step_information(
+        sums = sum_clipped(model, losses, x, y, **step).gradient_sum
+        found = measure(
             model, losses, x, y, noise_multiplier=1.0, private=private, probes=20, **step, diagonal=True, spectral=3
         )
         for name, value in want.items():
@@ -203,10 +204,10 @@ def test_gradient_checkpointing_is_refused(reentrant: bool, first: bool) -> None
     with pytest.raises(ModelError, match=r"uses gradient checkpointing .* turn it off"):
         PrivateSGD(model, losses, x, y, settings, progress=False)
     with pytest.raises(ValueError, match=r"uses gradient checkpointing .* turn it off"):
-        step_information(model, losses, x, y, **step)
+        measure(model, losses, x, y, **step)
     if not (reentrant and first):  # PyTorch itself warns then: there is no gradient at all
         with pytest.raises(ValueError, match=r"uses gradient checkpointing .* turn it off"):
-            clipped_gradient_sum(model, losses, x, y, max_grad_norm=1.0)
+            sum_clipped(model, losses, x, y, max_grad_norm=1.0)
 
 
 @pytest.mark.parametrize(

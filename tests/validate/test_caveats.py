@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from measuring import measure
 from reconbound import Account, FisherAccountant, PrivateSGD, Settings
 from reconbound._internal.checks import InputError
-from reconbound.fisher import Private, step_information
+from reconbound.fisher import Private
 from reconbound.validate import ReconboundWarning, check_batch
 from reconbound.validate.structure import NOT_CHECKED
 
@@ -65,7 +66,7 @@ def fed(model: nn.Module, private: Any = None, **changes: Any) -> FisherAccounta
     if isinstance(model, Tokens):
         x = torch.arange(36).reshape(12, 3) % 7
     options = {"diagonal": True} if changes.get("diagonal") else {}
-    found = step_information(model, losses, x, y, private=private, **SETTING, **options)
+    found = measure(model, losses, x, y, private=private, **SETTING, **options)
     kept = ledger(found.features, **changes)
     kept.add(torch.arange(12), found)
     kept.finish_run()
@@ -142,7 +143,7 @@ def test_caveats_outlive_saving_merging_and_later_steps(tmp_path: Path) -> None:
     assert other.caveats == kept.caveats
     assert other.needs_range
     x = torch.arange(36).reshape(12, 3) % 7
-    later = step_information(Tokens(trained=False), losses, x, data()[1], private=Private("module", "table"), **SETTING)
+    later = measure(Tokens(trained=False), losses, x, data()[1], private=Private("module", "table"), **SETTING)
     kept.add(torch.arange(12), later)  # what was said once stays
     assert any("not covered" in said for said in kept.caveats)
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from measuring import measure, sum_clipped
 from reconbound import PrivateSGD, Settings
-from reconbound.fisher import step_information
-from reconbound.fisher.sums import clipped_gradient_sum
 from reconbound.validate import ModelError, check_batch
 
 
@@ -42,8 +41,8 @@ def test_hooks_on_gradients_are_refused_before_training(register, said) -> None:
     loss = nn.CrossEntropyLoss(reduction="none")
     calls = (
         lambda: check_batch(model, loss, x, y),
-        lambda: clipped_gradient_sum(model, loss, x, y, max_grad_norm=1.0),
-        lambda: step_information(model, loss, x, y, max_grad_norm=1.0, noise_multiplier=1.0),
+        lambda: sum_clipped(model, loss, x, y, max_grad_norm=1.0),
+        lambda: measure(model, loss, x, y, max_grad_norm=1.0, noise_multiplier=1.0),
         lambda: PrivateSGD(model, loss, x, y, Settings(1.0, 1.0, 0.5)),
     )
     for call in calls[:3]:
@@ -74,7 +73,7 @@ def test_forward_hooks_and_parametrizations_are_part_of_the_model() -> None:
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
         change(model)
         check_batch(model, loss, x, y)
-        found = clipped_gradient_sum(model, loss, x, y, max_grad_norm=1e30, clip="hard").gradient_sum
+        found = sum_clipped(model, loss, x, y, max_grad_norm=1e30, clip="hard").gradient_sum
         params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         plain = torch.autograd.grad(loss(model(x), y).sum(), list(params.values()))
         for name, gradient in zip(params, plain, strict=True):

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from measuring import measure
 from reconbound import PrivateSGD, Settings
-from reconbound.fisher import Private, step_information
+from reconbound.fisher import Private
 from reconbound.validate import KinkWarning, ModelError, check_batch, math_attention
 
 per_record = nn.CrossEntropyLoss(reduction="none")
@@ -409,12 +410,12 @@ def test_model_that_bins_its_inputs_is_refused_for_it_is_attacked_far_below_its_
     for attempt in (
         lambda: check_batch(model, squared, x, y),
         lambda: PrivateSGD(model, squared, x, y, settings, progress=False),
-        lambda: step_information(model, squared, x, y, **step),
+        lambda: measure(model, squared, x, y, **step),
     ):
         with pytest.raises(ModelError, match="uses gt"):
             attempt()
     # what would have been stated, and the error of a guess at the middle of the likeliest bin
-    found = step_information(model, squared, x, y, clip="hard", checked=True, probes=64, generator=generator, **step)
+    found = measure(model, squared, x, y, clip="hard", checked=True, probes=64, generator=generator, **step)
     floor = 1 / found.trace.double()
     grid = torch.linspace(0, 1, 801)[:, None]
     clipped = lambda z: _clipped_gradients(model, z, torch.full((len(z),), 2.0))  # noqa: E731

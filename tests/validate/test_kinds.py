@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from measuring import measure, sum_clipped
 from reconbound import PrivateSGD, Settings
-from reconbound.fisher import clipped_gradient_sum, step_information
 from reconbound.fisher.checks import wrong_kind
 from reconbound.training.private_sgd import TrainingError
 from reconbound.validate import check_batch
@@ -96,11 +96,11 @@ def test_inputs_of_another_dtype_are_named(dtype: torch.dtype, said: str, kind: 
     with pytest.raises(ValueError, match=said):
         check_batch(model, LOSS, inputs, targets)
     with pytest.raises(ValueError, match=said):
-        clipped_gradient_sum(model, LOSS, inputs, targets, max_grad_norm=1.0)
+        sum_clipped(model, LOSS, inputs, targets, max_grad_norm=1.0)
     private = said if dtype.is_floating_point else r"must be a floating-point tensor, got torch\.u?int.*\.float\(\)"
     for method in ("auto", "generic"):
         with pytest.raises(ValueError, match=private):
-            step_information(model, LOSS, inputs, targets, max_grad_norm=1.0, noise_multiplier=1.0, method=method)  # type: ignore[arg-type]
+            measure(model, LOSS, inputs, targets, max_grad_norm=1.0, noise_multiplier=1.0, method=method)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
@@ -111,7 +111,7 @@ def test_targets_that_the_loss_does_not_take_are_named(dtype: torch.dtype) -> No
     with pytest.raises(ValueError, match=said):
         learner(inputs, targets)
     with pytest.raises(ValueError, match=said):
-        step_information(network(), LOSS, inputs, targets, max_grad_norm=1.0, noise_multiplier=1.0)
+        measure(network(), LOSS, inputs, targets, max_grad_norm=1.0, noise_multiplier=1.0)
 
 
 def test_other_things_are_refused_by_name() -> None:

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from measuring import measure
 from reconbound import PrivateSGD, Settings
-from reconbound.fisher import Private, dense_information, step_information
+from reconbound.fisher import Private, dense_information
 from reconbound.validate import KinkWarning, ModelError, ReconboundWarning, check_batch
 
 per_record = nn.CrossEntropyLoss(reduction="none")
@@ -81,7 +82,7 @@ def test_what_a_detached_path_hides() -> None:
     tokens, private = torch.arange(18).reshape(6, 3), Private("module", "table")
     model = Words(DETACHED["nearly all"], torch.tanh).double()
     step: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "clip": "hard", "checked": True}
-    hidden = step_information(model, per_record, tokens, labels(), private=private, probes=400, **step).trace
+    hidden = measure(model, per_record, tokens, labels(), private=private, probes=400, **step).trace
     model.function = lambda e: e
     whole = dense_information(
         model, per_record, tokens, labels(), private=private, max_grad_norm=1.0, noise_multiplier=1.0, clip="hard"

@@ -32,7 +32,7 @@ from reconbound.accounting.spec import Account, checked_device, checked_scale
 from reconbound.bounds import Bound
 from reconbound.data.copies import checked_rows
 from reconbound.fisher import StepInformation
-from reconbound.mechanisms.guarantees import Guarantee, guarantee
+from reconbound.mechanisms.guarantee import Guarantee, guarantee
 from reconbound.validate.structure import ReconboundWarning
 
 

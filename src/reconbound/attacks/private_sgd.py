@@ -30,7 +30,7 @@ from reconbound._internal.rng import derive, new_seed
 from reconbound.accounting.amplification import poisson_factors
 from reconbound.attacks.summary import BIASED
 from reconbound.fisher import clipped_gradient_sum, clipping
-from reconbound.fisher.passes.generic import load_forward_mode
+from reconbound.fisher.reference import load_forward_mode
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.settings import Settings
 from reconbound.validate.private import Private, Problem

@@ -32,7 +32,7 @@ from reconbound.auditing.models import check_model, describe_model, model_kind
 from reconbound.auditing.options import AuditOptions, make_learner, open_folder, settle
 from reconbound.auditing.release import write_inputs
 from reconbound.auditing.snapshots import SNAPSHOTS, SnapshotMeasurements, Snapshots
-from reconbound.mechanisms.guarantees import Guarantee, guarantee
+from reconbound.mechanisms.guarantee import Guarantee, guarantee
 from reconbound.report.folder import (
     CHECKPOINTS,
     CHOSEN_SEED,

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from reconbound._internal.checks import InputError, matrix, number, numbers, whole
-from reconbound.bounds.bound import WORST_CASE, Bound, Box, box, divergence, from_log
-from reconbound.bounds.inverse import inverse_trace
+from reconbound.bounds.bound import WORST_CASE, Bound, Coordinates, divergence, from_log, mean_coordinates
+from reconbound.bounds.data_space import box
+from reconbound.bounds.unbiased import inverse_trace
 
 REPLACE_ONE = "replace-one"
 AVERAGE = "Fisher information, averaged over the prior"
@@ -47,15 +48,10 @@ def van_trees(information: Any, covariance: Any) -> Bound:
     root = vectors * np.sqrt(np.clip(eigenvalues, 0.0, None))
     product = root.T @ fim @ root
     d = fim.shape[0]
+    value, guess = inverse_trace(product, root, 1.0) / d, float(np.trace(prior)) / d
+    assumes = ("on average over a Gaussian prior with the given covariance",)
     return Bound(
-        "van_trees",
-        inverse_trace(product, root, 1.0) / d,
-        "van Trees",
-        "any",
-        AVERAGE,
-        assumes=("on average over a Gaussian prior with the given covariance",),
-        guess=float(np.trace(prior)) / d,
-        coordinates="each" if d == 1 else "average",
+        "van_trees", value, "van Trees", "any", AVERAGE, assumes=assumes, guess=guess, coordinates=mean_coordinates(d)
     )
 
 
@@ -75,7 +71,7 @@ def van_trees_trace(trace: float, variances: Any, *, dim: int | None = None) -> 
     0.25
     """
     t = number("trace", trace, at_least=0.0)
-    s, counts, d = _spectrum(variances, dim)
+    s, counts, d = group_variances(variances, dim)
     order = np.argsort(-s)
     s, counts = s[order], counts[order]
     positive = s > 1e-290  # what is smaller is known, for all that matters
@@ -86,19 +82,12 @@ def van_trees_trace(trace: float, variances: Any, *, dim: int | None = None) -> 
     active = level > inverse  # none where the trace is 0, or too small next to 1/s
     water = 1 / float(level[np.nonzero(active)[0][-1]]) if active.any() else float(s[0])
     value = float(np.sum(counts * np.minimum(s, water))) / d
-    return Bound(
-        "van_trees_trace",
-        value,
-        "van Trees (water-filling)",
-        "any",
-        AVERAGE,
-        assumes=("on average over a Gaussian prior with the given variances",),
-        guess=float(np.sum(counts * s)) / d,
-        coordinates="each" if d == 1 else "average",
-    )
+    assumes, guess = ("on average over a Gaussian prior with the given variances",), float(np.sum(counts * s)) / d
+    each, theorem = mean_coordinates(int(d)), "van Trees (water-filling)"
+    return Bound("van_trees_trace", value, theorem, "any", AVERAGE, assumes=assumes, guess=guess, coordinates=each)
 
 
-def _spectrum(variances: Any, dim: int | None) -> tuple[np.ndarray, np.ndarray, float]:
+def group_variances(variances: Any, dim: int | None) -> tuple[np.ndarray, np.ndarray, float]:
     """Returns distinct variances, their multiplicities and d."""
     s = numbers("variances", variances, at_least=0.0)
     if s.ndim == 0:
@@ -143,8 +132,9 @@ def box_minimax(information: float, *, width: float = 1.0, each_coordinate: bool
         f"{WORST_CASE} over the box",
         "the information is at most this throughout the box, " + ("in each coordinate" if each_coordinate else "dFIL"),
     )
-    return Bound("box_minimax", value, "van Trees and Le Cam on a box", "any", "Fisher information", assumes=assumes,
-                 guess=w**2 / 4, coordinates="each" if each_coordinate else "average")  # fmt: skip
+    each: Coordinates = "each" if each_coordinate else "average"
+    theorem, neighbours = "van Trees and Le Cam on a box", "Fisher information"
+    return Bound("box_minimax", value, theorem, "any", neighbours, assumes=assumes, guess=w**2 / 4, coordinates=each)
 
 
 # --- Le Cam: two corners that differ in one coordinate ---------------------------------------------------------------
@@ -170,8 +160,10 @@ def lecam(overlap: float, *, widths: Any = 1.0, dim: int | None = None, theorem:
     """
     share = number("overlap", overlap, at_least=0.0, at_most=1.0)
     space = box(widths, dim)
-    return Bound("lecam", space.guess * share, theorem, "any", REPLACE_ONE, assumes=(WORST_CORNER,), guess=space.guess,
-                 coordinates=space.each)  # fmt: skip
+    value, assumes = space.guess * share, (WORST_CORNER,)
+    return Bound(
+        "lecam", value, theorem, "any", REPLACE_ONE, assumes=assumes, guess=space.guess, coordinates=space.each
+    )
 
 
 def overlap_from_pure(epsilon: float, delta: float = 0.0) -> float:
@@ -243,19 +235,3 @@ def overlap_from_losses(losses: Any, probabilities: Any, infinite: float = 0.0) 
     value = float(np.sum(mass * 2 * np.exp(-np.logaddexp(0.0, loss))))
     excess = float(np.sum(np.clip(mass, 0, None))) + number("infinite", infinite, at_least=0.0) - 1.0
     return min(max(value - 2 * max(excess, 0.0), 0.0), 1.0)
-
-
-def box_of(low: float, high: float, dim: int) -> Box:
-    """Returns the box [low, high]^dim, checked.
-
-    Args:
-        low: the lower end of every coordinate.
-        high: the upper end of every coordinate.
-        dim: the number of coordinates.
-    """
-    lo, hi = number("low", low), number("high", high)
-    if lo >= hi:
-        raise InputError("low", f"must be less than high ({hi:g})", low)
-    if not 1e-100 <= hi - lo <= 1e100:
-        raise InputError("high", f"must be between 1e-100 and 1e100 above low ({lo:g})", high)
-    return box(hi - lo, dim)

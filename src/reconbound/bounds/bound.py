@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from reconbound._internal.checks import LARGEST, InputError, number, numbers, whole
+from reconbound._internal.checks import LARGEST, number
 from reconbound._internal.formatting import format_floor, format_limit
 
 Attacker = Literal["unbiased", "any"]
@@ -167,67 +167,9 @@ class Bound:
         return f"{self.name}: {said}{said_of_none}{guess} [{self.theorem}; {self.adjacency}{sampler}{notes}]"
 
 
-@dataclass(frozen=True)
-class Box:
-    """A data space that is a box with side lengths w_i, held as the few sums that the floors need.
-
-    `unequal` is None when all sides are equal, so that ten million equal sides cost nothing.
-    """
-
-    dim: int
-    side: float
-    unequal: np.ndarray | None = None
-
-    @property
-    def mean_square(self) -> float:
-        """Returns Σ wᵢ²/d."""
-        return self.side**2 if self.unequal is None else float(np.mean(self.unequal**2))
-
-    @property
-    def total(self) -> float:
-        """Returns Σ wᵢ."""
-        return self.dim * self.side if self.unequal is None else float(np.sum(self.unequal))
-
-    @property
-    def guess(self) -> float:
-        """Returns the squared error per coordinate of guessing the middle, at worst: Σ wᵢ²/(4d)."""
-        return self.mean_square / 4
-
-    @property
-    def average(self) -> Coordinates:
-        """Returns which coordinates an average over them bounds: "each" where there is only one."""
-        return "each" if self.dim == 1 else "average"
-
-    @property
-    def each(self) -> Coordinates:
-        """Returns which coordinates Σ wᵢ² x/d bounds, where wᵢ² x bounds coordinate i: "each" for equal sides."""
-        return "each" if self.unequal is None else "average"
-
-    def groups(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns distinct side lengths and the number of coordinates that have each."""
-        if self.unequal is None:
-            return np.array([self.side]), np.array([float(self.dim)])
-        sides, counts = np.unique(self.unequal, return_counts=True)
-        return sides, counts.astype(float)
-
-
-def box(widths: Any, dim: int | None = None) -> Box:
-    """Returns the box with these side lengths; one number and `dim` stand for `dim` equal sides.
-
-    Args:
-        widths: one number, or one per coordinate.
-        dim: the number of coordinates when `widths` is one number.
-    """
-    array = numbers("widths", widths, above=0.0)
-    if np.any(array > 1e100):
-        raise InputError("widths", "must be at most 1e100", float(array.max()))
-    if array.size > 1 or array.ndim > 0:
-        flat = array.ravel()
-        if dim is not None and dim != flat.size:
-            raise InputError("dim", f"must equal the number of widths, {flat.size}", dim)
-        equal = bool(np.all(flat == flat[0]))
-        return Box(flat.size, float(flat[0]), None if equal else flat)
-    return Box(whole("dim", 1 if dim is None else dim), float(array))
+def mean_coordinates(dim: int) -> Coordinates:
+    """Returns which coordinates an average over `dim` of them bounds: "each" where there is only one."""
+    return "each" if dim == 1 else "average"
 
 
 def log_expm1(x: float) -> float:

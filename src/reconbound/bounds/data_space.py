@@ -6,10 +6,89 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reconbound._internal.checks import InputError, number, whole
-from reconbound.bounds import Bound
-from reconbound.bounds.any_attacker import box_of
-from reconbound.bounds.bound import WORST_CASE, Box
+import numpy as np
+
+from reconbound._internal.checks import InputError, number, numbers, whole
+from reconbound.bounds.bound import WORST_CASE, Bound, Coordinates, mean_coordinates
+
+
+@dataclass(frozen=True)
+class Box:
+    """A data space that is a box with side lengths w_i, held as the few sums that the floors need.
+
+    `unequal` is None when all sides are equal, so that ten million equal sides cost nothing.
+    """
+
+    dim: int
+    side: float
+    unequal: np.ndarray | None = None
+
+    @property
+    def mean_square(self) -> float:
+        """Returns Σ wᵢ²/d."""
+        return self.side**2 if self.unequal is None else float(np.mean(self.unequal**2))
+
+    @property
+    def total(self) -> float:
+        """Returns Σ wᵢ."""
+        return self.dim * self.side if self.unequal is None else float(np.sum(self.unequal))
+
+    @property
+    def guess(self) -> float:
+        """Returns the squared error per coordinate of guessing the middle, at worst: Σ wᵢ²/(4d)."""
+        return self.mean_square / 4
+
+    @property
+    def average(self) -> Coordinates:
+        """Returns which coordinates an average over all of them bounds."""
+        return mean_coordinates(self.dim)
+
+    @property
+    def each(self) -> Coordinates:
+        """Returns which coordinates Σ wᵢ² x/d bounds, where wᵢ² x bounds coordinate i: "each" for equal sides."""
+        return "each" if self.unequal is None else "average"
+
+    def groups(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns distinct side lengths and the number of coordinates that have each."""
+        if self.unequal is None:
+            return np.array([self.side]), np.array([float(self.dim)])
+        sides, counts = np.unique(self.unequal, return_counts=True)
+        return sides, counts.astype(float)
+
+
+def box(widths: Any, dim: int | None = None) -> Box:
+    """Returns the box with these side lengths; one number and `dim` stand for `dim` equal sides.
+
+    Args:
+        widths: one number, or one per coordinate.
+        dim: the number of coordinates when `widths` is one number.
+    """
+    array = numbers("widths", widths, above=0.0)
+    if np.any(array > 1e100):
+        raise InputError("widths", "must be at most 1e100", float(array.max()))
+    if array.size > 1 or array.ndim > 0:
+        flat = array.ravel()
+        if dim is not None and dim != flat.size:
+            raise InputError("dim", f"must equal the number of widths, {flat.size}", dim)
+        equal = bool(np.all(flat == flat[0]))
+        return Box(flat.size, float(flat[0]), None if equal else flat)
+    return Box(whole("dim", 1 if dim is None else dim), float(array))
+
+
+def box_of(low: float, high: float, dim: int) -> Box:
+    """Returns the box [low, high]^dim, checked.
+
+    Args:
+        low: the lower end of every coordinate.
+        high: the upper end of every coordinate.
+        dim: the number of coordinates.
+    """
+    lo, hi = number("low", low), number("high", high)
+    if lo >= hi:
+        raise InputError("low", f"must be less than high ({hi:g})", low)
+    if not 1e-100 <= hi - lo <= 1e100:
+        raise InputError("high", f"must be between 1e-100 and 1e100 above low ({lo:g})", high)
+    return box(hi - lo, dim)
 
 
 @dataclass(frozen=True)
@@ -61,7 +140,7 @@ class DataSpace:
             return self.side
         return min(self.cut[1] - self.cut[0], 2 * (self.ball or 0.0) / math.sqrt(self.dim))
 
-    def described(self, units: str = "") -> str:
+    def describe(self, units: str = "") -> str:
         """Describes the data space in words."""
         unit = f" {units}" if units else ""
         if self.whole_ball is not None:
@@ -92,19 +171,21 @@ class DataSpace:
         if not self._other:
             return bound
         worst = f"{WORST_CASE} over {self.place}: through the box inside it"
-        assumes = tuple(worst if said.startswith(WORST_CASE) else said for said in bound.assumes)
-        assumes = tuple(said.replace("every record of the box", f"every record of {self.place}") for said in assumes)
-        assumes = tuple(said.replace("corners of the box", "corners of the box inside the ball") for said in assumes)
+        changes = {"every record of the box": f"every record of {self.place}"}
+        changes["corners of the box"] = "corners of the box inside the ball"
+        assumes = [worst if one.startswith(WORST_CASE) else one for one in bound.assumes]
+        for old, new in changes.items():
+            assumes = [one.replace(old, new) for one in assumes]
         given = self.cut or (self.low, self.high)
         guess = min((given[1] - given[0]) ** 2 / 4, (self.ball or 0.0) ** 2 / self.dim)
         average = bound.name in ("theorem1", "theorem1_paper") and self.dim > 1
         mean = "average" if average else bound.coordinates
-        return replace(bound, assumes=assumes, guess=guess, coordinates=mean)
+        return replace(bound, assumes=tuple(assumes), guess=guess, coordinates=mean)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a plain dictionary for JSON: "space" in words, and "low" and "high" of the box of the floors."""
         ends = {"low": self.low, "high": self.high, "ball": self.ball, "cut_from": self.cut}
-        return {"dim": self.dim, "space": self.described(), **ends}
+        return {"dim": self.dim, "space": self.describe(), **ends}
 
 
 def data_space(dim: int, low: float | None = None, high: float | None = None, radius: float | None = None) -> DataSpace:
@@ -147,6 +228,3 @@ def data_space(dim: int, low: float | None = None, high: float | None = None, ra
 def end(x: float) -> str:
     """Formats an end of the data's range, as it was given."""
     return f"{x:,.0f}" if 1e3 <= abs(x) < 1e15 and x == int(x) else f"{x:g}"
-
-
-__all__ = ["DataSpace", "data_space", "end"]

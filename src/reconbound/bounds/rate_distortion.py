@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq
 
 from reconbound._internal.checks import number, whole
-from reconbound.bounds.any_attacker import _spectrum
-from reconbound.bounds.bound import WORST_CASE, Bound, Box, box, divergence, from_log
+from reconbound.bounds.any_attacker import group_variances
+from reconbound.bounds.bound import WORST_CASE, Bound, divergence, from_log, mean_coordinates
+from reconbound.bounds.data_space import Box, box
 
 REFERENCE = "KL divergence to one release that does not depend on the record"
+
+
+def _floor(name: str, value: float, theorem: str, prior: str, guess: float, dim: int) -> Bound:
+    """Returns a rate–distortion floor on average over a prior."""
+    return Bound(
+        name, value, theorem, "any", REFERENCE, assumes=(prior,), guess=guess, coordinates=mean_coordinates(dim)
+    )
 
 
 def corners_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bound:
@@ -35,16 +44,9 @@ def corners_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bo
     (0.25, 0.0)
     """
     nats, space = divergence("kl", kl), box(widths, dim)
-    return Bound(
-        "rate_distortion",
-        _corners_value(nats, space),
-        "rate–distortion (corners)",
-        "any",
-        REFERENCE,
-        assumes=(f"{WORST_CASE} over the box: on average over its corners",),
-        guess=space.guess,
-        coordinates=space.average,
-    )
+    prior = f"{WORST_CASE} over the box: on average over its corners"
+    value = _corners_value(nats, space)
+    return _floor("rate_distortion", value, "rate–distortion (corners)", prior, space.guess, space.dim)
 
 
 def _spread(s: np.ndarray) -> np.ndarray:
@@ -135,16 +137,8 @@ def uniform_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bo
     nats, space = divergence("kl", kl), box(widths, dim)
     sides, counts = space.groups()
     value = _reverse_water_filling(sides**2 / (2 * math.pi * math.e), counts, nats)
-    return Bound(
-        "rate_distortion_uniform",
-        value,
-        "rate–distortion (uniform)",
-        "any",
-        REFERENCE,
-        assumes=("on average over a uniform record in the box",),
-        guess=space.mean_square / 12,
-        coordinates=space.average,
-    )
+    prior, theorem = "on average over a uniform record in the box", "rate–distortion (uniform)"
+    return _floor("rate_distortion_uniform", value, theorem, prior, space.mean_square / 12, space.dim)
 
 
 def ball_floor(kl: float, radius: float, dim: int = 1) -> Bound:
@@ -165,16 +159,9 @@ def ball_floor(kl: float, radius: float, dim: int = 1) -> Bound:
     nats, size, d = divergence("kl", kl), number("radius", radius, above=0.0, at_most=1e100), whole("dim", dim)
     log_volume = d / 2 * math.log(math.pi) + d * math.log(size) - math.lgamma(d / 2 + 1)
     log_value = 2 * (log_volume - nats) / d - math.log(2 * math.pi * math.e)
-    return Bound(
-        "rate_distortion_ball",
-        from_log(log_value - 1e-13 * max(1.0, abs(log_value))) if nats < math.inf else 0.0,
-        "rate–distortion (uniform in a ball)",
-        "any",
-        REFERENCE,
-        assumes=("on average over a uniform record in the ball",),
-        guess=size * size / d,
-        coordinates="each" if d == 1 else "average",
-    )
+    value = from_log(log_value - 1e-13 * max(1.0, abs(log_value))) if nats < math.inf else 0.0
+    prior, theorem = "on average over a uniform record in the ball", "rate–distortion (uniform in a ball)"
+    return _floor("rate_distortion_ball", value, theorem, prior, size * size / d, d)
 
 
 def rate_distortion(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bound:
@@ -193,9 +180,7 @@ def rate_distortion(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> 
     """
     low_rate, high_rate = corners_floor(kl, widths=widths, dim=dim), uniform_floor(kl, widths=widths, dim=dim)
     best = low_rate if low_rate.value >= high_rate.value else high_rate
-    assumes = (f"{WORST_CASE} over the box",)
-    return Bound("rate_distortion", best.value, best.theorem, "any", REFERENCE, assumes=assumes, guess=low_rate.guess,
-                 coordinates=best.coordinates)  # fmt: skip
+    return replace(best, name="rate_distortion", assumes=(f"{WORST_CASE} over the box",), guess=low_rate.guess)
 
 
 def gaussian_floor(kl: float, variances: Any, *, dim: int | None = None) -> Bound:
@@ -214,17 +199,10 @@ def gaussian_floor(kl: float, variances: Any, *, dim: int | None = None) -> Boun
     1.0
     """
     nats = divergence("kl", kl)
-    s, counts, d = _spectrum(variances, dim)
-    return Bound(
-        "rate_distortion_gaussian",
-        _reverse_water_filling(s, counts, nats),
-        "rate–distortion (Gaussian prior)",
-        "any",
-        REFERENCE,
-        assumes=("on average over a Gaussian prior with the given variances",),
-        guess=float(np.sum(counts * s)) / d,
-        coordinates="each" if d == 1 else "average",
-    )
+    s, counts, d = group_variances(variances, dim)
+    value, guess = _reverse_water_filling(s, counts, nats), float(np.sum(counts * s)) / d
+    prior, theorem = "on average over a Gaussian prior with the given variances", "rate–distortion (Gaussian prior)"
+    return _floor("rate_distortion_gaussian", value, theorem, prior, guess, int(d))
 
 
 def _reverse_water_filling(s: np.ndarray, counts: np.ndarray, nats: float) -> float:

@@ -12,17 +12,13 @@ from typing import Any
 import numpy as np
 
 from reconbound._internal.checks import LARGEST, InputError, matrix, number, numbers, whole
-from reconbound.bounds.bound import Bound, Box, Coordinates, box, divergence, from_log, log_expm1
-from reconbound.bounds.inverse import inverse_trace
+from reconbound.bounds.bound import Bound, divergence, from_log, log_expm1, mean_coordinates
+from reconbound.bounds.data_space import Box, box
 
 REPLACE_ONE = "replace-one"
 LOCAL = "Fisher information at the record"
+UNIT_ROUNDOFF = 2.0**-53
 HOLDS_EVERYWHERE = "the attacker is unbiased at every record of the box"
-
-
-def _average(dim: int) -> Coordinates:
-    """Returns which coordinates an average over `dim` of them bounds."""
-    return "each" if dim == 1 else "average"
 
 
 def _over_chi2(numerator: float, epsilon: float) -> float:
@@ -61,17 +57,11 @@ def theorem1(
     gamma = numbers("sensitivities", sensitivities, at_least=0.0)
     bias = number("squared_bias", squared_bias, at_least=0.0)
     biased = bias > 0 or bool(np.any(gamma != 1))
-    value = _over_chi2(_weighted_square(space, gamma) / 4, eps) + bias
+    value = min(_over_chi2(_weighted_square(space, gamma) / 4, eps) + bias, LARGEST)
     assumes = ("the attacker's mean has the stated sensitivities and bias",) if biased else (HOLDS_EVERYWHERE,)
+    each = space.average if biased else space.each
     return Bound(
-        "theorem1",
-        min(value, LARGEST),
-        "Theorem 1",
-        "unbiased",
-        REPLACE_ONE,
-        assumes=assumes,
-        guess=space.guess,
-        coordinates=space.average if biased else space.each,
+        "theorem1", value, "Theorem 1", "unbiased", REPLACE_ONE, assumes=assumes, guess=space.guess, coordinates=each
     )
 
 
@@ -114,16 +104,8 @@ def by_position(epsilon: float, record: Any, *, low: Any = 0.0, high: Any = 1.0)
     reach = np.maximum(z - lo, hi - z)
     value = _over_chi2(float(np.mean(reach**2)), eps)
     guess = float(np.mean((hi - lo) ** 2)) / 4
-    return Bound(
-        "by_position",
-        value,
-        "Theorem 1 by position",
-        "unbiased",
-        REPLACE_ONE,
-        assumes=(HOLDS_EVERYWHERE,),
-        guess=guess,
-        coordinates=_average(z.size),
-    )
+    assumes, theorem, each = (HOLDS_EVERYWHERE,), "Theorem 1 by position", mean_coordinates(z.size)
+    return Bound("by_position", value, theorem, "unbiased", REPLACE_ONE, assumes=assumes, guess=guess, coordinates=each)
 
 
 def corners(epsilon: float, *, widths: Any = 1.0, dim: int | None = None) -> Bound:
@@ -157,6 +139,47 @@ def _saturated_inverse(values: np.ndarray) -> Any:
     return float(out) if out.ndim == 0 else out
 
 
+def inverse_trace(matrix: np.ndarray, jacobian: np.ndarray, shift: float = 0.0) -> float:
+    """Returns a lower bound of Tr(J (A + shift)⁻¹ Jᵀ) for a symmetric positive semi-definite A given in float64.
+
+        A ≼ V (Λ + η) Vᵀ   implies   Tr(J A⁻¹ Jᵀ) ≥ Σᵢ ‖J vᵢ‖²/(λᵢ + η)
+
+    A is first scaled to unit diagonal, by powers of two. η bounds what separates the scaled A from V Λ Vᵀ: the
+    residual, the rounding of the residual itself, the asymmetry of A, and what A falls short of being positive
+    semi-definite. The last step accounts for V being orthogonal only up to rounding.
+
+    Args:
+        matrix: A, shape (d, d).
+        jacobian: J, shape (k, d).
+        shift: is added to every eigenvalue of A, which is then not scaled.
+
+    >>> inverse_trace(np.diag([4.0, 1.0]), np.eye(2)) <= 1.25
+    True
+    """
+    d = len(matrix)
+    diagonal = np.diagonal(matrix)
+    exponent = np.where(diagonal > 0, np.round(np.log2(np.where(diagonal > 0, diagonal, 1.0)) / 2), 0.0)
+    exponent = np.clip(0.0 * exponent if shift else exponent, -500, 500).astype(int)
+    scaled = np.ldexp(np.ldexp(matrix, -exponent[:, None]), -exponent[None, :])
+    follows = np.ldexp(jacobian, -exponent[None, :])  # exact, as the powers of two are, up to underflow
+    symmetric = scaled / 2 + scaled.T / 2
+    values, vectors = np.linalg.eigh(symmetric)
+    size = float(np.linalg.norm(symmetric))
+    rebuilt = (vectors * values) @ vectors.T
+    eta = float(np.linalg.norm(symmetric - rebuilt))
+    eta += 4 * (d + 4) * UNIT_ROUNDOFF * math.sqrt(d) * max(size, float(np.linalg.norm(values)))
+    eta += float(np.linalg.norm(scaled - scaled.T)) / 2
+    eta += 2 * max(-float(values[0]), 0.0)  # what a matrix with a negative eigenvalue is known to be off by, twice
+    least = np.maximum(values, 0.0) + max(eta, 1 / LARGEST) + shift
+    skew = float(np.linalg.norm(vectors.T @ vectors - np.eye(d))) + 4 * (d + 4) * UNIT_ROUNDOFF * d
+    reach = np.linalg.norm(follows @ vectors, axis=0)
+    lost = (d + 4) * UNIT_ROUNDOFF * float(np.linalg.norm(follows))  # rounding of a product J v
+    with np.errstate(over="ignore"):
+        total = float(np.sum(np.maximum(reach - lost, 0.0) ** 2 / least))
+    share = 1 - 2 * skew * math.sqrt(float(least[-1] / least[0]))
+    return total * max(share, 0.0) ** 2 * (1 - 8 * (d + 4) * UNIT_ROUNDOFF)
+
+
 def theorem2(information: Any, *, jacobian: Any = None, bias: Any = None) -> Bound:
     """Returns the floor of the paper's Theorem 2 in full: the Cramér–Rao floor.
 
@@ -188,7 +211,7 @@ def theorem2(information: Any, *, jacobian: Any = None, bias: Any = None) -> Bou
     unbiased = jacobian is None and bias is None
     assumes = () if unbiased else ("the attacker's mean has the stated Jacobian and bias",)
     return Bound(
-        "theorem2", value, "Theorem 2 (Cramér–Rao)", "unbiased", LOCAL, assumes=assumes, coordinates=_average(d)
+        "theorem2", value, "Theorem 2 (Cramér–Rao)", "unbiased", LOCAL, assumes=assumes, coordinates=mean_coordinates(d)
     )
 
 
@@ -209,7 +232,7 @@ def from_trace(trace: Any, dim: int) -> Bound:
     traces = numbers("trace", trace, at_least=0.0)
     d = whole("dim", dim)
     return Bound("dfil", _saturated_inverse(traces / d), "Theorem 2 (trace)", "unbiased", LOCAL,
-                 coordinates=_average(d))  # fmt: skip
+                 coordinates=mean_coordinates(d))  # fmt: skip
 
 
 def from_spectral_norm(norm: Any) -> Bound:
@@ -268,4 +291,4 @@ def per_group(information: Any, features: Any) -> Bound:
         raise InputError("features", f"must be distinct indices below {fim.shape[0]}", features)
     block = theorem2(fim[np.ix_(index, index)])
     return Bound("per_group", block.value, "Theorem 2 (a group of features)", "unbiased", LOCAL,
-                 coordinates=_average(index.size))  # fmt: skip
+                 coordinates=mean_coordinates(index.size))  # fmt: skip

@@ -20,7 +20,7 @@ from reconbound.cli.mechanism import (
     mechanism_options,
 )
 from reconbound.mechanisms import Mechanism, SampledGaussian
-from reconbound.mechanisms.guarantees import Guarantee, guarantee
+from reconbound.mechanisms.guarantee import Guarantee, guarantee
 
 
 @mechanism_options()

@@ -23,8 +23,8 @@ from reconbound.cli.mechanism import (
 )
 from reconbound.cli.options import option
 from reconbound.mechanisms import ADJACENCIES, OutputPerturbation, SampledGaussian
-from reconbound.mechanisms.calibration import Calibration, OutOfReach, calibrate, calibrate_epsilon
-from reconbound.mechanisms.guarantees import FLOORS, floor
+from reconbound.mechanisms.calibrate import Calibration, OutOfReach, calibrate, calibrate_epsilon
+from reconbound.mechanisms.guarantee import FLOORS, floor
 
 #: Whom each floor binds and where, and so when to use it.
 KINDS = {
@@ -174,12 +174,12 @@ def _calibrate_floor(
     if not own_limit and data.widest > 0 and target > data.widest**2 * (1 + 1e-9):
         which = "the square of the range" if target_error is None else "the range"
         most = data.widest ** (2 * power)
-        text = f"must be at most {most:g}, {which} of the data ({data.described()}): give the range by {given_by}"
+        text = f"must be at most {most:g}, {which} of the data ({data.describe()}): give the range by {given_by}"
         raise InputError(name, text, shown)
     try:
         return calibrate(mechanism, target, bound=bound, **request.space)
     except OutOfReach as error:
-        where = f" on data in {data.described()} ({given_by})"
+        where = f" on data in {data.describe()} ({given_by})"
         raise OutOfReach(name, error.bound, error.highest**power, shown or 0.0, where) from None
 
 
@@ -245,7 +245,7 @@ def _print_calibration(found: Calibration, request: Request) -> None:
         if "highest_mse" in other:
             shown = f"no noise is enough, it ends at ±{format_limit(other['highest_mse'] ** 0.5)}"
         print(f"  {name} ({_kind(name, request.data)}): {shown}")
-    print(f"{ADVICE} Records lie in {request.data.described(found.bound.units)}.")
+    print(f"{ADVICE} Records lie in {request.data.describe(found.bound.units)}.")
     _print_notes(found.mechanism, request)
 
 

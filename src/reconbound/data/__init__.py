@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reconbound._internal.checks import DataError, DataMissing, InputError, file_path, warn_user
-from reconbound.data import builtin, csv, images, npz, official, parquet
-from reconbound.data.dataset import Dataset, DataWarning, Feature, Pixels
-from reconbound.data.official import cifar10, data_folder, mnist, read_idx
-from reconbound.data.options import DataOptions
-from reconbound.data.tables import read_ranges, read_units, refuse_for_images
+from reconbound.data import builtin, csv, downloads, images, npz
+from reconbound.data.dataset import FOR_TABLES, DataOptions, Dataset, DataWarning, Feature, Pixels
+from reconbound.data.downloads import cifar10, data_folder, mnist, read_idx
+from reconbound.data.tables import read_ranges, read_units
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -36,7 +35,9 @@ __all__ = [
     "read_units",
 ]
 
-NAMES = (*builtin.NAMES, *official.NAMES)
+NAMES = (*builtin.NAMES, *downloads.NAMES)
+ENDINGS = (*csv.ENDINGS, ".parquet")
+FOR_FOLDERS = "is for folders of images"
 
 
 def load_dataset(
@@ -61,7 +62,10 @@ def load_dataset(
     chosen = replace(DataOptions() if options is None else options, **changes)
     pandas = sys.modules.get("pandas")  # whoever has a DataFrame has imported it
     if pandas is not None and isinstance(data, pandas.DataFrame):
-        found = _load_frame(data, chosen)
+        from reconbound.data.frames import load_frame
+
+        chosen.refuse(FOR_FOLDERS, "size")
+        found = load_frame(data, chosen)
     else:
         found = _load_named(file_path("data", data), chosen)
     for note in found.notes:
@@ -69,41 +73,27 @@ def load_dataset(
     return found
 
 
-def _load_frame(frame: DataFrame, options: DataOptions) -> Dataset:
-    from reconbound.data.frames import load_frame
-
-    _refuse_size(options)
-    return load_frame(frame, options)
-
-
 def _load_named(name: str, options: DataOptions) -> Dataset:
+    """Returns a data set by its name, or from a file or folder."""
     lower, path = name.lower(), Path(name)
     if name in NAMES or not path.is_dir():
-        _refuse_size(options)
-    if lower.endswith((*csv.ENDINGS, parquet.ENDING)):
+        options.refuse(FOR_FOLDERS, "size")
+    if lower.endswith(ENDINGS):
         from reconbound.data.frames import load_file
 
         return load_file(name, options)
     if not (name in NAMES or lower.endswith(".npz") or path.exists()):
-        endings = (*csv.ENDINGS, parquet.ENDING, ".npz")
-        near = next((name + ending for ending in endings if Path(name + ending).exists()), None)
+        near = next((name + ending for ending in (*ENDINGS, ".npz") if Path(name + ending).exists()), None)
         hint = f"; did you mean {near}?" if near else ""
-        known = ", ".join(NAMES)
-        raise DataMissing(f"{name} does not exist: name one of {known}, or a file or folder that exists{hint}")
-    for option, field in (("target",) * 2, ("drop",) * 2, ("header",) * 2, ("category", "categories")):
-        if (given := getattr(options, field)) is not None:
-            raise InputError(option, "is for CSV and Parquet files", given)
+        names = ", ".join(NAMES)
+        raise DataMissing(f"{name} does not exist: name one of {names}, or a file or folder that exists{hint}")
+    options.refuse("is for CSV and Parquet files", "target", "drop", "header", "categories")
     if name in builtin.NAMES:
         return builtin.load_builtin(name, options)
     if lower.endswith(".npz") and name not in NAMES:
         return npz.load_npz(name, options)
     if name not in NAMES and not path.is_dir():
-        what = "must be a .csv, .csv.gz, .parquet or .npz file, or a folder of images by class"
-        raise InputError("the data", what, name)
-    refuse_for_images(options, "private", "ranges", "units")
-    return official.load_official(name, options) if name in NAMES else images.load_images(name, options)
-
-
-def _refuse_size(options: DataOptions) -> None:
-    if options.size is not None:
-        raise InputError("size", "is for folders of images", options.size)
+        must = "must be a .csv, .csv.gz, .parquet or .npz file, or a folder of images by class"
+        raise InputError("the data", must, name)
+    options.refuse(FOR_TABLES, "private", "ranges", "units")
+    return downloads.load_official(name, options) if name in NAMES else images.load_images(name, options)

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from reconbound.data.dataset import Dataset, Feature, Pixels
-from reconbound.data.options import DataOptions
-from reconbound.data.tables import Column, check_column_options, make_table, refuse_for_images
+from reconbound.data.dataset import FOR_TABLES, DataOptions, Dataset, Feature, Pixels
+from reconbound.data.tables import Column, check_column_options, make_table
 
 # name in scikit-learn: (name, unit, lowest, highest)
 _DIABETES: dict[str, tuple[str, str, float, float]] = {
@@ -63,32 +62,29 @@ NAMES = ("digits", "breast_cancer", "diabetes", "wine")
 def load_builtin(name: str, options: DataOptions) -> Dataset:
     """Returns a data set of scikit-learn's: digits (8×8 images), breast_cancer, wine (classes), diabetes (a number)."""
     if name == "digits":
-        refuse_for_images(options, "private", "ranges", "units")
+        options.refuse(FOR_TABLES, "private", "ranges", "units")
         return _load_digits(options)
     from sklearn import datasets
 
     bunch = getattr(datasets, f"load_{name}")(**({"scaled": False} if name == "diabetes" else {}))
     own: Mapping[str, tuple[str, str, float, float]]
     own = {"breast_cancer": _nucleus_columns(), "diabetes": _DIABETES, "wine": _WINE}[name]
-    columns = []
+    columns, public = [], list(own.values())
     for values, spelled in zip(bunch.data.T.astype(np.float64), bunch.feature_names, strict=True):
-        known = own[str(spelled)][0]
-        columns.append(
-            Column(known, np.array([f"{v:.0f}" for v in values], dtype=object) if known == "sex" else values)
-        )
+        column = own[str(spelled)][0]
+        text = np.array([f"{v:.0f}" for v in values], dtype=object) if column == "sex" else values
+        columns.append(Column(column, text))
     if name == "diabetes":
-        target, public = Column(_PROGRESSION[0], bunch.target.astype(np.float64)), [*own.values(), _PROGRESSION]
+        target = Column(_PROGRESSION[0], bunch.target.astype(np.float64))
+        public.append(_PROGRESSION)
     else:
-        aim = {"breast_cancer": "diagnosis", "wine": "grower"}[name]
-        target, public = (
-            Column(aim, np.array([str(t) for t in bunch.target_names], dtype=object)[bunch.target]),
-            list(own.values()),
-        )
+        classes = np.array([str(t) for t in bunch.target_names], dtype=object)
+        target = Column({"breast_cancer": "diagnosis", "wine": "grower"}[name], classes[bunch.target])
     ranges = {**{k: (low, high) for k, _, low, high in public if k != "sex"}, **(options.ranges or {})}
     units = {**{k: unit for k, unit, *_ in public}, **(options.units or {})}
     names = [*(column.name for column in columns), target.name]
     settings = check_column_options(names, replace(options, ranges=ranges, units=units), target.name)
-    return make_table(name, columns, target, settings, options.division)
+    return make_table(name, columns, target, settings, options)
 
 
 def _nucleus_columns() -> dict[str, tuple[str, str, float, float]]:
@@ -103,15 +99,7 @@ def _load_digits(options: DataOptions) -> Dataset:
     bunch = load_digits()
     inputs = (bunch.images[:, None] / 16.0).astype(np.float32)
     targets = bunch.target.astype(np.int64)
-    train, test = options.division.choose_rows(targets, "classes")
-    return Dataset(
-        "digits",
-        "image",
-        inputs[train],
-        targets[train],
-        inputs[test],
-        targets[test],
-        Pixels((1, 8, 8), 16.0),
-        class_names=tuple("0123456789"),
-        target=Feature("digit", private=False),
-    )
+    train, test = options.choose_rows(targets, "classes")
+    parts = (inputs[train], targets[train], inputs[test], targets[test])
+    digit = Feature("digit", private=False)
+    return Dataset("digits", "image", *parts, Pixels((1, 8, 8), 16.0), class_names=tuple("0123456789"), target=digit)

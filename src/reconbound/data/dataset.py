@@ -1,19 +1,29 @@
-"""The one small type that every loader returns: what the model sees, and the way back to the data's own units."""
+"""`Dataset`, which every loader returns, and `DataOptions`, which every loader takes.
+
+A `Dataset` holds what the model sees, and the way back to the data's own units. The options also decide which records
+are held out, and which are kept when only some are wanted: by seed, class by class.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
-from reconbound._internal.checks import InputError, choice
+from reconbound._internal.checks import DataError, InputError, choice, number, whole
 
 # control characters, lone surrogates, line separators, and the marks that turn the direction of writing
 _UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+
+#: Why options about columns are refused where the data are images.
+FOR_TABLES = "is for tables; of an image every pixel is private, all of one range"
 
 
 class DataWarning(UserWarning):
@@ -188,3 +198,128 @@ class Dataset:
             what += f"({len(private):,} private, {len(public):,} public)"
         aim = f"{len(self.class_names)} classes" if self.task == "classes" else "a number"
         return f"{self.name}: {what}; {count}; predicts {self.target.name if self.target else 'the class'} ({aim})"
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Says how a data set is read; every field has a default.
+
+    Attributes:
+        target: column to predict. Text, or at most 20 different whole numbers, make classes; a range makes a number.
+        private: columns to protect, a list or separated by commas; None for every column of numbers.
+        ranges: {column: (lowest, highest)} in the data's units; {"pixel": ...} for images in an .npz file. With a
+            declared range a row's numbers depend only on that row; other ranges are read off the data.
+        units: {column: "years"}.
+        drop: columns to leave out.
+        header: names of the columns of a CSV file that has no first row of names.
+        categories: columns to take as categories, whatever they hold.
+        folder: holds mnist/ or cifar10/; otherwise RECONBOUND_DATA, otherwise the user's cache.
+        size: longest side, in pixels, to bring the images of a folder to.
+        seed: decides which records are held out, and which are kept under a limit.
+        test_share: share of the records held out for testing, class by class, where the data have no test set.
+        limit: largest number of records to train on, class by class; the test records stay the same.
+    """
+
+    target: str | None = None
+    private: Sequence[str] | str | None = None
+    ranges: Mapping[str, Any] | None = None
+    units: Mapping[str, str] | None = None
+    drop: Sequence[str] | str | None = None
+    header: Sequence[str] | None = None
+    categories: Sequence[str] | str | None = None
+    folder: str | os.PathLike[str] | None = None
+    size: int | None = None
+    seed: int = 0
+    test_share: float = 0.2
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.target is not None and not isinstance(self.target, str):
+            raise InputError("target", "must be the name of a column", f"{self.target!r}"[:200])
+        for name in ("private", "drop", "header", "categories"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, str):
+                _check_names(name, given)
+        for name in ("ranges", "units"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, Mapping):
+                raise InputError(name, "must be a dictionary by the names of columns", f"{given!r}"[:200])
+
+    def refuse(self, must: str, *names: str) -> None:
+        """Refuses options that do not fit the data.
+
+        Args:
+            must: says which data they are for.
+            names: of the fields.
+        """
+        for name in names:
+            if (given := getattr(self, name)) not in (None, {}, [], ()):
+                raise InputError("category" if name == "categories" else name, must, given)
+
+    def choose_rows(
+        self, targets: np.ndarray, task: str, held: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns rows to train on and rows to test on.
+
+        Args:
+            targets: (N,), of all records.
+            task: "classes" or "number".
+            held: (N,) of bool, the test records where the data have their own.
+        """
+        if held is None:
+            train, test = split(targets, seed=self.seed, test_share=self.test_share, task=task)
+        else:
+            train, test = np.flatnonzero(~held), np.flatnonzero(held)
+        return train[keep(targets[train], self.limit, seed=self.seed, task=task)], test
+
+
+def _check_names(name: str, given: Any) -> None:
+    """Refuses what is no list of names of columns."""
+    try:
+        wrong = not isinstance(given, Sequence | set | frozenset) or not all(isinstance(one, str) for one in given)
+    except TypeError:
+        wrong = True
+    if wrong:
+        raise InputError(name, "must be a list of names of columns", f"{given!r}"[:200])
+
+
+def split(targets: np.ndarray, *, seed: int, test_share: float, task: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns rows to train on and rows to test on, each in ascending order.
+
+    Of every class its share, rounded to the nearest whole record; at least one record of each stays for training.
+    Depends on the classes and the seed, never on the inputs.
+    """
+    share = number("test_share", test_share, at_least=0.0, below=1.0)
+    rng = np.random.default_rng(whole("seed", seed, at_least=0))
+    groups = _groups(targets, task)
+    held = [rng.permutation(rows)[: min(math.floor(share * len(rows) + 0.5), len(rows) - 1)] for rows in groups]
+    test = np.sort(np.concatenate(held))
+    train = np.setdiff1d(np.arange(len(targets)), test, assume_unique=True)
+    return train, test
+
+
+def keep(targets: np.ndarray, limit: int | None, *, seed: int, task: str) -> np.ndarray:
+    """Returns at most `limit` rows, ascending: of every class its share (largest remainders), drawn by the seed."""
+    count = len(targets)
+    if limit is None or whole("limit", limit) >= count:
+        return np.arange(count)
+    groups = _groups(targets, task)
+    if limit < len(groups):
+        raise InputError("limit", f"must be at least {len(groups)}, one record a class", limit)
+    exact = np.array([limit * len(rows) / count for rows in groups])
+    sizes = np.maximum(np.floor(exact), 1).astype(int)
+    while sizes.sum() < limit:
+        room = np.array([size < len(rows) for size, rows in zip(sizes, groups, strict=True)])
+        sizes[np.argmax(np.where(room, exact - sizes, -np.inf))] += 1
+    while sizes.sum() > limit:  # classes with less than one record's share took theirs from the largest
+        sizes[np.argmax(np.where(sizes > 1, sizes - exact, -np.inf))] -= 1
+    rng = np.random.default_rng((whole("seed", seed, at_least=0), 1))
+    return np.sort(np.concatenate([rng.permutation(rows)[:k] for rows, k in zip(groups, sizes, strict=True)]))
+
+
+def _groups(targets: np.ndarray, task: str) -> list[np.ndarray]:
+    if len(targets) == 0:
+        raise DataError("the data set holds no records")
+    if task == "number":
+        return [np.arange(len(targets))]
+    return [np.flatnonzero(targets == k) for k in np.unique(targets)]

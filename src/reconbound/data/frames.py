@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reconbound._internal.checks import DataError, DataShown, InputError
-from reconbound.data import csv, parquet
+from reconbound._internal.checks import DataError, DataMissing, DataShown, InputError
+from reconbound.data import csv
 from reconbound.data.column_hints import describe_column, strip_signs
-from reconbound.data.dataset import Dataset, clean
-from reconbound.data.options import DataOptions
+from reconbound.data.dataset import DataOptions, Dataset, clean
 from reconbound.data.tables import (
     CATEGORY_IS_PUBLIC,
     MOST_CLASS_NUMBERS,
@@ -35,6 +34,7 @@ from reconbound.data.tables import (
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
+PARQUET = ".parquet"
 #: From this share of numbers on, the other cells of a column are taken for mistakes.
 MOSTLY = 0.9
 MISSING = frozenset({"", "?", "na", "n/a", "#n/a", "nan", "null"})  # whatever their case
@@ -49,7 +49,7 @@ class Table:
     """Holds a frame while its columns are read.
 
     Attributes:
-        source: what messages call it: a path, or "the table".
+        source: what messages call it: a path, or "table".
         frame: the cells; columns have clean and different names.
         decimal: the decimal mark of numbers in text.
         hint: what messages add to the list of columns.
@@ -77,29 +77,51 @@ def format_row(label: object) -> str:
 def load_file(path: str | os.PathLike[str], options: DataOptions) -> Dataset:
     """Returns the data set in a CSV or Parquet file."""
     file, place = os.fspath(path), Path(path)
-    if file.lower().endswith(parquet.ENDING):
-        _refuse_header(options)
-        table = Table(file, parquet.read_parquet(place))
+    if file.lower().endswith(PARQUET):
+        options.refuse("is for CSV files", "header")
+        table = Table(file, read_parquet(place))
     else:
         frame, decimal = csv.read_csv(place, options.header)
         table = Table(file, frame, decimal, "" if options.header is not None else f"; {csv.UNNAMED}")
-    return _make_dataset(clean(place.name), table, options)
+    return _make_dataset(table, options)
+
+
+def read_parquet(path: Path) -> DataFrame:
+    """Reads a Parquet file; columns of text come as text, columns of a dictionary type as categories.
+
+    Raises:
+        DataError: where the file is damaged, or holds more than 1 GB.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        if not path.exists():
+            raise DataMissing(f"{path} does not exist")
+        facts, schema = pq.read_metadata(path), pq.read_schema(path)
+        stored = sum(facts.row_group(k).total_byte_size for k in range(facts.num_row_groups))
+        if max(stored, 8 * facts.num_rows * facts.num_columns) > csv.MOST_UNPACKED:
+            raise DataError(f"{path}: holds more than {csv.MOST_UNPACKED >> 20:,} MB; leave columns or rows out")
+        csv.check_names(str(path), schema.names, "")
+        texts = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
+        with pq.ParquetFile(path, read_dictionary=texts) as file:  # equal texts are kept once, however often they come
+            frame: DataFrame = file.read(use_threads=False).to_pandas(ignore_metadata=True)
+            return frame.astype(dict.fromkeys(texts, object))
+    except (DataError, MemoryError):
+        raise
+    except Exception as reason:  # pyarrow has many ways to say that a file is damaged
+        words = " ".join(str(reason).split())
+        raise DataError(f"{path}: damaged or not a Parquet file ({words[:160]})") from None
 
 
 def load_frame(frame: DataFrame, options: DataOptions) -> Dataset:
     """Returns the data set in a DataFrame, which is left as it is."""
-    _refuse_header(options)
-    source = "the table"
-    names = csv.check_names(source, list(frame.columns), "")
-    return _make_dataset("table", Table(source, frame.set_axis(names, axis=1)), options)
+    options.refuse("is for CSV files", "header")
+    names = csv.check_names("table", list(frame.columns), "")
+    return _make_dataset(Table("table", frame.set_axis(names, axis=1)), options)
 
 
-def _refuse_header(options: DataOptions) -> None:
-    if options.header is not None:
-        raise InputError("header", "is for CSV files", options.header)
-
-
-def _make_dataset(name: str, table: Table, options: DataOptions) -> Dataset:
+def _make_dataset(table: Table, options: DataOptions) -> Dataset:
     """Reads every column as numbers or categories; what is private, or has a range, must be numbers."""
     source, names = table.source, list(table.frame.columns)
     if not len(table.frame):
@@ -131,7 +153,7 @@ def _make_dataset(name: str, table: Table, options: DataOptions) -> Dataset:
                 notes.append(hint)
     assert aim is not None  # a target without values is refused above
     rows = [format_row(label) for label in table.frame.index]
-    return make_table(name, columns, aim, settings, options.division, source=source, record_names=rows, notes=notes)
+    return make_table(source, columns, aim, settings, options, record_names=rows, notes=notes)
 
 
 def _check_target(table: Table, target: str | None) -> str:

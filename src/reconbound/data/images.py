@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from reconbound._internal.checks import DataError, DataMissing, whole
-from reconbound.data.dataset import Dataset, Feature, Pixels, clean
-from reconbound.data.options import DataOptions
+from reconbound.data.dataset import DataOptions, Dataset, Feature, Pixels, clean
 
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # no format that runs a program
 ENDINGS = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"))
@@ -37,7 +36,7 @@ def load_images(folder: str | os.PathLike[str], options: DataOptions) -> Dataset
         raise DataError(f"{folder}: reading images needs Pillow: pip install 'reconbound[images]'") from None
     root = Path(folder)
     files, labels, held, names, notes = _listing(root)
-    train, test = options.division.choose_rows(labels, "classes", held)
+    train, test = options.choose_rows(labels, "classes", held)
     chosen = [files[k] for k in np.concatenate([train, test])]
     kinds = [_header(path) for path in chosen]
     shape, grey = _shape(Counter(kind[0] for kind in kinds), options.size), all(kind[1] for kind in kinds)
@@ -49,19 +48,11 @@ def load_images(folder: str | os.PathLike[str], options: DataOptions) -> Dataset
     inputs = np.empty((len(chosen), 1 if grey else 3, shape[1], shape[0]), dtype=np.float32)
     for k, path in enumerate(chosen):
         inputs[k] = _pixels(path, shape, grey)
-    return Dataset(
-        clean(root.resolve().name),
-        "image",
-        inputs[: len(train)],
-        labels[train],
-        inputs[len(train) :],
-        labels[test],
-        Pixels(inputs.shape[1:]),
-        class_names=tuple(clean(name) for name in names),
-        target=Feature("class", private=False),
-        record_names=tuple(clean(files[k].relative_to(root).as_posix()) for k in train),
-        notes=tuple(notes),
-    )
+    facts: dict[str, Any] = {"target": Feature("class", private=False), "notes": tuple(notes)}
+    facts["class_names"] = tuple(clean(name) for name in names)
+    facts["record_names"] = tuple(clean(files[k].relative_to(root).as_posix()) for k in train)
+    parts = (inputs[: len(train)], labels[train], inputs[len(train) :], labels[test])
+    return Dataset(clean(root.resolve().name), "image", *parts, Pixels(inputs.shape[1:]), **facts)
 
 
 def _listing(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | None, list[str], list[str]]:

@@ -6,13 +6,13 @@ import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from reconbound._internal.checks import DataError, DataMissing, DataShown, InputError
-from reconbound.data.dataset import Dataset, Feature, Pixels, clean
-from reconbound.data.options import DataOptions
-from reconbound.data.tables import MOST_CATEGORIES, Column, check_column_options, make_table, refuse_for_images
+from reconbound.data.dataset import FOR_TABLES, DataOptions, Dataset, Feature, Pixels, clean
+from reconbound.data.tables import MOST_CATEGORIES, Column, check_column_options, make_table
 
 # names of the arrays (whatever their case): inputs, targets, inputs to test on, targets to test on
 LAYOUTS = (
@@ -67,7 +67,7 @@ def load_npz(path: str | os.PathLike[str], options: DataOptions) -> Dataset:
     labels = _texts(file, "class_names", lower)
     if x.ndim == 2:
         return _make_table(file, x, y, held, labels, _texts(file, "feature_names", lower), options)
-    refuse_for_images(options, "private", "units")
+    options.refuse(FOR_TABLES, "private", "units")
     return _make_images(file, x, y, held, labels, options)
 
 
@@ -149,7 +149,7 @@ def _make_table(
     columns = [Column(name, x[:, k].astype(np.float64)) for k, name in enumerate(names)]
     settings = check_column_options([*names, "target"], options, "target")
     target = Column("target", aim.reshape(-1))
-    return make_table(clean(Path(file).name), columns, target, settings, options.division, source=file, held=held)
+    return make_table(file, columns, target, settings, options, held=held)
 
 
 def _make_images(
@@ -158,23 +158,13 @@ def _make_images(
     planes = _planes(file, x)
     low, high, notes = _pixel_range(file, x, options)
     targets, class_names = _classes(file, y.reshape(-1), labels)
-    train, test = options.division.choose_rows(targets, "classes", held)
+    train, test = options.choose_rows(targets, "classes", held)
     unit = "grey levels" if high == 255.0 else ""
-    parts = [
-        ((planes[rows].astype(np.float64) - low) / (high - low)).clip(0, 1).astype(np.float32) for rows in (train, test)
-    ]
-    return Dataset(
-        clean(Path(file).name),
-        "image",
-        parts[0],
-        targets[train],
-        parts[1],
-        targets[test],
-        Pixels(planes.shape[1:], high, unit, low),
-        class_names=class_names,
-        target=Feature("class", private=False),
-        notes=tuple(notes),
-    )
+    scaled = [((planes[rows].astype(np.float64) - low) / (high - low)).clip(0, 1) for rows in (train, test)]
+    parts = (scaled[0].astype(np.float32), targets[train], scaled[1].astype(np.float32), targets[test])
+    facts: dict[str, Any] = {"class_names": class_names, "target": Feature("class", private=False)}
+    pixels = Pixels(planes.shape[1:], high, unit, low)
+    return Dataset(clean(Path(file).name), "image", *parts, pixels, notes=tuple(notes), **facts)
 
 
 def _planes(file: str, x: np.ndarray) -> np.ndarray:

@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from reconbound._internal.checks import DataError, DataShown, InputError, number, spelled
 from reconbound._internal.formatting import format_number
-from reconbound.data.dataset import Dataset, Feature, clean
-from reconbound.data.options import DataOptions
-from reconbound.data.split import Division
+from reconbound.data.dataset import DataOptions, Dataset, Feature, clean
 
 MOST_CATEGORIES = 100
 ENOUGH = 50  # values of a column, from which on a few can be called outliers
@@ -135,18 +134,6 @@ def read_units(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def refuse_for_images(options: DataOptions, *names: str) -> None:
-    """Refuses options about columns where the data are images.
-
-    Args:
-        options: as they were given.
-        names: of the options to refuse.
-    """
-    for name in names:
-        if value := getattr(options, name):
-            raise InputError(name, "is for tables; of an image every pixel is private, all of one range", value)
-
-
 def _check_range(name: str, pair: Any) -> tuple[float, float]:
     try:
         low, high = pair
@@ -165,13 +152,12 @@ CATEGORY_IS_PUBLIC = (
 
 
 def make_table(
-    name: str,
+    source: str,
     columns: Sequence[Column],
     target: Column,
     settings: ColumnOptions,
-    division: Division,
+    options: DataOptions,
     *,
-    source: str | None = None,
     held: np.ndarray | None = None,
     record_names: Sequence[str] | None = None,
     notes: Sequence[str] = (),
@@ -179,50 +165,39 @@ def make_table(
     """Returns a Dataset of the columns and the target; every private column must be one of numbers.
 
     Args:
-        name: of the data set.
+        source: what messages call the table, such as a path; its last part names the data set.
         columns: all but the target.
         target: the column to predict.
         settings: ranges, units and private columns.
-        division: which records are held out.
-        source: what messages call the table (a path); otherwise the name.
+        options: decide which records are held out.
         held: (N,) of bool, the test records where the data have their own.
         record_names: of all records.
         notes: what the owner should know.
     """
-    said, source = list(notes), source or name
+    notes = list(notes)
     parts: list[np.ndarray] = []
     features: list[Feature] = []
     for column in columns:
         asked = settings.private is not None and column.name in settings.private
         if column.numeric:
             private = asked or settings.private is None
-            values, own = scale_numbers(source, column, settings, private=private, notes=said)
+            values, own = scale_numbers(source, column, settings, private=private, notes=notes)
         elif asked:
             raise DataError(f"{source}, column {column.name!r}: {CATEGORY_IS_PUBLIC}")
         else:
-            values, own = encode_categories(source, column, said)
+            values, own = encode_categories(source, column, notes)
         parts.append(values)
         features.extend(own)
     if not any(feature.private for feature in features):
         raise DataError(f"{source}: no column of numbers to protect; {CATEGORY_IS_PUBLIC}")
     inputs = np.concatenate(parts, axis=1).astype(np.float32)
-    targets, class_names, aim = _read_target(source, target, settings, said)
+    targets, class_names, aim = _read_target(source, target, settings, notes)
     task = "classes" if class_names else "number"
-    train, test = division.choose_rows(targets, task, held)
-    return Dataset(
-        name,
-        "table",
-        inputs[train],
-        targets[train],
-        inputs[test],
-        targets[test],
-        tuple(features),
-        task=task,
-        class_names=class_names,
-        target=aim,
-        record_names=None if record_names is None else tuple(record_names[k] for k in train),
-        notes=tuple(said),
-    )
+    train, test = options.choose_rows(targets, task, held)
+    names = None if record_names is None else tuple(record_names[k] for k in train)
+    facts: dict[str, Any] = {"class_names": class_names, "target": aim, "record_names": names, "notes": tuple(notes)}
+    both = (inputs[train], targets[train], inputs[test], targets[test])
+    return Dataset(clean(Path(source).name), "table", *both, tuple(features), task, **facts)
 
 
 def scale_numbers(

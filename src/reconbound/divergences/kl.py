@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from reconbound.bounds.bound import divergence
-from reconbound.divergences.common import NODES, WEIGHTS, log1m, rate, shift
+from reconbound.divergences.sensitivity import cells, log1m, rate, shift
 
 
 def kl_pure(epsilon: float) -> float:
@@ -45,14 +45,12 @@ def kl_poisson(m: float, sample_rate: float) -> float:
         return convex
 
     # up to 2m: for a tiny rate KL ≈ χ²/2, and the integrand of χ² is (q P₁)²/P₀
-    edges = np.linspace(-13.0, 2 * m + 13.0, 16 * (26 + math.ceil(2 * m)) + 1)
-    half = np.diff(edges)[:, None] / 2
-    x = (edges[:-1, None] + edges[1:, None]) / 2 + half * NODES
+    x, weights = cells(np.linspace(-13.0, 2 * m + 13.0, 16 * (26 + math.ceil(2 * m)) + 1))
     exponent = m * x - m * m / 2
     log_r = np.logaddexp(log1m(q), math.log(q) + exponent)  # r = W/P₀
     u = q * np.expm1(np.minimum(exponent, 700.0))  # beyond it r is large
     log_g = _log_kl_integrand(u, log_r)
-    total = float(np.sum(np.exp(log_g - x * x / 2) * half * WEIGHTS)) / math.sqrt(2 * math.pi)
+    total = float(np.sum(np.exp(log_g - x * x / 2) * weights)) / math.sqrt(2 * math.pi)
     return min(total, convex)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from reconbound._internal.checks import InputError, choice, number, whole
+from reconbound._internal.checks import choice
 from reconbound.bounds.bound import divergence, log_expm1
-from reconbound.divergences.common import NODES, WEIGHTS, log1m, rate, shift
+from reconbound.divergences.sensitivity import cells, log1m, rate, shift
 
 
 def order2_pure(epsilon: float) -> float:
@@ -134,32 +134,6 @@ def order2_paper(m: float, sample_rate: float) -> float:
     return float(np.logaddexp(0.0, 2 * math.log(q) + log_expm1(m * m))) if m > 0 else 0.0
 
 
-def output_perturbation_shift(records: int, l2: float, noise_std: float, data_norm: float = 1.0) -> float:
-    """Returns m of output perturbation: how far one record can move the minimiser, over the noise's standard deviation.
-
-        m = L/(nλσ),   L = sup‖∇ℓ‖ = data_norm for logistic loss;   replace-one: ε₂ = (2m)²
-
-    Args:
-        records: n.
-        l2: λ of the objective Σℓ + (nλ/2)‖θ‖².
-        noise_std: σ, the noise's standard deviation per coordinate of θ.
-        data_norm: a bound on the rows' Euclidean norm, to which rows must be clipped; a constant feature (intercept)
-            belongs to the row, so that pixels clipped to 1 together with it have norm √2.
-
-    >>> round(order2_gaussian(output_perturbation_shift(12665, 1e-2, 1e-2)), 2)      # the paper's 2.49
-    2.49
-    """
-    n, strength = whole("records", records), number("l2", l2, above=0.0)
-    noise, norm = number("noise_std", noise_std, above=0.0), number("data_norm", data_norm, above=0.0)
-    m = norm / n / strength / noise  # one division at a time: the product may underflow
-    if m > 1e100:
-        raise InputError("noise_std", "must be large enough for data_norm/(records l2 noise_std) ≤ 1e100", noise_std)
-    return m
-
-
-# --- one-dimensional integrals -----------------------------------
-
-
 def _log_integral(log_f: Callable[[np.ndarray], np.ndarray], low: float, high: float) -> float:
     """Returns ln ∫ exp(log_f) for a log-concave f.
 
@@ -175,10 +149,8 @@ def _log_integral(log_f: Callable[[np.ndarray], np.ndarray], low: float, high: f
     peak = (a + b) / 2
     top = float(log_f(np.array([peak]))[0])
     left, right = _drop(log_f, peak, low, top), _drop(log_f, peak, high, top)
-    edges = np.linspace(left, right, 65)
-    half = np.diff(edges)[:, None] / 2
-    x = (edges[:-1, None] + edges[1:, None]) / 2 + half * NODES
-    return top + math.log(float(np.sum(np.exp(log_f(x) - top) * half * WEIGHTS)))
+    x, weights = cells(np.linspace(left, right, 65))
+    return top + math.log(float(np.sum(np.exp(log_f(x) - top) * weights)))
 
 
 def _drop(log_f: Callable[[np.ndarray], np.ndarray], peak: float, limit: float, top: float) -> float:

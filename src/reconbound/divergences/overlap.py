@@ -10,7 +10,7 @@ import numpy as np
 from reconbound._internal.checks import whole
 from reconbound.bounds.any_attacker import overlap_from_order2
 from reconbound.bounds.bound import from_log
-from reconbound.divergences.common import NODES, WEIGHTS, log1m, rate, shift
+from reconbound.divergences.sensitivity import cells, log1m, rate, shift
 
 
 def overlap_poisson(m: float, sample_rate: float, steps: int = 1) -> float:
@@ -55,8 +55,8 @@ def _overlap_sampled(m: float, q: float, count: int) -> float:
     spread = math.sqrt(count * float(np.sum(weight * loss**2) / np.sum(weight)))
     omega, d_omega = _frequencies(spread)
     hellinger = float(np.sum(weight * 2 * np.sinh(loss / 4) ** 2))
-    turned = _turned(omega, loss, weight)
-    missing, direct = hellinger + turned, float(np.sum(weight)) - turned  # 1 − M(ω), and M(ω) where it is small
+    phase = _phase_loss(omega, loss, weight)
+    missing, direct = hellinger + phase, float(np.sum(weight)) - phase  # 1 − M(ω), and M(ω) where it is small
     small = missing < 0.5
     log_size = np.where(
         small, np.log1p(-np.where(small, missing, 0.0)), np.log(np.abs(np.where(small, 1, direct)) + 1e-300)
@@ -65,7 +65,7 @@ def _overlap_sampled(m: float, q: float, count: int) -> float:
     return float(np.sum(d_omega / np.cosh(math.pi * omega) * sign * np.exp(count * log_size)))
 
 
-def _turned(omega: np.ndarray, loss: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def _phase_loss(omega: np.ndarray, loss: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Returns Σ weight (1 − cos ωl) at each ω, as Σ weight · 2 sin²(ωl/2), which does not cancel; in chunks of rows."""
     rows = max(1, 2**18 // len(loss))
     parts = []
@@ -91,10 +91,8 @@ def _frequencies(spread: float) -> tuple[np.ndarray, np.ndarray]:
     while edges[-1] < 13:
         edges.append(edges[-1] + width)
         width = min(0.25, 2 * width)
-    edge = np.array(edges)
-    half = np.diff(edge)[:, None] / 2
-    omega = (edge[:-1, None] + edge[1:, None]) / 2 + half * NODES
-    return omega.ravel(), 2 * (half * WEIGHTS).ravel()
+    omega, weights = cells(np.array(edges))
+    return omega.ravel(), 2 * weights.ravel()
 
 
 def overlap_fixed(m: float, sample_rate: float, steps: int = 1, *, order2: float) -> float:

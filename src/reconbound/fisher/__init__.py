@@ -1,7 +1,8 @@
 """Fisher information that one clipped, noisy gradient step gives about each record."""
 
 from reconbound.fisher.clipping import Clip, Clipping, clipping, sensitivity
-from reconbound.fisher.reference import DenseInformation, coordinate_information, dense_information
+from reconbound.fisher.options import ProbeOptions, StepOptions, SumOptions
+from reconbound.fisher.reference import CoordinateOptions, DenseInformation, coordinate_information, dense_information
 from reconbound.fisher.step import StepInformation, draw_probes, step_information
 from reconbound.fisher.sums import ClippedSum, clipped_gradient_sum, covering_method
 from reconbound.validate.private import Private
@@ -10,9 +11,13 @@ __all__ = [
     "Clip",
     "ClippedSum",
     "Clipping",
+    "CoordinateOptions",
     "DenseInformation",
     "Private",
+    "ProbeOptions",
     "StepInformation",
+    "StepOptions",
+    "SumOptions",
     "clipped_gradient_sum",
     "clipping",
     "coordinate_information",

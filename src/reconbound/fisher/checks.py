@@ -6,9 +6,7 @@ waits for them), so it is left out while a graph is captured and where the calle
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -16,46 +14,56 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
 
-from reconbound._internal.checks import InputError
+from reconbound._internal.checks import InputError, number
 from reconbound.validate.kinds import model_dtype, said_of_inputs, said_of_targets
-from reconbound.validate.structure import CHECKPOINTING, ModelError, check_structure, is_about_checkpointing
+from reconbound.validate.structure import (
+    CHECKPOINTING,
+    ModelError,
+    check_module,
+    check_structure,
+    is_about_checkpointing,
+)
 
 _SMALLEST_CLIP = 1e-12  # the squares of gradients as small as that are lost in float32
 
 
-def check_arguments(model: Any, loss_fn: Any, inputs: Any, targets: Any, generator: Any = None) -> None:
+def check_arguments(
+    model: Any, loss_fn: Any, inputs: Any, targets: Any, generator: torch.Generator | None = None
+) -> None:
     """Checks kinds and devices: a module, a function, tensors on the module's device, a generator there too."""
-    if not isinstance(model, nn.Module):
-        raise InputError("model", "must be a torch.nn.Module", type(model).__name__)
+    check_module(model)
     if not callable(loss_fn):
         raise InputError("loss_fn", "must be a function (outputs, targets) -> losses, (B,)", type(loss_fn).__name__)
     check_autocast(model)
     if torch.is_inference_mode_enabled():
-        raise ValueError("this call takes gradients, which torch.inference_mode() forbids: call it outside")
+        raise ModelError("this call takes gradients, which torch.inference_mode() forbids: call it outside")
     devices = {p.device for p in model.parameters()}
     device = next(iter(devices)) if len(devices) == 1 else None  # spread over several: PyTorch must say
+    records: int | None = None
     for name, tree in (("inputs", inputs), ("targets", targets)):
         tensors = 0
         for place, leaf in _leaves(name, tree):
             if isinstance(leaf, np.ndarray | np.generic):
                 kind = model_dtype(model) if np.issubdtype(leaf.dtype, np.floating) else None
                 how = place if kind is None else f"{place}, dtype={kind}"
-                raise ValueError(f"{place} is a NumPy array, it must be a tensor: torch.as_tensor({how})")
+                raise ModelError(f"{place} is a NumPy array, it must be a tensor: torch.as_tensor({how})")
             if isinstance(leaf, Tensor):
                 tensors += 1
+                records = leaf.shape[0] if records is None and leaf.dim() else records
+                if leaf.dim() == 0 or leaf.shape[0] != records:
+                    rows = f"{records} rows, one per record of inputs" if records else "one row per record"
+                    raise ModelError(f"{place} must have {rows}, got the shape {tuple(leaf.shape)}")
                 if leaf.is_inference():
-                    raise ValueError(f"{place} was made in torch.inference_mode(): pass {place}.clone()")
+                    raise ModelError(f"{place} was made in torch.inference_mode(): pass {place}.clone()")
                 if device is not None and leaf.device != device:
-                    raise ValueError(f"{place} is on {leaf.device}, the model on {device}: use {place}.to('{device}')")
+                    raise ModelError(f"{place} is on {leaf.device}, the model on {device}: use {place}.to('{device}')")
         if not tensors and (name == "inputs" or tree is not None):
-            raise ValueError(
+            raise ModelError(
                 f"{name} must be a tensor with one row per record, or a tuple or dictionary of such, "
                 f"got {type(tree).__name__} without a tensor"
             )
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise InputError("generator", "must be a torch.Generator", generator)
     if generator is not None and device is not None and generator.device.type != device.type:
-        raise ValueError(
+        raise ModelError(
             f"generator is on {generator.device}, the model on {device}: torch.Generator('{device.type}') is wanted"
         )
 
@@ -129,33 +137,9 @@ def check_trainable(model: nn.Module, params: Mapping[str, Tensor]) -> None:
             raise ValueError(f"the trainable parameter {name} is {p.dtype}: it must be real, as two real parameters")
 
 
-def check_common(max_grad_norm: float, micro_batch: int | None, method: str) -> None:
-    check_positive("max_grad_norm", max_grad_norm)
-    if max_grad_norm < _SMALLEST_CLIP:
-        raise ValueError(f"max_grad_norm must be at least {_SMALLEST_CLIP:g}, got {max_grad_norm!r}: scale the loss")
-    check_at_least_one("micro_batch", 1 if micro_batch is None else micro_batch)
-    check_choice("method", method, ("auto", "layers", "generic"))
-
-
-def check_positive(name: str, value: Any) -> None:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if not isinstance(value, Real):
-        raise InputError(name, "must be a number", value)
-    if not 0 < float(value) < math.inf:
-        raise ValueError(f"{name} must be positive and finite, got {value!r}")
-
-
-def check_at_least_one(name: str, value: Any) -> None:
-    if not isinstance(value, Integral):
-        raise InputError(name, "must be a whole number", value)
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value!r}")
-
-
-def check_choice(name: str, given: str | int, allowed: tuple[str | int, ...]) -> None:
-    if given not in allowed:
-        raise ValueError(f"{name} must be one of {allowed}, got {given!r}")
+def check_clip_norm(max_grad_norm: float) -> None:
+    if number("max_grad_norm", max_grad_norm, above=0) < _SMALLEST_CLIP:
+        raise InputError("max_grad_norm", f"must be at least {_SMALLEST_CLIP:g} (scale the loss)", max_grad_norm)
 
 
 CUT = (

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from reconbound._internal.checks import choice
 from reconbound.divergences import SMOOTH_SENSITIVITY
 
 Clip = Literal["smooth", "hard"]
@@ -80,9 +81,8 @@ def clipping(norms: Tensor, max_grad_norm: float, clip: Clip = "smooth") -> Clip
     return _smooth(norms, max_grad_norm)
 
 
-def check_clip(clip: str) -> Clip:
-    if clip not in CLIPS:
-        raise ValueError(f'clip must be "smooth" or "hard", got {clip!r}')
+def check_clip(clip: Clip) -> Clip:
+    choice("clip", clip, CLIPS)
     return clip
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +21,6 @@ from torch.utils._pytree import tree_map
 from reconbound._internal.opacus_hooks import unhooked
 from reconbound._internal.rng import fresh_generator, random_states_kept
 from reconbound.fisher.clipping import Clip, check_clip
-from reconbound.fisher.passes.generic import load_forward_mode
 from reconbound.fisher.passes.protocol import trainable
 from reconbound.validate.private import Inputs, Private, Problem, as_private, batch_rows, feature_mask, private_part
 
@@ -48,6 +49,21 @@ class DenseInformation:
     def spectral(self) -> Tensor:
         values: Tensor = torch.linalg.eigvalsh(self.matrix)
         return values[:, -1]
+
+
+@dataclass(frozen=True)
+class CoordinateOptions:
+    """Options of `coordinate_information`.
+
+    Attributes:
+        count: k, the number of coordinates.
+        at_once: coordinates that share one vmapped call. It trades memory for speed and does not change the values.
+        generator: draws the coordinates; None: a fresh one.
+    """
+
+    count: int = 50
+    at_once: int = 1
+    generator: torch.Generator | None = None
 
 
 @unhooked
@@ -121,9 +137,7 @@ def coordinate_information(
     max_grad_norm: float,
     noise_multiplier: float,
     clip: Clip = "smooth",
-    coordinates: int = 50,
-    at_once: int = 1,
-    generator: torch.Generator | None = None,
+    coordinates: CoordinateOptions = CoordinateOptions(),
 ) -> tuple[Tensor, Tensor]:
     """Estimates Tr J̃ᵀJ̃/(σC)² as the paper does: random input coordinates, one Jacobian-vector product for each.
 
@@ -140,21 +154,19 @@ def coordinate_information(
         max_grad_norm: the clip norm C.
         noise_multiplier: σ.
         clip: "smooth" or "hard".
-        coordinates: k.
-        at_once: coordinates that share one vmapped call. It trades memory for speed and does not change the values.
-        generator: for the coordinates.
+        coordinates: the number k of coordinates, and how they are drawn.
 
     Returns:
         The estimate, (B,), and its standard error, (B,), from the spread of the coordinates (with the finite-population
         factor √(1 − k/d); zero when all are taken).
 
-    Guarantee: unbiased, and exact when coordinates ≥ d.
+    Guarantee: unbiased, and exact when k ≥ d.
     """
     load_forward_mode()
     problem = Problem(model, loss_fn, Private())
     z = private_part(problem, inputs, targets)
     d = z[0].numel()
-    k = min(coordinates, d)
+    k = min(coordinates.count, d)
     params = {name: p.detach() for name, p in trainable(problem).items()}
 
     def clipped_gradient(z: Tensor, target: Any) -> Any:
@@ -167,16 +179,27 @@ def coordinate_information(
         moved = jvp(lambda z: clipped_gradient(z, target), (z,), (tangent,))[1]
         return torch.stack([v.square().sum() for v in moved.values()]).sum()
 
-    generator = generator or fresh_generator(z.device)  # never torch's global one
+    generator = coordinates.generator or fresh_generator(z.device)  # never torch's global one
     chosen = torch.randperm(d, generator=generator, device=generator.device)[:k]
     each = vmap(vmap(column, in_dims=(0, 0, None)), in_dims=(None, None, 0))
     columns = []
-    for some in chosen.to(z.device).split(at_once):
+    for some in chosen.to(z.device).split(coordinates.at_once):
         tangents = torch.zeros(len(some), d, device=z.device, dtype=z.dtype).scatter_(1, some[:, None], 1)
         columns.append(each(z, targets, tangents.reshape(-1, *z.shape[1:])))
     values = torch.cat(columns) * (d / (noise_multiplier * max_grad_norm) ** 2)
     spread = values.std(0) if k > 1 else values.mean(0)
     return values.mean(0), spread * ((1 - k / d) / k) ** 0.5
+
+
+@cache
+def load_forward_mode() -> None:
+    """Loads PyTorch's forward-mode rules.
+
+    PyTorch loads them at first use and then warns of its own use of torch.jit. That warning is suppressed.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
 
 
 def _dense(g: Tensor, jacobian: Tensor, noise: float, sums: dict[str, Tensor]) -> DenseInformation:

@@ -13,30 +13,29 @@ E‖PJv‖² = Tr JᵀPJ, whose variance is smaller because their basis can be c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from reconbound._internal.checks import number
 from reconbound._internal.opacus_hooks import unhooked
 from reconbound._internal.rng import random_states_kept
 from reconbound.fisher.checks import (
     beyond_torch,
     capturing,
     check_arguments,
-    check_at_least_one,
-    check_choice,
-    check_common,
+    check_clip_norm,
     check_information,
     check_norms,
-    check_positive,
     check_values,
 )
 from reconbound.fisher.clipping import Clip, check_clip, clipping
+from reconbound.fisher.options import ErrorFrom, StepOptions, check_options
 from reconbound.fisher.passes.products import squares
-from reconbound.fisher.passes.protocol import Pass, Route
+from reconbound.fisher.passes.protocol import Pass
 from reconbound.fisher.probes import (
     SHARED_FROM,
     Basis,
@@ -47,11 +46,10 @@ from reconbound.fisher.probes import (
     with_shared_signs,
 )
 from reconbound.fisher.result import Part, StepInformation, joined, nothing
-from reconbound.fisher.sums import Method, as_present, first_slopes, micro_batches, open_pass, released
+from reconbound.fisher.sums import as_present, first_slopes, micro_batches, open_pass, released
 from reconbound.validate.jumps import check_jumps_once
 from reconbound.validate.private import (
     Inputs,
-    Private,
     Problem,
     as_private,
     batch_rows,
@@ -63,8 +61,6 @@ from reconbound.validate.private import (
 from reconbound.validate.structure import known_caveats
 
 _MISSED = 1e-6  # chance that a step's bound of a record's spectral norm fails
-ErrorFrom = Literal["auto", "spread", "product", "bound"]
-ProbeIn = Literal["auto", "weights", "inputs"]
 
 
 @dataclass(frozen=True)
@@ -96,21 +92,7 @@ def step_information(
     max_grad_norm: float,
     noise_multiplier: float,
     clip: Clip = "smooth",
-    probes: int = 1,
-    probe: ProbeIn = "auto",
-    deflate: int = 2,
-    shared: int = 0,
-    directions: Sequence[Mapping[str, Tensor]] | Sequence[Tensor] | None = None,
-    diagonal: bool = False,
-    spectral: bool | int = False,
-    error: ErrorFrom = "auto",
-    generator: torch.Generator | None = None,
-    micro_batch: int | None = None,
-    mask: Tensor | None = None,
-    private: Private | Tensor | Sequence[int] | str | None = None,
-    method: Method = "auto",
-    route: Route = "reverse",
-    checked: bool = False,
+    options: StepOptions = StepOptions(),
 ) -> StepInformation:
     """Returns the Fisher information that one noisy, clipped gradient sum gives about each record of a batch.
 
@@ -125,37 +107,7 @@ def step_information(
         max_grad_norm: the clip norm C.
         noise_multiplier: σ; the noise on the SUM of clipped gradients has standard deviation σC in each coordinate.
         clip: "smooth" or "hard".
-        probes: number of random probes for the part across the gradient.
-        probe: where they lie. "weights": Gaussian in parameter space; they also give the diagonal, and an error from
-            one probe ("product"). "inputs": in the private part, with random signs along some directions: a smaller
-            variance at the same cost. "auto": inputs, unless the diagonal or the error "product" needs weights.
-        deflate: the number of those directions, 0 to 3: h, ∇_z ℓ (next to free), the slope of the outputs' size (one
-            backward pass more; worth it with many probes). One that does not exist is left out. Unbiased with any.
-        shared: the number of directions, the same for all records, that also get signs: those in which the slopes ∇_z ℓ
-            of the first 64 records mostly lie. 8 take 7 to 20 % off the variance and cost a hundred small operations:
-            for large networks. Unbiased with any. With micro-batches smaller than the batch these slopes are taken
-            beforehand.
-        directions: these probes instead of random ones, each a dictionary from parameter name to tensor (weights), or a
-            tensor of one record's private part (probe="inputs").
-        diagonal: also compute the diagonal over features.
-        spectral: also compute the spectral norm, from below and above, by this number k of power iterations (True: 30).
-            The bound from above is at most about (8e5 √d)^(1/(k + 1)) times too high: 1.73 for 30 and d = 784, 1.09 for
-            200.
-        error: where the standard error of `across` comes from. "spread": that of the probes' values (two or more).
-            "product": √2 ‖P J r‖, whose square is unbiased for the variance 2 ‖PJJᵀP‖²_F; one more product with J,
-            meant for one probe. "bound": √2 · across, the most it can be, at no cost. "auto": spread, or product for
-            one probe (bound if it is one of the inputs).
-        generator: for the probes. They are drawn once and shared by the batch. None: fresh ones from the operating
-            system, whatever torch's global generator was seeded with; to repeat a measurement, pass a generator.
-        micro_batch: records at a time; the results do not depend on it, memory does.
-        mask: (B,) of 0 and 1 (or bool): records with 0 are padding, add nothing to the sum, have zero information and
-            are no measurements of a ledger.
-        private: None (the whole input), a mask or indices of features, "target", or a Private.
-        method: "layers" (a rule per layer), "generic" (torch.func), "auto": layers where they cover the model.
-        route: for the generic method: "reverse" over reverse or "forward" over reverse.
-        checked: skip the checks that read values (finite data, no BatchNorm or dropout), the search for jumps (made
-            once for a model and a loss) and the check on a batch of another size, which the caller has made
-            (validate.check_batch, covering_method). In a CUDA graph that is being captured they are skipped anyway.
+        options: the private part, what else to compute, the random probes, micro-batches and method.
 
     The global generators of Python, NumPy and torch are left as they were: measuring never changes what is trained.
 
@@ -170,18 +122,15 @@ def step_information(
     >>> [round(value.item(), 5) for value in (info.norm, info.along, info.across)]
     [0.25, 0.25, 0.0]
     """
-    check_common(max_grad_norm, micro_batch, method)
-    _check(noise_multiplier, probes, route, error, probe)
-    check_choice("deflate", deflate, (0, 1, 2, 3))
-    check_at_least_one("shared", shared or 1)
-    check_arguments(model, loss_fn, inputs, targets, generator)
-    error = _error_from(error, probes if directions is None else len(directions), probe)
-    in_inputs = _in_inputs(probe, error, diagonal, given=directions is not None)
-    problem = Problem(model, loss_fn, as_private(private))
+    check_options(options, StepOptions)
+    check_clip_norm(max_grad_norm)
+    number("noise_multiplier", noise_multiplier, above=0)
+    probes, method, micro_batch = options.probes, options.method, options.micro_batch
+    check_arguments(model, loss_fn, inputs, targets, probes.generator)
+    problem = Problem(model, loss_fn, as_private(options.private))
     z = private_part(problem, inputs, targets)
     records = z.shape[0]
     check_rows("inputs", inputs, records)
-    check_rows("targets", targets, records)
     params = released(problem)
     features = feature_mask(problem.private, z)
     size = math.prod(z.shape[1:]) if features is None else problem.private.count
@@ -189,24 +138,23 @@ def step_information(
         "noise_multiplier": noise_multiplier,
         "max_grad_norm": max_grad_norm,
         "clip": check_clip(clip),
-    }
-    setting |= {
         "part": problem.private.part,
         "caveats": (*known_caveats(model), *module_caveats(model, problem.private)),
     }
     if records == 0:
-        return nothing(params, z, size, probes, setting)
-    if not (checked or capturing(z)):
+        return nothing(params, z, size, probes.count, setting)
+    checking = not (options.checked or capturing(z))
+    if checking:
         check_values(model, inputs, targets)
         check_jumps_once(model, loss_fn, batch_rows((inputs, targets), slice(0, 3)), problem.private)
-    if directions is None:
-        drawn: Sequence[Any] = (
-            draw_input_probes(z, probes, generator) if in_inputs else draw_probes(params, probes, generator)
-        )
+    in_inputs = options.probes_inputs
+    drawn: Sequence[Any]
+    if probes.directions is not None:
+        drawn = probes.directions
+    elif in_inputs:
+        drawn = draw_input_probes(z, probes.count, probes.generator)
     else:
-        drawn = directions
-    iterations = 30 if spectral is True else int(spectral)
-    start = draw_input_probes(z, 1, generator)[0] if iterations else None
+        drawn = draw_probes(params, probes.count, probes.generator)
     plan = _Plan(
         max_grad_norm,
         noise_multiplier,
@@ -214,32 +162,32 @@ def step_information(
         drawn,
         [None] * len(drawn),
         in_inputs,
-        deflate,
-        error,
-        diagonal,
-        iterations,
+        probes.deflate,
+        probes.resolved_error,
+        options.diagonal,
+        options.spectral,
         features,
-        start,
+        draw_input_probes(z, 1, probes.generator)[0] if options.spectral else None,
     )
-    present = None if mask is None else as_present(mask, z)
-    sharing = in_inputs and shared > 0 and directions is None
-    signs = draw_signs(z, probes, generator) if sharing else []
+    present = None if options.mask is None else as_present(options.mask, z)
+    sharing = in_inputs and probes.shared > 0 and probes.directions is None
+    signs = draw_signs(z, probes.count, probes.generator) if sharing else []
     if sharing and micro_batch is not None and micro_batch < records:
-        slopes, method = first_slopes(problem, (z, inputs, targets), micro_batch, method, route, check=not checked)
-        plan, sharing = _shared(plan, slopes, present, shared, signs), False
+        slopes, method = first_slopes(problem, (z, inputs, targets), micro_batch, method, check=not options.checked)
+        plan, sharing = _shared(plan, slopes, present, probes.shared, signs), False
     parts: list[Part] = []
     for rows in micro_batches(records, micro_batch):
         batch = batch_rows((z, inputs, targets), rows)
-        check, sloped = not parts and not checked, in_inputs and (deflate > 1 or sharing)
-        work = open_pass(problem, batch, method, route, check=check, sloped=sloped)
+        check, sloped = not parts and not options.checked, in_inputs and (probes.deflate > 1 or sharing)
+        work = open_pass(problem, batch, method, check=check, sloped=sloped)
         method = work.method  # decided once, on the first rows
         if sharing:  # all records are in this pass
-            plan = _shared(plan, work.slope()[:SHARED_FROM], present, shared, signs)
+            plan = _shared(plan, work.slope()[:SHARED_FROM], present, probes.shared, signs)
         try:
             parts.append(_measure(work, plan, None if present is None else present[rows]))
         except RuntimeError as failure:
             raise beyond_torch(failure) or failure from failure
-        if not (checked or capturing(z)):
+        if checking:
             check_norms(parts[-1].norm)
             check_information(parts[-1].along + parts[-1].across)
     return replace(joined(parts, size, len(drawn), setting), mask=present)
@@ -363,23 +311,6 @@ def _power(work: Pass, plan: _Plan, h: Tensor, c: Tensor, radial: Tensor) -> tup
     return rho, torch.maximum(above.to(c.dtype), rho)
 
 
-def _error_from(error: ErrorFrom, probes: int, probe: ProbeIn) -> ErrorFrom:
-    if error == "spread" and probes < 2:
-        raise ValueError('error="spread" needs two probes or more: use "product" or "bound" for one')
-    if error != "auto":
-        return error
-    return "spread" if probes > 1 else "bound" if probe == "inputs" else "product"
-
-
-def _in_inputs(probe: ProbeIn, error: ErrorFrom, diagonal: bool, *, given: bool) -> bool:
-    """Returns whether the probes lie in the private part."""
-    needs_weights = diagonal or error == "product"
-    if probe == "inputs" and needs_weights:
-        what = "diagonal=True" if diagonal else 'error="product"'
-        raise ValueError(f'{what} needs probe="weights"')
-    return probe == "inputs" or (probe == "auto" and not needs_weights and not given)
-
-
 def _squares(v: Tensor) -> Tensor:
     """Returns the squared norm of each record's part, (B,), in float64."""
     return squares(v)
@@ -393,14 +324,6 @@ def _inner(v: Tensor, w: Tensor) -> Tensor:
 def _like(per_record: Tensor, v: Tensor) -> Tensor:
     """Returns one number per record as a factor of v, in v's precision or float32."""
     return per_record.to(torch.promote_types(v.dtype, torch.float32)).reshape(-1, *(1,) * (v.dim() - 1))
-
-
-def _check(noise_multiplier: float, probes: int, route: str, error: str, probe: str) -> None:
-    check_positive("noise_multiplier", noise_multiplier)
-    check_at_least_one("probes", probes)
-    check_choice("route", route, ("reverse", "forward"))
-    check_choice("error", error, ("auto", "spread", "product", "bound"))
-    check_choice("probe", probe, ("auto", "weights", "inputs"))
 
 
 __all__ = ["StepInformation", "draw_probes", "step_information"]

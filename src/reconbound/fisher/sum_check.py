@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from reconbound.fisher.clipping import Clip, sensitivity
+from reconbound.fisher.options import Method, SumOptions
 from reconbound.fisher.passes.protocol import trainable
-from reconbound.fisher.sums import ClippedSum, Method, clipped_gradient_sum, covering_method
+from reconbound.fisher.sums import ClippedSum, clipped_gradient_sum, covering_method
 from reconbound.validate.private import Private, Problem, batch_rows
 from reconbound.validate.structure import ModelError
 
@@ -164,8 +165,7 @@ def _check_contributions(
             *batch_rows(few, slice(i, i + 1)),
             max_grad_norm=max_grad_norm,
             clip=clip,
-            method=method,
-            checked=True,
+            options=SumOptions(method=method, checked=True),
         )
         size = float(torch.stack([s.double().norm() for s in one.gradient_sum.values()]).norm())
         if not size <= sensitivity(clip) * max_grad_norm * (1 + 1e-4):
@@ -177,7 +177,8 @@ def _check_contributions(
 
 
 def _sum(model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: Method) -> ClippedSum:
-    return clipped_gradient_sum(model, loss_fn, *few, max_grad_norm=_NEVER, clip="hard", method=method, checked=True)
+    options = SumOptions(method=method, checked=True)
+    return clipped_gradient_sum(model, loss_fn, *few, max_grad_norm=_NEVER, clip="hard", options=options)
 
 
 def _autograd_sum(model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any]) -> Mapping[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,20 @@ from reconbound.fisher.checks import (
     beyond_torch,
     capturing,
     check_arguments,
-    check_common,
+    check_clip_norm,
     check_norms,
     check_trainable,
     check_values,
     wrong_kind,
 )
 from reconbound.fisher.clipping import Clip, check_clip, clipping
-from reconbound.fisher.passes.by_layer import LayerPass, NotCovered
+from reconbound.fisher.options import Method, SumOptions, check_options
+from reconbound.fisher.passes.by_layer import LayerPass
 from reconbound.fisher.passes.generic import GenericPass
-from reconbound.fisher.passes.protocol import Pass, Route, trainable, zero_sums
+from reconbound.fisher.passes.protocol import Pass, trainable, zero_sums
+from reconbound.fisher.passes.recorder import NotCovered
 from reconbound.fisher.probes import SHARED_FROM
-from reconbound.validate.private import Inputs, Private, Problem, batch_rows, check_rows, private_part
-
-Method = Literal["auto", "layers", "generic"]
+from reconbound.validate.private import Inputs, Private, Problem, batch_rows, private_part
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,7 @@ def clipped_gradient_sum(
     *,
     max_grad_norm: float,
     clip: Clip = "smooth",
-    micro_batch: int | None = None,
-    mask: Tensor | None = None,
-    method: Method = "auto",
-    checked: bool = False,
+    options: SumOptions = SumOptions(),
 ) -> ClippedSum:
     """Returns only the sum of clipped per-record gradients, for a step that measures no record.
 
@@ -70,34 +67,30 @@ def clipped_gradient_sum(
         targets: as in `step_information`.
         max_grad_norm: the clip norm C.
         clip: "smooth" or "hard".
-        micro_batch: records at a time; the results do not depend on it, memory does.
-        mask: (B,) of 0 and 1 (or bool): records with 0 are padding.
-        method: as in `step_information`.
-        checked: skip the checks that read values and the check on a batch of another size, which the caller has made
-            (see `covering_method`).
+        options: micro-batches, padding, method and checks.
 
     Guarantee: adding or removing one record moves the sum by at most sensitivity(clip) · max_grad_norm.
     """
-    check_common(max_grad_norm, micro_batch, method)
+    check_options(options, SumOptions)
+    check_clip_norm(max_grad_norm)
     check_arguments(model, loss_fn, inputs, targets)
     problem = Problem(model, loss_fn, Private("nothing"))
     params = released(problem)
     first = next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
     z = next(iter(params.values())).detach().new_zeros(first.shape[0])
-    check_rows("inputs", inputs, len(z))
-    check_rows("targets", targets, len(z))
-    if not (checked or capturing(z)):
+    checking = not (options.checked or capturing(z))
+    if checking:
         check_values(model, inputs, targets)
-    present = None if mask is None else as_present(mask, z)
+    present = None if options.mask is None else as_present(options.mask, z)
+    method = options.method
     total: dict[str, Tensor] = {}
     norms, factors, losses = [z[:0]], [z[:0]], [z[:0]]
-    for rows in micro_batches(len(z), micro_batch):
+    for rows in micro_batches(len(z), options.micro_batch):
         batch = batch_rows((z, inputs, targets), rows)
-        check = rows.start == 0 and not checked
-        work = open_pass(problem, batch, method, "reverse", check=check, measured=False)
+        work = open_pass(problem, batch, method, check=rows.start == 0 and not options.checked, measured=False)
         method = work.method
         norms.append(work.norms())
-        if not (checked or capturing(z)):
+        if checking:
             check_norms(norms[-1])
         factors.append(clipping(norms[-1], max_grad_norm, check_clip(clip)).factor)
         losses.append(work.losses)
@@ -132,7 +125,7 @@ def covering_method(
         z = next(iter(trainable(problem).values())).detach().new_zeros(first.shape[0])
     else:
         z = private_part(problem, inputs, targets)
-    work = open_pass(problem, (z, inputs, targets), "auto", "reverse", check=True, measured=private.part != "nothing")
+    work = open_pass(problem, (z, inputs, targets), "auto", check=True, measured=private.part != "nothing")
     return "auto" if work.method == "layers" else "generic"
 
 
@@ -140,7 +133,6 @@ def open_pass(
     problem: Problem,
     batch: tuple[Tensor, Inputs, Any],
     method: Method,
-    route: Route,
     *,
     check: bool,
     measured: bool = True,
@@ -155,7 +147,6 @@ def open_pass(
         problem: the model, the loss and the private part.
         batch: private part, inputs and targets.
         method: "layers", "generic" or "auto".
-        route: of the generic pass.
         check: run a batch of another size first (see LayerPass).
         measured: products with J will follow.
         sloped: ∇_z ℓ will be needed.
@@ -171,7 +162,7 @@ def open_pass(
                 (wrong_kind(error, problem.model, *batch[1:]) if check else None) or beyond_torch(error) or error
             ) from error
     try:
-        return GenericPass(problem, *batch, route=route, check=check and measured)
+        return GenericPass(problem, *batch, check=check and measured)
     except RuntimeError as error:
         raise (
             (wrong_kind(error, problem.model, *batch[1:]) if check else None) or beyond_torch(error) or error
@@ -179,7 +170,7 @@ def open_pass(
 
 
 def first_slopes(
-    problem: Problem, batch: tuple[Tensor, Inputs, Any], micro_batch: int, method: Method, route: Route, *, check: bool
+    problem: Problem, batch: tuple[Tensor, Inputs, Any], micro_batch: int, method: Method, *, check: bool
 ) -> tuple[Tensor, Method]:
     """Returns ∇_z ℓ of the first records, (R, ...), in micro-batches, and the method that covers the model.
 
@@ -188,13 +179,12 @@ def first_slopes(
         batch: private part, inputs and targets of the batch.
         micro_batch: records at a time.
         method: "layers", "generic" or "auto".
-        route: of the generic pass.
         check: run a batch of another size first (see LayerPass).
     """
     slopes: list[Tensor] = []
     for rows in micro_batches(min(len(batch[0]), SHARED_FROM), micro_batch):
         some = batch_rows(batch, rows)
-        work = open_pass(problem, some, method, route, check=check and not slopes, measured=False, sloped=True)
+        work = open_pass(problem, some, method, check=check and not slopes, measured=False, sloped=True)
         method = work.method
         slopes.append(work.slope())
     return torch.cat(slopes), method
@@ -214,8 +204,6 @@ def released(problem: Problem) -> dict[str, Tensor]:
 
 
 def as_present(mask: Tensor, z: Tensor) -> Tensor:
-    if not isinstance(mask, Tensor):
-        raise InputError("mask", "must be a tensor of 0 and 1, (B,)", type(mask).__name__)
     if mask.shape != (z.shape[0],):
-        raise ValueError(f"mask must have one entry per record, shape ({z.shape[0]},), got {tuple(mask.shape)}")
+        raise InputError("mask", f"must have one entry per record, shape ({z.shape[0]},)", tuple(mask.shape))
     return mask.to(z)

@@ -15,7 +15,6 @@ from reconbound.linear.information import Leakage, leakage
 from reconbound.linear.losses import Loss
 from reconbound.linear.sensitivity import Shape, choose_noise
 from reconbound.linear.solver import Optimum, minimise
-from reconbound.mechanisms.sensitivities import largest_weights
 
 #: The gradient that may be left by the solver, as a share of the noise's standard deviation in gradient units, nλσ.
 SOLVED = 1e-6
@@ -174,8 +173,7 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
     def _warn_if_drowned(self, shape: Shape, sigma: float) -> None:
         """Warns where σ√(number of weights) exceeds the largest norm of any minimiser: only public facts decide it."""
         weights = (shape.classes if shape.classes > 2 else 1) * (shape.dim + shape.intercept)
-        bound = (shape.row_norm, shape.l2, shape.target_bound)
-        largest = largest_weights(shape.loss.name, shape.classes, *bound)
+        largest = shape.mechanism().largest_weights(shape.classes)
         length = sigma * math.sqrt(weights)
         if length > largest:
             smaller = "data_norm" if shape.target_bound is None else "data_norm or target_bound"
@@ -240,10 +238,7 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         targets = self._encode(y)
         x, norms = self._clip(x)
         start = self._released()
-        shape = self._shape()
-        if np.linalg.norm(start) > largest_weights(
-            shape.loss.name, shape.classes, shape.row_norm, shape.l2, shape.target_bound
-        ):
+        if np.linalg.norm(start) > self.mechanism_.largest_weights(self._classes()):
             start = np.zeros_like(start)
         found = self._solve(x, targets, len(x) * float(self.l2) * self.noise_std_ * SOLVED, start)
         away = float(np.sum((found.weights - self._released()) ** 2)) / self.noise_std_**2

@@ -6,10 +6,11 @@ largest chance of a membership test or a reconstruction to succeed. `as_mechanis
 into one.
 """
 
-from reconbound.mechanisms.accounted import PLD, Event, as_mechanism
 from reconbound.mechanisms.base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Mechanism
+from reconbound.mechanisms.dp_accounting import PLD, Event, as_mechanism
+from reconbound.mechanisms.output_perturbation import OutputPerturbation
 from reconbound.mechanisms.reported import DP, RenyiDP
-from reconbound.mechanisms.sampled_gaussian import OutputPerturbation, SampledGaussian
+from reconbound.mechanisms.sampled_gaussian import SampledGaussian
 
 __all__ = [
     "ADD_OR_ZERO",

@@ -1,21 +1,120 @@
-"""The base class of mechanisms, with a sound default from the order-2 divergence for every other answer."""
+"""The base class of mechanisms, and `Protection`: whether a mechanism's guarantee is meaningful, in sentences."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from reconbound._internal.checks import InputError, choice, number, whole
+from reconbound._internal.formatting import format_limit, format_percent
 from reconbound.bounds import overlap_from_order2, rero_from_order2
 from reconbound.bounds.bound import log_expm1
-from reconbound.mechanisms.protection import BLIND, Protection
 
 REPLACE_ONE, ADD_REMOVE = "replace-one", "add/remove"
 ADJACENCIES = (REPLACE_ONE, ADD_REMOVE)
 ZERO_OUT = "zero-out"
 ADD_OR_ZERO = "add/remove or zero-out"
+#: A guarantee means little where a record that a blind guess rebuilds with the first chance may be rebuilt with the
+#: second by whoever sees the release.
+BLIND, SURE = 0.01, 0.9
+
+
+@dataclass(frozen=True)
+class Protection:
+    """The largest chance to rebuild a record, and whether that leaves a meaningful guarantee.
+
+    Attributes:
+        success: the largest chance to rebuild a record that a blind guess rebuilds with chance BLIND (reconstruction
+            robustness, docs/theory/any_attacker.md); None where it is not known.
+        never_drawn: the chance that a record is in no batch, so that the release does not depend on it.
+        epsilon: ε under replace-one at `delta`; None where it is not known.
+        delta: the δ of epsilon.
+
+    >>> print(Protection(0.0355).sentence())
+    Who can rebuild a record with a chance of 1% without the release can do so with a chance of at most 3.55% with it.
+    >>> print(Protection(1.0, epsilon=1054.0, delta=1e-5).warning("image"))
+    No meaningful guarantee: this mechanism does not rule out that an image which a blind guess rebuilds with a chance
+    of 1% is rebuilt with a chance of 100% from the release (ε = 1,060 at δ = 1e-05).
+    """
+
+    success: float | None
+    never_drawn: float = 0.0
+    epsilon: float | None = None
+    delta: float = 1e-5
+
+    @property
+    def success_if_drawn(self) -> float | None:
+        """Returns the chance for records that are in some batch, where all others are rebuilt as by a guess.
+
+        (success − BLIND · never_drawn)/(1 − never_drawn)
+        """
+        if self.success is None or self.never_drawn >= 1:
+            return self.success
+        return min(1.0, (self.success - BLIND * self.never_drawn) / (1 - self.never_drawn))
+
+    @property
+    def meaningful(self) -> bool:
+        """Returns whether the guarantee is meaningful: a drawn record is rebuilt with a chance below SURE.
+
+        Without the condition a run of one epoch and no noise at all would pass, for a third of the records are never
+        drawn. Where no chance is known nothing is decided, and the answer is True.
+        """
+        found = self.success_if_drawn
+        return found is None or found < SURE
+
+    def sentence(self, noun: str = "record") -> str:
+        """Returns the largest chance to rebuild a record, in one sentence that is true by itself; "" if not known.
+
+        Args:
+            noun: the word for a record.
+        """
+        if self.success is None:
+            return ""
+        return (
+            f"Who can rebuild {with_article(noun)} with a chance of {format_percent(BLIND)} without the release can do "
+            f"so with a chance of at most {format_percent(self.success)} with it."
+        )
+
+    def warning(self, noun: str = "record") -> str:
+        """Returns the sentence that comes before all others where the guarantee means little; "" otherwise.
+
+        Args:
+            noun: the word for a record.
+        """
+        if self.meaningful or self.success is None:
+            return ""
+        often = f": nearly whenever it is in a batch, for which the chance is {format_percent(1 - self.never_drawn)}"
+        drawn = "" if self.never_drawn < 1e-3 else often
+        at = f" at δ = {format_limit(self.delta, 6)}"
+        epsilon = "" if self.epsilon is None else f" (ε = {format_limit(self.epsilon)}{at})"
+        return (
+            f"No meaningful guarantee: this mechanism does not rule out that {with_article(noun)} which a blind guess "
+            f"rebuilds with a chance of {format_percent(BLIND)} is rebuilt with a chance of "
+            f"{format_percent(self.success)} from the release{epsilon}{drawn}."
+        )
+
+
+def read_protection(found: Mapping[str, Any]) -> Protection:
+    """Returns the protection that a guarantee's dictionary describes (`Guarantee.to_dict`, run.json).
+
+    Args:
+        found: the dictionary.
+    """
+    pairs = {float(r["kappa"]): float(r["success"]) for r in found.get("rero") or ()}
+    never = float(found.get("never_drawn") or 0.0)
+    return Protection(pairs.get(BLIND), never, found.get("epsilon"), float(found.get("delta", 1e-5)))
+
+
+def with_article(noun: str) -> str:
+    """Returns the noun with "a" or "an".
+
+    >>> with_article("image"), with_article("record")
+    ('an image', 'a record')
+    """
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
 class Mechanism(ABC):
@@ -116,16 +215,18 @@ class Mechanism(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the mechanism's public facts, for JSON."""
-        told = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        return {"type": type(self).__name__, **told}
+        facts = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {"type": type(self).__name__, **facts}
 
     def __str__(self) -> str:
-        told = ", ".join(
-            f"{k.replace('_', ' ')} {_said(v)}"
-            for k, v in self.to_dict().items()
-            if k != "type" and v is not None and v is not False
-        )
-        return f"{type(self).__name__}: {told}"
+        facts = [(k, v) for k, v in self.to_dict().items() if k != "type" and v is not None and v is not False]
+        words = [f"{name.replace('_', ' ')} {_format(value)}" for name, value in facts]
+        return f"{type(self).__name__}: {', '.join(words)}"
+
+    def _set(self, **values: float) -> None:
+        """Keeps checked numbers as plain floats and ints, whatever NumPy type they came in."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
 
 def epsilon_from_order2(order2: float, delta: float) -> float | None:
@@ -156,12 +257,6 @@ def advantage_from_order2(order2: float) -> float:
     return math.sqrt(-math.expm1(-order2) / (1 + 3 * math.exp(-order2)))
 
 
-def _said(value: Any) -> str:
+def _format(value: Any) -> str:
     """Formats a number with seven digits at most, and with thousands separators where it is whole."""
     return f"{value:.7g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
-
-
-def plain(mechanism: Mechanism, **values: float) -> None:
-    """Keeps checked numbers as plain floats and ints, whatever NumPy type they came in."""
-    for name, value in values.items():
-        object.__setattr__(mechanism, name, value)

@@ -27,7 +27,6 @@ from reconbound.mechanisms.base import (
     Mechanism,
     advantage_from_order2,
     epsilon_from_order2,
-    plain,
 )
 
 #: Stated where a number was given without its neighbours.
@@ -87,7 +86,7 @@ class DP(_Reported):
 
     def __post_init__(self) -> None:
         epsilon = number("epsilon", self.epsilon, at_least=0.0)
-        plain(self, epsilon=epsilon, delta=number("delta", self.delta, at_least=0.0, below=1.0))
+        self._set(epsilon=epsilon, delta=number("delta", self.delta, at_least=0.0, below=1.0))
         _neighbours(self.adjacency)
 
     def for_group(self, copies: int) -> DP:
@@ -187,7 +186,7 @@ class RenyiDP(_Reported):
 
     def __post_init__(self) -> None:
         epsilon = number("epsilon", self.epsilon, at_least=0.0)
-        plain(self, epsilon=epsilon, order=number("order", self.order, at_least=0.5))
+        self._set(epsilon=epsilon, order=number("order", self.order, at_least=0.5))
         _neighbours(self.adjacency)
 
     @property

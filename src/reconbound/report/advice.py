@@ -12,7 +12,7 @@ import numpy as np
 from reconbound._internal.checks import InputError
 from reconbound._internal.formatting import format_limit, format_noise, format_percent
 from reconbound.mechanisms import SampledGaussian
-from reconbound.mechanisms.calibration import Calibration, calibrate
+from reconbound.mechanisms.calibrate import Calibration, calibrate
 from reconbound.report.folder import Run
 from reconbound.report.formats import guess_error, plus_minus
 from reconbound.report.view import View

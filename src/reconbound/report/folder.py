@@ -243,7 +243,7 @@ def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
         folder: the audit's, for the warning.
     """
     from reconbound.accounting.spec import Account
-    from reconbound.mechanisms.guarantees import guarantee
+    from reconbound.mechanisms.guarantee import guarantee
     from reconbound.training.sampling import batches_per_epoch, make_sampler
 
     names = ("steps", "noise_multiplier", "max_grad_norm", "sample_rate", "sampler", "clip")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reconbound.mechanisms.protection import read_protection
+from reconbound.mechanisms.base import read_protection
 from reconbound.report.folder import Run, line, nouns, units
 from reconbound.report.formats import beyond, clean, count, guess_error, percent, plus_minus
 from reconbound.report.view import NEGLIGIBLE, View

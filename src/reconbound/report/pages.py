@@ -24,7 +24,7 @@ from markupsafe import Markup
 from reconbound import __version__
 from reconbound._internal.files import CONFIDENTIAL, PUBLIC, write_whole
 from reconbound._internal.formatting import format_limit, format_percent
-from reconbound.mechanisms.protection import read_protection, with_article
+from reconbound.mechanisms.base import read_protection, with_article
 from reconbound.report import advice, charts, headline, text
 from reconbound.report.axes import Chart
 from reconbound.report.folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Leakage, Run, line, nouns, read_audit, units

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from reconbound._internal.checks import InputError, whole
 from reconbound._internal.formatting import format_limit, format_percent
-from reconbound.mechanisms.protection import BLIND, with_article
+from reconbound.mechanisms.base import BLIND, with_article
 from reconbound.report.folder import Leakage, Run
 from reconbound.report.formats import (
     amount,

@@ -10,7 +10,7 @@ from typing import Any
 
 from reconbound._internal.formatting import format_percent
 from reconbound.accounting.precision import how_far_off
-from reconbound.mechanisms.protection import BLIND, Protection
+from reconbound.mechanisms.base import BLIND, Protection
 from reconbound.report import advice
 from reconbound.report.folder import CHOSEN_SEED, Run
 from reconbound.report.formats import amount, beyond, clean, count, guess_error, percent, plus_minus, rough

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from reconbound.data.tables import MISSING
-from reconbound.mechanisms.protection import Protection, read_protection
+from reconbound.mechanisms.base import Protection, read_protection
 from reconbound.report.folder import Leakage, Run, floors, line, record_names
 from reconbound.report.formats import clean, pixel_scale
 

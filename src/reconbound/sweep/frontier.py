@@ -11,8 +11,8 @@ from typing import Any
 
 from reconbound._internal.checks import DataError, InputError
 from reconbound._internal.files import CONFIDENTIAL, printable, write_whole
-from reconbound.mechanisms.guarantees import FLOORS as MECHANISM_FLOORS
-from reconbound.mechanisms.protection import Protection
+from reconbound.mechanisms.base import Protection
+from reconbound.mechanisms.guarantee import FLOORS as MECHANISM_FLOORS
 from reconbound.sweep import space
 from reconbound.sweep.store import seal_of
 from reconbound.sweep.worker import Row

@@ -30,7 +30,7 @@ from reconbound.auditing.leakage import guess_of
 from reconbound.auditing.models import check_model, score
 from reconbound.auditing.options import AuditOptions, make_learner
 from reconbound.mechanisms import SampledGaussian
-from reconbound.mechanisms.guarantees import guarantee
+from reconbound.mechanisms.guarantee import guarantee
 from reconbound.report.folder import CHECKPOINTS, prepare
 from reconbound.sweep.ledgers import by_run, crossed_floor, dfil_at, floors_of, keep, mean_of
 from reconbound.sweep.space import Setting, seed_of

@@ -19,7 +19,16 @@ from reconbound._internal.checks import InputError
 from reconbound._internal.opacus_hooks import is_wrapper
 from reconbound._internal.rng import random_states_kept
 from reconbound.data.copies import describe_copies, find_copies
-from reconbound.fisher import Private, StepInformation, clipped_gradient_sum, covering_method, step_information
+from reconbound.fisher import (
+    Private,
+    ProbeOptions,
+    StepInformation,
+    StepOptions,
+    SumOptions,
+    clipped_gradient_sum,
+    covering_method,
+    step_information,
+)
 from reconbound.fisher.sum_check import methods_that_pass
 from reconbound.training.settings import Settings
 from reconbound.validate import ModelError, check_batch
@@ -117,9 +126,7 @@ class Measurer:
                 *self.rows(indices),
                 max_grad_norm=s.max_grad_norm,
                 clip=s.clip,
-                micro_batch=s.micro_batch,
-                method=self._methods[0],
-                checked=True,
+                options=SumOptions(micro_batch=s.micro_batch, method=self._methods[0], checked=True),
             )
         self._check_finite(indices, clipped.loss, clipped.norm)
         return clipped.gradient_sum
@@ -140,15 +147,15 @@ class Measurer:
                 max_grad_norm=s.max_grad_norm,
                 noise_multiplier=s.noise_multiplier,
                 clip=s.clip,
-                probes=s.probes,
-                diagonal=self.diagonal,
-                spectral=self.spectral,
-                error="bound",
-                generator=generator,
-                micro_batch=s.micro_batch,
-                private=self.private,
-                method=self._methods[1],
-                checked=True,
+                options=StepOptions(
+                    diagonal=self.diagonal,
+                    spectral=self.spectral,
+                    micro_batch=s.micro_batch,
+                    private=self.private,
+                    method=self._methods[1],
+                    checked=True,
+                    probes=ProbeOptions(count=s.probes, error="bound", generator=generator),
+                ),
             )
         self._check_finite(indices, found.loss, found.norm, found.trace)
         if self._columns is None or found.diagonal_across is None or found.diagonal_along is None:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from reconbound._internal.checks import InputError, choice
 from reconbound.validate.losses import check_losses
-from reconbound.validate.structure import CHECKPOINTING
+from reconbound.validate.structure import CHECKPOINTING, ModelError
 from reconbound.validate.twice_differentiable import TwiceDifferentiable
 
 _NAMED = 5  # parameters that a caveat names; the others are counted
@@ -49,6 +49,8 @@ class Private:
 
     def __post_init__(self) -> None:
         choice("part", self.part, ("input", "target", "module", "nothing"))
+        if not isinstance(self.name, str | int | None):
+            raise InputError("name", "must be None, a text or a position", self.name)
         if self.features is not None:
             object.__setattr__(self, "features", _features(self.features))
 
@@ -169,8 +171,9 @@ def private_part(problem: Problem, inputs: Inputs, targets: Any) -> Tensor:
         z = inputs[_only_float(inputs) if private.name is None else private.name]
     if not isinstance(z, Tensor) or not z.is_floating_point():
         kind = z.dtype if isinstance(z, Tensor) else type(z).__name__
-        raise ValueError(
-            f"the private part ({private.part}) must be a floating-point tensor, got {kind}: numbers and images can be "
+        where = {"input": "inputs", "target": "targets"}.get(private.part, private.part)
+        raise ModelError(
+            f"the private part ({where}) must be a floating-point tensor, got {kind}: numbers and images can be "
             'converted by .float(); for tokens use Private("module", "<embedding>"), for labels soft targets'
         )
     z = z.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from reconbound._internal.checks import warn_user
+from reconbound._internal.checks import InputError, warn_user
 from reconbound._internal.opacus_hooks import by_opacus, is_wrapper
 
 _SMOOTH = "replace them by smooth ones: tanh or GELU for the activation, average pooling for max pooling"
@@ -76,7 +77,13 @@ def is_about_checkpointing(error: BaseException) -> bool:
     return "use_reentrant" in str(error) or CHECKPOINTING in str(error)
 
 
+def check_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError("model", "must be a torch.nn.Module", type(model).__name__)
+
+
 def check_structure(model: nn.Module) -> None:
+    check_module(model)
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
         raise ModelError("no parameter of the model requires a gradient: call requires_grad_() on those to be trained")

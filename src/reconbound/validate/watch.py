@@ -40,7 +40,9 @@ def check_data(inputs: Any, targets: Any) -> None:
     records = record_count(inputs)
     for name, x in named:
         if x.dim() == 0 or x.shape[0] != records or records == 0:
-            raise ModelError(f"{name} has shape {tuple(x.shape)}: its first dimension must be the {records} records")
+            raise ModelError(
+                f"{name} has shape {tuple(x.shape)}: it must have {records} rows, one per record of inputs"
+            )
         finite = torch.isfinite(x)
         if not bool(finite.all()):
             where = [int(i) for i in (~finite).nonzero()[0]]

@@ -23,9 +23,8 @@ from reconbound.fisher.checks import capturing, no_dependence, no_gradient
 from reconbound.fisher.passes import products
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule
 from reconbound.fisher.passes.products import Pair
-from reconbound.fisher.passes.protocol import Params, Pass, Route, trainable, wide_dtype
+from reconbound.fisher.passes.protocol import Params, trainable, wide_dtype
 from reconbound.fisher.passes.recorder import (
-    NotCovered,
     Site,
     check_covered,
     check_leading,
@@ -432,6 +431,3 @@ def _uses(names: Any) -> dict[str, list[int]]:
         if name is not None:
             uses.setdefault(name, []).append(i)
     return uses
-
-
-__all__ = ["LayerPass", "NotCovered", "Pass", "Route", "trainable"]

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.func import grad, jvp, vjp, vmap
-from torch.overrides import TorchFunctionMode
+from torch.func import grad, vjp, vmap
 from torch.utils._pytree import tree_map
 
 from reconbound.fisher.checks import no_dependence, no_gradient
 from reconbound.fisher.passes.products import rounded_above, squares, squares_above
-from reconbound.fisher.passes.protocol import Params, Route, trainable, wide_dtype
+from reconbound.fisher.passes.protocol import Params, trainable, wide_dtype
 from reconbound.validate.private import Inputs, Problem, batch_rows
-
-
-@cache
-def load_forward_mode() -> None:
-    """Loads PyTorch's forward-mode rules.
-
-    PyTorch loads them at first use and then warns of its own use of torch.jit. That warning is suppressed.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
 
 
 class GenericPass:
@@ -42,12 +27,9 @@ class GenericPass:
         inputs: Inputs,
         targets: Any,
         *,
-        route: Route = "reverse",
         check: bool = False,
     ) -> None:
-        if route == "forward":
-            load_forward_mode()
-        self.problem, self.z, self.route = problem, z.detach(), route
+        self.problem, self.z = problem, z.detach()
         self.params = {name: p.detach() for name, p in trainable(problem).items()}
         self.dtype = wide_dtype(*self.params.values())
         self.public = (inputs, targets)
@@ -132,20 +114,11 @@ class GenericPass:
         return gradient_and_loss(self.params)
 
     def _pull(self, z: Tensor, public: Any, direction: Params) -> Any:
-        """Returns Jᵀ·direction: the derivative in w of ∇_z ℓ (forward), or the pull-back of z ↦ ∇_w ℓ (reverse)."""
-        if self.route == "forward":
-            slope = lambda w: grad(lambda z: self._loss(w, z, public))(z)  # noqa: E731
-            with _ForwardModeGuard():
-                return jvp(slope, (self.params,), (dict(direction),))[1]
+        """Returns Jᵀ·direction."""
         return self._reverse(z, public)(dict(direction))[0]
 
     def _push(self, z: Tensor, public: Any, v: Tensor) -> Any:
-        """Returns Jv.
-
-        In the reverse route it is the pull-back of the pull-back, which is linear in what it pulls.
-        """
-        if self.route == "forward":
-            return jvp(lambda z: self._gradient(z, public)[0], (z,), (v,))[1]
+        """Returns Jv, the pull-back of the pull-back, which is linear in what it pulls."""
         pull = self._reverse(z, public)
         return vjp(lambda w: pull(w)[0], {name: torch.zeros_like(p) for name, p in self.params.items()})[1](v)[0]
 
@@ -161,18 +134,3 @@ class GenericPass:
 def _rows(each: Tensor) -> Tensor:
     """Returns a row for each record, (B, ...) → (B, p); for a parameter that is one number, (B,) → (B, 1)."""
     return each.unsqueeze(-1).flatten(1)
-
-
-class _ForwardModeGuard(TorchFunctionMode):
-    """Refuses what PyTorch differentiates differently forward and in reverse: the row of an embedding's padding_idx."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.embedding and (kwargs.get("padding_idx") is not None or (len(args) > 2 and args[2] is not None)):
-            raise ValueError(
-                'an embedding with padding_idx has no forward-mode derivative that agrees: use route="reverse"'
-            )
-        return func(*args, **kwargs)
-
-
-__all__ = ["GenericPass", "load_forward_mode"]

@@ -11,7 +11,6 @@ from torch import Tensor
 from reconbound.validate.private import Problem
 
 Params = Mapping[str, Tensor]
-Route = Literal["reverse", "forward"]
 
 
 class Pass(Protocol):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError
-from reconbound.fisher import Private, clipping, step_information
+from reconbound.fisher import Private, ProbeOptions, StepOptions, clipping, step_information
 from reconbound.fisher.probes import Basis
 from reconbound.fisher.sum_check import methods_that_pass
 from reconbound.fisher.sums import open_pass
@@ -171,7 +171,7 @@ class Branches:
     def _gradient_sum(self, k: int, work: Work) -> None:
         s, problem = self.fleet.settings[k], Problem(self.fleet.models[k], self.fleet.loss_fn, Private("nothing"))
         batch = (work.mask, work.inputs, work.targets)
-        opened = open_pass(problem, batch, self.methods[0], "reverse", check=False, measured=False)
+        opened = open_pass(problem, batch, self.methods[0], check=False, measured=False)
         norms = opened.norms()
         sums = opened.weighted_sum(clipping(norms, s.max_grad_norm, s.clip).factor * work.mask)
         torch.cat([v.flatten() for v in sums.values()], out=self.fleet.sums[k])
@@ -186,13 +186,13 @@ class Branches:
             max_grad_norm=s.max_grad_norm,
             noise_multiplier=s.noise_multiplier,
             clip=s.clip,
-            probe="inputs",
-            directions=work.omegas,
-            error="bound",
-            private=self.fleet.private,
-            mask=work.mask,
-            method=self.methods[1],
-            checked=True,
+            options=StepOptions(
+                private=self.fleet.private,
+                mask=work.mask,
+                method=self.methods[1],
+                checked=True,
+                probes=ProbeOptions(space="inputs", directions=work.omegas, error="bound"),
+            ),
         )
         torch.stack([info.clipped_norm, info.across, info.along], out=work.found[:, k])
 

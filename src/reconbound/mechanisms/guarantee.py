@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from reconbound._internal.formatting import format_floor, format_limit
 from reconbound.bounds import Bound, ball_floor, corners, lecam, rate_distortion, theorem1
 from reconbound.bounds.data_space import DataSpace, data_space
 from reconbound.mechanisms import ADD_REMOVE, REPLACE_ONE, Mechanism, as_mechanism
-from reconbound.mechanisms.protection import BLIND, Protection
+from reconbound.mechanisms.base import BLIND, Protection
 
 #: Chances of a blind guess at which reconstruction robustness is reported.
 KAPPAS = (1e-6, 1e-4, BLIND, 1e-1)
@@ -102,7 +101,7 @@ class Guarantee:
     def box(self) -> str:
         """Describes the data space."""
         plural = "s" if self.dim != 1 else ""
-        return f"Records of {self.dim:,} private coordinate{plural} in {self.space.described(self.bounds[0].units)}"
+        return f"Records of {self.dim:,} private coordinate{plural} in {self.space.describe(self.bounds[0].units)}"
 
     @property
     def in_short(self) -> str:
@@ -111,8 +110,8 @@ class Guarantee:
         They say that the guarantee means little, where it does; how often a record can be rebuilt; and the strongest
         floor that is not vacuous, for any attacker if there is one.
         """
-        said = (self.protection.warning() or self.protection.sentence(), self._strongest)
-        return " ".join(sentence for sentence in said if sentence)
+        sentences = (self.protection.warning() or self.protection.sentence(), self._strongest)
+        return " ".join(sentence for sentence in sentences if sentence)
 
     @property
     def _strongest(self) -> str:
@@ -128,7 +127,7 @@ class Guarantee:
         if bound.attacker == "any":
             return (
                 "For every attacker, even one who knows every other record, there is some conceivable record in "
-                f"{self.space.described(bound.units)} on which it {errs}; on others it may err by less ({bound.name})."
+                f"{self.space.describe(bound.units)} on which it {errs}; on others it may err by less ({bound.name})."
             )
         return (
             f"An attacker without bias, even one who knows every other record, {errs}, at every record; attackers with "
@@ -136,9 +135,9 @@ class Guarantee:
         )
 
     def __str__(self) -> str:
-        known = ((self.epsilon, REPLACE_ONE), (self.epsilon_add_remove, ADD_REMOVE))
-        told = [f"ε = {format_limit(epsilon, 4)} ({which})" for epsilon, which in known if epsilon is not None]
-        last = [f"At δ = {format_limit(self.delta, 6)}: {'; '.join(told)}."] if told else []
+        pairs = ((self.epsilon, REPLACE_ONE), (self.epsilon_add_remove, ADD_REMOVE))
+        epsilons = [f"ε = {format_limit(epsilon, 4)} ({which})" for epsilon, which in pairs if epsilon is not None]
+        last = [f"At δ = {format_limit(self.delta, 6)}: {'; '.join(epsilons)}."] if epsilons else []
         last.append(f"{self.mechanism}. Mean errors and chances are over {self.mechanism.randomness}.")
         last += [f"Note: {note}" for note in self.notes]
         first, success = self.protection.warning(), self.protection.sentence()
@@ -146,54 +145,34 @@ class Guarantee:
         return "\n".join(line for line in lines if line)
 
 
-def _theorem1(mechanism: Mechanism, space: DataSpace) -> Bound | None:
-    return theorem1(mechanism.order2(), **_sides(space))
+#: The floors of a mechanism, by name.
+FLOORS = ("theorem1", "theorem1_paper", "corners", "lecam", "rate_distortion")
 
 
-def _theorem1_paper(mechanism: Mechanism, space: DataSpace) -> Bound | None:
-    eps = mechanism.order2_paper()
-    if eps is None:
+def _box_floor(name: str, mechanism: Mechanism, space: DataSpace) -> Bound | None:
+    """Returns one floor on the box of the data space; None where the mechanism does not have it."""
+    sides: dict[str, Any] = {"widths": space.side, "dim": space.dim}
+    if name == "theorem1":
+        return theorem1(mechanism.order2(), **sides)
+    if name == "corners":
+        return corners(mechanism.order2(), **sides)
+    if name == "lecam":
+        return lecam(mechanism.overlap(), **sides)
+    if name == "rate_distortion":
+        found = rate_distortion(mechanism.kl(), **sides)
+        if space.whole_ball is not None:
+            ball = ball_floor(mechanism.kl(), space.whole_ball, space.dim)
+            if ball.value > found.value:
+                found = replace(found, value=ball.value, theorem=ball.theorem)
+        return replace(found, adjacency=mechanism.kl_neighbours)
+    epsilon = mechanism.order2_paper()
+    if epsilon is None:
         return None
-    bound = theorem1(eps, **_sides(space))
+    bound = theorem1(epsilon, **sides)
     note = "as the paper computes it (add/remove for SGD, gradients of norm 1 for output perturbation)"
-    return replace(
-        bound,
-        name="theorem1_paper",
-        theorem="Theorem 1, the paper's line (not proved)",
-        proved=False,
-        adjacency=mechanism.paper_neighbours,
-        assumes=(*bound.assumes, note),
-    )
-
-
-def _corners(mechanism: Mechanism, space: DataSpace) -> Bound | None:
-    return corners(mechanism.order2(), **_sides(space))
-
-
-def _lecam(mechanism: Mechanism, space: DataSpace) -> Bound | None:
-    return lecam(mechanism.overlap(), **_sides(space))
-
-
-def _rate_distortion(mechanism: Mechanism, space: DataSpace) -> Bound | None:
-    found = rate_distortion(mechanism.kl(), **_sides(space))
-    if space.whole_ball is not None:
-        ball = ball_floor(mechanism.kl(), space.whole_ball, space.dim)
-        if ball.value > found.value:
-            found = replace(found, value=ball.value, theorem=ball.theorem)
-    return replace(found, adjacency=mechanism.kl_neighbours)
-
-
-def _sides(space: DataSpace) -> dict[str, Any]:
-    return {"widths": space.side, "dim": space.dim}
-
-
-FLOORS: dict[str, Callable[[Mechanism, DataSpace], Bound | None]] = {
-    "theorem1": _theorem1,
-    "theorem1_paper": _theorem1_paper,
-    "corners": _corners,
-    "lecam": _lecam,
-    "rate_distortion": _rate_distortion,
-}
+    assumes, theorem = (*bound.assumes, note), "Theorem 1, the paper's line (not proved)"
+    neighbours = mechanism.paper_neighbours
+    return replace(bound, name=name, theorem=theorem, proved=False, adjacency=neighbours, assumes=assumes)
 
 
 def floor(
@@ -227,17 +206,17 @@ def floor(
     lecam: any attacker errs by at least ±44.3 years (MSE 1,960), on some conceivable record of the box, not on
     each; a plain guess errs by ±50 years [Le Cam; replace-one]
     """
-    choice("bound", name, tuple(FLOORS))
+    choice("bound", name, FLOORS)
     if not isinstance(units, str):
         raise InputError("units", "must be text", units)
     m = as_mechanism(mechanism)
     space = data_space(dim, low, high, m.radius if radius is None else radius)
-    bound = FLOORS[name](m, space)
+    bound = _box_floor(name, m, space)
     if bound is None:
         return None
-    told = space.adapt(bound)
-    guess = told.guess if baseline is None else number("baseline", baseline, above=0.0)
-    return replace(told, sampler=m.sampler, assumes=(*told.assumes, *m.assumes()), guess=guess, units=units)
+    bound = space.adapt(bound)
+    guess = bound.guess if baseline is None else number("baseline", baseline, above=0.0)
+    return replace(bound, sampler=m.sampler, assumes=(*bound.assumes, *m.assumes()), guess=guess, units=units)
 
 
 def guarantee(

@@ -1,10 +1,10 @@
-"""Calibration: the smallest noise that meets a floor, or an ε."""
+"""The smallest noise that meets a floor, or an ε: the only search for noise in the package."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from scipy.optimize import brentq
 
@@ -13,8 +13,9 @@ from reconbound._internal.formatting import format_noise, format_number, round_t
 from reconbound.bounds import Bound
 from reconbound.bounds.bound import NOT_PROVED
 from reconbound.mechanisms import ADJACENCIES, REPLACE_ONE, OutputPerturbation, SampledGaussian
-from reconbound.mechanisms.guarantees import FLOORS, floor
+from reconbound.mechanisms.guarantee import floor
 
+Noisy = TypeVar("Noisy", bound=SampledGaussian | OutputPerturbation)
 #: The noise is searched between these.
 SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e12
 
@@ -45,15 +46,20 @@ class Calibration:
     without_noise: float | None = None
 
     def __str__(self) -> str:
-        found = (
-            f"{self.mechanism.noise_field} {format_noise(self.noise)}"
-            if self.without_noise is None
-            else "met without noise"
-        )
-        warned = "" if self.bound.proved else f"{self.bound.name} is {NOT_PROVED}: by it, this noise protects nobody. "
-        known = self.mechanism.protection()
-        means = "" if self.without_noise is not None else f"\n{known.warning() or known.sentence()}"
-        return f"{warned}{found}: {self.bound}{means}"
+        caveat = "" if self.bound.proved else f"{self.bound.name} is {NOT_PROVED}: by it, this noise protects nobody. "
+        if self.without_noise is not None:
+            return f"{caveat}met without noise: {self.bound}"
+        noise, protection = format_noise(self.noise), self.mechanism.protection()
+        sentence = protection.warning() or protection.sentence()
+        return f"{caveat}{self.mechanism.noise_field} {noise}: {self.bound}\n{sentence}"
+
+
+def _with_noise(mechanism: Noisy, noise: float) -> Noisy:
+    """Returns the mechanism with this noise; refuses one that has no noise."""
+    if not isinstance(mechanism, (SampledGaussian, OutputPerturbation)):
+        raise InputError("mechanism", "must have noise to calibrate: private SGD or output perturbation", mechanism)
+    changes: dict[str, Any] = {mechanism.noise_field: noise}
+    return replace(mechanism, **changes)
 
 
 def calibrate(
@@ -87,48 +93,38 @@ def calibrate(
     >>> round(found.noise, 3), found.bound.value >= 1.0
     (1.365, True)
     """
-    if not isinstance(mechanism, (SampledGaussian, OutputPerturbation)):
-        raise InputError("mechanism", "must have noise to calibrate: private SGD or output perturbation", mechanism)
     target = number("target_mse", target_mse, above=0.0)
-    if bound not in FLOORS:
-        raise InputError("bound", f"must be one of {', '.join(FLOORS)}", bound)
-    field = mechanism.noise_field
 
-    def at(noise: float) -> tuple[SampledGaussian | OutputPerturbation, Bound]:
-        changes: dict[str, Any] = {field: noise}
-        tried = replace(mechanism, **changes)
+    def at(noise: float) -> Bound:
+        tried = _with_noise(mechanism, noise)
         found = floor(bound, tried, dim=dim, low=low, high=high, radius=radius, units=units)
         assert found is not None  # both mechanisms have every floor
-        return tried, found
+        return found
 
-    small, large = math.log(SMALLEST_NOISE), math.log(LARGEST_NOISE)
-    highest = at(LARGEST_NOISE)[1].value
+    highest = at(LARGEST_NOISE).value
     if target >= highest:
         raise OutOfReach("target_mse", bound, highest, target_mse)
-    if at(SMALLEST_NOISE)[1].value < target:
-        while large - small > 1e-7:
-            middle = (small + large) / 2
-            small, large = (small, middle) if at(math.exp(middle))[1].value >= target else (middle, large)
-    else:
-        large = small
-    unneeded = large == small and bound == "lecam" and isinstance(mechanism, SampledGaussian)
-    noise = SMALLEST_NOISE if large == small else round_to(math.exp(large), 7, "up")
-    chosen, reached = at(noise)
-    step = 1e-6
-    while reached.value < target:  # where the floor is flat, its last digit goes up and down: a little more noise
+    noise, never, reached = SMALLEST_NOISE, None, at(SMALLEST_NOISE)
+    if reached.value >= target:
+        never = mechanism.never_drawn if bound == "lecam" and isinstance(mechanism, SampledGaussian) else None
+        return Calibration(_with_noise(mechanism, noise), noise, target, reached, never)
+    small, large = math.log(SMALLEST_NOISE), math.log(LARGEST_NOISE)
+    while large - small > 1e-7:
+        middle = (small + large) / 2
+        small, large = (small, middle) if at(math.exp(middle)).value >= target else (middle, large)
+    noise, step = round_to(math.exp(large), 7, "up"), 1e-6
+    while (reached := at(noise)).value < target:  # where the floor is flat, its last digit goes up and down
         noise, step = min(round_to(noise * (1 + step), 7, "up"), LARGEST_NOISE), 2 * step
-        chosen, reached = at(noise)
-    never = mechanism.never_drawn if unneeded and isinstance(mechanism, SampledGaussian) else None
-    return Calibration(chosen, noise, target, reached, never)
+    return Calibration(_with_noise(mechanism, noise), noise, target, reached)
 
 
 def calibrate_epsilon(
-    mechanism: SampledGaussian | OutputPerturbation,
+    mechanism: Noisy,
     target_epsilon: float,
     *,
     delta: float = 1e-5,
     adjacency: str = REPLACE_ONE,
-) -> SampledGaussian | OutputPerturbation:
+) -> Noisy:
     """Returns the mechanism with the smallest noise at which ε(δ) is at most `target_epsilon`.
 
     Args:
@@ -138,28 +134,26 @@ def calibrate_epsilon(
         adjacency: "replace-one", or "add/remove" as Opacus counts.
 
     Guarantee: ε was computed once more at the returned noise and is at most the target; with noise smaller by more than
-    three parts in ten thousand it is not, as far as ε falls with the noise.
+    three parts in ten thousand (a part in a billion for output perturbation) it is not, as far as ε falls with the
+    noise.
 
     >>> found = calibrate_epsilon(OutputPerturbation(1000, 0.1, 1.0), 1.0)
     >>> round(found.noise_std, 3), found.epsilon_at(1e-5) <= 1.0
     (0.075, True)
     """
-    if not isinstance(mechanism, (SampledGaussian, OutputPerturbation)):
-        raise InputError("mechanism", "must have noise to calibrate: private SGD or output perturbation", mechanism)
     target = number("target_epsilon", target_epsilon, at_least=1e-3, at_most=1e6)
     d = number("delta", delta, above=0.0, below=1.0)
+    _with_noise(mechanism, 1.0)  # refuses a mechanism without noise
     if mechanism.epsilon_at(d, choice("adjacency", adjacency, ADJACENCIES)) is None:
         raise InputError("adjacency", "must be replace-one: for this mechanism no other epsilon is known", adjacency)
 
-    def at(noise: float) -> SampledGaussian | OutputPerturbation:
-        changes: dict[str, Any] = {mechanism.noise_field: noise}
-        return replace(mechanism, **changes)
-
     def excess(log_noise: float) -> float:
         """Returns ln ε − ln target, which falls with the noise and is nearly a line in its logarithm."""
-        found = at(math.exp(log_noise)).epsilon_at(d, adjacency)
+        found = _with_noise(mechanism, math.exp(log_noise)).epsilon_at(d, adjacency)
         return math.log(max(1e300 if found is None else found, 1e-300) / target)
 
+    # the loss distributions of sampled steps leave five digits; one Gaussian release has an exact curve
+    accuracy, digits = (2e-5, 5) if isinstance(mechanism, SampledGaussian) else (1e-11, 11)
     step = math.log(4)
     large = 0.0
     while excess(large) > 0:
@@ -169,8 +163,8 @@ def calibrate_epsilon(
     small = large - step
     while excess(small) <= 0 and small > math.log(SMALLEST_NOISE):
         small, large = small - step, small
-    root = small if excess(small) <= 0 else brentq(excess, small, large, xtol=2e-5)
-    noise = round_to(math.exp(root + 2e-5), 5, "up")
+    root = small if excess(small) <= 0 else brentq(excess, small, large, xtol=accuracy)
+    noise = round_to(math.exp(root + accuracy), digits, "up")
     while excess(math.log(noise)) > 0:  # where ε goes up and down in its last digits: a little more noise
-        noise = round_to(noise * (1 + 2e-5), 5, "up")
-    return at(noise)
+        noise = round_to(noise * (1 + accuracy), digits, "up")
+    return _with_noise(mechanism, noise)
