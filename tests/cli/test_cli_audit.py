@@ -43,7 +43,7 @@ def test_a_table_becomes_a_report(table_audit, capsys) -> None:
         assert "<b>pay</b>" not in (table_audit / name).read_text()
 
 
-def test_ranges_that_were_read_off_the_data_are_told_and_how_to_declare_them(tmp_path, capsys) -> None:
+def test_inferred_ranges_get_notes(tmp_path, capsys) -> None:
     table = write_people(tmp_path / "people.csv")
     words = [
         "audit",
@@ -73,7 +73,7 @@ def test_modes(table_audit) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == expected, path
 
 
-def test_the_plan_is_printed_first_and_the_path_last(tmp_path, capsys, monkeypatch) -> None:
+def test_output_begins_with_the_options_and_ends_with_the_path(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["audit", "wine", *QUICK]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -106,7 +106,7 @@ def test_the_plan_is_printed_first_and_the_path_last(tmp_path, capsys, monkeypat
     assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in Path("audit-wine").rglob("*") if p.is_file()}
 
 
-def test_the_plan_is_in_the_verdicts_units(digits_audit) -> None:
+def test_printed_floors_are_in_the_reports_units(digits_audit) -> None:
     dataset = load_dataset("digits", limit=60)
     said = describe_audit(
         dataset, AuditOptions().with_changes(**{**MILD, "model": "linear"}), Path("nowhere"), fresh=True
@@ -117,7 +117,7 @@ def test_the_plan_is_in_the_verdicts_units(digits_audit) -> None:
     assert f"lecam ±{format_floor(16 * found['lecam'].rmse)} (any attacker" in said
 
 
-def test_an_audit_is_finished_only_with_all_that_was_asked_for(digits_audit, capsys) -> None:
+def test_finished_audit_has_everything_asked_for(digits_audit, capsys) -> None:
     words = ["audit", "--limit", "60", *QUICK, "--out", str(digits_audit)]
     (digits_audit / REPORT).unlink()
     assert run(words) == 0  # a page is missing: it is made again
@@ -191,7 +191,7 @@ def test_other_options_in_the_same_folder_are_refused(digits_audit, capsys) -> N
     assert (digits_audit / REPORT).read_bytes() == before
 
 
-def test_an_audit_of_other_data_in_the_folder_is_one_short_line(digits_audit, capsys) -> None:
+def test_folder_of_other_data_is_refused(digits_audit, capsys) -> None:
     before = (digits_audit / REPORT).read_bytes()
     assert run(["audit", "wine", *QUICK, "--out", str(digits_audit)]) == 2
     assert capsys.readouterr().err == f"reconbound: {digits_audit} holds an audit of digits; choose another --out\n"
@@ -243,7 +243,7 @@ REFUSED = {
 }
 
 
-def test_a_factory_of_the_users(mine, tmp_path, capsys) -> None:
+def test_user_factory(mine, tmp_path, capsys) -> None:
     assert run(["audit", "wine", *QUICK, "--model", "mine:small", "--out", "a", "--quiet"]) == 0
     assert read_run("a").training["model"] == "mine:small"
     assert read_run("a").training["parameters"] == 71
@@ -254,7 +254,7 @@ def test_a_factory_of_the_users(mine, tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize("bad", REFUSED)
 @pytest.mark.parametrize("form", [["--quiet"], []])
-def test_a_factory_that_does_not_do_is_one_line_before_any_training(mine, capsys, bad: str, form: list[str]) -> None:
+def test_bad_factory_is_one_line(mine, capsys, bad: str, form: list[str]) -> None:
     assert run(["audit", "wine", *QUICK, "--model", f"mine:{bad}", "--out", "b", *form]) == 2
     error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Note:")]
     assert len(error) == 1
@@ -262,7 +262,7 @@ def test_a_factory_that_does_not_do_is_one_line_before_any_training(mine, capsys
     assert not Path("b", PLAN).exists()
 
 
-def test_floors_that_are_not_proved_for_a_model_with_kinks_are_said_so_everywhere(mine, capsys) -> None:
+def test_kinks_are_named_everywhere(mine, capsys) -> None:
     said = "The floors of single records are not proved for this model: it has kinks, in module '2' (ReLU)"
     assert run(["audit", "wine", *QUICK, "--model", "mine:relu", "--out", "a"]) == 0
     told = capsys.readouterr()

@@ -148,7 +148,7 @@ def test_missing_and_needless_options_are_one_line(run, arguments, option):
     assert option in err
 
 
-def test_a_fault_of_ours_is_not_dressed_up(run, monkeypatch):
+def test_internal_faults_are_raised(run, monkeypatch):
     def broken(*_, **__):
         raise ZeroDivisionError("ours")
 

@@ -190,7 +190,7 @@ def test_terminal_names_attacker_and_unmeasured_records(people: Path, tmp_path: 
     assert cli.run(["report", str(people), str(other), "--out", str(tmp_path / "page.html")]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Floors are for unbiased attackers who know every other record and see every noisy step" in said
-    assert "lowest, median: of the estimates, which are more often too high than too low" in said
+    assert "lowest, median: estimates, more often too high than too low" in said
     assert "ε is for replace-one neighbours" in said
-    assert "other: 3 records were never measured: nothing is known of them, and they count as below a guess" in said
+    assert "other: 3 records were never measured. They count as below a guess." in said
     assert "people: 3 records" not in said

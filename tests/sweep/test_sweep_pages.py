@@ -30,7 +30,7 @@ def relu(shape, outputs):
 """
 
 
-def test_floors_that_are_not_proved_for_a_model_with_kinks_are_said_so_everywhere(mine, capsys, recwarn) -> None:
+def test_kinks_are_named_everywhere(mine, capsys, recwarn) -> None:
     words = ["sweep", "digits", "--limit", "60", "--grid", "lr=0.5,1", "--steps", "3", "--out", "s"]
     assert cli.run([*words, "--model", "mine:relu"]) == 0
     out, err = capsys.readouterr()

@@ -42,7 +42,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked, apart from the mechanism and the target.
+    """Options of a calibration, apart from the mechanism and the target.
 
     Attributes:
         delta: the δ at which ε is reported.

@@ -29,7 +29,7 @@ from reconbound.report import advice, charts, headline, text
 from reconbound.report.axes import Chart
 from reconbound.report.folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Leakage, Run, line, nouns, read_audit, units
 from reconbound.report.formats import amount, beyond, clean, guess_error, percent, plus_minus, value
-from reconbound.report.records import cards, quantiles, tiles
+from reconbound.report.records import cards, tiles
 from reconbound.report.view import NEGLIGIBLE, View
 
 FLOORS = {
@@ -98,8 +98,6 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         "tiles": tiles(view),
         "chart": shown,
         "slider": slider,
-        "quantiles": quantiles(view),
-        "rules": text.RULES,
         "cards": cards(view),
         "features": feature_rows(view),
         "columns_note": text.columns_note(view),

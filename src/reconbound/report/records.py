@@ -240,28 +240,6 @@ def _ratio(floor: float, guess: float) -> str:
     return "over 1,000 × a guess" if ratio > 1000 else f"{amount(ratio, side='down')} × a guess"
 
 
-def quantiles(view: View) -> dict[str, Any]:
-    """Returns floors at quantiles of the records measured: "rules", and "rows" of (which, a floor for each rule).
-
-    Floors of the first rule are lower confidence limits where there are any ("limits": whether there are).
-    """
-    names = {"none": 0.0, "1 %": 0.01, "10 %": 0.1, "50 %": 0.5, "90 %": 0.9}
-    if view.worst is None:
-        return {"rules": [], "rows": []}
-    rules = [clean(rule, 40) for rule in view.facts.get("rules") or ["exact"]]
-    dfil = np.nan_to_num(view.leakage.dfil.double().numpy()[:, view.measured], nan=np.inf)
-    floors = view.unit / np.sqrt(np.maximum(dfil, np.finfo(float).tiny))
-    limits = view.upper_floor is not None and bool((view.upper_floor > 0).any())
-    if limits:
-        floors, rules = np.vstack([view.shown[view.measured], floors]), [f"{rules[0]}, {view.basis}", *rules]
-    at = np.quantile(floors, list(names.values()), axis=1, method="lower")
-    return {
-        "rules": rules,
-        "limits": limits,
-        "rows": [(n, [plus_minus(float(x)) for x in row]) for n, row in zip(names, at, strict=True)],
-    }
-
-
 def tiles(view: View) -> list[dict[str, str]]:
     """Returns the few figures at the top of the page: title, figure, and a line below."""
     below = view.below(view.guess)
