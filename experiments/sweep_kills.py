@@ -15,24 +15,25 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "sweep"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 from test_sweep_kills import count_finishes, finishes, holders
 
 import postgres_server
 from reconbound.sweep import Sweep, frontier, parse_grid, sweep
-from reconbound.sweep.run import begin, make_trainer, open_store
-from reconbound.sweep.team import PRELOAD
+from reconbound.sweep.run import begin, make_trainer, open_queue
+from reconbound.sweep.workers import PRELOAD
 
 GRID = ["noise_multiplier=0.3,0.5,1,2,5,10", "lr=0.2,0.5,1,2"]
-STEPS, RUNS, LIMIT, LEASE, WORKERS = (20, 40, 80), 2, 200, 3.0, 4
+STEPS, RUNS, LIMIT, GRACE, WORKERS = (20, 40, 80), 2, 200, 3, 4
 
 
 def config(out: Path, url: str | None) -> Sweep:
     options = {"limit": LIMIT}
     return Sweep(
         "digits", out, parse_grid(GRID), STEPS, RUNS, load=options, plan={"model": "linear"}, storage=url, seed=11,
-        lease=LEASE,
+        grace=GRACE,
     )  # fmt: skip
 
 
@@ -53,13 +54,13 @@ def disturbed(url: str, folder: Path, kills: int, rng: random.Random) -> tuple[l
     out = folder / "out"
     settings = config(out, url)
     out.mkdir(mode=0o700)
-    store = open_store(settings)
-    begin(store, settings, make_trainer(settings))
+    queue = open_queue(settings)
+    begin(queue, settings, make_trainer(settings))
     count_finishes(url)
     workers, killed = [start(out, url) for _ in range(WORKERS)], 0
-    while not all(trial.state.is_finished() for trial in store.trials()):
+    while not all(slot.is_over for slot in queue.slots()):
         time.sleep(rng.uniform(0.0, 4.0))
-        at_work = [worker for worker in workers if worker.pid in holders(store)]
+        at_work = [worker for worker in workers if worker.pid in holders(queue)]
         if killed < kills and at_work:
             victim = rng.choice(at_work)
             victim.kill()
@@ -68,17 +69,18 @@ def disturbed(url: str, folder: Path, kills: int, rng: random.Random) -> tuple[l
         workers = [worker if worker.is_alive() else start(out, url) for worker in workers]
     for worker in workers:
         worker.join(120)
-    trials, leases = store.trials(), store.leases()
+    slots = queue.slots()
+    again = [len(slot.attempts) - 1 for slot in slots]
     happened = {
-        "settings": len(trials),
-        "complete": sum(trial.state.name == "COMPLETE" for trial in trials),
+        "settings": len(slots),
+        "complete": sum(slot.complete is not None for slot in slots),
         "finishes": len(finishes(url)),
         "finished twice": len(finishes(url)) - len(set(finishes(url))),
         "kills": killed,
-        "taken over": sum(lease.claims - 1 for lease in leases.values()),
-        "in trials": sum(lease.claims > 1 for lease in leases.values()),
+        "taken over": sum(again),
+        "in settings": sum(count > 0 for count in again),
     }
-    store.dispose()
+    queue.dispose()
     return sweep(settings, show=False), happened
 
 

@@ -15,7 +15,7 @@ import small_folders
 from injecting import REFUSALS, damage, ended, refusing
 from reconbound._internal.files import unsealed
 from reconbound.auditing.release import load_release
-from reconbound.sweep import faults
+from reconbound.sweep import database
 
 SHARE = int(os.environ.get("INJECT", "0"))
 PAGES = ("report.html", "report-public.html", "frontier.html", "sweep.csv", "index.html")
@@ -28,7 +28,7 @@ def done(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch) -> None:
-    monkeypatch.setattr(faults, "PATIENCE", 0.05)
+    monkeypatch.setattr(database, "PATIENCE", 0.05)
 
 
 def copied(done: Path, base: Path, name: str) -> None:

@@ -233,7 +233,7 @@ def test_nothing_in_a_received_folder_steers_the_terminal(base, monkeypatch) -> 
     evil = "\x1b]0;owned\x07\x1b[31mred\u202e"
     tamper(base / "sweep" / "sweep.json", data=evil, caveats={"kinks": evil}, task=evil)
     connection = sqlite3.connect(base / "sweep" / "sweep.db")
-    from reconbound.sweep.store import seal_of
+    from reconbound.sweep.queue import seal_of
 
     for trial, number in connection.execute("SELECT trial_id, number FROM trials").fetchall():
         get = "SELECT value_json FROM trial_user_attributes WHERE trial_id = ? AND key = ?"

@@ -58,7 +58,7 @@ def make(config: Sweep) -> Stub:
 def config(out: Path, url: str | None, settings: int = 12, together: int | None = None) -> Sweep:
     lrs = ",".join(str(round(0.1 + 0.1 * k, 1)) for k in range(settings // 4))
     grid = ["noise_multiplier=0.2,0.5,1,2", f"lr={lrs}"]
-    return Sweep("stub", out, parse_grid(grid), (5, 10), storage=url, seed=1, lease=1.0, together=together)
+    return Sweep("stub", out, parse_grid(grid), (5, 10), storage=url, seed=1, grace=1, together=together)
 
 
 def join(out: str, url: str) -> None:

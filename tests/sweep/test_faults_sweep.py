@@ -8,16 +8,14 @@ import sqlite3
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import sqlalchemy as sql
 
 import postgres_server
 import sweep_stub
-from reconbound.sweep import clock as clocks
-from reconbound.sweep import faults, sweep
-from reconbound.sweep.run import begin, open_store
+from reconbound.sweep import database, sweep
+from reconbound.sweep.run import open_queue
 from reconbound.sweep.space import settings_of
 
 NO_SERVER = postgres_server.missing()
@@ -26,7 +24,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "trials/00003/checkpoint
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch) -> None:
-    monkeypatch.setattr(faults, "PATIENCE", 4.0)
+    monkeypatch.setattr(database, "PATIENCE", 12.0)
 
 
 class Faulty(sweep_stub.Stub):
@@ -55,12 +53,13 @@ def check_whole(config, rows: list[dict]) -> None:
     wanted = [{**setting, **row} for setting in settings for row in sweep_stub.rows_of(setting)]
     assert found == {tuple(row.items()) for row in wanted}
     assert len(rows) == len(wanted)
-    store = open_store(config)
+    queue = open_queue(config)
     try:
-        assert {trial.state.name for trial in store.trials()} == {"COMPLETE"}
-        assert {lease.errors for lease in store.leases().values()} == {0}
+        slots = queue.slots()
+        assert all(slot.complete is not None for slot in slots)
+        assert not any("error" in trial.user_attrs for slot in slots for trial in slot.attempts)
     finally:
-        store.dispose()
+        queue.dispose()
 
 
 @pytest.mark.parametrize("together", [None, 4])
@@ -82,9 +81,9 @@ def test_a_transient_fault_is_no_error_of_a_setting(tmp_path, together, error, c
 
 @pytest.mark.parametrize("together", [None, 4])
 def test_a_fault_that_stays_stops_the_sweep_with_one_line(tmp_path, together, capfd, monkeypatch) -> None:
-    monkeypatch.setattr(faults, "PATIENCE", 1.0)
+    monkeypatch.setattr(database, "PATIENCE", 1.0)
     config = sweep_stub.config(tmp_path / "s", None, 4, together)
-    with pytest.raises(faults.SweepStopped, match=r"No space left on device.*run the same command again") as found:
+    with pytest.raises(database.SweepStopped, match=r"No space left on device.*run the same command again") as found:
         sweep(config, make_train=lambda _: Faulty(float("inf")), show=False)
     assert "\n" not in str(found.value)
     assert capfd.readouterr().err.count("\n") == 1  # that it waits
@@ -94,27 +93,27 @@ def test_a_fault_that_stays_stops_the_sweep_with_one_line(tmp_path, together, ca
 def test_a_workers_fault_stops_the_team_with_its_line(tmp_path, monkeypatch, capfd) -> None:
     """The workers are processes of their own: the reason comes back from there."""
     config = sweep_stub.config(tmp_path / "s", None, 4)
-    with pytest.raises(faults.SweepStopped, match="No space left on device"):
+    with pytest.raises(database.SweepStopped, match="No space left on device"):
         sweep(config, make_train=_always_full, show=False, workers=2)
     assert "Traceback" not in capfd.readouterr().err
     check_whole(config, sweep(config, make_train=sweep_stub.make, show=False))
 
 
 def _always_full(config):
-    faults.PATIENCE = 0.5
+    database.PATIENCE = 0.5
     return Faulty(float("inf"))
 
 
 def test_sqlite_on_a_full_disk(tmp_path, monkeypatch) -> None:
     """SQLite's own error for it, raised by SQLite, in the middle of the sweep, and again in the next call."""
     config = sweep_stub.config(tmp_path / "s", None, 4)
-    monkeypatch.setattr(faults, "PATIENCE", 0.5)
+    monkeypatch.setattr(database, "PATIENCE", 0.5)
     stopped: list[str] = []
     for room in (0, 1, 2, 4):  # every new connection may add so many pages to the file and no more
         with little_room(room):
             try:
                 sweep(config, make_train=lambda _: _Long(), show=False)
-            except (faults.SweepStopped, ValueError) as reason:
+            except (database.SweepStopped, ValueError) as reason:
                 stopped.append(str(reason))
     assert len(stopped) >= 2
     assert all("full" in said and "\n" not in said for said in stopped)
@@ -148,21 +147,22 @@ class _Long(sweep_stub.Stub):
 @pytest.mark.parametrize(
     "edit",
     [
-        "CREATE UNIQUE INDEX odd ON reconbound_leases (done)",
-        "CREATE TRIGGER odd BEFORE INSERT ON reconbound_leases BEGIN SELECT RAISE(ABORT, 'odd'); END",
+        "CREATE TRIGGER odd BEFORE INSERT ON trial_values BEGIN SELECT RAISE(ABORT, 'odd'); END",
         "CREATE TRIGGER odd BEFORE INSERT ON trial_user_attributes BEGIN SELECT RAISE(ABORT, 'odd'); END",
         "CREATE TRIGGER odd BEFORE UPDATE ON trials BEGIN SELECT RAISE(ABORT, 'odd'); END",
-        "DROP TABLE reconbound_leases",
-        "ALTER TABLE reconbound_leases DROP COLUMN done",
+        "DROP TABLE trial_heartbeats",
+        "ALTER TABLE trial_heartbeats DROP COLUMN heartbeat",
         "DROP TABLE trial_values",
     ],
 )
 def test_a_database_edited_by_hand_is_one_line_at_once(tmp_path, edit, capfd, monkeypatch) -> None:
-    monkeypatch.setattr(faults, "PATIENCE", 12.0)
+    monkeypatch.setattr(database, "PATIENCE", 12.0)
     config = sweep_stub.config(tmp_path / "s", None, 4)
     began: list[float] = []
 
-    with pytest.raises((faults.SweepError, ValueError), match=r"odd|UNIQUE|no such|no column|edited by hand") as found:
+    with pytest.raises(
+        (database.SweepError, ValueError), match=r"odd|UNIQUE|no such|no column|edited by hand"
+    ) as found:
         sweep(config, make_train=lambda _: _Edited(config, edit, began), show=False)
     assert "\n" not in str(found.value)
     assert time.monotonic() - began[0] < 8
@@ -184,48 +184,6 @@ class _Edited(sweep_stub.Stub):
         return super().__call__(setting, folder, tell)
 
 
-def test_a_clock_that_was_set_back_is_said_and_the_sweep_goes_on(tmp_path, capfd, monkeypatch) -> None:
-    """A worker died, and the clock was then set back by an hour: its lease would last for an hour."""
-    monkeypatch.setattr(clocks, "STILL", 0.6)
-    for together in (None, 2):
-        config = replace(sweep_stub.config(tmp_path / f"s{together}", None, 4, together), lease=0.5)
-        config.out.mkdir()
-        store = open_store(config)
-        begin(store, config, sweep_stub.make(config))
-        now = time.time
-        with monkeypatch.context() as later:
-            later.setattr(time, "time", lambda now=now: now() + 3600)
-            assert store.claim("dead") is not None
-        store.dispose()
-        started = time.monotonic()
-        check_whole(config, sweep(config, make_train=sweep_stub.make, show=False))
-        assert time.monotonic() - started < 30
-        said = capfd.readouterr().err
-        assert said.count("the clock was set back") == 1
-        assert said.count("\n") == 1
-
-
-def test_a_worker_with_a_longer_lease_is_left_alone(tmp_path, monkeypatch) -> None:
-    """It renews its lease all the time, which tells it from one that is dead."""
-    monkeypatch.setattr(clocks, "STILL", 0.3)
-    config = replace(sweep_stub.config(tmp_path / "s", None, 4), lease=0.2)
-    config.out.mkdir()
-    store = open_store(config)
-    begin(store, config, sweep_stub.make(config))
-    other = open_store(replace(config, lease=500.0))
-    claim = other.claim("alive")
-    assert claim is not None
-    clock, until = clocks.Clock(store), time.monotonic() + 1.5
-    while time.monotonic() < until:
-        assert other.beat(claim, 0)
-        clock.look()
-        time.sleep(0.05)
-    assert other.beat(claim, 0)
-    assert not clock.said
-    store.dispose()
-    other.dispose()
-
-
 # --- a PostgreSQL server ------------------------------------------------------------------
 
 
@@ -233,9 +191,7 @@ def test_a_worker_with_a_longer_lease_is_left_alone(tmp_path, monkeypatch) -> No
 def server(monkeypatch):
     if NO_SERVER:
         pytest.skip(NO_SERVER)
-    from reconbound.sweep import answering
-
-    monkeypatch.setattr(answering, "ANSWER", 2)
+    monkeypatch.setattr(database, "ANSWER", 2)
     with postgres_server.controlled() as one:
         yield one
 
@@ -258,8 +214,8 @@ def begun(config) -> tuple[threading.Thread, list]:
 @pytest.mark.parametrize("how", ["stopped", "still"])
 @pytest.mark.postgres
 def test_a_server_that_comes_back_is_waited_for(tmp_path, server, how, capfd, monkeypatch) -> None:
-    monkeypatch.setattr(faults, "PATIENCE", 20.0)
-    monkeypatch.setattr(faults, "SILENT", 0.2)
+    monkeypatch.setattr(database, "PATIENCE", 20.0)
+    monkeypatch.setattr(database, "QUIET", 0.2)
     config = sweep_stub.config(tmp_path / "s", server.url, 4)
     thread, found = begun(config)
     _wait_for_training(config)
@@ -279,14 +235,14 @@ def test_a_server_that_comes_back_is_waited_for(tmp_path, server, how, capfd, mo
 @pytest.mark.parametrize("how", ["stopped", "still"])
 @pytest.mark.postgres
 def test_a_server_that_stays_away_stops_the_sweep_which_goes_on_later(tmp_path, server, how, monkeypatch) -> None:
-    monkeypatch.setattr(faults, "PATIENCE", 1.5)
+    monkeypatch.setattr(database, "PATIENCE", 1.5)
     config = sweep_stub.config(tmp_path / "s", server.url, 4)
     thread, found = begun(config)
     _wait_for_training(config)
     _take_away(server, how)
     thread.join(40)
     assert not thread.is_alive()
-    assert isinstance(found[0], faults.SweepStopped), found[0]
+    assert isinstance(found[0], database.SweepStopped), found[0]
     assert "run the same command again" in str(found[0])
     assert "\n" not in str(found[0])
     _bring_back(server, how)
@@ -312,13 +268,13 @@ def test_a_worker_waits_for_a_server_that_is_away_when_it_begins(tmp_path, serve
     """One of a team, or a replaced one: its sweep is under way, so its storage is no mistyped one."""
     from reconbound.sweep.run import _join
 
-    monkeypatch.setattr(faults, "PATIENCE", 30.0)
+    monkeypatch.setattr(database, "PATIENCE", 30.0)
     config = sweep_stub.config(tmp_path / "s", server.url, 4)
     sweep(config, make_train=sweep_stub.make, show=False)
     server.stop()
     threading.Timer(1.0, server.start).start()
     assert _join(config, sweep_stub.make, "me", lambda: False) == 0  # nothing was left to do
     server.stop()
-    monkeypatch.setattr(faults, "PATIENCE", 0.5)
-    with pytest.raises(faults.SweepStopped):
+    monkeypatch.setattr(database, "PATIENCE", 0.5)
+    with pytest.raises(database.SweepStopped):
         _join(config, sweep_stub.make, "me", lambda: False)

@@ -1,4 +1,4 @@
-"""Sweeps: the space, one training for all step counts, leases, searches, the frontier and its pages."""
+"""Sweeps: the space, one training for all step counts, searches, the frontier and its pages."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from reconbound.data import load_dataset
 from reconbound.sweep import Range, Sweep, best, frontier, pareto, parse_grid, parse_steps, run, sweep
 from reconbound.sweep.database import checked_url, shown_url
 from reconbound.sweep.ledgers import floors_of, kappa_ratio
+from reconbound.sweep.queue import ERRORS
 from reconbound.sweep.space import seed_of, settings_of
-from reconbound.sweep.store import ERRORS
 from reconbound.sweep.trial import Trainer
 from reconbound.training.checkpoint import CheckpointError
 
@@ -409,67 +409,33 @@ def test_a_failed_trial_is_retried_and_then_given_up(tmp_path, capsys) -> None:
     assert (facts["finished"], facts["failed"], facts["error"]) == (2, 1, "RuntimeError: the model has exploded")
 
 
-def test_of_two_workers_one_gets_a_trial_and_a_late_one_cannot_finish_it(tmp_path) -> None:
-    config = sweep_stub.config(tmp_path, None)
-    tmp_path.chmod(0o700)
-    one, other = run.open_store(config), run.open_store(config)
-    run.begin(one, config, sweep_stub.Stub())
-    first = one.claim("one")
-    assert other.claim("other").number == first.number + 1
-    assert not other._take(first.trial_id, "other")
-    one.expire("one")  # as when its lease has run out
-    taken = other.claim("other")
-    assert (taken.number, taken.claims) == (first.number, 2)
-    assert not one.beat(first, 3)
-    assert not one.finish(first, [{"steps": 5}], [0.0, 0.0], 12)
-    assert other.finish(taken, [{"steps": 6}], [0.0, 0.0], 12)
-    assert not other.finish(taken, [{"steps": 7}], [0.0, 0.0], 12)
-    assert one.trials()[first.number].user_attrs["rows"] == [{"steps": 6}]
-    for store in (one, other):
-        store.dispose()
-
-
-def test_a_worker_that_died_between_finishing_and_closing_leaves_nothing_to_do(tmp_path) -> None:
-    config = sweep_stub.config(tmp_path, None)
-    store = run.open_store(config)
-    run.begin(store, config, sweep_stub.Stub())
-    claim = store.claim("one")
-    store.finish(claim, [{"steps": 5}], [0.0, 0.0], 12)
-    with store.engine.begin() as connection:
-        connection.exec_driver_sql(f"UPDATE reconbound_leases SET until = 0 WHERE trial_id = {claim.trial_id}")
-    assert store._take(claim.trial_id, "two")
-    assert store._begun(claim.trial_id, "two") is None
-    assert store.leases()[claim.trial_id].until > 1e17
-    store.dispose()
-
-
 def test_a_trial_whose_folder_is_in_use_is_left_alone_for_a_while(tmp_path) -> None:
     """A worker that was suspended, not killed: others pass its trial over, and nobody takes it for a failure."""
 
     class Busy(Searched):
         def __call__(self, setting, folder, tell):
             found = super().__call__(setting, folder, tell)
-            if setting["lr"] == 0.1 and self.asked.count(setting) < 6:
+            if setting["lr"] == 0.1 and self.asked.count(setting) < 3:
                 raise CheckpointError(f"the checkpoint folder {folder} is in use by process 1 on another")
             return found
 
     stub = Busy()
-    config = Sweep("stub", tmp_path, {"lr": [0.1, 0.2], "noise_multiplier": [1.0]}, (5,), seed=1, lease=0.2)
+    config = Sweep("stub", tmp_path, {"lr": [0.1, 0.2], "noise_multiplier": [1.0]}, (5,), seed=1, grace=1)
     rows = sweep(config, make_train=lambda _: stub, show=False)
     assert [row["lr"] for row in rows] == [0.1, 0.2]
-    assert [setting["lr"] for setting in stub.asked] == [0.1, 0.2, *[0.1] * 5]
+    assert [setting["lr"] for setting in stub.asked] == [0.1, 0.2, 0.1, 0.1]
 
 
 def test_a_sweep_of_another_seed_or_other_data_is_refused(tmp_path, digits) -> None:
     config = Sweep("digits", tmp_path, {"lr": [0.1]}, (5,), seed=1)
-    store = run.open_store(config)
+    queue = run.open_queue(config)
     for one, facts in (("seed", {"seed": 2}), ("data", {"dataset": load_dataset("digits", limit=50)})):
         first, other = ({"dataset": digits, "counts": (5,), "runs": 1, "seed": 1} | more for more in ({}, facts))
         plan = default_options(digits, model="linear")
-        run.begin(store, config, Trainer(plan=plan, **first))
+        run.begin(queue, config, Trainer(plan=plan, **first))
         with pytest.raises(InputError, match=f"{one} must (be|stay) that of the sweep"):
-            run.begin(store, config, Trainer(plan=plan, **other))
-    store.dispose()
+            run.begin(queue, config, Trainer(plan=plan, **other))
+    queue.dispose()
 
 
 def test_a_sweep_that_cannot_begin_leaves_no_folder(tmp_path, capsys) -> None:

@@ -16,12 +16,11 @@ from reconbound.accounting.accountant import Account, FisherAccountant
 from reconbound.auditing.options import default_options, make_learner
 from reconbound.cli import app as cli
 from reconbound.data import load_dataset
-from reconbound.sweep.frontier import columns_of, floors_in, table
+from reconbound.sweep.frontier import CROSSED, columns_of, floors_in, table
 from reconbound.sweep.ledgers import by_run, crossed, crossed_floor, floors_of, keep
 from reconbound.sweep.page import frontier_page, run_page
 from reconbound.sweep.space import seed_of
 from reconbound.sweep.trial import Trainer
-from reconbound.sweep.words import CROSSED
 
 FACTS = {"data": "people", "runs": 2, "trials": 1, "finished": 1, "failed": 0}
 ROW = {"trial": 0, "lr": 1.0, "steps": 5, "accuracy": 0.5, "exact_max": 2.0, "exact_crossed": 3.5,

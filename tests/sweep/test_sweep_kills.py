@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +20,10 @@ import killing
 import postgres_server
 import sweep_stub
 from reconbound.sweep import frontier, pareto, run, sweep
-from reconbound.sweep.run import begin, open_store
-from reconbound.sweep.team import PRELOAD, SweepError, supervise
+from reconbound.sweep.database import SweepError
+from reconbound.sweep.run import begin, open_queue
+from reconbound.sweep.space import key
+from reconbound.sweep.workers import PRELOAD, supervise
 
 HERE = Path(__file__).resolve().parents[1] / "helpers"
 NO_SERVER = postgres_server.missing()
@@ -89,39 +92,42 @@ def start(out: Path, url: str):
     return killing.start(["sweep_stub", *PRELOAD], sweep_stub.join, str(out), url)
 
 
-def holders(store) -> set[int]:
-    """The processes that have a trial now."""
-    now = store.now()
-    return {int(lease.owner.split(":")[-2]) for lease in store.leases().values() if now < lease.until < 1e17}
+def holders(queue) -> set[int]:
+    """The processes that have a trial now, or had it when they died."""
+    running = [slot.attempts[-1] for slot in queue.slots() if slot.attempts[-1].state.name == "RUNNING"]
+    return {int(trial.user_attrs["owner"].split(":")[-2]) for trial in running if "owner" in trial.user_attrs}
 
 
 def check(url: str, out: Path, found: list[dict], wanted: list[dict]) -> None:
-    store = open_store(sweep_stub.config(out, url))
-    trials = store.trials()
-    assert [trial.state.name for trial in trials] == ["COMPLETE"] * 12
-    assert len({trial.user_attrs["slot"] for trial in trials}) == 12
-    assert finishes(url) == sorted(trial._trial_id for trial in trials)
-    store.dispose()
+    """Every setting was finished once, by the database's own count, with the rows of a single worker."""
+    queue = open_queue(sweep_stub.config(out, url))
+    slots = queue.slots()
+    assert len(slots) == len({key(slot.setting) for slot in slots}) == 12
+    complete = [trial for slot in slots for trial in slot.attempts if trial.state.name == "COMPLETE"]
+    assert len(complete) == 12
+    assert {trial.state.name for slot in slots for trial in slot.attempts} <= {"COMPLETE", "FAIL"}
+    assert finishes(url) == sorted(trial._trial_id for trial in complete)
+    queue.dispose()
     assert found == wanted
     assert pareto(found, "exact_max") == pareto(wanted, "exact_max")
     assert frontier.table(found) == frontier.table(wanted)
 
 
 def test_four_workers_as_on_four_machines_killed_at_random(tmp_path, url, expected) -> None:
-    """Processes that know of each other only through the storage; leases of the dead run out."""
+    """Processes that know of each other only through the storage; heartbeats of the dead stop."""
     out, rng = tmp_path / "out", random.Random(0)
     settings = sweep_stub.config(out, url)
     out.mkdir(mode=0o700)
-    store = open_store(settings)
-    begin(store, settings, sweep_stub.Stub())
+    queue = open_queue(settings)
+    begin(queue, settings, sweep_stub.Stub())
     count_finishes(url)
     workers = [start(out, url) for _ in range(4)]
     kills, end = 0, time.monotonic() + 150
     try:
-        while not all(trial.state.is_finished() for trial in store.trials()):
+        while not all(slot.is_over for slot in queue.slots()):
             assert time.monotonic() < end, "a trial is left to nobody"
             time.sleep(rng.uniform(0.02, 0.3))
-            at_work = [worker for worker in workers if worker.pid in holders(store)]
+            at_work = [worker for worker in workers if worker.pid in holders(queue)]
             if kills < 8 and at_work:
                 rng.choice(at_work).kill()
                 kills += 1
@@ -132,11 +138,11 @@ def test_four_workers_as_on_four_machines_killed_at_random(tmp_path, url, expect
         for worker in workers:
             worker.kill()
             worker.join()
-    store.dispose()
+    queue.dispose()
     assert kills >= 3
     starts = (out / "trials" / "starts").read_text().splitlines()
     assert len(set(starts)) == 12
-    assert len(starts) <= 12 + kills + 4  # none is trained twice, but for kills (and leases late on a busy machine)
+    assert len(starts) <= 12 + kills + 4  # none is trained twice, but for kills (and heartbeats late on a busy machine)
     found = sweep(settings, make_train=sweep_stub.make, show=False)
     check(url, out, found, expected)
 
@@ -149,18 +155,19 @@ def test_workers_of_one_command_that_are_killed_are_replaced(
     database = tmp_path / "shared.db"
     settings = sweep_stub.config(out, f"sqlite:///{database}", together=together)
     out.mkdir(mode=0o700)
-    store = open_store(settings)
-    begin(store, settings, sweep_stub.Stub())
+    queue = open_queue(settings)
+    begin(queue, settings, sweep_stub.Stub())
     count_finishes(settings.url)
     over = threading.Event()
 
     def killer() -> None:
         while len(kills) < most and not over.wait(rng.uniform(pause, pause + 0.3)):
             going = multiprocessing.active_children()
-            if going and store.leases():
+            if going and holders(queue):
                 victim = rng.choice(going)
-                os.kill(victim.pid, signal.SIGKILL)
-                kills.append(victim.pid)
+                with suppress(ProcessLookupError):  # it has just ended by itself
+                    os.kill(victim.pid, signal.SIGKILL)
+                    kills.append(victim.pid)
 
     thread = threading.Thread(target=killer)
     thread.start()
@@ -169,7 +176,7 @@ def test_workers_of_one_command_that_are_killed_are_replaced(
     finally:
         over.set()
         thread.join()
-        store.dispose()
+        queue.dispose()
     assert len(kills) >= 2
     check(settings.url, out, found, expected)
     assert (database.stat().st_mode & 0o777) == 0o600
@@ -183,8 +190,8 @@ def broken(config) -> None:
 def test_workers_that_cannot_start_end_the_sweep_with_a_word(tmp_path) -> None:
     settings = sweep_stub.config(tmp_path / "out", None)
     (tmp_path / "out").mkdir(mode=0o700)
-    store = open_store(settings)
-    begin(store, settings, sweep_stub.Stub())
+    queue = open_queue(settings)
+    begin(queue, settings, sweep_stub.Stub())
     with pytest.raises(SweepError, match="workers ended by an error"):
-        supervise(store, 3, partial(run._join, settings, broken))
-    store.dispose()
+        supervise(queue, 3, partial(run._join, settings, broken))
+    queue.dispose()

@@ -14,11 +14,10 @@ import sweep_stub
 from reconbound._internal.formatting import format_floor
 from reconbound.cli import app as cli
 from reconbound.sweep import Sweep, floors_in, parse_grid, run, sweep
-from reconbound.sweep.frontier import table
+from reconbound.sweep.frontier import describe_floor, table
 from reconbound.sweep.page import cautions, frontier_page, run_page, verdict
 from reconbound.sweep.run import stored
 from reconbound.sweep.space import settings_of
-from reconbound.sweep.words import told
 
 FACTS = {"data": "people", "runs": 1, "trials": 1, "finished": 1, "failed": 0}
 ROWS = [{"trial": 0, "lr": 1.0, "steps": 5, "accuracy": 0.5, "exact_max": 2.0, "lecam": 0.1, "epsilon": 1.0}]
@@ -239,7 +238,10 @@ def test_pages_escape_and_say_every_floor(tmp_path) -> None:
     assert "<script>alert(1)" not in page
     for floor in floors_in(rows):
         assert f"front-{floor}" in page
-    assert told("paper_q99") == "the paper's κ (not proved, no guarantee), record at the 99 % quantile (estimate)"
+    assert (
+        describe_floor("paper_q99")
+        == "the paper's κ (not proved, no guarantee), record at the 99 % quantile (estimate)"
+    )
 
 
 def test_the_guide_says_commands_that_are_understood(tmp_path, monkeypatch, capsys) -> None:
@@ -267,8 +269,7 @@ def test_without_a_terminal_the_plan_and_a_line_for_each_training_are_told(tmp_p
     plan = [line for line in lines if " trained: " not in line]
     assert plan == [
         "4 settings: every combination of noise_multiplier 0.2, 0.5; lr 0.1, 0.2.",
-        "Each is trained for 10 steps and looked at after 5, 10; 1 worker here.",
-        "The expected time is told when the first training has ended. "
+        "Each is trained for 10 steps and evaluated after 5, 10; 1 worker here.",
         f"Writes in {tmp_path / 's'} (confidential).",
     ]  # fmt: skip
     told = lines[len(plan) :]
@@ -283,7 +284,7 @@ def test_without_a_terminal_the_plan_and_a_line_for_each_training_are_told(tmp_p
     assert "4 of them are trained already." in again
     assert again.count(" trained: ") == 2
     sweep(replace(config, space=parse_grid(["noise_multiplier=0.2,0.5,1", "lr=0.1,0.2"])), make_train=sweep_stub.make)
-    assert "expected time" not in capsys.readouterr().err  # all are trained
+    assert " trained: " not in capsys.readouterr().err  # all were trained before
     sweep(config, make_train=sweep_stub.make, show=False)
     assert capsys.readouterr() == ("", "")
 
@@ -303,9 +304,9 @@ def test_a_folder_without_a_sweep_is_told_with_how_to_make_one(there, tmp_path, 
 
 def test_a_sweep_without_a_finished_training_is_told_as_such(tmp_path, capsys) -> None:
     config = sweep_stub.config(tmp_path, None)
-    store = run.open_store(config)
-    run.begin(store, config, sweep_stub.Stub())
-    store.dispose()
+    queue = run.open_queue(config)
+    run.begin(queue, config, sweep_stub.Stub())
+    queue.dispose()
     assert cli.run(["frontier", str(tmp_path)]) == 2
     assert "no setting is trained yet: run reconbound sweep again" in capsys.readouterr().err
 

@@ -22,11 +22,10 @@ from reconbound.cli import app as cli
 from reconbound.data import load_dataset
 from reconbound.sweep import Sweep, run, sweep
 from reconbound.sweep.fleet.trainer import Fleet
+from reconbound.sweep.queue import ERRORS, TrialLost
 from reconbound.sweep.space import seed_of
-from reconbound.sweep.store import ERRORS
 from reconbound.sweep.together import Exploded, TogetherTrainer
 from reconbound.sweep.trial import Trainer
-from reconbound.sweep.worker import LeaseLost
 
 GRID = [{"noise_multiplier": s, "lr": lr} for s in (0.5, 1.0) for lr in (0.3, 1.0)]
 
@@ -125,9 +124,9 @@ def test_an_exploded_training_leaves_the_others_alone(digits, tmp_path) -> None:
     assert [(row["lr"], row["steps"]) for row in rows] == [(1e-20, 6), (1e-20, 14)]
     _, facts = run.stored(tmp_path / "s")
     assert (facts["finished"], facts["failed"]) == (1, 1)
-    store = run.open_store(config)
-    assert [lease.errors for lease in store.leases().values()] == [0, 0]  # it is not trained again to the same end
-    store.dispose()
+    queue = run.open_queue(config)
+    assert [len(slot.attempts) for slot in queue.slots()] == [1, 1]  # it is not trained again to the same end
+    queue.dispose()
     assert facts["error"].startswith("Exploded: the parameters or the ledger are not finite after 6 steps")
 
 
@@ -205,12 +204,12 @@ def test_one_by_one_and_together_are_not_mixed(digits, tmp_path) -> None:  # noq
     for first, then, said in ((trainer, together, "left out"), (together, trainer, "given")):
         (tmp_path / said).mkdir()
         config = Sweep("digits", tmp_path / said, {"lr": [0.1]}, (6, 14), seed=1)
-        store = run.open_store(config)
-        run.begin(store, config, first(digits))
-        run.begin(store, config, first(digits))
+        queue = run.open_queue(config)
+        run.begin(queue, config, first(digits))
+        run.begin(queue, config, first(digits))
         with pytest.raises(InputError, match=f"together must be {said}, as when the sweep 'sweep' in .* began"):
-            run.begin(store, config, then(digits))
-        store.dispose()
+            run.begin(queue, config, then(digits))
+        queue.dispose()
     assert Trainer.together is None
 
 
@@ -254,11 +253,11 @@ def test_a_setting_that_cannot_be_trained_takes_no_others_with_it(digits, tmp_pa
     rows = sweep(config, make_train=lambda _: own, show=False)
     assert [(row["model"], row["sampler"]) for row in rows] == [("linear", "poisson")]
     assert broken == [1] * ERRORS  # what is no fault of the setting is tried again
-    store = run.open_store(config)
-    said = [trial.user_attrs.get("error", "") for trial in store.trials()]
-    assert [word.partition(":")[0] for word in said] == ["InputError", "InputError", "RuntimeError", ""]
-    assert [lease.errors for lease in store.leases().values()] == [0, 0, ERRORS - 1, 0]
-    store.dispose()
+    queue = run.open_queue(config)
+    errors = [slot.failure or "" for slot in queue.slots()]
+    assert [error.partition(":")[0] for error in errors] == ["InputError", "InputError", "RuntimeError", ""]
+    assert [len(slot.attempts) for slot in queue.slots()] == [1, 1, ERRORS, 1]
+    queue.dispose()
 
 
 @pytest.mark.parametrize("reason", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("cannot be captured")])
@@ -313,15 +312,15 @@ def test_a_ledger_that_is_not_finite_is_no_row(digits, tmp_path) -> None:  # noq
     assert [isinstance(rows, Exploded) for rows in found] == [False, True, True, False]
 
 
-def test_a_training_ends_when_all_its_leases_are_lost(digits, tmp_path) -> None:  # noqa: F811
+def test_a_fleet_ends_when_all_its_trials_are_lost(digits, tmp_path) -> None:  # noqa: F811
     settings, told = [{"clip": "hard"}, {"clip": "smooth"}], []
 
     def lost(which, done):
         told.append((*which, done))
         if done == 2:
-            raise LeaseLost
+            raise TrialLost
 
-    with pytest.raises(LeaseLost):
+    with pytest.raises(TrialLost):
         together(digits).train_all(settings, folders(tmp_path, 2), lost)
     assert told == [(0, 0), (0, 1), (0, 2)]
 

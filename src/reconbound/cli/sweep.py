@@ -66,7 +66,9 @@ def sweep_command(
             "small networks). They share their batches, and a killed one begins anew.",
         ),
     ] = None,
-    lease: Annotated[float, typer.Option(help="Seconds without a sign after which a worker counts as dead.")] = 60.0,
+    grace: Annotated[
+        int, typer.Option(**Whole, help="Seconds without a heartbeat after which a worker counts as dead.")
+    ] = 60,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -140,7 +142,7 @@ def _make_config(given: dict[str, Any]) -> Sweep:
     if given["test_share"] is not None:
         load["test_share"] = given["test_share"]
     plan = {"model": given["model"], "budget": parse_budget(given["budget"])}
-    same = ("runs", "search", "trials", "floor", "at_least", "delta", "storage", "name", "seed", "lease", "together")
+    same = ("runs", "search", "trials", "floor", "at_least", "delta", "storage", "name", "seed", "grace", "together")
     return Sweep(
         data=given["data"],
         out=given["out"] or Path(f"sweep-{folder_name(Path(given['data']).name)}"),
@@ -168,10 +170,9 @@ def frontier_command(
     """The best settings of a sweep, and its page and table anew; with --at-least the best accuracy for a floor."""
     with _needs_optuna(), plain_errors(received=str(folder)):
         from reconbound.sweep import best, floors_in, pareto
-        from reconbound.sweep.frontier import checked_floor
-        from reconbound.sweep.page import cautions
+        from reconbound.sweep.frontier import CROSSED, checked_floor, describe_majority
+        from reconbound.sweep.page import cautions, has_crossed
         from reconbound.sweep.run import publish, stored
-        from reconbound.sweep.words import majority
 
         if at_least is not None:
             number("at_least", at_least, above=0.0)
@@ -196,7 +197,9 @@ def frontier_command(
                 print(line)
             for name, row in found.items():
                 print(_best_line(rows, name, at_least, row, facts))
-            for line in (*_describe_crossed(found), *majority(facts["guesses"])):
+            if any(row is not None and has_crossed([row], name) for name, row in found.items()):
+                print(CROSSED)
+            for line in describe_majority(facts["guesses"]):
                 print(line)
         if None in found.values():
             raise typer.Exit(1)
@@ -204,25 +207,17 @@ def frontier_command(
 
 def _print_json(content: dict[str, Any]) -> None:
     """As JSON, with the names of the floors in it that are no guarantee."""
-    from reconbound.sweep.frontier import FLOORS
-    from reconbound.sweep.words import proved
+    from reconbound.sweep.frontier import FLOORS, is_proved
 
-    told = {"not_proved": [name for name in FLOORS if not proved(name)]}
-    print(json.dumps({**content, **told}, indent=2, allow_nan=False))
-
-
-def _describe_crossed(found: dict[str, Row | None]) -> list[str]:
-    from reconbound.sweep.page import has_crossed
-    from reconbound.sweep.words import CROSSED
-
-    return [CROSSED] if any(row is not None and has_crossed([row], floor) for floor, row in found.items()) else []
+    not_proved = [name for name in FLOORS if not is_proved(name)]
+    print(json.dumps({**content, "not_proved": not_proved}, indent=2, allow_nan=False))
 
 
 def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, facts: dict[str, Any]) -> str:
     from reconbound.bounds.bound import NOT_PROVED
-    from reconbound.sweep.frontier import crossed_of
+    from reconbound.sweep.frontier import crossed_of, describe_precision, is_proved
     from reconbound.sweep.page import has_crossed, measured_by
-    from reconbound.sweep.words import precision, proved
+    from reconbound.sweep.space import PARAMETERS, format_setting
 
     if all(r.get("accuracy") is None for r in rows):
         return f"{floor}: no setting has an accuracy to choose by: there were no test records"
@@ -230,21 +225,15 @@ def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, fa
         highest = max((r[floor] for r in rows if r.get(floor) is not None), default=0.0)
         wanted, there = format_number(at_least, 4), format_floor(highest, 4)
         return f"{floor}: no setting has a floor of at least {wanted}; the highest is MSE {there}"
-    how = precision(floor, facts["runs"], row.get("measured_median"))
+    how = describe_precision(floor, facts["runs"], row.get("measured_median"))
     if has_crossed([row], floor):
         how += f"; crossed {format_floor(row[crossed_of(floor) or ''], 4)}"
-    error = f"±{format_floor(row[floor] ** 0.5)} of a range"
-    said = f"floor MSE {format_floor(row[floor], 4)}, {error}{f' ({how})' if how else ''}"
-    said = f"{measured_by(facts)} {row['accuracy']:.4f}, {said}"
-    mark = "" if proved(floor) else f" ({NOT_PROVED})"
-    return f"{floor}{mark} at least {format_number(at_least, 4)}: {said}: {_setting(row)}"
-
-
-def _setting(row: Row) -> str:
-    from reconbound.sweep.space import PARAMETERS
-    from reconbound.sweep.words import setting_told
-
-    return f"run {row['trial']}, {setting_told(row, PARAMETERS)}, {row['steps']:,} steps"
+    mark = "" if is_proved(floor) else f" ({NOT_PROVED})"
+    return (
+        f"{floor}{mark} at least {format_number(at_least, 4)}: {measured_by(facts)} {row['accuracy']:.4f}, "
+        f"floor MSE {format_floor(row[floor], 4)}, ±{format_floor(row[floor] ** 0.5)} of a range"
+        f"{f' ({how})' if how else ''}: run {row['trial']}, {format_setting(row, PARAMETERS)}, {row['steps']:,} steps"
+    )
 
 
 def _print_sweep(facts: dict[str, Any], rows: list[Row]) -> None:
@@ -266,15 +255,14 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
     from rich.console import Console
     from rich.table import Table
 
-    from reconbound.sweep.frontier import crossed_of
+    from reconbound.sweep.frontier import CROSSED, crossed_of, describe_binding, describe_floor, describe_majority
     from reconbound.sweep.page import has_crossed, measured_by, settings_in
-    from reconbound.sweep.words import CROSSED, majority, told, whom
 
     console = Console(highlight=False, markup=False)
     for line in cautions:
         console.print(line)
     for floor, rows in fronts.items():
-        title = f"{told(floor)} ({floor}){whom(floor)}: no setting beats these"
+        title = f"{describe_floor(floor)} ({floor}){describe_binding(floor)}: no setting beats these"
         table = Table(title=title, title_justify="left")
         names = settings_in(rows)
         second = ["crossed (MSE)"] if has_crossed(rows, floor) else []
@@ -290,7 +278,7 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
         console.print(table)
     if any(has_crossed(rows, floor) for floor, rows in fronts.items()):
         console.print(CROSSED)
-    for line in majority(facts["guesses"]):
+    for line in describe_majority(facts["guesses"]):
         console.print(line)
     delta = next((row["delta"] for rows in fronts.values() for row in rows if row.get("delta")), None)
     if delta is not None:

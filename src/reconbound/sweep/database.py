@@ -1,58 +1,73 @@
-"""The two databases that can store a sweep: how they are opened, and how one process locks them."""
+"""The two databases that can hold a sweep: how they are opened and locked, and how long a worker waits for them.
+
+Faults of the environment (a full disk, a database out of reach) never count against a setting: the sweep waits, and
+stops with one line when that does not help.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import socket
 import sqlite3
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
+import optuna
 import sqlalchemy as sql
 
 from reconbound._internal.checks import InputError
-from reconbound._internal.files import CONFIDENTIAL, open_lock
-from reconbound.sweep.words import POSTGRES
+from reconbound._internal.files import CONFIDENTIAL, disk_fault, open_lock
 
-BACKENDS = ("sqlite", "postgresql")
+#: Storage as it must be written: without its driver, SQLAlchemy looks for another than reconbound[postgres] brings.
+POSTGRES = "postgresql+psycopg2://user@host/name"
+ANSWER = 15  # seconds within which a PostgreSQL server must answer
+PATIENCE = 120.0  # seconds that a worker waits for a disk or a database before it stops
+QUIET = 3.0  # seconds of waiting before a line says so
 _LOCK = 0x7265636F6E  # "recon": the key of PostgreSQL's advisory lock
+_RACES = 2  # number of times that a refusal may be a race between two workers
+_DATABASE_ERRORS = (sql.exc.DBAPIError, sql.exc.TimeoutError, optuna.exceptions.StorageInternalError)
+_Result = TypeVar("_Result")
+
+
+# --- URLs -----------------------------------------------------------------------------------
 
 
 def checked_url(url: str) -> Any:
     """Parses the URL of a SQLite file or a PostgreSQL database into SQLAlchemy's object."""
     try:
-        made = sql.make_url(url)
-        backend = made.get_backend_name()
+        parsed = sql.make_url(url)
+        backend = parsed.get_backend_name()
     except (sql.exc.ArgumentError, ValueError):
         raise InputError("storage", f"must be a URL such as sqlite:///sweep.db or {POSTGRES}", _hidden(url)) from None
-    if "@" in (made.host or ""):  # the rest of a password would be taken for a host, and be shown
+    if "@" in (parsed.host or ""):  # the rest of a password would be taken for a host, and be shown
         raise InputError("storage", "must have an @ that is no separator, as in a password, as %40", _hidden(url))
-    if "password" in made.query:  # it would be shown there
-        user, password = (_last(made.query.get(name, "")) for name in ("user", "password"))
-        made = made.difference_update_query(["user", "password"]).set(
-            username=user or made.username or "", password=password
+    if "password" in parsed.query:  # it would be shown there
+        user, password = (_last(parsed.query.get(name, "")) for name in ("user", "password"))
+        parsed = parsed.difference_update_query(["user", "password"]).set(
+            username=user or parsed.username or "", password=password
         )
-    if backend not in BACKENDS or (backend == "sqlite" and not _file(made)):
-        raise InputError("storage", "must be a SQLite file or a PostgreSQL database", shown_url(made))
-    if made.drivername == "postgresql" and find_spec("psycopg2"):  # the default depends on SQLAlchemy's version
-        made = made.set(drivername="postgresql+psycopg2")
-    return made
+    if backend not in ("sqlite", "postgresql") or (backend == "sqlite" and not _file(parsed)):
+        raise InputError("storage", "must be a SQLite file or a PostgreSQL database", shown_url(parsed))
+    if parsed.drivername == "postgresql" and find_spec("psycopg2"):  # the default depends on SQLAlchemy's version
+        parsed = parsed.set(drivername="postgresql+psycopg2")
+    return parsed
 
 
 def shown_url(url: Any) -> str:
     """Returns the URL as it may be shown: without passwords, including that of a client's key (sslpassword)."""
+    url = checked_url(url) if isinstance(url, str) else url
     hidden = url.update_query_dict({name: "***" for name in url.query if "password" in name.lower()})
     return str(hidden.render_as_string(hide_password=True)).replace("%2A%2A%2A", "***")
-
-
-def _last(given: str | tuple[str, ...]) -> str:
-    return given if isinstance(given, str) else given[-1]
 
 
 def _hidden(url: str) -> str:
@@ -60,35 +75,117 @@ def _hidden(url: str) -> str:
     return re.sub(r"^([\w+]+:?//?)?.*@", r"\1***@", re.sub(r"(?i)(pass\w*=)[^&\s]*", r"\1***", url), flags=re.DOTALL)
 
 
+def _last(given: str | tuple[str, ...]) -> str:
+    return given if isinstance(given, str) else given[-1]
+
+
 def _file(url: Any) -> str:
     return "" if url.database in (None, "", ":memory:") else str(url.database)
 
 
-def engine_options(url: Any) -> dict[str, Any]:
-    """Returns the options for a connection to the database."""
+# --- connections ----------------------------------------------------------------------------
+
+
+def engine_options(url: Any, *, reading: bool = False) -> dict[str, Any]:
+    """Returns the options for connections to the database.
+
+    Args:
+        url: from `checked_url`.
+        reading: whether the database must refuse to write.
+    """
     if url.get_backend_name() == "sqlite":
-        return {"connect_args": {"timeout": 120}}
-    options: dict[str, Any] = {"connect_timeout": 15}
+        if not reading:
+            return {"connect_args": {"timeout": 120}}
+        path = Path(_file(url)).absolute()
+        nobody = not path.with_name(f"{path.name}-wal").exists()  # then SQLite need not create its own files beside it
+        return {"creator": partial(_connect_reading, path, "immutable=1" if nobody else "mode=ro")}
+    options: dict[str, Any] = {"connect_timeout": ANSWER}
     if url.get_driver_name() == "psycopg2":
-        from reconbound.sweep import answering
-
-        options = {"connect_timeout": answering.ANSWER, "connection_factory": answering.AnsweringConnection}
-    return {"pool_pre_ping": True, "pool_size": 2, "connect_args": options}
-
-
-def reading_options(url: Any) -> dict[str, Any]:
-    """Returns the options for a connection that only reads: the database refuses to write."""
-    if url.get_backend_name() != "sqlite":
-        return {**engine_options(url), "execution_options": {"postgresql_readonly": True}}
-    path = Path(_file(url)).absolute()
-    nobody = not path.with_name(f"{path.name}-wal").exists()  # then SQLite need not create its own files beside it
-    return {"creator": partial(_connect, path, "immutable=1" if nobody else "mode=ro")}
+        options["connection_factory"] = _limited_connection()
+    more = {"execution_options": {"postgresql_readonly": True}} if reading else {}
+    return {"pool_pre_ping": True, "pool_size": 2, "connect_args": options, **more}
 
 
-def _connect(path: Path, how: str) -> Any:
-    found = sqlite3.connect(f"file:{quote(str(path))}?{how}", uri=True, timeout=120, check_same_thread=False)
-    found.execute("PRAGMA trusted_schema = OFF")  # the file may come from anyone
-    return found
+def _connect_reading(path: Path, how: str) -> Any:
+    connection = sqlite3.connect(f"file:{quote(str(path))}?{how}", uri=True, timeout=120, check_same_thread=False)
+    connection.execute("PRAGMA trusted_schema = OFF")  # the file may come from anyone
+    return connection
+
+
+@contextmanager
+def _time_limit(connection: Any) -> Iterator[None]:
+    """Shuts a connection's socket down when the server does not answer in time: libpq itself waits without a limit."""
+
+    def shut() -> None:
+        with suppress(Exception), socket.socket(fileno=os.dup(connection.fileno())) as own:
+            own.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(ANSWER, shut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@cache
+def _limited_connection() -> Any:
+    """Returns the class of psycopg2's connections whose statements, commits and rollbacks have a time limit."""
+    import psycopg2.extensions as pg  # type: ignore[import-untyped]
+
+    class LimitedCursor(pg.cursor):  # type: ignore[misc]
+        def execute(self, *args: Any, **options: Any) -> Any:
+            with _time_limit(self.connection):
+                return super().execute(*args, **options)
+
+        def executemany(self, *args: Any, **options: Any) -> Any:
+            with _time_limit(self.connection):
+                return super().executemany(*args, **options)
+
+    class LimitedConnection(pg.connection):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.cursor_factory = LimitedCursor
+
+        def commit(self) -> None:
+            with _time_limit(self):
+                super().commit()
+
+        def rollback(self) -> None:
+            with _time_limit(self):
+                super().rollback()
+
+    return LimitedConnection
+
+
+def prepare_engine(engine: Any) -> None:
+    """Makes the transactions of several workers safe.
+
+    SQLite begins them with BEGIN IMMEDIATE: Optuna reads a trial's state and then writes it, and sqlite3 itself takes
+    the lock only at the first write, so that two workers could get one trial. Its write-ahead log survives a killed
+    process; a loss of power may undo the last moments, and that work is then repeated.
+
+    PostgreSQL's sessions have one time zone: Optuna stores heartbeats without one.
+    """
+    if engine.dialect.name == "sqlite":
+        sql.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+        sql.event.listen(engine, "connect", _set_up_sqlite)
+    else:
+        sql.event.listen(engine, "connect", _set_time_zone)
+    engine.dispose()
+
+
+def _set_up_sqlite(connection: Any, _: Any) -> None:
+    connection.isolation_level = None
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+
+
+def _set_time_zone(connection: Any, _: Any) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("SET TIME ZONE 'UTC'")
+    connection.commit()
 
 
 def check_whole(url: Any) -> None:
@@ -97,45 +194,19 @@ def check_whole(url: Any) -> None:
         return
     connection = sqlite3.connect(_file(url), timeout=120)
     try:
-        said = str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
+        result = str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
     except sqlite3.DatabaseError as reason:
-        said = str(reason)
+        result = str(reason)
     finally:
         connection.close()
-    if said != "ok":
+    if result != "ok":
         raise InputError(
-            "storage", f"must be a whole SQLite file ({said[:200]}): bring it back from a copy", shown_url(url)
+            "storage", f"must be a whole SQLite file ({result[:200]}): bring it back from a copy", shown_url(url)
         )
 
 
-def storage_shown(url: str) -> str:
-    """Returns the URL of a storage as it may be shown."""
-    return shown_url(checked_url(url))
-
-
-def locked_from_the_start(engine: Any) -> None:
-    """Makes SQLite begin transactions with BEGIN IMMEDIATE and use a write-ahead log.
-
-    sqlite3 itself begins a transaction only at the first write.
-
-    The log survives a killed process. A loss of power may undo the last moments; that work is then repeated.
-    """
-
-    def connected(connection: Any, _: Any) -> None:
-        connection.isolation_level = None
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-
-    def begun(connection: Any) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-    sql.event.listen(engine, "connect", connected)
-    sql.event.listen(engine, "begin", begun)
-    engine.dispose()
-
-
 @contextmanager
-def alone(url: Any) -> Iterator[None]:
+def exclusive_lock(url: Any) -> Iterator[None]:
     """Lets one process at a time create tables and trials. The lock ends with its holder."""
     if url.get_backend_name() == "sqlite":
         path = Path(_file(url))
@@ -160,3 +231,116 @@ def alone(url: Any) -> Iterator[None]:
             yield
     finally:
         engine.dispose()  # the end of the session releases the lock
+
+
+# --- faults of the environment ----------------------------------------------------------------
+
+
+class SweepError(RuntimeError):
+    """A sweep cannot continue; finished trials are kept."""
+
+
+class SweepStopped(SweepError):
+    """A sweep stopped because of its environment; the same command continues it."""
+
+
+class EnvironmentFault(Exception):
+    """The environment refused something that a training needs; the message gives the reason."""
+
+
+def describe_fault(error: BaseException) -> str | None:
+    """Returns what the disk or the database refused, in one line; None for an error of any other kind."""
+    for reason in _causes(error):
+        if isinstance(reason, EnvironmentFault):
+            return str(reason)
+        if isinstance(reason, _DATABASE_ERRORS):
+            return f"the database: {first_line(reason)}"
+    return disk_fault(error)
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the root cause of an error, in one line."""
+    *_, root = _causes(error)
+    return " ".join(str(getattr(root, "orig", None) or root).split())[:300]
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error, its cause, the cause of that, and so on."""
+    reason: BaseException | None = error
+    while reason is not None:
+        yield reason
+        reason = reason.__cause__
+
+
+def _is_damaged(error: BaseException) -> bool:
+    """Returns whether a SQLite file is damaged: waiting does not repair it."""
+    return any(words in first_line(error) for words in ("malformed", "is not a database"))
+
+
+def _is_contradictory(error: BaseException) -> bool:
+    """Returns whether a database refuses what its own tables do not allow, as after edits by hand.
+
+    Waiting does not help, except in a race between two workers.
+    """
+    wrong = (sql.exc.IntegrityError, sql.exc.ProgrammingError, sql.exc.DataError)
+    return any(
+        isinstance(reason, wrong)  # or SQLite's "no such table", "no such column"
+        or (isinstance(reason, sql.exc.OperationalError) and "no such " in str(reason.orig))
+        for reason in _causes(error)
+    )
+
+
+class Patience:
+    """Waits longer and longer for the environment, reports it in one line, and stops the sweep at the limit."""
+
+    def __init__(self) -> None:
+        self.limit = PATIENCE
+        self.pause, self.since, self.reported, self.tries = 0.05, 0.0, False, 0
+
+    def wait(self, error: BaseException, why: str) -> None:
+        """Waits once. Raises SweepStopped when the limit is over, or at once if waiting does not help.
+
+        Args:
+            error: the error that the environment caused.
+            why: the reason, in words.
+        """
+        now = time.monotonic()
+        self.since, self.tries = self.since or now, self.tries + 1
+        if _is_damaged(error) or (_is_contradictory(error) and self.tries > _RACES):
+            raise SweepStopped(
+                f"{why}: bring it back from a copy, or begin the sweep anew in another folder"
+            ) from error
+        if now - self.since >= self.limit:
+            later = "The sweep stops; nothing is lost: run the same command again to go on"
+            raise SweepStopped(f"{why}: waited {self.limit:.0f} s. {later}") from error
+        if not self.reported and now - self.since >= min(QUIET, self.limit / 4):
+            notify(f"{why}: waiting for up to {self.limit:.0f} s")
+            self.reported = True
+        time.sleep(min(self.pause, max(0.0, self.since + self.limit - now)))
+        self.pause = min(2 * self.pause, 5.0)
+
+    def end(self) -> None:
+        """Records that the environment is back."""
+        if self.reported:
+            notify("the sweep goes on")
+        self.pause, self.since, self.reported, self.tries = 0.05, 0.0, False, 0
+
+
+def retry_database(action: Callable[[], _Result]) -> _Result:
+    """Repeats an action that a database out of reach refuses, until it succeeds or PATIENCE ends."""
+    patience = Patience()
+    patience.since = time.monotonic()  # a database may take a long time to report its error
+    while True:
+        try:
+            result = action()
+        except _DATABASE_ERRORS as reason:
+            patience.wait(reason, f"the database: {first_line(reason)}")
+        else:
+            patience.end()
+            return result
+
+
+def notify(line: str) -> None:
+    """Prints a line on standard error. Of several workers only the process that started them prints."""
+    if multiprocessing.parent_process() is None:
+        print(f"reconbound: {' '.join(line.split())}", file=sys.stderr, flush=True)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from reconbound._internal.checks import DataError, InputError
 from reconbound._internal.files import CONFIDENTIAL, printable, write_whole
+from reconbound.accounting.precision import how_far_off
+from reconbound.bounds.bound import NOT_PROVED
 from reconbound.mechanisms.base import Protection
 from reconbound.mechanisms.guarantee import FLOORS as MECHANISM_FLOORS
 from reconbound.sweep import space
-from reconbound.sweep.store import seal_of
-from reconbound.sweep.worker import Row
+from reconbound.sweep.queue import Slot, seal_of
+from reconbound.sweep.space import Row
 
 #: Floors by the information of the records (rule, and where over the records), then those of the mechanism alone.
 FLOORS = (
@@ -23,6 +25,39 @@ FLOORS = (
     *MECHANISM_FLOORS,
 )
 TABLE = "sweep.csv"
+FLOOR_WORDS = {
+    "max": "most exposed record (estimate)",
+    "q99": "record at the 99 % quantile (estimate)",
+    "median": "median record (estimate)",
+    "crossed": "crossed",
+    "exact": "exact factor",
+    "fixed": "fixed-size factor",
+    "none": "no amplification",
+    "paper": "the paper's κ (not proved, no guarantee)",
+    "theorem1": "Theorem 1",
+    "theorem1_paper": "Theorem 1 as in the paper (not proved, no guarantee)",
+    "corners": "all corners",
+    "lecam": "any attacker, Le Cam",
+    "rate_distortion": "any attacker, rate-distortion",
+}
+#: What the two numbers of the most exposed record mean.
+CROSSED = (
+    "The floor of the most exposed record comes from the largest of many noisy dFIL, which is too large on average, so "
+    "it leans low; “crossed”, what each run says of the record that the other runs find most exposed, has a dFIL that "
+    "is too small on average, so its floor leans high: on average the largest dFIL lies between the two."
+)
+ASSUMPTIONS = (
+    ("exact, fixed, none", "1/dFIL of a record by the Fisher accountant (Theorem 2): unbiased attackers who know all "
+     "other records and see every noisy step. exact: Poisson batches; fixed: fixed-size batches; none: shuffled "
+     "epochs. An estimate, averaged over the runs."),
+    ("paper", "the same with the paper's κ, whose δ is split over the steps: to compare, not proved, no guarantee."),
+    ("theorem1, corners", "of the mechanism whatever the data, unbiased attackers, replace-one neighbours; theorem1 in "
+     "each feature, corners on average over them. theorem1_paper is the paper's: not proved, no guarantee."),
+    ("lecam, rate_distortion", "of the mechanism whatever the data: for each attacker there is some conceivable record "
+     "on which it errs by as much, and on others it may err by less. "
+     "lecam by replace-one neighbours, rate_distortion by leaving the record out (add/remove, or zeroed). These and "
+     "those above are all for the sampler of the setting."),
+)  # fmt: skip
 
 
 def crossed_of(floor: str) -> str | None:
@@ -34,41 +69,38 @@ def crossed_of(floor: str) -> str | None:
     return f"{floor.removesuffix('_max')}_crossed" if floor.endswith("_max") else None
 
 
-def rows_of(store: Any) -> list[Row]:
-    """Returns every row of the finished trials: number and setting of the trial, then its results.
+def rows_of(slots: Iterable[Slot]) -> list[Row]:
+    """Returns every row of the finished settings: number and setting, then the results.
 
-    A setting counts once.
+    A setting that a search chose twice counts once.
     """
     seen: set[str] = set()
     rows: list[Row] = []
-    trials = store.trials()
-    if [trial.number for trial in trials] != list(range(len(trials))):
-        raise DataError(f"{store.shown} is damaged: the numbers of its trials have gaps")
-    for trial in trials:
-        if trial.state.name != "COMPLETE":
+    for slot in slots:
+        if slot.complete is None:
             continue
-        found, setting = sealed_rows(trial), trial.user_attrs["setting"]
-        if space.key(setting) in seen:
-            continue
-        seen.add(space.key(setting))
-        rows += [{"trial": trial.number, **printable(setting), **row} for row in found]
+        found = sealed_rows(slot)
+        if space.key(slot.setting or {}) not in seen:
+            seen.add(space.key(slot.setting or {}))
+            rows += [{"trial": slot.number, **printable(slot.setting), **row} for row in found]
     return rows
 
 
-def sealed_rows(trial: Any) -> list[Row]:
-    """Returns a finished trial's rows as they were stored. Raises a DataError if they, or its setting, were changed."""
-    found, setting = trial.user_attrs.get("rows"), trial.user_attrs.get("setting")
+def sealed_rows(slot: Slot) -> list[Row]:
+    """Returns a finished setting's rows as they were stored. Raises a DataError if they were changed."""
+    which = f"setting {slot.number} of the storage"
+    stored = {} if slot.complete is None else slot.complete.user_attrs
+    found, setting = stored.get("rows"), stored.get("setting")
     if not isinstance(found, list) or not isinstance(setting, dict) or not all(isinstance(row, dict) for row in found):
-        raise DataError(f"trial {trial.number} of the storage is damaged: it is finished, and its rows are not there")
-    if trial.user_attrs.get("sha256") != seal_of(trial.number, setting, found):
-        raise DataError(f"trial {trial.number} of the storage was changed or damaged, or is of an earlier version: its "
-                        "rows have another digest")  # fmt: skip
+        raise DataError(f"{which} is damaged: it is finished, and its rows are not there")
+    if stored.get("sha256") != seal_of(slot.number, setting, found):
+        raise DataError(f"{which} was changed or damaged, or is of an earlier version: its rows have another digest")
     for row in [setting, *found]:
         for name, value in row.items():
             if name not in space.PARAMETERS and not isinstance(value, int | float | None):
-                raise DataError(f"trial {trial.number} of the storage is not reconbound's: {name!r} is no number")
-    if not {"steps", "accuracy"} <= set.intersection(*(set(row) for row in found), {"steps", "accuracy"}):
-        raise DataError(f"trial {trial.number} of the storage is not reconbound's: a row has no steps or accuracy")
+                raise DataError(f"{which} is not reconbound's: {name!r} is no number")
+    if not all({"steps", "accuracy"} <= set(row) for row in found):
+        raise DataError(f"{which} is not reconbound's: a row has no steps or accuracy")
     rows: list[Row] = printable(found)
     return rows
 
@@ -81,10 +113,7 @@ def floors_in(rows: Iterable[Row]) -> list[str]:
 
 def default_floor(rows: Sequence[Row]) -> str:
     """Returns the name of the floor that is proved, at the most exposed record."""
-    found = floors_in(rows)
-    if not found:
-        raise InputError("rows", "must have a floor", "none")
-    return found[0]
+    return checked_floor(rows, None)
 
 
 def checked_floor(rows: Sequence[Row], floor: str | None) -> str:
@@ -94,11 +123,11 @@ def checked_floor(rows: Sequence[Row], floor: str | None) -> str:
         rows: of the finished trials.
         floor: the name of a floor; None for the default.
     """
-    if floor is None:
-        return default_floor(rows)
-    found = floors_in(rows)
-    if floor not in found:
-        raise InputError("floor", f"must be one of {', '.join(found)}", floor)
+    floors = floors_in(rows)
+    if floor is None and floors:
+        return floors[0]
+    if floor not in floors:
+        raise InputError("floor", f"must be one of {', '.join(floors) or 'those of the rows, which have none'}", floor)
     return floor
 
 
@@ -195,3 +224,74 @@ def write_table(folder: str | os.PathLike[str], rows: Sequence[Row]) -> Path:
     path = Path(folder) / TABLE
     write_whole(path, table(rows).encode(), mode=CONFIDENTIAL)
     return path
+
+
+# --- in words -------------------------------------------------------------------------------
+
+
+def describe_floor(name: str) -> str:
+    """Returns a floor, or another column, in words.
+
+    >>> describe_floor("exact_max"), describe_floor("lecam"), describe_floor("epsilon")
+    ('exact factor, most exposed record (estimate)', 'any attacker, Le Cam', 'epsilon')
+    """
+    if name in FLOOR_WORDS:
+        return FLOOR_WORDS[name]
+    rule, _, place = name.partition("_")
+    return (
+        f"{FLOOR_WORDS[rule]}, {FLOOR_WORDS[place]}"
+        if rule in FLOOR_WORDS and place in FLOOR_WORDS
+        else name.replace("_", " ")
+    )
+
+
+def attacker_of(floor: str) -> tuple[str, str]:
+    """Returns whom a floor binds, and where."""
+    if floor in ("lecam", "rate_distortion"):
+        return "any attacker", "on some conceivable record, not on each"
+    place = floor.rpartition("_")[2]
+    where = f"on the {FLOOR_WORDS.get(place, '').removesuffix(' (estimate)')}"
+    return "an unbiased attacker", where if place in ("max", "q99", "median") else "on every record"
+
+
+def is_proved(floor: str) -> bool:
+    """Returns whether a floor is a guarantee at all.
+
+    >>> is_proved("exact_max"), is_proved("paper_max"), is_proved("theorem1_paper")
+    (True, False, False)
+    """
+    return NOT_PROVED not in describe_floor(floor)
+
+
+def describe_binding(floor: str) -> str:
+    """Returns whom a floor binds, to follow its name; "" where the name says it, or that there is no guarantee.
+
+    >>> describe_binding("exact_max"), describe_binding("lecam"), describe_binding("paper_max")
+    (', for unbiased attackers', '', '')
+    """
+    text = describe_floor(floor)
+    return "" if "any attacker" in text or not is_proved(floor) else ", for unbiased attackers"
+
+
+def describe_precision(floor: str, runs: int | None, measured: float | None = None) -> str:
+    """Returns how exact a floor is, in words; "" for floors of the mechanism, which are computed, and where unknown.
+
+    Args:
+        floor: its name.
+        runs: the number of runs over which it was averaged.
+        measured: how often each record was measured over all runs (median), where it is known.
+
+    >>> describe_precision("exact_max", 3), describe_precision("lecam", 1)
+    ('mean of 3 runs: an estimate, more often too high than too low', '')
+    """
+    if runs is None or not floor.endswith(("_max", "_q99", "_median")):
+        return ""
+    if runs > 1:
+        return f"mean of {runs:,} runs: an estimate, more often too high than too low"
+    return f"from one run: an estimate; {how_far_off(0.0 if measured is None else measured)}"
+
+
+def describe_majority(guesses: Mapping[str, Any] | None) -> list[str]:
+    """Returns a sentence on the accuracy that needs no model; empty where it is not known."""
+    majority = (guesses or {}).get("accuracy")
+    return [] if majority is None else [f"Majority class: {100 * majority:.1f} %."]

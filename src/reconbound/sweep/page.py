@@ -9,16 +9,30 @@ from typing import Any
 
 from reconbound._internal.files import CONFIDENTIAL, write_whole
 from reconbound._internal.formatting import Side, format_limit, format_number, format_percent
-from reconbound.report import axes, text
+from reconbound.report import axes
+from reconbound.report import text as report_text
 from reconbound.report.axes import Chart, Key
 from reconbound.report.folder import prepare
 from reconbound.report.formats import amount, clean, count, for_plotly, guess_error, plus_minus
 from reconbound.report.pages import render
 from reconbound.sweep import space
-from reconbound.sweep.frontier import best, columns_of, crossed_of, default_floor, floors_in, pareto, protection_of
-from reconbound.sweep.trial import LEDGER
-from reconbound.sweep.words import ASSUMPTIONS, CROSSED, attacker, majority, precision, told
-from reconbound.sweep.worker import Row, trial_folder
+from reconbound.sweep.frontier import (
+    ASSUMPTIONS,
+    CROSSED,
+    attacker_of,
+    best,
+    columns_of,
+    crossed_of,
+    default_floor,
+    describe_floor,
+    describe_majority,
+    describe_precision,
+    floors_in,
+    pareto,
+    protection_of,
+)
+from reconbound.sweep.space import Row
+from reconbound.sweep.trial import LEDGER, trial_folder
 
 PAGE, RUN_PAGE = "frontier.html", "index.html"
 #: What a row's "accuracy" is: the share of right classes, or of a number's spread that is explained.
@@ -61,27 +75,26 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
     fronts = [
         {
             "name": floor,
-            "text": told(floor),
+            "text": describe_floor(floor),
             "crossed": has_crossed(pareto(rows, floor), floor),
             "rows": [_cells(row, floor, names, measure) for row in pareto(rows, floor)],
         }
         for floor in floors
     ]
+    measured = min((row.get("measured_median") or 0.0 for row in rows), default=0.0)
     context = {
         "title": f"{clean(facts['data'], 80)}: how accurate, for how high a floor?",
         "warnings": cautions(rows, facts),
         "finding": verdict(rows, proved, facts.get("guesses"), measure),
-        "precision": precision(
-            proved, facts["runs"], min((row.get("measured_median") or 0 for row in rows), default=0)
-        ),
+        "precision": describe_precision(proved, facts["runs"], measured),
         "measure": measure,
         "chart": shown,
         "fronts": fronts,
         "names": names,
-        "proved": told(f"{rule}_max").partition(",")[0],
+        "proved": describe_floor(f"{rule}_max").partition(",")[0],
         "crossed": _describe_crossed(rows),
         "delta": next((format_limit(row["delta"], 6) for row in rows if row.get("delta")), "–"),
-        "assumptions": (*ASSUMPTIONS, *(("Model", sentence) for sentence in _smoothness(facts))),
+        "assumptions": (*ASSUMPTIONS, *(("Model", text) for text in _caveats(facts) or [_describe_smoothness(facts)])),
         **{name: f"{facts[name]:,}" for name in ("runs", "trials", "finished")},
         "failed": facts["failed"],
     }
@@ -104,7 +117,10 @@ def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = Fa
         "cautions": cautions(rows, facts),
         "counts": [f"{row['steps']:,}" for row in rows],
         "rows": [
-            (told(name).replace("accuracy", measured_by(facts)), [_value(row.get(name), _side(name)) for row in rows])
+            (
+                describe_floor(name).replace("accuracy", measured_by(facts)),
+                [_value(row.get(name), _side(name)) for row in rows],
+            )
             for name in kept
         ],
         "crossed": _describe_crossed(rows),
@@ -128,43 +144,38 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
         rows: of the finished trials.
         facts: as in `write_pages`.
     """
-    found = [*_without_guarantee(rows), *(clean(caveat, 600) for caveat in (facts.get("caveats") or {}).values())]
-    most = max((int(row.get("never_measured") or 0) for row in rows), default=0)
-    if most:
+    found = [*_describe_weak_settings(rows), *_caveats(facts)]
+    unmeasured = max((int(row.get("never_measured") or 0) for row in rows), default=0)
+    if unmeasured:
         found.append(
-            f"Up to {count(most, 'record')} of a training {'was' if most == 1 else 'were'} never measured, and the "
-            "floors leave them out. A number as --budget measures every record."
+            f"Up to {count(unmeasured, 'record')} of a training {'was' if unmeasured == 1 else 'were'} never measured, "
+            "and the floors leave them out. A number as --budget measures every record."
         )
-    zero = [row for row in rows if row.get("told_nothing")]
-    if zero:
-        some, trials = count(max(row["told_nothing"] for row in zero), "record"), {row["trial"] for row in zero}
+    saturated = [row for row in rows if row.get("told_nothing")]
+    if saturated:
+        most = count(max(row["told_nothing"] for row in saturated), "record")
+        trainings = count(len({row["trial"] for row in saturated}), "training")
         found.append(
-            f"In {count(len(trials), 'training')}, all measurements of up to {some} were zero: outputs are saturated, "
-            "or the training has diverged. Ignore the largest floors there (1e300 at most). Lower lr or the noise, or "
-            "raise --budget or --runs."
+            f"In {trainings}, all measurements of up to {most} were zero: outputs are saturated, or the training has "
+            "diverged. Ignore the largest floors there (1e300 at most). Lower lr or the noise, or raise --budget or "
+            "--runs."
         )
-    if facts.get("inferred_ranges"):
-        found.append(text.INFERRED)
-    return found
+    return [*found, report_text.INFERRED] if facts.get("inferred_ranges") else found
 
 
-def _without_guarantee(rows: Sequence[Row]) -> list[str]:
-    """Returns a warning if settings guarantee little, from the one with the largest chance to rebuild a record."""
+def _describe_weak_settings(rows: Sequence[Row]) -> list[str]:
+    """Describes the setting without a meaningful guarantee that has the largest chance of rebuilding a record."""
     weak = [row for row in rows if not protection_of(row).meaningful]
     if not weak:
         return []
     worst = max(weak, key=lambda row: (protection_of(row).success or 0.0, row.get("epsilon") or 0.0))
     warning = protection_of(worst).warning()
-    if len(rows) > 1:
-        warning = f"{len(weak):,} of {count(len(rows), 'row')}: {warning[0].lower()}{warning[1:]}"
-    return [warning]
+    many = f"{len(weak):,} of {count(len(rows), 'row')}: {warning[0].lower()}{warning[1:]}"
+    return [warning if len(rows) == 1 else many]
 
 
-def _smoothness(facts: Mapping[str, Any]) -> list[str]:
-    """Returns the model's caveats, or that none was found."""
-    known = facts.get("caveats")
-    checked = text.UNCHECKED if known is None else text.CHECKED
-    return [clean(caveat, 600) for caveat in (known or {}).values()] or [text.SMOOTH + checked]
+def _caveats(facts: Mapping[str, Any]) -> list[str]:
+    return [clean(caveat, 600) for caveat in (facts.get("caveats") or {}).values()]
 
 
 def verdict(
@@ -184,36 +195,34 @@ def verdict(
     """
     front = pareto(rows, floor)
     if not front:
-        why = "There were no test records: no setting has an accuracy." if rows else "No setting has been trained yet."
-        return [why]
+        return [
+            "There were no test records: no setting has an accuracy." if rows else "No setting has been trained yet."
+        ]
     last = max(front, key=lambda row: row["accuracy"])
-    only = all(row.get(floor) is not None for row in rows)  # settings of another sampler have another floor
     weak = "" if protection_of(last).meaningful else ", without a meaningful guarantee,"
-    (whom, place), estimate = attacker(floor), " by an estimate" if _is_estimate(floor) else ""
+    # settings of another sampler have another floor
+    only = "" if all(row.get(floor) is not None for row in rows) else " that has this floor"
+    attacker, place = attacker_of(floor)
+    estimate = " by an estimate" if floor.endswith(("_max", "_q99", "_median")) else ""
     sentences = [
-        f"The most accurate setting{'' if only else ' that has this floor'}{weak} reaches {_accuracy(last, measure)}; "
-        f"{whom} errs by at least {plus_minus(math.sqrt(last[floor]))} of a feature's range {place}{estimate}."
+        f"The most accurate setting{only}{weak} reaches {_accuracy(last, measure)}; {attacker} errs by at least "
+        f"{plus_minus(math.sqrt(last[floor]))} of a feature's range {place}{estimate}."
     ]
     known = (guesses or {}).get("error")
-    error, whose = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")
+    error, guess = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")
     sound = [row for row in rows if protection_of(row).meaningful]
-    kept = best(sound, floor, error**2)
+    chosen = best(sound, floor, error**2)
     some = "" if len(sound) == len(rows) else " with a meaningful guarantee"
-    guess = f"the error of {whose} ({guess_error(error)} of the range)"
-    if kept is None:
-        sentences.append(f"No setting{some} has a floor as high as {guess}.")
-    elif kept is not last:
-        measured = ", for the records that were measured," if kept.get("never_measured") else ""
+    as_much = f"the error of {guess} ({guess_error(error)} of the range)"
+    if chosen is None:
+        sentences.append(f"No setting{some} has a floor as high as {as_much}.")
+    elif chosen is not last:
+        measured = ", for the records that were measured," if chosen.get("never_measured") else ""
+        reached = _accuracy(chosen, measure)
         sentences.append(
-            f"The most accurate setting{some} whose floor is at least {guess}{measured} reaches "
-            f"{_accuracy(kept, measure)}."
+            f"The most accurate setting{some} whose floor is at least {as_much}{measured} reaches {reached}."
         )
-    return [*sentences, *majority(guesses)]
-
-
-def _is_estimate(floor: str) -> bool:
-    """Returns whether a floor is measured at records, and not computed from the mechanism."""
-    return floor.endswith(("_max", "_q99", "_median"))
+    return [*sentences, *describe_majority(guesses)]
 
 
 def has_crossed(rows: Sequence[Row], floor: str) -> bool:
@@ -223,8 +232,7 @@ def has_crossed(rows: Sequence[Row], floor: str) -> bool:
         rows: of the finished trials.
         floor: the name of the floor.
     """
-    name = crossed_of(floor)
-    return name is not None and any(row.get(name) is not None for row in rows)
+    return any(row.get(crossed_of(floor) or "") is not None for row in rows)
 
 
 def _describe_crossed(rows: Sequence[Row]) -> str:
@@ -236,20 +244,23 @@ def settings_in(rows: Sequence[Row]) -> list[str]:
     return [name for name in space.PARAMETERS if any(name in row for row in rows)]
 
 
+def _describe_smoothness(facts: Mapping[str, Any]) -> str:
+    return report_text.SMOOTH + (report_text.UNCHECKED if facts.get("caveats") is None else report_text.CHECKED)
+
+
 # --- charts --------------------------------------------------------------------------------
 
 
 def _lines(rows: Sequence[Row], floors: Sequence[str], measure: str) -> Chart:
     """Draws the front of each floor at the most exposed record, and of those of the mechanism."""
-    drawn = [floor for floor in floors if not floor.endswith(("_q99", "_median"))]
-    traces, keys = [], []
     # the first is the most exposed record's, in the same colour in both charts and in an audit's
     colours = (axes.VERMILLION, *(colour for colour in axes.SERIES if colour != axes.VERMILLION))
-    for k, floor in enumerate(drawn):
+    traces, keys = [], []
+    for k, floor in enumerate(floor for floor in floors if not floor.endswith(("_q99", "_median"))):
         colour, dash = colours[k % len(colours)], axes.DASHES[k % len(axes.DASHES)]
         traces.append(_trace(pareto(rows, floor), floor, colour, dash, measure))
-        keys.append(Key(colour, told(floor), "line", dash))
-    return _chart("chart-frontier", traces, keys, f"{_title(measure)} against every floor: the best settings", measure)
+        keys.append(Key(colour, describe_floor(floor), "line", dash))
+    return _chart("chart-frontier", traces, keys, "every floor: the best settings", measure)
 
 
 def _places(rows: Sequence[Row], rule: str, measure: str) -> Chart:
@@ -259,12 +270,8 @@ def _places(rows: Sequence[Row], rule: str, measure: str) -> Chart:
     for floor, colour in zip(drawn, (axes.VERMILLION, axes.ORANGE, axes.BLUE), strict=False):
         traces.append({**_trace(rows, floor, colour, "solid", measure), "mode": "markers", "opacity": 0.45})
         traces.append(_trace(pareto(rows, floor), floor, colour, "solid", measure))
-        keys.append(Key(colour, told(floor), "line"))
-    return _chart("chart-places", traces, keys, f"{_title(measure)} against the floors of the records", measure)
-
-
-def _title(measure: str) -> str:
-    return measure[0].upper() + measure[1:]
+        keys.append(Key(colour, describe_floor(floor), "line"))
+    return _chart("chart-places", traces, keys, "the floors of the records", measure)
 
 
 def _trace(rows: Sequence[Row], floor: str, colour: str, dash: str, measure: str) -> dict[str, Any]:
@@ -279,7 +286,7 @@ def _trace(rows: Sequence[Row], floor: str, colour: str, dash: str, measure: str
     }  # fmt: skip
 
 
-def _chart(name: str, traces: list[Any], keys: list[Key], label: str, measure: str) -> Chart:
+def _chart(name: str, traces: list[Any], keys: list[Key], against: str, measure: str) -> Chart:
     logs = [y for trace in traces for y in trace["y"]] or [0.0]
     low, high = min(logs) - 0.2, max(logs) + 0.2
     title = axes.titled(f"{measure} (%)" if measure == ACCURACY else f"{measure} on test data")
@@ -287,6 +294,7 @@ def _chart(name: str, traces: list[Any], keys: list[Key], label: str, measure: s
     layout = axes.layout(460, x, axes.log_axis(low, high, "floor (MSE)"))
     beyond = any(abs(y) >= DECADES for y in logs)
     note = f"What lies beyond {10**DECADES:,.0f} or below {10**-DECADES:g} is drawn at the edge." if beyond else ""
+    label = f"{measure[0].upper()}{measure[1:]} against {against}"
     return Chart(name, {"data": traces, "layout": layout}, tuple(keys), note, label)
 
 
@@ -295,16 +303,15 @@ def _hover(row: Row, floor: str, measure: str) -> str:
     lines = [
         f"run {row['trial']}: {setting}, {row['steps']:,} steps",
         f"accuracy {_accuracy(row)}" if measure == ACCURACY else _accuracy(row, measure),
-        f"{told(floor)}: {_value(row[floor], 'down')} ({plus_minus(math.sqrt(row[floor]))})",
-        *([_crossed(row, floor)] if has_crossed([row], floor) else []),
+        f"{describe_floor(floor)}: {_mse(row[floor])}",
+        *([f"crossed: {_mse(row[crossed_of(floor) or ''])}"] if has_crossed([row], floor) else []),
         f"ε = {_value(row.get('epsilon'), 'up')}",
     ]
     return "<br>".join(for_plotly(line, 160) for line in lines)
 
 
-def _crossed(row: Row, floor: str) -> str:
-    second = row[crossed_of(floor) or ""]
-    return f"crossed: {_value(second, 'down')} ({plus_minus(math.sqrt(second))})"
+def _mse(floor: float) -> str:
+    return f"{_value(floor, 'down')} ({plus_minus(math.sqrt(floor))})"
 
 
 def _cells(row: Row, floor: str, names: Sequence[str], measure: str) -> dict[str, Any]:
@@ -338,13 +345,9 @@ def _value(value: Any, side: Side = "near") -> str:
         return clean(value, 60)
     if value is None:
         return "–"
-    return (
-        f"{value:,}"
-        if isinstance(value, int)
-        else format_number(value, 4, side)
-        if value < 1e6
-        else amount(value, side=side)
-    )
+    if isinstance(value, int):
+        return f"{value:,}"
+    return format_number(value, 4, side) if value < 1e6 else amount(value, side=side)
 
 
 def _side(name: str) -> Side:

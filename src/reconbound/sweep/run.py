@@ -6,9 +6,9 @@ import os
 import secrets
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,12 @@ from reconbound._internal.files import (
 from reconbound._internal.rng import GUESSABLE, checked_seed, new_seed, seed_warning
 from reconbound.report.folder import prepare
 from reconbound.sweep import space as spaces
-from reconbound.sweep.crowd import work_together
-from reconbound.sweep.database import storage_shown
-from reconbound.sweep.faults import Patience, SweepStopped, environment_fault, first_line, patiently
+from reconbound.sweep.database import Patience, SweepStopped, describe_fault, first_line, retry_database, shown_url
 from reconbound.sweep.frontier import FLOORS, default_floor, rows_of, score_of, sealed_rows, write_table
-from reconbound.sweep.progress import plan_lines, progress
-from reconbound.sweep.space import Choices, Setting, Space
-from reconbound.sweep.store import Claim, Store
-from reconbound.sweep.team import supervise
-from reconbound.sweep.worker import TRIALS, Row, owner_name, work
+from reconbound.sweep.queue import Claim, Queue
+from reconbound.sweep.space import Choices, Row, Setting, Space
+from reconbound.sweep.trial import TRIALS
+from reconbound.sweep.workers import Job, owner_name, progress, supervise, work
 from reconbound.validate.structure import ReconboundWarning
 
 DATABASE, SEED, ABOUT = "sweep.db", "seed", "sweep.json"
@@ -65,7 +62,7 @@ class Sweep:
         name: the name of the study.
         seed: the seed of the sweep; when None, that in the folder's file "seed", created if missing. It is as secret as
             the data.
-        lease: seconds after which a worker that gave no sign is taken for dead.
+        grace: seconds after which a worker without a heartbeat is taken for dead; the same for all workers.
         together: the number of settings that are trained at once on one device, as a fleet; one by one when None.
     """
 
@@ -84,7 +81,7 @@ class Sweep:
     storage: str | None = None
     name: str = "sweep"
     seed: int | None = field(default=None, repr=False)
-    lease: float = 60.0
+    grace: int = 60
     together: int | None = None
 
     def __post_init__(self) -> None:
@@ -96,7 +93,7 @@ class Sweep:
             whole("together", self.together)
         choice("search", self.search, ("grid", "tpe"))
         number("delta", self.delta, above=0.0, below=1.0)
-        number("lease", self.lease, at_least=0.1)
+        whole("grace", self.grace)
         if self.search == "grid":
             spaces.settings_of(self.space)
             for name in ("trials", "at_least"):
@@ -154,28 +151,28 @@ def sweep(
             with suppress(OSError):
                 folder.rmdir()
         raise
-    store = open_store(config)
+    queue = open_queue(config)
     try:
-        patiently(partial(begin, store, config, train))
+        retry_database(partial(begin, queue, config, train))
         if show:
             caveats = unsealed_json(config.out / ABOUT).get("caveats") or {}
-            told = [*plan_lines(store, config, train, workers), *(f"Note: {said}" for said in caveats.values())]
-            print("\n".join(told), file=sys.stderr, flush=True)
-        with progress(store, train.steps, show):
+            lines = [*plan_lines(queue, config, train, workers), *(f"Note: {caveat}" for caveat in caveats.values())]
+            print("\n".join(lines), file=sys.stderr, flush=True)
+        with progress(queue, train.steps, show):
             if workers == 1:
-                _work(store, config, train, owner_name(), lambda: False)
+                work(queue, _make_job(queue, config, train), owner_name())
             else:
-                supervise(store, workers, partial(_join, config, make_train))
-        return patiently(partial(rows_of, store))
+                supervise(queue, workers, partial(_join, config, make_train))
+        return rows_of(retry_database(queue.slots))
     except Exception as reason:
-        fault = None if isinstance(reason, SweepStopped) else environment_fault(reason)
+        fault = None if isinstance(reason, SweepStopped) else describe_fault(reason)
         if fault is None:
             raise
         raise SweepStopped(
             f"{fault}. The sweep stops; nothing is lost: run the same command again to go on"
         ) from reason
     finally:
-        store.dispose()
+        queue.dispose()
 
 
 def stored(folder: Path, storage: str | None = None) -> tuple[list[Row], dict[str, Any]]:
@@ -192,21 +189,20 @@ def stored(folder: Path, storage: str | None = None) -> tuple[list[Row], dict[st
     if storage is None and not (folder / DATABASE).exists():
         raise DataError(f"{folder / DATABASE} does not exist: it held what the sweep found")
     try:
-        store = Store(storage or f"sqlite:///{(folder / DATABASE).absolute()}", about["name"], reading=True)
+        queue = Queue(storage or f"sqlite:///{(folder / DATABASE).absolute()}", about["name"], reading=True)
         try:
-            trials, rows = store.trials(), rows_of(store)
+            slots = queue.slots()
+            rows = rows_of(slots)
         finally:
-            store.dispose()
+            queue.dispose()
     except (sql.exc.SQLAlchemyError, optuna.exceptions.OptunaError, LookupError, TypeError) as reason:
-        where = storage_shown(storage) if storage else folder / DATABASE
+        where = shown_url(storage) if storage else folder / DATABASE
         raise DataError(f"{where} cannot be read, or is damaged ({first_line(reason)})") from None
-    failed = [trial for trial in trials if trial.state.name == "FAIL"]
-    error = str(failed[0].user_attrs.get("error")) if failed else None
-    facts = {"folder": str(folder), "data": about["data"], "runs": about["runs"], "trials": len(trials)}
-    finished = sum(trial.state.name == "COMPLETE" for trial in trials)
-    facts |= {"guesses": about.get("guesses") or {}}
-    facts |= {name: about.get(name) for name in ("task", "caveats", "inferred_ranges")}
-    return rows, {**facts, "finished": finished, "failed": len(failed), "error": error}
+    failures = [slot.failure for slot in slots if slot.failure is not None]
+    finished = sum(slot.complete is not None for slot in slots)
+    facts = {name: about.get(name) for name in ("data", "runs", "task", "caveats", "inferred_ranges")}
+    facts |= {"folder": str(folder), "guesses": about.get("guesses") or {}, "trials": len(slots)}
+    return rows, {**facts, "finished": finished, "failed": len(failures), "error": next(iter(failures), None)}
 
 
 def read_about(folder: Path) -> dict[str, Any]:
@@ -219,11 +215,8 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder} {why}: make one by reconbound sweep DATA --grid ... --out {folder}") from None
     except Unreadable as reason:
         raise DataError(f"{reason}: the command that made the sweep writes it again") from None
-    kinds = {
-        "name": str,
+    kinds = {"name": str, "data": str, "runs": int} | {
         "storage": str | None,
-        "data": str,
-        "runs": int,
         "guesses": dict | None,
         "caveats": dict | None,
     }
@@ -273,13 +266,13 @@ def make_trainer(config: Sweep) -> Any:
     return kind(dataset, plan, config.steps, config.runs, sweep_seed(config), config.delta)
 
 
-def open_store(config: Sweep) -> Store:
+def open_queue(config: Sweep) -> Queue:
     """Opens the sweep's storage."""
     with warnings.catch_warnings():  # early versions of Optuna warn that constant_liar is experimental
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler = optuna.samplers.TPESampler(n_startup_trials=max(5, (config.trials or 0) // 5), constant_liar=True)
     objectives = 2 if config.at_least is None else 1
-    return Store(config.url, config.name, lease=config.lease, sampler=sampler, objectives=objectives)
+    return Queue(config.url, config.name, grace=config.grace, sampler=sampler, objectives=objectives)
 
 
 def _refuse_another(config: Sweep) -> None:
@@ -288,32 +281,33 @@ def _refuse_another(config: Sweep) -> None:
         about = read_about(config.out)
     except DataError:  # none, or one that cannot be read any more
         return
-    where = None if config.storage is None else storage_shown(config.storage)
+    where = None if config.storage is None else shown_url(config.storage)
     if (about["name"], about["storage"]) != (config.name, where):
         whose = f"the sweep {about['name']!r} in {about['storage'] or DATABASE}"
         raise InputError("out", f"must be another folder: it holds {whose}", str(config.out))
 
 
-def begin(store: Store, config: Sweep, train: Any) -> None:
-    """Creates the sweep's trials, and writes their location into the folder.
+def begin(queue: Queue, config: Sweep, train: Any) -> None:
+    """Enqueues the sweep's settings, and writes their location into the folder.
 
     Args:
-        store: the sweep's storage.
+        queue: the sweep's queue.
         config: the sweep.
         train: its training.
     """
-    known = _known(config, train)  # a model that cannot be trained is refused before its trials are made
-    facts = {**train.facts(), "search": config.search}
+    known = _describe_data(config, train)  # a model that cannot be trained is refused before its trials are made
+    facts, space = {**train.facts(), "search": config.search}, spaces.describe_space(config.space)
     if config.search == "tpe":
-        facts |= {"grid": spaces.described(config.space), "floor": config.floor, "at_least": config.at_least}
-    store.begin(facts, list(_trials(config)))
-    where = None if config.storage is None else store.shown
-    about: dict[str, Any] = {"name": config.name, "storage": where, "data": config.data}
-    about |= {"grid": spaces.described(config.space), "steps": config.steps, "runs": config.runs}
+        facts |= {"grid": space, "floor": config.floor, "at_least": config.at_least}
+        queue.begin(facts, [], config.trials or 0)
+    else:
+        queue.begin(facts, spaces.settings_of(config.space))
+    about: dict[str, Any] = {"name": config.name, "storage": config.storage and queue.shown, "data": config.data}
+    about |= {"grid": space, "steps": config.steps, "runs": config.runs}
     write_whole(config.out / ABOUT, sealed_json({"confidential": True, **about, **known}), mode=CONFIDENTIAL)
 
 
-def _known(config: Sweep, train: Any) -> dict[str, Any]:
+def _describe_data(config: Sweep, train: Any) -> dict[str, Any]:
     """Returns facts of the data and the models that the pages show with the rows."""
     if not hasattr(train, "guesses"):
         return {}
@@ -323,42 +317,54 @@ def _known(config: Sweep, train: Any) -> dict[str, Any]:
     return {**found, "inferred_ranges": train.dataset.inferred_ranges}
 
 
-def _trials(config: Sweep) -> Iterator[dict[str, Any]]:
-    if config.search == "tpe":
-        yield from ({"slot": f"search {k}"} for k in range(config.trials or 0))
-        return
-    for setting in spaces.settings_of(config.space):
-        kinds = {name: _wide(name, value) for name, value in setting.items()}
-        yield {"slot": spaces.key(setting), "setting": setting, "params": setting, "distributions": kinds}
-
-
-def _wide(name: str, value: Any) -> Any:
-    """Returns a distribution that fits every value of this name, so that a grid can grow later."""
-    if spaces.PARAMETERS[name][0] == "number":
-        return optuna.distributions.FloatDistribution(min(0.0, value), max(1e9, value))
-    return optuna.distributions.CategoricalDistribution(spaces.WORDS[name])
-
-
-def ask(store: Store, config: Sweep, claim: Claim) -> Setting:
-    """Returns a claimed trial's setting. For a search the sampler is asked, once for each trial.
+def plan_lines(queue: Queue, config: Sweep, train: Any, workers: int) -> list[str]:
+    """Describes what the sweep will do: trainings, settings, workers, the place, and what is done already.
 
     Args:
-        store: the sweep's storage.
+        queue: the sweep's queue.
+        config: the sweep.
+        train: its training.
+        workers: the number of workers.
+    """
+    grid = "; ".join(
+        f"{name} {', '.join(map(spaces.format_value, values)) if isinstance(values, list) else values}"
+        for name, values in spaces.describe_space(config.space).items()
+    )
+    slots = queue.slots()
+    total, trained = len(slots), sum(slot.complete is not None for slot in slots)
+    kind = "every combination of" if config.search == "grid" else "chosen by Optuna from"
+    runs = f" {config.runs} times" if config.runs > 1 else ""
+    at = ", ".join(f"{steps:,}" for steps in config.steps)
+    done = f"{trained} of them are trained already. " if trained else ""
+    many = "" if config.together is None else f", each with {config.together} settings at once"
+    return [
+        *([train.dataset.summary()] if hasattr(train, "dataset") else []),
+        f"{total} setting{'s' if total != 1 else ''}: {kind} {grid}.",
+        f"Each is trained{runs} for {config.steps[-1]:,} steps and evaluated after {at}; {workers} "
+        f"worker{'s' if workers > 1 else ''} here{many}.",
+        f"{done}Writes in {config.out} (confidential).",
+    ]
+
+
+def choose_setting(queue: Queue, config: Sweep, claim: Claim) -> Claim:
+    """Returns a claim with its setting. In a search Optuna's sampler chooses it, unless an earlier attempt had one.
+
+    Args:
+        queue: the sweep's queue.
         config: the sweep.
         claim: the trial.
     """
-    trial = store.storage.get_trial(claim.trial_id)
-    if "setting" in trial.user_attrs:
-        return dict(trial.user_attrs["setting"])
-    asked = optuna.trial.Trial(store.study, claim.trial_id)
+    if config.search == "grid":
+        return claim
+    trial = optuna.trial.Trial(queue.study, claim.trial_id)
     setting: Setting = {}
     for name, values in config.space.items():
         if isinstance(values, Choices):
-            setting[name] = asked.suggest_categorical(name, values.values)
+            setting[name] = trial.suggest_categorical(name, values.values)
         else:
-            setting[name] = asked.suggest_float(name, values.low, values.high, log=values.log)
-    store.note(claim, "setting", setting)
-    return setting
+            setting[name] = trial.suggest_float(name, values.low, values.high, log=values.log)
+    queue.set_fact(claim, "setting", setting)
+    return replace(claim, setting=setting)
 
 
 def values_of(config: Sweep, rows: Sequence[Row]) -> list[float]:
@@ -375,20 +381,6 @@ def values_of(config: Sweep, rows: Sequence[Row]) -> list[float]:
         return [score_of(rows, floor, config.at_least)]
     last = rows[-1]
     return [float(last["accuracy"] or 0.0), spaces.log10(float(last.get(floor) or 0.0))]
-
-
-def found_before(store: Store, setting: Setting) -> list[Row] | None:
-    """Returns the rows of a finished trial of the same setting, if there is one.
-
-    Args:
-        store: the sweep's storage.
-        setting: a value for each name.
-    """
-    for trial in store.trials():
-        found = trial.user_attrs
-        if trial.state.name == "COMPLETE" and spaces.key(found["setting"]) == spaces.key(setting):
-            return sealed_rows(trial)
-    return None
 
 
 def sweep_seed(config: Sweep) -> int:
@@ -418,43 +410,38 @@ def _join(config: Sweep, make_train: Callable[[Sweep], Any] | None, owner: str, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         train = (make_train or make_trainer)(config)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KinkWarning)
-        return _work(_opened(config), config, train, owner, stop)
-
-
-def _opened(config: Sweep) -> Store:
-    """Opens the storage of a sweep that is under way, and waits where it is out of reach."""
-    waiting = Patience()
+    patience = Patience()
     while True:
         try:
-            return open_store(config)
-        except InputError as reason:
-            fault = environment_fault(reason)
+            queue = open_queue(config)
+            break
+        except InputError as reason:  # the sweep is under way: a storage that is out of reach is waited for
+            fault = describe_fault(reason)
             if fault is None:
                 raise
-            waiting.wait(reason, fault)
+            patience.wait(reason, fault)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KinkWarning)
+        return work(queue, _make_job(queue, config, train), owner, stop)
 
 
-def _work(store: Store, config: Sweep, train: Any, owner: str, stop: Callable[[], bool]) -> int:
-    def known(setting: Setting) -> list[Row] | None:  # a search may come back to a setting
-        return found_before(store, setting) if config.search == "tpe" else None
+def _make_job(queue: Queue, config: Sweep, train: Any) -> Job:
+    """Builds the work of a worker. Settings that a search chooses again are not trained again."""
 
-    def trained(setting: Setting, folder: Path, tell: Callable[[int], None]) -> list[Row]:
-        before = known(setting)
-        return train(setting, folder, tell) if before is None else before
-
-    def trained_together(settings: Sequence[Setting], folders: Sequence[Path], tell: Any) -> list[Any]:
-        found: dict[int, Any] = {k: rows for k, s in enumerate(settings) if (rows := known(s)) is not None}
+    def train_new(settings: Sequence[Setting], folders: Sequence[Path], report: Any) -> list[Any]:
+        found: dict[int, Any] = {}
+        if config.search == "tpe":
+            trained = {spaces.key(slot.setting or {}): slot for slot in queue.slots() if slot.complete is not None}
+            keys = [spaces.key(setting) for setting in settings]
+            found = {k: sealed_rows(trained[name]) for k, name in enumerate(keys) if name in trained}
         new = [k for k in range(len(settings)) if k not in found]
-        if new:
+        if new and config.together is None:
+            found[0] = train(settings[0], folders[0], partial(report, [0]))
+        elif new:
             own = [settings[k] for k in new], [folders[k] for k in new]
-            rows = train.train_all(*own, lambda which, done: tell([new[k] for k in which], done))
+            rows = train.train_all(*own, lambda which, done: report([new[k] for k in which], done))
             found |= dict(zip(new, rows, strict=True))
         return [found[k] for k in range(len(settings))]
 
-    asked, values = partial(ask, store, config), partial(values_of, config)
-    options: dict[str, Any] = {"steps": train.steps, "owner": owner, "stop": stop, "wait": min(1.0, config.lease / 4)}
-    if config.together is None:
-        return work(store, asked, trained, values, config.out, **options)
-    return work_together(store, asked, trained_together, values, config.out, together=config.together, **options)
+    choose, values = partial(choose_setting, queue, config), partial(values_of, config)
+    return Job(choose, train_new, values, config.out, config.together or 1)

@@ -15,6 +15,7 @@ from reconbound._internal.checks import InputError, choice, number, spelled, who
 from reconbound._internal.rng import derive
 
 Setting: TypeAlias = dict[str, Any]  # a value for each name
+Row: TypeAlias = dict[str, Any]  # what a training of a setting gives at one step count
 
 WORDS = {
     "clip": ("smooth", "hard"),
@@ -69,7 +70,7 @@ def parse_grid(options: Sequence[str]) -> Space:
     space: Space = {}
     for option in options:
         name, equals, text = (part.strip() for part in option.partition("="))
-        known(name)
+        check_name(name)
         if not equals or not text.strip(" ,"):
             raise InputError("grid", f"must give {name} values, such as {name}=1,2 or {name}=1:2", option)
         if name in space:
@@ -84,7 +85,7 @@ def checked_space(given: Mapping[str, Any]) -> Space:
     """Returns the space of a mapping from names to lists of values, Choices or Ranges."""
     space: Space = {}
     for name, values in given.items():
-        known(name)
+        check_name(name)
         if isinstance(values, Range):
             space[name] = values
             continue
@@ -114,7 +115,7 @@ def checked_steps(steps: Iterable[Any]) -> tuple[int, ...]:
     return counts
 
 
-def known(name: str) -> None:
+def check_name(name: str) -> None:
     """Raises an error that lists what can be searched, if this name cannot."""
     if name not in PARAMETERS:
         raise InputError("grid", f"must name one of {', '.join(PARAMETERS)}", name or "no name")
@@ -128,7 +129,9 @@ def settings_of(space: Space) -> list[Setting]:
     """
     for name, values in space.items():
         if isinstance(values, Range):
-            raise InputError("grid", f"must list the values of {name}: a range is for --search tpe", _told(values))
+            raise InputError(
+                "grid", f"must list the values of {name}: a range is for --search tpe", _format_range(values)
+            )
     lists = [values.values for values in space.values() if isinstance(values, Choices)]
     return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*lists)]
 
@@ -153,10 +156,11 @@ def seed_of(seed: int, setting: Mapping[str, Any]) -> int:
     return derive(seed, "sweep", place)
 
 
-def described(space: Space) -> dict[str, Any]:
+def describe_space(space: Space) -> dict[str, Any]:
     """Returns the space as JSON."""
     return {
-        name: list(values.values) if isinstance(values, Choices) else _told(values) for name, values in space.items()
+        name: list(values.values) if isinstance(values, Choices) else _format_range(values)
+        for name, values in space.items()
     }
 
 
@@ -205,10 +209,28 @@ def _checked(name: str, kind: str, check: Callable[[Any], Any], value: Any) -> A
         raise InputError("grid", f"{name} {reason.requirement}", reason.value) from None
 
 
-def _told(values: Range) -> str:
+def _format_range(values: Range) -> str:
     return f"{values.low:g}:{values.high:g}{':log' if values.log else ''}"
 
 
 def log10(floor: float) -> float:
     """Returns log₁₀ of a floor, finite for 0 and ∞ too, as a search needs it."""
     return math.log10(min(max(floor, 1e-300), 1e300))
+
+
+def format_setting(setting: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Formats a setting in one line, with six digits of numbers that Optuna chose.
+
+    Args:
+        setting: a value for each name.
+        names: the names to show, in order.
+
+    >>> format_setting({"lr": 0.3763947732035219, "clip": "hard"}, ("lr", "clip", "model"))
+    'lr 0.376395, clip hard'
+    """
+    return ", ".join(f"{name} {format_value(setting[name])}" for name in names if name in setting)
+
+
+def format_value(value: Any) -> str:
+    """Formats a value of a setting."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

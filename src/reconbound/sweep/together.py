@@ -27,11 +27,10 @@ from reconbound.accounting.spec import Account
 from reconbound.auditing.models import as_tensor, make_loss, make_model, model_kind, score, starter
 from reconbound.auditing.options import RULES, AuditOptions
 from reconbound.report.folder import prepare
-from reconbound.sweep.crowd import Exploded
 from reconbound.sweep.fleet.trainer import Fleet, Snapshot
-from reconbound.sweep.space import Setting, key, seed_of
+from reconbound.sweep.queue import Exploded, TrialLost
+from reconbound.sweep.space import Row, Setting, key, seed_of
 from reconbound.sweep.trial import TRIAL, Trainer, finished_rows, one_thread
-from reconbound.sweep.worker import LeaseLost, Row
 from reconbound.training.sampling import batches_per_epoch, make_sampler
 
 #: (which of the settings, steps that each of them has done)
@@ -153,7 +152,7 @@ class TogetherTrainer(Trainer):
         try:
             with one_thread():
                 return list(self._trained_together(settings, tell))
-        except LeaseLost:
+        except TrialLost:
             raise
         except Exception as reason:
             return reason.with_traceback(None)  # without the frames, which hold the fleet

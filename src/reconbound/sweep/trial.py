@@ -33,8 +33,7 @@ from reconbound.mechanisms import SampledGaussian
 from reconbound.mechanisms.guarantee import guarantee
 from reconbound.report.folder import CHECKPOINTS, prepare
 from reconbound.sweep.ledgers import by_run, crossed_floor, dfil_at, floors_of, keep, mean_of
-from reconbound.sweep.space import Setting, seed_of
-from reconbound.sweep.worker import Row
+from reconbound.sweep.space import Row, Setting, seed_of
 from reconbound.training.callbacks import Callback
 from reconbound.training.checkpoint import CheckpointError, plain_json
 from reconbound.training.private_sgd import PrivateSGD
@@ -43,7 +42,17 @@ from reconbound.training.state import data_digest
 if TYPE_CHECKING:
     from reconbound.data import Dataset
 
-TRIAL, LEDGER = "trial.json", "ledger.safetensors"
+TRIALS, TRIAL, LEDGER = "trials", "trial.json", "ledger.safetensors"
+
+
+def trial_folder(out: Path, slot: int) -> Path:
+    """Returns the folder for a setting's checkpoints and results: confidential.
+
+    Args:
+        out: the sweep's folder.
+        slot: the number of the setting.
+    """
+    return out / TRIALS / f"{slot:05d}"
 
 
 class Trainer:
