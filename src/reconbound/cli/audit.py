@@ -176,9 +176,9 @@ def _no_empty_folder(folder: Path) -> Iterator[None]:
         raise
 
 
-def parse_budget(given: str) -> float | str:
-    """Returns "every", or a number."""
-    if given == "every":
+def parse_budget(given: str | None) -> float | str | None:
+    """Returns "every", a number, or None where nothing was given."""
+    if given is None or given == "every":
         return given
     try:
         return number("budget", spelled(given), above=0.0)

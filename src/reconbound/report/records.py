@@ -45,9 +45,10 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
         run: of the same audit (`folder.read_run`).
         record: its number, from 0.
 
-    Guarantee: as the accountant's, for the root mean square error, per feature, of an unbiased attacker who knows all
-    else. "floor_lower_limit" is the floor's lower confidence limit, None where there is none that says anything (as
-    after one run); "floor_estimate" is the estimate itself, more often too high than too low.
+    Guarantee:
+        - As the accountant's: the root mean square error, per feature, of an unbiased attacker who knows all else.
+        - "floor_lower_limit" is the lower confidence limit; None where there is no useful one, as after one run.
+        - "floor_estimate" is the estimate, more often too high than too low.
     """
     view = View(run, leakage)
     i = whole("record", record, at_least=0)
