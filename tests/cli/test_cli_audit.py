@@ -93,9 +93,7 @@ def test_output_begins_with_the_options_and_ends_with_the_path(tmp_path, capsys,
     assert found["report"] == "audit-wine/report.html"
     assert found["records"] == 142
     assert "keep it as secret as the data" in said.err
-    assert (
-        "Finished already: the audit in audit-wine was made with these data and options; nothing was done." in said.err
-    )
+    assert "Finished already: the audit in audit-wine has these data and options; nothing was done." in said.err
     assert "Expected time" not in said.err + said.out
     assert run(["audit", "wine", *QUICK]) == 0
     again = capsys.readouterr().out.splitlines()
