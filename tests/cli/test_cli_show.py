@@ -98,7 +98,7 @@ def test_stopped_audit_names_the_next_command(tmp_path, monkeypatch, capsys) -> 
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("reconbound.auditing.run.audit", stopped)
+    monkeypatch.setattr("reconbound.auditing.run.run_audit", stopped)
     words = ["audit", "wine", *SHORT, "--out", str(tmp_path / "a")]
     for more, how in (([], ""), (["--fresh"], ", without --fresh,")):
         assert run([*words, *more]) == 130

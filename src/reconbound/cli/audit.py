@@ -140,8 +140,8 @@ def audit_command(
     reading |= {} if test_share is None else {"test_share": test_share}
     resume = f"; run the same command again{', without --fresh,' if fresh else ''} to go on"
     with plain_errors(resume):
-        from reconbound.auditing.api import folder_name
         from reconbound.auditing.options import open_folder, refuse_other
+        from reconbound.auditing.run import folder_name
         from reconbound.data.tables import read_ranges, read_units
 
         reading |= {"ranges": read_ranges(range_ or []) or None, "units": read_units(unit or []) or None}
@@ -218,7 +218,7 @@ def _run_audit(
     """Trains and reports, unless the folder has the finished audit already; prints notes before and the result."""
     from reconbound.auditing.models import check_model
     from reconbound.auditing.options import finished
-    from reconbound.auditing.run import audit, floors_of
+    from reconbound.auditing.run import floors_of, run_audit
     from reconbound.report.text import weaknesses
     from reconbound.validate import KinkWarning
 
@@ -245,7 +245,7 @@ def _run_audit(
         for line in [] if quiet else describe_audit(dataset, options, out, fresh):
             print(line, file=stream, flush=True)
         warnings.simplefilter("ignore", KinkWarning)  # printed as a note, and kept in run.json
-        folder = audit(dataset, options, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
+        folder = run_audit(dataset, options, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
     _print_result(folder, as_json, quiet)
 
 
