@@ -87,7 +87,7 @@ def test_public_page_names_what_voids_the_guarantee(done: Path, tmp_path: Path) 
     assert "a seed that nobody else knows" not in page + (done / REPORT).read_text()
     people = auditing.people()
     sound = replace(people, features=tuple(replace(f, declared=True) for f in people.features))
-    clean = run_audit(sound, replace(PLAN, seed=None, runs=1, steps=2), tmp_path / "a", show=False)
+    clean = run_audit(sound, PLAN.with_changes(seed=None, runs=1, steps=2), tmp_path / "a", show=False)
     page = (clean / PUBLIC_REPORT).read_text()
     assert read_run(clean).data["inferred_ranges"] is False
     assert read_run(clean).training["seed_from"] == "the operating system"
