@@ -124,7 +124,7 @@ def topic(pairs: list[tuple[str, str]], name: str) -> str:
     return next(sentence for about, sentence in pairs if about == name)
 
 
-def test_what_is_released_what_is_public_and_how_records_were_picked_is_topic(done: Path) -> None:
+def test_report_states_release_public_data_and_record_choice(done: Path) -> None:
     found = read_run(done)
     public = text.public_assumptions(found, "record", "column")
     own = text.assumptions(View(found, read_leakage(done)))
@@ -215,7 +215,7 @@ def test_diagonals_have_the_ledgers_level(done: Path) -> None:
     torch.testing.assert_close(leakage.average_diagonal, mean, rtol=1e-6, atol=0)
 
 
-def test_what_is_no_use_too_few_or_weak_is_topic(done: Path, tmp_path: Path) -> None:
+def test_weak_results_are_named(done: Path, tmp_path: Path) -> None:
     people, view = auditing.people(), View(read_run(done), read_leakage(done))
     share = float((people.test_targets == np.bincount(people.targets).argmax()).mean())
     assert view.facts["accuracy_baseline"] == pytest.approx(share)
