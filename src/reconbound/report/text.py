@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from reconbound._internal.formatting import format_percent
-from reconbound.accounting.precision import how_far_off
+from reconbound.accounting.confidence import describe_one_run
 from reconbound.mechanisms.base import BLIND, Protection
 from reconbound.report import advice
 from reconbound.report.folder import CHOSEN_SEED, Run
@@ -96,7 +96,7 @@ def _confidence(view: View) -> str:
         often = float(view.leakage.measured.double().median())
         return (
             f"{whose}: floor {estimate}, standard error {size}. One run has no confidence limit: "
-            f"{how_far_off(often, squared=False)}. Audit with --runs 10 for confidence limits."
+            f"{describe_one_run(often, squared=False)}. Audit with --runs 10 for confidence limits."
         )
     limited = upper > 0
     text = f"Average of {int(view.run.mechanism.get('runs', 2)):,} runs. "

@@ -151,9 +151,9 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
             f"Up to {count(unmeasured, 'record')} of a training {'was' if unmeasured == 1 else 'were'} never measured, "
             "and the floors leave them out. A number as --budget measures every record."
         )
-    saturated = [row for row in rows if row.get("told_nothing")]
+    saturated = [row for row in rows if row.get("zero_information")]
     if saturated:
-        most = count(max(row["told_nothing"] for row in saturated), "record")
+        most = count(max(row["zero_information"] for row in saturated), "record")
         trainings = count(len({row["trial"] for row in saturated}), "training")
         found.append(
             f"In {trainings}, all measurements of up to {most} were zero: outputs are saturated, or the training has "
