@@ -18,9 +18,9 @@ from reconbound.bounds.bound import Bound
 from reconbound.cli import app as cli
 from reconbound.mechanisms import DP, OutputPerturbation, SampledGaussian
 from reconbound.mechanisms.calibrate import Calibration
-from reconbound.report import comparison, public, records
-from reconbound.report.figures import amount, guess_error, plus_minus
+from reconbound.report import comparison, pages, records
 from reconbound.report.folder import read_leakage, read_run
+from reconbound.report.formats import amount, guess_error, plus_minus
 from reconbound.report.view import View
 
 positive = st.floats(min_value=1e-300, max_value=1e300)
@@ -131,7 +131,7 @@ def test_reports_round_to_the_safe_side(kind: str, request: pytest.FixtureReques
         told = guarantee(mechanism, dim=int(run.guarantee["data"]["dim"])).to_dict()
         run = replace(run, guarantee=told)
         view = View(run, leakage)
-        for row, bound in zip(public.floor_rows(run, view.unit), told["bounds"], strict=True):
+        for row, bound in zip(pages.floor_rows(run, view.unit), told["bounds"], strict=True):
             if row["error"] != "says nothing":
                 assert number_in(row["error"]) <= bound["rmse"] * view.unit
                 checked += 1
@@ -141,21 +141,21 @@ def test_reports_round_to_the_safe_side(kind: str, request: pytest.FixtureReques
                 if card["estimate"]:
                     assert number_in(card["estimate"]) <= view.floor[card["record"]]
                 checked += 1
-        tiles = {tile["title"]: tile["figure"] for tile in records.glance(view)}
+        tiles = {tile["title"]: tile["figure"] for tile in records.tiles(view)}
         (most,) = (figure for title, figure in tiles.items() if title.startswith(f"Most exposed {view.noun}"))
         assert number_in(most) <= view.shown[view.worst]
         assert number_in(tiles["Guessing the average"]) >= view.guess
         assert number_in(tiles["ε, replace-one"]) >= told["epsilon"]
-        own = comparison.compared(view, "a")
+        own = comparison.audit_row(comparison.audit_facts(view, "a", folder))
         assert number_in(own["epsilon"]) >= told["epsilon"]
         assert number_in(own["worst"]) <= view.floor[view.worst] / view.unit
-        for name, shown, _ in public.epsilons(told):
+        for name, shown, _ in pages.epsilons(told):
             assert number_in(shown) >= told["epsilon" if name == "replace-one" else "epsilon_add_remove"]
-        assert number_in(str(public.membership(told))) / 100 >= (1 + told["membership_advantage"]) / 2
-        page = public.context(run)
+        assert number_in(str(pages.membership(told))) / 100 >= (1 + told["membership_advantage"]) / 2
+        page = pages.public_context(run)
         for (_, shown), exact in zip(page["rero"], told["rero"], strict=True):
             assert number_in(shown) / 100 >= exact["success"] * (1 - 1e-15)
-        for column in public.feature_rows(view):
+        for column in pages.feature_rows(view):
             assert number_in(column["guess"]) >= 0
     assert checked > 30
 

@@ -25,7 +25,6 @@ from reconbound.auditing.models import score
 from reconbound.auditing.options import make_learner, open_folder, settle
 from reconbound.auditing.release import INPUTS
 from reconbound.auditing.run import facts_of, run_audit, train
-from reconbound.report import columns
 from reconbound.report.folder import (
     LEAKAGE,
     MODEL,
@@ -38,6 +37,7 @@ from reconbound.report.folder import (
     read_run,
     record_names,
 )
+from reconbound.report.text import columns_scope
 from reconbound.report.view import View
 
 pytestmark = pytest.mark.slow
@@ -169,7 +169,7 @@ def test_snapshot_choice_is_uniform_over_each_part() -> None:
     assert float((total.mean(1) / runs - 1).abs().max()) < 4 * spread
 
 
-def test_large_table_is_sampled(tmp_path, monkeypatch) -> None:
+def test_large_tables_are_sampled(tmp_path, monkeypatch) -> None:
     people, options, folder = auditing.people(), auditing.options(runs=2), tmp_path / "a"
     measured = train(people, settle(open_folder(folder), people, options), folder)
     whole = leakage_of(people, settle(folder, people, options), measured)
@@ -190,12 +190,12 @@ def test_large_table_is_sampled(tmp_path, monkeypatch) -> None:
     torch.testing.assert_close(some.average_diagonal, some.diagonal.double().mean(0))
     view = View(facts_of(people, options, measured.learner, seed_from="x"), some)
     both = set(some.diagonal_of.tolist()) | set(some.kept.tolist())
-    assert columns.which(view) == f"{len(both)} of 40 records: 15 drawn at random, and those kept whole"
-    assert columns.counts(view)[0]["of"] == len(both)
+    assert columns_scope(view) == f"{len(both)} of 40 records: 15 drawn at random, and those kept whole"
+    assert view.columns[0]["of"] == len(both)
     assert view.feature_floors(int(some.diagonal_of[0])) is not None
     assert any(view.feature_floors(i) is None for i in range(40))
     few = View(view.run, replace(some, diagonal=None, diagonal_of=None))
-    assert columns.which(few) == "only the 18 records looked at closely (the most and the least exposed) of 40"
+    assert columns_scope(few) == "only the 18 records measured closely (the most and the least exposed) of 40"
     pictures = auditing.pictures()
     monkeypatch.setattr(audit_leakage, "SAMPLE", 10)
     found = read_leakage(run_audit(pictures, options, tmp_path / "b", show=False))
@@ -212,9 +212,9 @@ def test_unmeasured_records_keep_diagonals_and_zeros_are_shared_evenly() -> None
         measured=lambda: torch.tensor([3, 0, 1, 2]),
     )
     own = torch.tensor([[1.0, 2.0], [5.0, 1.0], [0.0, 0.0]])
-    found = audit_leakage.levelled(own, ledger, torch.tensor([0, 1, 2]))  # type: ignore[arg-type]
+    found = audit_leakage.scale_to_ledger(own, ledger, torch.tensor([0, 1, 2]))  # type: ignore[arg-type]
     assert found.tolist() == [[2.0, 4.0], [5.0, 1.0], [2.0, 2.0]]
-    one = audit_leakage.levelled(torch.tensor([[0.3]]), ledger, torch.tensor([3]))  # type: ignore[arg-type]
+    one = audit_leakage.scale_to_ledger(torch.tensor([[0.3]]), ledger, torch.tensor([3]))  # type: ignore[arg-type]
     assert one.tolist() == [[8.0]]  # exactly
 
 
@@ -229,7 +229,7 @@ def test_rescaled_diagonals_are_nearer_to_all_steps(tmp_path, monkeypatch) -> No
     assert torch.equal(measured.learner.accountant.trace(), dense.learner.accountant.trace())  # the same runs
     for looks in (12, 4, 2):
         plain = measured.look_at_all(2, looks=looks, probes=1).state()["diagonal_mean"][records]
-        level = audit_leakage.levelled(plain, measured.learner.accountant, records)
+        level = audit_leakage.scale_to_ledger(plain, measured.learner.accountant, records)
         off, now = ((true / found).sqrt() - 1 for found in (plain.double(), level))
         assert float(now.square().mean()) < float(off.square().mean())
 

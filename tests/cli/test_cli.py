@@ -54,7 +54,7 @@ def process(*arguments, **environment):
         ([*OUTPUT, "--data-norm", 28], OutputPerturbation(12665, 0.01, 0.01, 28.0), {}),
     ],
 )
-def test_bound_prints_what_the_library_finds(answer, run, options, mechanism, space):
+def test_bound_matches_the_library(answer, run, options, mechanism, space):
     found = answer("bound", *options)
     told = json.loads(json.dumps(guarantee(mechanism, **space).to_dict()))
     if isinstance(mechanism, SampledGaussian) and "--sampler" not in options:
@@ -68,7 +68,7 @@ def test_bound_prints_what_the_library_finds(answer, run, options, mechanism, sp
         assert bound["name"] in table
 
 
-def test_json_has_the_keys_that_the_issue_names(answer):
+def test_json_keys(answer):
     found = answer("bound", *SGD)
     assert {"mechanism", "bounds", "membership_advantage", "rero", "epsilon", "delta"} <= set(found)
     assert [bound["name"] for bound in found["bounds"]] == NAMES
@@ -93,7 +93,7 @@ def test_json_has_the_keys_that_the_issue_names(answer):
     assert found["delta"] == 1e-5
 
 
-def test_the_papers_numbers(answer):
+def test_paper_numbers(answer):
     age = floors(answer("bound", "--rdp2", 2, "--low", 0, "--high", 100))
     assert age["theorem1"]["mse"] == pytest.approx(391, abs=1)
     assert age["theorem1"]["rmse"] == pytest.approx(19.8, abs=0.1)
@@ -104,7 +104,7 @@ def test_the_papers_numbers(answer):
     assert digits["corners"]["mse"] == pytest.approx(784 * digits["theorem1"]["mse"])
 
 
-def test_the_membership_line_rounds_as_the_paper_does(run):
+def test_membership_line_rounds_as_in_the_paper(run):
     assert "right at most 52.5% of the time" in run("bound", "--epsilon", 0.1)[1]
 
 
@@ -137,7 +137,7 @@ def test_extremes_print(answer, run, options):
         [*SGD, "--units", "kilometres per hour", "--high", "1e6"],
     ],
 )
-def test_tables_fit_80_columns_and_cut_nothing(run, options):
+def test_tables_fit_80_columns(run, options):
     status, table, _ = run("bound", *options)
     assert status == 0
     assert max(len(line) for line in table.splitlines()) <= 80
@@ -161,7 +161,7 @@ def test_units_are_printed_as_given(run):
 
 
 @pytest.mark.parametrize("columns", ["40", "60", "72"])
-def test_narrow_terminals_get_lines_with_nothing_cut(run, monkeypatch, columns):
+def test_narrow_terminals_get_lines(run, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     status, out, _ = run("bound", *SGD, "--high", "1e5", "--units", "dollars")
     assert status == 0
@@ -179,7 +179,7 @@ def test_large_figures_are_written_out(run):
     assert "│  24,800 │ 6.16e+08 │" in table
 
 
-def test_worst_coordinate_differs_from_average(run, answer):
+def test_each_coordinate_and_average_are_named(run, answer):
     assert "lecam hold for each coordinate by itself" in " ".join(run("bound", *SGD, "--dim", 2)[1].split())
     assert "by itself" not in run("bound", *SGD)[1]
     kinds = {name: bound["coordinates"] for name, bound in floors(answer("bound", *SGD, "--dim", 2)).items()}
@@ -189,7 +189,7 @@ def test_worst_coordinate_differs_from_average(run, answer):
     assert "on average" not in run("calibrate", *options, "--bound", "lecam")[1].splitlines()[1]
 
 
-def test_reported_epsilon_states_its_assumptions(run, answer):
+def test_reported_epsilon_names_its_assumptions(run, answer):
     told = " ".join(run("bound", "--epsilon", 3, "--delta", 1e-5)[1].split())
     assert "it was taken as replace-one" in told
     assert "What Opacus, TF Privacy and most libraries for private SGD report is for add/remove: say so" in told
@@ -201,10 +201,10 @@ def test_reported_epsilon_states_its_assumptions(run, answer):
         assert ("by group privacy: (6, 0.000211)" in said) == (adjacency == "add/remove")
 
 
-def test_epsilon_without_delta_warns(run):
+def test_epsilon_without_delta_gets_a_note(run):
     """ε = 3.97 from Opacus, its δ forgotten: the floors of pure ε-DP are not those of the training."""
     told = " ".join(run("bound", "--epsilon", 3.97, "--adjacency", "add/remove", "--dim", 64)[1].split())
-    assert "Note: you gave no δ with ε: it was taken as 0" in told
+    assert "Note: no δ was given with ε, so δ = 0 was assumed" in told
     assert "you gave no δ" not in run("bound", "--epsilon", 3.97, "--delta", 1e-5)[1]
     assert "you gave no δ" not in run("bound", *SGD)[1]
 
@@ -215,7 +215,7 @@ def test_numbers_are_written_for_people(run):
     assert "a blind guess gets right 0.0001% of the time is rebuilt" in told
 
 
-def test_add_remove_epsilon_gives_no_higher_floor_than_replace_one(answer):
+def test_add_remove_epsilon_gives_no_higher_floor(answer):
     """So saying add/remove is safe whichever it was, as the note says."""
     for options in (["--epsilon", 0.5], ["--epsilon", 3, "--delta", 1e-5], ["--epsilon", 8, "--delta", 1e-7]):
         ours, theirs = (answer("bound", *options, "--adjacency", a, "--dim", 5) for a in ("replace-one", "add/remove"))
@@ -225,7 +225,7 @@ def test_add_remove_epsilon_gives_no_higher_floor_than_replace_one(answer):
         assert all(b["success"] >= a["success"] for a, b in zip(ours["rero"], theirs["rero"], strict=True))
 
 
-def test_missing_limits_are_explained(run, answer):
+def test_missing_epsilon_is_explained(run, answer):
     options = ["--epsilon", 3, "--delta", 1e-6]
     assert "with chance δ everything is revealed" in " ".join(run("bound", *options)[1].split())
     assert len(answer("bound", *options, "--adjacency", "replace-one")["notes"]) == 1
@@ -237,7 +237,7 @@ def test_only_hard_clipping_is_as_opacus_counts(run):
     assert "as Opacus counts" in run("bound", *SGD, "--clip", "hard")[1]
     smooth = " ".join(run("bound", *SGD)[1].split())
     assert "as Opacus counts" not in smooth
-    assert "for Opacus' clipping say --clip hard" in smooth
+    assert "for Opacus' clipping use --clip hard" in smooth
     assert "Opacus" not in run("bound", *OUTPUT)[1]
 
 
@@ -249,11 +249,11 @@ def test_numbers_as_people_write_them(answer):
     assert plain == people
 
 
-def test_the_version(run):
+def test_version(run):
     assert run("--version") == (0, f"reconbound {__version__}\n", "")
 
 
-def test_default_is_marked_as_such(run):
+def test_default_mechanism_is_named(run):
     assert "No mechanism was given" in run("bound")[1]
     assert "No mechanism was given" not in run("bound", *SGD)[1]
 
@@ -286,7 +286,7 @@ def test_help(run):
         assert option in run("bound", "--help")[1]
 
 
-def test_shuffled_epochs_count_as_unsampled_steps(answer, run):
+def test_shuffled_epochs_count_without_sampling(answer, run):
     """Two epochs and a bit: three Gaussian releases, one for each epoch begun; nothing is said of add/remove."""
     options = ["--noise-multiplier", 3, "--sample-rate", 0.3, "--steps", 9, "--sampler", "shuffle"]
     found = answer("bound", *options)  # epochs of four batches
@@ -308,20 +308,20 @@ def test_shuffled_epochs_count_as_unsampled_steps(answer, run):
 
 
 @pytest.mark.parametrize("columns", ["80", "200", "40"])
-def test_the_papers_line_is_called_no_guarantee_in_its_row(run, monkeypatch, columns):
+def test_paper_line_is_marked_as_no_guarantee(run, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     out = run("bound", "--noise-multiplier", 1, "--sample-rate", 0.01, "--steps", 1000)[1]
     flat = " ".join(out.split())
     assert "no guarantee" in flat.partition("Telling two candidate")[0].replace("│ ", "")
 
 
-def test_tiny_noise_is_bounded_by_participation(run):
+def test_tiny_noise_leaves_the_chance_of_never_drawn(run):
     for noise in (0.1, 0.01, 1e-6):
         out = run("bound", "--noise-multiplier", noise, "--sample-rate", 0.005, "--steps", 50, "--dim", 784)[1]
         assert "right at most 61.1%" in " ".join(out.split())
 
 
-def test_bound_begins_with_what_it_means_for_a_record(run):
+def test_bound_begins_with_its_meaning_for_a_record(run):
     """The strongest floor that says something, by the floors themselves."""
     told = " ".join(run("bound", "--epsilon", 3, "--delta", 1e-5)[1].split())
     lecam = guarantee(DP(3.0, 1e-5))["lecam"]
@@ -361,7 +361,7 @@ def test_as_a_process():
     [("ascii", ["bound", "--noise-multiplier", "1"]), ("latin-1", ["calibrate", "--target-mse", "0.1"])],
 )
 @pytest.mark.slow
-def test_a_terminal_without_greek_letters(encoding, command):
+def test_ascii_terminal(encoding, command):
     done = process(*command, "--sample-rate", "0.1", "--steps", "3", PYTHONIOENCODING=encoding)
     assert (done.returncode, done.stderr) == (0, "")
     assert "theorem1" in done.stdout
@@ -370,7 +370,7 @@ def test_a_terminal_without_greek_letters(encoding, command):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["table", "json"])
-def test_a_full_disk_is_one_line(form):
+def test_full_disk_is_one_line(form):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "reconbound.cli.app", "bound", "--epsilon", "1", *form],

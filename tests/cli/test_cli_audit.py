@@ -21,7 +21,7 @@ from reconbound._internal.formatting import format_floor
 from reconbound.auditing.options import AuditOptions
 from reconbound.auditing.run import floors_of
 from reconbound.cli.app import run
-from reconbound.cli.audit import describe_plan
+from reconbound.cli.audit import describe_audit
 from reconbound.data import load_dataset
 from reconbound.report import confidential_page
 from reconbound.report.folder import MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, read_leakage, read_run
@@ -43,7 +43,7 @@ def test_a_table_becomes_a_report(table_audit, capsys) -> None:
         assert "<b>pay</b>" not in (table_audit / name).read_text()
 
 
-def test_undeclared_ranges_are_reported_with_the_option(tmp_path, capsys) -> None:
+def test_inferred_ranges_get_notes(tmp_path, capsys) -> None:
     table = write_people(tmp_path / "people.csv")
     words = [
         "audit",
@@ -73,7 +73,7 @@ def test_modes(table_audit) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == expected, path
 
 
-def test_the_plan_is_printed_first_and_the_path_last(tmp_path, capsys, monkeypatch) -> None:
+def test_output_begins_with_the_options_and_ends_with_the_path(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["audit", "wine", *QUICK]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -93,9 +93,7 @@ def test_the_plan_is_printed_first_and_the_path_last(tmp_path, capsys, monkeypat
     assert found["report"] == "audit-wine/report.html"
     assert found["records"] == 142
     assert "keep it as secret as the data" in said.err
-    assert (
-        "Finished already: the audit in audit-wine was made with these data and options; nothing was done." in said.err
-    )
+    assert "Finished already: the audit in audit-wine has these data and options; nothing was done." in said.err
     assert "Expected time" not in said.err + said.out
     assert run(["audit", "wine", *QUICK]) == 0
     again = capsys.readouterr().out.splitlines()
@@ -106,9 +104,9 @@ def test_the_plan_is_printed_first_and_the_path_last(tmp_path, capsys, monkeypat
     assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in Path("audit-wine").rglob("*") if p.is_file()}
 
 
-def test_the_plan_is_in_the_verdicts_units(digits_audit) -> None:
+def test_printed_floors_are_in_the_reports_units(digits_audit) -> None:
     dataset = load_dataset("digits", limit=60)
-    said = describe_plan(
+    said = describe_audit(
         dataset, AuditOptions().with_changes(**{**MILD, "model": "linear"}), Path("nowhere"), fresh=True
     )[3]
     found = floors_of(dataset, AuditOptions().with_changes(**MILD))
@@ -117,7 +115,7 @@ def test_the_plan_is_in_the_verdicts_units(digits_audit) -> None:
     assert f"lecam ±{format_floor(16 * found['lecam'].rmse)} (any attacker" in said
 
 
-def test_audit_unfinished_without_all_requested_parts(digits_audit, capsys) -> None:
+def test_finished_audit_has_everything_asked_for(digits_audit, capsys) -> None:
     words = ["audit", "--limit", "60", *QUICK, "--out", str(digits_audit)]
     (digits_audit / REPORT).unlink()
     assert run(words) == 0  # a page is missing: it is made again
@@ -191,7 +189,7 @@ def test_other_options_in_the_same_folder_are_refused(digits_audit, capsys) -> N
     assert (digits_audit / REPORT).read_bytes() == before
 
 
-def test_an_audit_of_other_data_in_the_folder_is_one_short_line(digits_audit, capsys) -> None:
+def test_folder_of_other_data_is_refused(digits_audit, capsys) -> None:
     before = (digits_audit / REPORT).read_bytes()
     assert run(["audit", "wine", *QUICK, "--out", str(digits_audit)]) == 2
     assert capsys.readouterr().err == f"reconbound: {digits_audit} holds an audit of digits; choose another --out\n"
@@ -243,7 +241,7 @@ REFUSED = {
 }
 
 
-def test_a_factory_of_the_users(mine, tmp_path, capsys) -> None:
+def test_user_factory(mine, tmp_path, capsys) -> None:
     assert run(["audit", "wine", *QUICK, "--model", "mine:small", "--out", "a", "--quiet"]) == 0
     assert read_run("a").training["model"] == "mine:small"
     assert read_run("a").training["parameters"] == 71
@@ -254,7 +252,7 @@ def test_a_factory_of_the_users(mine, tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize("bad", REFUSED)
 @pytest.mark.parametrize("form", [["--quiet"], []])
-def test_bad_model_factory_is_one_line_before_training(mine, capsys, bad: str, form: list[str]) -> None:
+def test_bad_factory_is_one_line(mine, capsys, bad: str, form: list[str]) -> None:
     assert run(["audit", "wine", *QUICK, "--model", f"mine:{bad}", "--out", "b", *form]) == 2
     error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Note:")]
     assert len(error) == 1
@@ -262,7 +260,7 @@ def test_bad_model_factory_is_one_line_before_training(mine, capsys, bad: str, f
     assert not Path("b", PLAN).exists()
 
 
-def test_unproved_floors_of_kinked_model_are_marked(mine, capsys) -> None:
+def test_kinks_are_named_everywhere(mine, capsys) -> None:
     said = "The floors of single records are not proved for this model: it has kinks, in module '2' (ReLU)"
     assert run(["audit", "wine", *QUICK, "--model", "mine:relu", "--out", "a"]) == 0
     told = capsys.readouterr()

@@ -26,14 +26,14 @@ def test_calibrate_private_sgd(answer, run, name):
     assert f"{same.noise:.7g}" in out
 
 
-def test_a_target_in_data_units(answer):
+def test_target_in_data_units(answer):
     options = ["--sample-rate", 0.01, "--steps", 100, "--bound", "lecam"]
     assert answer("calibrate", "--target-error", 0.25, *options) == answer(
         "calibrate", "--target-mse", 0.0625, *options
     )
 
 
-def test_no_noise_is_advised_where_none_is_needed(answer, run):
+def test_no_noise_is_advised_if_none_is_needed(answer, run):
     options = ["--target-error", 0.4, "--bound", "lecam", "--sample-rate", 0.005, "--steps", 50, "--dim", 784]
     status, out, _ = run("calibrate", *options)
     assert status == 0
@@ -67,13 +67,13 @@ def test_calibrate_output_perturbation(answer):
     assert "noise_multiplier" not in found
 
 
-def test_what_calibrate_finds_bound_confirms(answer):
+def test_bound_confirms_calibrate(answer):
     sgd = ["--sample-rate", 0.02, "--steps", 500, "--sampler", "fixed", "--clip", "hard"]
     noise = answer("calibrate", "--target-mse", 0.2, "--bound", "lecam", *sgd)["noise_multiplier"]
     assert floors(answer("bound", "--noise-multiplier", repr(noise), *sgd))["lecam"]["mse"] >= 0.2
 
 
-def test_calibrate_states_condition_and_other_floors(run, answer):
+def test_calibrate_names_conditions_and_other_floors(run, answer):
     options = ["--target-error", 5, "--high", 120, "--units", "years", "--sample-rate", "32/240", "--steps", 112]
     for name in ("theorem1", "corners", "lecam", "rate_distortion"):
         told = run("calibrate", *options, "--bound", name)[1].splitlines()
@@ -93,7 +93,7 @@ def test_calibrate_states_condition_and_other_floors(run, answer):
 
 
 @pytest.mark.parametrize("bound", ["theorem1", "lecam"])
-def test_a_target_beyond_the_range_names_the_options_for_the_range(run, bound):
+def test_target_beyond_the_range_names_the_range_options(run, bound):
     rest = ["--sample-rate", "0.1", "--steps", "3", "--bound", bound]
     for options in (
         ["--target-error", 5, "--units", "years"],
@@ -107,7 +107,7 @@ def test_a_target_beyond_the_range_names_the_options_for_the_range(run, bound):
     assert run("calibrate", "--target-error", 5, "--high", 120, *rest)[0] == 0
 
 
-def test_the_noise_that_other_floors_need_is_enough_as_it_is_shown(run):
+def test_printed_noise_of_other_floors_is_enough(run):
     """1.372062 shown as 1.372 would miss the target."""
     for error in (0.41, 0.42, 0.43):
         options = ["--target-error", error, "--bound", "lecam", "--sample-rate", "1/23", "--steps", 184]
@@ -124,7 +124,7 @@ BALL = ["--output-perturbation", "--records", 1000, "--l2", 0.01, "--loss", "log
     ("ends", "place"), [((), "the ball"), (("--low", 0, "--high", 1), "the range within the ball")]
 )
 @pytest.mark.parametrize("bound", ["theorem1", "corners", "lecam", "rate_distortion"])
-def test_ball_records_are_never_described_as_box(run, answer, bound, ends, place):
+def test_ball_is_not_called_a_box(run, answer, bound, ends, place):
     """The box inside the ball is named as what it is, in text and in JSON; nothing speaks of "the box" as the space."""
     options = ["--bound", bound, *BALL, *ends]
     for target in (["--target-error", 0.1], ["--target-epsilon", 1]):
@@ -141,7 +141,7 @@ def test_ball_records_are_never_described_as_box(run, answer, bound, ends, place
     assert f"some record in {place}" in " ".join(said.split())
 
 
-def test_unreachable_target_in_ball_names_no_range(run):
+def test_unreachable_target_in_a_ball_names_its_radius(run):
     """The box inside the ball goes to 0.2236, and records of one coordinate other than 0 go to 1."""
     for ends, most in (((), "0.447214"), (("--low", 0, "--high", 1), "0.447214")):
         check = run("calibrate", "--target-error", 3, *BALL, *ends)[2]

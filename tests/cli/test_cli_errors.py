@@ -5,7 +5,6 @@ import re
 import pytest
 
 from calling import OUTPUT, SGD, check_refused
-from reconbound.cli import app as cli
 
 WRONG = [
     (["bound", "--noise-multiplier", "-1", "--sample-rate", "0.1", "--steps", "3"], "--noise-multiplier", "-1"),
@@ -125,7 +124,7 @@ MISSING = [
     (["bound", *SGD, "--max-grad-norm", "1"], "--max-grad-norm"),
     (["calibrate", "--target-rmse", "1"], "--target-error"),
     (["calibrate", "--target-mse", "0.1", "--steps", "3"], "--sample-rate"),
-    (["calibrate", "--target-error", "5"], "--sample-rate is missing: private SGD needs it (or say --output-pert"),
+    (["calibrate", "--target-error", "5"], "--sample-rate is missing: private SGD needs it (or give --output-pert"),
     (["calibrate", "--target-mse", "0.1", "--output-perturbation", "--loss", "logistic", "--l2", "1"], "--records"),
     (["calibrate", "--target-mse", "0.1", "--sample-rate", "0.1", "--steps", "3", "--noise-std", "1"], "--noise-std"),
     (["calibrat"], "calibrat"),
@@ -149,10 +148,10 @@ def test_missing_and_needless_options_are_one_line(run, arguments, option):
     assert option in err
 
 
-def test_a_fault_of_ours_is_not_dressed_up(run, monkeypatch):
+def test_internal_faults_are_raised(run, monkeypatch):
     def broken(*_, **__):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(cli, "guarantee", broken)
+    monkeypatch.setattr("reconbound.cli.bound.guarantee", broken)
     with pytest.raises(ZeroDivisionError):
         run("bound")

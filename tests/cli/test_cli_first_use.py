@@ -13,10 +13,10 @@ from reconbound._internal.formatting import format_limit
 from reconbound.auditing.options import AuditOptions
 from reconbound.auditing.run import _data_facts
 from reconbound.cli.app import run
-from reconbound.cli.audit import describe_columns, describe_plan
+from reconbound.cli.audit import describe_audit, describe_columns
 from reconbound.data import DataWarning, load_dataset
-from reconbound.report.columns import sentence
 from reconbound.report.folder import PLAN, PUBLIC_REPORT, REPORT, RUN, read_run
+from reconbound.report.text import column_sentence
 
 
 def write_staff(path: Path, records: int = 60) -> Path:
@@ -52,7 +52,7 @@ def test_public_columns_are_named(staff, tmp_path) -> None:
     with pytest.warns(DataWarning):
         dataset = load_dataset(staff / "people.csv", target="income")
     plan = AuditOptions().with_changes(model="linear", steps=4, runs=2, sample_rate=0.1)
-    assert f"Public, {said}." in describe_plan(dataset, plan, tmp_path, False)
+    assert f"Public, {said}." in describe_audit(dataset, plan, tmp_path, False)
     assert read_run(staff / "out").data["public"] == ["born", "sex"]
     shown = (staff / "out" / PUBLIC_REPORT).read_text()
     assert "<th>Public, taken as known to the attacker</th><td>born, sex</td>" in shown
@@ -60,7 +60,7 @@ def test_public_columns_are_named(staff, tmp_path) -> None:
     assert "1968" not in shown  # names, no values
 
 
-def test_public_numbers_are_named_and_missing_values_are_no_column(tmp_path) -> None:
+def test_public_numbers_are_named(tmp_path) -> None:
     path = tmp_path / "a.csv"
     rows = [f"{'' if i == 3 else i / 2},{i % 7},{'ab'[i % 2]}" for i in range(30)]
     path.write_text("x,z,income\n" + "\n".join(rows))
@@ -68,16 +68,16 @@ def test_public_numbers_are_named_and_missing_values_are_no_column(tmp_path) -> 
         assert _data_facts(load_dataset(path, target="income", private="x"))["public"] == ["z"]
 
 
-def test_no_note_without_public_columns(tmp_path) -> None:
+def test_no_public_columns_no_line(tmp_path) -> None:
     dataset = load_dataset("breast_cancer")
-    lines = describe_plan(
+    lines = describe_audit(
         dataset, AuditOptions().with_changes(model="linear", steps=4, runs=1, sample_rate=0.1), tmp_path, False
     )
     assert not any("known to the attacker" in line for line in lines)
 
 
 @pytest.mark.parametrize("form", ["1968-01-{:02d}", "{:02d}.01.1968", "1/{}/68", "1968/1/{} 10:00"])
-def test_text_that_looks_like_dates_gets_a_note(form, tmp_path) -> None:
+def test_dates_get_a_note(form, tmp_path) -> None:
     path = tmp_path / "a.csv"
     rows = [f"{i},{form.format(1 + i % 20)},{'ab'[i % 2]}" for i in range(30)]
     path.write_text("x,born,income\n" + "\n".join(rows))
@@ -88,7 +88,7 @@ def test_text_that_looks_like_dates_gets_a_note(form, tmp_path) -> None:
     assert not any("dates" in n for n in notes_of(path, drop="born"))
 
 
-def test_many_dates_are_left_out_with_advice(tmp_path) -> None:
+def test_too_many_dates_are_left_out_with_advice(tmp_path) -> None:
     path = tmp_path / "a.csv"
     rows = [f"{i},{1900 + i}-01-02,{'ab'[i % 2]}" for i in range(120)]
     path.write_text("x,born,income\n" + "\n".join(rows))
@@ -97,7 +97,7 @@ def test_many_dates_are_left_out_with_advice(tmp_path) -> None:
     assert any("to use and protect it write it as a number" in n for n in notes)
 
 
-def test_range_stretched_by_outliers_is_reported(tmp_path) -> None:
+def test_range_stretched_by_outliers_gets_a_note(tmp_path) -> None:
     path = tmp_path / "a.csv"
     incomes = [20000 + 300 * i for i in range(200)]
     for values, stretched in ((incomes, False), ([*incomes[:-1], 2175880.5], True), ([0] * 199 + [9], False)):
@@ -110,7 +110,7 @@ def test_range_stretched_by_outliers_is_reported(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("others", "odd"), [(3, True), (4, False)])
-def test_a_column_of_dates_may_hold_a_tenth_of_other_text(others, odd, tmp_path) -> None:
+def test_dates_may_have_a_tenth_of_other_text(others, odd, tmp_path) -> None:
     path = tmp_path / "a.csv"
     rows = [f"{i}.5,{'unknown' if i < others else f'1968-01-{1 + i % 9}'},{'ab'[i % 2]}" for i in range(30)]
     path.write_text("x,born,income\n" + "\n".join(rows))
@@ -126,7 +126,7 @@ def test_other_text_is_not_taken_for_dates(tmp_path) -> None:
 # --- 2: identifiers ---------------------------------------------------------------------
 
 
-def test_an_identifier_among_numbers_gets_a_note_and_stays(staff) -> None:
+def test_identifier_gets_a_note(staff) -> None:
     (note,) = [n for n in notes_of(staff / "people.csv") if "identifier" in n]
     assert note.startswith("person_id: 60 whole numbers, all different and without a gap")
     assert "--drop 'person_id'" in note
@@ -146,7 +146,7 @@ def test_an_identifier_among_numbers_gets_a_note_and_stays(staff) -> None:
         ("id", range(5), False),  # too few to tell
     ],
 )
-def test_what_looks_like_an_identifier(name, values, odd, tmp_path) -> None:
+def test_identifier_detection(name, values, odd, tmp_path) -> None:
     path = tmp_path / "a.csv"
     path.write_text(f"{name},income\n" + "\n".join(f"{v},{'ab'[i % 2]}" for i, v in enumerate(values)))
     assert any("identifier" in note for note in notes_of(path)) == odd
@@ -156,17 +156,17 @@ def test_what_looks_like_an_identifier(name, values, odd, tmp_path) -> None:
 # --- 3: constant columns ----------------------------------------------------------------
 
 
-def test_a_constant_column_is_last_and_called_so(staff, capsys) -> None:
+def test_constant_column_is_last(staff, capsys) -> None:
     assert run(["show", str(staff / "out"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [c["name"] for c in found["columns"] if c["constant"]] == ["country_code"]
     *others, last = describe_columns(found)
-    assert last == "  country_code: constant, one value in all records, so there is nothing to reconstruct"
+    assert last == "  country_code: constant in all records, so there is nothing to reconstruct"
     assert not any("country_code" in line for line in (*others, *found["verdict"]))
     assert "country_code: constant" in (staff / "out" / REPORT).read_text()
 
 
-def test_narrow_column_is_not_called_constant(tmp_path, capsys) -> None:
+def test_narrow_column_is_not_constant(tmp_path, capsys) -> None:
     """Debts up to 1,500 in a range of a billion; and one value or none in a column with gaps."""
     path = tmp_path / "a.csv"
     rows = [f"{17 * i % 1500},{'' if i % 4 == 0 else 7},{i % 50},{'ab'[i % 2]}" for i in range(60)]
@@ -178,19 +178,19 @@ def test_narrow_column_is_not_called_constant(tmp_path, capsys) -> None:
     assert run(["show", str(tmp_path / "out"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [c["name"] for c in found["columns"] if c["constant"]] == ["flat"]
-    said = "flat: constant, one value in all records that have one, so there is nothing to reconstruct"
+    said = "flat: constant in all records with a value, so there is nothing to reconstruct"
     assert describe_columns(found)[-1] == f"  {said}"
 
 
-def test_a_column_without_any_value_is_not_called_constant() -> None:
+def test_column_without_values_is_not_constant() -> None:
     none = {"name": "x", "unit": "", "guess": 0.0, "constant": True, "below": 0, "of": 0, "missing": 3, "lowest": None}
-    assert sentence(none) == "x: no record that was looked at has a value"
+    assert column_sentence(none) == "x: no measured record has a value"
 
 
 # --- 4 to 7: errors ---------------------------------------------------------------------
 
 
-def test_missing_file_is_reported(tmp_path, monkeypatch, capsys) -> None:
+def test_missing_file_is_named(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     for options in ([], ["--target", "b"]):
         status = run(["audit", "people", *options])
@@ -203,7 +203,7 @@ def test_missing_file_is_reported(tmp_path, monkeypatch, capsys) -> None:
 
 
 @pytest.mark.parametrize("command", ["show", "report"])
-def test_interrupted_audit_prints_how_to_resume(command, staff, tmp_path, capsys) -> None:
+def test_interrupted_audit_names_the_next_command(command, staff, tmp_path, capsys) -> None:
     (tmp_path / PLAN).write_bytes((staff / "out" / PLAN).read_bytes())
     status = run([command, str(tmp_path)])
     out, err = capsys.readouterr()
@@ -215,7 +215,7 @@ def test_interrupted_audit_prints_how_to_resume(command, staff, tmp_path, capsys
     assert f"{tmp_path / RUN} does not exist: {tmp_path} holds no finished audit" in capsys.readouterr().err
 
 
-def test_a_failed_audit_leaves_no_empty_folder(tmp_path, monkeypatch, capsys) -> None:
+def test_failed_audit_leaves_no_empty_folder(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["audit", "digits", "--model", "nosuch.mod:f"]) == 2
     assert "nosuch" in capsys.readouterr().err
@@ -226,7 +226,7 @@ def test_a_failed_audit_leaves_no_empty_folder(tmp_path, monkeypatch, capsys) ->
 
 
 @pytest.mark.parametrize("options", [{}, {"target": "income"}])
-def test_file_without_names_gets_header_advice(options, tmp_path) -> None:
+def test_file_without_column_names_suggests_header(options, tmp_path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("39,13,low\n50,14,high\n")
     with pytest.raises(ValueError, match=r"39, 13, low; row 1 names them; if it holds values, .* --header A,B"):
@@ -241,7 +241,7 @@ def test_file_without_names_gets_header_advice(options, tmp_path) -> None:
 # --- 8: calibrate -----------------------------------------------------------------------
 
 
-def test_calibrate_json_has_all_of_the_text(capsys) -> None:
+def test_calibrate_json_matches_the_text(capsys) -> None:
     command = ["calibrate", "--target-error", "0.2", *SGD[2:]]
     assert run(command) == 0
     text = capsys.readouterr().out
@@ -255,14 +255,14 @@ def test_calibrate_json_has_all_of_the_text(capsys) -> None:
         assert line.endswith(f": {format_limit(other['noise_multiplier'], 4)}")  # a smallest noise is rounded up
 
 
-def test_calibrate_json_marks_unreachable_targets(capsys) -> None:
+def test_calibrate_json_has_unreachable_floors(capsys) -> None:
     assert run(["calibrate", "--target-error", "0.9", *SGD[2:], "--json"]) == 0
     other = json.loads(capsys.readouterr().out)["other_bounds"]["lecam"]
     assert other["noise_multiplier"] is None
     assert other["highest_mse"] == pytest.approx(0.25)
 
 
-def test_calibrate_json_marks_targets_met_without_noise(capsys) -> None:
+def test_calibrate_json_has_targets_met_without_noise(capsys) -> None:
     """A record is never drawn with chance 0.99¹⁰⁰: so much any attacker errs without noise."""
     command = ["calibrate", "--target-mse", "1e-9", "--sample-rate", "0.01", "--steps", "100"]
     assert run([*command, "--json"]) == 0

@@ -17,7 +17,7 @@ from reconbound._internal.checks import InputError
 from reconbound._internal.formatting import format_floor, format_limit
 from reconbound.cli.app import run
 from reconbound.cli.audit import describe_columns
-from reconbound.cli.report import found_record
+from reconbound.cli.show import find_record
 from reconbound.report.folder import PUBLIC_REPORT, REPORT, RUN, packed_names, read_leakage, read_run, record_names
 from reconbound.report.view import View
 
@@ -25,7 +25,7 @@ SHORT = ["--steps", "4", "--runs", "1", "--sample-rate", "0.1", "--lr", "0.5", "
 
 
 @pytest.mark.parametrize("target", ["name", "record", "floor_estimate", "columns", "confidential"])
-def test_target_named_like_a_fact_replaces_nothing(target, tmp_path, capsys) -> None:
+def test_target_named_like_a_fact_gets_a_suffix(target, tmp_path, capsys) -> None:
     table = tmp_path / "table.csv"
     table.write_text("\n".join([f"age,{target}", *(f"{k % 50},{'ab'[k % 2]}" for k in range(40))]) + "\n")
     words = ["audit", str(table), "--target", target, "--range", "age=0:60"]
@@ -52,7 +52,7 @@ def wine(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("given", ["--5", "²", "٣", "1-2", "-"])
-def test_what_only_looks_like_a_number_is_no_record(given, wine, capsys) -> None:
+def test_odd_numbers_are_no_record(given, wine, capsys) -> None:
     assert run(["show", str(wine), f"--record={given}"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("reconbound: --record must be ")
@@ -87,14 +87,14 @@ def test_comparison_replaces_only_a_comparison(wine, tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize("command", [["audit", "digits"], ["sweep", "digits", "--grid", "lr=1"]])
-def test_a_mistyped_seed_is_not_shown(command, tmp_path, monkeypatch, capsys) -> None:
+def test_mistyped_seed_is_not_shown(command, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     for words in (["--seed", "8675309O"], ["--seed=8675309.5"]):
         assert run([*command, *words]) == 2
         assert capsys.readouterr().err == "reconbound: --seed must be a whole number\n"
 
 
-def test_stop_with_fresh_advises_how_to_continue(tmp_path, monkeypatch, capsys) -> None:
+def test_stopped_audit_names_the_next_command(tmp_path, monkeypatch, capsys) -> None:
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -180,7 +180,7 @@ def test_show_an_audit_and_a_record(table_audit, digits_audit, capsys) -> None:
     assert "--record must be from 0 to " in capsys.readouterr().err
 
 
-def test_record_found_by_name_has_column_floors(table_audit, digits_audit, capsys) -> None:
+def test_record_is_found_by_its_name(table_audit, digits_audit, capsys) -> None:
     leakage = read_leakage(table_audit)
     names = record_names(leakage.names)
     assert len(names) == 48
@@ -213,19 +213,19 @@ def test_record_found_by_name_has_column_floors(table_audit, digits_audit, capsy
     assert "these records have no names" in capsys.readouterr().err
 
 
-def test_an_image_is_found_by_its_files_name(table_audit) -> None:
+def test_image_is_found_by_its_file_name(table_audit) -> None:
     run_, leakage = read_run(table_audit), read_leakage(table_audit)
     names = [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(24)]
     names[24] = "dog/Rex.PNG"
     view = View(run_, replace(leakage, names=packed_names(names)))
-    assert found_record(view, "rex.png") == 24
-    assert found_record(view, "Dog/rex.png") == 24
-    assert found_record(view, "cat/7.png") == 7
+    assert find_record(view, "rex.png") == 24
+    assert find_record(view, "Dog/rex.png") == 24
+    assert find_record(view, "cat/7.png") == 7
     with pytest.raises(InputError, match=r"there are 2: 7 \(cat/7.png\), 31 \(dog/7.png\), got '7.png'"):
-        found_record(view, "7.png")
+        find_record(view, "7.png")
 
 
-def test_columns_are_counted_for_machines_and_people(table_audit, capsys) -> None:
+def test_column_counts_in_json_and_text(table_audit, capsys) -> None:
     leakage = read_leakage(table_audit)
     best = leakage.diagonal.double()
     best[leakage.kept] = leakage.kept_diagonal
@@ -248,10 +248,10 @@ def test_columns_are_counted_for_machines_and_people(table_audit, capsys) -> Non
     names = record_names(leakage.names)
     years = 120 / float(best[lowest[0], 0]) ** 0.5
     assert f"lowest ±{format_floor(float(years))} years ({names[lowest[0]]})" in said
-    assert said.count("always naming the most frequent class: ") == 1
+    assert said.count("(majority class: ") == 1
     assert "below_guess" not in (table_audit / RUN).read_text()
     assert "below a guess" not in (table_audit / PUBLIC_REPORT).read_text()
-    assert "most frequent class" not in (table_audit / PUBLIC_REPORT).read_text()
+    assert "majority class" not in (table_audit / PUBLIC_REPORT).read_text()
     [told] = describe_columns({**found, "columns": found["columns"][:1]})[1:]
     assert told.startswith("  age: ")
     assert describe_columns({**found, "columns": found["columns"] * 7})[-1] == "  and 2 more, in the report"

@@ -6,8 +6,7 @@ import math
 import pytest
 
 from reconbound.cli import app as cli
-from reconbound.cli.errors import option_names
-from reconbound.cli.options import epochs_as_steps
+from reconbound.cli.options import epochs_as_steps, option_names
 from reconbound.mechanisms import DP, OutputPerturbation, SampledGaussian
 from reconbound.mechanisms.calibrate import OutOfReach, calibrate, calibrate_epsilon
 
@@ -47,11 +46,11 @@ def test_mistyped_options_and_commands_get_a_suggestion(refused):
 
 
 @pytest.mark.parametrize("command", ["show", "frontier", "report"])
-def test_a_missing_folder_is_named(refused, command):
+def test_missing_folder_is_named(refused, command):
     assert refused(command) == "Missing argument 'FOLDER'."
 
 
-def test_both_spellings_of_the_unit(answer):
+def test_unit_and_units(answer):
     common = ["bound", "--epsilon", 1, "--adjacency", "replace-one"]
     assert answer(*common, "--unit", "years") == answer(*common, "--units", "years")
     for command in ("audit", "sweep"):
@@ -86,7 +85,7 @@ def test_wrong_epochs_are_named(refused):
 # --- targets -----------------------------------
 
 
-def test_a_target_error_is_answered_in_its_own_name_and_unit(refused):
+def test_target_error_messages_use_its_name_and_unit(refused):
     common = ["calibrate", "--sample-rate", "0.1", "--steps", "3"]
     line = refused(*common, "--target-error", "3", "--bound", "lecam")
     assert line.startswith(
@@ -100,7 +99,7 @@ def test_a_target_error_is_answered_in_its_own_name_and_unit(refused):
     assert "--target-mse must be below 0.25" in refused(*common, "--target-mse", "9", "--bound", "lecam")
 
 
-def test_floor_range_is_reported():
+def test_unreachable_floor_names_its_limit():
     with pytest.raises(OutOfReach, match=r"target_mse must be below 0\.25") as found:
         calibrate(SampledGaussian(1.0, 0.1, 3), 9.0, bound="lecam")
     assert found.value.highest == pytest.approx(0.25)
@@ -148,7 +147,7 @@ def test_calibrate_prints_the_noise_for_an_epsilon(answer, capsys):
     assert cli.run(words) == 0
     out = capsys.readouterr().out
     assert "with ε at most 3 (replace-one) at δ = 1e-05" in out
-    assert "for an ε of theirs say --adjacency add/remove" in out
+    assert "for their ε use --adjacency add/remove" in out
 
 
 def test_epsilons_that_cannot_be_calibrated(refused):
@@ -159,11 +158,11 @@ def test_epsilons_that_cannot_be_calibrated(refused):
         calibrate_epsilon(DP(1.0), 1.0)  # type: ignore[arg-type]
 
 
-def test_noise_beyond_measure_is_no_fault():
+def test_huge_noise_is_accepted():
     assert SampledGaussian(1e12, 0.01, 10, sampler="fixed").epsilon_at(1e-5) < 1e-3
 
 
-def test_help_speaks_of_what_can_be_given(capsys):
+def test_help_lists_only_usable_options(capsys):
     assert cli.run(["--help"]) == 0
     shown = capsys.readouterr().out
     assert "..." not in shown.split("Commands:")[1]  # no line is cut off
@@ -187,7 +186,7 @@ def test_audit_and_sweep_read_data_by_the_same_options():
         assert reads | {"--test-share", "--limit", "--out", "-o", "--seed"} <= option_names(cli.app, command)
 
 
-def test_what_is_too_much_and_files_for_folders(refused, tmp_path):
+def test_memory_errors_and_files_for_folders(refused, tmp_path):
     assert refused("bound", "3").endswith("unexpected extra argument(s) (3)")
     assert refused("audit", "digits", "more", "words").endswith("(more words)")
     file = tmp_path / "people.csv"

@@ -214,10 +214,10 @@ def test_report_counts_copies_and_their_floor(tmp_path: Path) -> None:
     assert found["records"] == 4
     assert found["largest"] == [2, 5, 9, 11]
     page = (folder / REPORT).read_text()
-    assert "4 of the 40 records have exact copies among the others (at most 4 of one)" in page
+    assert "4 of 40 records have exact copies (at most 4 of one)" in page
     dfil = read_leakage(folder).dfil[0]
     floor = 1 / math.sqrt(4 * float(dfil[[2, 5, 9, 11]].sum()))
-    from reconbound.report.figures import plus_minus
+    from reconbound.report.formats import plus_minus
 
     assert f"{plus_minus(floor)} of a column’s range" in page[page.index("have exact copies") :][:700]
     clean = run_audit(auditing.people(), auditing.options(runs=1, steps=6), tmp_path / "b", show=False)

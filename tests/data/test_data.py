@@ -58,7 +58,7 @@ def test_damaged_files_are_refused_with_the_reason(tmp_path):
         data.cifar10(tmp_path, train=False)
 
 
-def test_a_missing_folder_is_named(tmp_path, monkeypatch):
+def test_missing_folder_is_named(tmp_path, monkeypatch):
     monkeypatch.delenv("RECONBOUND_DATA", raising=False)
     with pytest.raises(FileNotFoundError, match="RECONBOUND_DATA"):
         data.mnist()

@@ -15,7 +15,7 @@ import pytest
 from reconbound import DP, SampledGaussian, guarantee
 from reconbound._internal.formatting import format_floor
 from reconbound.cli import app as cli
-from reconbound.cli.errors import option_names
+from reconbound.cli.options import option_names
 
 pytestmark = pytest.mark.slow
 

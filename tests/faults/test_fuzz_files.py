@@ -21,7 +21,7 @@ from torch import nn
 import reconbound as rb
 from injecting import REFUSALS, damage, ended, refusing
 from reconbound.cli import app as cli
-from reconbound.cli.errors import option_names
+from reconbound.cli.options import option_names
 from wrong_values import _data, _ledger, _loss
 
 SHARE = int(os.environ.get("FUZZ", "0"))

@@ -12,6 +12,7 @@ from typing import Any
 
 from reconbound import report
 from reconbound.report.folder import Leakage, Run, packed_names, read_leakage, read_run, recomputed
+from reconbound.report.text import certainty
 from reconbound.report.view import View
 
 HOSTILE = '</script><script>window.pwned=1</script><img src=x onerror="window.pwned=2">&amp;<b>bold</b>\u2028[red]%{x}$'
@@ -24,19 +25,19 @@ class Elements(HTMLParser):
         super().__init__()
         self.found: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
-        self.silent = False
+        self.in_script = False
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.found.append((tag, dict(attrs)))
-        self.silent = tag in ("script", "style")
+        self.in_script = tag in ("script", "style")
         self.text += " " if tag in ("td", "th", "p", "div", "dd", "dt", "li") else ""
 
     def handle_endtag(self, tag: str) -> None:
-        self.silent = False
+        self.in_script = False
 
     def handle_data(self, data: str) -> None:
-        if not self.silent:
+        if not self.in_script:
             self.text += data
 
 
@@ -50,6 +51,10 @@ def meaningful(run: Run) -> Run:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the guarantee was another mechanism's
         return recomputed(replace(run, mechanism=mechanism), "")
+
+
+def certainty_text(view: View) -> str:
+    return " ".join(text for _, text in certainty(view))
 
 
 def page_of(run: Run, leakage: Leakage) -> str:

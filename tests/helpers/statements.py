@@ -1,4 +1,4 @@
-"""Audits that were never trained: any noise, any floors, any shape of data, to read what the pages say of them."""
+"""Audits without training, of any noise, floors and shape of data, to test the texts of the pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reconbound.report.folder import Leakage, Run
 NOISES = (3e6, 30.0, 3.0, 0.8, 0.3, 0.045, 1e-4)
 
 
-def made(
+def synthetic_audit(
     noise: float,
     kind: str = "image",
     *,
@@ -29,11 +29,13 @@ def made(
     task: str = "classes",
     **data: Any,
 ) -> tuple[Run, Leakage]:
-    """An audit whose floors are `level` times the error of a guess, spread by a factor of 2 over the records.
+    """Returns an audit whose floors are `level` times the error of a guess, spread by a factor of 2 over the records.
 
     Args:
-        measured: "all", "some" (every other record) or "none". relative: standard error of dFIL over dFIL.
-        constant: the first column has one value. data: facts of the data to put in place of the plain ones.
+        measured: "all", "some" (every other record) or "none".
+        relative: standard error of dFIL over dFIL.
+        constant: whether the first column has one value.
+        data: facts of the data that replace the plain ones.
     """
     rng = np.random.default_rng(0)
     image = kind == "image"

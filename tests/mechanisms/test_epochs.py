@@ -11,13 +11,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from reconbound.accounting.spec import Account
-from reconbound.cli.mechanism import mechanism_of
+from reconbound.cli.mechanism import make_mechanism
 from reconbound.cli.options import epochs_as_steps
 from reconbound.training.sampling import ShuffledEpochs, batches_per_epoch, make_sampler, steps_of
 
 
 def counted(**given: object) -> int:
-    return mechanism_of({"noise_multiplier": 1.0, "sampler": "shuffle", **given}).steps  # type: ignore[attr-defined]
+    return make_mechanism({"noise_multiplier": 1.0, "sampler": "shuffle", **given}).steps  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("rate", [0.9, 0.5, 0.51, 0.3, 1 / 3, 2 / 3, 0.01, 256 / 50000, 1.0, 1e-9])

@@ -173,17 +173,17 @@ def test_dark_and_light(browser: Any, folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_what_differs_and_columns_counts_can_be_read(browser: Any, folders: dict[str, Path], width: int) -> None:
     with opened(browser, folders["digits"].parent / "compare.html", width) as page:
-        assert page.locator("#differences strong").inner_text().startswith("Not comparable as they stand")
+        assert page.locator("#verdict").inner_text().startswith("Not comparable as they stand")
         box = page.locator("#differences").bounding_box()
         assert box["y"] < page.locator("#floors").bounding_box()["y"]  # before the figures
         assert "hours-per-week 0 to 100 hours" in page.locator("#audited").inner_text()
     with opened(browser, folders["people"] / "report.html", width) as page:
-        told = page.locator("#below-guess li")
-        assert told.count() == 6
+        counts = page.locator("#below-guess li")
+        assert counts.count() == 6
         for k in range(6):
-            assert told.nth(k).is_visible()
-            assert " of 8 records " in told.nth(k).inner_text()
-        assert "only the 8 records looked at closely" in page.locator("#columns-note").inner_text()
+            assert counts.nth(k).is_visible()
+            assert " of 8 records " in counts.nth(k).inner_text()
+        assert "only the 8 records measured closely" in page.locator("#columns-note").inner_text()
 
 
 def test_wide_table_shows_hint_on_phone(browser: Any, folders: dict[str, Path]) -> None:

@@ -1,4 +1,4 @@
-"""The public page holds nothing of a record, and no page takes text from outside for markup."""
+"""The public page holds nothing about a record, and no page takes outside text for markup."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 from pages import HOSTILE, Elements, data_of, hostile, page_of
 from reconbound import report
 from reconbound._internal.formatting import format_floor
-from reconbound.report.figures import for_plotly
 from reconbound.report.folder import Leakage, read_leakage, read_run, write_leakage
-from reconbound.report.page import as_json
+from reconbound.report.formats import for_plotly
+from reconbound.report.pages import as_json, column_rows
 
 
 @pytest.mark.parametrize("kind", ["digits", "people"])
-def test_names_that_hold_markup_are_shown_as_text(kind: str, request: pytest.FixtureRequest) -> None:
+def test_markup_in_names_is_shown_as_text(kind: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(kind)
     run, leakage = hostile(folder)
     plain = Elements(page_of(read_run(folder), read_leakage(folder))).found
@@ -36,9 +36,9 @@ def test_names_that_hold_markup_are_shown_as_text(kind: str, request: pytest.Fix
 
 
 def test_json_cannot_end_its_element() -> None:
-    told = as_json({"a": HOSTILE})
-    assert not set("<>&\u2028") & set(told)
-    assert json.loads(told) == {"a": HOSTILE}
+    encoded = as_json({"a": HOSTILE})
+    assert not set("<>&\u2028") & set(encoded)
+    assert json.loads(encoded) == {"a": HOSTILE}
 
 
 def test_plotly_markup_is_escaped_and_surrogates_are_replaced() -> None:
@@ -48,7 +48,7 @@ def test_plotly_markup_is_escaped_and_surrogates_are_replaced() -> None:
 
 
 def _secrets(leakage: Leakage) -> np.ndarray:
-    """Every per-record number of a leakage file, and what is made of them: floors, roots, errors."""
+    """Returns every per-record number of a leakage file, and floors, roots and errors made of them."""
     parts = [leakage.dfil, leakage.error, leakage.upper, leakage.kept_diagonal, leakage.average_diagonal,
              leakage.history, leakage.guess, leakage.accuracy, leakage.kept_inputs]  # fmt: skip
     values = np.concatenate([p.double().flatten().numpy() for p in parts if p is not None])
@@ -60,7 +60,7 @@ def _secrets(leakage: Leakage) -> np.ndarray:
 
 
 def _leaks(text: str, secret: np.ndarray, least: int) -> list[str]:
-    """The numbers of a text, with `least` significant digits or more, that some secret number rounds to."""
+    """Returns the numbers of a text, with `least` significant digits or more, that some secret number rounds to."""
     known, found = np.sort(secret), []
     for token in re.findall(r"\d[\d,]*\.?\d*(?:e[+-]?\d+)?", text):
         plain = token.replace(",", "").rstrip(".")
@@ -100,7 +100,7 @@ def test_public_page_does_not_change_with_the_leakage(digits: Path, tmp_path: Pa
     assert own.read_bytes() != report.build(digits)[0].read_bytes()
 
 
-def test_accuracy_is_public_only_on_request_of_run(digits: Path) -> None:
+def test_accuracy_is_public_only_if_the_run_has_it(digits: Path) -> None:
     run = read_run(digits)
     assert run.accuracy is None
     assert 'id="accuracy"' not in report.public_page(run).decode()
@@ -109,14 +109,14 @@ def test_accuracy_is_public_only_on_request_of_run(digits: Path) -> None:
 
 def test_public_columns_are_floors_times_their_range(people: Path) -> None:
     run = read_run(people)
-    rows = {row["name"]: row for row in report.public.column_rows(run)}
+    rows = {row["name"]: row for row in column_rows(run)}
     lecam = next(b["rmse"] for b in run.guarantee["bounds"] if b["name"] == "lecam")
     assert rows["age"]["any"] == f"±{format_floor(120 * lecam)}"
     assert rows["age"]["range"] == "0 to 120 years"
     assert rows["hours-per-week"]["guess"] == "±50"
 
 
-def test_public_page_columns_state_condition(people: Path) -> None:
+def test_public_columns_name_their_condition(people: Path) -> None:
     text = " ".join(Elements(report.public_page(read_run(people)).decode()).text.split())
     head = text[text.index("column and declared range") :]
     assert head.startswith("column and declared range any attacker, on some conceivable record, at least")

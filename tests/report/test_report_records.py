@@ -17,9 +17,10 @@ from pages import Elements, hostile, meaningful, page_of, view_of
 from reconbound import report
 from reconbound._internal.checks import InputError
 from reconbound._internal.formatting import format_limit
-from reconbound.report import advice, charts, columns, records, thumbnails, verdicts, words
-from reconbound.report.figures import for_plotly, plus_minus
+from reconbound.report import advice, charts, records, text
 from reconbound.report.folder import read_leakage, read_run
+from reconbound.report.formats import for_plotly, plus_minus
+from reconbound.report.headline import headline
 from reconbound.report.view import View
 
 
@@ -30,23 +31,23 @@ def test_thumbnails_are_the_records_pixels() -> None:
     rng = np.random.default_rng(1)
     for shape in ((5, 7), (4, 6, 3), (3, 2, 4)):
         pixels = rng.integers(0, 256, shape, dtype=np.uint8)
-        np.testing.assert_array_equal(np.asarray(image.open(BytesIO(thumbnails.png(pixels)))), pixels)
+        np.testing.assert_array_equal(np.asarray(image.open(BytesIO(records.png(pixels)))), pixels)
     colour = rng.random((3, 4, 6)).astype(np.float32)
-    np.testing.assert_array_equal(thumbnails.picture(colour)[1, 2], np.round(255 * colour[:, 1, 2].astype(float)))
+    np.testing.assert_array_equal(records.picture(colour)[1, 2], np.round(255 * colour[:, 1, 2].astype(float)))
 
 
-def test_leakage_maps_are_bright_at_most_information() -> None:
+def test_leakage_maps_are_bright_where_most_leaks() -> None:
     information = np.array([[[1e-3, 1.0], [1e3, 0.0]]])
-    ends = thumbnails.heat_range(information)
-    colours = thumbnails.heat(information[0], ends).astype(int)
+    ends = records.heat_range(information)
+    colours = records.heat(information[0], ends).astype(int)
     light = colours[..., :3].sum(-1)
     assert light[1, 0] > light[0, 1] > light[0, 0] == light[1, 1]
-    part = thumbnails.pixel_information(np.array([[4.0, 2.0]]), (2, 1, 2), np.array([0, 2]))
+    part = records.pixel_information(np.array([[4.0, 2.0]]), (2, 1, 2), np.array([0, 2]))
     np.testing.assert_array_equal(part, [[[3.0, np.nan]]])
-    assert thumbnails.heat(part[0], (0.0, 1.0))[0, 1, 3] == 0
+    assert records.heat(part[0], (0.0, 1.0))[0, 1, 3] == 0
 
 
-def test_record_facts_are_the_leakage_files(people: Path) -> None:
+def test_record_facts_match_the_leakage(people: Path) -> None:
     run, leakage = read_run(people), read_leakage(people)
     record = int(leakage.kept[1])
     found = report.record_facts(leakage, run, record)
@@ -80,7 +81,7 @@ def test_record_table_shows_markup_as_text(people: Path) -> None:
     assert "never measured" in drawn.get()
 
 
-def test_cards_are_the_records_kept_in_order(digits: Path) -> None:
+def test_cards_are_in_order(digits: Path) -> None:
     view = view_of(digits)
     found = records.cards(view)
     assert [card["record"] for card in found["most"] + found["least"]] == view.leakage.kept.tolist()
@@ -93,7 +94,7 @@ def test_cards_are_the_records_kept_in_order(digits: Path) -> None:
     assert card["estimate"] == f"estimate {plus_minus(float(view.floor[worst]))}, "
 
 
-def test_columns_are_counted_over_all_records_on_the_page(people: Path) -> None:
+def test_columns_are_counted_over_all_records(people: Path) -> None:
     view = view_of(people)
     rng = np.random.default_rng(0)
     information = torch.from_numpy(rng.uniform(0.2, 5, (view.records, 6)) / view.leakage.guess.numpy()).float()
@@ -103,74 +104,73 @@ def test_columns_are_counted_over_all_records_on_the_page(people: Path) -> None:
     best[view.leakage.kept] = view.leakage.kept_diagonal
     floors = view.scale / np.sqrt(best.numpy())
     page = Elements(report.confidential_page(found.run, found.leakage).decode()).text
-    for j, c in enumerate(columns.counts(found)):
+    for j, c in enumerate(found.columns):
         below, of = int((floors[:, j] < view.guess_each[j]).sum()), int(np.isfinite(floors[:, j]).sum())
         assert (c["below"], c["of"]) == (below, of)
         assert 0 < below < of
-        assert f"{below} of {'the ' if j == 1 else ''}{of} records" in columns.sentence(c)
-        assert columns.sentence(c) in page
+        assert f"{below} of {of} records{' with a value' if j == 1 else ''} are below" in text.column_sentence(c)
+        assert text.column_sentence(c) in page
     figure_ = charts.by_feature(found).figure
-    told = " ".join(text for trace in figure_["data"] for text in trace["hovertext"])
-    assert for_plotly(columns.sentence(columns.counts(found)[0]), 160) in told
-    assert "of all records" in columns.note(found)
+    hover = " ".join(label for trace in figure_["data"] for label in trace["hovertext"])
+    assert for_plotly(text.column_sentence(found.columns[0]), 160) in hover
+    assert "of all records" in text.columns_note(found)
 
 
-def test_one_column_is_spoken_of_as_one(people: Path) -> None:
+def test_one_column_is_singular(people: Path) -> None:
     view = view_of(people)
     facts = {
         n: v[:1] if n in ("scale", "offset", "units", "feature_names", "private") else v for n, v in view.facts.items()
     }
     own = {"kept_diagonal": view.leakage.kept_diagonal[:, :1], "average_diagonal": view.leakage.average_diagonal[:1]}
     one = View(view.run, replace(view.leakage, guess=view.leakage.guess[:1], facts=facts, **own))
-    told = " ".join([*verdicts.verdict(one), *advice.for_records(one), *(text for _, text in words.assumptions(one))])
+    told = " ".join([*headline(one), *advice.next_steps(one), *(sentence for _, sentence in text.assumptions(one))])
     assert "private columns" not in told
     assert "all columns together" not in told
     assert "single column" not in told
     two = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
     two.kept_diagonal[view.places[view.worst], 0] = 1e4
-    told = advice.for_records(View(meaningful(view.run), two))[0]
-    assert "To lift the one column of some records that lies below a guess to the error of a guess" in told
+    told = advice.next_steps(View(meaningful(view.run), two))[0]
+    assert "To lift the 1 column of some records below a guess to the error of a guess" in told
 
 
-def test_single_columns_below_a_guess_are_not_passed_over(people: Path) -> None:
+def test_single_columns_below_a_guess_are_named(people: Path) -> None:
     """The whole record may be safe on average and one of its columns not: the verdict says so."""
     view = view_of(people)
     protected = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
     run = meaningful(view.run)
-    none = verdicts.verdict(View(run, protected))
-    assert none[1].startswith(
-        "By estimates, an unbiased attacker’s floor is above the error of a guess in every column"
-    )
-    assert none[2].startswith(
-        "On every one of the 200 records an unbiased attacker errs by at least as much as a guess"
-    )
+    none = headline(View(run, protected))
+    assert none[0].startswith("In every column of the 8 records measured, an unbiased attacker errs at least as much")
     place = view.places[view.worst]
     diagonal = protected.kept_diagonal.clone()
     diagonal[place, :2] = 1e4  # ±1 % of the range
-    exposed = verdicts.verdict(View(run, replace(protected, kept_diagonal=diagonal)))
-    assert "at least one column lies below the error of a guess for 1 of the 8 records looked at (12 %)" in exposed[1]
-    assert exposed[1].endswith("more about it than a guess does: age 1, education-num 1.")
-    assert "a mean that hides the columns which are exposed" in exposed[2]
-    tiles = {t["title"]: t for t in records.glance(View(view.run, replace(protected, kept_diagonal=diagonal)))}
-    assert tiles["Unbiased floor below a guess on at least one column"]["below"] == "1 of 8 records looked at"
+    exposed = headline(View(run, replace(protected, kept_diagonal=diagonal)))
+    assert exposed[0].startswith("For 1 of 8 records measured (12 %), the release may tell an unbiased attacker more")
+    changed = View(run, replace(protected, kept_diagonal=diagonal))
+    assert {c["name"]: c["below"] for c in changed.columns if c["below"]} == {"age": 1, "education-num": 1}
+    together = dict(text.certainty(changed))["All columns together"]
+    assert "is below a guess for 0 of 200 records (0 %)" in together
+    assert "An average can hide one exposed column." in together
+    tiles = {t["title"]: t for t in records.tiles(View(view.run, replace(protected, kept_diagonal=diagonal)))}
+    assert tiles["Unbiased floor below a guess on at least one column"]["below"] == "1 of 8 records measured"
     assert tiles["Unbiased floor below a guess over all columns"]["below"] == "0 of 200 records"
-    assert "±1.2 years on age" in exposed[0]
-    told = advice.for_records(View(run, replace(protected, kept_diagonal=diagonal)))[0]
+    assert f"The most exposed value is age of record {view.worst:,}" in exposed[1]
+    assert "at least ±1.2 years;" in exposed[1]
+    told = advice.next_steps(View(run, replace(protected, kept_diagonal=diagonal)))[0]
     ratio = max(math.sqrt(float(g)) for g in view.leakage.guess[:2]) / 0.01
-    assert f"try a noise multiplier of about {format_limit(3 * ratio)} (now 3): an estimate" in told
-    assert "for unbiased attackers is above the error of a guess" in advice.for_records(View(run, protected))[0]
-    assert advice.for_records(view)[0].startswith("First of all more noise")  # the mechanism guarantees little
+    assert f"try a noise multiplier of about {format_limit(3 * ratio)} (now 3)." in told
+    assert "every floor is above the error of a guess" in advice.next_steps(View(run, protected))[0]
+    assert advice.next_steps(view)[0].startswith("First of all more noise")  # the mechanism guarantees little
 
 
-def test_floors_beyond_range_and_units_shown_once(people: Path) -> None:
+def test_floors_beyond_the_range_are_marked(people: Path) -> None:
     view = view_of(people)
     diagonal = view.leakage.kept_diagonal.clone()
     diagonal[:, 4] = 0.39  # ±160 of 100 hours
     facts = {**view.facts, "feature_names": ["age (years)", *view.facts["feature_names"][1:]]}
     wide = View(view.run, replace(view.leakage, kept_diagonal=diagonal, facts=facts))
-    hours = columns.counts(wide)[4]
-    assert "±160 hours (record" in columns.sentence(hours)
-    assert columns.sentence(hours).endswith("more than the whole range")
+    hours = wide.columns[4]
+    assert "±160 hours (record" in text.column_sentence(hours)
+    assert text.column_sentence(hours).endswith("more than the whole range")
     card = {row["name"]: row for row in records.cards(wide)["most"][0]["columns"]}
     assert (card["hours-per-week"]["beyond"], card["hours-per-week"]["unit"]) == (True, "hours")
     assert (card["age (years)"]["beyond"], card["age (years)"]["unit"]) == (False, "")
@@ -180,19 +180,19 @@ def test_floors_beyond_range_and_units_shown_once(people: Path) -> None:
     with console.capture() as told:
         console.print(report.record_table(report.record_facts(wide.leakage, wide.run, int(wide.leakage.kept[0]))))
     assert "more than the whole range" in told.get()
-    first = verdicts.verdict(View(view.run, replace(view.leakage, kept_diagonal=diagonal * 0 + 0.39)))[1]
-    assert first.count("more than the whole range") == 1  # of all that are named: once
+    far = headline(View(view.run, replace(view.leakage, kept_diagonal=diagonal * 0 + 0.39)))
+    assert sum("more than the whole range" in sentence for sentence in far) == 1
     diagonal[:, 0] = 1e4
-    few = verdicts.verdict(View(view.run, replace(view.leakage, kept_diagonal=diagonal * (diagonal > 1e3) + 0.39)))[1]
-    assert few.count("; more than the whole range)") == 2  # of those of which it is so
+    near = headline(View(view.run, replace(view.leakage, kept_diagonal=diagonal * (diagonal > 1e3) + 0.39)))
+    assert not any("more than the whole range" in sentence for sentence in near)
 
 
-def test_harmonic_mean_is_named(people: Path) -> None:
+def test_record_floor_is_below_the_mean_of_its_columns(people: Path) -> None:
     """d/Tr I ≤ mean of 1/I_jj: a record's floor is no more than the root mean square of its columns'."""
     view = view_of(people)
     for record in view.leakage.kept.tolist():
         shares = view.feature_floors(record) / view.scale
-        trace = float(view.looked_at[1][view.looked_rows[record]].sum())
+        trace = float(view.column_information[1][view.measured_rows[record]].sum())
         assert (view.features / trace) ** 0.5 <= np.sqrt(np.square(shares).mean())
-    told = dict(words.assumptions(view))["What a floor is"]
+    told = dict(text.assumptions(view))["What a floor is"]
     assert "harmonic mean of their squares 1/I_jj" in told

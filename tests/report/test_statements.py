@@ -1,4 +1,4 @@
-"""No sentence contradicts the table: what is said of every page, at every size of ε, floor and data set."""
+"""No sentence contradicts the numbers, on every page, at every size of ε, floor and data set."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from pages import Elements
+from pages import Elements, certainty_text
 from reconbound import guarantee, report
 from reconbound.cli.audit import result
 from reconbound.mechanisms import DP, SampledGaussian
 from reconbound.mechanisms.base import BLIND, SURE, read_protection
-from reconbound.report import verdicts
 from reconbound.report.folder import Leakage, Run, prepare, write_leakage, write_run
-from reconbound.report.public import headline
+from reconbound.report.headline import any_attacker_sentences, finding, headline, public_headline
+from reconbound.report.text import weaknesses
 from reconbound.report.view import View
-from statements import NOISES, made
+from statements import NOISES, synthetic_audit
 
 #: Words that reassure: none of them may stand where an image that is guessed with 1 % may be rebuilt with 90 %.
 REASSURING = re.compile(
@@ -51,7 +51,7 @@ def text_of(page: bytes) -> str:
 
 
 def all_texts(run: Run, leakage: Leakage, folder: Path) -> dict[str, str]:
-    """What every page and the terminal say."""
+    """Returns the text of every page and of the terminal."""
     prepare(folder)
     write_run(folder, run)
     write_leakage(folder, leakage)
@@ -65,38 +65,38 @@ def all_texts(run: Run, leakage: Leakage, folder: Path) -> dict[str, str]:
         "public": text_of(report.public_page(run)),
         "comparison": text_of(report.compare([folder, two], folder / "comparison.html").read_bytes()),
         "terminal": " ".join(result(folder)["verdict"]),
-        "sureness": " ".join(verdicts.sureness(view)),
-        "headline": " ".join(headline(run)),
-        "weak": " ".join(verdicts.weak(view.records, view.protection, view.noun)),
+        "certainty": certainty_text(view),
+        "headline": " ".join([*public_headline(run), *any_attacker_sentences(run)]),
+        "weak": " ".join(weaknesses(view.records, view.protection, view.noun)),
     }
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory) -> Callable[[str, float], tuple[Run, Leakage, dict[str, str]]]:
-    """Audits of a shape and a noise with what is said of them, each made once."""
+def audited(tmp_path_factory) -> Callable[[str, float], tuple[Run, Leakage, dict[str, str]]]:
+    """Returns audits of a shape and a noise with their texts, each built once."""
 
     @cache
     def find(shape: str, noise: float) -> tuple[Run, Leakage, dict[str, str]]:
-        run, leakage = made(noise, **SHAPES[shape])
-        return run, leakage, all_texts(run, leakage, tmp_path_factory.mktemp("told") / "a")
+        run, leakage = synthetic_audit(noise, **SHAPES[shape])
+        return run, leakage, all_texts(run, leakage, tmp_path_factory.mktemp("audited") / "a")
 
     return find
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("noise", NOISES)  # the slower to change: its loss distributions are kept
-def test_no_reassuring_word_where_a_record_may_be_rebuilt(shape: str, noise: float, told) -> None:
-    run, leakage, texts = told(shape, noise)
+def test_weak_guarantee_is_never_called_safe(shape: str, noise: float, audited) -> None:
+    run, leakage, texts = audited(shape, noise)
     success = read_protection(run.guarantee).success_if_drawn
     assert success is not None
     first = {
-        "confidential": verdicts.verdict(View(run, leakage))[0],
-        "public": headline(run)[0],
+        "confidential": headline(View(run, leakage))[0],
+        "public": public_headline(run)[0],
         "terminal": texts["terminal"],
     }
     assert (success >= SURE) == (noise < 0.2)  # the table has both kinds
-    for where, said in first.items():
-        assert said.startswith(FIRST) == (success >= SURE), (where, said)
+    for where, sentence in first.items():
+        assert sentence.startswith(FIRST) == (success >= SURE), (where, sentence)
     assert (FIRST in texts["comparison"]) == (success >= SURE)
     if success >= SURE:
         for where, text in texts.items():
@@ -105,9 +105,9 @@ def test_no_reassuring_word_where_a_record_may_be_rebuilt(shape: str, noise: flo
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("noise", NOISES)
-def test_any_attacker_floors_state_they_concern_some_record(shape: str, noise: float, told) -> None:
-    """Read alone, a sentence that bounds any attacker names its condition; no "worst case", which has two meanings."""
-    for where, text in told(shape, noise)[2].items():
+def test_floors_for_any_attacker_name_their_condition(shape: str, noise: float, audited) -> None:
+    """Each sentence names it by itself; no "worst case", which has two meanings."""
+    for where, text in audited(shape, noise)[2].items():
         assert "worst case" not in text.lower(), where
         assert "a image" not in text, where
         for sentence in re.split(r"(?<=[.;:]) ", text):
@@ -116,17 +116,25 @@ def test_any_attacker_floors_state_they_concern_some_record(shape: str, noise: f
             assert not sentence.startswith("On average over"), (where, sentence)
 
 
-def test_headline_holds_for_guess_below_floor() -> None:
+def test_any_attacker_floor_above_the_guess_is_about_some_record() -> None:
     """Guessing the average image errs by ±66 of 255 here, below the minimax floor of ±127: no sentence may deny it."""
-    run, leakage = made(3e6, "image", features=64)
-    said = headline(run)
-    assert "rebuild an image with a chance of 1%" in said[0]
+    run, leakage = synthetic_audit(3e6, "image", features=64)
+    assert "rebuild an image with a chance of 1%" in public_headline(run)[0]
     assert View(run, leakage).guess < 100
-    floors = [s for s in said if "at least ±12" in s]
+    floors = [s for s in any_attacker_sentences(run) if "at least ±12" in s]
     assert floors
     for sentence in floors:
         assert "conceivable image" in sentence
         assert "may err by less" in sentence
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("noise", NOISES)
+def test_first_paragraph_is_at_most_three_short_sentences(shape: str, noise: float, audited) -> None:
+    run, leakage, _ = audited(shape, noise)
+    for sentences in (finding(View(run, leakage)), public_headline(run)):
+        assert 1 <= len(sentences) <= 3
+        assert all(len(sentence) < 300 for sentence in sentences), sentences
 
 
 @pytest.mark.parametrize("epsilon", [1e-6, 0.1, 1.0, 8.0, 50.0, 1000.0])
@@ -140,7 +148,7 @@ def test_weak_guarantee_is_printed_first(epsilon: float) -> None:
     assert "worst case" not in str(found) + found.in_short
 
 
-def test_calibrate_prints_other_meanings_of_noise(run: Any, answer: Any) -> None:
+def test_calibrate_warns_about_weak_noise(run: Any, answer: Any) -> None:
     """The issue's case: a floor of ±60 on 0 to 255 needs next to no noise, and ε is 1,054."""
     options = ["--bound", "rate_distortion", "--target-error", "60", "--dim", "784", "--high", "255"]
     options += ["--sample-rate", "0.01", "--steps", "1000"]
@@ -161,7 +169,7 @@ def test_calibrate_prints_other_meanings_of_noise(run: Any, answer: Any) -> None
     assert answer("calibrate", "--target-epsilon", "1", "--sample-rate", "0.1", "--steps", "10")["meaningful"] is True
 
 
-def test_bound_command_prints_it_first(run: Any) -> None:
+def test_bound_warns_first(run: Any) -> None:
     _, out, _ = run("bound", "--noise-multiplier", "0.1", "--sample-rate", "0.1", "--steps", "100")
     assert out.startswith(FIRST)
     assert dict(guarantee(SampledGaussian(0.1, 0.1, 100)).rero)[BLIND] >= SURE

@@ -29,7 +29,7 @@ def relu(shape, outputs):
 """
 
 
-def test_unproved_floors_of_kinked_model_are_marked(mine, capsys, recwarn) -> None:
+def test_kinks_are_named_everywhere(mine, capsys, recwarn) -> None:
     words = ["sweep", "digits", "--limit", "60", "--grid", "lr=0.5,1", "--steps", "3", "--out", "s"]
     assert cli.run([*words, "--model", "mine:relu"]) == 0
     out, err = capsys.readouterr()
@@ -76,7 +76,7 @@ def test_of_a_number_the_measure_is_r2_and_no_percentage(tmp_path, capsys) -> No
     assert cli.run([*words, "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     rows, facts = stored(tmp_path)
-    assert f"The most accurate setting reaches R² {rows[0]['accuracy']:.3f} and" in out
+    assert f"The most accurate setting reaches R² {rows[0]['accuracy']:.3f};" in out
     assert "reaches R² " in out
     assert "accuracy" not in out
     page = (tmp_path / "frontier.html").read_text()
@@ -103,7 +103,7 @@ def test_most_accurate_setting_is_global_or_marked() -> None:
 
 def test_zero_information_records_are_reported() -> None:
     """A record whose outputs are saturated has dFIL 0 and the floor 1e300, which no page may give without a word."""
-    said = "In 1 training up to 7 records had zero information whenever measured"
+    said = "In 1 training, all measurements of up to 7 records were zero"
     rows = [ROWS[0], {**ROWS[0], "trial": 1, "zero_information": 3}, {**ROWS[0], "trial": 1, "zero_information": 7}]
     assert [line for line in cautions(rows, {}) if said in line and "1e300" in line]
     assert not cautions([ROWS[0], {**ROWS[0], "zero_information": 0}], {})
@@ -116,13 +116,13 @@ def test_unmeasured_records_are_counted_without_claim(tmp_path) -> None:
         {**ROWS[0], "accuracy": 0.7, "exact_max": 0.5, "never_measured": 7},
     ]
     said = verdict(rows, "exact_max", {"error": 0.2})
-    assert "on every record that was measured, as much as guessing the average, has an accuracy of 70.0 %." in said[1]
-    told_of = cautions(rows, FACTS)
-    assert len(told_of) == 1
-    assert told_of[0].startswith("Up to 7 records of a training were never measured: nothing is known about them")
-    assert told_of[0] in frontier_page(rows, FACTS).decode()
+    assert said[1].endswith("(±0.2 of the range), for the records that were measured, reaches 70.0 %.")
+    warnings = cautions(rows, FACTS)
+    assert len(warnings) == 1
+    assert warnings[0].startswith("Up to 7 records of a training were never measured, and the floors leave them out.")
+    assert warnings[0] in frontier_page(rows, FACTS).decode()
     assert cautions(rows[:1], FACTS) == []
-    assert "measured the best" not in verdict([{**row, "never_measured": 0} for row in rows], "exact_max")[1]
+    assert "that were measured" not in verdict([{**row, "never_measured": 0} for row in rows], "exact_max")[1]
 
 
 @pytest.mark.filterwarnings("ignore::reconbound.data.DataWarning")
@@ -180,27 +180,29 @@ def test_verdict_uses_guess_and_states_majority_class() -> None:
         {"accuracy": 0.7, "exact_max": 0.5},
     ]
     said = verdict(rows, "exact_max", {"accuracy": 0.45, "error": 0.2})  # 0.2² = 0.04
-    best = "The best setting with which an unbiased attacker errs by ±"
-    every = "of the range or more on every record, as much as guessing the"
-    assert said[1] == f"{best}0.2 {every} average, has an accuracy of 80.0 %."
-    assert said[2] == "Always naming the largest class has an accuracy of 45.0 %."
+    best = "The most accurate setting whose floor is at least the error of guessing the"
+    assert said[1] == f"{best} average (±0.2 of the range) reaches 80.0 %."
+    assert said[2] == "Majority class: 45.0 %."
     said = verdict(rows, "exact_max")  # not known: a guess of the middle, ±0.5 at worst
-    assert said[1] == f"{best}0.5 {every} middle, at worst, has an accuracy of 70.0 %."
+    assert said[1] == f"{best} middle, at worst (±0.5 of the range) reaches 70.0 %."
     assert len(said) == 2
     none = verdict(rows, "exact_max", {"error": 0.9})[1]
-    assert none == f"With no setting does an unbiased attacker err by ±0.9 {every} average."
+    assert none == "No setting has a floor as high as the error of guessing the average (±0.9 of the range)."
 
 
 def test_the_verdict_names_its_attacker() -> None:
     rows = [{"accuracy": 0.9, "exact_max": 0.01, "lecam": 0.04}]
     said = verdict(rows, "exact_max", {})[0]
-    assert "an unbiased attacker errs by at least ±0.1 of a feature's range on the most exposed record (exact f" in said
+    assert (
+        "an unbiased attacker errs by at least ±0.1 of a feature's range on the most exposed record by an estimate."
+        in said
+    )
     assert (
         "any attacker errs by at least ±0.2 of a feature's range on some conceivable record, not on each"
         in verdict(rows, "lecam", {})[0]
     )
     page = html.unescape(frontier_page([{**ROWS[0], **rows[0]}], FACTS).decode())
-    assert said.removesuffix(").") in page
+    assert said in page
     assert "least mean squared error of an attacker of the kind named below" in page
 
 
@@ -313,14 +315,8 @@ def test_record_floors_are_called_estimates(tmp_path, capsys) -> None:
     words = ["sweep", "digits", "--limit", "60", "--steps", "3", "--model", "linear", "--out", str(tmp_path)]
     search = ["--search", "tpe", "--trials", "1", "--grid", "lr=0.1:1:log", "--grid", "noise_multiplier=0.5:2:log"]
     assert cli.run([*words, *search]) == 0
-    assert (
-        "(exact factor, most exposed record; from one run: an estimate; in simulated trainings up to "
-        in capsys.readouterr().out
-    )
-    assert (
-        "most exposed record; from one run: an estimate; in simulated trainings up to "
-        in (tmp_path / "frontier.html").read_text()
-    )
+    assert "on the most exposed record by an estimate." in capsys.readouterr().out
+    assert "from one run: an estimate; in simulated trainings up to " in (tmp_path / "frontier.html").read_text()
     rows, _ = stored(tmp_path)
     for floor, said in (
         ("exact_max", " (from one run: an estimate; in simulated trainings up to 85 %"),
@@ -337,8 +333,9 @@ def test_record_floors_are_called_estimates(tmp_path, capsys) -> None:
     assert f" {lr:.4g} " in table
     assert f" {noise:.4g} " in table
     assert "…" not in table
-    assert "mean of 3 runs: an estimate" in verdict(ROWS, "exact_max", runs=3)[0]
-    assert "estimate" not in verdict(ROWS, "lecam", runs=3)[0]
+    assert "mean of 3 runs: an estimate" in frontier_page(ROWS, {**FACTS, "runs": 3}).decode()
+    assert "estimate" in verdict(ROWS, "exact_max")[0]
+    assert "estimate" not in verdict(ROWS, "lecam")[0]
 
 
 def test_the_most_exposed_record_has_one_colour_in_both_charts() -> None:
@@ -349,4 +346,4 @@ def test_the_most_exposed_record_has_one_colour_in_both_charts() -> None:
     assert first[0]["line"]["color"] == second[0]["line"]["color"] == second[1]["line"]["color"]
     assert len({trace["line"]["color"] for trace in first}) == len(first)
     assert page.count("<noscript>") == 1
-    assert "drawn by JavaScript" in page
+    assert "The charts need JavaScript" in page

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reconbound.data import Dataset
 
 #: Most and least exposed records that are kept whole, with probes for each of their measurements; records over which
-#: the average diagonal is taken where not all are looked at.
+#: the average diagonal is taken where not all are measured.
 MOST, LEAST, PROBES, SAMPLE = 12, 6, 16, 500
 #: The diagonals of all records are kept where they are so many numbers at most (4 bytes each).
 NUMBERS = 2_000_000
@@ -39,7 +39,8 @@ def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMe
     assert ledger is not None
     rules = ledger.account.rules
     kept, most = chosen(ledger.dfil().cpu(), ledger.measured().cpu())
-    looked = {} if options.settings.sampler == "shuffle" else _looked(dataset, options, measurements, kept)
+    shuffled = options.settings.sampler == "shuffle"
+    diagonals = {} if shuffled else _measure_diagonals(dataset, options, measurements, kept)
     first = [h for h in learner.history if h["run"] == 0]
     scored = [h for h in first if "accuracy" in h]
     return Leakage(
@@ -50,21 +51,21 @@ def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMe
         targets=torch.from_numpy(np.array(dataset.targets)),
         kept=kept,
         kept_inputs=torch.from_numpy(np.array(dataset.inputs[kept.numpy()])),
-        kept_diagonal=looked.get("kept_diagonal"),
-        average_diagonal=looked.get("average_diagonal"),
-        diagonal=looked.get("diagonal"),
-        diagonal_of=looked.get("diagonal_of"),
+        kept_diagonal=diagonals.get("kept_diagonal"),
+        average_diagonal=diagonals.get("average_diagonal"),
+        diagonal=diagonals.get("diagonal"),
+        diagonal_of=diagonals.get("diagonal_of"),
         names=None if dataset.record_names is None else packed_names(dataset.record_names),
         history_step=torch.tensor([int(h["step"]) for h in first]),
         history=torch.tensor([[h["largest"], h["high"], h["median"]] for h in first]).double().reshape(-1, 3),
         accuracy_step=torch.tensor([int(h["step"]) for h in scored]),
         accuracy=torch.tensor([h["accuracy"] for h in scored]).double(),
         guess=torch.from_numpy(guess_of(dataset)),
-        facts={**_leakage_facts(dataset), "rules": list(rules), "most": most, **looked.get("facts", {})},
+        facts={**_leakage_facts(dataset), "rules": list(rules), "most": most, **diagonals.get("facts", {})},
     )
 
 
-def _looked(
+def _measure_diagonals(
     dataset: Dataset, options: AuditOptions, measurements: SnapshotMeasurements, kept: Tensor
 ) -> dict[str, Any]:
     """Measures diagonals at the snapshots and scales them to the ledger's level.
@@ -76,8 +77,8 @@ def _looked(
     learner = measurements.learner
     assert learner.accountant is not None
     closer = measurements.look_closely(kept, options.runs, probes=PROBES, each=True).state()["diagonal_mean"]
-    found: dict[str, Any] = {"kept_diagonal": levelled(closer, learner.accountant, kept), "diagonal_of": None}
-    times, probes = looks(options, learner.records, learner.records * learner.features)
+    found: dict[str, Any] = {"kept_diagonal": scale_to_ledger(closer, learner.accountant, kept), "diagonal_of": None}
+    times, probes = snapshot_counts(options, learner.records, learner.records * learner.features)
     if times:
         each = measurements.look_at_all(options.runs, looks=times, probes=probes).state()["diagonal_mean"]
     else:
@@ -87,11 +88,11 @@ def _looked(
         ledger = measurements.look_closely(sample, options.runs, probes=probes, each=table)
         if not table:
             average = ledger.state()["average_mean"].double()
-            told = torch.where(*_told(learner.accountant, sample), ledger.trace().cpu()).mean()
-            return {**found, "average_diagonal": (_shares(average.cpu()) * told)[0]}
+            mean = torch.where(*_ledger_traces(learner.accountant, sample), ledger.trace().cpu()).mean()
+            return {**found, "average_diagonal": (_shares(average.cpu()) * mean)[0]}
         each, found["diagonal_of"], times = ledger.state()["diagonal_mean"], sample, SNAPSHOTS
     rows = torch.arange(learner.records) if found["diagonal_of"] is None else found["diagonal_of"]
-    each = levelled(each, learner.accountant, rows)
+    each = scale_to_ledger(each, learner.accountant, rows)
     for j, missing in missing_of(dataset).items():
         each[torch.from_numpy(missing[rows.numpy()]), j] = torch.nan
     found["facts"] = {"diagonal_measured": options.runs * min(times, options.steps), "diagonal_probes": probes}
@@ -99,7 +100,7 @@ def _looked(
     return {**found, "diagonal": each if learner.features == 1 else each.float(), "average_diagonal": average}
 
 
-def levelled(diagonal: Tensor, ledger: FisherAccountant, records: Tensor) -> Tensor:
+def scale_to_ledger(diagonal: Tensor, ledger: FisherAccountant, records: Tensor) -> Tensor:
     """Scales diagonals to the ledger's trace: the snapshots only say how it is shared among the features.
 
         Î_jj = d · dFIL · I_jj/Σ_k I_kk      (main rule; even shares where the snapshots measured nothing)
@@ -115,11 +116,11 @@ def levelled(diagonal: Tensor, ledger: FisherAccountant, records: Tensor) -> Ten
         Shape (n, d), float64.
     """
     own = diagonal.double().cpu()
-    told, trace = _told(ledger, records)
-    return torch.where(told[:, None], _shares(own) * trace[:, None], own)
+    known, trace = _ledger_traces(ledger, records)
+    return torch.where(known[:, None], _shares(own) * trace[:, None], own)
 
 
-def _told(ledger: FisherAccountant, records: Tensor) -> tuple[Tensor, Tensor]:
+def _ledger_traces(ledger: FisherAccountant, records: Tensor) -> tuple[Tensor, Tensor]:
     """Returns whether the ledger has measured each record, and the traces under the main rule; (n,) each."""
     trace = ledger.trace().cpu()[records]
     return (ledger.measured().cpu()[records] > 0) & trace.isfinite(), trace
@@ -131,7 +132,7 @@ def _shares(diagonal: Tensor) -> Tensor:
     return torch.where(total > 0, diagonal / total, even)
 
 
-def looks(options: AuditOptions, records: int, numbers: int) -> tuple[int, int]:
+def snapshot_counts(options: AuditOptions, records: int, numbers: int) -> tuple[int, int]:
     """Returns how often a run's snapshots are measured for each record (0 if not for all), and with how many probes.
 
     The number of measurements is that of the sample, or a quarter of the ledger's, at most four per record; at least
@@ -143,9 +144,9 @@ def looks(options: AuditOptions, records: int, numbers: int) -> tuple[int, int]:
         numbers: the number of private numbers in all records.
 
     >>> options = AuditOptions().with_changes(sample_rate=0.05, steps=300)
-    >>> looks(options, 240, 1440), looks(options, 1438, 92032), looks(options, 48000, 37632000)
-    ((12, 1), (4, 1), (0, 1))
-    >>> looks(options.with_changes(sample_rate=0.0016, steps=800, budget=4.8), 320_000, 1_920_000)
+    >>> [snapshot_counts(options, n, numbers) for n, numbers in ((240, 1440), (1438, 92032), (48000, 37632000))]
+    [(12, 1), (4, 1), (0, 1)]
+    >>> snapshot_counts(options.with_changes(sample_rate=0.0016, steps=800, budget=4.8), 320_000, 1_920_000)
     (2, 2)
     """
     if numbers > NUMBERS:

@@ -50,7 +50,7 @@ def write_inputs(folder: str | os.PathLike[str], dataset: Dataset, model: str) -
     target = dataset.target
     content: dict[str, Any] = {
         "format": FORMAT,
-        "confidential": "what read_off_the_data lists are facts about the data: hand it on only where these are known",
+        "confidential": "read_off_the_data lists facts about the data: pass this file on only where they are known",
         "kind": dataset.kind,
         "model": model,
         "shape": list(dataset.shape),
@@ -76,8 +76,8 @@ def _input(feature: Feature) -> dict[str, Any]:
         return {"column": column, "kind": NUMBER, "unit": feature.unit, **_range(feature)}
     if feature.name == f"{column} (missing)":
         return {"column": column, "kind": MISSING}
-    said = feature.name.removeprefix(f"{column} = ")
-    return {"column": column, "kind": CATEGORY, "value": "" if said == "(missing)" else said}
+    value = feature.name.removeprefix(f"{column} = ")
+    return {"column": column, "kind": CATEGORY, "value": "" if value == "(missing)" else value}
 
 
 def _read_off(dataset: Dataset) -> list[str]:
@@ -277,13 +277,13 @@ def _encoded(part: Mapping[str, Any], values: Sequence[Any]) -> np.ndarray:
 
 def _text(value: Any) -> str:
     """Returns the name of a category, "" where it is missing."""
-    said = "" if value is None or (isinstance(value, float) and math.isnan(value)) else str(value).strip()
-    return "" if said.lower() in BLANK else said
+    text = "" if value is None or (isinstance(value, float) and math.isnan(value)) else str(value).strip()
+    return "" if text.lower() in BLANK else text
 
 
 def _number(column: str, value: Any) -> float:
-    said = _text(value)
+    text = _text(value)
     try:
-        return float(said) if said else math.nan
+        return float(text) if text else math.nan
     except ValueError:
         raise InputError(column, "must be a number", value) from None

@@ -26,7 +26,7 @@ from reconbound._internal.checks import InputError, file_path, flag
 from reconbound._internal.files import file_digest, is_leftover
 from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import random_states_kept
-from reconbound.auditing.leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, looks
+from reconbound.auditing.leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, snapshot_counts
 from reconbound.auditing.models import check_model, describe_model, model_kind
 from reconbound.auditing.options import AuditOptions, default_options, finished, make_learner, open_folder, settle
 from reconbound.auditing.release import write_inputs
@@ -185,9 +185,10 @@ def run_audit(
             (folder / name).unlink(missing_ok=True)
         seed = "the operating system" if options.settings.seed is None else CHOSEN_SEED
         run = facts_of(dataset, settled, measurements.learner, seed_from=seed, publish_accuracy=publish_accuracy)
-        from reconbound.report import build, headline
+        from reconbound.report import build
+        from reconbound.report.headline import public_headline
 
-        run = replace(run, headline=headline(run), caveats=caveats)
+        run = replace(run, headline=public_headline(run), caveats=caveats)
         belongs = {"run": run_digest(run), "model": file_digest(folder / MODEL)}  # here: run.json knows no record
         write_leakage(folder, replace(leakage, facts={**leakage.facts, **belongs}))
         write_run(folder, run)
@@ -340,7 +341,7 @@ def expected_seconds(dataset: Dataset, options: AuditOptions) -> float:
         share = 1.0 if budget == "every" else float(budget[1])
         per_run += share * options.steps * (measuring - plain)
     records = len(dataset.inputs)
-    times, probes = looks(options, records, records * len(dataset.scale))
+    times, probes = snapshot_counts(options, records, records * len(dataset.scale))
     all_of = times * records * (3 + probes) / 4 if times else SNAPSHOTS * min(SAMPLE, records)
     closer = (all_of + SNAPSHOTS * (MOST + LEAST) * PROBES / 4) / (options.settings.sample_rate * records)
     return options.runs * (per_run + closer * measuring)

@@ -23,8 +23,13 @@ if TYPE_CHECKING:
     from reconbound.data import Dataset
 
 Whole = {"parser": count, "metavar": "<int>"}
-#: Columns of which the terminal says how many records are exposed.
+#: Columns of which the terminal prints how many records are exposed.
 NAMED = 12
+#: Options that change the defaults of a data set; --epochs and --budget are read apart.
+CHANGES = (
+    "model", "noise_multiplier", "max_grad_norm", "sample_rate", "steps", "runs", "lr", "momentum", "clip", "sampler",
+    "seed",
+)  # fmt: skip
 
 
 def audit_command(
@@ -124,32 +129,15 @@ def audit_command(
 
     Run it again in the same folder to go on where it was stopped.
     """
-    changes = {
-        "model": model,
-        "noise_multiplier": noise_multiplier,
-        "max_grad_norm": max_grad_norm,
-        "sample_rate": sample_rate,
-        "steps": steps,
-        "runs": runs,
-        "lr": lr,
-        "momentum": momentum,
-        "clip": clip,
-        "sampler": sampler,
-        "budget": parse_budget(budget),
-        "seed": seed,
-    }
-    given = {name: value for name, value in changes.items() if value is not None}
+    given = {name: value for name, value in locals().items() if name in CHANGES and value is not None}
+    if budget is not None:
+        given["budget"] = parse_budget(budget)
     if epochs is not None and steps is not None:
         raise typer.BadParameter("does not go with --steps", param_hint="--epochs")
-    reading: dict[str, Any] = {"target": target, "private": private or None, "limit": limit, "folder": data_folder}
-    reading |= {
-        "categories": category or None,
-        "drop": drop,
-        "header": None if header is None else header.split(","),
-        "size": size,
-    }
-    if test_share is not None:
-        reading["test_share"] = test_share
+    names = None if header is None else header.split(",")
+    reading: dict[str, Any] = {"target": target, "private": private or None, "categories": category or None}
+    reading |= {"drop": drop, "header": names, "size": size, "limit": limit, "folder": data_folder}
+    reading |= {} if test_share is None else {"test_share": test_share}
     resume = f"; run the same command again{', without --fresh,' if fresh else ''} to go on"
     with plain_errors(resume):
         from reconbound.auditing.options import open_folder, refuse_other
@@ -177,7 +165,7 @@ def audit_command(
 
 @contextmanager
 def _no_empty_folder(folder: Path) -> Iterator[None]:
-    """Where an audit fails before it wrote anything, the folder that was made for it goes too."""
+    """Removes the folder that was made for an audit if the audit fails before it writes anything."""
     there = folder.exists()
     try:
         yield
@@ -189,6 +177,7 @@ def _no_empty_folder(folder: Path) -> Iterator[None]:
 
 
 def parse_budget(given: str | None) -> float | str | None:
+    """Returns "every", a number, or None where nothing was given."""
     if given is None or given == "every":
         return given
     try:
@@ -198,7 +187,7 @@ def parse_budget(given: str | None) -> float | str | None:
 
 
 def _load_data(data: str, reading: dict[str, Any]) -> tuple[Dataset, list[str]]:
-    """Returns the data, and what their owner should know of them."""
+    """Returns the data, and notes about them for their owner."""
     from reconbound.data import DataWarning, load_dataset
 
     with warnings.catch_warnings(record=True) as caught:
@@ -206,9 +195,7 @@ def _load_data(data: str, reading: dict[str, Any]) -> tuple[Dataset, list[str]]:
         dataset = load_dataset(data, **reading)
     notes = [str(warning.message) for warning in caught]
     if dataset.inferred_ranges:
-        notes.append(
-            "declare ranges that are known without the data by --range COLUMN=LOWEST:HIGHEST, once for each column"
-        )
+        notes.append("declare known ranges by --range COLUMN=LOWEST:HIGHEST, once for each column")
     return dataset, notes
 
 
@@ -228,52 +215,51 @@ def _make_options(dataset: Dataset, given: dict[str, Any], epochs: float | None)
 def _run_audit(
     dataset: Dataset, options: AuditOptions, out: Path, publish_accuracy: bool, fresh: bool, as_json: bool, quiet: bool
 ) -> None:
+    """Trains and reports, unless the folder has the finished audit already; prints notes before and the result."""
     from reconbound.auditing.models import check_model
     from reconbound.auditing.options import finished
-    from reconbound.auditing.run import run_audit
+    from reconbound.auditing.run import floors_of, run_audit
+    from reconbound.report.text import weaknesses
     from reconbound.validate import KinkWarning
 
+    stream = sys.stderr if as_json else sys.stdout
     if not fresh and finished(out, dataset, options, publish_accuracy=publish_accuracy):
         if not quiet:
             print(
-                f"Finished already: the audit in {out} was made with these data and options; nothing was done. "
-                "--fresh starts over, more --runs add to it, reconbound report builds its pages again.",
-                file=sys.stderr if as_json else sys.stdout,
+                f"Finished already: the audit in {out} has these data and options; nothing was done. --fresh starts "
+                "over, more --runs add to it, reconbound report builds its pages again.",
+                file=stream,
             )
         _print_result(out, as_json, quiet)
         return
-    if options.settings.seed is not None and not quiet:
-        print("Note: whoever guesses the seed knows the noise: release no model that had --seed", file=sys.stderr)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*can be guessed")  # said above
-        for said in check_model(dataset, options.model).values():  # even if quiet: it takes floors away
-            print(f"Note: {said}", file=sys.stderr)
+        warnings.filterwarnings("ignore", ".*can be guessed")  # printed as a note
+        notes = list(check_model(dataset, options.model).values())  # even if quiet: they void floors
         if not quiet:
-            from reconbound.auditing.run import floors_of
-            from reconbound.report.verdicts import weak
-
-            noun, known = "image" if dataset.kind == "image" else "record", floors_of(dataset, options).protection
-            for line in (known.warning(noun), *weak(len(dataset.inputs), known, noun)):
-                if line:
-                    print(f"Note: {line}", file=sys.stderr)
-            for line in describe_plan(dataset, options, out, fresh):
-                print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
-        warnings.simplefilter("ignore", KinkWarning)  # said above, and kept in run.json
+            noun, protection = "image" if dataset.kind == "image" else "record", floors_of(dataset, options).protection
+            notes += [protection.warning(noun), *weaknesses(len(dataset.inputs), protection, noun)]
+            if options.settings.seed is not None:
+                notes.append("whoever guesses the seed knows the noise: release no model that had --seed")
+        for note in filter(None, notes):
+            print(f"Note: {note}", file=sys.stderr)
+        for line in [] if quiet else describe_audit(dataset, options, out, fresh):
+            print(line, file=stream, flush=True)
+        warnings.simplefilter("ignore", KinkWarning)  # printed as a note, and kept in run.json
         folder = run_audit(dataset, options, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
     _print_result(folder, as_json, quiet)
 
 
 def _print_result(folder: Path, as_json: bool, quiet: bool) -> None:
-    """Prints the verdict of a finished audit, and where its report is."""
+    """Prints the finding of a finished audit, and where its report is."""
     from reconbound.report.folder import REPORT
 
-    if as_json:
+    found = {} if quiet and not as_json else result(folder)
+    if found:
         confidential_note()
-        print(json.dumps(result(folder), indent=2, allow_nan=False))
+    if as_json:
+        print(json.dumps(found, indent=2, allow_nan=False))
         return
     if not quiet:
-        confidential_note()
-        found = result(folder)
         for line in (*found["verdict"], *describe_columns(found), found["accuracy_said"]):
             print(line)
     print(folder / REPORT)
@@ -281,7 +267,7 @@ def _print_result(folder: Path, as_json: bool, quiet: bool) -> None:
 
 def describe_columns(found: dict[str, Any]) -> list[str]:
     """Returns a line for each column, the most exposed first: how many records are below a guess, and the lowest."""
-    from reconbound.report.columns import sentence
+    from reconbound.report.text import column_sentence
 
     if not found["columns"]:
         return []
@@ -291,56 +277,56 @@ def describe_columns(found: dict[str, Any]) -> list[str]:
     more = [f"  and {len(rows) - NAMED} more, in the report"] if len(rows) > NAMED else []
     return [
         f"Single columns, of {found['columns_of']} (by estimates):",
-        *(f"  {sentence(c)}" for c in rows[:NAMED]),
+        *(f"  {column_sentence(c)}" for c in rows[:NAMED]),
         *more,
     ]
 
 
-def describe_plan(dataset: Dataset, options: AuditOptions, out: Path, fresh: bool) -> list[str]:
+def describe_audit(dataset: Dataset, options: AuditOptions, out: Path, fresh: bool) -> list[str]:
     """Returns what will be done, what the mechanism guarantees before any training, and how long it will take."""
     from reconbound._internal.formatting import format_floor, format_limit
     from reconbound.auditing.models import describe_model
     from reconbound.auditing.run import expected_seconds, floors_of, sampler_of
-    from reconbound.report.figures import pixel_scale
     from reconbound.report.folder import PLAN
+    from reconbound.report.formats import pixel_scale
 
     settings = options.settings
     found, sampler = floors_of(dataset, options), sampler_of(dataset, options)
     epochs = options.steps / sampler.steps_per_epoch
-    others = "the first is the release, the others only measure" if options.runs > 1 else "no confidence limits"
-    others += "; confidence limits from two runs say next to nothing, from five they do" if options.runs == 2 else ""
-    image = dataset.kind == "image"
-    noun, pixel = "image" if image else "record", dataset.features[0]
-    unit, of_range = (pixel.high - pixel.low, pixel_scale(pixel.low, pixel.high)) if image else (
-        1.0, "of a column's range")  # fmt: skip
-    whom = {
+    others = "the first is released, the others only measure" if options.runs > 1 else "no confidence limits"
+    others += "; two runs give almost no confidence limits, five do" if options.runs == 2 else ""
+    image, pixel = dataset.kind == "image", dataset.features[0]
+    noun, unit, of_range = "record", 1.0, "of a column's range"
+    if image:
+        noun, unit, of_range = "image", pixel.high - pixel.low, pixel_scale(pixel.low, pixel.high)
+    attackers = {
         "theorem1": f"an attacker unbiased for every {noun} there could be",
         "lecam": f"any attacker, on some conceivable {noun}, not on each",
     }
-    says = [f"{name} ±{format_floor(found[name].rmse * unit)} ({who})" for name, who in whom.items()
-            if not found[name].vacuous]  # fmt: skip
-    epsilon = (
-        ""
-        if found.epsilon is None
-        else f"; ε = {format_limit(found.epsilon)} (replace-one) at δ = {format_limit(found.delta, 6)}"
-    )
+    floors = [
+        f"{name} ±{format_floor(found[name].rmse * unit)} ({attacker})"
+        for name, attacker in attackers.items()
+        if not found[name].vacuous
+    ]
+    epsilon = ""
+    if found.epsilon is not None:
+        epsilon = f"; ε = {format_limit(found.epsilon)} (replace-one) at δ = {format_limit(found.delta, 6)}"
     model = describe_model(dataset, options.model)
     seconds = expected_seconds(dataset, options)
-    on = not fresh and (out / PLAN).exists()
-    known = () if image else dataset.columns[1]
+    begun = not fresh and (out / PLAN).exists()
+    public = () if image else dataset.columns[1]
     return [
         dataset.summary(),
-        *([f"Public, taken as known to the attacker: {', '.join(known)}."] if known else []),
+        *([f"Public, taken as known to the attacker: {', '.join(public)}."] if public else []),
         f"Model: {model}; {options.runs} run{'s' if options.runs > 1 else ''} of {options.steps:,} steps "
         f"({epochs:.3g} epochs), lr {settings.lr:g}: {others}.",
         f"Mechanism: noise multiplier {settings.noise_multiplier:g}, clip norm {settings.max_grad_norm:g} "
         f"({settings.clip}), {settings.sampler} batches, sample rate {sampler.sample_rate:.3g}{epsilon}.",
-        f"Floors whatever the data, {of_range}: {', '.join(says) or 'none that says anything'}"
+        f"Floors whatever the data, {of_range}: {', '.join(floors) or 'none'}"
         f"{' (only with declared ranges: see the notes above)' if dataset.inferred_ranges else ''}. "
-        f"The audit measures each {noun}'s own, for an attacker unbiased near it, and may find lower ones: report "
-        "the lower.",
-        f"Expected time: about {_duration(seconds)}{' if nothing is done yet' if on else ''}.",
-        f"{'Goes on' if on else 'Writes'} in {out}, which is confidential apart from run.json, model.safetensors and "
+        f"The audit measures each {noun}'s own floor, which may be lower.",
+        f"Expected time: about {_duration(seconds)}{' if nothing is done yet' if begun else ''}.",
+        f"{'Goes on' if begun else 'Writes'} in {out}: confidential, except run.json, model.safetensors and "
         "report-public.html.",
     ]
 
@@ -360,15 +346,14 @@ def _quantile(values: ndarray, share: float) -> float:
 
 def result(folder: Path) -> dict[str, Any]:
     """Returns the verdict of a finished audit and where it is; confidential."""
-    from reconbound.report import accuracy_line
-    from reconbound.report.columns import anyone, counts, which
     from reconbound.report.folder import MODEL, PUBLIC_REPORT, REPORT, read_audit
-    from reconbound.report.verdicts import sureness, verdict
+    from reconbound.report.headline import accuracy_sentence, headline
+    from reconbound.report.text import certainty, columns_scope
     from reconbound.report.view import View
 
     run, leakage = read_audit(folder)
     view = View(run, leakage)
-    names, exposed = {"lowest": 0.0, "1 %": 0.01, "median": 0.5}, anyone(view)
+    names, exposed = {"lowest": 0.0, "1 %": 0.01, "median": 0.5}, view.exposed_in_some_column
     limits = None  # of the records that have one; those without are counted
     if view.upper_floor is not None and (view.upper_floor > 0).any():
         known = view.upper_floor[view.upper_floor > 0]
@@ -379,7 +364,7 @@ def result(folder: Path) -> dict[str, Any]:
         "report": str(folder / REPORT),
         "public_report": str(folder / PUBLIC_REPORT),
         "model": str(folder / MODEL),
-        "verdict": [*verdict(view), *sureness(view)[:1]],
+        "verdict": [*headline(view), *(text for topic, text in certainty(view)[:1] if topic == "Estimates")],
         "caveats": dict(run.caveats or {}),
         "floors_lower_limit": limits,
         "floors_estimate": {name: _quantile(view.floor[view.measured], share) for name, share in names.items()},
@@ -391,10 +376,10 @@ def result(folder: Path) -> dict[str, Any]:
         "below_guess": view.below(view.guess),
         "below_guess_on_some_column": None if exposed is None else {"below": exposed[0], "of": exposed[1]},
         "never_measured": view.unknown,
-        "columns": counts(view),
-        "columns_of": which(view) if counts(view) else None,
-        "accuracy": float(leakage.accuracy[-1]) if leakage.accuracy.numel() else None,
+        "columns": view.columns,
+        "columns_of": columns_scope(view) if view.columns else None,
+        "accuracy": view.accuracy,
         "accuracy_baseline": view.facts.get("accuracy_baseline"),
-        "accuracy_said": accuracy_line(view),
+        "accuracy_said": accuracy_sentence(view),
         "epsilon": run.guarantee.get("epsilon"),
     }

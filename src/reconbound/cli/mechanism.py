@@ -1,18 +1,69 @@
-"""From the options of bound and calibrate to the one mechanism that they describe. torch is not imported here."""
+"""The options of bound and calibrate that describe a mechanism, and the mechanism that they describe.
+
+torch is not imported here.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 
 from reconbound._internal.checks import number, rounded_up
-from reconbound.cli.options import epochs_as_steps, option
+from reconbound.cli.options import count, epochs_as_steps, option, ratio
 from reconbound.mechanisms import DP, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
 from reconbound.mechanisms.sampled_gaussian import fewest_batches
 
-#: What `reconbound bound` without a mechanism speaks of.
+DimOption = Annotated[
+    int,
+    typer.Option(parser=count, metavar="<int>", help="Number of private coordinates of a record: 784, or 3x32x32."),
+]
+LowOption = Annotated[float | None, typer.Option(help="Smallest value of a coordinate (0; see --data-norm).")]
+HighOption = Annotated[float | None, typer.Option(help="Largest value of a coordinate (1; see --data-norm).")]
+UnitsOption = Annotated[str, typer.Option("--units", "--unit", help="Unit of the data, for printing.")]
+
+#: The options that describe a mechanism: type and help.
+OPTIONS: dict[str, tuple[Any, str]] = {
+    "noise_multiplier": (
+        float,
+        "Noise std on the SUM of clipped gradients over the clip norm, as in Opacus; the clip norm itself does not "
+        "matter.",
+    ),
+    "sample_rate": (ratio, "Chance of a record to be in a batch: 0.01, or 256/50000."),
+    "steps": (count, "Number of steps: epochs over the sample rate."),
+    "epochs": (float, "The same as passes over the data: epochs over the sample rate are the steps, rounded up."),
+    "clip": (str, "smooth (the paper's GELU clip; default) or hard (as in Opacus)."),
+    "sampler": (
+        str,
+        "poisson (default), fixed (fixed size without replacement), or shuffle (shuffled epochs, from which no "
+        "protection is counted).",
+    ),
+    "epsilon": (float, "Of the mechanism only this epsilon is known."),
+    "rdp2": (float, "Only its order-2 Renyi divergence is known; see --adjacency."),
+    "adjacency": (
+        str,
+        "Neighbours of --epsilon or --rdp2: replace-one (assumed, with a note, when left out), or add/remove (as "
+        "Opacus, TF Privacy and most libraries for private SGD report it, and the safe choice).",
+    ),
+    "delta": (float, "Delta at which epsilon is reported (1e-5), or that of --epsilon (0)."),
+    "output_perturbation": (bool, "Noise on the minimiser of a linear model."),
+    "records": (count, "Output perturbation: number of records."),
+    "l2": (float, "Output perturbation: regularisation, as in mean loss + l2/2 |w|^2."),
+    "noise_std": (float, "Output perturbation: noise std per coefficient."),
+    "data_norm": (
+        float,
+        "Output perturbation: norm to which rows are clipped, a constant feature not counted (1). Records lie in the "
+        "ball of this radius, and the floors are for it.",
+    ),
+    "loss": (str, "Output perturbation: the loss: logistic (two classes), softmax, or squared (ridge)."),
+    "target_bound": (float, "Output perturbation with squared loss: targets are clipped to this size."),
+    "intercept": (bool, "Output perturbation: rows have a constant feature 1 beside."),
+}
+
+#: The mechanism of `reconbound bound` without options.
 DEFAULT = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1000}
 _KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # trigger -> needed, allowed
     "noise_multiplier": (("noise_multiplier", "sample_rate", "steps"), ("clip", "sampler", "epochs")),
@@ -20,56 +71,84 @@ _KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # trigger -> nee
     "rdp2": (("rdp2",), ("adjacency",)),
     "output_perturbation": (("loss", "records", "l2", "noise_std"), ("data_norm", "target_bound", "intercept")),
 }
-_MECHANISM_OPTIONS = {name for needed, allowed in _KINDS.values() for name in (*needed, *allowed)} | set(_KINDS)
-#: Said where an epsilon came without its delta.
+#: The note where an epsilon was given without its delta.
 NO_DELTA = (
-    "you gave no δ with ε: it was taken as 0, a guarantee without exception, which Gaussian noise never gives. An ε "
-    "from Opacus, TF Privacy and most libraries for private SGD holds at a δ, and these floors do not follow "
-    "from it: say --delta, or better describe the mechanism."
+    "no δ was given with ε, so δ = 0 was assumed, which Gaussian noise never gives. An ε from Opacus, TF Privacy and "
+    "most libraries for private SGD holds at a δ, and these floors do not follow from it: give --delta, or better "
+    "describe the mechanism."
 )
-#: Said where nothing was said of how batches are drawn.
+#: The note where it was not given how batches are drawn.
 NO_SAMPLER = (
-    "you did not say how batches are drawn: Poisson sampling was taken, in which each record is in each batch by the "
-    "toss of a coin. A loader that shuffles (torch's DataLoader with shuffle=True) protects less: say --sampler "
-    "shuffle, or --sampler fixed for uniform batches of one size."
+    "Poisson sampling was assumed: each record is in each batch with the same chance, drawn independently. A loader "
+    "that shuffles (torch's DataLoader with shuffle=True) protects less: give --sampler shuffle, or --sampler fixed "
+    "for uniform batches of one size."
 )
 
 
-def given_of(options: dict[str, Any]) -> dict[str, Any]:
-    """The mechanism options that the user gave (and delta)."""
-    return {
-        k: v for k, v in options.items() if k in _MECHANISM_OPTIONS | {"delta"} and v is not None and v is not False
-    }
+def mechanism_options(hidden: Sequence[str] = (), **helps: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command all OPTIONS; it receives those that the user gave as one dictionary, its parameter `given`.
+
+    Args:
+        hidden: options that --help leaves out; the command refuses them by name.
+        **helps: other help for some of the options.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        keyword, shared = inspect.Parameter.KEYWORD_ONLY, []
+        for name, (kind, text) in OPTIONS.items():
+            settings: dict[str, Any] = {"help": helps.get(name, text), "hidden": name in hidden}
+            if kind in (ratio, count):
+                settings |= {"parser": kind, "metavar": "<float>" if kind is ratio else "<int>"}
+            value = {ratio: float, count: int}.get(kind, kind)
+            typed = bool if kind is bool else value | None
+            names = (option(name),) if kind is bool else ()  # without --no-...
+            annotation: Any = Annotated[typed, typer.Option(*names, **settings)]
+            default = False if kind is bool else None
+            shared.append(inspect.Parameter(name, keyword, default=default, annotation=annotation))
+
+        def run(**options: Any) -> None:
+            given = {name: options.pop(name) for name in OPTIONS}
+            command(given={k: v for k, v in given.items() if v is not None and v is not False}, **options)
+
+        run.__doc__ = command.__doc__
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(command, eval_str=True).parameters.values():
+            parameters += shared if parameter.name == "given" else [parameter.replace(kind=keyword)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
 
 
-def notes_of(given: dict[str, Any]) -> tuple[str, ...]:
+def assumption_notes(given: dict[str, Any]) -> tuple[str, ...]:
     """Returns the assumptions that the options leave open.
 
     Args:
-        given: as `given_of` returns it.
+        given: the options that describe the mechanism, and delta.
     """
-    said = []
+    notes = []
     if "epsilon" in given and "delta" not in given:
-        said.append(NO_DELTA)
+        notes.append(NO_DELTA)
     sampled = "sampler" not in given and float(given.get("sample_rate", DEFAULT["sample_rate"])) < 1
     if sampled and not {"epsilon", "rdp2", "output_perturbation"} & set(given):
-        said.append(NO_SAMPLER)
+        notes.append(NO_SAMPLER)
     if given.get("sampler") == "shuffle" and "steps" in given and "sample_rate" in given:
         batches = fewest_batches(given["sample_rate"])
         epochs = math.ceil(given["steps"] / batches)
-        said.append(
-            f"{given['steps']:,} steps of shuffled batches were counted as {epochs:,} epochs of {batches:,} batches, "
-            "as of a loader that drops its last batch, so that no loader takes more. Give --epochs if you know them."
+        notes.append(
+            f"{given['steps']:,} steps of shuffled batches were counted as {epochs:,} epochs of {batches:,} batches "
+            "(the last one dropped), so that no loader takes more. Give --epochs if you know them."
         )
-    return tuple(said)
+    return tuple(notes)
 
 
-def mechanism_of(given: dict[str, Any], found: str | None = None) -> Mechanism:
-    """The one mechanism that the options describe; a clear line about what is missing or too much.
+def make_mechanism(given: dict[str, Any], searched: str | None = None) -> Mechanism:
+    """Returns the one mechanism that the options describe; refuses missing options and those that do not fit.
 
     Args:
-        given: the options that the user gave, by name.
-        found: the noise's name where calibrate looks for it, so that the user never gave it.
+        given: the options that describe the mechanism, and delta.
+        searched: the noise that calibrate looks for, so that the user did not give it.
     """
     chosen = {k: v for k, v in given.items() if k != "delta"}
     if not chosen:
@@ -84,7 +163,7 @@ def mechanism_of(given: dict[str, Any], found: str | None = None) -> Mechanism:
             raise typer.BadParameter("does not go with --steps", param_hint="--epochs")
         shuffled = chosen.get("sampler") == "shuffle"  # a record is in one batch of each epoch, whatever their size
         needed = tuple(name for name in needed if name != "steps" and not (shuffled and name == "sample_rate"))
-    _check_needed(chosen, needed, kind, found)
+    _check_needed(chosen, needed, kind, searched)
     if kind == "epsilon":
         return DP(chosen["epsilon"], given.get("delta", 0.0), chosen.get("adjacency"))
     if kind == "rdp2":
@@ -94,12 +173,13 @@ def mechanism_of(given: dict[str, Any], found: str | None = None) -> Mechanism:
     return _private_sgd(chosen)
 
 
-def _check_needed(chosen: dict[str, Any], needed: tuple[str, ...], kind: str, found: str | None) -> None:
+def _check_needed(chosen: dict[str, Any], needed: tuple[str, ...], kind: str, searched: str | None) -> None:
+    """Refuses a missing option."""
     for name in needed:
         if name not in chosen:
-            need = "" if name == kind or found == kind else f": {option(kind)} needs it"
-            if name in ("sample_rate", "steps") and found == kind:
-                need = ": private SGD needs it (or say --output-perturbation, --loss, --records and --l2)"
+            need = "" if name == kind or searched == kind else f": {option(kind)} needs it"
+            if name in ("sample_rate", "steps") and searched == kind:
+                need = ": private SGD needs it (or give --output-perturbation, --loss, --records and --l2)"
             either = " (or --epochs)" if name == "steps" else " (logistic, softmax or squared)" * (name == "loss")
             raise typer.BadParameter(f"is missing{either}{need}", param_hint=option(name))
 
@@ -111,7 +191,7 @@ def _output_perturbation(chosen: dict[str, Any]) -> OutputPerturbation:
 
 
 def _private_sgd(chosen: dict[str, Any]) -> SampledGaussian:
-    """T steps, or so many epochs: of shuffled ones a record takes part once in each, whatever the batches' size."""
+    """Returns private SGD of T steps, or of epochs; in a shuffled epoch a record is in one batch."""
     noise, clip, sampler = chosen["noise_multiplier"], chosen.get("clip", "smooth"), chosen.get("sampler", "poisson")
     if sampler == "shuffle":
         if "sample_rate" in chosen:

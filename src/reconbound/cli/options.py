@@ -1,4 +1,4 @@
-"""Reads numbers and paths of the command line; shared by its commands. torch is not imported here."""
+"""Reads options of the command line and describes its errors in one line. torch is not imported here."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import typer
 
-from reconbound._internal.checks import InputError, number, rounded_up
-from reconbound.bounds.data_space import DataSpace
+from reconbound._internal.checks import DataError, DataShown, InputError, number, rounded_up
 
 
 def option(name: str) -> str:
@@ -33,7 +33,7 @@ SEED, STORAGE = "RECONBOUND_SEED", "RECONBOUND_STORAGE"
 STOPPED = 130
 
 
-class Told(int):
+class ReportedStatus(int):
     """An exit status whose reason has been printed."""
 
 
@@ -60,31 +60,13 @@ def count(given: Any) -> int:
 
 
 def epochs_as_steps(epochs: Any, sample_rate: Any) -> int:
-    """T = epochs / q, rounded up: one step more lowers a floor, one too few would raise it.
+    """Returns T = epochs/q, rounded up: one step too few would raise a floor.
 
     >>> epochs_as_steps(10, 0.01), epochs_as_steps(1.1, 0.1), epochs_as_steps(10, 256 / 50000)
     (1000, 11, 1954)
     """
     rate = number("sample_rate", sample_rate, above=0.0, at_most=1.0)
     return rounded_up(Fraction(number("epochs", epochs, above=0.0, at_most=1e15)) / Fraction(rate))
-
-
-def within_range(target_mse: float | None, target_error: float | None, data: DataSpace) -> None:
-    """Refuse a target beyond the range: whoever guesses within it errs by less, so the range was forgotten."""
-    width = data.widest
-    if target_mse is None or not (width > 0 and target_mse > width**2 * (1 + 1e-9)):
-        return
-    name, most, given = ("target_error", width, target_error)
-    if target_error is None:
-        name, most, given = ("target_mse", width**2, target_mse)
-    which = "the range" if target_error is not None else "the square of the range"
-    options = "--low and --high" if data.ball is None else "--data-norm, --low and --high"
-    raise InputError(
-        name,
-        f"must be at most {most:g}, {which} of the data ({data.describe()}), by which any guess within it is off at "
-        f"most: give the range by {options}",
-        given,
-    )
 
 
 @contextmanager
@@ -99,9 +81,9 @@ def plain_errors(resume: str = "", received: str = "") -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         print(f"\nreconbound: stopped{resume}", file=sys.stderr)
-        raise typer.Exit(Told(STOPPED)) from None
+        raise typer.Exit(ReportedStatus(STOPPED)) from None
     except (InputError, BrokenPipeError):
-        raise  # cli.run says them
+        raise  # cli.run prints them
     except MemoryError as reason:
         fail(f"the memory does not suffice{f' ({reason})' if str(reason) else ''}")
     except NotADirectoryError as reason:
@@ -115,21 +97,20 @@ def plain_errors(resume: str = "", received: str = "") -> Iterator[None]:
         if type(reason).__module__.partition(".")[0] in ("sqlalchemy", "optuna"):
             fail(f"the database: {' '.join(str(reason).split())[:300]}")
         if received and not hasattr(reason, "format_message") and not isinstance(reason, typer.Exit):
-            said = f"{type(reason).__name__}: {reason}"[:200]
-            fail(f"{received} is damaged, or reconbound did not write it ({said})")
+            fail(f"{received} is damaged, or reconbound did not write it ({type(reason).__name__}: {reason})"[:600])
         raise
 
 
 @contextmanager
-def noted() -> Iterator[None]:
+def print_warnings() -> Iterator[None]:
     """Prints warnings as notes of one line."""
 
-    def shown(message: Any, *_: Any, **__: Any) -> None:
+    def show(message: Any, *_: Any, **__: Any) -> None:
         print(f"Note: {one_line(str(message))}", file=sys.stderr)
 
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)
-        warnings.showwarning = shown
+        warnings.showwarning = show
         yield
 
 
@@ -147,9 +128,58 @@ def fail(message: str) -> None:
     raise typer.Exit(2)
 
 
-#: Said of a line that quotes the data.
+#: Added to a line that quotes the data.
 SHOWS_DATA = "this line shows data: keep it as secret as they are"
 
 
 def confidential_note() -> None:
     print("reconbound: what follows is about single records: keep it as secret as the data", file=sys.stderr)
+
+
+# --- errors --------------------------------------------------------------------
+
+
+def describe_refused_value(error: InputError, app: typer.Typer) -> str:
+    """Describes a value that the library refused: its option, what it must be, and the value."""
+    if isinstance(error, DataError):
+        return f"{error} ({SHOWS_DATA})" if isinstance(error, DataShown) else str(error)
+    name = option(error.name) if option(error.name) in option_names(app) else error.name
+    return f"{name} {error.requirement}" + ("" if error.value is None else f", got {error.value}")
+
+
+def describe_usage_error(error: Any, words: Sequence[str]) -> str:
+    """Returns typer's own message, with its suggestions, and the value that could not be read.
+
+    Args:
+        error: one of typer's.
+        words: the command line. A mistyped seed is not shown: it is as secret as the data.
+    """
+    options = getattr(getattr(error, "param", None), "opts", ())
+    if "--seed" in options:
+        return "--seed must be a whole number"
+    hint = getattr(error, "param_hint", None)
+    message = f"{hint} {error.message}" if hint else str(error.format_message())
+    value = _given_value(words, options)
+    return message if value is None or value in message else f"{message}, got {value}"
+
+
+def _given_value(words: Sequence[str], options: Sequence[str]) -> str | None:
+    """Returns the last value that was given for an option."""
+    for word, following in zip(reversed(words), [None, *reversed(words)], strict=False):
+        name, equals, rest = word.partition("=")
+        if name in options:
+            return rest if equals else following
+    return None
+
+
+@cache
+def command_parser(app: typer.Typer) -> Any:
+    """Returns the parser of the command line, which takes typer some 50 ms to make."""
+    return typer.main.get_command(app)
+
+
+def option_names(app: typer.Typer, command: str = "") -> set[str]:
+    """Returns the options of a command, or of all commands."""
+    commands: dict[str, Any] = command_parser(app).commands
+    chosen = [commands[command]] if command in commands else list(commands.values())
+    return {name for one in chosen for param in one.params for name in param.opts if name.startswith("-")} | {"--help"}

@@ -245,7 +245,7 @@ def _print_sweep(facts: dict[str, Any], rows: list[Row]) -> None:
         from reconbound.sweep.frontier import default_floor
         from reconbound.sweep.page import cautions, measured_by, verdict
 
-        said = verdict(rows, default_floor(rows), facts.get("guesses"), measured_by(facts), facts["runs"])
+        said = verdict(rows, default_floor(rows), facts.get("guesses"), measured_by(facts))
         for line in (*cautions(rows, facts), *said):
             print(line)
         print(f"{facts['table']}\n{facts['page']}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from reconbound.report.figures import for_plotly
+from reconbound.report.formats import for_plotly
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7d8590",
@@ -41,7 +41,6 @@ class Chart:
     keys: tuple[Key, ...] = ()
     note: str = ""
     label: str = ""
-    height: int = field(default=360)
 
 
 # --- axes ------------------------------------------------------------------------------
@@ -144,6 +143,20 @@ def layout(height: int, x: Figure, y: Figure, **more: Any) -> Figure:
 def numbers(values: Any) -> list[float | None]:
     """Returns finite numbers for JSON, None in place of others."""
     return [float(v) if math.isfinite(v) else None for v in np.asarray(values, dtype=np.float64).tolist()]
+
+
+def scatter(x: Any, y: Any, hover: str | list[str] | None = None, *, mode: str = "lines", **more: Any) -> Figure:
+    """Returns a trace of lines or markers; without `hover`, pointing at it shows nothing.
+
+    Args:
+        x: the positions.
+        y: the positions.
+        hover: texts, one for each point or one for all.
+        mode: "lines", "markers" or "lines+markers".
+        **more: further settings of plotly's.
+    """
+    shown = {"hoverinfo": "skip"} if hover is None else {"hovertext": hover, "hoverinfo": "text"}
+    return {"type": "scatter", "mode": mode, "x": numbers(x), "y": numbers(y), **shown, **more}
 
 
 def rows_axis(names: Sequence[str]) -> Figure:

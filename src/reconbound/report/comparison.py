@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from reconbound import __version__
 from reconbound._internal.checks import InputError
 from reconbound._internal.files import CONFIDENTIAL, write_whole
 from reconbound._internal.formatting import format_percent
-from reconbound.report import charts, page, words
-from reconbound.report.columns import counts
-from reconbound.report.figures import amount, beyond, clean, guess_error, names_its_unit, plus_minus, value
+from reconbound.report import charts
 from reconbound.report.folder import PLAN, read_audit
+from reconbound.report.formats import amount, beyond, clean, guess_error, names_its_unit, plus_minus, value
+from reconbound.report.headline import comparison_headline, warnings
+from reconbound.report.pages import render
 from reconbound.report.view import View
 
 #: Columns named in one cell of the table, before the rest is folded away.
@@ -38,23 +38,21 @@ def compare(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
     Returns:
         The path of the page.
     """
-    views, names = opened(folders)
-    told = differences(views, names, folders)
+    views, names = read_audits(folders)
+    found = _facts(views, names, folders)
     chart = charts.overlay(views, names)
-    rows = [compared(view, name) for view, name in zip(views, names, strict=True)]
     context = {
         "title": f"{len(views)} audits side by side",
-        "rows": [row | {"shown": row["columns"][:NAMED], "more": row["columns"][NAMED:]} for row in rows],
-        "differences": told,
-        "warning": warning(told),
-        "caveats": caveats(views, names),
-        "columns": column_rows(common(views, names)),
+        "rows": [audit_row(audit) for audit in found["audits"]],
+        "differences": found["differences"],
+        "headline": found["headline"],
+        "caveats": found["caveats"],
+        "columns": column_rows(found["columns"]),
         "unknown": any(view.unknown for view in views),
         "chart": {chart.id: chart},
-        "version": __version__,
     }
     target = Path(out)
-    write_whole(target, page.render("compare.html", context, {chart.id: chart.figure}), mode=CONFIDENTIAL)
+    write_whole(target, render("compare.html", context, {chart.id: chart.figure}), mode=CONFIDENTIAL)
     return target
 
 
@@ -67,34 +65,82 @@ def is_comparison(path: str | os.PathLike[str]) -> bool:
     return b'<meta name="generator" content="reconbound ' in content and KICKER in content
 
 
-def facts(folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
+def comparison_facts(folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
     """Returns the comparison for machines and the terminal; confidential.
 
     Args:
         folders: of finished audits, two or more.
     """
-    views, names = opened(folders)
-    told = differences(views, names, folders)
-    audits = []
-    for view, name, folder in zip(views, names, folders, strict=True):
-        worst = None if view.worst is None else float(view.floor[view.worst]) / view.unit
-        audits.append({
-            "name": name, "folder": os.fspath(folder), "data": clean(view.run.data.get("name", ""), 60),
-            "records": view.records, "private": private(view), "mechanism": dict(view.run.mechanism),
-            "epsilon": view.run.guarantee.get("epsilon"), "accuracy": _accuracy(view),
-            "accuracy_said": _said(view), "accuracy_baseline": view.facts.get("accuracy_baseline"),
-            "floors": {"lowest_lower_limit": _limit(view), "lowest_estimate": worst,
-                       "median_estimate": _median(view)},
-            "meaningful": view.protection.meaningful, "success_at_1_percent": view.protection.success,
-            "guess": view.guess / view.unit, "unit": "± share of the range", "below_guess": view.below(view.guess),
-            "never_measured": view.unknown, "without_limit": view.unlimited,
-            "caveats": dict(view.run.caveats or {}),
-        })  # fmt: skip
-    return {"confidential": True, "audits": audits, "columns": common(views, names), "differences": told,
-            "warning": warning(told), "caveats": caveats(views, names)}  # fmt: skip
+    return _facts(*read_audits(folders), folders)
 
 
-def opened(folders: Sequence[str | os.PathLike[str]]) -> tuple[list[View], list[str]]:
+def _facts(views: Sequence[View], names: Sequence[str], folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
+    found = differences(views, names, folders)
+    audits = [audit_facts(view, name, folder) for view, name, folder in zip(views, names, folders, strict=True)]
+    caution = warning(found)
+    return {"confidential": True, "headline": comparison_headline(audits, caution), "audits": audits,
+            "columns": common_columns(views, names), "differences": found, "warning": caution,
+            "caveats": caveats(views, names)}  # fmt: skip
+
+
+def audit_facts(view: View, name: str, folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns the facts of one audit that are compared. Floors are shares of the range.
+
+    Args:
+        view: the audit.
+        name: its name.
+        folder: its folder.
+    """
+    upper, estimates = view.upper_floor, view.floor[view.measured] / view.unit
+    limits = None if upper is None or not (upper > 0).any() else upper[upper > 0] / view.unit
+    accuracy = "–" if view.accuracy is None else view.format_accuracy(view.accuracy)
+    return {
+        "name": name, "folder": os.fspath(folder), "data": clean(view.run.data.get("name", "–"), 60),
+        "records": view.records, "private": private(view), "mechanism": dict(view.run.mechanism),
+        "epsilon": view.run.guarantee.get("epsilon"), "accuracy": view.accuracy,
+        "accuracy_said": accuracy if view.classes or view.accuracy is None else f"R² {accuracy}",
+        "accuracy_baseline": view.facts.get("accuracy_baseline"),
+        "floors": {"lowest_lower_limit": None if limits is None else float(limits.min()),
+                   "lowest_estimate": float(estimates.min()) if estimates.size else None,
+                   "median_estimate": float(np.median(estimates)) if estimates.size else 0.0},
+        "meaningful": view.protection.meaningful, "success_at_1_percent": view.protection.success,
+        "guess": view.guess / view.unit, "unit": "± share of the range", "below_guess": view.below(view.guess),
+        "never_measured": view.unknown, "without_limit": view.unlimited, "caveats": dict(view.run.caveats or {}),
+    }  # fmt: skip
+
+
+def audit_row(audit: dict[str, Any]) -> dict[str, Any]:
+    """Formats the facts of one audit for the page and the terminal.
+
+    Args:
+        audit: as `audit_facts` returns it.
+    """
+    m, floors = audit["mechanism"], audit["floors"]
+    success, columns = audit["success_at_1_percent"], [(c["name"], format_range(c)) for c in audit["private"]]
+    return {
+        "name": audit["name"],
+        "data": audit["data"],
+        "records": f"{audit['records']:,}",
+        "shown": columns[:NAMED],
+        "more": columns[NAMED:],
+        "noise": f"{float(m.get('noise_multiplier', 0)):g}",
+        "clip": f"{float(m.get('max_grad_norm', 0)):g}",
+        "rate": f"{float(m.get('sample_rate', 0)):.3g}",
+        "steps": f"{int(m.get('steps', 0)):,}",
+        "runs": f"{int(m.get('runs', 1)):,}",
+        "epsilon": amount(audit["epsilon"], side="up"),
+        "accuracy": audit["accuracy_said"],
+        "worst": plus_minus(floors["lowest_estimate"]),
+        "limit": format_lowest_limit(floors["lowest_lower_limit"], audit["without_limit"]),
+        "median": plus_minus(floors["median_estimate"]),
+        "success": "–" if success is None else format_percent(success),
+        "guess": guess_error(audit["guess"]),
+        "below": f"{audit['below_guess']:,} of {audit['records']:,}",
+        "unknown": f"{audit['never_measured']:,}",
+    }
+
+
+def read_audits(folders: Sequence[str | os.PathLike[str]]) -> tuple[list[View], list[str]]:
     """Reads the audits, and finds a short unique name for each.
 
     The name is the last part of its folder, or all of it where last parts are equal, with its position where even that
@@ -119,9 +165,9 @@ def caveats(views: Sequence[View], names: Sequence[str]) -> list[str]:
     """
     about: dict[str, list[str]] = {}
     for view, name in zip(views, names, strict=True):
-        for said in filter(None, (view.protection.warning(view.noun), *words.caveats(view.run))):
-            about.setdefault(said, []).append(name)
-    return [f"{', '.join(whose)}: {said}" for said, whose in about.items()]
+        for text in warnings(view):
+            about.setdefault(text, []).append(name)
+    return [f"{', '.join(whose)}: {text}" for text, whose in about.items()]
 
 
 def private(view: View) -> list[dict[str, Any]]:
@@ -144,10 +190,10 @@ def private(view: View) -> list[dict[str, Any]]:
     ]
 
 
-def ranged(column: dict[str, Any]) -> str:
+def format_range(column: dict[str, Any]) -> str:
     """Formats the range of a column.
 
-    >>> ranged({"low": 0.0, "high": 120.0, "unit": "years", "declared": False})
+    >>> format_range({"low": 0.0, "high": 120.0, "unit": "years", "declared": False})
     '0 to 120 years, read off the data'
     """
     unit = f" {column['unit']}" if column["unit"] else ""
@@ -156,74 +202,20 @@ def ranged(column: dict[str, Any]) -> str:
     )
 
 
-def compared(view: View, name: str) -> dict[str, Any]:
-    """Returns one audit's row, ready for the template.
-
-    Args:
-        view: the audit.
-        name: its name.
-    """
-    m, limit = view.run.mechanism, _limit(view)
-    worst = None if view.worst is None else float(view.floor[view.worst]) / view.unit
-    epsilon = view.run.guarantee.get("epsilon")
-    return {
-        "name": name,
-        "data": clean(view.run.data.get("name", "–"), 60),
-        "records": f"{view.records:,}",
-        "columns": [(column["name"], ranged(column)) for column in private(view)],
-        "noise": f"{float(m.get('noise_multiplier', 0)):g}",
-        "clip": f"{float(m.get('max_grad_norm', 0)):g}",
-        "rate": f"{float(m.get('sample_rate', 0)):.3g}",
-        "steps": f"{int(m.get('steps', 0)):,}",
-        "runs": f"{int(m.get('runs', 1)):,}",
-        "epsilon": "–" if epsilon is None else amount(float(epsilon), side="up"),
-        "accuracy": _said(view),
-        "worst": plus_minus(worst),
-        "limit": limited(limit, view.unlimited),
-        "median": plus_minus(_median(view)),
-        "success": "–" if view.protection.success is None else format_percent(view.protection.success),
-        "guess": guess_error(view.guess / view.unit),
-        "below": f"{view.below(view.guess):,} of {view.records:,}",
-        "unknown": f"{view.unknown:,}",
-    }
-
-
-def _median(view: View) -> float:
-    """Returns the median of the estimates, as a share of the range."""
-    return float(np.median(view.floor[view.measured])) / view.unit if view.measured.any() else 0.0
-
-
-def _accuracy(view: View) -> float | None:
-    last = float(view.leakage.accuracy[-1]) if view.leakage.accuracy.numel() else float("nan")
-    return None if last != last else last
-
-
-def _said(view: View) -> str:
-    last = _accuracy(view)
-    classes = view.facts.get("task", "classes") == "classes"
-    return "–" if last is None else f"{last:.1%}" if classes else f"R² {last:.3f}"
-
-
-def limited(limit: float | None, without: int) -> str:
+def format_lowest_limit(limit: float | None, without: int) -> str:
     """Formats the lowest limit, and the number of measured records without one.
 
     Args:
         limit: the lowest limit; None where no record has one.
         without: the number of measured records without a limit.
 
-    >>> limited(0.25, 0), limited(0.25, 3), limited(None, 3)
+    >>> format_lowest_limit(0.25, 0), format_lowest_limit(0.25, 3), format_lowest_limit(None, 3)
     ('±0.25', '±0.25, 3 without', '–')
     """
     return "–" if limit is None else f"{plus_minus(limit)}{f', {without:,} without' if without else ''}"
 
 
-def _limit(view: View) -> float | None:
-    """Returns the lowest floor at the upper confidence limit, as a share of the range; None without a limit."""
-    upper = view.upper_floor
-    return None if upper is None or not (upper > 0).any() else float(upper[upper > 0].min()) / view.unit
-
-
-def common(views: Sequence[View], names: Sequence[str]) -> list[dict[str, Any]]:
+def common_columns(views: Sequence[View], names: Sequence[str]) -> list[dict[str, Any]]:
     """Returns the columns that two or more audits have by the same name and in the same unit.
 
     For each audit it gives, in that unit, the lowest floor and its record, the guess, and the number of records below
@@ -235,13 +227,13 @@ def common(views: Sequence[View], names: Sequence[str]) -> list[dict[str, Any]]:
     """
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for view, audit in zip(views, names, strict=True):
-        for c in counts(view):
+        for c in view.columns:
             found.setdefault((c["name"], c["unit"]), {})[audit] = {k: c[k] for k in c if k not in ("name", "unit")}
     return [{"name": n, "unit": u, "audits": audits} for (n, u), audits in found.items() if len(audits) > 1]
 
 
 def column_rows(columns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the columns of `common`, ready for the template."""
+    """Returns the columns of `common_columns`, ready for the template."""
     return [
         {
             "name": column["name"],
@@ -275,13 +267,13 @@ def differences(
         names: a name for each.
         folders: their folders.
     """
-    told = [_about(view) for view in views]
+    facts = [_about(view) for view in views]
     found = []
-    for what in ("data set", "kind of data", "private columns", "pixels", "predicts", "training records"):
-        found += _differing(what, names, [about["plain"].get(what) for about in told])
-    for column in dict.fromkeys(c for about in told for c in about["columns"]):
+    for what in ("data set", "kind of data", "private columns", "pixels", "target", "training records"):
+        found += _differing(what, names, [about["plain"].get(what) for about in facts])
+    for column in dict.fromkeys(c for about in facts for c in about["columns"]):
         for k, what in enumerate((f"range of {column}", f"unit of {column}")):
-            found += _differing(what, names, [about["columns"].get(column, (None, None))[k] for about in told])
+            found += _differing(what, names, [about["columns"].get(column, (None, None))[k] for about in facts])
     if not found:
         digests = [_digest(folder) for folder in folders]
         found += _differing("values of the data", names, ["unknown" if d is None else d[:8] for d in digests])
@@ -294,14 +286,14 @@ def _about(view: View) -> dict[str, Any]:
     plain = {
         "data set": clean(view.run.data.get("name", "–"), 60),
         "kind of data": "images" if view.image else "a table",
-        "predicts": view.target_name,
+        "target": view.target_name,
         "training records": f"{view.records:,}",
     }
     if view.image:
         size = " × ".join(str(k) for k in shape) if shape else f"{view.features:,} numbers"
-        return {"plain": plain | {"pixels": f"{size}, {ranged(own[0])}"}, "columns": {}}
+        return {"plain": plain | {"pixels": f"{size}, {format_range(own[0])}"}, "columns": {}}
     plain["private columns"] = ", ".join(column["name"] for column in own)
-    return {"plain": plain, "columns": {c["name"]: (ranged({**c, "unit": ""}), c["unit"] or "none") for c in own}}
+    return {"plain": plain, "columns": {c["name"]: (format_range({**c, "unit": ""}), c["unit"] or "none") for c in own}}
 
 
 def _differing(what: str, names: Sequence[str], values: Sequence[str | None]) -> list[dict[str, Any]]:
@@ -319,16 +311,15 @@ def _digest(folder: str | os.PathLike[str]) -> str | None:
         return None
 
 
-def warning(told: Sequence[dict[str, Any]]) -> str:
-    """Returns one or two plain sentences about the differences; empty where there are none."""
-    if not told:
+def warning(found: Sequence[dict[str, Any]]) -> str:
+    """Returns one or two sentences about the differences; empty where there are none."""
+    if not found:
         return ""
-    whats = [d["what"] for d in told]
-    named = ", ".join(whats[:6]) + (f" and {len(whats) - 6} more" if len(whats) > 6 else "")
-    if any(what.startswith(SCALES) for what in whats):
+    names = [difference["what"] for difference in found]
+    listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    if any(name.startswith(SCALES) for name in names):
         return (
-            f"Not comparable as they stand: these audits differ in {named}. Floors here are shares of a range, over "
-            "all private columns together: with another range, unit or set of columns the same figure means another "
-            "error. Compare single columns in their own units: those in common are listed."
+            f"Not comparable as they stand: these audits differ in {listed}. Floors are shares of a range, so compare "
+            "single columns in their own units."
         )
-    return f"Compare with care: these audits differ in {named}."
+    return f"Compare with care: these audits differ in {listed}."

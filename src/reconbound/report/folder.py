@@ -40,6 +40,7 @@ from reconbound._internal.files import (
     unsealed_json,
     write_whole,
 )
+from reconbound.report.formats import pixel_scale
 
 FORMAT = 1
 RUN, LEAKAGE, CHECKPOINTS = "run.json", "leakage.safetensors", "checkpoints"
@@ -141,8 +142,8 @@ def packed_names(names: Sequence[str]) -> Tensor:
     >>> record_names(packed_names(["row 2", "Zoë.png"]))
     ['row 2', 'Zoë.png']
     """
-    told = "\n".join(name.replace("\n", " ") for name in names)
-    return torch.from_numpy(np.frombuffer(told.encode("utf-8", "replace"), dtype=np.uint8).copy())
+    joined = "\n".join(name.replace("\n", " ") for name in names)
+    return torch.from_numpy(np.frombuffer(joined.encode("utf-8", "replace"), dtype=np.uint8).copy())
 
 
 def record_names(packed: Tensor | None) -> list[str]:
@@ -247,21 +248,21 @@ def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
 
     names = ("steps", "noise_multiplier", "max_grad_norm", "sample_rate", "sampler", "clip")
     try:
-        told = {name: run.mechanism[name] for name in names}
-        per_epoch = batches_per_epoch(make_sampler(told["sampler"], run.data["records"], told["sample_rate"]))
+        given = {name: run.mechanism[name] for name in names}
+        per_epoch = batches_per_epoch(make_sampler(given["sampler"], run.data["records"], given["sample_rate"]))
         account = Account(
-            records=run.data["records"], features=run.data["features"], batches_per_epoch=per_epoch, **told
+            records=run.data["records"], features=run.data["features"], batches_per_epoch=per_epoch, **given
         )
         delta = run.guarantee.get("delta")
         options = {} if delta is None else {"delta": delta}
         found = guarantee(account.mechanism(), dim=account.features, low=0.0, high=1.0, **options).to_dict()
     except (KeyError, TypeError, ValueError) as reason:
         raise Unreadable(f"{Path(folder) / RUN} names no mechanism that can be computed ({reason})") from None
-    said, is_ = run.guarantee.get("epsilon"), found.get("epsilon")
-    if said != is_ and not (
-        isinstance(said, float) and isinstance(is_, float) and math.isclose(said, is_, rel_tol=1e-6)
-    ):
-        warn_user(f"{Path(folder) / RUN} says ε = {said}; its mechanism has ε = {is_}, which is reported", UserWarning)
+    stored, computed = run.guarantee.get("epsilon"), found.get("epsilon")
+    close = isinstance(stored, float) and isinstance(computed, float) and math.isclose(stored, computed, rel_tol=1e-6)
+    if stored != computed and not close:
+        text = f"{Path(folder) / RUN} says ε = {stored}; its mechanism has ε = {computed}, which is reported"
+        warn_user(text, UserWarning)
     return replace(run, guarantee=found)
 
 
@@ -328,3 +329,36 @@ def floors(leakage: Leakage, rule: str | None = None) -> Tensor:
     dfil = leakage.dfil[0 if rule is None else rules.index(rule)]
     floor = 1 / dfil.clamp(min=torch.finfo(torch.float64).tiny)
     return torch.where(leakage.measured > 0, floor, torch.zeros_like(floor))
+
+
+# --- public facts in the units of the page ----------------------------------------------------
+
+
+def nouns(run: Run) -> tuple[str, str]:
+    """Returns the names of a record and of one of its private numbers."""
+    return ("image", "pixel") if run.data.get("kind") == "image" else ("record", "column")
+
+
+def units(run: Run) -> tuple[float, str]:
+    """Returns the unit of the public page's errors: an image's range, otherwise shares of a column's range."""
+    ends = run.data.get("range")
+    if run.data.get("kind") != "image" or not ends:
+        return 1.0, "of the range"
+    low, high = float(ends[0]), float(ends[1])
+    return high - low, pixel_scale(low, high)
+
+
+def line(run: Run, name: str, unit: float = 1.0) -> float | None:
+    """Returns the ± error of one of the calculator's floors, in units of the data's range times `unit`.
+
+    Args:
+        run: the public facts.
+        name: the name of the floor.
+        unit: the factor on the data's range.
+    """
+    space = run.guarantee.get("data", {})
+    width = float(space.get("high", 1.0)) - float(space.get("low", 0.0))
+    for bound in run.guarantee.get("bounds", ()):
+        if bound["name"] == name and isinstance(bound["rmse"], (int, float)):
+            return float(bound["rmse"]) / width * unit
+    return None

@@ -1,9 +1,12 @@
-"""Single records: those shown on the page, and any other for the terminal."""
+"""Single records: those shown on the page, with their pictures, and any other for the terminal."""
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Mapping
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +17,8 @@ from rich.text import Text
 from reconbound._internal.checks import InputError, whole
 from reconbound._internal.formatting import format_limit, format_percent
 from reconbound.mechanisms.base import BLIND, with_article
-from reconbound.report import thumbnails
-from reconbound.report.columns import BEYOND, anyone, most_exposed
-from reconbound.report.figures import (
+from reconbound.report.folder import Leakage, Run
+from reconbound.report.formats import (
     amount,
     beyond,
     clean,
@@ -28,7 +30,7 @@ from reconbound.report.figures import (
     rough,
     value,
 )
-from reconbound.report.folder import Leakage, Run
+from reconbound.report.headline import BEYOND
 from reconbound.report.view import NO_LIMIT, View
 
 #: Images shown of each kind (half as many rows of a table), and columns of one before the rest is folded away.
@@ -43,9 +45,10 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
         run: of the same audit (`folder.read_run`).
         record: its number, from 0.
 
-    Guarantee: as the accountant's, for the root mean square error, per feature, of an unbiased attacker who knows all
-    else. "floor_lower_limit" is the floor's lower confidence limit, None where there is none that says anything (as
-    after one run); "floor_estimate" is the estimate itself, more often too high than too low.
+    Guarantee:
+        - As the accountant's: the root mean square error, per feature, of an unbiased attacker who knows all else.
+        - "floor_lower_limit" is the lower confidence limit; None where there is no useful one, as after one run.
+        - "floor_estimate" is the estimate, more often too high than too low.
     """
     view = View(run, leakage)
     i = whole("record", record, at_least=0)
@@ -55,7 +58,7 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
     upper = view.upper_floor
     known = bool(view.measured[i])
     found: dict[str, Any] = {"confidential": True, "record": i, "name": view.record_name(i)}
-    rest: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "measured": int(leakage.measured[i]),
         "dfil": {rule: _finite(float(leakage.dfil[k, i])) for k, rule in enumerate(rules)},
         "dfil_standard_error": {rule: _finite(float(leakage.error[k, i])) for k, rule in enumerate(rules)},
@@ -69,13 +72,13 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
         "rank": 1 + int((view.floor[view.measured] < view.floor[i]).sum()) if known else None,
         "of": int(view.measured.sum()),
     }
-    if not view.image and (view.place(i) is not None or view.feature_floors(i) is not None):
-        rest["columns"] = columns(view, i)
-    taken = view.target_name in {*found, *rest, "columns", "pixel_floors"}  # for example a target called "name"
-    return {**found, f"{view.target_name} (target)" if taken else view.target_name: view.target(i), **rest}
+    if not view.image and (view.places.get(i) is not None or view.feature_floors(i) is not None):
+        facts["columns"] = record_columns(view, i)
+    taken = view.target_name in {*found, *facts, "columns", "pixel_floors"}  # for example a target called "name"
+    return {**found, f"{view.target_name} (target)" if taken else view.target_name: view.target(i), **facts}
 
 
-def columns(view: View, record: int) -> list[dict[str, Any]]:
+def record_columns(view: View, record: int) -> list[dict[str, Any]]:
     """Returns the private columns of a record, the most exposed first.
 
     Each has its value (for records kept whole), its floor and its guess, in the column's own unit.
@@ -84,9 +87,9 @@ def columns(view: View, record: int) -> list[dict[str, Any]]:
         view: the audit.
         record: its number, from 0.
     """
-    floors, place = view.feature_floors(record), view.place(record)
+    floors, place = view.feature_floors(record), view.places.get(record)
     values = np.full(view.features, np.nan) if place is None else view.values(place)
-    order = range(view.features) if floors is None else most_exposed(view, floors, view.features)
+    order = range(view.features) if floors is None else view.most_exposed_columns(floors)
     return [
         {
             "name": view.feature_name(j),
@@ -109,9 +112,9 @@ def record_table(facts: Mapping[str, Any]) -> RenderableType:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column()
-    for name, said in _lines(facts):
-        table.add_row(Text(name), Text(said))
-    parts: list[RenderableType] = [Text("Confidential: about one person’s or picture’s data", style="bold red"), table]
+    for name, text in _lines(facts):
+        table.add_row(Text(name), Text(text))
+    parts: list[RenderableType] = [Text("Confidential: about a single record", style="bold red"), table]
     if facts.get("columns"):
         own = Table(title="Private columns, the most exposed first", title_justify="left")
         kept = any(c["value"] is not None for c in facts["columns"])
@@ -135,7 +138,7 @@ def _lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     target = names[names.index("name") + 1]
     found = [("record", named.removeprefix("record ")), (target, str(facts[target]))]
     if facts["rank"] is None:
-        return [*found, ("floor", "never measured: nothing is known, counts as unprotected")]
+        return [*found, ("floor", "never measured: nothing is known, so it counts as unprotected")]
     unit = facts["unit"].removeprefix("± ")
     error, limit = facts["floor_estimate_standard_error"], facts["floor_lower_limit"]
     estimate = f"{plus_minus(facts['floor_estimate'])} {unit}"
@@ -166,7 +169,7 @@ def cards(view: View) -> dict[str, Any]:
     most = int(view.facts.get("most", (len(kept) + 1) // 2))
     groups = {"most": kept[:most][:shown], "least": kept[most:][-shown:]}
     maps = _maps(view) if view.image else None
-    ends = None if maps is None else thumbnails.heat_range(maps)
+    ends = None if maps is None else heat_range(maps)
     found: dict[str, Any] = {
         name: [_card(view, record, maps, ends) for record in group] for name, group in groups.items()
     }
@@ -174,7 +177,7 @@ def cards(view: View) -> dict[str, Any]:
     found["heat"] = None
     if ends is not None:
         low, high = (plus_minus(view.unit * 10 ** (-end / 2)) for end in ends)
-        found["heat"] = {"exposed": high, "protected": low, "colours": thumbnails.VIRIDIS}
+        found["heat"] = {"exposed": high, "protected": low, "colours": VIRIDIS}
     return found
 
 
@@ -182,7 +185,7 @@ def _maps(view: View) -> np.ndarray | None:
     if view.leakage.kept_diagonal is None or view.leakage.kept_diagonal.shape[0] == 0:
         return None
     shape = tuple(view.leakage.kept_inputs.shape[1:])
-    return thumbnails.pixel_information(view.leakage.kept_diagonal.double().numpy(), shape, view.private)
+    return pixel_information(view.leakage.kept_diagonal.double().numpy(), shape, view.private)
 
 
 def _card(view: View, record: int, maps: np.ndarray | None, ends: tuple[float, float] | None) -> dict[str, Any]:
@@ -205,11 +208,11 @@ def _card(view: View, record: int, maps: np.ndarray | None, ends: tuple[float, f
         "public": [],
     }
     if view.image:
-        card["picture"] = thumbnails.data_uri(thumbnails.picture(view.leakage.kept_inputs[place].numpy()))
+        card["picture"] = data_uri(picture(view.leakage.kept_inputs[place].numpy()))
         if maps is not None and ends is not None:
-            card["map"] = thumbnails.data_uri(thumbnails.heat(maps[place], ends))
+            card["map"] = data_uri(heat(maps[place], ends))
         return card
-    rows = [_row(c) for c in columns(view, record)]
+    rows = [_row(c) for c in record_columns(view, record)]
     card["columns"], card["more"] = rows[:COLUMNS], rows[COLUMNS:]
     card["public"] = [clean(name, 60) for name in view.marks(place)]
     return card
@@ -218,7 +221,7 @@ def _card(view: View, record: int, maps: np.ndarray | None, ends: tuple[float, f
 def _row(c: Mapping[str, Any]) -> dict[str, Any]:
     floor = c["floor_estimate"]
     share = 0.0 if floor is None else 1.0 if floor <= c["guess"] else c["guess"] / floor
-    colour = thumbnails.viridis(np.array(share)).tolist()
+    colour = viridis(np.array(share)).tolist()
     return {
         "name": c["name"],
         "unit": "" if names_its_unit(c["name"], c["unit"]) else c["unit"],
@@ -238,77 +241,120 @@ def _ratio(floor: float, guess: float) -> str:
     return "over 1,000 × a guess" if ratio > 1000 else f"{amount(ratio, side='down')} × a guess"
 
 
-def quantiles(view: View) -> dict[str, Any]:
-    """Returns floors at quantiles of the records measured: "rules", and "rows" of (which, a floor for each rule).
-
-    Floors of the first rule are lower confidence limits where there are any ("limits": whether there are).
-    """
-    names = {"none": 0.0, "1 %": 0.01, "10 %": 0.1, "50 %": 0.5, "90 %": 0.9}
-    if view.worst is None:
-        return {"rules": [], "rows": []}
-    rules = [clean(rule, 40) for rule in view.facts.get("rules") or ["exact"]]
-    dfil = np.nan_to_num(view.leakage.dfil.double().numpy()[:, view.measured], nan=np.inf)
-    floors = view.unit / np.sqrt(np.maximum(dfil, np.finfo(float).tiny))
-    limits = view.upper_floor is not None and bool((view.upper_floor > 0).any())
-    if limits:
-        floors, rules = np.vstack([view.shown[view.measured], floors]), [f"{rules[0]}, {view.basis}", *rules]
-    at = np.quantile(floors, list(names.values()), axis=1, method="lower")
-    return {
-        "rules": rules,
-        "limits": limits,
-        "rows": [(n, [plus_minus(float(x)) for x in row]) for n, row in zip(names, at, strict=True)],
-    }
-
-
-def glance(view: View) -> list[dict[str, str]]:
-    """Returns the few figures at the top of the page: (title, figure, a line below)."""
+def tiles(view: View) -> list[dict[str, str]]:
+    """Returns the few figures at the top of the page: title, figure, and a line below."""
     below = view.below(view.guess)
-    tiles, success = [], view.protection.success
-    if success is not None:
-        tiles.append({"title": f"Chance to rebuild {with_article(view.noun)}", "figure": format_percent(success),
-                      "below": f"at most, where a blind guess has {format_percent(BLIND)}"})  # fmt: skip
+    found: list[tuple[str, str, str]] = []
+    if view.protection.success is not None:
+        chance = format_percent(view.protection.success)
+        blind = f"at most, where a blind guess has {format_percent(BLIND)}"
+        found.append((f"Chance to rebuild {with_article(view.noun)}", chance, blind))
     if view.worst is not None:
-        worst, middle = view.lowest, view.quantile(0.5)
+        middle = view.quantile(0.5)
         kind = f"at {view.level} confidence" if view.limited(view.worst) else "estimate"
         of = "estimates" if view.basis == "by estimates" else "lower limits"
-        tiles.append({"title": f"Most exposed {view.noun}, {kind}", "figure": plus_minus(worst),
-                      "below": _ratio(worst, view.guess)})  # fmt: skip
-        tiles.append({"title": f"Median {view.noun}, {of}", "figure": plus_minus(middle),
-                      "below": _ratio(middle, view.guess)})  # fmt: skip
-    tiles.append({"title": "Guessing the average", "figure": guess_error(view.guess), "below": view.of_range})
-    exposed = anyone(view) if view.features > 1 else None
+        found.append((f"Most exposed {view.noun}, {kind}", plus_minus(view.lowest), _ratio(view.lowest, view.guess)))
+        found.append((f"Median {view.noun}, {of}", plus_minus(middle), _ratio(middle, view.guess)))
+    found.append(("Guessing the average", guess_error(view.guess), view.of_range))
+    exposed = view.exposed_in_some_column if view.features > 1 else None
     if exposed is not None:
         some, among = exposed
-        looked = "" if among == view.records else " looked at"
-        tiles.append({"title": "Unbiased floor below a guess on at least one column", "figure": percent(some, among),
-                      "below": f"{some:,} of {count(among, view.noun)}{looked}"})  # fmt: skip
-    over = " over all columns" if exposed is not None else ""
-    sure = view.basis != "by estimates"
-    tiles.append(
-        {
-            "title": f"Unbiased floor{over} not above a guess at {view.level} confidence"
-            if sure
-            else f"Unbiased floor below a guess{over}",
-            "figure": percent(below, view.records),
-            "below": f"{below:,} of {count(view.records, view.noun)}"
-            + (f", {view.unknown:,} never measured" if view.unknown else ""),
-        }
-    )
+        scope = "" if among == view.records else " measured"
+        title = "Unbiased floor below a guess on at least one column"
+        found.append((title, percent(some, among), f"{some:,} of {count(among, view.noun)}{scope}"))
+    title = f"Unbiased floor below a guess{'' if exposed is None else ' over all columns'}"
+    if view.basis != "by estimates":
+        title = f"{title.replace('below', 'not above')} at {view.level} confidence"
+    unknown = f", {view.unknown:,} never measured" if view.unknown else ""
+    whose = f"{below:,} of {count(view.records, view.noun)}{unknown}"
+    found.append((title, percent(below, view.records), whose))
     epsilon = view.run.guarantee.get("epsilon")
     if epsilon is not None:
-        delta = float(view.run.guarantee.get("delta", 1e-5))
-        tiles.append(
-            {
-                "title": "ε, replace-one",
-                "figure": amount(float(epsilon), side="up"),
-                "below": f"at δ = {format_limit(delta, 6)}",
-            }
-        )
-    if view.leakage.accuracy.numel() and math.isfinite(float(view.leakage.accuracy[-1])):
-        last = float(view.leakage.accuracy[-1])
-        classes = view.facts.get("task", "classes") == "classes"
+        delta = format_limit(float(view.run.guarantee.get("delta", 1e-5)), 6)
+        found.append(("ε, replace-one", amount(float(epsilon), side="up"), f"at δ = {delta}"))
+    if view.accuracy is not None:
         plain = view.facts.get("accuracy_baseline")
-        beside = "" if plain is None else f"; most frequent class {plain:.1%}" if classes else f"; the mean {plain:.3f}"
-        tiles.append({"title": "Accuracy" if classes else "R²", "figure": f"{last:.1%}" if classes else f"{last:.3f}",
-                      "below": f"on test data{beside}"})  # fmt: skip
-    return tiles
+        baseline = "" if plain is None else f"; {view.baseline_name} {view.format_accuracy(plain)}"
+        title = "Accuracy" if view.classes else "R²"
+        found.append((title, view.format_accuracy(view.accuracy), f"on test data{baseline}"))
+    return [{"title": title, "figure": figure, "below": line} for title, figure, line in found]
+
+
+# --- pictures --------------------------------------------------------------------------------
+
+#: Viridis, ten stops (Smith and van der Walt, public domain): dark to bright, also for the colour-blind.
+VIRIDIS = (
+    "#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725",
+)  # fmt: skip
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """Encodes 8-bit pixels as a PNG file: (H, W) grey, (H, W, 3) colour or (H, W, 4) with opacity."""
+    kind = {1: 0, 3: 2, 4: 6}[1 if pixels.ndim == 2 else pixels.shape[2]]
+    rows = np.ascontiguousarray(pixels, dtype=np.uint8).reshape(pixels.shape[0], -1)
+    raw = b"".join(b"\0" + row.tobytes() for row in rows)
+    header = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], 8, kind, 0, 0, 0)
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(raw, 9)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in parts
+    )
+
+
+def data_uri(pixels: np.ndarray) -> str:
+    return "data:image/png;base64," + base64.b64encode(png(pixels)).decode()
+
+
+def picture(image: np.ndarray) -> np.ndarray:
+    """Returns 8-bit pixels of an image (C, H, W) in [0, 1]: colour for three channels, otherwise their mean."""
+    values = np.clip(np.nan_to_num(image.astype(np.float64)), 0, 1)
+    shown = values.transpose(1, 2, 0) if len(values) == 3 else values.mean(0)
+    return np.asarray(np.round(255 * shown), dtype=np.uint8)
+
+
+def viridis(share: np.ndarray) -> np.ndarray:
+    """Returns colours (…, 3), 8 bit, of numbers in [0, 1]."""
+    stops = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in VIRIDIS], dtype=np.float64)
+    place = np.clip(share, 0, 1) * (len(stops) - 1)
+    low = np.minimum(place.astype(int), len(stops) - 2)
+    part = (place - low)[..., None]
+    return np.asarray(np.round(stops[low] * (1 - part) + stops[low + 1] * part), dtype=np.uint8)
+
+
+def pixel_information(diagonal: np.ndarray, shape: Sequence[int], private: np.ndarray | None) -> np.ndarray:
+    """Returns the information about each pixel, (k, H, W): the mean over its private channels; NaN where it has none.
+
+    Args:
+        diagonal: information about each private feature, (k, d).
+        shape: the shape of an image.
+        private: flat indices of the private features; None for all.
+    """
+    flat = np.full((len(diagonal), int(np.prod(shape))), np.nan)
+    flat[:, slice(None) if private is None else private] = np.nan_to_num(diagonal, nan=0.0, posinf=np.finfo(float).max)
+    image = flat.reshape(len(diagonal), *shape)
+    known = ~np.isnan(image)
+    total = np.where(known, image, 0.0).sum(1)
+    return np.where(known.any(1), total / np.maximum(known.sum(1), 1), np.nan)
+
+
+def heat_range(information: np.ndarray) -> tuple[float, float] | None:
+    """Returns the ends of the colour scale, log10 of information: 2 % quantile and largest, at most 6 decades apart."""
+    positive = information[np.isfinite(information) & (information > 0)]
+    if positive.size == 0:
+        return None
+    high = float(np.log10(positive.max()))
+    low = float(np.log10(np.quantile(positive, 0.02)))
+    return min(max(low, high - 6), high - 0.05), high
+
+
+def heat(information: np.ndarray, ends: tuple[float, float]) -> np.ndarray:
+    """Returns colours (H, W, 4): bright where most leaks, clear where nothing is private.
+
+    Args:
+        information: about each pixel, (H, W).
+        ends: of the colour scale, from `heat_range`.
+    """
+    low, high = ends
+    logs = np.log10(np.where(information > 0, information, 10.0**low))
+    colours = viridis((logs - low) / (high - low))
+    opacity = np.where(np.isnan(information), 0, 255).astype(np.uint8)
+    return np.concatenate([colours, opacity[..., None]], axis=-1)

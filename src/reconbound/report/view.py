@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,15 +12,13 @@ import numpy as np
 
 from reconbound.data.tables import MISSING
 from reconbound.mechanisms.base import Protection, read_protection
-from reconbound.report.figures import clean, pixel_scale
-from reconbound.report.folder import Leakage, Run, floors, record_names
+from reconbound.report.folder import Leakage, Run, floors, line, record_names
+from reconbound.report.formats import clean, pixel_scale
 
 #: A floor at a smaller share of the range says nothing in practice.
-NOTHING = 1e-3
-#: Why a record may have no confidence limit that says anything (limits.upper_limit, View.upper_floor).
-NO_LIMIT = (
-    "measured too rarely (a larger --budget helps), or the runs are too few or differ too much (more --runs help)"
-)
+NEGLIGIBLE = 1e-3
+#: Why a record may have no useful confidence limit (View.upper_floor).
+NO_LIMIT = "too few measurements (raise --budget) or too few runs (raise --runs)"
 
 
 @dataclass(frozen=True)
@@ -121,11 +120,30 @@ class View:
     def target(self, record: int) -> str:
         """Returns the name of the record's class, or its number."""
         given = float(self.leakage.targets[record])
-        if self.facts.get("task", "classes") == "classes":
+        if self.classes:
             return self.class_name(int(given))
         low, width = float(self.facts.get("target_offset", 0.0)), float(self.facts.get("target_scale", 1.0))
         unit = clean(self.facts.get("target_unit") or "", 40)
         return f"{low + width * given:.4g}{f' {unit}' if unit else ''}"
+
+    @property
+    def classes(self) -> bool:
+        """Returns whether the model predicts classes, and not a number."""
+        return bool(self.facts.get("task", "classes") == "classes")
+
+    @property
+    def accuracy(self) -> float | None:
+        """Returns the test accuracy (R² for a number) at the end of the run; None where it was not measured."""
+        last = float(self.leakage.accuracy[-1]) if self.leakage.accuracy.numel() else math.nan
+        return last if math.isfinite(last) else None
+
+    @property
+    def baseline_name(self) -> str:
+        """Returns the name of a prediction that needs no model."""
+        return "majority class" if self.classes else "predicting the mean"
+
+    def format_accuracy(self, accuracy: float) -> str:
+        return f"{100 * accuracy:.1f} %" if self.classes else f"{accuracy:.3f}"
 
     def class_name(self, k: int) -> str:
         names = self.facts.get("class_names") or ()
@@ -158,7 +176,7 @@ class View:
         upper = np.nan_to_num(self.leakage.upper[0].double().numpy(), nan=np.inf, posinf=np.inf)
         with np.errstate(divide="ignore"):
             found = self.unit / np.sqrt(np.maximum(upper, np.finfo(float).tiny))
-        least = min(NOTHING * self.unit, 0.01 * self.guess)
+        least = min(NEGLIGIBLE * self.unit, 0.01 * self.guess)
         return np.where(np.isfinite(upper) & self.measured & (found >= least), found, 0.0)
 
     @cached_property
@@ -231,8 +249,8 @@ class View:
     def lowest(self) -> float:
         """Returns the ± floor that no record is below, as it is shown first.
 
-        It is the lowest of the lower confidence limits where the record most exposed by the estimates has one,
-        otherwise that record's estimate. Another record's limit may be lower than its own.
+        It is the lowest lower confidence limit where the record most exposed by the estimates has one, otherwise that
+        record's estimate.
         """
         if self.worst is None:
             return 0.0
@@ -266,11 +284,8 @@ class View:
 
     @cached_property
     def places(self) -> dict[int, int]:
+        """Returns the position of each record among those kept whole."""
         return {int(record): place for place, record in enumerate(self.leakage.kept.tolist())}
-
-    def place(self, record: int) -> int | None:
-        """Returns the position of a record among those kept whole."""
-        return self.places.get(record)
 
     @cached_property
     def guess_each(self) -> np.ndarray:
@@ -278,30 +293,27 @@ class View:
         return np.asarray(self.scale * np.sqrt(np.nan_to_num(self.leakage.guess.double().numpy())))
 
     @cached_property
-    def looked_at(self) -> tuple[np.ndarray, np.ndarray]:
+    def column_information(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the records whose single features are known, (n,), and their information, (n, d).
 
         It is NaN where a value is missing. The closer measurement is used where there was one.
         """
-        kept, few = self.leakage.kept.numpy(), self.leakage.kept_diagonal
-        closer = np.empty((0, self.features)) if few is None else few.double().numpy().copy()
-        if few is None:
-            kept = kept[:0]
-        for place in range(len(kept)) if self.leakage.facts.get("public_names") else ():
-            closer[place, np.isnan(self.values(place))] = np.nan
-        if self.leakage.diagonal is None:
-            return kept, closer
-        each = self.leakage.diagonal.double().numpy().copy()
-        of = np.arange(len(each)) if self.leakage.diagonal_of is None else self.leakage.diagonal_of.numpy()
-        rows = {int(record): row for row, record in enumerate(of)}
-        own = [place for place, record in enumerate(kept) if int(record) in rows]
-        each[[rows[int(kept[place])] for place in own]] = closer[own]
-        others = [place for place in range(len(kept)) if int(kept[place]) not in rows]
-        return np.concatenate([of, kept[others]]), np.concatenate([each, closer[others]])
+        rows: dict[int, np.ndarray] = {}
+        if self.leakage.diagonal is not None:
+            each, of = self.leakage.diagonal.double().numpy(), self.leakage.diagonal_of
+            rows = dict(zip(range(len(each)) if of is None else of.tolist(), each, strict=True))
+        closer = self.leakage.kept_diagonal
+        for place, record in enumerate([] if closer is None else self.leakage.kept.tolist()):
+            rows[record] = closer[place].double().numpy().copy()  # type: ignore[index]
+            if self.facts.get("public_names"):
+                rows[record][np.isnan(self.values(place))] = np.nan
+        information = np.stack(list(rows.values())) if rows else np.empty((0, self.features))
+        return np.fromiter(rows, dtype=np.int64, count=len(rows)), information
 
     @cached_property
-    def looked_rows(self) -> dict[int, int]:
-        return {int(record): row for row, record in enumerate(self.looked_at[0])}
+    def measured_rows(self) -> dict[int, int]:
+        """Returns the row of each record in `column_information`."""
+        return {int(record): row for row, record in enumerate(self.column_information[0])}
 
     def feature_floors(self, record: int | None) -> np.ndarray | None:
         """Returns the ± floor of each feature, (d,), in its own unit, for a record or (None) for the average one.
@@ -311,8 +323,8 @@ class View:
         if record is None:
             average = self.leakage.average_diagonal
             return None if average is None else self._errors(np.nan_to_num(average.flatten().double().numpy()))
-        row = self.looked_rows.get(record)
-        return None if row is None else self._errors(self.looked_at[1][row])
+        row = self.measured_rows.get(record)
+        return None if row is None else self._errors(self.column_information[1][row])
 
     def _errors(self, information: np.ndarray) -> np.ndarray:
         return np.asarray(self.scale * np.sqrt(1 / np.maximum(information, np.finfo(float).tiny)))
@@ -320,7 +332,7 @@ class View:
     def parts_below_guess(self) -> int:
         """Counts the features of the most exposed image whose floor is below the error of guessing their average.
 
-        For tables all records are counted (columns.counts).
+        For tables all records are counted (`columns`).
         """
         floors = None if self.worst is None else self.feature_floors(self.worst)
         return 0 if floors is None else int((floors < self.guess_each).sum())
@@ -347,24 +359,70 @@ class View:
             return []
         return [name for name, x in zip(names, flat[public], strict=True) if name and x == 1.0]
 
+    # --- columns of a table --------------------------------------------------------------
+
+    @cached_property
+    def columns(self) -> list[dict[str, Any]]:
+        """Returns for each private column how many records have a floor below a guess.
+
+        Each dictionary has "below", the number of records with a floor below the error of guessing the average; "of",
+        the number of measured records that have a value; "missing", the number without one; "lowest", the lowest floor,
+        with "record" and "record_name" of its record; "constant", and name, unit, width of the range and guess. Empty
+        for images, and where no single columns were measured.
+        """
+        records, information = self.column_information
+        if self.image or len(records) == 0:
+            return []
+        missing = np.isnan(information)
+        below = self._below_guess().sum(0)
+        most = np.where(missing, -1.0, information).argmax(0)
+        found = []
+        for j in range(self.features):
+            row, known = int(most[j]), not missing[:, j].all()
+            found.append({
+                "name": self.feature_name(j),
+                "unit": self.feature_unit(j),
+                "width": float(self.scale[j]),
+                "guess": float(self.guess_each[j]),
+                "constant": self.constant(j),
+                "below": int(below[j]),
+                "of": int((~missing[:, j]).sum()),
+                "missing": int(missing[:, j].sum()),
+                "lowest": float(self._errors(information[row])[j]) if known else None,
+                "record": int(records[row]) if known else None,
+                "record_name": self.record_name(int(records[row])) if known else None,
+            })  # fmt: skip
+        return found
+
+    def constant(self, j: int) -> bool:
+        """Returns whether a column has one value in all records; 1e-12 allows for rounding in float64."""
+        return bool(self.guess_each[j] <= 1e-12 * self.scale[j])
+
+    def _below_guess(self) -> np.ndarray:
+        """Returns whether the floor of a record's column is below a guess, (n, d), for `column_information`."""
+        return np.asarray(self._errors(self.column_information[1]) < self.guess_each)
+
+    @cached_property
+    def exposed_in_some_column(self) -> tuple[int, int] | None:
+        """Returns how many records have a column below a guess, and of how many; None where columns are unknown."""
+        if self.image or len(self.column_information[0]) == 0:
+            return None
+        return int(self._below_guess().any(1).sum()), len(self.column_information[0])
+
+    @property
+    def lowest_by_column(self) -> np.ndarray | None:
+        """Returns the lowest floor of each column over all records, (d,), in its own unit; NaN without any value."""
+        found = [np.nan if c["lowest"] is None else c["lowest"] for c in self.columns]
+        return np.array(found) if found else None
+
+    def most_exposed_columns(self, floors: np.ndarray) -> list[int]:
+        """Returns all columns, those first whose floor is lowest relative to the error of a guess."""
+        with np.errstate(over="ignore"):  # a constant column has guess 0: no floor is low relative to it
+            ratio = floors / np.maximum(self.guess_each, np.finfo(float).tiny)
+        return [int(j) for j in np.argsort(ratio, kind="stable")]
+
     # --- the mechanism -------------------------------------------------------------------
 
     def line(self, name: str) -> float | None:
         """Returns the ± error of one of the calculator's floors, in this page's unit; None where there is none."""
         return line(self.run, name, self.unit)
-
-
-def line(run: Run, name: str, unit: float = 1.0) -> float | None:
-    """Returns the ± error of one of the calculator's floors, in units of the data's range times `unit`.
-
-    Args:
-        run: the public facts.
-        name: the name of the floor.
-        unit: the factor on the data's range.
-    """
-    space = run.guarantee.get("data", {})
-    width = float(space.get("high", 1.0)) - float(space.get("low", 0.0))
-    for bound in run.guarantee.get("bounds", ()):
-        if bound["name"] == name and isinstance(bound["rmse"], (int, float)):
-            return float(bound["rmse"]) / width * unit
-    return None

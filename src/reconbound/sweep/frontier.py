@@ -294,4 +294,4 @@ def describe_precision(floor: str, runs: int | None, measured: float | None = No
 def describe_majority(guesses: Mapping[str, Any] | None) -> list[str]:
     """Returns a sentence on the accuracy that needs no model; empty where it is not known."""
     majority = (guesses or {}).get("accuracy")
-    return [] if majority is None else [f"Always naming the largest class has an accuracy of {100 * majority:.1f} %."]
+    return [] if majority is None else [f"Majority class: {100 * majority:.1f} %."]

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reconbound import __version__
 from reconbound._internal.files import CONFIDENTIAL, write_whole
 from reconbound._internal.formatting import Side, format_limit, format_number, format_percent
-from reconbound.report import axes, page, words
+from reconbound.report import axes
+from reconbound.report import text as report_text
 from reconbound.report.axes import Chart, Key
-from reconbound.report.figures import amount, clean, count, for_plotly, guess_error, plus_minus
 from reconbound.report.folder import prepare
+from reconbound.report.formats import amount, clean, count, for_plotly, guess_error, plus_minus
+from reconbound.report.pages import render
 from reconbound.sweep import space
 from reconbound.sweep.frontier import (
     ASSUMPTIONS,
@@ -80,9 +81,12 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         }
         for floor in floors
     ]
+    measured = min((row.get("measured_median") or 0.0 for row in rows), default=0.0)
     context = {
         "title": f"{clean(facts['data'], 80)}: how accurate, for how high a floor?",
-        "verdict": [*cautions(rows, facts), *verdict(rows, proved, facts.get("guesses"), measure, facts["runs"])],
+        "warnings": cautions(rows, facts),
+        "finding": verdict(rows, proved, facts.get("guesses"), measure),
+        "precision": describe_precision(proved, facts["runs"], measured),
         "measure": measure,
         "chart": shown,
         "fronts": fronts,
@@ -91,11 +95,10 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         "crossed": _describe_crossed(rows),
         "delta": next((format_limit(row["delta"], 6) for row in rows if row.get("delta")), "–"),
         "assumptions": (*ASSUMPTIONS, *(("Model", text) for text in _caveats(facts) or [_describe_smoothness(facts)])),
-        "version": __version__,
         **{name: f"{facts[name]:,}" for name in ("runs", "trials", "finished")},
         "failed": facts["failed"],
     }
-    return page.render("frontier.html", context, {key: chart.figure for key, chart in shown.items()})
+    return render("frontier.html", context, {key: chart.figure for key, chart in shown.items()})
 
 
 def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = False) -> bytes:
@@ -122,9 +125,8 @@ def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = Fa
         ],
         "crossed": _describe_crossed(rows),
         "ledger": ledger,
-        "version": __version__,
     }
-    return page.render("trial.html", context, None)
+    return render("trial.html", context, None)
 
 
 def measured_by(facts: Mapping[str, Any]) -> str:
@@ -146,20 +148,19 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
     unmeasured = max((int(row.get("never_measured") or 0) for row in rows), default=0)
     if unmeasured:
         found.append(
-            f"Up to {count(unmeasured, 'record')} of a training {'was' if unmeasured == 1 else 'were'} never measured: "
-            "nothing is known about them, and the floors of records leave them out. A number as --budget measures "
-            "every record."
+            f"Up to {count(unmeasured, 'record')} of a training {'was' if unmeasured == 1 else 'were'} never measured, "
+            "and the floors leave them out. A number as --budget measures every record."
         )
     saturated = [row for row in rows if row.get("zero_information")]
     if saturated:
         most = count(max(row["zero_information"] for row in saturated), "record")
         trainings = count(len({row["trial"] for row in saturated}), "training")
         found.append(
-            f"In {trainings} up to {most} had zero information whenever measured, as when outputs are saturated or a "
-            "training has diverged: the largest floors there, 1e300 at most, are no finding. Lower lr or the "
-            "noise, or measure more often (--budget, --runs)."
+            f"In {trainings}, all measurements of up to {most} were zero: outputs are saturated, or the training has "
+            "diverged. Ignore the largest floors there (1e300 at most). Lower lr or the noise, or raise --budget or "
+            "--runs."
         )
-    return [*found, words.INFERRED] if facts.get("inferred_ranges") else found
+    return [*found, report_text.INFERRED] if facts.get("inferred_ranges") else found
 
 
 def _describe_weak_settings(rows: Sequence[Row]) -> list[str]:
@@ -182,9 +183,8 @@ def verdict(
     floor: str,
     guesses: Mapping[str, Any] | None = None,
     measure: str = ACCURACY,
-    runs: int | None = None,
 ) -> list[str]:
-    """Describes the frontier in two or three sentences.
+    """Returns the first paragraph of the page: the most accurate settings, in at most three sentences.
 
     Args:
         rows: of the finished trials.
@@ -192,7 +192,6 @@ def verdict(
         guesses: what is reached without a model: "accuracy" and "error" (± in ranges; 0.5, of guessing the middle at
             worst, where it is not known).
         measure: the meaning of accuracy, from `measured_by`.
-        runs: the number of runs of each setting, where it is known.
     """
     front = pareto(rows, floor)
     if not front:
@@ -200,29 +199,29 @@ def verdict(
             "There were no test records: no setting has an accuracy." if rows else "No setting has been trained yet."
         ]
     last = max(front, key=lambda row: row["accuracy"])
-    weak = "" if protection_of(last).meaningful else ", without a meaningful guarantee"
+    weak = "" if protection_of(last).meaningful else ", without a meaningful guarantee,"
     # settings of another sampler have another floor
     only = "" if all(row.get(floor) is not None for row in rows) else " that has this floor"
     attacker, place = attacker_of(floor)
-    precision = describe_precision(floor, runs, last.get("measured_median"))
-    source = "; ".join(text for text in (describe_floor(floor).removesuffix(" (estimate)"), precision) if text)
+    estimate = " by an estimate" if floor.endswith(("_max", "_q99", "_median")) else ""
     sentences = [
-        f"The most accurate setting{weak}{only} reaches {_accuracy(last, measure)} and {attacker} errs by at least "
-        f"{plus_minus(math.sqrt(last[floor]))} of a feature's range {place} ({source})."
+        f"The most accurate setting{only}{weak} reaches {_accuracy(last, measure)}; {attacker} errs by at least "
+        f"{plus_minus(math.sqrt(last[floor]))} of a feature's range {place}{estimate}."
     ]
     known = (guesses or {}).get("error")
     error, guess = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")
     sound = [row for row in rows if protection_of(row).meaningful]
     chosen = best(sound, floor, error**2)
     some = "" if len(sound) == len(rows) else " with a meaningful guarantee"
-    which = " that was measured" if chosen is not None and chosen.get("never_measured") else ""
-    where = place if floor in ("lecam", "rate_distortion") else f"on every record{which}"
-    as_much = f"{guess_error(error)} of the range or more {where}, as much as {guess}"
+    as_much = f"the error of {guess} ({guess_error(error)} of the range)"
     if chosen is None:
-        sentences.append(f"With no setting{some} does {attacker} err by {as_much}.")
+        sentences.append(f"No setting{some} has a floor as high as {as_much}.")
     elif chosen is not last:
-        reached = f"{'an accuracy of ' if measure == ACCURACY else ''}{_accuracy(chosen, measure)}"
-        sentences.append(f"The best setting{some} with which {attacker} errs by {as_much}, has {reached}.")
+        measured = ", for the records that were measured," if chosen.get("never_measured") else ""
+        reached = _accuracy(chosen, measure)
+        sentences.append(
+            f"The most accurate setting{some} whose floor is at least {as_much}{measured} reaches {reached}."
+        )
     return [*sentences, *describe_majority(guesses)]
 
 
@@ -246,7 +245,7 @@ def settings_in(rows: Sequence[Row]) -> list[str]:
 
 
 def _describe_smoothness(facts: Mapping[str, Any]) -> str:
-    return words.SMOOTH + (words.UNCHECKED if facts.get("caveats") is None else words.CHECKED)
+    return report_text.SMOOTH + (report_text.UNCHECKED if facts.get("caveats") is None else report_text.CHECKED)
 
 
 # --- charts --------------------------------------------------------------------------------
@@ -296,7 +295,7 @@ def _chart(name: str, traces: list[Any], keys: list[Key], against: str, measure:
     beyond = any(abs(y) >= DECADES for y in logs)
     note = f"What lies beyond {10**DECADES:,.0f} or below {10**-DECADES:g} is drawn at the edge." if beyond else ""
     label = f"{measure[0].upper()}{measure[1:]} against {against}"
-    return Chart(name, {"data": traces, "layout": layout}, tuple(keys), note, label, 460)
+    return Chart(name, {"data": traces, "layout": layout}, tuple(keys), note, label)
 
 
 def _hover(row: Row, floor: str, measure: str) -> str:

@@ -30,7 +30,7 @@
   const range = document.getElementById("threshold");
   if (!range) return;
   const exact = document.getElementById("threshold-exact");
-  const told = document.getElementById("threshold-sentence");
+  const sentence = document.getElementById("threshold-sentence");
   const bytes = Uint8Array.from(atob(data.floors), (c) => c.charCodeAt(0));
   const floors = new DataView(bytes.buffer);
   const records = bytes.length / 8;
@@ -58,8 +58,8 @@
     document.getElementById("threshold-count").textContent = whole.format(count);
     document.getElementById("threshold-value").textContent = short.format(threshold);
     document.getElementById("threshold-share").textContent = share(count);
-    told.dataset.threshold = threshold.toString();
-    told.dataset.count = count.toString();
+    sentence.dataset.threshold = threshold.toString();
+    sentence.dataset.count = count.toString();
     const chart = document.getElementById("chart-floors");
     const x = Math.log10(threshold);
     Plotly.relayout(chart, { "shapes[0].x1": x, "shapes[1].x0": x, "shapes[1].x1": x });

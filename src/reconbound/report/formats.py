@@ -49,8 +49,8 @@ def plus_minus(x: float | None, unit: str = "", width: float = 1.0, *, side: Sid
     >>> plus_minus(12.3456, "years"), plus_minus(1e300)
     ('±12.3 years', 'over ±1,000,000')
     """
-    said = amount(x, width, side=side)
-    signed = said if said == "–" else said.replace("over ", "over ±") if said.startswith("over") else f"±{said}"
+    text = amount(x, width, side=side)
+    signed = text if text == "–" else text.replace("over ", "over ±") if text.startswith("over") else f"±{text}"
     return f"{signed} {unit}" if unit and x is not None else signed
 
 
@@ -144,9 +144,8 @@ def clean(text: object, most: int = 200) -> str:
         text: from outside.
         most: the largest number of characters.
     """
-    told = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", str(text))
-    told = told.encode("utf-8", "replace").decode("utf-8")
-    return told if len(told) <= most else told[: most - 1] + "…"
+    shown = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", str(text)).encode("utf-8", "replace").decode("utf-8")
+    return shown if len(shown) <= most else shown[: most - 1] + "…"
 
 
 def names_its_unit(name: str, unit: str) -> bool:
@@ -169,5 +168,4 @@ def for_plotly(text: object, most: int = 32) -> str:
         text: from outside.
         most: the largest number of characters.
     """
-    told = clean(text, most)
-    return told.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return clean(text, most).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

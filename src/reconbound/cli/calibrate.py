@@ -1,0 +1,285 @@
+"""reconbound calibrate: the smallest noise for a floor, or for an epsilon. torch is not imported here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from reconbound._internal.checks import InputError, number
+from reconbound._internal.formatting import format_floor, format_limit, format_noise, format_percent
+from reconbound.bounds.bound import NOT_PROVED
+from reconbound.bounds.data_space import DataSpace, data_space
+from reconbound.cli.bound import format_epsilons, print_json
+from reconbound.cli.mechanism import (
+    DimOption,
+    HighOption,
+    LowOption,
+    UnitsOption,
+    assumption_notes,
+    make_mechanism,
+    mechanism_options,
+)
+from reconbound.cli.options import option
+from reconbound.mechanisms import ADJACENCIES, OutputPerturbation, SampledGaussian
+from reconbound.mechanisms.calibrate import Calibration, OutOfReach, calibrate, calibrate_epsilon
+from reconbound.mechanisms.guarantee import FLOORS, floor
+
+#: Whom each floor binds and where, and so when to use it.
+KINDS = {
+    "theorem1": "unbiased attackers, at every record",
+    "theorem1_paper": "nobody: the paper's own line, to compare with",
+    "corners": "unbiased attackers, at every record",
+    "lecam": "any attacker, on some record of {place}",
+    "rate_distortion": "any attacker, on some record of {place}",
+}
+ADVICE = (
+    "Use lecam or rate_distortion for attackers who may guess with a bias, as most do; theorem1 or corners for a "
+    "statement about every single record, against unbiased attackers only."
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Options of a calibration, apart from the mechanism and the target.
+
+    Attributes:
+        delta: the δ at which ε is reported.
+        space: dim, low, high and units, as they were given.
+        data: the data space that they describe.
+        notes: assumptions that the options left open.
+    """
+
+    delta: float
+    space: dict[str, Any]
+    data: DataSpace
+    notes: tuple[str, ...]
+
+    def facts(self, mechanism: SampledGaussian | OutputPerturbation) -> dict[str, Any]:
+        """Returns the mechanism and the data, for JSON."""
+        return {
+            "mechanism": {**mechanism.to_dict(), "sampler": mechanism.sampler},
+            "delta": self.delta,
+            "data": self.data.to_dict(),
+            "randomness": mechanism.randomness,
+            "notes": [*self.notes, *mechanism.notes(), *self.data.notes()],
+        }
+
+    def privacy(self, mechanism: SampledGaussian | OutputPerturbation) -> dict[str, Any]:
+        """Returns the noise and what else it means, for JSON."""
+        replace_one, add_remove = (mechanism.epsilon_at(self.delta, adjacency) for adjacency in ADJACENCIES)
+        protection = mechanism.protection(self.delta)
+        return {
+            mechanism.noise_field: getattr(mechanism, mechanism.noise_field),
+            "epsilon": replace_one,
+            "epsilon_add_remove": add_remove,
+            "success_at_1_percent": protection.success,
+            "meaningful": protection.meaningful,
+        }
+
+
+@mechanism_options(
+    hidden=("noise_multiplier", "epsilon", "rdp2", "noise_std"),
+    adjacency="Neighbours of --target-epsilon: replace-one (default), or add/remove (as Opacus counts).",
+    delta="Delta at which epsilon is reported (1e-5).",
+)
+def calibrate_command(
+    *,
+    target_mse: Annotated[float | None, typer.Option(help="Squared error per coordinate that must be kept.")] = None,
+    target_error: Annotated[
+        float | None, typer.Option(help="The same as an error in data units: the root of --target-mse.")
+    ] = None,
+    target_epsilon: Annotated[
+        float | None,
+        typer.Option(help="In place of a floor: the epsilon that the noise must reach, at --delta and --adjacency."),
+    ] = None,
+    bound: Annotated[
+        str,
+        typer.Option(
+            help=f"The floor that must keep it: {', '.join(FLOORS)}. theorem1 (unbiased attackers) and lecam (any) "
+            "keep it in each coordinate, corners and rate_distortion on average over them."
+        ),
+    ] = "theorem1",
+    given: dict[str, Any],
+    dim: DimOption = 1,
+    low: LowOption = None,
+    high: HighOption = None,
+    units: UnitsOption = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """Find the smallest noise with which a floor, or epsilon, meets a target."""
+    targets = {"target_mse": target_mse, "target_error": target_error, "target_epsilon": target_epsilon}
+    _check_targets(given, [name for name, value in targets.items() if value is not None])
+    adjacency = given.pop("adjacency", None)
+    noise = "noise_std" if given.get("output_perturbation") else "noise_multiplier"
+    if noise in given:
+        raise InputError(noise, "must be left out: calibrate finds it", given[noise])
+    mechanism = make_mechanism({**given, noise: 1.0}, noise)
+    assert isinstance(mechanism, (SampledGaussian, OutputPerturbation))
+    space: dict[str, Any] = {"dim": dim, "low": low, "high": high, "units": units}
+    data = data_space(dim, low, high, mechanism.radius)
+    request = Request(given.get("delta", 1e-5), space, data, assumption_notes(given))
+    if target_epsilon is not None:
+        which = adjacency or ADJACENCIES[0]
+        reached = calibrate_epsilon(mechanism, target_epsilon, delta=request.delta, adjacency=which)
+        if as_json:
+            facts = {"target_epsilon": target_epsilon, "adjacency": which}
+            facts |= {**request.privacy(reached), **request.facts(reached)}
+            print_json({**facts, "bound": floor(bound, reached, **space).to_dict()})  # type: ignore[union-attr]
+        else:
+            _print_for_epsilon(reached, f"{format_limit(target_epsilon, 6)} ({which})", bound, request)
+            if adjacency is None:
+                print("Opacus and TF Privacy count add/remove: for their ε use --adjacency add/remove.")
+            _print_notes(reached, request)
+        return
+    found = _calibrate_floor(mechanism, bound, target_mse, target_error, request)
+    if as_json:
+        print_json(_calibration_facts(found, request))
+    else:
+        _print_calibration(found, request)
+
+
+def _check_targets(given: dict[str, Any], asked: list[str]) -> None:
+    """Refuses a mechanism without noise, and anything but one target."""
+    for name, advice in (("epsilon", "use --target-epsilon for the noise that reaches it"),
+                         ("rdp2", "describe the mechanism")):  # fmt: skip
+        if name in given:
+            raise InputError(name, f"has no noise to calibrate: {advice}", given[name])
+    if not asked:
+        raise typer.BadParameter("is missing (or --target-error, or --target-epsilon)", param_hint="--target-mse")
+    if len(asked) > 1:
+        raise typer.BadParameter(f"does not go with {option(asked[0])}", param_hint=option(asked[1]))
+    if "adjacency" in given and asked != ["target_epsilon"]:
+        raise typer.BadParameter("goes with --target-epsilon only", param_hint="--adjacency")
+
+
+def _calibrate_floor(
+    mechanism: SampledGaussian | OutputPerturbation,
+    bound: str,
+    target_mse: float | None,
+    target_error: float | None,
+    request: Request,
+) -> Calibration:
+    """Returns the calibration for a floor; refuses a target that is out of reach, in the terms of its option."""
+    data, name = request.data, "target_mse" if target_error is None else "target_error"
+    target = target_mse
+    if target_error is not None:
+        target = number(name, target_error, above=0.0, at_least=1e-150, at_most=1e150) ** 2
+    target = 0.0 if target is None else target
+    power = 1.0 if target_error is None else 0.5  # of MSE, in the unit of the option
+    shown = target_mse if target_error is None else target_error
+    given_by = "--low and --high" if data.ball is None else "--data-norm, --low and --high"
+    own_limit = bound in ("lecam", "rate_distortion")  # below the range
+    if not own_limit and data.widest > 0 and target > data.widest**2 * (1 + 1e-9):
+        which = "the square of the range" if target_error is None else "the range"
+        most = data.widest ** (2 * power)
+        text = f"must be at most {most:g}, {which} of the data ({data.describe()}): give the range by {given_by}"
+        raise InputError(name, text, shown)
+    try:
+        return calibrate(mechanism, target, bound=bound, **request.space)
+    except OutOfReach as error:
+        where = f" on data in {data.describe()} ({given_by})"
+        raise OutOfReach(name, error.bound, error.highest**power, shown or 0.0, where) from None
+
+
+def _calibration_facts(found: Calibration, request: Request) -> dict[str, Any]:
+    """Returns the calibration for JSON.
+
+    "other_bounds" has the noise that each other bound would need, None where no noise is enough.
+    """
+    facts = request.facts(found.mechanism)
+    facts |= {"target_mse": found.target, "mse": found.bound.value, "bound": found.bound.to_dict()}
+    facts |= {"proved": found.bound.proved, "notes": [*_not_proved(found), *facts["notes"]]}
+    if found.without_noise is None:
+        others = {name: _other(name, found, request) for name in _others(found)}
+        return {**request.privacy(found.mechanism), **facts, "other_bounds": others}
+    field = found.mechanism.noise_field  # no noise is named, nor an ε: it would be that of the search's end
+    facts |= {field: None, "epsilon": None, "epsilon_add_remove": None}
+    facts |= {"mechanism": {**facts["mechanism"], field: None}}
+    return {**facts, "met_without_noise": True, "never_drawn": found.without_noise}
+
+
+def _not_proved(found: Calibration) -> tuple[str, ...]:
+    """Returns the first sentence about noise for a floor that is not proved."""
+    if found.bound.proved:
+        return ()
+    return (f"{found.bound.name} is {NOT_PROVED}: by it, this noise protects nobody. Use --bound theorem1.",)
+
+
+def _others(found: Calibration) -> list[str]:
+    """Returns the other floors, whose noise is reported beside."""
+    return [name for name in FLOORS if name not in (found.bound.name, "theorem1_paper")]
+
+
+def _other(name: str, found: Calibration, request: Request) -> dict[str, Any]:
+    """Returns the noise that another floor needs for the same target, None where none is enough or none is needed."""
+    field = found.mechanism.noise_field
+    try:
+        reached = calibrate(found.mechanism, found.target, bound=name, **request.space)
+    except OutOfReach as error:
+        return {field: None, "highest_mse": error.highest}
+    return {field: None, "met_without_noise": True} if reached.without_noise is not None else {field: reached.noise}
+
+
+def _print_calibration(found: Calibration, request: Request) -> None:
+    """Prints the noise, the floor that it gives, and the noise that other floors would need for the same target."""
+    for line in _not_proved(found):
+        print(line)
+    unit = f" {found.bound.units}" if found.bound.units else ""
+    error = f"±{format_floor(found.target**0.5)}{unit}"
+    if found.without_noise is not None:
+        print(
+            f"{error} is met without noise: with chance {format_percent(found.without_noise, 2, 'near')} a record is "
+            f"never drawn in the whole run, and {found.bound.name} is an average over that. It protects no record that "
+            "is drawn. Use a larger target, --bound theorem1, corners or rate_distortion, or --target-epsilon."
+        )
+        return
+    what = f"{found.bound.name} at least {error} (MSE {format_floor(found.target)}): {format_noise(found.noise)}"
+    _print_mechanism(found.mechanism, what, found.bound, request)
+    print(f"{found.bound.name} binds {_kind(found.bound.name, request.data)}. The same target by another --bound:")
+    for name in _others(found):
+        other = _other(name, found, request)
+        noise = other[found.mechanism.noise_field]
+        shown = "met without noise" if noise is None else format_noise(noise, 4)
+        if "highest_mse" in other:
+            shown = f"no noise is enough, it ends at ±{format_limit(other['highest_mse'] ** 0.5)}"
+        print(f"  {name} ({_kind(name, request.data)}): {shown}")
+    print(f"{ADVICE} Records lie in {request.data.describe(found.bound.units)}.")
+    _print_notes(found.mechanism, request)
+
+
+def _print_for_epsilon(
+    mechanism: SampledGaussian | OutputPerturbation, target: str, bound: str, request: Request
+) -> None:
+    """Prints the noise for an ε, and the floor that comes with it."""
+    noise = format_noise(getattr(mechanism, mechanism.noise_field), 5)
+    what = f"ε at most {target} at δ = {format_limit(request.delta, 6)}: {noise}"
+    _print_mechanism(mechanism, what, floor(bound, mechanism, **request.space), request)
+
+
+def _print_mechanism(mechanism: SampledGaussian | OutputPerturbation, what: str, bound: Any, request: Request) -> None:
+    """Prints the noise that was found, with the floor, ε and the chance to rebuild a record."""
+    protection = mechanism.protection(request.delta)
+    if protection.warning():
+        print(protection.warning())
+    name = {"noise_multiplier": "noise multiplier", "noise_std": "noise standard deviation"}[mechanism.noise_field]
+    print(f"The smallest {name} with {what}")
+    print(bound)
+    replace_one, add_remove = (mechanism.epsilon_at(request.delta, adjacency) for adjacency in ADJACENCIES)
+    line = format_epsilons(mechanism, replace_one, add_remove, request.delta)
+    if line:
+        print(line)
+    print(protection.sentence())
+
+
+def _print_notes(mechanism: SampledGaussian | OutputPerturbation, request: Request) -> None:
+    for note in (*request.notes, *mechanism.notes(), *request.data.notes()):
+        print(f"Note: {note}")
+
+
+def _kind(name: str, data: DataSpace) -> str:
+    """Returns whom a floor binds, where, and whether on average over the coordinates."""
+    average = name in ("corners", "rate_distortion") or (name == "theorem1" and data.place != "the box")
+    mean = ", on average over the coordinates" if data.dim > 1 and average else ""
+    return f"{KINDS[name].format(place=data.place)}{mean}"

@@ -1,0 +1,226 @@
+"""The first paragraph of every report: one finding in at most three short sentences.
+
+`headline` opens report.html and the terminal's answer. `public_headline` opens report-public.html and run.json. A
+warning comes before the finding where the guarantee means little or is not proved for the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reconbound.mechanisms.base import read_protection
+from reconbound.report.folder import Run, line, nouns, units
+from reconbound.report.formats import beyond, clean, count, guess_error, percent, plus_minus
+from reconbound.report.view import NEGLIGIBLE, View
+
+#: A floor that is wider than the column's range.
+BEYOND = "more than the whole range"
+
+
+def headline(view: View) -> list[str]:
+    """Returns the first sentences of the owner's report: warnings, then the finding.
+
+    Args:
+        view: the audit.
+    """
+    return [*warnings(view), *finding(view)]
+
+
+def warnings(view: View) -> list[str]:
+    """Returns what comes before any floor: a weak guarantee, a model for which the floors are not proved."""
+    weak = view.protection.warning(view.noun)
+    return [*([weak] if weak else []), *model_caveats(view.run)]
+
+
+def model_caveats(run: Run) -> list[str]:
+    """Returns what the floors do not cover of this model, as the audit's check found it."""
+    return [clean(caveat, 600) for caveat in (run.caveats or {}).values()]
+
+
+def finding(view: View) -> list[str]:
+    """Returns for how many records the release may tell more than a guess, and the lowest floor beside a guess."""
+    if view.worst is None:
+        them = "it" if view.records == 1 else "them"
+        return [
+            f"None of the {count(view.records, view.noun)} was measured: nothing is known about {them}.",
+            "Audit with more --steps or a larger --budget.",
+        ]
+    by_column = view.features > 1 and view.exposed_in_some_column is not None
+    return _finding_by_column(view) if by_column else _finding_by_record(view)
+
+
+def _finding_by_column(view: View) -> list[str]:
+    """Returns the finding about single columns of a table."""
+    assert view.exposed_in_some_column is not None
+    below, of = view.exposed_in_some_column
+    all_of = count(of, "record") + ("" if of == view.records else " measured")
+    found = []
+    if below:
+        found.append(
+            f"For {below:,} of {all_of} ({percent(below, of)}), the release may tell an unbiased attacker more about "
+            "some column than a guess does."
+        )
+    elif view.protection.meaningful:
+        found.append(f"In every column of the {all_of}, an unbiased attacker errs at least as much as a guess does.")
+    lowest = view.lowest_by_column
+    assert lowest is not None
+    order = [j for j in view.most_exposed_columns(lowest) if view.columns[j]["lowest"] is not None]
+    order = [j for j in order if not view.columns[j]["constant"]] or order
+    for column in [view.columns[j] for j in order[:1]]:
+        floor = plus_minus(column["lowest"], column["unit"], column["width"])
+        far = f", {BEYOND}" if beyond(column["lowest"], column["width"]) else ""
+        found.append(
+            f"The most exposed value is {column['name']} of {column['record_name']}: an unbiased attacker errs by at "
+            f"least {floor}{far}; guessing the average errs by {guess_error(column['guess'], column['unit'])}."
+        )
+    unknown = f"; {_never_measured(view)}" if view.unknown else ""
+    return [*found, f"These are estimates{unknown}{_unbound(view)}."]
+
+
+def _finding_by_record(view: View) -> list[str]:
+    """Returns the finding about whole records."""
+    below, unknown, all_of = view.below(view.guess), view.unknown, count(view.records, view.noun)
+    over = f" (over all {view.part}s together)" if view.features > 1 else ""
+    if unknown and below <= unknown:
+        found = [f"{_never_measured(view)}."]
+        if unknown < view.records:
+            found.append(
+                f"On the others, an unbiased attacker errs at least as much as a guess does{over}, {view.basis}."
+            )
+    elif below == 0:
+        every = f"this {view.noun}" if view.records == 1 else f"each of the {all_of}"
+        found = [f"On {every}, an unbiased attacker errs at least as much as a guess does{over}, {view.basis}."]
+    else:
+        few = f" ({percent(below, view.records)})" if below < view.records else ""
+        found = [
+            f"For {below:,} of {all_of}{few}, the release may tell an unbiased attacker more than a guess does{over}, "
+            f"{view.basis}{f'; {unknown:,} of them were never measured' if unknown else ''}."
+        ]
+    assert view.worst is not None
+    sure = "" if view.basis == "by estimates" else ", by an estimate"
+    sure = f", at {view.level} confidence" if view.limited(view.worst) else sure
+    per = " per pixel" if view.image else ""
+    found.append(
+        f"On the most exposed {view.noun} it errs by at least {plus_minus(view.lowest)}{per} {view.of_range}{sure}; "
+        f"guessing the average{' image' if view.image else ''} errs by {guess_error(view.guess)}{_unbound(view)}."
+    )
+    pixels = view.parts_below_guess() if view.image and view.features > 1 else 0
+    if pixels:
+        found.append(
+            f"Single {view.part}s can be better known: on that {view.noun}, {pixels:,} of {view.features:,} "
+            f"{'is' if pixels == 1 else 'are'} below a guess."
+        )
+    return found
+
+
+def _never_measured(view: View) -> str:
+    were, them = ("was", "it") if view.unknown == 1 else ("were", "them")
+    return (
+        f"{view.unknown:,} of {count(view.records, view.noun)} {were} never measured, and nothing is known about {them}"
+    )
+
+
+def _unbound(view: View) -> str:
+    return "" if view.protection.meaningful else "; a biased attacker is not bound by this"
+
+
+def public_headline(run: Run) -> list[str]:
+    """Returns the first sentences of the public report: the largest chance to rebuild a record.
+
+    Where ranges were read off the data, the first sentence names this condition.
+
+    Args:
+        run: the public facts.
+    """
+    noun, protection = nouns(run)[0], read_protection(run.guarantee)
+    if not protection.meaningful:
+        return [protection.warning(noun)]
+    if protection.success is None:
+        return conditional(run, any_attacker_sentences(run)) or [
+            "These settings give no floor worth naming that binds every attacker."
+        ]
+    return [
+        *conditional(run, [protection.sentence(noun)]),
+        f"This holds whatever the data, and for every attacker: even one who knows every other {noun} and sees every "
+        "step of the training.",
+    ]
+
+
+def conditional(run: Run, sentences: list[str]) -> list[str]:
+    """Returns the sentences; where ranges were read off the data, the first one names this condition.
+
+    Args:
+        run: the public facts.
+        sentences: statements that hold if all ranges are known without the data.
+    """
+    if not sentences or not run.data.get("inferred_ranges"):
+        return sentences
+    ranges, private = run.data.get("ranges") or {}, [str(name) for name in run.data.get("private") or ()]
+    names = [clean(name, 40) for name in private if name not in ranges]
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    were = "was" if len(names) == 1 else "were"
+    which = f"here {listed} {were} read off it" if names else "here some were read off it"
+    first, *rest = sentences
+    return [f"If every range were known without the data ({which}): {first[0].lower()}{first[1:]}", *rest]
+
+
+def comparison_headline(audits: Sequence[Mapping[str, Any]], caution: str) -> list[str]:
+    """Returns the first sentences of a comparison: in which audit the most exposed record is best protected.
+
+    Args:
+        audits: facts of each audit (`comparison.audit_facts`).
+        caution: why the audits are hard to compare; "" where they are not.
+    """
+    known = [(a["floors"]["lowest_estimate"], a["name"]) for a in audits]
+    floors = sorted((floor, name) for floor, name in known if floor is not None)
+    if len(floors) < 2 or caution.startswith("Not comparable"):
+        return [caution] if caution else []
+    (least, worst), (most, best) = floors[0], floors[-1]
+    finding = f"The most exposed record is best protected in {best}"
+    if least == most:
+        finding = "The most exposed record is equally protected in all audits"
+    beside = "" if least == most else f" (in {worst}: {plus_minus(least)})"
+    return [
+        f"{finding}: an unbiased attacker errs by at least {plus_minus(most)} of the range, by an estimate{beside}.",
+        *([caution] if caution else []),
+    ]
+
+
+def any_attacker_sentences(run: Run) -> list[str]:
+    """Returns what the floors for any attacker mean: for each attacker some conceivable record is hard.
+
+    Args:
+        run: the public facts.
+    """
+    (noun, part), (unit, of_range) = nouns(run), units(run)
+    floors = (line(run, name, unit) for name in ("lecam", "rate_distortion"))  # of each number, and on average
+    each, mean = (floor if floor is not None and floor >= NEGLIGIBLE * unit else None for floor in floors)
+    less = f"on other {noun}s, those trained on included, it may err by less"
+    some = f"there is some conceivable {noun} on which it errs by at least"
+    if int(run.data.get("features", 0)) == 1:
+        found = [x for x in (each, mean) if x is not None]
+        floor = f"{plus_minus(max(found))} {of_range}" if found else ""
+        return [f"For every attacker {some} {floor} on the private {part}; {less}."] if found else []
+    sentences = []
+    if each is not None:
+        sentences.append(
+            f"For every attacker and every {part} {some} {plus_minus(each)} {of_range} in that {part}; {less}."
+        )
+    if mean is not None and mean > (each or 0.0):
+        sentences.append(
+            f"For every attacker {some} {plus_minus(mean)} {of_range} on average over the {part}s; {less}."
+        )
+    return sentences
+
+
+def accuracy_sentence(view: View) -> str:
+    """Returns the test accuracy (R² for a number) beside that of a model which learnt nothing."""
+    if view.accuracy is None:
+        return "No accuracy was measured."
+    name, plain = "Test accuracy" if view.classes else "R² on test data", view.facts.get("accuracy_baseline")
+    reached = f"{name} {view.format_accuracy(view.accuracy)}"
+    if plain is None:
+        return f"{reached}."
+    poor = " The model is no better than that." if view.accuracy <= plain else ""
+    return f"{reached} ({view.baseline_name}: {view.format_accuracy(plain)}).{poor}"

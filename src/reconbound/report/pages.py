@@ -1,0 +1,365 @@
+"""The two pages of an audit: report.html for the data's owner, report-public.html to be shown.
+
+A page is one self-contained file. It makes no request and runs no script but ours: its Content-Security-Policy names
+every script by its digest, so that text which was taken for markup by mistake could still run and fetch nothing. The
+same folder gives the same bytes: no clock, no random id.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from markupsafe import Markup
+
+from reconbound import __version__
+from reconbound._internal.files import CONFIDENTIAL, PUBLIC, write_whole
+from reconbound._internal.formatting import format_limit, format_percent
+from reconbound.mechanisms.base import read_protection, with_article
+from reconbound.report import advice, charts, headline, text
+from reconbound.report.axes import Chart
+from reconbound.report.folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Leakage, Run, line, nouns, read_audit, units
+from reconbound.report.formats import amount, beyond, clean, guess_error, percent, plus_minus, value
+from reconbound.report.records import cards, tiles
+from reconbound.report.view import NEGLIGIBLE, View
+
+FLOORS = {
+    "theorem1": "Theorem 1",
+    "theorem1_paper": "Theorem 1, the paper’s line",
+    "corners": "all corners",
+    "lecam": "Le Cam",
+    "rate_distortion": "rate–distortion",
+}
+ATTACKERS = {
+    "unbiased": "attacker unbiased for every {noun} there could be",
+    "any": "any attacker, on some conceivable {noun}, not on each",
+}
+DATA = {
+    "name": "Data",
+    "kind": "Kind",
+    "records": "Training records",
+    "shape": "Shape",
+    "features": "Private numbers of a record",
+    "private": "Private",
+    "public": "Public, taken as known to the attacker",
+}
+
+
+def build(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Writes report.html (confidential, mode 0600) and report-public.html (mode 0644) of a finished audit.
+
+    Args:
+        folder: the audit's, with run.json and leakage.safetensors.
+
+    Returns:
+        The paths of the two pages.
+
+    Guarantee:
+        - The public page is built from run.json only.
+        - The same folder gives the same bytes.
+    """
+    run, leakage = read_audit(folder)
+    own, shown = Path(folder) / REPORT, Path(folder) / PUBLIC_REPORT
+    write_whole(own, confidential_page(run, leakage), mode=CONFIDENTIAL)
+    write_whole(shown, public_page(run), mode=PUBLIC)
+    return own, shown
+
+
+# --- the page for the data's owner -----------------------------------------------------------
+
+
+def confidential_page(run: Run, leakage: Leakage) -> bytes:
+    """Builds the page for the data's owner.
+
+    Args:
+        run: the public facts.
+        leakage: the leakage of each record.
+    """
+    view = View(run, leakage)
+    drawn = (charts.histogram(view), charts.by_feature(view), charts.by_class(view), charts.accuracy(view),
+             charts.growth(view))  # fmt: skip
+    shown = {chart.id: chart for chart in drawn if chart is not None}
+    slider = _slider(view, shown["chart-floors"])
+    context = {
+        "title": f"{clean(run.data.get('name', 'data'), 80)}: how well is each {view.noun} protected?",
+        "view": view,
+        "warnings": headline.warnings(view),
+        "finding": headline.finding(view),
+        "certainty": text.certainty(view),
+        "tiles": tiles(view),
+        "chart": shown,
+        "slider": slider,
+        "cards": cards(view),
+        "features": feature_rows(view),
+        "columns_note": text.columns_note(view),
+        "columns_scope": text.columns_scope(view) if len(view.column_information[0]) < view.records else "",
+        "assumptions": text.assumptions(view),
+        "growth_note": text.growth_note(view),
+        "next_steps": advice.next_steps(view),
+        "accuracy": headline.accuracy_sentence(view),
+        **_mechanism_context(run, view.noun, view.part, view.unit, view.of_range),
+    }
+    floors = base64.b64encode(np.sort(view.shown).astype("<f8").tobytes()).decode()
+    return render(
+        "report.html",
+        context,
+        {name: chart.figure for name, chart in shown.items()},
+        {"floors": floors, "slider": slider},
+    )
+
+
+def _slider(view: View, histogram: Chart) -> dict[str, Any]:
+    """Returns the slider's range (log10) and the text before it is moved: the records below the guess."""
+    low, high = histogram.figure["layout"]["xaxis"]["range"]
+    start = view.guess if view.guess > 0 and low <= np.log10(view.guess) <= high else float(10 ** ((low + high) / 2))
+    return {
+        "low": low,
+        "high": high,
+        "start": start,
+        "place": round(1000 * (float(np.log10(start)) - low) / (high - low)),
+        "below": view.below(start),
+        "records": view.records,
+        "shown": amount(start),
+        "share": percent(view.below(start), view.records),
+        "guess": view.guess,
+    }
+
+
+def feature_rows(view: View) -> list[dict[str, Any]]:
+    """Returns the columns of a table in their own units, the most exposed first.
+
+    Each row has the floor of the average record, that of the record most exposed in this column, and the guess.
+    """
+    average = view.feature_floors(None)
+    if view.image or average is None:
+        return []
+    lowest, found = view.lowest_by_column, view.columns
+    rows = []
+    for j in view.most_exposed_columns(average if lowest is None else lowest):
+        unit, width = view.feature_unit(j), float(view.scale[j])
+        low, high = value(float(view.offset[j])), value(float(view.offset[j] + view.scale[j]))
+        worst = found[j]["lowest"] if found else None
+        rows.append({
+            "name": view.feature_name(j),
+            "range": f"{low} to {high}{f' {unit}' if unit else ''}",
+            "average": plus_minus(float(average[j]), width=width),
+            "worst": plus_minus(worst, width=width),
+            "whose": (found[j]["record_name"] or "") if found else "",
+            "beyond": [beyond(float(average[j]), width), beyond(worst, width)],
+            "guess": guess_error(float(view.guess_each[j])),
+            "below": text.column_sentence(found[j]) if found else "",
+        })  # fmt: skip
+    return rows
+
+
+# --- the page to be shown --------------------------------------------------------------------
+
+
+def public_page(run: Run) -> bytes:
+    """Builds the page that may be shown, from the run's public facts only.
+
+    Args:
+        run: the public facts.
+
+    Guarantee:
+        - No per-record leakage is read, so none can be in it.
+        - Accuracy is shown only where its owner chose to publish it.
+    """
+    return render("public.html", public_context(run), None)
+
+
+def public_context(run: Run) -> dict[str, Any]:
+    """Returns everything that the public page shows."""
+    data, found = run.data, run.guarantee
+    noun, part = nouns(run)
+    caveats = [text.INFERRED] if data.get("inferred_ranges") else []
+    if run.training.get("seed_from") == CHOSEN_SEED:
+        caveats.append(f"The noise is {text.CHOSEN}")
+    any_attacker = headline.any_attacker_sentences(run) if read_protection(found).meaningful else []
+    return {
+        "title": f"{clean(data.get('name', 'data'), 80)}: what the training guarantees",
+        "a_noun": with_article(noun),
+        "headline": headline.public_headline(run),
+        "any_attacker": headline.conditional(run, any_attacker),
+        "caveats": caveats,
+        "about": about(run),
+        "columns": column_rows(run),
+        "any_unbiased": (line(run, "theorem1") or 0.0) >= NEGLIGIBLE,
+        "membership": membership(found),
+        "rero": [
+            (format_percent(r["kappa"], side="near"), format_percent(r["success"])) for r in found.get("rero", ())
+        ],
+        "epsilons": epsilons(found),
+        "notes": [clean(note, 400) for note in found.get("notes", ())],
+        "assumptions": text.public_assumptions(run, noun, part),
+        "accuracy": None if run.accuracy is None else f"{run.accuracy:.0%}",
+        **_mechanism_context(run, noun, part, *units(run)),
+    }
+
+
+def _mechanism_context(run: Run, noun: str, part: str, unit: float, of_range: str) -> dict[str, Any]:
+    """Returns what both pages say of the mechanism."""
+    targets, without_noise = advice.targets(run, noun, part, unit)
+    return {
+        "noun": noun,
+        "part": part,
+        "of_range": of_range,
+        "floors": floor_rows(run, unit),
+        "guess_middle": guess_error(unit / 2),
+        "two_kinds": text.compare_kinds(noun),
+        "targets": targets,
+        "without_noise": without_noise,
+        "settings": [(clean(name, 80), clean(setting, 600)) for name, setting in text.settings(run)],
+    }
+
+
+def floor_rows(run: Run, unit: float = 1.0) -> list[dict[str, Any]]:
+    """Returns the calculator's floors, in units of the data's range times `unit`.
+
+    Args:
+        run: the public facts.
+        unit: the factor on the data's range.
+    """
+    rows = []
+    for bound in run.guarantee.get("bounds", ()):
+        error = line(run, bound["name"], unit)
+        rows.append({
+            "title": FLOORS.get(bound["name"], bound["name"]),
+            "paper": not bound.get("proved", bound["name"] != "theorem1_paper"),
+            "error": "says nothing" if bound.get("vacuous") is True else plus_minus(error),
+            "attacker": ATTACKERS.get(bound["attacker"], bound["attacker"]).format(noun=nouns(run)[0]),
+            "neighbours": bound["adjacency"],
+            "coordinates": bound.get("coordinates", "average"),
+            "above": bool(error and error >= unit / 2),
+        })  # fmt: skip
+    return rows
+
+
+def about(run: Run) -> list[tuple[str, str]]:
+    """Returns the data's public facts: the kind, the number of records, the private columns."""
+    rows = []
+    for key, title in DATA.items():
+        fact = run.data.get(key)
+        if fact not in (None, "", [], ()):
+            shown = " × ".join(str(part) for part in fact) if key == "shape" else text.plain(fact)
+            rows.append((title, clean(shown, 1000)))
+    return rows
+
+
+def column_rows(run: Run) -> list[dict[str, str]]:
+    """Returns the floors of each column whose range was declared, in its own unit: they scale with the range."""
+    units = run.data.get("units") or {}
+    floors = {"any": line(run, "lecam"), "unbiased": line(run, "theorem1")}
+    rows = []
+    for name, (low, high) in sorted((run.data.get("ranges") or {}).items()):
+        width, unit = float(high) - float(low), clean(units.get(name, "") if isinstance(units, Mapping) else "", 40)
+        shown = {
+            who: "nothing" if share is None or share < NEGLIGIBLE else plus_minus(share * width, width=width)
+            for who, share in floors.items()
+        }
+        ends = f"{value(float(low))} to {value(float(high))}{f' {unit}' if unit else ''}"
+        rows.append({"name": clean(name, 80), "range": ends, "guess": guess_error(width / 2), **shown})
+    return rows
+
+
+def membership(found: Mapping[str, Any]) -> str | None:
+    """Returns the largest chance to tell two candidates apart; None where it is not known."""
+    advantage = found.get("membership_advantage")
+    return None if advantage is None else format_percent((1 + float(advantage)) / 2)
+
+
+def epsilons(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Returns rows of (neighbours, ε, at which δ)."""
+    delta = float(found.get("delta", 1e-5))
+    rows = (("replace-one", found.get("epsilon")), ("add/remove", found.get("epsilon_add_remove")))
+    return [
+        (name, amount(float(e), side="up"), f"at δ = {format_limit(delta, 6)}") for name, e in rows if e is not None
+    ]
+
+
+# --- templates -------------------------------------------------------------------------------
+
+
+def as_json(content: Any) -> Markup:
+    """Returns JSON for a script element: nothing in it can end the element or start another."""
+    encoded = json.dumps(content, allow_nan=False, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
+    for character in "<>&":
+        encoded = encoded.replace(character, f"\\u{ord(character):04x}")
+    return Markup(encoded)
+
+
+@cache
+def _plotly_js() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def _without_controls(shown: Any) -> Any:
+    """Returns a value for a page: text is cleaned of control characters, whatever its source."""
+    return clean(shown, len(shown)) if isinstance(shown, str) and not isinstance(shown, Markup) else shown
+
+
+def breaks(name: str) -> Markup:
+    """Returns a name that may be broken after each underscore, rather than within a word.
+
+    >>> breaks("hours_per_<week>")
+    Markup('hours_<wbr>per_<wbr>&lt;week&gt;')
+    """
+    return Markup("_<wbr>").join(clean(name, len(name)).split("_"))
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("reconbound.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_without_controls,
+    )
+    environment.filters.update(breaks=breaks, clean=clean, amount=amount)
+    return environment
+
+
+def _read_template(name: str) -> str:
+    return (files("reconbound.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _digest(script: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def render(template: str, context: Mapping[str, Any], figures: Mapping[str, Any] | None, data: Any = None) -> bytes:
+    """Renders a page from a template; with figures, also plotly, our script and their data.
+
+    Args:
+        template: the name of the template.
+        context: its variables.
+        figures: by the id of their element; None for a page without scripts.
+        data: for our script.
+    """
+    scripts = [] if figures is None else [_plotly_js(), _read_template("report.js")]
+    policy = (
+        "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+        "script-src " + (" ".join(f"'{_digest(script)}'" for script in scripts) or "'none'")
+    )
+    page = _environment().get_template(template).render(
+        **context,
+        version=__version__,
+        policy=policy,
+        style=Markup(_read_template("style.css")),
+        scripts=[Markup(script) for script in scripts],
+        content=None if figures is None else as_json({"charts": figures, **(data or {})}),
+    )  # fmt: skip
+    return page.encode("utf-8", "replace")
