@@ -63,7 +63,7 @@ def trainer(dataset, counts=(6, 14), runs=2, **plan) -> Trainer:
         (["sample_rate=3/2"], "sample_rate must be at most 1"),
     ],
 )
-def test_bad_grids_are_told_in_a_line(options, said, capsys, tmp_path) -> None:
+def test_wrong_grid_is_refused_in_one_line(options, said, capsys, tmp_path) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
         parse_grid(options)
     words = [word for option in options for word in ("--grid", option)]
@@ -106,7 +106,7 @@ def test_bad_grids_are_told_in_a_line(options, said, capsys, tmp_path) -> None:
         (["--storage", "postgresql+psycopg2://127.0.0.1:1/d?sslpassword=secret"], "d?sslpassword=***"),
     ],
 )  # fmt: skip
-def test_bad_options_are_told_in_a_line(words, said, capsys, tmp_path) -> None:
+def test_wrong_options_are_refused_in_one_line(words, said, capsys, tmp_path) -> None:
     common = ["sweep", "digits", "--limit", "60", "--model", "linear", "--grid", "lr=1", "--out", str(tmp_path)]
     assert cli.run([*common, *words]) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -170,7 +170,7 @@ def test_segments_count_each_record_for_every_stretch_whole(counts, budget) -> N
 
 @pytest.mark.usefixtures("same_noise")
 @pytest.mark.parametrize("sampler", ["poisson", "fixed"])
-def test_a_row_on_the_way_is_that_of_a_training_of_so_many_steps(digits, tmp_path, sampler) -> None:
+def test_row_at_a_step_count_equals_a_training_of_that_length(digits, tmp_path, sampler) -> None:
     setting = {"noise_multiplier": 0.7, "sampler": sampler, "lr": 0.5}
     long = trainer(digits)(setting, tmp_path / "long")
     short = trainer(digits, (6,))(setting, tmp_path / "short")
@@ -409,8 +409,8 @@ def test_a_failed_trial_is_retried_and_then_given_up(tmp_path, capsys) -> None:
     assert (facts["finished"], facts["failed"], facts["error"]) == (2, 1, "RuntimeError: the model has exploded")
 
 
-def test_a_trial_whose_folder_is_in_use_is_left_alone_for_a_while(tmp_path) -> None:
-    """A worker that was suspended, not killed: others pass its trial over, and nobody takes it for a failure."""
+def test_setting_whose_folder_is_in_use_is_tried_again_later(tmp_path) -> None:
+    """A worker that was suspended, not killed: others try its setting later, and it is no failure."""
 
     class Busy(Searched):
         def __call__(self, setting, folder, tell):
