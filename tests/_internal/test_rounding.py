@@ -121,7 +121,7 @@ def test_reports_round_floors_down_and_epsilon_and_chances_up(kind: str, request
     folder = request.getfixturevalue(kind)
     draw = random.Random(15)
     checked = 0
-    for _ in range(3):
+    for _ in range(2):
         run, leakage = read_run(folder), read_leakage(folder)
         times = draw.uniform(0.5, 2)
         upper = None if leakage.upper is None else leakage.upper * times
