@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from reconbound._internal.chacha import keystream
+from reconbound._internal.fingerprints import digest
 from reconbound.auditing.models import mnist_cnn
 from reconbound.fisher import clipped_gradient_sum
-from reconbound.training.checkpoint import digest
 from reconbound.training.noise import draw
 
 SIZES = {"MNIST network": 26_010, "CIFAR-10 network": 550_570, "a million": 1_000_000}

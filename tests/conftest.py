@@ -91,10 +91,10 @@ def people(tmp_path_factory):
 def audited(tmp_path_factory):
     """The folder of a finished audit of a small table, by the library: auditing.people with three runs."""
     import auditing
-    from reconbound.auditing.run import audit
+    from reconbound.auditing.run import run_audit
 
     folder = tmp_path_factory.mktemp("audit") / "people"
-    return audit(auditing.people(), auditing.options(runs=3), folder, show=False)
+    return run_audit(auditing.people(), auditing.options(runs=3), folder, show=False)
 
 
 @pytest.fixture(scope="module")

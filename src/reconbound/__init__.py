@@ -23,7 +23,7 @@ _HOME = {
     "SumOptions": "fisher",
     "Bound": "bounds",
     "Guarantee": "mechanisms.guarantee",
-    "audit": "auditing.api",
+    "audit": "auditing.run",
     "check_batch": "validate",
     "check_model": "validate",
     "clipped_gradient_sum": "fisher",
@@ -76,8 +76,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from reconbound.accounting.accountant import Account, FisherAccountant
-    from reconbound.auditing.api import audit
     from reconbound.auditing.release import load_release
+    from reconbound.auditing.run import audit
     from reconbound.bounds import Bound
     from reconbound.data import load_dataset
     from reconbound.fisher import (

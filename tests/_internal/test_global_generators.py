@@ -24,7 +24,6 @@ from reconbound.fisher import CoordinateOptions, dense_information
 from reconbound.fisher.reference import coordinate_information
 from reconbound.sweep.fleet.trainer import Fleet
 from reconbound.training.settings import Settings
-from reconbound.training.state import some_losses
 from reconbound.validate import check_batch, check_model
 
 MECHANISM: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
@@ -115,7 +114,7 @@ WORK: dict[str, Callable[[], Any]] = {
     "learner": lambda: learner(check=True, spectral=True, diagonal=Chosen(2, 2)).repeat(3, 3),
     "every batch": lambda: learner(budget="every", probes=2).fit(3),
     "a learner of a model that draws": lambda: learner(Drawing(), rules=()),
-    "some losses": lambda: some_losses(learner(Drawing())),
+    "some losses": lambda: learner(Drawing()).measurer.some_losses(),
     "fleet": fleet,
     "logistic": linear(PrivateLogisticRegression),
     "ridge": linear(PrivateRidge),
@@ -133,10 +132,10 @@ def test_global_generators_are_left_alone(name: str) -> None:
 
 
 def test_an_audit_leaves_them_alone(tmp_path) -> None:
-    from reconbound.auditing.run import audit
+    from reconbound.auditing.run import run_audit
 
     with untouched():
-        audit(auditing.people(), auditing.options(runs=2, steps=4), tmp_path / "a", show=False)
+        run_audit(auditing.people(), auditing.options(runs=2, steps=4), tmp_path / "a", show=False)
 
 
 class Loop:

@@ -116,6 +116,7 @@ def test_round_numbers_stay_as_they_are(write) -> None:
 
 
 @pytest.mark.parametrize("kind", ["digits", "people"])
+@pytest.mark.slow
 def test_reports_round_floors_down_and_epsilon_and_chances_up(kind: str, request: pytest.FixtureRequest) -> None:
     """Each number on a page beside the exact one, for ledgers and guarantees of many sizes."""
     folder = request.getfixturevalue(kind)

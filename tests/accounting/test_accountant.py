@@ -137,12 +137,14 @@ def budgets() -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_measuring_does_not_change_training(budgets: dict) -> None:
     assert torch.equal(budgets["all"][2], budgets["blocks"][2])
     torch.testing.assert_close(budgets["all"][2], budgets["every"][2], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["every", "steps", "blocks"])
+@pytest.mark.slow
 def test_budgets_are_unbiased(budgets: dict, name: str) -> None:
     """Against every record measured at every step, times q, on the same trajectories."""
     difference = budgets[name][0] - budgets["all"][0]
@@ -154,6 +156,7 @@ def test_budgets_are_unbiased(budgets: dict, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["every", "steps", "blocks"])
+@pytest.mark.slow
 def test_standard_error_of_one_run_says_what_the_budget_cost(budgets: dict, name: str) -> None:
     squares = (budgets[name][0] - budgets["all"][0]).square().mean()
     error = budgets[name][1]
@@ -163,6 +166,7 @@ def test_standard_error_of_one_run_says_what_the_budget_cost(budgets: dict, name
     assert float(far.double().mean()) < 0.05
 
 
+@pytest.mark.slow
 def test_blocks_cost_less_variance_than_draws(budgets: dict) -> None:
     spread = {
         name: float((budgets[name][0] - budgets["all"][0]).square().mean()) for name in ("every", "steps", "blocks")

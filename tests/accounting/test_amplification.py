@@ -71,6 +71,7 @@ def test_designs_comparison_with_the_paper(noise: float, across: float, along: f
 
 
 @pytest.mark.parametrize("q", [1e-30, 1e-15, *RATES])
+@pytest.mark.slow
 def test_high_precision(q: float) -> None:
     norms = np.array([0, 1e-6, 0.3, 1, 3.3, 8, 15, 1e6])
     tolerance = 1e-14 if q >= 1e-9 else 1e-12

@@ -113,6 +113,7 @@ def truth() -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("budget", [1.0, "every"])
+@pytest.mark.slow
 def test_chosen_records_of_a_training_have_the_diagonals_of_the_full_ledger(truth, budget) -> None:
     one = learner(diagonal=Chosen(3, 2), seed=5, budget=budget)
     one.repeat(41, steps=5)

@@ -105,6 +105,7 @@ def test_errors_of_features_are_the_formula(diagonal) -> None:
     np.testing.assert_allclose(empty.feature_standard_error()[1].numpy(), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_error_of_features_in_one_run_covers_what_runs_differ_by() -> None:
     """The formula of one run against the spread of 40 estimates of one and the same trajectory (lr 0)."""
     found, errors = [], []

@@ -150,6 +150,7 @@ def test_floor_is_tight_without_a_constant_feature(name):
 @pytest.mark.parametrize(
     ("name", "intercept"), [("logistic", True), ("squared", True), ("softmax", False), ("softmax", True)]
 )
+@pytest.mark.slow
 def test_floor_is_tight_for_the_likeliest_record(name, intercept):
     """With a constant feature or three classes more is released than unknown; weighed by likelihood it is all used.
 

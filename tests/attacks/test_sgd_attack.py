@@ -89,6 +89,7 @@ def test_information_is_that_of_dense_jacobians_with_the_exact_factors() -> None
 
 
 @pytest.mark.parametrize(("rate", "noise"), [(1.0, 0.02), (0.5, 0.02)])
+@pytest.mark.slow
 def test_at_small_noise_it_meets_the_cramer_rao_floor_and_never_goes_below(rate: float, noise: float) -> None:
     """The search begins at the other records' average; four standard errors of a mean over 20 trainings. With Poisson
     batches the record takes part 5 times of 10 on average, and the error is that of 1/5 or a little more."""

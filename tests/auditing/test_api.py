@@ -59,7 +59,7 @@ def command(people: pd.DataFrame, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.mark.parametrize("kind", ["frame", "parquet", "csv", "dataset"])
-def test_audit_gives_the_numbers_of_the_command(kind, people, command, tmp_path) -> None:
+def test_audit_equals_the_command(kind, people, command, tmp_path) -> None:
     chosen = {"target": "income", "private": ["age", "hours"], "ranges": RANGES}
     data: object = people
     if kind == "parquet":
@@ -77,7 +77,7 @@ def test_audit_gives_the_numbers_of_the_command(kind, people, command, tmp_path)
     check_same(found.folder, command)
 
 
-def test_a_finished_audit_is_not_made_again(people, tmp_path, monkeypatch) -> None:
+def test_finished_audit_is_not_repeated(people, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     dataset = rb.load_dataset(people, target="income", ranges=RANGES)
     options = default_options(dataset, **{**SHORT, "runs": 1})
@@ -90,7 +90,7 @@ def test_a_finished_audit_is_not_made_again(people, tmp_path, monkeypatch) -> No
     assert found.report.stat().st_mtime_ns > before
 
 
-def test_options_of_reading_are_refused_for_a_data_set_that_was_read(people) -> None:
+def test_reading_options_are_refused_for_a_dataset(people) -> None:
     dataset = rb.load_dataset(people, target="income", ranges=RANGES)
     with pytest.raises(InputError, match="target is for data that are still to be read"):
         rb.audit(dataset, target="income")

@@ -24,7 +24,7 @@ from reconbound.auditing.leakage import chosen, leakage_of
 from reconbound.auditing.models import score
 from reconbound.auditing.options import make_learner, open_folder, settle
 from reconbound.auditing.release import INPUTS
-from reconbound.auditing.run import audit, facts_of, trained
+from reconbound.auditing.run import facts_of, run_audit, train
 from reconbound.report import columns
 from reconbound.report.folder import (
     LEAKAGE,
@@ -39,6 +39,8 @@ from reconbound.report.folder import (
     record_names,
 )
 from reconbound.report.view import View
+
+pytestmark = pytest.mark.slow
 
 
 def test_everybody_may_read_only_the_public_files(audited) -> None:
@@ -100,7 +102,7 @@ def test_diagonals_from_snapshots_are_those_of_their_steps(tmp_path, monkeypatch
     """Compared with exact Jacobians at each; with as many snapshots as steps they are the whole run's."""
     monkeypatch.setattr(audit_snapshots, "SNAPSHOTS", snapshots)
     people, options, probes = auditing.people(), auditing.options(runs=2, steps=steps), 300
-    measured = trained(people, settle(open_folder(tmp_path / "a"), people, options), tmp_path / "a")
+    measured = train(people, settle(open_folder(tmp_path / "a"), people, options), tmp_path / "a")
     records, taken = torch.tensor([3, 17]), min(steps, snapshots)
     found = measured.look_closely(records, 2, probes=probes, each=True)
     expected = sum(run_diagonal(measured, people, run, records) for run in range(2)) / 2
@@ -132,7 +134,7 @@ def test_snapshots_fall_anywhere_in_their_blocks() -> None:
 def test_diagonals_of_all_records_are_those_of_the_snapshots_drawn_for_them(tmp_path, steps: int, looks: int) -> None:
     """Compared with exact Jacobians at the snapshots at which a record was measured, times the blocks of the part."""
     people, options, probes = auditing.people(), auditing.options(runs=2, steps=steps), 200
-    measured = trained(people, settle(open_folder(tmp_path / "a"), people, options), tmp_path / "a")
+    measured = train(people, settle(open_folder(tmp_path / "a"), people, options), tmp_path / "a")
     ledger = measured.look_at_all(2, looks=looks, probes=probes)
     found, times = ledger.state()["diagonal_mean"].double(), min(looks, steps)
     assert ledger.measured().tolist() == [2 * times] * 40  # once in each part of each run
@@ -169,7 +171,7 @@ def test_which_snapshots_a_record_is_measured_at_is_uniform_over_each_part() -> 
 
 def test_where_records_are_too_many_a_sample_of_a_table_is_looked_at(tmp_path, monkeypatch) -> None:
     people, options, folder = auditing.people(), auditing.options(runs=2), tmp_path / "a"
-    measured = trained(people, settle(open_folder(folder), people, options), folder)
+    measured = train(people, settle(open_folder(folder), people, options), folder)
     whole = leakage_of(people, settle(folder, people, options), measured)
     assert whole.diagonal_of is None
     assert whole.diagonal.shape == (40, 2)
@@ -196,7 +198,7 @@ def test_where_records_are_too_many_a_sample_of_a_table_is_looked_at(tmp_path, m
     assert columns.which(few) == "only the 18 records looked at closely (the most and the least exposed) of 40"
     pictures = auditing.pictures()
     monkeypatch.setattr(audit_leakage, "SAMPLE", 10)
-    found = read_leakage(audit(pictures, options, tmp_path / "b", show=False))
+    found = read_leakage(run_audit(pictures, options, tmp_path / "b", show=False))
     assert found.diagonal is None
     assert found.average_diagonal.shape == (36,)
     drawn = torch.randperm(30, generator=torch.Generator().manual_seed(0))[:10]
@@ -220,10 +222,10 @@ def test_diagonals_at_the_ledgers_level_are_nearer_to_those_of_all_steps(tmp_pat
     """Against exact Jacobians at every step of the same runs: floors are off by less than at the snapshots' level."""
     people, options, records = auditing.people(), auditing.options(runs=2, steps=24, budget=4.0), torch.arange(0, 40, 4)
     monkeypatch.setattr(audit_snapshots, "SNAPSHOTS", 24)
-    dense = trained(people, settle(open_folder(tmp_path / "a"), people, options), tmp_path / "a")
+    dense = train(people, settle(open_folder(tmp_path / "a"), people, options), tmp_path / "a")
     true = sum(run_diagonal(dense, people, run, records) for run in range(2)) / 2
     monkeypatch.setattr(audit_snapshots, "SNAPSHOTS", 12)
-    measured = trained(people, settle(open_folder(tmp_path / "b"), people, options), tmp_path / "b")
+    measured = train(people, settle(open_folder(tmp_path / "b"), people, options), tmp_path / "b")
     assert torch.equal(measured.learner.accountant.trace(), dense.learner.accountant.trace())  # the same runs
     for looks in (12, 4, 2):
         plain = measured.look_at_all(2, looks=looks, probes=1).state()["diagonal_mean"][records]
@@ -297,7 +299,7 @@ def test_public_files_hold_no_number_of_a_record(audited) -> None:
 
 def test_public_files_are_the_same_for_other_people(audited, tmp_path) -> None:
     """Nothing in them depends on a record: other records give the same bytes."""
-    others = audit(auditing.people(seed=8), auditing.options(runs=3), tmp_path / "a", show=False)
+    others = run_audit(auditing.people(seed=8), auditing.options(runs=3), tmp_path / "a", show=False)
     for name in (RUN, PUBLIC_REPORT):
         assert (others / name).read_bytes() == (audited / name).read_bytes(), name
     assert (others / REPORT).read_bytes() != (audited / REPORT).read_bytes()
@@ -305,17 +307,17 @@ def test_public_files_are_the_same_for_other_people(audited, tmp_path) -> None:
 
 def test_accuracy_is_published_only_on_request(tmp_path) -> None:
     people, options = auditing.people(), auditing.options(runs=1)
-    folder = audit(people, options, tmp_path / "a", show=False, publish_accuracy=True)
+    folder = run_audit(people, options, tmp_path / "a", show=False, publish_accuracy=True)
     assert read_run(folder).accuracy == pytest.approx(float(read_leakage(folder).accuracy[-1]))
     assert read_leakage(folder).upper is None
-    audit(people, options, folder, show=False)
+    run_audit(people, options, folder, show=False)
     assert read_run(folder).accuracy is None
 
 
 @pytest.mark.parametrize("sampler", ["fixed", "shuffle"])
 def test_other_samplers(tmp_path, sampler: str) -> None:
     people = auditing.people()
-    folder = audit(people, auditing.options(sampler=sampler), tmp_path / "a", show=False)
+    folder = run_audit(people, auditing.options(sampler=sampler), tmp_path / "a", show=False)
     found = read_leakage(folder)
     assert found.facts["rules"] == {"fixed": ["fixed", "paper"], "shuffle": ["none"]}[sampler]
     assert (found.kept_diagonal is None) == (sampler == "shuffle")
@@ -324,7 +326,7 @@ def test_other_samplers(tmp_path, sampler: str) -> None:
 @pytest.mark.parametrize(("planes", "model"), [(1, "auto"), (3, "cnn"), (3, "mlp")])
 def test_images(tmp_path, planes: int, model: str) -> None:
     pictures = auditing.pictures(planes=planes)
-    folder = audit(pictures, auditing.options(model=model, steps=4), tmp_path / "a", show=False)
+    folder = run_audit(pictures, auditing.options(model=model, steps=4), tmp_path / "a", show=False)
     found = read_leakage(folder)
     assert found.kept_diagonal.shape == (len(found.kept), 36 * planes)
     assert found.facts["scale"][0] == 255.0
@@ -337,10 +339,10 @@ def test_no_test_data_and_numbers_as_targets(tmp_path) -> None:
         people, task="number", targets=people.inputs[:, 0].copy(), test_targets=people.test_inputs[:, 0].copy(),
         class_names=(),
     )  # fmt: skip
-    found = read_leakage(audit(numbers, auditing.options(), tmp_path / "a", show=False))
+    found = read_leakage(run_audit(numbers, auditing.options(), tmp_path / "a", show=False))
     assert found.accuracy[-1] <= 1
     none = replace(people, test_inputs=people.test_inputs[:0], test_targets=people.test_targets[:0])
-    found = read_leakage(audit(none, auditing.options(), tmp_path / "b", show=False, publish_accuracy=True))
+    found = read_leakage(run_audit(none, auditing.options(), tmp_path / "b", show=False, publish_accuracy=True))
     assert found.accuracy.numel() == 0
 
 
@@ -358,7 +360,7 @@ def test_leakage_of_a_learner_that_never_measured_a_record(tmp_path) -> None:
     """Batches measured when drawn: a record that was not has floor 0 and is not shown."""
     people, options = auditing.people(), auditing.options(budget="every", steps=1, sample_rate=0.1)
     folder = open_folder(tmp_path / "a")
-    measured = trained(people, settle(folder, people, options), folder)
+    measured = train(people, settle(folder, people, options), folder)
     found = leakage_of(people, options, measured)
     unseen = found.measured == 0
     assert bool(unseen.any())

@@ -10,7 +10,7 @@ import pytest
 
 import auditing
 from killing import kill, start_reporting
-from reconbound.auditing.run import audit
+from reconbound.auditing.run import run_audit
 from reconbound.report.folder import MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN
 
 KILLS = 5
@@ -23,7 +23,7 @@ def start(folder: Path):
 
 def test_five_kills_give_the_same_report(tmp_path) -> None:
     whole, killed, rng = tmp_path / "whole", tmp_path / "killed", random.Random(5)
-    audit(auditing.people(), auditing.options(), whole, show=False)
+    run_audit(auditing.people(), auditing.options(), whole, show=False)
     for _ in range(KILLS):
         process, _ = start(killed)
         time.sleep(rng.uniform(0.0, 0.35))

@@ -21,7 +21,7 @@ from reconbound import report
 from reconbound._internal.formatting import format_limit
 from reconbound.auditing.leakage import baseline_of
 from reconbound.auditing.options import settle
-from reconbound.auditing.run import audit, floors_of, trained
+from reconbound.auditing.run import floors_of, run_audit, train
 from reconbound.cli.app import run as command
 from reconbound.cli.audit import describe_plan
 from reconbound.cli.options import one_line
@@ -32,11 +32,13 @@ from reconbound.report.figures import guess_error, plus_minus
 from reconbound.report.folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Run, read_leakage, read_run
 from reconbound.report.view import View
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("said") / "people"
-    return audit(auditing.people(), PLAN, folder, show=False)
+    return run_audit(auditing.people(), PLAN, folder, show=False)
 
 
 PLAN = auditing.options(runs=8, steps=4, budget=4.0)  # every step is measured, and every step's parameters are kept
@@ -45,7 +47,7 @@ PLAN = auditing.options(runs=8, steps=4, budget=4.0)  # every step is measured, 
 def test_the_pages_floors_are_those_of_the_trajectory_in_years_and_dollars(done: Path) -> None:
     """Dense Jacobians at the kept parameters of all steps of all runs, with the exact factors, against what is told."""
     people, leakage = auditing.people(), read_leakage(done)
-    measured = trained(people, settle(done, people, PLAN), done)
+    measured = train(people, settle(done, people, PLAN), done)
     records = torch.cat([leakage.kept[:1], torch.tensor([3, 17]), leakage.kept[-1:]])
     exact = sum(run_diagonal(measured, people, run, records) for run in range(8)) / 8
     dfil, error = leakage.dfil[0, records], leakage.error[0, records]
@@ -81,7 +83,7 @@ def test_what_takes_the_guarantee_away_is_on_the_public_page(done: Path, tmp_pat
     assert "a seed that nobody else knows" not in page + (done / REPORT).read_text()
     people = auditing.people()
     sound = replace(people, features=tuple(replace(f, declared=True) for f in people.features))
-    clean = audit(sound, replace(PLAN, seed=None, runs=1, steps=2), tmp_path / "a", show=False)
+    clean = run_audit(sound, replace(PLAN, seed=None, runs=1, steps=2), tmp_path / "a", show=False)
     page = (clean / PUBLIC_REPORT).read_text()
     assert read_run(clean).data["inferred_ranges"] is False
     assert read_run(clean).training["seed_from"] == "the operating system"
@@ -155,7 +157,7 @@ def test_one_private_column_has_one_floor_everywhere(tmp_path: Path, capsys: pyt
     """The ledger's: in verdict, cards, columns, counts, terminal and JSON, in the column's own unit."""
     people = auditing.people()
     one = replace(people, features=(people.features[0], *(replace(f, private=False) for f in people.features[1:])))
-    folder = audit(one, auditing.options(runs=5, noise_multiplier=0.3, budget=4.0), tmp_path / "a", show=False)
+    folder = run_audit(one, auditing.options(runs=5, noise_multiplier=0.3, budget=4.0), tmp_path / "a", show=False)
     run, leakage = read_run(folder), read_leakage(folder)
     view = View(run, leakage)
     assert bool((leakage.measured > 0).all())
@@ -231,7 +233,7 @@ def test_a_missing_value_is_no_value_and_a_public_number_no_category(tmp_path: P
     (tmp_path / "t.csv").write_text("age,hours,kind\n" + "\n".join(lines) + "\n")
     with pytest.warns(UserWarning, match="read off"):
         table = load_dataset(tmp_path / "t.csv", target="kind", private="age", ranges={"age": (0, 120)})
-    folder = audit(table, auditing.options(runs=1, steps=2), tmp_path / "a", show=False)
+    folder = run_audit(table, auditing.options(runs=1, steps=2), tmp_path / "a", show=False)
     run, leakage = read_run(folder), read_leakage(folder)
     assert leakage.facts["public_names"] == ["age (missing)", ""]
     known = table.inputs[table.inputs[:, 1] == 0, 0]  # guessing errs by more than with the missing ones in the middle
@@ -290,7 +292,7 @@ def test_the_rate_that_is_told_is_the_one_that_was_used(tmp_path: Path, sampler:
     """Batches of a fixed size are whole: a rate below one record in N would promise too much."""
     people, options = auditing.people(), auditing.options(sampler=sampler, sample_rate=rate, runs=1, steps=2)
     lines = " ".join(describe_plan(people, options, tmp_path / "a", fresh=False))
-    found = read_run(audit(people, options, tmp_path / "a", show=False))
+    found = read_run(run_audit(people, options, tmp_path / "a", show=False))
     assert found.mechanism["sample_rate"] == pytest.approx(real)
     assert f"sample rate {real:.3g}" in lines
     assert f"ε = {format_limit(found.guarantee['epsilon'])} (replace-one)" in lines

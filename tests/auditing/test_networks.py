@@ -25,7 +25,7 @@ def small() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3)).double()
 
 
-def test_information_is_about_the_input_as_it_was() -> None:
+def test_information_is_about_the_unscaled_input() -> None:
     """By the chain rule a feature's information is that of the standardised one over std²; compared in full."""
     x, y = torch.rand(5, 3, 6, 6, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
     mean, std = (torch.tensor(v, dtype=torch.float64).reshape(3, 1, 1) for v in (MEAN, STD))
@@ -40,7 +40,7 @@ def test_information_is_about_the_input_as_it_was() -> None:
     )
 
 
-def test_layer_rules_cover_it() -> None:
+def test_layer_rules_cover_standardised_networks() -> None:
     x, y = torch.rand(4, 3, 6, 6, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
     model = standardised(small(), MEAN, STD).double()
     found = step_information(
@@ -72,7 +72,7 @@ def test_lecun_normal_keeps_scales_and_what_is_frozen() -> None:
     assert all(torch.equal(a, b) for a, b in zip(frozen, model[4].parameters(), strict=True))
 
 
-def test_lecun_normal_refuses_a_scale_that_nobody_resets() -> None:
+def test_lecun_normal_refuses_a_scale_without_reset() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -93,6 +93,6 @@ def test_audits_of_photographs_centre_their_pixels() -> None:
     ("mean", "std", "said"),
     [(0.5, 0.0, "std"), (0.5, (1.0, -1.0), "std"), (0.5, (), "std"), (float("nan"), 1.0, "mean"), ("0.5", 1.0, "mean")],
 )
-def test_constants_that_cannot_standardise_are_named(mean: object, std: object, said: str) -> None:
+def test_wrong_constants_are_refused(mean: object, std: object, said: str) -> None:
     with pytest.raises(InputError, match=f"^{said} must"):
         standardised(small(), mean, std)  # type: ignore[arg-type]

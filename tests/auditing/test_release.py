@@ -20,7 +20,7 @@ from reconbound._internal.files import Unreadable, sealed_json
 from reconbound.auditing.models import mlp
 from reconbound.auditing.options import default_options
 from reconbound.auditing.release import INPUTS
-from reconbound.auditing.run import audit
+from reconbound.auditing.run import run_audit
 from reconbound.data import DataWarning, load_dataset
 from reconbound.report.folder import MODEL, RUN
 
@@ -57,10 +57,12 @@ def classes(table, tmp_path_factory):
     """An audit with a number that has gaps, one beyond its range, one of a range off the data, and categories."""
     with pytest.warns(DataWarning):
         dataset = load_dataset(table, target="pay", ranges={"age": (0, 120), "hours": (0, 100)})
-    return dataset, audit(dataset, default_options(dataset, **QUICK), tmp_path_factory.mktemp("a") / "out", show=False)
+    return dataset, run_audit(
+        dataset, default_options(dataset, **QUICK), tmp_path_factory.mktemp("a") / "out", show=False
+    )
 
 
-def test_records_enter_as_in_the_audit(classes, table) -> None:
+def test_records_are_encoded_as_in_the_audit(classes, table) -> None:
     dataset, folder = classes
     release = load_release(folder)
     assert release.columns == ["age", "hours", "job", "score"]
@@ -87,7 +89,7 @@ def test_predictions_are_those_of_the_parameters(classes, table) -> None:
     np.testing.assert_allclose(release.predict_proba(rows), outputs.softmax(1).numpy(), atol=1e-6)
 
 
-def test_what_is_read_off_the_data_stays_out_of_public_files(classes) -> None:
+def test_facts_read_off_the_data_are_not_public(classes) -> None:
     _, folder = classes
     assert stat.S_IMODE(os.stat(folder / INPUTS).st_mode) == 0o600
     facts = json.loads((folder / INPUTS).read_text())
@@ -105,10 +107,10 @@ def test_what_is_read_off_the_data_stays_out_of_public_files(classes) -> None:
         assert secret not in public
 
 
-def test_a_number_comes_back_in_its_own_unit(table, tmp_path) -> None:
+def test_predicted_number_has_its_own_unit(table, tmp_path) -> None:
     ranges = {"age": (0, 120), "hours": (0, 140), "score": (-5, 5)}
     dataset = load_dataset(table, target="score", ranges=ranges)
-    folder = audit(dataset, default_options(dataset, **QUICK), tmp_path / "out", show=False)
+    folder = run_audit(dataset, default_options(dataset, **QUICK), tmp_path / "out", show=False)
     release = load_release(folder)
     rows = rows_of(table, dataset.record_names)
     with torch.no_grad():
@@ -118,9 +120,9 @@ def test_a_number_comes_back_in_its_own_unit(table, tmp_path) -> None:
         release.predict_proba(rows)
 
 
-def test_images_enter_in_grey_levels(tmp_path) -> None:
+def test_images_are_given_in_grey_levels(tmp_path) -> None:
     pictures = auditing.pictures()
-    folder = audit(pictures, auditing.options(steps=2, runs=1), tmp_path / "out", show=False)
+    folder = run_audit(pictures, auditing.options(steps=2, runs=1), tmp_path / "out", show=False)
     release = load_release(folder)
     grey = pictures.inputs.astype(np.float64) * 255
     torch.testing.assert_close(release.inputs(grey), torch.from_numpy(pictures.inputs))
@@ -130,7 +132,7 @@ def test_images_enter_in_grey_levels(tmp_path) -> None:
         release.inputs(grey[:, :, 1:])
 
 
-def test_what_cannot_be_used_is_said(classes, tmp_path) -> None:
+def test_unusable_records_are_refused(classes, tmp_path) -> None:
     _, folder = classes
     release = load_release(folder)
     assert repr(release) == "Release(mlp: 4 columns -> 2 classes)"  # no ranges, categories or parameters
@@ -170,11 +172,11 @@ def test_no_code_is_run_because_a_file_names_it(classes, tmp_path, monkeypatch) 
     assert release.predict([row]) == load_release(folder).predict([row])
 
 
-def test_the_guide_s_blocks_run(table, tmp_path, monkeypatch, capsys) -> None:
+def test_code_of_the_guide_runs(table, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     ranges = {"age": (0, 120), "hours": (0, 140)}
     dataset = load_dataset(table, target="pay", ranges=ranges, drop="score")
-    audit(dataset, default_options(dataset, **QUICK), tmp_path / "audit-people", show=False)
+    run_audit(dataset, default_options(dataset, **QUICK), tmp_path / "audit-people", show=False)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     ours = [block for block in blocks if "audit-people" in block]
     assert len(ours) == 2
@@ -185,12 +187,12 @@ def test_the_guide_s_blocks_run(table, tmp_path, monkeypatch, capsys) -> None:
     assert told[1].startswith("[('row ")
 
 
-def test_a_category_called_none_is_one_and_not_a_missing_value(tmp_path) -> None:
+def test_category_called_none_is_not_missing(tmp_path) -> None:
     path = tmp_path / "table.csv"
     lines = [f"{k % 7},{('none', 'some', '')[k % 3]},{'ab'[k % 2]}" for k in range(40)]
     path.write_text("\n".join(["age,level,y", *lines]) + "\n")
     dataset = load_dataset(path, target="y", ranges={"age": (0, 10)})
-    release = load_release(audit(dataset, default_options(dataset, **QUICK), tmp_path / "out", show=False))
+    release = load_release(run_audit(dataset, default_options(dataset, **QUICK), tmp_path / "out", show=False))
     names = [f.name for f in dataset.features]
     for given, meant in (("none", "none"), ("None", None), ("", "(missing)"), (None, "(missing)")):
         if meant is None:  # as the data's reader tells them apart

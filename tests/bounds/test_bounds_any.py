@@ -237,6 +237,7 @@ def best_reference(releases):
     return max(kl(p, mean) for p in releases)
 
 
+@pytest.mark.slow
 def test_no_attacker_beats_rate_distortion_on_random_mechanisms():
     """1,000 random mechanisms on the corners of {0,w}^d; the exact Bayes risk at the exact mutual information."""
     rng = np.random.default_rng(4)

@@ -347,6 +347,7 @@ def test_bound_begins_with_what_it_means_for_a_record(run):
 # --- as a process -----------------------------------
 
 
+@pytest.mark.slow
 def test_as_a_process():
     done = process("bound", *SGD, "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -359,6 +360,7 @@ def test_as_a_process():
     ("encoding", "command"),
     [("ascii", ["bound", "--noise-multiplier", "1"]), ("latin-1", ["calibrate", "--target-mse", "0.1"])],
 )
+@pytest.mark.slow
 def test_a_terminal_without_greek_letters(encoding, command):
     done = process(*command, "--sample-rate", "0.1", "--steps", "3", PYTHONIOENCODING=encoding)
     assert (done.returncode, done.stderr) == (0, "")

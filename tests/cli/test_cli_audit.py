@@ -302,6 +302,7 @@ def _listen_to_the_keyboard() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 def test_stopping_from_the_keyboard(tmp_path) -> None:
     """SIGINT while it trains: one line, status 130, and the same command goes on."""
     words = [sys.executable, "-m", "reconbound.cli.app", "audit", "--limit", "60", *QUICK, "--quiet", "--out", "out"]
@@ -327,6 +328,7 @@ def test_stopping_from_the_keyboard(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("words", [["bound"], ["audit", "--limit", "60", *QUICK, "--quiet", "--out", "out"]])
+@pytest.mark.slow
 def test_stopping_early_is_one_line(tmp_path, words: list[str]) -> None:
     """SIGINT at several moments from the first lines of ours on, while modules are imported."""
     source = Path(__file__).resolve().parents[2] / "src"

@@ -100,7 +100,7 @@ def test_stopped_with_fresh_it_says_how_to_go_on_without_losing_what_was_done(tm
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("reconbound.auditing.run.audit", stopped)
+    monkeypatch.setattr("reconbound.auditing.run.run_audit", stopped)
     words = ["audit", "wine", *SHORT, "--out", str(tmp_path / "a")]
     for more, how in (([], ""), (["--fresh"], ", without --fresh,")):
         assert run([*words, *more]) == 130

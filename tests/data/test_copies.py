@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import auditing
 from reconbound import Account, FisherAccountant, PrivateSGD, Settings, guarantee
 from reconbound._internal.checks import InputError
-from reconbound.auditing.run import audit
+from reconbound.auditing.run import run_audit
 from reconbound.data.copies import find_copies
 from reconbound.fisher import step_information
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
@@ -209,7 +209,7 @@ def test_the_report_says_how_many_copies_there_are_and_their_floor(tmp_path: Pat
     people = auditing.people()
     people.inputs[[5, 9, 11]] = people.inputs[2]
     people.targets[[5, 9, 11]] = people.targets[2]
-    folder = audit(people, auditing.options(runs=1, steps=6), tmp_path / "a", show=False)
+    folder = run_audit(people, auditing.options(runs=1, steps=6), tmp_path / "a", show=False)
     found = read_leakage(folder).facts["copies"]
     assert found["records"] == 4
     assert found["largest"] == [2, 5, 9, 11]
@@ -220,5 +220,5 @@ def test_the_report_says_how_many_copies_there_are_and_their_floor(tmp_path: Pat
     from reconbound.report.figures import plus_minus
 
     assert f"{plus_minus(floor)} of a column’s range" in page[page.index("have exact copies") :][:700]
-    clean = audit(auditing.people(), auditing.options(runs=1, steps=6), tmp_path / "b", show=False)
+    clean = run_audit(auditing.people(), auditing.options(runs=1, steps=6), tmp_path / "b", show=False)
     assert "No record has an exact copy" in (clean / REPORT).read_text()

@@ -156,9 +156,10 @@ def test_order2_gaussian_by_quadrature():
 
 
 @pytest.mark.parametrize("q", [1e-9, 1e-4, 0.01, 0.3, 0.9, 0.999])
+@pytest.mark.slow
 def test_order2_poisson_against_mpmath(q):
     with mp.workdps(40):
-        for m in (1e-6, 1e-2, 0.5, 1.0, 2.2306, 5.0, 30.0):
+        for m in (1e-6, 0.5, 2.2306, 30.0):
             truth = float(mp.log1p(mp_chi2_poisson(m, q)))
             exact = renyi.order2_poisson(m, q)
             assert exact == close(truth, rel=2e-12), m
@@ -390,9 +391,10 @@ def mp_kl_poisson(m, q):
 
 
 @pytest.mark.parametrize("q", [1e-30, 1e-9, 1e-4, 0.01, 0.5, 0.999])
+@pytest.mark.slow
 def test_kl_poisson_against_mpmath(q):
     with mp.workdps(90):
-        for m in (1e-6, 0.01, 1.0, 2.2306, 10.0, 25.0):
+        for m in (1e-6, 1.0, 2.2306, 25.0):
             assert renyi.kl_poisson(m, q) == close(mp_kl_poisson(m, q), rel=1e-11), m
 
 
@@ -494,6 +496,7 @@ def test_overlap_of_many_steps_by_monte_carlo(m, q, steps):
     assert renyi.overlap_poisson(m, q, steps) == close(sample.mean(), abs=4.5 * error)
 
 
+@pytest.mark.slow
 def test_overlap_of_a_thousand_steps_between_the_two_estimates_of_dp_accounting():
     import dp_accounting as dp
     from dp_accounting.pld import privacy_loss_distribution as pld

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -52,6 +54,6 @@ def test_audit_from_python_runs(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = [code for kind, code in BLOCK.findall((DOCS / "tutorials/audit.md").read_text()) if kind == "python"]
     (block,) = [code for code in found if '"audit-wine"' in code]
-    assert "runs=10" in block
-    exec(block.replace("runs=10", "runs=1"), {"__name__": "guide"})
+    assert '"runs": 10' in block
+    exec(block.replace('"runs": 10', '"runs": 1'), {"__name__": "guide"})
     assert (tmp_path / "audit-wine" / "report.html").exists()

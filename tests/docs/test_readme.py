@@ -17,6 +17,8 @@ from reconbound._internal.formatting import format_floor
 from reconbound.cli import app as cli
 from reconbound.cli.errors import option_names
 
+pytestmark = pytest.mark.slow
+
 HOME = Path(__file__).resolve().parents[2]
 CALCULATOR = "docs/tutorials/calculator.md"
 PAGES = ["README.md", CALCULATOR]

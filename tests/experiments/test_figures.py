@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow
+
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 SCRIPTS = {
     "figure2_linear": ["--records", "60"],

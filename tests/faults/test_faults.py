@@ -17,6 +17,8 @@ from reconbound._internal.files import unsealed
 from reconbound.auditing.release import load_release
 from reconbound.sweep import database
 
+pytestmark = pytest.mark.slow
+
 SHARE = int(os.environ.get("INJECT", "0"))
 PAGES = ("report.html", "report-public.html", "frontier.html", "sweep.csv", "index.html")
 

@@ -17,10 +17,10 @@ import small_folders
 from injecting import ended
 from reconbound._internal.checks import InputError
 from reconbound._internal.files import sealed, sealed_json, unsealed
-from reconbound.auditing.run import audit
+from reconbound.auditing.run import run_audit
 from reconbound.data import Dataset, Feature
 from reconbound.report.folder import read_leakage, read_run
-from reconbound.training.checkpoint import CheckpointError, held
+from reconbound.training.checkpoint import CheckpointError, lock_folder
 
 SHARE = int(os.environ.get("INJECT", "0"))
 
@@ -127,7 +127,7 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(tmp_path, ki
         os.mkfifo(folder / "lock")
     else:
         (os.symlink if kind == "symbolic" else os.link)(precious, folder / "lock")
-    with pytest.raises((CheckpointError, ValueError), match="link"), held(folder):
+    with pytest.raises((CheckpointError, ValueError), match="link"), lock_folder(folder):
         pass
     assert precious.read_text() == "all my work\n"
 
@@ -310,7 +310,7 @@ def test_sealed_files_of_other_shapes_are_one_line(base) -> None:
 
 
 def test_a_published_accuracy_is_in_whole_percent(tmp_path) -> None:
-    folder = audit(
+    folder = run_audit(
         auditing.people(), auditing.options(steps=4, runs=1), tmp_path / "a", show=False, publish_accuracy=True
     )
     published = read_run(folder).accuracy
@@ -326,7 +326,7 @@ def test_the_accuracy_of_a_number_is_not_published(tmp_path) -> None:
     numbers = Dataset("n", "table", inputs[:20], targets[:20], inputs[20:], targets[20:], features,
                       task="number", target=Feature("loan", private=False))  # fmt: skip
     with pytest.raises(InputError, match="publish_accuracy must be left out where the target is a number"):
-        audit(numbers, auditing.options(steps=4, runs=1), tmp_path / "a", show=False, publish_accuracy=True)
+        run_audit(numbers, auditing.options(steps=4, runs=1), tmp_path / "a", show=False, publish_accuracy=True)
     assert not (tmp_path / "a").exists()
     words = ["audit", "diabetes", "--steps", "4", "--runs", "1", "--publish-accuracy", "--out", str(tmp_path / "b")]
     refused(words, "--publish-accuracy must be left out where the target is a number")

@@ -44,6 +44,7 @@ def over_seeds(probes: int, error: str, seeds: int = SEEDS) -> dict[str, Tensor]
 @pytest.mark.parametrize(
     ("probes", "error", "seeds"), [(1, "product", 1000), (2, "spread", 1000), (2, "product", 400), (8, "spread", 400)]
 )
+@pytest.mark.slow
 def test_unbiased_with_honest_errors(probes: int, error: str, seeds: int) -> None:
     """The mean over the seeds lies within 3 of its standard errors of the exact value, for trace, both parts and the
     diagonal; the reported standard error (root mean square over the seeds: it is its square that is unbiased) lies
@@ -98,6 +99,7 @@ def test_all_directions_give_the_exact_value() -> None:
 
 
 @pytest.mark.parametrize("method", ["layers", "generic"])
+@pytest.mark.slow
 def test_spectral_norm_by_power_iteration(method: Any) -> None:
     model, x, y = small()
     far = [("smooth", 0.05), ("smooth", 100.0)] if method == "layers" else []
@@ -112,6 +114,7 @@ def test_spectral_norm_by_power_iteration(method: Any) -> None:
         assert (got.spectral_bound < 1.1 * want.spectral).all()
 
 
+@pytest.mark.slow
 def test_the_paper_s_estimator_is_unbiased_and_exact_with_all_coordinates() -> None:
     model, x, y = small()
     exact = dense_information(model, cross_entropy, x, y, **STEP).trace
@@ -181,6 +184,7 @@ def test_masked_records_are_padding(method: Any) -> None:
 
 @pytest.mark.parametrize("method", ["layers", "generic"])
 @pytest.mark.parametrize("clip", ["smooth", "hard"])
+@pytest.mark.slow
 def test_a_record_with_zero_gradient(method: Any, clip: Any) -> None:
     model, x, _ = small()
     for layer in (model[0], model[2]):  # type: ignore[index]

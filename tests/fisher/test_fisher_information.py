@@ -83,6 +83,7 @@ def compare(case: Case, clip: Any, level: str, **kw: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.slow
 def test_fast_equals_dense(case: Case) -> None:
     """Near C some records are clipped and some are not, which is all that the hard clip tells apart."""
     for level, micro_batch in zip(LEVELS, (1, 7, None), strict=True):

@@ -16,6 +16,8 @@ from measuring import measure, sum_clipped
 from reconbound.fisher import Private, sensitivity
 from reconbound.fisher.passes.products import gram_squares_above
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("first", range(0, 60, 10))
 def test_random_models_have_clipped_sums_and_true_traces(first: int) -> None:

@@ -56,6 +56,7 @@ def spectra(kind: str, d: int) -> Tensor:
 @pytest.mark.parametrize("d", [2, 8, 40])
 @pytest.mark.parametrize("iterations", [2, 30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.slow
 def test_bound_is_above_the_largest_eigenvalue(kind: str, d: int, iterations: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(d + iterations)
     turned = torch.linalg.qr(torch.randn(RECORDS, d, d, generator=generator, dtype=torch.float64)).Q

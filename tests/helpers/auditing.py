@@ -12,7 +12,7 @@ import torch
 
 from reconbound._internal.files import unsealed
 from reconbound.auditing.options import AuditOptions
-from reconbound.auditing.run import audit
+from reconbound.auditing.run import run_audit
 from reconbound.data import Dataset, Feature, Pixels
 from reconbound.report.folder import LEAKAGE
 from reconbound.training.private_sgd import PrivateSGD
@@ -75,5 +75,5 @@ def slow(folder: str, told: Any) -> None:
 
     PrivateSGD._train_step = paused  # type: ignore[method-assign]
     told.send("ready")
-    audit(people(), options(), Path(folder), show=False)
+    run_audit(people(), options(), Path(folder), show=False)
     told.send("done")

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from reconbound.sweep import Sweep, parse_grid, sweep
-from reconbound.training.checkpoint import held
+from reconbound.training.checkpoint import lock_folder
 
 STEPS = 12
 
@@ -23,7 +23,7 @@ class Stub:
 
     def __call__(self, setting: dict, folder: Path, tell) -> list[dict]:
         folder.mkdir(parents=True, exist_ok=True)
-        with held(folder):
+        with lock_folder(folder):
             with (folder.parent / "starts").open("a") as file:
                 file.write(f"{folder.name}\n")
             mark = folder / "steps"

@@ -205,14 +205,13 @@ def cases(folder: Path) -> Iterator[Case]:
     )
     yield Case("PrivateSGD.repeat", lambda runs, steps, epochs: _learner().repeat(runs, steps, epochs=epochs),
                _only(runs=2, steps=2, epochs=None))  # fmt: skip
-    paper = {name: sgd[name] for name in ("model", "loss_fn", "inputs", "targets", "progress", "check")}
-    paper |= _only(batch_size=2, noise_multiplier=1.0, max_grad_norm=1.0, lr=0.1, momentum=0.5, probes=1, seed=1)
-    yield Case("PrivateSGD.paper", rb.PrivateSGD.paper, paper, _trained)
     settings = {
         "noise_multiplier": 1.0, "max_grad_norm": 1.0, "sample_rate": 0.5, "sampler": "poisson", "clip": "smooth",
         "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "rules": (), "budget": 0.15, "probes": 1, "seed": 1,
         "micro_batch": None,
     }  # fmt: skip
+    paper = _only(batch_size=2, records=8, noise_multiplier=1.0, max_grad_norm=1.0, lr=0.1)
+    yield Case("Settings.paper", rb.Settings.paper, paper, lambda found: _trained(_learner(settings=found)))
     yield Case("Settings", rb.Settings, _only(**settings), lambda found: _trained(_learner(settings=found)))
     account = {
         "records": 6, "features": 3, "steps": 2, "noise_multiplier": 1.0, "max_grad_norm": 1.0, "sample_rate": 0.5,

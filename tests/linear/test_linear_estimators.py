@@ -49,6 +49,7 @@ def table(name, n=60, d=4):
     ],
     ids=repr,
 )
+@pytest.mark.slow
 def test_scikit_learn_s_own_checks(estimator):
     check_estimator(estimator)
 

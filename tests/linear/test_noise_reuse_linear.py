@@ -155,6 +155,7 @@ def check_note(said: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("command", ["audit", "sweep"])
+@pytest.mark.slow
 def test_the_commands_say_it_in_one_line(tmp_path, command: str, run) -> None:
     for seed, count in (["--seed", "3"], 1), ([], 0):
         with warnings.catch_warnings(record=True) as told:  # a process would print them
@@ -164,6 +165,7 @@ def test_the_commands_say_it_in_one_line(tmp_path, command: str, run) -> None:
         check_note(err + "".join(f"{one.category.__name__}: {one.message}\n" for one in told), count)
 
 
+@pytest.mark.slow
 def test_a_process_says_it_in_one_line(tmp_path) -> None:
     call = [sys.executable, "-m", "reconbound", *WORDS["audit"], "--seed", "3", "--out", str(tmp_path / "a")]
     done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=240)

@@ -15,6 +15,8 @@ from scipy.stats import norm
 from reconbound.mechanisms import privacy_loss
 from reconbound.mechanisms.privacy_loss import gaussian_step
 
+pytestmark = pytest.mark.slow
+
 REPLACE, ADD = "replace-one", "add/remove"
 
 

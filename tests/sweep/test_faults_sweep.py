@@ -18,6 +18,8 @@ from reconbound.sweep import database, sweep
 from reconbound.sweep.run import open_queue
 from reconbound.sweep.space import settings_of
 
+pytestmark = pytest.mark.slow
+
 NO_SERVER = postgres_server.missing()
 FULL = OSError(errno.ENOSPC, "No space left on device", "trials/00003/checkpoint-0.safetensors")
 

@@ -76,6 +76,7 @@ def size_of(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("method", ["stacked", "branches"])
 @pytest.mark.parametrize(("sampler", "clip"), [("poisson", "smooth"), ("poisson", "hard"), ("fixed", "smooth")])
+@pytest.mark.slow
 def test_equals_private_sgd_in_parameters_and_ledger(sampler: str, clip: str, method: str) -> None:
     """Same batches, noise and probes: parameters and every rule's ledger agree to rounding, for all trainings."""
     rules = ("exact" if sampler == "poisson" else "fixed", "paper", "none")
@@ -104,6 +105,7 @@ def test_equals_private_sgd_in_parameters_and_ledger(sampler: str, clip: str, me
 @pytest.mark.parametrize(
     ("rate", "steps", "budget"), [(1e-5, 8, 0.9), (1e-5, 40, 0.25), (1e-5, 3, 1e5), (1e-3, 30, 0.15), (1e-9, 20, 0.15)]
 )
+@pytest.mark.slow
 def test_equals_private_sgd_where_batches_are_mostly_empty(rate: float, steps: int, budget: float) -> None:
     """Steps fewer than 1/q, one block or a block a step, noise over qN ≪ 1 that drives parameters to 10⁸: the ledgers'
     entries are the same, though they lie tens of orders of magnitude apart."""
@@ -149,6 +151,7 @@ def test_padding_adds_nothing_and_large_batches_fit(method: str) -> None:
             assert torch.allclose(fleet.params[k], want, rtol=1e-9, atol=1e-12), (size, k)
 
 
+@pytest.mark.slow
 def test_ledger_is_unbiased_for_what_dense_jacobians_say() -> None:
     """Over many plans at fixed parameters: mean of the ledger = T q f, f from dense Jacobians and factors."""
     rate, steps, plans = 0.2, 6, 100

@@ -22,6 +22,8 @@ from reconbound.sweep.page import frontier_page, run_page
 from reconbound.sweep.space import seed_of
 from reconbound.sweep.trial import Trainer
 
+pytestmark = pytest.mark.slow
+
 FACTS = {"data": "people", "runs": 2, "trials": 1, "finished": 1, "failed": 0}
 ROW = {"trial": 0, "lr": 1.0, "steps": 5, "accuracy": 0.5, "exact_max": 2.0, "exact_crossed": 3.5,
        "exact_q99": 4.0, "lecam": 0.1, "epsilon": 1.0, "delta": 1e-5}  # fmt: skip

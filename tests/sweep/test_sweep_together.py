@@ -27,6 +27,8 @@ from reconbound.sweep.space import seed_of
 from reconbound.sweep.together import Exploded, TogetherTrainer
 from reconbound.sweep.trial import Trainer
 
+pytestmark = pytest.mark.slow
+
 GRID = [{"noise_multiplier": s, "lr": lr} for s in (0.5, 1.0) for lr in (0.3, 1.0)]
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from reconbound import PrivateSGD, Settings
 from reconbound._internal.checks import InputError
 from reconbound.training.callbacks import Callback
-from reconbound.training.words import checked_callbacks
 
 
 class Counting(Callback):
@@ -58,7 +57,7 @@ def test_numbers_of_callbacks_stand_beside_those_of_evaluate() -> None:
 
 
 @pytest.mark.parametrize("stop_at", [0, 1, 3, 4])
-def test_a_stop_within_a_callback_repeats_nothing_in_the_history(tmp_path, stop_at: int) -> None:
+def test_interrupted_callback_leaves_no_duplicate_in_history(tmp_path, stop_at: int) -> None:
     whole = learner(Counting()).fit(4)
     with pytest.raises(KeyboardInterrupt):
         learner(Counting(stop_at), checkpoint=tmp_path, every=1).fit(4)
@@ -67,13 +66,14 @@ def test_a_stop_within_a_callback_repeats_nothing_in_the_history(tmp_path, stop_
     assert torch.equal(resumed.model.weight, whole.model.weight)
 
 
-def test_what_is_no_callback_is_refused() -> None:
+def test_objects_that_are_no_callbacks_are_refused() -> None:
+    one = learner()
     for wrong in (print, "x", [print]):
-        with pytest.raises(InputError, match="callbacks"):
-            checked_callbacks(wrong)
+        with pytest.raises(InputError, match=r"callbacks must be a list of reconbound.training.callbacks.Callback"):
+            PrivateSGD(one.model, one.loss_fn, one.inputs, one.targets, one.settings, callbacks=wrong)  # type: ignore
 
 
-def test_a_ledger_is_whole_at_counts_within_the_run() -> None:
+def test_ledger_is_complete_at_step_counts_within_the_run() -> None:
     with pytest.raises(InputError, match="whole_at must be at most the run's 3 steps, got 4"):
         learner(whole_at=[4]).fit(3)
     early = learner(whole_at=[2]).fit(3)

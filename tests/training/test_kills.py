@@ -92,7 +92,7 @@ def test_stopping_between_steps(tmp_path, every: int, monkeypatch) -> None:
         one.fit(10)
     with pytest.raises(KeyboardInterrupt):
         one.fit(10)
-    monkeypatch.setattr(one, "restart", lambda original=one.restart: (original(), patched(one)))
+    monkeypatch.setattr(one, "_restart", lambda original=one._restart: (original(), patched(one)))
     with pytest.raises(KeyboardInterrupt):
         one.fit(10)
     monkeypatch.undo()
@@ -112,7 +112,7 @@ def patched(one) -> None:
     one.optimizer.step = interrupted
 
 
-def test_a_learner_without_folder_that_was_stopped_in_a_step_says_so() -> None:
+def test_learner_without_folder_refuses_to_continue_mid_step() -> None:
     from reconbound.training.private_sgd import TrainingError
 
     one = learner()
@@ -123,7 +123,7 @@ def test_a_learner_without_folder_that_was_stopped_in_a_step_says_so() -> None:
         one.fit(4)
 
 
-def test_errors_before_the_step_leave_the_ledger_as_it_was() -> None:
+def test_errors_before_a_step_keep_the_ledger() -> None:
     whole, one = learner(budget=1e6).fit(4), learner(budget=1e6)
     sampler, calls = one.sampler, []
 
@@ -133,7 +133,7 @@ def test_errors_before_the_step_leave_the_ledger_as_it_was() -> None:
         def batch(self, seed: int, step: int):
             calls.append(step)
             if calls == [0, 1]:
-                return torch.tensor([999])
+                raise RuntimeError("out of range")
             return sampler.batch(seed, step)
 
     one.sampler = Fails()

@@ -68,7 +68,7 @@ def test_any_size(source, size: int) -> None:
     assert source(1, size).shape == (size,)
 
 
-def test_none_and_more_than_one_part(monkeypatch) -> None:
+def test_sizes_of_zero_and_of_several_parts(monkeypatch) -> None:
     assert draw(1, 0, CPU).shape == (0,)
     monkeypatch.setattr(noise, "_PART", 1000)
     x = draw(3, 2501, CPU)

@@ -111,7 +111,7 @@ def test_two_releases_share_neither_noise_nor_batches(case: str) -> None:
     assert alike <= 1, (one.batches, other.batches)
 
 
-def test_a_loss_that_no_record_tells_apart_gets_other_noise_once_a_sum_differs() -> None:
+def test_another_loss_gets_other_noise_once_a_sum_differs() -> None:
     """The second loss differs from the first only away from the start: no probe of it can see that."""
 
     class Later:
@@ -130,7 +130,7 @@ def test_a_loss_that_no_record_tells_apart_gets_other_noise_once_a_sum_differs()
         assert not bool((one.drawn[step] == other.drawn[step]).any())
 
 
-def test_the_same_release_is_the_same_and_accounting_does_not_change_it() -> None:
+def test_accounting_does_not_change_the_release() -> None:
     one = recorded()
     for other in (recorded(), recorded(rules=()), recorded(rules=("exact", "paper"), probes=3, private=[0, 1])):
         assert all(torch.equal(a, b) for a, b in zip(one.drawn, other.drawn, strict=True))
@@ -157,7 +157,7 @@ def test_two_runs_do_not_reveal_the_clipped_sum() -> None:
     assert float((guess - true).norm() / len(true) ** 0.5) > 0.5  # it was 1e-5
 
 
-def test_the_noise_is_keyed_by_the_seed_the_release_the_step_and_the_sum() -> None:
+def test_noise_key_depends_on_seed_release_step_and_sum() -> None:
     """By hand: SHAKE-256 and Box–Muller in NumPy under HMAC-SHA-256 keys."""
     one = recorded()
     for step, (total, drawn) in enumerate(zip(one.sums, one.drawn, strict=True)):

@@ -90,7 +90,7 @@ def test_shuffled_epochs_see_every_record_once() -> None:
         assert sorted(seen) == list(range(10))
 
 
-def test_divisors_are_fixed_beforehand() -> None:
+def test_divisors_do_not_depend_on_the_batch() -> None:
     assert Poisson(50, 0.13).divisor == 50 * 0.13
     assert FixedSize(50, 7).divisor == 7
 

@@ -20,9 +20,9 @@ from reconbound.accounting.accountant import Account, FisherAccountant
 from reconbound.accounting.amplification import fixed_size_factor, paper_delta, paper_kappa
 from reconbound.fisher import Private, ProbeOptions, StepOptions, dense_information, step_information
 from reconbound.training import private_sgd as sgd_module
+from reconbound.training.arguments import reset_parameters
 from reconbound.training.private_sgd import NoLedger, PrivateSGD, Settings, TrainingError
 from reconbound.training.sampling import FixedSize, Poisson, ShuffledEpochs
-from reconbound.training.state import reset_parameters
 from reconbound.validate import ReconboundWarning
 from where import FOLDER, needs
 
@@ -36,23 +36,14 @@ def flat(model: nn.Module) -> Tensor:
 # --- the algorithm ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_paper_is_algorithm_1_step_by_step() -> None:
     """Against a plain version: dense Jacobians, κ with δ = 1/(N T), fixed-size batches, momentum by hand."""
     x, y = data(records=12)
     x, steps, size, sigma, clip, lr = x.double(), 5, 4, 0.8, 0.7, 0.3
     model = network().double()
-    one = Kept.paper(
-        network().double(),
-        losses,
-        x,
-        y,
-        batch_size=size,
-        noise_multiplier=sigma,
-        max_grad_norm=clip,
-        lr=lr,
-        seed=5,
-        probes=2500,
-    ).fit(steps)
+    chosen = Settings.paper(size, 12, noise_multiplier=sigma, max_grad_norm=clip, lr=lr, seed=5, probes=2500)
+    one = Kept(network().double(), losses, x, y, chosen).fit(steps)
     kappa = paper_kappa(sigma, size / 12, paper_delta(12, steps))
     seed, velocity = one.run_seed, None
     paper, fixed, noise_free = np.zeros(12), np.zeros(12), flat(model)
@@ -100,7 +91,7 @@ def test_poisson_divides_by_qn_whatever_was_drawn() -> None:
     assert {0, 1} <= sizes  # empty batches are among them
 
 
-def test_the_last_batch_of_an_epoch_is_divided_like_the_others() -> None:
+def test_last_batch_of_an_epoch_has_the_same_divisor() -> None:
     """Ten records in fours: the third batch has two, and moves the parameters by (Σ c g + noise)/4 all the same."""
     x, y = data(records=10)
     x, weights, model, sigma, clip = x.double(), [], network().double(), 0.5, 2.0
@@ -291,7 +282,7 @@ class Two(nn.Module):
     "private", [None, Private("input", "x"), Private("module", "words"), Private("input", "x", torch.tensor([0, 2]))]
 )
 @pytest.mark.filterwarnings("ignore:floors do not cover all")
-def test_named_inputs_and_what_is_private_in_them(private) -> None:
+def test_named_inputs_with_private_part(private) -> None:
     x, y = data()
     tokens = torch.randint(0, 6, (RECORDS,), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
@@ -322,7 +313,7 @@ def test_private_labels() -> None:
     assert float(one.accountant.trace().min()) > 0
 
 
-def test_frozen_parameters_stay() -> None:
+def test_frozen_parameters_do_not_change() -> None:
     model = network()
     model[0].weight.requires_grad_(False)
     before = model[0].weight.clone()
@@ -335,7 +326,7 @@ def test_frozen_parameters_stay() -> None:
     assert not torch.equal(model[0].bias, bias)
 
 
-def test_repeat_needs_a_way_to_start_afresh() -> None:
+def test_repeat_needs_initialise_for_custom_parameters() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -349,7 +340,7 @@ def test_repeat_needs_a_way_to_start_afresh() -> None:
     learner(Own(), initialise=lambda m: nn.init.normal_(m.w)).repeat(2, steps=2)
 
 
-def test_evaluation_leaves_the_model_as_it_was() -> None:
+def test_evaluation_does_not_change_the_model() -> None:
     seen: list[int] = []
 
     def evaluate(model: nn.Module) -> dict[str, float]:
@@ -364,7 +355,7 @@ def test_evaluation_leaves_the_model_as_it_was() -> None:
     assert one.history[-1] == {"run": 0, "step": 7, "loss": 1.5}
 
 
-def test_before_training_a_ledger_is_asked_for_in_vain_and_told_why() -> None:
+def test_ledger_before_fit_raises() -> None:
     one = learner()
     with pytest.raises(NoLedger, match="has no ledger yet: call fit or repeat first"):
         one.accountant.mse_floor()
@@ -372,7 +363,7 @@ def test_before_training_a_ledger_is_asked_for_in_vain_and_told_why() -> None:
     assert learner(rules=None).accountant is None  # none is kept, as asked
 
 
-def test_learner_and_ledger_in_one_line_without_secrets() -> None:
+def test_repr_shows_no_secrets() -> None:
     one = learner(seed=123456789)
     assert repr(one).endswith("not trained yet)")
     one.repeat(2, 3)
@@ -384,7 +375,7 @@ def test_learner_and_ledger_in_one_line_without_secrets() -> None:
         assert len(said) < 300
 
 
-def test_settings_that_are_none_are_said() -> None:
+def test_settings_of_another_type_are_refused() -> None:
     x, y = data()
     with pytest.raises(InputError, match=r"settings must be a Settings.*, got 'a dict'"):
         PrivateSGD(network(), losses, x, y, {"noise_multiplier": 1.0})  # type: ignore[arg-type]
@@ -422,7 +413,7 @@ def test_epochs_are_passes_through_the_data() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("budget", [100.0, "every"])
-def test_a_loss_that_is_not_finite_names_its_record(tmp_path, value: float, budget) -> None:
+def test_infinite_loss_names_its_record(tmp_path, value: float, budget) -> None:
     x, y = data()
     good = learner(budget=budget, checkpoint=tmp_path, every=2).fit(20)
     x[17, 2] = value
@@ -433,7 +424,7 @@ def test_a_loss_that_is_not_finite_names_its_record(tmp_path, value: float, budg
     assert same_state(good, learner(budget=budget, checkpoint=tmp_path, every=2).fit(20))
 
 
-def test_an_exploding_model_is_told_and_its_last_good_state_kept(tmp_path) -> None:
+def test_exploding_model_raises_and_keeps_the_last_good_state(tmp_path) -> None:
     options = {"optimizer": lambda p: torch.optim.SGD(p, lr=1e38, momentum=0.9), "checkpoint": tmp_path, "every": 1}
     with pytest.raises(TrainingError, match=r"exploded|largest parameter .*the last good state is in"):
         learner(**options).fit(40)
@@ -448,7 +439,7 @@ def test_an_exploding_model_is_told_and_its_last_good_state_kept(tmp_path) -> No
         assert all(bool(torch.isfinite(v).all()) for name, v in tensors.items() if name.startswith("model/"))
 
 
-def test_a_gradient_that_overflows_is_not_taken_for_zero() -> None:
+def test_overflowing_gradient_raises() -> None:
     """‖g‖² overflows float32 at 1e19, where the clip factor would be 0 and the record's information with it. Norms are
     taken in float64; products with J, in float32, still overflow."""
     x, y = data()
@@ -458,7 +449,7 @@ def test_a_gradient_that_overflows_is_not_taken_for_zero() -> None:
     PrivateSGD(network(), huge, x, y, replace(settings(), rules=None), check=False).fit(3)  # clipped as any other
 
 
-def test_a_label_out_of_range_names_its_record() -> None:
+def test_label_out_of_range_names_its_record() -> None:
     x, y = data()
     y[11] = CLASSES
     with pytest.raises(TrainingError, match="record 11 has an index that is out of range"):
@@ -514,7 +505,7 @@ def test_impossible_settings_are_refused(wrong: dict) -> None:
         settings(**wrong)
 
 
-def test_the_removed_checkpoint_of_a_learner_is_missed(tmp_path) -> None:
+def test_removed_checkpoint_raises(tmp_path) -> None:
     one = learner(checkpoint=tmp_path, every=1).fit(2)
     for path in tmp_path.glob("checkpoint-*"):
         path.unlink()
@@ -525,7 +516,7 @@ def test_the_removed_checkpoint_of_a_learner_is_missed(tmp_path) -> None:
 # --- progress ----------------------------------------------------------------------------------
 
 
-def test_no_bar_where_there_is_no_terminal(capfd) -> None:
+def test_no_progress_bar_without_terminal(capfd) -> None:
     learner().fit(3)
     out, err = capfd.readouterr()
     assert out == ""
@@ -533,7 +524,7 @@ def test_no_bar_where_there_is_no_terminal(capfd) -> None:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_a_bar_on_a_terminal_unless_switched_off(monkeypatch, wanted: bool) -> None:
+def test_progress_bar_on_a_terminal_unless_switched_off(monkeypatch, wanted: bool) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -580,7 +571,7 @@ class FunctionalKinks(nn.Module):
 @pytest.mark.parametrize(
     "model", [nn.Sequential(nn.Linear(FEATURES, 5), nn.ReLU(), nn.Linear(5, CLASSES)), FunctionalKinks()]
 )
-def test_floors_of_a_model_with_kinks_say_so_wherever_they_are_kept(model, tmp_path) -> None:
+def test_floors_of_a_model_with_kinks_have_a_caveat(model, tmp_path) -> None:
     with pytest.warns(ReconboundWarning, match="kinks"):
         one = learner(model, check=True, diagonal="all", checkpoint=tmp_path / "run").fit(steps=4)
     ledger = one.accountant
@@ -607,7 +598,7 @@ def test_floors_of_a_smooth_model_have_no_caveat() -> None:
 
 
 @pytest.mark.parametrize("folder", [True, False])
-def test_after_repeat_the_model_is_that_of_the_first_run(tmp_path, folder: bool) -> None:
+def test_repeat_leaves_the_first_runs_model(tmp_path, folder: bool) -> None:
     """It is the one that may be released; also after more runs, and for who comes back to the folder."""
     options = {"checkpoint": tmp_path / "run"} if folder else {}
     first = learner().repeat(1, 4)
@@ -623,7 +614,7 @@ def test_after_repeat_the_model_is_that_of_the_first_run(tmp_path, folder: bool)
     torch.testing.assert_close(one_by_one.accountant.trace(), many.accountant.trace(), rtol=0, atol=0)
 
 
-def test_repeat_says_that_pretrained_parameters_are_lost_unless_they_are_put_back() -> None:
+def test_repeat_warns_about_lost_pretrained_parameters() -> None:
     pretrained = network(9).state_dict()
     lost = learner()
     lost.model.load_state_dict(pretrained)
@@ -642,16 +633,16 @@ def test_repeat_says_that_pretrained_parameters_are_lost_unless_they_are_put_bac
     assert all(torch.equal(start, flat(network(9))) for start in starts)
 
 
-def test_an_optimizer_that_is_made_already_is_refused() -> None:
+def test_optimizer_instance_is_refused() -> None:
     model = network()
     made = torch.optim.Adam(model.parameters())
-    with pytest.raises(InputError, match=r"optimizer must be a function .*a Adam that is made already"):
+    with pytest.raises(InputError, match=r"optimizer must be a function .*a new optimizer, for each run"):
         learner(model, optimizer=made)
     with pytest.raises(InputError, match="schedule must be a function"):
         learner(model, schedule=StepLR(made, 2))
 
 
-def test_a_training_that_says_nothing_about_anybody_is_warned_of() -> None:
+def test_training_without_information_gives_a_warning() -> None:
     """Saturated outputs: gradients are exactly 0, floors the largest number, errors 0."""
     model = network()
     with torch.no_grad():
@@ -663,7 +654,7 @@ def test_a_training_that_says_nothing_about_anybody_is_warned_of() -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_floors_of_an_embedding_say_what_they_are_about(tmp_path, frozen: bool) -> None:
+def test_floors_of_an_embedding_describe_its_output(tmp_path, frozen: bool) -> None:
     x, y = data()
     model, tokens = Two(), torch.arange(RECORDS) % 6
     model.words.requires_grad_(not frozen)
@@ -690,7 +681,7 @@ def test_floors_of_an_embedding_say_what_they_are_about(tmp_path, frozen: bool) 
     assert learner().fit(4).accountant.guarantee().high == 1.0
 
 
-def test_the_table_of_a_trained_embedding_shows_its_rows() -> None:
+def test_trained_embedding_reveals_its_rows() -> None:
     """Why it is not covered: the gradient that is released (with noise) is 0 but for the row that was used."""
     torch.manual_seed(0)
     model, x, y = Two(), *data()
@@ -705,7 +696,7 @@ def test_the_table_of_a_trained_embedding_shows_its_rows() -> None:
 # --- a loop of one's own -----------------------------------------------------------------------
 
 
-def test_a_loop_of_ones_own_gives_the_ledger_of_the_learner() -> None:
+def test_own_loop_gives_the_learners_ledger() -> None:
     """add, finish_run and the divisor qN as the guide has them, on the batches, noise and probes of a learner."""
     x, y = data()
     chosen = settings(budget="every", clip="hard", lr=0.5)
@@ -756,13 +747,13 @@ def test_a_loop_of_ones_own_gives_the_ledger_of_the_learner() -> None:
     assert beside.account == one.accountant.account
 
 
-def test_inputs_of_another_width_name_the_module_and_the_shape() -> None:
+def test_inputs_of_wrong_width_name_module_and_shape() -> None:
     x, y = data()
     with pytest.raises(ValueError, match=r"module '0' \(Linear\) does not take .*a record has the shape inputs \(3,\)"):
         learner(records=(x[:, :3], y), check=True)
 
 
-def test_what_is_done_to_the_model_between_calls_is_not_taken_for_the_first_run() -> None:
+def test_changes_between_calls_do_not_enter_the_first_run() -> None:
     whole = learner().repeat(2, steps=3)
     one = learner().repeat(1, steps=3)
     with torch.no_grad():
@@ -772,7 +763,7 @@ def test_what_is_done_to_the_model_between_calls_is_not_taken_for_the_first_run(
     assert same_state(one, whole)
 
 
-def test_groups_of_a_step_have_probes_of_their_own(monkeypatch) -> None:
+def test_groups_of_a_step_have_separate_probes(monkeypatch) -> None:
     """Records that shared them would err together, and the average over records would be known less well than said."""
     one, used = learner(budget=4.0, sample_rate=0.25), []
     plain = one.measurer.information

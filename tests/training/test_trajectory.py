@@ -92,7 +92,7 @@ def test_ledger_is_the_covariance_of_the_score_of_the_trajectory(momentum: float
     assert bool(((measured - diagonal).abs() < 4 * (diagonal_error.square() + spread.square()).sqrt()).all())
 
 
-def test_other_factors_would_be_seen() -> None:
+def test_other_factors_fail_the_comparison() -> None:
     """The companion: without amplification the ledger is far from the score's covariance, and that is seen."""
     trace = trajectory_scores(0.5).square().sum(2).mean(0)
     found = ledger(0.5, 1e6).accountant

@@ -133,6 +133,7 @@ def check_all(model: nn.Module, x: Tensor, private: Private | None) -> None:
 
 
 @pytest.mark.parametrize("kind", list(MODELS))
+@pytest.mark.slow
 def test_sums_are_those_of_autograd(kind: str) -> None:
     model = MODELS[kind]()
     with torch.no_grad():
@@ -170,6 +171,7 @@ class Bag(nn.Module):
         ("sum", True, -1),
     ],
 )
+@pytest.mark.slow
 def test_bags_of_embeddings(mode: str, weighted: bool, padding_idx: int | None, offsets: str) -> None:
     model = Bag(mode, weighted=weighted, offsets=offsets, padding_idx=padding_idx)
     tokens = torch.randint(0, 10, (RECORDS, 4))

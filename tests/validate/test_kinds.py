@@ -69,8 +69,8 @@ def test_numpy_arrays_train_as_their_tensors_do(turn: Any, recwarn: pytest.Warni
 
 def test_numpy_arrays_in_the_papers_way_and_in_a_dictionary() -> None:
     x, y = data()
-    options: dict[str, Any] = {"batch_size": 3, "noise_multiplier": 1.0, "max_grad_norm": 1.0, "lr": 0.1}
-    assert PrivateSGD.paper(network(), LOSS, x, y, **options).fit(2).step == 2
+    settings = Settings.paper(3, len(x), noise_multiplier=1.0, max_grad_norm=1.0, lr=0.1)
+    assert PrivateSGD(network(), LOSS, x, y, settings).fit(2).step == 2
     named = learner({"input": x}, y)
     assert named.inputs["input"].dtype == torch.float32
     assert learner((x,), y).inputs[0].dtype == torch.float32

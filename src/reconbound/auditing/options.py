@@ -23,10 +23,9 @@ from reconbound._internal.rng import new_seed
 from reconbound.auditing.models import MODELS, as_tensor, make_loss, make_model, starter
 from reconbound.auditing.release import INPUTS, read_inputs
 from reconbound.report.folder import CHECKPOINTS, LEAKAGE, MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, prepare, read_audit
-from reconbound.training.checkpoint import LOCK, NAMES, plain_json
+from reconbound.training.checkpoint import LOCK, NAMES, data_digest, plain_json
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.settings import Settings
-from reconbound.training.state import data_digest
 
 if TYPE_CHECKING:
     from reconbound.data import Dataset

@@ -1,6 +1,6 @@
 """The audit: trains privately on a data set, accounts for every record, and writes the folder that reports need.
 
-All runs of the plan are trained from fresh parameters. The FIRST is the release: its parameters are in
+All runs are trained from fresh parameters. The FIRST is the release: its parameters are in
 model.safetensors, and its accuracy is the one reported. The others only measure and are never released. With them,
 leakage is an average over the randomness of training, and has confidence limits.
 """
@@ -11,9 +11,9 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reconbound import __version__
-from reconbound._internal.checks import InputError
+from reconbound._internal.checks import InputError, file_path, flag
 from reconbound._internal.files import file_digest, is_leftover
 from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import random_states_kept
-from reconbound.accounting.spec import Account
 from reconbound.auditing.leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, looks
 from reconbound.auditing.models import check_model, describe_model, model_kind
-from reconbound.auditing.options import AuditOptions, make_learner, open_folder, settle
+from reconbound.auditing.options import AuditOptions, default_options, finished, make_learner, open_folder, settle
 from reconbound.auditing.release import write_inputs
 from reconbound.auditing.snapshots import SNAPSHOTS, SnapshotMeasurements, Snapshots
+from reconbound.data import Dataset, load_dataset
 from reconbound.mechanisms.guarantee import Guarantee, guarantee
 from reconbound.report.folder import (
     CHECKPOINTS,
@@ -41,24 +41,106 @@ from reconbound.report.folder import (
     REPORT,
     RUN,
     Run,
+    read_run,
     run_digest,
     write_leakage,
     write_run,
 )
-from reconbound.training.checkpoint import held
+from reconbound.training.checkpoint import lock_folder
 from reconbound.training.private_sgd import PrivateSGD
-from reconbound.training.sampling import Sampler, batches_per_epoch, make_sampler
+from reconbound.training.sampling import Sampler, make_account, make_sampler
 
 if TYPE_CHECKING:
-    from reconbound.data import Dataset
+    from pandas import DataFrame
 
 
 #: Decimals of an accuracy that is published: it is that of held-out records, whom no noise protects.
 PUBLISHED_DIGITS = 2
 
 
-@random_states_kept()
+@dataclass(frozen=True)
+class AuditResult:
+    """Says where a finished audit is, and what it found.
+
+    Attributes:
+        folder: of the audit; confidential apart from the public report, run.json and model.safetensors.
+        report: page for the data's owner.
+        public_report: page that can be shown.
+        headline: what the mechanism guarantees, in sentences, as on the public page.
+    """
+
+    folder: Path
+    report: Path
+    public_report: Path
+    headline: tuple[str, ...]
+
+
 def audit(
+    data: str | os.PathLike[str] | DataFrame | Dataset = "digits",
+    *,
+    target: str | None = None,
+    private: Sequence[str] | str | None = None,
+    ranges: Mapping[str, Any] | None = None,
+    out: str | os.PathLike[str] | None = None,
+    options: AuditOptions | Mapping[str, Any] | None = None,
+    publish_accuracy: bool = False,
+    fresh: bool = False,
+) -> AuditResult:
+    """Trains privately on the data and writes a report on how well each record is protected.
+
+    An audit that was stopped goes on when called again with the same arguments.
+
+    Args:
+        data: a path, the name of a built-in data set, a DataFrame, or what `load_dataset` returned.
+        target: column to predict.
+        private: columns to protect; None for every column of numbers.
+        ranges: {column: (lowest, highest)}, known without the data.
+        out: folder for the results; "audit-NAME" in the current folder when None.
+        options: the whole options of the training, or a mapping of those that differ from the data set's defaults, such
+            as {"noise_multiplier": 1.0, "runs": 5}.
+        publish_accuracy: puts the accuracy on the test data on the public page; refused where the target is a number.
+        fresh: forgets what the folder holds.
+
+    Returns:
+        The folder, its reports and the headline.
+
+    Raises:
+        InputError: names the argument that cannot be used, and why.
+    """
+    for name, given in (("publish_accuracy", publish_accuracy), ("fresh", fresh)):
+        flag(name, given)
+    if options is not None and not isinstance(options, AuditOptions | Mapping):
+        raise InputError(
+            "options",
+            "must be AuditOptions, or a dictionary of the options that differ from the defaults",
+            f"{options!r}"[:200],
+        )
+    if isinstance(data, Dataset):
+        for name, value in (("target", target), ("private", private), ("ranges", ranges)):
+            if value is not None:
+                raise InputError(name, "is for data that are still to be read: give it to load_dataset", value)
+        dataset = data
+    else:
+        dataset = load_dataset(data, target=target, private=private, ranges=ranges)
+    chosen = options if isinstance(options, AuditOptions) else default_options(dataset, **(options or {}))
+    folder = Path(file_path("out", out)) if out is not None else Path(f"audit-{folder_name(dataset.name)}")
+    if fresh or not finished(folder, dataset, chosen, publish_accuracy=publish_accuracy):
+        folder = run_audit(dataset, chosen, folder, publish_accuracy=publish_accuracy, fresh=fresh)
+    return AuditResult(folder, folder / REPORT, folder / PUBLIC_REPORT, tuple(read_run(folder).headline))
+
+
+def folder_name(name: str) -> str:
+    """Returns the name of data as part of a folder's name.
+
+    >>> folder_name("our people.csv")
+    'our-people'
+    """
+    kept = "".join(c if c.isalnum() or c in "-_" else "-" for c in name.split(".")[0])
+    return kept.strip("-")[:60] or "data"
+
+
+@random_states_kept()
+def run_audit(
     dataset: Dataset,
     options: AuditOptions,
     out: str | os.PathLike[str],
@@ -72,7 +154,7 @@ def audit(
     Args:
         dataset: the data to train on.
         options: the options of the audit.
-        out: a new or empty folder, or that of an audit with the same plan and data (more runs are added to it).
+        out: a new or empty folder, or that of an audit with the same options and data (more runs are added to it).
         show: whether to show a progress bar with the remaining time, on a terminal.
         publish_accuracy: put the accuracy on the test data into the public facts, rounded to whole percent. No noise
             covers the test data. Refused where the target is a number: R² is a function of the held-out numbers, and
@@ -89,14 +171,14 @@ def audit(
         check_publishable(dataset)
     caveats = check_model(dataset, options.model)
     folder = open_folder(out)
-    with held(folder):
+    with lock_folder(folder):
         for leftover in (*folder.glob(".*.part"), *(folder / CHECKPOINTS).glob(".*.part")):
             if is_leftover(leftover.name):
                 leftover.unlink(missing_ok=True)
         if fresh:
             open_folder(folder, fresh=True)
         settled = settle(folder, dataset, options)
-        measurements = trained(dataset, settled, folder, show=show)
+        measurements = train(dataset, settled, folder, show=show)
         write_inputs(folder, dataset, model_kind(dataset, options.model))
         leakage = leakage_of(dataset, settled, measurements)
         for name in (RUN, REPORT, PUBLIC_REPORT):  # of fewer runs; an audit killed from here on is unfinished
@@ -120,8 +202,8 @@ def check_publishable(dataset: Dataset) -> None:
         raise InputError("publish_accuracy", why, None)
 
 
-def trained(dataset: Dataset, options: AuditOptions, folder: Path, *, show: bool = False) -> SnapshotMeasurements:
-    """Trains all runs of the plan, from the folder's last good state on.
+def train(dataset: Dataset, options: AuditOptions, folder: Path, *, show: bool = False) -> SnapshotMeasurements:
+    """Trains all runs, from the folder's last good state on.
 
     Args:
         dataset: the data to train on.
@@ -220,7 +302,7 @@ def _data_facts(dataset: Dataset) -> dict[str, Any]:
 
 
 def sampler_of(dataset: Dataset, options: AuditOptions) -> Sampler:
-    """Returns the plan's sampler. For batches of a fixed size its own rate is that of whole batches.
+    """Returns the sampler of the options. For batches of a fixed size its own rate is that of whole batches.
 
     Args:
         dataset: the data of the audit.
@@ -230,21 +312,14 @@ def sampler_of(dataset: Dataset, options: AuditOptions) -> Sampler:
 
 
 def floors_of(dataset: Dataset, options: AuditOptions) -> Guarantee:
-    """Computes what the plan's mechanism guarantees whatever the data, per feature in units of its range.
+    """Computes what the mechanism guarantees whatever the data, per feature in units of its range.
 
     Args:
         dataset: the data of the audit.
         options: the options of the audit.
     """
     sampler = sampler_of(dataset, options)
-    account = Account.of(
-        options.settings,
-        sample_rate=sampler.sample_rate,
-        records=len(dataset.inputs),
-        features=len(dataset.scale),
-        steps=options.steps,
-        batches_per_epoch=batches_per_epoch(sampler),
-    )
+    account = make_account(options.settings, sampler, len(dataset.scale), options.steps)
     return guarantee(account.mechanism(), dim=account.features)
 
 
@@ -286,4 +361,4 @@ def _step_seconds(dataset: Dataset, options: AuditOptions, measuring: bool, step
     return median(b - a for a, b in pairwise(times))
 
 
-__all__ = ["audit", "expected_seconds", "floors_of", "trained"]
+__all__ = ["AuditResult", "audit", "expected_seconds", "floors_of", "run_audit", "train"]

@@ -183,8 +183,7 @@ class SnapshotMeasurements:
         measurer = Measurer(
             learner.model,
             learner.loss_fn,
-            learner.inputs,
-            learner.targets,
+            (learner.inputs, learner.targets),
             replace(learner.settings, probes=probes),
             learner.private,
             diagonal=True,

@@ -152,8 +152,8 @@ def audit_command(
         reading["test_share"] = test_share
     resume = f"; run the same command again{', without --fresh,' if fresh else ''} to go on"
     with plain_errors(resume):
-        from reconbound.auditing.api import folder_name
         from reconbound.auditing.options import open_folder, refuse_other
+        from reconbound.auditing.run import folder_name
         from reconbound.data.tables import read_ranges, read_units
 
         reading |= {"ranges": read_ranges(range_ or []) or None, "units": read_units(unit or []) or None}
@@ -230,7 +230,7 @@ def _run_audit(
 ) -> None:
     from reconbound.auditing.models import check_model
     from reconbound.auditing.options import finished
-    from reconbound.auditing.run import audit
+    from reconbound.auditing.run import run_audit
     from reconbound.validate import KinkWarning
 
     if not fresh and finished(out, dataset, options, publish_accuracy=publish_accuracy):
@@ -259,7 +259,7 @@ def _run_audit(
             for line in describe_plan(dataset, options, out, fresh):
                 print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
         warnings.simplefilter("ignore", KinkWarning)  # said above, and kept in run.json
-        folder = audit(dataset, options, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
+        folder = run_audit(dataset, options, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
     _print_result(folder, as_json, quiet)
 
 

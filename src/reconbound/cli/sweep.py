@@ -128,7 +128,7 @@ def sweep_command(
 
 
 def _make_config(given: dict[str, Any]) -> Sweep:
-    from reconbound.auditing.api import folder_name
+    from reconbound.auditing.run import folder_name
     from reconbound.cli.audit import parse_budget
     from reconbound.data.tables import read_ranges, read_units
     from reconbound.sweep import Sweep, parse_grid, parse_steps

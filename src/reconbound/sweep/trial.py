@@ -35,9 +35,8 @@ from reconbound.report.folder import CHECKPOINTS, prepare
 from reconbound.sweep.ledgers import by_run, crossed_floor, dfil_at, floors_of, keep, mean_of
 from reconbound.sweep.space import Row, Setting, seed_of
 from reconbound.training.callbacks import Callback
-from reconbound.training.checkpoint import CheckpointError, plain_json
+from reconbound.training.checkpoint import CheckpointError, data_digest, plain_json
 from reconbound.training.private_sgd import PrivateSGD
-from reconbound.training.state import data_digest
 
 if TYPE_CHECKING:
     from reconbound.data import Dataset

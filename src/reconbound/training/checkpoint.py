@@ -1,8 +1,10 @@
 """Checkpoints of a training run: written completely or not at all, never a pickle, readable by their owner only.
 
 Two files are written in turn, so that the previous good state remains when a newer one is damaged. A checkpoint names
-the configuration and the data that it belongs to, and carries a digest of all its bytes. One process at a time holds a
-folder. The lock is the operating system's, so a process that dies releases it.
+the training that it belongs to, and carries a digest of all its bytes. One process at a time holds a folder. The lock
+is the operating system's, so a process that dies releases it.
+
+The second half of this module describes a training in plain facts (JSON): a checkpoint and the noise belong to them.
 """
 
 from __future__ import annotations
@@ -13,15 +15,21 @@ import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from reconbound._internal.checks import warn_user
 from reconbound._internal.files import CONFIDENTIAL, Unreadable, open_lock, refuse_links, sealed, unsealed, write_whole
+from reconbound._internal.fingerprints import digest
 
+#: Of checkpoints; 3 since losses and schedules are not run to be compared.
+FORMAT = 3
 NAMES = ("checkpoint-0.safetensors", "checkpoint-1.safetensors")
 LOCK = "lock"
 
@@ -49,7 +57,7 @@ def save(folder: str | os.PathLike[str], checkpoint: Checkpoint, turn: int) -> N
         checkpoint: the state to write.
         turn: the number of this checkpoint; even and odd ones have a file each.
     """
-    place = _made(folder)
+    place = _make_folder(folder)
     try:
         write_whole(place / NAMES[turn % 2], sealed(checkpoint.tensors, checkpoint.facts), mode=CONFIDENTIAL)
     except OSError as reason:
@@ -111,20 +119,25 @@ def _advice(foreign: bool) -> str:
 
 
 @contextmanager
-def held(folder: str | os.PathLike[str]) -> Iterator[None]:
+def lock_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Holds a folder against other processes, and removes what a killed one left there.
+
+    It warns if other users may enter the folder. Its mode is not changed, because it may be shared on purpose; the
+    files in it have mode 0600.
 
     Args:
         folder: the folder; created with mode 0700 if missing.
     """
-    place = _made(folder)
+    place = _make_folder(folder)
     refuse_links(place)
+    if os.name == "posix" and place.stat().st_mode & 0o077:
+        warn_user(f"others may enter the checkpoint folder {place}: chmod 700 it", UserWarning)
     try:
         handle = open_lock(place / LOCK)
     except OSError as reason:
         raise CheckpointError(f"the checkpoint folder {place} cannot be written ({reason.strerror})") from reason
     try:
-        _take(handle, place)
+        _lock(handle, place)
         for leftover in place.glob(".checkpoint-*.part"):
             leftover.unlink(missing_ok=True)
         yield
@@ -132,16 +145,7 @@ def held(folder: str | os.PathLike[str]) -> Iterator[None]:
         os.close(handle)  # releases the lock; the file stays, because removing it would be a race
 
 
-def warn_if_open(folder: str | os.PathLike[str]) -> None:
-    """Warns if other users may enter a folder.
-
-    The folder's mode is not changed, because it may be shared on purpose. The files in it have mode 0600.
-    """
-    if os.name == "posix" and Path(folder).stat().st_mode & 0o077:
-        warn_user(f"others may enter the checkpoint folder {folder}: chmod 700 it", UserWarning)
-
-
-def _take(handle: int, place: Path) -> None:
+def _lock(handle: int, place: Path) -> None:
     try:
         import fcntl
     except ImportError:  # Windows: the user must ensure that one process uses a folder
@@ -161,7 +165,7 @@ def _take(handle: int, place: Path) -> None:
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
-def _made(folder: str | os.PathLike[str]) -> Path:
+def _make_folder(folder: str | os.PathLike[str]) -> Path:
     place = Path(folder)
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -178,15 +182,14 @@ def _check_belongs(path: Path, facts: Mapping[str, Any], belongs: Mapping[str, A
         if isinstance(wanted, Mapping) and isinstance(has, Mapping):
             keys = [k for k in {**wanted, **has} if wanted.get(k) != has.get(k)]
             keys = ["class"] if "class" in keys else keys  # another class has other hyper-parameters anyway
-            told = ", ".join(f"{k} was {_shown(has.get(k))} and is {_shown(wanted.get(k))}" for k in keys)
+            why = ", ".join(f"{k} was {_shown(has.get(k))} and is {_shown(wanted.get(k))}" for k in keys)
         elif name == "format":
-            told = "another version of reconbound wrote it, which drew noise in another way: a run begun with that one "
-            told += "must be finished with it, or begun anew"
+            why = "another version of reconbound wrote it: finish the run with that one, or begin anew"
         elif name == "seed":
-            told = "neither is shown, for it is as secret as the data"
+            why = "neither is shown, for it is as secret as the data"
         else:
-            told = f"it was {_shown(has)} and is {_shown(wanted)}"
-        raise CheckpointError(f"{path} belongs to another run: the {name} differs ({told})")
+            why = f"it was {_shown(has)} and is {_shown(wanted)}"
+        raise CheckpointError(f"{path} belongs to another run: the {name} differs ({why})")
 
 
 def _shown(value: Any) -> str:
@@ -200,3 +203,160 @@ def _shown(value: Any) -> str:
 def plain_json(value: Any) -> Any:
     """Returns the value as it would come back from JSON: tuples as lists, for example."""
     return json.loads(json.dumps(value, default=lambda number: number.item()))  # NumPy's numbers
+
+
+#: Stands for a value that `pack` leaves out.
+_LEFT_OUT = object()
+
+
+def pack(value: Any, tensors: dict[str, Tensor], name: str, *, strict: bool = True) -> Any:
+    """Returns the value as JSON, its tensors put into `tensors` under names that begin with `name`.
+
+    Optimizers and schedules keep numbers, tensors, and lists and dictionaries of them. A value that JSON cannot hold is
+    an error for an optimizer, whose state would be lost. For a schedule it is left out, as functions are: they are
+    configuration.
+
+    Args:
+        value: a number, a tensor, or a list or dictionary of them.
+        tensors: filled with the tensors, by name.
+        name: the prefix of the names.
+        strict: whether a value that JSON cannot hold is an error.
+
+    >>> tensors = {}
+    >>> packed = pack({"step": 3, "betas": (0.9, 0.99), 0: torch.ones(2)}, tensors, "optimizer")
+    >>> sorted(tensors), unpack(packed, tensors)["betas"], unpack(packed, tensors)[0].tolist()
+    (['optimizer/0'], (0.9, 0.99), [1.0, 1.0])
+    """
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach()
+        return {"tensor": name}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (list, tuple):
+        packed = [pack(v, tensors, f"{name}/{i}", strict=strict) for i, v in enumerate(value)]
+        if any(v is _LEFT_OUT for v in packed):
+            return _LEFT_OUT
+        return {"tuple": packed} if type(value) is tuple else packed
+    if isinstance(value, dict) and (strict or type(value) is dict):
+        pairs = [[pack(k, tensors, name), pack(v, tensors, f"{name}/{k}", strict=strict)] for k, v in value.items()]
+        return {"dict": [pair for pair in pairs if pair[1] is not _LEFT_OUT]}
+    if not strict:
+        return _LEFT_OUT
+    raise CheckpointError(f"{name} is a {type(value).__name__}, which no checkpoint can hold without a pickle")
+
+
+def unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
+    """Returns the value that was given to `pack`.
+
+    Args:
+        packed: the result of `pack`.
+        tensors: as `pack` filled it.
+    """
+    if isinstance(packed, list):
+        return [unpack(v, tensors) for v in packed]
+    if not isinstance(packed, dict):
+        return packed
+    if "tensor" in packed:
+        return tensors[packed["tensor"]].clone()
+    if "tuple" in packed:
+        return tuple(unpack(v, tensors) for v in packed["tuple"])
+    return {unpack(k, tensors): unpack(v, tensors) for k, v in packed["dict"]}
+
+
+def pack_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Returns the state of an optimizer and of its schedule (or None) as JSON, its tensors put into `tensors`."""
+    state = optimizer.state_dict()
+    return {
+        "optimizer": pack(state["state"], tensors, "optimizer"),
+        "groups": pack(state["param_groups"], tensors, "groups"),
+        "schedule": None if schedule is None else pack(schedule.state_dict(), tensors, "schedule", strict=False),
+    }
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, schedule: Any, packed: Mapping[str, Any], tensors: dict[str, Tensor]
+) -> None:
+    """Puts an optimizer and its schedule into the state that `pack_optimizer` returned."""
+    groups = unpack(packed["groups"], tensors)
+    optimizer.load_state_dict({"state": unpack(packed["optimizer"], tensors), "param_groups": groups})
+    if schedule is not None:
+        schedule.load_state_dict(unpack(packed["schedule"], tensors))
+
+
+def identify(
+    options: Mapping[str, Any],
+    model: nn.Module,
+    loss_fn: Any,
+    data: tuple[Any, Any],
+    optimizer: torch.optim.Optimizer,
+    schedule: Any,
+) -> dict[str, Any]:
+    """Returns the facts that a checkpoint must match, as JSON.
+
+    Args:
+        options: everything that was asked for, with the settings; the seed is left out.
+        model: at the start.
+        loss_fn: enters by its name.
+        data: inputs and targets.
+        optimizer: as it was created.
+        schedule: as it was created, or None.
+    """
+    rows = next(len(t) for t in tree_leaves(data) if isinstance(t, Tensor))
+    facts = {
+        "format": FORMAT,
+        "configuration": {name: _describe(value) for name, value in options.items() if name != "seed"},
+        "model": {
+            "parameters": {n: [list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()},
+            "modules": {n: type(m).__name__ for n, m in model.named_modules()},
+        },
+        "loss": getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__),
+        "data": {"records": rows, "digest": data_digest(*data)},
+        "optimizer": _describe_optimizer(optimizer),
+        "schedule": _describe_schedule(schedule),
+    }
+    return dict(plain_json(facts))
+
+
+def data_digest(inputs: Any, targets: Any) -> str:
+    """Returns the SHA-256 of all tensors of a data set."""
+    leaves = tree_leaves((inputs, targets))
+    return digest({f"{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+
+
+def _describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns an optimizer's class and the hyper-parameters of each group, as it was created."""
+    facts: dict[str, Any] = {"class": type(optimizer).__name__}
+    for i, group in enumerate(optimizer.param_groups):
+        # a schedule changes lr at once, and keeps the original in initial_lr
+        own = {**group, "lr": group.get("initial_lr", group.get("lr"))}
+        for name, value in own.items():
+            if name not in ("params", "initial_lr"):  # numbers stay numbers, so that 0 equals 0.0
+                facts[f"group {i} {name}"] = value if type(value) in (bool, int, float) else repr(value)
+        facts[f"group {i} parameters"] = len(group["params"])
+    return facts
+
+
+def _describe_schedule(schedule: Any) -> dict[str, Any]:
+    """Returns a schedule's class and its state as it was created.
+
+    Functions (of LambdaLR) are not in it. Two schedules that differ in a function only may share batches, but never
+    noise: that is bound to the sum as well.
+    """
+    if schedule is None:
+        return {"class": None}
+    state = pack(schedule.state_dict(), {}, "schedule", strict=False)["dict"]
+    return {"class": type(schedule).__name__, **{str(name): value for name, value in state}}
+
+
+def _describe(value: Any) -> Any:
+    """Returns a short plain form of an option that may be a tensor, a Private, a sequence or a word."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Tensor):
+        return digest({"": value})
+    if hasattr(value, "features") and hasattr(value, "part"):
+        return [value.part, value.name, None if value.features is None else digest({"": value.features})]
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    plain = value is None or isinstance(value, (str, bool, int, float))
+    return value if plain else [v if isinstance(v, str) else float(v) for v in value]

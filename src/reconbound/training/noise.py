@@ -12,13 +12,24 @@ which each of them lies (Mironov 2012; Holohan and Braghin 2021). benchmarks/sec
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from reconbound._internal.chacha import keystream
+from reconbound._internal.fingerprints import digest
+from reconbound._internal.rng import derive
+from reconbound.training.checkpoint import plain_json
+from reconbound.training.settings import Settings
 
+#: Of the facts that noise and batches are bound to; another number draws others.
+CONTEXT = 2
+#: What decides only how a run is measured. Apart from it, all that distinguishes a run decides its noise and batches.
+_MEASURING = ("rules", "budget", "probes", "private", "diagonal", "spectral", "feature_scale")
 _PART = 2**20  # numbers drawn at a time, to limit memory: each needs 32 bytes of key stream
 
 
@@ -54,3 +65,56 @@ def _normal(bits: Tensor) -> Tensor:
     uniform = ((bits >> 11) & (2**53 - 1)).double().add_(0.5).mul_(2.0**-53)
     radius, angle = uniform[0].log_().mul_(-2).sqrt_(), uniform[1].mul_(2 * math.pi)
     return torch.cat([(radius * angle.cos()).sum(0), (radius * angle.sin()).sum(0)]) / 2
+
+
+def noise_of_sum(total: Tensor, run_seed: int, step: int) -> Tensor:
+    """Returns standard normal numbers for a sum: equal only for the same bits, at this step of this release.
+
+    Args:
+        total: the clipped gradient sum, flat.
+        run_seed: derived from the secret seed and the release's context.
+        step: the number of the step.
+    """
+    bits = bytes.fromhex(digest({"sum": total}))
+    return draw(derive(run_seed, "noise", step, bits), len(total), total.device)
+
+
+def release_context(
+    identity: Mapping[str, Any], settings: Settings, model: nn.Module, device: torch.device, losses: list[float] | None
+) -> bytes:
+    """Returns a digest of everything that distinguishes the release of the run that begins, 32 bytes.
+
+    It covers data, settings, length, model (structure, device, present parameters and buffers), optimizer and schedule.
+    The way the run is measured is left out, unless batches are measured in the pass that computes their sum, because
+    that pass rounds differently.
+
+    Args:
+        identity: facts about the training, as in its checkpoints.
+        settings: of the training.
+        model: at the start of the run.
+        device: of its parameters.
+        losses: of some records at the start. Two losses of one name must not share batches, which amplification takes
+            as independent.
+    """
+    s = settings
+    facts = {
+        **{name: value for name, value in identity.items() if name != "loss"},
+        "format": CONTEXT,
+        "configuration": {k: v for k, v in identity["configuration"].items() if k not in _MEASURING},
+        "in the pass": None if s.rules is None or isinstance(s.budget, float) else s.budget,
+        "device": device.type,
+        "start": model_facts(model),
+        "losses": losses,
+    }
+    return context_digest(facts)
+
+
+def model_facts(model: nn.Module) -> list[str]:
+    """Returns facts that identify a model as it is now: each module's class and options, and a digest of its state."""
+    modules = [f"{type(m).__module__}.{type(m).__qualname__} {m.extra_repr()}" for m in model.modules()]
+    return [*modules, digest({k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)})]
+
+
+def context_digest(facts: Mapping[str, Any]) -> bytes:
+    """Returns the SHA-256 of plain facts, 32 bytes; numbers enter with all their digits."""
+    return hashlib.sha256(json.dumps(plain_json(facts), sort_keys=True).encode()).digest()

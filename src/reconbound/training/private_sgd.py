@@ -2,7 +2,7 @@
 
 Each step draws a batch, clips each record's gradient, adds Gaussian noise to the SUM, divides by the fixed qN and
 passes the result to any torch optimizer. Beside it, the accountant measures what the steps reveal about each record.
-All randomness is a function of the seed, of what distinguishes the run (state.release_context) and of the step; the
+All randomness is a function of the seed, of what distinguishes the run (`noise.release_context`) and of the step; the
 noise is also a function of the sum to which it is added. So a run that was killed continues bit for bit as if it had
 not been, and two runs that differ in anything share neither noise nor batches.
 """
@@ -11,27 +11,40 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, file_path, flag, warn_user, whole
-from reconbound._internal.fingerprints import digest, of_run
+from reconbound._internal.fingerprints import of_run
 from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import GUESSABLE, derive, new_seed, seed_warning, seeded
-from reconbound.accounting.accountant import FisherAccountant
+from reconbound.accounting.accountant import FisherAccountant, joined
 from reconbound.accounting.measurement_plan import Blocks, Segments
 from reconbound.fisher import Private
 from reconbound.training import checkpoint as checkpoints
-from reconbound.training import measuring, words
 from reconbound.training import noise as noises
-from reconbound.training import state as states
+from reconbound.training.arguments import (
+    Fault,
+    as_tensors,
+    check_arguments,
+    check_functions,
+    check_length,
+    evaluate_model,
+    make_part,
+    modes_kept,
+    record_count,
+    reset_parameters,
+    row_counts,
+)
 from reconbound.training.callbacks import Callback
-from reconbound.training.sampling import make_sampler, steps_of
+from reconbound.training.sampling import make_account, make_sampler, steps_of
 from reconbound.training.settings import Settings
-from reconbound.training.step import Fault, LossFn, Measurer, as_tensors, evaluated, record_count, row_counts
+from reconbound.training.step import LossFn, Measurer, compute_step
+from reconbound.validate.private import as_private
 from reconbound.validate.structure import ReconboundWarning
 
 
@@ -100,40 +113,38 @@ class PrivateSGD:
         progress: bool = True,
         check: bool = True,
     ) -> None:
-        words.check_settings(settings)
-        words.check_functions(model, loss_fn, initialise, evaluate)
+        check_arguments(model, settings, callbacks, whole_at)
+        functions = {"loss_fn": loss_fn, "initialise": initialise, "evaluate": evaluate}
+        check_functions({**functions, "optimizer": optimizer, "schedule": schedule})
         for name, given in (("spectral", spectral), ("progress", progress), ("check", check)):
             flag(name, given)
-        inputs, targets = as_tensors(model, "inputs", inputs), as_tensors(model, "targets", targets)
-        self.model, self.loss_fn, self.inputs, self.targets, self.settings = model, loss_fn, inputs, targets, settings
-        self.records = record_count(inputs, targets)
+        self.model, self.loss_fn, self.settings = model, loss_fn, settings
+        self.inputs, self.targets = as_tensors(model, "inputs", inputs), as_tensors(model, "targets", targets)
+        self.records = record_count(self.inputs, self.targets)
         self.sampler = make_sampler(settings.sampler, self.records, settings.sample_rate)
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.params:
             raise InputError("model", "must have a parameter that requires grad", type(model).__name__)
         self.device = next(iter(self.params.values())).device
-        self.seed = new_seed() if settings.seed is None else int(settings.seed)
+        self.seed = new_seed() if settings.seed is None else settings.seed
         if self.seed < GUESSABLE:
-            self._say(seed_warning("seed"))
+            self._warn(seed_warning("seed"))
         self.private, self.diagonal, self.spectral, self.feature_scale = private, diagonal, spectral, feature_scale
-        words.check_maker("optimizer", optimizer, torch.optim.Optimizer)
-        words.check_maker("schedule", schedule, torch.optim.lr_scheduler.LRScheduler)
         self.make_optimizer, self.make_schedule = self._sgd if optimizer is None else optimizer, schedule
-        self.initialise = states.reset_parameters if initialise is None else initialise
+        self.initialise = reset_parameters if initialise is None else initialise
         self.folder = None if checkpoint is None else file_path("checkpoint", checkpoint)
         self.every = whole("every", every)
         self.evaluate, self.evaluate_every = evaluate, whole("evaluate_every", evaluate_every, at_least=0)
-        self.callbacks = words.checked_callbacks(callbacks)
-        self.whole_at = words.checked_counts(whole_at)
+        self.callbacks = tuple(callbacks)
+        self.whole_at = tuple(whole("whole_at", count) for count in whole_at)
         self.progress = progress
         self.measurer = Measurer(
             model,
             loss_fn,
-            inputs,
-            targets,
+            (self.inputs, self.targets),
             settings,
             private,
-            diagonal=self.diagonal_kept,
+            diagonal=not (isinstance(diagonal, str) and diagonal == "none"),
             spectral=spectral,
             check=check,
         )
@@ -144,74 +155,29 @@ class PrivateSGD:
         self.kind, self.run, self.step, self.steps = "", 0, 0, 0
         self.run_seed = 0  # of the present run: from the seed and everything that distinguishes its release
         self.first_parameters: dict[str, Tensor] = {}
+        self.identity: dict[str, Any] = {}
         self._turn, self._saved, self._midway = 0, -1, False
         self._versions = self._parameter_versions()
-        self.identity: dict[str, Any] = {}
-        self.restart()
-
-    @classmethod
-    def paper(
-        cls,
-        model: nn.Module,
-        loss_fn: LossFn,
-        inputs: Any,
-        targets: Any,
-        *,
-        batch_size: int,
-        noise_multiplier: float,
-        max_grad_norm: float,
-        lr: float,
-        momentum: float = 0.5,
-        probes: int = 1,
-        seed: int | None = None,
-        **options: Any,
-    ) -> PrivateSGD:
-        """Creates a learner for the paper's Algorithm 1.
-
-        Batches have a fixed size, the clip is smooth, all steps are measured, and δ of the factor κ is split over the
-        steps.
-
-        The ledger also keeps the fixed-size factor, which is proved. κ is kept for comparison.
-
-        Args:
-            model: as in PrivateSGD.
-            loss_fn: as in PrivateSGD.
-            inputs: as in PrivateSGD.
-            targets: as in PrivateSGD.
-            batch_size: records in a batch.
-            noise_multiplier: standard deviation of the noise on the sum over max_grad_norm.
-            max_grad_norm: the clip norm C.
-            lr: the learning rate.
-            momentum: the optimizer's momentum.
-            probes: Gaussian probes for each measurement.
-            seed: as in Settings.
-            options: other arguments of PrivateSGD.
-        """
-        words.check_model(model)
-        inputs, targets = as_tensors(model, "inputs", inputs), as_tensors(model, "targets", targets)
-        settings = Settings(
-            noise_multiplier,
-            max_grad_norm,
-            whole("batch_size", batch_size) / record_count(inputs, targets),
-            sampler="fixed",
-            lr=lr,
-            momentum=momentum,
-            rules=("paper", "fixed"),
-            budget="every",
-            probes=probes,
-            seed=seed,
-        )
-        return cls(model, loss_fn, inputs, targets, settings, **options)
+        self._restart()
 
     @property
     def accountant(self) -> FisherAccountant | None:
         """Returns the ledger, from the first call of fit or repeat on; None without accounting."""
         if self._ledger is None and self.settings.rules is not None:
-            raise NoLedger(words.NO_LEDGER)
+            raise NoLedger(
+                "this PrivateSGD has no ledger yet: call fit or repeat first. reconbound.guarantee says what the "
+                "mechanism guarantees before any training"
+            )
         return self._ledger
 
     def __repr__(self) -> str:
-        return words.described(self)
+        s, run = self.settings, f" of run {self.run + 1}" if self.kind == "repeat" else ""
+        place = f"step {self.step:,} of {self.steps:,}{run}" if self.steps else "not trained yet"
+        return (
+            f"PrivateSGD({type(self.model).__name__}, {self.records:,} records of {self.features:,} features, "
+            f"noise_multiplier={s.noise_multiplier:g}, max_grad_norm={s.max_grad_norm:g}, "
+            f"sample_rate={s.sample_rate:.4g}, {place})"
+        )
 
     # --- training ----------------------------------------------------------------------
 
@@ -227,9 +193,7 @@ class PrivateSGD:
         Returns:
             The learner itself.
         """
-        done = self._done(1)
-        with self._opened("fit", steps, epochs):
-            self._warn_if(done)
+        with self._opened("fit", 1, steps, epochs):
             self._train_run()
         return self
 
@@ -250,46 +214,30 @@ class PrivateSGD:
             The learner itself.
         """
         count = whole("runs", runs)
-        done, changed = self._done(count), self._parameter_versions() != self._versions
-        with self._opened("repeat", steps, epochs):
-            self._warn_if(done)
-            if changed:
-                self._warn_of_lost_parameters()
+        changed = self._parameter_versions() != self._versions
+        with self._opened("repeat", count, steps, epochs):
+            if changed and self.order == 0 and self.initialise is reset_parameters:
+                self._warn(
+                    "repeat begins each run from fresh parameters: those that the model was given are lost. To start "
+                    "from them, give PrivateSGD initialise=lambda m: m.load_state_dict(start)"
+                )
             while self.run < count:
                 if self.step == 0:
                     with seeded(derive(self.seed, "initial", self.run)):
                         self.initialise(self.model)
-                    self.restart()
+                    self._restart()
                 self._train_run()
                 if self.run + 1 == count:
                     break
                 self.run, self.step = self.run + 1, 0
-            self._leave_first_parameters()
-        return self
-
-    def _leave_first_parameters(self) -> None:
-        if self.first_parameters:
             self.model.load_state_dict(self.first_parameters)
-            return
-        self._say(words.NO_FIRST_RUN)
+        return self
 
     def _parameter_versions(self) -> list[int]:
         return [p._version for p in self.model.parameters()]
 
-    def _warn_of_lost_parameters(self) -> None:
-        if self.order == 0 and self.initialise is states.reset_parameters:
-            self._say(words.LOST_PARAMETERS)
-
-    def _done(self, runs: int) -> bool:
-        """Returns whether this learner, not an earlier one in the same folder, has trained n runs."""
-        return self.steps > 0 and self.step == self.steps and self.run + 1 >= runs
-
-    def _warn_if(self, done: bool) -> None:
-        if done:
-            self._say(words.done_already(self.kind, self.steps))
-
-    def _say(self, what: str) -> None:
-        warn_user(what, ReconboundWarning)
+    def _warn(self, message: str) -> None:
+        warn_user(message, ReconboundWarning)
 
     @property
     def order(self) -> int:
@@ -297,7 +245,8 @@ class PrivateSGD:
         return self.run * (self.steps + 1) + self.step
 
     def _begin_run(self) -> None:
-        context = states.release_context(self, self.identity)
+        losses = self.measurer.some_losses()
+        context = noises.release_context(self.identity, self.settings, self.model, self.device, losses)
         self.run_seed = derive(self.seed, "run", self.run, context)
         if self.accountant is not None:
             self.accountant.begin_run(of_run(self.run_seed))
@@ -317,9 +266,9 @@ class PrivateSGD:
         if self.kind == "repeat" and self.run == 0 and self.step == self.steps and not self.first_parameters:
             self.first_parameters = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         found: list[Mapping[str, float] | None] = []
-        with states.modes_kept(self.model), self._placed():
+        with modes_kept(self.model), self._placed():
             if self.evaluate is not None and self._evaluation_is_due():
-                found.append(evaluated(self.evaluate, self.model))
+                found.append(evaluate_model(self.evaluate, self.model))
             for callback in self.callbacks:
                 found.append(callback.on_step(self))
                 if self.step == self.steps:
@@ -330,7 +279,7 @@ class PrivateSGD:
         if self.folder is None or self.order <= self._saved:
             return
         if self.step % self.every == 0 or self.step == self.steps:
-            checkpoints.save(self.folder, states.snapshot(self, self.identity), self._turn + 1)
+            checkpoints.save(self.folder, self._snapshot(), self._turn + 1)
             self._turn, self._saved = self._turn + 1, self.order
 
     def _in_history(self) -> bool:
@@ -342,17 +291,13 @@ class PrivateSGD:
         return due and not self._in_history()
 
     def _train_step(self) -> None:
-        s, seed = self.settings, self.run_seed
         sizes = row_counts(self.inputs, self.targets)
         if sizes != {self.records}:
             self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
-        chosen = self.sampler.batch(seed, self.step)
-        if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.records:
-            self._fail(f"a record from {int(chosen.min())} to {int(chosen.max())} was drawn: index out of range")
+        chosen = self.sampler.batch(self.run_seed, self.step)
         with self._placed():
-            measured, kept = measuring.measured_groups(self, seed), measuring.followed(self, seed)
-            total = measuring.gradient_sum(self, chosen, seed, measured)
-        flat = total.double() + s.noise_multiplier * s.max_grad_norm * self._noise(total)
+            found = compute_step(self.measurer, self.accountant, self.plan, chosen, self.run_seed, self.step)
+        flat = found.total.double() + self.settings.noise * self._noise(found.total)
         flat /= self.sampler.divisor
         for p, piece in zip(self.params.values(), flat.split([p.numel() for p in self.params.values()]), strict=True):
             p.grad = piece.reshape(p.shape).to(p.dtype)
@@ -364,10 +309,10 @@ class PrivateSGD:
             if not bool(torch.isfinite(p.detach()).all()):
                 self._fail(f"the parameter {name} is not finite after it: the model has exploded; lower lr")
         if self.accountant is not None:
-            for indices, found, weight, stratified in measured:
-                self.accountant.add(indices, found, weight=weight, stratified=stratified)
-            if kept is not None:
-                self.accountant.follow(kept)
+            for indices, information, weight, stratified in found.measured:
+                self.accountant.add(indices, information, weight=weight, stratified=stratified)
+            if found.followed is not None:
+                self.accountant.follow(found.followed)
             if self.step + 1 == self.steps:
                 self.accountant.finish_run()
         self.step += 1
@@ -375,8 +320,7 @@ class PrivateSGD:
 
     def _noise(self, total: Tensor) -> Tensor:
         """Returns standard normal numbers for this sum: equal only for the same bits, at this step of this release."""
-        bits = bytes.fromhex(digest({"sum": total}))
-        return noises.draw(derive(self.run_seed, "noise", self.step, bits), len(total), total.device)
+        return noises.noise_of_sum(total, self.run_seed, self.step)
 
     # --- errors --------------------------------------------------------------------------
 
@@ -395,67 +339,111 @@ class PrivateSGD:
     # --- state ---------------------------------------------------------------------------
 
     @contextmanager
-    def _opened(self, kind: str, steps: int | None, epochs: float | None) -> Iterator[None]:
+    def _opened(self, kind: str, runs: int, steps: int | None, epochs: float | None) -> Iterator[None]:
         """Creates the ledger for runs of this length, holds the checkpoint folder and loads its last good state."""
-        length = self._length(steps, epochs)
-        words.check_length(kind, length, self.kind, self.steps)
+        if (steps is None) == (epochs is None):
+            raise InputError("steps", "or epochs must be given, and not both", steps)
+        length = whole("steps", steps) if epochs is None else steps_of(self.sampler, epochs)
+        check_length(kind, length, self.kind, self.steps)
         if self._midway and self.folder is None:
             raise TrainingError("the learner was interrupted in the middle of a step: make a new one")
+        done = self.steps > 0 and self.step == self.steps and self.run + 1 >= runs
         if not self.steps:
             self.kind, self.steps = kind, length
             self._make_ledger()
-            self.identity = states.identity(self)
-        if self.folder is None:
+            asked = {**asdict(self.settings), "steps": length, "kind": kind, "spectral": self.spectral}
+            for name in ("private", "diagonal", "feature_scale"):
+                asked[name] = getattr(self, name)
+            data = (self.inputs, self.targets)
+            self.identity = checkpoints.identify(asked, self.model, self.loss_fn, data, self.optimizer, self.schedule)
+        with ExitStack() as stack:
+            if self.folder is not None:
+                stack.enter_context(checkpoints.lock_folder(self.folder))
+                self._resume(self.folder)
+            if done:
+                self._warn(
+                    f"{kind} has done its {self.steps} steps already and trains nothing more: to train longer make a "
+                    "new PrivateSGD (with a checkpoint folder of its own) and give it all the steps"
+                )
             yield
-            return
-        with checkpoints.held(self.folder):
-            checkpoints.warn_if_open(self.folder)
-            self._resume()
-            yield
-
-    def _length(self, steps: int | None, epochs: float | None) -> int:
-        if (steps is None) == (epochs is None):
-            raise InputError("steps", "or epochs must be given, and not both", steps)
-        if steps is not None:
-            return whole("steps", steps)
-        assert epochs is not None
-        return steps_of(self.sampler, epochs)
 
     def _make_ledger(self) -> None:
+        """Creates an empty ledger and the plan of measurements (None where each batch itself is measured)."""
+        s, rate = self.settings, self.sampler.sample_rate
         counts = sorted({*self.whole_at, self.steps})
         if counts[-1] > self.steps:
             raise InputError("whole_at", f"must be at most the run's {self.steps} steps", counts[-1])
-        self._ledger, plan = measuring.ledger_and_plan(self)
-        self.plan = Segments.of(plan, counts) if plan is not None and self.whole_at else plan
+        if s.rules is None:
+            return
+        account = make_account(s, self.sampler, self.features, self.steps)
+        options: dict[str, Any] = {"diagonal": self.diagonal, "spectral": self.spectral, "device": self.device}
+        ledger = FisherAccountant(account, feature_scale=self.feature_scale, **options)
+        ledger.caveats = self.measurer.caveats
+        ledger.needs_range = as_private(self.private).part == "module"
+        # within a shuffled epoch the parameters depend on whether a record was seen: only batches can be measured
+        ledger.features.followed = ledger.diagonal == "chosen" and s.sampler != "shuffle"
+        self._ledger = ledger
+        if isinstance(s.budget, float):
+            group = max(1, min(self.records, round(rate * self.records)))
+            plan = Blocks(self.records, rate, self.steps, s.budget, group)
+            self.plan = Segments.of(plan, counts) if self.whole_at else plan
 
-    def _resume(self) -> None:
-        assert self.folder is not None
-        belongs = dict(self.identity)
-        if self.settings.seed is not None:
-            belongs["seed"] = self.seed
-        found = checkpoints.load(self.folder, belongs)
-        if found is not None:
-            saved, self._turn = found
-            states.reinstate(self, saved)
-            self._saved, self._midway = self.order, False
-        elif self._saved >= 0 or self._midway:
-            raise checkpoints.CheckpointError(f"the checkpoints of {os.fspath(self.folder)} have been removed")
-
-    def restart(self) -> None:
+    def _restart(self) -> None:
         """Creates a new optimizer and schedule, as at the start of a run."""
-        self.optimizer = words.made("optimizer", self.make_optimizer, list(self.params.values()))
+        self.optimizer = make_part("optimizer", self.make_optimizer, list(self.params.values()))
         self.schedule = None
         if self.make_schedule is not None:
-            self.schedule = words.made("schedule", self.make_schedule, self.optimizer)
+            self.schedule = make_part("schedule", self.make_schedule, self.optimizer)
 
     def _sgd(self, parameters: Any) -> torch.optim.Optimizer:
         s = self.settings
         return torch.optim.SGD(parameters, lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
 
-    @property
-    def diagonal_kept(self) -> bool:
-        """Returns whether the ledger keeps information about single features."""
-        return not (isinstance(self.diagonal, str) and self.diagonal == "none")
+    # --- checkpoints ---------------------------------------------------------------------
+
+    def _snapshot(self) -> checkpoints.Checkpoint:
+        """Returns the state at the end of the last step."""
+        tensors = {f"model/{name}": value for name, value in self.model.state_dict().items()}
+        tensors |= {f"released/{name}": value for name, value in self.first_parameters.items()}
+        facts: dict[str, Any] = {
+            **self.identity,
+            "seed": self.seed,
+            "run": self.run,
+            "run_seed": self.run_seed,
+            "step": self.step,
+            "order": self.order,
+            "history": self.history,
+            "state": checkpoints.pack_optimizer(self.optimizer, self.schedule, tensors),
+        }
+        if self.accountant is not None:
+            facts["runs"], facts["caveats"] = self.accountant.runs, list(self.accountant.caveats)
+            tensors |= {f"ledger/{name}": value for name, value in self.accountant.state().items()}
+        return checkpoints.Checkpoint(tensors, facts)
+
+    def _resume(self, folder: str) -> None:
+        """Takes the state of the folder's last good checkpoint, if there is one."""
+        belongs = self.identity if self.settings.seed is None else {**self.identity, "seed": self.seed}
+        loaded = checkpoints.load(folder, belongs)
+        if loaded is None:
+            if self._saved >= 0 or self._midway:
+                raise checkpoints.CheckpointError(f"the checkpoints of {folder} have been removed")
+            return
+        saved, self._turn = loaded
+        tensors, facts = dict(saved.tensors), saved.facts
+
+        def under(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+        self.model.load_state_dict(under("model/"))
+        self.first_parameters = under("released/")
+        self._restart()
+        checkpoints.restore_optimizer(self.optimizer, self.schedule, facts["state"], tensors)
+        if self.accountant is not None:
+            self.accountant.restore(under("ledger/"), facts["runs"])
+            self.accountant.caveats = joined(self.accountant.caveats, facts["caveats"])
+        self.seed, self.run_seed, self.run, self.step = (int(facts[k]) for k in ("seed", "run_seed", "run", "step"))
+        self.history[:] = facts["history"]
+        self._saved, self._midway = self.order, False
 
 
 __all__ = ["PrivateSGD", "Settings", "TrainingError"]

@@ -1,7 +1,10 @@
 """Batches of each step: Poisson and fixed-size batches, and shuffled epochs, as functions of a generator.
 
 A batch is a function of (seed, step): step 731 draws the same one whether or not the run was stopped before it, and no
-generator state has to be saved.
+generator state has to be saved. Indices are int64, in increasing order (shuffled epochs: in theirs), and may be none.
+
+Every sampler has a name, the sample rate that accounting may use, the divisor of the noisy sum (fixed in advance,
+whoever takes part) and the number of steps in which a record is expected to be drawn once.
 """
 
 from __future__ import annotations
@@ -9,46 +12,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from reconbound._internal.checks import InputError, number, rounded_up, whole
+from reconbound._internal.checks import InputError, choice, number, rounded_up, whole
 from reconbound._internal.rng import numbers_of
-
-
-class Sampler(Protocol):
-    """A way to draw batches: a name, the rate that accounting may use, and the draw itself."""
-
-    @property
-    def records(self) -> int: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def sample_rate(self) -> float:
-        """Returns the chance that a record is in a batch."""
-
-    @property
-    def divisor(self) -> float:
-        """Returns the divisor of the noisy sum: fixed in advance, whoever takes part."""
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Returns the number of steps in which a record is expected to be drawn once."""
-
-    def batch(self, seed: int, step: int) -> Tensor:
-        """Draws the batch of a step.
-
-        Args:
-            seed: the seed of the run.
-            step: the number of the step.
-
-        Returns:
-            Indices, int64 in increasing order (shuffled epochs: in their order); may be empty.
-        """
+from reconbound.accounting.spec import Account, MechanismSpec
 
 
 @dataclass(frozen=True)
@@ -123,7 +93,7 @@ class FixedSize:
 
 
 @dataclass(frozen=True)
-class ShuffledEpochs:
+class ShuffledEpochs(FixedSize):
     """Shuffled epochs: each goes through all records once, in a random order. Nothing is amplified: its factor is 1.
 
     The last batch of an epoch has the remaining records; it is divided by the full batch size like all others.
@@ -133,23 +103,9 @@ class ShuffledEpochs:
     [0, 1, 2, 3]
     """
 
-    records: int
-    batch_size: int
-
-    def __post_init__(self) -> None:
-        FixedSize(self.records, self.batch_size)
-
     @property
     def name(self) -> str:
         return "shuffle"
-
-    @property
-    def sample_rate(self) -> float:
-        return self.batch_size / self.records
-
-    @property
-    def divisor(self) -> float:
-        return float(self.batch_size)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -159,6 +115,9 @@ class ShuffledEpochs:
         epoch, place = divmod(step, self.steps_per_epoch)
         order = torch.from_numpy(numbers_of(seed, "epoch", epoch).permutation(self.records))
         return order[place * self.batch_size : (place + 1) * self.batch_size]
+
+
+Sampler = Poisson | FixedSize
 
 
 def steps_of(sampler: Sampler, epochs: float) -> int:
@@ -179,6 +138,25 @@ def batches_per_epoch(sampler: Sampler) -> int | None:
     return sampler.steps_per_epoch if isinstance(sampler, ShuffledEpochs) else None
 
 
+def make_account(settings: MechanismSpec, sampler: Sampler, features: int, steps: int) -> Account:
+    """Returns the account of a training with the sampler's own rate, which is that of whole batches.
+
+    Args:
+        settings: of the training.
+        sampler: of its batches.
+        features: d, the number of private features of a record.
+        steps: T, of one run.
+    """
+    return Account.of(
+        settings,
+        sample_rate=sampler.sample_rate,
+        records=sampler.records,
+        features=features,
+        steps=steps,
+        batches_per_epoch=batches_per_epoch(sampler),
+    )
+
+
 def make_sampler(name: str, records: int, sample_rate: float) -> Sampler:
     """Creates the sampler of a name.
 
@@ -187,12 +165,8 @@ def make_sampler(name: str, records: int, sample_rate: float) -> Sampler:
         records: N, the number of records.
         sample_rate: q; fixed-size batches have round(qN) records.
     """
-    if name == "poisson":
+    if choice("sampler", name, ("poisson", "fixed", "shuffle")) == "poisson":
         return Poisson(records, sample_rate)
     number("sample_rate", sample_rate, above=0.0, at_most=1.0)
     size = max(1, round(sample_rate * whole("records", records)))
-    if name == "fixed":
-        return FixedSize(records, size)
-    if name == "shuffle":
-        return ShuffledEpochs(records, size)
-    raise InputError("sampler", "must be one of poisson, fixed, shuffle", name)
+    return FixedSize(records, size) if name == "fixed" else ShuffledEpochs(records, size)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from reconbound._internal.checks import number, plain_number, whole
+from reconbound._internal.checks import InputError, number, plain_number, whole
 from reconbound._internal.rng import checked_seed
 from reconbound.accounting.measurement_plan import Budget, checked_budget
 from reconbound.accounting.spec import MechanismSpec
@@ -53,3 +54,26 @@ class Settings(MechanismSpec):
         object.__setattr__(self, "probes", whole("probes", self.probes))
         if self.micro_batch is not None:
             object.__setattr__(self, "micro_batch", whole("micro_batch", self.micro_batch))
+
+    @classmethod
+    def paper(
+        cls, batch_size: int, records: int, *, noise_multiplier: float, max_grad_norm: float, lr: float, **others: Any
+    ) -> Settings:
+        """Returns the settings of the paper's Algorithm 1.
+
+        Batches have a fixed size, the clip is smooth, all steps are measured, and δ of the factor κ is split over the
+        steps. The ledger also keeps the fixed-size factor, which is proved. κ is kept for comparison.
+
+        Args:
+            batch_size: records in a batch.
+            records: training records.
+            noise_multiplier: standard deviation of the noise on the sum over max_grad_norm.
+            max_grad_norm: the clip norm C.
+            lr: the learning rate.
+            others: other fields of Settings; momentum is 0.5 if it is not among them.
+        """
+        if whole("batch_size", batch_size) > whole("records", records):
+            raise InputError("batch_size", f"must be at most the number of records ({records})", batch_size)
+        rate = batch_size / records
+        kept: dict[str, Any] = {"sampler": "fixed", "rules": ("paper", "fixed"), "budget": "every", "lr": lr}
+        return cls(noise_multiplier, max_grad_norm, rate, **{"momentum": 0.5, **kept, **others})

@@ -5,19 +5,20 @@ A fault of a record (a loss that is not finite, a label out of range) raises a F
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from reconbound._internal.checks import InputError
 from reconbound._internal.opacus_hooks import is_wrapper
-from reconbound._internal.rng import random_states_kept
+from reconbound._internal.rng import random_states_kept, seeded, torch_stream
+from reconbound.accounting.accountant import FisherAccountant
+from reconbound.accounting.measurement_plan import Blocks, Segments, batch_weight
 from reconbound.data.copies import describe_copies, find_copies
 from reconbound.fisher import (
     Private,
@@ -30,18 +31,14 @@ from reconbound.fisher import (
     step_information,
 )
 from reconbound.fisher.sum_check import methods_that_pass
+from reconbound.training.arguments import Fault, record_count
 from reconbound.training.settings import Settings
 from reconbound.validate import ModelError, check_batch
-from reconbound.validate.kinds import is_about_kinds, model_dtype
 from reconbound.validate.private import Problem, as_private, feature_mask, private_part
 from reconbound.validate.structure import known_caveats
 from reconbound.validate.uncovered import uncovered_caveats
 
 LossFn = Callable[[Any, Any], Tensor]
-
-
-class Fault(RuntimeError):
-    """A record or a model with which training cannot continue."""
 
 
 class Measurer:
@@ -50,8 +47,7 @@ class Measurer:
     Args:
         model: as in PrivateSGD.
         loss_fn: as in PrivateSGD.
-        inputs: as in PrivateSGD.
-        targets: as in PrivateSGD.
+        data: inputs and targets, as in PrivateSGD.
         settings: as in PrivateSGD.
         private: as in PrivateSGD.
         diagonal: whether measurements have diagonals.
@@ -68,8 +64,7 @@ class Measurer:
         self,
         model: nn.Module,
         loss_fn: LossFn,
-        inputs: Any,
-        targets: Any,
+        data: tuple[Any, Any],
         settings: Settings,
         private: Private | Tensor | Sequence[int] | str | None,
         *,
@@ -77,13 +72,14 @@ class Measurer:
         spectral: bool,
         check: bool,
     ) -> None:
-        self.model, self.loss_fn, self.inputs, self.targets, self.settings = model, loss_fn, inputs, targets, settings
+        self.model, self.loss_fn, self.settings = model, loss_fn, settings
+        self.inputs, self.targets = inputs, targets = data
         self.private, self.diagonal, self.spectral = private, diagonal, spectral
         if is_wrapper(model):
             why = "must be the network itself, as before Opacus's make_private: clipping and noise are added here"
             raise InputError("model", why, type(model).__name__)
-        self.params = [p for p in model.parameters() if p.requires_grad]
-        self.device = self.params[0].device
+        self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.device = next(iter(self.params.values())).device
         few = self.rows(torch.arange(min(3, record_count(inputs, targets))))
         self.caveats: tuple[str, ...]
         if check:
@@ -115,6 +111,12 @@ class Measurer:
             return t[indices.to(t.device)].to(self.device) if isinstance(t, Tensor) else t
 
         return tree_map(pick, self.inputs), tree_map(pick, self.targets)
+
+    def some_losses(self) -> list[float] | None:
+        """Returns the losses of eight records at the present parameters, as `record_losses` does."""
+        last = record_count(self.inputs, self.targets) - 1
+        some = torch.linspace(0, last, min(8, last + 1)).long().clamp(max=last)  # above 2²⁴ floats round up too
+        return record_losses(self.model, self.loss_fn, *self.rows(some))
 
     def gradient_sum(self, indices: Tensor) -> dict[str, Tensor]:
         """Computes Σ c g over these records, by parameter name."""
@@ -185,7 +187,7 @@ class Measurer:
             bad = torch.nonzero(~torch.isfinite(values)).flatten()
             if len(bad):
                 record, value = int(indices[int(bad[0])]), float(values[bad[0]])
-                large = max(float(p.detach().abs().max()) for p in self.params)
+                large = max(float(p.detach().abs().max()) for p in self.params.values())
                 raise Fault(f"record {record} has {what} {value} (the largest parameter is {large:.3g})")
 
     @contextmanager
@@ -228,91 +230,82 @@ def _refusing() -> Iterator[None]:
         raise ModelError(f"the information of single records cannot be computed for this model: {why}") from error
 
 
-def evaluated(evaluate: Callable[[nn.Module], Any], model: nn.Module) -> dict[str, float]:
-    """Returns the numbers that a user's function computes for a model; refuses any other result.
+class StepResult(NamedTuple):
+    """A batch's clipped gradient sum, and what was measured at the parameters before the step.
+
+    Attributes:
+        total: Σ c g, flat.
+        measured: records, information, weight, and whether each record is measured once in a block.
+        followed: information about the records whose features are kept.
+    """
+
+    total: Tensor
+    measured: list[tuple[Tensor, StepInformation, float, bool]]
+    followed: StepInformation | None
+
+
+def compute_step(
+    measurer: Measurer,
+    ledger: FisherAccountant | None,
+    plan: Blocks | Segments | None,
+    batch: Tensor,
+    seed: int,
+    step: int,
+) -> StepResult:
+    """Computes the clipped sum of a batch and measures the records whose turn it is. Nothing is changed.
 
     Args:
-        evaluate: model → dictionary of numbers.
-        model: the model to evaluate.
+        measurer: of the model at its present parameters.
+        ledger: of the run; None measures nothing.
+        plan: of the measurements; None where each batch itself is measured.
+        batch: indices of the records.
+        seed: of the run.
+        step: the number of the step.
     """
+
+    def information(records: Tensor, part: str) -> StepInformation:
+        return measurer.information(records, torch_stream(seed, f"probe {part}", step, measurer.device))
+
+    measured, followed, weight = [], None, None
+    if ledger is not None:
+        for k, group in enumerate(() if plan is None else plan.at(seed, step)):
+            assert plan is not None
+            measured.append((group, information(group, f"{k + 1}"), plan.weight(step), True))
+        if ledger.features.followed and ledger.rows is not None and len(ledger.rows):
+            followed = information(ledger.rows, "kept")
+        weight = batch_weight(measurer.settings.budget, seed, step)
+    if len(batch) == 0:
+        return StepResult(
+            torch.cat([torch.zeros_like(p).flatten() for p in measurer.params.values()]), measured, followed
+        )
+    if weight is None:
+        sums = measurer.gradient_sum(batch)
+    else:  # the same pass gives the sum
+        found = information(batch, "0")
+        measured.append((batch, found, weight, False))
+        sums = found.gradient_sum
+    total = torch.cat([sums[name].flatten() for name in measurer.params])
+    if not bool(torch.isfinite(total).all()):
+        raise Fault("the clipped gradient sum is not finite: the model has exploded; lower lr")
+    return StepResult(total, measured, followed)
+
+
+def record_losses(model: nn.Module, loss_fn: Any, inputs: Any, targets: Any) -> list[float] | None:
+    """Returns the losses of these records; None where they cannot be computed or are not finite.
+
+    Buffers and random numbers are not changed.
+
+    Args:
+        model: at its present parameters.
+        loss_fn: (outputs, targets) → one loss per record.
+        inputs: of these records.
+        targets: of these records.
+    """
+    own = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    problem = Problem(model, loss_fn, Private("nothing"))
     try:
-        found = evaluate(model)
-    except RuntimeError as reason:
-        if not is_about_kinds(reason):
-            raise
-        why = str(reason).split("\n")[0]
-        raise Fault(f"evaluate gave the model data that are not {model_dtype(model)}, as it is: {why}") from reason
-    if not isinstance(found, Mapping):
-        raise InputError("evaluate", "must return a dictionary of numbers, by name", _told(found))
-    numbers: dict[str, float] = {}
-    for name, value in found.items():
-        if str(name) in ("run", "step"):
-            raise InputError("evaluate", "must not return a number of this name, which the history has itself", name)
-        try:
-            numbers[str(name)] = float(value)
-        except (TypeError, ValueError, RuntimeError):
-            raise InputError(f"evaluate's {name!r}", "must be one number", _told(value)) from None
-    return numbers
-
-
-def _told(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def as_tensors(model: nn.Module, name: str, tree: Any) -> Any:
-    """Returns a data set with its NumPy arrays as tensors, the rest unchanged.
-
-    Arrays of floats get the model's dtype (NumPy's own is float64). Targets of whole numbers become int64, as losses
-    require (except bytes, which they accept). Inputs of whole numbers keep their type, because they may be tokens.
-
-    Args:
-        model: gives the dtype.
-        name: the name of the argument, for messages.
-        tree: an array, a tensor, or a tuple or dictionary of them.
-    """
-    kind = model_dtype(model)
-
-    def turned(x: Any) -> Any:
-        if not isinstance(x, np.ndarray):
-            return x
-        if not np.issubdtype(x.dtype, np.number) and x.dtype != np.bool_:
-            raise InputError(name, "must hold numbers", f"an array of {x.dtype}")
-        if not x.dtype.isnative or x.dtype == np.longdouble:
-            x = x.astype(np.float64 if x.dtype == np.longdouble else x.dtype.newbyteorder("="))
-        own = x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy()  # what torch can share
-        found = torch.as_tensor(own)
-        if found.is_floating_point() and kind is not None:
-            return found.to(kind)
-        return found.long() if name == "targets" and found.dtype in _NARROW else found
-
-    return tree_map(turned, tree) if any(isinstance(x, np.ndarray) for x in tree_leaves(tree)) else tree
-
-
-_NARROW = (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
-
-
-def row_counts(inputs: Any, targets: Any) -> set[int]:
-    """Returns the row counts of the tensors of a data set: one number if all agree.
-
-    Args:
-        inputs: tensors with one row per record.
-        targets: tensors with one row per record.
-    """
-    return {len(t) if t.dim() > 0 else 0 for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)}
-
-
-def record_count(inputs: Any, targets: Any) -> int:
-    """Returns the number of records of a data set, or raises an InputError where its tensors disagree.
-
-    Args:
-        inputs: tensors with one row per record.
-        targets: tensors with one row per record.
-    """
-    sizes = row_counts(inputs, targets)
-    for name, tree in (("inputs", inputs), ("targets", targets)):
-        if not any(isinstance(t, Tensor) for t in tree_leaves(tree)) and (name == "inputs" or tree is not None):
-            what = "must be a tensor or a NumPy array with one row per record, or a tuple or dictionary of such"
-            raise InputError(name, what, f"a {type(tree).__name__} without one")
-    if len(sizes) != 1 or 0 in sizes:
-        raise InputError("inputs", "and targets must have one row for each record", sorted(sizes))
-    return sizes.pop()
+        with torch.no_grad(), seeded(0):
+            losses = problem.losses(torch.zeros(record_count(inputs, targets)), inputs, targets, own)
+    except Exception:  # errors of the loss or of a record are reported when it is trained on, not here
+        return None
+    return losses.double().cpu().tolist() if bool(torch.isfinite(losses).all()) else None

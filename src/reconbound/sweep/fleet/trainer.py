@@ -29,9 +29,12 @@ from reconbound.accounting.measurement_plan import Blocks
 from reconbound.divergences import sensitivity
 from reconbound.fisher import Private
 from reconbound.sweep.fleet.engine import METHODS, LossFn, Work, make_engine
+from reconbound.training.arguments import reset_parameters
+from reconbound.training.checkpoint import data_digest
+from reconbound.training.noise import context_digest, model_facts
 from reconbound.training.sampling import Sampler, make_sampler
 from reconbound.training.settings import Settings
-from reconbound.training.state import context_digest, data_digest, losses_of, model_facts, reset_parameters
+from reconbound.training.step import record_losses
 from reconbound.validate.private import as_private, feature_mask
 
 NOT_FOR_RELEASE = (
@@ -185,7 +188,7 @@ class Fleet:
         assert base is not None
         self._start(derive(base, "initial", number))
         seed = self.run_seeds[number] = derive(base, "run", number, self._context(()))
-        batches: list[Tensor] = _batches(self.sampler, seed, self.at[-1])  # type: ignore[arg-type]
+        batches: list[Tensor] = _batches(self.sampler, seed, self.at[-1])
         draw = self._drawn(base, seeds, number) if noise is None else lambda step: self.noise.copy_(noise(step))
         done = 0
         for stretch, end in enumerate(self.at):
@@ -234,7 +237,7 @@ class Fleet:
             "clip": self.settings[0].clip,
             "device": self.device.type,
             "start": model_facts(model),
-            "losses": losses_of(model, self.loss_fn, *few),
+            "losses": record_losses(model, self.loss_fn, *few),
             "settings": [[getattr(s, name) for name in kept] for s in settings],
         }
         return context_digest(facts)
