@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from reconbound._internal.chacha import keystream
-from reconbound._internal.rng import fresh_generator, random_states_kept, seeded
+from reconbound._internal.rng import fresh_generator, keystream, random_states_kept, seeded
 from reconbound.accounting.amplification import PoissonTable, poisson_factors
 from reconbound.auditing import models as networks
 from reconbound.fisher import ProbeOptions, StepOptions, SumOptions, clipped_gradient_sum, step_information

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from reconbound.fisher import ProbeOptions, StepOptions, step_information
-from reconbound.fisher.passes import patches
+from reconbound.fisher.passes import convolutions
 
-_copied, _added = patches.patches, patches.added_patches
+_copied, _added = convolutions.patches, convolutions.added_patches
 
 
 @torch.library.custom_op("reconbound_bench::patches", mutates_args=())
@@ -31,7 +31,7 @@ def _patches(a: Tensor, kernel: list[int], stride: list[int], padding: list[int]
 @_patches.register_fake
 def _(a: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
     n, m, *size = a.shape
-    places = patches.places(size, kernel, stride, padding)  # type: ignore[arg-type]
+    places = convolutions.places(size, kernel, stride, padding)  # type: ignore[arg-type]
     return a.new_empty(n, *kernel, m, *places)
 
 
@@ -77,9 +77,9 @@ def compare(network: str, device: str, modes: list[str]) -> dict[str, Any]:
     row["batch_gradient_ms"] = milliseconds(lambda: batch_gradient(model, x, y))
     row["plain_ms"] = milliseconds(lambda: step(x, y, *omegas))
     begun = time.perf_counter()
-    patches.patches, patches.added_patches = _patches, _added_patches  # seen by the tracing
+    convolutions.patches, convolutions.added_patches = _patches, _added_patches  # seen by the tracing
     traced = cleaned(make_fx(step, tracing_mode="real")(x, y, *omegas))
-    patches.patches, patches.added_patches = _copied, _added
+    convolutions.patches, convolutions.added_patches = _copied, _added
     row["operations"] = sum(n.op == "call_function" for n in traced.graph.nodes)
     other, others = torch.rand_like(x), [o.flip(0) for o in omegas]  # nothing of the traced call may be left in it
     wanted = step(other, y, *others)

@@ -5,8 +5,8 @@ import time
 import numpy as np
 import torch
 
-from reconbound._internal.chacha import keystream
 from reconbound._internal.fingerprints import digest
+from reconbound._internal.rng import keystream
 from reconbound.auditing.models import mnist_cnn
 from reconbound.fisher import clipped_gradient_sum
 from reconbound.training.noise import draw

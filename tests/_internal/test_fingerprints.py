@@ -154,7 +154,7 @@ def test_copies_of_an_empty_ledger_hold_runs_of_their_own() -> None:
     assert one.runs == 2
 
 
-def test_a_learner_does_not_train_a_run_that_its_ledger_has_taken_in() -> None:
+def test_learner_refuses_run_already_in_ledger() -> None:
     one, other = learner(seed=4, budget="every").repeat(1, 4), learner(seed=4, budget="every").repeat(2, 4)
     assert one.accountant is not None
     assert other.accountant is not None

@@ -126,12 +126,12 @@ WORK: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:.*drowns:UserWarning", "ignore:the forward pass:UserWarning")
 @pytest.mark.parametrize("name", WORK)
-def test_global_generators_are_left_alone(name: str) -> None:
+def test_global_generators_are_unchanged(name: str) -> None:
     with untouched():
         WORK[name]()
 
 
-def test_an_audit_leaves_them_alone(tmp_path) -> None:
+def test_audit_leaves_global_generators(tmp_path) -> None:
     from reconbound.auditing.run import run_audit
 
     with untouched():
@@ -165,13 +165,13 @@ class Loop:
         self.ends = states()
 
 
-def test_a_loop_of_ones_own_trains_the_same_with_and_without_measuring() -> None:
+def test_measuring_leaves_own_loop_unchanged() -> None:
     plain, measured = Loop(measured=False), Loop(measured=True)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters, measured.parameters, strict=True))
     assert plain.ends == measured.ends
 
 
-def test_beside_opacus_training_is_the_same_with_and_without_measuring() -> None:
+def test_measuring_leaves_opacus_training_unchanged() -> None:
     opacus = pytest.importorskip("opacus")
     ends = []
     for measured in (False, True):

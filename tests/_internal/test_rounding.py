@@ -66,7 +66,7 @@ def test_pages_print_floors_down_epsilon_up_and_guesses_up(x: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_printed_guarantee_keeps_every_floor_and_epsilon_on_the_safe_side(seed: int) -> None:
+def test_printed_guarantee_rounds_to_the_safe_side(seed: int) -> None:
     draw = random.Random(seed)
     mechanism = (
         SampledGaussian(
@@ -117,7 +117,7 @@ def test_round_numbers_stay_as_they_are(write) -> None:
 
 @pytest.mark.parametrize("kind", ["digits", "people"])
 @pytest.mark.slow
-def test_reports_round_floors_down_and_epsilon_and_chances_up(kind: str, request: pytest.FixtureRequest) -> None:
+def test_reports_round_to_the_safe_side(kind: str, request: pytest.FixtureRequest) -> None:
     """Each number on a page beside the exact one, for ledgers and guarantees of many sizes."""
     folder = request.getfixturevalue(kind)
     draw = random.Random(15)

@@ -38,7 +38,7 @@ def test_forms() -> None:
 
 @pytest.mark.parametrize("diagonal", ["all", "average", [0, 2]])
 @pytest.mark.filterwarnings("ignore")
-def test_floors_of_the_average_say_that_their_error_is_not_known(diagonal: object) -> None:
+def test_average_floors_state_unknown_error(diagonal: object) -> None:
     ledger = FisherAccountant(account(), diagonal=diagonal)
     ledger.add(torch.tensor([0, 1, 2]), info(torch.tensor([0.3, 4.0, 1.0]), torch.zeros(3)))
     ledger.finish_run()
@@ -114,7 +114,7 @@ def truth() -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("budget", [1.0, "every"])
 @pytest.mark.slow
-def test_chosen_records_of_a_training_have_the_diagonals_of_the_full_ledger(truth, budget) -> None:
+def test_chosen_records_have_the_diagonals_of_the_full_ledger(truth, budget) -> None:
     one = learner(diagonal=Chosen(3, 2), seed=5, budget=budget)
     one.repeat(41, steps=5)
     assert one.accountant is not None
@@ -161,7 +161,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("at", [(0, 4), (1, 1), (2, 3)])
-def test_a_stopped_run_goes_on_with_its_chosen_records(tmp_path, at: tuple[int, int]) -> None:
+def test_stopped_run_keeps_chosen_records(tmp_path, at: tuple[int, int]) -> None:
     options = {"diagonal": Chosen(2, 1), "every": 1}
     whole = learner(**options).repeat(3, steps=4)
 

@@ -59,7 +59,7 @@ def run(kept: FisherAccountant, steps: int, weight: float = 1.0) -> None:
             kept.add(batch, step_information(model, losses, x[batch], y[batch], **SETTING), weight=weight)
 
 
-def test_a_run_that_was_not_measured_to_its_end_is_said() -> None:
+def test_partly_measured_run_is_reported() -> None:
     kept = ledger()
     run(kept, 10)
     assert "about" in " ".join(kept.mse_floor().notes)
@@ -71,7 +71,7 @@ def test_a_run_that_was_not_measured_to_its_end_is_said() -> None:
     assert said in " ".join(kept.summary()["caveats"])
 
 
-def test_floors_of_features_say_it_too() -> None:
+def test_feature_floors_carry_it_too() -> None:
     kept = FisherAccountant(Account(1.0, 1.0, 0.2, records=40, features=6, steps=50, clip="hard"), diagonal="all")
     x, y = data()
     for average in (False, True):
@@ -116,7 +116,7 @@ def test_indices_may_be_a_list_or_an_array() -> None:
     assert torch.equal(traces[0], traces[2])
 
 
-def test_a_wrong_weight_is_said() -> None:
+def test_wrong_weight_is_reported() -> None:
     kept = ledger(steps=400)
     run(kept, 400, weight=5.0)
     with pytest.warns(ReconboundWarning, match="too low"):
@@ -184,7 +184,7 @@ def test_numbers_written_as_text_are_refused(wrong: Any, said: str) -> None:
         wrong()
 
 
-def test_units_of_the_guarantee_are_said_where_those_of_the_floors_differ() -> None:
+def test_guarantee_states_its_units_if_floors_have_others() -> None:
     """Floors in grey levels from 0 to 16 beside a guarantee for [0, 1] would be compared as they stand."""
     kept = FisherAccountant(ledger().account, feature_scale=16.0)
     with pytest.warns(ReconboundWarning, match=r"\[0, 1\].* feature_scale.* give low and high"):
@@ -196,7 +196,7 @@ def test_units_of_the_guarantee_are_said_where_those_of_the_floors_differ() -> N
         )
 
 
-def test_shuffled_epochs_are_measured_by_their_batches_alone() -> None:
+def test_shuffled_epochs_measure_only_their_batches() -> None:
     """Within an epoch the parameters depend on whether the record was seen: at another step they differ."""
     x, y = data()
     kept = FisherAccountant(Account(1.0, 1.0, 0.2, records=40, features=6, steps=50, clip="hard", sampler="shuffle"))

@@ -38,7 +38,7 @@ def filled(values, diagonal="none", weight: float = 2.5, runs: int = 1) -> Fishe
     return ledger
 
 
-def test_one_measurement_is_said_and_warned_of_once_a_run() -> None:
+def test_single_measurement_warns_once_per_run() -> None:
     ledger = filled([1.0])
     with pytest.warns(ReconboundWarning, match=f"{COARSE}.*budget.*repeat"):
         bound = ledger.mse_floor()
@@ -106,7 +106,7 @@ def test_errors_of_features_are_the_formula(diagonal) -> None:
 
 
 @pytest.mark.slow
-def test_the_error_of_features_in_one_run_covers_what_runs_differ_by() -> None:
+def test_feature_error_of_one_run_covers_spread_of_runs() -> None:
     """The formula of one run against the spread of 40 estimates of one and the same trajectory (lr 0)."""
     found, errors = [], []
     for seed in range(40):
@@ -119,7 +119,7 @@ def test_the_error_of_features_in_one_run_covers_what_runs_differ_by() -> None:
     assert (ratio > 0.7).mean() > 0.98
 
 
-def test_features_say_how_well_they_are_known_and_warn() -> None:
+def test_feature_floors_state_error_and_warn() -> None:
     ledger = filled([1.0], "all")
     with pytest.warns(ReconboundWarning, match=COARSE):
         bound = ledger.feature_floors()
@@ -138,7 +138,7 @@ def test_a_record_never_measured_has_an_infinite_error_of_features() -> None:
     assert torch.isinf(ledger.feature_standard_error()).all(1).tolist() == [False] + [True] * 5
 
 
-def test_chosen_records_say_that_one_run_has_no_error() -> None:
+def test_chosen_records_of_one_run_have_no_error() -> None:
     few = learner(diagonal=Chosen(2, 1)).repeat(runs=2, steps=8).accountant
     with pytest.warns(ReconboundWarning, match=COARSE):
         assert "standard error of a feature not known" in str(few.feature_floors())
@@ -163,7 +163,7 @@ def test_ledgers_without_the_error_can_still_be_read(tmp_path) -> None:
     assert "relative standard error of a feature 14 %" in str(other.feature_floors())  # of 3 and 4
 
 
-def test_the_average_is_not_said_of_a_record() -> None:
+def test_average_is_not_reported_per_record() -> None:
     ledger = filled([1.0], "all")
     average, each = ledger.feature_floors(average=True), ledger.feature_floors()
     assert "mean over 6 records: single ones may be known better" in str(average)
@@ -173,7 +173,7 @@ def test_the_average_is_not_said_of_a_record() -> None:
     assert each.coordinates == "each"
 
 
-def test_a_loaded_ledger_says_the_same_of_its_chosen_records(tmp_path) -> None:
+def test_loaded_ledger_keeps_chosen_records(tmp_path) -> None:
     ledger = learner(diagonal=Chosen(2, 1)).repeat(runs=3, steps=8).accountant
     assert ledger is not None
     ledger.save(tmp_path / "ledger")
@@ -185,7 +185,7 @@ def test_a_loaded_ledger_says_the_same_of_its_chosen_records(tmp_path) -> None:
 # --- limits ------------------------------------------------------------------------------------
 
 
-def test_why_there_is_no_limit_is_said() -> None:
+def test_missing_limit_is_explained() -> None:
     few = filled([1.0, 1.1], runs=3)
     with pytest.warns(ReconboundWarning, match="6 of 6 records were measured fewer than 25 times over all runs: more"):
         assert bool(torch.isinf(few.upper()).all())
@@ -213,7 +213,7 @@ def test_why_there_is_no_limit_is_said() -> None:
 # --- never measured ----------------------------------------------------------------------------
 
 
-def test_records_never_measured_are_counted_where_the_floors_are_printed() -> None:
+def test_printed_floors_count_unmeasured_records() -> None:
     ledger = FisherAccountant(account())
     ledger.add(torch.tensor([0, 1]), info(torch.ones(2), torch.zeros(2)), weight=0.25)
     with pytest.warns(ReconboundWarning, match="floors of one run"):
@@ -223,14 +223,14 @@ def test_records_never_measured_are_counted_where_the_floors_are_printed() -> No
     assert ledger.dfil()[2:].tolist() == bound.value[2:].tolist() == [0.0] * 4
 
 
-def test_a_bound_says_where_its_numbers_are() -> None:
+def test_bound_repr_shows_its_numbers() -> None:
     bound = filled([1.0] * 6).mse_floor()
     with pytest.raises(TypeError, match=r"\.value"):
         bound[:2]
     assert replace(bound, notes=()).notes == ()
 
 
-def test_a_record_first_measured_in_the_run_in_progress_has_no_floor_yet() -> None:
+def test_record_first_measured_in_open_run_has_no_floor() -> None:
     """Floors speak of the finished runs, in which it was not measured: to say that it tells nothing would be wrong."""
     ledger = FisherAccountant(account(), diagonal="all", feature_scale=10.0)
     ledger.add(torch.arange(5), info(torch.ones(5), torch.zeros(5)))

@@ -38,7 +38,7 @@ def test_a_ledger_of_a_few_records_is_not_suspected(sampler: str) -> None:
         kept.finish_run()
 
 
-def test_an_epoch_of_batches_that_do_not_come_out_even_is_as_many_steps() -> None:
+def test_epoch_with_a_partial_batch_has_as_many_steps() -> None:
     kept = small(10, sampler="shuffle", sample_rate=0.4)
     for first, after in ((0, 4), (4, 8), (8, 10)):
         kept.add(torch.arange(first, after), ones(after - first))
@@ -53,7 +53,7 @@ def test_a_subset_of_the_records_wants_a_ledger_of_its_own() -> None:
         kept.finish_run()
 
 
-def test_a_ledger_of_an_earlier_version_does_not_say_nan() -> None:
+def test_ledger_of_earlier_version_shows_no_nan() -> None:
     kept, other = small(), small()
     kept.add(torch.arange(8), ones(), weight=0.25)
     other.restore({name: v for name, v in kept.state().items() if name not in ("weights", "partial")}, 0)
@@ -71,7 +71,7 @@ def test_a_chance_above_one_is_refused() -> None:
     kept.add(torch.arange(8), ones(), weight=0.25)
 
 
-def test_records_once_measured_at_some_steps_alone_stay_so() -> None:
+def test_records_measured_at_some_steps_stay_partial() -> None:
     """Blocks of a run differ by a step in length: two steps, then one. Limits still need 25 measurements."""
     kept = small()
     for _ in range(3):
@@ -85,14 +85,14 @@ def test_records_once_measured_at_some_steps_alone_stay_so() -> None:
 
 
 @pytest.mark.parametrize("indices", [torch.zeros(0, dtype=torch.int64), torch.tensor(3), torch.arange(8)[:, None]])
-def test_indices_of_another_shape_leave_the_ledger_alone(indices: Tensor) -> None:
+def test_indices_of_wrong_shape_leave_ledger_unchanged(indices: Tensor) -> None:
     kept = small()
     with pytest.raises(InputError, match="indices"):
         kept.add(indices, ones(1 if indices.dim() == 0 else 8))
     assert all(float(v.double().abs().sum()) == 0 for v in kept.state().values())
 
 
-def test_a_run_not_measured_to_its_end_is_said_of_features_and_in_the_summary() -> None:
+def test_summary_reports_partly_measured_run() -> None:
     kept = small(diagonal="all", steps=400)
     kept.add(torch.arange(8), ones())
     so_far = "a run in progress: about 4 of 400 steps measured so far"
@@ -118,7 +118,7 @@ def test_a_ledger_is_not_merged_with_itself() -> None:
 
 
 @pytest.mark.parametrize(("records", "change"), [(1, {}), (3, {}), (2, {"noise_multiplier": 2.0})])
-def test_followed_records_are_those_chosen_and_of_the_same_mechanism(records: int, change: dict[str, float]) -> None:
+def test_followed_records_must_match_choice_and_mechanism(records: int, change: dict[str, float]) -> None:
     """One record's diagonal would be added to all of them; that of another noise is none of theirs."""
     kept = small(diagonal=("top", 2))
     kept.features.followed = True
@@ -196,7 +196,7 @@ def test_a_ledger_merged_with_a_sampled_one_is_sampled() -> None:
 
 @pytest.mark.parametrize("diagonal", ["all", [5, 1], ("top", 2)])
 @pytest.mark.parametrize("runs", [0, 1, 2, 3])
-def test_a_ledger_goes_on_from_its_file_as_if_it_had_not_been_put_down(tmp_path: Any, runs: int, diagonal: Any) -> None:
+def test_loaded_ledger_continues_identically(tmp_path: Any, runs: int, diagonal: Any) -> None:
     """In the middle of a run, of the first and of later ones: the two differ in no number."""
     kept = small(diagonal=diagonal)
     generator = torch.Generator().manual_seed(runs)
@@ -225,7 +225,7 @@ def test_a_ledger_goes_on_from_its_file_as_if_it_had_not_been_put_down(tmp_path:
 
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize(("weight", "stratified"), [(0.25, False), (2.5, True)])
-def test_a_record_left_out_of_a_run_is_said(late: bool, weight: float, stratified: bool) -> None:
+def test_record_left_out_of_run_is_reported(late: bool, weight: float, stratified: bool) -> None:
     """The mean over runs counts it there as if it had told nothing: its floor would be twice too high, unsaid."""
     kept, everyone = small(80), torch.arange(80)
     found = []

@@ -67,7 +67,7 @@ def test_without_noise_the_record_is_found(name, intercept, method):
 
 
 @pytest.mark.parametrize("name", ["logistic", "squared"])
-def test_told_counts_the_side_of_the_fold_from_the_intercept(name):
+def test_branch_counts_side_from_intercept(name):
     """A large intercept: were it left out, a fifth of the records or more would be put on the other side."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(80, 3)) / 2
@@ -294,7 +294,7 @@ def test_softmax_s_scalar_equation():
     assert np.all(away[1:] < 1e-12)
 
 
-def test_with_a_constant_feature_the_ratio_attack_stays_above_the_floor():
+def test_ratio_attack_with_constant_feature_stays_above_floor():
     """It throws information away: the intercept's column and the label are not used."""
     o = solved("logistic", True)
     floor = leakage(o, 1e-7).cramer_rao.value
@@ -317,7 +317,7 @@ def test_where_the_mean_cannot_settle_the_median_does():
     assert np.max(np.abs(np.log(again.mse / found.mse))) > 1
 
 
-def test_a_biased_attack_is_seen_as_such_and_may_undercut_the_unbiased_floor():
+def test_biased_attack_is_flagged_and_may_undercut_floor():
     """Choosing the root nearer to the others' mean shrinks towards it; told the right root, the attack is no better."""
     x, y = load_digits(n_class=2, return_X_y=True)
     o, noise = minimise(x / 16, y.astype(float), Logistic(), l2=1e-2, intercept=False), 1e-2

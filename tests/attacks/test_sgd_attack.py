@@ -41,7 +41,7 @@ def target_of(own: Settings) -> tuple[Target, Transcript, Tensor]:
 
 
 @pytest.mark.parametrize("clip", ["smooth", "hard"])
-def test_the_attacker_sees_the_records_gradient_when_it_took_part_and_the_noise(clip: str, monkeypatch) -> None:
+def test_attacker_sees_noise_and_gradient_of_drawn_record(clip: str, monkeypatch) -> None:
     learners: list[Kept] = []
 
     def kept(*given, **options) -> Kept:
@@ -59,7 +59,7 @@ def test_the_attacker_sees_the_records_gradient_when_it_took_part_and_the_noise(
     assert 0 < sum(took) < STEPS
 
 
-def test_the_likelihood_is_that_of_the_mixture_and_its_slope_is_right() -> None:
+def test_likelihood_and_slope_match_mixture() -> None:
     target, seen, z = target_of(settings())
     u, left = target.gradients(z, seen.params).numpy(), seen.left.numpy()
 
@@ -75,7 +75,7 @@ def test_the_likelihood_is_that_of_the_mixture_and_its_slope_is_right() -> None:
     assert bool((torch.linalg.eigvalsh(bend) > 0).all())
 
 
-def test_information_is_that_of_dense_jacobians_with_the_exact_factors() -> None:
+def test_information_matches_dense_jacobians() -> None:
     model, x, y = problem()
     target, seen, z = target_of(settings())
     expected = 0.0
@@ -90,7 +90,7 @@ def test_information_is_that_of_dense_jacobians_with_the_exact_factors() -> None
 
 @pytest.mark.parametrize(("rate", "noise"), [(1.0, 0.02), (0.5, 0.02)])
 @pytest.mark.slow
-def test_at_small_noise_it_meets_the_cramer_rao_floor_and_never_goes_below(rate: float, noise: float) -> None:
+def test_attack_meets_cramer_rao_floor_at_small_noise(rate: float, noise: float) -> None:
     """The search begins at the other records' average; four standard errors of a mean over 20 trainings. With Poisson
     batches the record takes part 5 times of 10 on average, and the error is that of 1/5 or a little more."""
     _, x, y = problem()
@@ -114,7 +114,7 @@ def test_at_small_noise_it_meets_the_cramer_rao_floor_and_never_goes_below(rate:
     assert "record 4, 20 trainings" in repr(found)
 
 
-def test_a_training_that_never_drew_the_record_tells_nothing_but_ends() -> None:
+def test_attack_ends_if_record_was_never_drawn() -> None:
     model, x, y = problem()
     found = simulate_sgd(model, losses, x, y, settings(sample_rate=0.01, seed=1), RECORD, steps=2, trials=2)
     assert np.isfinite(found.answers).all()
@@ -131,7 +131,7 @@ def test_a_training_that_never_drew_the_record_tells_nothing_but_ends() -> None:
         ({}, {"start": torch.zeros(4)}, "start must have 3 numbers"),
     ],
 )
-def test_what_cannot_be_attacked_is_said(changes, options, said) -> None:
+def test_unsupported_attack_raises(changes, options, said) -> None:
     model, x, y = problem()
     given = {"record": RECORD, "steps": 2, "trials": 2} | options
     with pytest.raises(InputError, match=said):

@@ -43,7 +43,7 @@ from reconbound.report.view import View
 pytestmark = pytest.mark.slow
 
 
-def test_everybody_may_read_only_the_public_files(audited) -> None:
+def test_only_public_files_are_world_readable(audited) -> None:
     public = {RUN, MODEL, PUBLIC_REPORT}
     assert auditing.mode(audited) == 0o700
     for path in audited.rglob("*"):
@@ -131,7 +131,7 @@ def test_snapshots_fall_anywhere_in_their_blocks() -> None:
 
 
 @pytest.mark.parametrize(("steps", "looks"), [(12, 12), (14, 5), (12, 2), (3, 12)])
-def test_diagonals_of_all_records_are_those_of_the_snapshots_drawn_for_them(tmp_path, steps: int, looks: int) -> None:
+def test_diagonals_match_drawn_snapshots(tmp_path, steps: int, looks: int) -> None:
     """Compared with exact Jacobians at the snapshots at which a record was measured, times the blocks of the part."""
     people, options, probes = auditing.people(), auditing.options(runs=2, steps=steps), 200
     measured = train(people, settle(open_folder(tmp_path / "a"), people, options), tmp_path / "a")
@@ -158,7 +158,7 @@ def drawn(learner, run: int, looks: int) -> torch.Tensor:
     return torch.from_numpy(chances)
 
 
-def test_which_snapshots_a_record_is_measured_at_is_uniform_over_each_part() -> None:
+def test_snapshot_choice_is_uniform_over_each_part() -> None:
     """So that the expected weight of each block is 1: unbiased whatever the number of looks."""
     runs, total = 400, 0.0
     learner = SimpleNamespace(steps=36, seed=5, records=50)
@@ -169,7 +169,7 @@ def test_which_snapshots_a_record_is_measured_at_is_uniform_over_each_part() -> 
     assert float((total.mean(1) / runs - 1).abs().max()) < 4 * spread
 
 
-def test_where_records_are_too_many_a_sample_of_a_table_is_looked_at(tmp_path, monkeypatch) -> None:
+def test_large_table_is_sampled(tmp_path, monkeypatch) -> None:
     people, options, folder = auditing.people(), auditing.options(runs=2), tmp_path / "a"
     measured = train(people, settle(open_folder(folder), people, options), folder)
     whole = leakage_of(people, settle(folder, people, options), measured)
@@ -206,7 +206,7 @@ def test_where_records_are_too_many_a_sample_of_a_table_is_looked_at(tmp_path, m
     assert float(found.average_diagonal.mean()) == pytest.approx(float(found.dfil[0, drawn].mean()))
 
 
-def test_records_that_the_ledger_never_measured_keep_their_diagonals_and_nothing_seen_is_shared_evenly() -> None:
+def test_unmeasured_records_keep_diagonals_and_zeros_are_shared_evenly() -> None:
     ledger = SimpleNamespace(
         trace=lambda: torch.tensor([6.0, 0.0, 4.0, 8.0], dtype=torch.float64),
         measured=lambda: torch.tensor([3, 0, 1, 2]),
@@ -218,7 +218,7 @@ def test_records_that_the_ledger_never_measured_keep_their_diagonals_and_nothing
     assert one.tolist() == [[8.0]]  # exactly
 
 
-def test_diagonals_at_the_ledgers_level_are_nearer_to_those_of_all_steps(tmp_path, monkeypatch) -> None:
+def test_rescaled_diagonals_are_nearer_to_all_steps(tmp_path, monkeypatch) -> None:
     """Against exact Jacobians at every step of the same runs: floors are off by less than at the snapshots' level."""
     people, options, records = auditing.people(), auditing.options(runs=2, steps=24, budget=4.0), torch.arange(0, 40, 4)
     monkeypatch.setattr(audit_snapshots, "SNAPSHOTS", 24)

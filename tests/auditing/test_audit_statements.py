@@ -44,7 +44,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PLAN = auditing.options(runs=8, steps=4, budget=4.0)  # every step is measured, and every step's parameters are kept
 
 
-def test_the_pages_floors_are_those_of_the_trajectory_in_years_and_dollars(done: Path) -> None:
+def test_page_floors_match_trajectory_in_own_units(done: Path) -> None:
     """Dense Jacobians at the kept parameters of all steps of all runs, with the exact factors, against what is told."""
     people, leakage = auditing.people(), read_leakage(done)
     measured = train(people, settle(done, people, PLAN), done)
@@ -94,7 +94,7 @@ def test_what_takes_the_guarantee_away_is_on_the_public_page(done: Path, tmp_pat
     assert "a seed that nobody else knows" in page
 
 
-def test_the_condition_is_in_the_headline_whatever_else_it_says(done: Path) -> None:
+def test_headline_always_states_condition(done: Path) -> None:
     """Public columns and the target are not named, one column is spoken of as one, and no floor needs no condition."""
     found = read_run(done)
 
@@ -119,7 +119,7 @@ def said(pairs: list[tuple[str, str]], name: str) -> str:
     return next(text for about, text in pairs if about == name)
 
 
-def test_what_is_released_what_is_public_and_how_records_were_picked_is_said(done: Path) -> None:
+def test_report_states_release_public_data_and_record_choice(done: Path) -> None:
     found = read_run(done)
     public = report.public.assumptions(found, "record", "column")
     own = words.assumptions(View(found, read_leakage(done)))
@@ -138,7 +138,7 @@ def test_what_is_released_what_is_public_and_how_records_were_picked_is_said(don
     assert words.release(one).startswith("The one run.")
 
 
-def test_records_never_measured_are_not_said_to_be_found_exposed(done: Path) -> None:
+def test_unmeasured_records_are_not_called_exposed(done: Path) -> None:
     view = View(read_run(done), read_leakage(done))
     measured = view.leakage.measured.clone()
     measured[:7] = 0
@@ -206,7 +206,7 @@ def test_the_level_of_every_diagonal_is_the_ledgers(done: Path) -> None:
     torch.testing.assert_close(leakage.average_diagonal, mean, rtol=1e-6, atol=0)
 
 
-def test_what_is_no_use_too_few_or_weak_is_said(done: Path, tmp_path: Path) -> None:
+def test_useless_few_or_weak_inputs_raise(done: Path, tmp_path: Path) -> None:
     people, view = auditing.people(), View(read_run(done), read_leakage(done))
     share = float((people.test_targets == np.bincount(people.targets).argmax()).mean())
     assert view.facts["accuracy_baseline"] == pytest.approx(share)
@@ -227,7 +227,7 @@ def test_what_is_no_use_too_few_or_weak_is_said(done: Path, tmp_path: Path) -> N
         assert "most frequent class" not in (done / public).read_text()
 
 
-def test_a_missing_value_is_no_value_and_a_public_number_no_category(tmp_path: Path) -> None:
+def test_missing_value_and_public_number_are_shown_as_such(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     lines = [f"{'' if i % 2 else i + 20},{rng.integers(0, 9)},{'ab'[i % 3 == 0]}" for i in range(20)]
     (tmp_path / "t.csv").write_text("age,hours,kind\n" + "\n".join(lines) + "\n")
@@ -258,7 +258,7 @@ def test_a_missing_value_is_no_value_and_a_public_number_no_category(tmp_path: P
     assert (folder / PUBLIC_REPORT).read_text().count("hours") == 1  # its name, and no range
 
 
-def test_the_terminal_says_what_is_secret_and_how_to_go_on(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_terminal_states_secrets_and_next_steps(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spaced = done.parent / "an audit"
     spaced.symlink_to(done)
     assert command(["show", str(spaced)]) == 0
@@ -267,7 +267,7 @@ def test_the_terminal_says_what_is_secret_and_how_to_go_on(done: Path, capsys: p
     assert "keep it as secret as the data" in told.err
 
 
-def test_a_narrow_terminal_cuts_no_number_and_ascii_raises_nothing(done: Path) -> None:
+def test_narrow_and_ascii_terminals(done: Path) -> None:
     record = int(read_leakage(done).kept[0])
     script = f"import sys; sys.argv = ['reconbound', 'show', {str(done)!r}, '--record', '{record}']; "
     script += "from reconbound.cli.app import main; main()"
@@ -288,7 +288,7 @@ def test_errors_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("sampler", "rate", "real"), [("fixed", 0.001, 1 / 40), ("shuffle", 0.31, 12 / 40)])
-def test_the_rate_that_is_told_is_the_one_that_was_used(tmp_path: Path, sampler: str, rate: float, real: float) -> None:
+def test_reported_rate_is_the_used_rate(tmp_path: Path, sampler: str, rate: float, real: float) -> None:
     """Batches of a fixed size are whole: a rate below one record in N would promise too much."""
     people, options = auditing.people(), auditing.options(sampler=sampler, sample_rate=rate, runs=1, steps=2)
     lines = " ".join(describe_plan(people, options, tmp_path / "a", fresh=False))

@@ -187,7 +187,7 @@ def uniform_prior(t):
     return np.minimum(2 * np.sqrt(t), 1.0)
 
 
-def test_layer_cake_without_a_release_is_the_error_of_the_best_guess():
+def test_layer_cake_without_release_equals_best_guess():
     bound = layer_cake(lambda k: k, uniform_prior, largest_error=0.25, points=20_000)
     assert bound.value == close(1 / 12, rel=1e-3)
     assert bound.value <= 1 / 12
@@ -262,14 +262,14 @@ def test_prior_from_records_bounds_every_guess():
         assert np.all(np.diff(prior(ts)) >= 0)
 
 
-def test_prior_from_records_keeps_copies_together_in_many_dimensions():
+def test_prior_from_records_keeps_copies_together():
     """The expanded square of a million coordinates is wrong by hundreds of ulps: copies must still be at distance 0."""
     for value in (0.1, 0.3, 1 / 3):
         records = np.full((2, 2_000_000), value) * [[1], [-1]]
         assert prior_from_records(records, bins=1 << 23)[0](np.array(0.0)) >= 0.5
 
 
-def test_prior_from_records_is_the_count_it_says():
+def test_prior_from_records_equals_count():
     """κ(t) = maxᵢ #{j : ‖zᵢ − zⱼ‖²/d ≤ 4t}/n, up to the histogram's resolution, which only raises it."""
     rng = np.random.default_rng(6)
     records = rng.random((50, 2, 2))

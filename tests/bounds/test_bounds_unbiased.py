@@ -78,7 +78,7 @@ def test_theorem1_tightness_example_with_a_simulated_attacker():
     assert errors.mean() / floor == pytest.approx(4, abs=4 * 4 * math.sqrt(2 / count))
 
 
-def test_theorem1_in_full_for_a_biased_attacker_of_a_gaussian_release():
+def test_theorem1_for_biased_attacker_of_gaussian_release():
     """x = z + N(0, s²), ẑ = ax + b: mean az + b, so γ = |a|, and the mean squared error is known exactly."""
     rng = np.random.default_rng(1)
     for _ in range(500):
@@ -142,7 +142,7 @@ def test_by_position_is_attained_by_randomised_response():
         assert by_position(order2, [0.0]).value == close(variance, rel=1e-9)
 
 
-def test_no_unbiased_attacker_beats_the_floors_on_random_mechanisms():
+def test_no_unbiased_attacker_beats_floors():
     """1,000 random mechanisms on the corners of a box in 1 to 3 dimensions and a point inside; optimal attackers.
 
     ε is taken to the record only, as the proof does: less than the guarantee asks for, so the test is harder."""
@@ -227,7 +227,7 @@ def random_information(rng, d):
     return j.T @ j
 
 
-def test_theorem2_is_met_by_least_squares_in_the_linear_gaussian_model():
+def test_least_squares_meets_theorem2():
     """x = Jz + N(0, s²): ẑ = Ax + b has covariance s²AAᵀ, mean Jacobian AJ; equality at least squares."""
     rng = np.random.default_rng(6)
     for _ in range(200):
@@ -282,7 +282,7 @@ def test_theorem2_where_the_information_is_singular():
     assert per_feature([0.0, 2.0]).value[1] == 0.5
 
 
-def test_theorem2_never_claims_more_than_a_nearly_singular_information_allows():
+def test_theorem2_is_sound_for_nearly_singular_information():
     """Tr(I⁻¹)/d is known exactly for a diagonal: rounding must not turn a small eigenvalue into none."""
     for small in 10.0 ** -np.arange(1, 40, 1.5):
         for scale in (1e-10, 1.0, 1e10):
@@ -380,7 +380,7 @@ def test_bad_input_is_named(call, name, value):
 # --- each coordinate, or their average -----------------------------------
 
 
-def test_theorem1_holds_for_each_coordinate_and_corners_for_the_average():
+def test_theorem1_per_coordinate_and_corners_on_average():
     """z + N(0, S) on [0, 1]²: the estimator h has variance sᵢ in coordinate i, D₂ = Σ 1/sᵢ between opposite corners."""
     variances = np.array([0.5, 40.0])
     eps = float(np.sum(1 / variances))
@@ -390,7 +390,7 @@ def test_theorem1_holds_for_each_coordinate_and_corners_for_the_average():
     assert variances.mean() >= average.value
 
 
-def test_a_coordinate_can_be_known_better_than_corners_says():
+def test_one_coordinate_may_fall_below_corners():
     variances = np.array([2.0, *[1e6] * 9])
     assert variances.min() < corners(float(np.sum(1 / variances)), dim=10).value <= variances.mean()
 
@@ -409,7 +409,7 @@ def test_which_floors_bind_each_coordinate():
     assert "on average over the coordinates; the median of 2 values" in str(from_trace([1.0, 2.0], 3))
 
 
-def test_who_is_unbiased_near_one_record_alone_is_not_bound_by_theorem_1():
+def test_theorem1_does_not_bind_locally_unbiased_attacker():
     """h = m tanh(k(z − ½)) + N(0, 1) on [0, 1]: the floor at ½ is 1/(mk)², which an attacker unbiased there to first
     order reaches, however high Theorem 1 (at order 2, (2m)²) is: they ask different things, and the lower binds both.
     """

@@ -62,7 +62,7 @@ def test_floors_of_badly_scaled_features_are_kept() -> None:
         assert theorem2(scaled).value == pytest.approx(exact(scaled), rel=1e-6)
 
 
-def test_jacobian_that_leaves_the_dark_directions_alone() -> None:
+def test_jacobian_ignoring_dark_directions() -> None:
     rng = np.random.default_rng(2)
     for d in (3, 6, 10):
         a = nearly_singular(rng, d, 1e-16)
@@ -91,7 +91,7 @@ def test_asymmetry_and_negative_eigenvalues_lower_the_floor() -> None:
     assert theorem2(off).value < 1e10
 
 
-def test_van_trees_holds_with_information_that_is_slightly_negative() -> None:
+def test_van_trees_with_slightly_negative_information() -> None:
     """A rounding of −1e-9 times a size of 1e12 is −1,000 against the prior's 1: the floor must stay below the prior."""
     for size in (1e8, 9.99e8, 1e9 * (1 - 1e-7), 1.001e9, 1e12):
         information = size * np.array([[1.0, 1.0 + 1e-9], [1.0 + 1e-9, 1.0]])

@@ -179,7 +179,7 @@ def test_large_figures_are_written_out(run):
     assert "│  24,800 │ 6.16e+08 │" in table
 
 
-def test_the_worst_coordinate_and_the_average_are_told_apart(run, answer):
+def test_worst_coordinate_differs_from_average(run, answer):
     assert "lecam hold for each coordinate by itself" in " ".join(run("bound", *SGD, "--dim", 2)[1].split())
     assert "by itself" not in run("bound", *SGD)[1]
     kinds = {name: bound["coordinates"] for name, bound in floors(answer("bound", *SGD, "--dim", 2)).items()}
@@ -189,7 +189,7 @@ def test_the_worst_coordinate_and_the_average_are_told_apart(run, answer):
     assert "on average" not in run("calibrate", *options, "--bound", "lecam")[1].splitlines()[1]
 
 
-def test_a_reported_epsilon_says_how_it_was_taken(run, answer):
+def test_reported_epsilon_states_its_assumptions(run, answer):
     told = " ".join(run("bound", "--epsilon", 3, "--delta", 1e-5)[1].split())
     assert "it was taken as replace-one" in told
     assert "What Opacus, TF Privacy and most libraries for private SGD report is for add/remove: say so" in told
@@ -201,7 +201,7 @@ def test_a_reported_epsilon_says_how_it_was_taken(run, answer):
         assert ("by group privacy: (6, 0.000211)" in said) == (adjacency == "add/remove")
 
 
-def test_an_epsilon_without_its_delta_is_not_taken_in_silence(run):
+def test_epsilon_without_delta_warns(run):
     """ε = 3.97 from Opacus, its δ forgotten: the floors of pure ε-DP are not those of the training."""
     told = " ".join(run("bound", "--epsilon", 3.97, "--adjacency", "add/remove", "--dim", 64)[1].split())
     assert "Note: you gave no δ with ε: it was taken as 0" in told
@@ -215,7 +215,7 @@ def test_numbers_are_written_for_people(run):
     assert "a blind guess gets right 0.0001% of the time is rebuilt" in told
 
 
-def test_an_add_remove_epsilon_is_never_worth_more_than_the_same_replace_one(answer):
+def test_add_remove_epsilon_gives_no_higher_floor_than_replace_one(answer):
     """So saying add/remove is safe whichever it was, as the note says."""
     for options in (["--epsilon", 0.5], ["--epsilon", 3, "--delta", 1e-5], ["--epsilon", 8, "--delta", 1e-7]):
         ours, theirs = (answer("bound", *options, "--adjacency", a, "--dim", 5) for a in ("replace-one", "add/remove"))
@@ -225,7 +225,7 @@ def test_an_add_remove_epsilon_is_never_worth_more_than_the_same_replace_one(ans
         assert all(b["success"] >= a["success"] for a, b in zip(ours["rero"], theirs["rero"], strict=True))
 
 
-def test_silence_is_explained(run, answer):
+def test_missing_limits_are_explained(run, answer):
     options = ["--epsilon", 3, "--delta", 1e-6]
     assert "with chance δ everything is revealed" in " ".join(run("bound", *options)[1].split())
     assert len(answer("bound", *options, "--adjacency", "replace-one")["notes"]) == 1
@@ -253,7 +253,7 @@ def test_the_version(run):
     assert run("--version") == (0, f"reconbound {__version__}\n", "")
 
 
-def test_the_default_says_that_it_is_one(run):
+def test_default_is_marked_as_such(run):
     assert "No mechanism was given" in run("bound")[1]
     assert "No mechanism was given" not in run("bound", *SGD)[1]
 
@@ -286,7 +286,7 @@ def test_help(run):
         assert option in run("bound", "--help")[1]
 
 
-def test_shuffled_epochs_count_as_steps_without_sampling_and_are_called_so(answer, run):
+def test_shuffled_epochs_count_as_unsampled_steps(answer, run):
     """Two epochs and a bit: three Gaussian releases, one for each epoch begun; nothing is said of add/remove."""
     options = ["--noise-multiplier", 3, "--sample-rate", 0.3, "--steps", 9, "--sampler", "shuffle"]
     found = answer("bound", *options)  # epochs of four batches
@@ -315,7 +315,7 @@ def test_the_papers_line_is_called_no_guarantee_in_its_row(run, monkeypatch, col
     assert "no guarantee" in flat.partition("Telling two candidate")[0].replace("│ ", "")
 
 
-def test_at_tiny_noise_no_more_is_told_than_who_was_drawn_can_tell(run):
+def test_tiny_noise_is_bounded_by_participation(run):
     for noise in (0.1, 0.01, 1e-6):
         out = run("bound", "--noise-multiplier", noise, "--sample-rate", 0.005, "--steps", 50, "--dim", 784)[1]
         assert "right at most 61.1%" in " ".join(out.split())

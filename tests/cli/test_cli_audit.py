@@ -43,7 +43,7 @@ def test_a_table_becomes_a_report(table_audit, capsys) -> None:
         assert "<b>pay</b>" not in (table_audit / name).read_text()
 
 
-def test_ranges_that_were_read_off_the_data_are_told_and_how_to_declare_them(tmp_path, capsys) -> None:
+def test_undeclared_ranges_are_reported_with_the_option(tmp_path, capsys) -> None:
     table = write_people(tmp_path / "people.csv")
     words = [
         "audit",
@@ -117,7 +117,7 @@ def test_the_plan_is_in_the_verdicts_units(digits_audit) -> None:
     assert f"lecam ±{format_floor(16 * found['lecam'].rmse)} (any attacker" in said
 
 
-def test_an_audit_is_finished_only_with_all_that_was_asked_for(digits_audit, capsys) -> None:
+def test_audit_unfinished_without_all_requested_parts(digits_audit, capsys) -> None:
     words = ["audit", "--limit", "60", *QUICK, "--out", str(digits_audit)]
     (digits_audit / REPORT).unlink()
     assert run(words) == 0  # a page is missing: it is made again
@@ -254,7 +254,7 @@ def test_a_factory_of_the_users(mine, tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize("bad", REFUSED)
 @pytest.mark.parametrize("form", [["--quiet"], []])
-def test_a_factory_that_does_not_do_is_one_line_before_any_training(mine, capsys, bad: str, form: list[str]) -> None:
+def test_bad_model_factory_is_one_line_before_training(mine, capsys, bad: str, form: list[str]) -> None:
     assert run(["audit", "wine", *QUICK, "--model", f"mine:{bad}", "--out", "b", *form]) == 2
     error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Note:")]
     assert len(error) == 1
@@ -262,7 +262,7 @@ def test_a_factory_that_does_not_do_is_one_line_before_any_training(mine, capsys
     assert not Path("b", PLAN).exists()
 
 
-def test_floors_that_are_not_proved_for_a_model_with_kinks_are_said_so_everywhere(mine, capsys) -> None:
+def test_unproved_floors_of_kinked_model_are_marked(mine, capsys) -> None:
     said = "The floors of single records are not proved for this model: it has kinks, in module '2' (ReLU)"
     assert run(["audit", "wine", *QUICK, "--model", "mine:relu", "--out", "a"]) == 0
     told = capsys.readouterr()

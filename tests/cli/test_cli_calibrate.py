@@ -73,7 +73,7 @@ def test_what_calibrate_finds_bound_confirms(answer):
     assert floors(answer("bound", "--noise-multiplier", repr(noise), *sgd))["lecam"]["mse"] >= 0.2
 
 
-def test_calibrate_says_under_which_condition_and_what_other_floors_need(run, answer):
+def test_calibrate_states_condition_and_other_floors(run, answer):
     options = ["--target-error", 5, "--high", 120, "--units", "years", "--sample-rate", "32/240", "--steps", 112]
     for name in ("theorem1", "corners", "lecam", "rate_distortion"):
         told = run("calibrate", *options, "--bound", name)[1].splitlines()
@@ -124,7 +124,7 @@ BALL = ["--output-perturbation", "--records", 1000, "--l2", 0.01, "--loss", "log
     ("ends", "place"), [((), "the ball"), (("--low", 0, "--high", 1), "the range within the ball")]
 )
 @pytest.mark.parametrize("bound", ["theorem1", "corners", "lecam", "rate_distortion"])
-def test_records_in_a_ball_are_nowhere_said_to_lie_in_a_box(run, answer, bound, ends, place):
+def test_ball_records_are_never_described_as_box(run, answer, bound, ends, place):
     """The box inside the ball is named as what it is, in text and in JSON; nothing speaks of "the box" as the space."""
     options = ["--bound", bound, *BALL, *ends]
     for target in (["--target-error", 0.1], ["--target-epsilon", 1]):
@@ -141,7 +141,7 @@ def test_records_in_a_ball_are_nowhere_said_to_lie_in_a_box(run, answer, bound, 
     assert f"some record in {place}" in " ".join(said.split())
 
 
-def test_targets_out_of_reach_in_a_ball_do_not_name_a_range_nobody_gave(run):
+def test_unreachable_target_in_ball_names_no_range(run):
     """The box inside the ball goes to 0.2236, and records of one coordinate other than 0 go to 1."""
     for ends, most in (((), "0.447214"), (("--low", 0, "--high", 1), "0.447214")):
         check = run("calibrate", "--target-error", 3, *BALL, *ends)[2]

@@ -68,7 +68,7 @@ def test_public_numbers_are_named_and_missing_values_are_no_column(tmp_path) -> 
         assert _data_facts(load_dataset(path, target="income", private="x"))["public"] == ["z"]
 
 
-def test_without_public_columns_nothing_is_said(tmp_path) -> None:
+def test_no_note_without_public_columns(tmp_path) -> None:
     dataset = load_dataset("breast_cancer")
     lines = describe_plan(
         dataset, AuditOptions().with_changes(model="linear", steps=4, runs=1, sample_rate=0.1), tmp_path, False
@@ -88,7 +88,7 @@ def test_text_that_looks_like_dates_gets_a_note(form, tmp_path) -> None:
     assert not any("dates" in n for n in notes_of(path, drop="born"))
 
 
-def test_too_many_dates_are_left_out_and_it_is_said_how_to_have_them_protected(tmp_path) -> None:
+def test_many_dates_are_left_out_with_advice(tmp_path) -> None:
     path = tmp_path / "a.csv"
     rows = [f"{i},{1900 + i}-01-02,{'ab'[i % 2]}" for i in range(120)]
     path.write_text("x,born,income\n" + "\n".join(rows))
@@ -97,7 +97,7 @@ def test_too_many_dates_are_left_out_and_it_is_said_how_to_have_them_protected(t
     assert any("to use and protect it write it as a number" in n for n in notes)
 
 
-def test_a_range_that_outliers_stretch_is_told(tmp_path) -> None:
+def test_range_stretched_by_outliers_is_reported(tmp_path) -> None:
     path = tmp_path / "a.csv"
     incomes = [20000 + 300 * i for i in range(200)]
     for values, stretched in ((incomes, False), ([*incomes[:-1], 2175880.5], True), ([0] * 199 + [9], False)):
@@ -166,7 +166,7 @@ def test_a_constant_column_is_last_and_called_so(staff, capsys) -> None:
     assert "country_code: constant" in (staff / "out" / REPORT).read_text()
 
 
-def test_a_column_that_is_narrow_in_its_range_is_not_called_constant(tmp_path, capsys) -> None:
+def test_narrow_column_is_not_called_constant(tmp_path, capsys) -> None:
     """Debts up to 1,500 in a range of a billion; and one value or none in a column with gaps."""
     path = tmp_path / "a.csv"
     rows = [f"{17 * i % 1500},{'' if i % 4 == 0 else 7},{i % 50},{'ab'[i % 2]}" for i in range(60)]
@@ -190,7 +190,7 @@ def test_a_column_without_any_value_is_not_called_constant() -> None:
 # --- 4 to 7: errors ---------------------------------------------------------------------
 
 
-def test_a_file_that_is_not_there_is_said_so(tmp_path, monkeypatch, capsys) -> None:
+def test_missing_file_is_reported(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     for options in ([], ["--target", "b"]):
         status = run(["audit", "people", *options])
@@ -203,7 +203,7 @@ def test_a_file_that_is_not_there_is_said_so(tmp_path, monkeypatch, capsys) -> N
 
 
 @pytest.mark.parametrize("command", ["show", "report"])
-def test_an_audit_that_was_interrupted_says_how_it_goes_on(command, staff, tmp_path, capsys) -> None:
+def test_interrupted_audit_prints_how_to_resume(command, staff, tmp_path, capsys) -> None:
     (tmp_path / PLAN).write_bytes((staff / "out" / PLAN).read_bytes())
     status = run([command, str(tmp_path)])
     out, err = capsys.readouterr()
@@ -226,7 +226,7 @@ def test_a_failed_audit_leaves_no_empty_folder(tmp_path, monkeypatch, capsys) ->
 
 
 @pytest.mark.parametrize("options", [{}, {"target": "income"}])
-def test_a_file_without_names_is_told_of_header(options, tmp_path) -> None:
+def test_file_without_names_gets_header_advice(options, tmp_path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("39,13,low\n50,14,high\n")
     with pytest.raises(ValueError, match=r"39, 13, low; row 1 names them; if it holds values, .* --header A,B"):
@@ -241,7 +241,7 @@ def test_a_file_without_names_is_told_of_header(options, tmp_path) -> None:
 # --- 8: calibrate -----------------------------------------------------------------------
 
 
-def test_the_json_of_calibrate_has_all_that_the_text_says(capsys) -> None:
+def test_calibrate_json_has_all_of_the_text(capsys) -> None:
     command = ["calibrate", "--target-error", "0.2", *SGD[2:]]
     assert run(command) == 0
     text = capsys.readouterr().out
@@ -255,14 +255,14 @@ def test_the_json_of_calibrate_has_all_that_the_text_says(capsys) -> None:
         assert line.endswith(f": {format_limit(other['noise_multiplier'], 4)}")  # a smallest noise is rounded up
 
 
-def test_the_json_of_calibrate_says_where_no_noise_is_enough(capsys) -> None:
+def test_calibrate_json_marks_unreachable_targets(capsys) -> None:
     assert run(["calibrate", "--target-error", "0.9", *SGD[2:], "--json"]) == 0
     other = json.loads(capsys.readouterr().out)["other_bounds"]["lecam"]
     assert other["noise_multiplier"] is None
     assert other["highest_mse"] == pytest.approx(0.25)
 
 
-def test_the_json_of_calibrate_says_what_is_met_without_noise(capsys) -> None:
+def test_calibrate_json_marks_targets_met_without_noise(capsys) -> None:
     """A record is never drawn with chance 0.99¹⁰⁰: so much any attacker errs without noise."""
     command = ["calibrate", "--target-mse", "1e-9", "--sample-rate", "0.01", "--steps", "100"]
     assert run([*command, "--json"]) == 0

@@ -25,7 +25,7 @@ SHORT = ["--steps", "4", "--runs", "1", "--sample-rate", "0.1", "--lr", "0.5", "
 
 
 @pytest.mark.parametrize("target", ["name", "record", "floor_estimate", "columns", "confidential"])
-def test_a_target_that_is_called_as_a_fact_of_ours_takes_nobodys_place(target, tmp_path, capsys) -> None:
+def test_target_named_like_a_fact_replaces_nothing(target, tmp_path, capsys) -> None:
     table = tmp_path / "table.csv"
     table.write_text("\n".join([f"age,{target}", *(f"{k % 50},{'ab'[k % 2]}" for k in range(40))]) + "\n")
     words = ["audit", str(table), "--target", target, "--range", "age=0:60"]
@@ -61,9 +61,7 @@ def test_what_only_looks_like_a_number_is_no_record(given, wine, capsys) -> None
 
 
 @pytest.mark.parametrize(("out", "why"), [("nowhere/x.html", "No such file or directory"), ("a", "Is a directory")])
-def test_a_comparison_that_cannot_be_written_names_the_file_that_was_asked_for(
-    out, why, wine, tmp_path, monkeypatch, capsys
-) -> None:
+def test_unwritable_comparison_names_its_file(out, why, wine, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a").mkdir()
     assert run(["report", str(wine), str(wine), "--out", out]) == 2
@@ -73,7 +71,7 @@ def test_a_comparison_that_cannot_be_written_names_the_file_that_was_asked_for(
     assert stat.S_IMODE(os.stat("comparison.html").st_mode) == 0o600
 
 
-def test_a_comparison_replaces_a_comparison_and_says_so_but_nothing_else(wine, tmp_path, monkeypatch, capsys) -> None:
+def test_comparison_replaces_only_a_comparison(wine, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["report", str(wine), str(wine)]
     assert run(words) == 0
@@ -96,7 +94,7 @@ def test_a_mistyped_seed_is_not_shown(command, tmp_path, monkeypatch, capsys) ->
         assert capsys.readouterr().err == "reconbound: --seed must be a whole number\n"
 
 
-def test_stopped_with_fresh_it_says_how_to_go_on_without_losing_what_was_done(tmp_path, monkeypatch, capsys) -> None:
+def test_stop_with_fresh_advises_how_to_continue(tmp_path, monkeypatch, capsys) -> None:
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -182,9 +180,7 @@ def test_show_an_audit_and_a_record(table_audit, digits_audit, capsys) -> None:
     assert "--record must be from 0 to " in capsys.readouterr().err
 
 
-def test_a_record_is_found_by_its_name_and_every_one_has_floors_of_its_columns(
-    table_audit, digits_audit, capsys
-) -> None:
+def test_record_found_by_name_has_column_floors(table_audit, digits_audit, capsys) -> None:
     leakage = read_leakage(table_audit)
     names = record_names(leakage.names)
     assert len(names) == 48

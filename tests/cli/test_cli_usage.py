@@ -100,7 +100,7 @@ def test_a_target_error_is_answered_in_its_own_name_and_unit(refused):
     assert "--target-mse must be below 0.25" in refused(*common, "--target-mse", "9", "--bound", "lecam")
 
 
-def test_where_a_floor_ends_is_told():
+def test_floor_range_is_reported():
     with pytest.raises(OutOfReach, match=r"target_mse must be below 0\.25") as found:
         calibrate(SampledGaussian(1.0, 0.1, 3), 9.0, bound="lecam")
     assert found.value.highest == pytest.approx(0.25)

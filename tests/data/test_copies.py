@@ -185,7 +185,7 @@ def test_copies_are_found_by_value() -> None:
     assert find_copies(np.zeros((0, 2))) == []
 
 
-def test_a_learner_says_how_many_rows_are_copies() -> None:
+def test_learner_counts_copied_rows() -> None:
     x = torch.rand(10, 2)
     x[7], x[9] = x[3], x[3]
     y = torch.arange(10) % 2
@@ -205,7 +205,7 @@ def test_a_learner_says_how_many_rows_are_copies() -> None:
     assert not any("copies" in caveat for caveat in distinct.measurer.caveats)
 
 
-def test_the_report_says_how_many_copies_there_are_and_their_floor(tmp_path: Path) -> None:
+def test_report_counts_copies_and_their_floor(tmp_path: Path) -> None:
     people = auditing.people()
     people.inputs[[5, 9, 11]] = people.inputs[2]
     people.targets[[5, 9, 11]] = people.targets[2]

@@ -141,7 +141,7 @@ def test_a_file_too_large_is_stopped(server, digits, tmp_path, monkeypatch):
         load_dataset("mnist", folder=tmp_path)
 
 
-def test_where_nothing_can_be_had_one_line_says_what_to_do(server, tmp_path):
+def test_missing_data_is_one_line_with_advice(server, tmp_path):
     with pytest.raises(DataMissing) as caught:
         load_dataset("mnist", folder=tmp_path)
     said = str(caught.value)
@@ -196,7 +196,7 @@ def batches(server, monkeypatch):
     return raws
 
 
-def test_the_archive_of_cifar10_is_unpacked_by_name_alone(server, batches, tmp_path):
+def test_cifar10_archive_is_unpacked_by_name(server, batches, tmp_path):
     hostile = {
         "../../outside.bin": b"x",
         "/tmp/absolute.bin": b"x",

@@ -66,7 +66,7 @@ def test_a_frame_is_left_as_it_is_and_rows_have_their_labels() -> None:
     assert found.record_names == ("row ann", "row bob", "row cy", "row di", "row ed", "row flo")
 
 
-def test_a_column_of_the_type_category_is_public_even_if_it_holds_numbers() -> None:
+def test_categorical_dtype_is_public_even_with_numbers() -> None:
     frame = frame_of(b=pd.Categorical([1, 2, 3, 1, 2, 3]))
     assert load_dataset(frame, **OPTIONS).columns == (("a",), ("b",))
     with pytest.raises(DataError, match=r"column 'b': is of type category, and is private"):
@@ -85,7 +85,7 @@ def test_a_column_of_the_type_category_is_public_even_if_it_holds_numbers() -> N
         ({"b": ["1", "2", "x", "4", "5", "6"] * 1}, ""),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(columns, said) -> None:
+def test_errors_name_their_place(columns, said) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DataWarning)
         if not said:

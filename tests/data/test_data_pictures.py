@@ -134,7 +134,7 @@ def test_names_with_html_stay_text(tmp_path):
     assert found.record_names[0] == f"{evil}/<i>1.png"
 
 
-def test_other_files_are_passed_over_with_a_note_and_hidden_ones_silently(pets):
+def test_other_files_are_noted_and_hidden_files_skipped(pets):
     root, _ = pets
     (root / "cat" / "notes.txt").write_text("x")
     (root / "cat" / ".DS_Store").write_text("x")
@@ -155,7 +155,7 @@ def test_a_broken_image_is_named(pets, content):
     assert "\n" not in str(caught.value)
 
 
-def test_cut_off_and_flipped_images_never_give_another_kind_of_error(pets):
+def test_damaged_images_raise_only_our_error(pets):
     root, _ = pets
     rng, path = np.random.default_rng(2), root / "dog" / "4.png"
     content = path.read_bytes()
@@ -205,7 +205,7 @@ def test_folders_that_hold_no_classes(tmp_path):
         load_dataset(tmp_path, private="x")
 
 
-def test_without_pillow_it_says_what_to_install(pets, monkeypatch):
+def test_missing_pillow_names_package(pets, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(DataError, match=r"pip install 'reconbound\[images\]'"):
         load_dataset(pets[0])

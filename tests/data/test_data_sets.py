@@ -133,7 +133,7 @@ def test_a_limit_keeps_every_class(limit):
     assert abs(counts[0] - min(limit, 138) * 100 / 138) <= 1.5
 
 
-def test_a_limit_leaves_the_test_records_alone():
+def test_limit_keeps_test_records():
     whole, part = load_dataset("digits"), load_dataset("digits", limit=100)
     assert np.array_equal(whole.test_inputs, part.test_inputs)
     assert part.inputs.shape == (100, 1, 8, 8)
@@ -185,7 +185,7 @@ def test_a_dataset_checks_its_parts():
             Dataset(**{**good, **wrong})
 
 
-def test_the_command_line_says_what_is_wrong_with_data_in_one_line(monkeypatch, capsys):
+def test_data_errors_are_one_line(monkeypatch, capsys):
     from reconbound.cli import app as cli
 
     def broken(**_):

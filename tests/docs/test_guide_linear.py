@@ -11,7 +11,7 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "linear.md"
 
 
-def test_every_block_of_the_guide_prints_what_the_page_says():
+def test_guide_blocks_print_shown_output():
     blocks = re.findall(r"```(python|text)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert sum(kind == "text" for kind, _ in blocks) >= 7
     names: dict = {}
@@ -26,7 +26,7 @@ def test_every_block_of_the_guide_prints_what_the_page_says():
             assert printed == body
 
 
-def test_section_8_without_an_intercept_as_the_page_says():
+def test_section_8_without_intercept():
     page = PAGE.read_text(encoding="utf-8")
     first, second, *_, last, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     for line in ('`intercept: False`, `method="label"`', "`fit_intercept=False`", "released =\nmodel.coef_[None]"):

@@ -150,7 +150,7 @@ def test_no_block_shows_what_a_program_prints_without_the_command(page: str) -> 
         assert block.startswith(("$ reconbound ", "reconbound ", "make ")), block.splitlines()[0]
 
 
-def test_what_is_said_of_epsilon_alone_and_of_opacus_sample_rate() -> None:
+def test_notes_on_epsilon_and_opacus_sample_rate() -> None:
     def floor(mechanism) -> str:
         return f"±{format_floor(guarantee(mechanism, high=16)['lecam'].rmse)}"
 
@@ -164,7 +164,7 @@ def test_what_is_said_of_epsilon_alone_and_of_opacus_sample_rate() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_opacus_samples_and_divides_as_the_guide_says() -> None:
+def test_opacus_samples_and_divides_as_documented() -> None:
     opacus = pytest.importorskip("opacus")
     import torch
     from torch.utils.data import DataLoader, TensorDataset

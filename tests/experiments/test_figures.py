@@ -63,7 +63,7 @@ def committed() -> dict[str, int]:
 
 @pytest.mark.filterwarnings("ignore:the noise:reconbound.linear.NoiseWarning")  # 60 people are too few for ε = 1
 @pytest.mark.parametrize("script", SCRIPTS, indirect=True)
-def test_a_small_run_writes_to_its_own_folder_alone(script, data: Path, tmp_path: Path, capsys) -> None:
+def test_small_run_writes_only_to_its_folder(script, data: Path, tmp_path: Path, capsys) -> None:
     name, before, out = script.__name__, committed(), tmp_path / "new" / "out"
     script.main([*SCRIPTS[name], "--out", str(out)])
     ending = ".csv.gz" if name == "figure3_glm" else ".csv"
@@ -134,7 +134,7 @@ def test_more_records_than_there_are(data: Path, tmp_path: Path, monkeypatch) ->
         figure2.main(["--records", "81", "--out", str(tmp_path)])
 
 
-def test_figure3_is_drawn_again_with_the_number_of_trials_that_it_had(data: Path, tmp_path: Path, monkeypatch) -> None:
+def test_figure3_is_redrawn_with_its_number_of_trials(data: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(EXPERIMENTS))
     figure3 = importlib.import_module("figure3_glm")
     with pytest.raises(FileNotFoundError, match="without --draw first"):

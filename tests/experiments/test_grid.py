@@ -33,7 +33,7 @@ def trained(grid: Any, path: Path, *more: str) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
 
 
-def test_a_stopped_grid_goes_on_from_its_rows(tmp_path: Path) -> None:
+def test_stopped_grid_resumes(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     assert trained(tiny(4), path, "--seconds", "0") == []
     before = trained(tiny(2), path)
@@ -87,7 +87,7 @@ def test_a_mean_takes_the_place_of_its_settings_single_run() -> None:
     assert sorted(r["accuracy"] for r in found) == ["0.3", "0.6", "0.8"]  # another group's run stands by itself
 
 
-def test_scouted_rows_have_accuracies_alone(tmp_path: Path) -> None:
+def test_scouted_rows_have_only_accuracies(tmp_path: Path) -> None:
     rows = trained(tiny(2), tmp_path / "rows.csv", "--scout", "--runs", "1")
     assert len(rows) == 2 * 2
     assert all(0 <= float(row["accuracy"]) <= 1 for row in rows)

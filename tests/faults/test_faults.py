@@ -68,7 +68,7 @@ WRITES = [("audit", 60), ("unfinished", 30), ("sweep", 60), ("report", 6), ("com
 
 
 @pytest.mark.parametrize(("command", "writes"), WRITES)
-def test_a_disk_that_refuses_is_one_line_and_the_command_goes_on(command, writes, done, tmp_path) -> None:
+def test_full_disk_is_one_line_and_resumable(command, writes, done, tmp_path) -> None:
     rng = random.Random(f"{command} {SHARE}")
     for k in range(SHARE or 2):
         base = tmp_path / str(k)
@@ -91,7 +91,7 @@ READS = ["show", "record", "report", "compare", "again", "unfinished", "frontier
 
 
 @pytest.mark.parametrize("command", READS)
-def test_a_damaged_file_is_one_line_or_makes_no_difference(command, done, tmp_path) -> None:
+def test_damaged_file_is_one_line_or_harmless(command, done, tmp_path) -> None:
     rng = random.Random(f"{command} {SHARE}")
     good = tmp_path / "wanted"  # a name as long as the other: lines are broken by their length
     copied(done, good, command)

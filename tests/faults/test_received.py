@@ -119,7 +119,7 @@ def test_frontier_reads_what_a_killed_sweep_left_in_its_log(base) -> None:
 
 
 @pytest.mark.parametrize("kind", ["symbolic", "hard", "fifo"])
-def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(tmp_path, kind) -> None:
+def test_linked_lock_is_refused_and_target_untouched(tmp_path, kind) -> None:
     precious, folder = tmp_path / "precious", tmp_path / "folder"
     precious.write_text("all my work\n")
     folder.mkdir()
@@ -187,7 +187,7 @@ def _content(path: Path) -> dict[str, bytes]:
 # --- what a folder says ----------------------------------------------------------------------
 
 
-def test_epsilon_is_that_of_the_mechanism_whatever_run_json_says(base) -> None:
+def test_epsilon_comes_from_mechanism_not_run_json(base) -> None:
     folder = base / "audit"
     right = read_run(folder).guarantee["epsilon"]
     guarantee = {**read_run(folder).guarantee, "epsilon": right / 100}

@@ -203,7 +203,7 @@ def test_the_sum_of_a_half_precision_model_is_not_rounded() -> None:
     assert both[0].gradient_sum["weight"].dtype == torch.float32
 
 
-def test_the_information_of_a_cancelling_record_is_that_of_the_float64_model() -> None:
+def test_cancelling_record_matches_float64_model() -> None:
     """The ledger's clipped norm and trace were 0 and 100 times too small where the norm was lost."""
     torch.manual_seed(0)
     model, x = Difference(), near_copies(100.0, 1e-4).float().double()

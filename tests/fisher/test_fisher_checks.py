@@ -184,7 +184,7 @@ def _squared(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("method", ["layers", "generic"])
 @pytest.mark.parametrize("more", [{}, {"diagonal": True}, {"probes": 3}])
-def test_a_private_number_to_be_predicted_needs_no_second_dimension(method: Any, more: dict[str, Any]) -> None:
+def test_private_target_needs_no_second_dimension(method: Any, more: dict[str, Any]) -> None:
     """I = ‖∂g̃/∂y‖²/(σC)², with the Jacobian of each record's clipped gradient taken by autograd."""
     model, x, y = _regression()
     weights = list(model.parameters())
@@ -241,7 +241,7 @@ class _Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("private", [None, Private("module", "alone")])
-def test_modules_that_answer_one_number_and_parameters_that_are_one(private: Private | None) -> None:
+def test_scalar_outputs_and_scalar_parameters(private: Private | None) -> None:
     """As dense Jacobians have it, and those as autograd has them; the sum is of the clipped gradients."""
     torch.manual_seed(0)
     model, x, y = _Scaled().double(), torch.rand(6, 4, dtype=torch.float64), torch.rand(6, dtype=torch.float64)

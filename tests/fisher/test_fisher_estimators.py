@@ -10,8 +10,14 @@ from torch import Tensor, nn
 
 from cases import RECORDS, Wrap, classes, cross_entropy, normal, squared, tokens
 from measuring import measure
-from reconbound.fisher import CoordinateOptions, Private, coordinate_information, dense_information, draw_probes
-from reconbound.fisher.step import StepInformation
+from reconbound.fisher import (
+    CoordinateOptions,
+    Private,
+    StepInformation,
+    coordinate_information,
+    dense_information,
+    draw_probes,
+)
 
 SEEDS = 400
 STEP: dict[str, Any] = {"max_grad_norm": 0.8, "noise_multiplier": 0.7}
@@ -115,7 +121,7 @@ def test_spectral_norm_by_power_iteration(method: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_paper_s_estimator_is_unbiased_and_exact_with_all_coordinates() -> None:
+def test_paper_estimator_is_unbiased() -> None:
     model, x, y = small()
     exact = dense_information(model, cross_entropy, x, y, **STEP).trace
     value, error = coordinate_information(model, cross_entropy, x, y, **STEP, coordinates=CoordinateOptions(count=99))
@@ -245,7 +251,7 @@ def test_the_gradient_sum_is_that_of_clipped_gradients() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_model_and_inputs_are_left_alone_even_without_grad_mode() -> None:
+def test_model_and_inputs_unchanged_without_grad_mode() -> None:
     model, x, y = small()
     with torch.no_grad():
         inside = step(model, x, y, generator=generator())
@@ -339,7 +345,7 @@ def test_rows_that_do_not_match_are_refused() -> None:
         step(model, x, y[:5])
 
 
-def test_several_float_inputs_must_say_which_is_private() -> None:
+def test_several_float_inputs_need_private_choice() -> None:
     model = Wrap(lambda m, a, b: m.head(a * b), head=nn.Linear(3, 3)).double()
     with pytest.raises(ValueError, match="say which is private"):
         step(model, (normal(3), normal(3)), classes())

@@ -108,7 +108,7 @@ def test_rules_cover_what_they_should(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_the_clipped_sum_alone(case: Case) -> None:
+def test_clipped_sum(case: Case) -> None:
     model, inputs, targets = case.make()
     want = fast(case, "hard", "near")
     for kw in ({"micro_batch": 3}, {"method": "generic"}):
@@ -134,7 +134,7 @@ def test_the_table_is_wide_enough() -> None:
         (ConvRule((3, 3, 3), (1, 2, 1), (1, 0, 1), (1, 1, 2), 1), (2, 2, 5, 6, 7)),
     ],
 )
-def test_patches_go_back_the_same_by_offsets_and_by_one_convolution(rule, shape):
+def test_patches_fold_alike_by_offsets_and_by_convolution(rule, shape):
     """The CUDA way of adding patches back, run here on the CPU, equals the other and is the transpose of columns."""
     shape = torch.Size(shape)
     a = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

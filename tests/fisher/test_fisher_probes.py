@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from cases import RECORDS, Wrap, classes, cross_entropy, normal
 from measuring import measure
-from reconbound.fisher import dense_information
+from reconbound.fisher import StepInformation, dense_information
 from reconbound.fisher.passes.by_layer import LayerPass
+from reconbound.fisher.passes.convolutions import average, convolve, pool, poolable, unpool
 from reconbound.fisher.passes.layers import ConvRule
-from reconbound.fisher.passes.smooth_ops import average, convolve, pool, poolable, unpool
 from reconbound.fisher.probes import Basis, shared_directions
-from reconbound.fisher.step import StepInformation
 from reconbound.validate.private import Private, Problem
 
 SEEDS = 400
@@ -67,7 +66,7 @@ def test_unbiased_with_honest_errors(probes: int, deflate: int, shared: int) -> 
         assert (reported > across.std(0)).all()  # the bound
 
 
-def test_the_variance_is_what_the_theory_says() -> None:
+def test_variance_matches_theory() -> None:
     """2 (‖M‖² − Σ (qᵀMq)²), by the spread of many probes; with signs it is less than without."""
     model, x, y = small()
     unclipped = {"max_grad_norm": 1e9, "noise_multiplier": 1e-9, "clip": "hard"}
@@ -153,7 +152,7 @@ def test_micro_batches_do_not_matter(deflate: int, shared: int) -> None:
         assert torch.allclose(parts.across_error, whole.across_error, rtol=1e-8)
 
 
-def test_chosen_features_alone() -> None:
+def test_only_chosen_features() -> None:
     model, x, y = small()
     chosen = torch.tensor([0, 2, 5])
     exact = dense_information(model, cross_entropy, x, y, private=chosen, **STEP)
@@ -232,19 +231,19 @@ def test_the_turned_kernel_is_the_transpose(
     kernel: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int]
 ) -> None:
     rule = ConvRule(kernel, (1, 1), padding, dilation, 1)
-    assert rule.turns
+    assert rule.transposes_as_convolution
     a, weight = torch.randn(5, 3, 7, 8).double(), torch.randn(4, 3, *kernel).double()
     delta = torch.randn_like(rule.apply(a, weight))
-    assert torch.allclose(rule.turned_transpose(delta, weight), rule.transpose(delta, weight, a.shape))
+    assert torch.allclose(rule.reversed_transpose(delta, weight), rule.transpose(delta, weight, a.shape))
     each = torch.randn(5, 1, 4, 3 * kernel[0] * kernel[1]).double()
-    turned = rule.turned_transpose_records(each, delta, a.shape)
+    turned = rule.reversed_transpose_records(each, delta, a.shape)
     assert torch.allclose(turned, rule.transpose_records(each, delta, a.shape))
 
 
 def test_a_kernel_that_strides_or_pads_too_far_does_not_turn() -> None:
-    assert not ConvRule((3, 3), (2, 1), (1, 1), (1, 1), 1).turns
-    assert not ConvRule((1, 1), (1, 1), (1, 1), (1, 1), 1).turns
-    assert not ConvRule((3, 3), (1, 1), (1, 1), (1, 1), 2).turns
+    assert not ConvRule((3, 3), (2, 1), (1, 1), (1, 1), 1).transposes_as_convolution
+    assert not ConvRule((1, 1), (1, 1), (1, 1), (1, 1), 1).transposes_as_convolution
+    assert not ConvRule((3, 3), (1, 1), (1, 1), (1, 1), 2).transposes_as_convolution
 
 
 @pytest.mark.parametrize(("kernel", "stride"), [((2, 2), (1, 1)), ((2, 2), (2, 2)), ((3, 2), (1, 1)), ((2, 3), (2, 3))])

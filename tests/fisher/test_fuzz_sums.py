@@ -153,7 +153,7 @@ def scaled_by_batch(outputs: Tensor, targets: Tensor) -> Tensor:
     return total(outputs, targets) / outputs.detach().abs().max()
 
 
-def test_a_loss_that_depends_on_the_batch_takes_each_record_alone() -> None:
+def test_batch_dependent_loss_is_taken_per_record() -> None:
     """Every record's gradient changed with the batch: without one record the sum moved by more than C."""
     torch.manual_seed(0)
     model, x, y = nn.Linear(5, 3), torch.randn(6, 5) * torch.logspace(-1, 1, 6)[:, None], torch.ones(6)

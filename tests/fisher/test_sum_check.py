@@ -15,7 +15,7 @@ from measuring import sum_clipped
 from reconbound import PrivateSGD, Settings
 from reconbound.fisher.passes import by_layer as gradients
 from reconbound.fisher.passes import recorder
-from reconbound.fisher.sum_check import check_sums
+from reconbound.fisher.sums import check_sums
 from reconbound.validate import ModelError
 
 
@@ -104,7 +104,7 @@ def test_the_test_changes_nothing() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_autocast_around_the_call_is_refused_and_inside_the_model_is_clipped() -> None:
+def test_autocast_outside_refused_inside_clipped() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

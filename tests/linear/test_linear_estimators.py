@@ -72,7 +72,7 @@ def test_clone_pipeline_grid_search_and_pickle(name):
 
 @pytest.mark.parametrize("intercept", [False, True])
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_the_release_is_the_optimum_plus_gaussian_noise_and_nothing_else_is_kept(name, intercept):
+def test_release_is_optimum_plus_gaussian_noise(name, intercept):
     x, y = table(name)
     model = clone(ESTIMATORS[name]).set_params(noise_std=0.3, fit_intercept=intercept)
     released = []
@@ -90,7 +90,7 @@ def test_the_release_is_the_optimum_plus_gaussian_noise_and_nothing_else_is_kept
             assert not np.any(np.isclose(value.ravel()[:, None], best.weights.ravel(), rtol=1e-9, atol=0))
 
 
-def test_noise_without_a_seed_does_not_come_from_a_generator_that_others_can_seed():
+def test_unseeded_noise_ignores_global_generators():
     x, y = table("logistic")
     state = np.random.get_state()  # noqa: NPY002
     model = clone(ESTIMATORS["logistic"]).set_params(random_state=None)
@@ -222,7 +222,7 @@ def test_bounds_read_off_the_data_are_warned_about():
     ],
     ids=["logistic", "softmax", "ridge"],
 )
-def test_noise_that_drowns_any_weights_is_warned_about_whatever_the_data(model, loose, weights):
+def test_noise_larger_than_any_weights_warns(model, loose, weights):
     """It depends on public facts alone: other data of the same shape say the same words."""
     x, y = table("ridge" if isinstance(model, PrivateRidge) else "logistic")
     said = []
@@ -327,7 +327,7 @@ def test_bad_input(name, message, error, x, y, fitted, changes):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_constant_columns_and_more_features_than_records_are_well_posed(name):
+def test_constant_columns_and_wide_data_are_well_posed(name):
     """With l2 > 0 the minimiser exists and is unique; the closed forms hold there like everywhere."""
     x, y = table(name, n=8, d=20)
     x[:, 3] = 1.0
@@ -341,13 +341,13 @@ def test_constant_columns_and_more_features_than_records_are_well_posed(name):
     np.testing.assert_allclose(found.diagonal[2, 3], np.sum(slope**2), rtol=1e-6)
 
 
-def test_as_many_features_as_records_and_nearly_constant_columns_are_no_error():
+def test_square_data_and_nearly_constant_columns_fit():
     x = np.eye(6)
     x[:, 0] = [1, 1, 1, 1, 1, 1 + 1e-12]
     PrivateRidge(data_norm=2.0, target_bound=1.0, **SMALL).fit(x, np.arange(6) / 6)
 
 
-def test_a_constant_column_is_called_by_its_name_and_many_are_counted():
+def test_constant_columns_are_named_or_counted():
     x = np.zeros((9, 7))
     x[:, 0] = np.arange(9)
     model = PrivateRidge(data_norm=9.0, target_bound=9.0, **SMALL)
@@ -358,7 +358,7 @@ def test_a_constant_column_is_called_by_its_name_and_many_are_counted():
         model._check_table(x)
 
 
-def test_a_grid_search_goes_through_when_constant_columns_are_allowed():
+def test_grid_search_with_constant_columns():
     x, y = table("logistic")
     x[:, 2] = 0.0
     search = GridSearchCV(ESTIMATORS["logistic"], {"l2": [1e-2, 1.0]}, cv=3)
@@ -375,7 +375,7 @@ def plant(monkeypatch, value):
 
 @pytest.mark.filterwarnings("ignore::reconbound.linear.NoiseWarning")
 @pytest.mark.parametrize("name", ["logistic", "softmax", "ridge"])
-def test_the_noise_is_a_standard_normal_times_the_standard_deviation_that_is_reported(name, monkeypatch):
+def test_noise_has_the_reported_standard_deviation(name, monkeypatch):
     """Exactly that, with draws that are planted; and the draws are Gaussian, all weights alike."""
     x, y = table("ridge" if name == "ridge" else "logistic")
     y = np.digitize(x[:, 0], [-0.5, 0.5]) if name == "softmax" else y
@@ -396,7 +396,7 @@ def test_the_noise_is_a_standard_normal_times_the_standard_deviation_that_is_rep
 
 
 @pytest.mark.parametrize("d", [1, 20, 200])
-def test_the_check_for_the_training_data_never_refuses_honest_noise_and_sees_what_is_four_times_as_far(d, monkeypatch):
+def test_training_data_check_accepts_noise_and_finds_fourfold_distance(d, monkeypatch):
     """‖released − optimum‖²/σ² is chi-squared: a value with a chance of 1e-15 passes, four times that does not."""
     x = np.random.default_rng(0).normal(size=(30, d))
     model = PrivateRidge(noise_std=0.1, data_norm=50.0, target_bound=9.0, allow_wide=True)
@@ -425,7 +425,7 @@ def test_solved_to_a_millionth_of_the_noise(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["logistic", "softmax"])
-def test_rows_a_little_too_long_are_clipped_and_said_to_be(name):
+def test_slightly_long_rows_are_clipped_with_warning(name):
     """One part in a million too long is clipped; the norm itself, reached by rounding, is not."""
     x, y = table("logistic")
     y = np.digitize(x[:, 0], [-0.5, 0.5]) if name == "softmax" else y
@@ -490,7 +490,7 @@ def test_classes_that_do_not_fit(classes, message):
 
 
 @pytest.mark.parametrize("data_norm", [2.5, 1.5])  # with and without rows that are shortened
-def test_floors_of_columns_with_two_values_say_what_they_do_not_bound(data_norm):
+def test_binary_column_floors_state_their_limits(data_norm):
     """One who need only tell 0 from 1 is not unbiased, and a floor of ±0.8 leaves a coin that is far from fair."""
     rng = np.random.default_rng(0)
     x = np.column_stack([rng.normal(size=60), rng.integers(0, 2, 60), rng.integers(0, 3, 60) / 3.0])

@@ -84,7 +84,7 @@ def problem(name: str, seed: int, d: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("l2", [1e-4, 1e-8, 1e-10, 1e-12, 1e-14, 1e-16])
-def test_no_floor_is_above_the_exact_one_whatever_the_condition_number(name: str, l2: float) -> None:
+def test_floors_stay_below_exact_for_any_conditioning(name: str, l2: float) -> None:
     """Traces of softmax were up to 1.7 times too low at l2 = 1e-10, and 0 at 1e-14, where now nothing is stated."""
     for seed, (intercept, d) in enumerate([(False, 2), (True, 2), (True, 3), (False, 1), (True, 1)]):
         if name == "softmax" and d == 3:
@@ -109,7 +109,7 @@ def test_no_floor_is_above_the_exact_one_whatever_the_condition_number(name: str
 
 
 @pytest.mark.parametrize("intercept", [False, True])
-def test_record_that_is_fitted_exactly_has_a_finite_floor_with_one_feature(intercept: bool) -> None:
+def test_exactly_fitted_record_has_finite_floor(intercept: bool) -> None:
     """Its slope is 0, and yet the model moves with x: Tr(I⁻¹) = 1/I, where 1e308 was said."""
     x, y = np.array([[0.5], [-0.5], [0.25]]), np.array([1.0, -1.0, 0.5])
     o = minimise(x, y, Squared(), l2=1e-3, intercept=intercept)

@@ -42,7 +42,7 @@ def test_agrees_with_scikit_learn():
 @pytest.mark.parametrize("intercept", [False, True])
 @pytest.mark.parametrize("l2", [1e-8, 1e-3, 10.0])
 @pytest.mark.parametrize("name", LOSSES)
-def test_gradient_is_rounding_alone(name, l2, intercept):
+def test_gradient_is_only_rounding(name, l2, intercept):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(50, 6)) * 10.0 ** rng.uniform(-2, 2, size=6), targets(name, rng, 50)
     o = minimise(x, y, LOSSES[name], l2=l2, intercept=intercept, classes=3)
@@ -198,7 +198,7 @@ def test_noise_meets_its_target():
 
 @pytest.mark.parametrize("intercept", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
-def test_noise_for_epsilon_is_the_analytic_gaussian_mechanism_s_under_replace_one(name, intercept):
+def test_noise_for_epsilon_matches_analytic_gaussian(name, intercept):
     """δ = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), μ = 2L/(nλσ), L by hand (for squared loss R²‖θ‖ + 2YR in the place of 2L),
     in 40 digits; ε far above 1 too."""
     far = np.sqrt(1.5**2 + intercept)

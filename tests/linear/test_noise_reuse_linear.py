@@ -117,7 +117,7 @@ def test_fleets_share_noise_with_no_other_release() -> None:
 
 @pytest.mark.parametrize("seed", [0, 7, 2**32, GUESSABLE - 1])
 @pytest.mark.filterwarnings("default")
-def test_seeds_that_can_be_guessed_are_told_of(seed: int) -> None:
+def test_guessable_seeds_warn(seed: int) -> None:
     with pytest.warns(ReconboundWarning, match="seed can be guessed.*subtract the noise"):
         learner(seed=seed)
     x, y = table()
@@ -127,7 +127,7 @@ def test_seeds_that_can_be_guessed_are_told_of(seed: int) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_nothing_is_said_of_seeds_that_cannot() -> None:
+def test_unguessable_seeds_do_not_warn() -> None:
     for seed in (None, new_seed() | 2**127, GUESSABLE):
         learner(seed=seed).fit(2)
     x, y = table()
@@ -135,7 +135,7 @@ def test_nothing_is_said_of_seeds_that_cannot() -> None:
 
 
 @pytest.mark.filterwarnings("always")
-def test_it_is_said_once_of_one_learner() -> None:
+def test_learner_warns_once() -> None:
     with pytest.warns(ReconboundWarning, match=GUESSED) as told:
         learner().repeat(2, 3)
     assert len([one for one in told if GUESSED in str(one.message)]) == 1
@@ -156,7 +156,7 @@ def check_note(said: str, count: int) -> None:
 
 @pytest.mark.parametrize("command", ["audit", "sweep"])
 @pytest.mark.slow
-def test_the_commands_say_it_in_one_line(tmp_path, command: str, run) -> None:
+def test_commands_print_one_line(tmp_path, command: str, run) -> None:
     for seed, count in (["--seed", "3"], 1), ([], 0):
         with warnings.catch_warnings(record=True) as told:  # a process would print them
             warnings.simplefilter("default")
@@ -166,7 +166,7 @@ def test_the_commands_say_it_in_one_line(tmp_path, command: str, run) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_says_it_in_one_line(tmp_path) -> None:
+def test_process_prints_one_line(tmp_path) -> None:
     call = [sys.executable, "-m", "reconbound", *WORDS["audit"], "--seed", "3", "--out", str(tmp_path / "a")]
     done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr

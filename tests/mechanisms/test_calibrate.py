@@ -110,7 +110,7 @@ def test_smallest_noise_is_returned_when_it_is_enough():
     assert found.noise == SMALLEST_NOISE
 
 
-def test_what_is_met_without_noise_is_said_to_be():
+def test_target_met_without_noise_is_reported():
     """Le Cam's floor of sampled steps is at least (1 − q)ᵀ/4 whatever the noise; no other floor is."""
     never = 0.995**50
     found = calibrate(SampledGaussian(1.0, 0.005, 50), 0.16, bound="lecam")

@@ -24,13 +24,13 @@ def hockey_stick(p, q, epsilon, limit, points=400_001):
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
-def test_rdp_accountant_charges_add_remove_sensitivity_under_replace_one(sigma):
+def test_rdp_accountant_uses_add_remove_sensitivity(sigma):
     assert rdp2(dp.GaussianDpEvent(sigma)) == pytest.approx(1 / sigma**2)  # replace-one is 4/σ²
     assert rdp2(dp.GaussianDpEvent(sigma / 2)) == pytest.approx(4 / sigma**2)
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
-def test_rdp_accountant_charges_add_remove_sensitivity_for_fixed_size_batches(sigma):
+def test_rdp_accountant_uses_add_remove_sensitivity_for_fixed_batches(sigma):
     whole = dp.SampledWithoutReplacementDpEvent(100, 100, dp.GaussianDpEvent(sigma))
     half = dp.SampledWithoutReplacementDpEvent(100, 100, dp.GaussianDpEvent(sigma / 2))
     assert rdp2(whole) == pytest.approx(1 / sigma**2)
@@ -101,7 +101,7 @@ def test_pld_accountant_counts_a_composed_randomised_response_once():
     assert once == often == pytest.approx(0.5, rel=1e-3)
 
 
-def test_pld_accountant_refuses_laplace_under_replace_one_and_response_under_add_remove():
+def test_pld_accountant_refuses_unsupported_neighbours():
     assert not dp.pld.PLDAccountant(REPLACE).supports(dp.LaplaceDpEvent(1.0))
     assert dp.pld.PLDAccountant(ADD).supports(dp.LaplaceDpEvent(1.0))
     assert not dp.pld.PLDAccountant(ADD).supports(dp.RandomizedResponseDpEvent(0.5, 2))

@@ -38,7 +38,7 @@ def test_calibrate_finds_the_noise_of_ten_epochs(answer) -> None:
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_steps_of_a_loader_never_count_fewer_epochs_than_a_record_took_part_in(drop_last: bool) -> None:
+def test_loader_steps_never_undercount_epochs(drop_last: bool) -> None:
     """Against torch's own loader: in how many batches one record is after T steps, at most."""
     draw = random.Random(1)
     for _ in range(60):
@@ -94,7 +94,7 @@ def test_many_epochs_lose_no_step() -> None:
     assert epochs_as_steps(10, 1 / 3) == 30
 
 
-def test_note_says_how_steps_were_counted(answer) -> None:
+def test_note_states_counted_steps(answer) -> None:
     words = ["bound", "--noise-multiplier", 1, "--sample-rate", "64/1797", "--sampler", "shuffle"]
     notes = " ".join(answer(*words, "--steps", 58)["notes"])
     for said in ("58 steps", "28 batches", "3 epochs", "--epochs"):

@@ -153,7 +153,7 @@ def test_sampling_a_composition_of_gaussians_samples_them_together():
     )
 
 
-def test_a_composition_on_one_batch_of_fixed_size_is_charged_by_convexity():
+def test_fixed_batch_composition_is_bounded_by_convexity():
     """Its parts may depend on each other's results, and `kl_fixed`'s second form is proved for one Gaussian alone."""
     ((one, _),), ((both, _),) = leaves(fixed(1, 100, G(2.0))), leaves(fixed(1, 100, Times(G(4.0), 4)))
     assert both.order2 == pytest.approx(one.order2)

@@ -159,7 +159,7 @@ def test_the_papers_age_example():
     assert "years" in str(found)
 
 
-def test_the_designs_example_of_a_million_nats_and_a_thousand_pixels():
+def test_design_example_of_a_million_nats():
     m = SampledGaussian(0.5, 0.01, 5000)
     assert floor("rate_distortion", m, dim=784).value == pytest.approx(0.243, abs=1e-3)
     assert floor("theorem1", m, dim=784).vacuous
@@ -233,7 +233,7 @@ def test_a_distribution_must_be_one(wrong):
         PLD(wrong)
 
 
-def test_silence_has_a_reason():
+def test_missing_floors_have_a_reason():
     from dp_accounting.pld import privacy_loss_distribution as pl
 
     assert guarantee(SampledGaussian(1.0)).notes == guarantee(DP(1.0, adjacency="replace-one")).notes == ()

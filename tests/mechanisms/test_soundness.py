@@ -49,7 +49,7 @@ def test_optimistic_distributions_are_refused() -> None:
     assert count == 8
 
 
-def test_probability_that_is_missing_from_a_distribution_counts_as_lost() -> None:
+def test_missing_probability_counts_as_lost() -> None:
     """Masses that add up to 0.9 hid a tenth of all outcomes: δ at ε = 20 was 0."""
     from dp_accounting.pld import pld_pmf
     from dp_accounting.pld import privacy_loss_distribution as p
@@ -215,7 +215,7 @@ def test_theorem1_paper_is_never_shown_as_a_guarantee(run, answer) -> None:
 # --- neighbours, sampler, randomness ------------------------------------------------------------------------------
 
 
-def test_results_say_what_was_taken_for_granted(answer, run) -> None:
+def test_results_state_assumptions(answer, run) -> None:
     for words, said in (
         (["--rdp2", 2], "came without its neighbours: it was taken as replace-one"),
         (["--epsilon", 2, "--delta", 1e-5], "came without its neighbours: it was taken as replace-one"),

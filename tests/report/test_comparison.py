@@ -23,7 +23,7 @@ from reconbound.report.folder import prepare, read_leakage, read_run, write_leak
 from run_folders import RANGES, digits_folder
 
 
-def test_a_comparison_says_of_which_audits_floors_are_not_proved(people: Path, tmp_path: Path, capsys) -> None:
+def test_comparison_marks_unproved_floors(people: Path, tmp_path: Path, capsys) -> None:
     kinked = shutil.copytree(people, tmp_path / "kinked")
     said = "The floors of single records are not proved for this model: it has kinks, in <b>ReLU</b>"
     write_run(kinked, replace(read_run(people), caveats={"kinks": said}))
@@ -46,7 +46,7 @@ def test_a_comparison_says_of_which_audits_floors_are_not_proved(people: Path, t
     assert 'id="caveats"' not in page.read_text()
 
 
-def test_audits_are_told_apart_however_long_their_paths_are(people: Path, tmp_path: Path) -> None:
+def test_audits_with_long_paths_are_distinguished(people: Path, tmp_path: Path) -> None:
     deep = tmp_path / ("long" * 20) / ("longer" * 10)
     folders = [shutil.copytree(people, deep / part / "audit") for part in ("january", "june")]
     first = read_run(people)
@@ -84,7 +84,7 @@ def test_compare_sets_runs_side_by_side(digits: Path, people: Path, tmp_path: Pa
         report.compare([digits], tmp_path / "one.html")
 
 
-def test_a_comparison_says_what_differs(people: Path, tmp_path: Path) -> None:
+def test_comparison_lists_differences(people: Path, tmp_path: Path) -> None:
     """Ranges, units and columns by audit; nothing to say where only settings differ."""
     run, leakage = read_run(people), read_leakage(people)
 
@@ -175,9 +175,7 @@ def test_a_limit_is_not_given_for_records_that_have_none(people: Path, tmp_path:
     assert "that of any record at least" in verdicts.sureness(view_of(other))[0]
 
 
-def test_the_terminal_says_whom_the_floors_bind_and_of_whom_nothing_is_known(
-    people: Path, tmp_path: Path, capsys
-) -> None:
+def test_terminal_states_whom_floors_bind(people: Path, tmp_path: Path, capsys) -> None:
     other = shutil.copytree(people, tmp_path / "other")
     leakage = read_leakage(people)
     measured = leakage.measured.clone()

@@ -56,7 +56,7 @@ def test_a_folder_without_an_audit_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["data", "mechanism", "training", "guarantee"])
-def test_a_file_of_facts_that_was_changed_by_hand_is_refused_in_a_line(
+def test_edited_facts_file_is_refused_in_one_line(
     part: str, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(digits, tmp_path / "digits")
@@ -192,7 +192,7 @@ def test_where_no_record_has_a_limit_none_is_drawn(digits: Path) -> None:
     assert "Without a confidence limit: 200 (" in without.note
 
 
-def test_a_limit_that_says_nothing_is_called_none(digits: Path) -> None:
+def test_infinite_limit_is_shown_as_none(digits: Path) -> None:
     """As from two runs, where t is 127: ±1e-06 of a range is no figure to print."""
     view = view_of(digits)
     upper = view.leakage.dfil * 1.5
@@ -211,7 +211,7 @@ def test_a_limit_that_says_nothing_is_called_none(digits: Path) -> None:
     assert narrow.unlimited == 0  # beside a guess that is far smaller still it says something
 
 
-def test_without_javascript_a_sentence_says_why_charts_are_blank(digits: Path) -> None:
+def test_noscript_explains_blank_charts(digits: Path) -> None:
     own, public = (path.read_text() for path in report.build(digits))
     assert own.count("<noscript>") == 1
     assert "drawn by JavaScript" in own
@@ -259,7 +259,7 @@ def test_charts_are_plotly_figures(kind: str, request: pytest.FixtureRequest) ->
 
 
 @pytest.mark.parametrize("kind", ["digits", "people"])
-def test_what_each_unbiased_floor_asks_is_said_where_the_lines_are(kind: str, request: pytest.FixtureRequest) -> None:
+def test_unbiased_floor_lines_state_assumptions(kind: str, request: pytest.FixtureRequest) -> None:
     own, public = (path.read_text() for path in report.build(request.getfixturevalue(kind)))
     noun = "image" if kind == "digits" else "record"
     for page in (own, public):
@@ -268,7 +268,7 @@ def test_what_each_unbiased_floor_asks_is_said_where_the_lines_are(kind: str, re
     assert own.index("chart-floors") < own.index('id="two-demands"') < own.index('class="threshold"')
 
 
-def test_the_chart_over_training_says_how_often_records_were_measured(digits: Path) -> None:
+def test_training_chart_states_measurement_counts(digits: Path) -> None:
     leakage = read_leakage(digits)
     run = read_run(digits)
     often = float(leakage.measured.double().mean()) / run.mechanism["runs"]
@@ -370,7 +370,7 @@ def test_zeros_infinities_and_huge_floors_are_shown_sensibly(kind: str, request:
 
 
 @pytest.mark.parametrize("kind", ["digits", "people"])
-def test_a_run_that_measured_nothing_says_so(kind: str, request: pytest.FixtureRequest) -> None:
+def test_run_without_measurements_is_marked(kind: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(kind)
     run, leakage = read_run(folder), read_leakage(folder)
     empty = replace(leakage, measured=torch.zeros_like(leakage.measured), dfil=torch.zeros_like(leakage.dfil))
@@ -407,7 +407,7 @@ def test_a_number_as_target_is_shown_in_its_unit(people: Path) -> None:
 # --- legends and charts ---------------------------------------------------------------------------------
 
 
-def test_the_first_runs_chart_says_where_it_ends(digits: Path, people: Path) -> None:
+def test_first_runs_chart_states_its_end(digits: Path, people: Path) -> None:
     view = view_of(digits)
     own = 1 / math.sqrt(float(view.leakage.history[-1, 0]))
     note = charts.growth(view).note

@@ -186,7 +186,7 @@ def test_what_differs_and_columns_counts_can_be_read(browser: Any, folders: dict
         assert "only the 8 records looked at closely" in page.locator("#columns-note").inner_text()
 
 
-def test_a_table_that_goes_on_says_so_on_a_phone(browser: Any, folders: dict[str, Path]) -> None:
+def test_wide_table_shows_hint_on_phone(browser: Any, folders: dict[str, Path]) -> None:
     for width in WIDTHS:
         with opened(browser, folders["digits"].parent / "compare.html", width) as page:
             table = page.locator("#runs .scroll")
@@ -250,7 +250,7 @@ def test_hostile_names_are_text(browser: Any, folders: dict[str, Path], tmp_path
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_axis_titles_do_not_lie_over_ticks_and_large_thresholds_have_separators(
+def test_axis_titles_and_thresholds_are_readable(
     browser: Any, folders: dict[str, Path], tmp_path: Path, width: int
 ) -> None:
     run, leakage = read_run(folders["digits"]), read_leakage(folders["digits"])

@@ -100,7 +100,7 @@ def test_public_page_does_not_change_with_the_leakage(digits: Path, tmp_path: Pa
     assert own.read_bytes() != report.build(digits)[0].read_bytes()
 
 
-def test_accuracy_is_public_only_where_the_run_says_so(digits: Path) -> None:
+def test_accuracy_is_public_only_on_request_of_run(digits: Path) -> None:
     run = read_run(digits)
     assert run.accuracy is None
     assert 'id="accuracy"' not in report.public_page(run).decode()
@@ -116,7 +116,7 @@ def test_public_columns_are_floors_times_their_range(people: Path) -> None:
     assert rows["hours-per-week"]["guess"] == "±50"
 
 
-def test_the_public_pages_columns_say_their_condition(people: Path) -> None:
+def test_public_page_columns_state_condition(people: Path) -> None:
     text = " ".join(Elements(report.public_page(read_run(people)).decode()).text.split())
     head = text[text.index("column and declared range") :]
     assert head.startswith("column and declared range any attacker, on some conceivable record, at least")

@@ -35,7 +35,7 @@ def test_thumbnails_are_the_records_pixels() -> None:
     np.testing.assert_array_equal(thumbnails.picture(colour)[1, 2], np.round(255 * colour[:, 1, 2].astype(float)))
 
 
-def test_leakage_maps_are_bright_where_most_is_told() -> None:
+def test_leakage_maps_are_bright_at_most_information() -> None:
     information = np.array([[[1e-3, 1.0], [1e3, 0.0]]])
     ends = thumbnails.heat_range(information)
     colours = thumbnails.heat(information[0], ends).astype(int)
@@ -162,7 +162,7 @@ def test_single_columns_below_a_guess_are_not_passed_over(people: Path) -> None:
     assert advice.for_records(view)[0].startswith("First of all more noise")  # the mechanism guarantees little
 
 
-def test_floors_beyond_the_range_tell_nothing_and_units_are_said_once(people: Path) -> None:
+def test_floors_beyond_range_and_units_shown_once(people: Path) -> None:
     view = view_of(people)
     diagonal = view.leakage.kept_diagonal.clone()
     diagonal[:, 4] = 0.39  # ±160 of 100 hours
@@ -187,7 +187,7 @@ def test_floors_beyond_the_range_tell_nothing_and_units_are_said_once(people: Pa
     assert few.count("; more than the whole range)") == 2  # of those of which it is so
 
 
-def test_the_harmonic_mean_is_said_and_so(people: Path) -> None:
+def test_harmonic_mean_is_named(people: Path) -> None:
     """d/Tr I ≤ mean of 1/I_jj: a record's floor is no more than the root mean square of its columns'."""
     view = view_of(people)
     for record in view.leakage.kept.tolist():

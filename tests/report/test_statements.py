@@ -105,7 +105,7 @@ def test_no_reassuring_word_where_a_record_may_be_rebuilt(shape: str, noise: flo
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("noise", NOISES)
-def test_every_floor_for_any_attacker_says_that_it_is_about_some_record(shape: str, noise: float, told) -> None:
+def test_any_attacker_floors_state_they_concern_some_record(shape: str, noise: float, told) -> None:
     """Read alone, a sentence that bounds any attacker names its condition; no "worst case", which has two meanings."""
     for where, text in told(shape, noise)[2].items():
         assert "worst case" not in text.lower(), where
@@ -116,7 +116,7 @@ def test_every_floor_for_any_attacker_says_that_it_is_about_some_record(shape: s
             assert not sentence.startswith("On average over"), (where, sentence)
 
 
-def test_the_headline_is_true_of_a_guess_that_errs_by_less_than_the_floor() -> None:
+def test_headline_holds_for_guess_below_floor() -> None:
     """Guessing the average image errs by ±66 of 255 here, below the minimax floor of ±127: no sentence may deny it."""
     run, leakage = made(3e6, "image", features=64)
     said = headline(run)
@@ -130,7 +130,7 @@ def test_the_headline_is_true_of_a_guess_that_errs_by_less_than_the_floor() -> N
 
 
 @pytest.mark.parametrize("epsilon", [1e-6, 0.1, 1.0, 8.0, 50.0, 1000.0])
-def test_print_of_a_guarantee_says_first_that_it_means_little(epsilon: float) -> None:
+def test_weak_guarantee_is_printed_first(epsilon: float) -> None:
     found = guarantee(DP(epsilon), dim=4)
     success = found.protection.success_if_drawn
     assert success is not None
@@ -140,7 +140,7 @@ def test_print_of_a_guarantee_says_first_that_it_means_little(epsilon: float) ->
     assert "worst case" not in str(found) + found.in_short
 
 
-def test_calibrate_says_what_else_the_noise_means(run: Any, answer: Any) -> None:
+def test_calibrate_prints_other_meanings_of_noise(run: Any, answer: Any) -> None:
     """The issue's case: a floor of ±60 on 0 to 255 needs next to no noise, and ε is 1,054."""
     options = ["--bound", "rate_distortion", "--target-error", "60", "--dim", "784", "--high", "255"]
     options += ["--sample-rate", "0.01", "--steps", "1000"]
@@ -161,7 +161,7 @@ def test_calibrate_says_what_else_the_noise_means(run: Any, answer: Any) -> None
     assert answer("calibrate", "--target-epsilon", "1", "--sample-rate", "0.1", "--steps", "10")["meaningful"] is True
 
 
-def test_bound_command_says_it_first(run: Any) -> None:
+def test_bound_command_prints_it_first(run: Any) -> None:
     _, out, _ = run("bound", "--noise-multiplier", "0.1", "--sample-rate", "0.1", "--steps", "100")
     assert out.startswith(FIRST)
     assert dict(guarantee(SampledGaussian(0.1, 0.1, 100)).rero)[BLIND] >= SURE

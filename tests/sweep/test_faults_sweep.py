@@ -215,7 +215,7 @@ def begun(config) -> tuple[threading.Thread, list]:
 
 @pytest.mark.parametrize("how", ["stopped", "still"])
 @pytest.mark.postgres
-def test_a_server_that_comes_back_is_waited_for(tmp_path, server, how, capfd, monkeypatch) -> None:
+def test_sweep_waits_for_returning_server(tmp_path, server, how, capfd, monkeypatch) -> None:
     monkeypatch.setattr(database, "PATIENCE", 20.0)
     monkeypatch.setattr(database, "QUIET", 0.2)
     config = sweep_stub.config(tmp_path / "s", server.url, 4)
@@ -236,7 +236,7 @@ def test_a_server_that_comes_back_is_waited_for(tmp_path, server, how, capfd, mo
 
 @pytest.mark.parametrize("how", ["stopped", "still"])
 @pytest.mark.postgres
-def test_a_server_that_stays_away_stops_the_sweep_which_goes_on_later(tmp_path, server, how, monkeypatch) -> None:
+def test_sweep_stops_without_server_and_resumes(tmp_path, server, how, monkeypatch) -> None:
     monkeypatch.setattr(database, "PATIENCE", 1.5)
     config = sweep_stub.config(tmp_path / "s", server.url, 4)
     thread, found = begun(config)
@@ -266,7 +266,7 @@ def _bring_back(server, how: str) -> None:
 
 
 @pytest.mark.postgres
-def test_a_worker_waits_for_a_server_that_is_away_when_it_begins(tmp_path, server, monkeypatch) -> None:
+def test_worker_waits_for_server_at_start(tmp_path, server, monkeypatch) -> None:
     """One of a team, or a replaced one: its sweep is under way, so its storage is no mistyped one."""
     from reconbound.sweep.run import _join
 

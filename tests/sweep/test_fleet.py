@@ -106,7 +106,7 @@ def test_equals_private_sgd_in_parameters_and_ledger(sampler: str, clip: str, me
     ("rate", "steps", "budget"), [(1e-5, 8, 0.9), (1e-5, 40, 0.25), (1e-5, 3, 1e5), (1e-3, 30, 0.15), (1e-9, 20, 0.15)]
 )
 @pytest.mark.slow
-def test_equals_private_sgd_where_batches_are_mostly_empty(rate: float, steps: int, budget: float) -> None:
+def test_equals_private_sgd_with_empty_batches(rate: float, steps: int, budget: float) -> None:
     """Steps fewer than 1/q, one block or a block a step, noise over qN ≪ 1 that drives parameters to 10⁸: the ledgers'
     entries are the same, though they lie tens of orders of magnitude apart."""
     settings = chosen(sample_rate=rate, budget=budget, rules=("exact", "none"))
@@ -257,7 +257,7 @@ def test_initialise_is_that_of_private_sgd() -> None:
 
 
 @pytest.mark.parametrize("method", ["stacked", "branches"])
-def test_a_training_with_its_own_seed_does_not_depend_on_the_others(method: str) -> None:
+def test_seeded_training_is_independent_of_others(method: str) -> None:
     def found(of: list[int], number: int = 0) -> dict[int, tuple[Any, Any]]:
         settings = [Settings(0.5 + k, 1.0, 0.2, lr=0.1 * (k + 1), budget=1.0, seed=1) for k in of]
         fleet = Fleet(conv, losses, *images(), settings, at=[3], method=method)

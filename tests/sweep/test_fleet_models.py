@@ -95,7 +95,7 @@ def test_what_is_not_trained_comes_from_initialise_too() -> None:
     assert not torch.equal(seen[0], frozen()[1].weight)
 
 
-def test_without_initialise_frozen_parts_are_the_first_models_in_every_run() -> None:
+def test_frozen_parts_stay_the_first_models() -> None:
     def make() -> nn.Sequential:
         model = made(nn.Flatten(), nn.Linear(25, 6), nn.Tanh(), nn.Linear(6, 3))
         model[1].requires_grad_(False)
@@ -129,7 +129,7 @@ def test_plain_chains_are_stacked() -> None:
     assert isinstance(Fleet(conv, losses, *images(), chosen(), at=[1]).engine, Stacked)
 
 
-def test_a_model_that_starts_with_zeros_is_not_mistaken_for_its_layers() -> None:
+def test_zero_initialised_model_is_not_mistaken() -> None:
     """Where all outputs are 0, three times them are too. The check leaves parameters as they are."""
 
     class Twofold(nn.Sequential):

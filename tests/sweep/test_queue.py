@@ -81,7 +81,7 @@ def test_optuna_creates_a_trial_when_the_queue_is_empty(queue) -> None:
         queue.slots()
 
 
-def test_a_worker_killed_between_failing_a_trial_and_its_retry_loses_nothing(queue) -> None:
+def test_worker_killed_before_retry_loses_nothing(queue) -> None:
     """Why settings that are missing are enqueued again, and there is no retry callback."""
     claim = queue.claim("me")
     queue.storage.set_trial_state_values(claim.trial_id, TrialState.FAIL)  # as fail_stale_trials does, and then dies
@@ -94,7 +94,7 @@ def test_a_worker_killed_between_failing_a_trial_and_its_retry_loses_nothing(que
 
 
 @pytest.mark.parametrize("prepared", [True, False])
-def test_two_workers_on_sqlite_get_one_trial_without_a_lock_from_the_start(tmp_path, prepared) -> None:
+def test_two_sqlite_workers_get_one_trial(tmp_path, prepared) -> None:
     """Why `prepare_engine` begins every transaction with the write lock: Optuna reads a state and then writes it."""
     storages = [optuna.storages.RDBStorage(f"sqlite:///{tmp_path / 'x.db'}") for _ in range(2)]
     study = optuna.create_study(storage=storages[0])
@@ -142,7 +142,7 @@ def test_workers_in_other_time_zones_are_not_taken_for_dead(tmp_path, postgres, 
         queue.dispose()
 
 
-def test_a_clock_that_was_set_back_is_reported_once_and_the_dead_are_found(queue, capfd) -> None:
+def test_clock_set_back_is_reported_once(queue, capfd) -> None:
     """A worker died, and the clock was then set back by an hour: Optuna would wait for an hour."""
     claim = queue.claim("dead")
     age(queue, -3600)
@@ -168,7 +168,7 @@ def test_a_worker_that_beats_survives_a_clock_that_was_set_back(queue) -> None:
 # --- claims -----------------------------------------------------------------------------------
 
 
-def test_of_two_workers_one_gets_a_trial_and_a_late_one_cannot_finish_it(tmp_path, url) -> None:  # noqa: F811
+def test_only_one_worker_gets_a_trial(tmp_path, url) -> None:  # noqa: F811
     one, other = make_queue(tmp_path, url), make_queue(tmp_path, url)
     count = len(states(one))
     first = one.claim("one")
@@ -200,7 +200,7 @@ def test_a_dead_workers_trials_are_released_by_name(queue) -> None:
 
 
 @pytest.mark.parametrize("how", ["error", "final", "death", "released"])
-def test_a_setting_is_given_up_after_errors_and_deaths_but_not_after_faults(queue, how) -> None:
+def test_setting_given_up_after_errors_not_faults(queue, how) -> None:
     attempts = {"error": ERRORS, "final": 1, "death": DEATHS, "released": DEATHS + 1}[how]
     for number in range(1, 12):  # only setting 0 is left
         queue.finish(Claim(queue.slots()[number].attempts[0]._trial_id, number, {}), ROWS, [0.0, 0.0])

@@ -40,7 +40,7 @@ def test_notes_that_quote_the_data_come_under_the_banner(tmp_path) -> None:
         (["1e-320", "2e-320"] * 9, [], "e-320"),
     ],
 )
-def test_an_error_that_quotes_the_data_says_so(tmp_path, cells, more, shown) -> None:
+def test_error_quoting_data_is_marked(tmp_path, cells, more, shown) -> None:
     path = tmp_path / "p.csv"
     path.write_text("age,pay\n" + "\n".join(f"{20 + k},{cell!r}".replace("'", '"') for k, cell in enumerate(cells)))
     said = injecting.ended(["audit", str(path), "--target", "age", *more, "--out", str(tmp_path / "a")])
@@ -82,7 +82,7 @@ def test_a_seed_and_a_storage_come_from_the_environment(tmp_path, monkeypatch) -
 
 
 @pytest.mark.parametrize("value", ["x", "-1", "1.5", "9" * 100])
-def test_a_wrong_seed_in_the_environment_is_one_line_that_does_not_show_it(tmp_path, monkeypatch, value) -> None:
+def test_wrong_environment_seed_is_not_shown(tmp_path, monkeypatch, value) -> None:
     monkeypatch.setenv("RECONBOUND_SEED", value)
     said = injecting.ended(["audit", "digits", "--out", str(tmp_path / "a")])
     assert said.status == 2

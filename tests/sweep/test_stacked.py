@@ -128,7 +128,7 @@ def test_triton_kernels_in_the_interpreter() -> None:
     """Patches and their transpose equal F.unfold and F.fold, by Triton's own interpreter, where it is installed."""
     code = """
 import torch, torch.nn.functional as F
-from reconbound.fisher import patches as P
+from reconbound.fisher.passes import convolutions as P
 torch.manual_seed(0)
 cases = (9, 9, (3, 3), (1, 1), (1, 1)), (12, 10, (8, 8), (2, 2), (2, 2)), (7, 10, (3, 2), (2, 1), (1, 0))
 for h, w, k, s, p in cases:

@@ -63,7 +63,7 @@ def trainer(dataset, counts=(6, 14), runs=2, **plan) -> Trainer:
         (["sample_rate=3/2"], "sample_rate must be at most 1"),
     ],
 )
-def test_wrong_grid_is_refused_in_one_line(options, said, capsys, tmp_path) -> None:
+def test_bad_grids_are_one_line(options, said, capsys, tmp_path) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
         parse_grid(options)
     words = [word for option in options for word in ("--grid", option)]
@@ -106,7 +106,7 @@ def test_wrong_grid_is_refused_in_one_line(options, said, capsys, tmp_path) -> N
         (["--storage", "postgresql+psycopg2://127.0.0.1:1/d?sslpassword=secret"], "d?sslpassword=***"),
     ],
 )  # fmt: skip
-def test_wrong_options_are_refused_in_one_line(words, said, capsys, tmp_path) -> None:
+def test_bad_options_are_one_line(words, said, capsys, tmp_path) -> None:
     common = ["sweep", "digits", "--limit", "60", "--model", "linear", "--grid", "lr=1", "--out", str(tmp_path)]
     assert cli.run([*common, *words]) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -170,7 +170,7 @@ def test_segments_count_each_record_for_every_stretch_whole(counts, budget) -> N
 
 @pytest.mark.usefixtures("same_noise")
 @pytest.mark.parametrize("sampler", ["poisson", "fixed"])
-def test_row_at_a_step_count_equals_a_training_of_that_length(digits, tmp_path, sampler) -> None:
+def test_intermediate_row_equals_shorter_training(digits, tmp_path, sampler) -> None:
     setting = {"noise_multiplier": 0.7, "sampler": sampler, "lr": 0.5}
     long = trainer(digits)(setting, tmp_path / "long")
     short = trainer(digits, (6,))(setting, tmp_path / "short")
@@ -223,7 +223,7 @@ def test_places_over_the_records() -> None:
     assert floors_of(dfil, 0 * seen) == {"max": 0.0, "q99": 0.0, "median": 0.0}
 
 
-def test_an_interrupted_trial_goes_on_and_gives_the_same_rows(digits, tmp_path) -> None:
+def test_interrupted_trial_gives_same_rows(digits, tmp_path) -> None:
     setting = {"noise_multiplier": 0.5}
 
     def stop_at(step):
@@ -252,7 +252,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12)
 
 
 @given(ROWS, st.integers(1, 5))
-def test_the_front_is_what_nobody_beats(points, least) -> None:
+def test_front_is_undominated(points, least) -> None:
     rows = [{"trial": i, "accuracy": float(a), "exact_max": float(f)} for i, (a, f) in enumerate(points)]
     front = pareto(rows, "exact_max")
     pairs = [(row["accuracy"], row["exact_max"]) for row in front]
@@ -380,7 +380,7 @@ def test_tpe_searches_ranges_and_lists_and_can_be_longer(tmp_path, monkeypatch) 
         sweep(replace(config, at_least=2.0), make_train=lambda _: stub, show=False)
 
 
-def test_a_search_that_comes_back_to_a_setting_does_not_train_or_count_it_twice(tmp_path) -> None:
+def test_repeated_setting_is_trained_and_counted_once(tmp_path) -> None:
     stub = Searched()
     space = {"noise_multiplier": [0.5, 1.0], "lr": [0.1, 0.3]}
     config = Sweep("stub", tmp_path, space, (5,), search="tpe", trials=12, seed=1)
@@ -409,8 +409,8 @@ def test_a_failed_trial_is_retried_and_then_given_up(tmp_path, capsys) -> None:
     assert (facts["finished"], facts["failed"], facts["error"]) == (2, 1, "RuntimeError: the model has exploded")
 
 
-def test_setting_whose_folder_is_in_use_is_tried_again_later(tmp_path) -> None:
-    """A worker that was suspended, not killed: others try its setting later, and it is no failure."""
+def test_trial_with_locked_folder_waits(tmp_path) -> None:
+    """A worker that was suspended, not killed: others pass its trial over, and nobody takes it for a failure."""
 
     class Busy(Searched):
         def __call__(self, setting, folder, tell):

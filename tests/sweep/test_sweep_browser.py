@@ -25,7 +25,7 @@ def page_path(tmp_path_factory):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_point_says_its_setting_and_leads_to_its_run(browser, page_path, width) -> None:
+def test_point_shows_setting_and_links_to_run(browser, page_path, width) -> None:
     with opened(browser, page_path, width) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert "<b>digits</b>" in page.locator("h1").inner_text()

@@ -79,7 +79,7 @@ def by_hand(each: list[np.ndarray]) -> float:
     return 1 / float(np.mean(said))
 
 
-def test_floors_are_read_at_a_record_that_is_there_and_no_less_exposed_than_the_place_says() -> None:
+def test_floors_are_read_at_an_existing_record() -> None:
     """dFIL 1 to 10, of which the 10 was never measured: between two records, the more exposed."""
     dfil, measured = torch.arange(1.0, 11.0, dtype=torch.float64), torch.ones(10)
     assert floors_of(dfil, measured) == {"max": 1 / 10, "q99": 1 / 10, "median": 1 / 6}
@@ -88,7 +88,7 @@ def test_floors_are_read_at_a_record_that_is_there_and_no_less_exposed_than_the_
     assert floors_of(dfil, torch.zeros(10)) == {"max": 0.0, "q99": 0.0, "median": 0.0}
 
 
-def test_a_run_that_told_nothing_is_not_less_than_nothing_by_rounding(tmp_path) -> None:
+def test_run_without_information_is_not_negative(tmp_path) -> None:
     account = Account(1.0, 1.0, 0.5, records=1, features=2, steps=5)
     (tmp_path / "checkpoints").mkdir()
     for run, mean in enumerate((0.3, 0.15 - 1e-16)):  # the mean of 0.3 and 0, a little short
@@ -100,7 +100,7 @@ def test_a_run_that_told_nothing_is_not_less_than_nothing_by_rounding(tmp_path) 
 
 @pytest.mark.usefixtures("same_noise")
 @pytest.mark.parametrize("runs", [2, 3])
-def test_a_trial_tells_what_its_runs_say_one_by_one(digits, tmp_path, told, runs) -> None:
+def test_trial_combines_its_runs(digits, tmp_path, told, runs) -> None:
     """At every step count, the last one too, from plain trainings with the same seed that end there."""
     setting = {"noise_multiplier": 0.7, "lr": 0.5}
     plan = default_options(digits, model="linear", sample_rate=0.2, budget="every")
@@ -148,7 +148,7 @@ def test_an_interrupted_trial_tells_the_same(digits, tmp_path) -> None:
     assert trainer()({"lr": 0.5}, tmp_path / "cut") == wanted
 
 
-def test_a_trial_begun_by_an_earlier_version_goes_on_without_it(digits, tmp_path) -> None:
+def test_trial_of_earlier_version_continues(digits, tmp_path) -> None:
     def trainer():
         return Trainer(digits, default_options(digits, model="linear", sample_rate=0.2), (20, 50), 2, seed=7)
 

@@ -29,7 +29,7 @@ def relu(shape, outputs):
 """
 
 
-def test_kinks_are_reported_on_the_terminal_and_all_pages(mine, capsys, recwarn) -> None:
+def test_unproved_floors_of_kinked_model_are_marked(mine, capsys, recwarn) -> None:
     words = ["sweep", "digits", "--limit", "60", "--grid", "lr=0.5,1", "--steps", "3", "--out", "s"]
     assert cli.run([*words, "--model", "mine:relu"]) == 0
     out, err = capsys.readouterr()
@@ -50,7 +50,7 @@ def test_kinks_are_reported_on_the_terminal_and_all_pages(mine, capsys, recwarn)
     assert capsys.readouterr().err.startswith(f"Note: {KINKS}")
 
 
-def test_a_factory_that_does_not_do_is_refused_before_any_trial_is_made(mine, capsys) -> None:
+def test_bad_factory_is_refused_before_any_trial(mine, capsys) -> None:
     words = ["sweep", "digits", "--limit", "60", "--grid", "lr=1", "--steps", "3", "--out", "s", "--quiet"]
     assert cli.run([*words, "--model", "mine:missing"]) == 2
     assert capsys.readouterr().err == "reconbound: --model must name a function of mine, got mine:missing\n"
@@ -66,7 +66,7 @@ def test_only_models_of_the_grid_are_checked(mine, capsys) -> None:
     assert "found no kinks" in Path("s/frontier.html").read_text()
 
 
-def test_a_sweep_from_before_models_were_checked_claims_nothing_of_them() -> None:
+def test_sweep_without_model_checks_claims_nothing() -> None:
     assert "does not say whether the model was checked" in frontier_page(ROWS, FACTS).decode()
     assert "found no kinks" in frontier_page(ROWS, {**FACTS, "caveats": {}}).decode()
 
@@ -92,7 +92,7 @@ def test_of_a_number_the_measure_is_r2_and_no_percentage(tmp_path, capsys) -> No
     assert f"R² {rows[0]['accuracy']:.4f}, floor" in capsys.readouterr().out
 
 
-def test_verdict_names_the_floor_where_a_better_setting_has_none() -> None:
+def test_most_accurate_setting_is_global_or_marked() -> None:
     """Settings of another sampler have another floor: a better one of them is not passed over in silence."""
     other = {**ROWS[0], "trial": 1, "accuracy": 0.9, "none_max": 1.0}
     del other["exact_max"]
@@ -101,7 +101,7 @@ def test_verdict_names_the_floor_where_a_better_setting_has_none() -> None:
     assert said[0].startswith("The most accurate setting that has this floor reaches 50.0 %")
 
 
-def test_records_without_information_are_reported() -> None:
+def test_zero_information_records_are_reported() -> None:
     """A record whose outputs are saturated has dFIL 0 and the floor 1e300, which no page may give without a word."""
     said = "In 1 training up to 7 records told nothing whenever measured"
     rows = [ROWS[0], {**ROWS[0], "trial": 1, "told_nothing": 3}, {**ROWS[0], "trial": 1, "told_nothing": 7}]
@@ -110,7 +110,7 @@ def test_records_without_information_are_reported() -> None:
     assert "told_nothing" in table(rows).splitlines()[0].split(",")
 
 
-def test_records_never_measured_are_reported(tmp_path) -> None:
+def test_unmeasured_records_are_counted_without_claim(tmp_path) -> None:
     rows = [
         {**ROWS[0], "accuracy": 0.9, "exact_max": 0.01, "never_measured": 0},
         {**ROWS[0], "accuracy": 0.7, "exact_max": 0.5, "never_measured": 7},
@@ -126,7 +126,7 @@ def test_records_never_measured_are_reported(tmp_path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::reconbound.data.DataWarning")
-def test_inferred_ranges_are_reported(tmp_path, capsys) -> None:
+def test_undeclared_ranges_are_listed(tmp_path, capsys) -> None:
     said = "Some columns’ ranges were read off the data before training."
     table = tmp_path / "table.csv"
     table.write_text("\n".join(["age,y", *(f"{k % 50},{'ab'[k % 2]}" for k in range(40))]) + "\n")
@@ -140,7 +140,7 @@ def test_inferred_ranges_are_reported(tmp_path, capsys) -> None:
         assert (said in " ".join(capsys.readouterr().out.split())) == there
 
 
-def test_verdict_without_test_records(tmp_path, capsys) -> None:
+def test_page_without_test_records(tmp_path, capsys) -> None:
     words = ["sweep", "digits", "--limit", "40", "--test-share", "0", "--grid", "lr=1", "--steps", "2"]
     assert cli.run([*words, "--model", "linear", "--out", str(tmp_path)]) == 0
     assert "There were no test records: no setting has an accuracy." in capsys.readouterr().out
@@ -149,7 +149,7 @@ def test_verdict_without_test_records(tmp_path, capsys) -> None:
     assert verdict([], "exact_max") == ["No setting has been trained yet."]
 
 
-def test_folder_without_its_database_is_refused(tmp_path, capsys) -> None:
+def test_missing_database_is_reported_not_recreated(tmp_path, capsys) -> None:
     sweep(Sweep("stub", tmp_path, {"noise_multiplier": [1.0], "lr": [0.1]}, (5,), seed=1),
           make_train=sweep_stub.make, show=False)  # fmt: skip
     (tmp_path / "sweep.db").unlink()
@@ -173,7 +173,7 @@ def test_a_sweep_of_which_every_trial_failed_names_no_page(tmp_path, capsys, mon
     assert "the first failure: RuntimeError: the model?[31m has exploded\n" in said.err
 
 
-def test_verdict_compares_with_guesses() -> None:
+def test_verdict_uses_guess_and_states_majority_class() -> None:
     rows = [
         {"accuracy": 0.9, "exact_max": 0.01},
         {"accuracy": 0.8, "exact_max": 0.05},
@@ -204,7 +204,7 @@ def test_the_verdict_names_its_attacker() -> None:
     assert "least mean squared error of an attacker of the kind named below" in page
 
 
-def test_attackers_and_neighbours_are_named(tmp_path, capsys, monkeypatch) -> None:
+def test_command_and_page_state_attacker_and_neighbours(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     words = ["sweep", "digits", "--limit", "60", "--steps", "3", "--model", "linear", "--grid", "lr=1", "--quiet"]
     assert cli.run([*words, "--out", str(tmp_path)]) == 0
@@ -229,7 +229,7 @@ def test_attackers_and_neighbours_are_named(tmp_path, capsys, monkeypatch) -> No
     assert "all for the sampler of the setting" in front
 
 
-def test_pages_escape_text_and_show_every_floor(tmp_path) -> None:
+def test_pages_escape_and_show_every_floor(tmp_path) -> None:
     rows = [{"trial": 0, "lr": 1.0, "steps": 5, "accuracy": 0.5, "exact_max": 2.0, "lecam": 0.1, "epsilon": 1.0}]
     facts = {"data": "<script>alert(1)</script>", "runs": 1, "trials": 1, "finished": 1, "failed": 0}
     page = frontier_page(rows, facts).decode()
@@ -242,7 +242,7 @@ def test_pages_escape_text_and_show_every_floor(tmp_path) -> None:
     )
 
 
-def test_commands_of_the_guide_are_valid(tmp_path, monkeypatch, capsys) -> None:
+def test_guide_commands_parse(tmp_path, monkeypatch, capsys) -> None:
     """Every sweep of docs/guides/sweep.md, up to the training."""
     text = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "sweep.md").read_text()
     lines = re.sub(r" \\\n\s+", " ", text).splitlines()
@@ -258,7 +258,7 @@ def test_commands_of_the_guide_are_valid(tmp_path, monkeypatch, capsys) -> None:
     assert str(asked[0].out) == "sweep-twice"
 
 
-def test_plan_and_progress_lines_without_a_terminal(tmp_path, capsys) -> None:
+def test_no_terminal_prints_plan_and_training_lines(tmp_path, capsys) -> None:
     config = Sweep("stub", tmp_path / "s", parse_grid(["noise_multiplier=0.2,0.5", "lr=0.1,0.2"]), (5, 10), seed=1)
     sweep(config, make_train=sweep_stub.make)
     out, err = capsys.readouterr()
@@ -288,7 +288,7 @@ def test_plan_and_progress_lines_without_a_terminal(tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_folder_without_a_sweep_is_refused_with_advice(there, tmp_path, capsys) -> None:
+def test_folder_without_sweep_gets_advice(there, tmp_path, capsys) -> None:
     folder = tmp_path / "nothing"
     if there:
         folder.mkdir()
@@ -300,7 +300,7 @@ def test_folder_without_a_sweep_is_refused_with_advice(there, tmp_path, capsys) 
     assert said.count("\n") == 1
 
 
-def test_frontier_before_any_training_is_refused(tmp_path, capsys) -> None:
+def test_sweep_without_finished_training_is_reported(tmp_path, capsys) -> None:
     config = sweep_stub.config(tmp_path, None)
     queue = run.open_queue(config)
     run.begin(queue, config, sweep_stub.Stub())
@@ -309,7 +309,7 @@ def test_frontier_before_any_training_is_refused(tmp_path, capsys) -> None:
     assert "no setting is trained yet: run reconbound sweep again" in capsys.readouterr().err
 
 
-def test_floors_of_records_are_called_estimates_and_floors_have_their_name(tmp_path, capsys) -> None:
+def test_record_floors_are_called_estimates(tmp_path, capsys) -> None:
     words = ["sweep", "digits", "--limit", "60", "--steps", "3", "--model", "linear", "--out", str(tmp_path)]
     search = ["--search", "tpe", "--trials", "1", "--grid", "lr=0.1:1:log", "--grid", "noise_multiplier=0.5:2:log"]
     assert cli.run([*words, *search]) == 0

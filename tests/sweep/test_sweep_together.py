@@ -62,7 +62,7 @@ def test_rows_do_not_depend_on_who_is_trained_beside(digits, tmp_path, sampler) 
     assert len({rows[-1]["paper_median"] for rows in many}) == 4
 
 
-def test_rows_are_those_of_a_fleet_and_have_what_single_trainings_have(digits, tmp_path) -> None:  # noqa: F811
+def test_fleet_rows_have_fields_of_single_trainings(digits, tmp_path) -> None:  # noqa: F811
     """Accuracies are means over runs; dFIL is averaged over runs before its maximum is taken; κ is of so many steps."""
     own = together(digits)
     (rows,) = own.train_all([GRID[1]], folders(tmp_path, 1))
@@ -98,7 +98,7 @@ def test_the_information_is_that_of_single_trainings_in_the_mean(digits, tmp_pat
     assert other["accuracy"] == pytest.approx(one["accuracy"], abs=0.1)
 
 
-def test_kinds_are_trained_apart_equal_settings_once_and_finished_ones_not_again(digits, tmp_path) -> None:  # noqa: F811
+def test_equal_settings_are_trained_once(digits, tmp_path) -> None:  # noqa: F811
     settings = [{"clip": "hard"}, {"clip": "smooth"}, {"clip": "hard", "lr": 0.5}, {"clip": "hard"}]
     parts: list[tuple[int, ...]] = []
     found = together(digits).train_all(
@@ -113,7 +113,7 @@ def test_kinds_are_trained_apart_equal_settings_once_and_finished_ones_not_again
     assert json.loads(kept.read_text())["confidential"] is True
 
 
-def test_an_exploded_training_leaves_the_others_alone(digits, tmp_path) -> None:  # noqa: F811
+def test_exploded_training_does_not_affect_others(digits, tmp_path) -> None:  # noqa: F811
     good, bad = together(digits).train_all([{"lr": 0.5}, {"lr": 1e30, "max_grad_norm": 1e20}], folders(tmp_path, 2))
     assert isinstance(bad, Exploded)
     assert "lower lr" in str(bad)
@@ -132,7 +132,7 @@ def test_an_exploded_training_leaves_the_others_alone(digits, tmp_path) -> None:
     assert facts["error"].startswith("Exploded: the parameters or the ledger are not finite after 6 steps")
 
 
-def test_a_training_that_explodes_in_a_later_run_alone_has_no_row(digits) -> None:  # noqa: F811
+def test_training_exploding_in_later_run_has_no_row(digits) -> None:  # noqa: F811
     """Its second run would go into the mean as no number at all."""
     own = together(digits)
 
@@ -155,7 +155,7 @@ def test_a_training_that_explodes_in_a_later_run_alone_has_no_row(digits) -> Non
         ({}, {"sampler": "shuffle"}, "sampler"),
     ],
 )
-def test_what_a_fleet_cannot_do_is_said(digits, tmp_path, plan, setting, said) -> None:  # noqa: F811
+def test_unsupported_fleet_raises(digits, tmp_path, plan, setting, said) -> None:  # noqa: F811
     with pytest.raises(InputError, match=f"{said} must be .* for settings trained together"):
         together(digits, **plan)(setting, tmp_path)
 
@@ -363,7 +363,7 @@ def test_a_model_of_ones_own_begins_as_its_factory_makes_it(digits, tmp_path) ->
 
 
 @pytest.mark.parametrize("kind", [Trainer, TogetherTrainer])
-def test_rows_count_records_that_told_nothing(digits, tmp_path, kind) -> None:  # noqa: F811
+def test_rows_count_zero_information_records(digits, tmp_path, kind) -> None:  # noqa: F811
     """A step of a million saturates the outputs; a few records may still be near the middle when they are measured."""
     own = kind(digits, default_options(digits, model="mlp", sample_rate=0.2), (3, 6), 1, seed=1)
     rows = own({"lr": 1e6}, tmp_path / "a")

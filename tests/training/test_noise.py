@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from reconbound._internal.chacha import keystream
+from reconbound._internal.rng import keystream
 from reconbound.training import noise
 from reconbound.training.noise import draw
 

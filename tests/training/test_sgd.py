@@ -540,7 +540,7 @@ def test_progress_bar_on_a_terminal_unless_switched_off(monkeypatch, wanted: boo
 
 
 @needs("mnist")
-def test_mnist_exact_floors_are_higher_than_the_papers_at_every_record() -> None:
+def test_mnist_exact_floors_exceed_papers() -> None:
     from reconbound.auditing.models import mnist_cnn
     from reconbound.data import mnist
 

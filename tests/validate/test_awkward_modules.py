@@ -254,7 +254,7 @@ class ByHand(nn.Module):
         return found
 
 
-def test_what_cannot_be_taken_record_by_record_is_refused_before_training() -> None:
+def test_model_without_per_record_gradients_is_refused() -> None:
     model, x = Shaped(ByHand(), 12), torch.randn(RECORDS, 12)
     with torch.no_grad():
         model(x)

@@ -15,7 +15,7 @@ from reconbound import Account, FisherAccountant, PrivateSGD, Settings
 from reconbound._internal.checks import InputError
 from reconbound.fisher import Private
 from reconbound.validate import ReconboundWarning, check_batch
-from reconbound.validate.structure import NOT_CHECKED
+from reconbound.validate.model import NOT_CHECKED
 
 SETTING: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "clip": "hard"}
 
@@ -82,7 +82,7 @@ def everything(kept: FisherAccountant) -> list[str]:
     return said
 
 
-def test_tokens_and_trained_tables_are_said_beside_a_loop_of_ones_own() -> None:
+def test_own_loop_has_token_and_table_caveats() -> None:
     kept = fed(Tokens(trained=True), Private("module", "table"), diagonal="all")
     for said in everything(kept):
         assert "not about what went into it (tokens)" in said
@@ -93,7 +93,7 @@ def test_tokens_and_trained_tables_are_said_beside_a_loop_of_ones_own() -> None:
         assert "not covered" not in said
 
 
-def test_the_box_of_an_embedding_must_be_given_beside_a_loop_of_ones_own() -> None:
+def test_own_loop_needs_box_of_embedding() -> None:
     kept = fed(Tokens(trained=False), Private("module", "table"))
     assert kept.needs_range
     with pytest.raises(InputError, match="low"):
@@ -101,7 +101,7 @@ def test_the_box_of_an_embedding_must_be_given_beside_a_loop_of_ones_own() -> No
     assert not fed(nn.Linear(6, 3)).needs_range
 
 
-def test_a_model_that_nothing_has_checked_is_said_to_be_so() -> None:
+def test_unchecked_model_is_marked() -> None:
     torch.manual_seed(0)
     x, y = data()
     model = Hidden()
@@ -118,12 +118,12 @@ def test_a_model_that_nothing_has_checked_is_said_to_be_so() -> None:
     assert NOT_CHECKED in fed(copy.deepcopy(smooth)).caveats  # another model, of which nothing is known
 
 
-def test_kinks_that_modules_show_are_said_without_a_check() -> None:
+def test_visible_kinks_warn_without_check() -> None:
     kept = fed(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)))
     assert any("not proved: the model has kinks (ReLU at module '1')" in said for said in kept.caveats)
 
 
-def test_a_learner_without_its_check_says_so_too() -> None:
+def test_learner_without_check_warns_too() -> None:
     x, y = data()
     settings = Settings(noise_multiplier=1.0, max_grad_norm=1.0, sample_rate=0.5, seed=1, budget="every")
     for check in (False, True):

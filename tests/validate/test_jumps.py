@@ -304,7 +304,7 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("function", list(SMOOTH.values()), ids=list(SMOOTH))
-def test_look_alikes_pass_in_silence(function: Callable[[Tensor], Tensor]) -> None:
+def test_look_alikes_do_not_warn(function: Callable[[Tensor], Tensor]) -> None:
     with math_attention():
         assert check_batch(Middle(function), per_record, *batch()) == ()
         assert check_batch(Metric(function), per_record, *batch()) == ()
@@ -322,7 +322,7 @@ SMOOTH_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("loss_fn", list(SMOOTH_LOSSES.values()), ids=list(SMOOTH_LOSSES))
-def test_smooth_losses_pass_in_silence(loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_smooth_losses_do_not_warn(loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
     assert check_batch(network(), loss_fn, *batch()) == ()
 
 
@@ -402,7 +402,7 @@ def squared(out: Tensor, target: Tensor) -> Tensor:
     return (out[:, 0] - target).square() / 2
 
 
-def test_model_that_bins_its_inputs_is_refused_for_it_is_attacked_far_below_its_floors() -> None:
+def test_input_binning_model_is_refused() -> None:
     generator = torch.Generator().manual_seed(1)
     x, y = torch.rand(64, 1, generator=generator), torch.full((64,), 2.0)
     model, step = Binned(), {"max_grad_norm": 1.0, "noise_multiplier": 0.05}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from measuring import measure, sum_clipped
 from reconbound import PrivateSGD, Settings
-from reconbound.fisher.checks import wrong_kind
+from reconbound.fisher.options import wrong_kind
 from reconbound.training.private_sgd import TrainingError
 from reconbound.validate import check_batch
 
@@ -137,13 +137,13 @@ class Scaled(nn.Module):
         return self.inside(x * scale.float())
 
 
-def test_a_model_that_converts_by_itself_is_left_alone() -> None:
+def test_self_converting_model_is_unchanged() -> None:
     x, y = data()
     inputs = (torch.tensor(x).float() / 255, torch.ones(12, 1, dtype=torch.uint8))
     assert learner(inputs, torch.tensor(y), Scaled()).fit(2).step == 2
 
 
-def test_what_is_wrong_with_an_evaluation_is_told() -> None:
+def test_evaluation_errors_are_reported() -> None:
     x, y = data()
     for evaluate, kind, said in (
         (lambda m: {"a": m(torch.tensor(x)).sum()}, TrainingError, r"evaluate gave the model data .*torch\.float32"),
@@ -170,7 +170,7 @@ def test_what_is_wrong_with_an_evaluation_is_told() -> None:
         "\"nll_loss_forward_reduce_cuda_kernel_2d_index\" not implemented for 'Int'",
     ],
 )
-def test_what_other_versions_and_devices_say_of_targets(said: str) -> None:
+def test_target_messages_of_other_versions(said: str) -> None:
     found = wrong_kind(RuntimeError(said), network(), torch.ones(2, 16), torch.ones(2, dtype=torch.int32))
     assert str(found).startswith(f"targets is torch.int32, which loss_fn does not take ({said})")
     assert wrong_kind(RuntimeError("out of memory"), network(), torch.ones(2, 16), torch.ones(2)) is None

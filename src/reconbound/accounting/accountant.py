@@ -33,7 +33,7 @@ from reconbound.bounds import Bound
 from reconbound.data.copies import checked_rows
 from reconbound.fisher import StepInformation
 from reconbound.mechanisms.guarantee import Guarantee, guarantee
-from reconbound.validate.structure import ReconboundWarning
+from reconbound.validate.model import ReconboundWarning
 
 
 class FisherAccountant:

@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from reconbound._internal.checks import warn_user
-from reconbound.validate.structure import ReconboundWarning
+from reconbound.validate.model import ReconboundWarning
 
 #: Floors whose median relative standard error is larger come with a warning: an estimate that is half too small, as is
 #: common then, makes a floor that is twice too high.

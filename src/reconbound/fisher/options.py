@@ -7,9 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from reconbound._internal.checks import InputError, choice, flag, whole
+from reconbound._internal.checks import InputError, choice, flag, number, whole
+from reconbound.validate.batch import check_finite, check_tensors, said_of_inputs, said_of_targets
+from reconbound.validate.model import (
+    CHECKPOINTING,
+    ModelError,
+    check_module,
+    check_structure,
+    is_about_checkpointing,
+)
 from reconbound.validate.private import Private
 
 Method = Literal["auto", "layers", "generic"]
@@ -159,3 +167,123 @@ def _is_direction(value: Any) -> bool:
 def check_options(options: Any, kind: type[SumOptions]) -> None:
     if not isinstance(options, kind):
         raise InputError("options", f"must be a {kind.__name__}", options)
+
+
+_SMALLEST_CLIP = 1e-12  # the squares of gradients as small as that are lost in float32
+
+
+def check_arguments(
+    model: Any, loss_fn: Any, inputs: Any, targets: Any, generator: torch.Generator | None = None
+) -> None:
+    """Checks kinds and devices: a module, a function, tensors on the module's device, a generator there too."""
+    check_module(model)
+    if not callable(loss_fn):
+        raise InputError("loss_fn", "must be a function (outputs, targets) -> losses, (B,)", type(loss_fn).__name__)
+    check_autocast(model)
+    if torch.is_inference_mode_enabled():
+        raise ModelError("this call takes gradients, which torch.inference_mode() forbids: call it outside")
+    check_tensors(model, inputs, targets)
+    kinds = {p.device.type for p in model.parameters()}
+    if generator is not None and kinds and generator.device.type not in kinds:
+        kind = min(kinds)
+        raise ModelError(f"generator is on {generator.device}, the model on {kind}: use torch.Generator('{kind}')")
+
+
+def check_autocast(model: nn.Module) -> None:
+    """Refuses autocast around the whole call: the sums of gradients would be rounded to 8 or 11 bits."""
+    for kind in {p.device.type for p in model.parameters()}:
+        if torch.is_autocast_enabled(kind):
+            raise ValueError(
+                f"autocast is on for {kind} around this call, in which gradients are clipped and summed: "
+                "put `with torch.autocast(...)` into the model's forward instead"
+            )
+
+
+def check_values(model: nn.Module, inputs: Any, targets: Any) -> None:
+    """Checks for BatchNorm, dropout in use and parameters that are not finite (ModelError), and for finite data."""
+    check_structure(model)
+    check_finite(inputs, targets)
+
+
+def capturing(tensor: Tensor) -> bool:
+    """Returns whether a CUDA graph is being captured. Nothing may wait for a value then."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def check_norms(norms: Tensor) -> None:
+    """Refuses gradients that are not finite: one makes the whole sum not finite, which shows who took part."""
+    _check_finite(norms, "gradient norm", "its gradient")
+
+
+def check_information(traces: Tensor) -> None:
+    """Refuses information that is not finite: products with the Jacobian overflowed, though the gradient did not."""
+    _check_finite(traces, "information", "the derivative of its gradient")
+
+
+def _check_finite(values: Tensor, name: str, what: str) -> None:
+    bad = torch.nonzero(~torch.isfinite(values)).flatten()
+    if len(bad):
+        first = int(bad[0])
+        raise ValueError(
+            f"record {first} of the batch has {name} {values[first].item()}: {what} overflows {values.dtype} or the "
+            "dtype of the model; scale the data or the loss, or use float64"
+        )
+
+
+def check_trainable(model: nn.Module, params: Mapping[str, Tensor]) -> None:
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"the module {name or type(module).__name__!r} is compiled: pass the model as it was before"
+            )
+    if not params:
+        raise ValueError("the model has no trainable parameters: nothing is released")
+    for name, p in params.items():
+        if not p.is_floating_point():
+            raise ValueError(f"the trainable parameter {name} is {p.dtype}: it must be real, as two real parameters")
+
+
+def check_clip_norm(max_grad_norm: float) -> None:
+    if number("max_grad_norm", max_grad_norm, above=0) < _SMALLEST_CLIP:
+        raise InputError("max_grad_norm", f"must be at least {_SMALLEST_CLIP:g} (scale the loss)", max_grad_norm)
+
+
+CUT = (
+    "look for detach(), .data, argmax, integer casts, NumPy or torch.no_grad() in the model and in loss_fn; a true "
+    "zero passes with checked=True"
+)
+
+
+def no_dependence(part: str) -> ValueError:
+    return ValueError(f"the gradient does not depend on the private part ({part}): {CUT}")
+
+
+def no_gradient() -> ValueError:
+    return ValueError(f"the loss does not depend on any trainable parameter: {CUT}")
+
+
+_BEYOND = (  # what PyTorch says, and of what
+    (("Sparse", "sparse"), "it has sparse gradients: use nn.Embedding(..., sparse=False)"),
+    (("vmap", "functorch", "transform", "torch.func"), "torch.func cannot take it record by record"),
+)
+
+
+def beyond_torch(error: RuntimeError) -> ModelError | None:
+    """Returns an error that explains what PyTorch cannot differentiate per record, or twice; None for other errors."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return None
+    said = str(error)
+    for words, why in _BEYOND:
+        if any(word in said for word in words):
+            return ModelError(f"this model cannot be differentiated: {why} ({said.splitlines()[0][:200]})")
+    return None
+
+
+def wrong_kind(error: RuntimeError, model: nn.Module, inputs: Any, targets: Any) -> ValueError | None:
+    """Returns an error that explains a float64 batch with a float32 model, or unsuitable targets; otherwise None."""
+    if is_about_checkpointing(error):
+        return ValueError(CHECKPOINTING)
+    said = said_of_inputs(error, model, inputs)
+    if said is None and any(word in str(error) for word in ("target", "Long", "nll_loss")):  # by version and device
+        said = said_of_targets(error, targets)
+    return None if said is None else ValueError(said)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from reconbound.fisher.passes.protocol import zero_sums
-from reconbound.validate.structure import NOT_CHECKED
+from reconbound.validate.model import NOT_CHECKED
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,39 +88,15 @@ class StepInformation:
         return self.diagonal_along + self.diagonal_across
 
 
-@dataclass
-class Part:
-    """One micro-batch's share of a StepInformation."""
-
-    loss: Tensor
-    norm: Tensor
-    factor: Tensor
-    clipped_norm: Tensor
-    along: Tensor
-    across: Tensor
-    across_error: Tensor
-    diagonal_along: Tensor | None = None
-    diagonal_across: Tensor | None = None
-    diagonal_error: Tensor | None = None
-    spectral: Tensor | None = None
-    spectral_bound: Tensor | None = None
-    gradient_sum: dict[str, Tensor] = field(default_factory=dict)
-
-
-def nothing(
-    params: Mapping[str, Tensor], z: Tensor, features: int, probes: int, setting: Mapping[str, Any]
-) -> StepInformation:
-    """Returns the result of an empty batch, which Poisson sampling may draw."""
-    none = z.new_zeros(0)
-    return StepInformation(none, none, none, none, none, none, none, zero_sums(params), features, probes, **setting)
-
-
-def joined(parts: list[Part], features: int, probes: int, setting: Mapping[str, Any]) -> StepInformation:
+def join(parts: Sequence[StepInformation]) -> StepInformation:
+    """Returns the result of a batch from those of its micro-batches."""
+    if len(parts) == 1:
+        return parts[0]
     values: dict[str, Any] = {}
-    for f in fields(Part):
-        pieces = [getattr(p, f.name) for p in parts]
-        if f.name == "gradient_sum":
+    for f in fields(StepInformation):
+        pieces = [getattr(part, f.name) for part in parts]
+        if isinstance(pieces[0], Tensor):
+            values[f.name] = torch.cat(pieces)
+        elif f.name == "gradient_sum":
             values[f.name] = {name: sum((p[name] for p in pieces[1:]), first) for name, first in pieces[0].items()}
-        else:
-            values[f.name] = None if pieces[0] is None else torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-    return StepInformation(**values, features=features, probes=probes, **setting)
+    return replace(parts[0], **values)

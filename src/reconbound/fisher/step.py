@@ -13,7 +13,7 @@ E‖PJv‖² = Tr JᵀPJ, whose variance is smaller because their basis can be c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,19 +23,20 @@ from torch import Tensor, nn
 from reconbound._internal.checks import number
 from reconbound._internal.opacus_hooks import unhooked
 from reconbound._internal.rng import random_states_kept
-from reconbound.fisher.checks import (
+from reconbound.fisher.clipping import Clip, check_clip, clipping
+from reconbound.fisher.options import (
+    StepOptions,
     beyond_torch,
     capturing,
     check_arguments,
     check_clip_norm,
     check_information,
     check_norms,
+    check_options,
     check_values,
 )
-from reconbound.fisher.clipping import Clip, check_clip, clipping
-from reconbound.fisher.options import ErrorFrom, StepOptions, check_options
 from reconbound.fisher.passes.products import squares
-from reconbound.fisher.passes.protocol import Pass
+from reconbound.fisher.passes.protocol import Pass, zero_sums
 from reconbound.fisher.probes import (
     SHARED_FROM,
     Basis,
@@ -45,9 +46,10 @@ from reconbound.fisher.probes import (
     shared_directions,
     with_shared_signs,
 )
-from reconbound.fisher.result import Part, StepInformation, joined, nothing
+from reconbound.fisher.result import StepInformation, join
 from reconbound.fisher.sums import as_present, first_slopes, micro_batches, open_pass, released
 from reconbound.validate.jumps import check_jumps_once
+from reconbound.validate.model import known_caveats
 from reconbound.validate.private import (
     Inputs,
     Problem,
@@ -58,7 +60,6 @@ from reconbound.validate.private import (
     module_caveats,
     private_part,
 )
-from reconbound.validate.structure import known_caveats
 
 _MISSED = 1e-6  # chance that a step's bound of a record's spectral norm fails
 
@@ -67,16 +68,10 @@ _MISSED = 1e-6  # chance that a step's bound of a record's spectral norm fails
 class _Plan:
     """The quantities to compute for each micro-batch."""
 
-    max_grad_norm: float
-    noise_multiplier: float
-    clip: Clip
-    directions: Sequence[Any]  # of parameter space, by name, or (inputs) of the private part
+    setting: Mapping[str, Any]  # of every result: the mechanism, the private part, caveats
+    options: StepOptions
+    directions: Sequence[Any]  # of parameter space, by name, or of the private part
     signs: Sequence[Tensor | None]  # along each record's own directions; None: those of the probe's components
-    inputs: bool
-    deflate: int
-    error: ErrorFrom
-    diagonal: bool
-    spectral: int
     features: Tensor | None
     start: Tensor | None  # of the power iteration
 
@@ -133,16 +128,18 @@ def step_information(
     check_rows("inputs", inputs, records)
     params = released(problem)
     features = feature_mask(problem.private, z)
-    size = math.prod(z.shape[1:]) if features is None else problem.private.count
     setting: dict[str, Any] = {
+        "features": math.prod(z.shape[1:]) if features is None else problem.private.count,
+        "probes": probes.number,
         "noise_multiplier": noise_multiplier,
         "max_grad_norm": max_grad_norm,
         "clip": check_clip(clip),
         "part": problem.private.part,
         "caveats": (*known_caveats(model), *module_caveats(model, problem.private)),
     }
-    if records == 0:
-        return nothing(params, z, size, probes.count, setting)
+    if records == 0:  # a Poisson batch may be empty
+        none = z.new_zeros(0)
+        return StepInformation(none, none, none, none, none, none, none, zero_sums(params), **setting)
     checking = not (options.checked or capturing(z))
     if checking:
         check_values(model, inputs, targets)
@@ -155,27 +152,15 @@ def step_information(
         drawn = draw_input_probes(z, probes.count, probes.generator)
     else:
         drawn = draw_probes(params, probes.count, probes.generator)
-    plan = _Plan(
-        max_grad_norm,
-        noise_multiplier,
-        check_clip(clip),
-        drawn,
-        [None] * len(drawn),
-        in_inputs,
-        probes.deflate,
-        probes.resolved_error,
-        options.diagonal,
-        options.spectral,
-        features,
-        draw_input_probes(z, 1, probes.generator)[0] if options.spectral else None,
-    )
+    start = draw_input_probes(z, 1, probes.generator)[0] if options.spectral else None
+    plan = _Plan(setting, options, drawn, [None] * len(drawn), features, start)
     present = None if options.mask is None else as_present(options.mask, z)
     sharing = in_inputs and probes.shared > 0 and probes.directions is None
     signs = draw_signs(z, probes.count, probes.generator) if sharing else []
     if sharing and micro_batch is not None and micro_batch < records:
         slopes, method = first_slopes(problem, (z, inputs, targets), micro_batch, method, check=not options.checked)
         plan, sharing = _shared(plan, slopes, present, probes.shared, signs), False
-    parts: list[Part] = []
+    parts: list[StepInformation] = []
     for rows in micro_batches(records, micro_batch):
         batch = batch_rows((z, inputs, targets), rows)
         check, sloped = not parts and not options.checked, in_inputs and (probes.deflate > 1 or sharing)
@@ -190,40 +175,43 @@ def step_information(
         if checking:
             check_norms(parts[-1].norm)
             check_information(parts[-1].along + parts[-1].across)
-    return replace(joined(parts, size, len(drawn), setting), mask=present)
+    return replace(join(parts), mask=present)
 
 
-def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> Part:
-    norm, pulled = work.own(moving=plan.inputs or plan.spectral > 0 or plan.error == "product")
+def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> StepInformation:
+    options, max_grad_norm = plan.options, plan.setting["max_grad_norm"]
+    in_inputs, error = options.probes_inputs, options.probes.resolved_error
+    norm, pulled = work.own(moving=in_inputs or options.spectral > 0 or error == "product")
     inverse = torch.where(norm > 0, 1 / norm, 0)  # norms are not too small, so what is across is not too small either
-    clips = clipping(norm, plan.max_grad_norm, plan.clip)
-    scale = 1 / (plan.noise_multiplier * plan.max_grad_norm)
+    clips = clipping(norm, max_grad_norm, plan.setting["clip"])
+    scale = 1 / (plan.setting["noise_multiplier"] * max_grad_norm)
     c, radial = clips.factor * scale, clips.radial * scale
     if present is not None:
         c, radial = c * present, radial * present
     c2, radial2 = c.double().square(), radial.double().square()  # in float32 the square of 1e-23 is 0
     h = pulled * _like(inverse.clamp(max=torch.finfo(norm.dtype).max), pulled)
-    if plan.features is not None:
-        h = h * plan.features
-    residuals, values = _pushed(work, plan, h) if plan.inputs else _probed(work, plan, h, inverse)
+    h = _chosen(h, plan)
+    residuals, values = _pushed(work, plan, h) if in_inputs else _probed(work, plan, h, inverse)
     across = c2 * (values[0] if len(values) == 1 else torch.stack(values).mean(0))
-    part = Part(
+    more: dict[str, Any] = {}
+    if options.diagonal:
+        more["diagonal_along"] = (_like(radial, h) * h).square()
+        more["diagonal_across"] = torch.stack([(_like(c, h) * r).square() for r in residuals]).mean(0)
+        more["diagonal_error"] = more["diagonal_across"] * math.sqrt(2 / (len(residuals) + 2))
+    if options.spectral:
+        more["spectral"], more["spectral_bound"] = _power(work, plan, h, c, radial)
+    return StepInformation(
         loss=work.losses,
         norm=norm,
         factor=clips.factor,
         clipped_norm=clips.factor * norm,
-        along=(radial2 * _squares(h)).to(norm.dtype),
+        along=(radial2 * squares(h)).to(norm.dtype),
         across=across.to(norm.dtype),
-        across_error=_across_error(work, plan, values, residuals, h, c, across).to(norm.dtype),
+        across_error=_across_error(work, error, values, residuals, h, c, across).to(norm.dtype),
         gradient_sum=work.weighted_sum(clips.factor if present is None else clips.factor * present),
+        **more,
+        **plan.setting,
     )
-    if plan.diagonal:
-        part.diagonal_along = (_like(radial, h) * h).square()
-        part.diagonal_across = torch.stack([(_like(c, h) * r).square() for r in residuals]).mean(0)
-        part.diagonal_error = part.diagonal_across * math.sqrt(2 / (len(residuals) + 2))
-    if plan.spectral:
-        part.spectral, part.spectral_bound = _power(work, plan, h, c, radial)
-    return part
 
 
 def _probed(work: Pass, plan: _Plan, h: Tensor, inverse: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -232,20 +220,19 @@ def _probed(work: Pass, plan: _Plan, h: Tensor, inverse: Tensor) -> tuple[list[T
     values: list[Tensor] = []
     for u in plan.directions:
         dot, pulled = work.probe(u)
-        if plan.features is not None:
-            pulled = pulled * plan.features
-        r = pulled - _like(dot * inverse, h) * h
-        values.append(_squares(r))
-        residuals = [*residuals, r] if plan.diagonal else [r]
+        r = _chosen(pulled, plan) - _like(dot * inverse, h) * h
+        values.append(squares(r))
+        residuals = [*residuals, r] if plan.options.diagonal else [r]
     return residuals, values
 
 
 def _pushed(work: Pass, plan: _Plan, h: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Returns ‖PJv‖² = ‖Jv‖² − ⟨h, v⟩² of each probe v of the private part, (B,)."""
-    slope = work.slope() if plan.deflate > 1 else None
-    third = work.output_slope() if plan.deflate > 2 else None
+    deflate = plan.options.probes.deflate
+    slope = work.slope() if deflate > 1 else None
+    third = work.output_slope() if deflate > 2 else None
     basis = Basis(
-        h if plan.deflate else None,
+        h if deflate else None,
         None if slope is None else _chosen(slope, plan),
         None if third is None else _chosen(third, plan),
     )
@@ -270,11 +257,11 @@ def _chosen(v: Tensor, plan: _Plan) -> Tensor:
 
 
 def _across_error(
-    work: Pass, plan: _Plan, values: list[Tensor], residuals: list[Tensor], h: Tensor, c: Tensor, across: Tensor
+    work: Pass, error: str, values: list[Tensor], residuals: list[Tensor], h: Tensor, c: Tensor, across: Tensor
 ) -> Tensor:
-    if plan.error == "bound":
+    if error == "bound":
         return across * math.sqrt(2 / len(values))
-    if plan.error == "spread":
+    if error == "spread":
         return c.double().square() * torch.stack(values).std(0) / math.sqrt(len(values))
     r = residuals[-1] * _like(c, h)  # scaled first, so that nothing overflows
     squared = work.moved(r) - _inner(r, h).square()  # ‖PJr‖² = ‖Jr‖² − ⟨ĝ, Jr⟩²
@@ -292,28 +279,21 @@ def _power(work: Pass, plan: _Plan, h: Tensor, c: Tensor, radial: Tensor) -> tup
     assert plan.start is not None
     v = plan.start.expand_as(h).clone()
     extra = _like(radial.square() - c.square(), h)
-    rho, products = torch.zeros_like(c), plan.spectral + 1
+    rho, products = torch.zeros_like(c), plan.options.spectral + 1
     logarithm = torch.zeros_like(c, dtype=torch.float64)  # of ‖Mᵏs‖, so far
     for _ in range(products):
-        if plan.features is not None:
-            v = v * plan.features
-        size = _squares(v).sqrt()
+        v = _chosen(v, plan)
+        size = squares(v).sqrt()
         logarithm = logarithm + size.double().log()
         v = v * _like(torch.where(size > 0, 1 / torch.where(size > 0, size, 1), 0), v)
         image = _like(c.square(), h) * work.normal(v) + extra * h * _like((h * v).flatten(1).sum(1), h)
-        if plan.features is not None:
-            image = image * plan.features
+        image = _chosen(image, plan)
         rho = (image * v).flatten(1).sum(1)
         v = image
-    logarithm = logarithm + _squares(v).sqrt().double().log()
+    logarithm = logarithm + squares(v).sqrt().double().log()
     least = math.log(_MISSED * math.sqrt(math.pi / 2))
     above = ((logarithm - least) / products).exp() * (1 + 100 * torch.finfo(c.dtype).eps)
     return rho, torch.maximum(above.to(c.dtype), rho)
-
-
-def _squares(v: Tensor) -> Tensor:
-    """Returns the squared norm of each record's part, (B,), in float64."""
-    return squares(v)
 
 
 def _inner(v: Tensor, w: Tensor) -> Tensor:
@@ -324,6 +304,3 @@ def _inner(v: Tensor, w: Tensor) -> Tensor:
 def _like(per_record: Tensor, v: Tensor) -> Tensor:
     """Returns one number per record as a factor of v, in v's precision or float32."""
     return per_record.to(torch.promote_types(v.dtype, torch.float32)).reshape(-1, *(1,) * (v.dim() - 1))
-
-
-__all__ = ["StepInformation", "draw_probes", "step_information"]

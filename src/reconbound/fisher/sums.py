@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from reconbound._internal.checks import InputError
 from reconbound._internal.opacus_hooks import unhooked
 from reconbound._internal.rng import random_states_kept
-from reconbound.fisher.checks import (
+from reconbound.fisher.clipping import Clip, check_clip, clipping, sensitivity
+from reconbound.fisher.options import (
+    Method,
+    SumOptions,
     beyond_torch,
     capturing,
     check_arguments,
     check_clip_norm,
     check_norms,
+    check_options,
     check_trainable,
     check_values,
     wrong_kind,
 )
-from reconbound.fisher.clipping import Clip, check_clip, clipping
-from reconbound.fisher.options import Method, SumOptions, check_options
 from reconbound.fisher.passes.by_layer import LayerPass
 from reconbound.fisher.passes.generic import GenericPass
 from reconbound.fisher.passes.protocol import Pass, trainable, zero_sums
 from reconbound.fisher.passes.recorder import NotCovered
 from reconbound.fisher.probes import SHARED_FROM
+from reconbound.validate.model import ModelError
 from reconbound.validate.private import Inputs, Private, Problem, batch_rows, private_part
 
 
@@ -207,3 +211,199 @@ def as_present(mask: Tensor, z: Tensor) -> Tensor:
     if mask.shape != (z.shape[0],):
         raise InputError("mask", f"must have one entry per record, shape ({z.shape[0]},)", tuple(mask.shape))
     return mask.to(z)
+
+
+LossFn = Callable[[Any, Any], Tensor]
+TESTED_RECORDS = 4
+_NEVER = 1e30  # a clip norm that no gradient reaches
+
+
+@dataclass(frozen=True)
+class _Tolerance:
+    """The tolerances of a comparison of two computations of a gradient: relative to it, and to all of the gradient."""
+
+    own: float
+    whole: float
+
+
+_PRECISE = _Tolerance(1e-6, 1e-9)
+_ROUGH = _Tolerance(1e-2, 1e-4)
+
+
+def methods_that_pass(
+    model: nn.Module,
+    loss_fn: LossFn,
+    few: tuple[Any, Any],
+    kinds: Sequence[Private],
+    *,
+    max_grad_norm: float,
+    clip: Clip,
+) -> list[Method]:
+    """Returns the method for each kind of private part whose sums pass the test on a few records.
+
+    Args:
+        model: the model, in the mode in which it will be trained.
+        loss_fn: (outputs, targets) → one loss per record, (B,).
+        few: inputs and targets of a few records.
+        kinds: the private parts to find a method for.
+        max_grad_norm: the clip norm C.
+        clip: "smooth" or "hard".
+
+    Raises:
+        ModelError: no method passes.
+    """
+    methods = [covering_method(model, loss_fn, *few, kind) for kind in kinds]
+    if "auto" in methods and find_fault(model, loss_fn, few, "auto") is not None:
+        methods = ["generic"] * len(kinds)
+    for method in sorted(set(methods)):
+        check_sums(model, loss_fn, *few, max_grad_norm=max_grad_norm, clip=clip, method=method)
+    return methods
+
+
+def check_sums(
+    model: nn.Module,
+    loss_fn: LossFn,
+    inputs: Any,
+    targets: Any,
+    *,
+    max_grad_norm: float | None = None,
+    clip: Clip = "smooth",
+    method: Method = "auto",
+) -> None:
+    """Refuses a model whose gradient sums are wrong or not clipped on a few records of the batch.
+
+    Three comparisons, on up to four records:
+
+        the sum without a clip         against the gradient of the summed loss, by torch.autograd
+        norms of the batch             against those of its records one at a time
+        the sum of one record          against sensitivity(clip) · max_grad_norm, in float64
+
+    A model that fails the first two in its own precision is tried in float64 before it is refused.
+
+    Args:
+        model: the model, in the mode in which it will be trained.
+        loss_fn: (outputs, targets) → one loss per record, (B,).
+        inputs: a tensor (B, ...), or a tuple or dictionary of such.
+        targets: what loss_fn takes, with B rows.
+        max_grad_norm: the clip norm C; None: half of the smallest gradient norm that is not 0, so that all are clipped.
+        clip: "smooth" or "hard".
+        method: as in `clipped_gradient_sum`.
+
+    Raises:
+        ModelError: a comparison failed; the message names the parameter or the record.
+
+    Guarantee: none; a passed test is evidence from these records at the present parameters.
+    """
+    few = _spread(inputs, targets)
+    fault = find_fault(model, loss_fn, few, method)
+    if fault is not None:
+        raise ModelError(f"{fault}: the model cannot be trained privately by this way (method {method!r})")
+    _check_contributions(model, loss_fn, few, max_grad_norm, clip, method)
+
+
+def find_fault(model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: Method) -> str | None:
+    """Returns a description of the fault in the gradient sums of a few records, or None.
+
+    Args:
+        model: the model, in the mode in which it will be trained.
+        loss_fn: (outputs, targets) → one loss per record, (B,).
+        few: inputs and targets of a few records.
+        method: as in `clipped_gradient_sum`.
+    """
+    tolerance = _PRECISE if all(p.dtype == torch.float64 for p in model.parameters()) else _ROUGH
+    fault = _find_fault(model, loss_fn, few, method, tolerance)
+    if fault is None or tolerance is _PRECISE:
+        return fault
+    precise = _in_float64(model, few)  # in the model's precision the difference may be only rounding
+    return fault if precise is None else _find_fault(precise[0], loss_fn, precise[1], method, _PRECISE)
+
+
+def _find_fault(
+    model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: Method, tolerance: _Tolerance
+) -> str | None:
+    """Returns a description of the fault in the sums in the model's own precision, or None."""
+    whole = _sum(model, loss_fn, few, method)
+    size = float(whole.norm.double().sum())
+    for name, plain in _autograd_sum(model, loss_fn, few).items():
+        ours = whole.gradient_sum[name].double()
+        allowed = tolerance.own * float(plain.norm()) + tolerance.whole * size
+        if not float((ours - plain).norm()) <= allowed:
+            off = float((ours - plain).norm()) / max(float(plain.norm()), 1e-300)
+            return f"the gradient sum of the parameter {name} is off by {off:.1%} from autograd's"
+    alone = [_sum(model, loss_fn, batch_rows(few, slice(i, i + 1)), method) for i in range(len(whole.norm))]
+    for i, one in enumerate(alone):
+        if not abs(float(one.norm) - float(whole.norm[i])) <= tolerance.own * float(one.norm) + tolerance.whole * size:
+            return (
+                f"record {i} of the batch has gradient norm {float(whole.norm[i]):.6g}, by itself {float(one.norm):.6g}"
+            )
+    return None
+
+
+def _check_contributions(
+    model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], max_grad_norm: float | None, clip: Clip, method: Method
+) -> None:
+    norms = _sum(model, loss_fn, few, method).norm
+    if max_grad_norm is None:
+        positive = norms[norms > 0]
+        if len(positive) == 0:
+            return
+        max_grad_norm = float(positive.min()) / 2
+    for i in range(len(norms)):
+        one = clipped_gradient_sum(
+            model,
+            loss_fn,
+            *batch_rows(few, slice(i, i + 1)),
+            max_grad_norm=max_grad_norm,
+            clip=clip,
+            options=SumOptions(method=method, checked=True),
+        )
+        size = float(torch.stack([s.double().norm() for s in one.gradient_sum.values()]).norm())
+        if not size <= sensitivity(clip) * max_grad_norm * (1 + 1e-4):
+            raise ModelError(
+                f"record {i} of the batch contributes {size / max_grad_norm:.4g} times max_grad_norm to the gradient "
+                f"sum, more than the {sensitivity(clip)} that the noise is made for: this model cannot be trained "
+                "privately in this precision; use float64"
+            )
+
+
+def _sum(model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: Method) -> ClippedSum:
+    options = SumOptions(method=method, checked=True)
+    return clipped_gradient_sum(model, loss_fn, *few, max_grad_norm=_NEVER, clip="hard", options=options)
+
+
+def _autograd_sum(model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any]) -> Mapping[str, Tensor]:
+    """Returns the gradient of the summed losses by torch.autograd, in float64, by parameter name."""
+    problem = Problem(model, loss_fn, Private("nothing"))
+    params = trainable(problem)
+    records = next(len(leaf) for leaf in tree_leaves(few) if isinstance(leaf, Tensor))
+    with torch.enable_grad():
+        losses = problem.losses(torch.zeros(records), *few)
+        if not losses.requires_grad:
+            return {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}
+        found = torch.autograd.grad(losses.double().sum(), list(params.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(p, dtype=torch.float64) if g is None else g.double()
+        for (name, p), g in zip(params.items(), found, strict=True)
+    }
+
+
+def _spread(inputs: Any, targets: Any) -> tuple[Any, Any]:
+    """Returns up to four records from all over the batch."""
+    records = next(len(leaf) for leaf in tree_leaves((inputs, targets)) if isinstance(leaf, Tensor))
+    chosen = sorted({i * (records - 1) // max(1, TESTED_RECORDS - 1) for i in range(TESTED_RECORDS)})
+    few: tuple[Any, Any] = tree_map(lambda t: t[chosen] if isinstance(t, Tensor) else t, (inputs, targets))
+    return few
+
+
+def _in_float64(model: nn.Module, few: tuple[Any, Any]) -> tuple[nn.Module, tuple[Any, Any]] | None:
+    """Returns the model and the records in float64, or None where the model does not run in it."""
+    widened = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, few)
+    try:
+        wide = copy.deepcopy(model).double()
+        with torch.no_grad():
+            inputs = widened[0]
+            args = inputs if isinstance(inputs, tuple | list) else (inputs,)
+            wide(**inputs) if isinstance(inputs, Mapping) else wide(*args)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    return wide, widened

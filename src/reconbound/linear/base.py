@@ -158,7 +158,7 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
     def _seed(self) -> int:
         """Returns the noise's secret seed: random_state, what it draws, or fresh entropy where it is None."""
         from reconbound._internal.rng import GUESSABLE, checked_seed, new_seed, seed_warning
-        from reconbound.validate.structure import ReconboundWarning
+        from reconbound.validate.model import ReconboundWarning
 
         given = self.random_state
         if given is None:  # not NumPy's global generator, which somebody may have seeded

@@ -35,7 +35,7 @@ from reconbound.sweep.queue import Claim, Queue
 from reconbound.sweep.space import Choices, Row, Setting, Space
 from reconbound.sweep.trial import TRIALS
 from reconbound.sweep.workers import Job, owner_name, progress, supervise, work
-from reconbound.validate.structure import ReconboundWarning
+from reconbound.validate.model import ReconboundWarning
 
 DATABASE, SEED, ABOUT = "sweep.db", "seed", "sweep.json"
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from reconbound._internal.checks import InputError, function
 from reconbound.training.callbacks import Callback
 from reconbound.training.settings import Settings
-from reconbound.validate.kinds import is_about_kinds, model_dtype
+from reconbound.validate.batch import is_about_kinds, model_dtype
 
 
 class Fault(RuntimeError):

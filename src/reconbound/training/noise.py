@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reconbound._internal.chacha import keystream
 from reconbound._internal.fingerprints import digest
-from reconbound._internal.rng import derive
+from reconbound._internal.rng import derive, keystream
 from reconbound.training.checkpoint import plain_json
 from reconbound.training.settings import Settings
 

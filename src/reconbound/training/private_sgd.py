@@ -44,8 +44,8 @@ from reconbound.training.callbacks import Callback
 from reconbound.training.sampling import make_account, make_sampler, steps_of
 from reconbound.training.settings import Settings
 from reconbound.training.step import LossFn, Measurer, compute_step
+from reconbound.validate.model import ReconboundWarning
 from reconbound.validate.private import as_private
-from reconbound.validate.structure import ReconboundWarning
 
 
 class TrainingError(RuntimeError):

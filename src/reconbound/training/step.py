@@ -30,13 +30,12 @@ from reconbound.fisher import (
     covering_method,
     step_information,
 )
-from reconbound.fisher.sum_check import methods_that_pass
+from reconbound.fisher.sums import methods_that_pass
 from reconbound.training.arguments import Fault, record_count
 from reconbound.training.settings import Settings
 from reconbound.validate import ModelError, check_batch
-from reconbound.validate.private import Problem, as_private, feature_mask, private_part
-from reconbound.validate.structure import known_caveats
-from reconbound.validate.uncovered import uncovered_caveats
+from reconbound.validate.model import known_caveats
+from reconbound.validate.private import Problem, as_private, feature_mask, private_part, uncovered_caveats
 
 LossFn = Callable[[Any, Any], Tensor]
 

@@ -8,19 +8,18 @@ needs no data; `check_batch` adds what a few records of a batch show, and runs t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from reconbound._internal.checks import warn_user
+from reconbound._internal.checks import InputError, warn_user
 from reconbound._internal.opacus_hooks import unhooked
 from reconbound._internal.rng import random_states_kept
+from reconbound.validate.batch import check_finite, check_tensors
 from reconbound.validate.derivatives import check_derivatives, check_differences, math_attention
 from reconbound.validate.jumps import check_events, check_gaps
-from reconbound.validate.placed import chosen_private, place_precisely, without_autocast
-from reconbound.validate.runs import PROBE_RECORDS, check_coupling, check_randomness
-from reconbound.validate.structure import (
+from reconbound.validate.model import (
     KinkWarning,
     ModelError,
     ReconboundWarning,
@@ -31,11 +30,17 @@ from reconbound.validate.structure import (
     remember_check,
     warn_kinks,
 )
-from reconbound.validate.uncovered import uncovered_caveats, warn_uncovered
-from reconbound.validate.watch import LossFn, Trace, check_data, record_count, rows, run
-
-if TYPE_CHECKING:
-    from reconbound.validate.private import Private
+from reconbound.validate.placed import chosen_private, place_precisely, without_autocast
+from reconbound.validate.private import Private, uncovered_caveats, warn_uncovered
+from reconbound.validate.watch import (
+    PROBE_RECORDS,
+    LossFn,
+    Trace,
+    check_coupling,
+    check_randomness,
+    rows,
+    run,
+)
 
 __all__ = ["KinkWarning", "ModelError", "ReconboundWarning", "check_batch", "check_model", "math_attention"]
 
@@ -105,12 +110,15 @@ def check_batch(
     >>> check_batch(nn.Linear(2, 3), nn.CrossEntropyLoss(), torch.ones(4, 2), torch.tensor([0, 1, 2, 0]))
     Traceback (most recent call last):
         ...
-    reconbound.validate.ModelError: loss_fn returned () for 3 records, not one loss for each, (3,): it was reduced
-    over the batch; build the loss with reduction='none'
+    reconbound.validate.ModelError: loss_fn must return one loss per record, shape (B,), got a single number: it was
+    reduced over the batch, use reduction="none"
     """
     check_structure(model)
-    check_data(inputs, targets)
-    few = rows((inputs, targets), [i % record_count(inputs) for i in range(PROBE_RECORDS)])
+    records = check_tensors(model, inputs, targets)
+    if records == 0:
+        raise InputError("inputs", "must have at least one record", "none")
+    check_finite(inputs, targets)
+    few = rows((inputs, targets), [i % records for i in range(PROBE_RECORDS)])
     with torch.enable_grad(), random_states_kept():
         trace = run(model, loss_fn, *few)
         check_randomness(model, trace, run(model, loss_fn, *few))

@@ -14,8 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from reconbound._internal.checks import warn_user
-from reconbound.validate.placed import Placed, converted, drawn_like
-from reconbound.validate.structure import (
+from reconbound.validate.model import (
     CHECKPOINTING,
     ModelError,
     ReconboundWarning,
@@ -23,6 +22,7 @@ from reconbound.validate.structure import (
     label,
     place,
 )
+from reconbound.validate.placed import Placed, converted, drawn_like
 from reconbound.validate.watch import LossFn, Trace, first_line, in_place_error, leaf, run
 
 _BESIDE = (0.1, 0.003)  # how far from the records, which may lie on kinks: pixels of 0, ties of a maximum

@@ -9,7 +9,7 @@ where it does not, the interval is halved until only a jump, or nothing, is left
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,12 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from reconbound._internal.rng import random_states_kept
 from reconbound.validate.flow import Event, observe
+from reconbound.validate.model import ModelError, label
 from reconbound.validate.placed import Placed, place_precisely, without_autocast
-from reconbound.validate.structure import ModelError, label
+from reconbound.validate.private import Private
 from reconbound.validate.watch import LossFn
-
-if TYPE_CHECKING:
-    from reconbound.validate.private import Private
 
 _SEGMENTS = 3  # random directions in which the private part is moved, besides towards the other records
 _FAR = 2.0  # how far, in units of its spread

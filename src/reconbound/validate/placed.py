@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,8 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from reconbound.validate.private import Private, Problem, as_private, feature_mask, private_part, twice_differentiable
 from reconbound.validate.watch import LossFn, arguments
-
-if TYPE_CHECKING:
-    from reconbound.validate.private import Private
 
 _SHAKEN = 0.05  # how far parameters are moved, so that what an initial zero hides is seen
 
@@ -60,8 +58,6 @@ class Placed:
 
     def losses(self, z: list[Tensor]) -> Tensor:
         """Returns the loss of each record with z in the place of the private part, (B,)."""
-        from reconbound.validate.private import Problem, twice_differentiable  # imported here: fisher imports validate
-
         fresh = {name: t if t.requires_grad else t.clone() for name, t in self.state.items()}
         with _Wide() if self.dtype == torch.float64 else nullcontext():
             if self.private is not None:
@@ -88,8 +84,6 @@ class Placed:
         return self.chosen([x.roll(1, 0) - x for x in self.z])
 
     def _private_part(self, few: Any, dtype: torch.dtype | None) -> tuple[list[Tensor], list[Tensor | None]]:
-        from reconbound.validate.private import Problem, feature_mask, private_part
-
         if self.private is None:
             z = [x for x in tree_leaves(self.inputs) if _is_float(x)]
             return z, [None] * len(z)
@@ -138,8 +132,6 @@ def place_precisely(model: nn.Module, loss_fn: LossFn, few: Any, private: Privat
 
 def chosen_private(private: Any) -> Private | None:
     """Returns the result of `as_private`; None, every floating-point input, stays None."""
-    from reconbound.validate.private import as_private
-
     return None if private is None else as_private(private)
 
 

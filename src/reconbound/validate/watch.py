@@ -12,46 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from reconbound.validate.kinds import numpy_arrays, said_of_inputs, said_of_targets
-from reconbound.validate.structure import CHECKPOINTING, LOSS, ModelError, is_about_checkpointing, label
+from reconbound.validate.batch import check_losses, said_of_inputs, said_of_targets, tensors
+from reconbound.validate.model import CHECKPOINTING, LOSS, ModelError, is_about_checkpointing, label
 
 LossFn = Callable[[Any, Any], Tensor]
-
-
-def _tensors(name: str, tree: Any) -> list[tuple[str, Tensor]]:
-    leaves, _ = tree_flatten_with_path(tree)
-    return [(name + "".join(map(str, path)), leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def record_count(inputs: Any) -> int:
-    first = next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-    return int(first.shape[0]) if first.dim() else 0
-
-
-def check_data(inputs: Any, targets: Any) -> None:
-    arrays = numpy_arrays(inputs, targets)
-    if arrays:
-        raise ModelError(f"{arrays[0]} is a NumPy array, it must be a tensor: torch.as_tensor({arrays[0]})")
-    named = _tensors("inputs", inputs) + _tensors("targets", targets)
-    if not any(name.startswith("inputs") for name, _ in named):
-        raise ModelError(f"inputs must hold at least one tensor, got {type(inputs).__name__}")
-    records = record_count(inputs)
-    for name, x in named:
-        if x.dim() == 0 or x.shape[0] != records or records == 0:
-            raise ModelError(
-                f"{name} has shape {tuple(x.shape)}: it must have {records} rows, one per record of inputs"
-            )
-        finite = torch.isfinite(x)
-        if not bool(finite.all()):
-            where = [int(i) for i in (~finite).nonzero()[0]]
-            feature = where[1] if len(where) == 2 else tuple(where[1:])
-            place = f"record {where[0]}" + (f", feature {feature}," if where[1:] else "")
-            raise ModelError(
-                f"{name}: {place} is {x[tuple(where)].item()}, one of {int((~finite).sum())} values that are not "
-                "finite: remove those records or fill the values in"
-            )
 
 
 def rows(tree: Any, rows: list[int]) -> Any:
@@ -121,7 +87,12 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
             raise (error if said is None else ModelError(said)) from error
         except (TypeError, AttributeError) as error:
             raise ModelError(f"loss_fn cannot be called with the model's outputs and the targets: {error}") from error
-    check_losses(trace.losses, record_count(inputs))
+    first = next(x for x in tree_leaves(inputs) if isinstance(x, Tensor))
+    check_losses(trace.losses, len(first))
+    bad = (~torch.isfinite(trace.losses)).nonzero()
+    if len(bad):
+        value = trace.losses[bad[0]].item()
+        raise ModelError(f"the loss of record {int(bad[0])} is {value}: model or loss_fn overflows")
     return trace
 
 
@@ -130,7 +101,7 @@ def _said_of_shapes(error: RuntimeError, model: nn.Module, trace: Trace, inputs:
     why = first_line(error)
     if not any(word in why for word in ("cannot be multiplied", "channels", "must match the size", "normalized_shape")):
         return None
-    shapes = ", ".join(f"{name} {tuple(x.shape[1:])}" for name, x in _tensors("inputs", inputs))
+    shapes = ", ".join(f"{name} {tuple(x.shape[1:])}" for name, x in tensors("inputs", inputs))
     return f"{label(model, trace.here)} does not take what it is given ({why}); a record has the shape {shapes}"
 
 
@@ -167,23 +138,6 @@ def recorded_calls(model: nn.Module, trace: Trace) -> Iterator[None]:
             handle.remove()
 
 
-def check_losses(losses: Any, records: int) -> None:
-    if not isinstance(losses, Tensor) or not losses.is_floating_point():
-        kind = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
-        raise ModelError(f"loss_fn returned {kind}: it must return a floating-point tensor, one loss for each record")
-    shape = tuple(losses.shape)
-    if shape == (records,):
-        bad = (~torch.isfinite(losses)).nonzero()
-        if len(bad):
-            raise ModelError(f"the loss of record {int(bad[0])} is {losses[bad[0]].item()}: model or loss_fn overflows")
-        return
-    if len(shape) > 1 and shape[0] == records:
-        advice = "sum or average it over each record, for example losses.flatten(1).mean(1)"
-    else:
-        advice = "it was reduced over the batch; build the loss with reduction='none'"
-    raise ModelError(f"loss_fn returned {shape} for {records} records, not one loss for each, ({records},): {advice}")
-
-
 def in_place_error(model: nn.Module, places: Mapping[str, str], error: RuntimeError) -> ModelError:
     where = " and ".join(f"{label(model, path)}: {name}" for path, name in places.items()) or "the model"
     return ModelError(
@@ -194,3 +148,76 @@ def in_place_error(model: nn.Module, places: Mapping[str, str], error: RuntimeEr
 
 def first_line(error: BaseException) -> str:
     return str(error).split("\n")[0].split(". ")[0]
+
+
+PROBE_RECORDS = 3
+
+
+def _close(a: Tensor, b: Tensor, relative: float) -> bool:
+    a, b = a.detach(), b.detach()
+    if a.shape != b.shape:
+        return False
+    if not a.is_floating_point():
+        return bool((a == b).all())
+    scale = float(a.abs().nan_to_num(posinf=0.0).max()) if a.numel() else 0.0
+    return torch.allclose(a, b, rtol=0.0, atol=relative * scale, equal_nan=True)
+
+
+def _rounding(x: Tensor) -> float:
+    return min(100 * torch.finfo(x.dtype).eps, 0.01)
+
+
+def _first_change(before: Trace, after: Trace, rows: int, relative: float) -> str:
+    """Returns the first module, innermost first, that gives other rows than before; loss_fn where none does."""
+    for (path, _, old), (_, _, new) in zip(before.calls, after.calls, strict=False):
+        for a, b in zip(tree_leaves(old), tree_leaves(new), strict=False):
+            if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() and b.dim()):
+                continue
+            by_record = len(a) == PROBE_RECORDS and len(b) in (rows, PROBE_RECORDS)
+            if by_record and not _close(a[:rows], b[:rows], relative):
+                return path
+    return LOSS
+
+
+def check_randomness(model: nn.Module, first: Trace, second: Trace) -> None:
+    relative = _rounding(first.losses)
+    if not _close(first.losses, second.losses, relative):
+        drawing = [
+            path for path in first.seeded if path not in first.attention
+        ]  # attention may draw, and mostly does not
+        path = [*drawing, _first_change(first, second, PROBE_RECORDS, relative)][0]
+        raise ModelError(
+            f"{label(model, path)} is random: two runs on the same records gave different losses. Turn its "
+            "randomness off (eval mode, or F.dropout(..., training=False)); the noise that protects is the one on "
+            "the gradient"
+        )
+
+
+def check_coupling(model: nn.Module, loss_fn: LossFn, few: Any, trace: Trace) -> None:
+    """Checks that the other losses stay the same when the last record is changed, and when it is left out."""
+    rest, relative = PROBE_RECORDS - 1, _rounding(trace.losses)
+    changed = run(model, loss_fn, tree_map(_last_changed, few[0]), few[1])
+    if not _close(trace.losses[:rest], changed.losses[:rest], relative):
+        raise ModelError(
+            f"{label(model, _first_change(trace, changed, rest, relative))} couples the records of a batch: one "
+            "record's loss changes when another record changes. Each loss must depend on its own record alone: no "
+            "statistics, sums or comparisons over the batch (nn.GroupNorm in place of batch statistics)"
+        )
+    relative = min(torch.finfo(trace.losses.dtype).eps ** 0.5, 0.05)  # another shape may round differently
+    fewer = run(model, loss_fn, *rows(few, list(range(rest))))
+    if not _close(trace.losses[:rest], fewer.losses, relative):
+        raise ModelError(
+            f"{label(model, _first_change(trace, fewer, rest, relative))} depends on the batch: a record's loss "
+            "changes when another record is left out. Do not divide by the batch size or use anything else that is "
+            "taken over the batch"
+        )
+
+
+def _last_changed(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    changed = x.clone()
+    changed[-1] = x[0]
+    if x.is_floating_point() and torch.equal(changed, x):
+        changed[-1] = 0.5 * x[-1] + 0.1
+    return changed

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from reconbound.fisher.checks import capturing, no_dependence, no_gradient
+from reconbound.fisher.options import capturing, no_dependence, no_gradient
 from reconbound.fisher.passes import products
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule
 from reconbound.fisher.passes.products import Pair

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import grad, vjp, vmap
 from torch.utils._pytree import tree_map
 
-from reconbound.fisher.checks import no_dependence, no_gradient
+from reconbound.fisher.options import no_dependence, no_gradient
 from reconbound.fisher.passes.products import rounded_above, squares, squares_above
 from reconbound.fisher.passes.protocol import Params, trainable, wide_dtype
 from reconbound.validate.private import Inputs, Problem, batch_rows

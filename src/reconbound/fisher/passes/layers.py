@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import grad as convolution_gradients
 
-from reconbound.fisher.passes import patches
+from reconbound.fisher.passes import convolutions
 
 _FORWARD: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _INPUT: dict[int, Callable[..., Tensor]] = {
@@ -87,8 +87,8 @@ class ConvRule:
     def columns(self, a: Tensor) -> Tensor:
         """Returns patches as views, (B, g, C/g · kernel, places). F.unfold would launch one CUDA kernel per record."""
         r = self.rank
-        if r == 2 and patches.takes(a, self.dilation, self._patch_numbers(a.shape)):
-            found = patches.patches(a.reshape(-1, 1, *a.shape[2:]), *self._pairs())
+        if r == 2 and convolutions.kernels_apply(a, self.dilation, self._patch_numbers(a.shape)):
+            found = convolutions.patches(a.reshape(-1, 1, *a.shape[2:]), *self._pairs())
             return found.reshape(a.shape[0], self.groups, -1, math.prod(found.shape[-2:]))
         a = F.pad(a, [p for p in reversed(self.padding) for _ in (0, 1)])
         for i in range(r):
@@ -102,9 +102,9 @@ class ConvRule:
 
     def from_columns(self, columns: Tensor, shape: torch.Size) -> Tensor:
         """Returns the transpose of `columns`: adds every patch back where it came from, one kernel offset at a time."""
-        if self.rank == 2 and patches.takes(columns, self.dilation, columns.numel()):
+        if self.rank == 2 and convolutions.kernels_apply(columns, self.dilation, columns.numel()):
             images = (shape[0] * shape[1], 1, shape[2], shape[3])
-            return patches.added_patches(columns, images, *self._pairs()).reshape(shape)
+            return convolutions.added_patches(columns, images, *self._pairs()).reshape(shape)
         if columns.is_cuda and self.interleaves:
             return self.from_interleaved(columns, shape)
         if self.rank == 2 and (shape[1] > _FEW_CHANNELS or columns.is_cuda):
@@ -172,36 +172,36 @@ class ConvRule:
             if self.groups == 1:
                 return self.from_columns(matrices[0] @ delta.flatten(2), shape)
             return self.from_columns(matrices @ self.rows(delta), shape)
-        if delta.is_cuda and self.turns and weight.shape[1] >= _MANY_CHANNELS:
-            return self.turned_transpose(delta, weight)
+        if delta.is_cuda and self.transposes_as_convolution and weight.shape[1] >= _MANY_CHANNELS:
+            return self.reversed_transpose(delta, weight)
         args = (self.stride, self.padding, self.dilation, self.groups)
         return _INPUT[self.rank](shape, weight, delta, *args)
 
     @property
-    def turns(self) -> bool:
+    def transposes_as_convolution(self) -> bool:
         """Returns whether the transpose is itself a convolution with a reversed kernel. cuDNN is faster at that."""
         spans = zip(self.kernel, self.padding, self.dilation, strict=True)
         return self.groups == 1 and set(self.stride) == {1} and all(p <= d * (k - 1) for k, p, d in spans)
 
-    def _turned(self) -> ConvRule:
+    def _reversed_rule(self) -> ConvRule:
         spans = zip(self.kernel, self.padding, self.dilation, strict=True)
         padding = tuple(d * (k - 1) - p for k, p, d in spans)
         return ConvRule(self.kernel, self.stride, padding, self.dilation, 1)
 
-    def turned_transpose(self, delta: Tensor, weight: Tensor) -> Tensor:
+    def reversed_transpose(self, delta: Tensor, weight: Tensor) -> Tensor:
         turned = weight.flip(*range(2, 2 + self.rank)).transpose(0, 1)
-        return _FORWARD[self.rank](delta, turned, None, 1, self._turned().padding, self.dilation)
+        return _FORWARD[self.rank](delta, turned, None, 1, self._reversed_rule().padding, self.dilation)
 
     def transpose_records(self, weights: Tensor, delta: Tensor, shape: torch.Size) -> Tensor:
         """Returns the transpose with a different weight for each record, (B, g, O, K)."""
-        if delta.is_cuda and self.turns and shape[1] >= _MANY_CHANNELS:
-            return self.turned_transpose_records(weights, delta, shape)
+        if delta.is_cuda and self.transposes_as_convolution and shape[1] >= _MANY_CHANNELS:
+            return self.reversed_transpose_records(weights, delta, shape)
         return self.from_columns(weights.transpose(2, 3) @ self.rows(delta), shape)
 
-    def turned_transpose_records(self, weights: Tensor, delta: Tensor, shape: torch.Size) -> Tensor:
+    def reversed_transpose_records(self, weights: Tensor, delta: Tensor, shape: torch.Size) -> Tensor:
         b, o, c, size = shape[0], weights.shape[2], shape[1], math.prod(self.kernel)
         turned = weights.reshape(b, o, c, size).flip(3).transpose(1, 2).reshape(b, 1, c, o * size)
-        return (turned @ self._turned().columns(delta)).reshape(shape)
+        return (turned @ self._reversed_rule().columns(delta)).reshape(shape)
 
     def total(self, a: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
         """Returns the weight gradient summed over the batch.

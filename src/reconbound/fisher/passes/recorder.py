@@ -21,10 +21,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from reconbound.fisher.passes.convolutions import convolve, pool, poolable
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule, LinearRule, Rule, ScaleRule
-from reconbound.fisher.passes.smooth_ops import convolve, pool, poolable
+from reconbound.validate.model import CHECKPOINTING
 from reconbound.validate.private import Inputs, Problem, batch_rows
-from reconbound.validate.structure import CHECKPOINTING
 
 _CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()  # what check_small_batch has passed
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from reconbound._internal.checks import InputError
 from reconbound.fisher import Private, ProbeOptions, StepOptions, clipping, step_information
 from reconbound.fisher.probes import Basis
-from reconbound.fisher.sum_check import methods_that_pass
-from reconbound.fisher.sums import open_pass
+from reconbound.fisher.sums import methods_that_pass, open_pass
 from reconbound.sweep.fleet.stacked import Stack
 from reconbound.validate.private import Problem
 

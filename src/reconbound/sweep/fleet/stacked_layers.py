@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reconbound.fisher.passes import patches
-from reconbound.fisher.passes.smooth_ops import average, poolable, unpool
+from reconbound.fisher.passes import convolutions
+from reconbound.fisher.passes.convolutions import average, poolable, unpool
 
 Pair = tuple[int, int]
 
@@ -34,8 +34,8 @@ class ConvLayer:
         k, c, b, h, w = a.shape
         flat, args = a.reshape(k * c, b, h, w), (self.kernel, self.stride, self.padding)
         numbers = math.prod(self.kernel) * a.numel()  # at least as many as there are, for strides below the kernel
-        if patches.takes(flat, (1, 1), numbers):
-            found = patches.patches(flat, *args)
+        if convolutions.kernels_apply(flat, (1, 1), numbers):
+            found = convolutions.patches(flat, *args)
         else:
             found = F.unfold(flat.reshape(-1, 1, h, w), self.kernel, 1, self.padding, self.stride)
             found = found.reshape(k * c, b, found.shape[1], -1).transpose(1, 2)
@@ -44,8 +44,8 @@ class ConvLayer:
     def _added(self, columns: Tensor) -> Tensor:
         _, c, b, h, w = self.shape
         k, args = columns.shape[0], (self.kernel, self.stride, self.padding)
-        if patches.takes(columns, (1, 1), columns.numel()):
-            return patches.added_patches(columns, (k * c, b, h, w), *args).reshape(k, c, b, h, w)
+        if convolutions.kernels_apply(columns, (1, 1), columns.numel()):
+            return convolutions.added_patches(columns, (k * c, b, h, w), *args).reshape(k, c, b, h, w)
         flat = columns.reshape(k * c, math.prod(self.kernel), b, -1).transpose(1, 2)
         flat = flat.reshape(k * c * b, math.prod(self.kernel), -1)
         return F.fold(flat, (h, w), self.kernel, 1, self.padding, self.stride).reshape(k, c, b, h, w)
@@ -72,7 +72,7 @@ class ConvLayer:
     def forward(self, a: Tensor) -> Tensor:
         self.shape, self.columns = a.shape, self._patches(a)
         o = torch.baddbmm(self.bias[:, :, None], self.weight, self._all(self.columns))
-        self.places = patches.places(a.shape[3:], self.kernel, self.stride, self.padding)
+        self.places = convolutions.places(a.shape[3:], self.kernel, self.stride, self.padding)
         return o.reshape(len(o), o.shape[1], a.shape[2], *self.places)
 
     def backward(self, d: Tensor, *, needed: bool) -> Tensor:

@@ -1,0 +1,190 @@
+"""Convolutions, average pooling and patches of images: cheap to differentiate twice, and fast on CUDA.
+
+PyTorch's own double backward of a convolution also computes the weight's part, which is not needed here and is by far
+the most expensive. Its backward of an average pooling is, on CUDA, several times slower than the same operation
+written as a spreading (windows side by side) or as another pooling (stride 1). Patches on CUDA are copied by one Triton
+kernel, and added back by another; where Triton is missing, PyTorch's functions are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+try:
+    import triton  # type: ignore[import-not-found,unused-ignore]
+    import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
+except ImportError:  # a build of PyTorch without it
+    triton = None
+
+Pair = tuple[int, int]
+_Map = Callable[[Tensor], Tensor]
+_BLOCK = 1024
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _move_patches(  # type: ignore[no-untyped-def,unused-ignore]
+        source,
+        target,
+        total,
+        height: tl.constexpr,
+        width: tl.constexpr,
+        kernel_rows: tl.constexpr,
+        kernel_columns: tl.constexpr,
+        rows: tl.constexpr,
+        columns: tl.constexpr,
+        down: tl.constexpr,
+        right: tl.constexpr,
+        pad_rows: tl.constexpr,
+        pad_columns: tl.constexpr,
+        inner: tl.constexpr,
+        block: tl.constexpr,
+        adding: tl.constexpr,
+    ):
+        """Copies patches out of images, or adds them back; (v, u) = (down y + ky − pad, right x + kx − pad).
+
+        copying: target[n, ky, kx, m, y, x] = source[n, m, v, u], zero outside
+        adding:  target[n, m, v, u] = Σ source[n, ky, kx, m, y, x]
+        """
+        i = tl.program_id(0) * block + tl.arange(0, block)
+        if adding:
+            u = i % width + pad_columns
+            v = (i // width) % height + pad_rows
+            m = (i // (width * height)) % inner
+            n = i // (width * height * inner)
+            value = tl.zeros((block,), dtype=target.dtype.element_ty)
+            for ky in tl.static_range(kernel_rows):
+                for kx in tl.static_range(kernel_columns):
+                    y = (v - ky) // down
+                    x = (u - kx) // right
+                    there = (v >= ky) & (u >= kx) & (y * down == v - ky) & (x * right == u - kx)
+                    there = there & (y < rows) & (x < columns) & (i < total)
+                    place = (((n * kernel_rows + ky) * kernel_columns + kx) * inner + m) * rows + y
+                    value += tl.load(source + place * columns + x, mask=there, other=0.0)
+            tl.store(target + i, value, mask=i < total)
+        else:
+            rest = i // (columns * rows)
+            m = rest % inner
+            kx = (rest // inner) % kernel_columns
+            ky = (rest // (inner * kernel_columns)) % kernel_rows
+            n = (rest // (inner * kernel_columns * kernel_rows)) * inner + m
+            v = ((i // columns) % rows) * down + ky - pad_rows
+            u = (i % columns) * right + kx - pad_columns
+            inside = (v >= 0) & (v < height) & (u >= 0) & (u < width) & (i < total)
+            copied = tl.load(source + (n * height + v) * width + u, mask=inside, other=0.0)
+            tl.store(target + i, copied, mask=i < total)
+
+
+def kernels_apply(a: Tensor, dilation: tuple[int, ...], numbers: int) -> bool:
+    """Returns whether the kernels apply: CUDA, no dilation, no graph to build, and a size that one launch can do.
+
+    Args:
+        a: the tensor to work on.
+        dilation: the convolution's dilation.
+        numbers: n, how many numbers the kernel writes.
+    """
+    plain = set(dilation) == {1} and not (a.requires_grad and torch.is_grad_enabled())
+    return triton is not None and a.is_cuda and plain and 0 < numbers < 2**31
+
+
+def patches(a: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
+    """Returns the patches of images that meet a kernel: (N, kernel rows, kernel columns, M, rows, columns).
+
+    Args:
+        a: images, (N, M, H, W).
+        kernel: rows and columns of the kernel.
+        stride: its stride.
+        padding: its zero padding.
+    """
+    a = a.contiguous()
+    (n, m, height, width), (rows, columns) = a.shape, places(a.shape[2:], kernel, stride, padding)
+    out = torch.empty(n, *kernel, m, rows, columns, dtype=a.dtype, device=a.device)
+    launch: Any = _move_patches
+    sizes = (out.numel(), height, width, *kernel, rows, columns, *stride, *padding, m, _BLOCK, False)
+    launch[(triton.cdiv(out.numel(), _BLOCK),)](a, out, *sizes)
+    return out
+
+
+def added_patches(columns: Tensor, shape: tuple[int, ...], kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
+    """Returns the transpose of `patches`: every patch added back to the images, (N, M, H, W).
+
+    Args:
+        columns: patches, as `patches` returns them.
+        shape: (N, M, H, W) of the images.
+        kernel: rows and columns of the kernel.
+        stride: its stride.
+        padding: its zero padding.
+    """
+    out = torch.empty(shape, dtype=columns.dtype, device=columns.device)
+    launch: Any = _move_patches
+    at = places(shape[2:], kernel, stride, padding)
+    sizes = (out.numel(), *shape[2:], *kernel, *at, *stride, *padding, shape[1], _BLOCK // 4, True)
+    launch[(triton.cdiv(out.numel(), _BLOCK // 4),)](columns.contiguous(), out, *sizes)
+    return out
+
+
+def places(size: tuple[int, ...], kernel: Pair, stride: Pair, padding: Pair) -> Pair:
+    """Returns the number of rows and columns of places at which a kernel meets images of size (H, W)."""
+    rows, columns = ((size[i] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in (0, 1))
+    return rows, columns
+
+
+class _Linear(torch.autograd.Function):
+    """A linear map whose derivative is its transpose, and the transpose's derivative the map."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, apply: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.maps = transpose, apply
+        return apply(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _linear(grads[0], *ctx.maps), None, None
+
+
+_linear: Callable[..., Any] = _Linear.apply
+
+
+def convolve(a: Tensor, weight: Tensor, rule: Any) -> Tensor:
+    """Convolves with a constant weight by a ConvRule, cheap to differentiate twice in the input."""
+    shape = a.shape
+    output: Tensor = _linear(a, lambda x: rule.apply(x, weight), lambda delta: rule.transpose(delta, weight, shape))
+    return output
+
+
+def poolable(shape: torch.Size, kernel: Pair, stride: Pair) -> bool:
+    """Returns whether `unpool` applies: windows side by side that fill the image, or windows at every place."""
+    if len(shape) != 4 or shape[2] < kernel[0] or shape[3] < kernel[1]:
+        return False
+    return stride == (1, 1) or (stride == kernel and shape[2] % kernel[0] == 0 and shape[3] % kernel[1] == 0)
+
+
+def pool(a: Tensor, kernel: Pair, stride: Pair) -> Tensor:
+    """Computes average pooling, cheap to differentiate twice on CUDA; only where `poolable`."""
+    shape = a.shape
+    output: Tensor = _linear(a, lambda x: average(x, kernel, stride), lambda d: unpool(d, kernel, stride, shape))
+    return output
+
+
+def unpool(delta: Tensor, kernel: Pair, stride: Pair, shape: torch.Size) -> Tensor:
+    """Applies the transpose of average pooling: spreads every window's share over its places."""
+    if stride == (1, 1):
+        rows, columns = kernel[0] - 1, kernel[1] - 1
+        return average(F.pad(delta, (columns, columns, rows, rows)), kernel, stride)
+    share = (delta / (kernel[0] * kernel[1]))[:, :, :, None, :, None]
+    return share.expand(*delta.shape[:3], kernel[0], delta.shape[3], kernel[1]).reshape(shape)
+
+
+def average(a: Tensor, kernel: Pair, stride: Pair) -> Tensor:
+    """Computes average pooling; 2 × 2 windows at every place in two passes, which is faster than PyTorch's kernel."""
+    if stride != (1, 1) or kernel != (2, 2):
+        return F.avg_pool2d(a, kernel, stride)
+    across = torch.lerp(a[..., 1:], a[..., :-1], 0.5)
+    return torch.lerp(across[..., 1:, :], across[..., :-1, :], 0.5)
