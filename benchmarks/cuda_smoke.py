@@ -129,7 +129,7 @@ def fleets(device: str) -> None:
                 networks.mnist_cnn, losses, x, y, chosen, at=[4], device=device, method=method, private=private
             )
             (shot,) = fleet.run(0, seeds=[10 + k for k in of])
-            found[of] = {k: (fleet.params[i].clone(), shot.own[i].float()) for i, k in enumerate(of)}
+            found[of] = {k: (fleet.params[i].clone(), shot.dfil()[i].float()) for i, k in enumerate(of)}
         for k in (0, 2):
             for a, b in zip(*(each[k] for each in found.values()), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)

@@ -131,7 +131,17 @@ def train(grid: Grid, asked: argparse.Namespace) -> None:
             break
         part = todo[first : first + (asked.fleet or grid.fleet)]
         settings = [
-            Settings(s, c, grid.rate, sampler=name, lr=lr, momentum=grid.momentum, budget=1.0, seed=asked.seed)
+            Settings(
+                s,
+                c,
+                grid.rate,
+                sampler=name,
+                lr=lr,
+                momentum=grid.momentum,
+                budget=1.0,
+                seed=asked.seed,
+                rules=("exact" if name == "poisson" else "fixed", "paper"),
+            )
             for name, s, c, lr in part
         ]
         budgets = (1e-3,) * len(grid.at) if asked.scout else grid.budgets

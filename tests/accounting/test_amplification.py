@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import expit, logit
 from scipy.stats import norm
 
 from reconbound.accounting.amplification import (
@@ -20,7 +21,6 @@ from reconbound.accounting.amplification import (
     fixed_size_factor,
     paper_delta,
     paper_kappa,
-    poisson_factor_bounds,
     poisson_factors,
 )
 
@@ -43,6 +43,12 @@ def high_precision_factors(m: float, q: float) -> tuple[mpmath.mpf, mpmath.mpf]:
         }
         points = sorted(c for c in cuts if -16 <= c <= 16)
         return q_ * mpmath.quad(integrand, points), q_ * mpmath.quad(lambda x: x * x * integrand(x), points)
+
+
+def closed_form_bounds(m: np.ndarray | float, q: float) -> np.ndarray:
+    """Upper bounds by Jensen's inequality: k⊥ ≤ q/(q + (1−q)e^{−m²}), k∥ ≤ q/(q + (1−q)e^{−m²}/(1+m²))."""
+    m = np.minimum(m, 1e3)
+    return np.array([expit(logit(q) + m**2), expit(logit(q) + m**2 + np.log1p(m**2))])
 
 
 def information_by_integration(density: Callable[[np.ndarray], np.ndarray], dimensions: int, cell: float) -> np.ndarray:
@@ -154,10 +160,10 @@ def test_never_above_the_papers_kappa_on_its_grid() -> None:
 @pytest.mark.parametrize("q", RATES)
 def test_closed_forms_are_upper_bounds(q: float) -> None:
     norms = np.concatenate([np.linspace(0, 30, 601), [1e3, 1e6]])
-    for exact, bound in zip(poisson_factors(norms, q), poisson_factor_bounds(norms, q), strict=True):
+    for exact, bound in zip(poisson_factors(norms, q), closed_form_bounds(norms, q), strict=True):
         assert np.all(exact <= bound * (1 + 1e-14))
-    assert poisson_factor_bounds(1.0, q)[0] == pytest.approx(q / (q + (1 - q) / math.e))
-    assert poisson_factor_bounds(1.0, q)[1] == pytest.approx(q / (q + (1 - q) / math.e / 2))
+    assert closed_form_bounds(1.0, q)[0] == pytest.approx(q / (q + (1 - q) / math.e))
+    assert closed_form_bounds(1.0, q)[1] == pytest.approx(q / (q + (1 - q) / math.e / 2))
 
 
 @pytest.mark.parametrize("q", RATES)
@@ -205,7 +211,7 @@ def test_whole_range_is_finite_and_ordered(m: float, log_q: float, noise: float,
     q = min(math.exp(log_q), 1.0)
     with warnings.catch_warnings(), np.errstate(over="raise", invalid="raise", divide="raise"):
         warnings.simplefilter("error")
-        exact, bound = np.array(poisson_factors(m, q)), np.array(poisson_factor_bounds(m, q))
+        exact, bound = np.array(poisson_factors(m, q)), closed_form_bounds(m, q)
         fixed = fixed_size_factor(m, 1 / noise, q)
         kappa = paper_kappa(noise, q, delta)
     assert np.all((exact > 0) & (exact <= bound * (1 + 1e-13)) & (bound <= 1))
@@ -237,8 +243,8 @@ def test_fixed_size_factor_is_the_larger_one_at_the_summed_norm() -> None:
     expected = np.maximum(*poisson_factors([1.5, 3.0, 9.0], 0.01))
     np.testing.assert_array_equal(fixed_size_factor([0.5, 2.0, 8.0], 1.0, 0.01), expected)
     table = PoissonTable(0.01)
-    np.testing.assert_allclose(table.largest([1.5, 3.0, 9.0]), expected, rtol=1e-12)
-    np.testing.assert_allclose(table.largest(torch.tensor([1.5, 3.0, 9.0])).numpy(), expected, rtol=1e-6)
+    for dtype, close in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        np.testing.assert_allclose(table.largest(torch.tensor([1.5, 3.0, 9.0], dtype=dtype)), expected, rtol=close)
 
 
 def test_paper_kappa_by_hand() -> None:
@@ -255,7 +261,7 @@ def test_table_accuracy(q: float) -> None:
     inside = np.random.default_rng(0).uniform(0, 24, 20_000)
     norms = np.concatenate([inside, cells, np.nextafter(cells, 1e9), [1e-300, 1e3, 1e6, np.inf]])
     table, exact = PoissonTable(q), np.stack(poisson_factors(norms, q))
-    double = np.stack(table(norms))
+    double = torch.stack(table(torch.from_numpy(norms))).numpy()
     assert np.max(np.abs(double / exact - 1)) < (1e-12 if q >= 1e-9 else 1e-9)
     assert np.all(double <= 1)
     single = torch.stack(table(torch.from_numpy(norms).to(torch.float32)))
@@ -263,16 +269,12 @@ def test_table_accuracy(q: float) -> None:
     assert np.max(np.abs(single.double().numpy() / exact - 1)) < (2e-6 if q >= 1e-9 else 1e-5)
 
 
-def test_table_on_tensors_equals_table_on_arrays() -> None:
-    norms = np.linspace(0, 20, 999).reshape(27, 37)
+def test_table_keeps_shapes_and_raises_half_precision() -> None:
     table = PoissonTable(0.02)
-    for from_array, from_tensor in zip(table(norms), table(torch.from_numpy(norms)), strict=True):
-        np.testing.assert_array_equal(from_array, from_tensor.numpy())
-        assert from_array.shape == norms.shape
-    assert table(2.0)[0].shape == ()
+    assert all(factor.shape == (27, 37) for factor in table(torch.rand(27, 37)))
+    assert table(torch.tensor(2.0, dtype=torch.bfloat16))[0].shape == ()
     assert table(torch.tensor(2.0, dtype=torch.bfloat16))[0].dtype == torch.float32
     assert table.prepare("cpu") is table
-    assert repr(table) == "PoissonTable(sample_rate=0.02)"
 
 
 def test_table_never_waits_for_the_device_and_never_returns_nan() -> None:
@@ -281,7 +283,7 @@ def test_table_never_waits_for_the_device_and_never_returns_nan() -> None:
     assert table(torch.empty(5, device="meta"))[1].shape == (5,)
     across, along = table(torch.tensor([math.nan, math.inf, -1.0], dtype=torch.float64))
     np.testing.assert_allclose([across[:2], along[:2]], 1.0, rtol=1e-14)
-    np.testing.assert_array_equal(across[2].numpy(), table(1.0)[0])
+    assert across[2] == table(torch.tensor(1.0, dtype=torch.float64))[0]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -306,13 +308,7 @@ def test_table_inside_a_cuda_graph(dtype: torch.dtype) -> None:
         (lambda: poisson_factors(math.nan, 0.1), "clipped_norm_over_noise must be at least 0 and not NaN, got nan"),
         (lambda: poisson_factors(1.0, 0.0), r"sample_rate must lie in \[1e-30, 1\], got 0.0"),
         (lambda: PoissonTable(1.5), r"sample_rate must lie in \[1e-30, 1\], got 1.5"),
-        (lambda: PoissonTable(0.5)([-2.0]), r"clipped_norm_over_noise must be at least 0 and not NaN, got \[-2.0\]"),
         (lambda: fixed_size_factor(1.0, -1.0, 0.1), "clip_bound_over_noise must be at least 0"),
-        (lambda: paper_kappa(0.0, 0.1, 0.1), "noise_multiplier must be positive and finite, got 0.0"),
-        (lambda: paper_kappa(1.0, 0.1, 0.0), r"delta must lie in \(0, 1\), got 0.0"),
-        (lambda: paper_kappa(1.0, 0.1, 0.1, clip_bound=-1), "clip_bound must be positive and finite, got -1"),
-        (lambda: paper_delta(0, 5), "records must be at least 1, got 0"),
-        (lambda: paper_delta(5, 0), "steps must be at least 1, got 0"),
     ],
 )
 def test_messages_name_the_argument_and_its_value(call: Callable[[], object], message: str) -> None:

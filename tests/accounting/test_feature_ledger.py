@@ -10,10 +10,10 @@ from test_accountant import account, info
 from learning import FEATURES, RECORDS, learner, same_state
 from reconbound._internal.checks import InputError
 from reconbound.accounting.accountant import Chosen, FisherAccountant
-from reconbound.accounting.feature_ledger import resolved
+from reconbound.accounting.feature_ledger import resolve_diagonal
 
-#: these ledgers are made up: a few measurements that tell of no whole run
-pytestmark = pytest.mark.filterwarnings("ignore:the measurements of a run tell")
+#: these ledgers hold a few measurements, not whole runs
+pytestmark = pytest.mark.filterwarnings("ignore:a run was measured over about")
 
 
 def information(ledger: FisherAccountant) -> np.ndarray:
@@ -24,13 +24,13 @@ def information(ledger: FisherAccountant) -> np.ndarray:
 
 
 def test_forms() -> None:
-    assert resolved(("auto", 12 * 100 * 7), 100, 7) == "all"
-    assert resolved(("auto", 12 * 100 * 7 - 1), 100, 7) == Chosen(16, 16, 1)
-    assert resolved(("top", 3), 100, 7) == Chosen(3, 0, 1)
-    assert resolved(Chosen(3, 2, 4), 100, 7) == Chosen(3, 2, 4)
+    assert resolve_diagonal(("auto", 12 * 100 * 7), 100, 7) == "all"
+    assert resolve_diagonal(("auto", 12 * 100 * 7 - 1), 100, 7) == Chosen(16, 16, 1)
+    assert resolve_diagonal(("top", 3), 100, 7) == Chosen(3, 0, 1)
+    assert resolve_diagonal(Chosen(3, 2, 4), 100, 7) == Chosen(3, 2, 4)
     for bad in ("some", ("top",), ("top", 0), ("top", 2.5), ("best", 3), ("auto", 0), [100], [-1], [1, 1], []):
         with pytest.raises(InputError, match="diagonal"):
-            resolved(bad, 100, 7)  # type: ignore[arg-type]
+            resolve_diagonal(bad, 100, 7)  # type: ignore[arg-type]
     for bad in ({"most": 0, "least": 0}, {"most": -1}, {"after": 0}):
         with pytest.raises(InputError, match=next(iter(bad))):
             Chosen(**bad)

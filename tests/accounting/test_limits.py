@@ -10,7 +10,7 @@ import torch
 from scipy.stats import t as student
 
 from reconbound._internal.checks import InputError
-from reconbound.accounting.limits import WIDEST, upper_limit, why_no_limit
+from reconbound.accounting.confidence import WIDEST, Estimates, explain_no_limit, upper_limit
 
 Rule = Callable[[np.ndarray, np.ndarray], np.ndarray]
 T = 3.689662  # t of 99.75 % at 9 degrees of freedom, from a table
@@ -21,7 +21,7 @@ def limit(
 ) -> np.ndarray:
     m, e = (torch.as_tensor(part, dtype=torch.float64) for part in (mean, error))
     often = torch.full(m.shape, 99) if measured is None else torch.as_tensor(measured)
-    return upper_limit(m, e, often, runs=runs, confidence=confidence, sampled=sampled).numpy()
+    return upper_limit(Estimates(m, e, often, runs, sampled), confidence).numpy()
 
 
 def test_formula_in_numbers() -> None:
@@ -91,7 +91,7 @@ def test_nothing_is_not_a_number() -> None:
     assert not np.isnan(found).any()
 
 
-def test_zero_information_records_do_not_count() -> None:
+def test_records_without_information_do_not_vote() -> None:
     """They have no spread, which says nothing of the others'; and their limit is that of the lower quartile."""
     mean, relative = np.array([1.0, 2.0, 4.0, 8.0, 9.0]), np.array([0.1, 0.2, 0.3, 0.1, 0.2])
     zeros = np.zeros(7)
@@ -101,7 +101,7 @@ def test_zero_information_records_do_not_count() -> None:
     wild = np.r_[zeros, 0.9 * mean]
     assert np.isinf(limit(np.r_[zeros, mean], wild)).all()
     parts = (torch.tensor(np.r_[zeros, mean]), torch.tensor(wild), torch.full((12,), 99))
-    assert "differ too much" in str(why_no_limit(*parts, runs=10, sampled=True))
+    assert "differ too much" in str(explain_no_limit(Estimates(*parts, runs=10, sampled=True)))
 
 
 def test_two_runs_at_least() -> None:

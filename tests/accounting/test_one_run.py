@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from reconbound._internal.checks import InputError
-from reconbound.accounting.precision import OFTEN, ONE_RUN, how_far_off
+from reconbound.accounting.confidence import OFTEN, ONE_RUN, describe_one_run
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments"
 sys.path.insert(0, str(FOLDER))  # for its own imports
@@ -46,7 +46,7 @@ def test_stated_shares_are_largest_counted() -> None:
         group = [line for line in lines if (float(line["measurements"]) >= OFTEN) == often]
         assert two - 1 <= 100 * max(float(line["above_2"]) for line in group) <= two
         assert ten - 1 <= 100 * max(float(line["above_10"]) for line in group) <= ten
-        assert f"up to {two} %" in how_far_off(OFTEN if often else OFTEN - 1)
+        assert f"up to {two} %" in describe_one_run(OFTEN if often else OFTEN - 1)
 
 
 def test_one_run_has_no_confidence_limit() -> None:

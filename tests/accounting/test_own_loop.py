@@ -64,7 +64,7 @@ def test_partly_measured_run_is_reported() -> None:
     run(kept, 10)
     assert "about" in " ".join(kept.mse_floor().notes)
     assert "of 50 steps measured so far" in " ".join(kept.mse_floor().notes)
-    with pytest.warns(ReconboundWarning, match=r"tell of about [\d.]+ of its 50 steps: its floors are too high"):
+    with pytest.warns(ReconboundWarning, match=r"measured over about [\d.]+ of its 50 steps: its floors are too high"):
         kept.finish_run()
     said = "not measured over all of their 50 steps"
     assert said in " ".join(kept.mse_floor().notes)
@@ -138,20 +138,20 @@ def test_private_sgd_measures_whole_runs(budget: Any, sampler: str) -> None:
     x, y = data()
     settings = Settings(1.0, 1.0, 0.15, sampler=sampler, budget=budget, seed=1)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*tell of about.*")
+        warnings.filterwarnings("error", message=".*a run was measured over about.*")
         learner = PrivateSGD(network(), losses, x, y, settings, progress=False, check=False).fit(60)
     assert learner.accountant is not None
     assert not any("measured over all" in note for note in learner.accountant.mse_floor().notes)
 
 
-def test_ledgers_of_earlier_versions_are_not_suspected() -> None:
+@pytest.mark.parametrize("missing", ["weights", "trace_error"])
+def test_tensors_of_another_version_are_refused(missing: str) -> None:
     kept, other = ledger(), ledger()
     run(kept, 10)
-    before = {name: value for name, value in kept.state().items() if name not in ("weights", "partial")}
-    other.restore(before, 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        other.finish_run()
+    before = {name: value for name, value in kept.state().items() if name != missing}
+    with pytest.raises(InputError, match=f"{missing} must be a tensor of shape .* this version of reconbound"):
+        other.restore(before, 0)
+    assert int(other.measured().sum()) == 0
 
 
 def test_numbers_must_be_numbers() -> None:

@@ -135,8 +135,8 @@ def test_masked_rows_are_no_measurements() -> None:
         plain.add(kept, _rows(found[1], kept))
     assert torch.equal(masked.measured(), plain.measured())
     assert int(masked.measured()[0]) == 0
-    assert masked.traces.steps_told() == pytest.approx(plain.traces.steps_told())
-    for name in ("trace", "variance", "spectral", "weights"):
+    assert masked.traces.steps_covered() == pytest.approx(plain.traces.steps_covered())
+    for name in ("trace", "trace_error", "spectral", "weights"):
         torch.testing.assert_close(masked.traces.state[name], plain.traces.state[name])
     torch.testing.assert_close(masked.features.state["diagonal"], plain.features.state["diagonal"])
     floors = masked.mse_floor().value

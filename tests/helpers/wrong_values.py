@@ -135,10 +135,11 @@ def _found() -> Any:
 
 
 def _ledger(runs: int = 2) -> rb.FisherAccountant:
-    ledger = rb.FisherAccountant(_account(), diagonal="all", spectral=False)
+    ledger = rb.FisherAccountant(_account(), diagonal="all", spectral=False, keep_runs_at=[1, _account().steps])
     for _ in range(runs):
-        for _ in range(2):
+        for step in range(2):
             ledger.add([0, 1], _found_with_features())
+            ledger.keep_step(step + 1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ledger.finish_run()
@@ -218,7 +219,10 @@ def cases(folder: Path) -> Iterator[Case]:
         "sampler": "poisson", "clip": "smooth", "rules": (), "batches_per_epoch": None,
     }  # fmt: skip
     yield Case("Account", rb.Account, _only(**account), lambda found: (found.mechanism(), rb.FisherAccountant(found)))
-    ledger = {"account": _account, **_only(diagonal="none", spectral=False, feature_scale=1.0, device="cpu")}
+    ledger = {
+        "account": _account,
+        **_only(diagonal="none", spectral=False, feature_scale=1.0, keep_runs_at=[1, 2], device="cpu"),
+    }
     yield Case("FisherAccountant", rb.FisherAccountant, ledger, lambda found: (repr(found), found.dfil()))
     yield from _fisher_cases(sgd)
     yield from _ledger_cases(folder)
@@ -288,6 +292,9 @@ def _ledger_cases(folder: Path) -> Iterator[Case]:
     yield method("begin_run", fingerprint="0" * 32)
     yield method("dfil", rule=None)
     yield method("trace", rule=None)
+    yield method("dfil_of_runs", step=1, rule=None)
+    yield method("keep_step", step=1)
+    yield method("measured", step=1)
     yield method("mse_floor", rule=None)
     yield method("no_limit_because", rule=None)
     yield method("standard_error", rule=None)

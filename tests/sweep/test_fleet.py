@@ -65,6 +65,7 @@ class Beside(PrivateSGD):
 
 
 def beside(fleet: Fleet, chosen: Settings, model: nn.Module | None = None, **options: Any) -> PrivateSGD:
+    options = {"whole_at": fleet.at, **options}
     one = Beside(model or conv(), losses, *images(), chosen, progress=False, check=False, **options)
     one.fleet = fleet
     return one
@@ -89,15 +90,14 @@ def test_equals_private_sgd_in_parameters_and_ledger(sampler: str, clip: str, me
     for k, s in enumerate(settings):
         one = beside(fleet, s)
         one.repeat(2, STEPS)
-        alone = torch.cat([p.detach().flatten() for p in one.model.parameters()])
-        assert torch.allclose(ends[0][k], alone, rtol=1e-9, atol=1e-12)  # the first run's is the one that is kept
-        assert not torch.allclose(ends[1][k], alone, rtol=1e-3, atol=1e-3)
+        single = torch.cat([p.detach().flatten() for p in one.model.parameters()])
+        assert torch.allclose(ends[0][k], single, rtol=1e-9, atol=1e-12)  # the first run's is the one that is kept
+        assert not torch.allclose(ends[1][k], single, rtol=1e-3, atol=1e-3)
         assert one.accountant is not None
-        first = beside(fleet, s).repeat(1, STEPS).accountant
-        assert first is not None
         for rule in rules:
-            second = 2 * one.accountant.dfil(rule) - first.dfil(rule)  # the second run's own ledger
+            second = one.accountant.dfil_of_runs(STEPS, rule)[1]
             assert torch.allclose(found.dfil(rule)[k], second, rtol=1e-7, atol=1e-12), (rule, k)
+        assert torch.equal(fleet.ledger.measured_in_runs(STEPS), one.accountant.measured())
     assert found.step == STEPS
     assert bool(found.finite.all())
 
@@ -111,15 +111,15 @@ def test_equals_private_sgd_with_empty_batches(rate: float, steps: int, budget: 
     entries are the same, though they lie tens of orders of magnitude apart."""
     settings = chosen(sample_rate=rate, budget=budget, rules=("exact", "none"))
     fleets = [Fleet(conv, losses, *images(), settings, at=[steps], method=method) for method in ("stacked", "branches")]
-    found = [fleet.run(0, noise=noise_of(0, size_of(conv())))[0] for fleet in fleets]
+    found = [next(fleet.run(0, noise=noise_of(0, size_of(conv())))) for fleet in fleets]
     first = fleets[0]
     assert sum(len(first.sampler.batch(first.run_seeds[0], t)) for t in range(steps)) <= 4
     for k, s in enumerate(settings):
         one = beside(first, s).repeat(1, steps)
-        alone = torch.cat([p.detach().flatten() for p in one.model.parameters()])
+        single = torch.cat([p.detach().flatten() for p in one.model.parameters()])
         assert one.accountant is not None
         for fleet, ledger in zip(fleets, found, strict=True):
-            assert torch.allclose(fleet.params[k], alone, rtol=1e-9)
+            assert torch.allclose(fleet.params[k], single, rtol=1e-9)
             for rule in ("exact", "none"):
                 assert torch.allclose(ledger.dfil(rule)[k], one.accountant.dfil(rule), rtol=1e-6, atol=1e-30), (rule, k)
         assert bool((one.accountant.measured() == (steps if budget > 1e3 else 1)).all())
@@ -152,7 +152,7 @@ def test_padding_adds_nothing_and_large_batches_fit(method: str) -> None:
 
 
 @pytest.mark.slow
-def test_ledger_is_unbiased_for_what_dense_jacobians_say() -> None:
+def test_ledger_is_unbiased_against_dense_jacobians() -> None:
     """Over many plans at fixed parameters: mean of the ledger = T q f, f from dense Jacobians and factors."""
     rate, steps, plans = 0.2, 6, 100
     settings = [Settings(s, c, rate, budget=0.7, seed=SEED) for s, c, _, _ in CHOICES]
@@ -182,7 +182,7 @@ def _same_start(fleet: Fleet) -> None:
     generator = torch.Generator().manual_seed(1)
     fleet.params.copy_(torch.randn(1, fleet.params.shape[1], generator=generator, dtype=torch.float64) * 0.5)
     fleet.velocity.zero_()
-    fleet.ledger.zero_()
+    fleet.ledger.clear_run()
 
 
 def _clipped_norm(n: Tensor, s: Settings) -> Tensor:
@@ -192,24 +192,24 @@ def _clipped_norm(n: Tensor, s: Settings) -> Tensor:
 
 def test_snapshots_are_prefixes_and_kappa_follows_their_length() -> None:
     """Looking at a run halfway does not change where it ends; the paper's κ takes δ = 1/(N T) of each snapshot."""
-    settings = chosen()
+    settings = chosen(rules=("exact", "paper", "none"))
     noise = noise_of(0, size_of(conv()))
     both = list(Fleet(conv, losses, *images(), settings, at=[5, STEPS]).run(0, noise=noise))
     whole = Fleet(conv, losses, *images(), settings, at=[STEPS])
     half = Fleet(conv, losses, *images(), settings, at=[5])
     (_,), (early,) = whole.run(0, noise=noise), half.run(0, noise=noise)
-    assert torch.allclose(both[0].own, early.own, rtol=1e-10)
+    assert torch.allclose(both[0].dfil(), early.dfil(), rtol=1e-10)
     again = Fleet(conv, losses, *images(), settings, at=[5, STEPS])
     last = list(again.run(0, noise=noise))[-1]
     assert torch.equal(again.params, whole.params) or torch.allclose(again.params, whole.params, rtol=1e-12)
-    assert bool((last.own >= both[0].own).all())
+    assert bool((last.dfil() >= both[0].dfil()).all())
     for shot in both:
         for k, s in enumerate(settings):
             kappa = paper_kappa(s.noise_multiplier, 0.2, paper_delta(RECORDS, shot.step))
             assert torch.allclose(shot.dfil("paper")[k], kappa * shot.dfil("none")[k], rtol=1e-12)
 
 
-def test_batches_are_the_samplers_own_and_runs_differ() -> None:
+def test_runs_repeat_themselves_and_differ_from_each_other() -> None:
     """Without injected noise a run repeats itself, another run does not; evaluate is asked of every training."""
     for sampler in (Poisson(RECORDS, 0.2), FixedSize(RECORDS, 8)):
         settings = chosen(sampler=sampler.name, rules=())
@@ -218,8 +218,8 @@ def test_batches_are_the_samplers_own_and_runs_differ() -> None:
         (a,), (b,), (c,) = (fleet.run(r, evaluate=asked) for r in (0, 0, 1))
         assert a.found == b.found != c.found
         assert len(a.found) == len(CHOICES)
-        assert torch.equal(a.own, b.own)
-        assert not torch.equal(a.own, c.own)
+        assert torch.equal(a.dfil(), b.dfil())
+        assert not torch.equal(a.dfil(), c.dfil())
 
 
 def test_weight_decay_is_that_of_private_sgd() -> None:
@@ -228,12 +228,12 @@ def test_weight_decay_is_that_of_private_sgd() -> None:
     list(fleet.run(0, noise=noise_of(0, size_of(conv()))))
     for k, s in enumerate(settings):
         one = beside(fleet, s).repeat(1, 3)
-        alone = torch.cat([p.detach().flatten() for p in one.model.parameters()])
-        assert torch.allclose(fleet.params[k], alone, rtol=1e-9, atol=1e-12)
+        single = torch.cat([p.detach().flatten() for p in one.model.parameters()])
+        assert torch.allclose(fleet.params[k], single, rtol=1e-9, atol=1e-12)
 
 
-def test_each_stretch_has_a_plan_of_its_own() -> None:
-    """Every record once in each stretch of ten steps; not in the same order, which would measure it at like places."""
+def test_each_segment_has_its_own_plan() -> None:
+    """Every record once in each segment of ten steps; not in the same order, which would measure it at like places."""
     fleet = Fleet(conv, losses, *images(), chosen(budget=0.5), at=[10, 20])
     seen: list[list[int]] = [[], []]
     fleet._measure = lambda group, weight, seed, step, part: seen[step // 10].extend(group.tolist())  # type: ignore
@@ -251,20 +251,20 @@ def test_initialise_is_that_of_private_sgd() -> None:
         ends.insert(0, fleet.params.clone())
     one = beside(fleet, chosen()[0], initialise=lecun_normal)
     one.repeat(1, 3)
-    alone = torch.cat([p.detach().flatten() for p in one.model.parameters()])
-    assert torch.allclose(ends[0][0], alone, rtol=1e-9, atol=1e-12)
-    assert not torch.allclose(ends[1][0], alone, rtol=1e-2, atol=1e-2)
+    single = torch.cat([p.detach().flatten() for p in one.model.parameters()])
+    assert torch.allclose(ends[0][0], single, rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(ends[1][0], single, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("method", ["stacked", "branches"])
-def test_seeded_training_is_independent_of_others(method: str) -> None:
+def test_training_with_its_own_seed_does_not_depend_on_the_others(method: str) -> None:
     def found(of: list[int], number: int = 0) -> dict[int, tuple[Any, Any]]:
         settings = [Settings(0.5 + k, 1.0, 0.2, lr=0.1 * (k + 1), budget=1.0, seed=1) for k in of]
         fleet = Fleet(conv, losses, *images(), settings, at=[3], method=method)
-        told: list[int] = []
-        (shot,) = fleet.run(number, seeds=[100 + k for k in of], tell=told.append)
-        assert told == [0, 1, 2]
-        return {k: (fleet.params[i].clone(), shot.own[i]) for i, k in enumerate(of)}
+        steps: list[int] = []
+        (shot,) = fleet.run(number, seeds=[100 + k for k in of], tell=steps.append)
+        assert steps == [0, 1, 2]
+        return {k: (fleet.params[i].clone(), shot.dfil()[i]) for i, k in enumerate(of)}
 
     three, one, again, other = found([0, 1, 2]), found([1]), found([2, 1]), found([1], number=1)
     for k, few in ((1, one), (1, again), (2, again)):
@@ -282,7 +282,7 @@ def test_seeded_training_is_independent_of_others(method: str) -> None:
         list(fleet.run(0, seeds=[5]))
 
 
-def test_a_seeds_noise_is_another_in_every_run_and_at_every_step() -> None:
+def test_noise_differs_between_runs_and_steps() -> None:
     fleet = Fleet(conv, losses, *images(), chosen(), at=[1, 2])
     seen = [fleet.noise.clone() for run in (0, 1, 0) for _ in fleet.run(run, seeds=[5, 6, 7])]
     assert torch.equal(seen[1], seen[5])
@@ -291,7 +291,7 @@ def test_a_seeds_noise_is_another_in_every_run_and_at_every_step() -> None:
     assert rows.std().item() == pytest.approx(1, abs=0.1)
 
 
-def test_diverged_trainings_are_named() -> None:
+def test_diverged_trainings_are_reported() -> None:
     settings = [Settings(99.0, 1.0, 0.2, lr=lr, budget=1.0, seed=1) for lr in (0.1, 1e308)]
     (found,) = Fleet(conv, losses, *images(), settings, at=[3]).run(0)
     assert found.finite.tolist() == [True, False]
@@ -302,6 +302,7 @@ def test_diverged_trainings_are_named() -> None:
     ("changes", "options", "name"),
     [
         ({"seed": None}, {}, "settings.seed"),
+        ({"rules": None}, {}, "settings.rules"),
         ({"sampler": "shuffle", "budget": "every"}, {}, "settings.sampler"),
         ({}, {"at": [3, 3]}, "at"),
         ({}, {"at": []}, "at"),
@@ -309,12 +310,12 @@ def test_diverged_trainings_are_named() -> None:
         ({"budget": "every"}, {}, "budgets"),
     ],
 )
-def test_bad_input_is_named(changes: dict[str, Any], options: dict[str, Any], name: str) -> None:
+def test_bad_input_raises(changes: dict[str, Any], options: dict[str, Any], name: str) -> None:
     with pytest.raises(InputError, match=name):
-        Fleet(conv, losses, *images(), chosen(rules=(), **changes), **{"at": [3], **options})
+        Fleet(conv, losses, *images(), chosen(**{"rules": (), **changes}), **{"at": [3], **options})
 
 
-def test_settings_must_agree() -> None:
+def test_mixed_settings_raise() -> None:
     mixed = [Settings(1.0, 1.0, rate, budget=1.0, seed=1) for rate in (0.1, 0.2)]
     with pytest.raises(InputError, match="sample_rate"):
         Fleet(conv, losses, *images(), mixed, at=[3])

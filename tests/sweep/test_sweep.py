@@ -23,10 +23,9 @@ from reconbound.cli import app as cli
 from reconbound.data import load_dataset
 from reconbound.sweep import Range, Sweep, best, frontier, pareto, parse_grid, parse_steps, run, sweep
 from reconbound.sweep.database import checked_url, shown_url
-from reconbound.sweep.ledgers import floors_of, kappa_ratio
 from reconbound.sweep.queue import ERRORS
 from reconbound.sweep.space import seed_of, settings_of
-from reconbound.sweep.trial import Trainer
+from reconbound.sweep.trial import Trainer, floors_of
 from reconbound.training.checkpoint import CheckpointError
 
 TINY = {"limit": 60, "test_share": 0.3}
@@ -199,7 +198,7 @@ def test_rows_are_those_of_the_learner_itself(digits, tmp_path) -> None:
             assert row[f"{rule}_max"] == pytest.approx(1 / float(dfil.max()), rel=1e-9)
             assert float((dfil > 1 / row[f"{rule}_median"] * (1 + 1e-9)).double().mean()) <= 0.5
         assert row["never_measured"] == int((~seen).sum())
-        assert row["told_nothing"] == 0
+        assert row["zero_information"] == 0
         floors = plain.accountant.guarantee(low=0.0, high=1.0)
         assert row["lecam"] == pytest.approx(float(floors["lecam"].value))
         assert row["epsilon"] == pytest.approx(floors.epsilon)
@@ -209,9 +208,9 @@ def test_kappa_grows_as_its_delta_is_split_over_more_steps(digits, tmp_path) -> 
     learner = make_learner(digits, default_options(digits, model="linear", steps=400), progress=False)
     learner.steps = 400
     learner._make_ledger()
-    account = learner.accountant.account
-    assert kappa_ratio(account, 400) == 1
-    assert 0.5 < kappa_ratio(account, 10) < kappa_ratio(account, 100) < 1
+    ratio = learner.accountant.traces.factors.kappa_ratio
+    assert ratio(400) == 1
+    assert 0.5 < ratio(10) < ratio(100) < 1
 
 
 def test_places_over_the_records() -> None:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import csv
 import html
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from reconbound._internal.formatting import format_floor
-from reconbound.accounting.accountant import Account, FisherAccountant
+from reconbound.accounting.accountant import FisherAccountant
 from reconbound.auditing.options import default_options, make_learner
 from reconbound.cli import app as cli
 from reconbound.data import load_dataset
 from reconbound.sweep.frontier import CROSSED, columns_of, floors_in, table
-from reconbound.sweep.ledgers import by_run, crossed, crossed_floor, floors_of, keep
 from reconbound.sweep.page import frontier_page, run_page
 from reconbound.sweep.space import seed_of
-from reconbound.sweep.trial import Trainer
+from reconbound.sweep.trial import Trainer, crossed, crossed_floor, floors_of
 
 pytestmark = pytest.mark.slow
 
@@ -59,8 +57,8 @@ def test_the_largest_lies_between_the_two_on_average(runs) -> None:
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """What every run told, (rules, N) each, caught before it goes into the mean."""
+def single_runs(monkeypatch):
+    """The dFIL of every run, (rules, N) each, caught before it goes into the mean."""
     found, finish = [], FisherAccountant.finish_run
 
     def spy(ledger):
@@ -88,37 +86,27 @@ def test_floors_are_read_at_an_existing_record() -> None:
     assert floors_of(dfil, torch.zeros(10)) == {"max": 0.0, "q99": 0.0, "median": 0.0}
 
 
-def test_run_without_information_is_not_negative(tmp_path) -> None:
-    account = Account(1.0, 1.0, 0.5, records=1, features=2, steps=5)
-    (tmp_path / "checkpoints").mkdir()
-    for run, mean in enumerate((0.3, 0.15 - 1e-16)):  # the mean of 0.3 and 0, a little short
-        state = {"mean": torch.full((1, 1), mean, dtype=torch.float64)}
-        keep(tmp_path, run, 5, SimpleNamespace(state=lambda state=state: state, runs=run + 1))
-    each = by_run(SimpleNamespace(account=account), 5, 2, tmp_path)
-    assert each.flatten().tolist() == [0.15, 0.0]
-
-
 @pytest.mark.usefixtures("same_noise")
 @pytest.mark.parametrize("runs", [2, 3])
-def test_trial_combines_its_runs(digits, tmp_path, told, runs) -> None:
+def test_a_trial_tells_what_its_runs_say_one_by_one(digits, tmp_path, single_runs, runs) -> None:
     """At every step count, the last one too, from plain trainings with the same seed that end there."""
     setting = {"noise_multiplier": 0.7, "lr": 0.5}
     plan = default_options(digits, model="linear", sample_rate=0.2, budget="every")
     sweeping = Trainer(digits, plan, (6, 14), runs, seed=7)
     for row in sweeping(setting, tmp_path):
-        told.clear()
+        single_runs.clear()
         plain = make_learner(digits, sweeping.plan.with_changes(**setting, seed=seed_of(7, setting)), progress=False)
         plain.repeat(runs, row["steps"])
-        assert len(told) == runs
+        assert len(single_runs) == runs
         for k, rule in enumerate(("exact", "paper")):
-            assert row[f"{rule}_crossed"] == pytest.approx(by_hand([each[k] for each in told]), rel=1e-9), rule
+            assert row[f"{rule}_crossed"] == pytest.approx(by_hand([each[k] for each in single_runs]), rel=1e-9), rule
 
 
-def test_records_measured_in_blocks_too(digits, tmp_path, told) -> None:
+def test_records_measured_in_blocks_too(digits, tmp_path, single_runs) -> None:
     plan = default_options(digits, model="linear", sample_rate=0.2, budget=1.0)
     rows = Trainer(digits, plan, (6, 14), 3, seed=7)({"lr": 0.5}, tmp_path)
-    assert len(told) == 3
-    assert rows[-1]["exact_crossed"] == pytest.approx(by_hand([each[0] for each in told]), rel=1e-9)
+    assert len(single_runs) == 3
+    assert rows[-1]["exact_crossed"] == pytest.approx(by_hand([each[0] for each in single_runs]), rel=1e-9)
 
 
 def test_of_one_run_there_is_none(digits, tmp_path) -> None:
@@ -146,23 +134,6 @@ def test_an_interrupted_trial_tells_the_same(digits, tmp_path) -> None:
         with pytest.raises(KeyboardInterrupt):
             trainer()({"lr": 0.5}, tmp_path / "cut", stop_at(step))
     assert trainer()({"lr": 0.5}, tmp_path / "cut") == wanted
-
-
-def test_trial_of_earlier_version_continues(digits, tmp_path) -> None:
-    def trainer():
-        return Trainer(digits, default_options(digits, model="linear", sample_rate=0.2), (20, 50), 2, seed=7)
-
-    def tell(done):
-        if done >= 70:
-            raise KeyboardInterrupt
-
-    wanted = trainer()({"lr": 0.5}, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        trainer()({"lr": 0.5}, tmp_path / "cut", tell)
-    (tmp_path / "cut" / "checkpoints" / "at-0-50.safetensors").unlink()  # which it did not keep
-    rows = trainer()({"lr": 0.5}, tmp_path / "cut")
-    assert rows[0] == wanted[0]
-    assert rows[1] == {name: value for name, value in wanted[1].items() if not name.endswith("_crossed")}
 
 
 def test_no_floor_is_made_of_a_record_that_was_not_met() -> None:

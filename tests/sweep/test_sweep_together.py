@@ -16,12 +16,13 @@ from torch import nn
 
 from reconbound._internal.checks import InputError
 from reconbound._internal.rng import derive
+from reconbound.accounting.spec import Account, Factors
 from reconbound.auditing.models import as_tensor, make_loss, make_model, score, starter
 from reconbound.auditing.options import default_options
 from reconbound.cli import app as cli
 from reconbound.data import load_dataset
 from reconbound.sweep import Sweep, run, sweep
-from reconbound.sweep.fleet.trainer import Fleet
+from reconbound.sweep.fleet.trainer import Fleet, Snapshot
 from reconbound.sweep.queue import ERRORS, TrialLost
 from reconbound.sweep.space import seed_of
 from reconbound.sweep.together import Exploded, TogetherTrainer
@@ -136,13 +137,19 @@ def test_training_exploding_in_later_run_has_no_row(digits) -> None:  # noqa: F8
     """Its second run would go into the mean as no number at all."""
     own = together(digits)
 
-    def looks(step: int, *finite: bool) -> list[SimpleNamespace]:
-        dfil = dict.fromkeys(("exact", "paper"), torch.ones(1, len(digits.inputs), dtype=torch.float64))
-        return [SimpleNamespace(step=step, finite=[good], accuracy=[0.5], dfil=dfil) for good in finite]
+    records = len(digits.inputs)
+    account = Account(1.0, 1.0, 0.2, records=records, features=64, steps=14, rules=("exact", "paper"))
+    ledger = SimpleNamespace(
+        factors=Factors([account], torch.device("cpu")), measured_in_runs=lambda _: torch.ones(records)
+    )
+    fleet = SimpleNamespace(ledger=ledger)
 
-    plan = own.plan.with_changes(seed=1)
-    assert [row["steps"] for row in own._rows(0, plan, [looks(6, True, True), looks(14, True, True)])] == [6, 14]
-    found = own._rows(0, plan, [looks(6, True, True), looks(14, True, False)])
+    def shots(step: int, *finite: bool) -> list[Snapshot]:
+        dfils = dict.fromkeys(("exact", "paper"), torch.ones(1, records, dtype=torch.float64))
+        return [Snapshot(step, (), dfils, torch.tensor([good]), (0.5,)) for good in finite]
+
+    assert [row["steps"] for row in own._rows(0, fleet, [shots(6, True, True), shots(14, True, True)])] == [6, 14]
+    found = own._rows(0, fleet, [shots(6, True, True), shots(14, True, False)])
     assert isinstance(found, Exploded)
     assert "not finite after 14 steps" in str(found)
 
@@ -303,10 +310,9 @@ def test_a_ledger_that_is_not_finite_is_no_row(digits, tmp_path) -> None:  # noq
     own, real = together(digits), Fleet._snapshot
 
     def broken(fleet, step, evaluate):
-        shot = real(fleet, step, evaluate)
-        shot.raw[1, 3] = float("nan")
-        shot.own[2, 4] = float("inf")
-        return shot
+        fleet.ledger.state["trace"][1, 1, 3] = float("nan")
+        fleet.ledger.state["trace"][0, 2, 4] = float("inf")
+        return real(fleet, step, evaluate)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fleet, "_snapshot", broken)
@@ -363,11 +369,11 @@ def test_a_model_of_ones_own_begins_as_its_factory_makes_it(digits, tmp_path) ->
 
 
 @pytest.mark.parametrize("kind", [Trainer, TogetherTrainer])
-def test_rows_count_zero_information_records(digits, tmp_path, kind) -> None:  # noqa: F811
+def test_rows_count_records_with_zero_information(digits, tmp_path, kind) -> None:  # noqa: F811
     """A step of a million saturates the outputs; a few records may still be near the middle when they are measured."""
     own = kind(digits, default_options(digits, model="mlp", sample_rate=0.2), (3, 6), 1, seed=1)
     rows = own({"lr": 1e6}, tmp_path / "a")
-    assert rows[0]["told_nothing"] >= len(digits.inputs) / 2
+    assert rows[0]["zero_information"] >= len(digits.inputs) / 2
     assert rows[0]["exact_median"] > 1e299
-    assert rows[1]["told_nothing"] <= rows[0]["told_nothing"]
-    assert all(row["told_nothing"] == 0 for row in own({"lr": 0.1}, tmp_path / "b"))
+    assert rows[1]["zero_information"] <= rows[0]["zero_information"]
+    assert all(row["zero_information"] == 0 for row in own({"lr": 0.1}, tmp_path / "b"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,18 +22,25 @@ from reconbound._internal.checks import InputError, choice, file_path, flag, num
 from reconbound._internal.fingerprints import NAME as FINGERPRINTS
 from reconbound._internal.fingerprints import Fingerprints
 from reconbound._internal.formatting import format_floor
-from reconbound.accounting import storage as ledger_file
-from reconbound.accounting.exposure import Exposed, MostExposed, quantiles
+from reconbound.accounting import confidence as precision
+from reconbound.accounting import storage
+from reconbound.accounting.confidence import FEWEST, WIDEST, Estimates, Exposed, MostExposed
 from reconbound.accounting.feature_ledger import Chosen, Diagonal, FeatureLedger
-from reconbound.accounting.limits import FEWEST, WIDEST, upper_limit, why_no_limit
-from reconbound.accounting.precision import relative_median, told, warn_if_coarse, warn_if_silent
-from reconbound.accounting.record_ledger import TraceLedger
-from reconbound.accounting.spec import Account, checked_device, checked_scale
+from reconbound.accounting.record_ledger import (
+    RecordLedger,
+    check_information,
+    check_type,
+    checked_indices,
+    measured_rows,
+)
+from reconbound.accounting.spec import Account, checked_counts, checked_device, checked_scale
 from reconbound.bounds import Bound
 from reconbound.data.copies import checked_rows
 from reconbound.fisher import StepInformation
 from reconbound.mechanisms.guarantee import Guarantee, guarantee
 from reconbound.validate.model import ReconboundWarning
+
+_LARGEST = np.finfo(np.float64).max
 
 
 class FisherAccountant:
@@ -41,20 +48,18 @@ class FisherAccountant:
 
     Args:
         account: the mechanism, the data's size and the rules.
-        diagonal: the per-feature ledgers, under the account's first rule: "none", "all" (records × features numbers) or
-            "average" (over records). Where memory is short, a few records and the average: the indices of the records,
-            or ("top", k) or a Chosen for the records that the first runs show to be most (and least) exposed, measured
-            in the runs after them. "auto" or ("auto", bytes): "all" where it fits, otherwise Chosen().
-        spectral: also keep the sum of the steps' spectral norms, an upper bound of the run's. Under the first rule.
-        feature_scale: size of one unit of the model's input in the data's own units, one number or one per feature (for
-            standardised features: their standard deviations). Floors are given in data units through it.
+        diagonal: the per-feature ledgers, under the first rule: "none", "all" (records × features numbers), "average"
+            (over records), or a few records and the average: their indices, or ("top", k) or a Chosen for the records
+            that the first runs show to be most (and least) exposed, measured in the runs after them. "auto" or
+            ("auto", bytes): "all" where it fits, otherwise Chosen().
+        spectral: also keep the sum of the steps' spectral norms, under the first rule.
+        feature_scale: size of one unit of the model's input in the data's own units, one number or one per feature.
+        keep_runs_at: step counts, ascending, at which the dFIL of each run is kept; the last is the run's.
         device: where the ledger lives.
 
     Attributes:
-        caveats: what must be stated with every floor of this ledger (a model with kinks: "not proved: …"; tokens; that
-            nothing has checked the model). Collected from what is added to it; kept by save, merge and checkpoints.
-        needs_range: whether `guarantee` requires low and high, because the private part is not known to lie in [0, 1].
-            Found from what is added to it.
+        caveats: what must be stated with every floor of this ledger, collected from what is added to it.
+        needs_range: whether `guarantee` requires low and high: the private part is not known to lie in [0, 1].
 
     Guarantee: `dfil` estimates without bias an upper bound of Tr I(z)/d for an attacker who knows all other records and
     sees every noisy step; with rule "exact" it is that value itself. One run is one draw of a random sum: for a
@@ -68,25 +73,32 @@ class FisherAccountant:
         diagonal: Diagonal = "none",
         spectral: bool = False,
         feature_scale: float | Sequence[float] | Tensor = 1.0,
+        keep_runs_at: Sequence[int] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         if not isinstance(account, Account):
             raise InputError("account", "must be an Account", account)
-        self.account = account
-        self.device = checked_device(device)
-        self.traces = TraceLedger(account, flag("spectral", spectral), self.device)
+        self.account, self.device = account, checked_device(device)
+        kept = checked_counts("keep_runs_at", keep_runs_at)
+        if kept and kept[-1] != account.steps:
+            raise InputError("keep_runs_at", f"must end with the account's {account.steps} steps", kept)
+        self.traces = RecordLedger(account, self.device, spectral=flag("spectral", spectral), keep_at=kept)
         self.features = FeatureLedger(account, diagonal, self.device)
         self.feature_scale = checked_scale(feature_scale, account.features)
-        self.runs = 0
         self._fingerprints = Fingerprints()
         self.caveats: tuple[str, ...] = ()
         self.needs_range = False
-        self._warned: dict[str, int] = {}  # of what, at how many runs
+        self._warned: dict[str, int] = {}  # subject → the number of runs at its last warning
 
     def __repr__(self) -> str:
         a, runs = self.account, f"{self.runs:,} run{'' if self.runs == 1 else 's'} finished"
         size = f"{a.records:,} records of {a.features:,} features, {a.steps:,} steps"
         return f"FisherAccountant({size}, rules {', '.join(a.rules)}, diagonal {self.diagonal!r}, {runs})"
+
+    @property
+    def runs(self) -> int:
+        """Returns the number of finished runs."""
+        return self.traces.runs
 
     @property
     def diagonal(self) -> str:
@@ -113,55 +125,54 @@ class FisherAccountant:
         Args:
             indices: the records, (B,), each at most once. Those of masked rows (padding) may be anything.
             found: the step's information about them.
-            weight: q over the chance of a record to be measured at this step: 1 when the records are those drawn into
-                the batch, 1/p when that is done at a share p of the steps, L·q when each record is measured once in L
-                steps; never below q.
+            weight: q over the chance of a record to be measured at this step: 1 when they are those of the batch,
+                1/p when that is done at a share p of the steps, L·q when each record is measured once in L steps.
             stratified: the last of these: each record is measured exactly once in each block of steps. Not with
                 shuffled epochs, where the parameters at a step depend on whether the record was seen already.
         """
-        check_information(found)
-        number("weight", weight, above=0.0)
+        rate = self.account.sample_rate
+        if number("weight", weight, above=0.0) < rate * (1 - 1e-9):
+            why = f"must be at least the sample rate, {rate:g}, which is divided by a chance to make it"
+            raise InputError("weight", why, weight)
         if flag("stratified", stratified) and self.account.sampler == "shuffle":
             raise InputError("stratified", "must be False with shuffled epochs: measure the batches themselves", True)
         indices, found = measured_rows(indices, found)
-        index = self.traces.checked(indices, found)
+        index = checked_indices(indices, found, self.account.records)
         if index.numel() == 0:
             return
-        self.features.check_found(found)
-        self._collect(found)
-        self._fingerprints.touch()
-        across, along = self.traces.add(index, found, weight, stratified)
+        self._check_information(index, found)
+        index = index.to(self.device, torch.int64)
+        across, along = self.traces.add(index, found, float(weight), stratified)
         self.features.add(index, found, across, along)
 
-    def _collect(self, found: StepInformation) -> None:
-        """Keeps what must be stated with floors computed from this information."""
-        if not set(found.caveats) <= set(self.caveats):
-            self.caveats = joined(self.caveats, found.caveats)
+    def _check_information(self, index: Tensor, found: StepInformation) -> None:
+        """Refuses information that does not fit before anything is changed; keeps its caveats otherwise."""
+        check_information(self.account, index, found)
+        if "spectral" in self.traces.state and found.spectral_bound is None:
+            raise InputError("found", "must have the spectral norm: this ledger keeps it", None)
+        self.features.check_found(found)
+        self.caveats = joined(self.caveats, found.caveats)
         self.needs_range = self.needs_range or found.part == "module"
+        self._fingerprints.touch()
 
     def follow(self, found: StepInformation) -> None:
         """Adds one step's information about the features of all chosen records, in the order of `rows`.
 
-        It is for a learner that measures them at every step, whether drawn or not: weight q. The ledger of traces does
-        not change. Use it at every step of a run, after `features.followed` was set, or not at all.
+        For a learner that measures them at every step, whether drawn or not, after `features.followed` was set.
 
         Args:
             found: the step's information about the chosen records.
         """
-        check_information(found)
+        check_type(found)
         rows = self.rows if self.diagonal == "chosen" else None
         if rows is None or len(found.clipped_norm) != len(rows):
             have = "no" if rows is None else len(rows)
             raise InputError("found", f"must be about the {have} records that were chosen", len(found.clipped_norm))
         if found.mask is not None and not bool((found.mask != 0).all()):
             raise InputError("found", "must be about records that took part, not masked ones", found.mask.tolist())
-        self.traces.check_found(rows, found)
-        self._collect(found)
-        rate = self.account.sample_rate
-        across, along = (
-            rate * f.to(self.device) for f in self.traces.factors(self.account.rules[0], found.clipped_norm)
-        )
-        self._fingerprints.touch()
+        self._check_information(rows, found)
+        factors = self.traces.factors(self.account.rules[0], found.clipped_norm)
+        across, along = (self.account.sample_rate * factor for factor in factors)
         self.features.follow(found, across, along)
 
     def begin_run(self, fingerprint: str) -> None:
@@ -173,21 +184,30 @@ class FisherAccountant:
         """
         self._fingerprints.begin(fingerprint)
 
+    def keep_step(self, step: int) -> None:
+        """Keeps the present run's information if this is one of `keep_runs_at`. Call it after each step.
+
+        Args:
+            step: the number of steps taken in this run.
+        """
+        self.traces.keep_step(whole("step", step))
+
     def finish_run(self) -> None:
         """Closes the current run: adds it to the averages over runs and starts an empty ledger.
 
-        Warns where the number of steps that the measurements cover differs from the account's by a tenth and by more
-        than chance, or where a record was left out that other runs measured, though not by chance.
+        Warns where the measurements cover another number of steps than the account's, or other records than the runs
+        before, by more than chance.
         """
-        fault = self.traces.missing()
+        fault = self.traces.describe_missing()
         if fault:
-            cure = "measure every record at every step, or with the right weight, or make the Account with the steps "
-            cure += "that were taken and the records that are measured"
-            warn_user(f"{fault}; {cure}", ReconboundWarning)
+            cure = (
+                "Use the right weight, or an Account with the steps that were taken and the records that are measured"
+            )
+            warn_user(f"{fault}. {cure}", ReconboundWarning)
         self._fingerprints.finish()
-        self.runs += 1
-        self.traces.finish_run(self.runs)
-        self.features.finish_run(self.runs, self.traces.trace(0, self.runs), self.traces.told_of(self.runs))
+        self.traces.finish_run()
+        self.features.finish_run()
+        self.features.choose(self.trace(), self.traces.measurements())
 
     def merge(self, other: FisherAccountant) -> None:
         """Adds the finished runs of another ledger of the same account (other machines, other seeds).
@@ -202,7 +222,7 @@ class FisherAccountant:
         if other is self:
             raise InputError("other", "must be another ledger, with runs of its own", "the same one")
         alike = other.traces.state.keys() == self.traces.state.keys() and self.features.same_parts(other.features)
-        if other.account != self.account or not alike:
+        if other.account != self.account or other.traces.keep_at != self.traces.keep_at or not alike:
             raise InputError("other", "must be a ledger of the same account, with the same parts", other.account)
         if not torch.equal(self.feature_scale, other.feature_scale):
             raise InputError("other", "must have the same feature_scale", other.feature_scale)
@@ -210,9 +230,8 @@ class FisherAccountant:
         if other.runs == 0:
             return
         self.caveats, self.needs_range = joined(self.caveats, other.caveats), self.needs_range or other.needs_range
-        self.traces.merge(other.traces, self.runs, other.runs)
-        self.features.merge(other.features, self.runs, other.runs)
-        self.runs += other.runs
+        self.traces.merge(other.traces)
+        self.features.merge(other.features)
         self._fingerprints.finished.extend(other.fingerprints)
 
     # --- reading -----------------------------------------------------------------------
@@ -221,51 +240,75 @@ class FisherAccountant:
         """Returns Tr I of a run for each record, (N,): the mean of finished runs, or of the first run so far.
 
         Args:
-            rule: the subsampling factors; the account's first where left out.
+            rule: one of the account's; the first by default.
         """
-        return self.traces.trace(self._rule(rule), self.runs)
+        return self.traces.mean("trace")[self._rule(rule)].clone()
 
     def dfil(self, rule: str | None = None) -> Tensor:
         """Returns dFIL = Tr I/d of each record, (N,), in the model's input units: small is good.
 
-        A record that was never measured has 0, which means nothing about it (its floor is 0 as well, not infinite).
-        Look at `measured` where that can happen, or give a larger budget.
+        A record that was never measured has 0, which means nothing about it: see `measured`. Its floor is 0 as well.
 
         Args:
-            rule: the subsampling factors; the account's first where left out.
+            rule: one of the account's; the first by default.
         """
         return self.trace(rule) / self.account.features
+
+    def dfil_of_runs(self, step: int, rule: str | None = None) -> Tensor:
+        """Returns the dFIL of each run after this many steps, (R, N), on the CPU. The last may be in progress.
+
+        Args:
+            step: one of `keep_runs_at`.
+            rule: one of the account's; the first by default.
+        """
+        return self.traces.dfil_of_runs(self._kept_step(step), self.account.rules[self._rule(rule)])
+
+    def _kept_step(self, step: int) -> int:
+        if whole("step", step) not in self.traces.keep_at:
+            raise InputError("step", f"must be one of keep_runs_at, {list(self.traces.keep_at)}", step)
+        return step
+
+    def measured(self, step: int | None = None) -> Tensor:
+        """Returns the number of measurements per record over all runs, the present one too, (N,).
+
+        Args:
+            step: one of `keep_runs_at`, to count only the first steps of each run.
+        """
+        if step is not None:
+            return self.traces.measured_in_runs(self._kept_step(step))
+        return self.traces.state["measured_all"] + self.traces.state["measured"]
+
+    def standard_error(self, rule: str | None = None) -> Tensor:
+        """Returns the standard error of each record's dFIL, (N,); infinite for a record that was never measured.
+
+        After two runs or more it is that of the mean over runs. After one run it is only that of measuring (probes, and
+        when the record was measured), given the run's parameters.
+
+        Args:
+            rule: one of the account's; the first by default.
+        """
+        return self.traces.trace_error(self._rule(rule)) / self.account.features
 
     def upper(self, rule: str | None = None, confidence: float = 0.95, *, warn: bool = True) -> Tensor:
         """Returns the upper confidence limit of each record's dFIL over runs, (N,); needs two runs or more.
 
-            U = max(mean, m) · exp(t r̃) · (1 + t max(0, r − r̃)),     r = (sd/√R)/mean,   t = t_{0.9975, R−1} for 95 %
-
-        m the lower quartile of the means and r̃ the median of r over records: the sums are skewed, and a record's own
-        few sums have a small mean and a small spread where they missed the tail. For the least exposed quarter of the
-        records the limit only says that they belong to it.
-
-        It is infinite (no limit is given) for a record that was measured less than 25 times over all runs without being
-        measured at every step; and for all of them where r̃ exceeds 0.35 (at ten runs: a relative spread of 1.1 between
-        runs). More runs, budget or probes solve both. A warning and `no_limit_because` say which.
-        At R = 2, t is 127: limits from two runs say next to nothing.
+        Formula: `accounting.confidence.upper_limit`. It is infinite for a record that was measured fewer than 25 times
+        over all runs, unless at every step, and for all where the runs differ too much: `no_limit_because`. For the
+        least exposed quarter it only says that they belong to it. Limits from two runs say next to nothing.
 
         Args:
-            rule: the subsampling factors; the account's first where left out.
+            rule: one of the account's; the first by default.
             confidence: of the limits.
             warn: whether to warn where a limit is infinite.
 
-        Guarantee: none that is proved. In 45,000 Poisson-sampled trainings of small models with R = 10, on seeds and
-        partly on problems that the rule was not chosen on, the limits, where given, covered the record's dFIL in at
-        least 99 % of cases on average over records, for every problem and budget, and the least covered record in 91 %
-        (experiments/coverage.py; docs/theory/accounting.md has the figures, and harder problems, where it was 98 % and
-        90 %). The maximum over records is an upper limit for the largest dFIL of all.
+        Guarantee: none that is proved. In 45,000 simulated trainings with R = 10 the limits, where given, covered the
+        record's dFIL in at least 99 % of cases on average over records, and the least covered record in 91 %; on
+        harder problems 98 % and 90 % (docs/theory/accounting.md).
         """
-        limits = upper_limit(
-            *self._for_limits(rule), runs=self.runs, confidence=confidence, sampled=self.traces.sampled
-        )
-        reason = self.no_limit_because(rule) if flag("warn", warn) else None
-        if reason is not None and self._first("limits"):
+        estimates = self._estimates(rule)
+        limits = precision.upper_limit(estimates, confidence)
+        reason = precision.explain_no_limit(estimates) if flag("warn", warn) else None
+        if reason is not None and self._is_first("limits"):
             warn_user(f"no confidence limit (infinity): {reason}", ReconboundWarning)
         return limits
 
@@ -273,124 +316,101 @@ class FisherAccountant:
         """Returns why `upper` is infinite for some or all records, and the remedy; None where all have a limit.
 
         Args:
-            rule: the subsampling factors; the account's first where left out.
+            rule: one of the account's; the first by default.
         """
-        return why_no_limit(*self._for_limits(rule), runs=self.runs, sampled=self.traces.sampled)
+        return precision.explain_no_limit(self._estimates(rule))
 
-    def _for_limits(self, rule: str | None) -> tuple[Tensor, Tensor, Tensor]:
-        return self.dfil(rule), self.standard_error(rule), self.traces.told_of(self.runs)
+    def _estimates(self, rule: str | None) -> Estimates:
+        times, sampled = self.traces.measurements(), self.traces.sampled
+        return Estimates(self.dfil(rule), self.standard_error(rule), times, self.runs, sampled)
 
-    def _first(self, what: str) -> bool:
-        """Returns whether this is the first call for this subject since the last run ended."""
-        before, self._warned[what] = self._warned.get(what), self.runs
+    def _is_first(self, subject: str) -> bool:
+        """Returns whether this is the first warning on this subject since the last run ended."""
+        before, self._warned[subject] = self._warned.get(subject), self.runs
         return before != self.runs
-
-    def standard_error(self, rule: str | None = None) -> Tensor:
-        """Returns the standard error of each record's dFIL, (N,).
-
-        After two runs or more it is that of the mean over runs, with all that differs between them. After one run it is
-        only that of measuring (probes, and when the record was drawn or measured), given the run's parameters. It is
-        infinite for a record that was never measured.
-
-        Args:
-            rule: the subsampling factors; the account's first where left out.
-        """
-        return self.traces.standard_error(self._rule(rule), self.runs) / self.account.features
 
     def mse_floor(self, rule: str | None = None) -> Bound:
         """Returns 1/dFIL of each record: Theorem 2, for unbiased attackers, in squared data units.
 
             E‖ẑ − z‖²/d ≥ s̄²/dFIL,     s̄ the mean of feature_scale    (Cauchy–Schwarz; 1/dFIL when the scale is 1)
 
-        A record that was never measured has the trivial floor 0. The floors are estimates: `assumes` says how often the
-        records were measured and the median relative standard error. After one run, and where that is above 50 %, there
-        is a warning, once a run. `assumes` names the lower confidence limits first, where there are any: `lower_limit`.
+        The floors are estimates, 0 for a record that was never measured. `assumes` states the lower confidence limits
+        first, where there are any, and the precision. Warns, once a run, after one run and where the median relative
+        standard error is above 50 %.
 
         Args:
-            rule: the subsampling factors; the account's first where left out.
+            rule: one of the account's; the first by default.
         """
-        k = self._rule(rule)
-        bound, relative, said = self._floors(k)
-        limits = self._lower_limits(rule)
+        k, limits = self._rule(rule), self._lower_limits(rule)
+        bound, relative, stated = self._floors(k)
         if limits is not None and (limits > 0).any():
-            there, none = limits[limits > 0], int((limits == 0).sum())
-            first = f"lower limits at 95 % confidence: lowest MSE {format_floor(there.min())}"
+            lowest, none = limits[limits > 0].min(), int((limits == 0).sum())
+            first = f"lower limits at 95 % confidence: lowest MSE {format_floor(lowest)}"
             first += f", {none:,} of {len(limits):,} records without one" if none else ""
             bound = replace(bound, assumes=(first, *bound.assumes), notes=(first, *bound.notes))
-        if self._first("floors"):
-            warn_if_coarse(relative, said, self.runs)
-            if 2 * self.traces.mute(k, self.runs) > int((self._told_of() > 0).sum()):
-                warn_if_silent(self.traces.silent(k, self.runs))
+        if self._is_first("floors"):
+            precision.warn_if_imprecise(relative, stated, self.runs)
+            if 2 * self.traces.zero_records(k) > int((self.traces.measurements() > 0).sum()):
+                why = "Training may have diverged, or the outputs may be saturated: look at the loss, and lower lr or "
+                warn_user(f"{self.traces.describe_zeros(k)[0]}. {why}the noise", ReconboundWarning)
         return bound
 
     def _floors(self, k: int) -> tuple[Bound, float, str]:
-        return self.traces.floors(k, self.runs, unit=self._unit(), caveats=self.caveats)
+        return self.traces.floors(k, self._unit(), self.caveats)
 
     def feature_floors(self, *, average: bool = False) -> Bound:
         """Returns 1/I_jj of each record kept and feature, (kept, d), in squared data units; kept as in `rows`.
 
-        Like `mse_floor` they are estimates; `assumes` says how good they are. For single features they are coarser than
-        for a record. A warning is given, once a run, where their median relative error is above 50 %.
+        They are estimates as in `mse_floor`, and coarser; a warning is given alike.
 
         Args:
             average: return the floor of the information averaged over all records instead, (1, d), which bounds the
-                mean of their squared errors and not each record's. No standard error of the average is kept, and
-                `assumes` says so.
+                mean of their squared errors and not each record's. Its standard error is not known.
 
         Guarantee: I_jj is estimated without bias, as in `dfil`; of chosen records given the choice, which the runs
         they are measured in had no part in.
         """
-        found = self.features.floors(self.feature_scale, self.runs, self._told_of(), flag("average", average))
-        notes = (*self.caveats, *self.traces.unfinished(self.runs))
-        if not (average or self.diagonal == "average"):
-            measured, relative = self.features.precision(self.runs, self._told_of())
-            said = told(measured, relative, " of a feature", runs=self.runs)
-            notes = (said, *notes)
-            if self._first("features"):
-                warn_if_coarse(relative, said, self.runs)
-        return replace(found, assumes=(*found.assumes, *notes), notes=(*found.notes, *notes))
+        average, times = flag("average", average) or self.diagonal == "average", self.traces.measurements()
+        bound = self.features.floors(self.feature_scale, times, average)
+        notes = (*self.caveats, *self.traces.describe_incomplete())
+        if not average:
+            own, relative = self.features.precision(times)
+            notes = (precision.describe_precision(own, relative, " of a feature", runs=self.runs), *notes)
+            if self._is_first("features"):
+                precision.warn_if_imprecise(relative, notes[0], self.runs)
+        return replace(bound, assumes=(*bound.assumes, *notes), notes=(*bound.notes, *notes))
 
     def feature_standard_error(self) -> Tensor:
         """Returns the standard error of I_jj of each record kept and feature, (kept, d), in the model's input units.
 
         After two runs or more it is that of the mean over runs. After one run, for given or all records, it is √Σx²
-        over its measurements x, whose square is in expectation no less than the variance of their sum given the run's
-        parameters.
+        over its measurements x: in expectation no less than their sum's, given the run's parameters.
         """
-        return self.features.standard_error(self.runs, self._told_of())
+        return self.features.diagonal_error(self.traces.measurements())
 
     def spectral_bound(self) -> Tensor:
         """Returns an upper bound of each record's spectral norm ‖I‖₂, (N,), in the model's input units.
 
         Guarantee: each measurement is above its step's spectral norm with probability at least 1 − 1e-6 over the random
-        start of the power iteration, so that of T measurements all are with probability at least 1 − 1e-6 T. The norm
-        of a sum is at most the sum of the norms. Like `dfil` it is one draw of a random sum over the steps that were
-        measured, averaged over runs: an estimate, without bias, of a bound.
+        start of the power iteration, and the norm of a sum is at most the sum of the norms. Like `dfil` it is an
+        unbiased estimate, here of a bound.
         """
-        return self.traces.spectral(self.runs)
-
-    def measured(self) -> Tensor:
-        """Returns the number of measurements per record over all runs, (N,)."""
-        return self.traces.measured()
-
-    def _told_of(self) -> Tensor:
-        return self.traces.told_of(self.runs)
+        if "spectral" not in self.traces.state:
+            raise InputError("spectral", "must have been kept", False)
+        return self.traces.mean("spectral").clone()
 
     def most_exposed(self, k: int = 10, rule: str | None = None) -> MostExposed:
         """Returns the k records with the lowest floors among those measured, lowest estimate first, with their caveats.
 
-        Those never measured have no floor and are left out: `summary()["never_measured"]` counts them.
-
         Args:
             k: the number of records.
-            rule: the subsampling factors; the account's first where left out.
+            rule: one of the account's; the first by default.
         """
-        dfil = self.dfil(rule).masked_fill(self._told_of() == 0, -1.0)
+        dfil = self.dfil(rule).masked_fill(self.traces.measurements() == 0, -1.0)
         top = torch.topk(dfil, min(whole("k", k), int((dfil >= 0).sum()))).indices.tolist()
-        floors = self.mse_floor(rule)
-        limits = self._lower_limits(rule)
-        own = (None if limits is None or limits[i] == 0 else float(limits[i]) for i in top)
-        found = (Exposed(i, limit, float(floors.value[i])) for i, limit in zip(top, own, strict=True))
+        floors, limits = self.mse_floor(rule), self._lower_limits(rule)
+        lower = [None if limits is None or limits[i] == 0 else float(limits[i]) for i in top]
+        found = (Exposed(i, limit, float(floors.value[i])) for i, limit in zip(top, lower, strict=True))
         return MostExposed(found, floors.notes)
 
     def group_floor(self, rows: Sequence[int], rule: str | None = None, confidence: float | None = None) -> Bound:
@@ -403,41 +423,38 @@ class FisherAccountant:
 
         Args:
             rows: the records of the group, each once.
-            rule: the subsampling factors; the account's first where left out.
+            rule: one of the account's; the first by default.
             confidence: return a lower limit at this confidence instead of the estimate, for all rows of the group
                 together (Bonferroni); needs two finished runs or more.
         """
         index = checked_rows(rows, self.account.records)
-        if confidence is not None:
-            number("confidence", confidence, above=0.0, below=1.0)
         size, bound = len(index), self._floors(self._rule(rule))[0]
-        said = f"for somebody with {size} rows" if size > 1 else "for one row"
-        dfil = self.dfil(rule) if confidence is None else self.upper(rule, 1 - (1 - confidence) / size)
+        note = f"for somebody with {size} rows" if size > 1 else "for one row"
+        if confidence is None:
+            dfil = self.dfil(rule)
+        else:
+            number("confidence", confidence, above=0.0, below=1.0)
+            dfil = self.upper(rule, 1 - (1 - confidence) / size)
+            note += f", lower limit at {100 * confidence:g} % confidence (checked by simulation, not proved)"
         total = size * float(dfil[index].sum())
-        seen = bool((self._told_of()[index] > 0).all()) and math.isfinite(total)
-        value = min(self._unit() / max(total, np.finfo(np.float64).tiny), np.finfo(np.float64).max) if seen else 0.0
-        if confidence is not None:
-            said += f", lower limit at {100 * confidence:g} % confidence (checked by simulation, not proved)"
-        notes = (said, *bound.notes)
-        return replace(bound, name="dfil_group", value=value, assumes=(*bound.assumes, said), notes=notes,
-                       estimate=confidence is None)  # fmt: skip
+        seen = bool((self.traces.measurements()[index] > 0).all()) and math.isfinite(total)
+        value = min(self._unit() / max(total, np.finfo(np.float64).tiny), _LARGEST) if seen else 0.0
+        return replace(bound, name="dfil_group", value=value, assumes=(*bound.assumes, note),
+                       notes=(note, *bound.notes), estimate=confidence is None)  # fmt: skip
 
     def lower_limit(self, rule: str | None = None, confidence: float = 0.95) -> Bound:
         """Returns the lower confidence limit of each record's floor, squared data units: s̄²/`upper`; needs two runs.
 
-        It is 0, the trivial floor, for a record that has no limit: `no_limit_because` says why.
+        It is 0, the trivial floor, for a record that has no limit: `no_limit_because`.
 
         Args:
-            rule: the subsampling factors; the account's first where left out.
+            rule: one of the account's; the first by default.
             confidence: of the limits.
         """
-        limits = self.upper(rule, confidence)
-        value = self._at_limits(limits)
-        bound = self._floors(self._rule(rule))[0]
-        said = f"lower limit at {100 * confidence:g} % confidence, checked by simulation and not proved"
-        notes = (said, *self.caveats, *self.traces.unfinished(self.runs))
-        return replace(bound, name="dfil_lower_limit", value=value, assumes=(*bound.assumes, said), notes=notes,
-                       estimate=False)  # fmt: skip
+        value, bound = self._at_limits(self.upper(rule, confidence)), self._floors(self._rule(rule))[0]
+        note = f"lower limit at {100 * confidence:g} % confidence, checked by simulation and not proved"
+        return replace(bound, name="dfil_lower_limit", value=value, assumes=(*bound.assumes, note), estimate=False,
+                       notes=(note, *self.caveats, *self.traces.describe_incomplete()))  # fmt: skip
 
     def _lower_limits(self, rule: str | None) -> np.ndarray | None:
         """Returns the 95 % limits of the floors, (N,), 0 where there is none; None after one run."""
@@ -445,36 +462,31 @@ class FisherAccountant:
 
     def _at_limits(self, upper: Tensor) -> np.ndarray:
         with np.errstate(divide="ignore"):
-            value = self._unit() / upper.cpu().numpy()
-        return np.minimum(value, np.finfo(np.float64).max)
+            return np.minimum(self._unit() / upper.cpu().numpy(), _LARGEST)
 
     def summary(self) -> dict[str, Any]:
         """Returns floors at the most exposed record and at quantiles. They depend on the data and are confidential.
 
-        "floor_lower_limit", after two runs or more: the 95 % lower confidence limits under the first rule, at quantiles
-        of the records that have one; "without_limit" counts the others, "no_limit_because" says why there are any.
-        "floor_estimate": the estimates for every rule, at quantiles of the records that were measured; they are more
-        often too high than too low.
+        "floor_lower_limit", after two runs or more: the 95 % lower confidence limits under the first rule, of the
+        records that have one. "floor_estimate": the estimates for every rule, of the records that were measured; they
+        are more often too high than too low.
         """
         self.mse_floor()  # for its warnings
-        names = {"lowest": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9}
-        measured = self._told_of().cpu()
-        seen = (measured > 0).numpy()
-        floors: dict[str, Any] = {}
-        for k, rule in enumerate(self.account.rules):
-            floors[rule] = quantiles(self._floors(k)[0].value[seen], names)
-        limits = self._lower_limits(None)
+        times, limits, rules = self.traces.measurements().cpu(), self._lower_limits(None), self.account.rules
+        seen = (times > 0).numpy()
         found: dict[str, Any] = {"confidential": True, "runs": self.runs}
         if limits is not None:
-            found["floor_lower_limit"] = quantiles(limits[limits > 0], names) if (limits > 0).any() else None
+            found["floor_lower_limit"] = precision.quantiles(limits[limits > 0]) if (limits > 0).any() else None
             found["without_limit"] = int((limits == 0).sum())
             found["no_limit_because"] = self.no_limit_because()
-        found["floor_estimate"] = floors
-        found["measured_per_record"] = {"least": int(measured.min()), "median": float(measured.double().median())}
-        found["never_measured"] = int((~seen).sum())
-        found["caveats"] = [*self.caveats, *self.traces.unfinished(self.runs)]
-        found["relative_standard_error_median"] = relative_median(self.dfil(), self.standard_error())
-        return found
+        estimates = {rule: precision.quantiles(self._floors(k)[0].value[seen]) for k, rule in enumerate(rules)}
+        return found | {
+            "floor_estimate": estimates,
+            "measured_per_record": {"least": int(times.min()), "median": float(times.double().median())},
+            "never_measured": int((~seen).sum()),
+            "caveats": [*self.caveats, *self.traces.describe_incomplete()],
+            "relative_standard_error_median": precision.relative_median(self.dfil(), self.standard_error()),
+        }
 
     def guarantee(self, *, copies: int = 1, **space: Any) -> Guarantee:
         """Returns what the mechanism guarantees whatever the data: all floors of the calculator (may be published).
@@ -489,8 +501,8 @@ class FisherAccountant:
             why = "and high, or radius, must be given: the private part is a module's output, not known to be in [0, 1]"
             raise InputError("low", why, space.get("low"))
         if not {"low", "high", "radius"} & space.keys() and not bool((self.feature_scale == 1).all()):
-            said = "the mechanism's floors are for features in [0, 1], this ledger's in the units of feature_scale"
-            warn_user(f"{said}: give low and high in those, to compare them", ReconboundWarning)
+            why = "the mechanism's floors are for features in [0, 1], this ledger's in the units of feature_scale"
+            warn_user(f"{why}: give low and high in those, to compare them", ReconboundWarning)
         return guarantee(self.account.mechanism().for_group(copies), dim=self.account.features, **space)
 
     # --- keeping -----------------------------------------------------------------------
@@ -507,14 +519,16 @@ class FisherAccountant:
             tensors: the ledger's tensors.
             runs: the number of finished runs.
         """
-        check_tensors(tensors)
-        self.traces.check(tensors)
-        self.features.check(tensors)
+        if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
+            got = f"a {type(tensors).__name__}"
+            raise InputError("tensors", "must be a dictionary of tensors, as `state` returns", got)
         fingerprints = self._fingerprints.restored(tensors, whole("runs", runs, at_least=0))
-        self.traces.restore(tensors)
-        self.features.restore(tensors)
-        self.features.first = runs == 0
-        self.runs, self._fingerprints = whole("runs", runs, at_least=0), fingerprints
+        parts = (self.traces, self.features)
+        for part in parts:
+            part.check(tensors)
+        for part in parts:
+            part.restore(tensors, runs)
+        self._fingerprints = fingerprints
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the ledger to a file: safetensors, atomically, mode 0600, marked confidential.
@@ -522,7 +536,7 @@ class FisherAccountant:
         Args:
             path: the file to write.
         """
-        ledger_file.write(self, file_path("path", path))
+        storage.write(self, file_path("path", path))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> FisherAccountant:
@@ -532,42 +546,13 @@ class FisherAccountant:
             path: the file that `save` wrote.
             device: where the ledger will live.
         """
-        return ledger_file.made(cls, *ledger_file.read(file_path("path", path)), checked_device(device))
+        return storage.read(cls, file_path("path", path), checked_device(device))
 
     def _rule(self, rule: str | None) -> int:
         return 0 if rule is None else self.account.rules.index(choice("rule", rule, self.account.rules))
 
     def _unit(self) -> float:
         return float(self.feature_scale.mean()) ** 2
-
-
-def check_information(found: Any) -> None:
-    """Refuses an object that `step_information` did not return."""
-    if not isinstance(found, StepInformation):
-        raise InputError("found", "must be what step_information returns", found)
-
-
-def check_tensors(tensors: Any) -> None:
-    """Refuses anything but a dictionary of tensors."""
-    if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise InputError(
-            "tensors", "must be a dictionary of tensors, as `state` returns", f"a {type(tensors).__name__}"
-        )
-
-
-def measured_rows(indices: Any, found: StepInformation) -> tuple[Any, StepInformation]:
-    """Returns indices and information of the records that took part. Masked rows are padding, not measurements.
-
-    Args:
-        indices: the records, (B,).
-        found: the step's information about them.
-    """
-    if found.mask is None or not hasattr(indices, "__len__") or len(indices) != len(found.mask):
-        return indices, found
-    kept = torch.nonzero(found.mask).flatten()
-    names = [f.name for f in fields(found) if isinstance(getattr(found, f.name), Tensor)]
-    some = replace(found, **{name: getattr(found, name)[kept] for name in names})
-    return torch.as_tensor(indices)[kept.cpu()], some
 
 
 def joined(*caveats: Sequence[str]) -> tuple[str, ...]:

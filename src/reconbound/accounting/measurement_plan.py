@@ -136,16 +136,17 @@ class Segments:
     parts: tuple[Blocks, ...]
 
     @classmethod
-    def of(cls, plan: Blocks, counts: Sequence[int]) -> Segments:
+    def of(cls, plan: Blocks, counts: Sequence[int], budgets: Sequence[float] = ()) -> Segments:
         """Returns segments that end at these step counts, the last being the run's.
 
         Args:
             plan: the plan of the whole run.
             counts: the step counts.
+            budgets: of each segment; the plan's for all where left out.
         """
         starts = (0, *counts[:-1])
-        parts = (replace(plan, steps=end - start) for start, end in zip(starts, counts, strict=True))
-        return cls(starts, tuple(parts))
+        spans = zip(starts, counts, budgets or [plan.budget] * len(counts), strict=True)
+        return cls(starts, tuple(replace(plan, steps=end - start, budget=b) for start, end, b in spans))
 
     def _part(self, step: int) -> int:
         return bisect.bisect_right(self.starts, step) - 1

@@ -1,119 +1,124 @@
-"""The per-record part of a ledger: Tr I under each rule and its variance, summed over steps and averaged over runs."""
+"""The per-record ledger: Tr I under each rule, and spectral norms if requested. Fleets keep one for all trainings."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from reconbound._internal.checks import InputError, number
-from reconbound.accounting.precision import relative_median, told
+from reconbound._internal.checks import InputError
+from reconbound.accounting.confidence import describe_precision, relative_median
+from reconbound.accounting.ledger import Ledger
 from reconbound.accounting.spec import Account, Factors
 from reconbound.bounds import Bound, from_trace
 from reconbound.fisher import StepInformation
 
-_AVERAGED = ("variance", "spectral")
-_NEWER = {"weights": math.nan, "partial": False}  # what ledgers of earlier versions lack, and what it then is
+_RULES = {"exact": "exact Poisson factors", "fixed": "the fixed-size factor", "none": "no amplification",
+          "paper": "the paper's κ: comparison, no guarantee"}  # fmt: skip
 
 
-class TraceLedger:
+class Traces(NamedTuple):
+    """The traces of a step, as in StepInformation; of several trainings (K, B)."""
+
+    clipped_norm: Tensor
+    across: Tensor
+    along: Tensor
+
+
+class RecordLedger(Ledger):
     """Traces of every record, their number of measurements and their precision, and spectral norms if requested.
 
     Args:
-        account: the mechanism, the data's size and the rules.
-        spectral: also keep the sum of the steps' spectral norms.
+        accounts: the mechanism, the data's size and the rules; or those of several trainings that share everything
+            but the noise and the clip norm. Tensors of N numbers are then of (K, N).
         device: where it lives.
+        spectral: also keep the sum of the steps' spectral norms.
+        error: also keep what standard errors are computed from.
+        keep_at: step counts at which the sums of each single run are kept.
 
     Attributes:
-        state: its tensors.
+        account: the first of the accounts.
         factors: the subsampling factors of each rule.
     """
 
-    def __init__(self, account: Account, spectral: bool, device: torch.device) -> None:
-        self.account, self.device = account, device
-        self.state = _empty(account, spectral, device)
-        self.factors = Factors(account, device)
+    def __init__(
+        self,
+        accounts: Account | Sequence[Account],
+        device: torch.device,
+        *,
+        spectral: bool = False,
+        error: bool = True,
+        keep_at: Sequence[int] = (),
+    ) -> None:
+        super().__init__(device)
+        several = [accounts] if isinstance(accounts, Account) else list(accounts)
+        self.account, self.factors, self.keep_at = several[0], Factors(several, device), tuple(keep_at)
+        n = self.account.records
+        shape = (len(self.account.rules), *(() if isinstance(accounts, Account) else (len(several),)), n)
+        self.keep("trace", *shape, error=error)
+        if spectral:
+            self.keep("spectral", n)
+        if error:
+            self.state["last"] = torch.zeros(shape, dtype=torch.float64, device=device)  # each record's last entry
+        self.state |= {name: torch.zeros(n, dtype=torch.int64, device=device) for name in ("measured", "measured_all")}
+        self.state |= {name: torch.zeros(1, dtype=torch.bool, device=device) for name in ("rare", "partial")}
+        # of the present run's measurements: the sum of their weights, and the largest of those at random steps
+        self.state["weights"] = torch.zeros(2, dtype=torch.float64, device=device)
+        if self.keep_at:  # one row for each run and step count
+            self.state["kept_trace"] = torch.zeros(0, *shape, dtype=torch.float64)
+            self.state["kept_measured"] = torch.zeros(0, n, dtype=torch.int64)
 
     # --- writing ---------------------------------------------------------------------
 
-    def checked(self, indices: Tensor | Sequence[int], found: StepInformation) -> Tensor:
-        """Returns the indices on the ledger's device, or raises an InputError, before any change, if they are wrong."""
-        given = indices
-        with suppress(TypeError, ValueError, RuntimeError):  # a list or an array of whole numbers will do
-            indices = torch.as_tensor(given)
-        if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.dtype == torch.bool:
-            raise InputError("indices", "must be a tensor of record indices", getattr(given, "dtype", given))
-        if tuple(indices.shape) != (len(found.clipped_norm),):
-            have = len(indices) if indices.dim() == 1 else tuple(indices.shape)
-            raise InputError("indices", f"must be {len(found.clipped_norm)}, one for each record found", have)
-        if indices.numel() == 0:
-            return indices
-        low, high = int(indices.min()), int(indices.max())
-        if low < 0 or high >= self.account.records:
-            bad = low if low < 0 else high
-            raise InputError("indices", f"must lie between 0 and {self.account.records - 1}", bad)
-        if indices.unique().numel() != indices.numel():
-            raise InputError("indices", "must name each record at most once", indices.tolist())
-        self.check_found(indices, found)
-        return indices.to(self.device, torch.int64)
-
-    def check_found(self, indices: Tensor, found: StepInformation) -> None:
-        """Raises an InputError for another mechanism or model than the account's, and for values not finite."""
-        account = self.account
-        if found.features != account.features:
-            raise InputError("found", f"must be about the account's {account.features} features", found.features)
-        for name in ("noise_multiplier", "max_grad_norm", "clip"):
-            given, wanted = getattr(found, name), getattr(account, name)
-            if given is not None and given != wanted:
-                why = f"must have been computed with the account's {name}, {wanted!r}, by which noise is scaled"
-                raise InputError("found", why if name != "clip" else why.partition(", by")[0], given)
-        if "spectral" in self.state and found.spectral_bound is None:
-            raise InputError("found", "must have the spectral norm: this ledger keeps it", None)
-        numbers = torch.stack([x.double() for x in (found.across, found.along, found.across_error, found.clipped_norm)])
-        bad = ~torch.isfinite(numbers).all(0) | (numbers[:2].sum(0) < 0)
-        if bool(bad.any()):
-            first = int(torch.nonzero(bad)[0])
-            where = f"must have finite numbers, and no negative trace, of record {int(indices[first])}"
-            raise InputError("found", where, [float(x) for x in numbers[:2, first]])
-
-    def add(self, index: Tensor, found: StepInformation, weight: float, stratified: bool) -> tuple[Tensor, Tensor]:
-        """Adds a step's information about these records; returns the factors of the first rule, times the weight.
+    def add(
+        self,
+        index: Tensor,
+        found: StepInformation | Traces,
+        weight: float,
+        stratified: bool,
+        times: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Adds a step's information about these records, without waiting for the device.
 
         Args:
             index: the records, (B,).
-            found: the step's information about them.
+            found: the step's information about them; Traces for a ledger without errors and spectral norms.
             weight: as in `FisherAccountant.add`.
             stratified: as in `FisherAccountant.add`.
+            times: 1 for each record, 0 for padding, (B,), whose information must be 0. All are records when None.
+
+        Returns:
+            The two factors of the first rule, times the weight.
         """
-        state, account = self.state, self.account
-        count, rate = state["measured"][index], account.sample_rate
-        weight = number("weight", weight, above=0.0)
-        if weight < rate * (1 - 1e-9):
-            why = f"must be at least the sample rate, {rate:g}, which is divided by a chance to make it"
-            raise InputError("weight", why, weight)
-        chance = min(1.0, rate / weight)
-        first: list[Tensor] = []
-        for k, rule in enumerate(account.rules):
-            across, along = (weight * f.to(self.device) for f in self.factors(rule, found.clipped_norm))
-            value = across * self._here(found.across) + along * self._here(found.along)
-            error = across * self._here(found.across_error)
-            self._add_variance(k, index, value, error, count, chance, stratified)
-            state["trace"][k].index_add_(0, index, value)
-            first = first or [across, along]
-        self._add_spectral(index, found, torch.maximum(*first))
-        state["measured"].index_add_(0, index, torch.ones_like(index))
-        state["weights"][0] += weight * len(index)
+        state, chance = self.state, min(1.0, self.account.sample_rate / weight)
+        across, along = self._here(found.across), self._here(found.along)
+        factors = [tuple(weight * f for f in self.factors(rule, found.clipped_norm)) for rule in self.account.rules]
+        for k, (k_across, k_along) in enumerate(factors):
+            value = k_across * across + k_along * along
+            state["trace"][k].index_add_(-1, index, value)
+            if isinstance(found, StepInformation) and "last" in state and self.runs == 0:
+                self._add_variance(k, index, value, k_across * self._here(found.across_error), chance, stratified)
+        if "spectral" in state and isinstance(found, StepInformation) and found.spectral_bound is not None:
+            state["spectral"].index_add_(0, index, torch.maximum(*factors[0]) * self._here(found.spectral_bound))
+        times = torch.ones_like(index) if times is None else times
+        state["measured"].index_add_(0, index, times)
+        state["rare"] |= chance < 1.0
+        state["weights"][0] += weight * times.sum()
         if not stratified:
             state["weights"][1].clamp_(min=weight)
-        return first[0], first[1]
+        return factors[0][0], factors[0][1]
+
+    def _here(self, values: Tensor) -> Tensor:
+        return values.to(device=self.device, dtype=torch.float64)
 
     def _add_variance(
-        self, k: int, index: Tensor, value: Tensor, error: Tensor, count: Tensor, chance: float, stratified: bool
+        self, k: int, index: Tensor, value: Tensor, error: Tensor, chance: float, stratified: bool
     ) -> None:
         """Adds to the variance of the run's sum, given its trajectory: of the probes and of when a record was measured.
 
@@ -121,26 +126,117 @@ class TraceLedger:
         blocks, times B/(B−1), which counts the drift between blocks as error too; for one block it is x².
         """
         drawn = (1 - chance) * value.square() + chance * error.square()
-        variance, last = self.state["variance"][k], self.state["last"][k]
-        self.state["rare"] |= chance < 1.0
+        variance, last, times = self.state["trace_error"][k], self.state["last"][k], self.state["measured"][index]
         if not stratified or chance == 1.0:
             variance.index_add_(0, index, drawn)
             return
-        so_far = variance[index] * (count - 1).clamp(min=0) / count.clamp(min=1)
-        more = (so_far + (value - last[index]).square() / 2) * (count + 1) / count.clamp(min=1)
-        variance[index] = torch.where(count > 0, more, drawn)
+        so_far = variance[index] * (times - 1).clamp(min=0) / times.clamp(min=1)
+        more = (so_far + (value - last[index]).square() / 2) * (times + 1) / times.clamp(min=1)
+        variance[index] = torch.where(times > 0, more, drawn)
         last[index] = value
 
-    def _add_spectral(self, index: Tensor, found: StepInformation, largest: Tensor) -> None:
-        if "spectral" not in self.state:
-            return
-        assert found.spectral_bound is not None
-        self.state["spectral"].index_add_(0, index, largest * self._here(found.spectral_bound))
+    # --- runs --------------------------------------------------------------------------
 
-    def _here(self, values: Tensor) -> Tensor:
-        return values.to(device=self.device, dtype=torch.float64)
+    def keep_step(self, step: int) -> None:
+        """Keeps the sums of the present run after this many steps, where they are asked for."""
+        if step in self.keep_at:
+            for name in ("trace", "measured"):
+                row = self.state[name].cpu()[None].clone()
+                self.state[f"kept_{name}"] = torch.cat([self.state[f"kept_{name}"], row])
 
-    def steps_told(self) -> float:
+    def finish_run(self) -> None:
+        """Adds the run to the averages, and starts an empty one."""
+        self.state["partial"] |= bool(self.describe_missing())
+        self.state["measured_all"] += self.state["measured"]
+        super().finish_run()
+
+    def clear_run(self) -> None:
+        """Empties everything of the present run, except what has been kept in a finished run."""
+        super().clear_run()
+        for name in ("measured", "weights", "last"):
+            if name in self.state:
+                self.state[name].zero_()
+        for name in ("kept_trace", "kept_measured") if self.keep_at else ():
+            self.state[name] = self.state[name][: self.runs * len(self.keep_at)]
+
+    def merge(self, other: Ledger) -> None:
+        """Adds the finished runs of another such ledger."""
+        for name in ("kept_trace", "kept_measured") if self.keep_at else ():
+            rows, theirs = self.state[name], other.state[name][: other.runs * len(self.keep_at)]
+            done = self.runs * len(self.keep_at)
+            self.state[name] = torch.cat([rows[:done], theirs, rows[done:]])
+        self.state["measured_all"] += other.state["measured_all"].to(self.device)
+        for name in ("rare", "partial"):
+            self.state[name] |= other.state[name].to(self.device)
+        super().merge(other)
+
+    # --- reading -----------------------------------------------------------------------
+
+    def dfil_of_runs(self, step: int, rule: str) -> Tensor:
+        """Returns dFIL of each run after this many steps, (R, N) or (R, K, N), on the CPU.
+
+        The paper's κ splits its δ over the steps of the run, so that it is corrected by κ(step)/κ(T).
+
+        Args:
+            step: one of `keep_at`.
+            rule: one of the account's.
+        """
+        traces = self.state["kept_trace"][self.keep_at.index(step) :: len(self.keep_at)]
+        ratio = self.factors.kappa_ratio(step).cpu() if rule == "paper" else 1.0
+        return traces[:, self.account.rules.index(rule)] * ratio / self.account.features
+
+    def measured_in_runs(self, step: int) -> Tensor:
+        """Returns the number of measurements per record over all runs up to this step, (N,), on the CPU."""
+        return self.state["kept_measured"][self.keep_at.index(step) :: len(self.keep_at)].sum(0)
+
+    def measurements(self) -> Tensor:
+        """Returns the number of measurements per record in finished runs, or in the first run so far, (N,)."""
+        return self.state["measured_all" if self.runs else "measured"]
+
+    @property
+    def sampled(self) -> bool:
+        """Returns whether records were measured at only some steps."""
+        return bool(self.state["rare"].any())
+
+    def trace_error(self, k: int) -> Tensor:
+        """Returns the standard error of the trace under the k-th rule, (N,); infinite where never measured."""
+        return self.standard_error("trace")[k].masked_fill(self.measurements() == 0, torch.inf)
+
+    def floors(self, k: int, unit: float, caveats: tuple[str, ...]) -> tuple[Bound, float, str]:
+        """Returns unit/dFIL under the k-th rule, their median relative standard error, and the statement of it.
+
+        Args:
+            k: the number of the rule.
+            unit: the squared size of an input unit in data units.
+            caveats: what else must be stated with the floors.
+        """
+        account, times, trace = self.account, self.measurements(), self.mean("trace")[k]
+        unseen, bound = (times == 0).cpu().numpy(), from_trace(trace.cpu().numpy(), account.features)
+        with np.errstate(over="ignore"):  # records without information have the largest float as floor
+            value = np.where(unseen, 0.0, np.minimum(bound.value * unit, np.finfo(np.float64).max))
+        relative = relative_median(trace, self.trace_error(k))
+        precision = describe_precision(times, relative, runs=self.runs)
+        notes = (precision, *caveats, *self.describe_zeros(k), *self.describe_incomplete())
+        if unseen.any():
+            notes += (f"{int(unseen.sum())} of {len(unseen)} records were never measured: no floor (0)",)
+        mean = f"mean over {f'{self.runs} run(s)' if self.runs else 'a run in progress'}"
+        assumes = (_RULES[account.rules[k]], mean, f"{account.clip} clipping", *notes)
+        bound = replace(bound, name="dfil", value=value, sampler=account.sampler, attacker="unbiased", notes=notes,
+                        proved=account.rules[k] != "paper", assumes=assumes, estimate=True)  # fmt: skip
+        return bound, relative, precision
+
+    def zero_records(self, k: int) -> int:
+        """Counts measured records about which no step gave any information: training may have diverged."""
+        return int(((self.mean("trace")[k] == 0) & (self.measurements() > 0)).sum())
+
+    def describe_zeros(self, k: int) -> tuple[str, ...]:
+        """Describes records whose measurements were all zero under the k-th rule."""
+        zeros, said = self.zero_records(k), "records had zero information at each measurement"
+        return (
+            (f"{zeros} of {self.account.records} {said}: their floor is the largest number there is",) if zeros else ()
+        )
+
+    def steps_covered(self) -> float:
         """Returns the number of steps that this run's measurements cover: their weights over those of one step."""
         account = self.account
         of_a_step = account.sample_rate * account.records
@@ -149,188 +245,98 @@ class TraceLedger:
             of_a_step = min(of_a_step, account.records / per_epoch)
         return float(self.state["weights"][0]) / of_a_step
 
-    def missing(self) -> str:
+    def describe_missing(self) -> str:
         """Describes a run that was not measured over all of its steps or records; "" for a complete run.
 
         It is incomplete where its measurements cover another number of steps than T, by more than chance explains, or
         other records than the runs before, where that is not left to chance.
         """
-        told, steps, uneven = self.steps_told(), self.account.steps, self._uneven()
+        covered, steps, uneven = self.steps_covered(), self.account.steps, self._count_uneven()
         if uneven:
-            fault = "measured in some runs and left out of others, where they count as if they had told nothing"
-            return f"{uneven:,} of {self.account.records:,} records were {fault}: their floors are too high"
+            fault = (
+                "were measured in some runs and left out of others, where they count as 0: their floors are too high"
+            )
+            return f"{uneven:,} of {self.account.records:,} records {fault}"
         weight = max(1.0, float(self.state["weights"][1]))  # steps measured with chance 1/weight; batches vary as well
         chance = 6 * math.sqrt(steps * (weight - 1 + weight / (self.account.sample_rate * self.account.records)))
-        if math.isnan(told) or abs(told - steps) <= 0.1 * steps + chance:
+        if abs(covered - steps) <= 0.1 * steps + chance:
             return ""
-        fault = "too high" if told < steps else "too low"
-        return f"the measurements of a run tell of about {told:.3g} of its {steps} steps: its floors are {fault}"
+        fault = "too high" if covered < steps else "too low"
+        return f"a run was measured over about {covered:.3g} of its {steps} steps: its floors are {fault}"
 
-    def _uneven(self) -> int:
-        """Counts records measured only in the present run or only in earlier ones, though all have their turn."""
-        state, at_random = self.state, self.account.sample_rate * (1 + 1e-9) < float(self.state["weights"][1])
-        now, before = state["measured"] > 0, state["measured_total"] > 0
-        known = bool(now.any()) and bool(before.any()) and not bool(state["weights"].isnan().any())
-        return int((now != before).sum()) if known and not at_random else 0
+    def _count_uneven(self) -> int:
+        """Counts records measured only in the present run or only in earlier ones, where that is not left to chance."""
+        now, before = self.state["measured"] > 0, self.state["measured_all"] > 0
+        at_random = self.account.sample_rate * (1 + 1e-9) < float(self.state["weights"][1])
+        if at_random or not (bool(now.any()) and bool(before.any())):
+            return 0
+        return int((now != before).sum())
 
-    def finish_run(self, runs: int) -> None:
-        """Adds the run, the `runs`-th, to the averages, and starts an empty one."""
-        state = self.state
-        state["partial"] |= bool(self.missing())
-        state["weights"].zero_()
-        delta = state["trace"] - state["mean"]
-        state["mean"] += delta / runs
-        state["spread"] += delta * (state["trace"] - state["mean"])
-        for name in _AVERAGED:
-            if name in state:
-                state[f"{name}_mean"] += (state[name] - state[f"{name}_mean"]) / runs
-        state["measured_total"] += state["measured"]
-        for name in ("trace", "last", "measured", *_AVERAGED):
-            if name in state:
-                state[name].zero_()
-
-    def merge(self, other: TraceLedger, runs: int, more: int) -> None:
-        """Adds the averages of another such ledger.
-
-        Args:
-            other: the other ledger.
-            runs: the number of runs in this ledger.
-            more: the number of runs in the other.
-        """
-        mine, theirs, total = self.state, other.state, runs + more
-        delta = theirs["mean"].to(self.device) - mine["mean"]
-        mine["spread"] += theirs["spread"].to(self.device) + delta.square() * (runs * more / total)
-        mine["mean"] += delta * (more / total)
-        for name in (f"{name}_mean" for name in _AVERAGED):
-            if name in mine:
-                mine[name] += (theirs[name].to(self.device) - mine[name]) * (more / total)
-        mine["measured_total"] += theirs["measured_total"].to(self.device)
-        mine["rare"] |= theirs["rare"].to(self.device)
-        mine["partial"] |= theirs["partial"].to(self.device)
-
-    # --- reading -----------------------------------------------------------------------
-
-    def trace(self, k: int, runs: int) -> Tensor:
-        """Returns Tr I under the k-th rule, (N,): the mean of finished runs, or of the first run so far.
-
-        Args:
-            k: the number of the rule.
-            runs: the number of finished runs.
-        """
-        return (self.state["mean"] if runs else self.state["trace"])[k].clone()
-
-    def standard_error(self, k: int, runs: int) -> Tensor:
-        """Returns the standard error of the trace under the k-th rule, (N,); infinite where never measured.
-
-        It is over runs, or after one run only that of measuring.
-
-        Args:
-            k: the number of the rule.
-            runs: the number of finished runs.
-        """
-        if runs > 1:
-            variance = self.state["spread"][k].clamp(min=0) / (runs * (runs - 1))
-        else:
-            variance = (self.state["variance_mean"] if runs else self.state["variance"])[k]
-        return variance.sqrt().masked_fill(self.told_of(runs) == 0, torch.inf)
-
-    def floors(self, k: int, runs: int, *, unit: float, caveats: tuple[str, ...]) -> tuple[Bound, float, str]:
-        """Returns unit/dFIL under the k-th rule, their median relative standard error, and the statement of it.
-
-        A record that was never measured has the floor 0.
-
-        Args:
-            k: the number of the rule.
-            runs: the number of finished runs.
-            unit: the squared size of an input unit in data units.
-            caveats: what else must be stated with the floors.
-        """
-        account, unseen = self.account, (self.told_of(runs) == 0).cpu().numpy()
-        bound = from_trace(self.trace(k, runs).cpu().numpy(), account.features)
-        with np.errstate(over="ignore"):  # records without information have the largest float as floor
-            value = np.where(unseen, 0.0, np.minimum(bound.value * unit, np.finfo(np.float64).max))
-        note = {"exact": "exact Poisson factors", "fixed": "the fixed-size factor", "none": "no amplification"}
-        rule = note.get(account.rules[k], "the paper's κ: comparison, no guarantee")
-        mean = f"mean over {f'{runs} run(s)' if runs else 'a run in progress'}"
-        relative = relative_median(self.trace(k, runs), self.standard_error(k, runs))
-        said = told(self.told_of(runs), relative, runs=runs)
-        notes: tuple[str, ...] = (said, *caveats, *self.silent(k, runs), *self.unfinished(runs))
-        if unseen.any():
-            notes += (f"{int(unseen.sum())} of {len(unseen)} records were never measured: no floor (0)",)
-        assumes = (rule, mean, f"{account.clip} clipping", *notes)
-        found = replace(bound, name="dfil", value=value, sampler=account.sampler, attacker="unbiased",
-                        proved=account.rules[k] != "paper")  # fmt: skip
-        return replace(found, assumes=assumes, notes=notes, estimate=True), relative, said
-
-    def unfinished(self, runs: int) -> tuple[str, ...]:
+    def describe_incomplete(self) -> tuple[str, ...]:
         """Describes runs that were not measured over all of their steps, or not yet."""
-        steps, told = self.account.steps, self.steps_told()
+        steps = self.account.steps
         if bool(self.state["partial"]):
-            what = f"some runs were not measured over all of their {steps} steps, for all records"
-            return (f"{what}: floors of another run",)
-        if runs:
-            return ()
-        if math.isnan(told):  # a ledger of an earlier version
-            return (f"a run in progress: it is not known how many of its {steps} steps were measured",)
-        return (f"a run in progress: about {told:.3g} of {steps} steps measured so far",)
-
-    def mute(self, k: int, runs: int) -> int:
-        """Counts measured records about which no step gave any information: training may have diverged."""
-        return int(((self.trace(k, runs) == 0) & (self.told_of(runs) > 0)).sum())
-
-    def silent(self, k: int, runs: int) -> tuple[str, ...]:
-        """Describes records whose measurements were all zero."""
-        none = self.mute(k, runs)
-        where = f"{none} of {self.account.records} records told nothing whenever they were measured"
-        return (f"{where}: their floor is the largest number there is",) if none else ()
-
-    def spectral(self, runs: int) -> Tensor:
-        """Returns an upper bound of each record's spectral norm, (N,)."""
-        if "spectral" not in self.state:
-            raise InputError("spectral", "must have been kept", False)
-        return (self.state["spectral_mean"] if runs else self.state["spectral"]).clone()
-
-    def measured(self) -> Tensor:
-        """Returns the number of measurements per record over all runs, the present one too, (N,)."""
-        return self.state["measured_total"] + self.state["measured"]
-
-    def told_of(self, runs: int) -> Tensor:
-        """Returns the number of measurements per record in the runs that `trace` averages, (N,)."""
-        return self.state["measured_total"] if runs else self.state["measured"]
-
-    @property
-    def sampled(self) -> bool:
-        """Returns whether records were measured at only some steps."""
-        return bool(self.state["rare"].any())
-
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises an error that names the tensor whose shape is wrong."""
-        for name, value in self.state.items():
-            if name in _NEWER and name not in tensors:
-                continue
-            if name not in tensors or tensors[name].shape != value.shape:
-                got = tuple(tensors[name].shape) if name in tensors else None
-                raise InputError(name, f"must be a tensor of shape {tuple(value.shape)}", got)
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restores what `state` held. The shapes have been checked."""
-        for name, value in self.state.items():
-            if name in tensors:
-                value.copy_(tensors[name])
-            else:  # a ledger of an earlier version: it is not known whether its present run is complete
-                value.fill_(_NEWER[name])
+            return (
+                f"some runs were not measured over all of their {steps} steps, for all records: floors of another run",
+            )
+        return (
+            ()
+            if self.runs
+            else (f"a run in progress: about {self.steps_covered():.3g} of {steps} steps measured so far",)
+        )
 
 
-def _empty(account: Account, spectral: bool, device: torch.device) -> dict[str, Tensor]:
-    n, shape = account.records, (len(account.rules), account.records)
+# --- checks of what is added -----------------------------------------------------------
 
-    def zeros(*size: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        return torch.zeros(*size, dtype=dtype, device=device)
 
-    state = {name: zeros(*shape) for name in ("trace", "mean", "spread", "variance", "variance_mean", "last")}
-    state |= {name: zeros(n, dtype=torch.int64) for name in ("measured", "measured_total")}
-    state["rare"], state["partial"] = zeros(1, dtype=torch.bool), zeros(1, dtype=torch.bool)
-    state["weights"] = zeros(2)  # of the present run's measurements: sum, and the largest of those at random steps
-    if spectral:
-        state |= {"spectral": zeros(n), "spectral_mean": zeros(n)}
-    return state
+def check_type(found: Any) -> None:
+    """Refuses an object that is not a step's information."""
+    if not isinstance(found, StepInformation):
+        raise InputError("found", "must be what step_information returns", found)
+
+
+def measured_rows(indices: Any, found: StepInformation) -> tuple[Any, StepInformation]:
+    """Returns indices and information of the records that took part. Masked rows are padding, not measurements."""
+    check_type(found)
+    if found.mask is None or not hasattr(indices, "__len__") or len(indices) != len(found.mask):
+        return indices, found
+    kept = torch.nonzero(found.mask).flatten()
+    names = [f.name for f in fields(found) if isinstance(getattr(found, f.name), Tensor)]
+    some = replace(found, **{name: getattr(found, name)[kept] for name in names})
+    return torch.as_tensor(indices)[kept.cpu()], some
+
+
+def checked_indices(given: Any, found: StepInformation, records: int) -> Tensor:
+    """Returns indices of distinct records, one for each that was measured; refuses others."""
+    indices = given
+    with suppress(TypeError, ValueError, RuntimeError):  # a list or an array of whole numbers will do
+        indices = torch.as_tensor(given)
+    if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.dtype == torch.bool:
+        raise InputError("indices", "must be a tensor of record indices", getattr(given, "dtype", given))
+    if tuple(indices.shape) != (len(found.clipped_norm),):
+        have = len(indices) if indices.dim() == 1 else tuple(indices.shape)
+        raise InputError("indices", f"must be {len(found.clipped_norm)}, one for each record found", have)
+    if indices.numel() == 0:
+        return indices
+    low, high = int(indices.min()), int(indices.max())
+    if low < 0 or high >= records:
+        raise InputError("indices", f"must lie between 0 and {records - 1}", low if low < 0 else high)
+    if indices.unique().numel() != indices.numel():
+        raise InputError("indices", "must name each record at most once", indices.tolist())
+    return indices
+
+
+def check_information(account: Account, indices: Tensor, found: StepInformation) -> None:
+    """Raises an InputError for information of another mechanism or model than the account's, or not finite."""
+    if found.features != account.features:
+        raise InputError("found", f"must be about the account's {account.features} features", found.features)
+    for name in ("noise_multiplier", "max_grad_norm", "clip"):
+        given, wanted = getattr(found, name), getattr(account, name)
+        if given is not None and given != wanted:
+            raise InputError("found", f"must have been computed with the account's {name}, {wanted!r}", given)
+    numbers = torch.stack([x.double() for x in (found.across, found.along, found.across_error, found.clipped_norm)])
+    bad = ~torch.isfinite(numbers).all(0) | (numbers[:2].sum(0) < 0)
+    if bool(bad.any()):
+        first = int(torch.nonzero(bad)[0])
+        where = f"must have finite numbers, and no negative trace, of record {int(indices[first])}"
+        raise InputError("found", where, [float(x) for x in numbers[:2, first]])

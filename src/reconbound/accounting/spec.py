@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -116,25 +117,52 @@ def checked_rules(rules: Any) -> tuple[str, ...]:
 
 
 class Factors:
-    """The two subsampling factors (across, along) of each rule, for records with given clipped gradient norms."""
+    """The two subsampling factors (across, along) of each rule, for records with given clipped gradient norms.
 
-    def __init__(self, account: Account, device: torch.device) -> None:
-        self.noise, self.reach = account.noise, sensitivity(account.clip) / account.noise_multiplier
-        if {"exact", "fixed"} & set(account.rules):
-            self.table = PoissonTable(account.sample_rate).prepare(device, torch.float64)
-        if "paper" in account.rules:
-            delta = paper_delta(account.records, account.steps)
-            bound = 1.115 if account.clip == "smooth" else 1.0
-            self.kappa = paper_kappa(account.noise_multiplier, account.sample_rate, delta, clip_bound=bound)
+    Args:
+        accounts: of one training, for norms of shape (B,); or of K, for norms of shape (K, B), which share everything
+            but the noise and the clip norm.
+        device: where the norms are.
+    """
+
+    def __init__(self, accounts: Sequence[Account], device: torch.device) -> None:
+        self.accounts, self.device, first = tuple(accounts), device, accounts[0]
+        self.noise = self._column([a.noise for a in accounts])
+        self.reach = self._column([sensitivity(a.clip) / a.noise_multiplier for a in accounts])
+        if {"exact", "fixed"} & set(first.rules):
+            self.table = PoissonTable(first.sample_rate).prepare(device, torch.float64)
+        if "paper" in first.rules:
+            self.kappa = self._kappa(first.steps)
+
+    def _column(self, values: Sequence[float]) -> Tensor:
+        """Returns a number for each training, (K, 1), or a scalar for one."""
+        column = torch.tensor(values, dtype=torch.float64, device=self.device)[:, None]
+        return column[0, 0] if len(values) == 1 else column
+
+    def _kappa(self, steps: int) -> Tensor:
+        delta, bound = paper_delta(self.accounts[0].records, steps), {"smooth": 1.115, "hard": 1.0}
+        return self._column(
+            [paper_kappa(a.noise_multiplier, a.sample_rate, delta, clip_bound=bound[a.clip]) for a in self.accounts]
+        )
+
+    def kappa_ratio(self, steps: int) -> Tensor:
+        """Returns κ(steps)/κ(T): the paper's factor depends on the number of steps, over which it splits its δ."""
+        return self._kappa(steps) / self._kappa(self.accounts[0].steps)
 
     def __call__(self, rule: str, clipped_norm: Tensor) -> tuple[Tensor, Tensor]:
-        m = clipped_norm.double() / self.noise
+        """Returns the factors of this rule at these norms, of the norms' shape.
+
+        Args:
+            rule: one of the account's.
+            clipped_norm: ‖g̃‖ of each record.
+        """
+        m = clipped_norm.to(self.device, torch.float64) / self.noise
         if rule == "exact":
             return self.table(m)
         if rule == "fixed":
             k = self.table.largest(m + self.reach)
         else:
-            k = torch.full_like(m, self.kappa if rule == "paper" else 1.0)
+            k = self.kappa.expand_as(m) if rule == "paper" else torch.ones_like(m)
         return k, k
 
 
@@ -165,3 +193,18 @@ def checked_scale(feature_scale: float | Sequence[float] | Tensor, features: int
     except (TypeError, ValueError, RuntimeError, OverflowError):  # not numbers at all
         pass
     raise InputError("feature_scale", f"must be one positive number, or {features} of them", feature_scale)
+
+
+def checked_counts(name: str, counts: Any) -> tuple[int, ...]:
+    """Returns ascending step counts as a tuple; refuses others.
+
+    Args:
+        name: of the argument.
+        counts: what was given for it.
+    """
+    if isinstance(counts, str) or not isinstance(counts, Sequence):
+        raise InputError(name, "must be a list of step counts", counts)
+    found = tuple(whole(name, count) for count in counts)
+    if any(b <= a for a, b in pairwise(found)):
+        raise InputError(name, "must be increasing step counts", counts)
+    return found

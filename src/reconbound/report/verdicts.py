@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from reconbound.accounting.precision import how_far_off
+from reconbound.accounting.confidence import describe_one_run
 from reconbound.mechanisms.base import Protection
 from reconbound.report import columns, words
 from reconbound.report.figures import amount, beyond, count, guess_error, percent, plus_minus, rough
@@ -222,7 +222,10 @@ def _confidence(view: View) -> str:
     assert worst is not None
     estimate, whose = _here(view, float(view.floor[worst])), _whose(view, worst)
     if upper is None:
-        error, off = view.floor_error(worst), how_far_off(float(view.leakage.measured.double().median()), squared=False)
+        error, off = (
+            view.floor_error(worst),
+            describe_one_run(float(view.leakage.measured.double().median()), squared=False),
+        )
         size = f"of {rough(error)}" if error is not None else "of more than half of it"
         return (
             f"These are estimates from one run, without a confidence limit: {off}. {whose} is {estimate} by the "

@@ -11,7 +11,7 @@ from typing import Any
 
 from reconbound._internal.checks import DataError, InputError
 from reconbound._internal.files import CONFIDENTIAL, printable, write_whole
-from reconbound.accounting.precision import how_far_off
+from reconbound.accounting.confidence import describe_one_run
 from reconbound.bounds.bound import NOT_PROVED
 from reconbound.mechanisms.base import Protection
 from reconbound.mechanisms.guarantee import FLOORS as MECHANISM_FLOORS
@@ -194,7 +194,7 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
     there = {name for row in rows for name in row}
     first = ["trial", *space.PARAMETERS, "steps", "accuracy", "accuracy_sd"]
     last = ["epsilon", "epsilon_add_remove", "delta", "success_at_1_percent", "never_drawn", "measured_median",
-            "never_measured", "told_nothing"]  # fmt: skip
+            "never_measured", "zero_information"]  # fmt: skip
     floors = (name for floor in FLOORS for name in (floor, crossed_of(floor)) if name is not None)
     return [name for name in (*first, *floors, *last) if name in there]
 
@@ -288,7 +288,7 @@ def describe_precision(floor: str, runs: int | None, measured: float | None = No
         return ""
     if runs > 1:
         return f"mean of {runs:,} runs: an estimate, more often too high than too low"
-    return f"from one run: an estimate; {how_far_off(0.0 if measured is None else measured)}"
+    return f"from one run: an estimate; {describe_one_run(0.0 if measured is None else measured)}"
 
 
 def describe_majority(guesses: Mapping[str, Any] | None) -> list[str]:

@@ -150,14 +150,14 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
             "nothing is known about them, and the floors of records leave them out. A number as --budget measures "
             "every record."
         )
-    saturated = [row for row in rows if row.get("told_nothing")]
+    saturated = [row for row in rows if row.get("zero_information")]
     if saturated:
-        most = count(max(row["told_nothing"] for row in saturated), "record")
+        most = count(max(row["zero_information"] for row in saturated), "record")
         trainings = count(len({row["trial"] for row in saturated}), "training")
         found.append(
-            f"In {trainings} up to {most} told nothing whenever measured, as when outputs are saturated or a training "
-            "has diverged: the largest floors there, 1e300 at most, are no finding. Lower lr or the noise, or measure "
-            "more often (--budget, --runs)."
+            f"In {trainings} up to {most} had zero information whenever measured, as when outputs are saturated or a "
+            "training has diverged: the largest floors there, 1e300 at most, are no finding. Lower lr or the "
+            "noise, or measure more often (--budget, --runs)."
         )
     return [*found, words.INFERRED] if facts.get("inferred_ranges") else found
 

@@ -13,25 +13,23 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from reconbound._internal.checks import InputError, warn_user
 from reconbound._internal.files import CONFIDENTIAL, sealed_json, write_whole
 from reconbound._internal.rng import derive
-from reconbound.accounting.spec import Account
 from reconbound.auditing.models import as_tensor, make_loss, make_model, model_kind, score, starter
-from reconbound.auditing.options import RULES, AuditOptions
+from reconbound.auditing.options import AuditOptions
 from reconbound.report.folder import prepare
 from reconbound.sweep.fleet.trainer import Fleet, Snapshot
 from reconbound.sweep.queue import Exploded, TrialLost
 from reconbound.sweep.space import Row, Setting, key, seed_of
 from reconbound.sweep.trial import TRIAL, Trainer, finished_rows, one_thread
-from reconbound.training.sampling import batches_per_epoch, make_sampler
 
 #: (which of the settings, steps that each of them has done)
 Tell = Callable[[Sequence[int], int], None]
@@ -176,40 +174,26 @@ class TogetherTrainer(Trainer):
             private=None if self.dataset.private is None else as_tensor(self.dataset.private),
         )
         seeds = [seed_of(self.seed, s) for s in settings]
-        looks: list[list[_Look]] = [[] for _ in self.counts]
+        shots: list[list[Snapshot]] = []
         for run in range(self.runs):
-            note = partial(_from, run * self.counts[-1], tell)
-            for at, shot in enumerate(fleet.run(run, evaluate=partial(score, self.dataset), seeds=seeds, tell=note)):
-                looks[at].append(_Look(shot))
-        return [self._rows(k, plan, looks) for k, plan in enumerate(plans)]
+            report = partial(_add_steps, run * self.counts[-1], tell)
+            shots.append(list(fleet.run(run, evaluate=partial(score, self.dataset), seeds=seeds, tell=report)))
+        return [self._rows(k, fleet, list(zip(*shots, strict=True))) for k in range(len(settings))]
 
-    def _rows(self, k: int, plan: AuditOptions, looks: Sequence[Sequence[_Look]]) -> list[Row] | Exploded:
-        lost = [look.step for each in looks for look in each if not look.finite[k]]
+    def _rows(self, k: int, fleet: Fleet, shots: Sequence[Sequence[Snapshot]]) -> list[Row] | Exploded:
+        """Returns the rows of the k-th training, from the snapshots of all runs at each step count."""
+        lost = [shot.step for at in shots for shot in at if not shot.finite[k]]
         if lost:
             return Exploded(
                 f"the parameters or the ledger are not finite after {min(lost)} steps: the model has exploded; lower lr"
             )
         rows = []
-        for each in looks:
-            account = self._account(plan, each[0].step)
-            dfil = torch.stack([torch.stack([look.dfil[rule][k] for rule in account.rules]) for look in each])
-            scores, measured = [look.accuracy[k] for look in each], torch.ones(dfil.shape[2])  # blocks measure all
-            rows.append(self._told(account, scores, dfil.mean(0), measured, dfil if len(each) > 1 else None))
+        for at in shots:
+            account = replace(fleet.ledger.factors.accounts[k], steps=at[0].step)
+            dfil = torch.stack([torch.stack([shot.dfil(rule)[k] for rule in account.rules]) for shot in at])
+            scores = [float(shot.found[k]) for shot in at]
+            rows.append(self._row(account, scores, dfil, fleet.ledger.measured_in_runs(account.steps)))
         return rows
-
-    def _account(self, plan: AuditOptions, count: int) -> Account:
-        records, features = len(self.dataset.inputs), len(self.dataset.scale)
-        sampler = make_sampler(
-            plan.settings.sampler, records, plan.settings.sample_rate
-        )  # its rate is of whole records
-        return Account.of(
-            plan.settings,
-            sample_rate=sampler.sample_rate,
-            records=records,
-            features=features,
-            steps=count,
-            batches_per_epoch=batches_per_epoch(sampler),
-        )
 
     def _keep_rows(self, setting: Setting, folder: Path, rows: list[Row]) -> None:
         content = sealed_json({"confidential": True, **self._about(setting), "rows": rows})
@@ -220,18 +204,8 @@ def _out_of_memory(reason: Exception | None) -> bool:
     return isinstance(reason, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(reason)
 
 
-def _from(before: int, tell: Callable[[int], None], step: int) -> None:
+def _add_steps(before: int, tell: Callable[[int], None], step: int) -> None:
     tell(before + step)
-
-
-class _Look:
-    """The content of a snapshot, off the device: dFIL under each rule, (K, N)."""
-
-    def __init__(self, shot: Snapshot) -> None:
-        ledger = (shot.own + shot.raw).isfinite().all(1).cpu()
-        self.step, self.accuracy = shot.step, [float(v) for v in shot.found]
-        self.finite: list[bool] = (shot.finite & ledger).tolist()
-        self.dfil: dict[str, Tensor] = {rule: shot.dfil(rule).cpu() for rule in RULES[shot.settings[0].sampler]}
 
 
 __all__ = ["Exploded", "TogetherTrainer"]

@@ -32,7 +32,6 @@ from reconbound.auditing.options import AuditOptions, make_learner
 from reconbound.mechanisms import SampledGaussian
 from reconbound.mechanisms.guarantee import guarantee
 from reconbound.report.folder import CHECKPOINTS, prepare
-from reconbound.sweep.ledgers import by_run, crossed_floor, dfil_at, floors_of, keep, mean_of
 from reconbound.sweep.space import Row, Setting, seed_of
 from reconbound.training.callbacks import Callback
 from reconbound.training.checkpoint import CheckpointError, data_digest, plain_json
@@ -138,93 +137,121 @@ class Trainer:
         if found is not None:
             return found
         try:
-            learner, rows = self._found(setting, folder, tell)
+            learner, rows = self._train(setting, folder, tell)
         except (Unreadable, CheckpointError) as reason:
             if "is in use by" in str(reason) or disk_fault(reason) is not None:
                 raise
             shutil.rmtree(folder / CHECKPOINTS)  # damaged: a new start gives the same rows
-            learner, rows = self._found(setting, folder, tell)
+            learner, rows = self._train(setting, folder, tell)
         assert learner.accountant is not None
         learner.accountant.save(folder / LEDGER)
         write_whole(folder / TRIAL, sealed_json({"confidential": True, **about, "rows": rows}), mode=CONFIDENTIAL)
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         return rows
 
-    def _found(self, setting: Setting, folder: Path, tell: Callable[[int], None]) -> tuple[PrivateSGD, list[Row]]:
+    def _train(self, setting: Setting, folder: Path, tell: Callable[[int], None]) -> tuple[PrivateSGD, list[Row]]:
+        """Returns the learner of a setting, and its rows."""
+        learner = make_learner(
+            self.dataset,
+            self.plan.with_changes(**setting, seed=seed_of(self.seed, setting)),
+            folder / CHECKPOINTS,
+            callbacks=[_Evaluate(self, tell)],
+            whole_at=self.counts,
+            every=max(20, self.counts[-1] // 30),
+            progress=False,
+        )
         with one_thread():
-            learner = self._trained(setting, folder, tell)
-        return learner, [self._row(learner, count, folder) for count in self.counts]
+            learner.repeat(self.runs, self.counts[-1])
+        ledger, rows = learner.accountant, []
+        assert ledger is not None
+        for count in self.counts:
+            scores = [h["accuracy"] for h in learner.history if h["step"] == count]
+            dfil = torch.stack([ledger.dfil_of_runs(count, rule) for rule in ledger.account.rules], 1)
+            rows.append(self._row(replace(ledger.account, steps=count), scores, dfil, ledger.measured(count)))
+        return learner, rows
 
     def _about(self, setting: Setting) -> dict[str, Any]:
         """Returns everything that determines a trial's rows."""
         return {"setting": dict(setting), **self.facts()}
 
-    def _trained(self, setting: Setting, folder: Path, tell: Callable[[int], None]) -> PrivateSGD:
-        plan = self.plan.with_changes(**setting, seed=seed_of(self.seed, setting))
-
-        learner = make_learner(
-            self.dataset,
-            plan,
-            folder / CHECKPOINTS,
-            callbacks=[_KeepLedgers(self, folder, tell)],
-            whole_at=self.counts,
-            every=max(20, self.counts[-1] // 30),
-            progress=False,
-        )
-        learner.repeat(self.runs, self.counts[-1])
-        return learner
-
-    def _row(self, learner: PrivateSGD, count: int, folder: Path) -> Row:
-        """Returns the row of a run of `count` steps: accuracy, ε and every floor, in units of the features' ranges."""
-        ledger = learner.accountant
-        assert ledger is not None
-        account = replace(ledger.account, steps=count)
-        dfil, measured = dfil_at(ledger, count, self.runs, folder)
-        scores = [h["accuracy"] for h in learner.history if h["step"] == count]
-        each = by_run(ledger, count, self.runs, folder) if self.runs > 1 else None
-        return self._told(account, scores, dfil, measured, each)
-
-    def _told(
-        self, account: Account, scores: Sequence[float], dfil: Tensor, measured: Tensor, each: Tensor | None
-    ) -> Row:
-        """Builds a row.
+    def _row(self, account: Account, scores: Sequence[float], dfil: Tensor, measured: Tensor) -> Row:
+        """Returns the row of a run of `account.steps` steps: accuracy, ε and every floor, in units of the ranges.
 
         Args:
             account: of a run of this length.
             scores: accuracies of the runs.
-            dfil: dFIL averaged over the runs, (rules, N).
-            measured: how often each record was measured, (N,).
-            each: dFIL of each run, (runs, rules, N), where there are several.
+            dfil: dFIL of each run, (runs, rules, N).
+            measured: the number of measurements per record over all runs, (N,).
         """
         row: Row = {"steps": account.steps, "accuracy": mean_of(scores), "accuracy_sd": _spread(scores)}
-        for k, (rule, values) in enumerate(zip(account.rules, dfil, strict=True)):
-            row |= {f"{rule}_{place}": floor for place, floor in floors_of(values, measured).items()}
-            if each is not None:
-                row[f"{rule}_crossed"] = crossed_floor(each[:, k])
+        mean = dfil.mean(0)
+        for k, rule in enumerate(account.rules):
+            row |= {f"{rule}_{place}": floor for place, floor in floors_of(mean[k], measured).items()}
+            if len(dfil) > 1:
+                row[f"{rule}_crossed"] = crossed_floor(dfil[:, k])
         row["measured_median"] = float(measured.double().median())
         row["never_measured"] = int((measured == 0).sum())
-        row["told_nothing"] = int(((dfil[0] == 0) & (measured > 0)).sum())
+        row["zero_information"] = int(((mean[0] == 0) & (measured > 0)).sum())
         row |= {**companions(account.mechanism(), account.features, self.delta), "delta": self.delta}
         return {name: _plain(value) for name, value in row.items()}
 
 
-class _KeepLedgers(Callback):
-    """Keeps the ledger and the accuracy at each step count, and reports how far the trial is."""
+class _Evaluate(Callback):
+    """Evaluates the model at each step count, and reports how far the trial is."""
 
-    def __init__(self, trainer: Trainer, folder: Path, tell: Callable[[int], None]) -> None:
-        self.trainer, self.folder, self.tell = trainer, folder, tell
+    def __init__(self, trainer: Trainer, tell: Callable[[int], None]) -> None:
+        self.trainer, self.tell = trainer, tell
         self.often = _often(trainer.counts)
 
     def on_step(self, learner: PrivateSGD) -> dict[str, float] | None:
         """Returns the accuracy at a step count."""
         if learner.step and learner.step % self.often == 0:
             self.tell(learner.run * learner.steps + learner.step)
-        if learner.step not in self.trainer.counts:
-            return None
-        assert learner.accountant is not None
-        if learner.step < learner.steps or self.trainer.runs > 1:
-            keep(self.folder, learner.run, learner.step, learner.accountant)
-        return {"accuracy": score(self.trainer.dataset, learner.model)}
+        return {"accuracy": score(self.trainer.dataset, learner.model)} if learner.step in self.trainer.counts else None
+
+
+#: Where over the records a floor is taken: name → quantile of dFIL.
+PLACES = {"max": 1.0, "q99": 0.99, "median": 0.5}
+
+
+def floors_of(dfil: Tensor, measured: Tensor) -> dict[str, float]:
+    """Returns 1/dFIL at the most exposed record, at the 99 % quantile and at the median, of those that were measured.
+
+    Args:
+        dfil: of each record, (N,).
+        measured: how often each record was measured, (N,).
+    """
+    seen = dfil[measured > 0].sort().values
+    if len(seen) == 0:
+        return dict.fromkeys(PLACES, 0.0)
+    at = {place: float(seen[min(len(seen) - 1, math.ceil(q * (len(seen) - 1)))]) for place, q in PLACES.items()}
+    return {place: 1 / max(value, 1e-300) for place, value in at.items()}
+
+
+def crossed(dfil: Tensor) -> float:
+    """Computes what each run finds for the record that the other runs find most exposed, on average over the runs.
+
+        mean over r of dFIL_r(i_r),     i_r = argmax of the mean of dFIL over the other runs
+
+    Run r has no part in the choice of i_r, so each term is unbiased for a record's dFIL, and the whole is on average at
+    most the largest; the maximum over records of the runs' mean is on average at least that.
+
+    Args:
+        dfil: of each run and record, (R, N), R at least 2.
+    """
+    others = [torch.cat([dfil[:r], dfil[r + 1 :]]).mean(0) for r in range(len(dfil))]
+    return mean_of([float(own[other.argmax()]) for own, other in zip(dfil, others, strict=True)])
+
+
+def crossed_floor(dfil: Tensor) -> float | None:
+    """Returns 1/crossed; None where no run measured the records that the others point at."""
+    found = crossed(dfil)
+    return 1 / found if found > 0 else None
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Returns the mean of the values, rounded once."""
+    return math.fsum(values) / len(values)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import GUESSABLE, derive, new_seed, seed_warning, seeded
 from reconbound.accounting.accountant import FisherAccountant, joined
 from reconbound.accounting.measurement_plan import Blocks, Segments
+from reconbound.accounting.spec import checked_counts
 from reconbound.fisher import Private
 from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
@@ -41,7 +42,7 @@ from reconbound.training.arguments import (
     row_counts,
 )
 from reconbound.training.callbacks import Callback
-from reconbound.training.sampling import make_account, make_sampler, steps_of
+from reconbound.training.sampling import make_account, make_plan, make_sampler, steps_of
 from reconbound.training.settings import Settings
 from reconbound.training.step import LossFn, Measurer, compute_step
 from reconbound.validate.model import ReconboundWarning
@@ -81,7 +82,8 @@ class PrivateSGD:
         evaluate: model → dictionary of numbers, called every `evaluate_every` steps and at the end.
         evaluate_every: the number of steps between two evaluations.
         callbacks: run during the training, see Callback.
-        whole_at: step counts, ascending, at which the ledger is that of a run which ends there.
+        whole_at: step counts, ascending, at which the ledger is that of a run which ends there, and keeps it for
+            `dfil_of_runs`.
         progress: whether to show a progress bar, if output is a terminal.
         check: whether to check model and data before training starts.
 
@@ -136,7 +138,7 @@ class PrivateSGD:
         self.every = whole("every", every)
         self.evaluate, self.evaluate_every = evaluate, whole("evaluate_every", evaluate_every, at_least=0)
         self.callbacks = tuple(callbacks)
-        self.whole_at = tuple(whole("whole_at", count) for count in whole_at)
+        self.whole_at = checked_counts("whole_at", whole_at)
         self.progress = progress
         self.measurer = Measurer(
             model,
@@ -313,6 +315,7 @@ class PrivateSGD:
                 self.accountant.add(indices, information, weight=weight, stratified=stratified)
             if found.followed is not None:
                 self.accountant.follow(found.followed)
+            self.accountant.keep_step(self.step + 1)
             if self.step + 1 == self.steps:
                 self.accountant.finish_run()
         self.step += 1
@@ -369,24 +372,23 @@ class PrivateSGD:
 
     def _make_ledger(self) -> None:
         """Creates an empty ledger and the plan of measurements (None where each batch itself is measured)."""
-        s, rate = self.settings, self.sampler.sample_rate
-        counts = sorted({*self.whole_at, self.steps})
-        if counts[-1] > self.steps:
-            raise InputError("whole_at", f"must be at most the run's {self.steps} steps", counts[-1])
+        s = self.settings
+        if self.whole_at and self.whole_at[-1] > self.steps:
+            raise InputError("whole_at", f"must be at most the run's {self.steps} steps", self.whole_at[-1])
+        self.whole_at = tuple(sorted({*self.whole_at, self.steps})) if self.whole_at else ()
         if s.rules is None:
             return
         account = make_account(s, self.sampler, self.features, self.steps)
         options: dict[str, Any] = {"diagonal": self.diagonal, "spectral": self.spectral, "device": self.device}
-        ledger = FisherAccountant(account, feature_scale=self.feature_scale, **options)
+        ledger = FisherAccountant(account, feature_scale=self.feature_scale, keep_runs_at=self.whole_at, **options)
         ledger.caveats = self.measurer.caveats
         ledger.needs_range = as_private(self.private).part == "module"
         # within a shuffled epoch the parameters depend on whether a record was seen: only batches can be measured
         ledger.features.followed = ledger.diagonal == "chosen" and s.sampler != "shuffle"
         self._ledger = ledger
         if isinstance(s.budget, float):
-            group = max(1, min(self.records, round(rate * self.records)))
-            plan = Blocks(self.records, rate, self.steps, s.budget, group)
-            self.plan = Segments.of(plan, counts) if self.whole_at else plan
+            plan = make_plan(s.budget, self.sampler, self.steps)
+            self.plan = Segments.of(plan, self.whole_at) if self.whole_at else plan
 
     def _restart(self) -> None:
         """Creates a new optimizer and schedule, as at the start of a run."""

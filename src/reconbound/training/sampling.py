@@ -18,6 +18,7 @@ from torch import Tensor
 
 from reconbound._internal.checks import InputError, choice, number, rounded_up, whole
 from reconbound._internal.rng import numbers_of
+from reconbound.accounting.measurement_plan import Blocks
 from reconbound.accounting.spec import Account, MechanismSpec
 
 
@@ -155,6 +156,18 @@ def make_account(settings: MechanismSpec, sampler: Sampler, features: int, steps
         steps=steps,
         batches_per_epoch=batches_per_epoch(sampler),
     )
+
+
+def make_plan(budget: float, sampler: Sampler, steps: int) -> Blocks:
+    """Returns the plan that measures each record once in each block of steps, in groups of a batch's size.
+
+    Args:
+        budget: records measured over records trained on.
+        sampler: of the batches.
+        steps: T, of one run.
+    """
+    records, rate = sampler.records, sampler.sample_rate
+    return Blocks(records, rate, steps, budget, max(1, min(records, round(rate * records))))
 
 
 def make_sampler(name: str, records: int, sample_rate: float) -> Sampler:

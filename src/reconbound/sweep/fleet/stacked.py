@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from reconbound.fisher.passes.products import rounded_above
-from reconbound.sweep.fleet.stacked_layers import made
+from reconbound.sweep.fleet.stacked_layers import make_layer
 
 
 class Stack:
@@ -38,7 +38,7 @@ class Stack:
             raise ValueError(f"params must have {size} columns, one for each parameter, got {params.shape[1]}")
         self.params, self.layers, start = params, [], 0
         for module in model:
-            layer, used = made(module, params, start)
+            layer, used = make_layer(module, params, start)
             self.layers.append(layer)
             start += used
 

@@ -267,7 +267,7 @@ class FlattenLayer(PlainLayer):
         return self.backward(d, needed=needed)
 
 
-def made(module: nn.Module, params: Tensor, start: int) -> tuple[Any, int]:
+def make_layer(module: nn.Module, params: Tensor, start: int) -> tuple[Any, int]:
     """Creates the layer that replaces a module. Returns it and the number of its parameters.
 
     Args:

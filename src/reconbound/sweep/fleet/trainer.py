@@ -13,10 +13,9 @@ the batches to what the fleet shares of these.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,15 +23,15 @@ from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, choice, number, whole
 from reconbound._internal.rng import derive, seeded, torch_stream
-from reconbound.accounting.amplification import PoissonTable, paper_delta, paper_kappa
-from reconbound.accounting.measurement_plan import Blocks
-from reconbound.divergences import sensitivity
+from reconbound.accounting.measurement_plan import Segments
+from reconbound.accounting.record_ledger import RecordLedger, Traces
+from reconbound.accounting.spec import checked_counts
 from reconbound.fisher import Private
 from reconbound.sweep.fleet.engine import METHODS, LossFn, Work, make_engine
 from reconbound.training.arguments import reset_parameters
 from reconbound.training.checkpoint import data_digest
 from reconbound.training.noise import context_digest, model_facts
-from reconbound.training.sampling import Sampler, make_sampler
+from reconbound.training.sampling import Sampler, make_account, make_plan, make_sampler
 from reconbound.training.settings import Settings
 from reconbound.training.step import record_losses
 from reconbound.validate.private import as_private, feature_mask
@@ -42,7 +41,6 @@ NOT_FOR_RELEASE = (
     "model, train it with PrivateSGD"
 )
 NoiseFn = Callable[[int], Tensor]  # step → standard normal numbers, (K, p)
-_OWN = {"poisson": "exact", "fixed": "fixed"}
 
 
 @dataclass(frozen=True)
@@ -52,20 +50,15 @@ class Snapshot:
     Attributes:
         step: steps taken.
         settings: of each training.
-        own: Σ over steps of the information under the sampler's own rule, Tr I, (K, N) in float64: "exact" for Poisson
-            batches, "fixed" for fixed-size ones.
-        raw: the same with factor 1.
-        features: d.
-        finite: whether each training's parameters are finite, (K,).
-        found: what `evaluate` returned for each training.
+        dfils: dFIL by rule, of each training and record, (K, N), on the CPU; the account's first rule comes first.
+        finite: whether each training's parameters and dFIL are finite, (K,).
+        found: the result of `evaluate` for each training.
         caveats: what holds for all of it: it is not for release.
     """
 
     step: int
     settings: tuple[Settings, ...]
-    own: Tensor
-    raw: Tensor
-    features: int
+    dfils: Mapping[str, Tensor]
     finite: Tensor
     found: tuple[Any, ...]
     caveats: tuple[str, ...] = (NOT_FOR_RELEASE,)
@@ -74,19 +67,11 @@ class Snapshot:
         """Returns Tr I/d of each training and record, (K, N).
 
         Args:
-            rule: "" for the sampler's own rule, "none", or "paper" (κ with δ = 1/(N T)).
+            rule: one of the settings' rules; "" for the first.
 
         Guarantee: as FisherAccountant.dfil of one run of `step` steps. "paper" and "none" are for comparison.
         """
-        own = _OWN[self.settings[0].sampler]
-        if rule in ("", own):
-            return self.own / self.features
-        if rule == "none":
-            return self.raw / self.features
-        if rule != "paper":
-            raise InputError("rule", f"must be {own}, paper or none", rule)
-        kappas = [_kappa(s, self.raw.shape[1], self.step) for s in self.settings]
-        return self.raw * torch.tensor(kappas, dtype=torch.float64, device=self.raw.device)[:, None] / self.features
+        return self.dfils[choice("rule", rule or next(iter(self.dfils)), tuple(self.dfils))]
 
 
 class Fleet:
@@ -97,8 +82,8 @@ class Fleet:
         loss_fn: (outputs, targets) → one loss per record, (B,).
         inputs: the training inputs, one tensor.
         targets: the training targets, one tensor.
-        settings: of each training. Sampler ("poisson" or "fixed"), sample_rate, clip, probes and seed must be the same
-            for all; noise, rules and micro_batch are not used.
+        settings: of each training. Sampler ("poisson" or "fixed"), sample_rate, clip, rules, probes and seed must be
+            the same for all; micro_batch is not used.
         at: the step counts at which a run is evaluated, increasing; the last is its length.
         budgets: records measured over records trained on, for each stretch between two of `at`; default: the first
             settings' budget for all. Blocks of a plan end where a stretch ends, so every snapshot is unbiased.
@@ -130,14 +115,15 @@ class Fleet:
         initialise: Callable[[nn.Module], None] | None = None,
         private: Private | Tensor | Sequence[int] | None = None,
     ) -> None:
-        self.settings, self.at = tuple(settings), _checked_counts(at)
+        self.settings, self.at = tuple(settings), checked_counts("at", at)
+        if not self.at:
+            raise InputError("at", "must name at least one step count", at)
         first = _checked_fleet(self.settings)
         self.loss_fn, self.device = loss_fn, torch.device(device)
         self.initialise = initialise or reset_parameters
         self.inputs, self.targets = inputs.to(self.device), targets.to(self.device)
         self.make_model, self.records = make_model, len(inputs)
         self.sampler = make_sampler(first.sampler, self.records, first.sample_rate)
-        self.budgets = _checked_budgets(budgets, first, len(self.at))
         with seeded(0):  # what the models draw is replaced when a run begins
             self.models = [make_model().to(self.device) for _ in self.settings]
         self._data = data_digest(inputs, targets)
@@ -150,11 +136,11 @@ class Fleet:
         self.noise = torch.zeros_like(self.params)
         self.scale = self._column([s.noise_multiplier * s.max_grad_norm for s in self.settings])
         self.clip_norm = self._column([s.max_grad_norm for s in self.settings])
-        self.reach = self._column([sensitivity(s.clip) / s.noise_multiplier for s in self.settings]).double()
         self.lr, self.momentum = (self._column([getattr(s, n) for s in self.settings]) for n in ("lr", "momentum"))
         self.decay = self._column([s.weight_decay for s in self.settings])
-        self.ledger = torch.zeros(2, len(self.settings), self.records, dtype=torch.float64, device=self.device)
-        self.table = PoissonTable(self.sampler.sample_rate).prepare(self.device, torch.float64)
+        accounts = [make_account(s, self.sampler, self.features, self.at[-1]) for s in self.settings]
+        self.ledger = RecordLedger(accounts, self.device, error=False, keep_at=self.at)
+        self.plan = _make_plan(first, self.sampler, self.at, budgets)
         self.engine = make_engine(
             self, choice("method", method, METHODS), min(whole("streams", streams), len(settings))
         )
@@ -190,25 +176,16 @@ class Fleet:
         seed = self.run_seeds[number] = derive(base, "run", number, self._context(()))
         batches: list[Tensor] = _batches(self.sampler, seed, self.at[-1])
         draw = self._drawn(base, seeds, number) if noise is None else lambda step: self.noise.copy_(noise(step))
-        done = 0
-        for stretch, end in enumerate(self.at):
-            plan_seed = derive(seed, "stretch", stretch) if stretch else seed
-            plan = Blocks(
-                self.records,
-                self.sampler.sample_rate,
-                end - done,
-                self.budgets[stretch],
-                max(1, round(self.sampler.divisor)),
-            )
-            for step in range(done, end):
-                if tell is not None:
-                    tell(step)
-                for part, group in enumerate(plan.at(plan_seed, step - done)):
-                    self._measure(group, plan.weight(step - done), seed, step, part)
-                draw(step)
-                self._train(batches[step])
-            done = end
-            yield self._snapshot(end, evaluate)
+        for step in range(self.at[-1]):
+            if tell is not None:
+                tell(step)
+            for part, group in enumerate(self.plan.at(seed, step)):
+                self._measure(group, self.plan.weight(step), seed, step, part)
+            draw(step)
+            self._train(batches[step])
+            if step + 1 in self.at:
+                yield self._snapshot(step + 1, evaluate)
+        self.ledger.finish_run()
 
     def _drawn(self, seed: int, seeds: Sequence[int] | None, number: int) -> Callable[[int], Any]:
         """Returns a function that writes a step's noise into its buffer."""
@@ -252,7 +229,7 @@ class Fleet:
         for own in self.models:
             own.load_state_dict(_untrained(model), strict=False)
         self.velocity.zero_()
-        self.ledger.zero_()
+        self.ledger.clear_run()
 
     def _train(self, batch: Tensor) -> None:
         """Takes one step of every training on this batch, with the noise in the buffer."""
@@ -275,19 +252,14 @@ class Fleet:
         for omega in work.omegas:
             omega.normal_(generator=probes)
         work(group)
-        norm, across, along = work.found.double()
-        m = norm / self.scale.double()
-        if self.sampler.name == "poisson":
-            k_across, k_along = self.table(m)
-        else:
-            k_across = k_along = self.table.largest(m + self.reach)
-        values = weight * torch.stack([k_across * across + k_along * along, across + along])
-        self.ledger.index_add_(2, work.index, values)
+        self.ledger.add(work.index, Traces(*work.found), weight, stratified=True, times=work.mask.long())
 
     def _snapshot(self, step: int, evaluate: Callable[[nn.Module], Any] | None) -> Snapshot:
+        self.ledger.keep_step(step)
+        dfils = {rule: self.ledger.dfil_of_runs(step, rule)[-1] for rule in self.ledger.account.rules}
+        finite = torch.isfinite(self.params).all(1).cpu() & torch.stack(list(dfils.values())).isfinite().all(2).all(0)
         found = tuple(None if evaluate is None else evaluate(model) for model in self.models)
-        own, raw = self.ledger.clone()
-        return Snapshot(step, self.settings, own, raw, self.features, torch.isfinite(self.params).all(1).cpu(), found)
+        return Snapshot(step, self.settings, dfils, finite, found)
 
 
 def _flattened(models: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
@@ -326,11 +298,6 @@ def _batches(sampler: Any, seed: int, steps: int) -> list[Tensor]:
     return [sampler.batch(seed, step) for step in range(steps)]
 
 
-def _kappa(s: Settings, records: int, steps: int) -> float:
-    bound, rate = 1.115 if s.clip == "smooth" else 1.0, make_sampler(s.sampler, records, s.sample_rate).sample_rate
-    return paper_kappa(s.noise_multiplier, rate, paper_delta(records, steps), clip_bound=bound)
-
-
 def _checked_mask(private: Any, record: Tensor) -> Tensor | None:
     """Returns the private features as 0/1 of one record's shape, or None for all."""
     found = as_private(private)
@@ -342,35 +309,31 @@ def _checked_mask(private: Any, record: Tensor) -> Tensor | None:
     return mask
 
 
-def _checked_counts(at: Sequence[int]) -> tuple[int, ...]:
-    counts = tuple(whole("at", count) for count in at)
-    if not counts or any(b <= a for a, b in pairwise(counts)):
-        raise InputError("at", "must be increasing step counts", at)
-    return counts
-
-
 def _checked_fleet(settings: tuple[Settings, ...]) -> Settings:
     """Returns the first of the settings; refuses others that differ in what a fleet shares."""
     if not settings:
         raise InputError("settings", "must name at least one training", settings)
     first = settings[0]
-    for name in ("sampler", "sample_rate", "clip", "probes", "seed"):
+    for name in ("sampler", "sample_rate", "clip", "rules", "probes", "seed"):
         values = {getattr(s, name) for s in settings}
         if len(values) > 1:
             shown = f"{len(values)} of them" if name == "seed" else sorted(values)
             raise InputError(f"settings.{name}", "must be the same for all trainings of a fleet", shown)
-    if first.sampler not in _OWN:
-        raise InputError("settings.sampler", f"must be one of {', '.join(_OWN)}", first.sampler)
+    choice("settings.sampler", first.sampler, ("poisson", "fixed"))
     if first.seed is None:
         raise InputError("settings.seed", "must be given: the fleet shares it", None)
+    if first.rules is None:
+        raise InputError("settings.rules", "must not be None: a fleet keeps ledgers", None)
     return first
 
 
-def _checked_budgets(budgets: Sequence[float] | None, first: Settings, stretches: int) -> tuple[float, ...]:
-    chosen = (first.budget,) * stretches if budgets is None else tuple(budgets)
-    if len(chosen) != stretches:
-        raise InputError("budgets", f"must be {stretches}, one for each stretch", budgets)
-    return tuple(number("budgets", b, above=0.0) for b in chosen)
+def _make_plan(first: Settings, sampler: Sampler, at: tuple[int, ...], budgets: Sequence[float] | None) -> Segments:
+    """Returns PrivateSGD's plan for ledgers that are whole at these step counts."""
+    chosen = (first.budget,) * len(at) if budgets is None else tuple(budgets)
+    if len(chosen) != len(at):
+        raise InputError("budgets", f"must be {len(at)}, one for each step count", budgets)
+    numbers = [number("budgets", b, above=0.0) for b in chosen]
+    return Segments.of(make_plan(numbers[0], sampler, at[-1]), at, numbers)
 
 
 __all__ = ["Fleet", "Snapshot"]
