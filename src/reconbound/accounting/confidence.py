@@ -17,7 +17,7 @@ from torch import Tensor
 
 from reconbound._internal.checks import InputError, number, warn_user
 from reconbound._internal.formatting import format_floor
-from reconbound.validate.structure import ReconboundWarning
+from reconbound.validate.model import ReconboundWarning
 
 #: No confidence limit is given for a record that was measured less often over all runs (unless at every step), nor for
 #: any where half of the records have a larger relative standard error: the sums' tail has then not been seen.
