@@ -159,6 +159,35 @@ def test_means_and_errors_over_runs() -> None:
     torch.testing.assert_close(ledger.standard_error(), stacked.std(0) / 2 / 3)
 
 
+def test_single_runs_are_kept_through_merging_and_saving(tmp_path) -> None:
+    """dFIL and measurements after 2 and 4 steps of each run; κ is that of a run of so many steps."""
+    short, whole = (account(rules=("exact", "paper"), steps=steps) for steps in (2, 4))
+    kept = [FisherAccountant(whole, keep_runs_at=[2, 4]) for _ in range(2)]
+    singles: dict[int, list[FisherAccountant]] = {2: [], 4: []}
+    for k in (0, 0, 1):
+        singles[2].append(FisherAccountant(short))
+        singles[4].append(FisherAccountant(whole))
+        for step in range(1, 5):
+            found = info(torch.rand(6), torch.rand(6))
+            for one in (kept[k], singles[4][-1], *([singles[2][-1]] if step <= 2 else [])):
+                one.add(torch.arange(6), found, weight=0.25)
+            kept[k].keep_step(step)
+        kept[k].finish_run()
+    kept[0].merge(kept[1])
+    kept[0].save(tmp_path / "ledger")
+    for ledger in (kept[0], FisherAccountant.load(tmp_path / "ledger")):
+        for step, runs in singles.items():
+            assert ledger.measured(step).tolist() == [3 * step] * 6
+            for rule in ("exact", "paper"):
+                expected = torch.stack([one.dfil(rule) for one in runs])
+                torch.testing.assert_close(ledger.dfil_of_runs(step, rule), expected)
+    for wrong in ([4, 2], [2, 3], [2.5, 4]):
+        with pytest.raises(InputError, match="keep_runs_at"):
+            FisherAccountant(whole, keep_runs_at=wrong)
+    with pytest.raises(InputError, match="step must be one of keep_runs_at"):
+        kept[0].dfil_of_runs(3)
+
+
 def test_only_like_is_merged_with_like() -> None:
     ledger = FisherAccountant(account(), diagonal=[0, 1])
     for other in (

@@ -91,7 +91,7 @@ def test_nothing_is_not_a_number() -> None:
     assert not np.isnan(found).any()
 
 
-def test_records_without_information_do_not_vote() -> None:
+def test_zero_information_records_do_not_count() -> None:
     """They have no spread, which says nothing of the others'; and their limit is that of the lower quartile."""
     mean, relative = np.array([1.0, 2.0, 4.0, 8.0, 9.0]), np.array([0.1, 0.2, 0.3, 0.1, 0.2])
     zeros = np.zeros(7)

@@ -146,7 +146,7 @@ def test_chosen_records_of_one_run_have_no_error() -> None:
         assert "standard error of a feature not known" in str(few.feature_floors())
 
 
-def test_the_average_is_not_said_of_a_record() -> None:
+def test_average_is_not_reported_per_record() -> None:
     ledger = filled([1.0], "all")
     average, each = ledger.feature_floors(average=True), ledger.feature_floors()
     assert "mean over 6 records: single ones may be known better" in str(average)

@@ -216,7 +216,7 @@ def test_loaded_ledger_continues_identically(tmp_path: Any, runs: int, diagonal:
 
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize(("weight", "stratified"), [(0.25, False), (2.5, True)])
-def test_a_record_left_out_of_a_run_is_said(late: bool, weight: float, stratified: bool) -> None:
+def test_record_left_out_of_run_is_reported(late: bool, weight: float, stratified: bool) -> None:
     """The mean over runs counts it there as 0: its floor would be twice too high."""
     kept, everyone = small(80), torch.arange(80)
     found = []

@@ -257,7 +257,7 @@ def test_initialise_is_that_of_private_sgd() -> None:
 
 
 @pytest.mark.parametrize("method", ["stacked", "branches"])
-def test_training_with_its_own_seed_does_not_depend_on_the_others(method: str) -> None:
+def test_seeded_training_is_independent_of_others(method: str) -> None:
     def found(of: list[int], number: int = 0) -> dict[int, tuple[Any, Any]]:
         settings = [Settings(0.5 + k, 1.0, 0.2, lr=0.1 * (k + 1), budget=1.0, seed=1) for k in of]
         fleet = Fleet(conv, losses, *images(), settings, at=[3], method=method)

@@ -88,7 +88,7 @@ def test_floors_are_read_at_an_existing_record() -> None:
 
 @pytest.mark.usefixtures("same_noise")
 @pytest.mark.parametrize("runs", [2, 3])
-def test_a_trial_tells_what_its_runs_say_one_by_one(digits, tmp_path, single_runs, runs) -> None:
+def test_trial_combines_its_runs(digits, tmp_path, single_runs, runs) -> None:
     """At every step count, the last one too, from plain trainings with the same seed that end there."""
     setting = {"noise_multiplier": 0.7, "lr": 0.5}
     plan = default_options(digits, model="linear", sample_rate=0.2, budget="every")

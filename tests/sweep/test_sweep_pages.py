@@ -101,7 +101,7 @@ def test_most_accurate_setting_is_global_or_marked() -> None:
     assert said[0].startswith("The most accurate setting that has this floor reaches 50.0 %")
 
 
-def test_records_with_zero_information_are_reported() -> None:
+def test_zero_information_records_are_reported() -> None:
     """A record whose outputs are saturated has dFIL 0 and the floor 1e300, which no page may give without a word."""
     said = "In 1 training up to 7 records had zero information whenever measured"
     rows = [ROWS[0], {**ROWS[0], "trial": 1, "zero_information": 3}, {**ROWS[0], "trial": 1, "zero_information": 7}]

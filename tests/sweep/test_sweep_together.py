@@ -369,7 +369,7 @@ def test_a_model_of_ones_own_begins_as_its_factory_makes_it(digits, tmp_path) ->
 
 
 @pytest.mark.parametrize("kind", [Trainer, TogetherTrainer])
-def test_rows_count_records_with_zero_information(digits, tmp_path, kind) -> None:  # noqa: F811
+def test_rows_count_zero_information_records(digits, tmp_path, kind) -> None:  # noqa: F811
     """A step of a million saturates the outputs; a few records may still be near the middle when they are measured."""
     own = kind(digits, default_options(digits, model="mlp", sample_rate=0.2), (3, 6), 1, seed=1)
     rows = own({"lr": 1e6}, tmp_path / "a")
