@@ -22,7 +22,7 @@ class Stub:
         return {"data": "stub"}
 
     def __call__(self, setting: dict, folder: Path, tell) -> list[dict]:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with lock_folder(folder):
             with (folder.parent / "starts").open("a") as file:
                 file.write(f"{folder.name}\n")

@@ -113,7 +113,7 @@ def check(url: str, out: Path, found: list[dict], wanted: list[dict]) -> None:
     assert frontier.table(found) == frontier.table(wanted)
 
 
-def test_four_workers_as_on_four_machines_killed_at_random(tmp_path, url, expected) -> None:
+def test_four_independent_workers_killed_at_random(tmp_path, url, expected) -> None:
     """Processes that know of each other only through the storage; heartbeats of the dead stop."""
     out, rng = tmp_path / "out", random.Random(0)
     settings = sweep_stub.config(out, url)
@@ -187,7 +187,7 @@ def broken(config) -> None:
     raise OSError("no data here")
 
 
-def test_workers_that_cannot_start_end_the_sweep_with_a_word(tmp_path) -> None:
+def test_workers_that_cannot_start_end_the_sweep_with_an_error(tmp_path) -> None:
     settings = sweep_stub.config(tmp_path / "out", None)
     (tmp_path / "out").mkdir(mode=0o700)
     queue = open_queue(settings)

@@ -59,7 +59,7 @@ def test_bad_factory_is_refused_before_any_trial(mine, capsys) -> None:
     assert "found no kinks" in Path("s/frontier.html").read_text()
 
 
-def test_of_models_those_are_looked_at_that_the_grid_names(mine, capsys) -> None:
+def test_only_models_of_the_grid_are_checked(mine, capsys) -> None:
     words = ["sweep", "digits", "--limit", "60", "--model", "mine:relu", "--steps", "3", "--out", "s", "--quiet"]
     assert cli.run([*words, "--grid", "model=linear"]) == 0  # in place of the one with kinks
     assert capsys.readouterr().err == ""

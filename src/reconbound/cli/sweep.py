@@ -41,11 +41,11 @@ def sweep_command(
     trials: Annotated[int | None, typer.Option(**Whole, help="Settings to try, for --search tpe.")] = None,
     floor: Annotated[str | None, typer.Option(help="The floor that a search looks at (default: exact_max).")] = None,
     at_least: Annotated[
-        float | None, typer.Option(help="Search for the best accuracy with that floor at least so high.")
+        float | None, typer.Option(help="Search for the best accuracy with that floor at least this high.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="As in reconbound audit, for all settings.")] = None,
     budget: Annotated[str | None, typer.Option(help="As in reconbound audit.")] = None,
-    delta: Annotated[float, typer.Option(help="Delta at which epsilon is told.")] = 1e-5,
+    delta: Annotated[float, typer.Option(help="Delta at which epsilon is reported.")] = 1e-5,
     storage: Annotated[
         str | None,
         typer.Option(
@@ -94,7 +94,7 @@ def sweep_command(
     header: Annotated[str | None, typer.Option(metavar="A,B", help="As in reconbound audit.")] = None,
     size: Annotated[int | None, typer.Option(**Whole, help="As in reconbound audit.")] = None,
     test_share: Annotated[float | None, typer.Option(help="As in reconbound audit.")] = None,
-    limit: Annotated[int | None, typer.Option(**Whole, help="Train on at most so many records.")] = None,
+    limit: Annotated[int | None, typer.Option(**Whole, help="Train on at most this many records.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for the results (default: sweep-DATA).")
     ] = None,
@@ -117,8 +117,8 @@ def sweep_command(
             confidential_note()
             _print_json({**facts, "rows": rows})
         elif quiet:
-            for said in (facts.get("caveats") or {}).values():  # even so: it takes floors away
-                print(f"Note: {said}", file=sys.stderr)
+            for caveat in (facts.get("caveats") or {}).values():  # even so: it takes floors away
+                print(f"Note: {caveat}", file=sys.stderr)
             if facts["page"]:
                 print(facts["page"])
         else:
@@ -245,8 +245,8 @@ def _print_sweep(facts: dict[str, Any], rows: list[Row]) -> None:
         from reconbound.sweep.frontier import default_floor
         from reconbound.sweep.page import cautions, measured_by, verdict
 
-        said = verdict(rows, default_floor(rows), facts.get("guesses"), measured_by(facts))
-        for line in (*cautions(rows, facts), *said):
+        sentences = verdict(rows, default_floor(rows), facts.get("guesses"), measured_by(facts))
+        for line in (*cautions(rows, facts), *sentences):
             print(line)
         print(f"{facts['table']}\n{facts['page']}")
 
@@ -288,24 +288,24 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
 
 @contextmanager
 def _notes(quiet: bool) -> Iterator[None]:
-    """Returns what the owner should know about the data, one line each."""
+    """Prints warnings about the data as notes, one line each."""
     from reconbound.data import DataWarning
     from reconbound.validate import KinkWarning
 
-    said = False
+    confidential = False
 
     def shown(message: Any, category: Any = None, *_: Any, **__: Any) -> None:
-        nonlocal said
+        nonlocal confidential
         if quiet:
             return
-        if not said and isinstance(category, type) and issubclass(category, DataWarning):
+        if not confidential and isinstance(category, type) and issubclass(category, DataWarning):
             confidential_note()  # they quote ranges and cells
-            said = True
+            confidential = True
         print(f"Note: {message}", file=sys.stderr)
 
     with warnings.catch_warnings():
         warnings.simplefilter("once", DataWarning)
-        warnings.simplefilter("ignore", KinkWarning)  # said with the plan, and on the page
+        warnings.simplefilter("ignore", KinkWarning)  # reported with the plan, and on the page
         warnings.showwarning = shown
         yield
 

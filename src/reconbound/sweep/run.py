@@ -140,17 +140,9 @@ def sweep(
     _refuse_another(config)
     if config.seed is not None and config.seed < GUESSABLE:
         warn_user(seed_warning("seed"), ReconboundWarning)
-    folders = (config.out, config.out / TRIALS)
-    new = [folder for folder in folders if not folder.exists()]
-    for folder in folders:
+    train = (make_train or make_trainer)(config)  # before the folder is created: it refuses most mistakes
+    for folder in (config.out, config.out / TRIALS):
         prepare(folder)
-    try:
-        train = (make_train or make_trainer)(config)
-    except BaseException:
-        for folder in reversed(new):  # nothing was begun: remove what was created for it
-            with suppress(OSError):
-                folder.rmdir()
-        raise
     queue = open_queue(config)
     try:
         retry_database(partial(begin, queue, config, train))
@@ -385,6 +377,7 @@ def values_of(config: Sweep, rows: Sequence[Row]) -> list[float]:
 
 def sweep_seed(config: Sweep) -> int:
     """Returns the sweep's seed: as given, or as the folder has it; created and stored there the first time."""
+    prepare(config.out)
     path = config.out / SEED
     wanted = new_seed() if config.seed is None else config.seed
     with suppress(FileExistsError):

@@ -22,14 +22,14 @@ WORDS = {
     "sampler": ("poisson", "fixed", "shuffle"),
     "model": ("linear", "mlp", "cnn"),
 }
-#: What can be searched, by the names of AuditOptions and Settings: numbers or words, and how a value is checked.
-PARAMETERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "noise_multiplier": ("number", lambda v: number("noise_multiplier", spelled(v), above=0.0)),
-    "max_grad_norm": ("number", lambda v: number("max_grad_norm", spelled(v), above=0.0)),
-    "sample_rate": ("number", lambda v: number("sample_rate", spelled(_ratio(v)), above=0.0, at_most=1.0)),
-    "lr": ("number", lambda v: number("lr", spelled(v), above=0.0, at_most=1e30)),
-    "momentum": ("number", lambda v: number("momentum", spelled(v), at_least=0.0, below=1.0)),
-    **{name: ("word", partial(choice, name, options=options)) for name, options in WORDS.items()},
+#: What can be searched, by the names of AuditOptions and Settings, and how a value is checked.
+PARAMETERS: dict[str, Callable[[Any], Any]] = {
+    "noise_multiplier": lambda v: number("noise_multiplier", spelled(v), above=0.0),
+    "max_grad_norm": lambda v: number("max_grad_norm", spelled(v), above=0.0),
+    "sample_rate": lambda v: number("sample_rate", spelled(_ratio(v)), above=0.0, at_most=1.0),
+    "lr": lambda v: number("lr", spelled(v), above=0.0, at_most=1e30),
+    "momentum": lambda v: number("momentum", spelled(v), at_least=0.0, below=1.0),
+    **{name: partial(choice, name, options=options) for name, options in WORDS.items()},
 }
 
 
@@ -67,34 +67,29 @@ def parse_grid(options: Sequence[str]) -> Space:
     >>> parse_grid(["lr=0.1,0.5", "noise_multiplier=0.2:5:log"])
     {'lr': Choices(values=(0.1, 0.5)), 'noise_multiplier': Range(low=0.2, high=5.0, log=True)}
     """
-    space: Space = {}
+    texts: dict[str, str] = {}
     for option in options:
         name, equals, text = (part.strip() for part in option.partition("="))
         check_name(name)
         if not equals or not text.strip(" ,"):
             raise InputError("grid", f"must give {name} values, such as {name}=1,2 or {name}=1:2", option)
-        if name in space:
+        if name in texts:
             raise InputError("grid", f"must name {name} once, with all its values", option)
-        space[name] = _range(name, text) if ":" in text else _choices(name, text.split(","))
-    if not space:
-        raise InputError("grid", "must name at least one setting with its values, such as lr=0.1,0.5", "none")
-    return space
+        texts[name] = text
+    return checked_space({name: _range(name, t) if ":" in t else t.split(",") for name, t in texts.items()})
 
 
 def checked_space(given: Mapping[str, Any]) -> Space:
     """Returns the space of a mapping from names to lists of values, Choices or Ranges."""
+    if not given:
+        raise InputError("grid", "must name at least one setting with its values, such as lr=0.1,0.5", "none")
     space: Space = {}
     for name, values in given.items():
         check_name(name)
-        if isinstance(values, Range):
-            space[name] = values
-            continue
         listed = values.values if isinstance(values, Choices) else values
         if isinstance(listed, str) or not isinstance(listed, Iterable):
             listed = [listed]
-        space[name] = _choices(name, list(listed))
-    if not space:
-        raise InputError("grid", "must name at least one setting with its values", "none")
+        space[name] = values if isinstance(values, Range) else _choices(name, list(listed))
     return space
 
 
@@ -165,28 +160,20 @@ def describe_space(space: Space) -> dict[str, Any]:
 
 
 def _choices(name: str, words: Sequence[Any]) -> Choices:
-    kind, check = PARAMETERS[name]
-    values: list[Any] = []
-    for word in words:
-        text = word.strip() if isinstance(word, str) else word
-        if text == "":
-            continue
-        value = _checked(name, kind, check, text)
-        if value not in values:
-            values.append(value)
+    texts = (word.strip() if isinstance(word, str) else word for word in words)
+    values = tuple(dict.fromkeys(_checked(name, text) for text in texts if text != ""))
     if not values:
         raise InputError("grid", f"must give {name} at least one value", "none")
-    return Choices(tuple(values))
+    return Choices(values)
 
 
 def _range(name: str, text: str) -> Range:
-    kind, check = PARAMETERS[name]
     low, high, *more = (part.strip() for part in text.split(":"))
-    if kind == "word" or more not in ([], ["log"]):
+    if name in WORDS or more not in ([], ["log"]):
         own = "; a model of your own is for all settings, by --model" if name == "model" else ""
-        other = own if kind == "word" else " or low:high[:log]"
+        other = own if name in WORDS else " or low:high[:log]"
         raise InputError("grid", f"must give {name} a list of values{other}", text)
-    ends = [_checked(name, kind, check, part) for part in (low, high)]
+    ends = [_checked(name, part) for part in (low, high)]
     if not ends[0] < ends[1] or (more and ends[0] <= 0):
         raise InputError("grid", f"must give {name} a range from a smaller number to a larger", text)
     return Range(ends[0], ends[1], log=bool(more))
@@ -201,10 +188,10 @@ def _ratio(value: Any) -> Any:
         return value
 
 
-def _checked(name: str, kind: str, check: Callable[[Any], Any], value: Any) -> Any:
+def _checked(name: str, value: Any) -> Any:
     """Returns the value, checked. An error names the grid's option."""
     try:
-        return check(value)
+        return PARAMETERS[name](value)
     except InputError as reason:
         raise InputError("grid", f"{name} {reason.requirement}", reason.value) from None
 
