@@ -122,7 +122,7 @@ def test_frontier_reads_what_a_killed_sweep_left_in_its_log(base) -> None:
 def test_linked_lock_is_refused_and_target_untouched(tmp_path, kind) -> None:
     precious, folder = tmp_path / "precious", tmp_path / "folder"
     precious.write_text("all my work\n")
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     if kind == "fifo":
         os.mkfifo(folder / "lock")
     else:

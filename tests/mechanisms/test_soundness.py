@@ -219,9 +219,9 @@ def test_results_state_assumptions(answer, run) -> None:
     for words, said in (
         (["--rdp2", 2], "came without its neighbours: it was taken as replace-one"),
         (["--epsilon", 2, "--delta", 1e-5], "came without its neighbours: it was taken as replace-one"),
-        (["--epsilon", 2], "you gave no δ"),
-        (["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 10], "you did not say how batches are drawn"),
-        ([], "you did not say how batches are drawn"),
+        (["--epsilon", 2], "no δ was given with ε"),
+        (["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 10], "Poisson sampling was assumed"),
+        ([], "Poisson sampling was assumed"),
     ):
         found = answer("bound", *words)
         assert any(said in note for note in found["notes"])
@@ -236,7 +236,7 @@ def test_results_state_assumptions(answer, run) -> None:
     ):
         notes = " ".join(answer("bound", *words)["notes"])
         assert "came without" not in notes
-        assert "did not say" not in notes
+        assert "was assumed" not in notes
     for mechanism in (DP(1.0), DP(1.0, 1e-6), RenyiDP(1.0)):
         text = str(guarantee(mechanism))
         assert "it was taken as replace-one" in text
@@ -244,7 +244,7 @@ def test_results_state_assumptions(answer, run) -> None:
         assert any("assumed" in said for said in guarantee(mechanism)["lecam"].assumes)
     assert "taken as" not in str(guarantee(DP(1.0, adjacency="replace-one")))
     found = answer("calibrate", "--target-epsilon", 3, "--sample-rate", 0.1, "--steps", 10)
-    assert any("how batches are drawn" in note for note in found["notes"])
+    assert any("Poisson sampling was assumed" in note for note in found["notes"])
 
 
 def renyi(p: np.ndarray, q: np.ndarray, order: float) -> float:

@@ -216,7 +216,7 @@ def leakage(
         sigma,
         None if diag is None else diag / var,
         None if norm is None else norm / var,
-        None if inverse is None else np.minimum(inverse, LARGEST / max(var, 1.0)) * var,
+        None if inverse is None else np.minimum(inverse, LARGEST / max(2 * var, 1.0)) * var,
         target,
         shrunk < 1,
         optimum,
