@@ -13,7 +13,7 @@ demo: $(READY)
 	$(BIN)/reconbound audit --out audit-digits
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3
 
 fast: $(READY)
 	$(BIN)/python -m pytest -n 2 -m "not slow and not browser and not postgres"

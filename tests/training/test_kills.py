@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ import kill_run
 from killing import kill, start_reporting
 from learning import learner, same_state
 
-KILLS = 20
+KILLS = int(os.environ.get("KILLS", "8"))  # KILLS=20 for the large form: two seconds each
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_helpers")]
 
 
@@ -22,8 +23,8 @@ def start(folder: Path, call: str):
     return start_reporting(["kill_run"], kill_run.in_process, str(folder), call)
 
 
-def test_twenty_kills(tmp_path) -> None:
-    """SIGKILL at random moments, twenty in a row, while the run goes on; then it is left to end."""
+def test_kills_at_random_moments_change_nothing(tmp_path) -> None:
+    """SIGKILL at random moments, several in a row, while the run goes on; then it is left to end."""
     call, rng, places, longest = "fit 200", random.Random(0), [], 0.4
     for _ in range(KILLS):
         process, _ = start(tmp_path, call)
@@ -32,7 +33,7 @@ def test_twenty_kills(tmp_path) -> None:
         places.append(newest_step(tmp_path))
         longest *= 1.4 if places[-1] <= 0 or places[-2:-1] == places[-1:] else 0.9  # a busy machine needs more time
     assert places == sorted(places)  # never back behind what was saved
-    assert len(set(places)) > 5  # the kills fell all over the run
+    assert len(set(places)) > KILLS // 4  # the kills fell all over the run
     assert places[-1] < 200
     process, told = start(tmp_path, call)
     process.join(120)
