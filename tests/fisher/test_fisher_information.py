@@ -143,26 +143,3 @@ def test_patches_fold_alike_by_offsets_and_by_convolution(rule, shape):
     by_convolution = rule._spread_by_convolution(v, shape, rule._places(shape))
     torch.testing.assert_close(by_convolution, rule.from_columns(v, shape), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close((columns * v).sum(), (a * by_convolution).sum(), rtol=1e-12, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("rule", "shape"),
-    [
-        (ConvRule((8, 8), (2, 2), (2, 2), (1, 1), 1), (3, 1, 28, 28)),
-        (ConvRule((4, 4), (2, 2), (0, 0), (1, 1), 1), (3, 5, 12, 12)),
-        (ConvRule((4, 6), (2, 3), (1, 2), (1, 1), 2), (2, 4, 13, 17)),
-        (ConvRule((2, 2), (2, 2), (0, 0), (1, 1), 1), (2, 3, 7, 9)),
-    ],
-)
-def test_patches_go_back_the_same_by_blocks(rule: ConvRule, shape: Any) -> None:
-    """The CUDA way for strides that divide the kernel, run here on the CPU."""
-    shape = torch.Size(shape)
-    assert rule.interleaves
-    columns = rule.columns(torch.zeros(shape, dtype=torch.float64))
-    v = torch.rand(columns.shape, dtype=torch.float64, generator=generator())
-    torch.testing.assert_close(rule.from_interleaved(v, shape), rule.from_columns(v, shape), rtol=1e-12, atol=1e-12)
-
-
-def test_kernels_that_do_not_fall_into_blocks() -> None:
-    for kernel, stride, dilation in (((3, 3), 2, 1), ((4, 4), 1, 1), ((4, 4), 2, 2), ((16, 16), 2, 1)):
-        assert not ConvRule(kernel, (stride, stride), (0, 0), (dilation, dilation), 1).interleaves

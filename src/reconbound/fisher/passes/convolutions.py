@@ -21,8 +21,7 @@ try:
 except ImportError:  # a build of PyTorch without it
     triton = None
 
-Pair = tuple[int, int]
-_Map = Callable[[Tensor], Tensor]
+Pair = tuple[int, ...]  # of rows and of columns
 _BLOCK = 1024
 
 if triton is not None:
@@ -130,17 +129,14 @@ def added_patches(columns: Tensor, shape: tuple[int, ...], kernel: Pair, stride:
 
 def places(size: tuple[int, ...], kernel: Pair, stride: Pair, padding: Pair) -> Pair:
     """Returns the number of rows and columns of places at which a kernel meets images of size (H, W)."""
-    rows, columns = ((size[i] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in (0, 1))
-    return rows, columns
+    return tuple((size[i] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in (0, 1))
 
 
 class _Linear(torch.autograd.Function):
     """A linear map whose derivative is its transpose, and the transpose's derivative the map."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, apply: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, apply: Any, transpose: Any) -> Any:
         ctx.maps = transpose, apply
         return apply(x)
 

@@ -13,6 +13,7 @@ has one-hot columns, kept as indices. Products with G cost either O·K per place
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,17 +25,10 @@ from torch.nn import grad as convolution_gradients
 
 from reconbound.fisher.passes import convolutions
 
-_FORWARD: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_INPUT: dict[int, Callable[..., Tensor]] = {
-    1: convolution_gradients.conv1d_input,
-    2: convolution_gradients.conv2d_input,
-    3: convolution_gradients.conv3d_input,
-}
-_WEIGHT: dict[int, Callable[..., Tensor]] = {
-    1: convolution_gradients.conv1d_weight,
-    2: convolution_gradients.conv2d_weight,
-    3: convolution_gradients.conv3d_weight,
-}
+_RANKS = (1, 2, 3)
+_FORWARD: dict[int, Callable[..., Tensor]] = {r: getattr(F, f"conv{r}d") for r in _RANKS}
+_INPUT: dict[int, Callable[..., Tensor]] = {r: getattr(convolution_gradients, f"conv{r}d_input") for r in _RANKS}
+_WEIGHT: dict[int, Callable[..., Tensor]] = {r: getattr(convolution_gradients, f"conv{r}d_weight") for r in _RANKS}
 _MANY_OFFSETS = 16  # on CUDA one transposed convolution beats that many launches
 _MANY_CHANNELS = 16  # from here on cuDNN is faster at a convolution with the turned kernel than at its transpose
 _FEW_CHANNELS = 4  # on a CPU a matrix product and adding patches back beats the transposed convolution up to here
@@ -45,16 +39,16 @@ class LinearRule:
     """Rule of nn.Linear with any number of middle dimensions: a (B, ..., in), δ (B, ..., out)."""
 
     def columns(self, a: Tensor) -> Tensor:
-        return a.reshape(a.shape[0], 1, -1, a.shape[-1]).transpose(2, 3)
+        return self.rows(a)
 
     def rows(self, delta: Tensor) -> Tensor:
-        return self.columns(delta)
+        return delta.reshape(delta.shape[0], 1, -1, delta.shape[-1]).transpose(2, 3)
 
     def from_columns(self, columns: Tensor, shape: torch.Size) -> Tensor:
-        return columns.transpose(2, 3).reshape(shape)
+        return self.from_rows(columns, shape)
 
     def from_rows(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        return self.from_columns(rows, shape)
+        return rows.transpose(2, 3).reshape(shape)
 
     def apply(self, a: Tensor, weight: Tensor) -> Tensor:
         return F.linear(a, weight)
@@ -87,15 +81,16 @@ class ConvRule:
     def columns(self, a: Tensor) -> Tensor:
         """Returns patches as views, (B, g, C/g · kernel, places). F.unfold would launch one CUDA kernel per record."""
         r = self.rank
-        if r == 2 and convolutions.kernels_apply(a, self.dilation, self._patch_numbers(a.shape)):
-            found = convolutions.patches(a.reshape(-1, 1, *a.shape[2:]), *self._pairs())
-            return found.reshape(a.shape[0], self.groups, -1, math.prod(found.shape[-2:]))
+        places = self._places(a.shape)
+        if r == 2 and convolutions.kernels_apply(a, self.dilation, math.prod((*a.shape[:2], *self.kernel, *places))):
+            found = convolutions.patches(a.reshape(-1, 1, *a.shape[2:]), self.kernel, self.stride, self.padding)
+            return found.reshape(a.shape[0], self.groups, -1, math.prod(places))
         a = F.pad(a, [p for p in reversed(self.padding) for _ in (0, 1)])
         for i in range(r):
             a = a.unfold(2 + i, (self.kernel[i] - 1) * self.dilation[i] + 1, self.stride[i])
             a = a[..., :: self.dilation[i]]
         a = a.permute(0, 1, *range(2 + r, 2 + 2 * r), *range(2, 2 + r))  # B, C, kernel, places
-        return a.reshape(a.shape[0], self.groups, -1, math.prod(a.shape[2 + r :]))
+        return a.reshape(a.shape[0], self.groups, -1, math.prod(places))
 
     def rows(self, delta: Tensor) -> Tensor:
         return delta.reshape(delta.shape[0], self.groups, delta.shape[1] // self.groups, -1)
@@ -104,9 +99,8 @@ class ConvRule:
         """Returns the transpose of `columns`: adds every patch back where it came from, one kernel offset at a time."""
         if self.rank == 2 and convolutions.kernels_apply(columns, self.dilation, columns.numel()):
             images = (shape[0] * shape[1], 1, shape[2], shape[3])
-            return convolutions.added_patches(columns, images, *self._pairs()).reshape(shape)
-        if columns.is_cuda and self.interleaves:
-            return self.from_interleaved(columns, shape)
+            added = convolutions.added_patches(columns, images, self.kernel, self.stride, self.padding)
+            return added.reshape(shape)
         if self.rank == 2 and (shape[1] > _FEW_CHANNELS or columns.is_cuda):
             flat = columns.reshape(shape[0], -1, columns.shape[-1])
             return F.fold(flat, tuple(shape[2:]), self.kernel, self.dilation, self.padding, self.stride)
@@ -116,8 +110,7 @@ class ConvRule:
         columns = columns.reshape(*shape[:2], math.prod(self.kernel), *places)
         padded = [s + 2 * p for s, p in zip(shape[2:], self.padding, strict=True)]
         out = columns.new_zeros(*shape[:2], *padded)
-        for k in range(math.prod(self.kernel)):
-            offset = _unravel(k, self.kernel)
+        for k, offset in enumerate(itertools.product(*map(range, self.kernel))):
             window = out
             for i, (o, dil, st, n) in enumerate(zip(offset, self.dilation, self.stride, places, strict=True)):
                 window = window.narrow(2 + i, o * dil, (n - 1) * st + 1)
@@ -125,32 +118,6 @@ class ConvRule:
             window += columns[:, :, k]
         inner = tuple(slice(p, p + s) for p, s in zip(self.padding, shape[2:], strict=True))
         return out[(slice(None), slice(None), *inner)]
-
-    @property
-    def interleaves(self) -> bool:
-        """Returns whether patches consist of whole blocks of stride × stride pixels. F.fold is slower in that case."""
-        if self.rank != 2 or set(self.dilation) != {1} or min(self.stride) < 2:
-            return False
-        blocks = [k / s for k, s in zip(self.kernel, self.stride, strict=True)]
-        return all(b == int(b) for b in blocks) and math.prod(blocks) <= _MANY_OFFSETS
-
-    def from_interleaved(self, columns: Tensor, shape: torch.Size) -> Tensor:
-        """Computes `from_columns` by blocks.
-
-        Pixel (i, j) of a patch lies in block (i // stride, j // stride) at a fixed place.
-        """
-        (down, right), (s, r), (n, m) = self.kernel, self.stride, self._places(shape)
-        down, right = down // s, right // r
-        high, wide = (-(-(size + 2 * p) // step) for size, p, step in zip(shape[2:], self.padding, (s, r), strict=True))
-        blocks = columns.reshape(*shape[:2], down, s, right, r, n, m)
-        out = columns.new_zeros(*shape[:2], max(high, n + down - 1), s, max(wide, m + right - 1), r)
-        by_place = out.permute(0, 1, 3, 5, 2, 4)
-        for i in range(down):
-            for j in range(right):
-                by_place[..., i : i + n, j : j + m] += blocks[:, :, i, :, j]
-        whole = out.reshape(*shape[:2], out.shape[2] * s, out.shape[4] * r)
-        up, left = self.padding
-        return whole[:, :, up : up + shape[2], left : left + shape[3]]
 
     def _spread_by_convolution(self, columns: Tensor, shape: torch.Size, places: tuple[int, ...]) -> Tensor:
         """Computes `from_columns` as one transposed convolution with a one-hot weight: one launch instead of many."""
@@ -217,41 +184,26 @@ class ConvRule:
     def bias(self, bias: Tensor, output: Tensor) -> Tensor:
         return bias.reshape(-1, *(1,) * self.rank)
 
-    def _pairs(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-        (h, w), (down, right), (rows, columns) = self.kernel, self.stride, self.padding
-        return (h, w), (down, right), (rows, columns)
-
-    def _patch_numbers(self, shape: torch.Size) -> int:
-        return math.prod((*shape[:2], *self.kernel, *self._places(shape)))
-
     def _places(self, shape: torch.Size) -> tuple[int, ...]:
         spans = zip(shape[2:], self.padding, self.dilation, self.kernel, self.stride, strict=True)
         return tuple((s + 2 * p - d * (k - 1) - 1) // st + 1 for s, p, d, k, st in spans)
 
 
 @dataclass(frozen=True)
-class ScaleRule:
+class ScaleRule(LinearRule):
     """Rule of the affine part of LayerNorm (weight over the last dimensions) or GroupNorm (weight over dimension 1)."""
 
     channels_first: bool
     weight_dims: int
 
-    def columns(self, a: Tensor) -> Tensor:
-        if self.channels_first:
-            return a.reshape(a.shape[0], a.shape[1], 1, -1)
-        size = math.prod(a.shape[a.dim() - self.weight_dims :])
-        return a.reshape(a.shape[0], -1, size).transpose(1, 2).unsqueeze(2)
-
     def rows(self, delta: Tensor) -> Tensor:
-        return self.columns(delta)
-
-    def from_columns(self, columns: Tensor, shape: torch.Size) -> Tensor:
         if self.channels_first:
-            return columns.reshape(shape)
-        return columns.squeeze(2).transpose(1, 2).reshape(shape)
+            return delta.reshape(delta.shape[0], delta.shape[1], 1, -1)
+        size = math.prod(delta.shape[delta.dim() - self.weight_dims :])
+        return delta.reshape(delta.shape[0], -1, size).transpose(1, 2).unsqueeze(2)
 
     def from_rows(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        return self.from_columns(rows, shape)
+        return rows.reshape(shape) if self.channels_first else rows.squeeze(2).transpose(1, 2).reshape(shape)
 
     def apply(self, a: Tensor, weight: Tensor) -> Tensor:
         return a * self._spread(weight, a)
@@ -270,46 +222,23 @@ class ScaleRule:
 
 
 @dataclass(frozen=True)
-class EmbeddingRule:
-    """Rule of nn.Embedding: a holds indices (B, ...); the columns are one-hot and stay indices, (B, 1, L)."""
+class EmbeddingRule(LinearRule):
+    """Rule of nn.Embedding: a holds indices (B, ...), without gradient; one-hot columns stay indices, (B, 1, L)."""
 
     padding_idx: int | None
 
     def columns(self, a: Tensor) -> Tensor:
         return a.reshape(a.shape[0], 1, -1)
 
-    def rows(self, delta: Tensor) -> Tensor:
-        return delta.reshape(delta.shape[0], 1, -1, delta.shape[-1]).transpose(2, 3)
-
-    def from_columns(self, columns: Tensor, shape: torch.Size) -> Tensor:
-        raise AssertionError("indices have no gradient")
-
-    def from_rows(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        return rows.transpose(2, 3).reshape(shape)
-
     def apply(self, a: Tensor, weight: Tensor) -> Tensor:
         return F.embedding(a, weight)
 
-    def transpose(self, delta: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-        raise AssertionError("indices have no gradient")
-
     def total(self, a: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
         return delta.new_zeros(weight.shape).index_add_(0, a.flatten(), delta.reshape(-1, delta.shape[-1]))
-
-    def bias(self, bias: Tensor, output: Tensor) -> Tensor:
-        raise AssertionError("an embedding has no bias")
 
     def keep(self, a: Tensor) -> Tensor | None:
         """Returns 1 where the weight is used and 0 at the padding index, whose row gets no gradient."""
         return None if self.padding_idx is None else (a != self.padding_idx).unsqueeze(-1)
 
 
-Rule = LinearRule | ConvRule | ScaleRule | EmbeddingRule
-
-
-def _unravel(k: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(shape):
-        index.append(k % size)
-        k //= size
-    return tuple(reversed(index))
+Rule = LinearRule | ConvRule
