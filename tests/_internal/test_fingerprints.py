@@ -9,7 +9,6 @@ import torch
 
 from learning import FEATURES, RECORDS, data, learner, losses, network
 from reconbound._internal.checks import InputError
-from reconbound._internal.files import CONFIDENTIAL, sealed, unsealed, write_whole
 from reconbound.accounting.accountant import Account, FisherAccountant
 from reconbound.fisher import step_information
 
@@ -163,19 +162,6 @@ def test_learner_refuses_run_already_in_ledger() -> None:
     one.accountant.fingerprints.append(second.fingerprints[1])
     with pytest.raises(InputError, match="is in the ledger already"):
         one.repeat(2, 4)
-
-
-def test_files_of_earlier_versions_are_known_by_their_content(tmp_path) -> None:
-    one = by_hand(1)
-    one.save(tmp_path / "new")
-    tensors, facts = unsealed(tmp_path / "new")
-    del tensors["fingerprints"]
-    write_whole(tmp_path / "old", sealed(tensors, facts), mode=CONFIDENTIAL)
-    old = FisherAccountant.load(tmp_path / "old")
-    with pytest.raises(InputError, match=DOUBLE):
-        old.merge(FisherAccountant.load(tmp_path / "old"))
-    old.merge(by_hand(2))
-    assert old.runs == 2
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(3, 16, dtype=torch.uint8), torch.zeros(1, 16), torch.zeros(1, 8)])

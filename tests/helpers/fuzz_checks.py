@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fuzz_models import Draw
 from measuring import measure, sum_clipped
 from reconbound.fisher import Private, dense_information, sensitivity
-from reconbound.fisher.passes.protocol import trainable
 from reconbound.validate import ModelError
-from reconbound.validate.private import Problem, as_private, batch_rows, private_part
+from reconbound.validate.private import Problem, as_private, batch_rows, private_part, trainable
 
 NEVER = 1e30  # a clip norm that no gradient reaches
 REFUSALS = (ValueError, ModelError)

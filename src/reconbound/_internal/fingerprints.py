@@ -69,23 +69,15 @@ class Fingerprints:
     def restored(self, tensors: Mapping[str, Tensor], runs: int) -> Fingerprints:
         """Returns the fingerprints that belong to a ledger's tensors.
 
-        For a ledger that was written before there were fingerprints, they are derived from its content.
-
         Args:
             tensors: of the ledger.
             runs: the number of its finished runs.
         """
-        found = Fingerprints()
-        if NAME not in tensors:
-            content = digest(dict(tensors)).encode()
-            found.finished = [
-                hashlib.sha256(content + run.to_bytes(8, "little")).hexdigest()[: 2 * _BYTES] for run in range(runs)
-            ]
-            return found
-        kept = tensors[NAME]
+        found, kept = Fingerprints(), tensors.get(NAME)
         shapes = [(count, _BYTES) for count in (runs, runs + 1)]
-        if kept.dtype != torch.uint8 or tuple(kept.shape) not in shapes:
-            raise InputError(NAME, f"must be bytes of shape {shapes[0]} or {shapes[1]}", tuple(kept.shape))
+        if kept is None or kept.dtype != torch.uint8 or tuple(kept.shape) not in shapes:
+            got = "none (a ledger of an earlier version)" if kept is None else tuple(kept.shape)
+            raise InputError(NAME, f"must be bytes of shape {shapes[0]} or {shapes[1]}", got)
         known = [bytes(row).hex() for row in kept.tolist()]
         found.finished, found.current = known[:runs], known[runs] if len(known) > runs else None
         return found

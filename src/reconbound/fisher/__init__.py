@@ -4,8 +4,7 @@ from reconbound.fisher.clipping import Clip, Clipping, clipping, sensitivity
 from reconbound.fisher.options import ProbeOptions, StepOptions, SumOptions
 from reconbound.fisher.probes import draw_probes
 from reconbound.fisher.reference import CoordinateOptions, DenseInformation, coordinate_information, dense_information
-from reconbound.fisher.result import StepInformation
-from reconbound.fisher.step import step_information
+from reconbound.fisher.step import StepInformation, step_information
 from reconbound.fisher.sums import ClippedSum, clipped_gradient_sum, covering_method
 from reconbound.validate.private import Private
 

@@ -179,24 +179,18 @@ def check_arguments(
     check_module(model)
     if not callable(loss_fn):
         raise InputError("loss_fn", "must be a function (outputs, targets) -> losses, (B,)", type(loss_fn).__name__)
-    check_autocast(model)
     if torch.is_inference_mode_enabled():
         raise ModelError("this call takes gradients, which torch.inference_mode() forbids: call it outside")
-    check_tensors(model, inputs, targets)
     kinds = {p.device.type for p in model.parameters()}
+    for kind in filter(torch.is_autocast_enabled, kinds):  # the sums of gradients would be rounded to 8 or 11 bits
+        raise ValueError(
+            f"autocast is on for {kind} around this call, in which gradients are clipped and summed: "
+            "put `with torch.autocast(...)` into the model's forward instead"
+        )
+    check_tensors(model, inputs, targets)
     if generator is not None and kinds and generator.device.type not in kinds:
         kind = min(kinds)
         raise ModelError(f"generator is on {generator.device}, the model on {kind}: use torch.Generator('{kind}')")
-
-
-def check_autocast(model: nn.Module) -> None:
-    """Refuses autocast around the whole call: the sums of gradients would be rounded to 8 or 11 bits."""
-    for kind in {p.device.type for p in model.parameters()}:
-        if torch.is_autocast_enabled(kind):
-            raise ValueError(
-                f"autocast is on for {kind} around this call, in which gradients are clipped and summed: "
-                "put `with torch.autocast(...)` into the model's forward instead"
-            )
 
 
 def check_values(model: nn.Module, inputs: Any, targets: Any) -> None:
@@ -210,17 +204,8 @@ def capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def check_norms(norms: Tensor) -> None:
-    """Refuses gradients that are not finite: one makes the whole sum not finite, which shows who took part."""
-    _check_finite(norms, "gradient norm", "its gradient")
-
-
-def check_information(traces: Tensor) -> None:
-    """Refuses information that is not finite: products with the Jacobian overflowed, though the gradient did not."""
-    _check_finite(traces, "information", "the derivative of its gradient")
-
-
-def _check_finite(values: Tensor, name: str, what: str) -> None:
+def check_overflow(values: Tensor, name: str, what: str) -> None:
+    """Refuses values of records that are not finite: one makes a whole sum not finite, which shows who took part."""
     bad = torch.nonzero(~torch.isfinite(values)).flatten()
     if len(bad):
         first = int(bad[0])

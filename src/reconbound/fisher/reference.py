@@ -21,8 +21,16 @@ from torch.utils._pytree import tree_map
 from reconbound._internal.opacus_hooks import unhooked
 from reconbound._internal.rng import fresh_generator, random_states_kept
 from reconbound.fisher.clipping import Clip, check_clip
-from reconbound.fisher.passes.protocol import trainable
-from reconbound.validate.private import Inputs, Private, Problem, as_private, batch_rows, feature_mask, private_part
+from reconbound.validate.private import (
+    Inputs,
+    Private,
+    Problem,
+    as_private,
+    batch_rows,
+    feature_mask,
+    private_part,
+    trainable,
+)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from reconbound._internal.checks import InputError
 from reconbound._internal.opacus_hooks import unhooked
@@ -21,8 +21,8 @@ from reconbound.fisher.options import (
     capturing,
     check_arguments,
     check_clip_norm,
-    check_norms,
     check_options,
+    check_overflow,
     check_trainable,
     check_values,
     explain_dtype_error,
@@ -30,11 +30,22 @@ from reconbound.fisher.options import (
 )
 from reconbound.fisher.passes.by_layer import LayerPass
 from reconbound.fisher.passes.generic import GenericPass
-from reconbound.fisher.passes.protocol import Pass, trainable, zero_sums
+from reconbound.fisher.passes.products import zero_sums
 from reconbound.fisher.passes.recorder import NotCovered
 from reconbound.fisher.probes import SHARED_FROM
 from reconbound.validate.model import ModelError
-from reconbound.validate.private import Inputs, Private, Problem, batch_rows, private_part
+from reconbound.validate.private import (
+    Inputs,
+    Private,
+    Problem,
+    batch_rows,
+    call_model,
+    count_records,
+    private_part,
+    trainable,
+)
+
+Pass = LayerPass | GenericPass
 
 
 @dataclass(frozen=True)
@@ -80,8 +91,7 @@ def clipped_gradient_sum(
     check_arguments(model, loss_fn, inputs, targets)
     problem = Problem(model, loss_fn, Private("nothing"))
     params = released(problem)
-    first = next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-    z = next(iter(params.values())).detach().new_zeros(first.shape[0])
+    z = private_part(problem, inputs, targets)
     checking = not (options.checked or capturing(z))
     if checking:
         check_values(model, inputs, targets)
@@ -95,7 +105,7 @@ def clipped_gradient_sum(
         method = work.method
         norms.append(work.norms())
         if checking:
-            check_norms(norms[-1])
+            check_overflow(norms[-1], "gradient norm", "its gradient")
         factors.append(clipping(norms[-1], max_grad_norm, check_clip(clip)).factor)
         losses.append(work.losses)
         part = work.weighted_sum(factors[-1] if present is None else factors[-1] * present[rows])
@@ -124,11 +134,7 @@ def covering_method(
     """
     problem = Problem(model, loss_fn, private)
     released(problem)
-    if private.part == "nothing":
-        first = next(leaf for leaf in tree_leaves((inputs, targets)) if isinstance(leaf, Tensor))
-        z = next(iter(trainable(problem).values())).detach().new_zeros(first.shape[0])
-    else:
-        z = private_part(problem, inputs, targets)
+    z = private_part(problem, inputs, targets)
     work = open_pass(problem, (z, inputs, targets), "auto", check=True, measured=private.part != "nothing")
     return "auto" if work.method == "layers" else "generic"
 
@@ -213,16 +219,8 @@ TESTED_RECORDS = 4
 _NEVER = 1e30  # a clip norm that no gradient reaches
 
 
-@dataclass(frozen=True)
-class _Tolerance:
-    """The tolerances of a comparison of two computations of a gradient: relative to it, and to all of the gradient."""
-
-    own: float
-    whole: float
-
-
-_PRECISE = _Tolerance(1e-6, 1e-9)
-_ROUGH = _Tolerance(1e-2, 1e-4)
+#: Tolerances of two computations of a gradient: relative to it, and to all of the gradient.
+_PRECISE, _ROUGH = (1e-6, 1e-9), (1e-2, 1e-4)
 
 
 def methods_that_pass(
@@ -305,32 +303,30 @@ def find_fault(model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: 
         few: inputs and targets of a few records.
         method: as in `clipped_gradient_sum`.
     """
-    tolerance = _PRECISE if all(p.dtype == torch.float64 for p in model.parameters()) else _ROUGH
-    fault = _find_fault(model, loss_fn, few, method, tolerance)
-    if fault is None or tolerance is _PRECISE:
-        return fault
-    precise = _in_float64(model, few)  # in the model's precision the difference may be only rounding
-    return fault if precise is None else _find_fault(precise[0], loss_fn, precise[1], method, _PRECISE)
+    if not all(p.dtype == torch.float64 for p in model.parameters()):
+        fault = _find_fault(model, loss_fn, few, method, _ROUGH)
+        wide = None if fault is None else _in_float64(model, few)  # the difference may be only rounding
+        if wide is None:
+            return fault
+        model, few = wide
+    return _find_fault(model, loss_fn, few, method, _PRECISE)
 
 
 def _find_fault(
-    model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: Method, tolerance: _Tolerance
+    model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: Method, tolerance: tuple[float, float]
 ) -> str | None:
     """Returns a description of the fault in the sums in the model's own precision, or None."""
     whole = _sum(model, loss_fn, few, method)
-    size = float(whole.norm.double().sum())
+    own, least = tolerance[0], tolerance[1] * float(whole.norm.double().sum())
     for name, plain in _autograd_sum(model, loss_fn, few).items():
         ours = whole.gradient_sum[name].double()
-        allowed = tolerance.own * float(plain.norm()) + tolerance.whole * size
-        if not float((ours - plain).norm()) <= allowed:
+        if not float((ours - plain).norm()) <= own * float(plain.norm()) + least:
             off = float((ours - plain).norm()) / max(float(plain.norm()), 1e-300)
             return f"the gradient sum of the parameter {name} is off by {off:.1%} from autograd's"
-    alone = [_sum(model, loss_fn, batch_rows(few, slice(i, i + 1)), method) for i in range(len(whole.norm))]
-    for i, one in enumerate(alone):
-        if not abs(float(one.norm) - float(whole.norm[i])) <= tolerance.own * float(one.norm) + tolerance.whole * size:
-            return (
-                f"record {i} of the batch has gradient norm {float(whole.norm[i]):.6g}, by itself {float(one.norm):.6g}"
-            )
+    for i, norm in enumerate(whole.norm.tolist()):
+        one = float(_sum(model, loss_fn, batch_rows(few, slice(i, i + 1)), method).norm)
+        if not abs(one - norm) <= own * one + least:
+            return f"record {i} of the batch has gradient norm {norm:.6g}, by itself {one:.6g}"
     return None
 
 
@@ -344,14 +340,7 @@ def _check_contributions(
             return
         max_grad_norm = float(positive.min()) / 2
     for i in range(len(norms)):
-        one = clipped_gradient_sum(
-            model,
-            loss_fn,
-            *batch_rows(few, slice(i, i + 1)),
-            max_grad_norm=max_grad_norm,
-            clip=clip,
-            options=SumOptions(method=method, checked=True),
-        )
+        one = _sum(model, loss_fn, batch_rows(few, slice(i, i + 1)), method, max_grad_norm, clip)
         size = float(torch.stack([s.double().norm() for s in one.gradient_sum.values()]).norm())
         if not size <= sensitivity(clip) * max_grad_norm * (1 + 1e-4):
             raise ModelError(
@@ -361,30 +350,28 @@ def _check_contributions(
             )
 
 
-def _sum(model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: Method) -> ClippedSum:
+def _sum(
+    model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: Method, norm: float = _NEVER, clip: Clip = "hard"
+) -> ClippedSum:
     options = SumOptions(method=method, checked=True)
-    return clipped_gradient_sum(model, loss_fn, *few, max_grad_norm=_NEVER, clip="hard", options=options)
+    return clipped_gradient_sum(model, loss_fn, *few, max_grad_norm=norm, clip=clip, options=options)
 
 
 def _autograd_sum(model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any]) -> Mapping[str, Tensor]:
     """Returns the gradient of the summed losses by torch.autograd, in float64, by parameter name."""
     problem = Problem(model, loss_fn, Private("nothing"))
     params = trainable(problem)
-    records = next(len(leaf) for leaf in tree_leaves(few) if isinstance(leaf, Tensor))
     with torch.enable_grad():
-        losses = problem.losses(torch.zeros(records), *few)
+        losses = problem.losses(private_part(problem, *few), *few).double().sum()
         if not losses.requires_grad:
             return {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}
-        found = torch.autograd.grad(losses.double().sum(), list(params.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(p, dtype=torch.float64) if g is None else g.double()
-        for (name, p), g in zip(params.items(), found, strict=True)
-    }
+        found = torch.autograd.grad(losses, list(params.values()), materialize_grads=True)
+    return {name: g.double() for name, g in zip(params, found, strict=True)}
 
 
 def _spread(inputs: Any, targets: Any) -> tuple[Any, Any]:
     """Returns up to four records from all over the batch."""
-    records = next(len(leaf) for leaf in tree_leaves((inputs, targets)) if isinstance(leaf, Tensor))
+    records = count_records((inputs, targets))
     chosen = sorted({i * (records - 1) // max(1, TESTED_RECORDS - 1) for i in range(TESTED_RECORDS)})
     few: tuple[Any, Any] = tree_map(lambda t: t[chosen] if isinstance(t, Tensor) else t, (inputs, targets))
     return few
@@ -396,9 +383,7 @@ def _in_float64(model: nn.Module, few: tuple[Any, Any]) -> tuple[nn.Module, tupl
     try:
         wide = copy.deepcopy(model).double()
         with torch.no_grad():
-            inputs = widened[0]
-            args = inputs if isinstance(inputs, tuple | list) else (inputs,)
-            wide(**inputs) if isinstance(inputs, Mapping) else wide(*args)
+            call_model(wide, widened[0])
     except (RuntimeError, TypeError, ValueError):
         return None
     return wide, widened

@@ -56,7 +56,12 @@ def check_derivatives(model: nn.Module, loss_fn: LossFn, few: Any, trace: Trace)
         if "inplace" in str(error):
             raise in_place_error(model, trace.in_place, error) from error
         if trace.attention and _works_with_math_attention(model, loss_fn, few):
-            _warn_attention(trace)
+            places = ", ".join(place(path) for path in trace.attention)
+            warn_user(
+                f"the attention kernel of {places} has no second derivative: run under "
+                "reconbound.validate.math_attention(), which switches to the plain formula",
+                ReconboundWarning,
+            )
             return
         path = _culprit(model, trace)
         raise ModelError(
@@ -69,9 +74,9 @@ def _second_derivative(model: nn.Module, trace: Trace) -> None:
     """Takes the derivative in the inputs of the gradient's component along a random direction of parameters."""
     params = [p for p in model.parameters() if p.requires_grad]
     inputs = [x for x in tree_leaves(trace.inputs) if isinstance(x, Tensor) and x.requires_grad]
-    if not trace.losses.requires_grad:
-        raise _cut_error(model, trace, "the loss does not depend on any parameter that requires a gradient")
-    first = torch.autograd.grad(trace.losses.sum(), params, create_graph=True, allow_unused=True)
+    first: Any = [None]
+    if trace.losses.requires_grad:
+        first = torch.autograd.grad(trace.losses.sum(), params, create_graph=True, allow_unused=True)
     if all(g is None for g in first):
         raise _cut_error(model, trace, "the loss does not depend on any parameter that requires a gradient")
     component = torch.stack([(g * torch.randn_like(g)).sum() for g in first if g is not None]).sum()
@@ -226,12 +231,3 @@ def _works_with_math_attention(model: nn.Module, loss_fn: LossFn, few: Any) -> b
     except RuntimeError:
         return False
     return True
-
-
-def _warn_attention(trace: Trace) -> None:
-    places = ", ".join(place(path) for path in trace.attention)
-    warn_user(
-        f"the attention kernel of {places} has no second derivative: run under reconbound.validate.math_attention(), "
-        "which switches to the plain formula",
-        ReconboundWarning,
-    )

@@ -8,7 +8,7 @@ each jump has a mark of its own, and counts where its mark arrives at the losses
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class Event:
 
     @property
     def is_comparison(self) -> bool:
-        return is_comparison(self.name)
+        return self.name in _COMPARISONS
 
 
 class _Flow(TorchDispatchMode):
@@ -189,11 +189,6 @@ def is_kinked(name: str, args: Any, kwargs: Any) -> bool:
     return False
 
 
-def is_comparison(name: str) -> bool:
-    """Returns whether the operation's result is a truth value."""
-    return name in _COMPARISONS
-
-
 def flat_parts(name: str, args: Any, kwargs: Any, output: Any) -> list[tuple[Tensor, Tensor]]:
     """Returns the parts of an operation's output that are flat between jumps.
 
@@ -223,16 +218,16 @@ def _jumping_part(name: str, args: Any, kwargs: Any) -> Tensor | None:
     if not isinstance(x, Tensor):
         return None
     x = x.detach()
-    if name == "frac":
-        return x.trunc()
-    if name in ("remainder", "fmod"):
-        other = args[1].detach() if isinstance(args[1], Tensor) else args[1]
-        return (x / other).floor() if name == "remainder" else (x / other).trunc()
-    if name == "hardshrink":
-        return torch.gt(x.abs(), args[1] if len(args) > 1 else kwargs.get("lambd", 0.5))
-    if name == "threshold":
-        return torch.gt(x, args[1])
-    return None
+    other = args[1] if len(args) > 1 else kwargs.get("lambd", 0.5)  # hardshrink's own; the others have no default
+    other = other.detach() if isinstance(other, Tensor) else other
+    parts: dict[str, Callable[[], Tensor]] = {
+        "frac": x.trunc,
+        "remainder": lambda: (x / other).floor(),
+        "fmod": lambda: (x / other).trunc(),
+        "hardshrink": lambda: torch.gt(x.abs(), other),
+        "threshold": lambda: torch.gt(x, other),
+    }
+    return parts[name]() if name in parts else None
 
 
 def _is_about_infinity(name: str, args: Any) -> bool:

@@ -28,6 +28,8 @@ _FAR = 2.0  # how far, in units of its spread
 _SAME = 1e-6  # change of the loss across a jump, relative to its size, that counts as none (float64)
 _PANELS = 6
 _SUSPECT = 0.02  # of the loss's whole variation along a segment
+_STEPS = "steps computed by NumPy, .item(), if-statements on values of the records, or operations of your own"
+_BACKWARD = "backward passes written by hand"
 _FEW = 8  # jumping operations that are followed along two segments; more of them along one
 _LOOKED: WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()  # loss and private part
 
@@ -76,11 +78,8 @@ def check_jumps_once(model: nn.Module, loss_fn: LossFn, few: Any, private: Priva
         few: inputs and targets of the few records.
         private: what is private.
     """
-    key = (
-        private.part,
-        private.name,
-        tuple(x.shape[1:] for x in tree_leaves(few) if isinstance(x, Tensor) and x.dim()),
-    )
+    shapes = [x.shape[1:] for x in tree_leaves(few) if isinstance(x, Tensor) and x.dim()]
+    key = (private.part, private.name, shapes)
     done = _LOOKED.setdefault(model, [])
     if any(known is loss_fn and other == key for known, other in done):
         return
@@ -172,17 +171,12 @@ def check_gaps(placed: Placed, model: nn.Module, *, smooth: bool) -> None:
         return torch.stack([(g * w).sum() for g, w in zip(own, weights, strict=True)]).sum()[None]
 
     for k, v in enumerate(_moves(placed)[:2]):
-        if _has_gap(placed.losses, placed, v):
-            raise ModelError(
-                f"the loss of {type(model).__name__} jumps with the private part, where its derivative shows nothing: "
-                "information would be missed. Look for steps computed by NumPy, .item(), if-statements on values of "
-                "the records, or operations of your own"
-            )
-        if smooth and k == 1 and _has_gap(component, placed, v):
-            raise ModelError(
-                f"the gradient of {type(model).__name__} jumps with the private part, where its derivative shows "
-                "nothing: information would be missed. Look for backward passes written by hand"
-            )
+        for what, function, cause in (("loss", placed.losses, _STEPS), ("gradient", component, _BACKWARD)):
+            if (what == "loss" or (smooth and k == 1)) and _has_gap(function, placed, v):
+                raise ModelError(
+                    f"the {what} of {type(model).__name__} jumps with the private part, where its derivative shows "
+                    f"nothing: information would be missed. Look for {cause}"
+                )
 
 
 def _has_gap(function: Callable[[list[Tensor]], Tensor], placed: Placed, v: list[Tensor]) -> bool:
@@ -193,7 +187,7 @@ def _has_gap(function: Callable[[list[Tensor]], Tensor], placed: Placed, v: list
     followed; what is left when they have no length is a jump.
     """
 
-    def look(t: Tensor) -> tuple[Tensor, Tensor]:
+    def look(t: Tensor) -> Tensor:
         z = [
             (x + t.to(x).expand(len(x)).reshape(-1, *(1,) * (x.dim() - 1)) * d).requires_grad_()
             for x, d in zip(placed.z, v, strict=True)
@@ -204,12 +198,12 @@ def _has_gap(function: Callable[[list[Tensor]], Tensor], placed: Placed, v: list
         along = [(s * d).flatten(1).sum(1) for s, d in zip(slopes, v, strict=False) if s is not None]
         slope = torch.stack(along).sum(0) if along else torch.zeros_like(values)
         slope = slope if len(values) > 1 else slope.sum()[None]
-        return values.detach().double().cpu(), slope.detach().double().cpu()
+        return torch.stack([values.detach().double(), slope.detach().double()]).cpu()
 
-    seen = [look(torch.full((1,), k / _PANELS, dtype=torch.float64)) for k in range(_PANELS + 1)]
-    values, slopes = (torch.stack([s[i] for s in seen]) for i in (0, 1))
+    seen = torch.stack([look(torch.full((1,), k / _PANELS, dtype=torch.float64)) for k in range(_PANELS + 1)])
+    values, slopes = seen.unbind(1)
     change, integral = values.diff(dim=0), (slopes[1:] + slopes[:-1]) / (2 * _PANELS)
-    if not bool(torch.isfinite(values).all() and torch.isfinite(slopes).all()):
+    if not bool(torch.isfinite(seen).all()):
         return False
     scale = change.abs().sum(0) + integral.abs().sum(0)
     rounding = 1e-9 if placed.z[0].dtype == torch.float64 else 1e-4
@@ -219,7 +213,7 @@ def _has_gap(function: Callable[[list[Tensor]], Tensor], placed: Placed, v: list
         return False
     pick = torch.arange(values.shape[1])
     low, high = worst.double() / _PANELS, (worst + 1).double() / _PANELS
-    at_low, at_high = (values[worst, pick], slopes[worst, pick]), (values[worst + 1, pick], slopes[worst + 1, pick])
+    at_low, at_high = seen[worst, :, pick].T, seen[worst + 1, :, pick].T
     for _ in range(36 if placed.z[0].dtype == torch.float64 else 16):
         middle = (low + high) / 2
         at_middle = look(middle)
@@ -229,14 +223,10 @@ def _has_gap(function: Callable[[list[Tensor]], Tensor], placed: Placed, v: list
             return False
         left = first >= second
         low, high = torch.where(left, low, middle), torch.where(left, middle, high)
-        at_low, at_high = _picked(left, at_low, at_middle), _picked(left, at_middle, at_high)
+        at_low, at_high = torch.where(left, at_low, at_middle), torch.where(left, at_middle, at_high)
     return bool((_gap(at_low, at_high, high - low) > least / 2).any())
 
 
-def _picked(left: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return torch.where(left, a[0], b[0]), torch.where(left, a[1], b[1])
-
-
-def _gap(at_low: tuple[Tensor, Tensor], at_high: tuple[Tensor, Tensor], width: Tensor) -> Tensor:
+def _gap(at_low: Tensor, at_high: Tensor, width: Tensor) -> Tensor:
     gap = (at_high[0] - at_low[0] - width * (at_low[1] + at_high[1]) / 2).abs()
     return torch.nan_to_num(gap, 0.0, 0.0, 0.0)

@@ -110,42 +110,22 @@ def _check_hooks(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> Non
 
     Single records' gradients are computed without them, so that training and measuring would ignore them.
     """
-    parameters = {
-        "_backward_hooks": "register_hook",
-        "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
-    }
-    modules = {
-        "_backward_hooks": "register_full_backward_hook",
-        "_backward_pre_hooks": "register_full_backward_pre_hook",
-    }
-    found = [
-        (f"parameter '{name}'", how)
-        for name, p in trainable.items()
-        for kind, how in parameters.items()
-        if _own_hooks(getattr(p, kind, None))
-    ]
-    found += [
-        (label(model, path), how)
-        for path, module in model.named_modules()
-        for kind, how in modules.items()
-        if _own_hooks(getattr(module, kind))
-    ]
-    found += [
-        ("every module", f"torch.nn.modules.module.register_module{how.removeprefix('register')}")
-        for kind, how in modules.items()
-        if _own_hooks(getattr(torch_module, f"_global{kind}"))
-    ]
-    if found:
-        where, how = found[0]
-        raise ModelError(
-            f"{where} has a hook on its gradient ({how}), which is not run here: gradients of single records are "
-            "computed without it. Remove it (handle.remove()); to leave parameters as they are, call "
-            "requires_grad_(False) on them"
-        )
-
-
-def _own_hooks(hooks: Mapping[int, object] | None) -> bool:
-    return any(not by_opacus(hook) for hook in (hooks or {}).values())
+    kinds = {"_backward_hooks": "register_hook", "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook"}
+    holders: list[tuple[str, Any, Mapping[str, str]]] = [(f"parameter '{n}'", p, kinds) for n, p in trainable.items()]
+    kinds = {"_backward_hooks": "full_backward_hook", "_backward_pre_hooks": "full_backward_pre_hook"}
+    own = {kind: f"register_{how}" for kind, how in kinds.items()}
+    holders += [(label(model, path), module, own) for path, module in model.named_modules()]
+    everywhere = {f"_global{kind}": f"torch.nn.modules.module.register_module_{how}" for kind, how in kinds.items()}
+    holders.append(("every module", torch_module, everywhere))
+    for where, holder, hooks in holders:
+        for kind, how in hooks.items():
+            if all(by_opacus(hook) for hook in (getattr(holder, kind, None) or {}).values()):
+                continue
+            raise ModelError(
+                f"{where} has a hook on its gradient ({how}), which is not run here: gradients of single records are "
+                "computed without it. Remove it (handle.remove()); to leave parameters as they are, call "
+                "requires_grad_(False) on them"
+            )
 
 
 def _uses_batch_statistics(module: nn.Module) -> bool:

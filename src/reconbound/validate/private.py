@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from reconbound._internal.rng import random_states_kept
 from reconbound.validate.batch import check_losses
 from reconbound.validate.model import CHECKPOINTING, ModelError, ReconboundWarning
 from reconbound.validate.twice_differentiable import TwiceDifferentiable
-from reconbound.validate.watch import LossFn
+from reconbound.validate.watch import LossFn, arguments, close
 
 _NAMED = 5  # parameters that a caveat names; the others are counted
 Inputs = Any  # a tensor, or a tuple or dictionary of tensors: model(x), model(*x) or model(**x)
@@ -88,9 +88,12 @@ class Problem:
         self, z: Tensor, inputs: Inputs, targets: Any, params: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, Any]:
         inputs, targets = _place(self.private, z, inputs, targets)
-        # only the math attention kernel has second derivatives
-        with _replaced(self.model, self.private, z), twice_differentiable():
-            outputs = _call(self.model, inputs, params)
+        with ExitStack() as stack:
+            if self.private.part == "module":  # it returns z; the gradient of its own parameters still flows
+                answer = lambda output: _shaped(z, output) + (output - output.detach())  # noqa: E731
+                stack.enter_context(_called_once(self.model, self.private, answer))
+            stack.enter_context(twice_differentiable())
+            outputs = call_model(self.model, inputs, params)
             losses = self.loss_fn(outputs, targets)
         check_losses(losses, z.shape[0])
         return losses, outputs
@@ -163,10 +166,14 @@ def private_part(problem: Problem, inputs: Inputs, targets: Any) -> Tensor:
         targets: what the loss takes.
     """
     private = problem.private
+    if private.part == "nothing":
+        return next(iter(trainable(problem).values())).detach().new_zeros(count_records((inputs, targets)))
     if private.part == "target":
         z = targets
     elif private.part == "module":
-        z = _module_output(problem.model, private, inputs)
+        with torch.no_grad(), _called_once(problem.model, private, lambda output: None) as outputs:
+            call_model(problem.model, inputs)
+        z = outputs[0]
     elif isinstance(inputs, Tensor):
         z = inputs
     else:
@@ -210,23 +217,19 @@ def batch_rows(tree: Any, rows: slice) -> Any:
     return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def check_rows(name: str, tree: Any, records: int) -> None:
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] != records):
-            raise ValueError(
-                f"every tensor in {name} must have {records} rows, one per record, got {tuple(leaf.shape)}"
-            )
+def call_model(model: nn.Module, inputs: Inputs, params: Mapping[str, Tensor] | None = None) -> Any:
+    args, kwargs = arguments(inputs)
+    return model(*args, **kwargs) if params is None else functional_call(model, dict(params), args, kwargs)
 
 
-def _call(model: nn.Module, inputs: Inputs, params: Mapping[str, Tensor] | None) -> Any:
-    args, kwargs = (), {}
-    if isinstance(inputs, Mapping):
-        kwargs = dict(inputs)
-    else:
-        args = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-    if params is None:
-        return model(*args, **kwargs)
-    return functional_call(model, dict(params), args, kwargs)
+def trainable(problem: Problem) -> dict[str, Tensor]:
+    """Returns the parameters whose gradients are released, by name; a shared one once."""
+    return {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
+
+
+def count_records(tree: Any) -> int:
+    """Returns the number of rows of the first tensor in a tuple or dictionary."""
+    return next(len(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def _place(private: Private, z: Tensor, inputs: Inputs, targets: Any) -> tuple[Inputs, Any]:
@@ -256,42 +259,25 @@ def _only_float(inputs: Inputs) -> Any:
 
 
 @contextmanager
-def _replaced(model: nn.Module, private: Private, z: Tensor) -> Iterator[None]:
-    """Makes the private module return z; the gradient of its own parameters still flows."""
-    if private.part != "module":
-        yield
-        return
-    calls = 0
-
-    def answer(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return _shaped(z, output) + (output - output.detach())
-
-    handle = _module(model, private).register_forward_hook(answer)
-    try:
-        yield
-    finally:
-        handle.remove()
-    if calls != 1:
-        raise ValueError(
-            f"the private module {private.name!r} must be called once in a forward pass, got {calls} calls"
-        )
-
-
-def _module_output(model: nn.Module, private: Private, inputs: Inputs) -> Tensor:
+def _called_once(
+    model: nn.Module, private: Private, answer: Callable[[Tensor], Tensor | None]
+) -> Iterator[list[Tensor]]:
+    """Makes the private module return an answer to its output (None: the output itself), and notes its outputs."""
     outputs: list[Tensor] = []
-    handle = _module(model, private).register_forward_hook(lambda m, a, out: outputs.append(out))
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        outputs.append(output)
+        return answer(output)
+
+    handle = _module(model, private).register_forward_hook(hook)
     try:
-        with torch.no_grad():
-            _call(model, inputs, None)
+        yield outputs
     finally:
         handle.remove()
     if len(outputs) != 1:
         raise ValueError(
             f"the private module {private.name!r} must be called once in a forward pass, got {len(outputs)} calls"
         )
-    return outputs[0]
 
 
 def _module(model: nn.Module, private: Private) -> nn.Module:
@@ -348,9 +334,9 @@ def find_uncovered(problem: Problem, inputs: Any, targets: Any) -> list[str]:
                 after, now = _gradients(problem, z, changed, targets)
             except IndexError:  # no such token
                 continue
-            if all(_same(a, b) for a, b in zip(given, now, strict=True)):
+            if all(close(a, b) for a, b in zip(given, now, strict=True)):
                 continue
-            found |= {name: None for name in before if not _same(before[name], after[name])}
+            found |= {name: None for name in before if not close(before[name], after[name])}
     return list(found)
 
 
@@ -380,15 +366,7 @@ def _gradients(problem: Problem, z: Tensor, inputs: Any, targets: Any) -> tuple[
         losses = problem.losses(z, inputs, targets)
     finally:
         handle.remove()
-    params = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
+    params = trainable(problem)
     weights = torch.linspace(1, 2, len(losses)).to(losses)
     found = torch.autograd.grad(losses @ weights, list(params.values()), allow_unused=True)
     return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(params.items(), found, strict=True)}, given
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    if not a.is_floating_point():
-        return bool((a == b).all())
-    return a.numel() == 0 or float((a - b).abs().max()) <= 100 * torch.finfo(a.dtype).eps * float(a.abs().max())

@@ -80,7 +80,7 @@ def _conv_transpose(
     dilation: Any = 1,
 ) -> Tensor | None:
     rank = weight.dim() - 2
-    before, after = (_each(value, rank) for value in (padding, output_padding))
+    before, after = (each_side(value, rank) for value in (padding, output_padding))
     if not any(after):
         return None
     whole = func(input, weight, None, stride, 0, 0, groups, dilation)
@@ -89,7 +89,8 @@ def _conv_transpose(
     return output if bias is None else output + bias.reshape(-1, *(1,) * rank)
 
 
-def _each(value: Any, rank: int) -> tuple[int, ...]:
+def each_side(value: Any, rank: int) -> tuple[int, ...]:
+    """Returns a size for each of a layer's dimensions, from one for all of them or from as many."""
     values = tuple(value) if isinstance(value, tuple | list) else (value,)
     return values * rank if len(values) == 1 else values
 

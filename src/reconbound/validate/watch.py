@@ -153,13 +153,15 @@ def first_line(error: BaseException) -> str:
 PROBE_RECORDS = 3
 
 
-def _close(a: Tensor, b: Tensor, relative: float) -> bool:
+def close(a: Tensor, b: Tensor, relative: float | None = None) -> bool:
+    """Returns whether two tensors differ by at most this part of the first's largest value; None: by rounding."""
     a, b = a.detach(), b.detach()
     if a.shape != b.shape:
         return False
     if not a.is_floating_point():
         return bool((a == b).all())
     scale = float(a.abs().nan_to_num(posinf=0.0).max()) if a.numel() else 0.0
+    relative = 100 * torch.finfo(a.dtype).eps if relative is None else relative
     return torch.allclose(a, b, rtol=0.0, atol=relative * scale, equal_nan=True)
 
 
@@ -174,17 +176,15 @@ def _first_change(before: Trace, after: Trace, rows: int, relative: float) -> st
             if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() and b.dim()):
                 continue
             by_record = len(a) == PROBE_RECORDS and len(b) in (rows, PROBE_RECORDS)
-            if by_record and not _close(a[:rows], b[:rows], relative):
+            if by_record and not close(a[:rows], b[:rows], relative):
                 return path
     return LOSS
 
 
 def check_randomness(model: nn.Module, first: Trace, second: Trace) -> None:
     relative = _rounding(first.losses)
-    if not _close(first.losses, second.losses, relative):
-        drawing = [
-            path for path in first.seeded if path not in first.attention
-        ]  # attention may draw, and mostly does not
+    if not close(first.losses, second.losses, relative):
+        drawing = [p for p in first.seeded if p not in first.attention]  # which may draw, and mostly does not
         path = [*drawing, _first_change(first, second, PROBE_RECORDS, relative)][0]
         raise ModelError(
             f"{label(model, path)} is random: two runs on the same records gave different losses. Turn its "
@@ -197,7 +197,7 @@ def check_coupling(model: nn.Module, loss_fn: LossFn, few: Any, trace: Trace) ->
     """Checks that the other losses stay the same when the last record is changed, and when it is left out."""
     rest, relative = PROBE_RECORDS - 1, _rounding(trace.losses)
     changed = run(model, loss_fn, tree_map(_last_changed, few[0]), few[1])
-    if not _close(trace.losses[:rest], changed.losses[:rest], relative):
+    if not close(trace.losses[:rest], changed.losses[:rest], relative):
         raise ModelError(
             f"{label(model, _first_change(trace, changed, rest, relative))} couples the records of a batch: one "
             "record's loss changes when another record changes. Each loss must depend on its own record alone: no "
@@ -205,7 +205,7 @@ def check_coupling(model: nn.Module, loss_fn: LossFn, few: Any, trace: Trace) ->
         )
     relative = min(torch.finfo(trace.losses.dtype).eps ** 0.5, 0.05)  # another shape may round differently
     fewer = run(model, loss_fn, *rows(few, list(range(rest))))
-    if not _close(trace.losses[:rest], fewer.losses, relative):
+    if not close(trace.losses[:rest], fewer.losses, relative):
         raise ModelError(
             f"{label(model, _first_change(trace, fewer, rest, relative))} depends on the batch: a record's loss "
             "changes when another record is left out. Do not divide by the batch size or use anything else that is "

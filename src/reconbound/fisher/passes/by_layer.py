@@ -13,7 +13,6 @@ one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,8 +21,7 @@ from torch import Tensor
 from reconbound.fisher.options import capturing, dependence_error, gradient_error
 from reconbound.fisher.passes import products
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule
-from reconbound.fisher.passes.products import Pair
-from reconbound.fisher.passes.protocol import Params, trainable, wide_dtype
+from reconbound.fisher.passes.products import Pair, Params, wide_dtype
 from reconbound.fisher.passes.recorder import (
     Site,
     check_covered,
@@ -33,7 +31,7 @@ from reconbound.fisher.passes.recorder import (
     record_single_records,
     recorded,
 )
-from reconbound.validate.private import Inputs, Problem
+from reconbound.validate.private import Inputs, Problem, trainable
 
 _CANCELS = 1024.0  # how far the places of a record may cancel in a float32 sum over the batch
 
@@ -93,21 +91,29 @@ class LayerPass:
         self.spreads: dict[int, Tensor] = {}  # Σ_l ‖a_l‖ ‖δ_l‖, (B,), of uses whose gradients are not formed
         self.cancelling: set[int] = set()  # of those, the ones to be summed in float64
         self.columns: dict[int, Tensor] = {}  # of the inputs, kept while products Jv are to follow
-        self.tangents: _Tangents | None = None
+        self.tangents: tuple[list[tuple[int, bool]], list[Tensor], Tensor] | None = None
+        # a pull-back as a function of its seeds: (site, True if in δ) of each, and what arrived at z
 
     def norms(self) -> Tensor:
+        """Returns n = ‖g‖, (B,), in float32 or wider.
+
+        Guarantee: not below the norm of the record's contribution to `weighted_sum`, with weight 1, as computed there.
+        """
         squares = [self._own_squares(name, uses) for name, uses in self.weight_uses.items()]
         return self._norms([found for found in squares if found is not None])
 
     def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:
+        """Returns the norms and Jᵀg, of z's shape. moving: products Jv will follow."""
         squares: list[Tensor] = []
         seeds = self._record_direction(self._own_pairs(), squares, moving=moving)
         return self._norms(squares), self._pull(*seeds, moving=moving)[1]
 
     def slope(self) -> Tensor:
+        """Returns ∇_z ℓ, of z's shape."""
         return self.at_z
 
     def output_slope(self) -> Tensor | None:
+        """Returns ∇_z ½‖f − mean f‖² of a record's outputs f; None if they are no tensor with a row for each record."""
         f = self.outputs
         if not isinstance(f, Tensor) or f.dim() < 2 or f.shape[0] != len(self.losses) or not f.requires_grad:
             return None
@@ -116,6 +122,7 @@ class LayerPass:
         return torch.zeros_like(self.z) if arrived is None else arrived
 
     def probe(self, direction: Params) -> tuple[Tensor, Tensor]:
+        """Returns ⟨g, u⟩, (B,), and Jᵀu, of z's shape, for one direction u in parameter space, shared by the batch."""
         along_output: list[Tensor | None] = []
         along_input: list[Tensor | None] = []
         for site, a, delta in zip(self.sites, self.inputs, self.deltas, strict=True):
@@ -132,12 +139,15 @@ class LayerPass:
         return self._pull(along_output, along_input)
 
     def moved(self, v: Tensor) -> Tensor:
+        """Returns ‖Jv‖² for each record, (B,), in float64, for a direction v of z's shape."""
         return self._squared(self._moved_pairs(v))
 
     def normal(self, v: Tensor) -> Tensor:
+        """Returns JᵀJv, of z's shape."""
         return self._pull(*self._record_direction(self._moved_pairs(v)))[1]
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
+        """Returns Σ_i weights_i g_i, by parameter name, in float32 or wider."""
         sums: dict[str, Tensor] = {}
         weights = self._wide(weights)
         self._form_biases()
@@ -150,10 +160,10 @@ class LayerPass:
                 weighted = delta * weights.reshape(-1, *(1,) * (delta.dim() - 1))
                 part = site.rule.total(a, weighted, self.params[site.weight]).to(self.dtype)
                 sums[site.weight] = sums[site.weight] + part if site.weight in sums else part
-        return {name: sums[name] if name in sums else self._zeros(p) for name, p in self.params.items()}
-
-    def _zeros(self, param: Tensor) -> Tensor:
-        return torch.zeros(param.shape, dtype=self.dtype, device=param.device)
+        return {
+            name: sums[name] if name in sums else torch.zeros_like(p, dtype=self.dtype)
+            for name, p in self.params.items()
+        }
 
     def _wide(self, values: Tensor) -> Tensor:
         """Returns values in the precision of all sums here: at least float32, so that nothing is rounded to 8 bits."""
@@ -248,10 +258,7 @@ class LayerPass:
         along_input: list[Tensor | None] = [None] * len(self.sites)
         for name, uses in self.weight_uses.items():
             if len(uses) > 1:
-                formed: Tensor | None = self._full(name, uses, pairs)
-                assert formed is not None
-                self._several(uses, formed, along_output, along_input)
-                above = None
+                formed, above = self._several(name, uses, pairs, along_output, along_input), None
             else:
                 formed, above = self._single(uses[0], pairs, along_output, along_input, squares is not None, moving)
             if squares is not None and formed is not None:
@@ -303,12 +310,17 @@ class LayerPass:
         along_input[i] = t
         return formed, above
 
-    def _several(self, uses: list[int], formed: Tensor, along_output: list[Any], along_input: list[Any]) -> None:
+    def _several(
+        self, name: str, uses: list[int], pairs: list[list[Pair]], along_output: list[Any], along_input: list[Any]
+    ) -> Tensor | None:
+        """Sets the seeds of a weight that is used several times, and returns its gradients."""
+        formed = self._full(name, uses, pairs)
         for i in uses:
             rule, a, delta = self.sites[i].rule, self.inputs[i], self.deltas[i]
             along_output[i] = _kept(self.sites[i], products.apply_each(rule, a, formed, delta))
             if self.sites[i].a.requires_grad:
                 along_input[i] = products.transpose_each(rule, delta, formed, a)
+        return formed
 
     def _columns(self, i: int, a: Tensor) -> Tensor:
         kept = self.columns.get(i) if a is self.inputs[i] else None
@@ -363,7 +375,7 @@ class LayerPass:
         seeds = [seed.detach().requires_grad_() for seed in seeds]
         with torch.enable_grad():
             pulled = self._at_z(_backward(outputs, self.z, seeds, create_graph=True))
-        self.tangents = _Tangents(where, seeds, pulled)
+        self.tangents = where, seeds, pulled
         return total, pulled.detach()
 
     def _at_z(self, arrived: Tensor | None) -> Tensor:
@@ -380,7 +392,7 @@ class LayerPass:
         if self.tangents is None:
             self.own(moving=True)
         assert self.tangents is not None
-        where, seeds, pulled = self.tangents.where, self.tangents.seeds, self.tangents.pulled
+        where, seeds, pulled = self.tangents
         dots: Any = ()
         if pulled.requires_grad:
             dots = torch.autograd.grad(pulled, seeds, v.to(pulled.dtype), retain_graph=True, allow_unused=True)
@@ -393,15 +405,6 @@ class LayerPass:
                 here.append((a_dot, delta))
             pairs.append(here)
         return pairs
-
-
-@dataclass(frozen=True)
-class _Tangents:
-    """A pull-back as a function of its seeds: (site, True if in δ) of each, and what arrived at z."""
-
-    where: list[tuple[int, bool]]
-    seeds: list[Tensor]
-    pulled: Tensor
 
 
 def _output_gradients(losses: Tensor, at: Any, *, create_graph: bool, keep: bool) -> list[Tensor | None]:

@@ -10,25 +10,19 @@ from torch.func import grad, vjp, vmap
 from torch.utils._pytree import tree_map
 
 from reconbound.fisher.options import dependence_error, gradient_error
-from reconbound.fisher.passes.products import rounded_above, squares, squares_above
-from reconbound.fisher.passes.protocol import Params, trainable, wide_dtype
-from reconbound.validate.private import Inputs, Problem, batch_rows
+from reconbound.fisher.passes.products import Params, rounded_above, squares, squares_above, wide_dtype
+from reconbound.validate.private import Inputs, Problem, batch_rows, trainable
 
 
 class GenericPass:
-    """A pass by torch.func over single records: slower than layer rules, correct for all it can differentiate."""
+    """A pass by torch.func over single records: slower than layer rules, correct for all it can differentiate.
+
+    Its methods are those of LayerPass.
+    """
 
     method: Literal["layers", "generic"] = "generic"
 
-    def __init__(
-        self,
-        problem: Problem,
-        z: Tensor,
-        inputs: Inputs,
-        targets: Any,
-        *,
-        check: bool = False,
-    ) -> None:
+    def __init__(self, problem: Problem, z: Tensor, inputs: Inputs, targets: Any, *, check: bool = False) -> None:
         self.problem, self.z = problem, z.detach()
         self.params = {name: p.detach() for name, p in trainable(problem).items()}
         self.dtype = wide_dtype(*self.params.values())
@@ -36,7 +30,7 @@ class GenericPass:
         self._check_dependence()
         if check:
             self._check_private()
-        self.gradients, self.losses = self._each(lambda z, pub: self._gradient(z, pub), self.z)
+        self.gradients, self.losses = self._each(self._gradient, self.z)
 
     def norms(self) -> Tensor:
         above = torch.stack([squares_above(_rows(g)) for g in self.gradients.values()]).sum(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from operator import attrgetter
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule, Rule
 
 Pair = tuple[Tensor, Tensor]
+Params = Mapping[str, Tensor]
 _FEW_PLACES = 4
 #: The relative error of a float32 factor of a product, rounded or cut, by torch's names, new and old.
 _SHORTENING = {"none": 0.0, "ieee": 0.0, "highest": 0.0, "tf32": 2.0**-10, "high": 2.0**-10}
@@ -263,3 +265,17 @@ def transpose_each(rule: Rule, delta: Tensor, weights: Tensor, like: Tensor) -> 
     if isinstance(rule, ConvRule):
         return rule.transpose_records(matrices, delta, like.shape)
     return rule.from_columns(matrices.transpose(2, 3) @ rows, like.shape)
+
+
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """Returns the widest precision among floating-point tensors, and at least float32."""
+    widest = torch.float32
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            widest = torch.promote_types(widest, tensor.dtype)
+    return widest
+
+
+def zero_sums(params: Params) -> dict[str, Tensor]:
+    """Returns a sum of no gradients, by parameter name, in float32 or wider."""
+    return {name: torch.zeros_like(p, dtype=wide_dtype(p)) for name, p in params.items()}

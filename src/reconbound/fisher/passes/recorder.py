@@ -25,6 +25,7 @@ from reconbound.fisher.passes.convolutions import convolve, pool, poolable
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule, LinearRule, Rule, ScaleRule
 from reconbound.validate.model import CHECKPOINTING
 from reconbound.validate.private import Inputs, Problem, batch_rows
+from reconbound.validate.twice_differentiable import each_side
 
 _CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()  # what check_small_batch has passed
 
@@ -43,14 +44,6 @@ class Site:
     edge: GradientEdge | Tensor  # the output as it was, whatever is done to it in place afterwards
     weight: str | None
     bias: str | None
-
-
-@dataclass
-class SingleRecord:
-    """The layers' uses and the loss of a record in a batch of another size."""
-
-    sites: list[Site]
-    loss: Tensor
 
 
 class Recorder(TorchFunctionMode):
@@ -110,12 +103,12 @@ def _conv(rank: int) -> Callable[..., Tensor | None]:
         constant = rec.constant(weight)
         if a.dim() != rank + 2 or constant.requires_grad:
             return None
-        stride, dilation, kernel = _each(stride, rank), _each(dilation, rank), tuple(weight.shape[2:])
+        stride, dilation, kernel = each_side(stride, rank), each_side(dilation, rank), tuple(weight.shape[2:])
         if isinstance(padding, str):
             total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
             a = F.pad(a, [v for t in reversed(total) for v in (t // 2, t - t // 2)])
             padding = 0
-        rule = ConvRule(kernel, stride, _each(padding, rank), dilation, groups)
+        rule = ConvRule(kernel, stride, each_side(padding, rank), dilation, groups)
         kind = a.device.type
         if torch.is_autocast_enabled(kind) and a.dtype != torch.float64:  # as F.conv does, but seen by the graph
             a, constant = (t.to(torch.get_autocast_dtype(kind)) for t in (a, constant))
@@ -158,48 +151,33 @@ def _avg_pool2d(
     divisor_override: int | None = None,
 ) -> Tensor | None:
     """Replaces average pooling by a form that is cheaper to differentiate on CUDA; records nothing."""
-    plain = set(_each(padding, 2)) == {0} and not ceil_mode and divisor_override is None
+    plain = set(each_side(padding, 2)) == {0} and not ceil_mode and divisor_override is None
     if not (plain and input.is_cuda):
         return None
-    height, width = _each(kernel_size, 2)
-    down, right = _each(stride or kernel_size, 2)
+    height, width = each_side(kernel_size, 2)
+    down, right = each_side(stride or kernel_size, 2)
     kernel, stride = (height, width), (down, right)
     return pool(input, kernel, stride) if poolable(input.shape, kernel, stride) else None
 
 
-def _layer_norm(
-    rec: Recorder,
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor | None:
-    if rec.name(weight) is None and rec.name(bias) is None:
-        return None
-    a = F.layer_norm(input, normalized_shape, None, None, eps)
-    return _scaled(rec, ScaleRule(False, len(normalized_shape)), a, weight, bias)
+def _normalised(function: Any, rule_of: Callable[[Any], ScaleRule]) -> Callable[..., Tensor | None]:
+    def normalise(
+        rec: Recorder,
+        input: Tensor,
+        how: Any,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> Tensor | None:
+        if rec.name(weight) is None and rec.name(bias) is None:
+            return None
+        rule, a = rule_of(how), function(input, how, None, None, eps)
+        output = a if weight is None else rule.apply(a, rec.constant(weight))
+        if bias is not None:
+            output = output + rule.bias(rec.constant(bias), a)
+        return rec.add(rule, a, output, weight, bias)
 
-
-def _group_norm(
-    rec: Recorder,
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor | None:
-    if rec.name(weight) is None and rec.name(bias) is None:
-        return None
-    a = F.group_norm(input, num_groups, None, None, eps)
-    return _scaled(rec, ScaleRule(True, 1), a, weight, bias)
-
-
-def _scaled(rec: Recorder, rule: ScaleRule, a: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    output = a if weight is None else rule.apply(a, rec.constant(weight))
-    if bias is not None:
-        output = output + rule.bias(rec.constant(bias), a)
-    return rec.add(rule, a, output, weight, bias)
+    return normalise
 
 
 _KNOWN: dict[Any, Callable[..., Tensor | None]] = {
@@ -209,8 +187,8 @@ _KNOWN: dict[Any, Callable[..., Tensor | None]] = {
     F.conv3d: _conv(3),
     F.avg_pool2d: _avg_pool2d,
     F.embedding: _embedding,
-    F.layer_norm: _layer_norm,
-    F.group_norm: _group_norm,
+    F.layer_norm: _normalised(F.layer_norm, lambda shape: ScaleRule(False, len(shape))),
+    F.group_norm: _normalised(F.group_norm, lambda groups: ScaleRule(True, 1)),
 }
 
 
@@ -226,7 +204,7 @@ def recorded(
 
 def record_single_records(
     problem: Problem, params: Mapping[str, Tensor], z: Tensor, inputs: Inputs, targets: Any
-) -> dict[int, SingleRecord]:
+) -> dict[int, tuple[list[Site], Tensor]]:
     """Returns, by row, the uses and the loss of a batch's first and last record, each in a batch of another size.
 
     That size must show in the first dimension of every layer's input; otherwise that dimension does not count records.
@@ -238,7 +216,7 @@ def record_single_records(
         return {}
     records = 1 if z.shape[0] > 1 else 2
     versions = {name: p._version for name, p in params.items()}
-    found: dict[int, SingleRecord] = {}
+    found: dict[int, tuple[list[Site], Tensor]] = {}
     for row in {0, z.shape[0] - 1}:
         batch = batch_rows((z, inputs, targets), slice(row, row + 1))
         if records == 2:
@@ -246,7 +224,7 @@ def record_single_records(
         with torch.enable_grad():
             losses, _, sites = recorded(problem, params, *batch)
         check_leading(sites, records)
-        found[row] = SingleRecord(sites, losses.detach()[0])
+        found[row] = sites, losses.detach()[0]
     for name, p in params.items():
         if p._version != versions[name]:
             raise ValueError(
@@ -256,17 +234,17 @@ def record_single_records(
     return found
 
 
-def check_order(sites: list[Site], losses: Tensor, alone: Mapping[int, SingleRecord]) -> None:
+def check_order(sites: list[Site], losses: Tensor, alone: Mapping[int, tuple[list[Site], Tensor]]) -> None:
     """Raises NotCovered unless a record's row of each layer's input, and its loss, are the same without the others.
 
     This proves nothing where two records have nearly the same values: see `check_rows_own`.
     """
-    for row, own in alone.items():
-        if len(own.sites) != len(sites):
+    for row, (own, loss) in alone.items():
+        if len(own) != len(sites):
             raise NotCovered("the layers that are used depend on the other records or on their number")
-        if not bool((losses[row].detach() - own.loss).abs() <= 0.02 * losses.detach().abs().max()):
+        if not bool((losses[row].detach() - loss).abs() <= 0.02 * losses.detach().abs().max()):
             raise NotCovered(f"the loss of record {row} depends on the other records or on their number")
-        for site, one in zip(sites, own.sites, strict=True):
+        for site, one in zip(sites, own, strict=True):
             here, there = site.a[row].detach(), one.a[0].detach()
             if here.shape == there.shape and bool((here == there).all()):
                 continue
@@ -343,8 +321,3 @@ def check_leading(sites: list[Site], records: int) -> None:
 def _transformed() -> bool:
     """Returns whether a torch.func transform or forward-mode differentiation is under way inside the model."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
-def _each(value: Any, rank: int) -> tuple[int, ...]:
-    values = tuple(value) if isinstance(value, tuple | list) else (value,)
-    return values * rank if len(values) == 1 else values
