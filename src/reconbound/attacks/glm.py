@@ -18,8 +18,7 @@ import numpy as np
 from reconbound._internal.checks import InputError, choice, number, numbers, whole
 from reconbound._internal.formatting import format_number
 from reconbound.attacks.roots import logistic_slopes, softmax_slopes, squared_slopes
-from reconbound.linear.losses import Logistic, Loss, Softmax, Squared
-from reconbound.linear.solver import Optimum, targets_of
+from reconbound.linear.solver import Logistic, Loss, Optimum, Softmax, Squared, targets_of
 
 METHODS, BRANCHES = ("label", "ratio"), ("nearest", "given")
 #: Floats in one working array, and the share of the largest errors that the trimmed mean leaves out.
@@ -157,7 +156,7 @@ def reconstruct(weights: Any, known: AttackerKnowledge, *, method: str = "label"
     """
     single = np.ndim(weights) == 2
     loss, intercept, label, penalty = known.loss, known.intercept, known.label, known.penalty
-    _check_method(method, loss, intercept)
+    _check_method(method, intercept)
     released, targets = known.check_release(np.asarray(weights)[None] if single else weights)
     x, rows, d = known.features, known.rows, known.features.shape[1]
     if method == "label" and _two_classes(loss, released):
@@ -211,13 +210,12 @@ def simulate(
         random_state: seed or numpy Generator.
     """
     sigma, count = number("noise_std", noise_std, above=0.0), whole("trials", trials, at_least=2)
-    choice("method", method, METHODS)
     choice("branch", branch, BRANCHES)
     given: Any = optimum
     if not isinstance(given, Optimum):
         must = "must be the optimum without noise: an estimator's solve(X, y), or minimise"
         raise InputError("optimum", must, f"a {type(given).__name__}")
-    _check_method(method, optimum.loss, optimum.intercept)
+    _check_method(method, optimum.intercept)
     chosen = np.arange(len(optimum.rows)) if records is None else np.asarray(records, dtype=np.int64).ravel()
     if chosen.size == 0 or chosen.min() < 0 or chosen.max() >= len(optimum.rows):
         raise InputError("records", f"must be some indices from 0 to {len(optimum.rows) - 1}", chosen.tolist()[:5])
@@ -255,7 +253,7 @@ def simulate(
     return AttackReport(chosen, count, method, branch, **parts, variance=variance, reconstructions=kept)
 
 
-def _check_method(method: str, loss: Loss, intercept: bool) -> None:
+def _check_method(method: str, intercept: bool) -> None:
     choice("method", method, METHODS)
     if method == "ratio" and not intercept:
         must = "must be 'label' without an intercept: there is no constant feature to divide by"

@@ -346,6 +346,3 @@ def _check_size(model: nn.Module, x: Tensor, steps: int) -> None:
     if floats > FLOATS:
         what = f"must be smaller: steps × parameters × features must be at most {FLOATS:,} for this attack"
         raise InputError("model", what, f"{floats:,}")
-
-
-__all__ = ["SGDAttackReport", "simulate_sgd"]

@@ -176,15 +176,9 @@ def layer_cake(success: Curve, prior: Curve, *, largest_error: float, points: in
     steps = np.diff(t, prepend=0.0)
     value = float(np.sum((1 - gamma) * steps))
     guess = float(np.sum((1 - kappa) * steps))
-    return Bound(
-        "layer_cake",
-        value,
-        "reconstruction robustness, layer by layer",
-        "any",
-        "the neighbours of the success curve",
-        assumes=("on average over the given prior",),
-        guess=guess,
-    )
+    theorem, neighbours = "reconstruction robustness, layer by layer", "the neighbours of the success curve"
+    assumes = ("on average over the given prior",)
+    return Bound("layer_cake", value, theorem, "any", neighbours, assumes=assumes, guess=guess)
 
 
 def prior_from_records(records: Any, *, bins: int = 4096) -> tuple[Curve, float]:
