@@ -108,7 +108,7 @@ class AttackerKnowledge:
     intercept: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.loss, Logistic | Softmax | Squared):
+        if not isinstance(self.loss, Loss):
             raise InputError("loss", "must be Logistic(), Softmax() or Squared()", self.loss)
         number("l2", self.l2, above=0.0)
         x = numbers("features", self.features)
@@ -231,7 +231,7 @@ def simulate(
     parts = {name: np.empty(len(chosen)) for name in ("mse", "standard_error", "median", "trimmed", "unsolved", "bias")}
     kept = np.empty((len(chosen), keep, d)) if keep else None
     size = max(1, FLOATS // (count * k))
-    cut = count - max(1, int(TRIM * count)) if count > 1 else 1
+    cut = count - max(1, int(TRIM * count))
     for i in range(0, len(chosen), size):
         b = slice(i, i + size)
         x = optimum.rows[chosen[b], :d]
@@ -332,15 +332,13 @@ class _Release:
             wide = self.columns[:, part.start * k : part.stop * k]
             total = np.zeros((wide.shape[1], p))
             for i in range(0, len(o.rows), 1024):
-                total += self._own_slopes(slice(i, i + 1024), wide).T @ o.rows[i : i + 1024]
+                rows = o.rows[i : i + 1024]
+                total += self._slopes_at(slice(i, i + 1024), rows @ wide).T @ rows
             out[part] += total.reshape(-1, k, p)
         return np.asarray(out)
 
-    def _own_slopes(self, records: Any, columns: np.ndarray) -> np.ndarray:
-        """Returns the records' slopes at many weights, (records, trials·K)."""
-        return self._slopes_at(records, self.optimum.rows[records] @ columns)
-
     def _slopes_at(self, records: Any, scores: np.ndarray) -> np.ndarray:
+        """Returns the records' slopes at these scores, (records, trials·K)."""
         o, k = self.optimum, self.optimum.weights.shape[0]
         y, n = o.y[records], len(scores)
         if k == 1:

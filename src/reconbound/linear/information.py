@@ -342,7 +342,7 @@ def _softmax_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool)
         diag[b] += 2 * np.einsum("nkj,nkj->nj", bent, mixed)
         diag[b] += np.einsum("nk,nl,klj->nj", g, g, pure, optimize=True)
         if norm is not None:
-            norm[b] = top_by_lanczos(_in_units(_product(o, np.arange(n)[b], square), unit), len(rows), d)
+            norm[b] = top_by_lanczos(_product(o, np.arange(n)[b], square, unit), len(rows), d)
     np.maximum(diag, 0.0, out=diag)
     trace = diag.sum(axis=1)
     return _Parts(trace, diag if diagonal else None, None if norm is None else np.minimum(norm, trace), None)
@@ -371,30 +371,27 @@ def _softmax_inverse_trace(o: Optimum, unit: np.ndarray, records: np.ndarray) ->
     return out
 
 
-def _product(o: Optimum, records: np.ndarray, square: np.ndarray) -> Product:
-    """Returns v ↦ JᵀJv for these records, one v each, by products with H⁻²."""
+def _product(o: Optimum, records: np.ndarray, square: np.ndarray, unit: np.ndarray | float = 1.0) -> Product:
+    """Returns v ↦ D⁻¹JᵀJD⁻¹v for these records, one v each, by products with H⁻²."""
     d, (k, p) = o.dim, o.weights.shape
     rows, g = o.rows[records], o.slopes[records]
     bent = np.einsum("nkl,lj->nkj", o.curvatures[records].reshape(-1, k, k), o.weights[:, :d])
 
     def product(v: np.ndarray) -> np.ndarray:
+        v = v / unit
         lifted = np.einsum("nkj,nj->nk", bent, v)[:, :, None] * rows[:, None, :]
         lifted[..., :d] += g[:, :, None] * v[:, None, :]
         back = (lifted.reshape(len(v), k * p) @ square).reshape(len(v), k, p)
         out = np.einsum("nkj,nk->nj", bent, np.einsum("nkp,np->nk", back, rows))
-        return np.asarray(out + np.einsum("nk,nkj->nj", g, back[..., :d]))
+        return np.asarray((out + np.einsum("nk,nkj->nj", g, back[..., :d])) / unit)
 
     return product
 
 
-def _in_units(
-    product: Product, unit: np.ndarray, direction: np.ndarray | None = None, factor: np.ndarray | None = None
-) -> Product:
-    """Returns v ↦ D⁻¹C JᵀJ CD⁻¹v with C = c(I − ẑẑᵀ), or the identity."""
+def _unclipped(product: Product, unit: np.ndarray, direction: np.ndarray, factor: np.ndarray) -> Product:
+    """Returns v ↦ D⁻¹C JᵀJ CD⁻¹v with C = c(I − ẑẑᵀ)."""
 
     def project(v: np.ndarray) -> np.ndarray:
-        if direction is None or factor is None:
-            return v
         return np.asarray(factor * (v - direction * np.einsum("ij,ij->i", v, direction)[:, None]))
 
     return lambda v: project(product(project(v / unit))) / unit
@@ -417,7 +414,7 @@ def _before_clipping(o: Optimum, unit: np.ndarray, short: np.ndarray, factor: np
         diag[part] = np.maximum(c**2 * (diag[part] * unit**2 - 2 * z * along + z**2 * total), 0.0) / unit**2
         trace[part] = diag[part].sum(axis=1)
         if norm is not None:
-            norm[part] = top_by_lanczos(_in_units(product, unit, z, c), len(part), o.dim)
+            norm[part] = top_by_lanczos(_unclipped(product, unit, z, c), len(part), o.dim)
             norm[part] = np.minimum(norm[part], trace[part])
     if parts.inverse is not None:
         parts.inverse[short] = LARGEST

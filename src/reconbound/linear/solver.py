@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,25 +14,7 @@ from scipy.special import softmax as _softmax
 from reconbound._internal.checks import InputError, number, numbers
 
 
-class Loss(ABC):
-    """A loss ℓ(s, y) for scores s of shape (N, K); targets y of shape (N,)."""
-
-    name: str
-
-    @abstractmethod
-    def value(self, scores: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Returns ℓ, shape (N,)."""
-
-    @abstractmethod
-    def slope(self, scores: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Returns ∂ℓ/∂s, shape (N, K)."""
-
-    @abstractmethod
-    def curvature(self, scores: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Returns ∂²ℓ/∂s², shape (N,) where K = 1, otherwise (N, K, K)."""
-
-
-class Logistic(Loss):
+class Logistic:
     """The logistic loss ℓ = ln(1 + e^s) − ys with y ∈ {0, 1}."""
 
     name = "logistic"
@@ -51,7 +32,7 @@ class Logistic(Loss):
         return np.asarray(expit(s) * expit(-s))
 
 
-class Softmax(Loss):
+class Softmax:
     """The softmax loss ℓ = ln Σₖ e^{sₖ} − s_y with y ∈ {0, …, K−1}."""
 
     name = "softmax"
@@ -72,7 +53,7 @@ class Softmax(Loss):
         return np.asarray(chance[:, :, None] * (np.eye(scores.shape[1]) - chance[:, None, :]))
 
 
-class Squared(Loss):
+class Squared:
     """The squared loss ℓ = (s − y)²/2."""
 
     name = "squared"
@@ -87,6 +68,9 @@ class Squared(Loss):
         return np.ones(len(scores))
 
 
+#: ℓ(s, y) for scores s of shape (N, K) and targets y of shape (N,): its value, (N,), slope ∂ℓ/∂s, (N, K), and curvature
+#: ∂²ℓ/∂s², (N,) where K = 1, otherwise (N, K, K).
+Loss = Logistic | Softmax | Squared
 #: Newton's steps at most; far fewer are needed.
 LARGEST_STEPS = 200
 
@@ -296,9 +280,7 @@ def minimise(
             trial = weights - length * step
             after = gradient(rows, y, loss, penalty, trial)
         new = float(np.linalg.norm(after))
-        if left <= enough and new >= 0.5 * left:  # accurate already, and rounding stops further steps
-            break
-        if length <= 1e-10:
+        if length <= 1e-10 or (left <= enough and new >= 0.5 * left):  # accurate already: rounding stops further steps
             break
         weights, slope, left = trial, after, new
     if not left <= enough:
