@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reconbound._internal.checks import InputError
 from reconbound._internal.formatting import format_floor
 from reconbound.bounds import from_trace, theorem2
-from reconbound.linear import Logistic, Softmax, Squared, leakage, minimise, reference
+from reconbound.linear import Logistic, Softmax, Squared, leakage, minimise
 from reconbound.linear.spectral import top_by_lanczos, top_of_updates
 
 LOSSES = {"logistic": Logistic(), "softmax": Softmax(), "squared": Squared()}
@@ -105,7 +105,7 @@ def test_equals_dense_jacobians_at_every_record(name, intercept, shape):
         scale = np.random.default_rng(1).uniform(0.2, 4.0, size=o.dim)
         found = leakage(o, NOISE, scale=scale)
         for record in range(shape["n"]):
-            j = reference.jacobian(o, record) / scale
+            j = o.jacobian(record) / scale
             agrees(found, record, j, 1e-8)
             if np.linalg.cond(j) < 1e5:
                 inverse = np.trace(np.linalg.inv(j.T @ j)) * NOISE**2
@@ -148,7 +148,7 @@ def test_rounding_never_raises_the_cramer_rao_floor_of_softmax():
     """Singular values are raised by what rounding may have taken: seen where the columns' units differ by 1e9."""
     o, scale = solved("softmax"), np.array([1e-5, 1.0, 1e4, 1.0])
     for record, found in enumerate(leakage(o, NOISE, scale=scale).cramer_rao_of(range(8)).value):
-        values = np.linalg.svd(reference.jacobian(o, record) / scale, compute_uv=False)
+        values = np.linalg.svd(o.jacobian(record) / scale, compute_uv=False)
         plain = NOISE**2 * np.sum(values**-2) / o.dim
         assert 0.5 * plain < found < plain * (1 - 1e-7)
 

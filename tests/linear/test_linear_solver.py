@@ -10,7 +10,7 @@ from sklearn.linear_model import LogisticRegression, Ridge
 
 from reconbound._internal.checks import InputError
 from reconbound.linear import Logistic, NotConverged, Softmax, Squared, leakage, minimise
-from reconbound.linear.sensitivity import Shape, choose_noise
+from reconbound.linear.base import Shape, choose_noise
 from reconbound.linear.solver import gradient
 from reconbound.mechanisms.output_perturbation import largest_curvature, largest_slope, largest_weights
 

@@ -18,8 +18,7 @@ import numpy as np
 from reconbound._internal.checks import InputError, choice, number, numbers, whole
 from reconbound._internal.formatting import format_number
 from reconbound.attacks.roots import logistic_slopes, softmax_slopes, squared_slopes
-from reconbound.linear.losses import Logistic, Loss, Softmax, Squared
-from reconbound.linear.solver import Optimum, targets_of
+from reconbound.linear.solver import Logistic, Loss, Optimum, Softmax, Squared, targets_of
 
 METHODS, BRANCHES = ("label", "ratio"), ("nearest", "given")
 #: Floats in one working array, and the share of the largest errors that the trimmed mean leaves out.
@@ -109,7 +108,7 @@ class AttackerKnowledge:
     intercept: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.loss, Logistic | Softmax | Squared):
+        if not isinstance(self.loss, Loss):
             raise InputError("loss", "must be Logistic(), Softmax() or Squared()", self.loss)
         number("l2", self.l2, above=0.0)
         x = numbers("features", self.features)
@@ -157,7 +156,7 @@ def reconstruct(weights: Any, known: AttackerKnowledge, *, method: str = "label"
     """
     single = np.ndim(weights) == 2
     loss, intercept, label, penalty = known.loss, known.intercept, known.label, known.penalty
-    _check_method(method, loss, intercept)
+    _check_method(method, intercept)
     released, targets = known.check_release(np.asarray(weights)[None] if single else weights)
     x, rows, d = known.features, known.rows, known.features.shape[1]
     if method == "label" and _two_classes(loss, released):
@@ -211,13 +210,12 @@ def simulate(
         random_state: seed or numpy Generator.
     """
     sigma, count = number("noise_std", noise_std, above=0.0), whole("trials", trials, at_least=2)
-    choice("method", method, METHODS)
     choice("branch", branch, BRANCHES)
     given: Any = optimum
     if not isinstance(given, Optimum):
         must = "must be the optimum without noise: an estimator's solve(X, y), or minimise"
         raise InputError("optimum", must, f"a {type(given).__name__}")
-    _check_method(method, optimum.loss, optimum.intercept)
+    _check_method(method, optimum.intercept)
     chosen = np.arange(len(optimum.rows)) if records is None else np.asarray(records, dtype=np.int64).ravel()
     if chosen.size == 0 or chosen.min() < 0 or chosen.max() >= len(optimum.rows):
         raise InputError("records", f"must be some indices from 0 to {len(optimum.rows) - 1}", chosen.tolist()[:5])
@@ -233,7 +231,7 @@ def simulate(
     parts = {name: np.empty(len(chosen)) for name in ("mse", "standard_error", "median", "trimmed", "unsolved", "bias")}
     kept = np.empty((len(chosen), keep, d)) if keep else None
     size = max(1, FLOATS // (count * k))
-    cut = count - max(1, int(TRIM * count)) if count > 1 else 1
+    cut = count - max(1, int(TRIM * count))
     for i in range(0, len(chosen), size):
         b = slice(i, i + size)
         x = optimum.rows[chosen[b], :d]
@@ -255,7 +253,7 @@ def simulate(
     return AttackReport(chosen, count, method, branch, **parts, variance=variance, reconstructions=kept)
 
 
-def _check_method(method: str, loss: Loss, intercept: bool) -> None:
+def _check_method(method: str, intercept: bool) -> None:
     choice("method", method, METHODS)
     if method == "ratio" and not intercept:
         must = "must be 'label' without an intercept: there is no constant feature to divide by"
@@ -334,15 +332,13 @@ class _Release:
             wide = self.columns[:, part.start * k : part.stop * k]
             total = np.zeros((wide.shape[1], p))
             for i in range(0, len(o.rows), 1024):
-                total += self._own_slopes(slice(i, i + 1024), wide).T @ o.rows[i : i + 1024]
+                rows = o.rows[i : i + 1024]
+                total += self._slopes_at(slice(i, i + 1024), rows @ wide).T @ rows
             out[part] += total.reshape(-1, k, p)
         return np.asarray(out)
 
-    def _own_slopes(self, records: Any, columns: np.ndarray) -> np.ndarray:
-        """Returns the records' slopes at many weights, (records, trials·K)."""
-        return self._slopes_at(records, self.optimum.rows[records] @ columns)
-
     def _slopes_at(self, records: Any, scores: np.ndarray) -> np.ndarray:
+        """Returns the records' slopes at these scores, (records, trials·K)."""
         o, k = self.optimum, self.optimum.weights.shape[0]
         y, n = o.y[records], len(scores)
         if k == 1:

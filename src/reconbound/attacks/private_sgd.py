@@ -122,13 +122,7 @@ class SGDAttackReport:
 
 
 def simulate_sgd(
-    model: nn.Module,
-    loss_fn: LossFn,
-    inputs: Tensor,
-    targets: Tensor,
-    settings: Settings,
-    record: int,
-    plan: SGDTrials,
+    model: nn.Module, loss_fn: LossFn, inputs: Tensor, targets: Tensor, settings: Settings, record: int, plan: SGDTrials
 ) -> SGDAttackReport:
     """Trains n times with PrivateSGD from the model's parameters, and attacks one record in the steps of each training.
 
@@ -270,7 +264,8 @@ class Target:
             own = damping
             while own < 1e12:
                 step = torch.linalg.lstsq(bend + own * bend.diagonal().mean() * torch.eye(len(bend)).to(bend), slope)[0]
-                tried = self._near(z + step.reshape(z.shape))
+                tried = z + step.reshape(z.shape)
+                tried = tried * min(1.0, self.far / max(float(tried.norm()), 1e-300))
                 new = self.loss(seen, tried)
                 if new < error:
                     break
@@ -281,9 +276,6 @@ class Target:
             if step.norm() <= 1e-9 * (1 + z.norm()):
                 break
         return z
-
-    def _near(self, z: Tensor) -> Tensor:
-        return z * min(1.0, self.far / max(float(z.norm()), 1e-300))
 
     def _slope(self, seen: Transcript, z: Tensor) -> tuple[Tensor, Tensor]:
         """Computes Σ_t π_t Jᵀ(r − u)/(σC)² and Σ_t π_t JᵀJ/(σC)².
@@ -346,6 +338,3 @@ def _check_size(model: nn.Module, x: Tensor, steps: int) -> None:
     if floats > FLOATS:
         what = f"must be smaller: steps × parameters × features must be at most {FLOATS:,} for this attack"
         raise InputError("model", what, f"{floats:,}")
-
-
-__all__ = ["SGDAttackReport", "simulate_sgd"]

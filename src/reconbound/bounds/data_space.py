@@ -217,11 +217,8 @@ def data_space(dim: int, low: float | None = None, high: float | None = None, ra
     if inside == given:
         return DataSpace(d, *given, ball)
     if not inside[1] - inside[0] >= 1e-100:
-        raise InputError(
-            "low" if given[0] > 0 else "high",
-            f"must leave records within the ball of radius {ball:g}: a coordinate between {-half:g} and {half:g}",
-            given[0] if given[0] > 0 else given[1],
-        )
+        must = f"must leave records within the ball of radius {ball:g}: a coordinate between {-half:g} and {half:g}"
+        raise InputError(*(("low", must, given[0]) if given[0] > 0 else ("high", must, given[1])))
     return DataSpace(d, *inside, ball, cut=given)
 
 

@@ -176,15 +176,9 @@ def layer_cake(success: Curve, prior: Curve, *, largest_error: float, points: in
     steps = np.diff(t, prepend=0.0)
     value = float(np.sum((1 - gamma) * steps))
     guess = float(np.sum((1 - kappa) * steps))
-    return Bound(
-        "layer_cake",
-        value,
-        "reconstruction robustness, layer by layer",
-        "any",
-        "the neighbours of the success curve",
-        assumes=("on average over the given prior",),
-        guess=guess,
-    )
+    theorem, neighbours = "reconstruction robustness, layer by layer", "the neighbours of the success curve"
+    assumes = ("on average over the given prior",)
+    return Bound("layer_cake", value, theorem, "any", neighbours, assumes=assumes, guess=guess)
 
 
 def prior_from_records(records: Any, *, bins: int = 4096) -> tuple[Curve, float]:
@@ -204,12 +198,10 @@ def prior_from_records(records: Any, *, bins: int = 4096) -> tuple[Curve, float]
     (0.5, 1.0)
     """
     z, bins = numbers("records", records), whole("bins", bins)
-    if z.ndim == 0:
+    if z.ndim == 0 or len(z) < 2:
         raise InputError("records", "must hold at least two records", records)
     z = z.reshape(len(z), -1)
     n, d = z.shape
-    if n < 2:
-        raise InputError("records", "must hold at least two records", n)
     if np.abs(z).max() > 1e100:
         raise InputError("records", "must lie within ±1e100", float(z.flat[np.abs(z).argmax()]))
     z = z - z.mean(axis=0)

@@ -27,12 +27,7 @@ def _over_chi2(numerator: float, epsilon: float) -> float:
 
 
 def theorem1(
-    epsilon: float,
-    *,
-    widths: Any = 1.0,
-    dim: int | None = None,
-    sensitivities: Any = 1.0,
-    squared_bias: float = 0.0,
+    epsilon: float, *, widths: Any = 1.0, dim: int | None = None, sensitivities: Any = 1.0, squared_bias: float = 0.0
 ) -> Bound:
     """Returns the floor of the paper's Theorem 1, from order-2 Rényi differential privacy.
 

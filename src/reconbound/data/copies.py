@@ -35,12 +35,12 @@ def find_copies(*parts: Any) -> list[list[int]]:
 
 def _rows(values: Tensor | np.ndarray) -> np.ndarray:
     """Returns one row of bytes per record; 0 and −0 are alike."""
-    array = values.detach().cpu() if isinstance(values, Tensor) else values
-    if isinstance(array, Tensor):
-        array = (array.float() if array.is_floating_point() and array.itemsize < 4 else array).numpy()
-    flat = array.reshape(len(array), -1)
+    if isinstance(values, Tensor):
+        small = values.is_floating_point() and values.itemsize < 4
+        values = (values.float() if small else values).numpy(force=True)
+    flat = values.reshape(len(values), -1)
     plain = flat + 0 if np.issubdtype(flat.dtype, np.floating) else flat
-    return np.ascontiguousarray(plain).view(np.uint8).reshape(len(array), -1)
+    return np.ascontiguousarray(plain).view(np.uint8).reshape(len(values), -1)
 
 
 def describe_copies(groups: Sequence[Sequence[int]], records: int) -> tuple[str, ...]:

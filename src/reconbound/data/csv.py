@@ -49,23 +49,19 @@ def read_csv(path: Path, header: Sequence[str] | None = None) -> tuple[DataFrame
     names = None if header is None else check_names(str(path), list(header), "--header")
     rows: dict[int, list[str]] = {}
     place = 0
-    while True:
-        place += 1
-        try:
-            row = next(reader)
-        except StopIteration:
-            break
-        except csv.Error as reason:
-            raise DataError(f"{path}, row {place} (line {reader.line_num}): not CSV ({reason})") from None
-        if len(row) < 2 and not "".join(row).strip():
-            continue
-        if names is None:
-            names = check_names(str(path), row)
-        elif len(row) != len(names):
-            line = "" if reader.line_num == place else f" (line {reader.line_num})"
-            raise DataError(f"{path}, row {place}{line}: {len(row)} cells, but there are {len(names)} columns")
-        else:
-            rows[place] = row
+    try:
+        for place, row in enumerate(reader, 1):
+            if len(row) < 2 and not "".join(row).strip():
+                continue
+            if names is None:
+                names = check_names(str(path), row)
+            elif len(row) != len(names):
+                line = "" if reader.line_num == place else f" (line {reader.line_num})"
+                raise DataError(f"{path}, row {place}{line}: {len(row)} cells, but there are {len(names)} columns")
+            else:
+                rows[place] = row
+    except csv.Error as reason:
+        raise DataError(f"{path}, row {place + 1} (line {reader.line_num}): not CSV ({reason})") from None
     if names is None:
         raise DataError(f"{path}: empty")
     frame = DataFrame(list(rows.values()), index=list(rows), columns=names, dtype=object)

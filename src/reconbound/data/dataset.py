@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -69,11 +69,7 @@ class Pixels(Sequence[Feature]):
     def __len__(self) -> int:
         return int(np.prod(self.shape))
 
-    @overload
-    def __getitem__(self, index: int) -> Feature: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Feature]: ...
-    def __getitem__(self, index: int | slice) -> Feature | Sequence[Feature]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[k] for k in range(*index.indices(len(self)))]
         flat = index + len(self) if index < 0 else index
@@ -82,9 +78,6 @@ class Pixels(Sequence[Feature]):
         plane, row, column = (int(k) for k in np.unravel_index(flat, self.shape))
         colour = self._planes[plane] if self._planes else f" plane {plane}"
         return Feature(f"pixel ({row}, {column}){colour}", self.unit, self.low, self.high)
-
-    def __iter__(self) -> Iterator[Feature]:
-        return (self[k] for k in range(len(self)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,8 +231,9 @@ class DataOptions:
             raise InputError("target", "must be the name of a column", f"{self.target!r}"[:200])
         for name in ("private", "drop", "header", "categories"):
             given = getattr(self, name)
-            if given is not None and not isinstance(given, str):
-                _check_names(name, given)
+            several = isinstance(given, Sequence | set | frozenset) and all(isinstance(one, str) for one in given)
+            if given is not None and not several:
+                raise InputError(name, "must be a list of names of columns", f"{given!r}"[:200])
         for name in ("ranges", "units"):
             given = getattr(self, name)
             if given is not None and not isinstance(given, Mapping):
@@ -271,16 +265,6 @@ class DataOptions:
         else:
             train, test = np.flatnonzero(~held), np.flatnonzero(held)
         return train[keep(targets[train], self.limit, seed=self.seed, task=task)], test
-
-
-def _check_names(name: str, given: Any) -> None:
-    """Refuses what is no list of names of columns."""
-    try:
-        wrong = not isinstance(given, Sequence | set | frozenset) or not all(isinstance(one, str) for one in given)
-    except TypeError:
-        wrong = True
-    if wrong:
-        raise InputError(name, "must be a list of names of columns", f"{given!r}"[:200])
 
 
 def split(targets: np.ndarray, *, seed: int, test_share: float, task: str) -> tuple[np.ndarray, np.ndarray]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
@@ -17,26 +18,85 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reconbound._internal.checks import DataError, DataMissing, DataShown, InputError
-from reconbound.data import csv
-from reconbound.data.column_hints import describe_column, strip_signs
+from reconbound.data import csv, tables
 from reconbound.data.dataset import DataOptions, Dataset, clean
-from reconbound.data.tables import (
-    CATEGORY_IS_PUBLIC,
-    MOST_CLASS_NUMBERS,
-    Column,
-    check_column_options,
-    check_names_exist,
-    format_names,
-    make_table,
-    split_names,
-    suggest_name,
-)
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
+
+#: Fewer values than this tell nothing of a column.
+FEWEST = 10
+_DATE = re.compile(r"(\d{4}([-/.])\d{1,2}\2\d{1,2}|\d{1,2}([-/.])\d{1,2}\3(\d{4}|\d{2}))([T ]\d.*)?", re.ASCII)
+#: How a date becomes a number.
+AS_NUMBER = "a year, days since a day"
+_IDENTIFIER = ("id", "index", "nr", "number")
+_MONEY = r"(?:[$€£¥₹]|USD|EUR|GBP|CHF|JPY)"
+_DRESSED = re.compile(
+    rf"(?P<minus>[-−(])?\s?{_MONEY}?\s?(?P<sign>[+-])?(?P<whole>\d{{1,3}}(?:[,.' _\u00a0\u202f]\d{{3}})+|\d+)"
+    rf"(?P<rest>[.,]\d+)?\s?(?:{_MONEY}|%)?\s?\)?",
+    re.IGNORECASE | re.ASCII,
+)
+_MEASURE = re.compile(r"[+-]?\d+(?:[.,]\d+)?\s?([^\W\d_]{1,12})\.?")
+
+
+def describe_column(column: tables.Column) -> str | None:
+    """Returns what the owner should know of a column that was not asked for by name; None where nothing is odd.
+
+    Whole numbers that may be an identifier; dates in text; numbers with the same word after them, few enough to be
+    taken as categories.
+    """
+    if column.numeric:
+        return _describe_identifier(column)
+    known, kinds = Counter(text for text in column.values if text), len(set(column.values))
+    if known and sum(n for text, n in known.items() if _DATE.fullmatch(text)) >= MOSTLY * known.total():
+        values, advice = "text that looks like dates", f"write it as a number ({AS_NUMBER})"
+        if kinds > tables.MOST_CATEGORIES:
+            return f"{column.name}: {values}; to use and protect it {advice}"
+    else:
+        if known.total() < FEWEST or not FEWEST < kinds <= tables.MOST_CATEGORIES:
+            return None
+        words: Counter[str] = Counter()
+        for text, count in known.items():
+            if found := _MEASURE.fullmatch(text):
+                words[found[1]] += count
+        word, often = words.most_common(1)[0] if words else ("", 0)
+        if often < MOSTLY * known.total():
+            return None
+        values, advice = f"numbers with {word!r} after them", f"leave the word away (--unit {column.name}={word})"
+    taken = f"{values}, taken as categories, which are public: the attacker is taken to know them"
+    return f"{column.name}: {taken}. To protect it {advice}, or leave it out by --drop {column.name!r}"
+
+
+def strip_signs(text: str) -> str | None:
+    """Returns the number in a cell with a sign of money, a percent sign or marks of thousands; None for others.
+
+    >>> strip_signs("$45,887.48"), strip_signs("12 %"), strip_signs("(3,000)"), strip_signs("1-2")
+    ('45887.48', '12', '-3000', None)
+    """
+    found = _DRESSED.fullmatch(text)
+    if found is None:
+        return None
+    minus = "-" if found["minus"] or found["sign"] == "-" else ""
+    return minus + re.sub(r"\D", "", found["whole"]) + (found["rest"] or "").replace(",", ".")
+
+
+def _describe_identifier(column: tables.Column) -> str | None:
+    """Describes whole numbers, all different, that have no gap or a name like an identifier."""
+    known = np.sort(column.values[~np.isnan(column.values)])
+    if len(known) < FEWEST or not np.all(known == np.round(known)) or np.any(known[1:] == known[:-1]):
+        return None
+    consecutive = bool(np.all(np.diff(known) == 1))
+    if not consecutive and not column.name.lower().endswith(_IDENTIFIER):
+        return None
+    which = "all different and without a gap" if consecutive else "all different"
+    return (
+        f"{column.name}: {len(known):,} whole numbers, {which}: an identifier? Leave it out by --drop {column.name!r}"
+    )
+
+
 PARQUET = ".parquet"
-#: From this share of numbers on, the other cells of a column are taken for mistakes.
+#: From this share of numbers on, the other cells of a column are taken for mistakes; of dates, for dates.
 MOSTLY = 0.9
 MISSING = frozenset({"", "?", "na", "n/a", "#n/a", "nan", "null"})  # whatever their case
 #: Characters of a cell; the same limit as that of Python's reader of CSV files.
@@ -123,10 +183,10 @@ def _make_dataset(table: Table, options: DataOptions) -> Dataset:
     if not len(table.frame):
         raise DataError(f"{source}: names {len(names)} columns, but holds no rows")
     target = _check_target(table, options.target)
-    settings = check_column_options(names, options, target)
-    dropped, as_text = split_names(options.drop or (), names), split_names(options.categories or (), names)
-    check_names_exist("drop", dropped, names, source)
-    check_names_exist("category", as_text, names, source)
+    settings = tables.check_column_options(names, options, target)
+    dropped, as_text = (tables.split_names(given or (), names) for given in (options.drop, options.categories))
+    tables.check_names_exist("drop", dropped, names, source)
+    tables.check_names_exist("category", as_text, names, source)
     asked = {**dict.fromkeys(settings.ranges, "has a range"), **dict.fromkeys(settings.private or (), "is private")}
     if refused := next((one for one in dropped if one in asked or one == target), None):
         raise InputError("drop", "must not name the target, a private column or one with a range", refused)
@@ -146,25 +206,25 @@ def _make_dataset(table: Table, options: DataOptions) -> Dataset:
                 notes.append(hint)
     assert aim is not None  # a target without values is refused above
     rows = [table.row_name(row) for row in range(len(table.frame))]
-    return make_table(source, columns, aim, settings, options, record_names=rows, notes=notes)
+    return tables.make_table(source, columns, aim, settings, options, record_names=rows, notes=notes)
 
 
 def _check_target(table: Table, target: str | None) -> str:
     names = list(table.frame.columns)
     if target is None:
         hint = table.hint if any(parse_number(name) is not None for name in names) else ""
-        must = f"must name the column of {table.source} to predict ({format_names(names)}{hint})"
+        must = f"must name the column of {table.source} to predict ({tables.format_names(names)}{hint})"
         raise InputError("target", must, None)
     if clean(target) not in names:
-        near = suggest_name(clean(target), names)
-        what = f"must be a column of {table.source} ({format_names(names)}{table.hint}){near}"
+        near = tables.suggest_name(clean(target), names)
+        what = f"must be a column of {table.source} ({tables.format_names(names)}{table.hint}){near}"
         raise InputError("target", what, clean(target))
     return clean(target)
 
 
 def _read_column(
     table: Table, cells: Series, asked: str | None, notes: list[str], as_text: bool, is_target: bool
-) -> Column | None:
+) -> tables.Column | None:
     """Returns numbers, or categories, or nothing where every value is missing.
 
     A few words among numbers are refused, as the column would become public or missing; not so in a target of few
@@ -198,18 +258,18 @@ def _read_column(
             raise DataError(f"{table.source}, column {name!r}: is of type category, and {asked}; make it numbers first")
     if values is None and not as_text:
         numbers = {text: parse_number(text, table.decimal) for text in set(texts)}
-        parsed = [numbers[text] for text in texts]
-        as_text = None in parsed
-        if as_text:
-            _check_words(table, name, texts, parsed, asked, notes, is_target)
+        if None in numbers.values():
+            few_classes = is_target and len(numbers) <= tables.MOST_CLASS_NUMBERS
+            words = {text for text, value in numbers.items() if value is None}
+            _check_words(table, name, texts, words, asked, notes, few_classes)
         else:
-            values = np.array(parsed, dtype=np.float64)
+            values = np.array([numbers[text] for text in texts], dtype=np.float64)
     if values is None:
-        return Column(name, np.array(texts, dtype=object))
+        return tables.Column(name, np.array(texts, dtype=object))
     if np.isinf(values).any():
         row = int(np.isinf(values).argmax())
         raise DataShown(f"{table.place(row, name)}: {_shorten(str(cells.iloc[row]))} is not a finite number")
-    return Column(name, values)
+    return tables.Column(name, values)
 
 
 def _typed_numbers(cells: Series) -> np.ndarray | None:
@@ -247,47 +307,34 @@ def _read_texts(table: Table, cells: Series) -> list[str]:
 
 
 def _check_words(
-    table: Table,
-    name: str,
-    texts: list[str],
-    parsed: list[float | None],
-    asked: str | None,
-    notes: list[str],
-    is_target: bool,
+    table: Table, name: str, texts: list[str], words: set[str], asked: str | None, notes: list[str], few_classes: bool
 ) -> None:
-    """Refuses a column with words among numbers, or notes that it is taken as categories."""
-    wrong = parsed.index(None)
+    """Refuses a column with words among numbers, or notes that it is taken as categories.
+
+    So it refuses numbers with signs of money, percent signs or marks of thousands: as text they would be a category,
+    which is public, or be left out, and neither is what their owner means.
+    """
+    wrong = [row for row, text in enumerate(texts) if text in words]
     known = sum(1 for text in texts if text)
-    good = sum(1 for text, value in zip(texts, parsed, strict=True) if text and value is not None)
-    few_classes = is_target and len(set(texts)) <= MOST_CLASS_NUMBERS
-    if not few_classes:
-        _refuse_signs(table, name, texts, parsed, known, good)
+    first, good = wrong[0], known - len(wrong)
+    plain_of = {word: strip_signs(word) for word in words}
+    meant = {row: plain for row in wrong if (plain := plain_of[texts[row]])}
+    if meant and len(meant) + good >= MOSTLY * known and not few_classes:
+        row, plain = next(iter(meant.items()))
+        sign = f"{_shorten(texts[row])} has a sign of money, a percent sign or a mark of thousands"
+        mend = f"write it as {plain}, and so {len(meant):,} cells of the column, or say {_options(name)}"
+        raise DataShown(f"{table.place(row, name)}: {sign}, and would be taken as text: {mend}")
     if asked == "is private" and 2 * good <= known:
-        raise DataError(f"{table.source}, column {name!r}: {CATEGORY_IS_PUBLIC}")
-    word = _shorten(texts[wrong])
+        raise DataError(f"{table.source}, column {name!r}: {tables.CATEGORY_IS_PUBLIC}")
+    word = _shorten(texts[first])
     if asked:
-        raise DataShown(f"{table.place(wrong, name)}: {word} is not a number, and the column {asked}")
+        raise DataShown(f"{table.place(first, name)}: {word} is not a number, and the column {asked}")
     if good >= MOSTLY * known and not few_classes:
         numbers = f"{word} is not a number, but {good:,} of {known:,} values are"
-        raise DataShown(f"{table.place(wrong, name)}: {numbers}: mend the cell, or say {_options(name)}")
+        raise DataShown(f"{table.place(first, name)}: {numbers}: mend the cell, or say {_options(name)}")
     if 2 * good > known:
-        reason = f"{table.row_name(wrong)} holds {word}, though {good:,} of {known:,} values are numbers"
+        reason = f"{table.row_name(first)} holds {word}, though {good:,} of {known:,} values are numbers"
         notes.append(f"{name}: taken as categories, since {reason}")
-
-
-def _refuse_signs(table: Table, name: str, texts: list[str], parsed: list[float | None], known: int, good: int) -> None:
-    """Refuses a column of numbers with signs of money, percent signs or marks of thousands.
-
-    As text it would be a category, which is public, or be left out: neither is what its owner means.
-    """
-    plain_of = {text: strip_signs(text) for text in set(texts)}
-    meant = {i: plain for i, value in enumerate(parsed) if value is None and (plain := plain_of[texts[i]])}
-    if not meant or len(meant) + good < MOSTLY * known:
-        return
-    row, plain = next(iter(meant.items()))
-    sign = f"{_shorten(texts[row])} has a sign of money, a percent sign or a mark of thousands"
-    mend = f"write it as {plain}, and so {len(meant):,} cells of the column, or say {_options(name)}"
-    raise DataShown(f"{table.place(row, name)}: {sign}, and would be taken as text: {mend}")
 
 
 def _options(name: str) -> str:

@@ -108,53 +108,43 @@ def _shape(sizes: Counter[tuple[int, int]], size: int | None) -> tuple[int, int]
     return max(1, round(width * ratio)), max(1, round(height * ratio))
 
 
-def _open(path: Path) -> Any:
-    """Opens an image, checks its header, and returns it with the function that turns it upright."""
-    from PIL import Image, ImageOps
-
-    image = Image.open(path, formats=FORMATS)
-    if image.width * image.height > MOST_PIXELS:
-        image.close()
-        raise DataError(f"{path}: {image.width}×{image.height} pixels, more than {MOST_PIXELS:,}")
-    return image, ImageOps.exif_transpose
-
-
-def _header(path: Path) -> tuple[tuple[int, int], bool]:
-    """Returns width and height as seen upright, and whether the image is grey."""
-    with _reading(path):
-        image, _ = _open(path)
-        with image:
-            turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-            size = (image.height, image.width) if turned else (image.width, image.height)
-            return size, image.mode in ("1", "L", "LA", "I", "I;16", "I;16B")
-
-
-def _pixels(path: Path, shape: tuple[int, int], grey: bool) -> np.ndarray:
-    """Returns the pixels, (C, H, W) in [0, 1]."""
-    with _reading(path):
-        image, upright = _open(path)
-        with image:
-            image.load()
-            if image.mode == "F":  # Pillow would cut them off to whole numbers from 0 to 255 without a word
-                raise DataError(f"{path}: its pixels are floating-point numbers; save it with 8 or 16 bits")
-            if image.mode.startswith("I"):  # sixteen bits
-                from PIL import Image
-
-                image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
-            seen = upright(image).convert("L" if grey else "RGB")
-            values = np.asarray(seen if seen.size == shape else seen.resize(shape), dtype=np.float32) / np.float32(255)
-    return values[None] if grey else np.moveaxis(values, 2, 0)
-
-
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turns every error while an image is read into one line that names the file."""
+def _opened(path: Path) -> Iterator[Any]:
+    """Opens an image and checks its header; turns every error while it is read into one line that names the file."""
+    from PIL import Image
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield
+            with Image.open(path, formats=FORMATS) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    raise DataError(f"{path}: {image.width}×{image.height} pixels, more than {MOST_PIXELS:,}")
+                yield image
     except DataError:
         raise
     except Exception as reason:
         words = " ".join(str(reason).split())[:160]
         raise DataError(f"{path}: cannot be read as an image ({words})") from None
+
+
+def _header(path: Path) -> tuple[tuple[int, int], bool]:
+    """Returns width and height as seen upright, and whether the image is grey."""
+    with _opened(path) as image:
+        turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+        size = (image.height, image.width) if turned else (image.width, image.height)
+        return size, image.mode in ("1", "L", "LA", "I", "I;16", "I;16B")
+
+
+def _pixels(path: Path, shape: tuple[int, int], grey: bool) -> np.ndarray:
+    """Returns the pixels, (C, H, W) in [0, 1]."""
+    from PIL import Image, ImageOps
+
+    with _opened(path) as image:
+        image.load()
+        if image.mode == "F":  # Pillow would cut them off to whole numbers from 0 to 255 without a word
+            raise DataError(f"{path}: its pixels are floating-point numbers; save it with 8 or 16 bits")
+        if image.mode.startswith("I"):  # sixteen bits
+            image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+        seen = ImageOps.exif_transpose(image).convert("L" if grey else "RGB")
+        values = np.asarray(seen if seen.size == shape else seen.resize(shape), dtype=np.float32) / np.float32(255)
+    return values[None] if grey else np.moveaxis(values, 2, 0)

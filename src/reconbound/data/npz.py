@@ -24,6 +24,7 @@ LAYOUTS = (
     ("data", "target", "test_data", "test_target"),
 )
 PIXEL = "pixel"
+Arrays = Mapping[str, np.ndarray]
 
 
 def load_npz(path: str | os.PathLike[str], options: DataOptions) -> Dataset:
@@ -61,11 +62,7 @@ def load_npz(path: str | os.PathLike[str], options: DataOptions) -> Dataset:
         raise DataError(f"{file}, array {layout[0]}: record {np.argwhere(wrong)[0][0]} holds an infinite number")
     if y.dtype.kind == "f" and (wrong := ~np.isfinite(y)).any():
         raise DataError(f"{file}, array {layout[1]}: record {np.argwhere(wrong)[0][0]} is not finite")
-    labels = _texts(file, "class_names", lower)
-    if x.ndim == 2:
-        return _make_table(file, x, y, held, labels, _texts(file, "feature_names", lower), options)
-    options.refuse(FOR_TABLES, "private", "units")
-    return _make_images(file, x, y, held, labels, options)
+    return (_make_table if x.ndim == 2 else _make_images)(file, x, y, held, lower, options)
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
@@ -101,7 +98,7 @@ def _same_length(file: str, names: Sequence[str], x: np.ndarray, y: np.ndarray) 
         raise DataError(f"{file}: {names[0]} has {len(x)} records, so {must}")
 
 
-def _texts(file: str, name: str, arrays: Mapping[str, np.ndarray]) -> list[str] | None:
+def _texts(file: str, name: str, arrays: Arrays) -> list[str] | None:
     if name not in arrays:
         return None
     if arrays[name].dtype.kind not in "US" or arrays[name].ndim != 1:
@@ -126,14 +123,9 @@ def _classes(file: str, y: np.ndarray, labels: list[str] | None) -> tuple[np.nda
 
 
 def _make_table(
-    file: str,
-    x: np.ndarray,
-    y: np.ndarray,
-    held: np.ndarray | None,
-    labels: list[str] | None,
-    names: list[str] | None,
-    options: DataOptions,
+    file: str, x: np.ndarray, y: np.ndarray, held: np.ndarray | None, arrays: Arrays, options: DataOptions
 ) -> Dataset:
+    labels, names = (_texts(file, name, arrays) for name in ("class_names", "feature_names"))
     names = names if names is not None else [f"column {k + 1}" for k in range(x.shape[1])]
     if len(names) != x.shape[1] or len(set(names)) != len(names) or "target" in names:
         raise DataError(f"{file}, array feature_names: must be {x.shape[1]} different names, none of them 'target'")
@@ -149,8 +141,10 @@ def _make_table(
 
 
 def _make_images(
-    file: str, x: np.ndarray, y: np.ndarray, held: np.ndarray | None, labels: list[str] | None, options: DataOptions
+    file: str, x: np.ndarray, y: np.ndarray, held: np.ndarray | None, arrays: Arrays, options: DataOptions
 ) -> Dataset:
+    labels = _texts(file, "class_names", arrays)
+    options.refuse(FOR_TABLES, "private", "units")
     planes = _planes(file, x)
     low, high, notes = _pixel_range(file, x, options)
     targets, class_names = _classes(file, y.reshape(-1), labels)

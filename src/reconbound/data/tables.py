@@ -6,7 +6,7 @@ With every range declared, a row's numbers depend only on that row; ranges read 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,13 +122,8 @@ def read_ranges(words: Sequence[str]) -> dict[str, tuple[float, float]]:
     >>> read_ranges(["age=0:120", "balance=-1e4:1e6"])
     {'age': (0.0, 120.0), 'balance': (-10000.0, 1000000.0)}
     """
-    found = {}
-    for word in words:
-        name, mark, pair = word.rpartition("=")
-        if not name or not mark or pair.count(":") != 1:
-            raise InputError("range", "must be COLUMN=LOWEST:HIGHEST", word)
-        found[clean(name)] = _check_range(name, [spelled(part) for part in pair.split(":")])
-    return found
+    pairs = _read_assignments("range", "COLUMN=LOWEST:HIGHEST", words)
+    return {name: _check_range(name, [spelled(part) for part in pair.split(":")]) for name, pair in pairs}
 
 
 def read_units(words: Sequence[str]) -> dict[str, str]:
@@ -137,13 +132,15 @@ def read_units(words: Sequence[str]) -> dict[str, str]:
     >>> read_units(["age=years"])
     {'age': 'years'}
     """
-    found = {}
+    return {name: clean(unit) for name, unit in _read_assignments("unit", "COLUMN=UNIT", words)}
+
+
+def _read_assignments(option: str, form: str, words: Sequence[str]) -> Iterator[tuple[str, str]]:
     for word in words:
-        name, mark, unit = word.rpartition("=")
-        if not name or not mark:
-            raise InputError("unit", "must be COLUMN=UNIT", word)
-        found[clean(name)] = clean(unit)
-    return found
+        name, _, value = word.rpartition("=")
+        if not name or (":" in form and value.count(":") != 1):
+            raise InputError(option, f"must be {form}", word)
+        yield clean(name), value
 
 
 def _check_range(name: str, pair: Any) -> tuple[float, float]:

@@ -8,8 +8,7 @@ docs/theory/linear.md.
 from reconbound.linear.base import DataNormWarning, NoiseWarning, ShortenedWarning
 from reconbound.linear.estimators import PrivateLogisticRegression, PrivateRidge
 from reconbound.linear.information import Leakage, leakage
-from reconbound.linear.losses import Logistic, Softmax, Squared
-from reconbound.linear.solver import NotConverged, Optimum, minimise
+from reconbound.linear.solver import Logistic, NotConverged, Optimum, Softmax, Squared, minimise
 
 __all__ = [
     "DataNormWarning",

@@ -4,17 +4,106 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from reconbound._internal.checks import flag, number, warn_user
+from reconbound._internal.checks import InputError, flag, number, warn_user
 from reconbound.linear.information import Leakage, leakage
-from reconbound.linear.losses import Loss
-from reconbound.linear.sensitivity import Shape, choose_noise
-from reconbound.linear.solver import Optimum, minimise
+from reconbound.linear.solver import Loss, Optimum, minimise
+from reconbound.mechanisms import OutputPerturbation
+from reconbound.mechanisms.calibrate import calibrate_epsilon
+from reconbound.mechanisms.output_perturbation import largest_curvature, largest_slope
+
+#: The guarantee when neither noise nor a target is given.
+DEFAULT_EPSILON, DEFAULT_DELTA = 1.0, 1e-5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The public facts on which the noise may depend.
+
+    Attributes:
+        loss: the name of the loss.
+        records: n.
+        dim: d.
+        classes: the number of classes.
+        l2: λ.
+        intercept: whether rows have a constant feature.
+        data_norm: the norm to which rows are clipped, the constant feature not counted.
+        target_bound: for squared loss, |y| ≤ this.
+    """
+
+    loss: Loss
+    records: int
+    dim: int
+    classes: int
+    l2: float
+    intercept: bool
+    data_norm: float
+    target_bound: float | None = None
+
+    def mechanism(self, noise_std: float = 1.0) -> OutputPerturbation:
+        """Returns the release as a mechanism.
+
+        Args:
+            noise_std: σ.
+        """
+        bound = self.target_bound if self.loss.name == "squared" else None
+        facts = (self.data_norm, self.loss.name, bound, self.intercept)
+        return OutputPerturbation(self.records, self.l2, noise_std, *facts)
+
+    def worst_trace(self, noise_std: float) -> float:
+        """Returns an upper bound of Tr(I) of every record in every data set of this shape.
+
+            ‖J‖_F ≤ ‖H⁻¹‖ (sup‖A‖ sup‖x̃‖ sup‖W‖ + √d sup‖∂ℓ/∂s‖),   ‖H⁻¹‖ ≤ 1/(nλ)
+
+        Args:
+            noise_std: σ.
+        """
+        release = self.mechanism(noise_std)
+        bent = largest_curvature(release.loss) * release.row_norm * release.largest_weights(self.classes)
+        slope = largest_slope(release.loss, release.row_norm, self.l2, release.target_bound)
+        return ((bent + math.sqrt(self.dim) * slope) / (self.records * self.l2 * noise_std)) ** 2
+
+
+def choose_noise(
+    shape: Shape,
+    noise_std: float | None,
+    target_mse: float | None,
+    target_epsilon: float | None,
+    target_delta: float | None,
+) -> float:
+    """Returns the noise's standard deviation per parameter, as given or as the bounds of `shape` need.
+
+    Args:
+        shape: the public facts.
+        noise_std: σ, or None.
+        target_mse: the floor to reach, or None.
+        target_epsilon: the ε to reach, or None.
+        target_delta: δ of target_epsilon.
+    """
+    values = {"noise_std": noise_std, "target_mse": target_mse, "target_epsilon": target_epsilon}
+    given = [name for name, value in values.items() if value is not None]
+    if len(given) > 1:
+        others = " and ".join(given[1:])
+        must = f"must not be given together with {others}: one of them sets the noise"
+        raise InputError(given[0], must, values[given[0]])
+    if target_delta is not None and given and given != ["target_epsilon"]:
+        must = f"belongs to target_epsilon and must not be given with {given[0]}"
+        raise InputError("target_delta", must, target_delta)
+    if noise_std is not None:
+        return number("noise_std", noise_std, above=0.0)
+    if target_mse is not None:
+        target = number("target_mse", target_mse, above=0.0)
+        return math.sqrt(target * shape.worst_trace(1.0) / shape.dim)
+    epsilon = DEFAULT_EPSILON if target_epsilon is None else target_epsilon
+    delta = number("target_delta", DEFAULT_DELTA if target_delta is None else target_delta, above=0.0, below=1.0)
+    return calibrate_epsilon(shape.mechanism(), epsilon, delta=delta).noise_std
+
 
 #: The gradient that may be left by the solver, as a share of the noise's standard deviation in gradient units, nλσ.
 SOLVED = 1e-6
@@ -37,37 +126,18 @@ class ShortenedWarning(UserWarning):
 class PrivateLinear(BaseEstimator):  # type: ignore[misc]
     """The base class of the estimators: clipping, noise, leakage."""
 
-    # the parameters and fitted attributes of the subclasses
-    coef_: Any
     intercept_: Any
-    l2: float
-    noise_std: float | None
-    target_mse: float | None
-    target_epsilon: float | None
-    target_delta: float | None
-    data_norm: float | None
-    fit_intercept: bool
-    allow_constant_columns: bool
-    allow_wide: bool
-    random_state: Any
 
     def _set_parameters(self, given: dict[str, Any]) -> None:
         """Keeps the arguments of `__init__` as they are, as scikit-learn wants it."""
         for name in self._get_param_names():
             setattr(self, name, given[name])
 
-    def _loss(self) -> Loss:
-        raise NotImplementedError
-
     def _classes(self) -> int:
         return 1
 
     def _target_bound(self) -> float | None:
         return None
-
-    def _encode(self, y: Any) -> np.ndarray:
-        """Returns targets in the form that the loss takes."""
-        raise NotImplementedError
 
     def _bound(self, name: str, given: float | None, sizes: np.ndarray) -> float:
         if given is not None:

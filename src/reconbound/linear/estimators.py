@@ -14,8 +14,7 @@ from sklearn.utils.validation import validate_data
 from reconbound._internal.checks import InputError
 from reconbound.linear.base import PrivateLinear
 from reconbound.linear.information import Leakage
-from reconbound.linear.losses import Logistic, Loss, Softmax, Squared
-from reconbound.linear.solver import probabilities
+from reconbound.linear.solver import Logistic, Loss, Softmax, Squared, probabilities
 
 
 class PrivateLogisticRegression(ClassifierMixin, PrivateLinear):  # type: ignore[misc]

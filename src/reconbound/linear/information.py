@@ -14,10 +14,8 @@ import numpy as np
 from reconbound._internal.checks import LARGEST, InputError, number, numbers
 from reconbound._internal.formatting import format_floor
 from reconbound.bounds import Bound, from_spectral_norm, from_trace, per_feature
-from reconbound.linear import reference
-from reconbound.linear.losses import Squared
 from reconbound.linear.rounding_error import UNIT, RoundingError, rounding_error
-from reconbound.linear.solver import Optimum
+from reconbound.linear.solver import Optimum, Squared
 from reconbound.linear.spectral import top_by_lanczos, top_of_updates
 
 #: Records worked on at once, at most, and floats in one working array.
@@ -148,8 +146,13 @@ class Leakage:
         n = len(self.trace)
         if not 0 <= record < n:
             raise InputError("record", f"must be an index from 0 to {n - 1}", record)
-        shrunk = float(self._shrunk[record])
-        return reference.information(self._optimum, record, self.noise_std, self._scale, shrunk)
+        j, shrunk = self._optimum.jacobian(record), float(self._shrunk[record])
+        if shrunk < 1:
+            x = self._optimum.rows[record, : self.dim]
+            unit = x / np.linalg.norm(x)
+            j = shrunk * (j - np.outer(j @ unit, unit))
+        j = j if self._scale is None else j / self._scale
+        return np.asarray(j.T @ j / self.noise_std**2)
 
 
 def leakage(
@@ -198,61 +201,50 @@ def leakage(
     work = _softmax_parts if optimum.weights.shape[0] > 1 else _scalar_parts
     unit = np.ones(optimum.dim) if units is None else units
     short = np.flatnonzero(shrunk < 1)
-    trace, diag, norm, inverse = work(optimum, unit, diagonal or short.size > 0, spectral)
+    parts = work(optimum, unit, diagonal or short.size > 0, spectral)
     if short.size:
-        assert diag is not None
-        _before_clipping(optimum, unit, short, shrunk[short], trace, diag, norm, inverse)
-    trace, diag, norm = _bound_from_above(optimum, off, unit, short, trace, diag, norm)
-    diag = diag if diagonal else None
+        _before_clipping(optimum, unit, short, shrunk[short], parts)
+    parts.raise_by_rounding(optimum, off, unit, short)
     target = None
     if isinstance(optimum.loss, Squared):  # dθ*/dy = H⁻¹x̃
         lost = off.products / float(np.linalg.norm(optimum.inverse_hessian)) * np.linalg.norm(optimum.rows, axis=1)
         length = np.linalg.norm(optimum.rows @ optimum.inverse_hessian, axis=1) + lost
         target = (length / (1 - off.share) / sigma) ** 2
     var = sigma**2
-    return Leakage(
-        trace / var,
-        optimum.dim,
-        sigma,
-        None if diag is None else diag / var,
-        None if norm is None else norm / var,
-        None if inverse is None else np.minimum(inverse, LARGEST / max(2 * var, 1.0)) * var,
-        target,
-        shrunk < 1,
-        optimum,
-        units,
-        shrunk,
-    )
+    diag = parts.diag / var if diagonal and parts.diag is not None else None
+    norm = None if parts.norm is None else parts.norm / var
+    inverse = None if parts.inverse is None else np.minimum(parts.inverse, LARGEST / max(2 * var, 1.0)) * var
+    own = (optimum, units, shrunk)
+    return Leakage(parts.trace / var, optimum.dim, sigma, diag, norm, inverse, target, shrunk < 1, *own)
 
 
-def _bound_from_above(
-    o: Optimum,
-    off: RoundingError,
-    unit: np.ndarray,
-    short: np.ndarray,
-    trace: np.ndarray,
-    diag: np.ndarray | None,
-    norm: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Returns trace, diagonal and spectral norm, raised by the rounding error (docs/theory/linear.md 6)."""
-    columns, whole = off.column_errors(o, unit), off.direction_errors(o, unit)
-    columns[short] = 4 * whole[short, None]  # three terms, each as large as ‖M‖² allows
-    trace = off.upper_bound(trace, columns.sum(axis=1), float(np.linalg.norm(1 / unit)))
-    if diag is not None:
-        diag = off.upper_bound(diag, columns, 1 / unit)
-    if norm is not None:
-        beside = columns.sum(axis=1) + 4 * whole
-        beside[short] += 2e-9 * norm[short]  # Lanczos stops there
-        beside += 0.0 if len(o.weights) == 1 else 2e-9 * norm
-        norm = np.minimum(off.upper_bound(norm, beside, float(1 / unit.min())), trace)
-    return trace, diag, norm
+@dataclass
+class _Parts:
+    """JᵀJ = σ²I of every record: its trace, diagonal, spectral norm and Tr((JᵀJ)⁻¹), None where not computed."""
+
+    trace: np.ndarray
+    diag: np.ndarray | None
+    norm: np.ndarray | None
+    inverse: np.ndarray | None
+
+    def raise_by_rounding(self, o: Optimum, off: RoundingError, unit: np.ndarray, short: np.ndarray) -> None:
+        """Raises trace, diagonal and spectral norm by the rounding error (docs/theory/linear.md 6)."""
+        columns, whole = off.column_errors(o, unit), off.direction_errors(o, unit)
+        columns[short] = 4 * whole[short, None]  # three terms, each as large as ‖M‖² allows
+        self.trace = off.upper_bound(self.trace, columns.sum(axis=1), float(np.linalg.norm(1 / unit)))
+        if self.diag is not None:
+            self.diag = off.upper_bound(self.diag, columns, 1 / unit)
+        if self.norm is not None:
+            beside = columns.sum(axis=1) + 4 * whole
+            beside[short] += 2e-9 * self.norm[short]  # Lanczos stops there
+            beside += 0.0 if len(o.weights) == 1 else 2e-9 * self.norm
+            self.norm = np.minimum(off.upper_bound(self.norm, beside, float(1 / unit.min())), self.trace)
 
 
 Product = Callable[[np.ndarray], np.ndarray]
-Parts = tuple[np.ndarray, "np.ndarray | None", "np.ndarray | None", "np.ndarray | None"]
 
 
-def _scalar_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool) -> Parts:
+def _scalar_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool) -> _Parts:
     """Returns the parts of the information for one score.
 
     JᵀJ = a²S + q₁(av)ᵀ + (av)q₁ᵀ + c vvᵀ with a = ℓ', S = (H⁻²) on the features, q₁ = ℓ''H⁻²x̃, c = ℓ''²‖H⁻¹x̃‖².
@@ -288,7 +280,7 @@ def _scalar_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool) 
         np.maximum(diag, 0.0, out=diag)
     if norm is not None:
         norm = np.minimum(norm, trace)
-    return trace, diag, norm, _inverse_trace(o, unit, rounding_error(o))
+    return _Parts(trace, diag, norm, _inverse_trace(o, unit, rounding_error(o)))
 
 
 def _inverse_trace(o: Optimum, unit: np.ndarray, off: RoundingError) -> np.ndarray:
@@ -327,7 +319,7 @@ def _inverse_trace(o: Optimum, unit: np.ndarray, off: RoundingError) -> np.ndarr
     return np.asarray(np.minimum(off.lower_bound(root, unit), LARGEST))
 
 
-def _softmax_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool) -> Parts:
+def _softmax_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool) -> _Parts:
     """Returns the same parts with blocks P_kl of H⁻².
 
     J's columns are −H⁻¹((AW)ⱼ ⊗ x̃ + g ⊗ eⱼ), g = ∂ℓ/∂s.
@@ -350,10 +342,10 @@ def _softmax_parts(o: Optimum, unit: np.ndarray, diagonal: bool, spectral: bool)
         diag[b] += 2 * np.einsum("nkj,nkj->nj", bent, mixed)
         diag[b] += np.einsum("nk,nl,klj->nj", g, g, pure, optimize=True)
         if norm is not None:
-            norm[b] = top_by_lanczos(_in_units(_product(o, np.arange(n)[b], square), unit), len(rows), d)
+            norm[b] = top_by_lanczos(_product(o, np.arange(n)[b], square, unit), len(rows), d)
     np.maximum(diag, 0.0, out=diag)
     trace = diag.sum(axis=1)
-    return trace, diag if diagonal else None, None if norm is None else np.minimum(norm, trace), None
+    return _Parts(trace, diag if diagonal else None, None if norm is None else np.minimum(norm, trace), None)
 
 
 def _softmax_inverse_trace(o: Optimum, unit: np.ndarray, records: np.ndarray) -> np.ndarray:
@@ -379,50 +371,39 @@ def _softmax_inverse_trace(o: Optimum, unit: np.ndarray, records: np.ndarray) ->
     return out
 
 
-def _product(o: Optimum, records: np.ndarray, square: np.ndarray) -> Product:
-    """Returns v ↦ JᵀJv for these records, one v each, by products with H⁻²."""
+def _product(o: Optimum, records: np.ndarray, square: np.ndarray, unit: np.ndarray | float = 1.0) -> Product:
+    """Returns v ↦ D⁻¹JᵀJD⁻¹v for these records, one v each, by products with H⁻²."""
     d, (k, p) = o.dim, o.weights.shape
     rows, g = o.rows[records], o.slopes[records]
     bent = np.einsum("nkl,lj->nkj", o.curvatures[records].reshape(-1, k, k), o.weights[:, :d])
 
     def product(v: np.ndarray) -> np.ndarray:
+        v = v / unit
         lifted = np.einsum("nkj,nj->nk", bent, v)[:, :, None] * rows[:, None, :]
         lifted[..., :d] += g[:, :, None] * v[:, None, :]
         back = (lifted.reshape(len(v), k * p) @ square).reshape(len(v), k, p)
         out = np.einsum("nkj,nk->nj", bent, np.einsum("nkp,np->nk", back, rows))
-        return np.asarray(out + np.einsum("nk,nkj->nj", g, back[..., :d]))
+        return np.asarray((out + np.einsum("nk,nkj->nj", g, back[..., :d])) / unit)
 
     return product
 
 
-def _in_units(
-    product: Product, unit: np.ndarray, direction: np.ndarray | None = None, factor: np.ndarray | None = None
-) -> Product:
-    """Returns v ↦ D⁻¹C JᵀJ CD⁻¹v with C = c(I − ẑẑᵀ), or the identity."""
+def _unclipped(product: Product, unit: np.ndarray, direction: np.ndarray, factor: np.ndarray) -> Product:
+    """Returns v ↦ D⁻¹C JᵀJ CD⁻¹v with C = c(I − ẑẑᵀ)."""
 
     def project(v: np.ndarray) -> np.ndarray:
-        if direction is None or factor is None:
-            return v
         return np.asarray(factor * (v - direction * np.einsum("ij,ij->i", v, direction)[:, None]))
 
     return lambda v: project(product(project(v / unit))) / unit
 
 
-def _before_clipping(
-    o: Optimum,
-    unit: np.ndarray,
-    short: np.ndarray,
-    factor: np.ndarray,
-    trace: np.ndarray,
-    diag: np.ndarray,
-    norm: np.ndarray | None,
-    inverse: np.ndarray | None,
-) -> None:
+def _before_clipping(o: Optimum, unit: np.ndarray, short: np.ndarray, factor: np.ndarray, parts: _Parts) -> None:
     """Turns results about clipped rows x into the same about z, x = cz with c = data_norm/‖z‖, in place.
 
     ∂x/∂z = c(I − ẑẑᵀ), so the diagonal is c²(Iⱼⱼ − 2ẑⱼ(Iẑ)ⱼ + ẑⱼ² ẑᵀIẑ).
     """
-    square = o.inverse_hessian @ o.inverse_hessian
+    square, trace, diag, norm = o.inverse_hessian @ o.inverse_hessian, parts.trace, parts.diag, parts.norm
+    assert diag is not None
     for i in range(0, len(short), BLOCK // 4):
         part, c = short[i : i + BLOCK // 4], factor[i : i + BLOCK // 4, None]
         x = o.rows[part, : o.dim]
@@ -433,7 +414,7 @@ def _before_clipping(
         diag[part] = np.maximum(c**2 * (diag[part] * unit**2 - 2 * z * along + z**2 * total), 0.0) / unit**2
         trace[part] = diag[part].sum(axis=1)
         if norm is not None:
-            norm[part] = top_by_lanczos(_in_units(product, unit, z, c), len(part), o.dim)
+            norm[part] = top_by_lanczos(_unclipped(product, unit, z, c), len(part), o.dim)
             norm[part] = np.minimum(norm[part], trace[part])
-    if inverse is not None:
-        inverse[short] = LARGEST
+    if parts.inverse is not None:
+        parts.inverse[short] = LARGEST

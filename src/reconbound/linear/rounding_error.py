@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reconbound.linear.losses import Softmax, Squared
-from reconbound.linear.solver import NotConverged, Optimum
+from reconbound.linear.solver import NotConverged, Optimum, Softmax, Squared
 
 UNIT = 2.0**-53
 #: Nothing is stated where H⁻¹ may be off by more than this share.

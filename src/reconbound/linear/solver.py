@@ -8,11 +8,69 @@ from typing import Any
 
 import numpy as np
 from scipy.linalg import cho_solve, cholesky, lapack
+from scipy.special import expit, logsumexp
 from scipy.special import softmax as _softmax
 
 from reconbound._internal.checks import InputError, number, numbers
-from reconbound.linear.losses import Loss, Softmax, Squared
 
+
+class Logistic:
+    """The logistic loss ℓ = ln(1 + e^s) − ys with y ∈ {0, 1}."""
+
+    name = "logistic"
+
+    def value(self, scores: np.ndarray, y: np.ndarray) -> np.ndarray:
+        s = scores[:, 0]
+        return np.asarray(np.logaddexp(0.0, s) - y * s)
+
+    def slope(self, scores: np.ndarray, y: np.ndarray) -> np.ndarray:
+        side = np.where(y > 0, -1.0, 1.0)[:, None]  # σ(s) − 1 = −σ(−s): no cancellation where a record is well fitted
+        return np.asarray(side * expit(side * scores))
+
+    def curvature(self, scores: np.ndarray, y: np.ndarray) -> np.ndarray:
+        s = scores[:, 0]
+        return np.asarray(expit(s) * expit(-s))
+
+
+class Softmax:
+    """The softmax loss ℓ = ln Σₖ e^{sₖ} − s_y with y ∈ {0, …, K−1}."""
+
+    name = "softmax"
+
+    def value(self, scores: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return np.asarray(logsumexp(scores, axis=1) - scores[np.arange(len(y)), y])
+
+    def slope(self, scores: np.ndarray, y: np.ndarray) -> np.ndarray:
+        rows = np.arange(len(y))
+        chance = np.exp(scores - logsumexp(scores, axis=1, keepdims=True))
+        others = chance.copy()
+        others[rows, y] = 0.0
+        chance[rows, y] = -others.sum(axis=1)  # π_y − 1 without cancellation
+        return np.asarray(chance)
+
+    def curvature(self, scores: np.ndarray, y: np.ndarray) -> np.ndarray:
+        chance = np.exp(scores - logsumexp(scores, axis=1, keepdims=True))
+        return np.asarray(chance[:, :, None] * (np.eye(scores.shape[1]) - chance[:, None, :]))
+
+
+class Squared:
+    """The squared loss ℓ = (s − y)²/2."""
+
+    name = "squared"
+
+    def value(self, scores: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return np.asarray((scores[:, 0] - y) ** 2 / 2)
+
+    def slope(self, scores: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return np.asarray(scores - y[:, None])
+
+    def curvature(self, scores: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return np.ones(len(scores))
+
+
+#: ℓ(s, y) for scores s of shape (N, K) and targets y of shape (N,): its value, (N,), slope ∂ℓ/∂s, (N, K), and curvature
+#: ∂²ℓ/∂s², (N,) where K = 1, otherwise (N, K, K).
+Loss = Logistic | Softmax | Squared
 #: Newton's steps at most; far fewer are needed.
 LARGEST_STEPS = 200
 
@@ -77,6 +135,19 @@ class Optimum:
     def inverse_hessian(self) -> np.ndarray:
         """Returns H⁻¹, (Kp, Kp)."""
         return _inverse(self.hessian)
+
+    def jacobian(self, record: int) -> np.ndarray:
+        """Returns ∂vec(W*)/∂x of one record by the implicit function theorem, (Kp, d), column by column.
+
+        −H⁻¹ ∂/∂xⱼ (∂ℓ/∂s ⊗ x̃) = −H⁻¹ ((A W eⱼ) ⊗ x̃ + ∂ℓ/∂s ⊗ eⱼ). It is slow: tests compare closed forms with it.
+
+        Args:
+            record: the index of the record.
+        """
+        row, slope, curvature = self.rows[record], self.slopes[record], np.atleast_2d(self.curvatures[record])
+        units = np.eye(len(row))[: self.dim]
+        columns = [np.kron(curvature @ self.weights[:, j], row) + np.kron(slope, unit) for j, unit in enumerate(units)]
+        return np.asarray(-self.inverse_hessian @ np.stack(columns, axis=1))
 
 
 def hessian(rows: np.ndarray, curvatures: np.ndarray, penalty: float) -> np.ndarray:
@@ -209,9 +280,7 @@ def minimise(
             trial = weights - length * step
             after = gradient(rows, y, loss, penalty, trial)
         new = float(np.linalg.norm(after))
-        if left <= enough and new >= 0.5 * left:  # accurate already, and rounding stops further steps
-            break
-        if length <= 1e-10:
+        if length <= 1e-10 or (left <= enough and new >= 0.5 * left):  # accurate already: rounding stops further steps
             break
         weights, slope, left = trial, after, new
     if not left <= enough:

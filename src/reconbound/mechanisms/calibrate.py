@@ -119,11 +119,7 @@ def calibrate(
 
 
 def calibrate_epsilon(
-    mechanism: Noisy,
-    target_epsilon: float,
-    *,
-    delta: float = 1e-5,
-    adjacency: str = REPLACE_ONE,
+    mechanism: Noisy, target_epsilon: float, *, delta: float = 1e-5, adjacency: str = REPLACE_ONE
 ) -> Noisy:
     """Returns the mechanism with the smallest noise at which ε(δ) is at most `target_epsilon`.
 

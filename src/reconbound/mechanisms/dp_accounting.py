@@ -118,13 +118,10 @@ class Event(Mechanism):
     """
 
     event: Any
+    kl_neighbours = ADD_OR_ZERO
 
     def __post_init__(self) -> None:
         self.order2()  # refuses what it does not know at once
-
-    @property
-    def kl_neighbours(self) -> str:
-        return ADD_OR_ZERO
 
     def order2(self) -> float:
         return math.fsum(count * leaf.order2 for leaf, count in leaves(self.event))

@@ -94,6 +94,8 @@ class OutputPerturbation(Mechanism):
     intercept: bool = False
     sampler: ClassVar[str] = "none"  # type: ignore[misc]
     noise_field: ClassVar[str] = "noise_std"
+    kl_neighbours = ADD_OR_ZERO
+    randomness = "the noise on the minimiser"
 
     def __post_init__(self) -> None:
         choice("loss", self.loss, LOSSES)
@@ -117,10 +119,6 @@ class OutputPerturbation(Mechanism):
     def radius(self) -> float:
         """Returns the radius of the ball around 0 to which rows are clipped."""
         return self.data_norm
-
-    @property
-    def kl_neighbours(self) -> str:
-        return ADD_OR_ZERO
 
     @property
     def gradient_norm(self) -> float:
@@ -188,10 +186,6 @@ class OutputPerturbation(Mechanism):
 
     def rero(self, kappa: Any) -> Any:
         return rero_from_gdp(kappa, self.m)
-
-    @property
-    def randomness(self) -> str:
-        return "the noise on the minimiser"
 
     def assumes(self) -> tuple[str, ...]:
         beside = f" (norm {self.row_norm:.6g} with the constant feature)" if self.intercept else ""

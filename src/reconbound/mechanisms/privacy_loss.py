@@ -182,11 +182,8 @@ def check_pessimistic(pld: Any) -> None:
     """Refuses a distribution that is not an upper bound: dp-accounting's optimistic estimates, in either direction."""
     for pmf in (pld._pmf_remove, pld._pmf_add):
         if getattr(pmf, "_pessimistic_estimate", None) is not True:
-            raise InputError(
-                "pld",
-                "must be a pessimistic estimate (pessimistic_estimate=True): an optimistic one promises too much",
-                "pessimistic_estimate=False",
-            )
+            must = "must be a pessimistic estimate (pessimistic_estimate=True): an optimistic one promises too much"
+            raise InputError("pld", must, "pessimistic_estimate=False")
 
 
 def rounding(pld: Any) -> float:
@@ -351,10 +348,8 @@ def fixed_size_epsilon(m: float, sample_rate: float, steps: int, target_delta: f
     source = 10**9
     noise = 0.5 / max(m, 1e-6)  # less noise is the safe side; dp-accounting fails beyond it
     event = dp.SampledWithoutReplacementDpEvent(source, math.ceil(sample_rate * source), dp.GaussianDpEvent(noise))
-    accountant = dp.rdp.RdpAccountant(
-        orders=[2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 512],
-        neighboring_relation=dp.NeighboringRelation.REPLACE_ONE,
-    )
+    orders = [2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 512]
+    accountant = dp.rdp.RdpAccountant(orders, dp.NeighboringRelation.REPLACE_ONE)
     with quiet():
         value = float(accountant.compose(dp.SelfComposedDpEvent(event, steps)).get_epsilon(target_delta))
     return value if math.isfinite(value) else None

@@ -8,26 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from reconbound import bounds
 from reconbound import divergences as renyi
 from reconbound._internal.checks import choice, number, whole
 from reconbound._internal.formatting import format_limit
-from reconbound.bounds import (
-    membership_from_pure,
-    overlap_from_order2,
-    overlap_from_pure,
-    overlap_from_renyi,
-    rero_from_order2,
-    rero_from_pure,
-)
 from reconbound.bounds.bound import from_log
-from reconbound.mechanisms.base import (
-    ADD_REMOVE,
-    ADJACENCIES,
-    REPLACE_ONE,
-    Mechanism,
-    advantage_from_order2,
-    epsilon_from_order2,
-)
+from reconbound.mechanisms import base
+from reconbound.mechanisms.base import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, Mechanism
 
 #: Stated where a number was given without its neighbours.
 ASSUMED = (
@@ -35,11 +22,6 @@ ASSUMED = (
     "TF Privacy and most libraries for private SGD report is for add/remove: say so (adjacency, --adjacency), which is "
     "safe either way and gives lower floors."
 )
-
-
-def _neighbours(adjacency: str | None) -> str:
-    """Returns the neighbours that were given, or replace-one."""
-    return REPLACE_ONE if adjacency is None else choice("adjacency", adjacency, ADJACENCIES)
 
 
 class _Reported(Mechanism):
@@ -50,7 +32,7 @@ class _Reported(Mechanism):
     @property
     def neighbours(self) -> str:
         """Returns the neighbours for which the number holds."""
-        return _neighbours(self.adjacency)
+        return REPLACE_ONE if self.adjacency is None else choice("adjacency", self.adjacency, ADJACENCIES)
 
     @property
     def kl_neighbours(self) -> str:
@@ -90,7 +72,7 @@ class DP(_Reported):
     def __post_init__(self) -> None:
         epsilon = number("epsilon", self.epsilon, at_least=0.0)
         self._set(epsilon=epsilon, delta=number("delta", self.delta, at_least=0.0, below=1.0))
-        _neighbours(self.adjacency)
+        _ = self.neighbours  # refuses unknown ones
 
     def for_group(self, copies: int) -> DP:
         """Returns (kε, δ (e^{kε} − 1)/(e^ε − 1)): group privacy.
@@ -121,7 +103,7 @@ class DP(_Reported):
         return renyi.kl_pure(self.epsilon) if self.delta == 0 else math.inf
 
     def overlap(self) -> float:
-        return overlap_from_pure(*self._replace_one())
+        return bounds.overlap_from_pure(*self._replace_one())
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         number("delta", delta, at_least=0.0, below=1.0)
@@ -132,10 +114,10 @@ class DP(_Reported):
         return eps if delta >= least else None
 
     def membership_advantage(self) -> float:
-        return membership_from_pure(*self._replace_one())
+        return bounds.membership_from_pure(*self._replace_one())
 
     def rero(self, kappa: Any) -> Any:
-        return rero_from_pure(kappa, self.epsilon, self.delta)
+        return bounds.rero_from_pure(kappa, self.epsilon, self.delta)
 
     def assumes(self) -> tuple[str, ...]:
         return (f"({self.epsilon:g}, {self.delta:g})-DP {self._under()}",)
@@ -177,7 +159,7 @@ class RenyiDP(_Reported):
     def __post_init__(self) -> None:
         epsilon = number("epsilon", self.epsilon, at_least=0.0)
         self._set(epsilon=epsilon, order=number("order", self.order, at_least=0.5))
-        _neighbours(self.adjacency)
+        _ = self.neighbours  # refuses unknown ones
 
     @property
     def _own_order2(self) -> float:
@@ -196,22 +178,24 @@ class RenyiDP(_Reported):
         return self.epsilon if self.order >= 1 else math.inf
 
     def overlap(self) -> float:
-        known = max(overlap_from_renyi(self.epsilon, self.order), overlap_from_order2(self._own_order2))
+        known = max(bounds.overlap_from_renyi(self.epsilon, self.order), bounds.overlap_from_order2(self._own_order2))
         if self.neighbours == REPLACE_ONE:
             return known
-        return max(1 - 4 * (1 - known), overlap_from_order2(self.order2()), 0.0)  # √LC is a metric
+        return max(1 - 4 * (1 - known), bounds.overlap_from_order2(self.order2()), 0.0)  # √LC is a metric
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         if choice("adjacency", adjacency, ADJACENCIES) == REPLACE_ONE:
             return super().epsilon_at(delta, adjacency)
-        return None if self.neighbours == REPLACE_ONE else epsilon_from_order2(self._own_order2, delta)
+        return None if self.neighbours == REPLACE_ONE else base.epsilon_from_order2(self._own_order2, delta)
 
     def membership_advantage(self) -> float:
-        simple = advantage_from_order2(self.order2())
-        return simple if self.neighbours == REPLACE_ONE else min(simple, 2 * advantage_from_order2(self._own_order2))
+        simple = base.advantage_from_order2(self.order2())
+        return (
+            simple if self.neighbours == REPLACE_ONE else min(simple, 2 * base.advantage_from_order2(self._own_order2))
+        )
 
     def rero(self, kappa: Any) -> Any:
-        return rero_from_order2(kappa, self._own_order2)
+        return bounds.rero_from_order2(kappa, self._own_order2)
 
     def assumes(self) -> tuple[str, ...]:
         return (f"({self.order:g}, {self.epsilon:g})-RDP {self._under()}",)
