@@ -93,6 +93,20 @@ def value(x: float) -> str:
     return f"{short:,.0f}" if 1e3 <= abs(short) < 1e15 else f"{short:.4g}"
 
 
+def span(low: float, high: float, unit: str = "") -> str:
+    """Formats a range of values.
+
+    Args:
+        low: the smallest value.
+        high: the largest value.
+        unit: the unit, or "".
+
+    >>> span(0.0, 120.0, "years")
+    '0 to 120 years'
+    """
+    return f"{value(low)} to {value(high)}{f' {unit}' if unit else ''}"
+
+
 def percent(part: int, whole: int) -> str:
     """Formats a share in percent; 0 % and 100 % are shown only where they are exact.
 

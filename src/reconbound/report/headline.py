@@ -30,12 +30,12 @@ def headline(view: View) -> list[str]:
 def warnings(view: View) -> list[str]:
     """Returns what comes before any floor: a weak guarantee, a model for which the floors are not proved."""
     weak = view.protection.warning(view.noun)
-    return [*([weak] if weak else []), *model_caveats(view.run)]
+    return [*([weak] if weak else []), *model_caveats(view.run.caveats)]
 
 
-def model_caveats(run: Run) -> list[str]:
-    """Returns what the floors do not cover of this model, as the audit's check found it."""
-    return [clean(caveat, 600) for caveat in (run.caveats or {}).values()]
+def model_caveats(caveats: Mapping[str, str] | None) -> list[str]:
+    """Returns what the floors do not cover of this model, as the check before training found it."""
+    return [clean(caveat, 600) for caveat in (caveats or {}).values()]
 
 
 def finding(view: View) -> list[str]:
