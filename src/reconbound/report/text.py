@@ -54,95 +54,20 @@ def certainty(view: View) -> list[tuple[str, str]]:
     Args:
         view: the audit.
     """
-    found = [("Estimates", _confidence(view))] if view.worst is not None else []
-    if view.worst is not None and view.features > 1 and view.exposed_in_some_column is not None:
-        found.append(("All columns together", _all_columns(view)))
-    if view.unknown:
-        were, they = ("was", "it counts") if view.unknown == 1 else ("were", "they count")
-        found.append((
-            "Never measured",
-            f"{count(view.unknown, view.noun)} of {view.records:,} {were} never measured. Nothing is known about "
-            f"{'it' if view.unknown == 1 else 'them'}, and {they} as unprotected (floor 0) below.",
-        ))  # fmt: skip
-    found += [("Copies", text) for text in describe_copies(view)]
-    found += [("Weak", text) for text in weaknesses(view.records, view.protection, view.noun)]
-    if view.facts.get("inferred_ranges"):
-        found.append(("Ranges", INFERRED))
-    floors = any_attacker_sentences(view.run) if view.protection.meaningful else []
-    noise = f"Whatever the data, the noise gives: {' '.join(floors)}" if floors else "The noise gives no floor for it."
-    found.append((
-        "Biased attackers",
-        f"The floors of single {view.noun}s do not bind a biased attacker, for example one who also uses what "
-        f"{'pictures' if view.image else 'people'} are like in general. {noise}",
-    ))  # fmt: skip
-    return found
-
-
-def _confidence(view: View) -> str:
-    """Returns the most exposed record's floor, with its confidence limit or its standard error."""
-    worst, upper = view.worst, view.upper_floor
-    assert worst is not None
-    over = f" over all its {view.part}s" if view.features > 1 else ""
-    whose = f"The most exposed {view.noun}{over} is {view.record_name(worst)}"
-    estimate = f"{plus_minus(float(view.floor[worst]))} {view.of_range}"
-    if upper is None:
-        error = view.floor_error(worst)
-        size = "more than half of it" if error is None else rough(error)
-        often = float(view.leakage.measured.double().median())
-        return (
-            f"{whose}: floor {estimate}, standard error {size}. One run has no confidence limit: "
-            f"{describe_one_run(often, squared=False)}. Audit with --runs 10 for confidence limits."
-        )
-    limited = upper > 0
-    text = f"Average of {int(view.run.mechanism.get('runs', 2)):,} runs. "
-    if limited[worst]:
-        own, lowest = float(upper[worst]), float(upper[limited].min())
-        text += f"{whose}: floor at least {plus_minus(own)} {view.of_range} at {view.level} confidence (estimate "
-        text += f"{plus_minus(float(view.floor[worst]))}). "
-        if lowest < own:
-            text += f"The lowest limit of any {view.noun} is {plus_minus(lowest)}. "
-    else:
-        text += f"{whose}: floor {estimate}, an estimate without a confidence limit. "
-    if view.unlimited:
-        text += f"{count(view.unlimited, view.noun)} {'has' if view.unlimited == 1 else 'have'} no limit: {NO_LIMIT}. "
-        text += "Estimates without a limit are more often too high than too low. "
-    short = int((limited & (upper < view.guess) & (view.floor >= view.guess)).sum())
-    if short:
-        text += f"For {count(short, view.noun)} the estimate is above a guess and the limit is not. "
-    if limited.any():
-        text += f"Floors of single {view.part}s are estimates without a limit. " if view.features > 1 else ""
-        text += "The limits are checked by simulation, not proved (docs/theory/accounting.md)."
-    return text.rstrip()
-
-
-def _all_columns(view: View) -> str:
-    """Returns for how many records the floor over all columns is below a guess."""
-    below = view.below(view.guess)
-    return (
-        f"The floor over all columns (root mean square) is below a guess for {below:,} of "
-        f"{count(view.records, 'record')} ({percent(below, view.records)}), {view.basis}. An average can hide one "
-        "exposed column."
+    upper, error = view.upper_floor, None if view.worst is None else view.floor_error(view.worst)
+    short = 0 if upper is None else int(((upper > 0) & (upper < view.guess) & (view.floor >= view.guess)).sum())
+    return _entries(
+        "certainty.txt",
+        view.run,
+        view=view,
+        error="more than half of it" if error is None else rough(error),
+        one_run=describe_one_run(float(view.leakage.measured.double().median()), squared=False),
+        no_limit=NO_LIMIT,
+        short=short,
+        weak=weaknesses(view.records, view.protection, view.noun),
+        inferred=INFERRED,
+        floors=any_attacker_sentences(view.run) if view.protection.meaningful else [],
     )
-
-
-def describe_copies(view: View) -> list[str]:
-    """Returns how many records have exact copies, and the floor of somebody who has several rows."""
-    found = view.facts.get("copies")
-    if found is None:
-        return []
-    rows, alike = list(found["largest"]), (found.get("private") or {}).get("records", 0)
-    also = ""
-    if alike > found["records"]:
-        also = f" {alike:,} agree with another in the {view.private_parts} and {view.target_name}, perhaps by chance."
-    if not rows:
-        return [f"No {view.noun} has an exact copy among the others.{also} A floor is for one row."]
-    floor, k = view.group_floor(rows), len(rows)
-    least = f"{plus_minus(floor)} {view.of_range} ({view.basis})" if floor > 0 else "unknown: not all were measured"
-    return [
-        f"{found['records']:,} of {count(view.records, view.noun)} have exact copies (at most {k:,} of one). A floor "
-        f"is for one row. If the {k:,} equal rows of the largest group ({view.record_name(rows[0])} and others) are "
-        f"one person’s, the floor for an unbiased attacker is {least}.{also}"
-    ]
 
 
 def weaknesses(records: int, protection: Protection, noun: str) -> list[str]:
@@ -237,7 +162,9 @@ def templates(*, html: bool) -> jinja2.Environment:
         finalize=_without_controls,
     )
     environment.filters.update(breaks=breaks)
-    environment.globals.update({f.__name__: f for f in (beyond, guess_error, names_its_unit, plus_minus)})
+    environment.globals.update(
+        {f.__name__: f for f in (beyond, count, guess_error, names_its_unit, percent, plus_minus)}
+    )
     return environment
 
 
