@@ -26,7 +26,7 @@ from reconbound._internal.formatting import format_limit, format_percent
 from reconbound.mechanisms.base import read_protection, with_article
 from reconbound.report import advice, charts, headline, text
 from reconbound.report.folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Leakage, Run, line, nouns, read_audit, units
-from reconbound.report.formats import amount, beyond, clean, guess_error, percent, plus_minus, span
+from reconbound.report.formats import amount, beyond, clean, guess_error, percent, plus_minus, span, templates
 from reconbound.report.records import cards, tiles
 from reconbound.report.view import NEGLIGIBLE, View
 
@@ -320,7 +320,7 @@ def render(template: str, context: Mapping[str, Any], figures: Mapping[str, Any]
         "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
         "script-src " + (" ".join(f"'{_digest(script)}'" for script in scripts) or "'none'")
     )
-    page = text.templates(html=True).get_template(template).render(
+    page = templates(html=True).get_template(template).render(
         **context,
         version=__version__,
         policy=policy,

@@ -7,28 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
-
-import jinja2
-from markupsafe import Markup
 
 from reconbound._internal.formatting import format_percent
 from reconbound.accounting.confidence import describe_one_run
 from reconbound.mechanisms.base import BLIND, Protection
 from reconbound.report import advice
 from reconbound.report.folder import CHOSEN_SEED, Run
-from reconbound.report.formats import (
-    amount,
-    beyond,
-    clean,
-    count,
-    guess_error,
-    names_its_unit,
-    percent,
-    plus_minus,
-    rough,
-)
+from reconbound.report.formats import amount, beyond, clean, count, guess_error, paragraphs, plus_minus, rough
 from reconbound.report.headline import BEYOND, any_attacker_sentences, model_caveats
 from reconbound.report.view import NO_LIMIT, View
 
@@ -150,46 +136,13 @@ def columns_note(view: View) -> str:
 # --- assumptions ---------------------------------------------------------------------------
 
 
-@cache
-def templates(*, html: bool) -> jinja2.Environment:
-    """Returns the folder of templates: pages, or plain text."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("reconbound.report"),
-        autoescape=html,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_without_controls,
-    )
-    environment.filters.update(breaks=breaks)
-    environment.globals.update(
-        {f.__name__: f for f in (beyond, count, guess_error, names_its_unit, percent, plus_minus)}
-    )
-    return environment
-
-
-def _without_controls(shown: Any) -> Any:
-    """Returns a value for a page: text is cleaned of control characters, whatever its source."""
-    return clean(shown, len(shown)) if isinstance(shown, str) and not isinstance(shown, Markup) else shown
-
-
-def breaks(name: str) -> Markup:
-    """Returns a name that may be broken after each underscore, rather than within a word.
-
-    >>> breaks("hours_per_<week>")
-    Markup('hours_<wbr>per_<wbr>&lt;week&gt;')
-    """
-    return Markup("_<wbr>").join(clean(name, len(name)).split("_"))
-
-
 def _entries(template: str, run: Run, **context: Any) -> list[tuple[str, str]]:
     """Returns the entries of a template of plain text, (topic, text): they are set apart by blank lines."""
     seed = "from a seed that nobody else knows. Whoever learns the seed can subtract the noise."
     seed = CHOSEN if run.training.get("seed_from") == CHOSEN_SEED else seed
     mechanism = {"sampler": None, "clip": None, **run.mechanism}
-    shown = templates(html=False).get_template(template).render(m=mechanism, seed=seed, release=release(run), **context)
-    found = (entry.strip().replace("\n", " ").partition(": ") for entry in shown.split("\n\n"))
-    return [(topic, text.strip()) for topic, _, text in found if text]
+    shown = paragraphs(template, m=mechanism, seed=seed, release=release(run), **context)
+    return [(topic, text.strip()) for topic, _, text in (entry.partition(": ") for entry in shown)]
 
 
 def assumptions(view: View) -> list[tuple[str, str]]:
