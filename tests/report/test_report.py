@@ -24,7 +24,7 @@ from reconbound import report
 from reconbound._internal.files import Unreadable, sealed_json
 from reconbound._internal.formatting import format_floor, format_limit
 from reconbound.cli import app as cli
-from reconbound.report import advice, axes, charts, records
+from reconbound.report import advice, charts, records
 from reconbound.report.folder import Leakage, Run, read_leakage, read_run
 from reconbound.report.formats import percent
 from reconbound.report.headline import any_attacker_sentences, headline
@@ -328,7 +328,7 @@ def test_noise_for_a_target_meets_it(digits: Path) -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(-3, 5), (-1, 0.5), (0.1, 0.13), (-150, 153), (1.9999, 2.0001), (-0.6, 0.9)])
 def test_log_ticks_match_their_labels(low: float, high: float) -> None:
-    places, texts = axes.log_ticks(low, high)
+    places, texts = charts.log_ticks(low, high)
     assert 1 <= len(places) <= 7
     assert len(set(texts)) == len(texts)
     for place, text in zip(places, texts, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from collections.abc import Iterator
@@ -13,26 +12,52 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reconbound._internal.checks import InputError, number, spelled
-from reconbound.cli.options import SEED, confidential_note, count, plain_errors, ratio
+from reconbound._internal.checks import number
+from reconbound.cli.mechanism import OPTIONS
+from reconbound.cli.options import (
+    DATA,
+    SEED,
+    confidential_note,
+    count,
+    parse_budget,
+    plain_errors,
+    print_json,
+    reading_options,
+    takes,
+)
 
 if TYPE_CHECKING:
-    from numpy import ndarray
-
     from reconbound.auditing.options import AuditOptions
     from reconbound.data import Dataset
 
-Whole = {"parser": count, "metavar": "<int>"}
 #: Columns of which the terminal prints how many records are exposed.
 NAMED = 12
-#: Options that change the defaults of a data set; --epochs and --budget are read apart.
-CHANGES = (
-    "model", "noise_multiplier", "max_grad_norm", "sample_rate", "steps", "runs", "lr", "momentum", "clip", "sampler",
-    "seed",
-)  # fmt: skip
+TRAINING = {
+    "model": (
+        str,
+        "auto, linear, mlp, cnn, or package.module:factory, called as factory(shape, outputs). A factory is code that "
+        "will be run: name only what you trust.",
+    ),
+    "noise_multiplier": (float, "Noise std on the SUM of clipped gradients over the clip norm."),
+    "max_grad_norm": (float, "The clip norm."),
+    **{name: OPTIONS[name] for name in ("sample_rate", "steps", "epochs", "clip", "sampler")},
+    "runs": (count, "Independent runs: one is released, the others measure; 1 gives no confidence limits."),
+    "lr": (float, "Learning rate."),
+    "momentum": (float, "Momentum."),
+    "budget": (str, "Records measured over records trained on (a number), or every: each batch."),
+    "seed": (
+        int,
+        "For a run to be repeated exactly. Whoever can guess it knows the noise: not for a release. Other users of the "
+        "machine see a command line; they do not see the variable.",
+        {"envvar": SEED},
+    ),
+}
 
 
+@takes("reading", DATA)
+@takes("given", TRAINING)
 def audit_command(
+    *,
     data: Annotated[
         str,
         typer.Argument(
@@ -41,75 +66,8 @@ def audit_command(
             "file, or a folder of images by class.",
         ),
     ] = "digits",
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="auto, linear, mlp, cnn, or package.module:factory, called as factory(shape, outputs). A factory is "
-            "code that will be run: name only what you trust."
-        ),
-    ] = None,
-    noise_multiplier: Annotated[
-        float | None, typer.Option(help="Noise std on the SUM of clipped gradients over the clip norm.")
-    ] = None,
-    max_grad_norm: Annotated[float | None, typer.Option(help="The clip norm.")] = None,
-    sample_rate: Annotated[
-        float | None, typer.Option(parser=ratio, metavar="<float>", help="Chance of a record to be in a batch.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(**Whole, help="Steps of a run.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="The same as passes over the data.")] = None,
-    runs: Annotated[
-        int | None,
-        typer.Option(
-            **Whole, help="Independent runs: one is released, the others measure; 1 gives no confidence limits."
-        ),
-    ] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    momentum: Annotated[float | None, typer.Option(help="Momentum.")] = None,
-    clip: Annotated[str | None, typer.Option(help="smooth (default) or hard.")] = None,
-    sampler: Annotated[str | None, typer.Option(help="poisson (default), fixed or shuffle.")] = None,
-    budget: Annotated[
-        str | None, typer.Option(help="Records measured over records trained on (a number), or every: each batch.")
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            envvar=SEED,
-            help="For a run to be repeated exactly. Whoever can guess it knows the noise: not for a release. Other "
-            "users of the machine see a command line; they do not see the variable.",
-        ),
-    ] = None,
-    target: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
-    private: Annotated[
-        list[str] | None,
-        typer.Option(metavar="A,B", help="Private columns (default: all columns of numbers). Repeatable."),
-    ] = None,
-    range_: Annotated[
-        list[str] | None,
-        typer.Option("--range", metavar="age=0:120", help="Range of a column, known without the data. Repeatable."),
-    ] = None,
-    unit: Annotated[
-        list[str] | None,
-        typer.Option("--unit", "--units", metavar="age=years", help="Unit of a column. Repeatable."),
-    ] = None,
-    data_folder: Annotated[
-        Path | None, typer.Option(help="Folder with mnist/ or cifar10/ (default: the variable RECONBOUND_DATA).")
-    ] = None,
-    drop: Annotated[str | None, typer.Option(metavar="A,B", help="Columns of a table to leave out.")] = None,
-    category: Annotated[
-        list[str] | None,
-        typer.Option(metavar="A", help="A column to take as categories, whatever it holds. Repeatable."),
-    ] = None,
-    header: Annotated[
-        str | None,
-        typer.Option(metavar="A,B", help="Names of a CSV file's columns, where it has no first row of them."),
-    ] = None,
-    size: Annotated[
-        int | None, typer.Option(**Whole, help="Longest side, in pixels, to bring a folder's images to.")
-    ] = None,
-    test_share: Annotated[
-        float | None, typer.Option(help="Share of the records held out for testing (0.2), where there is no test set.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(**Whole, help="Train on at most so many records.")] = None,
+    given: dict[str, Any],
+    reading: dict[str, Any],
     publish_accuracy: Annotated[
         bool,
         typer.Option(
@@ -129,26 +87,18 @@ def audit_command(
 
     Run it again in the same folder to go on where it was stopped.
     """
-    given = {name: value for name, value in locals().items() if name in CHANGES and value is not None}
-    if budget is not None:
-        given["budget"] = parse_budget(budget)
-    if epochs is not None and steps is not None:
+    if "budget" in given:
+        given["budget"] = parse_budget(given["budget"])
+    epochs = given.pop("epochs", None)
+    if epochs is not None and "steps" in given:
         raise typer.BadParameter("does not go with --steps", param_hint="--epochs")
-    names = None if header is None else header.split(",")
-    reading: dict[str, Any] = {"target": target, "private": private or None, "categories": category or None}
-    reading |= {"drop": drop, "header": names, "size": size, "limit": limit, "folder": data_folder}
-    reading |= {} if test_share is None else {"test_share": test_share}
     resume = f"; run the same command again{', without --fresh,' if fresh else ''} to go on"
     with plain_errors(resume):
         from reconbound.auditing.options import open_folder, refuse_other
-        from reconbound.auditing.run import folder_name
-        from reconbound.data.tables import read_ranges, read_units
+        from reconbound.auditing.run import check_publishable, folder_name
 
-        reading |= {"ranges": read_ranges(range_ or []) or None, "units": read_units(unit or []) or None}
-        dataset, notes = _load_data(data, reading)
+        dataset, notes = _load_data(data, reading_options(reading))
         if publish_accuracy:
-            from reconbound.auditing.run import check_publishable
-
             check_publishable(dataset)
         options = _make_options(dataset, given, epochs)
         folder = out if out is not None else Path(f"audit-{folder_name(dataset.name)}")
@@ -174,16 +124,6 @@ def _no_empty_folder(folder: Path) -> Iterator[None]:
             with suppress(OSError):  # not empty, or never made
                 folder.rmdir()
         raise
-
-
-def parse_budget(given: str | None) -> float | str | None:
-    """Returns "every", a number, or None where nothing was given."""
-    if given is None or given == "every":
-        return given
-    try:
-        return number("budget", spelled(given), above=0.0)
-    except InputError:
-        raise InputError("budget", "must be a number greater than 0, or every", given) from None
 
 
 def _load_data(data: str, reading: dict[str, Any]) -> tuple[Dataset, list[str]]:
@@ -257,7 +197,7 @@ def _print_result(folder: Path, as_json: bool, quiet: bool) -> None:
     if found:
         confidential_note()
     if as_json:
-        print(json.dumps(found, indent=2, allow_nan=False))
+        print_json(found)
         return
     if not quiet:
         for line in (*found["verdict"], *describe_columns(found), found["accuracy_said"]):
@@ -337,19 +277,12 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _quantile(values: ndarray, share: float) -> float:
-    """Returns a quantile that some record has; 0 where there are none."""
-    import numpy as np
-
-    return float(np.quantile(values, share, method="lower")) if len(values) else 0.0
-
-
 def result(folder: Path) -> dict[str, Any]:
     """Returns the verdict of a finished audit and where it is; confidential."""
     from reconbound.report.folder import MODEL, PUBLIC_REPORT, REPORT, read_audit
     from reconbound.report.headline import accuracy_sentence, headline
     from reconbound.report.text import certainty, columns_scope
-    from reconbound.report.view import View
+    from reconbound.report.view import View, quantile
 
     run, leakage = read_audit(folder)
     view = View(run, leakage)
@@ -357,7 +290,7 @@ def result(folder: Path) -> dict[str, Any]:
     limits = None  # of the records that have one; those without are counted
     if view.upper_floor is not None and (view.upper_floor > 0).any():
         known = view.upper_floor[view.upper_floor > 0]
-        limits = {**{name: _quantile(known, share) for name, share in names.items()}, "without": view.unlimited}
+        limits = {**{name: quantile(known, share) for name, share in names.items()}, "without": view.unlimited}
     return {
         "confidential": True,
         "folder": str(folder),
@@ -367,7 +300,7 @@ def result(folder: Path) -> dict[str, Any]:
         "verdict": [*headline(view), *(text for topic, text in certainty(view)[:1] if topic == "Estimates")],
         "caveats": dict(run.caveats or {}),
         "floors_lower_limit": limits,
-        "floors_estimate": {name: _quantile(view.floor[view.measured], share) for name, share in names.items()},
+        "floors_estimate": {name: quantile(view.floor[view.measured], share) for name, share in names.items()},
         "meaningful": view.protection.meaningful,
         "success_at_1_percent": view.protection.success,
         "guess": view.guess,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -10,36 +9,28 @@ import typer
 
 from reconbound._internal.formatting import format_floor, format_limit, format_percent
 from reconbound.bounds.bound import NOT_PROVED
-from reconbound.cli.mechanism import (
-    DimOption,
-    HighOption,
-    LowOption,
-    UnitsOption,
-    assumption_notes,
-    make_mechanism,
-    mechanism_options,
-)
+from reconbound.cli.mechanism import OPTIONS, SPACE, assumption_notes, make_mechanism
+from reconbound.cli.options import print_json, takes, terminal
 from reconbound.mechanisms import Mechanism, SampledGaussian
 from reconbound.mechanisms.guarantee import Guarantee, guarantee
 
 
-@mechanism_options()
+@takes("space", SPACE)
+@takes("given", OPTIONS)
 def bound_command(
+    *,
     given: dict[str, Any],
-    dim: DimOption = 1,
-    low: LowOption = None,
-    high: HighOption = None,
+    space: dict[str, Any],
     baseline: Annotated[
         float | None, typer.Option(help="MSE of a plain guess on your data (default: guess the middle).")
     ] = None,
-    units: UnitsOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Print what a mechanism guarantees against reconstruction, in the units of your data."""
     delta = given.get("delta")
     delta = 1e-5 if delta is None or (delta == 0 and "epsilon" in given) else delta
     mechanism = make_mechanism(given)
-    found = guarantee(mechanism, dim=dim, low=low, high=high, delta=delta, baseline=baseline, units=units)
+    found = guarantee(mechanism, delta=delta, baseline=baseline, **space)
     notes = (*assumption_notes(given), *found.notes)
     if as_json:
         print_json({**found.to_dict(), "notes": notes})
@@ -47,15 +38,9 @@ def bound_command(
         print_guarantee(found, default=not given, notes=notes)
 
 
-def print_json(content: dict[str, Any]) -> None:
-    print(json.dumps(content, indent=2, allow_nan=False))
-
-
 def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) -> None:
     """Prints the guarantee: in short, the floors as a table, chances and ε, and what they assume."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
+    console = terminal()
     unit = f" {found.bounds[0].units}" if found.bounds[0].units else ""
     if default:
         console.print("No mechanism was given: this is the default one. See reconbound bound --help.", style="italic")

@@ -11,17 +11,9 @@ from reconbound._internal.checks import InputError, number
 from reconbound._internal.formatting import format_floor, format_limit, format_noise, format_percent
 from reconbound.bounds.bound import NOT_PROVED
 from reconbound.bounds.data_space import DataSpace, data_space
-from reconbound.cli.bound import format_epsilons, print_json
-from reconbound.cli.mechanism import (
-    DimOption,
-    HighOption,
-    LowOption,
-    UnitsOption,
-    assumption_notes,
-    make_mechanism,
-    mechanism_options,
-)
-from reconbound.cli.options import option
+from reconbound.cli.bound import format_epsilons
+from reconbound.cli.mechanism import OPTIONS, SPACE, assumption_notes, make_mechanism
+from reconbound.cli.options import option, print_json, takes
 from reconbound.mechanisms import ADJACENCIES, OutputPerturbation, SampledGaussian
 from reconbound.mechanisms.calibrate import Calibration, OutOfReach, calibrate, calibrate_epsilon
 from reconbound.mechanisms.guarantee import FLOORS, floor
@@ -79,7 +71,10 @@ class Request:
         }
 
 
-@mechanism_options(
+@takes("space", SPACE)
+@takes(
+    "given",
+    OPTIONS,
     hidden=("noise_multiplier", "epsilon", "rdp2", "noise_std"),
     adjacency="Neighbours of --target-epsilon: replace-one (default), or add/remove (as Opacus counts).",
     delta="Delta at which epsilon is reported (1e-5).",
@@ -102,10 +97,7 @@ def calibrate_command(
         ),
     ] = "theorem1",
     given: dict[str, Any],
-    dim: DimOption = 1,
-    low: LowOption = None,
-    high: HighOption = None,
-    units: UnitsOption = "",
+    space: dict[str, Any],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Find the smallest noise with which a floor, or epsilon, meets a target."""
@@ -117,21 +109,22 @@ def calibrate_command(
         raise InputError(noise, "must be left out: calibrate finds it", given[noise])
     mechanism = make_mechanism({**given, noise: 1.0}, noise)
     assert isinstance(mechanism, (SampledGaussian, OutputPerturbation))
-    space: dict[str, Any] = {"dim": dim, "low": low, "high": high, "units": units}
-    data = data_space(dim, low, high, mechanism.radius)
+    data = data_space(space.get("dim", 1), space.get("low"), space.get("high"), mechanism.radius)
     request = Request(given.get("delta", 1e-5), space, data, assumption_notes(given))
     if target_epsilon is not None:
         which = adjacency or ADJACENCIES[0]
         reached = calibrate_epsilon(mechanism, target_epsilon, delta=request.delta, adjacency=which)
+        own = floor(bound, reached, **space)
         if as_json:
-            facts = {"target_epsilon": target_epsilon, "adjacency": which}
-            facts |= {**request.privacy(reached), **request.facts(reached)}
-            print_json({**facts, "bound": floor(bound, reached, **space).to_dict()})  # type: ignore[union-attr]
-        else:
-            _print_for_epsilon(reached, f"{format_limit(target_epsilon, 6)} ({which})", bound, request)
-            if adjacency is None:
-                print("Opacus and TF Privacy count add/remove: for their ε use --adjacency add/remove.")
-            _print_notes(reached, request)
+            facts = {"target_epsilon": target_epsilon, "adjacency": which, **request.privacy(reached)}
+            print_json({**facts, **request.facts(reached), "bound": own.to_dict()})  # type: ignore[union-attr]
+            return
+        at = f"{format_limit(target_epsilon, 6)} ({which}) at δ = {format_limit(request.delta, 6)}"
+        noise = format_noise(getattr(reached, reached.noise_field), 5)
+        _print_mechanism(reached, f"ε at most {at}: {noise}", own, request)
+        if adjacency is None:
+            print("Opacus and TF Privacy count add/remove: for their ε use --adjacency add/remove.")
+        _print_notes(reached, request)
         return
     found = _calibrate_floor(mechanism, bound, target_mse, target_error, request)
     if as_json:
@@ -249,15 +242,6 @@ def _print_calibration(found: Calibration, request: Request) -> None:
     _print_notes(found.mechanism, request)
 
 
-def _print_for_epsilon(
-    mechanism: SampledGaussian | OutputPerturbation, target: str, bound: str, request: Request
-) -> None:
-    """Prints the noise for an ε, and the floor that comes with it."""
-    noise = format_noise(getattr(mechanism, mechanism.noise_field), 5)
-    what = f"ε at most {target} at δ = {format_limit(request.delta, 6)}: {noise}"
-    _print_mechanism(mechanism, what, floor(bound, mechanism, **request.space), request)
-
-
 def _print_mechanism(mechanism: SampledGaussian | OutputPerturbation, what: str, bound: Any, request: Request) -> None:
     """Prints the noise that was found, with the floor, ε and the chance to rebuild a record."""
     protection = mechanism.protection(request.delta)
@@ -274,7 +258,7 @@ def _print_mechanism(mechanism: SampledGaussian | OutputPerturbation, what: str,
 
 
 def _print_notes(mechanism: SampledGaussian | OutputPerturbation, request: Request) -> None:
-    for note in (*request.notes, *mechanism.notes(), *request.data.notes()):
+    for note in request.facts(mechanism)["notes"]:
         print(f"Note: {note}")
 
 

@@ -5,28 +5,25 @@ torch is not imported here.
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from reconbound._internal.checks import number, rounded_up
-from reconbound.cli.options import count, epochs_as_steps, option, ratio
+from reconbound.cli.options import Options, count, epochs_as_steps, option, ratio
 from reconbound.mechanisms import DP, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
 from reconbound.mechanisms.sampled_gaussian import fewest_batches
 
-DimOption = Annotated[
-    int,
-    typer.Option(parser=count, metavar="<int>", help="Number of private coordinates of a record: 784, or 3x32x32."),
-]
-LowOption = Annotated[float | None, typer.Option(help="Smallest value of a coordinate (0; see --data-norm).")]
-HighOption = Annotated[float | None, typer.Option(help="Largest value of a coordinate (1; see --data-norm).")]
-UnitsOption = Annotated[str, typer.Option("--units", "--unit", help="Unit of the data, for printing.")]
-
+#: The options that describe the data.
+SPACE: Options = {
+    "dim": (count, "Number of private coordinates of a record (1): 784, or 3x32x32."),
+    "low": (float, "Smallest value of a coordinate (0; see --data-norm)."),
+    "high": (float, "Largest value of a coordinate (1; see --data-norm)."),
+    "units": (str, "Unit of the data, for printing.", {"names": ("--units", "--unit")}),
+}
 #: The options that describe a mechanism: type and help.
-OPTIONS: dict[str, tuple[Any, str]] = {
+OPTIONS: Options = {
     "noise_multiplier": (
         float,
         "Noise std on the SUM of clipped gradients over the clip norm, as in Opacus; the clip norm itself does not "
@@ -83,42 +80,6 @@ NO_SAMPLER = (
     "that shuffles (torch's DataLoader with shuffle=True) protects less: give --sampler shuffle, or --sampler fixed "
     "for uniform batches of one size."
 )
-
-
-def mechanism_options(hidden: Sequence[str] = (), **helps: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command all OPTIONS; it receives those that the user gave as one dictionary, its parameter `given`.
-
-    Args:
-        hidden: options that --help leaves out; the command refuses them by name.
-        **helps: other help for some of the options.
-    """
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        keyword, shared = inspect.Parameter.KEYWORD_ONLY, []
-        for name, (kind, text) in OPTIONS.items():
-            settings: dict[str, Any] = {"help": helps.get(name, text), "hidden": name in hidden}
-            if kind in (ratio, count):
-                settings |= {"parser": kind, "metavar": "<float>" if kind is ratio else "<int>"}
-            value = {ratio: float, count: int}.get(kind, kind)
-            typed = bool if kind is bool else value | None
-            names = (option(name),) if kind is bool else ()  # without --no-...
-            annotation: Any = Annotated[typed, typer.Option(*names, **settings)]
-            default = False if kind is bool else None
-            shared.append(inspect.Parameter(name, keyword, default=default, annotation=annotation))
-
-        def run(**options: Any) -> None:
-            given = {name: options.pop(name) for name in OPTIONS}
-            command(given={k: v for k, v in given.items() if v is not None and v is not False}, **options)
-
-        run.__doc__ = command.__doc__
-        parameters: list[inspect.Parameter] = []
-        for parameter in inspect.signature(command, eval_str=True).parameters.values():
-            parameters += shared if parameter.name == "given" else [parameter.replace(kind=keyword)]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return run
-
-    return decorate
 
 
 def assumption_notes(given: dict[str, Any]) -> tuple[str, ...]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reconbound._internal.checks import DataError, DataShown, InputError, number, rounded_up
+from reconbound._internal.checks import DataError, DataShown, InputError, number, rounded_up, spelled
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def option(name: str) -> str:
@@ -69,6 +75,121 @@ def epochs_as_steps(epochs: Any, sample_rate: Any) -> int:
     return rounded_up(Fraction(number("epochs", epochs, above=0.0, at_most=1e15)) / Fraction(rate))
 
 
+# --- options that commands share -------------------------------------------------
+
+#: Options by name: type, help, and settings of typer's ("names": how it is spelled) where there are any.
+Options = Mapping[str, tuple[Any, ...]]
+PARSERS: dict[Any, tuple[type, str]] = {ratio: (float, "<float>"), count: (int, "<int>")}
+
+#: How data are read: fields of `DataOptions`.
+DATA: Options = {
+    "target": (str, "The column to predict."),
+    "private": (list[str], "Private columns (default: all columns of numbers). Repeatable.", {"metavar": "A,B"}),
+    "range": (list[str], "Range of a column, known without the data. Repeatable.", {"metavar": "age=0:120"}),
+    "unit": (list[str], "Unit of a column. Repeatable.", {"metavar": "age=years", "names": ("--unit", "--units")}),
+    "data_folder": (Path, "Folder with mnist/ or cifar10/ (default: the variable RECONBOUND_DATA)."),
+    "drop": (str, "Columns of a table to leave out.", {"metavar": "A,B"}),
+    "category": (list[str], "A column to take as categories, whatever it holds. Repeatable.", {"metavar": "A"}),
+    "header": (str, "Names of a CSV file's columns, where it has no first row of them.", {"metavar": "A,B"}),
+    "size": (count, "Longest side, in pixels, to bring a folder's images to."),
+    "test_share": (float, "Share of the records held out for testing (0.2), where there is no test set."),
+    "limit": (count, "Train on at most so many records."),
+}
+
+
+def takes(
+    parameter: str, options: Options, hidden: Sequence[str] = (), **helps: str
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command options; it receives those that the user gave as one dictionary.
+
+    Args:
+        parameter: the command's parameter for the dictionary.
+        options: the options.
+        hidden: options that --help leaves out; the command refuses them by name.
+        **helps: other help for some of the options.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        keyword, shared = inspect.Parameter.KEYWORD_ONLY, []
+        for name, (kind, text, *more) in options.items():
+            settings: dict[str, Any] = {"help": helps.get(name, text), "hidden": name in hidden, **dict(*more)}
+            names = settings.pop("names", (option(name),))  # a flag without --no-...
+            if kind in PARSERS:
+                settings |= {"parser": kind, "metavar": PARSERS[kind][1]}
+            typed = bool if kind is bool else PARSERS.get(kind, (kind,))[0] | None
+            annotation: Any = Annotated[typed, typer.Option(*names, **settings)]
+            default = False if kind is bool else None
+            shared.append(inspect.Parameter(name, keyword, default=default, annotation=annotation))
+
+        def run(**values: Any) -> None:
+            own = {name: values.pop(name) for name in options}
+            given = {k: v for k, v in own.items() if v is not None and v is not False and v != []}
+            command(**{parameter: given}, **values)
+
+        run.__doc__ = command.__doc__
+        parameters: list[inspect.Parameter] = []
+        for one in inspect.signature(command, eval_str=True).parameters.values():
+            parameters += shared if one.name == parameter else [one.replace(kind=keyword)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        return run
+
+    return decorate
+
+
+def reading_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of DATA as `load_dataset` takes them."""
+    from reconbound.data.tables import read_ranges, read_units
+
+    names = {"range": "ranges", "unit": "units", "category": "categories", "data_folder": "folder"}
+    read: dict[str, Any] = {"range": read_ranges, "unit": read_units, "header": lambda text: text.split(",")}
+    return {names.get(name, name): read[name](value) if name in read else value for name, value in given.items()}
+
+
+def parse_budget(given: str) -> float | str:
+    """Returns "every" or a number."""
+    try:
+        return given if given == "every" else number("budget", spelled(given), above=0.0)
+    except InputError:
+        raise InputError("budget", "must be a number greater than 0, or every", given) from None
+
+
+# --- what is printed -------------------------------------------------------------
+
+
+def print_json(content: Mapping[str, Any]) -> None:
+    print(json.dumps(content, indent=2, allow_nan=False))
+
+
+def terminal() -> Console:
+    """Returns a console that shows all text literally."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def print_table(
+    console: Console, title: str, names: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ()
+) -> None:
+    """Prints a table.
+
+    Args:
+        console: from `terminal`.
+        title: of the table.
+        names: of its columns.
+        rows: its cells.
+        left: columns that hold text; the others hold numbers.
+    """
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in names:
+        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
 @contextmanager
 def plain_errors(resume: str = "", received: str = "") -> Iterator[None]:
     """Turns errors of files, data and models, and a stop from the keyboard, into one line on standard error.
@@ -102,14 +223,25 @@ def plain_errors(resume: str = "", received: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def print_warnings() -> Iterator[None]:
-    """Prints warnings as notes of one line."""
+def print_warnings(*, quiet: bool = False) -> Iterator[None]:
+    """Prints warnings as notes of one line, unless quiet; kinks are reported elsewhere."""
+    from reconbound.data import DataWarning
+    from reconbound.validate import KinkWarning
 
-    def show(message: Any, *_: Any, **__: Any) -> None:
-        print(f"Note: {one_line(str(message))}", file=sys.stderr)
+    said = quiet
+
+    def show(message: Any, category: type[Warning] = UserWarning, *_: Any, **__: Any) -> None:
+        nonlocal said
+        if not said and issubclass(category, DataWarning):
+            confidential_note()  # they quote ranges and cells
+            said = True
+        if not quiet:
+            print(f"Note: {one_line(str(message))}", file=sys.stderr)
 
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)
+        warnings.simplefilter("once", DataWarning)
+        warnings.simplefilter("ignore", KinkWarning)
         warnings.showwarning = show
         yield
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from reconbound._internal.checks import InputError
-from reconbound.cli.options import confidential_note, plain_errors, print_warnings
+from reconbound.cli.options import confidential_note, plain_errors, print_json, print_table, print_warnings, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 #: Columns that the terminal names; the page has all.
 NAMED = 32
+#: Columns of its tables that hold text.
+TEXT = ("audit", "column", "of")
 LEGEND = (
     "limit: the lowest of the floors' lower confidence limits (–: no record has one; without: records that have none).",
     "lowest, median: estimates, more often too high than too low. below guess: over all columns together.",
@@ -49,7 +49,7 @@ def report_command(
             raise InputError("out", "is for comparing several folders; one audit's pages stay in its folder", str(out))
         own, public = build(folders[0])
         if as_json:
-            print(json.dumps({"report": str(own), "public_report": str(public)}, indent=2))
+            print_json({"report": str(own), "public_report": str(public)})
         else:
             print(f"{public}\n{own}")
 
@@ -73,50 +73,33 @@ def _print_comparison(folders: list[Path], page: Path, as_json: bool) -> None:
     found = comparison_facts(folders)
     confidential_note()
     if as_json:
-        print(json.dumps({"comparison": str(page), **found}, indent=2, allow_nan=False))
+        print_json({"comparison": str(page), **found})
         return
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False, markup=False)
+    console = terminal()
     for line in (*found["caveats"], *found["headline"]):
-        console.print(Text(line))
+        console.print(line)
     for difference in found["differences"]:
         values = "; ".join(f"{name} {value}" for name, value in difference["values"].items())
-        console.print(Text(f"  {difference['what']}: {values}"))
+        console.print(f"  {difference['what']}: {values}")
     rows = [audit_row(audit) for audit in found["audits"]]
     settings = {"audit": "name", "noise": "noise", "steps": "steps", "ε": "epsilon", "accuracy": "accuracy"}
     floors = {"audit": "name", "limit": "limit", "lowest": "worst", "median": "median", "guess": "guess"}
     for title, columns in (("Settings", settings),
                            ("Floors in ± share of the range", {**floors, "below guess": "below"})):  # fmt: skip
-        _print_table(console, title, list(columns), [[row[key] for key in columns.values()] for row in rows])
+        print_table(console, title, list(columns), [[row[key] for key in columns.values()] for row in rows], TEXT)
     for line in LEGEND:
-        console.print(Text(line))
+        console.print(line)
     for audit in found["audits"]:
         if audit["never_measured"]:
             some = count(audit["never_measured"], "record")
             were, they = ("was", "It counts") if audit["never_measured"] == 1 else ("were", "They count")
-            console.print(Text(f"{audit['name']}: {some} {were} never measured. {they} as below a guess."))
+            console.print(f"{audit['name']}: {some} {were} never measured. {they} as below a guess.")
     _print_columns(found["columns"], console)
     for row in rows:
         private = "; ".join(f"{name} {range_}" for name, range_ in row["shown"])
         more = f"; and {len(row['more'])} more" if row["more"] else ""
-        console.print(Text(f"{row['name']} ({row['data']}, {row['records']} records), private: {private}{more}"))
+        console.print(f"{row['name']} ({row['data']}, {row['records']} records), private: {private}{more}")
     print(page)
-
-
-def _print_table(console: Console, title: str, names: list[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table; columns named below hold text, the others numbers."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title, title_justify="left")
-    for name in names:
-        left = name in ("audit", "column", "of")
-        table.add_column(Text(name), justify="left" if left else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
 
 
 def _print_columns(columns: list[dict[str, Any]], console: Console) -> None:
@@ -132,6 +115,6 @@ def _print_columns(columns: list[dict[str, Any]], console: Console) -> None:
         for name, c in column["audits"].items()
     ]  # fmt: skip
     names = ["column", "audit", "lowest", "of", "guess", "below guess"]
-    _print_table(console, "Single columns, in their own units, by estimates", names, rows)
+    print_table(console, "Single columns, in their own units, by estimates", names, rows, TEXT)
     if len(columns) > NAMED:
         console.print(f"and {len(columns) - NAMED} columns more, on the page")

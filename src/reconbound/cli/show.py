@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -13,7 +12,7 @@ import typer
 
 from reconbound._internal.checks import InputError
 from reconbound._internal.formatting import format_floor
-from reconbound.cli.options import confidential_note, plain_errors, print_warnings
+from reconbound.cli.options import confidential_note, plain_errors, print_json, print_table, print_warnings, terminal
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -51,7 +50,7 @@ def show_command(
         floors = _pixel_floors(view, number)
         if as_json:
             pixels = {} if floors is None else {"pixel_floors": floors.tolist()}
-            print(json.dumps({**facts, **pixels}, indent=2, allow_nan=False))
+            print_json({**facts, **pixels})
             return
         _print_record(view, facts, number, floors)
 
@@ -103,17 +102,13 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
         for i in most
     ]
     if as_json:
-        print(json.dumps({**found, "most_exposed": rows}, indent=2, allow_nan=False))
+        print_json({**found, "most_exposed": rows})
         return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False, markup=False)
+    console = terminal()
     for line in found["verdict"]:
         console.print(line)
     over = "" if view.single or view.image else ", over all columns"
-    table = Table(title=f"The most exposed, floors in ± {view.of_range}{over}", title_justify="left")
+    title = f"The most exposed, floors in ± {view.of_range}{over}"
     cells: dict[str, list[str]] = {"record": [f"{row['record']:,}" for row in rows]}
     if view.names:
         cells["name"] = [row["name"] for row in rows]
@@ -122,29 +117,21 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
         limits = [row["floor_lower_limit"] for row in rows]
         cells["at least, with confidence"] = ["none" if limit is None else format_floor(limit) for limit in limits]
     cells["estimate"] = [format_floor(row["floor_estimate"]) for row in rows]
-    for name in cells:
-        left = name in ("name", view.target_name)
-        table.add_column(Text(name), justify="left" if left else "right", overflow="fold")
-    for row in zip(*cells.values(), strict=True):
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+    print_table(console, title, list(cells), zip(*cells.values(), strict=True), ("name", view.target_name))
     for line in (*describe_columns(found), found["accuracy_said"]):
-        console.print(Text(line))
+        console.print(line)
     own = shlex.quote(str(folder))
     one = shlex.quote(view.names[most[0]]) if most and view.names else str(most[0] if most else 0)
-    console.print(Text(f"One record: reconbound show {own} --record {one}. Pages: {found['report']}"))
+    console.print(f"One record: reconbound show {own} --record {one}. Pages: {found['report']}")
 
 
 def _print_record(view: View, facts: dict[str, Any], record: int, floors: ndarray | None) -> None:
     """Prints the facts of one record and, of an image, a map of its floors."""
-    from rich.console import Console
-    from rich.text import Text
-
     from reconbound.report import record_table
     from reconbound.report.headline import model_caveats
 
-    console = Console(highlight=False, markup=False)
-    for caveat in model_caveats(view.run):
+    console = terminal()
+    for caveat in model_caveats(view.run.caveats):
         console.print(caveat)
     console.print(record_table(facts))
     place = view.places.get(record)
@@ -170,7 +157,7 @@ def _print_record(view: View, facts: dict[str, Any], record: int, floors: ndarra
     beside = place is not None and 2 * len(left[0]) + 5 <= console.width
     lines = [f"  {a}   {b}" for a, b in zip(left, right, strict=True)] if beside else [*left, *right]
     for line in lines:
-        console.print(Text(line), no_wrap=True, crop=False)
+        console.print(line, no_wrap=True, crop=False)
 
 
 def _pixel_floors(view: View, record: int) -> ndarray | None:

@@ -2,99 +2,83 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from reconbound._internal.checks import DataError, number
 from reconbound._internal.formatting import format_floor, format_limit, format_number
-from reconbound.cli.options import SEED, STORAGE, confidential_note, count, one_line, plain_errors
+from reconbound.cli.options import (
+    DATA,
+    SEED,
+    STORAGE,
+    Options,
+    confidential_note,
+    count,
+    one_line,
+    parse_budget,
+    plain_errors,
+    print_json,
+    print_table,
+    print_warnings,
+    reading_options,
+    takes,
+    terminal,
+)
 
-if TYPE_CHECKING:
-    from reconbound.sweep import Sweep
-
-Whole = {"parser": count, "metavar": "<int>"}
 Row = dict[str, Any]
+#: Fields of `Sweep`; model and budget are those of the audits.
+SWEEP: Options = {
+    "grid": (
+        list[str],
+        "A setting and its values: noise_multiplier, max_grad_norm, sample_rate, lr, momentum, clip, sampler or model. "
+        "For --search tpe also a range: lr=0.01:1:log. Repeatable.",
+        {"metavar": "lr=0.1,0.5"},
+    ),
+    "steps": (str, "Step counts (100,200,300); one training serves all of them.", {"metavar": "1000,2000"}),
+    "runs": (count, "Independent runs for each setting (1)."),
+    "search": (str, "grid (every combination; default) or tpe (Optuna's search)."),
+    "trials": (count, "Settings to try, for --search tpe."),
+    "floor": (str, "The floor that a search looks at (default: exact_max)."),
+    "at_least": (float, "Search for the best accuracy with that floor at least this high."),
+    "model": (str, "As in reconbound audit, for all settings."),
+    "budget": (str, "As in reconbound audit."),
+    "delta": (float, "Delta at which epsilon is reported (1e-5)."),
+    "storage": (
+        str,
+        "A database for workers on several machines: postgresql+psycopg2://user@host/name (default: sweep.db in the "
+        "folder). What is stored there is confidential. With a password give it by the variable: other users of the "
+        "machine see a command line.",
+        {"metavar": "URL", "envvar": STORAGE},
+    ),
+    "name": (str, "Of the sweep in the storage (sweep)."),
+    "together": (
+        count,
+        "Settings that a worker trains at once, as one batch of models: what keeps a GPU busy (20 to 40 for small "
+        "networks). They share their batches, and a killed one begins anew.",
+    ),
+    "grace": (count, "Seconds without a heartbeat after which a worker counts as dead (60)."),
+    "seed": (
+        int,
+        "Of the sweep (default: new, kept in the folder; secret). Other users of the machine see a command line; they "
+        "do not see the variable.",
+        {"envvar": SEED},
+    ),
+}
 
 
+@takes("reading", DATA)
+@takes("given", SWEEP)
 def sweep_command(
+    *,
     data: Annotated[str, typer.Argument(metavar="DATA", help="As in reconbound audit.")] = "digits",
-    grid: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="lr=0.1,0.5",
-            help="A setting and its values: noise_multiplier, max_grad_norm, sample_rate, lr, momentum, clip, sampler "
-            "or model. For --search tpe also a range: lr=0.01:1:log. Repeatable.",
-        ),
-    ] = None,
-    steps: Annotated[
-        str, typer.Option(metavar="1000,2000", help="Step counts; one training serves all of them.")
-    ] = "100,200,300",
-    runs: Annotated[int, typer.Option(**Whole, help="Independent runs for each setting.")] = 1,
-    search: Annotated[str, typer.Option(help="grid (every combination) or tpe (Optuna's search).")] = "grid",
-    trials: Annotated[int | None, typer.Option(**Whole, help="Settings to try, for --search tpe.")] = None,
-    floor: Annotated[str | None, typer.Option(help="The floor that a search looks at (default: exact_max).")] = None,
-    at_least: Annotated[
-        float | None, typer.Option(help="Search for the best accuracy with that floor at least this high.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="As in reconbound audit, for all settings.")] = None,
-    budget: Annotated[str | None, typer.Option(help="As in reconbound audit.")] = None,
-    delta: Annotated[float, typer.Option(help="Delta at which epsilon is reported.")] = 1e-5,
-    storage: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="A database for workers on several machines: postgresql+psycopg2://user@host/name (default: "
-            "sweep.db in the folder). What is stored there is confidential. With a password give it by the variable: "
-            "other users of the machine see a command line.",
-            envvar=STORAGE,
-        ),
-    ] = None,
-    name: Annotated[str, typer.Option(help="Of the sweep in the storage.")] = "sweep",
-    workers: Annotated[int, typer.Option(**Whole, help="Processes on this machine.")] = 1,
-    together: Annotated[
-        int | None,
-        typer.Option(
-            **Whole,
-            help="Settings that a worker trains at once, as one batch of models: what keeps a GPU busy (20 to 40 for "
-            "small networks). They share their batches, and a killed one begins anew.",
-        ),
-    ] = None,
-    grace: Annotated[
-        int, typer.Option(**Whole, help="Seconds without a heartbeat after which a worker counts as dead.")
-    ] = 60,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            envvar=SEED,
-            help="Of the sweep (default: new, kept in the folder; secret). Other users of the machine see a command "
-            "line; they do not see the variable.",
-        ),
-    ] = None,
-    target: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
-    private: Annotated[
-        list[str] | None, typer.Option(metavar="A,B", help="As in reconbound audit. Repeatable.")
-    ] = None,
-    category: Annotated[list[str] | None, typer.Option(metavar="A", help="As in reconbound audit. Repeatable.")] = None,
-    range_: Annotated[
-        list[str] | None, typer.Option("--range", metavar="age=0:120", help="As in reconbound audit. Repeatable.")
-    ] = None,
-    unit: Annotated[
-        list[str] | None,
-        typer.Option("--unit", "--units", metavar="age=years", help="As in reconbound audit. Repeatable."),
-    ] = None,
-    data_folder: Annotated[Path | None, typer.Option(help="As in reconbound audit.")] = None,
-    drop: Annotated[str | None, typer.Option(metavar="A,B", help="As in reconbound audit.")] = None,
-    header: Annotated[str | None, typer.Option(metavar="A,B", help="As in reconbound audit.")] = None,
-    size: Annotated[int | None, typer.Option(**Whole, help="As in reconbound audit.")] = None,
-    test_share: Annotated[float | None, typer.Option(help="As in reconbound audit.")] = None,
-    limit: Annotated[int | None, typer.Option(**Whole, help="Train on at most this many records.")] = None,
+    given: dict[str, Any],
+    workers: Annotated[int, typer.Option(parser=count, metavar="<int>", help="Processes on this machine.")] = 1,
+    reading: dict[str, Any],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for the results (default: sweep-DATA).")
     ] = None,
@@ -105,12 +89,23 @@ def sweep_command(
 
     Run it again to go on where it was stopped, with more --workers, or on other machines with the same --storage.
     """
-    given = dict(locals())
-    with _needs_optuna(), plain_errors("; run the same command again to go on"), _notes(quiet):
-        config = _make_config(given)
-        from reconbound.sweep import sweep
+    with _needs_optuna(), plain_errors("; run the same command again to go on"), print_warnings(quiet=quiet):
+        from reconbound.auditing.run import folder_name
+        from reconbound.sweep import Sweep, parse_grid, parse_steps, sweep
         from reconbound.sweep.run import publish
 
+        plan: dict[str, Any] = {name: given.pop(name) for name in ("model", "budget") if name in given}
+        if "budget" in plan:
+            plan["budget"] = parse_budget(plan["budget"])
+        config = Sweep(
+            data=data,
+            out=out or Path(f"sweep-{folder_name(Path(data).name)}"),
+            space=parse_grid(given.pop("grid", [])),
+            steps=parse_steps(given.pop("steps", "100,200,300")),
+            load=reading_options(reading),
+            plan=plan,
+            **given,
+        )
         rows = sweep(config, workers=workers, show=not quiet)
         facts = publish(config.out, config.storage)
         if as_json:
@@ -125,33 +120,6 @@ def sweep_command(
             _print_sweep(facts, rows)
         if not rows:
             raise typer.Exit(1)
-
-
-def _make_config(given: dict[str, Any]) -> Sweep:
-    from reconbound.auditing.run import folder_name
-    from reconbound.cli.audit import parse_budget
-    from reconbound.data.tables import read_ranges, read_units
-    from reconbound.sweep import Sweep, parse_grid, parse_steps
-
-    load = {"target": given["target"], "private": given["private"] or None, "limit": given["limit"]}
-    load |= {"folder": given["data_folder"], "ranges": read_ranges(given["range_"] or []) or None}
-    load |= {"units": read_units(given["unit"] or []) or None, "drop": given["drop"], "size": given["size"]}
-    load |= {"header": None if given["header"] is None else given["header"].split(",")}
-    if given["category"]:
-        load["categories"] = given["category"]
-    if given["test_share"] is not None:
-        load["test_share"] = given["test_share"]
-    plan = {"model": given["model"], "budget": parse_budget(given["budget"])}
-    same = ("runs", "search", "trials", "floor", "at_least", "delta", "storage", "name", "seed", "grace", "together")
-    return Sweep(
-        data=given["data"],
-        out=given["out"] or Path(f"sweep-{folder_name(Path(given['data']).name)}"),
-        space=parse_grid(given["grid"] or []),
-        steps=parse_steps(given["steps"]),
-        load=load,
-        plan={name: value for name, value in plan.items() if value is not None},
-        **{name: given[name] for name in same},
-    )
 
 
 def frontier_command(
@@ -210,7 +178,7 @@ def _print_json(content: dict[str, Any]) -> None:
     from reconbound.sweep.frontier import FLOORS, is_proved
 
     not_proved = [name for name in FLOORS if not is_proved(name)]
-    print(json.dumps({**content, "not_proved": not_proved}, indent=2, allow_nan=False))
+    print_json({**content, "not_proved": not_proved})
 
 
 def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, facts: dict[str, Any]) -> str:
@@ -252,30 +220,25 @@ def _print_sweep(facts: dict[str, Any], rows: list[Row]) -> None:
 
 
 def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions: list[str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from reconbound.sweep.frontier import CROSSED, crossed_of, describe_binding, describe_floor, describe_majority
     from reconbound.sweep.page import has_crossed, measured_by, settings_in
 
-    console = Console(highlight=False, markup=False)
+    console = terminal()
     for line in cautions:
         console.print(line)
     for floor, rows in fronts.items():
         title = f"{describe_floor(floor)} ({floor}){describe_binding(floor)}: no setting beats these"
-        table = Table(title=title, title_justify="left")
-        names = settings_in(rows)
-        second = ["crossed (MSE)"] if has_crossed(rows, floor) else []
-        for column in ("run", *names, "steps", measured_by(facts), "floor (MSE)", *second, "ε"):
-            table.add_column(column, justify="right", overflow="fold")
+        names, second = settings_in(rows), ["crossed (MSE)"] if has_crossed(rows, floor) else []
+        cells = []
         for row in rows:
             values = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in (row.get(name, "") for name in names)]
             given = [row.get(crossed_of(floor) or "")] if second else []
             more = ["" if value is None else format_floor(value, 4) for value in given]
             more.append("" if row.get("epsilon") is None else format_limit(row["epsilon"], 4))
-            cells = (f"{row['accuracy']:.4f}", format_floor(row[floor], 4), *more)
-            table.add_row(str(row["trial"]), *values, f"{row['steps']:,}", *cells)
-        console.print(table)
+            reached = (f"{row['accuracy']:.4f}", format_floor(row[floor], 4))
+            cells.append((str(row["trial"]), *values, f"{row['steps']:,}", *reached, *more))
+        columns = ("run", *names, "steps", measured_by(facts), "floor (MSE)", *second, "ε")
+        print_table(console, title, columns, cells)
     if any(has_crossed(rows, floor) for floor, rows in fronts.items()):
         console.print(CROSSED)
     for line in describe_majority(facts["guesses"]):
@@ -284,30 +247,6 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
     if delta is not None:
         console.print(f"ε is for replace-one neighbours at δ = {format_limit(delta, 6)}.")
     console.print(f"{facts['finished']} of {facts['trials']} settings trained. {facts['page']}")
-
-
-@contextmanager
-def _notes(quiet: bool) -> Iterator[None]:
-    """Prints warnings about the data as notes, one line each."""
-    from reconbound.data import DataWarning
-    from reconbound.validate import KinkWarning
-
-    confidential = False
-
-    def shown(message: Any, category: Any = None, *_: Any, **__: Any) -> None:
-        nonlocal confidential
-        if quiet:
-            return
-        if not confidential and isinstance(category, type) and issubclass(category, DataWarning):
-            confidential_note()  # they quote ranges and cells
-            confidential = True
-        print(f"Note: {message}", file=sys.stderr)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("once", DataWarning)
-        warnings.simplefilter("ignore", KinkWarning)  # reported with the plan, and on the page
-        warnings.showwarning = shown
-        yield
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from reconbound._internal.files import CONFIDENTIAL, write_whole
 from reconbound._internal.formatting import format_percent
 from reconbound.report import charts
 from reconbound.report.folder import PLAN, read_audit
-from reconbound.report.formats import amount, beyond, clean, guess_error, names_its_unit, plus_minus, value
+from reconbound.report.formats import amount, clean, guess_error, plus_minus, span
 from reconbound.report.headline import comparison_headline, warnings
 from reconbound.report.pages import render
 from reconbound.report.view import View
@@ -47,7 +47,7 @@ def compare(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
         "differences": found["differences"],
         "headline": found["headline"],
         "caveats": found["caveats"],
-        "columns": column_rows(found["columns"]),
+        "columns": found["columns"],
         "unknown": any(view.unknown for view in views),
         "chart": {chart.id: chart},
     }
@@ -196,10 +196,8 @@ def format_range(column: dict[str, Any]) -> str:
     >>> format_range({"low": 0.0, "high": 120.0, "unit": "years", "declared": False})
     '0 to 120 years, read off the data'
     """
-    unit = f" {column['unit']}" if column["unit"] else ""
-    return (
-        f"{value(column['low'])} to {value(column['high'])}{unit}{'' if column['declared'] else ', read off the data'}"
-    )
+    read = "" if column["declared"] else ", read off the data"
+    return span(column["low"], column["high"], column["unit"]) + read
 
 
 def format_lowest_limit(limit: float | None, without: int) -> str:
@@ -230,28 +228,6 @@ def common_columns(views: Sequence[View], names: Sequence[str]) -> list[dict[str
         for c in view.columns:
             found.setdefault((c["name"], c["unit"]), {})[audit] = {k: c[k] for k in c if k not in ("name", "unit")}
     return [{"name": n, "unit": u, "audits": audits} for (n, u), audits in found.items() if len(audits) > 1]
-
-
-def column_rows(columns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the columns of `common_columns`, ready for the template."""
-    return [
-        {
-            "name": column["name"],
-            "unit": "" if names_its_unit(column["name"], column["unit"]) else column["unit"],
-            "audits": [
-                {
-                    "audit": audit,
-                    "lowest": plus_minus(c["lowest"], width=c["width"]),
-                    "beyond": beyond(c["lowest"], c["width"]),
-                    "record": c["record_name"] or "–",
-                    "guess": guess_error(c["guess"]),
-                    "below": f"{c['below']:,} of {c['of']:,}",
-                }
-                for audit, c in column["audits"].items()
-            ],
-        }
-        for column in columns
-    ]
 
 
 # --- what differs -----------------------------------------------------------------------------------

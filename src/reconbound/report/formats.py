@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from functools import cache
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
 
 from reconbound._internal.formatting import Side, format_number
 
@@ -93,6 +98,20 @@ def value(x: float) -> str:
     return f"{short:,.0f}" if 1e3 <= abs(short) < 1e15 else f"{short:.4g}"
 
 
+def span(low: float, high: float, unit: str = "") -> str:
+    """Formats a range of values.
+
+    Args:
+        low: the smallest value.
+        high: the largest value.
+        unit: the unit, or "".
+
+    >>> span(0.0, 120.0, "years")
+    '0 to 120 years'
+    """
+    return f"{value(low)} to {value(high)}{f' {unit}' if unit else ''}"
+
+
 def percent(part: int, whole: int) -> str:
     """Formats a share in percent; 0 % and 100 % are shown only where they are exact.
 
@@ -169,3 +188,49 @@ def for_plotly(text: object, most: int = 32) -> str:
         most: the largest number of characters.
     """
     return clean(text, most).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+# --- templates -------------------------------------------------------------------------------
+
+
+@cache
+def templates(*, html: bool) -> jinja2.Environment:
+    """Returns the folder of templates: pages, or plain text."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("reconbound.report"),
+        autoescape=html,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_without_controls,
+    )
+    environment.filters.update(breaks=breaks)
+    environment.globals.update(
+        {f.__name__: f for f in (beyond, count, guess_error, names_its_unit, percent, plus_minus)}
+    )
+    return environment
+
+
+def _without_controls(shown: Any) -> Any:
+    """Returns a value for a page: text is cleaned of control characters, whatever its source."""
+    return clean(shown, len(shown)) if isinstance(shown, str) and not isinstance(shown, Markup) else shown
+
+
+def breaks(name: str) -> Markup:
+    """Returns a name that may be broken after each underscore, rather than within a word.
+
+    >>> breaks("hours_per_<week>")
+    Markup('hours_<wbr>per_<wbr>&lt;week&gt;')
+    """
+    return Markup("_<wbr>").join(clean(name, len(name)).split("_"))
+
+
+def paragraphs(template: str, **context: Any) -> list[str]:
+    """Returns the paragraphs of a template of plain text, which are set apart by blank lines.
+
+    Args:
+        template: the name of the template.
+        **context: its variables.
+    """
+    shown = templates(html=False).get_template(template).render(**context)
+    return [part.strip().replace("\n", " ") for part in shown.split("\n\n") if part.strip()]

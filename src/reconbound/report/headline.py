@@ -6,12 +6,13 @@ warning comes before the finding where the guarantee means little or is not prov
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reconbound.mechanisms.base import read_protection
 from reconbound.report.folder import Run, line, nouns, units
-from reconbound.report.formats import beyond, clean, count, guess_error, percent, plus_minus
+from reconbound.report.formats import clean, paragraphs, plus_minus
 from reconbound.report.view import NEGLIGIBLE, View
 
 #: A floor that is wider than the column's range.
@@ -30,99 +31,19 @@ def headline(view: View) -> list[str]:
 def warnings(view: View) -> list[str]:
     """Returns what comes before any floor: a weak guarantee, a model for which the floors are not proved."""
     weak = view.protection.warning(view.noun)
-    return [*([weak] if weak else []), *model_caveats(view.run)]
+    return [*([weak] if weak else []), *model_caveats(view.run.caveats)]
 
 
-def model_caveats(run: Run) -> list[str]:
-    """Returns what the floors do not cover of this model, as the audit's check found it."""
-    return [clean(caveat, 600) for caveat in (run.caveats or {}).values()]
+def model_caveats(caveats: Mapping[str, str] | None) -> list[str]:
+    """Returns what the floors do not cover of this model, as the check before training found it."""
+    return [clean(caveat, 600) for caveat in (caveats or {}).values()]
 
 
 def finding(view: View) -> list[str]:
     """Returns for how many records the release may tell more than a guess, and the lowest floor beside a guess."""
-    if view.worst is None:
-        them = "it" if view.records == 1 else "them"
-        return [
-            f"None of the {count(view.records, view.noun)} was measured: nothing is known about {them}.",
-            "Audit with more --steps or a larger --budget.",
-        ]
-    by_column = view.features > 1 and view.exposed_in_some_column is not None
-    return _finding_by_column(view) if by_column else _finding_by_record(view)
-
-
-def _finding_by_column(view: View) -> list[str]:
-    """Returns the finding about single columns of a table."""
-    assert view.exposed_in_some_column is not None
-    below, of = view.exposed_in_some_column
-    all_of = count(of, "record") + ("" if of == view.records else " measured")
-    found = []
-    if below:
-        found.append(
-            f"For {below:,} of {all_of} ({percent(below, of)}), the release may tell an unbiased attacker more about "
-            "some column than a guess does."
-        )
-    elif view.protection.meaningful:
-        found.append(f"In every column of the {all_of}, an unbiased attacker errs at least as much as a guess does.")
-    lowest = view.lowest_by_column
-    assert lowest is not None
-    order = [j for j in view.most_exposed_columns(lowest) if view.columns[j]["lowest"] is not None]
-    order = [j for j in order if not view.columns[j]["constant"]] or order
-    for column in [view.columns[j] for j in order[:1]]:
-        floor = plus_minus(column["lowest"], column["unit"], column["width"])
-        far = f", {BEYOND}" if beyond(column["lowest"], column["width"]) else ""
-        found.append(
-            f"The most exposed value is {column['name']} of {column['record_name']}: an unbiased attacker errs by at "
-            f"least {floor}{far}; guessing the average errs by {guess_error(column['guess'], column['unit'])}."
-        )
-    unknown = f"; {_never_measured(view)}" if view.unknown else ""
-    return [*found, f"These are estimates{unknown}{_unbound(view)}."]
-
-
-def _finding_by_record(view: View) -> list[str]:
-    """Returns the finding about whole records."""
-    below, unknown, all_of = view.below(view.guess), view.unknown, count(view.records, view.noun)
-    over = f" (over all {view.part}s together)" if view.features > 1 else ""
-    if unknown and below <= unknown:
-        found = [f"{_never_measured(view)}."]
-        if unknown < view.records:
-            found.append(
-                f"On the others, an unbiased attacker errs at least as much as a guess does{over}, {view.basis}."
-            )
-    elif below == 0:
-        every = f"this {view.noun}" if view.records == 1 else f"each of the {all_of}"
-        found = [f"On {every}, an unbiased attacker errs at least as much as a guess does{over}, {view.basis}."]
-    else:
-        few = f" ({percent(below, view.records)})" if below < view.records else ""
-        found = [
-            f"For {below:,} of {all_of}{few}, the release may tell an unbiased attacker more than a guess does{over}, "
-            f"{view.basis}{f'; {unknown:,} of them were never measured' if unknown else ''}."
-        ]
-    assert view.worst is not None
-    sure = "" if view.basis == "by estimates" else ", by an estimate"
-    sure = f", at {view.level} confidence" if view.limited(view.worst) else sure
-    per = " per pixel" if view.image else ""
-    found.append(
-        f"On the most exposed {view.noun} it errs by at least {plus_minus(view.lowest)}{per} {view.of_range}{sure}; "
-        f"guessing the average{' image' if view.image else ''} errs by {guess_error(view.guess)}{_unbound(view)}."
-    )
-    pixels = view.parts_below_guess() if view.image and view.features > 1 else 0
-    if pixels:
-        found.append(
-            f"Single {view.part}s can be better known: on that {view.noun}, {pixels:,} of {view.features:,} "
-            f"{'is' if pixels == 1 else 'are'} below a guess."
-        )
-    return found
-
-
-def _never_measured(view: View) -> str:
-    were, them = ("was", "it") if view.unknown == 1 else ("were", "them")
-    return (
-        f"{view.unknown:,} of {count(view.records, view.noun)} {were} never measured, and nothing is known about {them}"
-    )
-
-
-def _unbound(view: View) -> str:
-    return "" if view.protection.meaningful else "; a biased attacker is not bound by this"
+    known = [c for c in view.columns if c["lowest"] is not None]  # the most exposed one, if possible not constant
+    order = sorted(known, key=lambda c: (c["constant"], c["lowest"] / max(c["guess"], sys.float_info.min)))
+    return paragraphs("finding.txt", view=view, column=next(iter(order), None), more=BEYOND)
 
 
 def public_headline(run: Run) -> list[str]:

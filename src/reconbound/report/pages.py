@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -17,8 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
+from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from reconbound import __version__
@@ -26,9 +25,8 @@ from reconbound._internal.files import CONFIDENTIAL, PUBLIC, write_whole
 from reconbound._internal.formatting import format_limit, format_percent
 from reconbound.mechanisms.base import read_protection, with_article
 from reconbound.report import advice, charts, headline, text
-from reconbound.report.axes import Chart
 from reconbound.report.folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Leakage, Run, line, nouns, read_audit, units
-from reconbound.report.formats import amount, beyond, clean, guess_error, percent, plus_minus, value
+from reconbound.report.formats import amount, beyond, clean, guess_error, percent, plus_minus, span, templates
 from reconbound.report.records import cards, tiles
 from reconbound.report.view import NEGLIGIBLE, View
 
@@ -117,7 +115,7 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
     )
 
 
-def _slider(view: View, histogram: Chart) -> dict[str, Any]:
+def _slider(view: View, histogram: charts.Chart) -> dict[str, Any]:
     """Returns the slider's range (log10) and the text before it is moved: the records below the guess."""
     low, high = histogram.figure["layout"]["xaxis"]["range"]
     start = view.guess if view.guess > 0 and low <= np.log10(view.guess) <= high else float(10 ** ((low + high) / 2))
@@ -146,11 +144,10 @@ def feature_rows(view: View) -> list[dict[str, Any]]:
     rows = []
     for j in view.most_exposed_columns(average if lowest is None else lowest):
         unit, width = view.feature_unit(j), float(view.scale[j])
-        low, high = value(float(view.offset[j])), value(float(view.offset[j] + view.scale[j]))
         worst = found[j]["lowest"] if found else None
         rows.append({
             "name": view.feature_name(j),
-            "range": f"{low} to {high}{f' {unit}' if unit else ''}",
+            "range": span(float(view.offset[j]), float(view.offset[j] + view.scale[j]), unit),
             "average": plus_minus(float(average[j]), width=width),
             "worst": plus_minus(worst, width=width),
             "whose": (found[j]["record_name"] or "") if found else "",
@@ -266,7 +263,7 @@ def column_rows(run: Run) -> list[dict[str, str]]:
             who: "nothing" if share is None or share < NEGLIGIBLE else plus_minus(share * width, width=width)
             for who, share in floors.items()
         }
-        ends = f"{value(float(low))} to {value(float(high))}{f' {unit}' if unit else ''}"
+        ends = span(float(low), float(high), unit)
         rows.append({"name": clean(name, 80), "range": ends, "guess": guess_error(width / 2), **shown})
     return rows
 
@@ -291,10 +288,7 @@ def epsilons(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def as_json(content: Any) -> Markup:
     """Returns JSON for a script element: nothing in it can end the element or start another."""
-    encoded = json.dumps(content, allow_nan=False, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
-    for character in "<>&":
-        encoded = encoded.replace(character, f"\\u{ord(character):04x}")
-    return Markup(encoded)
+    return htmlsafe_json_dumps(content, allow_nan=False, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
 
 
 @cache
@@ -302,34 +296,6 @@ def _plotly_js() -> str:
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())
-
-
-def _without_controls(shown: Any) -> Any:
-    """Returns a value for a page: text is cleaned of control characters, whatever its source."""
-    return clean(shown, len(shown)) if isinstance(shown, str) and not isinstance(shown, Markup) else shown
-
-
-def breaks(name: str) -> Markup:
-    """Returns a name that may be broken after each underscore, rather than within a word.
-
-    >>> breaks("hours_per_<week>")
-    Markup('hours_<wbr>per_<wbr>&lt;week&gt;')
-    """
-    return Markup("_<wbr>").join(clean(name, len(name)).split("_"))
-
-
-@cache
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("reconbound.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_without_controls,
-    )
-    environment.filters.update(breaks=breaks, clean=clean, amount=amount)
-    return environment
 
 
 def _read_template(name: str) -> str:
@@ -354,7 +320,7 @@ def render(template: str, context: Mapping[str, Any], figures: Mapping[str, Any]
         "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
         "script-src " + (" ".join(f"'{_digest(script)}'" for script in scripts) or "'none'")
     )
-    page = _environment().get_template(template).render(
+    page = templates(html=True).get_template(template).render(
         **context,
         version=__version__,
         policy=policy,

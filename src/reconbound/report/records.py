@@ -191,31 +191,20 @@ def _maps(view: View) -> np.ndarray | None:
 def _card(view: View, record: int, maps: np.ndarray | None, ends: tuple[float, float] | None) -> dict[str, Any]:
     place = view.places[record]
     error = view.floor_error(record)
-    card: dict[str, Any] = {
+    rows = [] if view.image else [_row(c) for c in record_columns(view, record)]
+    return {
         "record": record,
-        "name": view.record_name(record),
-        "target": view.target(record),
         "floor": plus_minus(float(view.shown[record])),
         "kind": f"at {view.level} confidence" if view.limited(record) else "estimate, no confidence limit",
         "estimate": f"estimate {plus_minus(float(view.floor[record]))}, " if view.limited(record) else "",
         "error": "s.e. over 50 %" if error is None else f"s.e. {rough(error)}",
         "ratio": _ratio(float(view.shown[record]), view.guess),
-        "known": bool(view.measured[record]),
-        "picture": None,
-        "map": None,
-        "columns": [],
-        "more": [],
-        "public": [],
+        "picture": data_uri(picture(view.leakage.kept_inputs[place].numpy())) if view.image else None,
+        "map": None if maps is None or ends is None else data_uri(heat(maps[place], ends)),
+        "columns": rows[:COLUMNS],
+        "more": rows[COLUMNS:],
+        "public": [clean(name, 60) for name in view.marks(place)],
     }
-    if view.image:
-        card["picture"] = data_uri(picture(view.leakage.kept_inputs[place].numpy()))
-        if maps is not None and ends is not None:
-            card["map"] = data_uri(heat(maps[place], ends))
-        return card
-    rows = [_row(c) for c in record_columns(view, record)]
-    card["columns"], card["more"] = rows[:COLUMNS], rows[COLUMNS:]
-    card["public"] = [clean(name, 60) for name in view.marks(place)]
-    return card
 
 
 def _row(c: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,9 +304,8 @@ def viridis(share: np.ndarray) -> np.ndarray:
     """Returns colours (…, 3), 8 bit, of numbers in [0, 1]."""
     stops = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in VIRIDIS], dtype=np.float64)
     place = np.clip(share, 0, 1) * (len(stops) - 1)
-    low = np.minimum(place.astype(int), len(stops) - 2)
-    part = (place - low)[..., None]
-    return np.asarray(np.round(stops[low] * (1 - part) + stops[low + 1] * part), dtype=np.uint8)
+    colours = [np.interp(place, np.arange(len(stops)), channel) for channel in stops.T]
+    return np.asarray(np.round(np.stack(colours, axis=-1)), dtype=np.uint8)
 
 
 def pixel_information(diagonal: np.ndarray, shape: Sequence[int], private: np.ndarray | None) -> np.ndarray:
@@ -330,10 +318,7 @@ def pixel_information(diagonal: np.ndarray, shape: Sequence[int], private: np.nd
     """
     flat = np.full((len(diagonal), int(np.prod(shape))), np.nan)
     flat[:, slice(None) if private is None else private] = np.nan_to_num(diagonal, nan=0.0, posinf=np.finfo(float).max)
-    image = flat.reshape(len(diagonal), *shape)
-    known = ~np.isnan(image)
-    total = np.where(known, image, 0.0).sum(1)
-    return np.where(known.any(1), total / np.maximum(known.sum(1), 1), np.nan)
+    return np.asarray(np.ma.masked_invalid(flat.reshape(len(diagonal), *shape)).mean(1).filled(np.nan))
 
 
 def heat_range(information: np.ndarray) -> tuple[float, float] | None:

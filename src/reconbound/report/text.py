@@ -6,6 +6,7 @@ The first paragraph is in `headline`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from reconbound._internal.formatting import format_percent
@@ -13,7 +14,7 @@ from reconbound.accounting.confidence import describe_one_run
 from reconbound.mechanisms.base import BLIND, Protection
 from reconbound.report import advice
 from reconbound.report.folder import CHOSEN_SEED, Run
-from reconbound.report.formats import amount, beyond, clean, count, guess_error, percent, plus_minus, rough
+from reconbound.report.formats import amount, beyond, clean, count, guess_error, paragraphs, plus_minus, rough
 from reconbound.report.headline import BEYOND, any_attacker_sentences, model_caveats
 from reconbound.report.view import NO_LIMIT, View
 
@@ -29,26 +30,6 @@ SMOOTH = "The floors need a gradient that is smooth in a record’s values: no R
 CHECKED = "The check before training, on three records, found no kinks."
 UNCHECKED = "This folder does not say whether the model was checked for it."
 
-SAMPLERS = {
-    "poisson": "Each record is in each batch with the same chance, drawn independently (Poisson sampling). The sum is "
-    "divided by the fixed number qN. The attacker does not know which batches held the attacked record.",
-    "fixed": "Every batch is a uniform draw of fixed size without replacement.",
-    "shuffle": "Batches are cut from shuffled epochs. Sampling adds no protection, and none is counted.",
-}
-
-RULES = {
-    "exact": "The exact factors for Poisson batches, without a failure probability.",
-    "fixed": "The factor for batches of fixed size: a proved upper bound of the leakage.",
-    "none": "No gain from sampling is counted: an upper bound of the leakage.",
-    "paper": "The κ of Guo et al. (2022): for comparison, guarantees nothing.",
-}
-
-CLIPS = {
-    "smooth": "Each record’s gradient is clipped by the smooth (GELU) clip; its norm is then at most 1.1153 C.",
-    "hard": "Each record’s gradient is clipped to norm C by the hard clip. The information is taken where the clip has "
-    "a slope (everywhere but at norm exactly C).",
-}
-
 
 # --- how sure it is ------------------------------------------------------------------------
 
@@ -59,95 +40,20 @@ def certainty(view: View) -> list[tuple[str, str]]:
     Args:
         view: the audit.
     """
-    found = [("Estimates", _confidence(view))] if view.worst is not None else []
-    if view.worst is not None and view.features > 1 and view.exposed_in_some_column is not None:
-        found.append(("All columns together", _all_columns(view)))
-    if view.unknown:
-        were, they = ("was", "it counts") if view.unknown == 1 else ("were", "they count")
-        found.append((
-            "Never measured",
-            f"{count(view.unknown, view.noun)} of {view.records:,} {were} never measured. Nothing is known about "
-            f"{'it' if view.unknown == 1 else 'them'}, and {they} as unprotected (floor 0) below.",
-        ))  # fmt: skip
-    found += [("Copies", text) for text in describe_copies(view)]
-    found += [("Weak", text) for text in weaknesses(view.records, view.protection, view.noun)]
-    if view.facts.get("inferred_ranges"):
-        found.append(("Ranges", INFERRED))
-    floors = any_attacker_sentences(view.run) if view.protection.meaningful else []
-    noise = f"Whatever the data, the noise gives: {' '.join(floors)}" if floors else "The noise gives no floor for it."
-    found.append((
-        "Biased attackers",
-        f"The floors of single {view.noun}s do not bind a biased attacker, for example one who also uses what "
-        f"{'pictures' if view.image else 'people'} are like in general. {noise}",
-    ))  # fmt: skip
-    return found
-
-
-def _confidence(view: View) -> str:
-    """Returns the most exposed record's floor, with its confidence limit or its standard error."""
-    worst, upper = view.worst, view.upper_floor
-    assert worst is not None
-    over = f" over all its {view.part}s" if view.features > 1 else ""
-    whose = f"The most exposed {view.noun}{over} is {view.record_name(worst)}"
-    estimate = f"{plus_minus(float(view.floor[worst]))} {view.of_range}"
-    if upper is None:
-        error = view.floor_error(worst)
-        size = "more than half of it" if error is None else rough(error)
-        often = float(view.leakage.measured.double().median())
-        return (
-            f"{whose}: floor {estimate}, standard error {size}. One run has no confidence limit: "
-            f"{describe_one_run(often, squared=False)}. Audit with --runs 10 for confidence limits."
-        )
-    limited = upper > 0
-    text = f"Average of {int(view.run.mechanism.get('runs', 2)):,} runs. "
-    if limited[worst]:
-        own, lowest = float(upper[worst]), float(upper[limited].min())
-        text += f"{whose}: floor at least {plus_minus(own)} {view.of_range} at {view.level} confidence (estimate "
-        text += f"{plus_minus(float(view.floor[worst]))}). "
-        if lowest < own:
-            text += f"The lowest limit of any {view.noun} is {plus_minus(lowest)}. "
-    else:
-        text += f"{whose}: floor {estimate}, an estimate without a confidence limit. "
-    if view.unlimited:
-        text += f"{count(view.unlimited, view.noun)} {'has' if view.unlimited == 1 else 'have'} no limit: {NO_LIMIT}. "
-        text += "Estimates without a limit are more often too high than too low. "
-    short = int((limited & (upper < view.guess) & (view.floor >= view.guess)).sum())
-    if short:
-        text += f"For {count(short, view.noun)} the estimate is above a guess and the limit is not. "
-    if limited.any():
-        text += f"Floors of single {view.part}s are estimates without a limit. " if view.features > 1 else ""
-        text += "The limits are checked by simulation, not proved (docs/theory/accounting.md)."
-    return text.rstrip()
-
-
-def _all_columns(view: View) -> str:
-    """Returns for how many records the floor over all columns is below a guess."""
-    below = view.below(view.guess)
-    return (
-        f"The floor over all columns (root mean square) is below a guess for {below:,} of "
-        f"{count(view.records, 'record')} ({percent(below, view.records)}), {view.basis}. An average can hide one "
-        "exposed column."
+    upper, error = view.upper_floor, None if view.worst is None else view.floor_error(view.worst)
+    short = 0 if upper is None else int(((upper > 0) & (upper < view.guess) & (view.floor >= view.guess)).sum())
+    return _entries(
+        "certainty.txt",
+        view.run,
+        view=view,
+        error="more than half of it" if error is None else rough(error),
+        one_run=describe_one_run(float(view.leakage.measured.double().median()), squared=False),
+        no_limit=NO_LIMIT,
+        short=short,
+        weak=weaknesses(view.records, view.protection, view.noun),
+        inferred=INFERRED,
+        floors=any_attacker_sentences(view.run) if view.protection.meaningful else [],
     )
-
-
-def describe_copies(view: View) -> list[str]:
-    """Returns how many records have exact copies, and the floor of somebody who has several rows."""
-    found = view.facts.get("copies")
-    if found is None:
-        return []
-    rows, alike = list(found["largest"]), (found.get("private") or {}).get("records", 0)
-    also = ""
-    if alike > found["records"]:
-        also = f" {alike:,} agree with another in the {view.private_parts} and {view.target_name}, perhaps by chance."
-    if not rows:
-        return [f"No {view.noun} has an exact copy among the others.{also} A floor is for one row."]
-    floor, k = view.group_floor(rows), len(rows)
-    least = f"{plus_minus(floor)} {view.of_range} ({view.basis})" if floor > 0 else "unknown: not all were measured"
-    return [
-        f"{found['records']:,} of {count(view.records, view.noun)} have exact copies (at most {k:,} of one). A floor "
-        f"is for one row. If the {k:,} equal rows of the largest group ({view.record_name(rows[0])} and others) are "
-        f"one person’s, the floor for an unbiased attacker is {least}.{also}"
-    ]
 
 
 def weaknesses(records: int, protection: Protection, noun: str) -> list[str]:
@@ -230,64 +136,44 @@ def columns_note(view: View) -> str:
 # --- assumptions ---------------------------------------------------------------------------
 
 
+def _entries(template: str, run: Run, **context: Any) -> list[tuple[str, str]]:
+    """Returns the entries of a template of plain text, (topic, text): they are set apart by blank lines."""
+    seed = "from a seed that nobody else knows. Whoever learns the seed can subtract the noise."
+    seed = CHOSEN if run.training.get("seed_from") == CHOSEN_SEED else seed
+    mechanism = {"sampler": None, "clip": None, **run.mechanism}
+    shown = paragraphs(template, m=mechanism, seed=seed, release=release(run), **context)
+    return [(topic, text.strip()) for topic, _, text in (entry.partition(": ") for entry in shown)]
+
+
 def assumptions(view: View) -> list[tuple[str, str]]:
     """Lists every assumption of the per-record floors: (topic, text).
 
     Args:
         view: the audit.
     """
-    m, noun, parts = view.run.mechanism, view.noun, view.private_parts
-    public = [clean(str(name), 80) for name in view.run.data.get("public") or ()]
-    known = f"this {noun}’s {'label' if view.classes else view.target_name}"
-    single = ""
-    if view.features > 1:
-        where = f"the {'maps' if view.image else 'tables'} above show which"
-        where = where if view.leakage.kept_diagonal is not None else "which ones is not measured with this sampler"
-        single = (
-            f" Single {parts} can be known better than the average: {where}. The floor is at most the root mean square "
-            f"of the {view.part}s’ own floors, as d/Tr I is the harmonic mean of their squares 1/I_jj."
-        )
-    return [
-        (
-            "Attacker",
-            f"Knows every other record, {known}, everything else about it but its {parts}, the model, the code and all "
-            "settings. Sees every noisy step of the training, not only the final model.",
-        ),
-        *([("Public", f"Taken as known to the attacker: {', '.join(public)}.")] if public else []),
-        (
-            "Unbiased",
-            f"The floors bind attackers whose guess is right on average at this {noun} and next to it (Theorem 2 of "
-            "Guo et al., 2022: the Cramér–Rao bound, squared error ≥ 1/dFIL). A biased attacker can err less.",
-        ),
-        ("Two kinds of floors", compare_kinds(noun)),
-        ("What a floor is", f"The root mean square error over one {noun}’s {parts}, and over the noise.{single}"),
-        (
-            "Neighbours",
-            f"Per-record floors compare the run with runs in which this one {noun}’s {parts} "
-            f"{'are' if view.features > 1 else 'is'} slightly different. Theorem 1 and Le Cam replace one record; "
-            "rate–distortion adds or removes one.",
-        ),
-        *_mechanism(view.run, f", standard deviation {m.get('noise_multiplier'):g} × {m.get('max_grad_norm'):g} on "
-                    "the sum of clipped gradients"),
-        ("Sampling gain", RULES.get(main_rule(view), main_rule(view))),
-        (
-            "Estimate",
-            "Leakage is an average over the randomness of training, estimated from "
-            f"{count(int(m.get('runs', 1)), 'run')}. The released run’s own leakage can differ. The most and the least "
-            f"exposed {noun}s were picked by these estimates, so theirs are rather too high and rather too low.",
-        ),
-        *(
-            ("Model", text)
-            for text in model_caveats(view.run) or [SMOOTH + (UNCHECKED if view.run.caveats is None else CHECKED)]
-        ),
-        ("Guess", f"Knows the average of all {noun}s and nothing about this one. Who knows {known} guesses better."),
-        (
-            "Not covered",
-            "Other releases from these data (models, statistics, earlier runs), settings that were chosen by looking "
-            f"at results, and persons who have more than one {noun} (see Copies).",
-        ),
-        *(("Data", clean(note, 400)) for note in view.facts.get("notes") or ()),
-    ]  # fmt: skip
+    m = view.run.mechanism
+    return _entries(
+        "assumptions.txt",
+        view.run,
+        view=view,
+        noun=view.noun,
+        parts=view.private_parts,
+        several=view.features > 1,
+        known=f"this {view.noun}’s {'label' if view.classes else view.target_name}",
+        public=[clean(str(name), 80) for name in view.run.data.get("public") or ()],
+        two_kinds=compare_kinds(view.noun),
+        noise=f", standard deviation {m.get('noise_multiplier'):g} × {m.get('max_grad_norm'):g} on the sum of clipped "
+        "gradients",
+        rule=str((view.facts.get("rules") or ["exact"])[0]),
+        runs=count(int(m.get("runs", 1)), "run"),
+        model=describe_smoothness(view.run.caveats),
+        notes=[clean(note, 400) for note in view.facts.get("notes") or ()],
+    )
+
+
+def describe_smoothness(caveats: Mapping[str, str] | None) -> list[str]:
+    """Returns what the floors do not cover of a model, or that it was checked; None: not known."""
+    return model_caveats(caveats) or [SMOOTH + (UNCHECKED if caveats is None else CHECKED)]
 
 
 def public_assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
@@ -298,60 +184,13 @@ def public_assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
         noun: the name of a record.
         part: the name of a private number of a record.
     """
-    public = "How many images there are and of what size, the classes, and each image’s class."
-    if noun != "image":
-        public = (
-            "How many records there are. What the columns are, and which categories, classes and missing values occur. "
-            "Declared ranges. Each record’s target, its public columns, and which of its values are missing."
-        )
-    return [
-        (
-            "Attacker",
-            f"Knows every other {noun}, the label, the model, the code and all settings; sees every noisy step.",
-        ),
-        (
-            "Two kinds",
-            f"Floors for any attacker: for each attacker there is some conceivable {noun} on which it errs by as much; "
-            "on others, those trained on included, it may err by less. Floors for an attacker who is unbiased for "
-            f"every {noun} there could be: they hold at each of them. An attacker who is unbiased only near one {noun} "
-            f"is bound by that {noun}’s own floor, which may be far lower and which the owner of the data has.",
-        ),
-        (
-            "Each or average",
-            f"“Each”: the floor holds for any one {part} by itself. “Average”: only the mean over the {part}s is "
-            "bounded, and some may be known much better.",
-        ),
-        ("Neighbours", "As named in the table: replace-one changes one record, add/remove adds or leaves out one."),
-        *_mechanism(run),
-        *(("Model", text) for text in model_caveats(run)),
-        *several_rows(run, noun),
-        ("Taken as public", public),
-        (
-            "Not covered",
-            "Other releases from these data; settings that were chosen by looking at results; test "
-            f"{noun}s, on which accuracy is measured: the noise is for the training {noun}s.",
-        ),
-        (
-            "Not on this page",
-            f"How well each single {noun} is protected: that depends on the data, and their owner has it.",
-        ),
-    ]
-
-
-def _mechanism(run: Run, noise: str = "") -> list[tuple[str, str]]:
-    """Returns the assumptions that both pages share: sampler, clip, noise, release."""
-    m = run.mechanism
-    seed = f"fresh at every step, {CHOSEN}"
-    if run.training.get("seed_from") != CHOSEN_SEED:
-        seed = (
-            "fresh at every step, from a seed that nobody else knows. Whoever learns the seed can subtract the noise."
-        )
-    return [
-        ("Sampler", SAMPLERS.get(str(m.get("sampler")), f"Batches: {m.get('sampler')}.")),
-        ("Clip", CLIPS.get(str(m.get("clip")), f"Clip: {m.get('clip')}.")),
-        ("Noise", f"Gaussian{noise}; {seed}"),
-        ("Release", release(run)),
-    ]
+    mechanism, rates = advice.run_mechanism(run), []
+    if mechanism is not None:  # what it guarantees to somebody who has several rows
+        chances = [(k, format_percent(float(mechanism.for_group(k).rero(BLIND)))) for k in (2, 5, 10)]
+        rates = [f"at most {chance} with {k} {noun}s" for k, chance in chances if chance != "100%"]
+        rates += [f"not bounded with {k} {noun}s or more" for k, chance in chances if chance == "100%"][:1]
+    facts = {"model": model_caveats(run.caveats), "rates": rates, "blind": format_percent(BLIND), "noise": ""}
+    return _entries("assumptions-public.txt", run, noun=noun, part=part, **facts)
 
 
 def release(run: Run) -> str:
@@ -359,26 +198,6 @@ def release(run: Run) -> str:
     runs = int(run.mechanism.get("runs", 1))
     which = "The one run" if runs == 1 else f"The first of {runs:,} runs, fixed beforehand; the others only measure"
     return f"{which}. Releasing two or more models from these data is not covered: the information of all adds up."
-
-
-def several_rows(run: Run, noun: str) -> list[tuple[str, str]]:
-    """Returns what the mechanism guarantees to somebody who has several rows; empty where that is not known.
-
-    Args:
-        run: the public facts.
-        noun: the name of a record.
-    """
-    mechanism = advice.run_mechanism(run)
-    if mechanism is None:
-        return []
-    chances = [(k, format_percent(float(mechanism.for_group(k).rero(BLIND)))) for k in (2, 5, 10)]
-    rates = [f"at most {chance} with {k} {noun}s" for k, chance in chances if chance != "100%"]
-    rates += [f"not bounded with {k} {noun}s or more" for k, chance in chances if chance == "100%"][:1]
-    return [(
-        "Several rows",
-        f"All floors here are for one {noun}. Somebody with several in the data, who is rebuilt with a chance of "
-        f"{format_percent(BLIND)} without the release, is rebuilt with it with a chance of {', '.join(rates)}.",
-    )]  # fmt: skip
 
 
 def compare_kinds(noun: str) -> str:
@@ -403,11 +222,6 @@ def growth_note(view: View) -> str:
         f"First run. Each {view.noun} is measured {times} in a run on average, and a drop shows when it was measured. "
         "Only the right end is the run’s estimate."
     )
-
-
-def main_rule(view: View) -> str:
-    """Returns the subsampling rule whose floors are shown first."""
-    return str((view.facts.get("rules") or ["exact"])[0])
 
 
 # --- settings ------------------------------------------------------------------------------

@@ -21,6 +21,11 @@ NEGLIGIBLE = 1e-3
 NO_LIMIT = "too few measurements (raise --budget) or too few runs (raise --runs)"
 
 
+def quantile(values: np.ndarray, share: float) -> float:
+    """Returns a quantile that some record has; 0 where there are none."""
+    return float(np.quantile(values, share, method="lower")) if len(values) else 0.0
+
+
 @dataclass(frozen=True)
 class View:
     """The numbers of a run and its leakage that the page shows.
@@ -269,8 +274,8 @@ class View:
         return int((self.shown < threshold).sum())
 
     def quantile(self, share: float) -> float:
-        """Returns a quantile of the floors of the records measured, as `shown` (a floor that some record has)."""
-        return float(np.quantile(self.shown[self.measured], share, method="lower")) if self.measured.any() else 0.0
+        """Returns a quantile of the floors of the records measured, as `shown`."""
+        return quantile(self.shown[self.measured], share)
 
     def group_floor(self, rows: list[int]) -> float:
         """Returns the ± floor of somebody who has these rows, as it is shown first: 1/√(k Σ dFIL).

@@ -9,11 +9,12 @@ from typing import Any
 
 from reconbound._internal.files import CONFIDENTIAL, write_whole
 from reconbound._internal.formatting import Side, format_limit, format_number, format_percent
-from reconbound.report import axes
+from reconbound.report import charts
 from reconbound.report import text as report_text
-from reconbound.report.axes import Chart, Key
+from reconbound.report.charts import Chart, Key
 from reconbound.report.folder import prepare
 from reconbound.report.formats import amount, clean, count, for_plotly, guess_error, plus_minus
+from reconbound.report.headline import model_caveats
 from reconbound.report.pages import render
 from reconbound.sweep import space
 from reconbound.sweep.frontier import (
@@ -94,7 +95,7 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         "proved": describe_floor(f"{rule}_max").partition(",")[0],
         "crossed": _describe_crossed(rows),
         "delta": next((format_limit(row["delta"], 6) for row in rows if row.get("delta")), "–"),
-        "assumptions": (*ASSUMPTIONS, *(("Model", text) for text in _caveats(facts) or [_describe_smoothness(facts)])),
+        "assumptions": (*ASSUMPTIONS, *(("Model", t) for t in report_text.describe_smoothness(facts.get("caveats")))),
         **{name: f"{facts[name]:,}" for name in ("runs", "trials", "finished")},
         "failed": facts["failed"],
     }
@@ -144,7 +145,7 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
         rows: of the finished trials.
         facts: as in `write_pages`.
     """
-    found = [*_describe_weak_settings(rows), *_caveats(facts)]
+    found = [*_describe_weak_settings(rows), *model_caveats(facts.get("caveats"))]
     unmeasured = max((int(row.get("never_measured") or 0) for row in rows), default=0)
     if unmeasured:
         found.append(
@@ -172,10 +173,6 @@ def _describe_weak_settings(rows: Sequence[Row]) -> list[str]:
     warning = protection_of(worst).warning()
     many = f"{len(weak):,} of {count(len(rows), 'row')}: {warning[0].lower()}{warning[1:]}"
     return [warning if len(rows) == 1 else many]
-
-
-def _caveats(facts: Mapping[str, Any]) -> list[str]:
-    return [clean(caveat, 600) for caveat in (facts.get("caveats") or {}).values()]
 
 
 def verdict(
@@ -244,20 +241,16 @@ def settings_in(rows: Sequence[Row]) -> list[str]:
     return [name for name in space.PARAMETERS if any(name in row for row in rows)]
 
 
-def _describe_smoothness(facts: Mapping[str, Any]) -> str:
-    return report_text.SMOOTH + (report_text.UNCHECKED if facts.get("caveats") is None else report_text.CHECKED)
-
-
 # --- charts --------------------------------------------------------------------------------
 
 
 def _lines(rows: Sequence[Row], floors: Sequence[str], measure: str) -> Chart:
     """Draws the front of each floor at the most exposed record, and of those of the mechanism."""
     # the first is the most exposed record's, in the same colour in both charts and in an audit's
-    colours = (axes.VERMILLION, *(colour for colour in axes.SERIES if colour != axes.VERMILLION))
+    colours = (charts.VERMILLION, *(colour for colour in charts.SERIES if colour != charts.VERMILLION))
     traces, keys = [], []
     for k, floor in enumerate(floor for floor in floors if not floor.endswith(("_q99", "_median"))):
-        colour, dash = colours[k % len(colours)], axes.DASHES[k % len(axes.DASHES)]
+        colour, dash = colours[k % len(colours)], charts.DASHES[k % len(charts.DASHES)]
         traces.append(_trace(pareto(rows, floor), floor, colour, dash, measure))
         keys.append(Key(colour, describe_floor(floor), "line", dash))
     return _chart("chart-frontier", traces, keys, "every floor: the best settings", measure)
@@ -267,7 +260,7 @@ def _places(rows: Sequence[Row], rule: str, measure: str) -> Chart:
     """Draws all settings at three quantiles of the records, and the fronts."""
     drawn = [f"{rule}_{place}" for place in ("max", "q99", "median") if any(f"{rule}_{place}" in row for row in rows)]
     traces, keys = [], []
-    for floor, colour in zip(drawn, (axes.VERMILLION, axes.ORANGE, axes.BLUE), strict=False):
+    for floor, colour in zip(drawn, (charts.VERMILLION, charts.ORANGE, charts.BLUE), strict=False):
         traces.append({**_trace(rows, floor, colour, "solid", measure), "mode": "markers", "opacity": 0.45})
         traces.append(_trace(pareto(rows, floor), floor, colour, "solid", measure))
         keys.append(Key(colour, describe_floor(floor), "line"))
@@ -289,9 +282,9 @@ def _trace(rows: Sequence[Row], floor: str, colour: str, dash: str, measure: str
 def _chart(name: str, traces: list[Any], keys: list[Key], against: str, measure: str) -> Chart:
     logs = [y for trace in traces for y in trace["y"]] or [0.0]
     low, high = min(logs) - 0.2, max(logs) + 0.2
-    title = axes.titled(f"{measure} (%)" if measure == ACCURACY else f"{measure} on test data")
+    title = charts.titled(f"{measure} (%)" if measure == ACCURACY else f"{measure} on test data")
     x = {"title": title, "zeroline": False, "fixedrange": True, "nticks": 7}
-    layout = axes.layout(460, x, axes.log_axis(low, high, "floor (MSE)"))
+    layout = charts.layout(460, x, charts.log_axis(low, high, "floor (MSE)"))
     beyond = any(abs(y) >= DECADES for y in logs)
     note = f"What lies beyond {10**DECADES:,.0f} or below {10**-DECADES:g} is drawn at the edge." if beyond else ""
     label = f"{measure[0].upper()}{measure[1:]} against {against}"
