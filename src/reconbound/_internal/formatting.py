@@ -118,6 +118,3 @@ def format_percent(x: float, digits: int = 3, side: Side = "up") -> str:
         return f"{x}%"
     short = float(_rounded(100 * _exact(x), digits, side))
     return f"{short:.{digits}g}%"
-
-
-__all__ = ["Side", "format_floor", "format_limit", "format_noise", "format_number", "format_percent", "round_to"]

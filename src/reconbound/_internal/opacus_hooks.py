@@ -13,7 +13,6 @@ from reconbound._internal.checks import InputError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_KINDS = ("_forward_hooks", "_backward_hooks")
 
 
 @contextmanager
@@ -31,12 +30,12 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
             "must be the network itself, model._module, not Opacus's wrapper for grad_sample_mode='ew'",
             f"a {type(model).__name__}",
         )
-    taken: list[tuple[Any, list[Any]]] = []
-    for module in model.modules():
-        for kind in _KINDS:
-            hooks = getattr(module, kind)
-            if any(by_opacus(hook) for hook in hooks.values()):
-                taken.append((hooks, list(hooks.items())))
+    taken = [
+        (hooks, list(hooks.items()))
+        for module in model.modules()
+        for hooks in (module._forward_hooks, module._backward_hooks)
+        if any(map(by_opacus, hooks.values()))
+    ]
     try:
         for hooks, items in taken:
             for key, hook in items:

@@ -18,7 +18,7 @@ from reconbound.validate.model import (
     check_structure,
     is_about_checkpointing,
 )
-from reconbound.validate.private import Private
+from reconbound.validate.private import Private, Problem, trainable
 
 Method = Literal["auto", "layers", "generic"]
 ErrorFrom = Literal["auto", "spread", "product", "bound"]
@@ -215,8 +215,10 @@ def check_overflow(values: Tensor, name: str, what: str) -> None:
         )
 
 
-def check_trainable(model: nn.Module, params: Mapping[str, Tensor]) -> None:
-    for name, module in model.named_modules():
+def released(problem: Problem) -> dict[str, Tensor]:
+    """Returns the parameters whose gradients are released, or raises an error that says what is wrong with them."""
+    params = trainable(problem)
+    for name, module in problem.model.named_modules():
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise ValueError(
                 f"the module {name or type(module).__name__!r} is compiled: pass the model as it was before"
@@ -226,6 +228,7 @@ def check_trainable(model: nn.Module, params: Mapping[str, Tensor]) -> None:
     for name, p in params.items():
         if not p.is_floating_point():
             raise ValueError(f"the trainable parameter {name} is {p.dtype}: it must be real, as two real parameters")
+    return params
 
 
 def check_clip_norm(max_grad_norm: float) -> None:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from reconbound._internal.opacus_hooks import unhooked
 from reconbound._internal.rng import fresh_generator, random_states_kept
 from reconbound.fisher.clipping import Clip, check_clip
+from reconbound.validate.placed import converted
 from reconbound.validate.private import (
     Inputs,
     Private,
@@ -106,7 +107,7 @@ def dense_information(
     Guarantee: exact up to float64 rounding wherever the model is twice differentiable and (hard clip) ‖g‖ ≠ C.
     """
     model = copy.deepcopy(model).double()
-    inputs, targets = tree_map(_double, (inputs, targets))
+    inputs, targets = tree_map(lambda x: converted(x, torch.float64), (inputs, targets))
     problem = Problem(model, loss_fn, as_private(private))
     z = private_part(problem, inputs, targets)
     chosen = feature_mask(problem.private, z)
@@ -131,7 +132,12 @@ def dense_information(
     sizes = [p.numel() for p in params.values()]
     pieces = torch.stack(clipped).sum(0).split(sizes)
     sums = {name: piece.reshape(p.shape) for (name, p), piece in zip(params.items(), pieces, strict=True)}
-    return _dense(g, jacobian, noise_multiplier * max_grad_norm, sums)
+    noise, norm = noise_multiplier * max_grad_norm, g.norm(dim=1)
+    unit = torch.where(norm[:, None] > 0, g / torch.where(norm > 0, norm, 1)[:, None], 0)
+    along = torch.einsum("bpd,bp->bd", jacobian, unit)
+    across = (jacobian - unit[:, :, None] * along[:, None, :]).square().sum((1, 2)) / noise**2
+    matrix = jacobian.transpose(1, 2) @ jacobian / noise**2
+    return DenseInformation(norm, g, jacobian, matrix, along.square().sum(1) / noise**2, across, sums)
 
 
 @unhooked
@@ -210,22 +216,6 @@ def load_forward_mode() -> None:
         jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
 
 
-def _dense(g: Tensor, jacobian: Tensor, noise: float, sums: dict[str, Tensor]) -> DenseInformation:
-    norm = g.norm(dim=1)
-    unit = torch.where(norm[:, None] > 0, g / torch.where(norm > 0, norm, 1)[:, None], 0)
-    along = torch.einsum("bpd,bp->bd", jacobian, unit)
-    across = jacobian - unit[:, :, None] * along[:, None, :]
-    return DenseInformation(
-        norm=norm,
-        gradient=g,
-        jacobian=jacobian,
-        matrix=jacobian.transpose(1, 2) @ jacobian / noise**2,
-        along=along.square().sum(1) / noise**2,
-        across=across.square().sum((1, 2)) / noise**2,
-        gradient_sum=sums,
-    )
-
-
 def _factor(n: Tensor, max_grad_norm: float, clip: Clip) -> Tensor:
     if check_clip(clip) == "smooth":
         x = n / max_grad_norm - 1
@@ -239,7 +229,3 @@ def _clipped(g: Tensor, max_grad_norm: float, clip: Clip) -> Tensor:
     n = torch.where(square > 0, torch.where(square > 0, square, 1).sqrt(), 0)
     c = _factor(torch.where(square > 0, n, max_grad_norm * 1e-300), max_grad_norm, clip)
     return c * g
-
-
-def _double(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

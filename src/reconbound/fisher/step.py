@@ -33,6 +33,7 @@ from reconbound.fisher.options import (
     check_overflow,
     check_values,
     explain_torch_error,
+    released,
 )
 from reconbound.fisher.passes.products import squares, zero_sums
 from reconbound.fisher.probes import (
@@ -44,7 +45,7 @@ from reconbound.fisher.probes import (
     shared_directions,
     with_shared_signs,
 )
-from reconbound.fisher.sums import Pass, as_present, first_slopes, micro_batches, open_pass, released
+from reconbound.fisher.sums import Pass, as_present, first_slopes, micro_batches, open_pass
 from reconbound.validate.jumps import check_jumps_once
 from reconbound.validate.model import NOT_CHECKED, known_caveats
 from reconbound.validate.private import (

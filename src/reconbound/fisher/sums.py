@@ -23,10 +23,10 @@ from reconbound.fisher.options import (
     check_clip_norm,
     check_options,
     check_overflow,
-    check_trainable,
     check_values,
     explain_dtype_error,
     explain_torch_error,
+    released,
 )
 from reconbound.fisher.passes.by_layer import LayerPass
 from reconbound.fisher.passes.generic import GenericPass
@@ -34,6 +34,7 @@ from reconbound.fisher.passes.products import zero_sums
 from reconbound.fisher.passes.recorder import NotCovered
 from reconbound.fisher.probes import SHARED_FROM
 from reconbound.validate.model import ModelError
+from reconbound.validate.placed import converted
 from reconbound.validate.private import (
     Inputs,
     Private,
@@ -201,13 +202,6 @@ def micro_batches(records: int, size: int | None) -> Iterator[slice]:
         yield slice(start, min(start + size, records))
 
 
-def released(problem: Problem) -> dict[str, Tensor]:
-    """Returns the parameters whose gradients are released, or raises an error that says what is wrong with them."""
-    params = trainable(problem)
-    check_trainable(problem.model, params)
-    return params
-
-
 def as_present(mask: Tensor, z: Tensor) -> Tensor:
     if mask.shape != (z.shape[0],):
         raise InputError("mask", f"must have one entry per record, shape ({z.shape[0]},)", tuple(mask.shape))
@@ -259,7 +253,7 @@ def check_sums(
     inputs: Any,
     targets: Any,
     *,
-    max_grad_norm: float | None = None,
+    max_grad_norm: float,
     clip: Clip = "smooth",
     method: Method = "auto",
 ) -> None:
@@ -278,7 +272,7 @@ def check_sums(
         loss_fn: (outputs, targets) → one loss per record, (B,).
         inputs: a tensor (B, ...), or a tuple or dictionary of such.
         targets: what loss_fn takes, with B rows.
-        max_grad_norm: the clip norm C; None: half of the smallest gradient norm that is not 0, so that all are clipped.
+        max_grad_norm: the clip norm C.
         clip: "smooth" or "hard".
         method: as in `clipped_gradient_sum`.
 
@@ -291,7 +285,15 @@ def check_sums(
     fault = find_fault(model, loss_fn, few, method)
     if fault is not None:
         raise ModelError(f"{fault}: the model cannot be trained privately by this way (method {method!r})")
-    _check_contributions(model, loss_fn, few, max_grad_norm, clip, method)
+    for i in range(count_records(few)):
+        one = _sum(model, loss_fn, batch_rows(few, slice(i, i + 1)), method, max_grad_norm, clip)
+        size = float(torch.stack([s.double().norm() for s in one.gradient_sum.values()]).norm())
+        if not size <= sensitivity(clip) * max_grad_norm * (1 + 1e-4):
+            raise ModelError(
+                f"record {i} of the batch contributes {size / max_grad_norm:.4g} times max_grad_norm to the gradient "
+                f"sum, more than the {sensitivity(clip)} that the noise is made for: this model cannot be trained "
+                "privately in this precision; use float64"
+            )
 
 
 def find_fault(model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: Method) -> str | None:
@@ -330,26 +332,6 @@ def _find_fault(
     return None
 
 
-def _check_contributions(
-    model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], max_grad_norm: float | None, clip: Clip, method: Method
-) -> None:
-    norms = _sum(model, loss_fn, few, method).norm
-    if max_grad_norm is None:
-        positive = norms[norms > 0]
-        if len(positive) == 0:
-            return
-        max_grad_norm = float(positive.min()) / 2
-    for i in range(len(norms)):
-        one = _sum(model, loss_fn, batch_rows(few, slice(i, i + 1)), method, max_grad_norm, clip)
-        size = float(torch.stack([s.double().norm() for s in one.gradient_sum.values()]).norm())
-        if not size <= sensitivity(clip) * max_grad_norm * (1 + 1e-4):
-            raise ModelError(
-                f"record {i} of the batch contributes {size / max_grad_norm:.4g} times max_grad_norm to the gradient "
-                f"sum, more than the {sensitivity(clip)} that the noise is made for: this model cannot be trained "
-                "privately in this precision; use float64"
-            )
-
-
 def _sum(
     model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: Method, norm: float = _NEVER, clip: Clip = "hard"
 ) -> ClippedSum:
@@ -379,7 +361,7 @@ def _spread(inputs: Any, targets: Any) -> tuple[Any, Any]:
 
 def _in_float64(model: nn.Module, few: tuple[Any, Any]) -> tuple[nn.Module, tuple[Any, Any]] | None:
     """Returns the model and the records in float64, or None where the model does not run in it."""
-    widened = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, few)
+    widened = tree_map(lambda x: converted(x, torch.float64), few)
     try:
         wide = copy.deepcopy(model).double()
         with torch.no_grad():

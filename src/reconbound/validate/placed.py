@@ -59,7 +59,7 @@ class Placed:
     def losses(self, z: list[Tensor]) -> Tensor:
         """Returns the loss of each record with z in the place of the private part, (B,)."""
         fresh = {name: t if t.requires_grad else t.clone() for name, t in self.state.items()}
-        with _Wide() if self.dtype == torch.float64 else nullcontext():
+        with _Wide() if self.dtype == torch.float64 else nullcontext():  # type: ignore[no-untyped-call]
             if self.private is not None:
                 return Problem(self.model, self.loss_fn, self.private).losses(z[0], self.inputs, self.targets, fresh)
             leaves, structure = tree_flatten(self.inputs)
@@ -93,9 +93,6 @@ class Placed:
 
 class _Wide(TorchDispatchMode):
     """A mode in which casts to less precise floating-point numbers are casts to float64: rounding is not tested."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -299,7 +299,7 @@ def uncovered_caveats(model: nn.Module, loss_fn: LossFn, few: Any, private: Priv
     if private is None or private.part != "module":
         return ()
     with torch.enable_grad(), random_states_kept():
-        return module_caveats(model, private, find_uncovered(Problem(model, loss_fn, private), *few))
+        return module_caveats(model, private, _uncovered(Problem(model, loss_fn, private), *few))
 
 
 def warn_uncovered(caveats: tuple[str, ...]) -> None:
@@ -310,7 +310,7 @@ def warn_uncovered(caveats: tuple[str, ...]) -> None:
         warn_user(f"floors do not cover all that is released, {'; '.join(said)}: {why}", ReconboundWarning)
 
 
-def find_uncovered(problem: Problem, inputs: Any, targets: Any) -> list[str]:
+def _uncovered(problem: Problem, inputs: Any, targets: Any) -> list[str]:
     """Returns the trained parameters whose gradient changes with what goes into the private module, its output kept.
 
     Other tokens (or values) are put in while the module returns the same output. A gradient that changes depends on
@@ -368,5 +368,5 @@ def _gradients(problem: Problem, z: Tensor, inputs: Any, targets: Any) -> tuple[
         handle.remove()
     params = trainable(problem)
     weights = torch.linspace(1, 2, len(losses)).to(losses)
-    found = torch.autograd.grad(losses @ weights, list(params.values()), allow_unused=True)
-    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(params.items(), found, strict=True)}, given
+    found = torch.autograd.grad(losses @ weights, list(params.values()), materialize_grads=True)
+    return dict(zip(params, found, strict=True)), given

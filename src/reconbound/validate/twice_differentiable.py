@@ -31,19 +31,15 @@ def _bag(
     input: Tensor,
     weight: Tensor,
     offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
     mode: str = "mean",
-    sparse: bool = False,
     per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
     padding_idx: int | None = None,
+    **how: Any,
 ) -> Tensor | None:
-    if max_norm is not None or scale_grad_by_freq or sparse:
+    if how["max_norm"] is not None or how["scale_grad_by_freq"] or how["sparse"]:
         return None
     if offsets is not None:
-        input, per_sample_weights, inside = _in_rows(input, offsets, per_sample_weights, include_last_offset)
+        input, per_sample_weights, inside = _in_rows(input, offsets, per_sample_weights, how["include_last_offset"])
     else:
         inside = torch.ones_like(input, dtype=torch.bool)
     if padding_idx is not None:

@@ -99,8 +99,14 @@ class LayerPass:
 
         Guarantee: not below the norm of the record's contribution to `weighted_sum`, with weight 1, as computed there.
         """
-        squares = [self._own_squares(name, uses) for name, uses in self.weight_uses.items()]
-        return self._norms([found for found in squares if found is not None])
+        squares: list[Tensor] = []
+        for name, uses in self.weight_uses.items():
+            formed, factors = self._formed(name, uses, self._own_pairs())
+            if formed is None:
+                squares.append(self._above(uses[0], *factors[0]))
+            else:
+                self.formed[name] = formed
+        return self._norms(squares)
 
     def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:
         """Returns the norms and Jᵀg, of z's shape. moving: products Jv will follow."""
@@ -199,16 +205,13 @@ class LayerPass:
             if name not in self.formed:
                 self.formed[name] = self._bias_direction(uses, self._own_pairs())
 
-    def _own_squares(self, name: str, uses: list[int]) -> Tensor | None:
-        """Keeps the weight's gradients, or returns squares not below theirs, (B,), whichever is less work."""
+    def _formed(self, name: str, uses: list[int], pairs: list[list[Pair]]) -> tuple[Tensor | None, list[Pair]]:
+        """Returns the weight's gradients, if it is cheaper to form them, and (of a single use) their factors."""
         if len(uses) > 1:
-            self.formed[name] = self._full(name, uses, self._own_pairs())
-            return None
-        columns, rows = self._factors(uses[0], [(self.inputs[uses[0]], self.deltas[uses[0]])])[0]
-        if products.forms_gradient(columns, rows, columns.shape[-1]):
-            self.formed[name] = products.record_gradients(columns, rows)
-            return None
-        return self._above(uses[0], columns, rows)
+            return self._full(name, uses, pairs), []
+        factors = self._factors(uses[0], pairs[uses[0]])
+        forms = products.forms_gradient(*factors[0], sum(columns.shape[-1] for columns, _ in factors))
+        return products.summed_gradients(factors) if forms else None, factors
 
     def _above(self, i: int, columns: Tensor, rows: Tensor, grams: Pair | None = None) -> Tensor:
         """Returns squares not below those of the contributions that `weighted_sum` makes of this use, (B,)."""
@@ -229,14 +232,11 @@ class LayerPass:
         found: list[Tensor] = []
         formed = [self._bias_direction(uses, pairs) for uses in self.bias_uses.values()]
         for name, uses in self.weight_uses.items():
-            if len(uses) > 1:
-                formed.append(self._full(name, uses, pairs))
-                continue
-            factors = self._factors(uses[0], pairs[uses[0]])
-            if products.forms_gradient(*factors[0], sum(columns.shape[-1] for columns, _ in factors)):
-                formed.append(products.summed_gradients(factors))
-            else:
+            gradients, factors = self._formed(name, uses, pairs)
+            if gradients is None:
                 found.append(products.summed_squares(factors))
+            else:
+                formed.append(gradients)
         if formed:
             found.append(products.squares(*formed))
         if not found:
@@ -257,14 +257,20 @@ class LayerPass:
         along_output: list[Tensor | None] = [None] * len(self.sites)
         along_input: list[Tensor | None] = [None] * len(self.sites)
         for name, uses in self.weight_uses.items():
-            if len(uses) > 1:
-                formed, above = self._several(name, uses, pairs, along_output, along_input), None
-            else:
-                formed, above = self._single(uses[0], pairs, along_output, along_input, squares is not None, moving)
-            if squares is not None and formed is not None:
+            if moving and len(uses) == 1:
+                self.columns[uses[0]] = self._columns(uses[0], self.inputs[uses[0]])
+            formed, factors = self._formed(name, uses, pairs)
+            if formed is None:
+                self._seed_unformed(uses[0], factors, along_output, along_input, squares)
+                continue
+            if squares is not None:
                 self.formed[name] = formed
-            if squares is not None and above is not None:
-                squares.append(above)
+            for i in uses:
+                site, a, delta = self.sites[i], self.inputs[i], self.deltas[i]
+                columns = factors[0][0] if factors else site.rule.columns(a)
+                along_output[i] = _kept(site, products.apply_each(site.rule, columns, formed, delta))
+                if site.a.requires_grad:
+                    along_input[i] = products.transpose_each(site.rule, delta, formed, a)
         for uses in self.bias_uses.values():
             direction = self._bias_direction(uses, pairs)
             for i in uses:
@@ -275,52 +281,27 @@ class LayerPass:
                 along_output[i] = e if before is None else before.add_(e)
         return along_output, along_input
 
-    def _single(
-        self, i: int, pairs: list[list[Pair]], along_output: list[Any], along_input: list[Any], own: bool, moving: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Sets the seeds of a weight that is used once.
-
-        Returns:
-            The gradients, if it was cheaper to form them; otherwise (own: of the records' own pairs) squares not below
-            those of their norms.
-        """
-        site, rule, a, delta = self.sites[i], self.sites[i].rule, self.inputs[i], self.deltas[i]
-        columns, rows = self._columns(i, a), rule.rows(delta)
-        if moving:
-            self.columns[i] = columns
-        factors = [(columns, rows)] if own else self._factors(i, pairs[i])
-        formed = above = t = None
-        if products.forms_gradient(columns, rows, sum(c.shape[-1] for c, _ in factors)):
-            formed = products.summed_gradients(factors)
-            e = formed @ columns
-            if site.a.requires_grad:
-                t = products.transpose_each(rule, delta, formed, a)
-        else:
-            if rows.shape[-1] > 1 or not own:  # with one place nothing can cancel
-                columns, rows = products.precise(columns), products.precise(rows)
-                factors = [(products.precise(c), products.precise(r)) for c, r in factors]
-            others = (columns, rows) if own else products.joined(factors)
-            of_columns, of_rows = products.gram(others[0], columns), products.gram(others[1], rows)
-            e = products.combined(others[1], of_columns).to(self.dtype)
-            if site.a.requires_grad:
-                t = rule.from_columns(products.combined(others[0], of_rows).to(self.dtype), a.shape)
-            if own:
-                above = self._above(i, columns, rows, (of_columns, of_rows))
+    def _seed_unformed(
+        self, i: int, factors: list[Pair], along_output: list[Any], along_input: list[Any], squares: list[Tensor] | None
+    ) -> None:
+        """Sets the seeds of a weight that is used once, without its gradients; squares: as in `_record_direction`."""
+        site, rule, delta, own = self.sites[i], self.sites[i].rule, self.deltas[i], squares is not None
+        columns, rows = factors[0][0], factors[0][1] if own else rule.rows(delta)
+        if rows.shape[-1] > 1 or not own:  # with one place nothing can cancel
+            columns, rows = products.precise(columns), products.precise(rows)
+        others = (
+            (columns, rows)
+            if own
+            else products.joined([(products.precise(c), products.precise(r)) for c, r in factors])
+        )
+        of_columns, of_rows = products.gram(others[0], columns), products.gram(others[1], rows)
+        e = products.combined(others[1], of_columns).to(self.dtype)
         along_output[i] = _kept(site, rule.from_rows(e, delta.shape))
-        along_input[i] = t
-        return formed, above
-
-    def _several(
-        self, name: str, uses: list[int], pairs: list[list[Pair]], along_output: list[Any], along_input: list[Any]
-    ) -> Tensor | None:
-        """Sets the seeds of a weight that is used several times, and returns its gradients."""
-        formed = self._full(name, uses, pairs)
-        for i in uses:
-            rule, a, delta = self.sites[i].rule, self.inputs[i], self.deltas[i]
-            along_output[i] = _kept(self.sites[i], products.apply_each(rule, a, formed, delta))
-            if self.sites[i].a.requires_grad:
-                along_input[i] = products.transpose_each(rule, delta, formed, a)
-        return formed
+        if site.a.requires_grad:
+            t = products.combined(others[0], of_rows).to(self.dtype)
+            along_input[i] = rule.from_columns(t, self.inputs[i].shape)
+        if squares is not None:
+            squares.append(self._above(i, columns, rows, (of_columns, of_rows)))
 
     def _columns(self, i: int, a: Tensor) -> Tensor:
         kept = self.columns.get(i) if a is self.inputs[i] else None
@@ -357,18 +338,15 @@ class LayerPass:
         outputs: list[Tensor] = []
         seeds: list[Tensor] = []
         where: list[tuple[int, bool]] = []
-        for i, e in enumerate(along_output):
+        for i, (e, t) in enumerate(zip(along_output, along_input, strict=True)):
             if e is None:
                 continue
             dots.append((self.deltas[i] * e).flatten(1).sum(1))
-            if self.graph_deltas[i].requires_grad:
-                outputs.append(self.graph_deltas[i])
-                seeds.append(e.to(self.graph_deltas[i].dtype))
-                where.append((i, True))
-            if along_input[i] is not None:
-                outputs.append(self.sites[i].a)
-                seeds.append(along_input[i].to(self.sites[i].a.dtype))
-                where.append((i, False))
+            for at, seed, in_delta in ((self.graph_deltas[i], e, True), (self.sites[i].a, t, False)):
+                if seed is not None and at.requires_grad:
+                    outputs.append(at)
+                    seeds.append(seed.to(at.dtype))
+                    where.append((i, in_delta))
         total = torch.stack(dots).sum(0) if dots else torch.zeros_like(self.losses)
         if not moving:
             return total, self._at_z(_backward(outputs, self.z, seeds))

@@ -145,14 +145,13 @@ class _Linear(torch.autograd.Function):
         return _linear(grads[0], *ctx.maps), None, None
 
 
-_linear: Callable[..., Any] = _Linear.apply
+_linear: Callable[..., Tensor] = _Linear.apply
 
 
 def convolve(a: Tensor, weight: Tensor, rule: Any) -> Tensor:
     """Convolves with a constant weight by a ConvRule, cheap to differentiate twice in the input."""
     shape = a.shape
-    output: Tensor = _linear(a, lambda x: rule.apply(x, weight), lambda delta: rule.transpose(delta, weight, shape))
-    return output
+    return _linear(a, lambda x: rule.apply(x, weight), lambda delta: rule.transpose(delta, weight, shape))
 
 
 def poolable(shape: torch.Size, kernel: Pair, stride: Pair) -> bool:
@@ -165,8 +164,7 @@ def poolable(shape: torch.Size, kernel: Pair, stride: Pair) -> bool:
 def pool(a: Tensor, kernel: Pair, stride: Pair) -> Tensor:
     """Computes average pooling, cheap to differentiate twice on CUDA; only where `poolable`."""
     shape = a.shape
-    output: Tensor = _linear(a, lambda x: average(x, kernel, stride), lambda d: unpool(d, kernel, stride, shape))
-    return output
+    return _linear(a, lambda x: average(x, kernel, stride), lambda d: unpool(d, kernel, stride, shape))
 
 
 def unpool(delta: Tensor, kernel: Pair, stride: Pair, shape: torch.Size) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.func import grad, vjp, vmap
+from torch.func import grad, grad_and_value, vjp, vmap
 from torch.utils._pytree import tree_map
 
 from reconbound.fisher.options import dependence_error, gradient_error
@@ -90,9 +90,9 @@ class GenericPass:
         params = {name: p.clone().requires_grad_() for name, p in self.params.items()}
         with torch.enable_grad():
             losses = self.problem.losses(z, inputs, targets, params)
-            if not losses.requires_grad:
-                raise gradient_error()
-            found = torch.autograd.grad(losses.sum(), [*params.values()], create_graph=True, allow_unused=True)
+            found: Any = ()
+            if losses.requires_grad:
+                found = torch.autograd.grad(losses.sum(), [*params.values()], create_graph=True, allow_unused=True)
             moving = [g.sum() for g in found if g is not None and g.requires_grad]
         if all(g is None for g in found):
             raise gradient_error()
@@ -104,8 +104,7 @@ class GenericPass:
         return self.problem.losses(z.unsqueeze(0), one[0], one[1], params)[0]
 
     def _gradient(self, z: Tensor, public: Any) -> Any:
-        gradient_and_loss = grad(lambda w: (lambda loss: (loss, loss))(self._loss(w, z, public)), has_aux=True)
-        return gradient_and_loss(self.params)
+        return grad_and_value(lambda w: self._loss(w, z, public))(self.params)
 
     def _pull(self, z: Tensor, public: Any, direction: Params) -> Any:
         """Returns Jᵀ·direction."""

@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -111,13 +112,10 @@ class ConvRule:
         padded = [s + 2 * p for s, p in zip(shape[2:], self.padding, strict=True)]
         out = columns.new_zeros(*shape[:2], *padded)
         for k, offset in enumerate(itertools.product(*map(range, self.kernel))):
-            window = out
-            for i, (o, dil, st, n) in enumerate(zip(offset, self.dilation, self.stride, places, strict=True)):
-                window = window.narrow(2 + i, o * dil, (n - 1) * st + 1)
-                window = window[(slice(None),) * (2 + i) + (slice(None, None, st),)]
-            window += columns[:, :, k]
-        inner = tuple(slice(p, p + s) for p, s in zip(self.padding, shape[2:], strict=True))
-        return out[(slice(None), slice(None), *inner)]
+            spans = zip(offset, self.dilation, self.stride, places, strict=True)
+            window: Any = (slice(o * dil, o * dil + (n - 1) * st + 1, st) for o, dil, st, n in spans)
+            out[(..., *window)].add_(columns[:, :, k])
+        return F.pad(out, [-p for p in reversed(self.padding) for _ in (0, 1)])
 
     def _spread_by_convolution(self, columns: Tensor, shape: torch.Size, places: tuple[int, ...]) -> Tensor:
         """Computes `from_columns` as one transposed convolution with a one-hot weight: one launch instead of many."""

@@ -248,12 +248,11 @@ def full_gradients(rule: Rule, a: Tensor, delta: Tensor, weight: Tensor) -> Tens
     return record_gradients(rule.columns(a), rule.rows(delta)).reshape(-1, *weight.shape)
 
 
-def apply_each(rule: Rule, a: Tensor, weights: Tensor, like: Tensor) -> Tensor:
-    """Applies the layer with a different weight for every record, (B, *weight.shape); like has the output's shape."""
+def apply_each(rule: Rule, columns: Tensor, weights: Tensor, like: Tensor) -> Tensor:
+    """Applies the layer to columns with another weight for every record, (B, *weight.shape), to an output like this."""
     if isinstance(rule, EmbeddingRule):
-        index = a.reshape(a.shape[0], -1, 1).expand(-1, -1, weights.shape[2])
+        index = columns.transpose(1, 2).expand(-1, -1, weights.shape[2])
         return weights.gather(1, index).reshape(like.shape)
-    columns = rule.columns(a)
     matrices = weights.reshape(weights.shape[0], columns.shape[1], -1, columns.shape[2])
     return rule.from_rows(matrices @ columns, like.shape)
 

@@ -26,6 +26,7 @@ from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule, LinearRule,
 from reconbound.validate.model import CHECKPOINTING
 from reconbound.validate.private import Inputs, Problem, batch_rows
 from reconbound.validate.twice_differentiable import each_side
+from reconbound.validate.watch import close
 
 _CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()  # what check_small_batch has passed
 
@@ -123,16 +124,9 @@ def _conv(rank: int) -> Callable[..., Tensor | None]:
 
 
 def _embedding(
-    rec: Recorder,
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    rec: Recorder, input: Tensor, weight: Tensor, padding_idx: int | None = None, **how: Any
 ) -> Tensor | None:
-    if rec.name(weight) is None or max_norm is not None or scale_grad_by_freq or sparse:
+    if rec.name(weight) is None or how["max_norm"] is not None or how["scale_grad_by_freq"] or how["sparse"]:
         return None
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
@@ -154,9 +148,7 @@ def _avg_pool2d(
     plain = set(each_side(padding, 2)) == {0} and not ceil_mode and divisor_override is None
     if not (plain and input.is_cuda):
         return None
-    height, width = each_side(kernel_size, 2)
-    down, right = each_side(stride or kernel_size, 2)
-    kernel, stride = (height, width), (down, right)
+    kernel, stride = each_side(kernel_size, 2), each_side(stride or kernel_size, 2)
     return pool(input, kernel, stride) if poolable(input.shape, kernel, stride) else None
 
 
@@ -245,14 +237,8 @@ def check_order(sites: list[Site], losses: Tensor, alone: Mapping[int, tuple[lis
         if not bool((losses[row].detach() - loss).abs() <= 0.02 * losses.detach().abs().max()):
             raise NotCovered(f"the loss of record {row} depends on the other records or on their number")
         for site, one in zip(sites, own, strict=True):
-            here, there = site.a[row].detach(), one.a[0].detach()
-            if here.shape == there.shape and bool((here == there).all()):
-                continue
-            if here.shape == there.shape and here.is_floating_point():
-                near = 0.02 * there.abs().max()  # a batch of another size is rounded otherwise
-                if bool(((here - there).abs() <= near).all()):
-                    continue
-            raise NotCovered(f"the input of {site.weight or site.bias} has other values of record {row} in its row")
+            if not close(one.a[0], site.a[row], 0.02):  # a batch of another size is rounded otherwise
+                raise NotCovered(f"the input of {site.weight or site.bias} has other values of record {row} in its row")
 
 
 def check_rows_own(losses: Tensor, sites: list[Site], deltas: list[Tensor | None]) -> None:
@@ -260,21 +246,18 @@ def check_rows_own(losses: Tensor, sites: list[Site], deltas: list[Tensor | None
 
     With other weights on the losses, powers of two, each row must grow by the weight of its own record.
     """
-    at: Any = [site.edge for site, delta in zip(sites, deltas, strict=True) if delta is not None]
-    if not at:
+    used = [(site, delta) for site, delta in zip(sites, deltas, strict=True) if delta is not None and delta.numel()]
+    if not used:
         return
     weights = losses.new_tensor([2.0 ** (5 * i % 7 - 3) for i in range(len(losses))])
-    weighted = iter(torch.autograd.grad(losses, at, weights, retain_graph=True))
-    for site, delta in zip(sites, deltas, strict=True):
-        if delta is None:
-            continue
-        found = next(weighted)
-        if found.numel() == 0:
-            continue
+    at: Any = [site.edge for site, _ in used]
+    weighted = torch.autograd.grad(losses, at, weights, retain_graph=True)
+    for (site, delta), found in zip(used, weighted, strict=True):
         expected = delta.detach() * weights.to(delta).reshape(-1, *(1,) * (delta.dim() - 1))
         off = (found - expected).flatten(1).abs().amax(1)
-        if not bool((off <= 0.02 * expected.flatten(1).abs().amax(1)).all()):  # exact, but for overflow and underflow
-            row = int((off > 0.02 * expected.flatten(1).abs().amax(1)).int().argmax())
+        own = off <= 0.02 * expected.flatten(1).abs().amax(1)  # exact, but for overflow and underflow
+        if not bool(own.all()):
+            row = int(own.int().argmin())
             raise NotCovered(f"the output of {site.weight or site.bias} has other records' gradients in row {row}")
 
 
