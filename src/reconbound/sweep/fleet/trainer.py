@@ -88,7 +88,7 @@ class Fleet:
         budgets: records measured over records trained on, for each stretch between two of `at`; default: the first
             settings' budget for all. Blocks of a plan end where a stretch ends, so every snapshot is unbiased.
         device: where to train.
-        method: "stacked": all trainings in the same operations, for chains of the layers in stacked_layers.py;
+        method: "stacked": all trainings in the same operations, for chains of the layers in stacked.py;
             "branches": any model, a branch of the graph for each training. "auto": stacked where possible.
         streams: branches that may run side by side on a GPU.
         initialise: gives a model its fresh parameters, from torch's generator; default: each module's own way.
