@@ -23,13 +23,7 @@ from reconbound._internal.fingerprints import Fingerprints
 from reconbound.accounting.confidence import FEWEST, WIDEST
 from reconbound.accounting.feature_ledger import Chosen, Diagonal, FeatureLedger
 from reconbound.accounting.readings import Readings
-from reconbound.accounting.record_ledger import (
-    RecordLedger,
-    check_information,
-    check_type,
-    checked_indices,
-    measured_rows,
-)
+from reconbound.accounting.record_ledger import RecordLedger, check_information, check_type, checked_records
 from reconbound.accounting.spec import Account, checked_counts, checked_device, checked_scale
 from reconbound.fisher import StepInformation
 from reconbound.validate.model import ReconboundWarning
@@ -113,8 +107,7 @@ class FisherAccountant(Readings):
             raise InputError("weight", why, weight)
         if flag("stratified", stratified) and self.account.sampler == "shuffle":
             raise InputError("stratified", "must be False with shuffled epochs: measure the batches themselves", True)
-        indices, found = measured_rows(indices, found)
-        index = checked_indices(indices, found, self.account.records)
+        index, found = checked_records(indices, found, self.account.records)
         if index.numel() == 0:
             return
         self._check_information(index, found)
@@ -177,10 +170,8 @@ class FisherAccountant(Readings):
         """
         fault = self.traces.describe_missing()
         if fault:
-            cure = (
-                "Use the right weight, or an Account with the steps that were taken and the records that are measured"
-            )
-            warn_user(f"{fault}. {cure}", ReconboundWarning)
+            cure = "the right weight, or an Account with the steps that were taken and the records that are measured"
+            warn_user(f"{fault}. Use {cure}", ReconboundWarning)
         self._fingerprints.finish()
         self.traces.finish_run()
         self.features.finish_run()

@@ -209,8 +209,7 @@ def table(rows: Sequence[Row]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*columns, "front"])
     for row in rows:
-        values = ["" if row.get(name) is None else row[name] for name in columns]
-        writer.writerow([*values, " ".join(on[id(row)])])
+        writer.writerow([*map(row.get, columns), " ".join(on[id(row)])])
     return text.getvalue()
 
 
@@ -238,11 +237,8 @@ def describe_floor(name: str) -> str:
     if name in FLOOR_WORDS:
         return FLOOR_WORDS[name]
     rule, _, place = name.partition("_")
-    return (
-        f"{FLOOR_WORDS[rule]}, {FLOOR_WORDS[place]}"
-        if rule in FLOOR_WORDS and place in FLOOR_WORDS
-        else name.replace("_", " ")
-    )
+    known = rule in FLOOR_WORDS and place in FLOOR_WORDS
+    return f"{FLOOR_WORDS[rule]}, {FLOOR_WORDS[place]}" if known else name.replace("_", " ")
 
 
 def attacker_of(floor: str) -> tuple[str, str]:

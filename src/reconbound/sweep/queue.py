@@ -32,6 +32,7 @@ from reconbound._internal.checks import DataError, InputError
 from reconbound._internal.files import json_digest
 from reconbound.sweep.database import (
     POSTGRES,
+    REPAIR,
     SweepStopped,
     check_whole,
     checked_url,
@@ -172,7 +173,7 @@ class Queue:
 
     def _open(self, **options: Any) -> None:
         url = self.url.render_as_string(hide_password=False)
-        with _without_experimental_warnings():
+        with without_experimental_warnings():
             self.storage = optuna.storages.RDBStorage(url, heartbeat_interval=1, grace_period=self.grace, **options)
 
     def slots(self) -> list[Slot]:
@@ -219,10 +220,10 @@ class Queue:
                 continue
             whose = f"that of the sweep {self.name!r} in {self.shown}"
             if name == "together":
-                was = "be given, as when" if earlier.get(name) else "be left out, as when"
-                raise InputError(
-                    name, f"must {was} {whose.removeprefix('that of ')} began", "a number" if value else "none"
+                was = (
+                    f"must be {'given' if earlier.get(name) else 'left out'}, as when {whose.removeprefix('that of ')}"
                 )
+                raise InputError(name, f"{was} began", "a number" if value else "none")
             if name == "seed":
                 raise InputError(name, f"must be {whose}: copy the file seed from the folder where it began", "another")
             raise InputError(name, f"must stay {whose}, {earlier.get(name)!r}", value)
@@ -248,7 +249,7 @@ class Queue:
     def recover(self) -> int:
         """Fails the trials of dead workers and refills the queue. Returns the number of settings enqueued."""
         self._correct_clock()
-        with _without_experimental_warnings():
+        with without_experimental_warnings():
             optuna.storages.fail_stale_trials(self.study)
         return self.refill()
 
@@ -357,10 +358,8 @@ class Queue:
             raise self._refusal(claim.slot, "to end")
 
     def _refusal(self, slot: int, what: str) -> SweepStopped:
-        return SweepStopped(
-            f"the database {self.shown} refused {what} setting {slot}, as if it was edited by hand: bring it back from "
-            "a copy, or begin the sweep anew in another folder"
-        )
+        refused = f"the database {self.shown} refused {what} setting {slot}"
+        return SweepStopped(f"{refused}, as if it was edited by hand: {REPAIR}")
 
     def dispose(self) -> None:
         """Closes the connections, whether or not the database answers."""
@@ -424,7 +423,8 @@ def seal_of(slot: int, setting: Any, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 @contextmanager
-def _without_experimental_warnings() -> Iterator[None]:
+def without_experimental_warnings() -> Iterator[None]:
+    """Hides that Optuna calls heartbeats and, in early versions, constant_liar experimental."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         yield

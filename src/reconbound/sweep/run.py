@@ -29,9 +29,9 @@ from reconbound._internal.files import (
 from reconbound._internal.rng import GUESSABLE, checked_seed, new_seed, seed_warning
 from reconbound.report.folder import prepare
 from reconbound.sweep import space as spaces
-from reconbound.sweep.database import Patience, SweepStopped, describe_fault, first_line, retry_database, shown_url
+from reconbound.sweep.database import AGAIN, SweepStopped, describe_fault, first_line, retry_database, shown_url
 from reconbound.sweep.frontier import FLOORS, default_floor, rows_of, score_of, sealed_rows, write_table
-from reconbound.sweep.queue import Claim, Queue
+from reconbound.sweep.queue import Claim, Queue, without_experimental_warnings
 from reconbound.sweep.space import Choices, Row, Setting, Space
 from reconbound.sweep.trial import TRIALS
 from reconbound.sweep.workers import Job, owner_name, progress, supervise, work
@@ -160,9 +160,7 @@ def sweep(
         fault = None if isinstance(reason, SweepStopped) else describe_fault(reason)
         if fault is None:
             raise
-        raise SweepStopped(
-            f"{fault}. The sweep stops; nothing is lost: run the same command again to go on"
-        ) from reason
+        raise SweepStopped(f"{fault}. {AGAIN}") from reason
     finally:
         queue.dispose()
 
@@ -207,11 +205,8 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder} {why}: make one by reconbound sweep DATA --grid ... --out {folder}") from None
     except Unreadable as reason:
         raise DataError(f"{reason}: the command that made the sweep writes it again") from None
-    kinds = {"name": str, "data": str, "runs": int} | {
-        "storage": str | None,
-        "guesses": dict | None,
-        "caveats": dict | None,
-    }
+    kinds: dict[str, Any] = {"name": str, "data": str, "runs": int}
+    kinds |= {"storage": str | None, "guesses": dict | None, "caveats": dict | None}
     wrong = [name for name, kind in kinds.items() if not isinstance(about.get(name), kind)]
     if wrong:
         raise DataError(f"{folder / ABOUT} is not a file of reconbound's ({wrong[0]} is missing, or something else)")
@@ -260,8 +255,7 @@ def make_trainer(config: Sweep) -> Any:
 
 def open_queue(config: Sweep) -> Queue:
     """Opens the sweep's storage."""
-    with warnings.catch_warnings():  # early versions of Optuna warn that constant_liar is experimental
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    with without_experimental_warnings():
         sampler = optuna.samplers.TPESampler(n_startup_trials=max(5, (config.trials or 0) // 5), constant_liar=True)
     objectives = 2 if config.at_least is None else 1
     return Queue(config.url, config.name, grace=config.grace, sampler=sampler, objectives=objectives)
@@ -403,16 +397,7 @@ def _join(config: Sweep, make_train: Callable[[Sweep], Any] | None, owner: str, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         train = (make_train or make_trainer)(config)
-    patience = Patience()
-    while True:
-        try:
-            queue = open_queue(config)
-            break
-        except InputError as reason:  # the sweep is under way: a storage that is out of reach is waited for
-            fault = describe_fault(reason)
-            if fault is None:
-                raise
-            patience.wait(reason, fault)
+    queue = retry_database(partial(open_queue, config))  # the sweep is under way: a storage out of reach is waited for
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KinkWarning)
         return work(queue, _make_job(queue, config, train), owner, stop)

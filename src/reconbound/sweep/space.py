@@ -124,9 +124,8 @@ def settings_of(space: Space) -> list[Setting]:
     """
     for name, values in space.items():
         if isinstance(values, Range):
-            raise InputError(
-                "grid", f"must list the values of {name}: a range is for --search tpe", _format_range(values)
-            )
+            what = f"must list the values of {name}: a range is for --search tpe"
+            raise InputError("grid", what, _format_range(values))
     lists = [values.values for values in space.values() if isinstance(values, Choices)]
     return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*lists)]
 

@@ -273,10 +273,9 @@ def progress(queue: Queue, steps: int, show: bool) -> Iterator[None]:
             printed.add(slot.number)
             seconds = (time.monotonic() - begun) * (len(slots) * steps - done) / max(1, done - before)
             left = f"; about {format_duration(seconds)} left" if len(printed) < len(slots) else ""
-            ended = (
-                f"{'trained' if slot.failure is None else 'failed'}: {format_setting(slot.setting or {}, PARAMETERS)}"
-            )
-            print(f"{len(printed)} of {len(slots)} {ended}{left}", file=sys.stderr, flush=True)
+            ended = f"{len(printed)} of {len(slots)} {'trained' if slot.failure is None else 'failed'}"
+            which = format_setting(slot.setting or {}, PARAMETERS)
+            print(f"{ended}: {which}{left}", file=sys.stderr, flush=True)
 
     def watch() -> None:
         with progress_bar(len(slots) * steps, done, True, "steps of all settings") as advance:
