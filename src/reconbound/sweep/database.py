@@ -55,9 +55,8 @@ def checked_url(url: str) -> Any:
         raise InputError("storage", "must have an @ that is no separator, as in a password, as %40", _hidden(url))
     if "password" in parsed.query:  # it would be shown there
         user, password = (_last(parsed.query.get(name, "")) for name in ("user", "password"))
-        parsed = parsed.difference_update_query(["user", "password"]).set(
-            username=user or parsed.username or "", password=password
-        )
+        parsed = parsed.set(username=user or parsed.username or "", password=password)
+        parsed = parsed.difference_update_query(["user", "password"])
     if backend not in ("sqlite", "postgresql") or (backend == "sqlite" and not _file(parsed)):
         raise InputError("storage", "must be a SQLite file or a PostgreSQL database", shown_url(parsed))
     if parsed.drivername == "postgresql" and find_spec("psycopg2"):  # the default depends on SQLAlchemy's version
@@ -260,22 +259,19 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         reason = reason.__cause__
 
 
-def _is_damaged(error: BaseException) -> bool:
-    """Returns whether a SQLite file is damaged: waiting does not repair it."""
-    return any(words in first_line(error) for words in ("malformed", "is not a database"))
+def _is_lasting(error: BaseException, tries: int) -> bool:
+    """Returns whether waiting does not help: a SQLite file is damaged, or the tables themselves refuse it.
 
-
-def _is_contradictory(error: BaseException) -> bool:
-    """Returns whether a database refuses what its own tables do not allow, as after edits by hand.
-
-    Waiting does not help, except in a race between two workers.
+    The latter is so after edits by hand, but also once or twice in a race between two workers.
     """
     wrong = (sql.exc.IntegrityError, sql.exc.ProgrammingError, sql.exc.DataError)
-    return any(
+    refused = any(
         isinstance(reason, wrong)  # or SQLite's "no such table", "no such column"
         or (isinstance(reason, sql.exc.OperationalError) and "no such " in str(reason.orig))
         for reason in _causes(error)
     )
+    damaged = any(words in first_line(error) for words in ("malformed", "is not a database"))
+    return damaged or (refused and tries > _RACES)
 
 
 class Patience:
@@ -294,7 +290,7 @@ class Patience:
         """
         now = time.monotonic()
         self.since, self.tries = self.since or now, self.tries + 1
-        if _is_damaged(error) or (_is_contradictory(error) and self.tries > _RACES):
+        if _is_lasting(error, self.tries):
             raise SweepStopped(f"{why}: {REPAIR}") from error
         if now - self.since >= self.limit:
             raise SweepStopped(f"{why}: waited {self.limit:.0f} s. {AGAIN}") from error

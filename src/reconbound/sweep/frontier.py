@@ -90,17 +90,16 @@ def sealed_rows(slot: Slot) -> list[Row]:
     """Returns a finished setting's rows as they were stored. Raises a DataError if they were changed."""
     which = f"setting {slot.number} of the storage"
     stored = {} if slot.complete is None else slot.complete.user_attrs
-    found, setting = stored.get("rows"), stored.get("setting")
-    if not isinstance(found, list) or not isinstance(setting, dict) or not all(isinstance(row, dict) for row in found):
-        raise DataError(f"{which} is damaged: it is finished, and its rows are not there")
+    found: Any = stored.get("rows")
+    setting = stored.get("setting")
+    listed: list[Any] = [setting, *found] if isinstance(found, list) else [None]
+    if not all(isinstance(row, dict) for row in listed) or not all({"steps", "accuracy"} <= set(row) for row in found):
+        raise DataError(f"{which} is damaged: it is finished, and its rows, with steps and accuracy, are not there")
     if stored.get("sha256") != seal_of(slot.number, setting, found):
         raise DataError(f"{which} was changed or damaged, or is of an earlier version: its rows have another digest")
-    for row in [setting, *found]:
-        for name, value in row.items():
-            if name not in space.PARAMETERS and not isinstance(value, int | float | None):
-                raise DataError(f"{which} is not reconbound's: {name!r} is no number")
-    if not all({"steps", "accuracy"} <= set(row) for row in found):
-        raise DataError(f"{which} is not reconbound's: a row has no steps or accuracy")
+    for name, value in (item for row in listed for item in row.items()):
+        if name not in space.PARAMETERS and not isinstance(value, int | float | None):
+            raise DataError(f"{which} is not reconbound's: {name!r} is no number")
     rows: list[Row] = printable(found)
     return rows
 

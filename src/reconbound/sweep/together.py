@@ -185,9 +185,8 @@ class TogetherTrainer(Trainer):
         """Returns the rows of the k-th training, from the snapshots of all runs at each step count."""
         lost = [shot.step for at in shots for shot in at if not shot.finite[k]]
         if lost:
-            return Exploded(
-                f"the parameters or the ledger are not finite after {min(lost)} steps: the model has exploded; lower lr"
-            )
+            what = f"the parameters or the ledger are not finite after {min(lost)} steps"
+            return Exploded(f"{what}: the model has exploded; lower lr")
         rows = []
         for at in shots:
             account = replace(fleet.ledger.factors.accounts[k], steps=at[0].step)

@@ -192,7 +192,8 @@ class Trainer:
         row["never_measured"] = int((measured == 0).sum())
         row["zero_information"] = int(((mean[0] == 0) & (measured > 0)).sum())
         row |= {**companions(account.mechanism(), account.features, self.delta), "delta": self.delta}
-        return {name: _plain(value) for name, value in row.items()}
+        no_json = {name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+        return row | dict.fromkeys(no_json)
 
 
 class _Evaluate(Callback):
@@ -318,11 +319,6 @@ def _spread(values: Sequence[float]) -> float | None:
         return None
     middle = fmean(values)
     return math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1))
-
-
-def _plain(value: Any) -> Any:
-    """Returns the value, or None for a number that JSON cannot hold."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 __all__ = ["Trainer", "fingerprint"]

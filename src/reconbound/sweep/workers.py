@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,7 @@ def work(queue: Queue, job: Job, owner: str, stop: Callable[[], bool] = lambda: 
     finished, patience = 0, Patience()
     try:
         while not stop():
-            claims: list[Claim] = []
-            while len(claims) < job.together:
-                claim = retry_database(partial(queue.claim, owner))
-                if claim is None:
-                    break
-                claims.append(claim)
+            claims = list(islice(iter(lambda: retry_database(partial(queue.claim, owner)), None), job.together))
             if claims:
                 try:
                     finished += _attempt(queue, job, claims)
