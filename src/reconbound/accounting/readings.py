@@ -1,4 +1,4 @@
-"""What a ledger says: dFIL, floors, their precision and limits, and what the mechanism guarantees by itself."""
+"""The reading half of a ledger: dFIL, floors, their precision and limits, and the guarantee of the mechanism itself."""
 
 from __future__ import annotations
 
