@@ -138,10 +138,9 @@ class Factors:
         return column[0, 0] if len(values) == 1 else column
 
     def _kappa(self, steps: int) -> Tensor:
-        delta, bound = paper_delta(self.accounts[0].records, steps), {"smooth": 1.115, "hard": 1.0}
-        return self._column(
-            [paper_kappa(a.noise_multiplier, a.sample_rate, delta, clip_bound=bound[a.clip]) for a in self.accounts]
-        )
+        delta, bounds = paper_delta(self.accounts[0].records, steps), {"smooth": 1.115, "hard": 1.0}
+        own = [(a.noise_multiplier, a.sample_rate, bounds[a.clip]) for a in self.accounts]
+        return self._column([paper_kappa(noise, rate, delta, clip_bound=bound) for noise, rate, bound in own])
 
     def kappa_ratio(self, steps: int) -> Tensor:
         """Returns κ(steps)/κ(T): the paper's factor depends on the number of steps, over which it splits its δ."""

@@ -279,9 +279,8 @@ def begin(queue: Queue, config: Sweep, train: Any) -> None:
         queue.begin(facts, spaces.settings_of(config.space))
     about: dict[str, Any] = {"name": config.name, "storage": config.storage and queue.shown, "data": config.data}
     about |= {"grid": space, "steps": config.steps, "runs": config.runs}
-    files.write_whole(
-        config.out / ABOUT, files.sealed_json({"confidential": True, **about, **known}), mode=files.CONFIDENTIAL
-    )
+    content = files.sealed_json({"confidential": True, **about, **known})
+    files.write_whole(config.out / ABOUT, content, mode=files.CONFIDENTIAL)
 
 
 def _describe_data(config: Sweep, train: Any) -> dict[str, Any]:

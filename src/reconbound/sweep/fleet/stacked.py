@@ -135,10 +135,10 @@ class ConvLayer:
 
     def _patches(self, a: Tensor) -> Tensor:
         k, c, b, h, w = a.shape
-        flat, args = a.reshape(k * c, b, h, w), (self.kernel, self.stride, self.padding)
+        flat = a.reshape(k * c, b, h, w)
         numbers = math.prod(self.kernel) * a.numel()  # at least as many as there are, for strides below the kernel
         if convolutions.kernels_apply(flat, (1, 1), numbers):
-            found = convolutions.patches(flat, *args)
+            found = convolutions.patches(flat, self.kernel, self.stride, self.padding)
         else:
             found = F.unfold(flat.reshape(-1, 1, h, w), self.kernel, 1, self.padding, self.stride)
             found = found.reshape(k * c, b, found.shape[1], -1).transpose(1, 2)
