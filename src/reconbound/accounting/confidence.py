@@ -160,10 +160,8 @@ def describe_one_run(times: float, *, squared: bool = True) -> str:
     """
     two, ten = ONE_RUN[times >= OFTEN]
     factors = ("2", "10") if squared else ("1.4", "3.1")
-    return (
-        f"in simulated trainings up to {two} % of the floors from one run were more than {factors[0]} times too high, "
-        f"and up to {ten} % more than {factors[1]} times"
-    )
+    said = f"in simulated trainings up to {two} % of the floors from one run were more than {factors[0]} times too high"
+    return f"{said}, and up to {ten} % more than {factors[1]} times"
 
 
 def describe_precision(measured: Tensor, relative: float, of: str = "", *, runs: int) -> str:

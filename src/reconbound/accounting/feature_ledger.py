@@ -19,7 +19,7 @@ from torch import Tensor
 
 from reconbound._internal.checks import InputError, choice, number, whole
 from reconbound.accounting.confidence import relative_median
-from reconbound.accounting.ledger import Ledger
+from reconbound.accounting.record_ledger import Ledger
 from reconbound.accounting.spec import Account
 from reconbound.bounds import Bound, per_feature
 from reconbound.fisher import StepInformation
@@ -181,7 +181,6 @@ class FeatureLedger(Ledger):
             across: the factor of the part across the gradient, (k,).
             along: the factor of the part along it, (k,).
         """
-        self.check_found(found)
         self.state["diagonal"] += self._entries(found, across, along)
 
     def _entries(self, found: StepInformation, across: Tensor, along: Tensor) -> Tensor:
@@ -288,11 +287,8 @@ class FeatureLedger(Ledger):
         """
         if self.kind in ("none", "average"):
             raise InputError("diagonal", "must keep records, for the error of their features", self.kind)
-        if self.choice is None:
-            return self.standard_error("diagonal").masked_fill(self._measured(measured)[:, None] == 0, torch.inf)
-        runs = self.state["diagonal_runs"][:, None]
-        variance = self.state["diagonal_error"].clamp(min=0) / (runs * (runs - 1)).clamp(min=1)
-        return variance.sqrt().masked_fill(runs < 2, torch.inf)
+        unknown = self._measured(measured)[:, None] < (1 if self.choice is None else 2)
+        return self.standard_error("diagonal").masked_fill(unknown, torch.inf)
 
     def precision(self, measured: Tensor) -> tuple[Tensor, float]:
         """Returns the number of measurements per record kept, (k,), and the entries' median relative standard error."""

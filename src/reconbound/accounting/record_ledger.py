@@ -1,9 +1,9 @@
-"""The per-record ledger: Tr I under each rule, and spectral norms if requested. Fleets keep one for all trainings."""
+"""The base of all ledgers, and the per-record one: Tr I under each rule, and spectral norms if requested."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -14,13 +14,123 @@ from torch import Tensor
 
 from reconbound._internal.checks import InputError
 from reconbound.accounting.confidence import describe_precision, relative_median
-from reconbound.accounting.ledger import Ledger
 from reconbound.accounting.spec import Account, Factors
 from reconbound.bounds import Bound, from_trace
 from reconbound.fisher import StepInformation
 
 _RULES = {"exact": "exact Poisson factors", "fixed": "the fixed-size factor", "none": "no amplification",
           "paper": "the paper's κ: comparison, no guarantee"}  # fmt: skip
+
+
+class Ledger:
+    """Sums over the steps of a run, their means over finished runs, and what standard errors are computed from.
+
+    A quantity x has the tensors "x" (the sum of the present run), "x_mean" (over the finished runs) and, where it is
+    kept, "x_error". Until the second run ends, x_error is the variance of the first run's sum, as far as the subclass
+    can tell it from one run. From then on it is the sum of the squared deviations of the runs from their mean.
+    A subclass calls `keep` for each of its quantities and adds each step's measurements to "x".
+
+    Args:
+        device: where the tensors live.
+
+    Attributes:
+        state: the tensors, by name.
+        runs: the number of finished runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.runs = device, 0
+        self.state: dict[str, Tensor] = {}
+
+    def keep(self, name: str, *shape: int, dtype: torch.dtype = torch.float64, error: bool = False) -> None:
+        """Creates the empty tensors of a quantity.
+
+        Args:
+            name: of the quantity.
+            shape: of each tensor.
+            dtype: of each tensor.
+            error: whether to keep what its standard error is computed from.
+        """
+        for ending in ("", "_mean", "_error")[: 3 if error else 2]:
+            self.state[name + ending] = torch.zeros(*shape, dtype=dtype, device=self.device)
+
+    def _quantities(self) -> list[str]:
+        return [name for name in self.state if f"{name}_mean" in self.state]
+
+    def run_counts(self, name: str) -> int | Tensor:
+        """Returns the number of finished runs in the quantity's mean; a subclass may have one for each row."""
+        return self.runs
+
+    # --- runs --------------------------------------------------------------------------
+
+    def finish_run(self) -> None:
+        """Adds the present run to the means and starts an empty one."""
+        self.runs += 1
+        for name in self._quantities():
+            total, mean, error = (self.state.get(name + ending) for ending in ("", "_mean", "_error"))
+            assert total is not None
+            assert mean is not None
+            delta = total - mean
+            mean += delta / self.run_counts(name)
+            if error is not None and self.runs == 2:
+                error.zero_()  # not times 0: the error of one run may be infinite
+            if error is not None and self.runs > 1:
+                error += delta * (total - mean)
+        self.clear_run()
+
+    def clear_run(self) -> None:
+        """Empties the sums of the present run."""
+        for name in self._quantities():
+            self.state[name].zero_()
+
+    def merge(self, other: Ledger) -> None:
+        """Adds the finished runs of another ledger with the same tensors."""
+        for name in self._quantities():
+            mean, theirs = self.state[f"{name}_mean"], other.state[f"{name}_mean"].to(self.device)
+            more, total = other.run_counts(name), self.run_counts(name) + other.run_counts(name)
+            share = more / total if isinstance(total, int) else more / total.clamp(min=1)
+            delta = theirs - mean
+            if f"{name}_error" in self.state:
+                error, added = self.state[f"{name}_error"], other.state[f"{name}_error"].to(self.device)
+                if self.runs == 0:
+                    error.copy_(added)
+                else:
+                    if self.runs == 1:
+                        error.zero_()
+                    error += delta.square() * (self.run_counts(name) * share)
+                    if other.runs > 1:
+                        error += added
+            mean += delta * share
+        self.runs += other.runs
+
+    # --- reading -----------------------------------------------------------------------
+
+    def mean(self, name: str) -> Tensor:
+        """Returns the mean of the quantity over the finished runs, or the sum of the first run so far."""
+        return self.state[f"{name}_mean" if self.runs else name]
+
+    def standard_error(self, name: str) -> Tensor:
+        """Returns the standard error of `mean`: over runs, or after one run what is known from its own measurements."""
+        runs = torch.as_tensor(self.run_counts(name))
+        variance = self.state[f"{name}_error"].double() / (runs * (runs - 1)).clamp(min=1)
+        return variance.clamp(min=0).sqrt()
+
+    # --- keeping -----------------------------------------------------------------------
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises an InputError that names the first tensor whose shape does not fit; nothing is changed."""
+        for name, value in self.state.items():
+            got = tuple(tensors[name].shape) if name in tensors else ()
+            rows = got[:1] if name.startswith("kept_") else tuple(value.shape[:1])  # single runs: any number of rows
+            if got != (*rows, *value.shape[1:]) or name not in tensors:
+                why = f"must be a tensor of shape {tuple(value.shape)}, as this version of reconbound keeps it"
+                raise InputError(name, why, got if name in tensors else None)
+
+    def restore(self, tensors: Mapping[str, Tensor], runs: int) -> None:
+        """Restores the tensors, which have been checked, and the number of finished runs."""
+        self.runs = runs
+        for name, value in self.state.items():
+            self.state[name] = tensors[name].to(value.device, value.dtype, copy=True)
 
 
 class Traces(NamedTuple):
@@ -231,10 +341,8 @@ class RecordLedger(Ledger):
 
     def describe_zeros(self, k: int) -> tuple[str, ...]:
         """Describes records whose measurements were all zero under the k-th rule."""
-        zeros, said = self.zero_records(k), "records had zero information at each measurement"
-        return (
-            (f"{zeros} of {self.account.records} {said}: their floor is the largest number there is",) if zeros else ()
-        )
+        zeros = f"{self.zero_records(k)} of {self.account.records} records had zero information at each measurement"
+        return (f"{zeros}: their floor is the largest number there is",) if self.zero_records(k) else ()
 
     def steps_covered(self) -> float:
         """Returns the number of steps that this run's measurements cover: their weights over those of one step."""
@@ -253,10 +361,8 @@ class RecordLedger(Ledger):
         """
         covered, steps, uneven = self.steps_covered(), self.account.steps, self._count_uneven()
         if uneven:
-            fault = (
-                "were measured in some runs and left out of others, where they count as 0: their floors are too high"
-            )
-            return f"{uneven:,} of {self.account.records:,} records {fault}"
+            fault = "measured in some runs and left out of others, where they count as 0: their floors are too high"
+            return f"{uneven:,} of {self.account.records:,} records were {fault}"
         weight = max(1.0, float(self.state["weights"][1]))  # steps measured with chance 1/weight; batches vary as well
         chance = 6 * math.sqrt(steps * (weight - 1 + weight / (self.account.sample_rate * self.account.records)))
         if abs(covered - steps) <= 0.1 * steps + chance:
@@ -274,16 +380,11 @@ class RecordLedger(Ledger):
 
     def describe_incomplete(self) -> tuple[str, ...]:
         """Describes runs that were not measured over all of their steps, or not yet."""
-        steps = self.account.steps
-        if bool(self.state["partial"]):
-            return (
-                f"some runs were not measured over all of their {steps} steps, for all records: floors of another run",
-            )
-        return (
-            ()
-            if self.runs
-            else (f"a run in progress: about {self.steps_covered():.3g} of {steps} steps measured so far",)
-        )
+        steps, partial = self.account.steps, bool(self.state["partial"])
+        why = f"a run in progress: about {self.steps_covered():.3g} of {steps} steps measured so far"
+        if partial:
+            why = f"some runs were not measured over all of their {steps} steps, for all records: floors of another run"
+        return (why,) if partial or not self.runs else ()
 
 
 # --- checks of what is added -----------------------------------------------------------
@@ -295,35 +396,33 @@ def check_type(found: Any) -> None:
         raise InputError("found", "must be what step_information returns", found)
 
 
-def measured_rows(indices: Any, found: StepInformation) -> tuple[Any, StepInformation]:
-    """Returns indices and information of the records that took part. Masked rows are padding, not measurements."""
+def checked_records(given: Any, found: StepInformation, records: int) -> tuple[Tensor, StepInformation]:
+    """Returns distinct indices, one for each record measured, and the information; refuses others.
+
+    Masked rows are left out: they are padding, not measurements.
+    """
     check_type(found)
-    if found.mask is None or not hasattr(indices, "__len__") or len(indices) != len(found.mask):
-        return indices, found
-    kept = torch.nonzero(found.mask).flatten()
-    names = [f.name for f in fields(found) if isinstance(getattr(found, f.name), Tensor)]
-    some = replace(found, **{name: getattr(found, name)[kept] for name in names})
-    return torch.as_tensor(indices)[kept.cpu()], some
-
-
-def checked_indices(given: Any, found: StepInformation, records: int) -> Tensor:
-    """Returns indices of distinct records, one for each that was measured; refuses others."""
-    indices = given
+    indices, size = given, len(found.clipped_norm)
     with suppress(TypeError, ValueError, RuntimeError):  # a list or an array of whole numbers will do
         indices = torch.as_tensor(given)
     if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.dtype == torch.bool:
         raise InputError("indices", "must be a tensor of record indices", getattr(given, "dtype", given))
-    if tuple(indices.shape) != (len(found.clipped_norm),):
+    if tuple(indices.shape) != (size,):
         have = len(indices) if indices.dim() == 1 else tuple(indices.shape)
-        raise InputError("indices", f"must be {len(found.clipped_norm)}, one for each record found", have)
+        raise InputError("indices", f"must be {size}, one for each record found", have)
+    if found.mask is not None:
+        kept = torch.nonzero(found.mask).flatten()
+        names = [f.name for f in fields(found) if isinstance(getattr(found, f.name), Tensor)]
+        found = replace(found, **{name: getattr(found, name)[kept] for name in names})
+        indices = indices[kept.cpu()]
     if indices.numel() == 0:
-        return indices
+        return indices, found
     low, high = int(indices.min()), int(indices.max())
     if low < 0 or high >= records:
         raise InputError("indices", f"must lie between 0 and {records - 1}", low if low < 0 else high)
     if indices.unique().numel() != indices.numel():
         raise InputError("indices", "must name each record at most once", indices.tolist())
-    return indices
+    return indices, found
 
 
 def check_information(account: Account, indices: Tensor, found: StepInformation) -> None:

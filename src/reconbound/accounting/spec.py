@@ -43,15 +43,13 @@ class MechanismSpec:
     rules: tuple[str, ...] | None = ()
 
     def __post_init__(self) -> None:
-        number("noise_multiplier", self.noise_multiplier, above=0.0)
-        number("max_grad_norm", self.max_grad_norm, above=0.0)
-        number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
+        for name, most in (("noise_multiplier", None), ("max_grad_norm", None), ("sample_rate", 1.0)):
+            number(name, getattr(self, name), above=0.0, at_most=most)
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
         choice("sampler", self.sampler, tuple(_DEFAULT_RULE))
         choice("clip", self.clip, CLIPS)
         if self.rules is not None:
             object.__setattr__(self, "rules", checked_rules(self.rules))
-        for name in ("noise_multiplier", "max_grad_norm", "sample_rate"):
-            object.__setattr__(self, name, plain_number(getattr(self, name)))
 
     @property
     def noise(self) -> float:
@@ -140,10 +138,9 @@ class Factors:
         return column[0, 0] if len(values) == 1 else column
 
     def _kappa(self, steps: int) -> Tensor:
-        delta, bound = paper_delta(self.accounts[0].records, steps), {"smooth": 1.115, "hard": 1.0}
-        return self._column(
-            [paper_kappa(a.noise_multiplier, a.sample_rate, delta, clip_bound=bound[a.clip]) for a in self.accounts]
-        )
+        delta, bounds = paper_delta(self.accounts[0].records, steps), {"smooth": 1.115, "hard": 1.0}
+        own = [(a.noise_multiplier, a.sample_rate, bounds[a.clip]) for a in self.accounts]
+        return self._column([paper_kappa(noise, rate, delta, clip_bound=bound) for noise, rate, bound in own])
 
     def kappa_ratio(self, steps: int) -> Tensor:
         """Returns κ(steps)/κ(T): the paper's factor depends on the number of steps, over which it splits its δ."""

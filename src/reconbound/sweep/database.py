@@ -32,6 +32,8 @@ from reconbound._internal.files import CONFIDENTIAL, disk_fault, open_lock
 POSTGRES = "postgresql+psycopg2://user@host/name"
 ANSWER = 15  # seconds within which a PostgreSQL server must answer
 PATIENCE = 120.0  # seconds that a worker waits for a disk or a database before it stops
+REPAIR = "bring it back from a copy, or begin the sweep anew in another folder"
+AGAIN = "The sweep stops; nothing is lost: run the same command again to go on"
 QUIET = 3.0  # seconds of waiting before a line says so
 _LOCK = 0x7265636F6E  # "recon": the key of PostgreSQL's advisory lock
 _RACES = 2  # number of times that a refusal may be a race between two workers
@@ -53,9 +55,8 @@ def checked_url(url: str) -> Any:
         raise InputError("storage", "must have an @ that is no separator, as in a password, as %40", _hidden(url))
     if "password" in parsed.query:  # it would be shown there
         user, password = (_last(parsed.query.get(name, "")) for name in ("user", "password"))
-        parsed = parsed.difference_update_query(["user", "password"]).set(
-            username=user or parsed.username or "", password=password
-        )
+        parsed = parsed.set(username=user or parsed.username or "", password=password)
+        parsed = parsed.difference_update_query(["user", "password"])
     if backend not in ("sqlite", "postgresql") or (backend == "sqlite" and not _file(parsed)):
         raise InputError("storage", "must be a SQLite file or a PostgreSQL database", shown_url(parsed))
     if parsed.drivername == "postgresql" and find_spec("psycopg2"):  # the default depends on SQLAlchemy's version
@@ -99,9 +100,7 @@ def engine_options(url: Any, *, reading: bool = False) -> dict[str, Any]:
         path = Path(_file(url)).absolute()
         nobody = not path.with_name(f"{path.name}-wal").exists()  # then SQLite need not create its own files beside it
         return {"creator": partial(_connect_reading, path, "immutable=1" if nobody else "mode=ro")}
-    options: dict[str, Any] = {"connect_timeout": ANSWER}
-    if url.get_driver_name() == "psycopg2":
-        options["connection_factory"] = _limited_connection()
+    options = {"connect_timeout": ANSWER, **(_limited_factories() if url.get_driver_name() == "psycopg2" else {})}
     more = {"execution_options": {"postgresql_readonly": True}} if reading else {}
     return {"pool_pre_ping": True, "pool_size": 2, "connect_args": options, **more}
 
@@ -130,33 +129,22 @@ def _time_limit(connection: Any) -> Iterator[None]:
 
 
 @cache
-def _limited_connection() -> Any:
-    """Returns the class of psycopg2's connections whose statements, commits and rollbacks have a time limit."""
+def _limited_factories() -> dict[str, Any]:
+    """Returns the classes of psycopg2's connections and cursors with a time limit for all that waits for the server."""
     import psycopg2.extensions as pg  # type: ignore[import-untyped]
 
-    class LimitedCursor(pg.cursor):  # type: ignore[misc]
-        def execute(self, *args: Any, **options: Any) -> Any:
-            with _time_limit(self.connection):
-                return super().execute(*args, **options)
+    def limited(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            with _time_limit(getattr(self, "connection", self)):
+                return method(self, *args, **options)
 
-        def executemany(self, *args: Any, **options: Any) -> Any:
-            with _time_limit(self.connection):
-                return super().executemany(*args, **options)
+        return call
 
-    class LimitedConnection(pg.connection):  # type: ignore[misc]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self.cursor_factory = LimitedCursor
-
-        def commit(self) -> None:
-            with _time_limit(self):
-                super().commit()
-
-        def rollback(self) -> None:
-            with _time_limit(self):
-                super().rollback()
-
-    return LimitedConnection
+    waiting = {"connection": (pg.connection, "commit", "rollback"), "cursor": (pg.cursor, "execute", "executemany")}
+    return {
+        f"{what}_factory": type(f"Limited{what}", (base,), {name: limited(getattr(base, name)) for name in names})
+        for what, (base, *names) in waiting.items()
+    }
 
 
 def prepare_engine(engine: Any) -> None:
@@ -200,9 +188,8 @@ def check_whole(url: Any) -> None:
     finally:
         connection.close()
     if result != "ok":
-        raise InputError(
-            "storage", f"must be a whole SQLite file ({result[:200]}): bring it back from a copy", shown_url(url)
-        )
+        what = f"must be a whole SQLite file ({result[:200]}): bring it back from a copy"
+        raise InputError("storage", what, shown_url(url))
 
 
 @contextmanager
@@ -272,22 +259,19 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         reason = reason.__cause__
 
 
-def _is_damaged(error: BaseException) -> bool:
-    """Returns whether a SQLite file is damaged: waiting does not repair it."""
-    return any(words in first_line(error) for words in ("malformed", "is not a database"))
+def _is_lasting(error: BaseException, tries: int) -> bool:
+    """Returns whether waiting does not help: a SQLite file is damaged, or the tables themselves refuse it.
 
-
-def _is_contradictory(error: BaseException) -> bool:
-    """Returns whether a database refuses what its own tables do not allow, as after edits by hand.
-
-    Waiting does not help, except in a race between two workers.
+    The latter is so after edits by hand, but also once or twice in a race between two workers.
     """
     wrong = (sql.exc.IntegrityError, sql.exc.ProgrammingError, sql.exc.DataError)
-    return any(
+    refused = any(
         isinstance(reason, wrong)  # or SQLite's "no such table", "no such column"
         or (isinstance(reason, sql.exc.OperationalError) and "no such " in str(reason.orig))
         for reason in _causes(error)
     )
+    damaged = any(words in first_line(error) for words in ("malformed", "is not a database"))
+    return damaged or (refused and tries > _RACES)
 
 
 class Patience:
@@ -306,13 +290,10 @@ class Patience:
         """
         now = time.monotonic()
         self.since, self.tries = self.since or now, self.tries + 1
-        if _is_damaged(error) or (_is_contradictory(error) and self.tries > _RACES):
-            raise SweepStopped(
-                f"{why}: bring it back from a copy, or begin the sweep anew in another folder"
-            ) from error
+        if _is_lasting(error, self.tries):
+            raise SweepStopped(f"{why}: {REPAIR}") from error
         if now - self.since >= self.limit:
-            later = "The sweep stops; nothing is lost: run the same command again to go on"
-            raise SweepStopped(f"{why}: waited {self.limit:.0f} s. {later}") from error
+            raise SweepStopped(f"{why}: waited {self.limit:.0f} s. {AGAIN}") from error
         if not self.reported and now - self.since >= min(QUIET, self.limit / 4):
             notify(f"{why}: waiting for up to {self.limit:.0f} s")
             self.reported = True
@@ -327,14 +308,20 @@ class Patience:
 
 
 def retry_database(action: Callable[[], _Result]) -> _Result:
-    """Repeats an action that a database out of reach refuses, until it succeeds or PATIENCE ends."""
+    """Repeats an action that a database out of reach refuses, until it succeeds or PATIENCE ends.
+
+    An InputError that the environment caused counts as well: a storage that cannot be opened.
+    """
     patience = Patience()
     patience.since = time.monotonic()  # a database may take a long time to report its error
     while True:
         try:
             result = action()
-        except _DATABASE_ERRORS as reason:
-            patience.wait(reason, f"the database: {first_line(reason)}")
+        except (*_DATABASE_ERRORS, InputError) as reason:
+            fault = describe_fault(reason)
+            if fault is None:
+                raise
+            patience.wait(reason, fault)
         else:
             patience.end()
             return result

@@ -90,17 +90,16 @@ def sealed_rows(slot: Slot) -> list[Row]:
     """Returns a finished setting's rows as they were stored. Raises a DataError if they were changed."""
     which = f"setting {slot.number} of the storage"
     stored = {} if slot.complete is None else slot.complete.user_attrs
-    found, setting = stored.get("rows"), stored.get("setting")
-    if not isinstance(found, list) or not isinstance(setting, dict) or not all(isinstance(row, dict) for row in found):
-        raise DataError(f"{which} is damaged: it is finished, and its rows are not there")
+    found: Any = stored.get("rows")
+    setting = stored.get("setting")
+    listed: list[Any] = [setting, *found] if isinstance(found, list) else [None]
+    if not all(isinstance(row, dict) for row in listed) or not all({"steps", "accuracy"} <= set(row) for row in found):
+        raise DataError(f"{which} is damaged: it is finished, and its rows, with steps and accuracy, are not there")
     if stored.get("sha256") != seal_of(slot.number, setting, found):
         raise DataError(f"{which} was changed or damaged, or is of an earlier version: its rows have another digest")
-    for row in [setting, *found]:
-        for name, value in row.items():
-            if name not in space.PARAMETERS and not isinstance(value, int | float | None):
-                raise DataError(f"{which} is not reconbound's: {name!r} is no number")
-    if not all({"steps", "accuracy"} <= set(row) for row in found):
-        raise DataError(f"{which} is not reconbound's: a row has no steps or accuracy")
+    for name, value in (item for row in listed for item in row.items()):
+        if name not in space.PARAMETERS and not isinstance(value, int | float | None):
+            raise DataError(f"{which} is not reconbound's: {name!r} is no number")
     rows: list[Row] = printable(found)
     return rows
 
@@ -209,8 +208,7 @@ def table(rows: Sequence[Row]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*columns, "front"])
     for row in rows:
-        values = ["" if row.get(name) is None else row[name] for name in columns]
-        writer.writerow([*values, " ".join(on[id(row)])])
+        writer.writerow([*map(row.get, columns), " ".join(on[id(row)])])
     return text.getvalue()
 
 
@@ -238,11 +236,8 @@ def describe_floor(name: str) -> str:
     if name in FLOOR_WORDS:
         return FLOOR_WORDS[name]
     rule, _, place = name.partition("_")
-    return (
-        f"{FLOOR_WORDS[rule]}, {FLOOR_WORDS[place]}"
-        if rule in FLOOR_WORDS and place in FLOOR_WORDS
-        else name.replace("_", " ")
-    )
+    known = rule in FLOOR_WORDS and place in FLOOR_WORDS
+    return f"{FLOOR_WORDS[rule]}, {FLOOR_WORDS[place]}" if known else name.replace("_", " ")
 
 
 def attacker_of(floor: str) -> tuple[str, str]:

@@ -30,18 +30,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from reconbound._internal.checks import DataError, InputError
 from reconbound._internal.files import json_digest
-from reconbound.sweep.database import (
-    POSTGRES,
-    SweepStopped,
-    check_whole,
-    checked_url,
-    engine_options,
-    exclusive_lock,
-    first_line,
-    notify,
-    prepare_engine,
-    shown_url,
-)
+from reconbound.sweep import database
 from reconbound.sweep.space import Setting, key
 from reconbound.training.checkpoint import plain_json
 
@@ -144,18 +133,18 @@ class Queue:
         objectives: int = 2,
         reading: bool = False,
     ) -> None:
-        self.url, self.name, self.grace = checked_url(url), name, grace
-        self.shown, self._clock_reported = shown_url(self.url), False
+        self.url, self.name, self.grace = database.checked_url(url), name, grace
+        self.shown, self._clock_reported = database.shown_url(self.url), False
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         try:
             if reading:
-                self._open(skip_table_creation=True, engine_kwargs=engine_options(self.url, reading=True))
+                self._open(skip_table_creation=True, engine_kwargs=database.engine_options(self.url, reading=True))
                 self.study = optuna.load_study(storage=self.storage, study_name=name)
             else:
-                with exclusive_lock(self.url):
-                    check_whole(self.url)
-                    self._open(engine_kwargs=engine_options(self.url))
-                    prepare_engine(self.storage.engine)
+                with database.exclusive_lock(self.url):
+                    database.check_whole(self.url)
+                    self._open(engine_kwargs=database.engine_options(self.url))
+                    database.prepare_engine(self.storage.engine)
                     self.study = optuna.create_study(
                         storage=self.storage,
                         study_name=name,
@@ -166,13 +155,13 @@ class Queue:
         except KeyError:
             raise InputError("name", f"must be that of a sweep in {self.shown}", name) from None
         except (sql.exc.SQLAlchemyError, optuna.exceptions.OptunaError, ImportError, OSError) as reason:
-            driver = f"; say {POSTGRES}, after pip install 'reconbound[postgres]'"
-            why = f"{first_line(reason)}{driver if isinstance(reason, ImportError) else ''}"
+            driver = f"; say {database.POSTGRES}, after pip install 'reconbound[postgres]'"
+            why = f"{database.first_line(reason)}{driver if isinstance(reason, ImportError) else ''}"
             raise InputError("storage", f"must be a database that can be used ({why})", self.shown) from reason
 
     def _open(self, **options: Any) -> None:
         url = self.url.render_as_string(hide_password=False)
-        with _without_experimental_warnings():
+        with without_experimental_warnings():
             self.storage = optuna.storages.RDBStorage(url, heartbeat_interval=1, grace_period=self.grace, **options)
 
     def slots(self) -> list[Slot]:
@@ -200,7 +189,7 @@ class Queue:
             searched: the number of settings that a search chooses.
         """
         facts = {**facts, "grace": self.grace}
-        with exclusive_lock(self.url):
+        with database.exclusive_lock(self.url):
             slots = self.slots()
             earlier = self.study.user_attrs.get("sweep")
             if earlier is None:
@@ -217,15 +206,14 @@ class Queue:
         for name, value in facts.items():
             if earlier.get(name) == value:
                 continue
-            whose = f"that of the sweep {self.name!r} in {self.shown}"
+            whose, was = f"the sweep {self.name!r} in {self.shown}", earlier.get(name)
             if name == "together":
-                was = "be given, as when" if earlier.get(name) else "be left out, as when"
-                raise InputError(
-                    name, f"must {was} {whose.removeprefix('that of ')} began", "a number" if value else "none"
-                )
+                what = f"must be {'given' if was else 'left out'}, as when {whose} began"
+                raise InputError(name, what, "a number" if value else "none")
             if name == "seed":
-                raise InputError(name, f"must be {whose}: copy the file seed from the folder where it began", "another")
-            raise InputError(name, f"must stay {whose}, {earlier.get(name)!r}", value)
+                what = f"must be that of {whose}: copy the file seed from the folder where it began"
+                raise InputError(name, what, "another")
+            raise InputError(name, f"must stay that of {whose}, {was!r}", value)
 
     def _enqueue(self, slot: int, setting: Setting | None) -> None:
         facts = {"slot": slot} if setting is None else {"slot": slot, "setting": setting}
@@ -239,7 +227,7 @@ class Queue:
         """
         if not any(slot.is_missing for slot in self.slots()):
             return 0
-        with exclusive_lock(self.url):
+        with database.exclusive_lock(self.url):
             missing = [slot for slot in self.slots() if slot.is_missing]
             for slot in missing:
                 self._enqueue(slot.number, slot.setting)
@@ -248,7 +236,7 @@ class Queue:
     def recover(self) -> int:
         """Fails the trials of dead workers and refills the queue. Returns the number of settings enqueued."""
         self._correct_clock()
-        with _without_experimental_warnings():
+        with without_experimental_warnings():
             optuna.storages.fail_stale_trials(self.study)
         return self.refill()
 
@@ -259,7 +247,9 @@ class Queue:
             future = _HEARTBEATS.c.heartbeat > now + timedelta(seconds=1)
             changed = connection.execute(sql.update(_HEARTBEATS).where(future).values(heartbeat=now)).rowcount
         if changed and not self._clock_reported:
-            notify("the clock was set back: a worker that died before counts as dead once the grace period has passed")
+            database.notify(
+                "the clock was set back: a worker that died before counts as dead once the grace period has passed"
+            )
             self._clock_reported = True
 
     # --- one attempt ------------------------------------------------------------------------
@@ -314,7 +304,7 @@ class Queue:
             if kept.get("rows") != plain or "sha256" not in kept:
                 raise self._refusal(claim.slot, "to keep the rows of")
             self._end(claim, TrialState.COMPLETE, values)
-        except SweepStopped:
+        except database.SweepStopped:
             raise
         except RuntimeError:
             return False
@@ -347,7 +337,7 @@ class Queue:
             for name, value in facts.items():
                 self.set_fact(claim, name, value)
             self._end(claim, TrialState.FAIL)
-        except SweepStopped:
+        except database.SweepStopped:
             raise
         except RuntimeError:  # finished by now
             pass
@@ -356,11 +346,9 @@ class Queue:
         if not self.storage.set_trial_state_values(claim.trial_id, state, values):  # where the tables refuse it
             raise self._refusal(claim.slot, "to end")
 
-    def _refusal(self, slot: int, what: str) -> SweepStopped:
-        return SweepStopped(
-            f"the database {self.shown} refused {what} setting {slot}, as if it was edited by hand: bring it back from "
-            "a copy, or begin the sweep anew in another folder"
-        )
+    def _refusal(self, slot: int, what: str) -> database.SweepStopped:
+        refused = f"the database {self.shown} refused {what} setting {slot}"
+        return database.SweepStopped(f"{refused}, as if it was edited by hand: {database.REPAIR}")
 
     def dispose(self) -> None:
         """Closes the connections, whether or not the database answers."""
@@ -424,7 +412,8 @@ def seal_of(slot: int, setting: Any, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 @contextmanager
-def _without_experimental_warnings() -> Iterator[None]:
+def without_experimental_warnings() -> Iterator[None]:
+    """Hides that Optuna calls heartbeats and, in early versions, constant_liar experimental."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         yield

@@ -16,22 +16,14 @@ from typing import Any
 import optuna
 import sqlalchemy as sql
 
+from reconbound._internal import files
 from reconbound._internal.checks import DataError, InputError, choice, number, warn_user, whole
-from reconbound._internal.files import (
-    CONFIDENTIAL,
-    Unreadable,
-    printable,
-    refuse_links,
-    sealed_json,
-    unsealed_json,
-    write_whole,
-)
 from reconbound._internal.rng import GUESSABLE, checked_seed, new_seed, seed_warning
 from reconbound.report.folder import prepare
 from reconbound.sweep import space as spaces
-from reconbound.sweep.database import Patience, SweepStopped, describe_fault, first_line, retry_database, shown_url
+from reconbound.sweep.database import AGAIN, SweepStopped, describe_fault, first_line, retry_database, shown_url
 from reconbound.sweep.frontier import FLOORS, default_floor, rows_of, score_of, sealed_rows, write_table
-from reconbound.sweep.queue import Claim, Queue
+from reconbound.sweep.queue import Claim, Queue, without_experimental_warnings
 from reconbound.sweep.space import Choices, Row, Setting, Space
 from reconbound.sweep.trial import TRIALS
 from reconbound.sweep.workers import Job, owner_name, progress, supervise, work
@@ -89,11 +81,16 @@ class Sweep:
         object.__setattr__(self, "space", spaces.checked_space(self.space))
         object.__setattr__(self, "steps", spaces.checked_steps(self.steps))
         whole("runs", self.runs)
-        if self.together is not None:
-            whole("together", self.together)
+        whole("grace", self.grace)
         choice("search", self.search, ("grid", "tpe"))
         number("delta", self.delta, above=0.0, below=1.0)
-        whole("grace", self.grace)
+        optional: dict[str, Callable[[str, Any], Any]] = {"together": whole, "trials": whole}
+        optional |= {"floor": partial(choice, options=FLOORS), "at_least": partial(number, above=0.0)}
+        for name, check in optional.items():
+            if getattr(self, name) is not None:
+                check(name, getattr(self, name))
+        if self.seed is not None:
+            checked_seed(self.seed)
         if self.search == "grid":
             spaces.settings_of(self.space)
             for name in ("trials", "at_least"):
@@ -101,14 +98,6 @@ class Sweep:
                     raise InputError(name, "must be left out of a grid: it is for --search tpe", getattr(self, name))
         elif self.trials is None:
             raise InputError("trials", "must be given for a search", None)
-        else:
-            whole("trials", self.trials)
-        if self.floor is not None:
-            choice("floor", self.floor, FLOORS)
-        if self.at_least is not None:
-            number("at_least", self.at_least, above=0.0)
-        if self.seed is not None:
-            checked_seed(self.seed)
 
     @property
     def url(self) -> str:
@@ -136,7 +125,7 @@ def sweep(
     the sweep's seed, the plan and the setting, whoever trains it and however often it was interrupted.
     """
     whole("workers", workers)
-    refuse_links(config.out, TRIALS)
+    files.refuse_links(config.out, TRIALS)
     _refuse_another(config)
     if config.seed is not None and config.seed < GUESSABLE:
         warn_user(seed_warning("seed"), ReconboundWarning)
@@ -147,7 +136,7 @@ def sweep(
     try:
         retry_database(partial(begin, queue, config, train))
         if show:
-            caveats = unsealed_json(config.out / ABOUT).get("caveats") or {}
+            caveats = files.unsealed_json(config.out / ABOUT).get("caveats") or {}
             lines = [*plan_lines(queue, config, train, workers), *(f"Note: {caveat}" for caveat in caveats.values())]
             print("\n".join(lines), file=sys.stderr, flush=True)
         with progress(queue, train.steps, show):
@@ -160,9 +149,7 @@ def sweep(
         fault = None if isinstance(reason, SweepStopped) else describe_fault(reason)
         if fault is None:
             raise
-        raise SweepStopped(
-            f"{fault}. The sweep stops; nothing is lost: run the same command again to go on"
-        ) from reason
+        raise SweepStopped(f"{fault}. {AGAIN}") from reason
     finally:
         queue.dispose()
 
@@ -199,23 +186,20 @@ def stored(folder: Path, storage: str | None = None) -> tuple[list[Row], dict[st
 
 def read_about(folder: Path) -> dict[str, Any]:
     """Returns the facts of a sweep from its folder. Raises a DataError where it holds none, or one that was changed."""
-    refuse_links(folder, TRIALS)
+    files.refuse_links(folder, TRIALS)
     try:
-        about = unsealed_json(folder / ABOUT)
+        about = files.unsealed_json(folder / ABOUT)
     except OSError:
         why = "does not exist" if not folder.exists() else f"holds no sweep ({ABOUT} cannot be read)"
         raise DataError(f"{folder} {why}: make one by reconbound sweep DATA --grid ... --out {folder}") from None
-    except Unreadable as reason:
+    except files.Unreadable as reason:
         raise DataError(f"{reason}: the command that made the sweep writes it again") from None
-    kinds = {"name": str, "data": str, "runs": int} | {
-        "storage": str | None,
-        "guesses": dict | None,
-        "caveats": dict | None,
-    }
+    kinds: dict[str, Any] = {"name": str, "data": str, "runs": int}
+    kinds |= {"storage": str | None, "guesses": dict | None, "caveats": dict | None}
     wrong = [name for name, kind in kinds.items() if not isinstance(about.get(name), kind)]
     if wrong:
         raise DataError(f"{folder / ABOUT} is not a file of reconbound's ({wrong[0]} is missing, or something else)")
-    found: dict[str, Any] = printable(about)
+    found: dict[str, Any] = files.printable(about)
     return found
 
 
@@ -260,8 +244,7 @@ def make_trainer(config: Sweep) -> Any:
 
 def open_queue(config: Sweep) -> Queue:
     """Opens the sweep's storage."""
-    with warnings.catch_warnings():  # early versions of Optuna warn that constant_liar is experimental
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    with without_experimental_warnings():
         sampler = optuna.samplers.TPESampler(n_startup_trials=max(5, (config.trials or 0) // 5), constant_liar=True)
     objectives = 2 if config.at_least is None else 1
     return Queue(config.url, config.name, grace=config.grace, sampler=sampler, objectives=objectives)
@@ -296,7 +279,8 @@ def begin(queue: Queue, config: Sweep, train: Any) -> None:
         queue.begin(facts, spaces.settings_of(config.space))
     about: dict[str, Any] = {"name": config.name, "storage": config.storage and queue.shown, "data": config.data}
     about |= {"grid": space, "steps": config.steps, "runs": config.runs}
-    write_whole(config.out / ABOUT, sealed_json({"confidential": True, **about, **known}), mode=CONFIDENTIAL)
+    content = files.sealed_json({"confidential": True, **about, **known})
+    files.write_whole(config.out / ABOUT, content, mode=files.CONFIDENTIAL)
 
 
 def _describe_data(config: Sweep, train: Any) -> dict[str, Any]:
@@ -382,7 +366,7 @@ def sweep_seed(config: Sweep) -> int:
     wanted = new_seed() if config.seed is None else config.seed
     with suppress(FileExistsError):
         beside = config.out / f".{SEED}.{secrets.token_hex(4)}"
-        write_whole(beside, f"{wanted}\n".encode(), mode=CONFIDENTIAL)
+        files.write_whole(beside, f"{wanted}\n".encode(), mode=files.CONFIDENTIAL)
         try:
             os.link(beside, path)  # of several processes, one creates it
         finally:
@@ -403,16 +387,7 @@ def _join(config: Sweep, make_train: Callable[[Sweep], Any] | None, owner: str, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         train = (make_train or make_trainer)(config)
-    patience = Patience()
-    while True:
-        try:
-            queue = open_queue(config)
-            break
-        except InputError as reason:  # the sweep is under way: a storage that is out of reach is waited for
-            fault = describe_fault(reason)
-            if fault is None:
-                raise
-            patience.wait(reason, fault)
+    queue = retry_database(partial(open_queue, config))  # the sweep is under way: a storage out of reach is waited for
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KinkWarning)
         return work(queue, _make_job(queue, config, train), owner, stop)

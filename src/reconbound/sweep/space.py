@@ -54,6 +54,9 @@ class Range:
     high: float
     log: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.low:g}:{self.high:g}{':log' if self.log else ''}"
+
 
 Space: TypeAlias = dict[str, Choices | Range]
 
@@ -124,9 +127,8 @@ def settings_of(space: Space) -> list[Setting]:
     """
     for name, values in space.items():
         if isinstance(values, Range):
-            raise InputError(
-                "grid", f"must list the values of {name}: a range is for --search tpe", _format_range(values)
-            )
+            what = f"must list the values of {name}: a range is for --search tpe"
+            raise InputError("grid", what, str(values))
     lists = [values.values for values in space.values() if isinstance(values, Choices)]
     return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*lists)]
 
@@ -153,10 +155,7 @@ def seed_of(seed: int, setting: Mapping[str, Any]) -> int:
 
 def describe_space(space: Space) -> dict[str, Any]:
     """Returns the space as JSON."""
-    return {
-        name: list(values.values) if isinstance(values, Choices) else _format_range(values)
-        for name, values in space.items()
-    }
+    return {name: list(v.values) if isinstance(v, Choices) else str(v) for name, v in space.items()}
 
 
 def _choices(name: str, words: Sequence[Any]) -> Choices:
@@ -194,10 +193,6 @@ def _checked(name: str, value: Any) -> Any:
         return PARAMETERS[name](value)
     except InputError as reason:
         raise InputError("grid", f"{name} {reason.requirement}", reason.value) from None
-
-
-def _format_range(values: Range) -> str:
-    return f"{values.low:g}:{values.high:g}{':log' if values.log else ''}"
 
 
 def log10(floor: float) -> float:

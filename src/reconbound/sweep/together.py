@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from reconbound._internal.checks import InputError, warn_user
-from reconbound._internal.files import CONFIDENTIAL, sealed_json, write_whole
 from reconbound._internal.rng import derive
 from reconbound.auditing.models import as_tensor, make_loss, make_model, model_kind, score, starter
 from reconbound.auditing.options import AuditOptions
@@ -29,7 +28,7 @@ from reconbound.report.folder import prepare
 from reconbound.sweep.fleet.trainer import Fleet, Snapshot
 from reconbound.sweep.queue import Exploded, TrialLost
 from reconbound.sweep.space import Row, Setting, key, seed_of
-from reconbound.sweep.trial import TRIAL, Trainer, finished_rows, one_thread
+from reconbound.sweep.trial import Trainer, finished_rows, one_thread
 
 #: (which of the settings, steps that each of them has done)
 Tell = Callable[[Sequence[int], int], None]
@@ -173,20 +172,21 @@ class TogetherTrainer(Trainer):
             initialise=starter(self.dataset, kind),
             private=None if self.dataset.private is None else as_tensor(self.dataset.private),
         )
-        seeds = [seed_of(self.seed, s) for s in settings]
-        shots: list[list[Snapshot]] = []
-        for run in range(self.runs):
-            report = partial(_add_steps, run * self.counts[-1], tell)
-            shots.append(list(fleet.run(run, evaluate=partial(score, self.dataset), seeds=seeds, tell=report)))
+        seeds, evaluate = [seed_of(self.seed, s) for s in settings], partial(score, self.dataset)
+
+        def trained(run: int) -> list[Snapshot]:
+            before = run * self.counts[-1]
+            return list(fleet.run(run, evaluate=evaluate, seeds=seeds, tell=lambda step: tell(before + step)))
+
+        shots = [trained(run) for run in range(self.runs)]
         return [self._rows(k, fleet, list(zip(*shots, strict=True))) for k in range(len(settings))]
 
     def _rows(self, k: int, fleet: Fleet, shots: Sequence[Sequence[Snapshot]]) -> list[Row] | Exploded:
         """Returns the rows of the k-th training, from the snapshots of all runs at each step count."""
         lost = [shot.step for at in shots for shot in at if not shot.finite[k]]
         if lost:
-            return Exploded(
-                f"the parameters or the ledger are not finite after {min(lost)} steps: the model has exploded; lower lr"
-            )
+            what = f"the parameters or the ledger are not finite after {min(lost)} steps"
+            return Exploded(f"{what}: the model has exploded; lower lr")
         rows = []
         for at in shots:
             account = replace(fleet.ledger.factors.accounts[k], steps=at[0].step)
@@ -195,17 +195,9 @@ class TogetherTrainer(Trainer):
             rows.append(self._row(account, scores, dfil, fleet.ledger.measured_in_runs(account.steps)))
         return rows
 
-    def _keep_rows(self, setting: Setting, folder: Path, rows: list[Row]) -> None:
-        content = sealed_json({"confidential": True, **self._about(setting), "rows": rows})
-        write_whole(folder / TRIAL, content, mode=CONFIDENTIAL)
-
 
 def _out_of_memory(reason: Exception | None) -> bool:
     return isinstance(reason, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(reason)
-
-
-def _add_steps(before: int, tell: Callable[[int], None], step: int) -> None:
-    tell(before + step)
 
 
 __all__ = ["Exploded", "TogetherTrainer"]

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,13 +83,8 @@ class Trainer:
 
     def facts(self) -> dict[str, Any]:
         """Returns everything that determines a trial's rows, apart from its setting; JSON."""
-        about = {
-            "data": self.digest,
-            "seed": fingerprint(self.seed, self.digest),
-            "steps": self.counts,
-            "runs": self.runs,
-        }
-        about |= {"together": self.together, "private": None}
+        about: dict[str, Any] = {"data": self.digest, "seed": fingerprint(self.seed, self.digest)}
+        about |= {"steps": self.counts, "runs": self.runs, "together": self.together, "private": None}
         if self.dataset.private is not None:  # the same data, but other floors
             about["private"] = [f.name for f in self.dataset.private_features]
         found: dict[str, Any] = plain_json({**about, "delta": self.delta, "plan": self.plan.to_dict()})
@@ -132,8 +128,7 @@ class Trainer:
             tell: called with the steps done.
         """
         prepare(folder)
-        about = self._about(setting)
-        found = finished_rows(folder, about)
+        found = finished_rows(folder, self._about(setting))
         if found is not None:
             return found
         try:
@@ -145,7 +140,7 @@ class Trainer:
             learner, rows = self._train(setting, folder, tell)
         assert learner.accountant is not None
         learner.accountant.save(folder / LEDGER)
-        write_whole(folder / TRIAL, sealed_json({"confidential": True, **about, "rows": rows}), mode=CONFIDENTIAL)
+        self._keep_rows(setting, folder, rows)
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         return rows
 
@@ -174,6 +169,10 @@ class Trainer:
         """Returns everything that determines a trial's rows."""
         return {"setting": dict(setting), **self.facts()}
 
+    def _keep_rows(self, setting: Setting, folder: Path, rows: list[Row]) -> None:
+        content = sealed_json({"confidential": True, **self._about(setting), "rows": rows})
+        write_whole(folder / TRIAL, content, mode=CONFIDENTIAL)
+
     def _row(self, account: Account, scores: Sequence[float], dfil: Tensor, measured: Tensor) -> Row:
         """Returns the row of a run of `account.steps` steps: accuracy, ε and every floor, in units of the ranges.
 
@@ -183,7 +182,7 @@ class Trainer:
             dfil: dFIL of each run, (runs, rules, N).
             measured: the number of measurements per record over all runs, (N,).
         """
-        row: Row = {"steps": account.steps, "accuracy": mean_of(scores), "accuracy_sd": _spread(scores)}
+        row: Row = {"steps": account.steps, "accuracy": fmean(scores), "accuracy_sd": _spread(scores)}
         mean = dfil.mean(0)
         for k, rule in enumerate(account.rules):
             row |= {f"{rule}_{place}": floor for place, floor in floors_of(mean[k], measured).items()}
@@ -193,7 +192,8 @@ class Trainer:
         row["never_measured"] = int((measured == 0).sum())
         row["zero_information"] = int(((mean[0] == 0) & (measured > 0)).sum())
         row |= {**companions(account.mechanism(), account.features, self.delta), "delta": self.delta}
-        return {name: _plain(value) for name, value in row.items()}
+        no_json = {name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+        return row | dict.fromkeys(no_json)
 
 
 class _Evaluate(Callback):
@@ -240,18 +240,13 @@ def crossed(dfil: Tensor) -> float:
         dfil: of each run and record, (R, N), R at least 2.
     """
     others = [torch.cat([dfil[:r], dfil[r + 1 :]]).mean(0) for r in range(len(dfil))]
-    return mean_of([float(own[other.argmax()]) for own, other in zip(dfil, others, strict=True)])
+    return fmean([float(own[other.argmax()]) for own, other in zip(dfil, others, strict=True)])
 
 
 def crossed_floor(dfil: Tensor) -> float | None:
     """Returns 1/crossed; None where no run measured the records that the others point at."""
     found = crossed(dfil)
     return 1 / found if found > 0 else None
-
-
-def mean_of(values: Sequence[float]) -> float:
-    """Returns the mean of the values, rounded once."""
-    return math.fsum(values) / len(values)
 
 
 @contextmanager
@@ -276,13 +271,9 @@ def companions(mechanism: SampledGaussian, features: int, delta: float) -> dict[
     """
     found = guarantee(mechanism, dim=features, delta=delta)
     floors = {bound.name: float(bound.value) for bound in found.bounds}
-    known = found.protection
-    told = {
-        "epsilon": found.epsilon,
-        "epsilon_add_remove": found.epsilon_add_remove,
-        "success_at_1_percent": known.success,
-    }
-    return {**floors, **told, "never_drawn": known.never_drawn}
+    told = {"epsilon": found.epsilon, "epsilon_add_remove": found.epsilon_add_remove}
+    known = {"success_at_1_percent": found.protection.success, "never_drawn": found.protection.never_drawn}
+    return {**floors, **told, **known}
 
 
 @lru_cache(maxsize=8)
@@ -326,13 +317,8 @@ def _often(counts: Sequence[int]) -> int:
 def _spread(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
-    middle = mean_of(values)
+    middle = fmean(values)
     return math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1))
-
-
-def _plain(value: Any) -> Any:
-    """Returns the value, or None for a number that JSON cannot hold."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 __all__ = ["Trainer", "fingerprint"]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,7 @@ def work(queue: Queue, job: Job, owner: str, stop: Callable[[], bool] = lambda: 
     finished, patience = 0, Patience()
     try:
         while not stop():
-            claims: list[Claim] = []
-            while len(claims) < job.together:
-                claim = retry_database(partial(queue.claim, owner))
-                if claim is None:
-                    break
-                claims.append(claim)
+            claims = list(islice(iter(lambda: retry_database(partial(queue.claim, owner)), None), job.together))
             if claims:
                 try:
                     finished += _attempt(queue, job, claims)
@@ -273,10 +269,9 @@ def progress(queue: Queue, steps: int, show: bool) -> Iterator[None]:
             printed.add(slot.number)
             seconds = (time.monotonic() - begun) * (len(slots) * steps - done) / max(1, done - before)
             left = f"; about {format_duration(seconds)} left" if len(printed) < len(slots) else ""
-            ended = (
-                f"{'trained' if slot.failure is None else 'failed'}: {format_setting(slot.setting or {}, PARAMETERS)}"
-            )
-            print(f"{len(printed)} of {len(slots)} {ended}{left}", file=sys.stderr, flush=True)
+            ended = f"{len(printed)} of {len(slots)} {'trained' if slot.failure is None else 'failed'}"
+            which = format_setting(slot.setting or {}, PARAMETERS)
+            print(f"{ended}: {which}{left}", file=sys.stderr, flush=True)
 
     def watch() -> None:
         with progress_bar(len(slots) * steps, done, True, "steps of all settings") as advance:

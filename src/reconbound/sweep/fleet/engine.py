@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +26,6 @@ if TYPE_CHECKING:
 
 LossFn = Callable[[Any, Any], Tensor]
 METHODS = ("auto", "stacked", "branches")
-
-
-class Engine(Protocol):
-    """Computes the sums and the measurements of a fleet."""
-
-    def gradient_sums(self, work: Work) -> None:
-        """Computes Σ c g of every training over the work's records, into the fleet's sums."""
-
-    def information(self, work: Work) -> None:
-        """Computes clipped norm, across and along of every training for the work's records, into found."""
 
 
 class Work:
@@ -140,63 +130,53 @@ class Branches:
 
     def __init__(self, fleet: Fleet, streams: int) -> None:
         self.fleet = fleet
-        few, first = (fleet.inputs[:4], fleet.targets[:4]), fleet.settings[0]
-        kinds, clipped = (Private("nothing"), fleet.private), (first.max_grad_norm, first.clip)
-        self.methods = methods_that_pass(
-            fleet.models[0], fleet.loss_fn, few, kinds, max_grad_norm=clipped[0], clip=clipped[1]
-        )
+        few, kinds = (fleet.inputs[:4], fleet.targets[:4]), (Private("nothing"), fleet.private)
+        clipped = {name: getattr(fleet.settings[0], name) for name in ("max_grad_norm", "clip")}
+        self.methods = methods_that_pass(fleet.models[0], fleet.loss_fn, few, kinds, **clipped)
         self.streams = [torch.cuda.Stream(fleet.device) for _ in range(streams if fleet.device.type == "cuda" else 0)]
 
-    def gradient_sums(self, work: Work) -> None:
-        self._each(lambda k: self._gradient_sum(k, work))
-
-    def information(self, work: Work) -> None:
-        self._each(lambda k: self._information(k, work))
-
-    def _each(self, one: Callable[[int], None]) -> None:
-        if not self.streams:
-            for k in range(len(self.fleet.settings)):
-                one(k)
-            return
-        here = torch.cuda.current_stream()
+    def _each(self) -> Iterator[int]:
+        """Yields the number of each training, within its stream."""
+        here: Any = torch.cuda.current_stream() if self.streams else None
         for stream in self.streams:
             stream.wait_stream(here)
         for k in range(len(self.fleet.settings)):
-            with torch.cuda.stream(self.streams[k % len(self.streams)]):
-                one(k)
+            with torch.cuda.stream(self.streams[k % len(self.streams)] if self.streams else None):
+                yield k
         for stream in self.streams:
             here.wait_stream(stream)
 
-    def _gradient_sum(self, k: int, work: Work) -> None:
-        s, problem = self.fleet.settings[k], Problem(self.fleet.models[k], self.fleet.loss_fn, Private("nothing"))
-        batch = (work.mask, work.inputs, work.targets)
-        opened = open_pass(problem, batch, self.methods[0], check=False, measured=False)
-        norms = opened.norms()
-        sums = opened.weighted_sum(clipping(norms, s.max_grad_norm, s.clip).factor * work.mask)
-        torch.cat([v.flatten() for v in sums.values()], out=self.fleet.sums[k])
+    def gradient_sums(self, work: Work) -> None:
+        """Computes Σ c g of every training over the work's records, into the fleet's sums."""
+        for k in self._each():
+            s, problem = self.fleet.settings[k], Problem(self.fleet.models[k], self.fleet.loss_fn, Private("nothing"))
+            batch = (work.mask, work.inputs, work.targets)
+            opened = open_pass(problem, batch, self.methods[0], check=False, measured=False)
+            sums = opened.weighted_sum(clipping(opened.norms(), s.max_grad_norm, s.clip).factor * work.mask)
+            torch.cat([v.flatten() for v in sums.values()], out=self.fleet.sums[k])
 
-    def _information(self, k: int, work: Work) -> None:
-        s = self.fleet.settings[k]
-        info = step_information(
-            self.fleet.models[k],
-            self.fleet.loss_fn,
-            work.inputs,
-            work.targets,
-            max_grad_norm=s.max_grad_norm,
-            noise_multiplier=s.noise_multiplier,
-            clip=s.clip,
-            options=StepOptions(
-                private=self.fleet.private,
-                mask=work.mask,
-                method=self.methods[1],
-                checked=True,
-                probes=ProbeOptions(space="inputs", directions=work.omegas, error="bound"),
-            ),
+    def information(self, work: Work) -> None:
+        """Computes clipped norm, across and along of every training for the work's records, into found."""
+        probes = ProbeOptions(space="inputs", directions=work.omegas, error="bound")
+        options = StepOptions(
+            private=self.fleet.private, mask=work.mask, method=self.methods[1], checked=True, probes=probes
         )
-        torch.stack([info.clipped_norm, info.across, info.along], out=work.found[:, k])
+        for k in self._each():
+            s = self.fleet.settings[k]
+            info = step_information(
+                self.fleet.models[k],
+                self.fleet.loss_fn,
+                work.inputs,
+                work.targets,
+                max_grad_norm=s.max_grad_norm,
+                noise_multiplier=s.noise_multiplier,
+                clip=s.clip,
+                options=options,
+            )
+            torch.stack([info.clipped_norm, info.across, info.along], out=work.found[:, k])
 
 
-def make_engine(fleet: Fleet, method: str, streams: int) -> Engine:
+def make_engine(fleet: Fleet, method: str, streams: int) -> Stacked | Branches:
     """Creates the engine of that name; "auto": stacked where the model's layers and a first record allow it.
 
     Args:

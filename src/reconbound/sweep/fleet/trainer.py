@@ -88,7 +88,7 @@ class Fleet:
         budgets: records measured over records trained on, for each stretch between two of `at`; default: the first
             settings' budget for all. Blocks of a plan end where a stretch ends, so every snapshot is unbiased.
         device: where to train.
-        method: "stacked": all trainings in the same operations, for chains of the layers in stacked_layers.py;
+        method: "stacked": all trainings in the same operations, for chains of the layers in stacked.py;
             "branches": any model, a branch of the graph for each training. "auto": stacked where possible.
         streams: branches that may run side by side on a GPU.
         initialise: gives a model its fresh parameters, from torch's generator; default: each module's own way.
@@ -134,10 +134,8 @@ class Fleet:
         self.features = inputs[0].numel() if self.mask is None else self.private.count
         self.velocity = torch.zeros_like(self.params)
         self.noise = torch.zeros_like(self.params)
-        self.scale = self._column([s.noise_multiplier * s.max_grad_norm for s in self.settings])
-        self.clip_norm = self._column([s.max_grad_norm for s in self.settings])
-        self.lr, self.momentum = (self._column([getattr(s, n) for s in self.settings]) for n in ("lr", "momentum"))
-        self.decay = self._column([s.weight_decay for s in self.settings])
+        names = ("noise", "max_grad_norm", "lr", "momentum", "weight_decay")
+        self.scale, self.clip_norm, self.lr, self.momentum, self.decay = map(self._column, names)
         accounts = [make_account(s, self.sampler, self.features, self.at[-1]) for s in self.settings]
         self.ledger = RecordLedger(accounts, self.device, error=False, keep_at=self.at)
         self.plan = _make_plan(first, self.sampler, self.at, budgets)
@@ -148,7 +146,8 @@ class Fleet:
         self._training: dict[int, Work] = {}
         self._measuring: dict[int, Work] = {}
 
-    def _column(self, values: Sequence[float]) -> Tensor:
+    def _column(self, name: str) -> Tensor:
+        values = [getattr(s, name) for s in self.settings]
         return torch.tensor(values, dtype=self.params.dtype, device=self.device)[:, None]
 
     def run(
@@ -266,9 +265,7 @@ def _flattened(models: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
     """Returns trained parameters as one tensor (K, p) that the models view, and a buffer for gradient sums."""
     flat = torch.stack([_trained(model) for model in models])
     for model, row in zip(models, flat, strict=True):
-        own = [p for p in model.parameters() if p.requires_grad]
-        for p, piece in zip(own, row.split([p.numel() for p in own]), strict=True):
-            p.data = piece.view(p.shape)
+        nn.utils.vector_to_parameters(row, (p for p in model.parameters() if p.requires_grad))
     return flat, torch.zeros_like(flat)
 
 
