@@ -150,7 +150,10 @@ def simulate_sgd(
         raise InputError("record", f"must be below {len(inputs)}, the number of records", record)
     model, x = copy.deepcopy(model).cpu().double(), inputs.cpu().double()
     y = targets.cpu().double() if targets.is_floating_point() else targets.cpu()
-    _check_size(model, x, count)
+    floats = count * x[0].numel() * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if floats > FLOATS:
+        what = f"must be smaller: steps × parameters × features must be at most {FLOATS:,} for this attack"
+        raise InputError("model", what, f"{floats:,}")
     others = torch.arange(len(x)) != record
     begin = x[others].mean(0) if plan.start is None else torch.as_tensor(plan.start).to(x)
     if begin.numel() != x[0].numel():
@@ -331,10 +334,3 @@ def _report(record: int, answers: np.ndarray, truth: np.ndarray, information: np
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _check_size(model: nn.Module, x: Tensor, steps: int) -> None:
-    floats = steps * x[0].numel() * sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if floats > FLOATS:
-        what = f"must be smaller: steps × parameters × features must be at most {FLOATS:,} for this attack"
-        raise InputError("model", what, f"{floats:,}")

@@ -14,9 +14,8 @@ import numpy as np
 from reconbound._internal.checks import InputError, matrix, number, numbers, whole
 from reconbound.bounds.bound import WORST_CASE, Bound, Coordinates, divergence, from_log, mean_coordinates
 from reconbound.bounds.data_space import box
-from reconbound.bounds.unbiased import inverse_trace
+from reconbound.bounds.unbiased import REPLACE_ONE, inverse_trace
 
-REPLACE_ONE = "replace-one"
 AVERAGE = "Fisher information, averaged over the prior"
 WORST_CORNER = f"{WORST_CASE} over the box: on average over its corners"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from scipy.special import ndtr
+from scipy.special import ndtr, ndtri
 
 from reconbound._internal.checks import InputError, number, numbers, whole
 from reconbound.bounds.bound import Bound, divergence, from_log, log_expm1
@@ -126,8 +126,6 @@ def rero_from_gdp(kappa: Any, mu: float) -> Any:
     >>> round(rero_from_gdp(0.5, 1.0), 6)
     0.841345
     """
-    from scipy.special import ndtri
-
     k, m = _kappa(kappa), number("mu", mu, at_least=0.0)
     return _unwrap(np.maximum(ndtr(ndtri(k) + m), k))  # ndtri knows nothing below 1e-308
 
