@@ -151,7 +151,9 @@ def test_zero_initialised_model_is_not_mistaken() -> None:
 def test_kappa_is_of_the_batches_that_are_drawn() -> None:
     """0.165 of 40 records are batches of 7, a rate of 0.175."""
     asked, drawn = (
-        Fleet(conv, losses, *images(), chosen(sampler="fixed", sample_rate=rate, rules=("fixed", "paper", "none")), at=[2])
+        Fleet(
+            conv, losses, *images(), chosen(sampler="fixed", sample_rate=rate, rules=("fixed", "paper", "none")), at=[2]
+        )
         for rate in (0.165, 0.175)
     )
     ((one,), (other,)) = (list(fleet.run(0)) for fleet in (asked, drawn))

@@ -20,9 +20,9 @@ from reconbound.accounting.accountant import Account, FisherAccountant
 from reconbound.accounting.amplification import fixed_size_factor, paper_delta, paper_kappa
 from reconbound.fisher import Private, ProbeOptions, StepOptions, dense_information, step_information
 from reconbound.training import private_sgd as sgd_module
-from reconbound.training.arguments import reset_parameters
 from reconbound.training.private_sgd import NoLedger, PrivateSGD, Settings, TrainingError
 from reconbound.training.sampling import FixedSize, Poisson, ShuffledEpochs
+from reconbound.training.settings import reset_parameters
 from reconbound.validate import ReconboundWarning
 from where import FOLDER, needs
 

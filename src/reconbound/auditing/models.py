@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from reconbound import validate
 from reconbound._internal.checks import InputError, choice
 from reconbound._internal.rng import seeded
+from reconbound.training.settings import reset_module
 
 if TYPE_CHECKING:
     from reconbound.data import Dataset
@@ -182,26 +183,16 @@ def lecun_normal(model: nn.Module) -> None:
     (0.01, 0.0)
     """
     for module in model.modules():
-        own = dict(module.named_parameters(recurse=False))
-        learned = {name: p for name, p in own.items() if p.requires_grad}
+        learned = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
         scales = [name for name, p in learned.items() if p.dim() < 2 and "bias" not in name]
-        if scales:
-            _reset_scales(module, scales[0], [p for p in own.values() if not p.requires_grad])
+        if scales and not reset_module(module):
+            what = f"must be another: no reset_parameters for {scales[0]!r} of"
+            raise InputError("initialise", what, type(module).__name__)
         for name, p in learned.items():
             if p.dim() > 1:
                 nn.init.normal_(p, std=p[0].numel() ** -0.5)
             elif "bias" in name:
                 nn.init.zeros_(p)
-
-
-def _reset_scales(module: nn.Module, name: str, frozen: list[nn.Parameter]) -> None:
-    reset, kept = getattr(module, "reset_parameters", None), [p.detach().clone() for p in frozen]
-    if not callable(reset):
-        raise InputError("initialise", f"must be another: no reset_parameters for {name!r} of", type(module).__name__)
-    reset()
-    with torch.no_grad():
-        for p, before in zip(frozen, kept, strict=True):
-            p.copy_(before)
 
 
 def outputs_of(dataset: Dataset) -> int:

@@ -22,8 +22,8 @@ from reconbound._internal.files import CONFIDENTIAL, PUBLIC, Unreadable, json_di
 from reconbound._internal.rng import derive, numbers_of, torch_stream
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.auditing.models import score
-from reconbound.training.callbacks import Callback
 from reconbound.training.private_sgd import PrivateSGD
+from reconbound.training.settings import Callback
 from reconbound.training.step import Measurer
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from reconbound._internal.checks import InputError, file_path, flag, warn_user, whole
+from reconbound._internal.checks import InputError, file_path, warn_user, whole
 from reconbound._internal.fingerprints import of_run
 from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import GUESSABLE, derive, new_seed, seed_warning, seeded
@@ -28,11 +28,13 @@ from reconbound.accounting.spec import checked_counts
 from reconbound.fisher import Private
 from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
-from reconbound.training.arguments import (
+from reconbound.training.sampling import make_account, make_plan, make_sampler, steps_of
+from reconbound.training.settings import (
+    Callback,
     Fault,
+    Settings,
     as_tensors,
     check_arguments,
-    check_functions,
     check_length,
     evaluate_model,
     make_part,
@@ -41,9 +43,6 @@ from reconbound.training.arguments import (
     reset_parameters,
     row_counts,
 )
-from reconbound.training.callbacks import Callback
-from reconbound.training.sampling import make_account, make_plan, make_sampler, steps_of
-from reconbound.training.settings import Settings
 from reconbound.training.step import LossFn, Measurer, compute_step
 from reconbound.validate.model import ReconboundWarning
 from reconbound.validate.private import as_private
@@ -115,11 +114,7 @@ class PrivateSGD:
         progress: bool = True,
         check: bool = True,
     ) -> None:
-        check_arguments(model, settings, callbacks, whole_at)
-        functions = {"loss_fn": loss_fn, "initialise": initialise, "evaluate": evaluate}
-        check_functions({**functions, "optimizer": optimizer, "schedule": schedule})
-        for name, given in (("spectral", spectral), ("progress", progress), ("check", check)):
-            flag(name, given)
+        check_arguments(locals())
         self.model, self.loss_fn, self.settings = model, loss_fn, settings
         self.inputs, self.targets = as_tensors(model, "inputs", inputs), as_tensors(model, "targets", targets)
         self.records = record_count(self.inputs, self.targets)

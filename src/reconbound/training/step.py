@@ -31,8 +31,7 @@ from reconbound.fisher import (
     step_information,
 )
 from reconbound.fisher.sums import methods_that_pass
-from reconbound.training.arguments import Fault, record_count
-from reconbound.training.settings import Settings
+from reconbound.training.settings import Fault, Settings, record_count
 from reconbound.validate import ModelError, check_batch
 from reconbound.validate.model import known_caveats
 from reconbound.validate.private import Problem, as_private, feature_mask, private_part, uncovered_caveats
