@@ -533,7 +533,7 @@ def test_progress_bar_on_a_terminal_unless_switched_off(monkeypatch, wanted: boo
     monkeypatch.setattr(sgd_module.progress_bar.__wrapped__.__globals__["sys"], "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     learner(progress=wanted).fit(3)
-    assert ("run 1" in terminal.getvalue()) is wanted
+    assert ("training, 1 run" in terminal.getvalue()) is wanted
 
 
 # --- MNIST -------------------------------------------------------------------------------------

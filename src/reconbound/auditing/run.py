@@ -11,8 +11,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +23,6 @@ import torch
 from reconbound import __version__
 from reconbound._internal.checks import InputError, file_path, flag
 from reconbound._internal.files import file_digest, is_leftover
-from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import random_states_kept
 from reconbound.auditing.leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, snapshot_counts
 from reconbound.auditing.models import check_model, describe_model, model_kind
@@ -217,21 +215,9 @@ def train(dataset: Dataset, options: AuditOptions, folder: Path, *, show: bool =
     """
     inside = folder / CHECKPOINTS
     inside.mkdir(mode=0o700, exist_ok=True)
-    bar: Callable[[int], None] | None = None
-    before, stack = 0, ExitStack()
-
-    def advance(done: int) -> None:
-        nonlocal bar, before
-        if bar is None:  # only now is it known at which step the training continues
-            what = f"training, {options.runs} run{'s' if options.runs > 1 else ''}"
-            bar, before = stack.enter_context(progress_bar(options.runs * options.steps, done, show, what)), done
-        bar(done - before)
-        before = done
-
-    with stack:
-        snapshots = Snapshots(dataset, inside, folder / MODEL, advance)
-        learner = make_learner(dataset, options, inside, callbacks=[snapshots], progress=False)
-        learner.repeat(options.runs, options.steps)
+    snapshots = Snapshots(dataset, inside, folder / MODEL)
+    learner = make_learner(dataset, options, inside, callbacks=[snapshots], progress=show)
+    learner.repeat(options.runs, options.steps)
     snapshots.release(learner.model)  # somebody may have removed or changed it after the first run
     return SnapshotMeasurements(learner, snapshots)
 

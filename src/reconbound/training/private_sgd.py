@@ -125,7 +125,7 @@ class PrivateSGD:
         self.device = next(iter(self.params.values())).device
         self.seed = new_seed() if settings.seed is None else settings.seed
         if self.seed < GUESSABLE:
-            self._warn(seed_warning("seed"))
+            warn_user(seed_warning("seed"), ReconboundWarning)
         self.private, self.diagonal, self.spectral, self.feature_scale = private, diagonal, spectral, feature_scale
         self.make_optimizer, self.make_schedule = self._sgd if optimizer is None else optimizer, schedule
         self.initialise = reset_parameters if initialise is None else initialise
@@ -190,8 +190,8 @@ class PrivateSGD:
         Returns:
             The learner itself.
         """
-        with self._opened("fit", 1, steps, epochs):
-            self._train_run()
+        with self._opened("fit", 1, steps, epochs) as advance:
+            self._train_run(advance)
         return self
 
     def repeat(self, runs: int, steps: int | None = None, *, epochs: float | None = None) -> PrivateSGD:
@@ -212,18 +212,19 @@ class PrivateSGD:
         """
         count = whole("runs", runs)
         changed = self._parameter_versions() != self._versions
-        with self._opened("repeat", count, steps, epochs):
+        with self._opened("repeat", count, steps, epochs) as advance:
             if changed and self.order == 0 and self.initialise is reset_parameters:
-                self._warn(
+                warn_user(
                     "repeat begins each run from fresh parameters: those that the model was given are lost. To start "
-                    "from them, give PrivateSGD initialise=lambda m: m.load_state_dict(start)"
+                    "from them, give PrivateSGD initialise=lambda m: m.load_state_dict(start)",
+                    ReconboundWarning,
                 )
             while self.run < count:
                 if self.step == 0:
                     with seeded(derive(self.seed, "initial", self.run)):
                         self.initialise(self.model)
                     self._restart()
-                self._train_run()
+                self._train_run(advance)
                 if self.run + 1 == count:
                     break
                 self.run, self.step = self.run + 1, 0
@@ -232,9 +233,6 @@ class PrivateSGD:
 
     def _parameter_versions(self) -> list[int]:
         return [p._version for p in self.model.parameters()]
-
-    def _warn(self, message: str) -> None:
-        warn_user(message, ReconboundWarning)
 
     @property
     def order(self) -> int:
@@ -248,44 +246,39 @@ class PrivateSGD:
         if self.accountant is not None:
             self.accountant.begin_run(of_run(self.run_seed))
 
-    def _train_run(self) -> None:
+    def _train_run(self, advance: Callable[[int], None]) -> None:
         if self.step == 0:
             self._begin_run()
         self._after_step()
-        with progress_bar(self.steps, self.step, self.progress, f"run {self.run + 1}") as advance:
-            while self.step < self.steps:
-                self._train_step()
-                self._after_step()
-                advance(1)
+        while self.step < self.steps:
+            self._train_step()
+            self._after_step()
+            advance(1)
 
     def _after_step(self) -> None:
         """Evaluates and saves where that is due. Nothing happens twice, so it can be called again after an error."""
         if self.kind == "repeat" and self.run == 0 and self.step == self.steps and not self.first_parameters:
             self.first_parameters = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        now = {"run": self.run, "step": self.step}
+        known = bool(self.history) and now.items() <= self.history[-1].items()
+        often = self.evaluate_every
+        due = self.step == self.steps or (often > 0 and self.step > 0 and self.step % often == 0)
         found: list[Mapping[str, float] | None] = []
         with modes_kept(self.model), self._placed():
-            if self.evaluate is not None and self._evaluation_is_due():
+            if self.evaluate is not None and due and not known:
                 found.append(evaluate_model(self.evaluate, self.model))
             for callback in self.callbacks:
                 found.append(callback.on_step(self))
                 if self.step == self.steps:
                     callback.on_run_end(self)
-        numbers = {name: value for each in found if each is not None for name, value in each.items()}
-        if any(each is not None for each in found) and not self._in_history():
-            self.history.append({"run": self.run, "step": self.step, **numbers})
+        given = [each for each in found if each is not None]
+        if given and not known:
+            self.history.append({**now, **{name: value for each in given for name, value in each.items()}})
         if self.folder is None or self.order <= self._saved:
             return
         if self.step % self.every == 0 or self.step == self.steps:
             checkpoints.save(self.folder, self._snapshot(), self._turn + 1)
             self._turn, self._saved = self._turn + 1, self.order
-
-    def _in_history(self) -> bool:
-        return bool(self.history) and (self.history[-1]["run"], self.history[-1]["step"]) == (self.run, self.step)
-
-    def _evaluation_is_due(self) -> bool:
-        often = self.evaluate_every
-        due = self.step == self.steps or (often > 0 and self.step > 0 and self.step % often == 0)
-        return due and not self._in_history()
 
     def _train_step(self) -> None:
         sizes = row_counts(self.inputs, self.targets)
@@ -293,9 +286,10 @@ class PrivateSGD:
             self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
         chosen = self.sampler.batch(self.run_seed, self.step)
         with self._placed():
-            found = compute_step(self.measurer, self.accountant, self.plan, chosen, self.run_seed, self.step)
-        flat = found.total.double() + self.settings.noise * self._noise(found.total)
-        flat /= self.sampler.divisor
+            total, measured, followed = compute_step(
+                self.measurer, self.accountant, self.plan, chosen, self.run_seed, self.step
+            )
+        flat = (total.double() + self.settings.noise * self._noise(total)) / self.sampler.divisor
         for p, piece in zip(self.params.values(), flat.split([p.numel() for p in self.params.values()]), strict=True):
             p.grad = piece.reshape(p.shape).to(p.dtype)
         self._midway = True
@@ -306,10 +300,10 @@ class PrivateSGD:
             if not bool(torch.isfinite(p.detach()).all()):
                 self._fail(f"the parameter {name} is not finite after it: the model has exploded; lower lr")
         if self.accountant is not None:
-            for indices, information, weight, stratified in found.measured:
+            for indices, information, weight, stratified in measured:
                 self.accountant.add(indices, information, weight=weight, stratified=stratified)
-            if found.followed is not None:
-                self.accountant.follow(found.followed)
+            if followed is not None:
+                self.accountant.follow(followed)
             self.accountant.keep_step(self.step + 1)
             if self.step + 1 == self.steps:
                 self.accountant.finish_run()
@@ -337,8 +331,11 @@ class PrivateSGD:
     # --- state ---------------------------------------------------------------------------
 
     @contextmanager
-    def _opened(self, kind: str, runs: int, steps: int | None, epochs: float | None) -> Iterator[None]:
-        """Creates the ledger for runs of this length, holds the checkpoint folder and loads its last good state."""
+    def _opened(self, kind: str, runs: int, steps: int | None, epochs: float | None) -> Iterator[Callable[[int], None]]:
+        """Creates the ledger for runs of this length, holds the checkpoint folder and loads its last good state.
+
+        Yields a function that advances the progress bar.
+        """
         if (steps is None) == (epochs is None):
             raise InputError("steps", "or epochs must be given, and not both", steps)
         length = whole("steps", steps) if epochs is None else steps_of(self.sampler, epochs)
@@ -359,11 +356,14 @@ class PrivateSGD:
                 stack.enter_context(checkpoints.lock_folder(self.folder))
                 self._resume(self.folder)
             if done:
-                self._warn(
+                warn_user(
                     f"{kind} has done its {self.steps} steps already and trains nothing more: to train longer make a "
-                    "new PrivateSGD (with a checkpoint folder of its own) and give it all the steps"
+                    "new PrivateSGD (with a checkpoint folder of its own) and give it all the steps",
+                    ReconboundWarning,
                 )
-            yield
+            what = f"training, {runs} run{'s' if runs > 1 else ''}"
+            at = self.run * self.steps + self.step
+            yield stack.enter_context(progress_bar(runs * self.steps, at, self.progress, what))
 
     def _make_ledger(self) -> None:
         """Creates an empty ledger and the plan of measurements (None where each batch itself is measured)."""
