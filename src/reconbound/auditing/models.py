@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from reconbound import validate
-from reconbound._internal.checks import InputError, choice
+from reconbound._internal.checks import InputError, choice, numbers
 from reconbound._internal.rng import seeded
 from reconbound.training.settings import reset_module
 
@@ -73,24 +73,12 @@ class _Standardise(nn.Module):
 
     def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
         super().__init__()
-        for name, value in (("mean", mean), ("std", std)):
-            tensor = _constants(name, value)
+        for name, value, above in (("mean", mean, None), ("std", std, 0.0)):
+            tensor = torch.tensor(numbers(name, value, above=above), dtype=torch.get_default_dtype())
             self.register_buffer(name, tensor.reshape(-1, 1, 1) if tensor.dim() else tensor)
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - self.mean) / self.std
-
-
-def _constants(name: str, value: float | Sequence[float]) -> Tensor:
-    try:
-        tensor = torch.as_tensor(value, dtype=torch.get_default_dtype()).clone()
-    except (TypeError, ValueError):
-        tensor = torch.empty(0)
-    good = tensor > 0 if name == "std" else tensor == tensor
-    if tensor.numel() == 0 or not bool((good & tensor.isfinite()).all()):
-        kind = "positive number" if name == "std" else "number"
-        raise InputError(name, f"must be a finite {kind}, or one for each channel", value)
-    return tensor
 
 
 def standardised(model: nn.Sequential, mean: float | Sequence[float], std: float | Sequence[float]) -> nn.Sequential:
@@ -253,11 +241,9 @@ def network(kind: str, shape: tuple[int, ...], outputs: int, *, image: bool) -> 
         outputs: the number of outputs.
         image: whether records are images.
     """
-    if kind == "linear":
-        return linear(shape, outputs)
-    if kind == "mlp":
-        return mlp(shape, outputs)
-    if choice("model", kind, MODELS) == "cnn" and (not image or min(shape[1:]) < 4):
+    if choice("model", kind, MODELS) in ("linear", "mlp"):
+        return (linear if kind == "linear" else mlp)(shape, outputs)
+    if not image or min(shape[1:]) < 4:
         raise InputError("model", f"must be linear or mlp for records of shape {shape}", kind)
     if shape == (1, 28, 28) and outputs == 10:
         return mnist_cnn()
@@ -381,11 +367,10 @@ def check_model(dataset: Dataset, spec: str) -> dict[str, str]:
             private = None if dataset.private is None else as_tensor(dataset.private)
             validate.check_batch(model, make_loss(dataset), inputs, targets, private=private)
         except validate.ModelError as error:
-            prefix = f"the model of {spec}: " if ":" in spec else ""
-            raise validate.ModelError(f"{prefix}{error}") from error
+            raise validate.ModelError(f"the model of {spec}: {error}" if ":" in spec else str(error)) from error
     messages = [w.message for w in caught if isinstance(w.message, validate.ReconboundWarning)]
     kinks = [message for message in messages if isinstance(message, validate.KinkWarning)]
-    others = dict.fromkeys(str(message) for message in messages if message not in kinks)
+    others = "; ".join(dict.fromkeys(str(message) for message in messages if message not in kinks))
     caveats = {}
     if kinks:
         caveats["kinks"] = (
@@ -395,7 +380,7 @@ def check_model(dataset: Dataset, spec: str) -> dict[str, str]:
             "needs no smooth model."
         )
     if others:
-        caveats["model"] = "; ".join(others)
+        caveats["model"] = others
     return caveats
 
 

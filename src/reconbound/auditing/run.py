@@ -26,7 +26,15 @@ from reconbound._internal.files import file_digest, is_leftover
 from reconbound._internal.rng import random_states_kept
 from reconbound.auditing.leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, snapshot_counts
 from reconbound.auditing.models import check_model, describe_model, model_kind
-from reconbound.auditing.options import AuditOptions, default_options, finished, make_learner, open_folder, settle
+from reconbound.auditing.options import (
+    AuditOptions,
+    default_options,
+    finished,
+    make_learner,
+    open_folder,
+    remove,
+    settle,
+)
 from reconbound.auditing.release import write_inputs
 from reconbound.auditing.snapshots import SNAPSHOTS, SnapshotMeasurements, Snapshots
 from reconbound.data import Dataset, load_dataset
@@ -52,6 +60,9 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
+#: Facts of run.json.
+_MECHANISM = ("noise_multiplier", "max_grad_norm", "sample_rate", "steps", "clip", "sampler", "runs")
+_TRAINING = ("model", "lr", "momentum", "epochs", "accounting_budget", "probes", "parameters", "seed_from")
 #: Decimals of an accuracy that is published: it is that of held-out records, whom no noise protects.
 PUBLISHED_DIGITS = 2
 
@@ -108,11 +119,7 @@ def audit(
     for name, given in (("publish_accuracy", publish_accuracy), ("fresh", fresh)):
         flag(name, given)
     if options is not None and not isinstance(options, AuditOptions | Mapping):
-        raise InputError(
-            "options",
-            "must be AuditOptions, or a dictionary of the options that differ from the defaults",
-            f"{options!r}"[:200],
-        )
+        raise InputError("options", "must be AuditOptions, or a dictionary of those that differ", f"{options!r}"[:200])
     if isinstance(data, Dataset):
         for name, value in (("target", target), ("private", private), ("ranges", ranges)):
             if value is not None:
@@ -174,7 +181,7 @@ def run_audit(
             if is_leftover(leftover.name):
                 leftover.unlink(missing_ok=True)
         if fresh:
-            open_folder(folder, fresh=True)
+            remove(folder)
         settled = settle(folder, dataset, options)
         measurements = train(dataset, settled, folder, show=show)
         write_inputs(folder, dataset, model_kind(dataset, options.model))
@@ -234,30 +241,18 @@ def facts_of(
         seed_from: who chose the seed.
         publish_accuracy: whether the accuracy is included.
     """
-    last = [h for h in learner.history if h["run"] == 0 and "accuracy" in h]
-    accuracy = round(float(last[-1]["accuracy"]), PUBLISHED_DIGITS) if publish_accuracy and last else None
+    last = [h["accuracy"] for h in learner.history if h["run"] == 0 and "accuracy" in h]
+    accuracy = round(float(last[-1]), PUBLISHED_DIGITS) if publish_accuracy and last else None
     assert learner.accountant is not None
+    facts = {**options.to_dict(), "sample_rate": learner.sampler.sample_rate, "seed_from": seed_from}
+    facts["model"] = describe_model(dataset, options.model)
+    facts["epochs"] = round(options.steps / learner.sampler.steps_per_epoch, 2)
+    facts["accounting_budget"] = options.settings.budget
+    facts["parameters"] = sum(p.numel() for p in learner.params.values())
     return Run(
         data=_data_facts(dataset),
-        mechanism={
-            "noise_multiplier": options.settings.noise_multiplier,
-            "max_grad_norm": options.settings.max_grad_norm,
-            "sample_rate": learner.sampler.sample_rate,
-            "steps": options.steps,
-            "clip": options.settings.clip,
-            "sampler": options.settings.sampler,
-            "runs": options.runs,
-        },
-        training={
-            "model": describe_model(dataset, options.model),
-            "lr": options.settings.lr,
-            "momentum": options.settings.momentum,
-            "epochs": round(options.steps / learner.sampler.steps_per_epoch, 2),
-            "accounting_budget": options.settings.budget,
-            "probes": options.settings.probes,
-            "parameters": sum(p.numel() for p in learner.params.values()),
-            "seed_from": seed_from,
-        },
+        mechanism={name: facts[name] for name in _MECHANISM},
+        training={name: facts[name] for name in _TRAINING},
         guarantee=learner.accountant.guarantee(low=0.0, high=1.0).to_dict(),
         accuracy=accuracy,
         software={"reconbound": __version__, "torch": torch.__version__, "python": platform.python_version()},

@@ -23,6 +23,7 @@ from reconbound._internal.files import CONFIDENTIAL, PUBLIC, Unreadable, json_di
 from reconbound._internal.rng import derive, numbers_of, torch_stream
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.auditing.models import score
+from reconbound.auditing.options import ADVICE
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.settings import Callback
 
@@ -37,7 +38,6 @@ FEW = 2000
 _AT_ONCE = 4096
 #: Records that share their probes when all are looked at.
 _TOGETHER = 512
-_ADVICE = "bring it back from a copy, or start over with --fresh"
 
 
 class Snapshots(Callback):
@@ -196,11 +196,11 @@ class SnapshotMeasurements:
         try:
             tensors, facts = unsealed(path)
         except FileNotFoundError:
-            raise Unreadable(f"{path} has been removed: {_ADVICE}") from None
+            raise Unreadable(f"{path} has been removed: {ADVICE}") from None
         except Unreadable as reason:
-            raise Unreadable(f"{reason}: {_ADVICE}") from None
+            raise Unreadable(f"{reason}: {ADVICE}") from None
         if facts != {"audit": owner(self.learner), "run": run, "step": step}:
-            raise Unreadable(f"{path} is of another audit, run or step: {_ADVICE}")
+            raise Unreadable(f"{path} is of another audit, run or step: {ADVICE}")
         self.learner.model.load_state_dict(tensors)
 
 
