@@ -35,18 +35,9 @@ def mnist_cnn() -> nn.Sequential:
     >>> sum(p.numel() for p in mnist_cnn().parameters())
     26010
     """
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 8, stride=2, padding=2),
-        nn.Tanh(),
-        nn.AvgPool2d(2, stride=1),
-        nn.Conv2d(16, 32, 4, stride=2),
-        nn.Tanh(),
-        nn.AvgPool2d(2, stride=1),
-        nn.Flatten(),
-        nn.Linear(512, 32),
-        nn.Tanh(),
-        nn.Linear(32, 10),
-    )
+    first = (nn.Conv2d(1, 16, 8, stride=2, padding=2), nn.Tanh(), nn.AvgPool2d(2, stride=1))
+    second = (nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.AvgPool2d(2, stride=1))
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10))
 
 
 def cifar10_cnn() -> nn.Sequential:
@@ -219,13 +210,19 @@ def make_model(dataset: Dataset, spec: str = "auto", seed: int | None = None) ->
     kind, outputs = model_kind(dataset, spec), outputs_of(dataset)
     if ":" not in kind:
         return network(kind, dataset.shape, outputs, image=dataset.kind == "image")
+    module, _, name = kind.partition(":")
+    here = os.getcwd()
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.append(here)  # at the end, so that no file there replaces an installed module
     try:
-        model = _import_factory(kind)(dataset.shape, outputs)
-    except InputError:
-        raise
+        model = getattr(importlib.import_module(module), name)(dataset.shape, outputs)
     except Exception as error:  # the user's code may raise anything
         what = f"must name a factory to be called as factory(shape, outputs) ({type(error).__name__}: {error})"
         raise InputError("model", what, kind) from error
+    finally:
+        if added:
+            sys.path.remove(here)
     if not isinstance(model, nn.Module):
         what = "must name a factory that returns a torch module"
         raise InputError("model", what, f"{kind} -> {type(model).__name__}")
@@ -265,25 +262,6 @@ def describe_model(dataset: Dataset, spec: str) -> str:
     paper = {(1, 28, 28): "the paper's MNIST network", (3, 32, 32): "the paper's CIFAR-10 network, pixels −1 to 1"}
     ten = len(dataset.class_names) == 10
     return paper[dataset.shape] if ten and dataset.shape in paper else "convolutions, tanh, average pooling"
-
-
-def _import_factory(spec: str) -> Callable[[tuple[int, ...], int], Any]:
-    """Returns the function that package.module:factory names. This runs the module: only the user may name one."""
-    module, _, name = spec.partition(":")
-    here = os.getcwd()
-    added = here not in sys.path and "" not in sys.path
-    if added:
-        sys.path.append(here)  # at the end, so that no file there replaces an installed module
-    try:
-        factory = getattr(importlib.import_module(module), name, None)
-    except Exception as error:  # the user's code may raise anything
-        raise InputError("model", f"must name a module that can be imported ({error})", spec) from error
-    finally:
-        if added:
-            sys.path.remove(here)
-    if not callable(factory):
-        raise InputError("model", f"must name a function of {module}", spec)
-    return factory  # type: ignore[no-any-return]
 
 
 def make_loss(dataset: Dataset) -> Callable[[Tensor, Tensor], Tensor]:
@@ -396,11 +374,9 @@ def _check_outputs(dataset: Dataset, spec: str, model: nn.Module, inputs: Tensor
         raise InputError("model", f"{must} takes records of shape {dataset.shape} ({why})", spec) from error
     if not isinstance(outputs, Tensor):
         raise InputError("model", f"{must} returns a tensor", f"{spec} -> {type(outputs).__name__}")
-    shape = tuple(outputs.shape)
+    shape, given = tuple(outputs.shape), f"{spec} -> shape {tuple(outputs.shape)} for {count} records"
     if classes and (len(shape) != 2 or shape[0] != count or shape[1] < wanted):
-        what = f"gives {wanted} outputs for each record, one for each of the {wanted} classes"
-        one_each = len(shape) == 2 and shape[0] == count
-        given = f"{shape[1]} output{'' if shape[1] == 1 else 's'}" if one_each else f"shape {shape} for {count} records"
-        raise InputError("model", f"{must} {what}", f"{spec} -> {given}")
+        what = f"{must} gives {wanted} outputs for each record, one for each of the {wanted} classes"
+        raise InputError("model", what, given)
     if not classes and (len(shape) < 2 or shape[0] != count or outputs.numel() != count):
-        raise InputError("model", f"{must} gives one output for each record, (B, 1)", f"{spec} -> {shape}")
+        raise InputError("model", f"{must} gives one output for each record, (B, 1)", given)
