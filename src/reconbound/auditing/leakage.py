@@ -74,16 +74,16 @@ def _measure_diagonals(
     """
     learner = measurements.learner
     assert learner.accountant is not None
-    closer = measurements.look_closely(kept, options.runs, probes=PROBES, each=True).state()["diagonal_mean"]
+    closer = measurements.look(kept, options.runs, probes=PROBES).state()["diagonal_mean"]
     found: dict[str, Any] = {"kept_diagonal": scale_to_ledger(closer, learner.accountant, kept), "diagonal_of": None}
     times, probes = snapshot_counts(options, learner.records, learner.records * learner.features)
     if times:
-        each = measurements.look_at_all(options.runs, looks=times, probes=probes).state()["diagonal_mean"]
+        each = measurements.look(None, options.runs, looks=times, probes=probes).state()["diagonal_mean"]
     else:
         generator = torch.Generator().manual_seed(0)  # membership of the sample is no secret
         sample = torch.randperm(learner.records, generator=generator)[:SAMPLE].sort().values
         table = dataset.kind == "table"
-        ledger = measurements.look_closely(sample, options.runs, probes=probes, each=table)
+        ledger = measurements.look(sample, options.runs, probes=probes, each=table)
         if not table:
             average = ledger.state()["average_mean"].double()
             mean = torch.where(*_ledger_traces(learner.accountant, sample), ledger.trace().cpu()).mean()

@@ -121,52 +121,24 @@ class SnapshotMeasurements:
     def __init__(self, learner: PrivateSGD, snapshots: Snapshots) -> None:
         self.learner, self.snapshots = learner, snapshots
 
-    def look_closely(self, records: Tensor, runs: int, *, probes: int, each: bool) -> FisherAccountant:
-        """Returns a ledger of these records only, with their diagonals or (each=False) the average one.
-
-        Args:
-            records: the records to measure.
-            runs: the number of runs.
-            probes: probes for each measurement.
-            each: whether to keep the diagonal of each record.
-        """
-        at_once = max(1, _AT_ONCE // probes)
-        return self._measured_at(records, runs, SNAPSHOTS, "close", probes=probes, each=each, at_once=at_once)
-
-    def look_at_all(self, runs: int, *, looks: int, probes: int) -> FisherAccountant:
-        """Returns a ledger with the diagonals of all records, each measured `looks` times in a run.
+    def look(
+        self, records: Tensor | None, runs: int, *, probes: int, looks: int = SNAPSHOTS, each: bool = True
+    ) -> FisherAccountant:
+        """Returns a ledger of these records only, each measured `looks` times in a run.
 
         A run's blocks are joined into `looks` parts. In each, a record is measured at the snapshot of one of the part's
         m blocks, drawn uniformly and independently: at a given step of a block of L with probability 1/(mL), so with
         weight mLq (docs/theory/accounting.md).
 
         Args:
+            records: the records to measure; None for all, which then share probes.
             runs: the number of runs.
-            looks: measurements of each record in a run.
             probes: probes for each measurement.
+            looks: measurements of each record in a run; at every snapshot when left out.
+            each: whether to keep the diagonal of each record, or only the average one.
         """
-        everyone = torch.arange(self.learner.records)
-        return self._measured_at(everyone, runs, looks, "all", probes=probes, each=True, at_once=_TOGETHER)
-
-    def _visits(self, run: int, looks: int, records: int) -> Iterator[tuple[int, float, Tensor]]:
-        """Yields a step, the weight over q of measurements at it, and the places of the records measured there."""
-        for k, blocks in enumerate(_parts(snapshot_steps(self.learner, run), looks)):
-            rng = numbers_of(derive(self.learner.seed, "run", run), "look", k)
-            drawn = torch.from_numpy(rng.integers(0, len(blocks), records))
-            for j, (step, length) in enumerate(blocks):
-                yield step, float(len(blocks) * length), torch.nonzero(drawn == j).flatten()
-
-    def _measured_at(
-        self,
-        records: Tensor,
-        runs: int,
-        looks: int,
-        name: str,
-        *,
-        probes: int,
-        each: bool,
-        at_once: int,
-    ) -> FisherAccountant:
+        name, at_once = ("all", _TOGETHER) if records is None else ("close", max(1, _AT_ONCE // probes))
+        records = torch.arange(self.learner.records) if records is None else records
         learner, whole = self.learner, self.learner.accountant
         assert whole is not None
         account = replace(whole.account, records=len(records), rules=whole.account.rules[:1])
@@ -190,6 +162,14 @@ class SnapshotMeasurements:
         finally:
             learner.model.load_state_dict(own)
         return ledger
+
+    def _visits(self, run: int, looks: int, records: int) -> Iterator[tuple[int, float, Tensor]]:
+        """Yields a step, the weight over q of measurements at it, and the places of the records measured there."""
+        for k, blocks in enumerate(_parts(snapshot_steps(self.learner, run), looks)):
+            rng = numbers_of(derive(self.learner.seed, "run", run), "look", k)
+            drawn = torch.from_numpy(rng.integers(0, len(blocks), records))
+            for j, (step, length) in enumerate(blocks):
+                yield step, float(len(blocks) * length), torch.nonzero(drawn == j).flatten()
 
     def _put_back(self, run: int, step: int) -> None:
         path = self.snapshots.path(run, step)

@@ -17,15 +17,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from reconbound._internal.checks import warn_user
 from reconbound._internal.files import CONFIDENTIAL, Unreadable, open_lock, refuse_links, sealed, unsealed, write_whole
 from reconbound._internal.fingerprints import digest
+
+if TYPE_CHECKING:
+    from reconbound.training.private_sgd import PrivateSGD
 
 #: Of checkpoints; 3 since losses and schedules are not run to be compared.
 FORMAT = 3
@@ -266,25 +269,14 @@ def restore_optimizer(
         schedule.load_state_dict(unpack(packed["schedule"], tensors))
 
 
-def identify(
-    options: Mapping[str, Any],
-    model: nn.Module,
-    loss_fn: Any,
-    data: tuple[Any, Any],
-    optimizer: torch.optim.Optimizer,
-    schedule: Any,
-) -> dict[str, Any]:
+def identify(learner: PrivateSGD, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the facts that a checkpoint must match, as JSON.
 
     Args:
+        learner: before its first step. Its loss enters by its name.
         options: everything that was asked for, with the settings; the seed is left out.
-        model: at the start.
-        loss_fn: enters by its name.
-        data: inputs and targets.
-        optimizer: as it was created.
-        schedule: as it was created, or None.
     """
-    rows = next(len(t) for t in tree_leaves(data) if isinstance(t, Tensor))
+    model, loss = learner.model, learner.loss_fn
     facts = {
         "format": FORMAT,
         "configuration": {name: _describe(value) for name, value in options.items() if name != "seed"},
@@ -292,10 +284,10 @@ def identify(
             "parameters": {n: [list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()},
             "modules": {n: type(m).__name__ for n, m in model.named_modules()},
         },
-        "loss": getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__),
-        "data": {"records": rows, "digest": data_digest(*data)},
-        "optimizer": _describe_optimizer(optimizer),
-        "schedule": _describe_schedule(schedule),
+        "loss": getattr(loss, "__qualname__", type(loss).__qualname__),
+        "data": {"records": learner.records, "digest": data_digest(learner.inputs, learner.targets)},
+        "optimizer": _describe_optimizer(learner.optimizer),
+        "schedule": _describe_schedule(learner.schedule),
     }
     return dict(plain_json(facts))
 

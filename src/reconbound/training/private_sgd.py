@@ -28,21 +28,9 @@ from reconbound.accounting.spec import checked_counts
 from reconbound.fisher import Private
 from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
+from reconbound.training import settings as given
 from reconbound.training.sampling import make_account, make_plan, make_sampler, steps_of
-from reconbound.training.settings import (
-    Callback,
-    Fault,
-    Settings,
-    as_tensors,
-    check_arguments,
-    check_length,
-    evaluate_model,
-    make_part,
-    modes_kept,
-    record_count,
-    reset_parameters,
-    row_counts,
-)
+from reconbound.training.settings import Callback, Fault, Settings, reset_parameters
 from reconbound.training.step import LossFn, Measurer, compute_step
 from reconbound.validate.model import ReconboundWarning
 from reconbound.validate.private import as_private
@@ -114,10 +102,11 @@ class PrivateSGD:
         progress: bool = True,
         check: bool = True,
     ) -> None:
-        check_arguments(locals())
+        given.check_arguments(locals())
         self.model, self.loss_fn, self.settings = model, loss_fn, settings
-        self.inputs, self.targets = as_tensors(model, "inputs", inputs), as_tensors(model, "targets", targets)
-        self.records = record_count(self.inputs, self.targets)
+        self.inputs = given.as_tensors(model, "inputs", inputs)
+        self.targets = given.as_tensors(model, "targets", targets)
+        self.records = given.record_count(self.inputs, self.targets)
         self.sampler = make_sampler(settings.sampler, self.records, settings.sample_rate)
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.params:
@@ -135,16 +124,9 @@ class PrivateSGD:
         self.callbacks = tuple(callbacks)
         self.whole_at = checked_counts("whole_at", whole_at)
         self.progress = progress
-        self.measurer = Measurer(
-            model,
-            loss_fn,
-            (self.inputs, self.targets),
-            settings,
-            private,
-            diagonal=not (isinstance(diagonal, str) and diagonal == "none"),
-            spectral=spectral,
-            check=check,
-        )
+        kept = {"diagonal": not (isinstance(diagonal, str) and diagonal == "none"), "spectral": spectral}
+        data = (self.inputs, self.targets)
+        self.measurer = Measurer(model, loss_fn, data, settings, private, check=check, **kept)
         self.features = self.measurer.features
         self._ledger: FisherAccountant | None = None
         self.plan: Blocks | Segments | None = None
@@ -264,16 +246,16 @@ class PrivateSGD:
         often = self.evaluate_every
         due = self.step == self.steps or (often > 0 and self.step > 0 and self.step % often == 0)
         found: list[Mapping[str, float] | None] = []
-        with modes_kept(self.model), self._placed():
+        with given.modes_kept(self.model), self._placed():
             if self.evaluate is not None and due and not known:
-                found.append(evaluate_model(self.evaluate, self.model))
+                found.append(given.evaluate_model(self.evaluate, self.model))
             for callback in self.callbacks:
                 found.append(callback.on_step(self))
                 if self.step == self.steps:
                     callback.on_run_end(self)
-        given = [each for each in found if each is not None]
-        if given and not known:
-            self.history.append({**now, **{name: value for each in given for name, value in each.items()}})
+        told = [each for each in found if each is not None]
+        if told and not known:
+            self.history.append({**now, **{name: value for each in told for name, value in each.items()}})
         if self.folder is None or self.order <= self._saved:
             return
         if self.step % self.every == 0 or self.step == self.steps:
@@ -281,14 +263,12 @@ class PrivateSGD:
             self._turn, self._saved = self._turn + 1, self.order
 
     def _train_step(self) -> None:
-        sizes = row_counts(self.inputs, self.targets)
+        sizes = given.row_counts(self.inputs, self.targets)
         if sizes != {self.records}:
             self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
         chosen = self.sampler.batch(self.run_seed, self.step)
         with self._placed():
-            total, measured, followed = compute_step(
-                self.measurer, self.accountant, self.plan, chosen, self.run_seed, self.step
-            )
+            total, measured, followed = compute_step(self, chosen)
         flat = (total.double() + self.settings.noise * self._noise(total)) / self.sampler.divisor
         for p, piece in zip(self.params.values(), flat.split([p.numel() for p in self.params.values()]), strict=True):
             p.grad = piece.reshape(p.shape).to(p.dtype)
@@ -339,18 +319,16 @@ class PrivateSGD:
         if (steps is None) == (epochs is None):
             raise InputError("steps", "or epochs must be given, and not both", steps)
         length = whole("steps", steps) if epochs is None else steps_of(self.sampler, epochs)
-        check_length(kind, length, self.kind, self.steps)
+        given.check_length(kind, length, self.kind, self.steps)
         if self._midway and self.folder is None:
             raise TrainingError("the learner was interrupted in the middle of a step: make a new one")
         done = self.steps > 0 and self.step == self.steps and self.run + 1 >= runs
         if not self.steps:
             self.kind, self.steps = kind, length
             self._make_ledger()
-            asked = {**asdict(self.settings), "steps": length, "kind": kind, "spectral": self.spectral}
-            for name in ("private", "diagonal", "feature_scale"):
-                asked[name] = getattr(self, name)
-            data = (self.inputs, self.targets)
-            self.identity = checkpoints.identify(asked, self.model, self.loss_fn, data, self.optimizer, self.schedule)
+            asked = ("steps", "kind", "spectral", "private", "diagonal", "feature_scale")
+            options = {**asdict(self.settings), **{name: getattr(self, name) for name in asked}}
+            self.identity = checkpoints.identify(self, options)
         with ExitStack() as stack:
             if self.folder is not None:
                 stack.enter_context(checkpoints.lock_folder(self.folder))
@@ -387,10 +365,10 @@ class PrivateSGD:
 
     def _restart(self) -> None:
         """Creates a new optimizer and schedule, as at the start of a run."""
-        self.optimizer = make_part("optimizer", self.make_optimizer, list(self.params.values()))
+        self.optimizer = given.make_part("optimizer", self.make_optimizer, list(self.params.values()))
         self.schedule = None
         if self.make_schedule is not None:
-            self.schedule = make_part("schedule", self.make_schedule, self.optimizer)
+            self.schedule = given.make_part("schedule", self.make_schedule, self.optimizer)
 
     def _sgd(self, parameters: Any) -> torch.optim.Optimizer:
         s = self.settings
@@ -404,12 +382,7 @@ class PrivateSGD:
         tensors |= {f"released/{name}": value for name, value in self.first_parameters.items()}
         facts: dict[str, Any] = {
             **self.identity,
-            "seed": self.seed,
-            "run": self.run,
-            "run_seed": self.run_seed,
-            "step": self.step,
-            "order": self.order,
-            "history": self.history,
+            **{name: getattr(self, name) for name in ("seed", "run", "run_seed", "step", "order", "history")},
             "state": checkpoints.pack_optimizer(self.optimizer, self.schedule, tensors),
         }
         if self.accountant is not None:

@@ -8,33 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from reconbound import fisher
 from reconbound._internal.checks import InputError
 from reconbound._internal.opacus_hooks import is_wrapper
 from reconbound._internal.rng import random_states_kept, seeded, torch_stream
-from reconbound.accounting.accountant import FisherAccountant
-from reconbound.accounting.measurement_plan import Blocks, Segments, batch_weight
+from reconbound.accounting.measurement_plan import batch_weight
 from reconbound.data.copies import describe_copies, find_copies
-from reconbound.fisher import (
-    Private,
-    ProbeOptions,
-    StepInformation,
-    StepOptions,
-    SumOptions,
-    clipped_gradient_sum,
-    covering_method,
-    step_information,
-)
+from reconbound.fisher import Private, StepInformation
 from reconbound.fisher.sums import methods_that_pass
 from reconbound.training.settings import Fault, Settings, record_count
 from reconbound.validate import ModelError, check_batch
 from reconbound.validate.model import known_caveats
 from reconbound.validate.private import Problem, as_private, feature_mask, private_part, uncovered_caveats
+
+if TYPE_CHECKING:
+    from reconbound.training.private_sgd import PrivateSGD
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -97,11 +91,14 @@ class Measurer:
         kinds = (Private("nothing"), as_private(self.private))
         with _refusing():
             if not check:
-                return [covering_method(self.model, self.loss_fn, *few, kind) for kind in kinds]
-            s, last = self.settings, self.records - 1
+                return [fisher.covering_method(self.model, self.loss_fn, *few, kind) for kind in kinds]
+            last = self.records - 1
             spread = self.rows(torch.tensor([i * last // 3 for i in range(4)]).unique())
-            clipped: Any = {"max_grad_norm": s.max_grad_norm, "clip": s.clip}
-            return methods_that_pass(self.model, self.loss_fn, spread, kinds, **clipped)
+            return methods_that_pass(self.model, self.loss_fn, spread, kinds, **self._clip)
+
+    @property
+    def _clip(self) -> dict[str, Any]:
+        return {"max_grad_norm": self.settings.max_grad_norm, "clip": self.settings.clip}
 
     def rows(self, indices: Tensor) -> tuple[Any, Any]:
         """Returns inputs and targets of these records, on the model's device."""
@@ -119,16 +116,10 @@ class Measurer:
 
     def gradient_sum(self, indices: Tensor) -> dict[str, Tensor]:
         """Computes Σ c g over these records, by parameter name."""
-        s = self.settings
+        options = fisher.SumOptions(micro_batch=self.settings.micro_batch, method=self._methods[0], checked=True)
         with self._explained(indices):
-            clipped = clipped_gradient_sum(
-                self.model,
-                self.loss_fn,
-                *self.rows(indices),
-                max_grad_norm=s.max_grad_norm,
-                clip=s.clip,
-                options=SumOptions(micro_batch=s.micro_batch, method=self._methods[0], checked=True),
-            )
+            data = self.rows(indices)
+            clipped = fisher.clipped_gradient_sum(self.model, self.loss_fn, *data, options=options, **self._clip)
         self._check_finite(indices, clipped.loss, clipped.norm)
         return clipped.gradient_sum
 
@@ -140,24 +131,12 @@ class Measurer:
             generator: draws the probes.
         """
         s = self.settings
+        probes = fisher.ProbeOptions(count=s.probes, error="bound", generator=generator)
+        kept: Any = {"private": self.private, "diagonal": self.diagonal, "spectral": self.spectral, "probes": probes}
+        options = fisher.StepOptions(micro_batch=s.micro_batch, method=self._methods[1], checked=True, **kept)
+        step = {**self._clip, "noise_multiplier": s.noise_multiplier, "options": options}
         with self._explained(indices):
-            found = step_information(
-                self.model,
-                self.loss_fn,
-                *self.rows(indices),
-                max_grad_norm=s.max_grad_norm,
-                noise_multiplier=s.noise_multiplier,
-                clip=s.clip,
-                options=StepOptions(
-                    diagonal=self.diagonal,
-                    spectral=self.spectral,
-                    micro_batch=s.micro_batch,
-                    private=self.private,
-                    method=self._methods[1],
-                    checked=True,
-                    probes=ProbeOptions(count=s.probes, error="bound", generator=generator),
-                ),
-            )
+            found = fisher.step_information(self.model, self.loss_fn, *self.rows(indices), **step)
         self._check_finite(indices, found.loss, found.norm, found.trace)
         if self._columns is None or found.diagonal_across is None or found.diagonal_along is None:
             return found
@@ -233,28 +212,19 @@ def _refusing() -> Iterator[None]:
 Measured = tuple[Tensor, StepInformation, float, bool]
 
 
-def compute_step(
-    measurer: Measurer,
-    ledger: FisherAccountant | None,
-    plan: Blocks | Segments | None,
-    batch: Tensor,
-    seed: int,
-    step: int,
-) -> tuple[Tensor, list[Measured], StepInformation | None]:
+def compute_step(learner: PrivateSGD, batch: Tensor) -> tuple[Tensor, list[Measured], StepInformation | None]:
     """Computes the clipped sum of a batch and measures the records whose turn it is. Nothing is changed.
 
     Args:
-        measurer: of the model at its present parameters.
-        ledger: of the run; None measures nothing.
-        plan: of the measurements; None where each batch itself is measured.
+        learner: at its present parameters and step.
         batch: indices of the records.
-        seed: of the run.
-        step: the number of the step.
 
     Returns:
         Σ c g, flat; what was measured at the parameters before the step; and the information about the records whose
         features are kept.
     """
+    measurer, ledger, plan = learner.measurer, learner.accountant, learner.plan
+    seed, step = learner.run_seed, learner.step
 
     def information(records: Tensor, part: str) -> StepInformation:
         return measurer.information(records, torch_stream(seed, f"probe {part}", step, measurer.device))
