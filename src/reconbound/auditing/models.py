@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from reconbound import validate
-from reconbound._internal.checks import InputError, choice, numbers
+from reconbound._internal.checks import InputError, choice
 from reconbound._internal.rng import seeded
 from reconbound.training.settings import reset_module
 
@@ -64,8 +64,13 @@ class _Standardise(nn.Module):
 
     def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
         super().__init__()
-        for name, value, above in (("mean", mean, None), ("std", std, 0.0)):
-            tensor = torch.tensor(numbers(name, value, above=above), dtype=torch.get_default_dtype())
+        for name, value, above in (("mean", mean, -math.inf), ("std", std, 0.0)):
+            try:
+                tensor = torch.as_tensor(value, dtype=torch.get_default_dtype()).clone()
+            except (TypeError, ValueError):
+                tensor = torch.empty(0)
+            if tensor.numel() == 0 or not bool(((tensor > above) & tensor.isfinite()).all()):
+                raise InputError(name, "must be finite (std: above 0), one number or one for each channel", value)
             self.register_buffer(name, tensor.reshape(-1, 1, 1) if tensor.dim() else tensor)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""What a user gives to PrivateSGD: the settings of a run, callbacks, data, and functions that are called.
+"""The arguments of PrivateSGD: settings of a run, callbacks, data, and functions that are called.
 
-It is checked here, once; the rest of the package takes it as it is.
+They are checked here, once; the rest of the package takes them as they are.
 """
 
 from __future__ import annotations
