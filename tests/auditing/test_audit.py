@@ -104,14 +104,14 @@ def test_diagonals_from_snapshots_are_those_of_their_steps(tmp_path, monkeypatch
     people, options, probes = auditing.people(), auditing.options(runs=2, steps=steps), 300
     measured = train(people, settle(open_folder(tmp_path / "a"), people, options), tmp_path / "a")
     records, taken = torch.tensor([3, 17]), min(steps, snapshots)
-    found = measured.look_closely(records, 2, probes=probes, each=True)
+    found = measured.look(records, 2, probes=probes, each=True)
     expected = sum(run_diagonal(measured, people, run, records) for run in range(2)) / 2
     error = (
         5 * (2 / probes / (2 * taken)) ** 0.5
     )  # so many measurements, each entry's relative spread at most √(2/probes)
     torch.testing.assert_close(found.state()["diagonal_mean"].double(), expected, rtol=error, atol=0)
     torch.testing.assert_close(found.dfil(), found.state()["diagonal_mean"].double().mean(1), rtol=1e-5, atol=0)
-    average = measured.look_closely(records, 2, probes=probes, each=False).state()["average_mean"][0]
+    average = measured.look(records, 2, probes=probes, each=False).state()["average_mean"][0]
     torch.testing.assert_close(average, found.state()["diagonal_mean"].double().mean(0), rtol=1e-5, atol=0)
 
 
@@ -135,7 +135,7 @@ def test_diagonals_match_drawn_snapshots(tmp_path, steps: int, looks: int) -> No
     """Compared with exact Jacobians at the snapshots at which a record was measured, times the blocks of the part."""
     people, options, probes = auditing.people(), auditing.options(runs=2, steps=steps), 200
     measured = train(people, settle(open_folder(tmp_path / "a"), people, options), tmp_path / "a")
-    ledger = measured.look_at_all(2, looks=looks, probes=probes)
+    ledger = measured.look(None, 2, looks=looks, probes=probes)
     found, times = ledger.state()["diagonal_mean"].double(), min(looks, steps)
     assert ledger.measured().tolist() == [2 * times] * 40  # once in each part of each run
     records = torch.tensor([3, 17, 39])
@@ -184,7 +184,7 @@ def test_large_tables_are_sampled(tmp_path, monkeypatch) -> None:
     some = leakage_of(people, settle(folder, people, options), measured)
     assert some.diagonal.shape == (15, 2)
     assert some.diagonal_of.unique().tolist() == some.diagonal_of.tolist()
-    again = measured.look_closely(some.diagonal_of, 2, probes=1, each=True).state()["diagonal_mean"]
+    again = measured.look(some.diagonal_of, 2, probes=1, each=True).state()["diagonal_mean"]
     shares = again.double() / again.double().sum(1, keepdim=True)
     torch.testing.assert_close(some.diagonal.double(), 2 * some.dfil[0, some.diagonal_of, None] * shares)
     torch.testing.assert_close(some.average_diagonal, some.diagonal.double().mean(0))
@@ -228,7 +228,7 @@ def test_rescaled_diagonals_are_nearer_to_all_steps(tmp_path, monkeypatch) -> No
     measured = train(people, settle(open_folder(tmp_path / "b"), people, options), tmp_path / "b")
     assert torch.equal(measured.learner.accountant.trace(), dense.learner.accountant.trace())  # the same runs
     for looks in (12, 4, 2):
-        plain = measured.look_at_all(2, looks=looks, probes=1).state()["diagonal_mean"][records]
+        plain = measured.look(None, 2, looks=looks, probes=1).state()["diagonal_mean"][records]
         level = audit_leakage.scale_to_ledger(plain, measured.learner.accountant, records)
         off, now = ((true / found).sqrt() - 1 for found in (plain.double(), level))
         assert float(now.square().mean()) < float(off.square().mean())

@@ -142,7 +142,10 @@ def test_finished_audit_has_everything_asked_for(digits_audit, capsys) -> None:
     [
         (["nowhere.csv"], "nowhere.csv"),
         (["--model", "forest"], "--model must be one of auto, linear, mlp, cnn, package.module:factory, got forest"),
-        (["--model", "no.such:thing"], "--model must name a module that can be imported"),
+        (
+            ["--model", "no.such:thing"],
+            "--model must name a factory to be called as factory(shape, outputs) (ModuleNotFoundError: ",
+        ),
         (["--model", "json:loads"], "--model must name a factory"),
         (["wine", "--model", "cnn"], "--model must be linear or mlp for records of shape (13,), got cnn"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
@@ -233,11 +236,11 @@ def nothing(shape, outputs):
 REFUSED = {
     "norm": "the model of mine:norm: module '1' (BatchNorm1d) mixes the records of a batch",
     "few": "--model must name a factory whose model gives 3 outputs for each record, one for each of the 3 classes, "
-    "got mine:few -> 2 outputs",
+    "got mine:few -> shape (3, 2) for 3 records",
     "wide": "--model must name a factory whose model takes records of shape (13,) (RuntimeError: mat1 and mat2",
     "broken": "--model must name a factory to be called as factory(shape, outputs) (KeyError: 'x'), got mine:broken",
     "nothing": "--model must name a factory that returns a torch module, got mine:nothing -> NoneType",
-    "missing": "--model must name a function of mine, got mine:missing",
+    "missing": "--model must name a factory to be called as factory(shape, outputs) (AttributeError: module 'mine' has",
 }
 
 

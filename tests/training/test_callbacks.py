@@ -10,7 +10,7 @@ from torch import nn
 
 from reconbound import PrivateSGD, Settings
 from reconbound._internal.checks import InputError
-from reconbound.training.callbacks import Callback
+from reconbound.training.settings import Callback
 
 
 class Counting(Callback):
@@ -69,7 +69,7 @@ def test_interrupted_callback_leaves_no_duplicate_in_history(tmp_path, stop_at: 
 def test_objects_that_are_no_callbacks_are_refused() -> None:
     one = learner()
     for wrong in (print, "x", [print]):
-        with pytest.raises(InputError, match=r"callbacks must be a list of reconbound.training.callbacks.Callback"):
+        with pytest.raises(InputError, match=r"callbacks must be a list of reconbound.training.settings.Callback"):
             PrivateSGD(one.model, one.loss_fn, one.inputs, one.targets, one.settings, callbacks=wrong)  # type: ignore
 
 

@@ -20,9 +20,9 @@ from reconbound.accounting.accountant import Account, FisherAccountant
 from reconbound.accounting.amplification import fixed_size_factor, paper_delta, paper_kappa
 from reconbound.fisher import Private, ProbeOptions, StepOptions, dense_information, step_information
 from reconbound.training import private_sgd as sgd_module
-from reconbound.training.arguments import reset_parameters
 from reconbound.training.private_sgd import NoLedger, PrivateSGD, Settings, TrainingError
 from reconbound.training.sampling import FixedSize, Poisson, ShuffledEpochs
+from reconbound.training.settings import reset_parameters
 from reconbound.validate import ReconboundWarning
 from where import FOLDER, needs
 
@@ -533,7 +533,7 @@ def test_progress_bar_on_a_terminal_unless_switched_off(monkeypatch, wanted: boo
     monkeypatch.setattr(sgd_module.progress_bar.__wrapped__.__globals__["sys"], "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     learner(progress=wanted).fit(3)
-    assert ("run 1" in terminal.getvalue()) is wanted
+    assert ("training, 1 run" in terminal.getvalue()) is wanted
 
 
 # --- MNIST -------------------------------------------------------------------------------------

@@ -39,8 +39,9 @@ def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMe
     assert ledger is not None
     rules = ledger.account.rules
     kept, most = chosen(ledger.dfil().cpu(), ledger.measured().cpu())
-    shuffled = options.settings.sampler == "shuffle"
-    diagonals = {} if shuffled else _measure_diagonals(dataset, options, measurements, kept)
+    diagonals: dict[str, Any] = {}
+    if options.settings.sampler != "shuffle":
+        diagonals = _measure_diagonals(dataset, options, measurements, kept)
     first = [h for h in learner.history if h["run"] == 0]
     scored = [h for h in first if "accuracy" in h]
     return Leakage(
@@ -51,17 +52,14 @@ def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMe
         targets=torch.from_numpy(np.array(dataset.targets)),
         kept=kept,
         kept_inputs=torch.from_numpy(np.array(dataset.inputs[kept.numpy()])),
-        kept_diagonal=diagonals.get("kept_diagonal"),
-        average_diagonal=diagonals.get("average_diagonal"),
-        diagonal=diagonals.get("diagonal"),
-        diagonal_of=diagonals.get("diagonal_of"),
         names=None if dataset.record_names is None else packed_names(dataset.record_names),
         history_step=torch.tensor([int(h["step"]) for h in first]),
         history=torch.tensor([[h["largest"], h["high"], h["median"]] for h in first]).double().reshape(-1, 3),
         accuracy_step=torch.tensor([int(h["step"]) for h in scored]),
         accuracy=torch.tensor([h["accuracy"] for h in scored]).double(),
         guess=torch.from_numpy(guess_of(dataset)),
-        facts={**_leakage_facts(dataset), "rules": list(rules), "most": most, **diagonals.get("facts", {})},
+        facts={**_leakage_facts(dataset), "rules": list(rules), "most": most, **diagonals.pop("facts", {})},
+        **diagonals,
     )
 
 
@@ -76,16 +74,16 @@ def _measure_diagonals(
     """
     learner = measurements.learner
     assert learner.accountant is not None
-    closer = measurements.look_closely(kept, options.runs, probes=PROBES, each=True).state()["diagonal_mean"]
+    closer = measurements.look(kept, options.runs, probes=PROBES).state()["diagonal_mean"]
     found: dict[str, Any] = {"kept_diagonal": scale_to_ledger(closer, learner.accountant, kept), "diagonal_of": None}
     times, probes = snapshot_counts(options, learner.records, learner.records * learner.features)
     if times:
-        each = measurements.look_at_all(options.runs, looks=times, probes=probes).state()["diagonal_mean"]
+        each = measurements.look(None, options.runs, looks=times, probes=probes).state()["diagonal_mean"]
     else:
         generator = torch.Generator().manual_seed(0)  # membership of the sample is no secret
         sample = torch.randperm(learner.records, generator=generator)[:SAMPLE].sort().values
         table = dataset.kind == "table"
-        ledger = measurements.look_closely(sample, options.runs, probes=probes, each=table)
+        ledger = measurements.look(sample, options.runs, probes=probes, each=table)
         if not table:
             average = ledger.state()["average_mean"].double()
             mean = torch.where(*_ledger_traces(learner.accountant, sample), ledger.trace().cpu()).mean()
@@ -163,24 +161,25 @@ def missing_of(dataset: Dataset) -> dict[int, np.ndarray]:
 
     Only features that some record lacks are included (a public mark says so).
     """
-    flat, private = dataset.inputs.reshape(len(dataset.inputs), -1), dataset.private
-    if private is None:
+    if dataset.private is None:
         return {}
     marks = {f.name: k for k, f in enumerate(dataset.features) if f.name.endswith(MISSING) and not f.private}
     names = [f"{f.name} {MISSING}" for f in dataset.private_features]
-    return {j: flat[:, marks[name]] == 1 for j, name in enumerate(names) if name in marks}
+    return {j: _flat(dataset)[:, marks[name]] == 1 for j, name in enumerate(names) if name in marks}
 
 
 def guess_of(dataset: Dataset) -> np.ndarray:
     """Returns the mean square error of guessing each private feature's average, (d,), over records that have one."""
-    flat, private = dataset.inputs.reshape(len(dataset.inputs), -1), dataset.private
+    flat, private = _flat(dataset), dataset.private
     if private is None:
         return np.asarray(flat.var(axis=0, dtype=np.float64))
-    missing, found = missing_of(dataset), []
-    for j, column in enumerate(private):
-        here = ~missing[j] if j in missing else np.ones(len(flat), dtype=bool)
-        found.append(flat[here, column].var(dtype=np.float64) if here.any() else 0.0)
-    return np.array(found, dtype=np.float64)
+    missing = missing_of(dataset)
+    present = [flat[~missing[j], column] if j in missing else flat[:, column] for j, column in enumerate(private)]
+    return np.array([values.var(dtype=np.float64) if len(values) else 0.0 for values in present])
+
+
+def _flat(dataset: Dataset) -> np.ndarray:
+    return dataset.inputs.reshape(len(dataset.inputs), -1)
 
 
 def baseline_of(dataset: Dataset) -> float | None:
@@ -189,7 +188,7 @@ def baseline_of(dataset: Dataset) -> float | None:
     Returns None where there are no test data (or one number only).
     """
     known, truth = np.asarray(dataset.targets), np.asarray(dataset.test_targets)
-    if len(known) == 0 or len(truth) == 0:
+    if 0 in (len(known), len(truth)):
         return None
     if dataset.task == "classes":
         return float((truth == np.bincount(known).argmax()).mean())
@@ -223,12 +222,14 @@ def copies_of(dataset: Dataset) -> dict[str, Any]:
 
     This is done for whole records, and ("private") for records that agree in the private features and the target only.
     """
-    whole = find_copies(dataset.inputs, dataset.targets)
-    found: dict[str, Any] = {"records": sum(map(len, whole)), "largest": whole[0] if whole else []}
+
+    def count(inputs: np.ndarray) -> dict[str, Any]:
+        groups = find_copies(inputs, dataset.targets)
+        return {"records": sum(map(len, groups)), "largest": groups[0] if groups else []}
+
+    found = count(dataset.inputs)
     if dataset.private is not None:
-        flat = dataset.inputs.reshape(len(dataset.inputs), -1)
-        alike = find_copies(flat[:, dataset.private], dataset.targets)
-        found["private"] = {"records": sum(map(len, alike)), "largest": alike[0] if alike else []}
+        found["private"] = count(_flat(dataset)[:, dataset.private])
     return found
 
 
@@ -250,11 +251,10 @@ def _leakage_facts(dataset: Dataset) -> dict[str, Any]:
         "copies": copies_of(dataset),
     }
     if dataset.private is not None:
-        flat = dataset.inputs.reshape(len(dataset.inputs), -1)
+        flat = _flat(dataset)
         marks: np.ndarray = np.all((flat == 0) | (flat == 1), axis=0)  # public numbers have no name: there 1 is not yes
-        facts["public_names"] = [
-            f.name if mark else "" for f, mark in zip(dataset.features, marks, strict=True) if not f.private
-        ]
+        pairs = zip(dataset.features, marks, strict=True)
+        facts["public_names"] = [f.name if mark else "" for f, mark in pairs if not f.private]
     baseline = baseline_of(dataset)
     if baseline is not None:
         facts["accuracy_baseline"] = baseline

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from reconbound import validate
 from reconbound._internal.checks import InputError, choice
 from reconbound._internal.rng import seeded
+from reconbound.training.settings import reset_module
 
 if TYPE_CHECKING:
     from reconbound.data import Dataset
@@ -34,18 +35,9 @@ def mnist_cnn() -> nn.Sequential:
     >>> sum(p.numel() for p in mnist_cnn().parameters())
     26010
     """
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 8, stride=2, padding=2),
-        nn.Tanh(),
-        nn.AvgPool2d(2, stride=1),
-        nn.Conv2d(16, 32, 4, stride=2),
-        nn.Tanh(),
-        nn.AvgPool2d(2, stride=1),
-        nn.Flatten(),
-        nn.Linear(512, 32),
-        nn.Tanh(),
-        nn.Linear(32, 10),
-    )
+    first = (nn.Conv2d(1, 16, 8, stride=2, padding=2), nn.Tanh(), nn.AvgPool2d(2, stride=1))
+    second = (nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.AvgPool2d(2, stride=1))
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10))
 
 
 def cifar10_cnn() -> nn.Sequential:
@@ -72,24 +64,17 @@ class _Standardise(nn.Module):
 
     def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
         super().__init__()
-        for name, value in (("mean", mean), ("std", std)):
-            tensor = _constants(name, value)
+        for name, value, above in (("mean", mean, -math.inf), ("std", std, 0.0)):
+            try:
+                tensor = torch.as_tensor(value, dtype=torch.get_default_dtype()).clone()
+            except (TypeError, ValueError):
+                tensor = torch.empty(0)
+            if tensor.numel() == 0 or not bool(((tensor > above) & tensor.isfinite()).all()):
+                raise InputError(name, "must be finite (std: above 0), one number or one for each channel", value)
             self.register_buffer(name, tensor.reshape(-1, 1, 1) if tensor.dim() else tensor)
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - self.mean) / self.std
-
-
-def _constants(name: str, value: float | Sequence[float]) -> Tensor:
-    try:
-        tensor = torch.as_tensor(value, dtype=torch.get_default_dtype()).clone()
-    except (TypeError, ValueError):
-        tensor = torch.empty(0)
-    good = tensor > 0 if name == "std" else tensor == tensor
-    if tensor.numel() == 0 or not bool((good & tensor.isfinite()).all()):
-        kind = "positive number" if name == "std" else "number"
-        raise InputError(name, f"must be a finite {kind}, or one for each channel", value)
-    return tensor
 
 
 def standardised(model: nn.Sequential, mean: float | Sequence[float], std: float | Sequence[float]) -> nn.Sequential:
@@ -182,26 +167,16 @@ def lecun_normal(model: nn.Module) -> None:
     (0.01, 0.0)
     """
     for module in model.modules():
-        own = dict(module.named_parameters(recurse=False))
-        learned = {name: p for name, p in own.items() if p.requires_grad}
+        learned = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
         scales = [name for name, p in learned.items() if p.dim() < 2 and "bias" not in name]
-        if scales:
-            _reset_scales(module, scales[0], [p for p in own.values() if not p.requires_grad])
+        if scales and not reset_module(module):
+            what = f"must be another: no reset_parameters for {scales[0]!r} of"
+            raise InputError("initialise", what, type(module).__name__)
         for name, p in learned.items():
             if p.dim() > 1:
                 nn.init.normal_(p, std=p[0].numel() ** -0.5)
             elif "bias" in name:
                 nn.init.zeros_(p)
-
-
-def _reset_scales(module: nn.Module, name: str, frozen: list[nn.Parameter]) -> None:
-    reset, kept = getattr(module, "reset_parameters", None), [p.detach().clone() for p in frozen]
-    if not callable(reset):
-        raise InputError("initialise", f"must be another: no reset_parameters for {name!r} of", type(module).__name__)
-    reset()
-    with torch.no_grad():
-        for p, before in zip(frozen, kept, strict=True):
-            p.copy_(before)
 
 
 def outputs_of(dataset: Dataset) -> int:
@@ -240,13 +215,19 @@ def make_model(dataset: Dataset, spec: str = "auto", seed: int | None = None) ->
     kind, outputs = model_kind(dataset, spec), outputs_of(dataset)
     if ":" not in kind:
         return network(kind, dataset.shape, outputs, image=dataset.kind == "image")
+    module, _, name = kind.partition(":")
+    here = os.getcwd()
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.append(here)  # at the end, so that no file there replaces an installed module
     try:
-        model = _import_factory(kind)(dataset.shape, outputs)
-    except InputError:
-        raise
+        model = getattr(importlib.import_module(module), name)(dataset.shape, outputs)
     except Exception as error:  # the user's code may raise anything
         what = f"must name a factory to be called as factory(shape, outputs) ({type(error).__name__}: {error})"
         raise InputError("model", what, kind) from error
+    finally:
+        if added:
+            sys.path.remove(here)
     if not isinstance(model, nn.Module):
         what = "must name a factory that returns a torch module"
         raise InputError("model", what, f"{kind} -> {type(model).__name__}")
@@ -262,11 +243,9 @@ def network(kind: str, shape: tuple[int, ...], outputs: int, *, image: bool) -> 
         outputs: the number of outputs.
         image: whether records are images.
     """
-    if kind == "linear":
-        return linear(shape, outputs)
-    if kind == "mlp":
-        return mlp(shape, outputs)
-    if choice("model", kind, MODELS) == "cnn" and (not image or min(shape[1:]) < 4):
+    if choice("model", kind, MODELS) in ("linear", "mlp"):
+        return (linear if kind == "linear" else mlp)(shape, outputs)
+    if not image or min(shape[1:]) < 4:
         raise InputError("model", f"must be linear or mlp for records of shape {shape}", kind)
     if shape == (1, 28, 28) and outputs == 10:
         return mnist_cnn()
@@ -288,25 +267,6 @@ def describe_model(dataset: Dataset, spec: str) -> str:
     paper = {(1, 28, 28): "the paper's MNIST network", (3, 32, 32): "the paper's CIFAR-10 network, pixels −1 to 1"}
     ten = len(dataset.class_names) == 10
     return paper[dataset.shape] if ten and dataset.shape in paper else "convolutions, tanh, average pooling"
-
-
-def _import_factory(spec: str) -> Callable[[tuple[int, ...], int], Any]:
-    """Returns the function that package.module:factory names. This runs the module: only the user may name one."""
-    module, _, name = spec.partition(":")
-    here = os.getcwd()
-    added = here not in sys.path and "" not in sys.path
-    if added:
-        sys.path.append(here)  # at the end, so that no file there replaces an installed module
-    try:
-        factory = getattr(importlib.import_module(module), name, None)
-    except Exception as error:  # the user's code may raise anything
-        raise InputError("model", f"must name a module that can be imported ({error})", spec) from error
-    finally:
-        if added:
-            sys.path.remove(here)
-    if not callable(factory):
-        raise InputError("model", f"must name a function of {module}", spec)
-    return factory  # type: ignore[no-any-return]
 
 
 def make_loss(dataset: Dataset) -> Callable[[Tensor, Tensor], Tensor]:
@@ -390,11 +350,10 @@ def check_model(dataset: Dataset, spec: str) -> dict[str, str]:
             private = None if dataset.private is None else as_tensor(dataset.private)
             validate.check_batch(model, make_loss(dataset), inputs, targets, private=private)
         except validate.ModelError as error:
-            prefix = f"the model of {spec}: " if ":" in spec else ""
-            raise validate.ModelError(f"{prefix}{error}") from error
+            raise validate.ModelError(f"the model of {spec}: {error}" if ":" in spec else str(error)) from error
     messages = [w.message for w in caught if isinstance(w.message, validate.ReconboundWarning)]
     kinks = [message for message in messages if isinstance(message, validate.KinkWarning)]
-    others = dict.fromkeys(str(message) for message in messages if message not in kinks)
+    others = "; ".join(dict.fromkeys(str(message) for message in messages if message not in kinks))
     caveats = {}
     if kinks:
         caveats["kinks"] = (
@@ -404,7 +363,7 @@ def check_model(dataset: Dataset, spec: str) -> dict[str, str]:
             "needs no smooth model."
         )
     if others:
-        caveats["model"] = "; ".join(others)
+        caveats["model"] = others
     return caveats
 
 
@@ -420,11 +379,9 @@ def _check_outputs(dataset: Dataset, spec: str, model: nn.Module, inputs: Tensor
         raise InputError("model", f"{must} takes records of shape {dataset.shape} ({why})", spec) from error
     if not isinstance(outputs, Tensor):
         raise InputError("model", f"{must} returns a tensor", f"{spec} -> {type(outputs).__name__}")
-    shape = tuple(outputs.shape)
+    shape, given = tuple(outputs.shape), f"{spec} -> shape {tuple(outputs.shape)} for {count} records"
     if classes and (len(shape) != 2 or shape[0] != count or shape[1] < wanted):
-        what = f"gives {wanted} outputs for each record, one for each of the {wanted} classes"
-        one_each = len(shape) == 2 and shape[0] == count
-        given = f"{shape[1]} output{'' if shape[1] == 1 else 's'}" if one_each else f"shape {shape} for {count} records"
-        raise InputError("model", f"{must} {what}", f"{spec} -> {given}")
+        what = f"{must} gives {wanted} outputs for each record, one for each of the {wanted} classes"
+        raise InputError("model", what, given)
     if not classes and (len(shape) < 2 or shape[0] != count or outputs.numel() != count):
-        raise InputError("model", f"{must} gives one output for each record, (B, 1)", f"{spec} -> {shape}")
+        raise InputError("model", f"{must} gives one output for each record, (B, 1)", given)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 RULES = {"poisson": ("exact", "paper"), "fixed": ("fixed", "paper"), "shuffle": ("none",)}
 #: Of plan.json; 2 since it has all settings.
 FORMAT = 2
+ADVICE = "bring it back from a copy, or start over with --fresh"
 #: Differences that an error names.
 NAMED = 3
 
@@ -126,11 +127,8 @@ def default_options(dataset: Dataset, **changes: Any) -> AuditOptions:
     if own is not None and records < 0.9 * whole_set:
         batch = min(own["sample_rate"] * whole_set, max(32, records / 4), records)
         rate = batch / records
-        own = {
-            **own,
-            "sample_rate": rate,
-            "steps": max(min(50, own["steps"]), min(own["steps"], round(_EPOCHS / rate))),
-        }
+        steps = max(min(50, own["steps"]), min(own["steps"], round(_EPOCHS / rate)))
+        own = {**own, "sample_rate": rate, "steps": steps}
     if own is None:
         batch = min(records, max(32, min(512, round(0.05 * records))))
         own = {"sample_rate": batch / records, "steps": min(800, max(50, round(15 * records / batch)))}
@@ -176,32 +174,23 @@ def make_learner(
 FILES = (RUN, LEAKAGE, REPORT, PUBLIC_REPORT, MODEL, INPUTS)
 
 
-def open_folder(out: str | os.PathLike[str], *, fresh: bool = False) -> Path:
+def open_folder(out: str | os.PathLike[str]) -> Path:
     """Opens the audit's folder, created if missing. Refuses a folder with other content, because its mode would change.
 
-    Args:
-        out: the folder.
-        fresh: whether the audit in it is to be forgotten.
+    The lock, and what a killed audit left of a file that it was writing, are no other content.
     """
     path = Path(out)
     try:
-        foreign = path.exists() and not (path / PLAN).exists() and any(_foreign(p.name) for p in path.iterdir())
+        others = path.exists() and not (path / PLAN).exists() and {p.name for p in path.iterdir()} - {LOCK}
     except OSError as reason:
         raise InputError("out", f"must be a folder that can be read ({reason.strerror})", str(path)) from None
-    if foreign:
+    if others and not all(map(is_leftover, others)):
         raise InputError("out", "must be a new or empty folder, or that of an audit", str(path))
     refuse_links(path, CHECKPOINTS)
     folder = prepare(path)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InputError("out", "must be a folder that can be written", str(path))
-    if fresh:
-        remove(folder)
     return folder
-
-
-def _foreign(name: str) -> bool:
-    """Returns whether a file is neither the lock nor what a killed audit left of a file that it was writing."""
-    return name != LOCK and not is_leftover(name)
 
 
 def remove(folder: Path) -> None:
@@ -210,10 +199,9 @@ def remove(folder: Path) -> None:
     The plan goes last, so that removal can be repeated.
     """
     inside = folder / CHECKPOINTS
-    for path in [*(inside / name for name in NAMES), *inside.glob("parameters-*.safetensors"), inside / LOCK]:
+    kept = [*(inside / name for name in (*NAMES, LOCK)), *inside.glob("parameters-*.safetensors")]
+    for path in [*kept, *(folder / name for name in (*FILES, PLAN))]:
         path.unlink(missing_ok=True)
-    for name in (*FILES, PLAN):
-        (folder / name).unlink(missing_ok=True)
 
 
 def settle(folder: Path, dataset: Dataset, options: AuditOptions) -> AuditOptions:
@@ -226,14 +214,14 @@ def settle(folder: Path, dataset: Dataset, options: AuditOptions) -> AuditOption
         dataset: the data of the audit.
         options: the options that are asked for.
     """
-    wanted, before = _wanted(dataset, options), refuse_other(folder, dataset, options)
-    seed = options.settings.seed
+    before, seed = refuse_other(folder, dataset, options), options.settings.seed
     if before is not None:
         seed = int(before["seed"])
     elif seed is None:
         seed = new_seed()
-    if before is None or before["options"] != wanted["options"]:
-        content = {"format": FORMAT, "confidential": "the seed is as secret as the data", "seed": seed, **wanted}
+    if before is None or before["options"] != options.to_dict():
+        content = {"format": FORMAT, "confidential": "the seed is as secret as the data", "seed": seed}
+        content |= {"options": options.to_dict(), "data": about(dataset)}
         write_whole(folder / PLAN, sealed_json(content), mode=CONFIDENTIAL)
     return options.with_changes(seed=seed)
 
@@ -255,18 +243,14 @@ def refuse_other(folder: str | os.PathLike[str], dataset: Dataset, options: Audi
     done = [Path(folder) / CHECKPOINTS / name for name in NAMES] + [Path(folder) / RUN]
     if not path.exists() or not any(p.exists() for p in done):
         return None
-    before, wanted = _read(path), _wanted(dataset, options)
-    if before["data"]["name"] != wanted["data"]["name"]:
+    before, data = _read(path), about(dataset)
+    if before["data"]["name"] != dataset.name:
         raise DataError(f"{folder} holds an audit of {before['data']['name']}; choose another --out")
-    differences = [*_differences(before["options"], wanted["options"]), *_differences(before["data"], wanted["data"])]
+    differences = [*_differences(before["options"], options.to_dict()), *_differences(before["data"], data)]
     if differences:
-        more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
-        raise InputError(
-            "out",
-            "must be another folder, or --fresh be given to start over: its audit was begun with other options "
-            f"({'; '.join(differences[:NAMED])}{more})",
-            str(folder),
-        )
+        more = [f"and {len(differences) - NAMED} more"] if len(differences) > NAMED else []
+        what = "must be another folder, or --fresh be given to start over: its audit was begun with other options"
+        raise InputError("out", f"{what} ({'; '.join(differences[:NAMED] + more)})", str(folder))
     return before
 
 
@@ -288,9 +272,8 @@ def finished(
     """
     place = Path(folder)
     before = refuse_other(place, dataset, options)
-    if before is None or before["options"] != _wanted(dataset, options)["options"]:
-        return False
-    if not all((place / name).exists() for name in FILES):
+    same = before is not None and before["options"] == options.to_dict()
+    if not same or not all((place / name).exists() for name in FILES):
         return False
     try:
         run, _ = read_audit(place)
@@ -300,15 +283,10 @@ def finished(
     return run.mechanism.get("runs") == options.runs and (run.accuracy is not None) == publish_accuracy
 
 
-def _wanted(dataset: Dataset, options: AuditOptions) -> dict[str, Any]:
-    found: dict[str, Any] = plain_json({"options": options.to_dict(), "data": about(dataset)})
-    return found
-
-
 def about(dataset: Dataset) -> dict[str, Any]:
     """Returns a few facts that distinguish one data set from another."""
     target = dataset.target
-    found: dict[str, Any] = {"name": dataset.name, "records": len(dataset.inputs), "shape": list(dataset.shape)}
+    found: dict[str, Any] = {"name": dataset.name, "records": len(dataset.inputs), "shape": dataset.shape}
     found |= {"task": dataset.task, "target": None if target is None else target.name}
     if dataset.kind == "table":
         found["private"] = [f.name for f in dataset.private_features]
@@ -318,7 +296,7 @@ def about(dataset: Dataset) -> dict[str, Any]:
         [as_tensor(dataset.inputs), as_tensor(dataset.test_inputs)],
         [as_tensor(dataset.targets), as_tensor(dataset.test_targets)],
     )
-    return found
+    return dict(plain_json(found))
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -347,9 +325,8 @@ def _format_option(value: Any) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = unsealed_json(path)
-        if content["format"] != FORMAT or not {"seed", "options", "data"} <= set(content):
-            raise ValueError("another format")
-        return content
-    except (OSError, ValueError, KeyError, TypeError) as reason:
-        why = str(reason) if isinstance(reason, Unreadable) else f"{path} is not a file of reconbound's ({reason})"
-        raise Unreadable(f"{why}: bring it back from a copy, or start over with --fresh") from None
+    except (OSError, Unreadable) as reason:
+        raise Unreadable(f"{reason}: {ADVICE}") from None
+    if content.get("format") != FORMAT or not {"seed", "options", "data"} <= set(content):
+        raise Unreadable(f"{path} is not a file of reconbound's (another format): {ADVICE}")
+    return content

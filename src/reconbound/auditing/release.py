@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 INPUTS = "inputs.json"
 NUMBER, MISSING, CATEGORY = "number", "missing", "category"
+_SAID = {NUMBER: "the range of {}", MISSING: "that {} has missing values", CATEGORY: "the categories of {}"}
 
 
 def write_inputs(folder: str | os.PathLike[str], dataset: Dataset, model: str) -> None:
@@ -45,9 +46,8 @@ def write_inputs(folder: str | os.PathLike[str], dataset: Dataset, model: str) -
         dataset: the data of the audit.
         model: linear, mlp, cnn, or the factory that made it.
     """
+    first, target = dataset.features[0], dataset.target
     image = dataset.kind == "image"
-    first = dataset.features[0]
-    target = dataset.target
     content: dict[str, Any] = {
         "format": FORMAT,
         "confidential": "read_off_the_data lists facts about the data: pass this file on only where they are known",
@@ -59,9 +59,9 @@ def write_inputs(folder: str | os.PathLike[str], dataset: Dataset, model: str) -
         "classes": list(dataset.class_names),
         "target": None if target is None else {"name": target.name, "unit": target.unit, **_range(target)},
         "inputs": {"unit": first.unit, **_range(first)} if image else [_input(f) for f in dataset.features],
+        "read_off_the_data": _read_off(dataset),
+        "model_sha256": file_digest(Path(folder) / MODEL),
     }
-    content["read_off_the_data"] = _read_off(dataset)
-    content["model_sha256"] = file_digest(Path(folder) / MODEL)
     write_whole(Path(folder) / INPUTS, sealed_json(content), mode=CONFIDENTIAL)
 
 
@@ -85,17 +85,10 @@ def _read_off(dataset: Dataset) -> list[str]:
     found = ["the classes of the target"] if dataset.class_names else []
     if dataset.task == "number" and dataset.target is not None and not dataset.target.declared:
         found.append(f"the range of {dataset.target.name}")
-    if dataset.kind == "image":
-        return found
-    for feature in dataset.features:
-        kind = _input(feature)["kind"]
-        column = feature.column or feature.name
-        if kind == NUMBER and not feature.declared:
-            found.append(f"the range of {column}")
-        elif kind == MISSING:
-            found.append(f"that {column} has missing values")
-        elif kind == CATEGORY:
-            found.append(f"the categories of {column}")
+    for feature in () if dataset.kind == "image" else dataset.features:
+        part = _input(feature)
+        if part["kind"] != NUMBER or not feature.declared:
+            found.append(_SAID[part["kind"]].format(part["column"]))
     return list(dict.fromkeys(found))
 
 
@@ -206,7 +199,6 @@ def load_release(folder: str | os.PathLike[str], model: nn.Module | None = None)
     Returns:
         The released model.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     file_path("folder", folder)
@@ -214,19 +206,13 @@ def load_release(folder: str | os.PathLike[str], model: nn.Module | None = None)
         raise InputError("model", "must be a torch.nn.Module", model)
     facts = read_inputs(folder)
     path = Path(folder) / MODEL
-    try:
-        parameters = load_file(path)
-    except FileNotFoundError:
-        raise Unreadable(
-            f"{path} does not exist: reconbound audit with the same data and options restores it"
-        ) from None
-    except SafetensorError as reason:
-        raise Unreadable(f"{path} is damaged ({reason})") from None
+    if not path.exists():
+        raise Unreadable(f"{path} does not exist: reconbound audit with the same data and options restores it")
     if model is None:
         if ":" in facts["model"]:
             raise InputError("model", f"must be given: this audit's was made by {facts['model']}", None)
         model = network(facts["model"], tuple(facts["shape"]), facts["outputs"], image=facts["kind"] == "image")
-    model.load_state_dict(parameters)
+    model.load_state_dict(load_file(path))  # its digest is known: read_inputs
     return Release(model.eval(), facts)
 
 
@@ -271,8 +257,7 @@ def _encoded(part: Mapping[str, Any], values: Sequence[Any]) -> np.ndarray:
     if part["kind"] == MISSING:
         return np.isnan(found).astype(np.float64)
     low, high = part["low"], part["high"]
-    scaled = (np.clip(np.where(np.isnan(found), low / 2 + high / 2, found), low, high) - low) / (high - low)
-    return np.asarray(scaled)
+    return np.asarray((np.clip(np.where(np.isnan(found), low / 2 + high / 2, found), low, high) - low) / (high - low))
 
 
 def _text(value: Any) -> str:

@@ -11,8 +11,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,11 +23,18 @@ import torch
 from reconbound import __version__
 from reconbound._internal.checks import InputError, file_path, flag
 from reconbound._internal.files import file_digest, is_leftover
-from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import random_states_kept
 from reconbound.auditing.leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, snapshot_counts
 from reconbound.auditing.models import check_model, describe_model, model_kind
-from reconbound.auditing.options import AuditOptions, default_options, finished, make_learner, open_folder, settle
+from reconbound.auditing.options import (
+    AuditOptions,
+    default_options,
+    finished,
+    make_learner,
+    open_folder,
+    remove,
+    settle,
+)
 from reconbound.auditing.release import write_inputs
 from reconbound.auditing.snapshots import SNAPSHOTS, SnapshotMeasurements, Snapshots
 from reconbound.data import Dataset, load_dataset
@@ -54,6 +60,9 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
+#: Facts of run.json.
+_MECHANISM = ("noise_multiplier", "max_grad_norm", "sample_rate", "steps", "clip", "sampler", "runs")
+_TRAINING = ("model", "lr", "momentum", "epochs", "accounting_budget", "probes", "parameters", "seed_from")
 #: Decimals of an accuracy that is published: it is that of held-out records, whom no noise protects.
 PUBLISHED_DIGITS = 2
 
@@ -110,11 +119,7 @@ def audit(
     for name, given in (("publish_accuracy", publish_accuracy), ("fresh", fresh)):
         flag(name, given)
     if options is not None and not isinstance(options, AuditOptions | Mapping):
-        raise InputError(
-            "options",
-            "must be AuditOptions, or a dictionary of the options that differ from the defaults",
-            f"{options!r}"[:200],
-        )
+        raise InputError("options", "must be AuditOptions, or a dictionary of those that differ", f"{options!r}"[:200])
     if isinstance(data, Dataset):
         for name, value in (("target", target), ("private", private), ("ranges", ranges)):
             if value is not None:
@@ -176,7 +181,7 @@ def run_audit(
             if is_leftover(leftover.name):
                 leftover.unlink(missing_ok=True)
         if fresh:
-            open_folder(folder, fresh=True)
+            remove(folder)
         settled = settle(folder, dataset, options)
         measurements = train(dataset, settled, folder, show=show)
         write_inputs(folder, dataset, model_kind(dataset, options.model))
@@ -217,21 +222,9 @@ def train(dataset: Dataset, options: AuditOptions, folder: Path, *, show: bool =
     """
     inside = folder / CHECKPOINTS
     inside.mkdir(mode=0o700, exist_ok=True)
-    bar: Callable[[int], None] | None = None
-    before, stack = 0, ExitStack()
-
-    def advance(done: int) -> None:
-        nonlocal bar, before
-        if bar is None:  # only now is it known at which step the training continues
-            what = f"training, {options.runs} run{'s' if options.runs > 1 else ''}"
-            bar, before = stack.enter_context(progress_bar(options.runs * options.steps, done, show, what)), done
-        bar(done - before)
-        before = done
-
-    with stack:
-        snapshots = Snapshots(dataset, inside, folder / MODEL, advance)
-        learner = make_learner(dataset, options, inside, callbacks=[snapshots], progress=False)
-        learner.repeat(options.runs, options.steps)
+    snapshots = Snapshots(dataset, inside, folder / MODEL)
+    learner = make_learner(dataset, options, inside, callbacks=[snapshots], progress=show)
+    learner.repeat(options.runs, options.steps)
     snapshots.release(learner.model)  # somebody may have removed or changed it after the first run
     return SnapshotMeasurements(learner, snapshots)
 
@@ -248,30 +241,18 @@ def facts_of(
         seed_from: who chose the seed.
         publish_accuracy: whether the accuracy is included.
     """
-    last = [h for h in learner.history if h["run"] == 0 and "accuracy" in h]
-    accuracy = round(float(last[-1]["accuracy"]), PUBLISHED_DIGITS) if publish_accuracy and last else None
+    last = [h["accuracy"] for h in learner.history if h["run"] == 0 and "accuracy" in h]
+    accuracy = round(float(last[-1]), PUBLISHED_DIGITS) if publish_accuracy and last else None
     assert learner.accountant is not None
+    facts = {**options.to_dict(), "sample_rate": learner.sampler.sample_rate, "seed_from": seed_from}
+    facts["model"] = describe_model(dataset, options.model)
+    facts["epochs"] = round(options.steps / learner.sampler.steps_per_epoch, 2)
+    facts["accounting_budget"] = options.settings.budget
+    facts["parameters"] = sum(p.numel() for p in learner.params.values())
     return Run(
         data=_data_facts(dataset),
-        mechanism={
-            "noise_multiplier": options.settings.noise_multiplier,
-            "max_grad_norm": options.settings.max_grad_norm,
-            "sample_rate": learner.sampler.sample_rate,
-            "steps": options.steps,
-            "clip": options.settings.clip,
-            "sampler": options.settings.sampler,
-            "runs": options.runs,
-        },
-        training={
-            "model": describe_model(dataset, options.model),
-            "lr": options.settings.lr,
-            "momentum": options.settings.momentum,
-            "epochs": round(options.steps / learner.sampler.steps_per_epoch, 2),
-            "accounting_budget": options.settings.budget,
-            "probes": options.settings.probes,
-            "parameters": sum(p.numel() for p in learner.params.values()),
-            "seed_from": seed_from,
-        },
+        mechanism={name: facts[name] for name in _MECHANISM},
+        training={name: facts[name] for name in _TRAINING},
         guarantee=learner.accountant.guarantee(low=0.0, high=1.0).to_dict(),
         accuracy=accuracy,
         software={"reconbound": __version__, "torch": torch.__version__, "python": platform.python_version()},

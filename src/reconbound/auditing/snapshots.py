@@ -9,7 +9,8 @@ with weight L·q, a record's diagonal is an unbiased estimate of the run's (docs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,9 +23,9 @@ from reconbound._internal.files import CONFIDENTIAL, PUBLIC, Unreadable, json_di
 from reconbound._internal.rng import derive, numbers_of, torch_stream
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.auditing.models import score
-from reconbound.training.callbacks import Callback
+from reconbound.auditing.options import ADVICE
 from reconbound.training.private_sgd import PrivateSGD
-from reconbound.training.step import Measurer
+from reconbound.training.settings import Callback
 
 if TYPE_CHECKING:
     from reconbound.data import Dataset
@@ -37,9 +38,6 @@ FEW = 2000
 _AT_ONCE = 4096
 #: Records that share their probes when all are looked at.
 _TOGETHER = 512
-_ADVICE = "bring it back from a copy, or start over with --fresh"
-#: Which records (their places in the ledger) are measured at the snapshot before a step, with which weight over q.
-Visit = tuple[int, float, Tensor]
 
 
 class Snapshots(Callback):
@@ -49,11 +47,10 @@ class Snapshots(Callback):
         dataset: for the accuracy on its test data.
         folder: for the snapshots (confidential: the runs that only measure are not released).
         released: the file for the parameters at the end of the first run.
-        advance: called with the number of steps done, over all runs.
     """
 
-    def __init__(self, dataset: Dataset, folder: Path, released: Path, advance: Callable[[int], None]) -> None:
-        self.dataset, self.folder, self.released, self.advance = dataset, folder, released, advance
+    def __init__(self, dataset: Dataset, folder: Path, released: Path) -> None:
+        self.dataset, self.folder, self.released = dataset, folder, released
 
     def on_step(self, learner: PrivateSGD) -> dict[str, float] | None:
         """Writes a snapshot where one is due. Returns accuracy and leakage so far at some steps of the first run."""
@@ -61,7 +58,6 @@ class Snapshots(Callback):
             facts = {"audit": owner(learner), "run": learner.run, "step": learner.step}
             content = sealed(learner.model.state_dict(), facts)
             write_whole(self.path(learner.run, learner.step), content, mode=CONFIDENTIAL)
-        self.advance(learner.run * learner.steps + learner.step)
         every = max(1, learner.steps // POINTS)
         due = learner.step == learner.steps or (learner.step and learner.step % every == 0)
         if learner.run > 0 or not due or learner.accountant is None:
@@ -78,8 +74,11 @@ class Snapshots(Callback):
             self.release(learner.model)
 
     def release(self, model: nn.Module) -> None:
-        """Writes the released parameters, unless they exist."""
-        content = _plain_file(model)
+        """Writes the released parameters, and nothing else that depends on the data, unless they exist."""
+        from safetensors.torch import save
+
+        own = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
+        content = save(own, {"reconbound": "the released model"})
         if not self.released.exists() or self.released.read_bytes() != content:
             write_whole(self.released, content, mode=PUBLIC)
 
@@ -122,80 +121,38 @@ class SnapshotMeasurements:
     def __init__(self, learner: PrivateSGD, snapshots: Snapshots) -> None:
         self.learner, self.snapshots = learner, snapshots
 
-    def look_closely(self, records: Tensor, runs: int, *, probes: int, each: bool) -> FisherAccountant:
-        """Returns a ledger of these records only, with their diagonals or (each=False) the average one.
-
-        Args:
-            records: the records to measure.
-            runs: the number of runs.
-            probes: probes for each measurement.
-            each: whether to keep the diagonal of each record.
-        """
-        everyone = torch.arange(len(records))
-
-        def visits(run: int) -> list[Visit]:
-            return [(step, float(length), everyone) for step, length in snapshot_steps(self.learner, run)]
-
-        at_once = max(1, _AT_ONCE // probes)
-        return self._measured_at(records, runs, visits, "close", probes=probes, each=each, at_once=at_once)
-
-    def look_at_all(self, runs: int, *, looks: int, probes: int) -> FisherAccountant:
-        """Returns a ledger with the diagonals of all records, each measured `looks` times in a run.
+    def look(
+        self, records: Tensor | None, runs: int, *, probes: int, looks: int = SNAPSHOTS, each: bool = True
+    ) -> FisherAccountant:
+        """Returns a ledger of these records only, each measured `looks` times in a run.
 
         A run's blocks are joined into `looks` parts. In each, a record is measured at the snapshot of one of the part's
         m blocks, drawn uniformly and independently: at a given step of a block of L with probability 1/(mL), so with
         weight mLq (docs/theory/accounting.md).
 
         Args:
+            records: the records to measure; None for all, which then share probes.
             runs: the number of runs.
-            looks: measurements of each record in a run.
             probes: probes for each measurement.
+            looks: measurements of each record in a run; at every snapshot when left out.
+            each: whether to keep the diagonal of each record, or only the average one.
         """
-
-        def visits(run: int) -> list[Visit]:
-            found = []
-            for k, blocks in enumerate(_parts(snapshot_steps(self.learner, run), looks)):
-                rng = numbers_of(derive(self.learner.seed, "run", run), "look", k)
-                drawn = torch.from_numpy(rng.integers(0, len(blocks), self.learner.records))
-                for j, (step, length) in enumerate(blocks):
-                    found.append((step, float(len(blocks) * length), torch.nonzero(drawn == j).flatten()))
-            return found
-
-        everyone = torch.arange(self.learner.records)
-        return self._measured_at(everyone, runs, visits, "all", probes=probes, each=True, at_once=_TOGETHER)
-
-    def _measured_at(
-        self,
-        records: Tensor,
-        runs: int,
-        visits: Callable[[int], list[Visit]],
-        name: str,
-        *,
-        probes: int,
-        each: bool,
-        at_once: int,
-    ) -> FisherAccountant:
+        name, at_once = ("all", _TOGETHER) if records is None else ("close", max(1, _AT_ONCE // probes))
+        records = torch.arange(self.learner.records) if records is None else records
         learner, whole = self.learner, self.learner.accountant
         assert whole is not None
         account = replace(whole.account, records=len(records), rules=whole.account.rules[:1])
         ledger = FisherAccountant(account, diagonal="all" if each else "average", device=learner.device)
         ledger.caveats = whole.caveats
-        measurer = Measurer(
-            learner.model,
-            learner.loss_fn,
-            (learner.inputs, learner.targets),
-            replace(learner.settings, probes=probes),
-            learner.private,
-            diagonal=True,
-            spectral=False,
-            check=False,
-        )
+        measurer = copy(learner.measurer)
+        measurer.settings = replace(learner.settings, probes=probes)
+        measurer.diagonal, measurer.spectral = True, False
         own = {name: value.clone() for name, value in learner.model.state_dict().items()}
         try:
             for run in range(runs):
                 ledger.begin_run(whole.fingerprints[run])
                 seed = derive(learner.seed, "run", run)
-                for step, weight, places in visits(run):
+                for step, weight, places in self._visits(run, looks, len(records)):
                     self._put_back(run, step)
                     for k, part in enumerate(places.split(at_once)):
                         probe = torch_stream(seed, f"{name} {k}", step, learner.device)
@@ -206,16 +163,24 @@ class SnapshotMeasurements:
             learner.model.load_state_dict(own)
         return ledger
 
+    def _visits(self, run: int, looks: int, records: int) -> Iterator[tuple[int, float, Tensor]]:
+        """Yields a step, the weight over q of measurements at it, and the places of the records measured there."""
+        for k, blocks in enumerate(_parts(snapshot_steps(self.learner, run), looks)):
+            rng = numbers_of(derive(self.learner.seed, "run", run), "look", k)
+            drawn = torch.from_numpy(rng.integers(0, len(blocks), records))
+            for j, (step, length) in enumerate(blocks):
+                yield step, float(len(blocks) * length), torch.nonzero(drawn == j).flatten()
+
     def _put_back(self, run: int, step: int) -> None:
         path = self.snapshots.path(run, step)
         try:
             tensors, facts = unsealed(path)
         except FileNotFoundError:
-            raise Unreadable(f"{path} has been removed: {_ADVICE}") from None
+            raise Unreadable(f"{path} has been removed: {ADVICE}") from None
         except Unreadable as reason:
-            raise Unreadable(f"{reason}: {_ADVICE}") from None
+            raise Unreadable(f"{reason}: {ADVICE}") from None
         if facts != {"audit": owner(self.learner), "run": run, "step": step}:
-            raise Unreadable(f"{path} is of another audit, run or step: {_ADVICE}")
+            raise Unreadable(f"{path} is of another audit, run or step: {ADVICE}")
         self.learner.model.load_state_dict(tensors)
 
 
@@ -223,11 +188,3 @@ def _parts(blocks: list[tuple[int, int]], count: int) -> list[list[tuple[int, in
     """Joins the blocks in order into n parts (at most one per block), of nearly the same number of blocks."""
     ends = [k * len(blocks) // min(count, len(blocks)) for k in range(min(count, len(blocks)) + 1)]
     return [blocks[a:b] for a, b in pairwise(ends)]
-
-
-def _plain_file(model: nn.Module) -> bytes:
-    """Returns the parameters as safetensors, without anything else that depends on the data."""
-    from safetensors.torch import save
-
-    own = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
-    return save(own, {"reconbound": "the released model"})

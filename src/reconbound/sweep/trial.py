@@ -34,9 +34,9 @@ from reconbound.mechanisms import SampledGaussian
 from reconbound.mechanisms.guarantee import guarantee
 from reconbound.report.folder import CHECKPOINTS, prepare
 from reconbound.sweep.space import Row, Setting, seed_of
-from reconbound.training.callbacks import Callback
 from reconbound.training.checkpoint import CheckpointError, data_digest, plain_json
 from reconbound.training.private_sgd import PrivateSGD
+from reconbound.training.settings import Callback
 
 if TYPE_CHECKING:
     from reconbound.data import Dataset

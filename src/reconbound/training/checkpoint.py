@@ -13,25 +13,29 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from reconbound._internal.checks import warn_user
 from reconbound._internal.files import CONFIDENTIAL, Unreadable, open_lock, refuse_links, sealed, unsealed, write_whole
 from reconbound._internal.fingerprints import digest
 
+if TYPE_CHECKING:
+    from reconbound.training.private_sgd import PrivateSGD
+
 #: Of checkpoints; 3 since losses and schedules are not run to be compared.
 FORMAT = 3
 NAMES = ("checkpoint-0.safetensors", "checkpoint-1.safetensors")
 LOCK = "lock"
+_OTHER_RUN = "give the new run a folder of its own, or go on with what this one began with"
+_DAMAGED = "bring the files back from a copy, or remove them to begin anew (with another seed, where one is given)"
 
 
 class CheckpointError(ValueError):
@@ -53,11 +57,11 @@ def save(folder: str | os.PathLike[str], checkpoint: Checkpoint, turn: int) -> N
     """Writes a checkpoint over the older of the two in the folder. If writing fails, both old ones remain.
 
     Args:
-        folder: the folder of checkpoints; created if missing.
+        folder: the folder of checkpoints.
         checkpoint: the state to write.
         turn: the number of this checkpoint; even and odd ones have a file each.
     """
-    place = _make_folder(folder)
+    place = Path(folder)
     try:
         write_whole(place / NAMES[turn % 2], sealed(checkpoint.tensors, checkpoint.facts), mode=CONFIDENTIAL)
     except OSError as reason:
@@ -85,37 +89,27 @@ def load(folder: str | os.PathLike[str], belongs: Mapping[str, Any]) -> tuple[Ch
     """
     wanted = plain_json(belongs)
     found: list[tuple[int, int, Checkpoint]] = []
-    refused: list[str] = []
-    foreign = False
-    for turn, name in enumerate(NAMES):
-        path = Path(folder) / name
-        if not path.exists():
-            continue
+    refused: list[Exception] = []
+    for turn, path in enumerate(Path(folder) / name for name in NAMES):
         try:
             tensors, facts = unsealed(path)
             _check_belongs(path, facts, wanted)
-        except (Unreadable, CheckpointError) as reason:
-            refused.append(str(reason))
-            foreign |= isinstance(reason, CheckpointError)
-        except OSError as reason:
-            refused.append(f"{path} cannot be read ({reason.strerror})")
-        else:
             found.append((int(facts["order"]), turn, Checkpoint(tensors, facts)))
-    if not found:
-        if refused:
-            raise CheckpointError("; ".join(refused) + f"; no other checkpoint is there: {_advice(foreign)}")
+        except FileNotFoundError:
+            continue
+        except (OSError, Unreadable, CheckpointError) as reason:
+            refused.append(reason)
+    why = "; ".join(map(str, refused))
+    if not found and not refused:
         return None
+    if not found:
+        foreign = any(isinstance(reason, CheckpointError) for reason in refused)
+        raise CheckpointError(f"{why}; no other checkpoint is there: {_OTHER_RUN if foreign else _DAMAGED}")
     _, turn, checkpoint = max(found, key=lambda item: item[0])
     if refused:
         at = ", ".join(f"{name} {checkpoint.facts[name]}" for name in ("run", "step") if name in checkpoint.facts)
-        warn_user(f"{'; '.join(refused)}: going on from the other one, {at}", UserWarning)
+        warn_user(f"{why}: going on from the other one, {at}", UserWarning)
     return checkpoint, turn
-
-
-def _advice(foreign: bool) -> str:
-    if foreign:
-        return "give the new run a folder of its own, or go on with what this one began with"
-    return "bring the files back from a copy, or remove them to begin anew (with another seed, where one is given)"
 
 
 @contextmanager
@@ -128,14 +122,15 @@ def lock_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
     Args:
         folder: the folder; created with mode 0700 if missing.
     """
-    place = _make_folder(folder)
-    refuse_links(place)
-    if os.name == "posix" and place.stat().st_mode & 0o077:
-        warn_user(f"others may enter the checkpoint folder {place}: chmod 700 it", UserWarning)
+    place = Path(folder)
     try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_links(place)
         handle = open_lock(place / LOCK)
     except OSError as reason:
         raise CheckpointError(f"the checkpoint folder {place} cannot be written ({reason.strerror})") from reason
+    if os.name == "posix" and place.stat().st_mode & 0o077:
+        warn_user(f"others may enter the checkpoint folder {place}: chmod 700 it", UserWarning)
     try:
         _lock(handle, place)
         for leftover in place.glob(".checkpoint-*.part"):
@@ -163,15 +158,6 @@ def _lock(handle: int, place: Path) -> None:
     with suppress(OSError):  # for people only; a full disk is reported where something would be lost
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-
-def _make_folder(folder: str | os.PathLike[str]) -> Path:
-    place = Path(folder)
-    try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as reason:
-        raise CheckpointError(f"the checkpoint folder {place} cannot be made ({reason.strerror})") from reason
-    return place
 
 
 def _check_belongs(path: Path, facts: Mapping[str, Any], belongs: Mapping[str, Any]) -> None:
@@ -283,25 +269,14 @@ def restore_optimizer(
         schedule.load_state_dict(unpack(packed["schedule"], tensors))
 
 
-def identify(
-    options: Mapping[str, Any],
-    model: nn.Module,
-    loss_fn: Any,
-    data: tuple[Any, Any],
-    optimizer: torch.optim.Optimizer,
-    schedule: Any,
-) -> dict[str, Any]:
+def identify(learner: PrivateSGD, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the facts that a checkpoint must match, as JSON.
 
     Args:
+        learner: before its first step. Its loss enters by its name.
         options: everything that was asked for, with the settings; the seed is left out.
-        model: at the start.
-        loss_fn: enters by its name.
-        data: inputs and targets.
-        optimizer: as it was created.
-        schedule: as it was created, or None.
     """
-    rows = next(len(t) for t in tree_leaves(data) if isinstance(t, Tensor))
+    model, loss = learner.model, learner.loss_fn
     facts = {
         "format": FORMAT,
         "configuration": {name: _describe(value) for name, value in options.items() if name != "seed"},
@@ -309,10 +284,10 @@ def identify(
             "parameters": {n: [list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()},
             "modules": {n: type(m).__name__ for n, m in model.named_modules()},
         },
-        "loss": getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__),
-        "data": {"records": rows, "digest": data_digest(*data)},
-        "optimizer": _describe_optimizer(optimizer),
-        "schedule": _describe_schedule(schedule),
+        "loss": getattr(loss, "__qualname__", type(loss).__qualname__),
+        "data": {"records": learner.records, "digest": data_digest(learner.inputs, learner.targets)},
+        "optimizer": _describe_optimizer(learner.optimizer),
+        "schedule": _describe_schedule(learner.schedule),
     }
     return dict(plain_json(facts))
 
@@ -350,13 +325,12 @@ def _describe_schedule(schedule: Any) -> dict[str, Any]:
 
 def _describe(value: Any) -> Any:
     """Returns a short plain form of an option that may be a tensor, a Private, a sequence or a word."""
-    if isinstance(value, np.generic):
-        value = value.item()
     if isinstance(value, Tensor):
         return digest({"": value})
     if hasattr(value, "features") and hasattr(value, "part"):
         return [value.part, value.name, None if value.features is None else digest({"": value.features})]
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
-    plain = value is None or isinstance(value, (str, bool, int, float))
-    return value if plain else [v if isinstance(v, str) else float(v) for v in value]
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return value
+    return [v if isinstance(v, str) else float(v) for v in value]

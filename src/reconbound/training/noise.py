@@ -95,12 +95,11 @@ def release_context(
         losses: of some records at the start. Two losses of one name must not share batches, which amplification takes
             as independent.
     """
-    s = settings
     facts = {
         **{name: value for name, value in identity.items() if name != "loss"},
         "format": CONTEXT,
         "configuration": {k: v for k, v in identity["configuration"].items() if k not in _MEASURING},
-        "in the pass": None if s.rules is None or isinstance(s.budget, float) else s.budget,
+        "in the pass": None if settings.rules is None or isinstance(settings.budget, float) else settings.budget,
         "device": device.type,
         "start": model_facts(model),
         "losses": losses,

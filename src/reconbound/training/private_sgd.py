@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from reconbound._internal.checks import InputError, file_path, flag, warn_user, whole
+from reconbound._internal.checks import InputError, file_path, warn_user, whole
 from reconbound._internal.fingerprints import of_run
 from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import GUESSABLE, derive, new_seed, seed_warning, seeded
@@ -28,22 +28,9 @@ from reconbound.accounting.spec import checked_counts
 from reconbound.fisher import Private
 from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
-from reconbound.training.arguments import (
-    Fault,
-    as_tensors,
-    check_arguments,
-    check_functions,
-    check_length,
-    evaluate_model,
-    make_part,
-    modes_kept,
-    record_count,
-    reset_parameters,
-    row_counts,
-)
-from reconbound.training.callbacks import Callback
+from reconbound.training import settings as given
 from reconbound.training.sampling import make_account, make_plan, make_sampler, steps_of
-from reconbound.training.settings import Settings
+from reconbound.training.settings import Callback, Fault, Settings, reset_parameters
 from reconbound.training.step import LossFn, Measurer, compute_step
 from reconbound.validate.model import ReconboundWarning
 from reconbound.validate.private import as_private
@@ -115,14 +102,11 @@ class PrivateSGD:
         progress: bool = True,
         check: bool = True,
     ) -> None:
-        check_arguments(model, settings, callbacks, whole_at)
-        functions = {"loss_fn": loss_fn, "initialise": initialise, "evaluate": evaluate}
-        check_functions({**functions, "optimizer": optimizer, "schedule": schedule})
-        for name, given in (("spectral", spectral), ("progress", progress), ("check", check)):
-            flag(name, given)
+        given.check_arguments(locals())
         self.model, self.loss_fn, self.settings = model, loss_fn, settings
-        self.inputs, self.targets = as_tensors(model, "inputs", inputs), as_tensors(model, "targets", targets)
-        self.records = record_count(self.inputs, self.targets)
+        self.inputs = given.as_tensors(model, "inputs", inputs)
+        self.targets = given.as_tensors(model, "targets", targets)
+        self.records = given.record_count(self.inputs, self.targets)
         self.sampler = make_sampler(settings.sampler, self.records, settings.sample_rate)
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.params:
@@ -130,7 +114,7 @@ class PrivateSGD:
         self.device = next(iter(self.params.values())).device
         self.seed = new_seed() if settings.seed is None else settings.seed
         if self.seed < GUESSABLE:
-            self._warn(seed_warning("seed"))
+            warn_user(seed_warning("seed"), ReconboundWarning)
         self.private, self.diagonal, self.spectral, self.feature_scale = private, diagonal, spectral, feature_scale
         self.make_optimizer, self.make_schedule = self._sgd if optimizer is None else optimizer, schedule
         self.initialise = reset_parameters if initialise is None else initialise
@@ -140,16 +124,9 @@ class PrivateSGD:
         self.callbacks = tuple(callbacks)
         self.whole_at = checked_counts("whole_at", whole_at)
         self.progress = progress
-        self.measurer = Measurer(
-            model,
-            loss_fn,
-            (self.inputs, self.targets),
-            settings,
-            private,
-            diagonal=not (isinstance(diagonal, str) and diagonal == "none"),
-            spectral=spectral,
-            check=check,
-        )
+        kept = {"diagonal": not (isinstance(diagonal, str) and diagonal == "none"), "spectral": spectral}
+        data = (self.inputs, self.targets)
+        self.measurer = Measurer(model, loss_fn, data, settings, private, check=check, **kept)
         self.features = self.measurer.features
         self._ledger: FisherAccountant | None = None
         self.plan: Blocks | Segments | None = None
@@ -195,8 +172,8 @@ class PrivateSGD:
         Returns:
             The learner itself.
         """
-        with self._opened("fit", 1, steps, epochs):
-            self._train_run()
+        with self._opened("fit", 1, steps, epochs) as advance:
+            self._train_run(advance)
         return self
 
     def repeat(self, runs: int, steps: int | None = None, *, epochs: float | None = None) -> PrivateSGD:
@@ -217,18 +194,19 @@ class PrivateSGD:
         """
         count = whole("runs", runs)
         changed = self._parameter_versions() != self._versions
-        with self._opened("repeat", count, steps, epochs):
+        with self._opened("repeat", count, steps, epochs) as advance:
             if changed and self.order == 0 and self.initialise is reset_parameters:
-                self._warn(
+                warn_user(
                     "repeat begins each run from fresh parameters: those that the model was given are lost. To start "
-                    "from them, give PrivateSGD initialise=lambda m: m.load_state_dict(start)"
+                    "from them, give PrivateSGD initialise=lambda m: m.load_state_dict(start)",
+                    ReconboundWarning,
                 )
             while self.run < count:
                 if self.step == 0:
                     with seeded(derive(self.seed, "initial", self.run)):
                         self.initialise(self.model)
                     self._restart()
-                self._train_run()
+                self._train_run(advance)
                 if self.run + 1 == count:
                     break
                 self.run, self.step = self.run + 1, 0
@@ -237,9 +215,6 @@ class PrivateSGD:
 
     def _parameter_versions(self) -> list[int]:
         return [p._version for p in self.model.parameters()]
-
-    def _warn(self, message: str) -> None:
-        warn_user(message, ReconboundWarning)
 
     @property
     def order(self) -> int:
@@ -253,54 +228,48 @@ class PrivateSGD:
         if self.accountant is not None:
             self.accountant.begin_run(of_run(self.run_seed))
 
-    def _train_run(self) -> None:
+    def _train_run(self, advance: Callable[[int], None]) -> None:
         if self.step == 0:
             self._begin_run()
         self._after_step()
-        with progress_bar(self.steps, self.step, self.progress, f"run {self.run + 1}") as advance:
-            while self.step < self.steps:
-                self._train_step()
-                self._after_step()
-                advance(1)
+        while self.step < self.steps:
+            self._train_step()
+            self._after_step()
+            advance(1)
 
     def _after_step(self) -> None:
         """Evaluates and saves where that is due. Nothing happens twice, so it can be called again after an error."""
         if self.kind == "repeat" and self.run == 0 and self.step == self.steps and not self.first_parameters:
             self.first_parameters = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        now = {"run": self.run, "step": self.step}
+        known = bool(self.history) and now.items() <= self.history[-1].items()
+        often = self.evaluate_every
+        due = self.step == self.steps or (often > 0 and self.step > 0 and self.step % often == 0)
         found: list[Mapping[str, float] | None] = []
-        with modes_kept(self.model), self._placed():
-            if self.evaluate is not None and self._evaluation_is_due():
-                found.append(evaluate_model(self.evaluate, self.model))
+        with given.modes_kept(self.model), self._placed():
+            if self.evaluate is not None and due and not known:
+                found.append(given.evaluate_model(self.evaluate, self.model))
             for callback in self.callbacks:
                 found.append(callback.on_step(self))
                 if self.step == self.steps:
                     callback.on_run_end(self)
-        numbers = {name: value for each in found if each is not None for name, value in each.items()}
-        if any(each is not None for each in found) and not self._in_history():
-            self.history.append({"run": self.run, "step": self.step, **numbers})
+        told = [each for each in found if each is not None]
+        if told and not known:
+            self.history.append({**now, **{name: value for each in told for name, value in each.items()}})
         if self.folder is None or self.order <= self._saved:
             return
         if self.step % self.every == 0 or self.step == self.steps:
             checkpoints.save(self.folder, self._snapshot(), self._turn + 1)
             self._turn, self._saved = self._turn + 1, self.order
 
-    def _in_history(self) -> bool:
-        return bool(self.history) and (self.history[-1]["run"], self.history[-1]["step"]) == (self.run, self.step)
-
-    def _evaluation_is_due(self) -> bool:
-        often = self.evaluate_every
-        due = self.step == self.steps or (often > 0 and self.step > 0 and self.step % often == 0)
-        return due and not self._in_history()
-
     def _train_step(self) -> None:
-        sizes = row_counts(self.inputs, self.targets)
+        sizes = given.row_counts(self.inputs, self.targets)
         if sizes != {self.records}:
             self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
         chosen = self.sampler.batch(self.run_seed, self.step)
         with self._placed():
-            found = compute_step(self.measurer, self.accountant, self.plan, chosen, self.run_seed, self.step)
-        flat = found.total.double() + self.settings.noise * self._noise(found.total)
-        flat /= self.sampler.divisor
+            total, measured, followed = compute_step(self, chosen)
+        flat = (total.double() + self.settings.noise * self._noise(total)) / self.sampler.divisor
         for p, piece in zip(self.params.values(), flat.split([p.numel() for p in self.params.values()]), strict=True):
             p.grad = piece.reshape(p.shape).to(p.dtype)
         self._midway = True
@@ -311,10 +280,10 @@ class PrivateSGD:
             if not bool(torch.isfinite(p.detach()).all()):
                 self._fail(f"the parameter {name} is not finite after it: the model has exploded; lower lr")
         if self.accountant is not None:
-            for indices, information, weight, stratified in found.measured:
+            for indices, information, weight, stratified in measured:
                 self.accountant.add(indices, information, weight=weight, stratified=stratified)
-            if found.followed is not None:
-                self.accountant.follow(found.followed)
+            if followed is not None:
+                self.accountant.follow(followed)
             self.accountant.keep_step(self.step + 1)
             if self.step + 1 == self.steps:
                 self.accountant.finish_run()
@@ -342,33 +311,37 @@ class PrivateSGD:
     # --- state ---------------------------------------------------------------------------
 
     @contextmanager
-    def _opened(self, kind: str, runs: int, steps: int | None, epochs: float | None) -> Iterator[None]:
-        """Creates the ledger for runs of this length, holds the checkpoint folder and loads its last good state."""
+    def _opened(self, kind: str, runs: int, steps: int | None, epochs: float | None) -> Iterator[Callable[[int], None]]:
+        """Creates the ledger for runs of this length, holds the checkpoint folder and loads its last good state.
+
+        Yields a function that advances the progress bar.
+        """
         if (steps is None) == (epochs is None):
             raise InputError("steps", "or epochs must be given, and not both", steps)
         length = whole("steps", steps) if epochs is None else steps_of(self.sampler, epochs)
-        check_length(kind, length, self.kind, self.steps)
+        given.check_length(kind, length, self.kind, self.steps)
         if self._midway and self.folder is None:
             raise TrainingError("the learner was interrupted in the middle of a step: make a new one")
         done = self.steps > 0 and self.step == self.steps and self.run + 1 >= runs
         if not self.steps:
             self.kind, self.steps = kind, length
             self._make_ledger()
-            asked = {**asdict(self.settings), "steps": length, "kind": kind, "spectral": self.spectral}
-            for name in ("private", "diagonal", "feature_scale"):
-                asked[name] = getattr(self, name)
-            data = (self.inputs, self.targets)
-            self.identity = checkpoints.identify(asked, self.model, self.loss_fn, data, self.optimizer, self.schedule)
+            asked = ("steps", "kind", "spectral", "private", "diagonal", "feature_scale")
+            options = {**asdict(self.settings), **{name: getattr(self, name) for name in asked}}
+            self.identity = checkpoints.identify(self, options)
         with ExitStack() as stack:
             if self.folder is not None:
                 stack.enter_context(checkpoints.lock_folder(self.folder))
                 self._resume(self.folder)
             if done:
-                self._warn(
+                warn_user(
                     f"{kind} has done its {self.steps} steps already and trains nothing more: to train longer make a "
-                    "new PrivateSGD (with a checkpoint folder of its own) and give it all the steps"
+                    "new PrivateSGD (with a checkpoint folder of its own) and give it all the steps",
+                    ReconboundWarning,
                 )
-            yield
+            what = f"training, {runs} run{'s' if runs > 1 else ''}"
+            at = self.run * self.steps + self.step
+            yield stack.enter_context(progress_bar(runs * self.steps, at, self.progress, what))
 
     def _make_ledger(self) -> None:
         """Creates an empty ledger and the plan of measurements (None where each batch itself is measured)."""
@@ -392,10 +365,10 @@ class PrivateSGD:
 
     def _restart(self) -> None:
         """Creates a new optimizer and schedule, as at the start of a run."""
-        self.optimizer = make_part("optimizer", self.make_optimizer, list(self.params.values()))
+        self.optimizer = given.make_part("optimizer", self.make_optimizer, list(self.params.values()))
         self.schedule = None
         if self.make_schedule is not None:
-            self.schedule = make_part("schedule", self.make_schedule, self.optimizer)
+            self.schedule = given.make_part("schedule", self.make_schedule, self.optimizer)
 
     def _sgd(self, parameters: Any) -> torch.optim.Optimizer:
         s = self.settings
@@ -409,12 +382,7 @@ class PrivateSGD:
         tensors |= {f"released/{name}": value for name, value in self.first_parameters.items()}
         facts: dict[str, Any] = {
             **self.identity,
-            "seed": self.seed,
-            "run": self.run,
-            "run_seed": self.run_seed,
-            "step": self.step,
-            "order": self.order,
-            "history": self.history,
+            **{name: getattr(self, name) for name in ("seed", "run", "run_seed", "step", "order", "history")},
             "state": checkpoints.pack_optimizer(self.optimizer, self.schedule, tensors),
         }
         if self.accountant is not None:

@@ -32,16 +32,13 @@ class Poisson:
     [0, 1, 2, 3, 4]
     """
 
+    name = "poisson"
     records: int
     sample_rate: float
 
     def __post_init__(self) -> None:
         whole("records", self.records)
         number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
-
-    @property
-    def name(self) -> str:
-        return "poisson"
 
     @property
     def divisor(self) -> float:
@@ -65,16 +62,13 @@ class FixedSize:
     (3, 0.3)
     """
 
+    name = "fixed"
     records: int
     batch_size: int
 
     def __post_init__(self) -> None:
         if whole("batch_size", self.batch_size) > whole("records", self.records):
             raise InputError("batch_size", f"must be at most the number of records ({self.records})", self.batch_size)
-
-    @property
-    def name(self) -> str:
-        return "fixed"
 
     @property
     def sample_rate(self) -> float:
@@ -104,9 +98,7 @@ class ShuffledEpochs(FixedSize):
     [0, 1, 2, 3]
     """
 
-    @property
-    def name(self) -> str:
-        return "shuffle"
+    name = "shuffle"
 
     @property
     def steps_per_epoch(self) -> int:

@@ -1,14 +1,28 @@
-"""Settings of a private run: everything that determines it, apart from the model and the data."""
+"""The arguments of PrivateSGD: settings of a run, callbacks, data, and functions that are called.
+
+They are checked here, once; the rest of the package takes them as they are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from reconbound._internal.checks import InputError, number, plain_number, whole
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from reconbound._internal.checks import InputError, flag, function, number, plain_number, whole
 from reconbound._internal.rng import checked_seed
 from reconbound.accounting.measurement_plan import Budget, checked_budget
 from reconbound.accounting.spec import MechanismSpec
+from reconbound.validate.batch import is_about_kinds, model_dtype
+
+if TYPE_CHECKING:
+    from reconbound.training.private_sgd import PrivateSGD
 
 
 @dataclass(frozen=True)
@@ -77,3 +91,229 @@ class Settings(MechanismSpec):
         rate = batch_size / records
         kept: dict[str, Any] = {"sampler": "fixed", "rules": ("paper", "fixed"), "budget": "every", "lr": lr}
         return cls(noise_multiplier, max_grad_norm, rate, **{"momentum": 0.5, **kept, **others})
+
+
+class Callback:
+    """Watches a training without changing it.
+
+    A training that was stopped announces its last step again when it continues. A callback must return the same then.
+    """
+
+    def on_step(self, learner: PrivateSGD) -> Mapping[str, float] | None:
+        """Runs at the start of a run and after each of its steps, before the state is saved.
+
+        Args:
+            learner: at this step (`learner.run`, `learner.step`); a callback must not change it.
+
+        Returns:
+            Numbers for `learner.history` at this step, or None.
+        """
+
+    def on_run_end(self, learner: PrivateSGD) -> None:
+        """Runs after the last step of a run, after `on_step` and before the state is saved.
+
+        Args:
+            learner: at the end of the run.
+        """
+
+
+class Fault(RuntimeError):
+    """A record or a model with which training cannot continue."""
+
+
+def evaluate_model(evaluate: Callable[[nn.Module], Any], model: nn.Module) -> dict[str, float]:
+    """Returns the numbers that a user's function computes for a model; refuses any other result.
+
+    Args:
+        evaluate: model → dictionary of numbers.
+        model: the model to evaluate.
+    """
+    try:
+        found = evaluate(model)
+    except RuntimeError as reason:
+        if not is_about_kinds(reason):
+            raise
+        why = str(reason).split("\n")[0]
+        raise Fault(f"evaluate gave the model data that are not {model_dtype(model)}, as it is: {why}") from reason
+    if not isinstance(found, Mapping):
+        raise InputError("evaluate", "must return a dictionary of numbers, by name", _describe(found))
+    numbers: dict[str, float] = {}
+    for name, value in found.items():
+        if str(name) in ("run", "step"):
+            raise InputError("evaluate", "must not return a number of this name, which the history has itself", name)
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(f"evaluate's {name!r}", "must be one number", _describe(value)) from None
+    return numbers
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def as_tensors(model: nn.Module, name: str, tree: Any) -> Any:
+    """Returns a data set with its NumPy arrays as tensors, the rest unchanged.
+
+    Arrays of floats get the model's dtype (NumPy's own is float64). Targets of whole numbers become int64, as losses
+    require (except bytes, which they accept). Inputs of whole numbers keep their type, because they may be tokens.
+
+    Args:
+        model: gives the dtype.
+        name: the name of the argument, for messages.
+        tree: an array, a tensor, or a tuple or dictionary of them.
+    """
+    kind = model_dtype(model)
+
+    def convert(x: Any) -> Any:
+        if not isinstance(x, np.ndarray):
+            return x
+        if not np.issubdtype(x.dtype, np.number) and x.dtype != np.bool_:
+            raise InputError(name, "must hold numbers", f"an array of {x.dtype}")
+        if not x.dtype.isnative or x.dtype == np.longdouble:
+            x = x.astype(np.float64 if x.dtype == np.longdouble else x.dtype.newbyteorder("="))
+        own = x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy()  # what torch can share
+        found = torch.as_tensor(own)
+        if found.is_floating_point() and kind is not None:
+            return found.to(kind)
+        return found.long() if name == "targets" and found.dtype in _NARROW else found
+
+    return tree_map(convert, tree) if any(isinstance(x, np.ndarray) for x in tree_leaves(tree)) else tree
+
+
+_NARROW = (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
+
+
+def row_counts(inputs: Any, targets: Any) -> set[int]:
+    """Returns the row counts of the tensors of a data set: one number if all agree.
+
+    Args:
+        inputs: tensors with one row per record.
+        targets: tensors with one row per record.
+    """
+    return {len(t) if t.dim() > 0 else 0 for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)}
+
+
+def record_count(inputs: Any, targets: Any) -> int:
+    """Returns the number of records of a data set, or raises an InputError where its tensors disagree.
+
+    Args:
+        inputs: tensors with one row per record.
+        targets: tensors with one row per record.
+    """
+    sizes = row_counts(inputs, targets)
+    for name, tree in (("inputs", inputs), ("targets", targets)):
+        if not any(isinstance(t, Tensor) for t in tree_leaves(tree)) and (name == "inputs" or tree is not None):
+            what = "must be a tensor or a NumPy array with one row per record, or a tuple or dictionary of such"
+            raise InputError(name, what, f"a {type(tree).__name__} without one")
+    if len(sizes) != 1 or 0 in sizes:
+        raise InputError("inputs", "and targets must have one row for each record", sorted(sizes))
+    return sizes.pop()
+
+
+def reset_parameters(model: nn.Module) -> None:
+    """Calls reset_parameters of every module that has a trainable parameter.
+
+    Frozen parameters and buffers (of a pretrained part) stay as they are.
+
+    Raises:
+        InputError: names a parameter that no module resets.
+    """
+    reset: set[int] = set()
+    for module in model.modules():
+        mine = list(module.parameters(recurse=False))
+        if any(p.requires_grad for p in mine) and reset_module(module):
+            reset |= {id(p) for p in mine}
+    for name, p in model.named_parameters():
+        if p.requires_grad and id(p) not in reset:
+            raise InputError("initialise", "must be given: no module resets the parameter", name)
+
+
+def reset_module(module: nn.Module) -> bool:
+    """Calls the module's reset_parameters, if it has one, and puts back what is frozen. Returns whether it has one."""
+    own = getattr(module, "reset_parameters", None)
+    if not callable(own):
+        return False
+    mine = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    kept = [(t, t.detach().clone()) for t in mine if not t.requires_grad]
+    own()
+    with torch.no_grad():
+        for t, before in kept:
+            t.copy_(before)
+    return True
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Restores the training and evaluation modes of all modules at the end of the block."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+_TAKES = {
+    "loss_fn": "outputs, targets → one loss per record",
+    "initialise": "model → nothing",
+    "evaluate": "model → a dictionary of numbers",
+    "optimizer": "parameters → a new optimizer, for each run",
+    "schedule": "optimizer → a new schedule, for each run",
+}
+_KINDS = {
+    "settings": (Settings, "a Settings(noise_multiplier=..., max_grad_norm=..., sample_rate=..., ...)"),
+    "model": (nn.Module, "a torch.nn.Module"),
+}
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuses arguments of PrivateSGD, by name, that are of another type."""
+    for name, (kind, what) in _KINDS.items():
+        if not isinstance(given[name], kind):
+            raise InputError(name, f"must be {what}", f"a {type(given[name]).__name__}")
+    callbacks = given["callbacks"]
+    if not isinstance(callbacks, list | tuple) or not all(isinstance(c, Callback) for c in callbacks):
+        what = "must be a list of reconbound.training.settings.Callback"
+        raise InputError("callbacks", what, f"{callbacks!r}"[:200])
+    for name, takes in _TAKES.items():
+        if given[name] is not None or name == "loss_fn":
+            function(name, given[name], takes)
+    for name in ("spectral", "progress", "check"):
+        flag(name, given[name])
+
+
+def make_part(name: str, maker: Callable[[Any], Any], given: Any) -> Any:
+    """Returns the optimizer or the schedule that a user's function creates; refuses any other result.
+
+    Args:
+        name: optimizer or schedule.
+        maker: the function.
+        given: the function's argument.
+    """
+    try:
+        part = maker(given)
+    except (TypeError, AttributeError) as error:
+        raise InputError(name, f"must be a function that makes one ({error})", f"{maker!r}"[:200]) from error
+    needed = {"optimizer": ("param_groups", "step", "state_dict"), "schedule": ("step", "state_dict")}[name]
+    if not all(hasattr(part, attribute) for attribute in needed):
+        raise InputError(name, f"must be a function that returns one of torch's {name}s", f"{part!r}"[:200])
+    return part
+
+
+def check_length(kind: str, length: int, begun: str, steps: int) -> None:
+    """Refuses another kind of training or another length than a learner has begun with.
+
+    Args:
+        kind: the training that is asked for, "fit" or "repeat".
+        length: its number of steps.
+        begun: the training that was begun.
+        steps: the number of steps that was begun; 0 for none.
+    """
+    anew = "make a new PrivateSGD, with a checkpoint folder of its own"
+    if steps and kind != begun:
+        why = f"cannot follow {begun} on one learner, whose ledger is for {begun}: {anew}"
+        raise InputError(kind, why, f"{kind}({length} steps) after {begun}({steps} steps)")
+    if steps and length != steps:
+        why = "which steps measure which record is planned over all steps of a run"
+        raise InputError("steps", f"must stay {steps}, as {kind} began with: {why}. For others {anew}", length)

@@ -8,34 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from reconbound import fisher
 from reconbound._internal.checks import InputError
 from reconbound._internal.opacus_hooks import is_wrapper
 from reconbound._internal.rng import random_states_kept, seeded, torch_stream
-from reconbound.accounting.accountant import FisherAccountant
-from reconbound.accounting.measurement_plan import Blocks, Segments, batch_weight
+from reconbound.accounting.measurement_plan import batch_weight
 from reconbound.data.copies import describe_copies, find_copies
-from reconbound.fisher import (
-    Private,
-    ProbeOptions,
-    StepInformation,
-    StepOptions,
-    SumOptions,
-    clipped_gradient_sum,
-    covering_method,
-    step_information,
-)
+from reconbound.fisher import Private, StepInformation
 from reconbound.fisher.sums import methods_that_pass
-from reconbound.training.arguments import Fault, record_count
-from reconbound.training.settings import Settings
+from reconbound.training.settings import Fault, Settings, record_count
 from reconbound.validate import ModelError, check_batch
 from reconbound.validate.model import known_caveats
 from reconbound.validate.private import Problem, as_private, feature_mask, private_part, uncovered_caveats
+
+if TYPE_CHECKING:
+    from reconbound.training.private_sgd import PrivateSGD
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -79,29 +72,33 @@ class Measurer:
             raise InputError("model", why, type(model).__name__)
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.device = next(iter(self.params.values())).device
-        few = self.rows(torch.arange(min(3, record_count(inputs, targets))))
-        self.caveats: tuple[str, ...]
+        self.records = record_count(inputs, targets)
+        first = torch.arange(min(3, self.records))
+        few = self.rows(first)
         if check:
             found = check_batch(model, loss_fn, *few, private=private)
-            self.caveats = (*found, *describe_copies(find_copies(inputs, targets), record_count(inputs, targets)))
+            more = describe_copies(find_copies(inputs, targets), self.records)
         else:
-            self.caveats = (*known_caveats(model), *uncovered_caveats(model, loss_fn, few, as_private(private)))
+            found, more = known_caveats(model), uncovered_caveats(model, loss_fn, few, as_private(private))
+        self.caveats = (*found, *more)
         self._methods = self._methods_that_pass(few, check)
         self._columns, self.features = self._private_features(few)
         if check:
-            self._try(torch.arange(min(3, record_count(inputs, targets))))
+            self._try(first)
 
     def _methods_that_pass(self, few: tuple[Any, Any], check: bool) -> list[Any]:
         """Returns the methods for sums and for information; with `check`, only those that pass on four records."""
         kinds = (Private("nothing"), as_private(self.private))
         with _refusing():
             if not check:
-                return [covering_method(self.model, self.loss_fn, *few, kind) for kind in kinds]
-            last = record_count(self.inputs, self.targets) - 1
+                return [fisher.covering_method(self.model, self.loss_fn, *few, kind) for kind in kinds]
+            last = self.records - 1
             spread = self.rows(torch.tensor([i * last // 3 for i in range(4)]).unique())
-            s = self.settings
-            clipped: Any = {"max_grad_norm": s.max_grad_norm, "clip": s.clip}
-            return methods_that_pass(self.model, self.loss_fn, spread, kinds, **clipped)
+            return methods_that_pass(self.model, self.loss_fn, spread, kinds, **self._clip)
+
+    @property
+    def _clip(self) -> dict[str, Any]:
+        return {"max_grad_norm": self.settings.max_grad_norm, "clip": self.settings.clip}
 
     def rows(self, indices: Tensor) -> tuple[Any, Any]:
         """Returns inputs and targets of these records, on the model's device."""
@@ -113,22 +110,16 @@ class Measurer:
 
     def some_losses(self) -> list[float] | None:
         """Returns the losses of eight records at the present parameters, as `record_losses` does."""
-        last = record_count(self.inputs, self.targets) - 1
+        last = self.records - 1
         some = torch.linspace(0, last, min(8, last + 1)).long().clamp(max=last)  # above 2²⁴ floats round up too
         return record_losses(self.model, self.loss_fn, *self.rows(some))
 
     def gradient_sum(self, indices: Tensor) -> dict[str, Tensor]:
         """Computes Σ c g over these records, by parameter name."""
-        s = self.settings
+        options = fisher.SumOptions(micro_batch=self.settings.micro_batch, method=self._methods[0], checked=True)
         with self._explained(indices):
-            clipped = clipped_gradient_sum(
-                self.model,
-                self.loss_fn,
-                *self.rows(indices),
-                max_grad_norm=s.max_grad_norm,
-                clip=s.clip,
-                options=SumOptions(micro_batch=s.micro_batch, method=self._methods[0], checked=True),
-            )
+            data = self.rows(indices)
+            clipped = fisher.clipped_gradient_sum(self.model, self.loss_fn, *data, options=options, **self._clip)
         self._check_finite(indices, clipped.loss, clipped.norm)
         return clipped.gradient_sum
 
@@ -140,24 +131,12 @@ class Measurer:
             generator: draws the probes.
         """
         s = self.settings
+        probes = fisher.ProbeOptions(count=s.probes, error="bound", generator=generator)
+        kept: Any = {"private": self.private, "diagonal": self.diagonal, "spectral": self.spectral, "probes": probes}
+        options = fisher.StepOptions(micro_batch=s.micro_batch, method=self._methods[1], checked=True, **kept)
+        step = {**self._clip, "noise_multiplier": s.noise_multiplier, "options": options}
         with self._explained(indices):
-            found = step_information(
-                self.model,
-                self.loss_fn,
-                *self.rows(indices),
-                max_grad_norm=s.max_grad_norm,
-                noise_multiplier=s.noise_multiplier,
-                clip=s.clip,
-                options=StepOptions(
-                    diagonal=self.diagonal,
-                    spectral=self.spectral,
-                    micro_batch=s.micro_batch,
-                    private=self.private,
-                    method=self._methods[1],
-                    checked=True,
-                    probes=ProbeOptions(count=s.probes, error="bound", generator=generator),
-                ),
-            )
+            found = fisher.step_information(self.model, self.loss_fn, *self.rows(indices), **step)
         self._check_finite(indices, found.loss, found.norm, found.trace)
         if self._columns is None or found.diagonal_across is None or found.diagonal_along is None:
             return found
@@ -229,55 +208,39 @@ def _refusing() -> Iterator[None]:
         raise ModelError(f"the information of single records cannot be computed for this model: {why}") from error
 
 
-class StepResult(NamedTuple):
-    """A batch's clipped gradient sum, and what was measured at the parameters before the step.
-
-    Attributes:
-        total: Σ c g, flat.
-        measured: records, information, weight, and whether each record is measured once in a block.
-        followed: information about the records whose features are kept.
-    """
-
-    total: Tensor
-    measured: list[tuple[Tensor, StepInformation, float, bool]]
-    followed: StepInformation | None
+#: Records, information, weight, and whether each record is measured once in a block.
+Measured = tuple[Tensor, StepInformation, float, bool]
 
 
-def compute_step(
-    measurer: Measurer,
-    ledger: FisherAccountant | None,
-    plan: Blocks | Segments | None,
-    batch: Tensor,
-    seed: int,
-    step: int,
-) -> StepResult:
+def compute_step(learner: PrivateSGD, batch: Tensor) -> tuple[Tensor, list[Measured], StepInformation | None]:
     """Computes the clipped sum of a batch and measures the records whose turn it is. Nothing is changed.
 
     Args:
-        measurer: of the model at its present parameters.
-        ledger: of the run; None measures nothing.
-        plan: of the measurements; None where each batch itself is measured.
+        learner: at its present parameters and step.
         batch: indices of the records.
-        seed: of the run.
-        step: the number of the step.
+
+    Returns:
+        Σ c g, flat; what was measured at the parameters before the step; and the information about the records whose
+        features are kept.
     """
+    measurer, ledger, plan = learner.measurer, learner.accountant, learner.plan
+    seed, step = learner.run_seed, learner.step
 
     def information(records: Tensor, part: str) -> StepInformation:
         return measurer.information(records, torch_stream(seed, f"probe {part}", step, measurer.device))
 
-    measured, followed, weight = [], None, None
+    measured: list[Measured] = []
+    followed, weight = None, None
     if ledger is not None:
-        for k, group in enumerate(() if plan is None else plan.at(seed, step)):
-            assert plan is not None
-            measured.append((group, information(group, f"{k + 1}"), plan.weight(step), True))
+        if plan is not None:
+            groups = enumerate(plan.at(seed, step), 1)
+            measured += [(group, information(group, f"{k}"), plan.weight(step), True) for k, group in groups]
         if ledger.features.followed and ledger.rows is not None and len(ledger.rows):
             followed = information(ledger.rows, "kept")
         weight = batch_weight(measurer.settings.budget, seed, step)
     if len(batch) == 0:
-        return StepResult(
-            torch.cat([torch.zeros_like(p).flatten() for p in measurer.params.values()]), measured, followed
-        )
-    if weight is None:
+        sums = {name: torch.zeros_like(p) for name, p in measurer.params.items()}
+    elif weight is None:
         sums = measurer.gradient_sum(batch)
     else:  # the same pass gives the sum
         found = information(batch, "0")
@@ -286,7 +249,7 @@ def compute_step(
     total = torch.cat([sums[name].flatten() for name in measurer.params])
     if not bool(torch.isfinite(total).all()):
         raise Fault("the clipped gradient sum is not finite: the model has exploded; lower lr")
-    return StepResult(total, measured, followed)
+    return total, measured, followed
 
 
 def record_losses(model: nn.Module, loss_fn: Any, inputs: Any, targets: Any) -> list[float] | None:

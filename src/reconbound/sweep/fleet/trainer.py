@@ -28,11 +28,10 @@ from reconbound.accounting.record_ledger import RecordLedger, Traces
 from reconbound.accounting.spec import checked_counts
 from reconbound.fisher import Private
 from reconbound.sweep.fleet.engine import METHODS, LossFn, Work, make_engine
-from reconbound.training.arguments import reset_parameters
 from reconbound.training.checkpoint import data_digest
 from reconbound.training.noise import context_digest, model_facts
 from reconbound.training.sampling import Sampler, make_account, make_plan, make_sampler
-from reconbound.training.settings import Settings
+from reconbound.training.settings import Settings, reset_parameters
 from reconbound.training.step import record_losses
 from reconbound.validate.private import as_private, feature_mask
 
