@@ -7,9 +7,8 @@ an advantage, the error of a guess) and a smallest noise are rounded up. Everyth
 
 from __future__ import annotations
 
-import decimal
 import math
-from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
 from typing import Literal
 
 Side = Literal["down", "near", "up"]
@@ -18,12 +17,7 @@ _MODES = {"down": ROUND_FLOOR, "near": ROUND_HALF_EVEN, "up": ROUND_CEILING}
 
 def _rounded(x: Decimal, digits: int, side: Side) -> Decimal:
     """Rounds to `digits` significant digits."""
-    if not x.is_finite() or x == 0:
-        return x
-    with decimal.localcontext(decimal.Context(prec=40)):
-        found = x.quantize(Decimal((0, (1,), x.adjusted() - digits + 1)), _MODES[side])
-        return found if found.adjusted() == x.adjusted() else found.quantize(
-            Decimal((0, (1,), found.adjusted() - digits + 1)), _MODES[side])  # fmt: skip
+    return Context(prec=digits, rounding=_MODES[side]).create_decimal(x)
 
 
 def _exact(x: float) -> Decimal:

@@ -41,10 +41,6 @@ class Event:
     given: list[Tensor]
     reaches: bool = False
 
-    @property
-    def is_comparison(self) -> bool:
-        return self.name in _COMPARISONS
-
 
 class _Flow(TorchDispatchMode):
     def __init__(self, trace: Trace, sources: Sequence[Tensor]) -> None:
@@ -158,7 +154,7 @@ _FLAT = frozenset(
         "_fake_quantize_learnable_per_channel_affine histc nextafter"
     ).split()
 )
-_COMPARISONS = frozenset(
+COMPARISONS = frozenset(
     (  # noqa: SIM905
         "gt ge lt le eq ne isnan isinf isposinf isneginf signbit logical_not logical_and logical_or logical_xor "
         "isclose all any equal is_nonzero isin"
@@ -234,7 +230,7 @@ def _is_about_infinity(name: str, args: Any) -> bool:
     """Returns whether the operation tests for infinite values or NaN, which never changes for finite values."""
     if name in ("isnan", "isinf", "isposinf", "isneginf"):
         return True
-    if name not in _COMPARISONS or len(args) < 2:
+    if name not in COMPARISONS or len(args) < 2:
         return False
     first, second = args[:2]
     if isinstance(second, Tensor) and second.dim() == 0 and second.device.type == "cpu" and second.is_floating_point():

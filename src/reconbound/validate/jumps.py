@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from reconbound._internal.rng import random_states_kept
-from reconbound.validate.flow import Event, observe
+from reconbound.validate.flow import COMPARISONS, Event, observe
 from reconbound.validate.model import ModelError, label
 from reconbound.validate.placed import Placed, place_precisely, without_autocast
 from reconbound.validate.private import Private
@@ -59,7 +59,7 @@ def check_events(placed: Placed, model: nn.Module) -> dict[str, str]:
         flips = [k for k, end in enumerate(ends) if not _alike(i, event, end)][: 2 if len(jumps) <= _FEW else 1]
         if any(_jumps(placed, model, moves[k], i, event, losses) for k in flips):
             raise _refused(model, event)
-        if not flips and not event.is_comparison and placed.z:
+        if not flips and event.name not in COMPARISONS and placed.z:
             raise _refused(model, event)
     kinks: dict[str, str] = {}
     for _, event in found:
