@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from reconbound._internal.checks import InputError, number, whole
+from reconbound._internal.checks import InputError, number
 from reconbound._internal.rng import derive, numbers_of
 
 Budget: TypeAlias = float | str | tuple[str, float]
@@ -84,10 +84,6 @@ class Blocks:
     steps: int
     budget: float
     group: int
-
-    def __post_init__(self) -> None:
-        number("budget", self.budget, above=0.0)
-        whole("group", self.group)
 
     @property
     def blocks(self) -> int:

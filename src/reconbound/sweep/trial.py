@@ -201,7 +201,8 @@ class _Evaluate(Callback):
 
     def __init__(self, trainer: Trainer, tell: Callable[[int], None]) -> None:
         self.trainer, self.tell = trainer, tell
-        self.often = _often(trainer.counts)
+        every = math.gcd(*trainer.counts)  # none of the step counts is skipped
+        self.often = next(k for k in range(min(every, 50), 0, -1) if every % k == 0)
 
     def on_step(self, learner: PrivateSGD) -> dict[str, float] | None:
         """Returns the accuracy at a step count."""
@@ -306,12 +307,6 @@ def finished_rows(folder: Path, about: Mapping[str, Any]) -> list[Row] | None:
         return None
     rows: list[Row] = content["rows"]
     return rows
-
-
-def _often(counts: Sequence[int]) -> int:
-    """Returns the steps between two reports such that none of the step counts is skipped; at most 50."""
-    every = math.gcd(*counts)
-    return next(k for k in range(min(every, 50), 0, -1) if every % k == 0)
 
 
 def _spread(values: Sequence[float]) -> float | None:

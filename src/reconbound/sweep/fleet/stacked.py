@@ -120,9 +120,6 @@ class Stack:
 # --- layers: each keeps what its later calls need; `own` moves each record's weights along its G --------
 
 
-Pair = tuple[int, int]
-
-
 class ConvLayer:
     """A convolution: columns (K, C·kernel, B·L), rows (K, O, B·L); all networks share the first layer's columns."""
 
@@ -397,6 +394,6 @@ def _split(dot: Tensor, x: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
     return alpha.squeeze(2), _squares((dot - alpha.to(dot.dtype) * x)[..., None])
 
 
-def _pair(value: Any) -> Pair:
+def _pair(value: Any) -> tuple[int, int]:
     values = tuple(value) if isinstance(value, tuple | list) else (value, value)
     return int(values[0]), int(values[-1])
