@@ -176,11 +176,16 @@ def _check_information(draw: Draw, found: Any, tally: Tally) -> Iterator[str]:
 
 
 def _conditioned(draw: Draw, i: int) -> bool:
-    """Whether autograd's own gradient of a record in float32 is that of float64: 1 − p of a sure softmax is not."""
+    """Whether autograd's own gradient of a record in float32 is that of float64: 1 − p of a sure softmax is not.
+
+    Nor is one that a saturated activation rounds to 0 for a whole parameter: the float32 release does not move there.
+    """
     if "Mixed" in draw.tags:  # bfloat16 inside
         return False
     exact = plain_gradients(twin(draw), slice(i, i + 1), double=True)
     own = plain_gradients(draw, slice(i, i + 1), double=False)
+    if any(bool((exact[k] != 0).any()) and not bool((own[k] != 0).any()) for k in exact):
+        return False
     return size({k: own[k] - exact[k] for k in exact}) <= 0.01 * size(exact)
 
 
