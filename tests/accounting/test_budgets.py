@@ -9,7 +9,8 @@ from test_accountant import account, info
 
 from learning import SameNoise, learner
 from reconbound._internal.checks import InputError
-from reconbound.accounting.accountant import FEWEST, FisherAccountant
+from reconbound.accounting.accountant import FisherAccountant
+from reconbound.accounting.confidence import FEWEST
 from reconbound.accounting.measurement_plan import Blocks
 
 # --- budgets ---------------------------------------------------------------------------------
