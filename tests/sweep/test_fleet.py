@@ -103,7 +103,7 @@ def test_equals_private_sgd_in_parameters_and_ledger(sampler: str, clip: str, me
 
 
 @pytest.mark.parametrize(
-    ("rate", "steps", "budget"), [(1e-5, 8, 0.9), (1e-5, 40, 0.25), (1e-5, 3, 1e5), (1e-3, 30, 0.15), (1e-9, 20, 0.15)]
+    ("rate", "steps", "budget"), [(1e-5, 8, 0.9), (1e-5, 16, 0.25), (1e-5, 3, 1e5), (1e-3, 12, 0.15), (1e-9, 8, 0.15)]
 )
 @pytest.mark.slow
 def test_equals_private_sgd_with_empty_batches(rate: float, steps: int, budget: float) -> None:
