@@ -26,6 +26,11 @@ def network(seed: int = 0) -> nn.Sequential:
         return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
 
 
+def flat(model: nn.Module) -> Tensor:
+    """Returns all parameters of a model in one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
 def losses(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
