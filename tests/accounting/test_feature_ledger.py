@@ -81,7 +81,7 @@ def noisy_runs(ledger: FisherAccountant, runs: int, generator: torch.Generator) 
 
 @pytest.mark.parametrize("after", [1, 3])
 def test_chosen_by_chance_is_not_reported_from_the_same_chance(after: int) -> None:
-    """Of the leaders of the first runs the later ones tell the truth; the first runs' own numbers would not."""
+    """Later runs estimate the records that the first runs chose without bias; the first runs' own numbers would not."""
     generator = torch.Generator().manual_seed(after)
     kept = Chosen(20, 20, after)
     ledgers = [FisherAccountant(account(2000, rules=("none",)), diagonal=what) for what in (kept, "all")]

@@ -33,7 +33,7 @@ def test_formula_in_numbers() -> None:
 
 @pytest.mark.parametrize(("runs", "confidence"), [(2, 0.9), (5, 0.95), (10, 0.95), (40, 0.5)])
 def test_formula_anew_with_numpy(runs: int, confidence: float) -> None:
-    """Of 101 records, so that quantiles are order statistics; records that were not measured do not vote."""
+    """Returns estimates of 101 records, so that quantiles are order statistics. Unmeasured records do not count."""
     rng = np.random.default_rng(runs)
     mean, relative = rng.lognormal(size=101), rng.uniform(0.05, 0.5, 101)
     quantile = student.isf((1 - confidence) / 20, runs - 1)

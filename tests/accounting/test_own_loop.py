@@ -87,7 +87,7 @@ def test_feature_floors_carry_it_too() -> None:
 
 
 def test_records_that_were_never_measured_do_not_hide_the_others() -> None:
-    """Of a record without a floor the words say so; the least floor is that of those that have one."""
+    """A record without a floor is reported as such, and the lowest floor is that of the other records."""
     kept = FisherAccountant(Account(1.0, 1.0, 0.2, records=40, features=6, steps=1, clip="hard"), diagonal="all")
     x, y = data()
     kept.add(

@@ -1,4 +1,4 @@
-"""What floors say of how well they are known: in their words, by a warning, and where there is no limit, why."""
+"""Precision of floors: statements, warnings, and the reason where there is no limit."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_warning_points_at_the_line_that_asked() -> None:
 
 @pytest.mark.parametrize("diagonal", ["all", [4, 1]])
 def test_errors_of_features_are_the_formula(diagonal) -> None:
-    """Of one run √Σx²; over runs sd/√R, through merging and saving too."""
+    """√Σx² for one run, sd/√R over runs; the same after merging and saving."""
     values = [[1.0, 4.0], [3.0, 2.0], [5.0, 1.0], [0.5, 0.1]]
     share = np.array([1.0, 2.0, 3.0]) / 6
     one = filled(values[0], diagonal)

@@ -1,4 +1,4 @@
-"""What an audit's pages say: numbers against exact Jacobians, what takes a guarantee away, what is secret."""
+"""Statements of an audit's pages: numbers against exact Jacobians, missing guarantees, and what is secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What somebody meets who tries the command line on their own table for the first time."""
+"""First use of the command line on an own table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong in step_information: each mistake has a message that names it; none gives a number."""
+"""Common mistakes with step_information: each gives a message that names it, and none gives a number."""
 
 from __future__ import annotations
 

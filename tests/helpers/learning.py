@@ -87,7 +87,7 @@ class Kept(PrivateSGD):
 
     @property
     def batches(self) -> list[list[int]]:
-        """Of all steps of all runs."""
+        """Returns the batches of all steps of all runs."""
         return [self.sampler.batch(seed, step).tolist() for seed in self.run_seeds for step in range(self.steps)]
 
 

@@ -68,7 +68,7 @@ class Case:
     called: Mapping[str, str] = field(default_factory=dict)  # what messages call an argument, where not by its name
 
     def run(self, argument: str | None = None, value: Any = None) -> BaseException | None:
-        """How the call ended with this value for one argument; the error, or None."""
+        """Calls with this value for one argument; returns the error, or None."""
         given = {name: make() for name, make in self.good.items()}
         if argument is not None:
             given[argument] = value
@@ -81,7 +81,7 @@ class Case:
         return None
 
     def fault(self, argument: str, value: Any) -> str | None:
-        """What is wrong with how the call ended, in one line; None where it was taken or refused in plain words."""
+        """Describes in one line a call that ended badly; None where the value was accepted or clearly refused."""
         error = self.run(argument, value)
         if error is None:
             return None

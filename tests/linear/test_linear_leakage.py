@@ -74,7 +74,7 @@ def retrained_jacobian(o, record, step=1e-4):
 
 
 def agrees(found, record, j, rtol=1e-6):
-    """What is found is raised by what rounding may have taken: not below the exact values, and not far above."""
+    """The information is raised by the possible rounding error: not below the exact values, and not far above."""
     information, above = j.T @ j / NOISE**2, max(rtol, 2e-5)
     top = np.linalg.eigvalsh(information)[-1]
     pairs = [(found.trace, np.trace(information)), (found.diagonal, np.diag(information)), (found.spectral_norm, top)]

@@ -35,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _sideways(page: Any) -> int:
-    """How far the page could be scrolled to the side."""
+    """Returns how far the page can be scrolled sideways, in pixels."""
     return int(page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
 
 

@@ -1,4 +1,4 @@
-"""What a command line shows of data, seeds and passwords, and to whom."""
+"""Data, seeds and passwords of a command line: where they are shown, and where not."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_error_quoting_data_is_marked(tmp_path, cells, more, shown) -> None:
 
 
 def test_a_seed_is_not_found_from_its_fingerprint_in_a_moment() -> None:
-    """What is in a database takes 64 MiB and a tenth of a second for each seed that is tried, and is short."""
+    """A seed's check in the database is short, and each guess at the seed takes 64 MiB and a tenth of a second."""
     data = "0" * 64
     own = train.fingerprint(7, data)
     assert len(own) == 6

@@ -1,4 +1,4 @@
-"""What a sweep's pages and the terminal say of its figures: their measure, and what takes from them."""
+"""A sweep's pages and terminal output: units of the figures, and their caveats."""
 
 from __future__ import annotations
 

@@ -334,7 +334,7 @@ def test_a_fleet_ends_when_all_its_trials_are_lost(digits, tmp_path) -> None:  #
 
 
 @pytest.mark.parametrize("ends", ["well", "by an error"])
-def test_a_fleet_leaves_no_memory_held(digits, tmp_path, ends) -> None:  # noqa: F811
+def test_a_fleet_leaves_no_memory_allocated(digits, tmp_path, ends) -> None:  # noqa: F811
     """On a GPU the next one needs it."""
 
     def tell(which, done):
