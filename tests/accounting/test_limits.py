@@ -95,8 +95,8 @@ def test_zero_information_records_do_not_count() -> None:
     """They have no spread, which says nothing of the others'; and their limit is that of the lower quartile."""
     mean, relative = np.array([1.0, 2.0, 4.0, 8.0, 9.0]), np.array([0.1, 0.2, 0.3, 0.1, 0.2])
     zeros = np.zeros(7)
-    alone, among = limit(mean, mean * relative), limit(np.r_[zeros, mean], np.r_[zeros, mean * relative])
-    np.testing.assert_allclose(among[7:], alone)
+    single, among = limit(mean, mean * relative), limit(np.r_[zeros, mean], np.r_[zeros, mean * relative])
+    np.testing.assert_allclose(among[7:], single)
     np.testing.assert_allclose(among[:7], 2 * np.exp(0.2 * T), rtol=1e-6)
     wild = np.r_[zeros, 0.9 * mean]
     assert np.isinf(limit(np.r_[zeros, mean], wild)).all()

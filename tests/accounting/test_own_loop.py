@@ -66,9 +66,9 @@ def test_partly_measured_run_is_reported() -> None:
     assert "of 50 steps measured so far" in " ".join(kept.mse_floor().notes)
     with pytest.warns(ReconboundWarning, match=r"measured over about [\d.]+ of its 50 steps: its floors are too high"):
         kept.finish_run()
-    said = "not measured over all of their 50 steps"
-    assert said in " ".join(kept.mse_floor().notes)
-    assert said in " ".join(kept.summary()["caveats"])
+    text = "not measured over all of their 50 steps"
+    assert text in " ".join(kept.mse_floor().notes)
+    assert text in " ".join(kept.summary()["caveats"])
 
 
 def test_feature_floors_carry_it_too() -> None:
@@ -179,8 +179,8 @@ def test_numbers_must_be_numbers() -> None:
         ),
     ],
 )
-def test_numbers_written_as_text_are_refused(wrong: Any, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_numbers_written_as_text_are_refused(wrong: Any, text: str) -> None:
+    with pytest.raises(InputError, match=text):
         wrong()
 
 

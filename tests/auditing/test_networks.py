@@ -93,6 +93,6 @@ def test_audits_of_photographs_centre_their_pixels() -> None:
     ("mean", "std", "said"),
     [(0.5, 0.0, "std"), (0.5, (1.0, -1.0), "std"), (0.5, (), "std"), (float("nan"), 1.0, "mean"), ("0.5", 1.0, "mean")],
 )
-def test_wrong_constants_are_refused(mean: object, std: object, said: str) -> None:
-    with pytest.raises(InputError, match=f"^{said} must"):
+def test_wrong_constants_are_refused(mean: object, std: object, text: str) -> None:
+    with pytest.raises(InputError, match=f"^{text} must"):
         standardised(small(), mean, std)  # type: ignore[arg-type]

@@ -57,8 +57,8 @@ def check_draw(draw: Draw, tally: Tally) -> list[str]:
         tally.refusals[word] += 1
         if not str(refusal):
             faults.append("a refusal without a word")
-        rightly = any(words in str(refusal) for words in ("does not depend on", "has no trainable parameters"))
-        if draw.dtype == torch.float64 and not rightly and _finite(draw):
+        correct = any(words in str(refusal) for words in ("does not depend on", "has no trainable parameters"))
+        if draw.dtype == torch.float64 and not correct and _finite(draw):
             faults.append(f"refused, but finite in float64: {refusal}")
     except Exception as error:
         faults.append(f"{type(error).__name__}: {str(error)[:300]}")

@@ -85,8 +85,8 @@ class Case:
         error = self.run(argument, value)
         if error is None:
             return None
-        own, said = type(error).__module__.startswith("reconbound."), str(error).lower()
-        if own and (argument.lower() in said or self.called.get(argument, argument).lower() in said):
+        own, text = type(error).__module__.startswith("reconbound."), str(error).lower()
+        if own and (argument.lower() in text or self.called.get(argument, argument).lower() in text):
             return None
         if own and argument == "data":  # messages name the file, or the option that does not fit it
             return None

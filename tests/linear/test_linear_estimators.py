@@ -205,10 +205,10 @@ def test_leakage_is_about_the_row_before_clipping(name):
 
 def test_bounds_read_off_the_data_are_warned_about():
     x, y = table("ridge")
-    with pytest.warns(DataNormWarning) as told:
+    with pytest.warns(DataNormWarning) as reported:
         model = PrivateRidge(noise_std=1e-3).fit(x, y)
-    assert [str(w.message).split()[0] for w in told] == ["target_bound", "data_norm"]
-    assert {one.filename for one in told} == {__file__}  # the warning points at the caller's line
+    assert [str(w.message).split()[0] for w in reported] == ["target_bound", "data_norm"]
+    assert {one.filename for one in reported} == {__file__}  # the warning points at the caller's line
     assert model.data_norm_ == np.linalg.norm(x, axis=1).max()
     assert model.target_bound_ == np.abs(y).max()
     assert np.all(model.leakage(x, y).target > 0)  # a target at the bound was not clipped
@@ -229,15 +229,15 @@ def test_bounds_read_off_the_data_are_warned_about():
 def test_noise_larger_than_any_weights_warns(model, loose, weights):
     """It depends on public facts alone: other data of the same shape say the same words."""
     x, y = table("ridge" if isinstance(model, PrivateRidge) else "logistic")
-    said = []
+    text = []
     for rows, targets in ((x, y), (x[::-1] / 3, y)):
-        with pytest.warns(NoiseWarning, match=f"in each of {weights} weights, .* drowns any weights") as told:
+        with pytest.warns(NoiseWarning, match=f"in each of {weights} weights, .* drowns any weights") as reported:
             fitted = clone(model).fit(rows, targets)
-        assert told[0].filename == __file__
-        said.append(str(told[0].message))
-    assert said[0] == said[1]
-    assert all(word in said[0] for word in ("l2 (now 0.01)", "more records (now 60)", "target_epsilon", "data_norm"))
-    limit = float(said[0].partition("(norm ")[2].split()[0])  # no data of the shape have longer weights
+        assert reported[0].filename == __file__
+        text.append(str(reported[0].message))
+    assert text[0] == text[1]
+    assert all(word in text[0] for word in ("l2 (now 0.01)", "more records (now 60)", "target_epsilon", "data_norm"))
+    limit = float(text[0].partition("(norm ")[2].split()[0])  # no data of the shape have longer weights
     hard = np.clip(100 * x, -1.4, 1.4)
     best = solve(fitted, hard, y, 1e-9)
     assert np.linalg.norm(best.weights) <= limit < fitted.noise_std_ * np.sqrt(weights)

@@ -242,8 +242,8 @@ def test_leakage_and_its_floors_are_printed_in_a_line(name):
         assert "24 records with 4 private features" in shown
         assert "mixed units" in shown
     assert "X's units" in repr(leakage(solved(name), NOISE))
-    told = str(found.feature_floors)
-    assert len(told) < 300
+    reported = str(found.feature_floors)
+    assert len(reported) < 300
     for least in found.feature_floors.rmse.min(axis=0):
-        assert f"±{format_floor(float(least))}" in told
-    assert "in the unit of each" in told
+        assert f"±{format_floor(float(least))}" in reported
+    assert "in the unit of each" in reported

@@ -122,7 +122,7 @@ def test_every_mechanism_answers_everything(mechanism):
     assert np.all(np.diff(successes) >= 0)
     assert isinstance(float(mechanism.rero(0.1)), float)
     json.dumps(mechanism.to_dict(), allow_nan=False)
-    assert all(isinstance(said, str) for said in mechanism.assumes())
+    assert all(isinstance(text, str) for text in mechanism.assumes())
     assert str(mechanism)
     assert hash(mechanism) is not None if not isinstance(mechanism, Event) else True
 

@@ -139,9 +139,9 @@ def test_repr_shows_no_secrets() -> None:
     assert f"{RECORDS} records of {FEATURES} features" in repr(one)
     assert repr(one).endswith("step 3 of 3 of run 2)")
     assert repr(one.accountant).endswith("3 steps, rules exact, diagonal 'none', 2 runs finished)")
-    for said in (repr(one), repr(one.accountant), repr(one.settings)):
-        assert "123456789" not in said
-        assert len(said) < 300
+    for text in (repr(one), repr(one.accountant), repr(one.settings)):
+        assert "123456789" not in text
+        assert len(text) < 300
 
 
 def test_settings_of_another_type_are_refused() -> None:
@@ -231,9 +231,9 @@ def test_floors_of_an_embedding_describe_its_output(tmp_path, frozen: bool) -> N
     else:
         with pytest.warns(ReconboundWarning, match="do not cover all that is released.*which rows.*freeze it"):
             one = made()
-    said = str(one.fit(4).accountant.mse_floor())
-    assert "about the output of module 'words', not about what went into it (tokens)" in said
-    assert ("not covered" in said) is not frozen
+    text = str(one.fit(4).accountant.mse_floor())
+    assert "about the output of module 'words', not about what went into it (tokens)" in text
+    assert ("not covered" in text) is not frozen
     one.accountant.save(tmp_path / "ledger")
     for ledger in (one.accountant, FisherAccountant.load(tmp_path / "ledger")):
         with pytest.raises(
