@@ -19,7 +19,7 @@ from reconbound.accounting.feature_ledger import FeatureLedger
 from reconbound.accounting.record_ledger import RecordLedger
 from reconbound.accounting.spec import Account
 from reconbound.bounds import Bound
-from reconbound.data.copies import checked_rows
+from reconbound.data.dataset import checked_rows
 from reconbound.mechanisms.guarantee import Guarantee, guarantee
 from reconbound.validate.model import ReconboundWarning
 
