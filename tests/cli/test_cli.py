@@ -13,7 +13,7 @@ import pytest
 from calling import NAMES, OUTPUT, SGD, check_refused, floors
 from reconbound import __version__
 from reconbound._internal.formatting import format_floor
-from reconbound.cli.mechanism import NO_DELTA, NO_SAMPLER
+from reconbound.cli.bound import NO_DELTA, NO_SAMPLER
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
 from reconbound.mechanisms.guarantee import floor, guarantee
 

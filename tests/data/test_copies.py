@@ -16,7 +16,7 @@ import auditing
 from reconbound import Account, FisherAccountant, PrivateSGD, Settings, guarantee
 from reconbound._internal.checks import InputError
 from reconbound.auditing.run import run_audit
-from reconbound.data.copies import find_copies
+from reconbound.data.dataset import find_copies
 from reconbound.fisher import step_information
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
 from reconbound.report.folder import REPORT, read_leakage

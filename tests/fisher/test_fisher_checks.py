@@ -67,7 +67,7 @@ def test_what_was_checked_before_is_not_read_again() -> None:
     """checked=True: for loops that have had the batch checked; the values pass through as they are."""
     model, x, y = small()
     x[3, 4] = float("nan")
-    got = measure(model, cross_entropy, x, y, checked=True, error="bound", shared=4, **STEP)
+    got = measure(model, cross_entropy, x, y, checked=True, error="bound", **STEP)
     assert torch.isnan(got.trace).tolist() == [i == 3 for i in range(RECORDS)]
 
 

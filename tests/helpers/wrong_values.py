@@ -254,7 +254,7 @@ def _fisher_cases(sgd: Mapping[str, Callable[[], Any]]) -> Iterator[Case]:
 
     plain = _only(micro_batch=None, mask=torch.ones(6), method="auto", checked=False)
     more = _only(private=None, diagonal=False, spectral=False, probes=rb.ProbeOptions())
-    probes = _only(count=1, space="auto", deflate=2, shared=0, directions=None, error="auto", generator=None)
+    probes = _only(count=1, space="auto", deflate=2, directions=None, error="auto", generator=None)
     yield Case("SumOptions", rb.SumOptions, plain)
     yield Case("StepOptions", rb.StepOptions, {**plain, **more}, measure)
     yield Case("ProbeOptions", rb.ProbeOptions, probes, lambda found: measure(rb.StepOptions(probes=found)))

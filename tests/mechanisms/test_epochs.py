@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from reconbound.accounting.spec import Account
-from reconbound.cli.mechanism import make_mechanism
+from reconbound.cli.bound import make_mechanism
 from reconbound.cli.options import epochs_as_steps
 from reconbound.training.sampling import ShuffledEpochs, batches_per_epoch, make_sampler, steps_of
 

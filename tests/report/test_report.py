@@ -24,12 +24,12 @@ from reconbound import report
 from reconbound._internal.files import Unreadable, sealed_json
 from reconbound._internal.formatting import format_floor, format_limit
 from reconbound.cli import app as cli
-from reconbound.report import advice, charts, records
+from reconbound.report import charts, records
 from reconbound.report.folder import Leakage, Run, read_leakage, read_run
 from reconbound.report.formats import percent
 from reconbound.report.headline import any_attacker_sentences, headline
 from reconbound.report.pages import feature_rows, floor_rows
-from reconbound.report.text import growth_note
+from reconbound.report.text import TARGETS, growth_note, run_mechanism, targets
 from reconbound.report.view import View
 from run_folders import RANGES
 
@@ -305,7 +305,7 @@ def test_target_met_without_noise_is_no_advice(digits: Path) -> None:
 
     found = guarantee(SampledGaussian(0.7, 0.005, 50), dim=64).to_dict()
     run = replace(read_run(digits), guarantee=found)
-    assert all("each" not in row["who"] or "unbiased" in row["who"] for row in advice.targets(run, "image", "pixel")[0])
+    assert all("each" not in row["who"] or "unbiased" in row["who"] for row in targets(run, "image", "pixel")[0])
     for page in (report.public_page(run).decode(), report.confidential_page(run, read_leakage(digits)).decode()):
         message = html.unescape(page)
         each = "(any attacker, on some conceivable image, each pixel)"
@@ -318,10 +318,10 @@ def test_noise_for_a_target_meets_it(digits: Path) -> None:
     from reconbound import floor
 
     run = read_run(digits)
-    rows, _ = advice.targets(run, "image", "pixel")
-    assert len(rows) == len(advice.TARGETS)
-    mechanism = advice.run_mechanism(run)
-    for row, (target, name, _) in zip(rows, advice.TARGETS, strict=True):
+    rows, _ = targets(run, "image", "pixel")
+    assert len(rows) == len(TARGETS)
+    mechanism = run_mechanism(run)
+    for row, (target, name, _) in zip(rows, TARGETS, strict=True):
         noise = float(row["noise"])
         assert floor(name, replace(mechanism, noise_multiplier=noise * 1.01), dim=64).rmse >= target
         assert floor(name, replace(mechanism, noise_multiplier=noise * 0.98), dim=64).rmse < target

@@ -17,7 +17,7 @@ from pages import Elements, hostile, meaningful, page_of, view_of
 from reconbound import report
 from reconbound._internal.checks import InputError
 from reconbound._internal.formatting import format_limit
-from reconbound.report import advice, charts, records, text
+from reconbound.report import charts, records, text
 from reconbound.report.folder import read_leakage, read_run
 from reconbound.report.formats import for_plotly, plus_minus
 from reconbound.report.headline import headline
@@ -123,13 +123,13 @@ def test_one_column_is_singular(people: Path) -> None:
     }
     own = {"kept_diagonal": view.leakage.kept_diagonal[:, :1], "average_diagonal": view.leakage.average_diagonal[:1]}
     one = View(view.run, replace(view.leakage, guess=view.leakage.guess[:1], facts=facts, **own))
-    reported = " ".join([*headline(one), *advice.next_steps(one), *(sentence for _, sentence in text.assumptions(one))])
+    reported = " ".join([*headline(one), *text.next_steps(one), *(sentence for _, sentence in text.assumptions(one))])
     assert "private columns" not in reported
     assert "all columns together" not in reported
     assert "single column" not in reported
     two = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
     two.kept_diagonal[view.places[view.worst], 0] = 1e4
-    reported = advice.next_steps(View(meaningful(view.run), two))[0]
+    reported = text.next_steps(View(meaningful(view.run), two))[0]
     assert "To lift the 1 column of some records below a guess to the error of a guess" in reported
 
 
@@ -155,11 +155,11 @@ def test_single_columns_below_a_guess_are_named(people: Path) -> None:
     assert tiles["Unbiased floor below a guess over all columns"]["below"] == "0 of 200 records"
     assert f"The most exposed value is age of record {view.worst:,}" in exposed[1]
     assert "at least ±1.2 years;" in exposed[1]
-    reported = advice.next_steps(View(run, replace(protected, kept_diagonal=diagonal)))[0]
+    reported = text.next_steps(View(run, replace(protected, kept_diagonal=diagonal)))[0]
     ratio = max(math.sqrt(float(g)) for g in view.leakage.guess[:2]) / 0.01
     assert f"try a noise multiplier of about {format_limit(3 * ratio)} (now 3)." in reported
-    assert "every floor is above the error of a guess" in advice.next_steps(View(run, protected))[0]
-    assert advice.next_steps(view)[0].startswith("First of all more noise")  # the mechanism guarantees little
+    assert "every floor is above the error of a guess" in text.next_steps(View(run, protected))[0]
+    assert text.next_steps(view)[0].startswith("First of all more noise")  # the mechanism guarantees little
 
 
 def test_floors_beyond_the_range_are_marked(people: Path) -> None:

@@ -25,7 +25,7 @@ from reconbound.accounting.record_ledger import RecordLedger
 from reconbound.accounting.spec import Account, checked_counts, checked_device, checked_scale
 from reconbound.accounting.storage import load_ledger, save_ledger
 from reconbound.bounds import Bound
-from reconbound.data.copies import checked_rows
+from reconbound.data.dataset import checked_rows
 from reconbound.fisher import StepInformation
 from reconbound.mechanisms.guarantee import Guarantee, guarantee
 from reconbound.validate.model import ReconboundWarning
