@@ -332,7 +332,7 @@ def test_small_problem_has_what_the_tests_assume() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "text"),
     [
         ({"diagonal_across": None}, "must have the diagonal"),
         ({"diagonal_along": torch.ones(4, 5)}, r"diagonal of the account's 3 features, no others .*got \(4, 5\)"),
@@ -356,7 +356,7 @@ def test_what_cannot_be_added_leaves_the_ledger_as_it_was(changes: dict, text: s
 
 
 @pytest.mark.parametrize(
-    ("indices", "said"),
+    ("indices", "text"),
     [
         (torch.tensor([1, 3, 5]), "indices must be 4, one for each record found, got 3"),
         (torch.tensor([1.0, 3.0, 5.0, 0.0]), "indices must be a tensor of record indices"),

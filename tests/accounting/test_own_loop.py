@@ -163,7 +163,7 @@ def test_numbers_must_be_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "text"),
     [
         (lambda: Account(1.0, 1.0, 0.2, records=40, features=6, steps="50"), "steps must be a number, got '50'"),
         (lambda: Account(1.0, "1", 0.2, records=40, features=6, steps=50), "max_grad_norm must be a number, got '1'"),

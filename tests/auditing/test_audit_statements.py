@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("said") / "people"
+    folder = tmp_path_factory.mktemp("statements") / "people"
     return run_audit(auditing.people(), PLAN, folder, show=False)
 
 

@@ -140,7 +140,7 @@ def test_finished_audit_has_everything_asked_for(digits_audit, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["nowhere.csv"], "nowhere.csv"),
         (["--model", "forest"], "--model must be one of auto, linear, mlp, cnn, package.module:factory, got forest"),

@@ -311,7 +311,7 @@ def test_a_column_with_a_comma_in_its_name_can_be_private(write):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "output"),
     [
         ("", "people.csv: empty"),
         ("\n\n \n", "people.csv: empty"),
@@ -344,7 +344,7 @@ def test_errors_name_their_place(write, content, output):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "output"),
     [
         ({}, r"target must name the column of .* \(age, job, hours, income\)"),
         ({"target": "salary"}, r"target must be a column of .*, got 'salary'"),

@@ -74,7 +74,7 @@ def test_categorical_dtype_is_public_even_with_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "said"),
+    ("columns", "message"),
     [
         ({"b": [1.0, np.inf, 2, 3, 4, 5]}, "row 1, column 'b': 'inf' is not a finite number"),
         ({"b": [[1], [2], [3], [4], [5], [6]]}, "row 0, column 'b': a list is neither a number nor text"),

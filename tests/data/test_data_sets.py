@@ -80,7 +80,7 @@ def test_ranges_and_private_columns_of_a_table_of_scikit_learn():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"private": ["x"]}, "private is for tables"),
         ({"ranges": {"x": (0, 1)}}, "ranges is for tables"),

@@ -180,7 +180,7 @@ def test_some_features_are_private(method: str, private: list[int] | Tensor) -> 
 
 
 @pytest.mark.parametrize(
-    ("private", "said"),
+    ("private", "text"),
     [
         ("target", "must be features of the input"),
         (torch.zeros(25, dtype=torch.bool), "one feature"),

@@ -44,7 +44,7 @@ def trainer(dataset, counts=(6, 14), runs=2, **plan) -> Trainer:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "text"),
     [
         (["learning_rate=1"], "must name one of noise_multiplier, max_grad_norm, sample_rate, lr, momentum, clip"),
         ([], "must name at least one setting"),
@@ -74,7 +74,7 @@ def test_bad_grids_are_one_line(options, text, capsys, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         (["--steps", "10,x"], "--steps must be a number, got x"),
         (["--steps", ","], "--steps must name at least one step count"),

@@ -157,7 +157,7 @@ def test_training_exploding_in_later_run_has_no_row(digits) -> None:  # noqa: F8
 
 
 @pytest.mark.parametrize(
-    ("plan", "setting", "said"),
+    ("plan", "setting", "text"),
     [
         ({"budget": "every"}, {}, "budget"),
         ({"sampler": "shuffle"}, {}, "sampler"),

@@ -18,7 +18,7 @@ def _scaled(*arguments: object) -> object:
 
 
 @pytest.mark.parametrize(
-    ("register", "said"),
+    ("register", "text"),
     [
         (lambda m: m[0].weight.register_hook(lambda g: 0 * g), r"parameter '0.weight' has a hook .*\(register_hook\)"),
         (

@@ -87,7 +87,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])
-@pytest.mark.parametrize(("dtype", "said"), CASES, ids=lambda x: str(x)[:14])
+@pytest.mark.parametrize(("dtype", "text"), CASES, ids=lambda x: str(x)[:14])
 def test_inputs_of_another_dtype_are_named(dtype: torch.dtype, text: str, kind: str) -> None:
     x, y = data()
     inputs, targets, model = torch.tensor(x).to(dtype), torch.tensor(y), network(kind)
@@ -163,7 +163,7 @@ def test_evaluation_errors_are_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         "expected target dtype to be Long or Byte, but got Int",
         "expected scalar type Long but found Int",
