@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reconbound._internal import files
 from reconbound._internal.checks import DataError, InputError, choice, number, whole
-from reconbound._internal.files import (
-    CONFIDENTIAL,
-    Unreadable,
-    is_leftover,
-    refuse_links,
-    sealed_json,
-    unsealed_json,
-    write_whole,
-)
 from reconbound._internal.rng import new_seed
 from reconbound.auditing.models import MODELS, as_tensor, make_loss, make_model, starter
 from reconbound.auditing.release import INPUTS, read_inputs
@@ -184,9 +176,9 @@ def open_folder(out: str | os.PathLike[str]) -> Path:
         others = path.exists() and not (path / PLAN).exists() and {p.name for p in path.iterdir()} - {LOCK}
     except OSError as reason:
         raise InputError("out", f"must be a folder that can be read ({reason.strerror})", str(path)) from None
-    if others and not all(map(is_leftover, others)):
+    if others and not all(map(files.is_leftover, others)):
         raise InputError("out", "must be a new or empty folder, or that of an audit", str(path))
-    refuse_links(path, CHECKPOINTS)
+    files.refuse_links(path, CHECKPOINTS)
     folder = prepare(path)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InputError("out", "must be a folder that can be written", str(path))
@@ -222,7 +214,7 @@ def settle(folder: Path, dataset: Dataset, options: AuditOptions) -> AuditOption
     if before is None or before["options"] != options.to_dict():
         content = {"format": FORMAT, "confidential": "the seed is as secret as the data", "seed": seed}
         content |= {"options": options.to_dict(), "data": about(dataset)}
-        write_whole(folder / PLAN, sealed_json(content), mode=CONFIDENTIAL)
+        files.write_whole(folder / PLAN, files.sealed_json(content), mode=files.CONFIDENTIAL)
     return options.with_changes(seed=seed)
 
 
@@ -278,7 +270,7 @@ def finished(
     try:
         run, _ = read_audit(place)
         read_inputs(place)
-    except Unreadable:  # damaged files are made again from the checkpoint
+    except files.Unreadable:  # damaged files are made again from the checkpoint
         return False
     return run.mechanism.get("runs") == options.runs and (run.accuracy is not None) == publish_accuracy
 
@@ -324,9 +316,9 @@ def _format_option(value: Any) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = unsealed_json(path)
-    except (OSError, Unreadable) as reason:
-        raise Unreadable(f"{reason}: {ADVICE}") from None
+        content = files.unsealed_json(path)
+    except (OSError, files.Unreadable) as reason:
+        raise files.Unreadable(f"{reason}: {ADVICE}") from None
     if content.get("format") != FORMAT or not {"seed", "options", "data"} <= set(content):
-        raise Unreadable(f"{path} is not a file of reconbound's (another format): {ADVICE}")
+        raise files.Unreadable(f"{path} is not a file of reconbound's (another format): {ADVICE}")
     return content

@@ -23,18 +23,8 @@ from torch import Tensor, nn
 from reconbound._internal.checks import number
 from reconbound._internal.opacus_hooks import unhooked
 from reconbound._internal.rng import random_states_kept
+from reconbound.fisher import options as given
 from reconbound.fisher.clipping import Clip, check_clip, clipping
-from reconbound.fisher.options import (
-    StepOptions,
-    capturing,
-    check_arguments,
-    check_clip_norm,
-    check_options,
-    check_overflow,
-    check_values,
-    explain_torch_error,
-    released,
-)
 from reconbound.fisher.passes.products import squares, zero_sums
 from reconbound.fisher.probes import Basis, draw_input_probes, draw_probes
 from reconbound.fisher.sums import Pass, as_present, micro_batches, open_pass
@@ -148,7 +138,7 @@ class _Plan:
     """The quantities to compute for each micro-batch."""
 
     setting: Mapping[str, Any]  # of every result: the mechanism, the private part, caveats
-    options: StepOptions
+    options: given.StepOptions
     directions: Sequence[Any]  # of parameter space, by name, or of the private part
     features: Tensor | None
     start: Tensor | None  # of the power iteration
@@ -165,7 +155,7 @@ def step_information(
     max_grad_norm: float,
     noise_multiplier: float,
     clip: Clip = "smooth",
-    options: StepOptions = StepOptions(),
+    options: given.StepOptions = given.StepOptions(),
 ) -> StepInformation:
     """Returns the Fisher information that one noisy, clipped gradient sum gives about each record of a batch.
 
@@ -195,15 +185,15 @@ def step_information(
     >>> [round(value.item(), 5) for value in (info.norm, info.along, info.across)]
     [0.25, 0.25, 0.0]
     """
-    check_options(options, StepOptions)
-    check_clip_norm(max_grad_norm)
+    given.check_options(options, given.StepOptions)
+    given.check_clip_norm(max_grad_norm)
     number("noise_multiplier", noise_multiplier, above=0)
     probes, method = options.probes, options.method
-    check_arguments(model, loss_fn, inputs, targets, probes.generator)
+    given.check_arguments(model, loss_fn, inputs, targets, probes.generator)
     problem = Problem(model, loss_fn, as_private(options.private))
     z = private_part(problem, inputs, targets)
     records = z.shape[0]
-    params = released(problem)
+    params = given.released(problem)
     features = feature_mask(problem.private, z)
     setting: dict[str, Any] = {
         "features": math.prod(z.shape[1:]) if features is None else problem.private.count,
@@ -217,9 +207,9 @@ def step_information(
     if records == 0:  # a Poisson batch may be empty
         none = z.new_zeros(0)
         return StepInformation(none, none, none, none, none, none, none, zero_sums(params), **setting)
-    checking = not (options.checked or capturing(z))
+    checking = not (options.checked or given.capturing(z))
     if checking:
-        check_values(model, inputs, targets)
+        given.check_values(model, inputs, targets)
         check_jumps_once(model, loss_fn, batch_rows((inputs, targets), slice(0, 3)), problem.private)
     in_inputs = options.probes_inputs
     drawn: Sequence[Any]
@@ -241,10 +231,10 @@ def step_information(
         try:
             parts.append(_measure(work, plan, None if present is None else present[rows]))
         except RuntimeError as failure:
-            raise explain_torch_error(failure) or failure from failure
+            raise given.explain_torch_error(failure) or failure from failure
         if checking:
-            check_overflow(parts[-1].norm, "gradient norm", "its gradient")
-            check_overflow(parts[-1].trace, "information", "the derivative of its gradient")
+            given.check_overflow(parts[-1].norm, "gradient norm", "its gradient")
+            given.check_overflow(parts[-1].trace, "information", "the derivative of its gradient")
     return replace(join(parts), mask=present)
 
 

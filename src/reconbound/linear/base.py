@@ -136,9 +136,6 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
     def _classes(self) -> int:
         return 1
 
-    def _target_bound(self) -> float | None:
-        return None
-
     def _bound(self, name: str, given: float | None, sizes: np.ndarray) -> float:
         if given is not None:
             return number(name, given, above=0.0)
@@ -173,7 +170,7 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
 
     def _shape(self) -> Shape:
         sizes = (self.n_samples_fit_, self.n_features_in_, self._classes())
-        bounds = (self.data_norm_, self._target_bound())
+        bounds = (self.data_norm_, getattr(self, "target_bound_", None))
         return Shape(self._loss(), *sizes, float(self.l2), bool(self.fit_intercept), *bounds)
 
     def _release(self, x: np.ndarray, y: np.ndarray) -> None:

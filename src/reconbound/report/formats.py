@@ -180,6 +180,21 @@ def names_its_unit(name: str, unit: str) -> bool:
     return bool(unit) and re.search(rf"[\W_]{re.escape(unit)}\W*$", name, re.IGNORECASE) is not None
 
 
+def plain(value: Any) -> str:
+    """Formats a value of run.json for people."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "–"}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(plain(part) for part in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {plain(part)}" for name, part in value.items())
+    return str(value)
+
+
 def for_plotly(text: object, most: int = 32) -> str:
     """Returns text for a plotly label, with <b>, <a href> and entities escaped: plotly would take them for markup.
 
@@ -206,7 +221,7 @@ def templates(*, html: bool) -> jinja2.Environment:
     )
     environment.filters.update(breaks=breaks)
     environment.globals.update(
-        {f.__name__: f for f in (beyond, count, guess_error, names_its_unit, percent, plus_minus)}
+        {f.__name__: f for f in (beyond, count, guess_error, names_its_unit, percent, plain, plus_minus)}
     )
     return environment
 

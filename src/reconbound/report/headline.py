@@ -117,22 +117,8 @@ def any_attacker_sentences(run: Run) -> list[str]:
     (noun, part), (unit, of_range) = nouns(run), units(run)
     floors = (line(run, name, unit) for name in ("lecam", "rate_distortion"))  # of each number, and on average
     each, mean = (floor if floor is not None and floor >= NEGLIGIBLE * unit else None for floor in floors)
-    less = f"on other {noun}s, those trained on included, it may err by less"
-    some = f"there is some conceivable {noun} on which it errs by at least"
-    if int(run.data.get("features", 0)) == 1:
-        found = [x for x in (each, mean) if x is not None]
-        floor = f"{plus_minus(max(found))} {of_range}" if found else ""
-        return [f"For every attacker {some} {floor} on the private {part}; {less}."] if found else []
-    sentences = []
-    if each is not None:
-        sentences.append(
-            f"For every attacker and every {part} {some} {plus_minus(each)} {of_range} in that {part}; {less}."
-        )
-    if mean is not None and mean > (each or 0.0):
-        sentences.append(
-            f"For every attacker {some} {plus_minus(mean)} {of_range} on average over the {part}s; {less}."
-        )
-    return sentences
+    single = int(run.data.get("features", 0)) == 1
+    return paragraphs("any-attacker.txt", noun=noun, part=part, of_range=of_range, each=each, mean=mean, single=single)
 
 
 def accuracy_sentence(view: View) -> str:

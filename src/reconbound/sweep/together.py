@@ -198,6 +198,3 @@ class TogetherTrainer(Trainer):
 
 def _out_of_memory(reason: Exception | None) -> bool:
     return isinstance(reason, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(reason)
-
-
-__all__ = ["Exploded", "TogetherTrainer"]

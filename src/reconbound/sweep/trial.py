@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -182,7 +182,8 @@ class Trainer:
             dfil: dFIL of each run, (runs, rules, N).
             measured: the number of measurements per record over all runs, (N,).
         """
-        row: Row = {"steps": account.steps, "accuracy": fmean(scores), "accuracy_sd": _spread(scores)}
+        row: Row = {"steps": account.steps, "accuracy": fmean(scores)}
+        row["accuracy_sd"] = stdev(scores) if len(scores) > 1 else None
         mean = dfil.mean(0)
         for k, rule in enumerate(account.rules):
             row |= {f"{rule}_{place}": floor for place, floor in floors_of(mean[k], measured).items()}
@@ -272,9 +273,9 @@ def companions(mechanism: SampledGaussian, features: int, delta: float) -> dict[
     """
     found = guarantee(mechanism, dim=features, delta=delta)
     floors = {bound.name: float(bound.value) for bound in found.bounds}
-    told = {"epsilon": found.epsilon, "epsilon_add_remove": found.epsilon_add_remove}
-    known = {"success_at_1_percent": found.protection.success, "never_drawn": found.protection.never_drawn}
-    return {**floors, **told, **known}
+    epsilons = {"epsilon": found.epsilon, "epsilon_add_remove": found.epsilon_add_remove}
+    chances = {"success_at_1_percent": found.protection.success, "never_drawn": found.protection.never_drawn}
+    return {**floors, **epsilons, **chances}
 
 
 @lru_cache(maxsize=8)
@@ -307,13 +308,3 @@ def finished_rows(folder: Path, about: Mapping[str, Any]) -> list[Row] | None:
         return None
     rows: list[Row] = content["rows"]
     return rows
-
-
-def _spread(values: Sequence[float]) -> float | None:
-    if len(values) < 2:
-        return None
-    middle = fmean(values)
-    return math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1))
-
-
-__all__ = ["Trainer", "fingerprint"]

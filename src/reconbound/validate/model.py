@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from importlib.resources import files
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,14 +20,9 @@ from reconbound._internal.opacus_hooks import by_opacus, is_wrapper
 
 _SMOOTH = "replace them by smooth ones: tanh or GELU for the activation, average pooling for max pooling"
 
-_KINKED_MODULES = tuple(
-    getattr(nn, name)
-    for name in (  # noqa: SIM905
-        "ReLU ReLU6 LeakyReLU PReLU RReLU SELU Hardtanh Hardsigmoid Hardswish Hardshrink Softshrink Threshold "
-        "MaxPool1d MaxPool2d MaxPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d FractionalMaxPool2d "
-        "FractionalMaxPool3d"
-    ).split()
-)
+#: Names of PyTorch's operations and modules that have kinks, are flat between jumps, or compare.
+OPERATIONS: dict[str, list[str]] = json.loads((files("reconbound.validate") / "operations.json").read_text("utf-8"))
+_KINKED_MODULES = tuple(getattr(nn, name) for name in OPERATIONS["kinked modules"])
 
 
 CHECKPOINTING = (

@@ -330,6 +330,3 @@ def _make_plan(first: Settings, sampler: Sampler, at: tuple[int, ...], budgets: 
         raise InputError("budgets", f"must be {len(at)}, one for each step count", budgets)
     numbers = [number("budgets", b, above=0.0) for b in chosen]
     return Segments.of(make_plan(numbers[0], sampler, at[-1]), at, numbers)
-
-
-__all__ = ["Fleet", "Snapshot"]
