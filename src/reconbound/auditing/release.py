@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from reconbound._internal.checks import InputError, file_path
 from reconbound._internal.files import CONFIDENTIAL, Unreadable, file_digest, sealed_json, unsealed_json, write_whole
 from reconbound.auditing.models import network, outputs_of
+from reconbound.data import Dataset, Feature
 from reconbound.data.frames import MISSING as BLANK
 from reconbound.report.folder import MODEL, check_model
-
-if TYPE_CHECKING:
-    from reconbound.data import Dataset, Feature
 
 FORMAT = 1
 INPUTS = "inputs.json"

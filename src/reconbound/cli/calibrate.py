@@ -17,14 +17,6 @@ from reconbound.mechanisms import ADJACENCIES, OutputPerturbation, SampledGaussi
 from reconbound.mechanisms.calibrate import Calibration, OutOfReach, calibrate, calibrate_epsilon
 from reconbound.mechanisms.guarantee import FLOORS, floor
 
-#: Whom each floor binds and where, and so when to use it.
-KINDS = {
-    "theorem1": "unbiased attackers, at every record",
-    "theorem1_paper": "nobody: the paper's own line, to compare with",
-    "corners": "unbiased attackers, at every record",
-    "lecam": "any attacker, on some record of {place}",
-    "rate_distortion": "any attacker, on some record of {place}",
-}
 ADVICE = (
     "Use lecam or rate_distortion for attackers who may guess with a bias, as most do; theorem1 or corners for a "
     "statement about every single record, against unbiased attackers only."
@@ -252,4 +244,7 @@ def _kind(name: str, data: DataSpace) -> str:
     """Returns whom a floor binds, where, and whether on average over the coordinates."""
     average = name in ("corners", "rate_distortion") or (name == "theorem1" and data.place != "the box")
     mean = ", on average over the coordinates" if data.dim > 1 and average else ""
-    return f"{KINDS[name].format(place=data.place)}{mean}"
+    if name == "theorem1_paper":
+        return "nobody: the paper's own line, to compare with"
+    some = name in ("lecam", "rate_distortion")
+    return f"{f'any attacker, on some record of {data.place}' if some else 'unbiased attackers, at every record'}{mean}"

@@ -28,17 +28,9 @@ from reconbound.fisher.clipping import Clip, check_clip, clipping
 from reconbound.fisher.passes.products import squares, zero_sums
 from reconbound.fisher.probes import Basis, draw_input_probes, draw_probes
 from reconbound.fisher.sums import Pass, as_present, micro_batches, open_pass
+from reconbound.validate import private as problems
 from reconbound.validate.jumps import check_jumps_once
 from reconbound.validate.model import NOT_CHECKED, known_caveats
-from reconbound.validate.private import (
-    Inputs,
-    Problem,
-    as_private,
-    batch_rows,
-    feature_mask,
-    module_caveats,
-    private_part,
-)
 
 _MISSED = 1e-6  # chance that a step's bound of a record's spectral norm fails
 
@@ -149,7 +141,7 @@ class _Plan:
 def step_information(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],
-    inputs: Inputs,
+    inputs: problems.Inputs,
     targets: Any,
     *,
     max_grad_norm: float,
@@ -190,11 +182,11 @@ def step_information(
     number("noise_multiplier", noise_multiplier, above=0)
     probes, method = options.probes, options.method
     given.check_arguments(model, loss_fn, inputs, targets, probes.generator)
-    problem = Problem(model, loss_fn, as_private(options.private))
-    z = private_part(problem, inputs, targets)
+    problem = problems.Problem(model, loss_fn, problems.as_private(options.private))
+    z = problems.private_part(problem, inputs, targets)
     records = z.shape[0]
     params = given.released(problem)
-    features = feature_mask(problem.private, z)
+    features = problems.feature_mask(problem.private, z)
     setting: dict[str, Any] = {
         "features": math.prod(z.shape[1:]) if features is None else problem.private.count,
         "probes": probes.number,
@@ -202,7 +194,7 @@ def step_information(
         "max_grad_norm": max_grad_norm,
         "clip": check_clip(clip),
         "part": problem.private.part,
-        "caveats": (*known_caveats(model), *module_caveats(model, problem.private)),
+        "caveats": (*known_caveats(model), *problems.module_caveats(model, problem.private)),
     }
     if records == 0:  # a Poisson batch may be empty
         none = z.new_zeros(0)
@@ -210,7 +202,7 @@ def step_information(
     checking = not (options.checked or given.capturing(z))
     if checking:
         given.check_values(model, inputs, targets)
-        check_jumps_once(model, loss_fn, batch_rows((inputs, targets), slice(0, 3)), problem.private)
+        check_jumps_once(model, loss_fn, problems.batch_rows((inputs, targets), slice(0, 3)), problem.private)
     in_inputs = options.probes_inputs
     drawn: Sequence[Any]
     if probes.directions is not None:
@@ -224,7 +216,7 @@ def step_information(
     present = None if options.mask is None else as_present(options.mask, z)
     parts: list[StepInformation] = []
     for rows in micro_batches(records, options.micro_batch):
-        batch = batch_rows((z, inputs, targets), rows)
+        batch = problems.batch_rows((z, inputs, targets), rows)
         check, sloped = not parts and not options.checked, in_inputs and probes.deflate > 1
         work = open_pass(problem, batch, method, check=check, sloped=sloped)
         method = work.method  # decided once, on the first rows

@@ -147,10 +147,7 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
 
 
 def verdict(
-    rows: Sequence[Row],
-    floor: str,
-    guesses: Mapping[str, Any] | None = None,
-    measure: str = ACCURACY,
+    rows: Sequence[Row], floor: str, guesses: Mapping[str, Any] | None = None, measure: str = ACCURACY
 ) -> list[str]:
     """Returns the first paragraph of the page: the most accurate settings, in at most three sentences.
 

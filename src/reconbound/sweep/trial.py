@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from reconbound.accounting.spec import Account
 from reconbound.auditing.leakage import guess_of
 from reconbound.auditing.models import check_model, score
 from reconbound.auditing.options import AuditOptions, make_learner
+from reconbound.data import Dataset
 from reconbound.mechanisms import SampledGaussian
 from reconbound.mechanisms.guarantee import guarantee
 from reconbound.report.folder import CHECKPOINTS, prepare
@@ -37,9 +38,6 @@ from reconbound.sweep.space import Row, Setting, seed_of
 from reconbound.training.checkpoint import CheckpointError, data_digest, plain_json
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.settings import Callback
-
-if TYPE_CHECKING:
-    from reconbound.data import Dataset
 
 TRIALS, TRIAL, LEDGER = "trials", "trial.json", "ledger.safetensors"
 

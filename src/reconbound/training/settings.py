@@ -19,8 +19,7 @@ from reconbound._internal.checks import InputError, flag, function, number, plai
 from reconbound._internal.rng import checked_seed
 from reconbound.accounting.measurement_plan import Budget, checked_budget
 from reconbound.accounting.spec import MechanismSpec
-from reconbound.validate.batch import is_about_kinds, model_dtype
-from reconbound.validate.model import check_module
+from reconbound.validate.model import check_module, is_about_kinds, model_dtype
 
 if TYPE_CHECKING:
     from reconbound.training.private_sgd import PrivateSGD

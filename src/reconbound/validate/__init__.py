@@ -18,10 +18,9 @@ from reconbound._internal.opacus_hooks import unhooked
 from reconbound._internal.rng import random_states_kept
 from reconbound.validate import model as models
 from reconbound.validate import watch
-from reconbound.validate.batch import check_finite, check_tensors
 from reconbound.validate.derivatives import check_derivatives, check_differences, math_attention
 from reconbound.validate.jumps import check_events, check_gaps
-from reconbound.validate.model import KinkWarning, ModelError, ReconboundWarning
+from reconbound.validate.model import KinkWarning, ModelError, ReconboundWarning, check_finite, check_tensors
 from reconbound.validate.placed import chosen_private, place_precisely, without_autocast
 from reconbound.validate.private import Private, uncovered_caveats, warn_uncovered
 

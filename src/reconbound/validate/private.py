@@ -21,10 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from reconbound._internal.checks import InputError, choice, warn_user
 from reconbound._internal.rng import random_states_kept
-from reconbound.validate.batch import check_losses
-from reconbound.validate.model import CHECKPOINTING, ModelError, ReconboundWarning
-from reconbound.validate.twice_differentiable import TwiceDifferentiable
-from reconbound.validate.watch import LossFn, arguments, close
+from reconbound.validate.model import CHECKPOINTING, ModelError, ReconboundWarning, check_losses
+from reconbound.validate.watch import LossFn, TwiceDifferentiable, arguments, close
 
 _NAMED = 5  # parameters that a caveat names; the others are counted
 Inputs = Any  # a tensor, or a tuple or dictionary of tensors: model(x), model(*x) or model(**x)
