@@ -221,7 +221,7 @@ def templates(*, html: bool) -> jinja2.Environment:
     )
     environment.filters.update(breaks=breaks)
     environment.globals.update(
-        {f.__name__: f for f in (beyond, count, guess_error, names_its_unit, percent, plain, plus_minus)}
+        {f.__name__: f for f in (amount, beyond, count, guess_error, names_its_unit, percent, plain, plus_minus)}
     )
     return environment
 

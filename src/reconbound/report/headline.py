@@ -12,7 +12,7 @@ from typing import Any
 
 from reconbound.mechanisms.base import read_protection
 from reconbound.report.folder import Run, line, nouns, units
-from reconbound.report.formats import clean, paragraphs, plus_minus
+from reconbound.report.formats import clean, paragraphs
 from reconbound.report.view import NEGLIGIBLE, View
 
 #: A floor that is wider than the column's range.
@@ -57,15 +57,13 @@ def public_headline(run: Run) -> list[str]:
     noun, protection = nouns(run)[0], read_protection(run.guarantee)
     if not protection.meaningful:
         return [protection.warning(noun)]
-    if protection.success is None:
-        return conditional(run, any_attacker_sentences(run)) or [
-            "These settings give no floor worth naming that binds every attacker."
-        ]
-    return [
-        *conditional(run, [protection.sentence(noun)]),
+    holds = (
         f"This holds whatever the data, and for every attacker: even one who knows every other {noun} and sees every "
-        "step of the training.",
-    ]
+        "step of the training."
+    )
+    known = protection.success is not None
+    sentences = conditional(run, [protection.sentence(noun), holds] if known else any_attacker_sentences(run))
+    return sentences or ["These settings give no floor worth naming that binds every attacker."]
 
 
 def conditional(run: Run, sentences: list[str]) -> list[str]:
@@ -93,19 +91,9 @@ def comparison_headline(audits: Sequence[Mapping[str, Any]], caution: str) -> li
         audits: facts of each audit (`comparison.audit_facts`).
         caution: why the audits are hard to compare; "" where they are not.
     """
-    known = [(a["floors"]["lowest_estimate"], a["name"]) for a in audits]
+    known = [(audit["floors"]["lowest_estimate"], audit["name"]) for audit in audits]
     floors = sorted((floor, name) for floor, name in known if floor is not None)
-    if len(floors) < 2 or caution.startswith("Not comparable"):
-        return [caution] if caution else []
-    (least, worst), (most, best) = floors[0], floors[-1]
-    finding = f"The most exposed record is best protected in {best}"
-    if least == most:
-        finding = "The most exposed record is equally protected in all audits"
-    beside = "" if least == most else f" (in {worst}: {plus_minus(least)})"
-    return [
-        f"{finding}: an unbiased attacker errs by at least {plus_minus(most)} of the range, by an estimate{beside}.",
-        *([caution] if caution else []),
-    ]
+    return paragraphs("comparison.txt", floors=floors, caution=caution)
 
 
 def any_attacker_sentences(run: Run) -> list[str]:

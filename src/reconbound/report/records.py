@@ -126,26 +126,9 @@ def _lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     names = list(facts)
     target = names[names.index("name") + 1]
     found = [("record", named.removeprefix("record ")), (target, str(facts[target]))]
-    if facts["rank"] is None:
-        return [*found, ("floor", "never measured: nothing is known, so it counts as unprotected")]
     unit = facts["unit"].removeprefix("± ")
-    error, limit = facts["floor_estimate_standard_error"], facts["floor_lower_limit"]
-    estimate = f"{formats.plus_minus(facts['floor_estimate'])} {unit}"
-    if limit is not None:
-        found.append(("errs by at least", f"{formats.plus_minus(limit)} {unit} with confidence (unbiased attacker)"))
-        found.append(("estimate", estimate))
-    else:
-        found.append(
-            ("errs by about", f"{estimate} (unbiased attacker; an estimate, more often too high than too low)")
-        )
-        why = "one run only: more --runs give one" if facts["runs"] == 1 else NO_LIMIT
-        found.append(("with confidence", f"none: {why}"))
-    found.append(("standard error", "more than half of it" if error is None else f"±{formats.amount(error)}"))
-    found.append(("guessing the average", formats.guess_error(facts["guess"])))
-    found.append(("exposure", f"number {facts['rank']:,} of {facts['of']:,} measured, the most exposed first"))
-    found.append(("measured", f"{facts['measured']:,} times"))
-    found += [(f"dFIL, {rule}", formats.amount(dfil, side="up")) for rule, dfil in facts["dfil"].items()]
-    return found
+    shown = formats.paragraphs("record.txt", facts=facts, unit=unit, no_limit=NO_LIMIT)
+    return [*found, *((topic, text) for topic, _, text in (entry.partition(": ") for entry in shown))]
 
 
 # --- for the page ----------------------------------------------------------------------------

@@ -70,15 +70,8 @@ def weaknesses(records: int, protection: Protection, noun: str) -> list[str]:
         protection: what the mechanism guarantees.
         noun: the name of a record.
     """
-    found = []
-    if records < FEW:
-        found.append(f"Only {count(records, f'training {noun}')}: shares, quantiles and the average mean little.")
-    if protection.epsilon is not None and protection.epsilon > WEAK:
-        found.append(
-            f"ε = {amount(float(protection.epsilon), side='up')} is weak differential privacy: it hardly hides who "
-            "took part. High floors for unbiased attackers are possible; they do not bind biased attackers."
-        )
-    return found
+    epsilon = amount(protection.epsilon, side="up") if (protection.epsilon or 0.0) > WEAK else ""
+    return paragraphs("weaknesses.txt", records=records, few=FEW, noun=noun, epsilon=epsilon)
 
 
 # --- single columns ------------------------------------------------------------------------
