@@ -75,7 +75,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """How a fleet is trained and measured.
+    """Says how a fleet is trained and measured.
 
     Attributes:
         budgets: records measured over records trained on, for each stretch between two of `at`; default: the first
