@@ -85,7 +85,7 @@ def test_the_spectral_bound_takes_the_larger_factor() -> None:
     ledger.add(torch.tensor([1]), info(torch.tensor([2.0]), torch.tensor([4.0]), 0.5), weight=1.5)
     across, along = (float(k) for k in poisson_factors(0.5, 0.25))
     assert abs(across - along) > 1e-3
-    assert float(ledger.spectral_bound()[1]) == pytest.approx(1.5 * max(across, along) * 3.0 * 1.1)
+    assert float(ledger.traces.spectral_bound()[1]) == pytest.approx(1.5 * max(across, along) * 3.0 * 1.1)
 
 
 def test_the_hard_clip_has_kappa_of_its_own() -> None:
@@ -177,15 +177,15 @@ def test_single_runs_are_kept_through_merging_and_saving(tmp_path) -> None:
     kept[0].save(tmp_path / "ledger")
     for ledger in (kept[0], FisherAccountant.load(tmp_path / "ledger")):
         for step, runs in singles.items():
-            assert ledger.measured(step).tolist() == [3 * step] * 6
+            assert ledger.traces.measured_in_runs(step).tolist() == [3 * step] * 6
             for rule in ("exact", "paper"):
                 expected = torch.stack([one.dfil(rule) for one in runs])
-                torch.testing.assert_close(ledger.dfil_of_runs(step, rule), expected)
+                torch.testing.assert_close(ledger.traces.dfil_of_runs(step, rule), expected)
     for wrong in ([4, 2], [2, 3], [2.5, 4]):
         with pytest.raises(InputError, match="keep_runs_at"):
             FisherAccountant(whole, keep_runs_at=wrong)
     with pytest.raises(InputError, match="step must be one of keep_runs_at"):
-        kept[0].dfil_of_runs(3)
+        kept[0].traces.dfil_of_runs(3, "exact")
 
 
 def test_only_like_is_merged_with_like() -> None:
@@ -264,7 +264,7 @@ def test_summary_and_guarantee_travel_with_the_ledger() -> None:
     summary = ledger.summary()
     assert summary["runs"] == 3
     assert summary["floor_estimate"]["exact"]["lowest"] > summary["floor_estimate"]["paper"]["lowest"]
-    assert (ledger.spectral_bound() <= ledger.trace()).all()
+    assert (ledger.traces.spectral_bound() <= ledger.trace()).all()
     companions = ledger.guarantee(delta=1e-6)
     assert companions.dim == 3
     assert companions.mechanism.order2() > 0

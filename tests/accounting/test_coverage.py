@@ -13,7 +13,8 @@ from scipy.stats import t as student
 from torch import Tensor, nn
 from torch.func import grad, jacrev, vmap
 
-from reconbound.accounting.accountant import FEWEST, WIDEST, FisherAccountant
+from reconbound.accounting.accountant import FisherAccountant
+from reconbound.accounting.confidence import FEWEST, WIDEST
 from reconbound.fisher import dense_information
 
 PATH = Path(__file__).resolve().parents[2] / "experiments" / "coverage.py"

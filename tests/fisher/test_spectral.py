@@ -107,7 +107,7 @@ def test_ledger_keeps_a_bound_of_every_record(seed: int) -> None:
     )
     ledger = FisherAccountant(account, spectral=True)
     ledger.add(torch.arange(200), found)
-    assert (ledger.spectral_bound() >= want).all()
+    assert (ledger.traces.spectral_bound() >= want).all()
 
 
 # --- masked rows -----------------------------------------------------------------------------------------------------

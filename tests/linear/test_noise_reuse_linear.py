@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -163,11 +161,3 @@ def test_commands_print_one_line(tmp_path, command: str, run) -> None:
             status, _, err = run(*WORDS[command], *seed, "--out", tmp_path / f"{count}")
         assert status == 0, err
         check_note(err + "".join(f"{one.category.__name__}: {one.message}\n" for one in told), count)
-
-
-@pytest.mark.slow
-def test_process_prints_one_line(tmp_path) -> None:
-    call = [sys.executable, "-m", "reconbound", *WORDS["audit"], "--seed", "3", "--out", str(tmp_path / "a")]
-    done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr
-    check_note(done.stderr, 1)

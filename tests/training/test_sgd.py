@@ -40,7 +40,7 @@ def flat(model: nn.Module) -> Tensor:
 def test_paper_is_algorithm_1_step_by_step() -> None:
     """Against a plain version: dense Jacobians, κ with δ = 1/(N T), fixed-size batches, momentum by hand."""
     x, y = data(records=12)
-    x, steps, size, sigma, clip, lr = x.double(), 5, 4, 0.8, 0.7, 0.3
+    x, steps, size, sigma, clip, lr = x.double(), 3, 4, 0.8, 0.7, 0.3
     model = network().double()
     chosen = Settings.paper(size, 12, noise_multiplier=sigma, max_grad_norm=clip, lr=lr, seed=5, probes=2500)
     one = Kept(network().double(), losses, x, y, chosen).fit(steps)
