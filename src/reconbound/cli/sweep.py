@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from reconbound._internal.checks import DataError, number
-from reconbound._internal.formatting import format_floor, format_limit, format_number
+from reconbound._internal.formatting import format_floor, format_limit
 from reconbound.cli import options as shared
 
 Row = dict[str, Any]
@@ -148,25 +148,19 @@ def _print_json(content: dict[str, Any]) -> None:
 
 def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, facts: dict[str, Any]) -> str:
     from reconbound.bounds.bound import NOT_PROVED
+    from reconbound.report.formats import paragraphs
     from reconbound.sweep.frontier import crossed_of, describe_precision, is_proved
     from reconbound.sweep.page import has_crossed, measured_by
     from reconbound.sweep.space import PARAMETERS, format_setting
 
-    if all(r.get("accuracy") is None for r in rows):
-        return f"{floor}: no setting has an accuracy to choose by: there were no test records"
-    if row is None:
-        highest = max((r[floor] for r in rows if r.get(floor) is not None), default=0.0)
-        wanted, there = format_number(at_least, 4), format_floor(highest, 4)
-        return f"{floor}: no setting has a floor of at least {wanted}; the highest is MSE {there}"
-    how = describe_precision(floor, facts["runs"], row.get("measured_median"))
-    if has_crossed([row], floor):
-        how += f"; crossed {format_floor(row[crossed_of(floor) or ''], 4)}"
-    mark = "" if is_proved(floor) else f" ({NOT_PROVED})"
-    return (
-        f"{floor}{mark} at least {format_number(at_least, 4)}: {measured_by(facts)} {row['accuracy']:.4f}, "
-        f"floor MSE {format_floor(row[floor], 4)}, ±{format_floor(row[floor] ** 0.5)} of a range"
-        f"{f' ({how})' if how else ''}: run {row['trial']}, {format_setting(row, PARAMETERS)}, {row['steps']:,} steps"
-    )
+    highest = max((r[floor] for r in rows if r.get(floor) is not None), default=0.0)
+    context: Row = {"floor": floor, "at_least": at_least, "row": row, "rows": rows, "highest": highest}
+    if row is not None:
+        context["how"] = describe_precision(floor, facts["runs"], row.get("measured_median"))
+        if has_crossed([row], floor):
+            context["how"] += f"; crossed {format_floor(row[crossed_of(floor) or ''], 4)}"
+        context |= {"measure": measured_by(facts), "setting": format_setting(row, PARAMETERS)}
+    return paragraphs("sweep-best.txt", **context, proved=is_proved(floor), not_proved=NOT_PROVED)[0]
 
 
 def _print_sweep(facts: dict[str, Any], rows: list[Row]) -> None:

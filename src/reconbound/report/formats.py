@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from reconbound._internal.formatting import Side, format_number
+from reconbound._internal.formatting import Side, format_floor, format_limit, format_number, format_percent
 
 #: Beyond so many ranges a floor says "out of reach" and nothing more.
 REACH = 1e6
@@ -220,9 +220,9 @@ def templates(*, html: bool) -> jinja2.Environment:
         finalize=_without_controls,
     )
     environment.filters.update(breaks=breaks)
-    environment.globals.update(
-        {f.__name__: f for f in (amount, beyond, count, guess_error, names_its_unit, percent, plain, plus_minus)}
-    )
+    ours = (amount, beyond, count, guess_error, names_its_unit, percent, plain, plus_minus)
+    shared = (format_floor, format_limit, format_number, format_percent)
+    environment.globals.update({f.__name__: f for f in (*ours, *shared)})
     return environment
 
 

@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reconbound._internal.checks import InputError, whole
-from reconbound._internal.formatting import format_limit, format_percent
-from reconbound.mechanisms.base import BLIND, with_article
+from reconbound.mechanisms.base import BLIND
 from reconbound.report import formats
 from reconbound.report.folder import Leakage, Run
 from reconbound.report.headline import BEYOND
@@ -204,42 +203,9 @@ def _ratio(floor: float, guess: float) -> str:
 
 def tiles(view: View) -> list[dict[str, str]]:
     """Returns the few figures at the top of the page: title, figure, and a line below."""
-    below = view.below(view.guess)
-    found: list[tuple[str, str, str]] = []
-    if view.protection.success is not None:
-        chance = format_percent(view.protection.success)
-        blind = f"at most, where a blind guess has {format_percent(BLIND)}"
-        found.append((f"Chance to rebuild {with_article(view.noun)}", chance, blind))
-    if view.worst is not None:
-        middle = view.quantile(0.5)
-        kind = f"at {view.level} confidence" if view.limited(view.worst) else "estimate"
-        of = "estimates" if view.basis == "by estimates" else "lower limits"
-        lowest = formats.plus_minus(view.lowest)
-        found.append((f"Most exposed {view.noun}, {kind}", lowest, _ratio(view.lowest, view.guess)))
-        found.append((f"Median {view.noun}, {of}", formats.plus_minus(middle), _ratio(middle, view.guess)))
-    found.append(("Guessing the average", formats.guess_error(view.guess), view.of_range))
-    exposed = view.exposed_in_some_column if view.features > 1 else None
-    if exposed is not None:
-        some, among = exposed
-        scope = "" if among == view.records else " measured"
-        title = "Unbiased floor below a guess on at least one column"
-        found.append((title, formats.percent(some, among), f"{some:,} of {formats.count(among, view.noun)}{scope}"))
-    title = f"Unbiased floor below a guess{'' if exposed is None else ' over all columns'}"
-    if view.basis != "by estimates":
-        title = f"{title.replace('below', 'not above')} at {view.level} confidence"
-    unknown = f", {view.unknown:,} never measured" if view.unknown else ""
-    whose = f"{below:,} of {formats.count(view.records, view.noun)}{unknown}"
-    found.append((title, formats.percent(below, view.records), whose))
-    epsilon = view.run.guarantee.get("epsilon")
-    if epsilon is not None:
-        delta = format_limit(float(view.run.guarantee.get("delta", 1e-5)), 6)
-        found.append(("ε, replace-one", formats.amount(float(epsilon), side="up"), f"at δ = {delta}"))
-    if view.accuracy is not None:
-        plain = view.facts.get("accuracy_baseline")
-        baseline = "" if plain is None else f"; {view.baseline_name} {view.format_accuracy(plain)}"
-        title = "Accuracy" if view.classes else "R²"
-        found.append((title, view.format_accuracy(view.accuracy), f"on test data{baseline}"))
-    return [{"title": title, "figure": figure, "below": line} for title, figure, line in found]
+    template = formats.templates(html=False).get_template("tiles.txt")
+    parts = template.render(view=view, blind=BLIND, ratio=_ratio).strip().split("\n\n")
+    return [dict(zip(("title", "figure", "below"), part.strip().split("\n"), strict=True)) for part in parts]
 
 
 # --- pictures --------------------------------------------------------------------------------

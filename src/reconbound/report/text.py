@@ -20,7 +20,7 @@ from reconbound.mechanisms import SampledGaussian
 from reconbound.mechanisms.base import BLIND, Protection
 from reconbound.mechanisms.calibrate import Calibration, calibrate
 from reconbound.report.folder import CHOSEN_SEED, Run
-from reconbound.report.formats import amount, beyond, clean, count, guess_error, paragraphs, plain, plus_minus, rough
+from reconbound.report.formats import amount, clean, count, paragraphs, plain, plus_minus, rough
 from reconbound.report.headline import BEYOND, any_attacker_sentences, model_caveats
 from reconbound.report.view import NO_LIMIT, View
 
@@ -86,20 +86,7 @@ def column_sentence(column: dict[str, Any]) -> str:
     ...                  "width": 10.0, "record_name": "row 18"})
     'pay: 1 of 20 records with a value is below a guess (±5); lowest ±4 (row 18)'
     """
-    valued = " with a value" if column["missing"] else ""
-    if column["of"] == 0:
-        return f"{column['name']}: no measured record has a value"
-    if column.get("constant"):
-        return f"{column['name']}: constant in all records{valued}, so there is nothing to reconstruct"
-    lowest = ""
-    if column.get("lowest") is not None:
-        lowest = f"; lowest {plus_minus(column['lowest'], column['unit'], column['width'])} ({column['record_name']})"
-        lowest += f", {BEYOND}" if beyond(column["lowest"], column["width"]) else ""
-    return (
-        f"{column['name']}: {column['below']:,} of {count(column['of'], 'record')}{valued} "
-        f"{'is' if column['below'] == 1 else 'are'} below a guess "
-        f"({guess_error(column['guess'], column['unit'])}){lowest}"
-    )
+    return paragraphs("column.txt", c=column, more=BEYOND)[0]
 
 
 def columns_scope(view: View) -> str:
