@@ -36,8 +36,7 @@ TRAINING = {
 }
 
 
-@shared.takes("reading", shared.DATA)
-@shared.takes("given", TRAINING)
+@shared.takes(given=TRAINING, reading=shared.DATA)
 def audit_command(
     *,
     data: Annotated[

@@ -162,8 +162,7 @@ def _private_sgd(chosen: dict[str, Any]) -> SampledGaussian:
     return SampledGaussian(noise, chosen["sample_rate"], steps, clip, sampler)
 
 
-@takes("space", SPACE)
-@takes("given", OPTIONS)
+@takes(given=OPTIONS, space=SPACE)
 def bound_command(
     *,
     given: dict[str, Any],

@@ -12,7 +12,7 @@ from reconbound._internal.formatting import format_floor, format_limit, format_n
 from reconbound.bounds.bound import NOT_PROVED
 from reconbound.bounds.data_space import DataSpace, data_space
 from reconbound.cli.bound import OPTIONS, SPACE, assumption_notes, format_epsilons, make_mechanism
-from reconbound.cli.options import Options, option, print_json, takes
+from reconbound.cli.options import Options, option, print_json, takes, with_helps
 from reconbound.mechanisms import ADJACENCIES, OutputPerturbation, SampledGaussian
 from reconbound.mechanisms.calibrate import Calibration, OutOfReach, calibrate, calibrate_epsilon
 from reconbound.mechanisms.guarantee import FLOORS, floor
@@ -23,6 +23,12 @@ ADVICE = (
 )
 
 
+MECHANISM = with_helps(
+    OPTIONS,
+    hidden=("noise_multiplier", "epsilon", "rdp2", "noise_std"),
+    adjacency="Neighbours of --target-epsilon: replace-one (default), or add/remove (as Opacus counts).",
+    delta="Delta at which epsilon is reported (1e-5).",
+)
 TARGETS: Options = {
     "target_mse": (float, "Squared error per coordinate that must be kept."),
     "target_error": (float, "The same as an error in data units: the root of --target-mse."),
@@ -69,15 +75,7 @@ class Request:
         }
 
 
-@takes("targets", TARGETS)
-@takes("space", SPACE)
-@takes(
-    "given",
-    OPTIONS,
-    hidden=("noise_multiplier", "epsilon", "rdp2", "noise_std"),
-    adjacency="Neighbours of --target-epsilon: replace-one (default), or add/remove (as Opacus counts).",
-    delta="Delta at which epsilon is reported (1e-5).",
-)
+@takes(targets=TARGETS, given=MECHANISM, space=SPACE)
 def calibrate_command(
     *,
     targets: dict[str, Any],

@@ -37,8 +37,7 @@ SWEEP: shared.Options = {
 }
 
 
-@shared.takes("reading", shared.DATA)
-@shared.takes("given", SWEEP)
+@shared.takes(given=SWEEP, reading=shared.DATA)
 def sweep_command(
     *,
     data: Annotated[str, typer.Argument(metavar="DATA", help="As in reconbound audit.")] = "digits",

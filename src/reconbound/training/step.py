@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,20 +82,16 @@ class Measurer:
         else:
             found, more = known_caveats(model), uncovered_caveats(model, loss_fn, few, as_private(private))
         self.caveats = (*found, *more)
-        self._methods = self._methods_that_pass(few, check)
+        kinds = (Private("nothing"), as_private(private))
+        with _refusing():
+            if check:  # only methods that pass on four records
+                four = self.rows(torch.tensor([i * (self.records - 1) // 3 for i in range(4)]).unique())
+                self._methods = methods_that_pass(model, loss_fn, four, kinds, **self._clip)
+            else:
+                self._methods = [fisher.covering_method(model, loss_fn, *few, kind) for kind in kinds]
         self._columns, self.features = self._private_features(few)
         if check:
             self._try(first)
-
-    def _methods_that_pass(self, few: tuple[Any, Any], check: bool) -> list[Any]:
-        """Returns the methods for sums and for information; with `check`, only those that pass on four records."""
-        kinds = (Private("nothing"), as_private(self.private))
-        with _refusing():
-            if not check:
-                return [fisher.covering_method(self.model, self.loss_fn, *few, kind) for kind in kinds]
-            last = self.records - 1
-            spread = self.rows(torch.tensor([i * last // 3 for i in range(4)]).unique())
-            return methods_that_pass(self.model, self.loss_fn, spread, kinds, **self._clip)
 
     @property
     def _clip(self) -> dict[str, Any]:
@@ -159,25 +156,23 @@ class Measurer:
             Σ c g, flat; what was measured at the parameters before the step; and the information about the records
             whose features are kept.
         """
-
-        def information(records: Tensor, part: str) -> StepInformation:
-            return self.information(records, torch_stream(seed, f"probe {part}", step, self.device))
-
+        probe = partial(torch_stream, seed, step=step, device=self.device)
         measured: list[Measured] = []
         followed, weight = None, None
         if ledger is not None:
             if plan is not None:
-                groups = enumerate(plan.at(seed, step), 1)
-                measured += [(group, information(group, f"{k}"), plan.weight(step), True) for k, group in groups]
+                for k, group in enumerate(plan.at(seed, step), 1):
+                    found = self.information(group, probe(f"probe {k}"))
+                    measured.append((group, found, plan.weight(step), True))
             if ledger.features.followed and ledger.rows is not None and len(ledger.rows):
-                followed = information(ledger.rows, "kept")
+                followed = self.information(ledger.rows, probe("probe kept"))
             weight = batch_weight(self.settings.budget, seed, step)
         if len(batch) == 0:
             sums = {name: torch.zeros_like(p) for name, p in self.params.items()}
         elif weight is None:
             sums = self.gradient_sum(batch)
         else:  # the same pass gives the sum
-            found = information(batch, "0")
+            found = self.information(batch, probe("probe 0"))
             measured.append((batch, found, weight, False))
             sums = found.gradient_sum
         total = torch.cat([sums[name].flatten() for name in self.params])
