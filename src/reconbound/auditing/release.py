@@ -27,7 +27,7 @@ from reconbound.report.folder import MODEL, check_model
 FORMAT = 1
 INPUTS = "inputs.json"
 NUMBER, MISSING, CATEGORY = "number", "missing", "category"
-_SAID = {NUMBER: "the range of {}", MISSING: "that {} has missing values", CATEGORY: "the categories of {}"}
+_FACTS = {NUMBER: "the range of {}", MISSING: "that {} has missing values", CATEGORY: "the categories of {}"}
 
 
 def write_inputs(folder: str | os.PathLike[str], dataset: Dataset, model: str) -> None:
@@ -86,7 +86,7 @@ def _read_off(dataset: Dataset) -> list[str]:
     for feature in () if dataset.kind == "image" else dataset.features:
         part = _input(feature)
         if part["kind"] != NUMBER or not feature.declared:
-            found.append(_SAID[part["kind"]].format(part["column"]))
+            found.append(_FACTS[part["kind"]].format(part["column"]))
     return list(dict.fromkeys(found))
 
 

@@ -244,13 +244,13 @@ def print_warnings(*, quiet: bool = False) -> Iterator[None]:
     from reconbound.data import DataWarning
     from reconbound.validate import KinkWarning
 
-    said = quiet
+    noted = quiet
 
     def show(message: Any, category: type[Warning] = UserWarning, *_: Any, **__: Any) -> None:
-        nonlocal said
-        if not said and issubclass(category, DataWarning):
+        nonlocal noted
+        if not noted and issubclass(category, DataWarning):
             confidential_note()  # they quote ranges and cells
-            said = True
+            noted = True
         if not quiet:
             print(f"Note: {one_line(str(message))}", file=sys.stderr)
 

@@ -248,10 +248,10 @@ def explain_torch_error(error: RuntimeError) -> models.ModelError | None:
     """Returns an error that explains what PyTorch cannot differentiate per record, or twice; None for other errors."""
     if isinstance(error, torch.OutOfMemoryError):
         return None
-    said = str(error)
+    message = str(error)
     for words, why in _BEYOND:
-        if any(word in said for word in words):
-            return models.ModelError(f"this model cannot be differentiated: {why} ({said.splitlines()[0][:200]})")
+        if any(word in message for word in words):
+            return models.ModelError(f"this model cannot be differentiated: {why} ({message.splitlines()[0][:200]})")
     return None
 
 
@@ -259,7 +259,7 @@ def explain_dtype_error(error: RuntimeError, model: nn.Module, inputs: Any, targ
     """Returns an error that explains a float64 batch with a float32 model, or unsuitable targets; otherwise None."""
     if models.is_about_checkpointing(error):
         return ValueError(models.CHECKPOINTING)
-    said = models.describe_input_dtype(error, model, inputs)
-    if said is None and any(word in str(error) for word in ("target", "Long", "nll_loss")):  # by version and device
-        said = models.describe_target_dtype(error, targets)
-    return None if said is None else ValueError(said)
+    why = models.describe_input_dtype(error, model, inputs)
+    if why is None and any(word in str(error) for word in ("target", "Long", "nll_loss")):  # by version and device
+        why = models.describe_target_dtype(error, targets)
+    return None if why is None else ValueError(why)

@@ -117,38 +117,38 @@ class Trainer:
                     raise
         return found
 
-    def __call__(self, setting: Setting, folder: Path, tell: Callable[[int], None] = lambda done: None) -> list[Row]:
+    def __call__(self, setting: Setting, folder: Path, report: Callable[[int], None] = lambda done: None) -> list[Row]:
         """Trains a setting and returns one row for each step count; continues from what the folder holds.
 
         Args:
             setting: what to train.
             folder: the trial's.
-            tell: called with the steps done.
+            report: called with the steps done.
         """
         prepare(folder)
         found = finished_rows(folder, self._about(setting))
         if found is not None:
             return found
         try:
-            learner, rows = self._train(setting, folder, tell)
+            learner, rows = self._train(setting, folder, report)
         except (Unreadable, CheckpointError) as reason:
             if "is in use by" in str(reason) or disk_fault(reason) is not None:
                 raise
             shutil.rmtree(folder / CHECKPOINTS)  # damaged: a new start gives the same rows
-            learner, rows = self._train(setting, folder, tell)
+            learner, rows = self._train(setting, folder, report)
         assert learner.accountant is not None
         learner.accountant.save(folder / LEDGER)
         self._keep_rows(setting, folder, rows)
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         return rows
 
-    def _train(self, setting: Setting, folder: Path, tell: Callable[[int], None]) -> tuple[PrivateSGD, list[Row]]:
+    def _train(self, setting: Setting, folder: Path, report: Callable[[int], None]) -> tuple[PrivateSGD, list[Row]]:
         """Returns the learner of a setting, and its rows."""
         learner = make_learner(
             self.dataset,
             self.plan.with_changes(**setting, seed=seed_of(self.seed, setting)),
             folder / CHECKPOINTS,
-            callbacks=[_Evaluate(self, tell)],
+            callbacks=[_Evaluate(self, report)],
             whole_at=self.counts,
             every=max(20, self.counts[-1] // 30),
             progress=False,
@@ -199,15 +199,15 @@ class Trainer:
 class _Evaluate(Callback):
     """Evaluates the model at each step count, and reports how far the trial is."""
 
-    def __init__(self, trainer: Trainer, tell: Callable[[int], None]) -> None:
-        self.trainer, self.tell = trainer, tell
+    def __init__(self, trainer: Trainer, report: Callable[[int], None]) -> None:
+        self.trainer, self.report = trainer, report
         every = math.gcd(*trainer.counts)  # none of the step counts is skipped
         self.often = next(k for k in range(min(every, 50), 0, -1) if every % k == 0)
 
     def on_step(self, learner: PrivateSGD) -> dict[str, float] | None:
         """Returns the accuracy at a step count."""
         if learner.step and learner.step % self.often == 0:
-            self.tell(learner.run * learner.steps + learner.step)
+            self.report(learner.run * learner.steps + learner.step)
         return {"accuracy": score(self.trainer.dataset, learner.model)} if learner.step in self.trainer.counts else None
 
 

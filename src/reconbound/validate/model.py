@@ -209,11 +209,11 @@ def _network(model: nn.Module) -> nn.Module:
 def warn_kinks(kinks: Mapping[str, str]) -> None:
     if kinks:
         places = ", ".join(f"{place(path)} ({what})" for path, what in kinks.items())
-        said = (
+        message = (
             f"kinks in {places}: the gradient jumps with the input there, the Fisher information does not count the "
             f"jumps, and the error floors are not proved; {_SMOOTH}"
         )
-        warn_user(KinkWarning(said, places))
+        warn_user(KinkWarning(message, places))
 
 
 def model_dtype(model: nn.Module) -> torch.dtype | None:
@@ -223,8 +223,8 @@ def model_dtype(model: nn.Module) -> torch.dtype | None:
 
 def is_about_kinds(error: BaseException) -> bool:
     """Returns whether PyTorch complains of a dtype, in one of its several ways."""
-    said = str(error)
-    return any(word in said for word in ("dtype", "scalar type", "type (", "data type", "not implemented for"))
+    message = str(error)
+    return any(word in message for word in ("dtype", "scalar type", "type (", "data type", "not implemented for"))
 
 
 def describe_input_dtype(error: BaseException, model: nn.Module, inputs: Any) -> str | None:

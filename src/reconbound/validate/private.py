@@ -302,10 +302,10 @@ def uncovered_caveats(model: nn.Module, loss_fn: LossFn, few: Any, private: Priv
 
 def warn_uncovered(caveats: tuple[str, ...]) -> None:
     """Warns of parameters that the floors do not cover."""
-    said = [c for c in caveats if c.startswith("not covered")]
-    if said:
+    uncovered = [c for c in caveats if c.startswith("not covered")]
+    if uncovered:
         why = "freeze it (requires_grad_(False)), or read the floors as for an attacker who does not look there"
-        warn_user(f"floors do not cover all that is released, {'; '.join(said)}: {why}", ReconboundWarning)
+        warn_user(f"floors do not cover all that is released, {'; '.join(uncovered)}: {why}", ReconboundWarning)
 
 
 def _uncovered(problem: Problem, inputs: Any, targets: Any) -> list[str]:

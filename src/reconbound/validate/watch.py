@@ -82,13 +82,13 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
                 raise models.ModelError(f"{models.label(model, trace.here)}: {models.CHECKPOINTING}") from error
             if "in-place" in str(error):
                 raise in_place_error(model, {trace.here: "its input"}, error) from error
-            said = models.describe_input_dtype(error, model, inputs) or _describe_shapes(error, model, trace, inputs)
-            raise (error if said is None else models.ModelError(said)) from error
+            why = models.describe_input_dtype(error, model, inputs) or _describe_shapes(error, model, trace, inputs)
+            raise (error if why is None else models.ModelError(why)) from error
         try:
             trace.losses = loss_fn(outputs, tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, targets))
         except RuntimeError as error:
-            said = models.describe_target_dtype(error, targets)
-            raise (error if said is None else models.ModelError(said)) from error
+            why = models.describe_target_dtype(error, targets)
+            raise (error if why is None else models.ModelError(why)) from error
         except (TypeError, AttributeError) as error:
             raise models.ModelError(f"loss_fn cannot be called with the outputs and the targets: {error}") from error
     first = next(x for x in tree_leaves(inputs) if isinstance(x, Tensor))

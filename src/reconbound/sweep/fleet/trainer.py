@@ -167,7 +167,7 @@ class Fleet:
         evaluate: Callable[[nn.Module], Any] | None = None,
         noise: NoiseFn | None = None,
         seeds: Sequence[int] | None = None,
-        tell: Callable[[int], None] | None = None,
+        report: Callable[[int], None] | None = None,
     ) -> Iterator[Snapshot]:
         """Trains run `number` from fresh parameters; yields a Snapshot at each of `at`.
 
@@ -177,7 +177,7 @@ class Fleet:
             noise: replaces the numbers of the generator.
             seeds: one for each training's noise, which then does not depend on the other trainings of the fleet; by
                 default one generator creates the noise of all.
-            tell: called with the number of each step before it is taken; an exception that it raises ends the run.
+            report: called with the number of each step before it is taken; an exception that it raises ends the run.
         """
         base = self.settings[0].seed
         assert base is not None
@@ -186,8 +186,8 @@ class Fleet:
         batches: list[Tensor] = _batches(self.sampler, seed, self.at[-1])
         draw = self._drawn(base, seeds, number) if noise is None else lambda step: self.noise.copy_(noise(step))
         for step in range(self.at[-1]):
-            if tell is not None:
-                tell(step)
+            if report is not None:
+                report(step)
             for part, group in enumerate(self.plan.at(seed, step)):
                 self._measure(group, self.plan.weight(step), seed, step, part)
             draw(step)
