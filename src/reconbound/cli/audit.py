@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reconbound._internal.checks import number
-from reconbound._internal.formatting import format_duration, format_floor, format_limit
+from reconbound._internal.formatting import format_duration
 from reconbound.cli import options as shared
 from reconbound.cli.bound import OPTIONS
 
@@ -204,37 +204,11 @@ def describe_audit(dataset: Dataset, options: AuditOptions, out: Path, fresh: bo
     from reconbound.report.folder import PLAN
     from reconbound.report.formats import paragraphs, pixel_scale
 
-    found, sampler = floors_of(dataset, options), sampler_of(dataset, options)
-    image, pixel = dataset.kind == "image", dataset.features[0]
-    noun, unit, of_range = "record", 1.0, "of a column's range"
-    if image:
-        noun, unit, of_range = "image", pixel.high - pixel.low, pixel_scale(pixel.low, pixel.high)
-    attackers = {
-        "theorem1": f"an attacker unbiased for every {noun} there could be",
-        "lecam": f"any attacker, on some conceivable {noun}, not on each",
-    }
-    return paragraphs(
-        "audit-plan.txt",
-        dataset=dataset,
-        options=options,
-        settings=options.settings,
-        public=() if image else dataset.columns[1],
-        model=describe_model(dataset, options.model),
-        epochs=options.steps / sampler.steps_per_epoch,
-        sample_rate=sampler.sample_rate,
-        epsilon=None if found.epsilon is None else format_limit(found.epsilon),
-        delta=format_limit(found.delta, 6),
-        floors=[
-            f"{name} ±{format_floor(found[name].rmse * unit)} ({attacker})"
-            for name, attacker in attackers.items()
-            if not found[name].vacuous
-        ],
-        noun=noun,
-        of_range=of_range,
-        time=format_duration(expected_seconds(dataset, options)),
-        begun=not fresh and (out / PLAN).exists(),
-        out=out,
-    )
+    context: dict[str, Any] = {"dataset": dataset, "options": options, "out": out, "pixel_scale": pixel_scale}
+    context |= {"found": floors_of(dataset, options), "sampler": sampler_of(dataset, options)}
+    context["model"] = describe_model(dataset, options.model)
+    context["time"] = format_duration(expected_seconds(dataset, options))
+    return paragraphs("audit-plan.txt", **context, begun=not fresh and (out / PLAN).exists())
 
 
 def result(folder: Path) -> dict[str, Any]:

@@ -111,11 +111,4 @@ def any_attacker_sentences(run: Run) -> list[str]:
 
 def accuracy_sentence(view: View) -> str:
     """Returns the test accuracy (R² for a number) beside that of a model which learnt nothing."""
-    if view.accuracy is None:
-        return "No accuracy was measured."
-    name, plain = "Test accuracy" if view.classes else "R² on test data", view.facts.get("accuracy_baseline")
-    reached = f"{name} {view.format_accuracy(view.accuracy)}"
-    if plain is None:
-        return f"{reached}."
-    poor = " The model is no better than that." if view.accuracy <= plain else ""
-    return f"{reached} ({view.baseline_name}: {view.format_accuracy(plain)}).{poor}"
+    return paragraphs("accuracy.txt", view=view)[0]

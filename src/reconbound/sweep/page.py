@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,28 +159,9 @@ def verdict(
             worst, where it is not known).
         measure: the meaning of accuracy, from `measured_by`.
     """
-    last = max(frontier.pareto(rows, floor), key=lambda row: row["accuracy"], default=None)
-    attacker, place = frontier.attacker_of(floor)
-    known = (guesses or {}).get("error")
-    error, guess = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")
     sound = [row for row in rows if frontier.protection_of(row).meaningful]
-    return paragraphs(
-        "sweep-finding.txt",
-        rows=rows,
-        floor=floor,
-        last=last,
-        sound=last in sound,
-        all_sound=len(sound) == len(rows),
-        all_have=all(row.get(floor) is not None for row in rows),  # settings of another sampler have another floor
-        chosen=frontier.best(sound, floor, error**2),
-        attacker=attacker,
-        place=place,
-        estimated=floor.endswith(("_max", "_q99", "_median")),
-        guess=guess,
-        error=error,
-        accuracy=lambda row: _accuracy(row, measure),
-        majority=(guesses or {}).get("accuracy"),
-    )
+    context = {"rows": rows, "floor": floor, "sound": sound, "guesses": guesses, "known": (guesses or {}).get("error")}
+    return paragraphs("sweep-finding.txt", **context, frontier=frontier, accuracy=partial(_accuracy, measure=measure))
 
 
 def has_crossed(rows: Sequence[Row], floor: str) -> bool:
