@@ -20,7 +20,7 @@ from reconbound.mechanisms import SampledGaussian
 from reconbound.mechanisms.base import BLIND, Protection
 from reconbound.mechanisms.calibrate import Calibration, calibrate
 from reconbound.report.folder import CHOSEN_SEED, Run
-from reconbound.report.formats import amount, clean, count, paragraphs, plain, plus_minus, rough
+from reconbound.report.formats import amount, count, paragraphs, plain, plus_minus, rough
 from reconbound.report.headline import BEYOND, any_attacker_sentences, model_caveats
 from reconbound.report.view import NO_LIMIT, View
 
@@ -129,23 +129,7 @@ def assumptions(view: View) -> list[tuple[str, str]]:
     Args:
         view: the audit.
     """
-    m = view.run.mechanism
-    return _entries(
-        "assumptions.txt",
-        view.run,
-        view=view,
-        noun=view.noun,
-        parts=view.private_parts,
-        several=view.features > 1,
-        known=f"this {view.noun}’s {'label' if view.classes else view.target_name}",
-        public=[clean(str(name), 80) for name in view.run.data.get("public") or ()],
-        noise=f", standard deviation {m.get('noise_multiplier'):g} × {m.get('max_grad_norm'):g} on the sum of clipped "
-        "gradients",
-        rule=str((view.facts.get("rules") or ["exact"])[0]),
-        runs=count(int(m.get("runs", 1)), "run"),
-        model=describe_smoothness(view.run.caveats),
-        notes=[clean(note, 400) for note in view.facts.get("notes") or ()],
-    )
+    return _entries("assumptions.txt", view.run, view=view, model=describe_smoothness(view.run.caveats))
 
 
 def describe_smoothness(caveats: Mapping[str, str] | None) -> list[str]:

@@ -131,19 +131,13 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
         rows: of the finished trials.
         facts: as in `write_pages`.
     """
-    protections = [frontier.protection_of(row) for row in rows]
-    weak = [own for own in protections if not own.meaningful]
-    saturated = [row for row in rows if row.get("zero_information")]
-    found = paragraphs(
-        "sweep-cautions.txt",
-        weak=max(weak, key=lambda own: (own.success or 0.0, own.epsilon or 0.0), default=None),
-        how_many=len(weak),
-        of=len(rows),
-        caveats=model_caveats(facts.get("caveats")),
-        unmeasured=max((int(row.get("never_measured") or 0) for row in rows), default=0),
-        saturated=len({row["trial"] for row in saturated}),
-        most=max((row["zero_information"] for row in saturated), default=0),
-    )
+    weak = [own for own in map(frontier.protection_of, rows) if not own.meaningful]
+    worst = max(weak, key=lambda own: (own.success or 0.0, own.epsilon or 0.0), default=None)
+    context: dict[str, Any] = {"rows": rows, "weak": weak, "worst": worst}
+    context["caveats"] = model_caveats(facts.get("caveats"))
+    context["unmeasured"] = max((int(row.get("never_measured") or 0) for row in rows), default=0)
+    context["saturated"] = [row for row in rows if row.get("zero_information")]
+    found = paragraphs("sweep-cautions.txt", **context)
     return [*found, report_text.INFERRED] if facts.get("inferred_ranges") else found
 
 
