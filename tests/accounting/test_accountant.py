@@ -150,9 +150,9 @@ def test_merged_ledgers_are_the_runs_together(diagonal) -> None:
 def test_means_and_errors_over_runs() -> None:
     ledger, sums = FisherAccountant(account(rules=("none",))), []
     for seed in range(4):
-        alone = FisherAccountant(account(rules=("none",)))
-        run(alone, seed)
-        sums.append(alone.trace())
+        single = FisherAccountant(account(rules=("none",)))
+        run(single, seed)
+        sums.append(single.trace())
         run(ledger, seed)
     stacked = torch.stack(sums)
     torch.testing.assert_close(ledger.trace(), stacked.mean(0))
@@ -332,7 +332,7 @@ def test_small_problem_has_what_the_tests_assume() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "text"),
     [
         ({"diagonal_across": None}, "must have the diagonal"),
         ({"diagonal_along": torch.ones(4, 5)}, r"diagonal of the account's 3 features, no others .*got \(4, 5\)"),
@@ -344,11 +344,11 @@ def test_small_problem_has_what_the_tests_assume() -> None:
         ({"features": 4}, "must be about the account's 3 features, got 4"),
     ],
 )
-def test_what_cannot_be_added_leaves_the_ledger_as_it_was(changes: dict, said: str) -> None:
+def test_what_cannot_be_added_leaves_the_ledger_as_it_was(changes: dict, text: str) -> None:
     """So that the caller may mend it and add again: nothing is counted twice, and no NaN stays."""
     ledger = FisherAccountant(account(rules=("exact", "paper")), diagonal="all", spectral=True)
     good, records = info(torch.ones(4), torch.ones(4)), torch.tensor([1, 3, 5, 0])
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=text):
         ledger.add(records, replace(good, **changes))
     assert not any(bool(value.any()) for value in ledger.state().values())
     ledger.add(records, good)
@@ -356,7 +356,7 @@ def test_what_cannot_be_added_leaves_the_ledger_as_it_was(changes: dict, said: s
 
 
 @pytest.mark.parametrize(
-    ("indices", "said"),
+    ("indices", "text"),
     [
         (torch.tensor([1, 3, 5]), "indices must be 4, one for each record found, got 3"),
         (torch.tensor([1.0, 3.0, 5.0, 0.0]), "indices must be a tensor of record indices"),
@@ -365,9 +365,9 @@ def test_what_cannot_be_added_leaves_the_ledger_as_it_was(changes: dict, said: s
         ([[1], [3, 5], [0]], "indices must be a tensor of record indices"),
     ],
 )
-def test_indices_that_are_none(indices, said: str) -> None:
+def test_indices_that_are_none(indices, text: str) -> None:
     ledger, good = FisherAccountant(account()), info(torch.ones(4), torch.ones(4))
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=text):
         ledger.add(indices, good)
     ledger.add(torch.tensor([1, 3, 5, 0], dtype=torch.int32), good)
     ledger.add(torch.tensor([], dtype=torch.int64), info(torch.ones(0), torch.ones(0)))  # an empty batch

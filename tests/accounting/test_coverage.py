@@ -92,7 +92,7 @@ def test_the_measurement_of_the_experiment_is_the_librarys(hidden: int) -> None:
 
 
 def plain(truth: Tensor, ledger: FisherAccountant, quantile: float) -> float:
-    """How often mean + t·error would have covered."""
+    """Returns the share of cases that mean + t·error would have covered."""
     limit = ledger.dfil() + float(student.ppf(quantile, ledger.runs - 1)) * ledger.standard_error()
     return float((limit.reshape(GROUPS, -1) >= truth).double().mean())
 

@@ -82,17 +82,17 @@ def test_the_ledger_is_in_the_leakage_file(audited, tmp_path) -> None:
 
 def test_the_first_run_is_the_release(audited) -> None:
     people, options = auditing.people(), auditing.options(runs=3)
-    alone = make_learner(people, options).repeat(1, options.steps)
+    single = make_learner(people, options).repeat(1, options.steps)
     released = load_file(audited / MODEL)
-    assert released.keys() == alone.model.state_dict().keys()
-    for name, value in alone.model.state_dict().items():
+    assert released.keys() == single.model.state_dict().keys()
+    for name, value in single.model.state_dict().items():
         assert torch.equal(released[name], value)
     found = read_leakage(audited)
     assert found.accuracy_step.tolist() == list(range(1, 13))
-    assert found.accuracy[-1] == pytest.approx(score(people, alone.model))
+    assert found.accuracy[-1] == pytest.approx(score(people, single.model))
     assert found.history_step[-1] == 12
-    assert found.history[-1, 0] == pytest.approx(float(alone.accountant.dfil().max()))
-    assert found.history[-1, 2] == pytest.approx(float(alone.accountant.dfil().median()))
+    assert found.history[-1, 0] == pytest.approx(float(single.accountant.dfil().max()))
+    assert found.history[-1, 2] == pytest.approx(float(single.accountant.dfil().median()))
     assert bool((found.history[1:] >= found.history[:-1] - 1e-12).all())
 
 

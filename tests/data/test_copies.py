@@ -198,9 +198,9 @@ def test_learner_counts_copied_rows() -> None:
     learner = PrivateSGD(nn.Linear(2, 2), losses, x, y, settings, progress=False)
     learner.fit(3)
     assert learner.accountant is not None
-    said = " ".join(learner.accountant.caveats)
-    assert "3 of 10 records have exact copies (at most 3 of one)" in said
-    assert "group_floor" in said
+    text = " ".join(learner.accountant.caveats)
+    assert "3 of 10 records have exact copies (at most 3 of one)" in text
+    assert "group_floor" in text
     distinct = PrivateSGD(nn.Linear(2, 2), losses, torch.rand(10, 2), y, settings, progress=False)
     assert not any("copies" in caveat for caveat in distinct.measurer.caveats)
 

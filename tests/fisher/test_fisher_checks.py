@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong in step_information: each mistake has a message that names it; none gives a number."""
+"""Common mistakes with step_information: each gives a message that names it, and none gives a number."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cases import RECORDS, Wrap, classes, cross_entropy, normal
 from measuring import measure, sum_clipped
 from reconbound import PrivateSGD, Settings
 from reconbound._internal.checks import InputError
 from reconbound.fisher import Private, dense_information
 from reconbound.validate import ModelError
+from small_models import RECORDS, Wrap, classes, cross_entropy, normal
 
 STEP: dict[str, Any] = {"max_grad_norm": 0.8, "noise_multiplier": 0.7}
 

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cases import RECORDS, Wrap, classes, cross_entropy, normal
 from measuring import measure
 from reconbound.fisher import StepInformation, dense_information
 from reconbound.fisher.passes.by_layer import LayerPass
@@ -17,6 +16,7 @@ from reconbound.fisher.passes.convolutions import average, convolve, pool, poola
 from reconbound.fisher.passes.layers import ConvRule
 from reconbound.fisher.probes import Basis
 from reconbound.validate.private import Private, Problem
+from small_models import RECORDS, Wrap, classes, cross_entropy, normal
 
 SEEDS = 400
 STEP: dict[str, Any] = {"max_grad_norm": 0.8, "noise_multiplier": 0.7}

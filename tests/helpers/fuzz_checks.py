@@ -1,4 +1,4 @@
-"""What must hold for every draw of fuzz_models.py; each check returns the faults that it found, in words."""
+"""Checks of every draw of fuzz_models.py. Each returns the faults that it found, as text."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def check_draw(draw: Draw, tally: Tally) -> list[str]:
         tally.refusals[word] += 1
         if not str(refusal):
             faults.append("a refusal without a word")
-        rightly = any(words in str(refusal) for words in ("does not depend on", "has no trainable parameters"))
-        if draw.dtype == torch.float64 and not rightly and _finite(draw):
+        correct = any(words in str(refusal) for words in ("does not depend on", "has no trainable parameters"))
+        if draw.dtype == torch.float64 and not correct and _finite(draw):
             faults.append(f"refused, but finite in float64: {refusal}")
     except Exception as error:
         faults.append(f"{type(error).__name__}: {str(error)[:300]}")
@@ -219,7 +219,7 @@ def _check_information(draw: Draw, found: Any, tally: Tally) -> Iterator[str]:
 
 
 def _conditioned(draw: Draw, i: int) -> bool:
-    """Whether autograd's own gradient of a record in float32 is that of float64: 1 − p of a sure softmax is not.
+    """Returns whether autograd's gradient of a record in float32 agrees with float64. It does not for a softmax near 1.
 
     Nor is that of the parameters before a saturated activation. The information may come from these parameters only, so
     each counts by itself.
@@ -232,7 +232,7 @@ def _conditioned(draw: Draw, i: int) -> bool:
 
 
 def _sure(draw: Draw, i: int) -> bool:
-    """Whether a softmax is so sure that 1 − p has few digits: its derivatives are then rounding, in any computation."""
+    """Returns whether a softmax is so near 1 that 1 − p has few digits: its derivatives are then only rounding."""
     if {"Attention", "Heads"} & set(draw.tags):
         numbers = [t for t in tree_leaves((draw.inputs, list(draw.model.parameters()))) if t.is_floating_point()]
         if math.prod(sorted(float(t.detach().double().abs().max()) for t in numbers if t.numel())[-2:]) > 30:

@@ -68,7 +68,7 @@ class Case:
     called: Mapping[str, str] = field(default_factory=dict)  # what messages call an argument, where not by its name
 
     def run(self, argument: str | None = None, value: Any = None) -> BaseException | None:
-        """How the call ended with this value for one argument; the error, or None."""
+        """Calls with this value for one argument; returns the error, or None."""
         given = {name: make() for name, make in self.good.items()}
         if argument is not None:
             given[argument] = value
@@ -81,12 +81,12 @@ class Case:
         return None
 
     def fault(self, argument: str, value: Any) -> str | None:
-        """What is wrong with how the call ended, in one line; None where it was taken or refused in plain words."""
+        """Describes in one line a call that ended badly; None where the value was accepted or clearly refused."""
         error = self.run(argument, value)
         if error is None:
             return None
-        own, said = type(error).__module__.startswith("reconbound."), str(error).lower()
-        if own and (argument.lower() in said or self.called.get(argument, argument).lower() in said):
+        own, text = type(error).__module__.startswith("reconbound."), str(error).lower()
+        if own and (argument.lower() in text or self.called.get(argument, argument).lower() in text):
             return None
         if own and argument == "data":  # messages name the file, or the option that does not fit it
             return None

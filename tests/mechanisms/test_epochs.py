@@ -97,5 +97,5 @@ def test_many_epochs_lose_no_step() -> None:
 def test_note_states_counted_steps(answer) -> None:
     words = ["bound", "--noise-multiplier", 1, "--sample-rate", "64/1797", "--sampler", "shuffle"]
     notes = " ".join(answer(*words, "--steps", 58)["notes"])
-    for said in ("58 steps", "28 batches", "3 epochs", "--epochs"):
-        assert said in notes
+    for text in ("58 steps", "28 batches", "3 epochs", "--epochs"):
+        assert text in notes

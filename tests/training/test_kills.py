@@ -35,9 +35,9 @@ def test_kills_at_random_moments_change_nothing(tmp_path) -> None:
     assert places == sorted(places)  # never back behind what was saved
     assert len(set(places)) > KILLS // 4  # the kills fell all over the run
     assert places[-1] < 200
-    process, told = start(tmp_path, call)
+    process, pipe = start(tmp_path, call)
     process.join(120)
-    assert told.recv() == "done"
+    assert pipe.recv() == "done"
     undisturbed, killed = kill_run.run(None, call), kill_run.run(tmp_path, call)
     assert same_state(undisturbed, killed)
     assert undisturbed.history == killed.history

@@ -24,7 +24,7 @@ TRAJECTORIES, RUNS = 120_000, 160
 
 
 def clipped_gradient(z: Tensor, y: Tensor, w: Tensor) -> Tensor:
-    """Of (w·z − y)²/2, clipped as the paper does: c = 1/(GELU(n/C − 1) + 1). Written out, nothing of the library's."""
+    """Returns the gradient of (w·z − y)²/2, clipped as in the paper: c = 1/(GELU(n/C − 1) + 1), without the library."""
     g = (w @ z - y) * z
     x = g.norm() / CLIP - 1
     return g / (x * (1 + torch.erf(x / math.sqrt(2))) / 2 + 1)

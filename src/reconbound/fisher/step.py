@@ -240,11 +240,12 @@ def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> StepInformation
     c, radial = clips.factor * scale, clips.radial * scale
     if present is not None:
         c, radial = c * present, radial * present
-    c2, radial2 = c.double().square(), radial.double().square()  # in float32 the square of 1e-23 is 0
     h = pulled * _like(inverse.clamp(max=torch.finfo(norm.dtype).max), pulled)
     h = _chosen(h, plan)
     residuals, values = _pushed(work, plan, h) if in_inputs else _probed(work, plan, h, inverse)
-    across = c2 * (values[0] if len(values) == 1 else torch.stack(values).mean(0))
+    across = (
+        (values[0] if len(values) == 1 else torch.stack(values).mean(0)) * c * c
+    )  # in float64: c² may be below 1e-38
     more: dict[str, Any] = {}
     if options.diagonal:
         more["diagonal_along"] = (_like(radial, h) * h).square()
@@ -257,7 +258,7 @@ def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> StepInformation
         norm=norm,
         factor=clips.factor,
         clipped_norm=clips.factor * norm,
-        along=(radial2 * squares(h)).to(norm.dtype),
+        along=(squares(h) * radial * radial).to(norm.dtype),
         across=across.to(norm.dtype),
         across_error=_across_error(work, error, values, residuals, h, c, across).to(norm.dtype),
         gradient_sum=work.weighted_sum(clips.factor if present is None else clips.factor * present),
@@ -341,7 +342,7 @@ def _power(work: Pass, plan: _Plan, h: Tensor, c: Tensor, radial: Tensor) -> tup
 
 def _inner(v: Tensor, w: Tensor) -> Tensor:
     """Returns the inner product of each record's parts, (B,), in float64."""
-    return (v * w).flatten(1).sum(1).double()
+    return (v * w).flatten(1).sum(1, dtype=torch.float64)
 
 
 def _like(per_record: Tensor, v: Tensor) -> Tensor:
