@@ -122,7 +122,7 @@ def train(asked: argparse.Namespace, out: Path) -> None:
         )
         for run in range(asked.first, asked.first + asked.runs):
             mean = RunningMean(fleet)
-            for shot in fleet.run(run, evaluate=accuracy, tell=mean):
+            for shot in fleet.run(run, evaluate=accuracy, report=mean):
                 rows = [
                     {"variant": variant, "noise_multiplier": s.noise_multiplier, "max_grad_norm": s.max_grad_norm,
                      "lr": s.lr, "steps": shot.step, "run": run, "accuracy": f"{float(found):.4f}",

@@ -65,7 +65,7 @@ def test_audit_killed_between_files_shows_no_older_facts(tmp_path, monkeypatch, 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("reconbound.auditing.run.write_run", killed)
+        patch.setattr("reconbound.report.folder.write_run", killed)
         with pytest.raises(KeyboardInterrupt):
             run_audit(people, auditing.options(steps=4, runs=2), tmp_path, show=False)
     assert cli.run(["show", str(tmp_path)]) == 2

@@ -140,7 +140,7 @@ def test_report_states_release_public_data_and_record_choice(done: Path) -> None
     whole = View(found, replace(read_leakage(done), kept_diagonal=None, average_diagonal=None))
     assert topic(text.assumptions(whole), "What a floor is").count("not measured with this sampler.") == 1
     one = Run(found.data, {**found.mechanism, "runs": 1}, found.training, found.guarantee)
-    assert text.release(one).startswith("The one run.")
+    assert topic(text.public_assumptions(one, "record", "column"), "Release").startswith("The one run.")
 
 
 def test_unmeasured_records_are_named(done: Path) -> None:

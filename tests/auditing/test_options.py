@@ -67,9 +67,9 @@ def test_defaults_of_a_part_keep_the_batch() -> None:
         )
     for name in ("digits", "breast_cancer", "wine"):  # the whole sets are what the defaults are meant for
         found = load_dataset(name)
-        assert audit_options._WHOLE[name] == len(found.inputs)
-        assert default_options(found).settings.sample_rate == audit_options._OWN[name]["sample_rate"]
-    assert audit_options._WHOLE["diabetes"] == len(load_dataset("diabetes").inputs)
+        assert audit_options.KNOWN[name]["records"] == len(found.inputs)
+        assert default_options(found).settings.sample_rate == audit_options.KNOWN[name]["sample_rate"]
+    assert audit_options.KNOWN["diabetes"]["records"] == len(load_dataset("diabetes").inputs)
 
 
 def test_models_by_name_and_seed() -> None:

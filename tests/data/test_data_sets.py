@@ -32,7 +32,7 @@ def test_digits_are_scikit_learns_in_their_own_units():
     assert found.private is None
     assert found.features[11] == Feature("pixel (1, 3)", "grey levels", 0.0, 16.0)
     assert found.class_names == tuple("0123456789")
-    assert found.record_name(17) == "record 17"
+    assert found.record_names is None
     assert "1,438 records to train on, 359 to test" in found.summary()
 
 
@@ -191,7 +191,7 @@ def test_data_errors_are_one_line(monkeypatch, capsys):
     def broken(**_):
         raise DataError("a.csv, row 3, column 'x': 'b' is not a number")
 
-    monkeypatch.setattr(cli, "command_parser", lambda _: broken)
+    monkeypatch.setattr(cli.options, "command_parser", lambda _: broken)
     assert cli.run(["audit", "a.csv"]) == 2
     assert capsys.readouterr().err == "reconbound: a.csv, row 3, column 'x': 'b' is not a number\n"
 

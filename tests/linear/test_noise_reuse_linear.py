@@ -80,7 +80,7 @@ def fleet_noise(
     ]
     fleet = Fleet(model, loss, *(records or data()), chosen, at=[3])
     drawn = []
-    for _ in fleet.run(0, seeds=seeds, tell=lambda step: drawn.append(fleet.noise.clone())):
+    for _ in fleet.run(0, seeds=seeds, report=lambda step: drawn.append(fleet.noise.clone())):
         pass
     drawn.append(fleet.noise.clone())
     batches = [fleet.sampler.batch(fleet.run_seeds[0], step).tolist() for step in range(3)]

@@ -288,7 +288,7 @@ def test_image_floors_are_in_pixel_units(digits: Path) -> None:
     scaled = View(run, replace(view.leakage, facts={**view.leakage.facts, "scale": 255.0}))
     page = report.public_page(run).decode()
     own = report.confidential_page(run, scaled.leakage).decode()
-    found = {row["title"]: row["error"] for row in floor_rows(run, 255.0)}
+    found = {row["name"]: row["error"] for row in floor_rows(run, 255.0)}
     for error in found.values():
         assert f'<td class="n">{error}</td>' in page
         assert f'<td class="n">{error}</td>' in own

@@ -262,7 +262,7 @@ def test_seeded_training_is_independent_of_others(method: str) -> None:
         settings = [Settings(0.5 + k, 1.0, 0.2, lr=0.1 * (k + 1), budget=1.0, seed=1) for k in of]
         fleet = Fleet(conv, losses, *images(), settings, at=[3], method=method)
         steps: list[int] = []
-        (shot,) = fleet.run(number, seeds=[100 + k for k in of], tell=steps.append)
+        (shot,) = fleet.run(number, seeds=[100 + k for k in of], report=steps.append)
         assert steps == [0, 1, 2]
         return {k: (fleet.params[i].clone(), shot.dfil()[i]) for i, k in enumerate(of)}
 

@@ -112,3 +112,14 @@ def format_percent(x: float, digits: int = 3, side: Side = "up") -> str:
         return f"{x}%"
     short = float(_rounded(100 * _exact(x), digits, side))
     return f"{short:.{digits}g}%"
+
+
+def format_duration(seconds: float) -> str:
+    """Formats a duration in one unit.
+
+    >>> format_duration(0.2), format_duration(300), format_duration(7200)
+    ('1 s', '5 min', '2.0 h')
+    """
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,15 +24,12 @@ from reconbound._internal.rng import derive, numbers_of, torch_stream
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.auditing.models import score
 from reconbound.auditing.options import ADVICE, AuditOptions
+from reconbound.data import Dataset
 from reconbound.data.dataset import find_copies
 from reconbound.data.tables import MISSING
 from reconbound.report.folder import Leakage, packed_names
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.settings import Callback
-
-if TYPE_CHECKING:
-    from reconbound.data import Dataset
-
 
 #: Parameters kept in each run, and points at which accuracy and leakage are looked at in the first.
 SNAPSHOTS, POINTS = 12, 20

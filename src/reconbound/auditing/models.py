@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from reconbound import validate
 from reconbound._internal.checks import InputError, choice
 from reconbound._internal.rng import seeded
+from reconbound.data import Dataset
 from reconbound.training.settings import reset_module
-
-if TYPE_CHECKING:
-    from reconbound.data import Dataset
 
 MODELS = ("auto", "linear", "mlp", "cnn")
 

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.resources import files as package_files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from reconbound._internal import files
 from reconbound._internal.checks import DataError, InputError, choice, number, whole
-from reconbound._internal.files import (
-    CONFIDENTIAL,
-    Unreadable,
-    is_leftover,
-    refuse_links,
-    sealed_json,
-    unsealed_json,
-    write_whole,
-)
 from reconbound._internal.rng import new_seed
 from reconbound.auditing.models import MODELS, as_tensor, make_loss, make_model, starter
 from reconbound.auditing.release import INPUTS, read_inputs
+from reconbound.data import Dataset
 from reconbound.report.folder import CHECKPOINTS, LEAKAGE, MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, prepare, read_audit
 from reconbound.training.checkpoint import LOCK, NAMES, data_digest, plain_json
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.settings import Settings
-
-if TYPE_CHECKING:
-    from reconbound.data import Dataset
 
 #: Rules under which the ledger is kept, by sampler: the first is proved, "paper" is for comparison.
 RULES = {"poisson": ("exact", "paper"), "fixed": ("fixed", "paper"), "shuffle": ("none",)}
@@ -91,21 +83,12 @@ class AuditOptions:
         return dict(plain_json(options))
 
 
-_OWN: dict[str, dict[str, Any]] = {
-    "digits": {"sample_rate": 0.05, "steps": 300},
-    "breast_cancer": {"sample_rate": 0.1, "steps": 150},
-    "wine": {"sample_rate": 0.2, "steps": 100},
-    "diabetes": {"sample_rate": 0.1, "steps": 150, "lr": 0.3},
-    "mnist": {"sample_rate": 0.005, "steps": 400, "lr": 3.0},  # takes minutes; limits need --runs 10 --budget 3
-    # cifar10: one training each with these, accuracy on 2,000 test images after 200 steps: pixels from −1 to 1 and
-    # lr 1.0: 38.1 %; pixels from 0 to 1: 34.4 % at lr 1.0 (40.4 % after 400 steps of another run), 36.6 % at 2.0,
-    # 27.7 % at 0.5, and nothing learned (12 % after 50) at 3.0.
-    "cifar10": {"sample_rate": 0.005, "steps": 400, "lr": 1.0},
-}
-
-
-#: Training records of the known sets, for which their defaults are meant; and epochs of a smaller part of one.
-_WHOLE = {"digits": 1438, "breast_cancer": 456, "wine": 142, "diabetes": 354, "mnist": 60_000, "cifar10": 50_000}
+#: Defaults of the known sets, and the number of training records that they are for. MNIST takes minutes, and needs
+#: --runs 10 --budget 3 for limits. CIFAR-10: one training each, accuracy on 2,000 test images after 200 steps:
+#: pixels from −1 to 1 and lr 1.0: 38.1 %; pixels from 0 to 1: 34.4 % at lr 1.0 (40.4 % after 400 steps of another run),
+#: 36.6 % at 2.0, 27.7 % at 0.5, and nothing learned (12 % after 50) at 3.0.
+KNOWN: dict[str, Any] = json.loads((package_files("reconbound.auditing") / "defaults.json").read_text(encoding="utf-8"))
+#: Epochs of a smaller part of a known set.
 _EPOCHS = 15
 
 
@@ -122,14 +105,14 @@ def default_options(dataset: Dataset, **changes: Any) -> AuditOptions:
         dataset: the data of the audit.
         changes: options to change, as in AuditOptions.with_changes.
     """
-    own, records = _OWN.get(dataset.name), len(dataset.inputs)
-    whole_set = _WHOLE.get(dataset.name, 0)
-    if own is not None and records < 0.9 * whole_set:
+    own, records = dict(KNOWN.get(dataset.name, {})), len(dataset.inputs)
+    whole_set = own.pop("records", 0)
+    if records < 0.9 * whole_set:
         batch = min(own["sample_rate"] * whole_set, max(32, records / 4), records)
         rate = batch / records
         steps = max(min(50, own["steps"]), min(own["steps"], round(_EPOCHS / rate)))
-        own = {**own, "sample_rate": rate, "steps": steps}
-    if own is None:
+        own |= {"sample_rate": rate, "steps": steps}
+    if not own:
         batch = min(records, max(32, min(512, round(0.05 * records))))
         own = {"sample_rate": batch / records, "steps": min(800, max(50, round(15 * records / batch)))}
         own["lr"] = 1.0 if dataset.task == "classes" else 0.3
@@ -184,9 +167,9 @@ def open_folder(out: str | os.PathLike[str]) -> Path:
         others = path.exists() and not (path / PLAN).exists() and {p.name for p in path.iterdir()} - {LOCK}
     except OSError as reason:
         raise InputError("out", f"must be a folder that can be read ({reason.strerror})", str(path)) from None
-    if others and not all(map(is_leftover, others)):
+    if others and not all(map(files.is_leftover, others)):
         raise InputError("out", "must be a new or empty folder, or that of an audit", str(path))
-    refuse_links(path, CHECKPOINTS)
+    files.refuse_links(path, CHECKPOINTS)
     folder = prepare(path)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InputError("out", "must be a folder that can be written", str(path))
@@ -222,7 +205,7 @@ def settle(folder: Path, dataset: Dataset, options: AuditOptions) -> AuditOption
     if before is None or before["options"] != options.to_dict():
         content = {"format": FORMAT, "confidential": "the seed is as secret as the data", "seed": seed}
         content |= {"options": options.to_dict(), "data": about(dataset)}
-        write_whole(folder / PLAN, sealed_json(content), mode=CONFIDENTIAL)
+        files.write_whole(folder / PLAN, files.sealed_json(content), mode=files.CONFIDENTIAL)
     return options.with_changes(seed=seed)
 
 
@@ -278,7 +261,7 @@ def finished(
     try:
         run, _ = read_audit(place)
         read_inputs(place)
-    except Unreadable:  # damaged files are made again from the checkpoint
+    except files.Unreadable:  # damaged files are made again from the checkpoint
         return False
     return run.mechanism.get("runs") == options.runs and (run.accuracy is not None) == publish_accuracy
 
@@ -324,9 +307,9 @@ def _format_option(value: Any) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = unsealed_json(path)
-    except (OSError, Unreadable) as reason:
-        raise Unreadable(f"{reason}: {ADVICE}") from None
+        content = files.unsealed_json(path)
+    except (OSError, files.Unreadable) as reason:
+        raise files.Unreadable(f"{reason}: {ADVICE}") from None
     if content.get("format") != FORMAT or not {"seed", "options", "data"} <= set(content):
-        raise Unreadable(f"{path} is not a file of reconbound's (another format): {ADVICE}")
+        raise files.Unreadable(f"{path} is not a file of reconbound's (another format): {ADVICE}")
     return content

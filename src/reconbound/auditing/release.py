@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,16 +20,14 @@ from torch import Tensor, nn
 from reconbound._internal.checks import InputError, file_path
 from reconbound._internal.files import CONFIDENTIAL, Unreadable, file_digest, sealed_json, unsealed_json, write_whole
 from reconbound.auditing.models import network, outputs_of
+from reconbound.data import Dataset, Feature
 from reconbound.data.frames import MISSING as BLANK
 from reconbound.report.folder import MODEL, check_model
-
-if TYPE_CHECKING:
-    from reconbound.data import Dataset, Feature
 
 FORMAT = 1
 INPUTS = "inputs.json"
 NUMBER, MISSING, CATEGORY = "number", "missing", "category"
-_SAID = {NUMBER: "the range of {}", MISSING: "that {} has missing values", CATEGORY: "the categories of {}"}
+_FACTS = {NUMBER: "the range of {}", MISSING: "that {} has missing values", CATEGORY: "the categories of {}"}
 
 
 def write_inputs(folder: str | os.PathLike[str], dataset: Dataset, model: str) -> None:
@@ -88,7 +86,7 @@ def _read_off(dataset: Dataset) -> list[str]:
     for feature in () if dataset.kind == "image" else dataset.features:
         part = _input(feature)
         if part["kind"] != NUMBER or not feature.declared:
-            found.append(_SAID[part["kind"]].format(part["column"]))
+            found.append(_FACTS[part["kind"]].format(part["column"]))
     return list(dict.fromkeys(found))
 
 

@@ -24,17 +24,7 @@ from reconbound import __version__
 from reconbound._internal.checks import InputError, file_path, flag
 from reconbound._internal.files import file_digest, is_leftover
 from reconbound._internal.rng import random_states_kept
-from reconbound.auditing.leakage import (
-    LEAST,
-    MOST,
-    PROBES,
-    SAMPLE,
-    SNAPSHOTS,
-    SnapshotMeasurements,
-    Snapshots,
-    leakage_of,
-    snapshot_counts,
-)
+from reconbound.auditing import leakage as leaks
 from reconbound.auditing.models import check_model, describe_model, model_kind
 from reconbound.auditing.options import (
     AuditOptions,
@@ -48,19 +38,7 @@ from reconbound.auditing.options import (
 from reconbound.auditing.release import write_inputs
 from reconbound.data import Dataset, load_dataset
 from reconbound.mechanisms.guarantee import Guarantee, guarantee
-from reconbound.report.folder import (
-    CHECKPOINTS,
-    CHOSEN_SEED,
-    MODEL,
-    PUBLIC_REPORT,
-    REPORT,
-    RUN,
-    Run,
-    read_run,
-    run_digest,
-    write_leakage,
-    write_run,
-)
+from reconbound.report import folder as files
 from reconbound.training.checkpoint import lock_folder
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.sampling import Sampler, make_account, make_sampler
@@ -140,7 +118,8 @@ def audit(
     folder = Path(file_path("out", out)) if out is not None else Path(f"audit-{folder_name(dataset.name)}")
     if fresh or not finished(folder, dataset, chosen, publish_accuracy=publish_accuracy):
         folder = run_audit(dataset, chosen, folder, publish_accuracy=publish_accuracy, fresh=fresh)
-    return AuditResult(folder, folder / REPORT, folder / PUBLIC_REPORT, tuple(read_run(folder).headline))
+    headline = tuple(files.read_run(folder).headline)
+    return AuditResult(folder, folder / files.REPORT, folder / files.PUBLIC_REPORT, headline)
 
 
 def folder_name(name: str) -> str:
@@ -186,7 +165,7 @@ def run_audit(
     caveats = check_model(dataset, options.model)
     folder = open_folder(out)
     with lock_folder(folder):
-        for leftover in (*folder.glob(".*.part"), *(folder / CHECKPOINTS).glob(".*.part")):
+        for leftover in (*folder.glob(".*.part"), *(folder / files.CHECKPOINTS).glob(".*.part")):
             if is_leftover(leftover.name):
                 leftover.unlink(missing_ok=True)
         if fresh:
@@ -194,18 +173,19 @@ def run_audit(
         settled = settle(folder, dataset, options)
         measurements = train(dataset, settled, folder, show=show)
         write_inputs(folder, dataset, model_kind(dataset, options.model))
-        leakage = leakage_of(dataset, settled, measurements)
-        for name in (RUN, REPORT, PUBLIC_REPORT):  # of fewer runs; an audit killed from here on is unfinished
+        leakage = leaks.leakage_of(dataset, settled, measurements)
+        for name in (files.RUN, files.REPORT, files.PUBLIC_REPORT):  # of fewer runs: from here on it is unfinished
             (folder / name).unlink(missing_ok=True)
-        seed = "the operating system" if options.settings.seed is None else CHOSEN_SEED
+        seed = "the operating system" if options.settings.seed is None else files.CHOSEN_SEED
         run = facts_of(dataset, settled, measurements.learner, seed_from=seed, publish_accuracy=publish_accuracy)
         from reconbound.report import build
         from reconbound.report.headline import public_headline
 
         run = replace(run, headline=public_headline(run), caveats=caveats)
-        belongs = {"run": run_digest(run), "model": file_digest(folder / MODEL)}  # here: run.json knows no record
-        write_leakage(folder, replace(leakage, facts={**leakage.facts, **belongs}))
-        write_run(folder, run)
+        # in the leakage file, because run.json knows no record
+        belongs = {"run": files.run_digest(run), "model": file_digest(folder / files.MODEL)}
+        files.write_leakage(folder, replace(leakage, facts={**leakage.facts, **belongs}))
+        files.write_run(folder, run)
         build(folder)
     return folder
 
@@ -217,7 +197,7 @@ def check_publishable(dataset: Dataset) -> None:
         raise InputError("publish_accuracy", why, None)
 
 
-def train(dataset: Dataset, options: AuditOptions, folder: Path, *, show: bool = False) -> SnapshotMeasurements:
+def train(dataset: Dataset, options: AuditOptions, folder: Path, *, show: bool = False) -> leaks.SnapshotMeasurements:
     """Trains all runs, from the folder's last good state on.
 
     Args:
@@ -229,18 +209,18 @@ def train(dataset: Dataset, options: AuditOptions, folder: Path, *, show: bool =
     Returns:
         The learner with its snapshots.
     """
-    inside = folder / CHECKPOINTS
+    inside = folder / files.CHECKPOINTS
     inside.mkdir(mode=0o700, exist_ok=True)
-    snapshots = Snapshots(dataset, inside, folder / MODEL)
+    snapshots = leaks.Snapshots(dataset, inside, folder / files.MODEL)
     learner = make_learner(dataset, options, inside, callbacks=[snapshots], progress=show)
     learner.repeat(options.runs, options.steps)
     snapshots.release(learner.model)  # somebody may have removed or changed it after the first run
-    return SnapshotMeasurements(learner, snapshots)
+    return leaks.SnapshotMeasurements(learner, snapshots)
 
 
 def facts_of(
     dataset: Dataset, options: AuditOptions, learner: PrivateSGD, *, seed_from: str, publish_accuracy: bool = False
-) -> Run:
+) -> files.Run:
     """Collects the public facts: what was asked and what the mechanism guarantees whatever the data.
 
     Args:
@@ -258,7 +238,7 @@ def facts_of(
     facts["epochs"] = round(options.steps / learner.sampler.steps_per_epoch, 2)
     facts["accounting_budget"] = options.settings.budget
     facts["parameters"] = sum(p.numel() for p in learner.params.values())
-    return Run(
+    return files.Run(
         data=_data_facts(dataset),
         mechanism={name: facts[name] for name in _MECHANISM},
         training={name: facts[name] for name in _TRAINING},
@@ -331,9 +311,10 @@ def expected_seconds(dataset: Dataset, options: AuditOptions) -> float:
         share = 1.0 if budget == "every" else float(budget[1])
         per_run += share * options.steps * (measuring - plain)
     records = len(dataset.inputs)
-    times, probes = snapshot_counts(options, records, records * len(dataset.scale))
-    all_of = times * records * (3 + probes) / 4 if times else SNAPSHOTS * min(SAMPLE, records)
-    closer = (all_of + SNAPSHOTS * (MOST + LEAST) * PROBES / 4) / (options.settings.sample_rate * records)
+    times, probes = leaks.snapshot_counts(options, records, records * len(dataset.scale))
+    all_of = times * records * (3 + probes) / 4 if times else leaks.SNAPSHOTS * min(leaks.SAMPLE, records)
+    all_of += leaks.SNAPSHOTS * (leaks.MOST + leaks.LEAST) * leaks.PROBES / 4  # those that are measured closely
+    closer = all_of / (options.settings.sample_rate * records)
     return options.runs * (per_run + closer * measuring)
 
 
@@ -350,6 +331,3 @@ def _step_seconds(dataset: Dataset, options: AuditOptions, measuring: bool, step
         learner.settings = replace(learner.settings, rules=None)
     learner.fit(steps)
     return median(b - a for a, b in pairwise(times))
-
-
-__all__ = ["AuditResult", "audit", "expected_seconds", "floors_of", "run_audit", "train"]

@@ -12,17 +12,10 @@ import typer
 
 from reconbound import __version__
 from reconbound._internal.checks import InputError
+from reconbound.cli import options
 from reconbound.cli.audit import audit_command
 from reconbound.cli.bound import bound_command
 from reconbound.cli.calibrate import calibrate_command
-from reconbound.cli.options import (
-    STOPPED,
-    ReportedStatus,
-    command_parser,
-    describe_refused_value,
-    describe_usage_error,
-    one_line,
-)
 from reconbound.cli.report import report_command
 from reconbound.cli.show import show_command
 from reconbound.cli.sweep import frontier_command, sweep_command
@@ -62,10 +55,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line and returns its exit status. Every error is one line on standard error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        status = command_parser(app)(args=words or ["--help"], prog_name="reconbound", standalone_mode=False) or 0
-        return _stopped() if status == STOPPED and not isinstance(status, ReportedStatus) else int(status)
+        parser = options.command_parser(app)
+        status = parser(args=words or ["--help"], prog_name="reconbound", standalone_mode=False) or 0
+        reported = status != options.STOPPED or isinstance(status, options.ReportedStatus)
+        return int(status) if reported else _stopped()
     except InputError as error:
-        message = describe_refused_value(error, app)
+        message = options.describe_refused_value(error, app)
     except typer.Exit as stop:
         return int(stop.exit_code)
     except (typer.Abort, KeyboardInterrupt):
@@ -73,14 +68,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of click's: a fault of ours
             raise
-        message = describe_usage_error(error, words)
-    print(f"reconbound: {one_line(message)}", file=sys.stderr)
+        message = options.describe_usage_error(error, words)
+    print(f"reconbound: {options.one_line(message)}", file=sys.stderr)
     return 2
 
 
 def _stopped() -> int:
     print("\nreconbound: stopped", file=sys.stderr)
-    return STOPPED
+    return options.STOPPED
 
 
 def main() -> None:

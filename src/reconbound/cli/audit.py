@@ -13,18 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reconbound._internal.checks import number
+from reconbound._internal.formatting import format_duration
+from reconbound.cli import options as shared
 from reconbound.cli.bound import OPTIONS
-from reconbound.cli.options import (
-    DATA,
-    SEED,
-    confidential_note,
-    count,
-    parse_budget,
-    plain_errors,
-    print_json,
-    reading_options,
-    takes,
-)
 
 if TYPE_CHECKING:
     from reconbound.auditing.options import AuditOptions
@@ -33,48 +24,32 @@ if TYPE_CHECKING:
 #: Columns of which the terminal prints how many records are exposed.
 NAMED = 12
 TRAINING = {
-    "model": (
-        str,
-        "auto, linear, mlp, cnn, or package.module:factory, called as factory(shape, outputs). A factory is code that "
-        "will be run: name only what you trust.",
-    ),
+    "model": (str, "auto, linear, mlp, cnn, or package.module:factory: code that is run, so name only what you trust."),
     "noise_multiplier": (float, "Noise std on the SUM of clipped gradients over the clip norm."),
     "max_grad_norm": (float, "The clip norm."),
     **{name: OPTIONS[name] for name in ("sample_rate", "steps", "epochs", "clip", "sampler")},
-    "runs": (count, "Independent runs: one is released, the others measure; 1 gives no confidence limits."),
+    "runs": (shared.count, "Independent runs: one is released, the others measure; 1 gives no confidence limits."),
     "lr": (float, "Learning rate."),
     "momentum": (float, "Momentum."),
     "budget": (str, "Records measured over records trained on (a number), or every: each batch."),
-    "seed": (
-        int,
-        "For a run to be repeated exactly. Whoever can guess it knows the noise: not for a release. Other users of the "
-        "machine see a command line; they do not see the variable.",
-        {"envvar": SEED},
-    ),
+    "seed": (int, f"Repeats a run exactly; not for a release. {shared.HIDE}", {"envvar": shared.SEED}),
 }
 
 
-@takes("reading", DATA)
-@takes("given", TRAINING)
+@shared.takes(given=TRAINING, reading=shared.DATA)
 def audit_command(
     *,
     data: Annotated[
         str,
         typer.Argument(
-            metavar="DATA",
-            help="digits (default), breast_cancer, diabetes, wine, mnist, cifar10, a .csv (.csv.gz), .parquet or .npz "
-            "file, or a folder of images by class.",
+            metavar="DATA", help="digits, breast_cancer, diabetes, wine, mnist, cifar10, a file or a folder of images."
         ),
     ] = "digits",
     given: dict[str, Any],
     reading: dict[str, Any],
     publish_accuracy: Annotated[
         bool,
-        typer.Option(
-            "--publish-accuracy",
-            help="Put the accuracy into the public page too, in whole percent. No noise protects the held-out records "
-            "that it is measured on; refused where the target is a number.",
-        ),
+        typer.Option("--publish-accuracy", help="Show it on the public page too. No noise protects the test records."),
     ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for the results (default: audit-DATA).")
@@ -88,16 +63,16 @@ def audit_command(
     Run it again in the same folder to go on where it was stopped.
     """
     if "budget" in given:
-        given["budget"] = parse_budget(given["budget"])
+        given["budget"] = shared.parse_budget(given["budget"])
     epochs = given.pop("epochs", None)
     if epochs is not None and "steps" in given:
         raise typer.BadParameter("does not go with --steps", param_hint="--epochs")
     resume = f"; run the same command again{', without --fresh,' if fresh else ''} to go on"
-    with plain_errors(resume):
+    with shared.plain_errors(resume):
         from reconbound.auditing.options import open_folder, refuse_other
         from reconbound.auditing.run import check_publishable, folder_name
 
-        dataset, notes = _load_data(data, reading_options(reading))
+        dataset, notes = _load_data(data, shared.reading_options(reading))
         if publish_accuracy:
             check_publishable(dataset)
         options = _make_options(dataset, given, epochs)
@@ -107,7 +82,7 @@ def audit_command(
             if not fresh:
                 refuse_other(folder, dataset, options)
             if notes and not quiet:
-                confidential_note()  # they quote ranges and cells
+                shared.confidential_note()  # they quote ranges and cells
             for note in [] if quiet else notes:  # after all that may be wrong with the options
                 print(f"Note: {note}", file=sys.stderr)
             _run_audit(dataset, options, folder, publish_accuracy, fresh, as_json, quiet)
@@ -195,9 +170,9 @@ def _print_result(folder: Path, as_json: bool, quiet: bool) -> None:
 
     found = {} if quiet and not as_json else result(folder)
     if found:
-        confidential_note()
+        shared.confidential_note()
     if as_json:
-        print_json(found)
+        shared.print_json(found)
         return
     if not quiet:
         for line in (*found["verdict"], *describe_columns(found), found["accuracy_said"]):
@@ -224,57 +199,16 @@ def describe_columns(found: dict[str, Any]) -> list[str]:
 
 def describe_audit(dataset: Dataset, options: AuditOptions, out: Path, fresh: bool) -> list[str]:
     """Returns what will be done, what the mechanism guarantees before any training, and how long it will take."""
-    from reconbound._internal.formatting import format_floor, format_limit
     from reconbound.auditing.models import describe_model
     from reconbound.auditing.run import expected_seconds, floors_of, sampler_of
     from reconbound.report.folder import PLAN
-    from reconbound.report.formats import pixel_scale
+    from reconbound.report.formats import paragraphs, pixel_scale
 
-    settings = options.settings
-    found, sampler = floors_of(dataset, options), sampler_of(dataset, options)
-    epochs = options.steps / sampler.steps_per_epoch
-    others = "the first is released, the others only measure" if options.runs > 1 else "no confidence limits"
-    others += "; two runs give almost no confidence limits, five do" if options.runs == 2 else ""
-    image, pixel = dataset.kind == "image", dataset.features[0]
-    noun, unit, of_range = "record", 1.0, "of a column's range"
-    if image:
-        noun, unit, of_range = "image", pixel.high - pixel.low, pixel_scale(pixel.low, pixel.high)
-    attackers = {
-        "theorem1": f"an attacker unbiased for every {noun} there could be",
-        "lecam": f"any attacker, on some conceivable {noun}, not on each",
-    }
-    floors = [
-        f"{name} ±{format_floor(found[name].rmse * unit)} ({attacker})"
-        for name, attacker in attackers.items()
-        if not found[name].vacuous
-    ]
-    epsilon = ""
-    if found.epsilon is not None:
-        epsilon = f"; ε = {format_limit(found.epsilon)} (replace-one) at δ = {format_limit(found.delta, 6)}"
-    model = describe_model(dataset, options.model)
-    seconds = expected_seconds(dataset, options)
-    begun = not fresh and (out / PLAN).exists()
-    public = () if image else dataset.columns[1]
-    return [
-        dataset.summary(),
-        *([f"Public, taken as known to the attacker: {', '.join(public)}."] if public else []),
-        f"Model: {model}; {options.runs} run{'s' if options.runs > 1 else ''} of {options.steps:,} steps "
-        f"({epochs:.3g} epochs), lr {settings.lr:g}: {others}.",
-        f"Mechanism: noise multiplier {settings.noise_multiplier:g}, clip norm {settings.max_grad_norm:g} "
-        f"({settings.clip}), {settings.sampler} batches, sample rate {sampler.sample_rate:.3g}{epsilon}.",
-        f"Floors whatever the data, {of_range}: {', '.join(floors) or 'none'}"
-        f"{' (only with declared ranges: see the notes above)' if dataset.inferred_ranges else ''}. "
-        f"The audit measures each {noun}'s own floor, which may be lower.",
-        f"Expected time: about {_duration(seconds)}{' if nothing is done yet' if begun else ''}.",
-        f"{'Goes on' if begun else 'Writes'} in {out}: confidential, except run.json, model.safetensors and "
-        "report-public.html.",
-    ]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    context: dict[str, Any] = {"dataset": dataset, "options": options, "out": out, "pixel_scale": pixel_scale}
+    context |= {"found": floors_of(dataset, options), "sampler": sampler_of(dataset, options)}
+    context["model"] = describe_model(dataset, options.model)
+    context["time"] = format_duration(expected_seconds(dataset, options))
+    return paragraphs("audit-plan.txt", **context, begun=not fresh and (out / PLAN).exists())
 
 
 def result(folder: Path) -> dict[str, Any]:

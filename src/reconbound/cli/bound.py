@@ -28,26 +28,20 @@ SPACE: Options = {
 }
 #: The options that describe a mechanism: type and help.
 OPTIONS: Options = {
-    "noise_multiplier": (
-        float,
-        "Noise std on the SUM of clipped gradients over the clip norm, as in Opacus; the clip norm itself does not "
-        "matter.",
-    ),
+    "noise_multiplier": (float, "Noise std on the SUM of clipped gradients over the clip norm, as in Opacus."),
     "sample_rate": (ratio, "Chance of a record to be in a batch: 0.01, or 256/50000."),
     "steps": (count, "Number of steps: epochs over the sample rate."),
     "epochs": (float, "The same as passes over the data: epochs over the sample rate are the steps, rounded up."),
     "clip": (str, "smooth (the paper's GELU clip; default) or hard (as in Opacus)."),
     "sampler": (
         str,
-        "poisson (default), fixed (fixed size without replacement), or shuffle (shuffled epochs, from which no "
-        "protection is counted).",
+        "poisson (default), fixed (a size, without replacement) or shuffle (epochs: no protection counted).",
     ),
     "epsilon": (float, "Of the mechanism only this epsilon is known."),
     "rdp2": (float, "Only its order-2 Renyi divergence is known; see --adjacency."),
     "adjacency": (
         str,
-        "Neighbours of --epsilon or --rdp2: replace-one (assumed, with a note, when left out), or add/remove (as "
-        "Opacus, TF Privacy and most libraries for private SGD report it, and the safe choice).",
+        "Neighbours of --epsilon or --rdp2: replace-one, or add/remove (as Opacus counts; the safe choice).",
     ),
     "delta": (float, "Delta at which epsilon is reported (1e-5), or that of --epsilon (0)."),
     "output_perturbation": (bool, "Noise on the minimiser of a linear model."),
@@ -56,8 +50,7 @@ OPTIONS: Options = {
     "noise_std": (float, "Output perturbation: noise std per coefficient."),
     "data_norm": (
         float,
-        "Output perturbation: norm to which rows are clipped, a constant feature not counted (1). Records lie in the "
-        "ball of this radius, and the floors are for it.",
+        "Output perturbation: norm to which rows are clipped (1); floors are for the ball of this radius.",
     ),
     "loss": (str, "Output perturbation: the loss: logistic (two classes), softmax, or squared (ridge)."),
     "target_bound": (float, "Output perturbation with squared loss: targets are clipped to this size."),
@@ -169,8 +162,7 @@ def _private_sgd(chosen: dict[str, Any]) -> SampledGaussian:
     return SampledGaussian(noise, chosen["sample_rate"], steps, clip, sampler)
 
 
-@takes("space", SPACE)
-@takes("given", OPTIONS)
+@takes(given=OPTIONS, space=SPACE)
 def bound_command(
     *,
     given: dict[str, Any],

@@ -12,23 +12,28 @@ from reconbound._internal.formatting import format_floor, format_limit, format_n
 from reconbound.bounds.bound import NOT_PROVED
 from reconbound.bounds.data_space import DataSpace, data_space
 from reconbound.cli.bound import OPTIONS, SPACE, assumption_notes, format_epsilons, make_mechanism
-from reconbound.cli.options import option, print_json, takes
+from reconbound.cli.options import Options, option, print_json, takes, with_helps
 from reconbound.mechanisms import ADJACENCIES, OutputPerturbation, SampledGaussian
 from reconbound.mechanisms.calibrate import Calibration, OutOfReach, calibrate, calibrate_epsilon
 from reconbound.mechanisms.guarantee import FLOORS, floor
 
-#: Whom each floor binds and where, and so when to use it.
-KINDS = {
-    "theorem1": "unbiased attackers, at every record",
-    "theorem1_paper": "nobody: the paper's own line, to compare with",
-    "corners": "unbiased attackers, at every record",
-    "lecam": "any attacker, on some record of {place}",
-    "rate_distortion": "any attacker, on some record of {place}",
-}
 ADVICE = (
     "Use lecam or rate_distortion for attackers who may guess with a bias, as most do; theorem1 or corners for a "
     "statement about every single record, against unbiased attackers only."
 )
+
+
+MECHANISM = with_helps(
+    OPTIONS,
+    hidden=("noise_multiplier", "epsilon", "rdp2", "noise_std"),
+    adjacency="Neighbours of --target-epsilon: replace-one (default), or add/remove (as Opacus counts).",
+    delta="Delta at which epsilon is reported (1e-5).",
+)
+TARGETS: Options = {
+    "target_mse": (float, "Squared error per coordinate that must be kept."),
+    "target_error": (float, "The same as an error in data units: the root of --target-mse."),
+    "target_epsilon": (float, "In place of a floor: the epsilon to reach, at --delta and --adjacency."),
+}
 
 
 @dataclass(frozen=True)
@@ -70,38 +75,17 @@ class Request:
         }
 
 
-@takes("space", SPACE)
-@takes(
-    "given",
-    OPTIONS,
-    hidden=("noise_multiplier", "epsilon", "rdp2", "noise_std"),
-    adjacency="Neighbours of --target-epsilon: replace-one (default), or add/remove (as Opacus counts).",
-    delta="Delta at which epsilon is reported (1e-5).",
-)
+@takes(targets=TARGETS, given=MECHANISM, space=SPACE)
 def calibrate_command(
     *,
-    target_mse: Annotated[float | None, typer.Option(help="Squared error per coordinate that must be kept.")] = None,
-    target_error: Annotated[
-        float | None, typer.Option(help="The same as an error in data units: the root of --target-mse.")
-    ] = None,
-    target_epsilon: Annotated[
-        float | None,
-        typer.Option(help="In place of a floor: the epsilon that the noise must reach, at --delta and --adjacency."),
-    ] = None,
-    bound: Annotated[
-        str,
-        typer.Option(
-            help=f"The floor that must keep it: {', '.join(FLOORS)}. theorem1 (unbiased attackers) and lecam (any) "
-            "keep it in each coordinate, corners and rate_distortion on average over them."
-        ),
-    ] = "theorem1",
+    targets: dict[str, Any],
+    bound: Annotated[str, typer.Option(help=f"The floor that must keep it: {', '.join(FLOORS)}.")] = "theorem1",
     given: dict[str, Any],
     space: dict[str, Any],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Find the smallest noise with which a floor, or epsilon, meets a target."""
-    targets = {"target_mse": target_mse, "target_error": target_error, "target_epsilon": target_epsilon}
-    _check_targets(given, [name for name, value in targets.items() if value is not None])
+    _check_targets(given, list(targets))
     adjacency = given.pop("adjacency", None)
     noise = "noise_std" if given.get("output_perturbation") else "noise_multiplier"
     if noise in given:
@@ -110,7 +94,8 @@ def calibrate_command(
     assert isinstance(mechanism, (SampledGaussian, OutputPerturbation))
     data = data_space(space.get("dim", 1), space.get("low"), space.get("high"), mechanism.radius)
     request = Request(given.get("delta", 1e-5), space, data, assumption_notes(given))
-    if target_epsilon is not None:
+    if "target_epsilon" in targets:
+        target_epsilon = targets["target_epsilon"]
         which = adjacency or ADJACENCIES[0]
         reached = calibrate_epsilon(mechanism, target_epsilon, delta=request.delta, adjacency=which)
         own = floor(bound, reached, **space)
@@ -125,7 +110,7 @@ def calibrate_command(
             print("Opacus and TF Privacy count add/remove: for their ε use --adjacency add/remove.")
         _print_notes(reached, request)
         return
-    found = _calibrate_floor(mechanism, bound, target_mse, target_error, request)
+    found = _calibrate_floor(mechanism, bound, *targets.popitem(), request)
     if as_json:
         print_json(_calibration_facts(found, request))
     else:
@@ -147,32 +132,24 @@ def _check_targets(given: dict[str, Any], asked: list[str]) -> None:
 
 
 def _calibrate_floor(
-    mechanism: SampledGaussian | OutputPerturbation,
-    bound: str,
-    target_mse: float | None,
-    target_error: float | None,
-    request: Request,
+    mechanism: SampledGaussian | OutputPerturbation, bound: str, name: str, given: float, request: Request
 ) -> Calibration:
     """Returns the calibration for a floor; refuses a target that is out of reach, in the terms of its option."""
-    data, name = request.data, "target_mse" if target_error is None else "target_error"
-    target = target_mse
-    if target_error is not None:
-        target = number(name, target_error, above=0.0, at_least=1e-150, at_most=1e150) ** 2
-    target = 0.0 if target is None else target
-    power = 1.0 if target_error is None else 0.5  # of MSE, in the unit of the option
-    shown = target_mse if target_error is None else target_error
+    data, target, power = request.data, given, 1.0
+    if name == "target_error":  # the root of MSE
+        target, power = number(name, given, above=0.0, at_least=1e-150, at_most=1e150) ** 2, 0.5
     given_by = "--low and --high" if data.ball is None else "--data-norm, --low and --high"
     own_limit = bound in ("lecam", "rate_distortion")  # below the range
     if not own_limit and data.widest > 0 and target > data.widest**2 * (1 + 1e-9):
-        which = "the square of the range" if target_error is None else "the range"
+        which = "the range" if name == "target_error" else "the square of the range"
         most = data.widest ** (2 * power)
         text = f"must be at most {most:g}, {which} of the data ({data.describe()}): give the range by {given_by}"
-        raise InputError(name, text, shown)
+        raise InputError(name, text, given)
     try:
         return calibrate(mechanism, target, bound=bound, **request.space)
     except OutOfReach as error:
         where = f" on data in {data.describe()} ({given_by})"
-        raise OutOfReach(name, error.bound, error.highest**power, shown or 0.0, where) from None
+        raise OutOfReach(name, error.bound, error.highest**power, given, where) from None
 
 
 def _calibration_facts(found: Calibration, request: Request) -> dict[str, Any]:
@@ -265,4 +242,7 @@ def _kind(name: str, data: DataSpace) -> str:
     """Returns whom a floor binds, where, and whether on average over the coordinates."""
     average = name in ("corners", "rate_distortion") or (name == "theorem1" and data.place != "the box")
     mean = ", on average over the coordinates" if data.dim > 1 and average else ""
-    return f"{KINDS[name].format(place=data.place)}{mean}"
+    if name == "theorem1_paper":
+        return "nobody: the paper's own line, to compare with"
+    some = name in ("lecam", "rate_distortion")
+    return f"{f'any attacker, on some record of {data.place}' if some else 'unbiased attackers, at every record'}{mean}"

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,6 +35,8 @@ def option(name: str) -> str:
 
 #: Variables for what other users of the machine would see on a command line.
 SEED, STORAGE = "RECONBOUND_SEED", "RECONBOUND_STORAGE"
+
+HIDE = "Secret: other users of the machine see a command line, not the variable."
 
 #: Exit status of what was stopped from the keyboard.
 STOPPED = 130
@@ -97,44 +100,57 @@ DATA: Options = {
 }
 
 
-def takes(
-    parameter: str, options: Options, hidden: Sequence[str] = (), **helps: str
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command options; it receives those that the user gave as one dictionary.
+def with_helps(options: Options, hidden: Sequence[str] = (), **helps: str) -> Options:
+    """Returns options with other helps.
 
     Args:
-        parameter: the command's parameter for the dictionary.
         options: the options.
-        hidden: options that --help leaves out; the command refuses them by name.
+        hidden: those that --help leaves out; the command refuses them by name.
         **helps: other help for some of the options.
+    """
+    return {
+        name: (kind, helps.get(name, text), {**dict(*more), "hidden": name in hidden})
+        for name, (kind, text, *more) in options.items()
+    }
+
+
+def takes(**groups: Options) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command groups of options; it receives those that the user gave as one dictionary for each group.
+
+    Args:
+        **groups: the options, by the command's parameter for the dictionary.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        keyword, shared = inspect.Parameter.KEYWORD_ONLY, []
-        for name, (kind, text, *more) in options.items():
-            settings: dict[str, Any] = {"help": helps.get(name, text), "hidden": name in hidden, **dict(*more)}
-            names = settings.pop("names", (option(name),))  # a flag without --no-...
-            if kind in PARSERS:
-                settings |= {"parser": kind, "metavar": PARSERS[kind][1]}
-            typed = bool if kind is bool else PARSERS.get(kind, (kind,))[0] | None
-            annotation: Any = Annotated[typed, typer.Option(*names, **settings)]
-            default = False if kind is bool else None
-            shared.append(inspect.Parameter(name, keyword, default=default, annotation=annotation))
-
         def run(**values: Any) -> None:
-            own = {name: values.pop(name) for name in options}
-            given = {k: v for k, v in own.items() if v is not None and v is not False and v != []}
-            command(**{parameter: given}, **values)
+            for group, options in groups.items():
+                own = {name: values.pop(name) for name in options}
+                values[group] = {k: v for k, v in own.items() if v is not None and v is not False and v != []}
+            command(**values)
 
         run.__doc__ = command.__doc__
         parameters: list[inspect.Parameter] = []
         for one in inspect.signature(command, eval_str=True).parameters.values():
-            parameters += shared if one.name == parameter else [one.replace(kind=keyword)]
+            options = groups.get(one.name, {})
+            parameters += [_parameter(name, *entry) for name, entry in options.items()]
+            parameters += [] if options else [one.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in parameters}
         return run
 
     return decorate
+
+
+def _parameter(name: str, kind: Any, text: str, more: Mapping[str, Any] = MappingProxyType({})) -> inspect.Parameter:
+    """Returns an option as typer reads it from a command's signature."""
+    settings: dict[str, Any] = {"help": text, **more}
+    names = settings.pop("names", (option(name),))  # a flag without --no-...
+    if kind in PARSERS:
+        settings |= {"parser": kind, "metavar": PARSERS[kind][1]}
+    typed = bool if kind is bool else PARSERS.get(kind, (kind,))[0] | None
+    annotation: Any = Annotated[typed, typer.Option(*names, **settings)]
+    default = False if kind is bool else None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def reading_options(given: dict[str, Any]) -> dict[str, Any]:
@@ -228,13 +244,13 @@ def print_warnings(*, quiet: bool = False) -> Iterator[None]:
     from reconbound.data import DataWarning
     from reconbound.validate import KinkWarning
 
-    said = quiet
+    noted = quiet
 
     def show(message: Any, category: type[Warning] = UserWarning, *_: Any, **__: Any) -> None:
-        nonlocal said
-        if not said and issubclass(category, DataWarning):
+        nonlocal noted
+        if not noted and issubclass(category, DataWarning):
             confidential_note()  # they quote ranges and cells
-            said = True
+            noted = True
         if not quiet:
             print(f"Note: {one_line(str(message))}", file=sys.stderr)
 

@@ -11,73 +11,38 @@ from typing import Annotated, Any
 import typer
 
 from reconbound._internal.checks import DataError, number
-from reconbound._internal.formatting import format_floor, format_limit, format_number
-from reconbound.cli.options import (
-    DATA,
-    SEED,
-    STORAGE,
-    Options,
-    confidential_note,
-    count,
-    one_line,
-    parse_budget,
-    plain_errors,
-    print_json,
-    print_table,
-    print_warnings,
-    reading_options,
-    takes,
-    terminal,
-)
+from reconbound._internal.formatting import format_floor, format_limit
+from reconbound.cli import options as shared
 
 Row = dict[str, Any]
+GRID = "noise_multiplier, max_grad_norm, sample_rate, lr, momentum, clip, sampler or model"
+URL = {"metavar": "URL", "envvar": shared.STORAGE}
 #: Fields of `Sweep`; model and budget are those of the audits.
-SWEEP: Options = {
-    "grid": (
-        list[str],
-        "A setting and its values: noise_multiplier, max_grad_norm, sample_rate, lr, momentum, clip, sampler or model. "
-        "For --search tpe also a range: lr=0.01:1:log. Repeatable.",
-        {"metavar": "lr=0.1,0.5"},
-    ),
+SWEEP: shared.Options = {
+    "grid": (list[str], f"Values of {GRID}; for tpe also a range, 0.01:1:log. Repeatable.", {"metavar": "lr=0.1,0.5"}),
     "steps": (str, "Step counts (100,200,300); one training serves all of them.", {"metavar": "1000,2000"}),
-    "runs": (count, "Independent runs for each setting (1)."),
+    "runs": (shared.count, "Independent runs for each setting (1)."),
     "search": (str, "grid (every combination; default) or tpe (Optuna's search)."),
-    "trials": (count, "Settings to try, for --search tpe."),
+    "trials": (shared.count, "Settings to try, for --search tpe."),
     "floor": (str, "The floor that a search looks at (default: exact_max)."),
     "at_least": (float, "Search for the best accuracy with that floor at least this high."),
     "model": (str, "As in reconbound audit, for all settings."),
     "budget": (str, "As in reconbound audit."),
     "delta": (float, "Delta at which epsilon is reported (1e-5)."),
-    "storage": (
-        str,
-        "A database for workers on several machines: postgresql+psycopg2://user@host/name (default: sweep.db in the "
-        "folder). What is stored there is confidential. With a password give it by the variable: other users of the "
-        "machine see a command line.",
-        {"metavar": "URL", "envvar": STORAGE},
-    ),
+    "storage": (str, f"For several machines: postgresql+psycopg2://user@host/name (confidential). {shared.HIDE}", URL),
     "name": (str, "Of the sweep in the storage (sweep)."),
-    "together": (
-        count,
-        "Settings that a worker trains at once, as one batch of models: what keeps a GPU busy (20 to 40 for small "
-        "networks). They share their batches, and a killed one begins anew.",
-    ),
-    "grace": (count, "Seconds without a heartbeat after which a worker counts as dead (60)."),
-    "seed": (
-        int,
-        "Of the sweep (default: new, kept in the folder; secret). Other users of the machine see a command line; they "
-        "do not see the variable.",
-        {"envvar": SEED},
-    ),
+    "together": (shared.count, "Settings that a worker trains at once, to keep a GPU busy (20 to 40, small networks)."),
+    "grace": (shared.count, "Seconds without a heartbeat after which a worker counts as dead (60)."),
+    "seed": (int, f"Of the sweep (default: new, kept in the folder). {shared.HIDE}", {"envvar": shared.SEED}),
 }
 
 
-@takes("reading", DATA)
-@takes("given", SWEEP)
+@shared.takes(given=SWEEP, reading=shared.DATA)
 def sweep_command(
     *,
     data: Annotated[str, typer.Argument(metavar="DATA", help="As in reconbound audit.")] = "digits",
     given: dict[str, Any],
-    workers: Annotated[int, typer.Option(parser=count, metavar="<int>", help="Processes on this machine.")] = 1,
+    workers: Annotated[int, typer.Option(parser=shared.count, metavar="<int>", help="Processes on this machine.")] = 1,
     reading: dict[str, Any],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for the results (default: sweep-DATA).")
@@ -89,27 +54,28 @@ def sweep_command(
 
     Run it again to go on where it was stopped, with more --workers, or on other machines with the same --storage.
     """
-    with _needs_optuna(), plain_errors("; run the same command again to go on"), print_warnings(quiet=quiet):
+    resume = "; run the same command again to go on"
+    with _needs_optuna(), shared.plain_errors(resume), shared.print_warnings(quiet=quiet):
         from reconbound.auditing.run import folder_name
         from reconbound.sweep import Sweep, parse_grid, parse_steps, sweep
         from reconbound.sweep.run import publish
 
         plan: dict[str, Any] = {name: given.pop(name) for name in ("model", "budget") if name in given}
         if "budget" in plan:
-            plan["budget"] = parse_budget(plan["budget"])
+            plan["budget"] = shared.parse_budget(plan["budget"])
         config = Sweep(
             data=data,
             out=out or Path(f"sweep-{folder_name(Path(data).name)}"),
             space=parse_grid(given.pop("grid", [])),
             steps=parse_steps(given.pop("steps", "100,200,300")),
-            load=reading_options(reading),
+            load=shared.reading_options(reading),
             plan=plan,
             **given,
         )
         rows = sweep(config, workers=workers, show=not quiet)
         facts = publish(config.out, config.storage)
         if as_json:
-            confidential_note()
+            shared.confidential_note()
             _print_json({**facts, "rows": rows})
         elif quiet:
             for caveat in (facts.get("caveats") or {}).values():  # even so: it takes floors away
@@ -130,13 +96,11 @@ def frontier_command(
     at_least: Annotated[
         float | None, typer.Option(help="Only the best accuracy with the floor (MSE, in squares of a range) so high.")
     ] = None,
-    storage: Annotated[
-        str | None, typer.Option(metavar="URL", envvar=STORAGE, help="As given to reconbound sweep.")
-    ] = None,
+    storage: Annotated[str | None, typer.Option(help="As given to reconbound sweep.", **URL)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (confidential).")] = False,
 ) -> None:
     """The best settings of a sweep, and its page and table anew; with --at-least the best accuracy for a floor."""
-    with _needs_optuna(), plain_errors(received=str(folder)):
+    with _needs_optuna(), shared.plain_errors(received=str(folder)):
         from reconbound.sweep import best, floors_in, pareto
         from reconbound.sweep.frontier import CROSSED, checked_floor, describe_majority
         from reconbound.sweep.page import cautions, has_crossed
@@ -149,7 +113,7 @@ def frontier_command(
             raise DataError(f"{folder} holds a sweep of which no setting is trained yet: run reconbound sweep again")
         asked = [checked_floor(rows, name) for name in floor] if floor else [checked_floor(rows, None)]
         facts = publish(folder, storage)
-        confidential_note()
+        shared.confidential_note()
         if at_least is None:
             fronts = {name: pareto(rows, name) for name in (asked if floor else floors_in(rows))}
             if as_json:
@@ -178,37 +142,31 @@ def _print_json(content: dict[str, Any]) -> None:
     from reconbound.sweep.frontier import FLOORS, is_proved
 
     not_proved = [name for name in FLOORS if not is_proved(name)]
-    print_json({**content, "not_proved": not_proved})
+    shared.print_json({**content, "not_proved": not_proved})
 
 
 def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, facts: dict[str, Any]) -> str:
     from reconbound.bounds.bound import NOT_PROVED
+    from reconbound.report.formats import paragraphs
     from reconbound.sweep.frontier import crossed_of, describe_precision, is_proved
     from reconbound.sweep.page import has_crossed, measured_by
     from reconbound.sweep.space import PARAMETERS, format_setting
 
-    if all(r.get("accuracy") is None for r in rows):
-        return f"{floor}: no setting has an accuracy to choose by: there were no test records"
-    if row is None:
-        highest = max((r[floor] for r in rows if r.get(floor) is not None), default=0.0)
-        wanted, there = format_number(at_least, 4), format_floor(highest, 4)
-        return f"{floor}: no setting has a floor of at least {wanted}; the highest is MSE {there}"
-    how = describe_precision(floor, facts["runs"], row.get("measured_median"))
-    if has_crossed([row], floor):
-        how += f"; crossed {format_floor(row[crossed_of(floor) or ''], 4)}"
-    mark = "" if is_proved(floor) else f" ({NOT_PROVED})"
-    return (
-        f"{floor}{mark} at least {format_number(at_least, 4)}: {measured_by(facts)} {row['accuracy']:.4f}, "
-        f"floor MSE {format_floor(row[floor], 4)}, ±{format_floor(row[floor] ** 0.5)} of a range"
-        f"{f' ({how})' if how else ''}: run {row['trial']}, {format_setting(row, PARAMETERS)}, {row['steps']:,} steps"
-    )
+    highest = max((r[floor] for r in rows if r.get(floor) is not None), default=0.0)
+    context: Row = {"floor": floor, "at_least": at_least, "row": row, "rows": rows, "highest": highest}
+    if row is not None:
+        context["how"] = describe_precision(floor, facts["runs"], row.get("measured_median"))
+        if has_crossed([row], floor):
+            context["how"] += f"; crossed {format_floor(row[crossed_of(floor) or ''], 4)}"
+        context |= {"measure": measured_by(facts), "setting": format_setting(row, PARAMETERS)}
+    return paragraphs("sweep-best.txt", **context, proved=is_proved(floor), not_proved=NOT_PROVED)[0]
 
 
 def _print_sweep(facts: dict[str, Any], rows: list[Row]) -> None:
     failed = f", {facts['failed']} failed" if facts["failed"] else ""
     print(f"{facts['finished']} of {facts['trials']} settings trained{failed}. Confidential:")
     if facts["error"]:
-        print(f"reconbound: the first failure: {one_line(facts['error'])}", file=sys.stderr)
+        print(f"reconbound: the first failure: {shared.one_line(facts['error'])}", file=sys.stderr)
     if rows:
         from reconbound.sweep.frontier import default_floor
         from reconbound.sweep.page import cautions, measured_by, verdict
@@ -223,7 +181,7 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
     from reconbound.sweep.frontier import CROSSED, crossed_of, describe_binding, describe_floor, describe_majority
     from reconbound.sweep.page import has_crossed, measured_by, settings_in
 
-    console = terminal()
+    console = shared.terminal()
     for line in cautions:
         console.print(line)
     for floor, rows in fronts.items():
@@ -238,7 +196,7 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
             reached = (f"{row['accuracy']:.4f}", format_floor(row[floor], 4))
             cells.append((str(row["trial"]), *values, f"{row['steps']:,}", *reached, *more))
         columns = ("run", *names, "steps", measured_by(facts), "floor (MSE)", *second, "ε")
-        print_table(console, title, columns, cells)
+        shared.print_table(console, title, columns, cells)
     if any(has_crossed(rows, floor) for floor, rows in fronts.items()):
         console.print(CROSSED)
     for line in describe_majority(facts["guesses"]):

@@ -17,8 +17,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from reconbound._internal.checks import DataError, InputError, choice, number, whole
 
@@ -138,26 +136,20 @@ class Dataset:
     @cached_property
     def private(self) -> np.ndarray | None:
         """Returns the flat columns that are private, (d,), or None where all are."""
-        if isinstance(self.features, Pixels):
-            return None
         marks = np.array([f.private for f in self.features])
         return None if marks.all() else np.flatnonzero(marks)
 
     @cached_property
     def scale(self) -> np.ndarray:
         """Returns the widths of the private features' ranges, (d,): data value = offset + scale · input."""
-        if isinstance(self.features, Pixels):
-            return np.full(len(self.features), self.features.high - self.features.low)
-        return np.array([f.high - f.low for f in self.features if f.private], dtype=np.float64)
+        return np.array([f.high - f.low for f in self.private_features], dtype=np.float64)
 
     @cached_property
     def offset(self) -> np.ndarray:
         """Returns the lower ends of the private features' ranges, (d,)."""
-        if isinstance(self.features, Pixels):
-            return np.full(len(self.features), self.features.low)
-        return np.array([f.low for f in self.features if f.private], dtype=np.float64)
+        return np.array([f.low for f in self.private_features], dtype=np.float64)
 
-    @property
+    @cached_property
     def private_features(self) -> tuple[Feature, ...]:
         """Returns the features that are private, in the order of `scale` and `offset`."""
         return tuple(f for f in self.features if f.private)
@@ -176,11 +168,7 @@ class Dataset:
     def inferred_ranges(self) -> bool:
         """Returns whether a range, of a feature or the target, was read off the data."""
         own = self.target is not None and self.task == "number" and not self.target.declared
-        return own or (not isinstance(self.features, Pixels) and any(not f.declared for f in self.features))
-
-    def record_name(self, record: int) -> str:
-        """Returns the name of a training record: its own, or "record 17"."""
-        return self.record_names[record] if self.record_names is not None else f"record {record}"
+        return own or not all(f.declared for f in self.features)
 
     def summary(self) -> str:
         """Returns one readable line."""
@@ -322,6 +310,9 @@ def find_copies(*parts: Any) -> list[list[int]]:
     >>> find_copies(np.array([[1.0, 2.0], [3.0, 4.0], [1.0, 2.0]]))
     [[0, 2]]
     """
+    from torch import Tensor
+    from torch.utils._pytree import tree_leaves
+
     leaves = [leaf for part in parts for leaf in tree_leaves(part) if isinstance(leaf, (Tensor, np.ndarray))]
     arrays = [_rows(leaf) for leaf in leaves if leaf.ndim and len(leaf)]
     groups: dict[bytes, list[int]] = {}
@@ -333,9 +324,9 @@ def find_copies(*parts: Any) -> list[list[int]]:
     return sorted((group for group in groups.values() if len(group) > 1), key=lambda group: (-len(group), group))
 
 
-def _rows(values: Tensor | np.ndarray) -> np.ndarray:
-    """Returns one row of bytes per record; 0 and −0 are alike."""
-    if isinstance(values, Tensor):
+def _rows(values: Any) -> np.ndarray:
+    """Returns one row of bytes per record of an array or a tensor; 0 and −0 are alike."""
+    if not isinstance(values, np.ndarray):
         small = values.is_floating_point() and values.itemsize < 4
         values = (values.float() if small else values).numpy(force=True)
     flat = values.reshape(len(values), -1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import ipaddress
+import json
 import lzma
 import math
 import os
@@ -20,6 +21,7 @@ import urllib.parse
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.resources import files
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,23 +40,8 @@ SOURCES = {
     "cifar10": ("https://www.cs.toronto.edu/~kriz/",),
 }
 ARCHIVE = "cifar-10-binary.tar.gz"
-_BATCH = 30_730_000
-RAW = {  # raw file: its size and digest (64 digits: SHA-256, 40: SHA-1)
-    "mnist": {
-        "train-images-idx3-ubyte": (47_040_016, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
-        "train-labels-idx1-ubyte": (60_008, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
-        "t10k-images-idx3-ubyte": (7_840_016, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
-        "t10k-labels-idx1-ubyte": (10_008, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
-    },
-    "cifar10": {
-        "data_batch_1.bin": (_BATCH, "aadd24acce27caa71bf4b10992e9e7b2d74c2540"),
-        "data_batch_2.bin": (_BATCH, "c0ba65cce70568cd57b4e03e9ac8d2a5367c1795"),
-        "data_batch_3.bin": (_BATCH, "1dd00a74ab1d17a6e7d73e185b69dbf31242f295"),
-        "data_batch_4.bin": (_BATCH, "aab85764eb3584312d3c7f65fd2fd016e36a258e"),
-        "data_batch_5.bin": (_BATCH, "26e2849e66a845b7f1e4614ae70f4889ae604628"),
-        "test_batch.bin": (_BATCH, "67eb016db431130d61cd03c7ad570b013799c88c"),
-    },
-}
+#: Of each raw file its size and digest (64 digits: SHA-256, 40: SHA-1).
+RAW: dict[str, Any] = json.loads((files("reconbound.data") / "digests.json").read_text(encoding="utf-8"))
 
 
 def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
@@ -195,9 +182,9 @@ def fetch(name: str, root: Path, *, mirror: str | None = None) -> None:
             print(f"reconbound: downloading {file} into {root}", file=sys.stderr)
             _download(sources, file, root)
     except OSError as reason:  # those of requests are such, too
-        files = ", ".join(RAW[name] if name == "cifar10" else (f"{raw}.gz" for raw in RAW[name]))
+        needed = ", ".join(RAW[name] if name == "cifar10" else (f"{raw}.gz" for raw in RAW[name]))
         raise DataMissing(
-            f"{name} is not all in {root} and could not be downloaded ({_describe_failure(reason)}): put {files} "
+            f"{name} is not all in {root} and could not be downloaded ({_describe_failure(reason)}): put {needed} "
             f"there, or name the folder that holds {name}/ (folder, or the variable RECONBOUND_DATA)"
         ) from None
 

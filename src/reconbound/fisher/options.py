@@ -10,14 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, choice, flag, number, whole
-from reconbound.validate.batch import check_finite, check_tensors, describe_input_dtype, describe_target_dtype
-from reconbound.validate.model import (
-    CHECKPOINTING,
-    ModelError,
-    check_module,
-    check_structure,
-    is_about_checkpointing,
-)
+from reconbound.validate import model as models
 from reconbound.validate.private import Private, Problem, trainable
 
 Method = Literal["auto", "layers", "generic"]
@@ -170,27 +163,28 @@ def check_arguments(
     model: Any, loss_fn: Any, inputs: Any, targets: Any, generator: torch.Generator | None = None
 ) -> None:
     """Checks kinds and devices: a module, a function, tensors on the module's device, a generator there too."""
-    check_module(model)
+    models.check_module(model)
     if not callable(loss_fn):
         raise InputError("loss_fn", "must be a function (outputs, targets) -> losses, (B,)", type(loss_fn).__name__)
     if torch.is_inference_mode_enabled():
-        raise ModelError("this call takes gradients, which torch.inference_mode() forbids: call it outside")
+        raise models.ModelError("this call takes gradients, which torch.inference_mode() forbids: call it outside")
     kinds = {p.device.type for p in model.parameters()}
     for kind in filter(torch.is_autocast_enabled, kinds):  # the sums of gradients would be rounded to 8 or 11 bits
         raise ValueError(
             f"autocast is on for {kind} around this call, in which gradients are clipped and summed: "
             "put `with torch.autocast(...)` into the model's forward instead"
         )
-    check_tensors(model, inputs, targets)
+    models.check_tensors(model, inputs, targets)
     if generator is not None and kinds and generator.device.type not in kinds:
         kind = min(kinds)
-        raise ModelError(f"generator is on {generator.device}, the model on {kind}: use torch.Generator('{kind}')")
+        what = f"generator is on {generator.device}, the model on {kind}"
+        raise models.ModelError(f"{what}: use torch.Generator('{kind}')")
 
 
 def check_values(model: nn.Module, inputs: Any, targets: Any) -> None:
     """Checks for BatchNorm, dropout in use and parameters that are not finite (ModelError), and for finite data."""
-    check_structure(model)
-    check_finite(inputs, targets)
+    models.check_structure(model)
+    models.check_finite(inputs, targets)
 
 
 def capturing(tensor: Tensor) -> bool:
@@ -250,22 +244,22 @@ _BEYOND = (  # what PyTorch says, and of what
 )
 
 
-def explain_torch_error(error: RuntimeError) -> ModelError | None:
+def explain_torch_error(error: RuntimeError) -> models.ModelError | None:
     """Returns an error that explains what PyTorch cannot differentiate per record, or twice; None for other errors."""
     if isinstance(error, torch.OutOfMemoryError):
         return None
-    said = str(error)
+    message = str(error)
     for words, why in _BEYOND:
-        if any(word in said for word in words):
-            return ModelError(f"this model cannot be differentiated: {why} ({said.splitlines()[0][:200]})")
+        if any(word in message for word in words):
+            return models.ModelError(f"this model cannot be differentiated: {why} ({message.splitlines()[0][:200]})")
     return None
 
 
 def explain_dtype_error(error: RuntimeError, model: nn.Module, inputs: Any, targets: Any) -> ValueError | None:
     """Returns an error that explains a float64 batch with a float32 model, or unsuitable targets; otherwise None."""
-    if is_about_checkpointing(error):
-        return ValueError(CHECKPOINTING)
-    said = describe_input_dtype(error, model, inputs)
-    if said is None and any(word in str(error) for word in ("target", "Long", "nll_loss")):  # by version and device
-        said = describe_target_dtype(error, targets)
-    return None if said is None else ValueError(said)
+    if models.is_about_checkpointing(error):
+        return ValueError(models.CHECKPOINTING)
+    why = models.describe_input_dtype(error, model, inputs)
+    if why is None and any(word in str(error) for word in ("target", "Long", "nll_loss")):  # by version and device
+        why = models.describe_target_dtype(error, targets)
+    return None if why is None else ValueError(why)

@@ -21,17 +21,8 @@ from torch.utils._pytree import tree_map
 from reconbound._internal.opacus_hooks import unhooked
 from reconbound._internal.rng import fresh_generator, random_states_kept
 from reconbound.fisher.clipping import Clip, check_clip
+from reconbound.validate import private as parts
 from reconbound.validate.placed import converted
-from reconbound.validate.private import (
-    Inputs,
-    Private,
-    Problem,
-    as_private,
-    batch_rows,
-    feature_mask,
-    private_part,
-    trainable,
-)
 
 
 @dataclass(frozen=True)
@@ -80,13 +71,13 @@ class CoordinateOptions:
 def dense_information(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],
-    inputs: Inputs,
+    inputs: parts.Inputs,
     targets: Any,
     *,
     max_grad_norm: float,
     noise_multiplier: float,
     clip: Clip = "smooth",
-    private: Private | Tensor | Sequence[int] | str | None = None,
+    private: parts.Private | Tensor | Sequence[int] | str | None = None,
 ) -> DenseInformation:
     """Returns the information of one step about each record from its dense Jacobian, one record at a time, in float64.
 
@@ -108,13 +99,13 @@ def dense_information(
     """
     model = copy.deepcopy(model).double()
     inputs, targets = tree_map(lambda x: converted(x, torch.float64), (inputs, targets))
-    problem = Problem(model, loss_fn, as_private(private))
-    z = private_part(problem, inputs, targets)
-    chosen = feature_mask(problem.private, z)
-    params = {name: p.detach() for name, p in trainable(problem).items()}
+    problem = parts.Problem(model, loss_fn, parts.as_private(private))
+    z = parts.private_part(problem, inputs, targets)
+    chosen = parts.feature_mask(problem.private, z)
+    params = {name: p.detach() for name, p in parts.trainable(problem).items()}
     gradients, clipped, jacobians = [], [], []
     for i in range(z.shape[0]):
-        record = batch_rows((inputs, targets), slice(i, i + 1))
+        record = parts.batch_rows((inputs, targets), slice(i, i + 1))
 
         def clipped_gradient(z: Tensor, record: Any = record) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             g = grad(lambda w: problem.losses(z.unsqueeze(0), record[0], record[1], w)[0])(params)
@@ -145,7 +136,7 @@ def dense_information(
 def coordinate_information(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],
-    inputs: Inputs,
+    inputs: parts.Inputs,
     targets: Any,
     *,
     max_grad_norm: float,
@@ -177,11 +168,11 @@ def coordinate_information(
     Guarantee: unbiased, and exact when k ≥ d.
     """
     load_forward_mode()
-    problem = Problem(model, loss_fn, Private())
-    z = private_part(problem, inputs, targets)
+    problem = parts.Problem(model, loss_fn, parts.Private())
+    z = parts.private_part(problem, inputs, targets)
     d = z[0].numel()
     k = min(coordinates.count, d)
-    params = {name: p.detach() for name, p in trainable(problem).items()}
+    params = {name: p.detach() for name, p in parts.trainable(problem).items()}
 
     def clipped_gradient(z: Tensor, target: Any) -> Any:
         target = tree_map(lambda t: t.unsqueeze(0), target)

@@ -23,32 +23,14 @@ from torch import Tensor, nn
 from reconbound._internal.checks import number
 from reconbound._internal.opacus_hooks import unhooked
 from reconbound._internal.rng import random_states_kept
+from reconbound.fisher import options as given
 from reconbound.fisher.clipping import Clip, check_clip, clipping
-from reconbound.fisher.options import (
-    StepOptions,
-    capturing,
-    check_arguments,
-    check_clip_norm,
-    check_options,
-    check_overflow,
-    check_values,
-    explain_torch_error,
-    released,
-)
 from reconbound.fisher.passes.products import squares, zero_sums
 from reconbound.fisher.probes import Basis, draw_input_probes, draw_probes
 from reconbound.fisher.sums import Pass, as_present, micro_batches, open_pass
+from reconbound.validate import private as problems
 from reconbound.validate.jumps import check_jumps_once
 from reconbound.validate.model import NOT_CHECKED, known_caveats
-from reconbound.validate.private import (
-    Inputs,
-    Problem,
-    as_private,
-    batch_rows,
-    feature_mask,
-    module_caveats,
-    private_part,
-)
 
 _MISSED = 1e-6  # chance that a step's bound of a record's spectral norm fails
 
@@ -148,7 +130,7 @@ class _Plan:
     """The quantities to compute for each micro-batch."""
 
     setting: Mapping[str, Any]  # of every result: the mechanism, the private part, caveats
-    options: StepOptions
+    options: given.StepOptions
     directions: Sequence[Any]  # of parameter space, by name, or of the private part
     features: Tensor | None
     start: Tensor | None  # of the power iteration
@@ -159,13 +141,13 @@ class _Plan:
 def step_information(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],
-    inputs: Inputs,
+    inputs: problems.Inputs,
     targets: Any,
     *,
     max_grad_norm: float,
     noise_multiplier: float,
     clip: Clip = "smooth",
-    options: StepOptions = StepOptions(),
+    options: given.StepOptions = given.StepOptions(),
 ) -> StepInformation:
     """Returns the Fisher information that one noisy, clipped gradient sum gives about each record of a batch.
 
@@ -195,16 +177,16 @@ def step_information(
     >>> [round(value.item(), 5) for value in (info.norm, info.along, info.across)]
     [0.25, 0.25, 0.0]
     """
-    check_options(options, StepOptions)
-    check_clip_norm(max_grad_norm)
+    given.check_options(options, given.StepOptions)
+    given.check_clip_norm(max_grad_norm)
     number("noise_multiplier", noise_multiplier, above=0)
     probes, method = options.probes, options.method
-    check_arguments(model, loss_fn, inputs, targets, probes.generator)
-    problem = Problem(model, loss_fn, as_private(options.private))
-    z = private_part(problem, inputs, targets)
+    given.check_arguments(model, loss_fn, inputs, targets, probes.generator)
+    problem = problems.Problem(model, loss_fn, problems.as_private(options.private))
+    z = problems.private_part(problem, inputs, targets)
     records = z.shape[0]
-    params = released(problem)
-    features = feature_mask(problem.private, z)
+    params = given.released(problem)
+    features = problems.feature_mask(problem.private, z)
     setting: dict[str, Any] = {
         "features": math.prod(z.shape[1:]) if features is None else problem.private.count,
         "probes": probes.number,
@@ -212,15 +194,15 @@ def step_information(
         "max_grad_norm": max_grad_norm,
         "clip": check_clip(clip),
         "part": problem.private.part,
-        "caveats": (*known_caveats(model), *module_caveats(model, problem.private)),
+        "caveats": (*known_caveats(model), *problems.module_caveats(model, problem.private)),
     }
     if records == 0:  # a Poisson batch may be empty
         none = z.new_zeros(0)
         return StepInformation(none, none, none, none, none, none, none, zero_sums(params), **setting)
-    checking = not (options.checked or capturing(z))
+    checking = not (options.checked or given.capturing(z))
     if checking:
-        check_values(model, inputs, targets)
-        check_jumps_once(model, loss_fn, batch_rows((inputs, targets), slice(0, 3)), problem.private)
+        given.check_values(model, inputs, targets)
+        check_jumps_once(model, loss_fn, problems.batch_rows((inputs, targets), slice(0, 3)), problem.private)
     in_inputs = options.probes_inputs
     drawn: Sequence[Any]
     if probes.directions is not None:
@@ -234,17 +216,17 @@ def step_information(
     present = None if options.mask is None else as_present(options.mask, z)
     parts: list[StepInformation] = []
     for rows in micro_batches(records, options.micro_batch):
-        batch = batch_rows((z, inputs, targets), rows)
+        batch = problems.batch_rows((z, inputs, targets), rows)
         check, sloped = not parts and not options.checked, in_inputs and probes.deflate > 1
         work = open_pass(problem, batch, method, check=check, sloped=sloped)
         method = work.method  # decided once, on the first rows
         try:
             parts.append(_measure(work, plan, None if present is None else present[rows]))
         except RuntimeError as failure:
-            raise explain_torch_error(failure) or failure from failure
+            raise given.explain_torch_error(failure) or failure from failure
         if checking:
-            check_overflow(parts[-1].norm, "gradient norm", "its gradient")
-            check_overflow(parts[-1].trace, "information", "the derivative of its gradient")
+            given.check_overflow(parts[-1].norm, "gradient norm", "its gradient")
+            given.check_overflow(parts[-1].trace, "information", "the derivative of its gradient")
     return replace(join(parts), mask=present)
 
 

@@ -136,9 +136,6 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
     def _classes(self) -> int:
         return 1
 
-    def _target_bound(self) -> float | None:
-        return None
-
     def _bound(self, name: str, given: float | None, sizes: np.ndarray) -> float:
         if given is not None:
             return number(name, given, above=0.0)
@@ -173,7 +170,7 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
 
     def _shape(self) -> Shape:
         sizes = (self.n_samples_fit_, self.n_features_in_, self._classes())
-        bounds = (self.data_norm_, self._target_bound())
+        bounds = (self.data_norm_, getattr(self, "target_bound_", None))
         return Shape(self._loss(), *sizes, float(self.l2), bool(self.fit_intercept), *bounds)
 
     def _release(self, x: np.ndarray, y: np.ndarray) -> None:
@@ -238,15 +235,13 @@ class PrivateLinear(BaseEstimator):  # type: ignore[misc]
         if length <= largest:
             return
         smaller = "data_norm" if shape.target_bound is None else "data_norm or target_bound"
-        targets = f"a larger target_epsilon or a smaller target_mse, or a smaller {smaller}"
-        more = f"a larger l2 (now {shape.l2:g}), more records (now {shape.records:,}), {targets}"
-        more = more if self.noise_std is None else "less noise_std"
-        noise = f"standard deviation {sigma:.3g} in each of {weights:,} weights, {length:.3g} together"
-        warn_user(
-            f"the noise ({noise}) drowns any weights that such data can have (norm {largest:.3g} at most): predictions "
-            f"are likely to be little better than chance. What helps: {more}",
-            NoiseWarning,
+        more = (
+            f"a larger l2 (now {shape.l2:g}), more records (now {shape.records:,}), a larger target_epsilon, a smaller "
         )
+        more = f"{more}target_mse or a smaller {smaller}" if self.noise_std is None else "less noise_std"
+        noise = f"standard deviation {sigma:.3g} in each of {weights:,} weights, {length:.3g} together"
+        drowns = f"the noise ({noise}) drowns any weights that such data can have (norm {largest:.3g} at most)"
+        warn_user(f"{drowns}: predictions are hardly better than chance. What helps: {more}", NoiseWarning)
 
     def _solve(self, x: np.ndarray, targets: np.ndarray, start: np.ndarray | None = None) -> Optimum:
         l2, intercept, classes = float(self.l2), bool(self.fit_intercept), self._classes()

@@ -237,9 +237,6 @@ class PrivateRidge(RegressorMixin, PrivateLinear):  # type: ignore[misc]
     def _loss(self) -> Loss:
         return Squared()
 
-    def _target_bound(self) -> float | None:
-        return float(self.target_bound_)
-
     def _encode(self, y: Any) -> np.ndarray:
         y = np.asarray(column_or_1d(y, warn=True), dtype=np.float64)
         if not np.isfinite(y).all():

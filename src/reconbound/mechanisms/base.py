@@ -36,8 +36,8 @@ class Protection:
     >>> print(Protection(0.0355).sentence())
     Who can rebuild a record with a chance of 1% without the release can do so with a chance of at most 3.55% with it.
     >>> print(Protection(1.0, epsilon=1054.0, delta=1e-5).warning("image"))
-    No meaningful guarantee: this mechanism does not rule out that an image which a blind guess rebuilds with a chance
-    of 1% is rebuilt with a chance of 100% from the release (ε = 1,060 at δ = 1e-05).
+    No meaningful guarantee: an image that a blind guess rebuilds with a chance of 1% may be rebuilt with a chance of
+    100% from the release. ε is 1,060 at δ = 1e-05.
     """
 
     success: float | None
@@ -79,22 +79,23 @@ class Protection:
         )
 
     def warning(self, noun: str = "record") -> str:
-        """Returns the sentence that comes before all others where the guarantee means little; "" otherwise.
+        """Returns up to three sentences that come before all others where the guarantee means little; "" otherwise.
 
         Args:
             noun: the word for a record.
         """
         if self.meaningful or self.success is None:
             return ""
-        often = f": nearly whenever it is in a batch, for which the chance is {format_percent(1 - self.never_drawn)}"
-        drawn = "" if self.never_drawn < 1e-3 else often
-        at = f" at δ = {format_limit(self.delta, 6)}"
-        epsilon = "" if self.epsilon is None else f" (ε = {format_limit(self.epsilon)}{at})"
-        return (
-            f"No meaningful guarantee: this mechanism does not rule out that {with_article(noun)} which a blind guess "
-            f"rebuilds with a chance of {format_percent(BLIND)} is rebuilt with a chance of "
-            f"{format_percent(self.success)} from the release{epsilon}{drawn}."
+        warning = (
+            f"No meaningful guarantee: {with_article(noun)} that a blind guess rebuilds with a chance of "
+            f"{format_percent(BLIND)} may be rebuilt with a chance of {format_percent(self.success)} from the release."
         )
+        if self.never_drawn >= 1e-3:
+            chance = format_percent(1 - self.never_drawn)
+            warning += f" It may be rebuilt nearly whenever it is in a batch, which has a chance of {chance}."
+        if self.epsilon is not None:
+            warning += f" ε is {format_limit(self.epsilon)} at δ = {format_limit(self.delta, 6)}."
+        return warning
 
 
 def read_protection(found: Mapping[str, Any]) -> Protection:

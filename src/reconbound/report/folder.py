@@ -26,20 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reconbound._internal import files
 from reconbound._internal.checks import InputError, warn_user
-from reconbound._internal.files import (
-    CONFIDENTIAL,
-    PUBLIC,
-    Unreadable,
-    file_digest,
-    json_digest,
-    refuse_links,
-    sealed,
-    sealed_json,
-    unsealed,
-    unsealed_json,
-    write_whole,
-)
 from reconbound.report.formats import pixel_scale
 
 FORMAT = 1
@@ -171,7 +159,7 @@ def write_run(folder: str | os.PathLike[str], run: Run) -> None:
         folder: the audit's.
         run: the public facts.
     """
-    write_whole(Path(folder) / RUN, sealed_json(_content(run)), mode=PUBLIC)
+    files.write_whole(Path(folder) / RUN, files.sealed_json(_content(run)), mode=files.PUBLIC)
 
 
 def _content(run: Run) -> dict[str, Any]:
@@ -180,26 +168,26 @@ def _content(run: Run) -> dict[str, Any]:
 
 def run_digest(run: Run) -> str:
     """Returns the digest by which a leakage file names the run that it belongs to."""
-    return json_digest(_content(run))
+    return files.json_digest(_content(run))
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
     """Reads the facts of run.json. Raises Unreadable, with the reason, where there are none or they were changed."""
     path = Path(folder) / RUN
     try:
-        content = unsealed_json(path)
+        content = files.unsealed_json(path)
         if content.pop("format") != FORMAT:
-            raise Unreadable(f"{path} is of another version of reconbound")
+            raise files.Unreadable(f"{path} is of another version of reconbound")
         for name in ("data", "mechanism", "training", "guarantee"):
             if not isinstance(content[name], dict):
                 raise TypeError(f"{name} must be an object")
         return Run(**content)
     except FileNotFoundError:
-        raise Unreadable(unfinished(folder, path)) from None
+        raise files.Unreadable(unfinished(folder, path)) from None
     except (ValueError, TypeError, KeyError, AttributeError) as reason:
-        if isinstance(reason, Unreadable):
+        if isinstance(reason, files.Unreadable):
             raise
-        raise Unreadable(f"{path} is not a file of reconbound's ({reason})") from None
+        raise files.Unreadable(f"{path} is not a file of reconbound's ({reason})") from None
 
 
 def read_audit(folder: str | os.PathLike[str]) -> tuple[Run, Leakage]:
@@ -211,11 +199,11 @@ def read_audit(folder: str | os.PathLike[str]) -> tuple[Run, Leakage]:
     Args:
         folder: the audit's.
     """
-    refuse_links(folder, CHECKPOINTS)
+    files.refuse_links(folder, CHECKPOINTS)
     run, leakage = read_run(folder), read_leakage(folder)
     named = leakage.facts.get("run")
     if named is not None and named != run_digest(run):
-        raise Unreadable(f"{Path(folder) / RUN} and {LEAKAGE} are of different audits, or one of them was changed")
+        raise files.Unreadable(f"{Path(folder) / RUN} and {LEAKAGE} are of different audits, or one was changed")
     check_model(folder, leakage.facts.get("model"))
     return recomputed(run, folder), leakage
 
@@ -228,8 +216,8 @@ def check_model(folder: str | os.PathLike[str], digest: str | None) -> None:
         digest: of the released model.
     """
     path = Path(folder) / MODEL
-    if digest is not None and path.exists() and file_digest(path) != digest:
-        raise Unreadable(
+    if digest is not None and path.exists() and files.file_digest(path) != digest:
+        raise files.Unreadable(
             f"{path} was changed or damaged: it is not the model that was trained here; reconbound audit with the same "
             "data and options restores it from the checkpoint"
         )
@@ -257,7 +245,7 @@ def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
         options = {} if delta is None else {"delta": delta}
         found = guarantee(account.mechanism(), dim=account.features, low=0.0, high=1.0, **options).to_dict()
     except (KeyError, TypeError, ValueError) as reason:
-        raise Unreadable(f"{Path(folder) / RUN} names no mechanism that can be computed ({reason})") from None
+        raise files.Unreadable(f"{Path(folder) / RUN} names no mechanism that can be computed ({reason})") from None
     stored, computed = run.guarantee.get("epsilon"), found.get("epsilon")
     close = isinstance(stored, float) and isinstance(computed, float) and math.isclose(stored, computed, rel_tol=1e-6)
     if stored != computed and not close:
@@ -294,23 +282,23 @@ def write_leakage(folder: str | os.PathLike[str], leakage: Leakage) -> None:
     """
     parts = {f.name: getattr(leakage, f.name) for f in fields(leakage) if f.name != "facts"}
     tensors = {name: part for name, part in parts.items() if part is not None}
-    content = sealed(tensors, {"format": FORMAT, "kind": "leakage", **leakage.facts})
-    write_whole(Path(folder) / LEAKAGE, content, mode=CONFIDENTIAL)
+    content = files.sealed(tensors, {"format": FORMAT, "kind": "leakage", **leakage.facts})
+    files.write_whole(Path(folder) / LEAKAGE, content, mode=files.CONFIDENTIAL)
 
 
 def read_leakage(folder: str | os.PathLike[str]) -> Leakage:
     """Reads the leakage file. Raises Unreadable, with the reason, if it is missing, damaged or something else."""
     path = Path(folder) / LEAKAGE
     try:
-        tensors, facts = unsealed(path)
+        tensors, facts = files.unsealed(path)
     except FileNotFoundError:
-        raise Unreadable(unfinished(folder, path)) from None
+        raise files.Unreadable(unfinished(folder, path)) from None
     if facts.pop("kind", None) != "leakage" or facts.pop("format", None) != FORMAT:
-        raise Unreadable(f"{path} is no leakage file of this version of reconbound")
+        raise files.Unreadable(f"{path} is no leakage file of this version of reconbound")
     names = {f.name for f in fields(Leakage)} - {"facts"}
     unknown, missing = set(tensors) - names, {"dfil", "error", "kept", "targets"} - set(tensors)
     if unknown or missing:
-        raise Unreadable(f"{path} has other parts than a leakage file: {sorted(unknown | missing)}")
+        raise files.Unreadable(f"{path} has other parts than a leakage file: {sorted(unknown | missing)}")
     return Leakage(**tensors, facts=facts)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from reconbound._internal.formatting import Side, format_number
+from reconbound._internal.formatting import Side, format_floor, format_limit, format_number, format_percent
 
 #: Beyond so many ranges a floor says "out of reach" and nothing more.
 REACH = 1e6
@@ -180,6 +180,21 @@ def names_its_unit(name: str, unit: str) -> bool:
     return bool(unit) and re.search(rf"[\W_]{re.escape(unit)}\W*$", name, re.IGNORECASE) is not None
 
 
+def plain(value: Any) -> str:
+    """Formats a value of run.json for people."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "–"}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(plain(part) for part in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {plain(part)}" for name, part in value.items())
+    return str(value)
+
+
 def for_plotly(text: object, most: int = 32) -> str:
     """Returns text for a plotly label, with <b>, <a href> and entities escaped: plotly would take them for markup.
 
@@ -205,9 +220,9 @@ def templates(*, html: bool) -> jinja2.Environment:
         finalize=_without_controls,
     )
     environment.filters.update(breaks=breaks)
-    environment.globals.update(
-        {f.__name__: f for f in (beyond, count, guess_error, names_its_unit, percent, plus_minus)}
-    )
+    ours = (amount, beyond, count, guess_error, names_its_unit, percent, plain, plus_minus)
+    shared = (format_floor, format_limit, format_number, format_percent)
+    environment.globals.update({f.__name__: f for f in (*ours, *shared)})
     return environment
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from reconbound.mechanisms.base import read_protection
 from reconbound.report.folder import Run, line, nouns, units
-from reconbound.report.formats import clean, paragraphs, plus_minus
+from reconbound.report.formats import clean, paragraphs
 from reconbound.report.view import NEGLIGIBLE, View
 
 #: A floor that is wider than the column's range.
@@ -57,15 +57,13 @@ def public_headline(run: Run) -> list[str]:
     noun, protection = nouns(run)[0], read_protection(run.guarantee)
     if not protection.meaningful:
         return [protection.warning(noun)]
-    if protection.success is None:
-        return conditional(run, any_attacker_sentences(run)) or [
-            "These settings give no floor worth naming that binds every attacker."
-        ]
-    return [
-        *conditional(run, [protection.sentence(noun)]),
+    holds = (
         f"This holds whatever the data, and for every attacker: even one who knows every other {noun} and sees every "
-        "step of the training.",
-    ]
+        "step of the training."
+    )
+    known = protection.success is not None
+    sentences = conditional(run, [protection.sentence(noun), holds] if known else any_attacker_sentences(run))
+    return sentences or ["These settings give no floor worth naming that binds every attacker."]
 
 
 def conditional(run: Run, sentences: list[str]) -> list[str]:
@@ -93,19 +91,9 @@ def comparison_headline(audits: Sequence[Mapping[str, Any]], caution: str) -> li
         audits: facts of each audit (`comparison.audit_facts`).
         caution: why the audits are hard to compare; "" where they are not.
     """
-    known = [(a["floors"]["lowest_estimate"], a["name"]) for a in audits]
+    known = [(audit["floors"]["lowest_estimate"], audit["name"]) for audit in audits]
     floors = sorted((floor, name) for floor, name in known if floor is not None)
-    if len(floors) < 2 or caution.startswith("Not comparable"):
-        return [caution] if caution else []
-    (least, worst), (most, best) = floors[0], floors[-1]
-    finding = f"The most exposed record is best protected in {best}"
-    if least == most:
-        finding = "The most exposed record is equally protected in all audits"
-    beside = "" if least == most else f" (in {worst}: {plus_minus(least)})"
-    return [
-        f"{finding}: an unbiased attacker errs by at least {plus_minus(most)} of the range, by an estimate{beside}.",
-        *([caution] if caution else []),
-    ]
+    return paragraphs("comparison.txt", floors=floors, caution=caution)
 
 
 def any_attacker_sentences(run: Run) -> list[str]:
@@ -117,31 +105,10 @@ def any_attacker_sentences(run: Run) -> list[str]:
     (noun, part), (unit, of_range) = nouns(run), units(run)
     floors = (line(run, name, unit) for name in ("lecam", "rate_distortion"))  # of each number, and on average
     each, mean = (floor if floor is not None and floor >= NEGLIGIBLE * unit else None for floor in floors)
-    less = f"on other {noun}s, those trained on included, it may err by less"
-    some = f"there is some conceivable {noun} on which it errs by at least"
-    if int(run.data.get("features", 0)) == 1:
-        found = [x for x in (each, mean) if x is not None]
-        floor = f"{plus_minus(max(found))} {of_range}" if found else ""
-        return [f"For every attacker {some} {floor} on the private {part}; {less}."] if found else []
-    sentences = []
-    if each is not None:
-        sentences.append(
-            f"For every attacker and every {part} {some} {plus_minus(each)} {of_range} in that {part}; {less}."
-        )
-    if mean is not None and mean > (each or 0.0):
-        sentences.append(
-            f"For every attacker {some} {plus_minus(mean)} {of_range} on average over the {part}s; {less}."
-        )
-    return sentences
+    single = int(run.data.get("features", 0)) == 1
+    return paragraphs("any-attacker.txt", noun=noun, part=part, of_range=of_range, each=each, mean=mean, single=single)
 
 
 def accuracy_sentence(view: View) -> str:
     """Returns the test accuracy (R² for a number) beside that of a model which learnt nothing."""
-    if view.accuracy is None:
-        return "No accuracy was measured."
-    name, plain = "Test accuracy" if view.classes else "R² on test data", view.facts.get("accuracy_baseline")
-    reached = f"{name} {view.format_accuracy(view.accuracy)}"
-    if plain is None:
-        return f"{reached}."
-    poor = " The model is no better than that." if view.accuracy <= plain else ""
-    return f"{reached} ({view.baseline_name}: {view.format_accuracy(plain)}).{poor}"
+    return paragraphs("accuracy.txt", view=view)[0]

@@ -30,27 +30,6 @@ from reconbound.report.formats import amount, beyond, clean, guess_error, percen
 from reconbound.report.records import cards, tiles
 from reconbound.report.view import NEGLIGIBLE, View
 
-FLOORS = {
-    "theorem1": "Theorem 1",
-    "theorem1_paper": "Theorem 1, the paper’s line",
-    "corners": "all corners",
-    "lecam": "Le Cam",
-    "rate_distortion": "rate–distortion",
-}
-ATTACKERS = {
-    "unbiased": "attacker unbiased for every {noun} there could be",
-    "any": "any attacker, on some conceivable {noun}, not on each",
-}
-DATA = {
-    "name": "Data",
-    "kind": "Kind",
-    "records": "Training records",
-    "shape": "Shape",
-    "features": "Private numbers of a record",
-    "private": "Private",
-    "public": "Public, taken as known to the attacker",
-}
-
 
 def build(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
     """Writes report.html (confidential, mode 0600) and report-public.html (mode 0644) of a finished audit.
@@ -90,29 +69,18 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
     context = {
         "title": f"{clean(run.data.get('name', 'data'), 80)}: how well is each {view.noun} protected?",
         "view": view,
-        "warnings": headline.warnings(view),
-        "finding": headline.finding(view),
-        "certainty": text.certainty(view),
+        "headline": headline,
+        "words": text,
         "tiles": tiles(view),
         "chart": shown,
         "slider": slider,
         "cards": cards(view),
         "features": feature_rows(view),
-        "columns_note": text.columns_note(view),
-        "columns_scope": text.columns_scope(view) if len(view.column_information[0]) < view.records else "",
-        "assumptions": text.assumptions(view),
-        "growth_note": text.growth_note(view),
-        "next_steps": text.next_steps(view),
-        "accuracy": headline.accuracy_sentence(view),
         **_mechanism_context(run, view.noun, view.part, view.unit, view.of_range),
     }
     floors = base64.b64encode(np.sort(view.shown).astype("<f8").tobytes()).decode()
-    return render(
-        "report.html",
-        context,
-        {name: chart.figure for name, chart in shown.items()},
-        {"floors": floors, "slider": slider},
-    )
+    figures = {name: chart.figure for name, chart in shown.items()}
+    return render("report.html", context, figures, {"floors": floors, "slider": slider})
 
 
 def _slider(view: View, histogram: charts.Chart) -> dict[str, Any]:
@@ -188,7 +156,7 @@ def public_context(run: Run) -> dict[str, Any]:
         "headline": headline.public_headline(run),
         "any_attacker": headline.conditional(run, any_attacker),
         "caveats": caveats,
-        "about": about(run),
+        "data": data,
         "columns": column_rows(run),
         "any_unbiased": (line(run, "theorem1") or 0.0) >= NEGLIGIBLE,
         "membership": membership(found),
@@ -212,7 +180,6 @@ def _mechanism_context(run: Run, noun: str, part: str, unit: float, of_range: st
         "of_range": of_range,
         "floors": floor_rows(run, unit),
         "guess_middle": guess_error(unit / 2),
-        "two_kinds": text.compare_kinds(noun),
         "targets": targets,
         "without_noise": without_noise,
         "settings": [(clean(name, 80), clean(setting, 600)) for name, setting in text.settings(run)],
@@ -230,25 +197,14 @@ def floor_rows(run: Run, unit: float = 1.0) -> list[dict[str, Any]]:
     for bound in run.guarantee.get("bounds", ()):
         error = line(run, bound["name"], unit)
         rows.append({
-            "title": FLOORS.get(bound["name"], bound["name"]),
+            "name": bound["name"],
             "paper": not bound.get("proved", bound["name"] != "theorem1_paper"),
             "error": "says nothing" if bound.get("vacuous") is True else plus_minus(error),
-            "attacker": ATTACKERS.get(bound["attacker"], bound["attacker"]).format(noun=nouns(run)[0]),
+            "attacker": bound["attacker"],
             "neighbours": bound["adjacency"],
             "coordinates": bound.get("coordinates", "average"),
             "above": bool(error and error >= unit / 2),
         })  # fmt: skip
-    return rows
-
-
-def about(run: Run) -> list[tuple[str, str]]:
-    """Returns the data's public facts: the kind, the number of records, the private columns."""
-    rows = []
-    for key, title in DATA.items():
-        fact = run.data.get(key)
-        if fact not in (None, "", [], ()):
-            shown = " × ".join(str(part) for part in fact) if key == "shape" else text.plain(fact)
-            rows.append((title, clean(shown, 1000)))
     return rows
 
 

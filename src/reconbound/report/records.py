@@ -15,21 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from reconbound._internal.checks import InputError, whole
-from reconbound._internal.formatting import format_limit, format_percent
-from reconbound.mechanisms.base import BLIND, with_article
+from reconbound.mechanisms.base import BLIND
+from reconbound.report import formats
 from reconbound.report.folder import Leakage, Run
-from reconbound.report.formats import (
-    amount,
-    beyond,
-    clean,
-    count,
-    guess_error,
-    names_its_unit,
-    percent,
-    plus_minus,
-    rough,
-    value,
-)
 from reconbound.report.headline import BEYOND
 from reconbound.report.view import NO_LIMIT, View
 
@@ -122,11 +110,11 @@ def record_table(facts: Mapping[str, Any]) -> RenderableType:
             own.add_column(title, justify="left" if title == "column" else "right", overflow="fold")
         for c in facts["columns"]:
             unit = f" {c['unit']}" if c["unit"] else ""
-            shown = "missing" if c["value"] is None else value(c["value"]) + unit
+            shown = "missing" if c["value"] is None else formats.value(c["value"]) + unit
             own_floor = c["floor_estimate"]
-            floor = "value missing" if own_floor is None else plus_minus(own_floor, c["unit"], c["width"])
-            floor += f" ({BEYOND})" if beyond(own_floor, c["width"]) else ""
-            cells = (*([shown] if kept else []), floor, guess_error(c["guess"], c["unit"]))
+            floor = "value missing" if own_floor is None else formats.plus_minus(own_floor, c["unit"], c["width"])
+            floor += f" ({BEYOND})" if formats.beyond(own_floor, c["width"]) else ""
+            cells = (*([shown] if kept else []), floor, formats.guess_error(c["guess"], c["unit"]))
             own.add_row(Text(c["name"]), *(Text(cell) for cell in cells))
         parts.append(own)
     return Group(*parts)
@@ -137,26 +125,9 @@ def _lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     names = list(facts)
     target = names[names.index("name") + 1]
     found = [("record", named.removeprefix("record ")), (target, str(facts[target]))]
-    if facts["rank"] is None:
-        return [*found, ("floor", "never measured: nothing is known, so it counts as unprotected")]
     unit = facts["unit"].removeprefix("± ")
-    error, limit = facts["floor_estimate_standard_error"], facts["floor_lower_limit"]
-    estimate = f"{plus_minus(facts['floor_estimate'])} {unit}"
-    if limit is not None:
-        found.append(("errs by at least", f"{plus_minus(limit)} {unit} with confidence (unbiased attacker)"))
-        found.append(("estimate", estimate))
-    else:
-        found.append(
-            ("errs by about", f"{estimate} (unbiased attacker; an estimate, more often too high than too low)")
-        )
-        why = "one run only: more --runs give one" if facts["runs"] == 1 else NO_LIMIT
-        found.append(("with confidence", f"none: {why}"))
-    found.append(("standard error", "more than half of it" if error is None else f"±{amount(error)}"))
-    found.append(("guessing the average", guess_error(facts["guess"])))
-    found.append(("exposure", f"number {facts['rank']:,} of {facts['of']:,} measured, the most exposed first"))
-    found.append(("measured", f"{facts['measured']:,} times"))
-    found += [(f"dFIL, {rule}", "–" if d is None else amount(d, side="up")) for rule, d in facts["dfil"].items()]
-    return found
+    shown = formats.paragraphs("record.txt", facts=facts, unit=unit, no_limit=NO_LIMIT)
+    return [*found, *((topic, text) for topic, _, text in (entry.partition(": ") for entry in shown))]
 
 
 # --- for the page ----------------------------------------------------------------------------
@@ -176,7 +147,7 @@ def cards(view: View) -> dict[str, Any]:
     found["more"] = most if most > len(groups["most"]) else 0
     found["heat"] = None
     if ends is not None:
-        low, high = (plus_minus(view.unit * 10 ** (-end / 2)) for end in ends)
+        low, high = (formats.plus_minus(view.unit * 10 ** (-end / 2)) for end in ends)
         found["heat"] = {"exposed": high, "protected": low, "colours": VIRIDIS}
     return found
 
@@ -194,16 +165,16 @@ def _card(view: View, record: int, maps: np.ndarray | None, ends: tuple[float, f
     rows = [] if view.image else [_row(c) for c in record_columns(view, record)]
     return {
         "record": record,
-        "floor": plus_minus(float(view.shown[record])),
+        "floor": formats.plus_minus(float(view.shown[record])),
         "kind": f"at {view.level} confidence" if view.limited(record) else "estimate, no confidence limit",
-        "estimate": f"estimate {plus_minus(float(view.floor[record]))}, " if view.limited(record) else "",
-        "error": "s.e. over 50 %" if error is None else f"s.e. {rough(error)}",
+        "estimate": f"estimate {formats.plus_minus(float(view.floor[record]))}, " if view.limited(record) else "",
+        "error": "s.e. over 50 %" if error is None else f"s.e. {formats.rough(error)}",
         "ratio": _ratio(float(view.shown[record]), view.guess),
         "picture": data_uri(picture(view.leakage.kept_inputs[place].numpy())) if view.image else None,
         "map": None if maps is None or ends is None else data_uri(heat(maps[place], ends)),
         "columns": rows[:COLUMNS],
         "more": rows[COLUMNS:],
-        "public": [clean(name, 60) for name in view.marks(place)],
+        "public": [formats.clean(name, 60) for name in view.marks(place)],
     }
 
 
@@ -213,11 +184,11 @@ def _row(c: Mapping[str, Any]) -> dict[str, Any]:
     colour = viridis(np.array(share)).tolist()
     return {
         "name": c["name"],
-        "unit": "" if names_its_unit(c["name"], c["unit"]) else c["unit"],
-        "beyond": beyond(floor, c["width"]),
-        "value": "missing" if c["value"] is None else value(c["value"]),
-        "floor": plus_minus(floor, width=c["width"]),
-        "guess": guess_error(c["guess"]),
+        "unit": "" if formats.names_its_unit(c["name"], c["unit"]) else c["unit"],
+        "beyond": formats.beyond(floor, c["width"]),
+        "value": "missing" if c["value"] is None else formats.value(c["value"]),
+        "floor": formats.plus_minus(floor, width=c["width"]),
+        "guess": formats.guess_error(c["guess"]),
         "share": round(100 * share, 1),
         "colour": "#" + "".join(f"{part:02x}" for part in colour),
     }
@@ -227,46 +198,14 @@ def _ratio(floor: float, guess: float) -> str:
     if guess <= 0:
         return ""
     ratio = floor / guess
-    return "over 1,000 × a guess" if ratio > 1000 else f"{amount(ratio, side='down')} × a guess"
+    return "over 1,000 × a guess" if ratio > 1000 else f"{formats.amount(ratio, side='down')} × a guess"
 
 
 def tiles(view: View) -> list[dict[str, str]]:
     """Returns the few figures at the top of the page: title, figure, and a line below."""
-    below = view.below(view.guess)
-    found: list[tuple[str, str, str]] = []
-    if view.protection.success is not None:
-        chance = format_percent(view.protection.success)
-        blind = f"at most, where a blind guess has {format_percent(BLIND)}"
-        found.append((f"Chance to rebuild {with_article(view.noun)}", chance, blind))
-    if view.worst is not None:
-        middle = view.quantile(0.5)
-        kind = f"at {view.level} confidence" if view.limited(view.worst) else "estimate"
-        of = "estimates" if view.basis == "by estimates" else "lower limits"
-        found.append((f"Most exposed {view.noun}, {kind}", plus_minus(view.lowest), _ratio(view.lowest, view.guess)))
-        found.append((f"Median {view.noun}, {of}", plus_minus(middle), _ratio(middle, view.guess)))
-    found.append(("Guessing the average", guess_error(view.guess), view.of_range))
-    exposed = view.exposed_in_some_column if view.features > 1 else None
-    if exposed is not None:
-        some, among = exposed
-        scope = "" if among == view.records else " measured"
-        title = "Unbiased floor below a guess on at least one column"
-        found.append((title, percent(some, among), f"{some:,} of {count(among, view.noun)}{scope}"))
-    title = f"Unbiased floor below a guess{'' if exposed is None else ' over all columns'}"
-    if view.basis != "by estimates":
-        title = f"{title.replace('below', 'not above')} at {view.level} confidence"
-    unknown = f", {view.unknown:,} never measured" if view.unknown else ""
-    whose = f"{below:,} of {count(view.records, view.noun)}{unknown}"
-    found.append((title, percent(below, view.records), whose))
-    epsilon = view.run.guarantee.get("epsilon")
-    if epsilon is not None:
-        delta = format_limit(float(view.run.guarantee.get("delta", 1e-5)), 6)
-        found.append(("ε, replace-one", amount(float(epsilon), side="up"), f"at δ = {delta}"))
-    if view.accuracy is not None:
-        plain = view.facts.get("accuracy_baseline")
-        baseline = "" if plain is None else f"; {view.baseline_name} {view.format_accuracy(plain)}"
-        title = "Accuracy" if view.classes else "R²"
-        found.append((title, view.format_accuracy(view.accuracy), f"on test data{baseline}"))
-    return [{"title": title, "figure": figure, "below": line} for title, figure, line in found]
+    template = formats.templates(html=False).get_template("tiles.txt")
+    parts = template.render(view=view, blind=BLIND, ratio=_ratio).strip().split("\n\n")
+    return [dict(zip(("title", "figure", "below"), part.strip().split("\n"), strict=True)) for part in parts]
 
 
 # --- pictures --------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from reconbound.mechanisms import SampledGaussian
 from reconbound.mechanisms.base import BLIND, Protection
 from reconbound.mechanisms.calibrate import Calibration, calibrate
 from reconbound.report.folder import CHOSEN_SEED, Run
-from reconbound.report.formats import amount, beyond, clean, count, guess_error, paragraphs, plus_minus, rough
+from reconbound.report.formats import amount, count, paragraphs, plain, plus_minus, rough
 from reconbound.report.headline import BEYOND, any_attacker_sentences, model_caveats
 from reconbound.report.view import NO_LIMIT, View
 
@@ -70,15 +70,8 @@ def weaknesses(records: int, protection: Protection, noun: str) -> list[str]:
         protection: what the mechanism guarantees.
         noun: the name of a record.
     """
-    found = []
-    if records < FEW:
-        found.append(f"Only {count(records, f'training {noun}')}: shares, quantiles and the average mean little.")
-    if protection.epsilon is not None and protection.epsilon > WEAK:
-        found.append(
-            f"ε = {amount(float(protection.epsilon), side='up')} is weak differential privacy: it hardly hides who "
-            "took part. High floors for unbiased attackers are possible; they do not bind biased attackers."
-        )
-    return found
+    epsilon = amount(protection.epsilon, side="up") if (protection.epsilon or 0.0) > WEAK else ""
+    return paragraphs("weaknesses.txt", records=records, few=FEW, noun=noun, epsilon=epsilon)
 
 
 # --- single columns ------------------------------------------------------------------------
@@ -93,20 +86,7 @@ def column_sentence(column: dict[str, Any]) -> str:
     ...                  "width": 10.0, "record_name": "row 18"})
     'pay: 1 of 20 records with a value is below a guess (±5); lowest ±4 (row 18)'
     """
-    valued = " with a value" if column["missing"] else ""
-    if column["of"] == 0:
-        return f"{column['name']}: no measured record has a value"
-    if column.get("constant"):
-        return f"{column['name']}: constant in all records{valued}, so there is nothing to reconstruct"
-    lowest = ""
-    if column.get("lowest") is not None:
-        lowest = f"; lowest {plus_minus(column['lowest'], column['unit'], column['width'])} ({column['record_name']})"
-        lowest += f", {BEYOND}" if beyond(column["lowest"], column["width"]) else ""
-    return (
-        f"{column['name']}: {column['below']:,} of {count(column['of'], 'record')}{valued} "
-        f"{'is' if column['below'] == 1 else 'are'} below a guess "
-        f"({guess_error(column['guess'], column['unit'])}){lowest}"
-    )
+    return paragraphs("column.txt", c=column, more=BEYOND)[0]
 
 
 def columns_scope(view: View) -> str:
@@ -123,20 +103,12 @@ def columns_note(view: View) -> str:
     """Explains the counts of `View.columns`, and how exact they are."""
     if not view.columns:
         return ""
-    text = (
-        f"“Below a guess”: records (of {columns_scope(view)}) whose floor on the column is lower than the error of "
-        "guessing its average, by estimates. “Lowest”: the floor of the record most exposed in that column."
+    probes, times = int(view.facts.get("diagonal_probes") or 0), int(view.facts.get("diagonal_measured") or 0)
+    error = f"{0.5 * math.sqrt(2 / (times * probes)):.0%}" if probes else ""
+    missing, scope = any(c["missing"] for c in view.columns), columns_scope(view)
+    return " ".join(
+        paragraphs("columns-note.txt", scope=scope, probes=probes, times=times, error=error, missing=missing)
     )
-    probes = view.facts.get("diagonal_probes")
-    if probes:
-        times = int(view.facts["diagonal_measured"])
-        error = 0.5 * math.sqrt(2 / (times * int(probes)))
-        text += (
-            f" Each record’s columns were measured {count(times, 'time')} with {count(int(probes), 'probe')}, the most "
-            f"and the least exposed more closely. Random probing makes a floor uncertain by up to about {error:.0%}; "
-            "measuring at a few steps only adds to it."
-        )
-    return text + (" Missing values are not counted." if any(c["missing"] for c in view.columns) else "")
 
 
 # --- assumptions ---------------------------------------------------------------------------
@@ -146,8 +118,8 @@ def _entries(template: str, run: Run, **context: Any) -> list[tuple[str, str]]:
     """Returns the entries of a template of plain text, (topic, text): they are set apart by blank lines."""
     seed = "from a seed that nobody else knows. Whoever learns the seed can subtract the noise."
     seed = CHOSEN if run.training.get("seed_from") == CHOSEN_SEED else seed
-    mechanism = {"sampler": None, "clip": None, **run.mechanism}
-    shown = paragraphs(template, m=mechanism, seed=seed, release=release(run), **context)
+    mechanism = {"sampler": None, "clip": None, "runs": 1, **run.mechanism}
+    shown = paragraphs(template, m=mechanism, seed=seed, **context)
     return [(topic, text.strip()) for topic, _, text in (entry.partition(": ") for entry in shown)]
 
 
@@ -157,24 +129,7 @@ def assumptions(view: View) -> list[tuple[str, str]]:
     Args:
         view: the audit.
     """
-    m = view.run.mechanism
-    return _entries(
-        "assumptions.txt",
-        view.run,
-        view=view,
-        noun=view.noun,
-        parts=view.private_parts,
-        several=view.features > 1,
-        known=f"this {view.noun}’s {'label' if view.classes else view.target_name}",
-        public=[clean(str(name), 80) for name in view.run.data.get("public") or ()],
-        two_kinds=compare_kinds(view.noun),
-        noise=f", standard deviation {m.get('noise_multiplier'):g} × {m.get('max_grad_norm'):g} on the sum of clipped "
-        "gradients",
-        rule=str((view.facts.get("rules") or ["exact"])[0]),
-        runs=count(int(m.get("runs", 1)), "run"),
-        model=describe_smoothness(view.run.caveats),
-        notes=[clean(note, 400) for note in view.facts.get("notes") or ()],
-    )
+    return _entries("assumptions.txt", view.run, view=view, model=describe_smoothness(view.run.caveats))
 
 
 def describe_smoothness(caveats: Mapping[str, str] | None) -> list[str]:
@@ -197,26 +152,6 @@ def public_assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
         rates += [f"not bounded with {k} {noun}s or more" for k, chance in chances if chance == "100%"][:1]
     facts = {"model": model_caveats(run.caveats), "rates": rates, "blind": format_percent(BLIND), "noise": ""}
     return _entries("assumptions-public.txt", run, noun=noun, part=part, **facts)
-
-
-def release(run: Run) -> str:
-    """Returns which of the runs is released."""
-    runs = int(run.mechanism.get("runs", 1))
-    which = "The one run" if runs == 1 else f"The first of {runs:,} runs, fixed beforehand; the others only measure"
-    return f"{which}. Releasing two or more models from these data is not covered: the information of all adds up."
-
-
-def compare_kinds(noun: str) -> str:
-    """Explains what two kinds of floors require of the attacker, and which to report (docs/theory/floors.md).
-
-    Theorem 2 needs the attacker's mean to move with the record at the record. Theorem 1 and corners need it right at
-    the record and at the far walls, or all corners, of the data space.
-    """
-    return (
-        f"A single {noun}’s floor binds an attacker who is right on average for this {noun} and those next to it. "
-        f"Theorem 1 and “all corners” bind only one who is right on average for every {noun} there could be, so they "
-        "can be far higher. Report the lower one: it holds for both."
-    )
 
 
 def growth_note(view: View) -> str:
@@ -249,21 +184,6 @@ def settings(run: Run) -> list[tuple[str, str]]:
     return rows + [(str(name), str(version)) for name, version in sorted(run.software.items())]
 
 
-def plain(value: Any) -> str:
-    """Formats a value of run.json for people."""
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "–"}[value]
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(plain(part) for part in value)
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {plain(part)}" for name, part in value.items())
-    return str(value)
-
-
 # --- advice ---------------------------------------------------------------------------------
 
 #: Targets, as shares of the range: (± error, floor, attacker in words).
@@ -272,10 +192,6 @@ TARGETS = (
     (0.4, "lecam", "any attacker, on some conceivable {noun}, each {part}"),
     (0.45, "rate_distortion", "any attacker, on some conceivable {noun}, average over the {part}s"),
     (0.5, "theorem1", "attacker unbiased for every {noun}, each {part}"),
-)
-ESTIMATE = (
-    "This is an estimate. Along the same training path, twice the noise about doubles every ± floor or better; but the "
-    "path changes with the noise, so only another audit tells."
 )
 
 
@@ -345,30 +261,12 @@ def next_steps(view: View) -> list[str]:
     """Returns what more noise would do to the per-record floors."""
     if view.worst is None or view.guess <= 0:
         return []
-    if not view.protection.meaningful:
-        return ["First of all more noise: the mechanism by itself rules out next to nothing. The table says how much."]
-    noise, lowest = float(view.run.mechanism.get("noise_multiplier", 0.0)), view.lowest
-    single = 0  # pixels of the most exposed image, or columns of any record, below a guess
-    if view.features > 1:
+    noise, single = float(view.run.mechanism.get("noise_multiplier", 0.0)), 0
+    if view.features > 1:  # pixels of the most exposed image, or columns of any record, below a guess
         single = view.parts_below_guess() if view.image else sum(c["below"] > 0 for c in view.columns)
-    if lowest >= view.guess and not single:
-        also = f", in each single {view.part} too" if view.features > 1 else ""
-        return [f"For unbiased attackers, every floor is above the error of a guess{also}, {view.basis}.", ESTIMATE]
-    factor = _noise_factor(view, lowest)
-    if noise <= 0 or not math.isfinite(factor):
-        return [ESTIMATE]
-    what = f"the most exposed {view.noun} from {plus_minus(lowest)} to the error of a guess, {guess_error(view.guess)}"
-    if single:
-        whose = "the most exposed image" if view.image else "some records"
-        what = (
-            f"the {single:,} {view.part}{'' if single == 1 else 's'} of {whose} below a guess to the error of a guess"
-        )
-    return [
-        f"To lift {what}, try a noise multiplier of about {format_limit(noise * factor)} (now {noise:g}).",
-        ESTIMATE,
-        "Fewer steps, a smaller sampling rate, or leaving out the most exposed records also help. Leaving records out "
-        "by their leakage depends on the data, and is not accounted for.",
-    ]
+    wanted = noise * _noise_factor(view, view.lowest)
+    lifted = format_limit(wanted) if noise > 0 and math.isfinite(wanted) else None
+    return paragraphs("next-steps.txt", view=view, single=single, noise=noise, wanted=lifted)
 
 
 def _noise_factor(view: View, lowest: float) -> float:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pandas import DataFrame
 
 from reconbound._internal.checks import DataError, InputError
 from reconbound._internal.files import CONFIDENTIAL, printable, write_whole
@@ -46,18 +46,6 @@ CROSSED = (
     "it leans low; “crossed”, what each run says of the record that the other runs find most exposed, has a dFIL that "
     "is too small on average, so its floor leans high: on average the largest dFIL lies between the two."
 )
-ASSUMPTIONS = (
-    ("exact, fixed, none", "1/dFIL of a record by the Fisher accountant (Theorem 2): unbiased attackers who know all "
-     "other records and see every noisy step. exact: Poisson batches; fixed: fixed-size batches; none: shuffled "
-     "epochs. An estimate, averaged over the runs."),
-    ("paper", "the same with the paper's κ, whose δ is split over the steps: to compare, not proved, no guarantee."),
-    ("theorem1, corners", "of the mechanism whatever the data, unbiased attackers, replace-one neighbours; theorem1 in "
-     "each feature, corners on average over them. theorem1_paper is the paper's: not proved, no guarantee."),
-    ("lecam, rate_distortion", "of the mechanism whatever the data: for each attacker there is some conceivable record "
-     "on which it errs by as much, and on others it may err by less. "
-     "lecam by replace-one neighbours, rate_distortion by leaving the record out (add/remove, or zeroed). These and "
-     "those above are all for the sampler of the setting."),
-)  # fmt: skip
 
 
 def crossed_of(floor: str) -> str | None:
@@ -200,16 +188,10 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
 
 def table(rows: Sequence[Row]) -> str:
     """Formats all rows as CSV, with the floors on whose front each lies."""
-    text, columns = io.StringIO(), columns_of(rows)
-    on: dict[int, list[str]] = {id(row): [] for row in rows}
-    for floor in floors_in(rows):
-        for row in pareto(rows, floor):
-            on[id(row)].append(floor)
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*columns, "front"])
-    for row in rows:
-        writer.writerow([*map(row.get, columns), " ".join(on[id(row)])])
-    return text.getvalue()
+    columns = columns_of(rows)
+    fronts = {floor: {id(row) for row in pareto(rows, floor)} for floor in floors_in(rows)}
+    cells = [[*map(row.get, columns), " ".join(n for n, front in fronts.items() if id(row) in front)] for row in rows]
+    return str(DataFrame(cells, columns=[*columns, "front"], dtype=object).to_csv(index=False, lineterminator="\n"))
 
 
 def write_table(folder: str | os.PathLike[str], rows: Sequence[Row]) -> Path:

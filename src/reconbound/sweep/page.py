@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,10 @@ from reconbound.report import charts
 from reconbound.report import text as report_text
 from reconbound.report.charts import Chart, Key
 from reconbound.report.folder import prepare
-from reconbound.report.formats import amount, clean, count, for_plotly, guess_error, plus_minus
+from reconbound.report.formats import amount, clean, for_plotly, paragraphs, plus_minus
 from reconbound.report.headline import model_caveats
 from reconbound.report.pages import render
-from reconbound.sweep import space
-from reconbound.sweep.frontier import (
-    ASSUMPTIONS,
-    CROSSED,
-    attacker_of,
-    best,
-    columns_of,
-    crossed_of,
-    default_floor,
-    describe_floor,
-    describe_majority,
-    describe_precision,
-    floors_in,
-    pareto,
-    protection_of,
-)
+from reconbound.sweep import frontier, space
 from reconbound.sweep.space import Row
 from reconbound.sweep.trial import LEDGER, trial_folder
 
@@ -68,17 +54,17 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         rows: of the finished trials.
         facts: as in `write_pages`.
     """
-    floors, names = floors_in(rows), settings_in(rows)
-    proved = default_floor(rows)
+    floors, names = frontier.floors_in(rows), settings_in(rows)
+    proved = frontier.default_floor(rows)
     rule = proved.partition("_")[0]
     measure = measured_by(facts)
     shown = {chart.id: chart for chart in (_lines(rows, floors, measure), _places(rows, rule, measure))}
     fronts = [
         {
             "name": floor,
-            "text": describe_floor(floor),
-            "crossed": has_crossed(pareto(rows, floor), floor),
-            "rows": [_cells(row, floor, names, measure) for row in pareto(rows, floor)],
+            "text": frontier.describe_floor(floor),
+            "crossed": has_crossed(frontier.pareto(rows, floor), floor),
+            "rows": [_cells(row, floor, names, measure) for row in frontier.pareto(rows, floor)],
         }
         for floor in floors
     ]
@@ -87,15 +73,15 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         "title": f"{clean(facts['data'], 80)}: how accurate, for how high a floor?",
         "warnings": cautions(rows, facts),
         "finding": verdict(rows, proved, facts.get("guesses"), measure),
-        "precision": describe_precision(proved, facts["runs"], measured),
+        "precision": frontier.describe_precision(proved, facts["runs"], measured),
         "measure": measure,
         "chart": shown,
         "fronts": fronts,
         "names": names,
-        "proved": describe_floor(f"{rule}_max").partition(",")[0],
+        "proved": frontier.describe_floor(f"{rule}_max").partition(",")[0],
         "crossed": _describe_crossed(rows),
         "delta": next((format_limit(row["delta"], 6) for row in rows if row.get("delta")), "–"),
-        "assumptions": (*ASSUMPTIONS, *(("Model", t) for t in report_text.describe_smoothness(facts.get("caveats")))),
+        "smooth": report_text.describe_smoothness(facts.get("caveats")),
         **{name: f"{facts[name]:,}" for name in ("runs", "trials", "finished")},
         "failed": facts["failed"],
     }
@@ -111,7 +97,7 @@ def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = Fa
         ledger: whether its ledger is in the folder.
     """
     names = settings_in(rows)
-    kept = [name for name in columns_of(rows) if name not in ("trial", "steps", *names)]
+    kept = [name for name in frontier.columns_of(rows) if name not in ("trial", "steps", *names)]
     context = {
         "title": f"Run {rows[0]['trial']}",
         "setting": [(name, _value(rows[0][name])) for name in names],
@@ -119,7 +105,7 @@ def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = Fa
         "counts": [f"{row['steps']:,}" for row in rows],
         "rows": [
             (
-                describe_floor(name).replace("accuracy", measured_by(facts)),
+                frontier.describe_floor(name).replace("accuracy", measured_by(facts)),
                 [_value(row.get(name), _side(name)) for row in rows],
             )
             for name in kept
@@ -145,41 +131,18 @@ def cautions(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
         rows: of the finished trials.
         facts: as in `write_pages`.
     """
-    found = [*_describe_weak_settings(rows), *model_caveats(facts.get("caveats"))]
-    unmeasured = max((int(row.get("never_measured") or 0) for row in rows), default=0)
-    if unmeasured:
-        found.append(
-            f"Up to {count(unmeasured, 'record')} of a training {'was' if unmeasured == 1 else 'were'} never measured, "
-            "and the floors leave them out. A number as --budget measures every record."
-        )
-    saturated = [row for row in rows if row.get("zero_information")]
-    if saturated:
-        most = count(max(row["zero_information"] for row in saturated), "record")
-        trainings = count(len({row["trial"] for row in saturated}), "training")
-        found.append(
-            f"In {trainings}, all measurements of up to {most} were zero: outputs are saturated, or the training has "
-            "diverged. Ignore the largest floors there (1e300 at most). Lower lr or the noise, or raise --budget or "
-            "--runs."
-        )
+    weak = [own for own in map(frontier.protection_of, rows) if not own.meaningful]
+    worst = max(weak, key=lambda own: (own.success or 0.0, own.epsilon or 0.0), default=None)
+    context: dict[str, Any] = {"rows": rows, "weak": weak, "worst": worst}
+    context["caveats"] = model_caveats(facts.get("caveats"))
+    context["unmeasured"] = max((int(row.get("never_measured") or 0) for row in rows), default=0)
+    context["saturated"] = [row for row in rows if row.get("zero_information")]
+    found = paragraphs("sweep-cautions.txt", **context)
     return [*found, report_text.INFERRED] if facts.get("inferred_ranges") else found
 
 
-def _describe_weak_settings(rows: Sequence[Row]) -> list[str]:
-    """Describes the setting without a meaningful guarantee that has the largest chance of rebuilding a record."""
-    weak = [row for row in rows if not protection_of(row).meaningful]
-    if not weak:
-        return []
-    worst = max(weak, key=lambda row: (protection_of(row).success or 0.0, row.get("epsilon") or 0.0))
-    warning = protection_of(worst).warning()
-    many = f"{len(weak):,} of {count(len(rows), 'row')}: {warning[0].lower()}{warning[1:]}"
-    return [warning if len(rows) == 1 else many]
-
-
 def verdict(
-    rows: Sequence[Row],
-    floor: str,
-    guesses: Mapping[str, Any] | None = None,
-    measure: str = ACCURACY,
+    rows: Sequence[Row], floor: str, guesses: Mapping[str, Any] | None = None, measure: str = ACCURACY
 ) -> list[str]:
     """Returns the first paragraph of the page: the most accurate settings, in at most three sentences.
 
@@ -190,36 +153,9 @@ def verdict(
             worst, where it is not known).
         measure: the meaning of accuracy, from `measured_by`.
     """
-    front = pareto(rows, floor)
-    if not front:
-        return [
-            "There were no test records: no setting has an accuracy." if rows else "No setting has been trained yet."
-        ]
-    last = max(front, key=lambda row: row["accuracy"])
-    weak = "" if protection_of(last).meaningful else ", without a meaningful guarantee,"
-    # settings of another sampler have another floor
-    only = "" if all(row.get(floor) is not None for row in rows) else " that has this floor"
-    attacker, place = attacker_of(floor)
-    estimate = " by an estimate" if floor.endswith(("_max", "_q99", "_median")) else ""
-    sentences = [
-        f"The most accurate setting{only}{weak} reaches {_accuracy(last, measure)}; {attacker} errs by at least "
-        f"{plus_minus(math.sqrt(last[floor]))} of a feature's range {place}{estimate}."
-    ]
-    known = (guesses or {}).get("error")
-    error, guess = (known, "guessing the average") if known else (0.5, "guessing the middle, at worst")
-    sound = [row for row in rows if protection_of(row).meaningful]
-    chosen = best(sound, floor, error**2)
-    some = "" if len(sound) == len(rows) else " with a meaningful guarantee"
-    as_much = f"the error of {guess} ({guess_error(error)} of the range)"
-    if chosen is None:
-        sentences.append(f"No setting{some} has a floor as high as {as_much}.")
-    elif chosen is not last:
-        measured = ", for the records that were measured," if chosen.get("never_measured") else ""
-        reached = _accuracy(chosen, measure)
-        sentences.append(
-            f"The most accurate setting{some} whose floor is at least {as_much}{measured} reaches {reached}."
-        )
-    return [*sentences, *describe_majority(guesses)]
+    sound = [row for row in rows if frontier.protection_of(row).meaningful]
+    context = {"rows": rows, "floor": floor, "sound": sound, "guesses": guesses, "known": (guesses or {}).get("error")}
+    return paragraphs("sweep-finding.txt", **context, frontier=frontier, accuracy=partial(_accuracy, measure=measure))
 
 
 def has_crossed(rows: Sequence[Row], floor: str) -> bool:
@@ -229,11 +165,11 @@ def has_crossed(rows: Sequence[Row], floor: str) -> bool:
         rows: of the finished trials.
         floor: the name of the floor.
     """
-    return any(row.get(crossed_of(floor) or "") is not None for row in rows)
+    return any(row.get(frontier.crossed_of(floor) or "") is not None for row in rows)
 
 
 def _describe_crossed(rows: Sequence[Row]) -> str:
-    return CROSSED if any(has_crossed(rows, floor) for floor in floors_in(rows)) else ""
+    return frontier.CROSSED if any(has_crossed(rows, floor) for floor in frontier.floors_in(rows)) else ""
 
 
 def settings_in(rows: Sequence[Row]) -> list[str]:
@@ -251,8 +187,8 @@ def _lines(rows: Sequence[Row], floors: Sequence[str], measure: str) -> Chart:
     traces, keys = [], []
     for k, floor in enumerate(floor for floor in floors if not floor.endswith(("_q99", "_median"))):
         colour, dash = colours[k % len(colours)], charts.DASHES[k % len(charts.DASHES)]
-        traces.append(_trace(pareto(rows, floor), floor, colour, dash, measure))
-        keys.append(Key(colour, describe_floor(floor), "line", dash))
+        traces.append(_trace(frontier.pareto(rows, floor), floor, colour, dash, measure))
+        keys.append(Key(colour, frontier.describe_floor(floor), "line", dash))
     return _chart("chart-frontier", traces, keys, "every floor: the best settings", measure)
 
 
@@ -262,8 +198,8 @@ def _places(rows: Sequence[Row], rule: str, measure: str) -> Chart:
     traces, keys = [], []
     for floor, colour in zip(drawn, (charts.VERMILLION, charts.ORANGE, charts.BLUE), strict=False):
         traces.append({**_trace(rows, floor, colour, "solid", measure), "mode": "markers", "opacity": 0.45})
-        traces.append(_trace(pareto(rows, floor), floor, colour, "solid", measure))
-        keys.append(Key(colour, describe_floor(floor), "line"))
+        traces.append(_trace(frontier.pareto(rows, floor), floor, colour, "solid", measure))
+        keys.append(Key(colour, frontier.describe_floor(floor), "line"))
     return _chart("chart-places", traces, keys, "the floors of the records", measure)
 
 
@@ -296,8 +232,8 @@ def _hover(row: Row, floor: str, measure: str) -> str:
     lines = [
         f"run {row['trial']}: {setting}, {row['steps']:,} steps",
         f"accuracy {_accuracy(row)}" if measure == ACCURACY else _accuracy(row, measure),
-        f"{describe_floor(floor)}: {_mse(row[floor])}",
-        *([f"crossed: {_mse(row[crossed_of(floor) or ''])}"] if has_crossed([row], floor) else []),
+        f"{frontier.describe_floor(floor)}: {_mse(row[floor])}",
+        *([f"crossed: {_mse(row[frontier.crossed_of(floor) or ''])}"] if has_crossed([row], floor) else []),
         f"ε = {_value(row.get('epsilon'), 'up')}",
     ]
     return "<br>".join(for_plotly(line, 160) for line in lines)
@@ -308,6 +244,7 @@ def _mse(floor: float) -> str:
 
 
 def _cells(row: Row, floor: str, names: Sequence[str], measure: str) -> dict[str, Any]:
+    success = frontier.protection_of(row).success
     return {
         "link": _link(row),
         "trial": row["trial"],
@@ -316,9 +253,9 @@ def _cells(row: Row, floor: str, names: Sequence[str], measure: str) -> dict[str
         "accuracy": _accuracy(row, measure).removeprefix(f"{R2} "),
         "floor": _value(row[floor], "down"),
         "error": plus_minus(math.sqrt(row[floor])),
-        "crossed": _value(row.get(crossed_of(floor) or ""), "down"),
+        "crossed": _value(row.get(frontier.crossed_of(floor) or ""), "down"),
         "epsilon": _value(row.get("epsilon"), "up"),
-        "success": "–" if protection_of(row).success is None else format_percent(protection_of(row).success or 0.0),
+        "success": "–" if success is None else format_percent(success),
     }
 
 

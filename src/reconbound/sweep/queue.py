@@ -124,14 +124,7 @@ class Queue:
     """
 
     def __init__(
-        self,
-        url: str,
-        name: str,
-        *,
-        grace: int = 60,
-        sampler: Any = None,
-        objectives: int = 2,
-        reading: bool = False,
+        self, url: str, name: str, *, grace: int = 60, sampler: Any = None, objectives: int = 2, reading: bool = False
     ) -> None:
         self.url, self.name, self.grace = database.checked_url(url), name, grace
         self.shown, self._clock_reported = database.shown_url(self.url), False

@@ -20,6 +20,7 @@ from reconbound._internal import files
 from reconbound._internal.checks import DataError, InputError, choice, number, warn_user, whole
 from reconbound._internal.rng import GUESSABLE, checked_seed, new_seed, seed_warning
 from reconbound.report.folder import prepare
+from reconbound.report.formats import paragraphs
 from reconbound.sweep import space as spaces
 from reconbound.sweep.database import AGAIN, SweepStopped, describe_fault, first_line, retry_database, shown_url
 from reconbound.sweep.frontier import FLOORS, default_floor, rows_of, score_of, sealed_rows, write_table
@@ -302,24 +303,13 @@ def plan_lines(queue: Queue, config: Sweep, train: Any, workers: int) -> list[st
         train: its training.
         workers: the number of workers.
     """
-    grid = "; ".join(
-        f"{name} {', '.join(map(spaces.format_value, values)) if isinstance(values, list) else values}"
-        for name, values in spaces.describe_space(config.space).items()
-    )
+    lists = spaces.describe_space(config.space).items()
+    grid = [f"{name} {', '.join(map(spaces.format_value, v)) if isinstance(v, list) else v}" for name, v in lists]
     slots = queue.slots()
-    total, trained = len(slots), sum(slot.complete is not None for slot in slots)
-    kind = "every combination of" if config.search == "grid" else "chosen by Optuna from"
-    runs = f" {config.runs} times" if config.runs > 1 else ""
-    at = ", ".join(f"{steps:,}" for steps in config.steps)
-    done = f"{trained} of them are trained already. " if trained else ""
-    many = "" if config.together is None else f", each with {config.together} settings at once"
-    return [
-        *([train.dataset.summary()] if hasattr(train, "dataset") else []),
-        f"{total} setting{'s' if total != 1 else ''}: {kind} {grid}.",
-        f"Each is trained{runs} for {config.steps[-1]:,} steps and evaluated after {at}; {workers} "
-        f"worker{'s' if workers > 1 else ''} here{many}.",
-        f"{done}Writes in {config.out} (confidential).",
-    ]
+    trained, at = sum(slot.complete is not None for slot in slots), [f"{steps:,}" for steps in config.steps]
+    data = [train.dataset.summary()] if hasattr(train, "dataset") else []
+    context = {"config": config, "workers": workers, "slots": slots, "trained": trained, "grid": grid, "at": at}
+    return [*data, *paragraphs("sweep-plan.txt", **context)]
 
 
 def choose_setting(queue: Queue, config: Sweep, claim: Claim) -> Claim:

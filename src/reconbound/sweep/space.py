@@ -17,11 +17,7 @@ from reconbound._internal.rng import derive
 Setting: TypeAlias = dict[str, Any]  # a value for each name
 Row: TypeAlias = dict[str, Any]  # what a training of a setting gives at one step count
 
-WORDS = {
-    "clip": ("smooth", "hard"),
-    "sampler": ("poisson", "fixed", "shuffle"),
-    "model": ("linear", "mlp", "cnn"),
-}
+WORDS = {"clip": ("smooth", "hard"), "sampler": ("poisson", "fixed", "shuffle"), "model": ("linear", "mlp", "cnn")}
 #: What can be searched, by the names of AuditOptions and Settings, and how a value is checked.
 PARAMETERS: dict[str, Callable[[Any], Any]] = {
     "noise_multiplier": lambda v: number("noise_multiplier", parse_number(v), above=0.0),

@@ -31,7 +31,7 @@ from reconbound.sweep.space import Row, Setting, key, seed_of
 from reconbound.sweep.trial import Trainer, finished_rows, one_thread
 
 #: (which of the settings, steps that each of them has done)
-Tell = Callable[[Sequence[int], int], None]
+Report = Callable[[Sequence[int], int], None]
 _SHARED = ("sampler", "sample_rate", "clip")  # what the trainings of one fleet have in common, beside the model
 
 
@@ -63,14 +63,14 @@ class TogetherTrainer(Trainer):
         return plan
 
     def train_all(
-        self, settings: Sequence[Setting], folders: Sequence[Path], tell: Tell = lambda which, done: None
+        self, settings: Sequence[Setting], folders: Sequence[Path], report: Report = lambda which, done: None
     ) -> list[list[Row] | Exception]:
         """Trains the settings. Equal settings are trained once.
 
         Args:
             settings: what to train.
             folders: a folder for each.
-            tell: called with positions of settings and their steps done.
+            report: called with positions of settings and their steps done.
 
         Returns:
             For each setting its rows, one for each step count, or the error that it ended by.
@@ -82,22 +82,22 @@ class TogetherTrainer(Trainer):
             if known is not None:
                 found[k] = known
         for part in self._parts(settings, found):
-            for k, own in self._part(settings, part, tell):
+            for k, own in self._part(settings, part, report):
                 found[k] = own
                 if not isinstance(own, Exception):
                     self._keep_rows(settings[k], folders[k], own)
         first = {key(s): k for k, s in reversed(list(enumerate(settings)))}
         return [found[k] if k in found else found[first[key(s)]] for k, s in enumerate(settings)]
 
-    def __call__(self, setting: Setting, folder: Path, tell: Callable[[int], None] = lambda done: None) -> list[Row]:
+    def __call__(self, setting: Setting, folder: Path, report: Callable[[int], None] = lambda done: None) -> list[Row]:
         """Trains one setting and returns its rows; raises its error otherwise.
 
         Args:
             setting: what to train.
             folder: the trial's.
-            tell: called with the steps done.
+            report: called with the steps done.
         """
-        (found,) = self.train_all([setting], [folder], lambda which, done: tell(done))
+        (found,) = self.train_all([setting], [folder], lambda which, done: report(done))
         if isinstance(found, Exception):
             raise found
         return found
@@ -121,7 +121,7 @@ class TogetherTrainer(Trainer):
         return [list(of.values()) for of in parts.values()]
 
     def _part(
-        self, settings: Sequence[Setting], part: list[int], tell: Tell
+        self, settings: Sequence[Setting], part: list[int], report: Report
     ) -> Iterator[tuple[int, list[Row] | Exception]]:
         """Trains the settings of one kind, and yields each when it is done.
 
@@ -129,7 +129,7 @@ class TogetherTrainer(Trainer):
         setting is its own.
         """
         whole = self.most is None or len(part) <= self.most
-        found = self._fleet([settings[k] for k in part], partial(tell, part)) if whole else None
+        found = self._fleet([settings[k] for k in part], partial(report, part)) if whole else None
         if isinstance(found, list):
             yield from zip(part, found, strict=True)
         elif isinstance(found, Exception) and len(part) == 1:
@@ -140,15 +140,15 @@ class TogetherTrainer(Trainer):
                 self.most = middle
                 warn_user(f"the memory does not suffice for {len(part)} settings at once: they are trained by {middle}")
             for half in (part[:middle], part[middle:]):
-                yield from self._part(settings, half, tell)
+                yield from self._part(settings, half, report)
 
     def _fleet(
-        self, settings: Sequence[Setting], tell: Callable[[int], None]
+        self, settings: Sequence[Setting], report: Callable[[int], None]
     ) -> list[list[Row] | Exception] | Exception:
         """Returns the rows of each of these settings, or the error that their fleet ended by."""
         try:
             with one_thread():
-                return list(self._trained_together(settings, tell))
+                return list(self._trained_together(settings, report))
         except TrialLost:
             raise
         except Exception as reason:
@@ -158,7 +158,7 @@ class TogetherTrainer(Trainer):
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _trained_together(self, settings: Sequence[Setting], tell: Callable[[int], None]) -> list[list[Row] | Exploded]:
+    def _trained_together(self, settings: Sequence[Setting], report: Callable[[int], None]) -> list[Any]:
         plans = [self.plan.with_changes(**s, seed=derive(self.seed, "together", 0)) for s in settings]
         kind = model_kind(self.dataset, plans[0].model)
         fleet = Fleet(
@@ -176,7 +176,7 @@ class TogetherTrainer(Trainer):
 
         def trained(run: int) -> list[Snapshot]:
             before = run * self.counts[-1]
-            return list(fleet.run(run, evaluate=evaluate, seeds=seeds, tell=lambda step: tell(before + step)))
+            return list(fleet.run(run, evaluate=evaluate, seeds=seeds, report=lambda step: report(before + step)))
 
         shots = [trained(run) for run in range(self.runs)]
         return [self._rows(k, fleet, list(zip(*shots, strict=True))) for k in range(len(settings))]
@@ -198,6 +198,3 @@ class TogetherTrainer(Trainer):
 
 def _out_of_memory(reason: Exception | None) -> bool:
     return isinstance(reason, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(reason)
-
-
-__all__ = ["Exploded", "TogetherTrainer"]

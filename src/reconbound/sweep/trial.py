@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from statistics import fmean, stdev
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from reconbound.accounting.spec import Account
 from reconbound.auditing.leakage import guess_of
 from reconbound.auditing.models import check_model, score
 from reconbound.auditing.options import AuditOptions, make_learner
+from reconbound.data import Dataset
 from reconbound.mechanisms import SampledGaussian
 from reconbound.mechanisms.guarantee import guarantee
 from reconbound.report.folder import CHECKPOINTS, prepare
@@ -37,9 +38,6 @@ from reconbound.sweep.space import Row, Setting, seed_of
 from reconbound.training.checkpoint import CheckpointError, data_digest, plain_json
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.settings import Callback
-
-if TYPE_CHECKING:
-    from reconbound.data import Dataset
 
 TRIALS, TRIAL, LEDGER = "trials", "trial.json", "ledger.safetensors"
 
@@ -119,38 +117,38 @@ class Trainer:
                     raise
         return found
 
-    def __call__(self, setting: Setting, folder: Path, tell: Callable[[int], None] = lambda done: None) -> list[Row]:
+    def __call__(self, setting: Setting, folder: Path, report: Callable[[int], None] = lambda done: None) -> list[Row]:
         """Trains a setting and returns one row for each step count; continues from what the folder holds.
 
         Args:
             setting: what to train.
             folder: the trial's.
-            tell: called with the steps done.
+            report: called with the steps done.
         """
         prepare(folder)
         found = finished_rows(folder, self._about(setting))
         if found is not None:
             return found
         try:
-            learner, rows = self._train(setting, folder, tell)
+            learner, rows = self._train(setting, folder, report)
         except (Unreadable, CheckpointError) as reason:
             if "is in use by" in str(reason) or disk_fault(reason) is not None:
                 raise
             shutil.rmtree(folder / CHECKPOINTS)  # damaged: a new start gives the same rows
-            learner, rows = self._train(setting, folder, tell)
+            learner, rows = self._train(setting, folder, report)
         assert learner.accountant is not None
         learner.accountant.save(folder / LEDGER)
         self._keep_rows(setting, folder, rows)
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         return rows
 
-    def _train(self, setting: Setting, folder: Path, tell: Callable[[int], None]) -> tuple[PrivateSGD, list[Row]]:
+    def _train(self, setting: Setting, folder: Path, report: Callable[[int], None]) -> tuple[PrivateSGD, list[Row]]:
         """Returns the learner of a setting, and its rows."""
         learner = make_learner(
             self.dataset,
             self.plan.with_changes(**setting, seed=seed_of(self.seed, setting)),
             folder / CHECKPOINTS,
-            callbacks=[_Evaluate(self, tell)],
+            callbacks=[_Evaluate(self, report)],
             whole_at=self.counts,
             every=max(20, self.counts[-1] // 30),
             progress=False,
@@ -183,7 +181,8 @@ class Trainer:
             dfil: dFIL of each run, (runs, rules, N).
             measured: the number of measurements per record over all runs, (N,).
         """
-        row: Row = {"steps": account.steps, "accuracy": fmean(scores), "accuracy_sd": _spread(scores)}
+        row: Row = {"steps": account.steps, "accuracy": fmean(scores)}
+        row["accuracy_sd"] = stdev(scores) if len(scores) > 1 else None
         mean = dfil.mean(0)
         for k, rule in enumerate(account.rules):
             row |= {f"{rule}_{place}": floor for place, floor in floors_of(mean[k], measured).items()}
@@ -200,15 +199,15 @@ class Trainer:
 class _Evaluate(Callback):
     """Evaluates the model at each step count, and reports how far the trial is."""
 
-    def __init__(self, trainer: Trainer, tell: Callable[[int], None]) -> None:
-        self.trainer, self.tell = trainer, tell
+    def __init__(self, trainer: Trainer, report: Callable[[int], None]) -> None:
+        self.trainer, self.report = trainer, report
         every = math.gcd(*trainer.counts)  # none of the step counts is skipped
         self.often = next(k for k in range(min(every, 50), 0, -1) if every % k == 0)
 
     def on_step(self, learner: PrivateSGD) -> dict[str, float] | None:
         """Returns the accuracy at a step count."""
         if learner.step and learner.step % self.often == 0:
-            self.tell(learner.run * learner.steps + learner.step)
+            self.report(learner.run * learner.steps + learner.step)
         return {"accuracy": score(self.trainer.dataset, learner.model)} if learner.step in self.trainer.counts else None
 
 
@@ -273,9 +272,9 @@ def companions(mechanism: SampledGaussian, features: int, delta: float) -> dict[
     """
     found = guarantee(mechanism, dim=features, delta=delta)
     floors = {bound.name: float(bound.value) for bound in found.bounds}
-    told = {"epsilon": found.epsilon, "epsilon_add_remove": found.epsilon_add_remove}
-    known = {"success_at_1_percent": found.protection.success, "never_drawn": found.protection.never_drawn}
-    return {**floors, **told, **known}
+    epsilons = {"epsilon": found.epsilon, "epsilon_add_remove": found.epsilon_add_remove}
+    chances = {"success_at_1_percent": found.protection.success, "never_drawn": found.protection.never_drawn}
+    return {**floors, **epsilons, **chances}
 
 
 @lru_cache(maxsize=8)
@@ -308,13 +307,3 @@ def finished_rows(folder: Path, about: Mapping[str, Any]) -> list[Row] | None:
         return None
     rows: list[Row] = content["rows"]
     return rows
-
-
-def _spread(values: Sequence[float]) -> float | None:
-    if len(values) < 2:
-        return None
-    middle = fmean(values)
-    return math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1))
-
-
-__all__ = ["Trainer", "fingerprint"]

@@ -19,15 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from reconbound._internal.checks import InputError
+from reconbound._internal.formatting import format_duration
 from reconbound._internal.progress import progress_bar
-from reconbound.sweep.database import (
-    EnvironmentFault,
-    Patience,
-    SweepError,
-    SweepStopped,
-    describe_fault,
-    retry_database,
-)
+from reconbound.sweep import database
 from reconbound.sweep.queue import Claim, Exploded, Heartbeats, Queue, Slot, TrialLost
 from reconbound.sweep.space import PARAMETERS, Row, Setting, format_setting
 from reconbound.sweep.trial import trial_folder
@@ -85,20 +79,21 @@ def work(queue: Queue, job: Job, owner: str, stop: Callable[[], bool] = lambda: 
     Returns:
         The number of trials that this worker finished.
     """
-    finished, patience = 0, Patience()
+    finished, patience = 0, database.Patience()
     try:
         while not stop():
-            claims = list(islice(iter(lambda: retry_database(partial(queue.claim, owner)), None), job.together))
+            claim = partial(database.retry_database, partial(queue.claim, owner))
+            claims = list(islice(iter(claim, None), job.together))
             if claims:
                 try:
                     finished += _attempt(queue, job, claims)
                     patience.end()
-                except EnvironmentFault as fault:
+                except database.EnvironmentFault as fault:
                     _release_quietly(queue, owner, str(fault))
                     patience.wait(fault, str(fault))
-            elif all(slot.is_over for slot in retry_database(queue.slots)):
+            elif all(slot.is_over for slot in database.retry_database(queue.slots)):
                 break
-            elif not retry_database(queue.recover):
+            elif not database.retry_database(queue.recover):
                 time.sleep(min(1.0, queue.grace / 4))  # others have the remaining trials; one of them may die
     except BaseException:  # stopped from outside: the others need not wait for the grace period
         _release_quietly(queue, owner, "interrupted")
@@ -117,12 +112,12 @@ def _attempt(queue: Queue, job: Job, claims: list[Claim]) -> int:
     found: Sequence[Any]
     try:
         with Heartbeats(queue, claims) as beats:
-            claims = [retry_database(partial(job.choose, claim)) for claim in claims]
+            claims = [database.retry_database(partial(job.choose, claim)) for claim in claims]
             folders = [trial_folder(job.out, claim.slot) for claim in claims]
             found = job.train([claim.setting or {} for claim in claims], folders, beats.report)
     except TrialLost:
         return 0
-    except SweepStopped:
+    except database.SweepStopped:
         raise
     except Exception as reason:
         found = [reason] * len(claims)
@@ -137,8 +132,8 @@ def _settle(queue: Queue, job: Job, claim: Claim, rows: list[Row] | Exception) -
     try:
         if not isinstance(rows, Exception):
             values = job.values(rows)
-            return retry_database(partial(queue.finish, claim, rows, values))
-    except SweepStopped:
+            return database.retry_database(partial(queue.finish, claim, rows, values))
+    except database.SweepStopped:
         raise
     except Exception as reason:
         rows = reason
@@ -146,13 +141,13 @@ def _settle(queue: Queue, job: Job, claim: Claim, rows: list[Row] | Exception) -
         # The worker that had the setting before is not dead, only late. Without heartbeats this trial becomes stale,
         # and so the setting is tried again after the grace period.
         with suppress(RuntimeError):
-            retry_database(partial(queue.set_fact, claim, "released", "its folder is in use"))
+            database.retry_database(partial(queue.set_fact, claim, "released", "its folder is in use"))
         return False
-    fault = describe_fault(rows)
+    fault = database.describe_fault(rows)
     if fault is not None:
-        raise EnvironmentFault(fault) from rows
+        raise database.EnvironmentFault(fault) from rows
     final = isinstance(rows, Exploded | InputError)  # another attempt would end in the same way
-    retry_database(partial(queue.fail, claim, rows, final=final))
+    database.retry_database(partial(queue.fail, claim, rows, final=final))
     return False
 
 
@@ -177,15 +172,15 @@ def supervise(queue: Queue, workers: int, work_as: Callable[[str, Callable[[], b
                 if process.is_alive():
                     continue
                 del running[owner]
-                retry_database(partial(queue.release_owner, owner))  # so that nobody waits for the grace period
+                database.retry_database(partial(queue.release_owner, owner))  # nobody waits for the grace period
                 if process.exitcode == _STOPPED and not reasons.empty():
-                    raise SweepStopped(reasons.get())
+                    raise database.SweepStopped(reasons.get())
                 errors += process.exitcode > 0
-            left = sum(not slot.is_over for slot in retry_database(queue.slots))
+            left = sum(not slot.is_over for slot in database.retry_database(queue.slots))
             if left == 0:
                 break
             if errors > _MOST_ERRORS:
-                raise SweepError(f"{errors} workers ended by an error, which they wrote to standard error")
+                raise database.SweepError(f"{errors} workers ended by an error, which they wrote to standard error")
             for _ in range(min(workers, left) - len(running)):
                 owner = owner_name()
                 running[owner] = context.Process(target=_run_worker, args=(work_as, owner, reasons), daemon=True)
@@ -234,7 +229,7 @@ def _run_worker(work_as: Callable[[str, Callable[[], bool]], Any], owner: str, r
         work_as(owner, lambda: parent is not None and not parent.is_alive())
     except KeyboardInterrupt:
         pass
-    except SweepStopped as reason:
+    except database.SweepStopped as reason:
         reasons.put(str(reason))
         sys.exit(_STOPPED)
 
@@ -288,17 +283,6 @@ def progress(queue: Queue, steps: int, show: bool) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
-
-
-def format_duration(seconds: float) -> str:
-    """Formats a duration in one unit.
-
-    >>> format_duration(0.2), format_duration(300), format_duration(7200)
-    ('1 s', '5 min', '2.0 h')
-    """
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _steps_done(slots: Sequence[Slot], steps: int) -> int:

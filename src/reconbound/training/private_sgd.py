@@ -31,7 +31,7 @@ from reconbound.training import noise as noises
 from reconbound.training import settings as given
 from reconbound.training.sampling import make_account, make_plan, make_sampler, steps_of
 from reconbound.training.settings import Callback, Fault, Settings, reset_parameters
-from reconbound.training.step import LossFn, Measurer, compute_step
+from reconbound.training.step import LossFn, Measurer
 from reconbound.validate.model import ReconboundWarning
 from reconbound.validate.private import as_private
 
@@ -102,7 +102,10 @@ class PrivateSGD:
         progress: bool = True,
         check: bool = True,
     ) -> None:
-        given.check_arguments(locals())
+        functions: dict[str, Any] = {"loss_fn": loss_fn, "initialise": initialise, "evaluate": evaluate}
+        functions |= {"optimizer": optimizer, "schedule": schedule}
+        flags = {"spectral": spectral, "progress": progress, "check": check}
+        given.check_arguments(model, settings, callbacks, functions, flags)
         self.model, self.loss_fn, self.settings = model, loss_fn, settings
         self.inputs = given.as_tensors(model, "inputs", inputs)
         self.targets = given.as_tensors(model, "targets", targets)
@@ -253,9 +256,9 @@ class PrivateSGD:
                 found.append(callback.on_step(self))
                 if self.step == self.steps:
                     callback.on_run_end(self)
-        told = [each for each in found if each is not None]
-        if told and not known:
-            self.history.append({**now, **{name: value for each in told for name, value in each.items()}})
+        numbers = [each for each in found if each is not None]
+        if numbers and not known:
+            self.history.append({**now, **{name: value for each in numbers for name, value in each.items()}})
         if self.folder is None or self.order <= self._saved:
             return
         if self.step % self.every == 0 or self.step == self.steps:
@@ -266,9 +269,9 @@ class PrivateSGD:
         sizes = given.row_counts(self.inputs, self.targets)
         if sizes != {self.records}:
             self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
-        chosen = self.sampler.batch(self.run_seed, self.step)
+        batch, now = self.sampler.batch(self.run_seed, self.step), (self.run_seed, self.step)
         with self._placed():
-            total, measured, followed = compute_step(self, chosen)
+            total, measured, followed = self.measurer.compute_step(batch, *now, self.accountant, self.plan)
         flat = (total.double() + self.settings.noise * self._noise(total)) / self.sampler.divisor
         for p, piece in zip(self.params.values(), flat.split([p.numel() for p in self.params.values()]), strict=True):
             p.grad = piece.reshape(p.shape).to(p.dtype)

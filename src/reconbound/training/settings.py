@@ -19,7 +19,7 @@ from reconbound._internal.checks import InputError, flag, function, number, plai
 from reconbound._internal.rng import checked_seed
 from reconbound.accounting.measurement_plan import Budget, checked_budget
 from reconbound.accounting.spec import MechanismSpec
-from reconbound.validate.batch import is_about_kinds, model_dtype
+from reconbound.validate.model import check_module, is_about_kinds, model_dtype
 
 if TYPE_CHECKING:
     from reconbound.training.private_sgd import PrivateSGD
@@ -261,26 +261,32 @@ _TAKES = {
     "optimizer": "parameters → a new optimizer, for each run",
     "schedule": "optimizer → a new schedule, for each run",
 }
-_KINDS = {
-    "settings": (Settings, "a Settings(noise_multiplier=..., max_grad_norm=..., sample_rate=..., ...)"),
-    "model": (nn.Module, "a torch.nn.Module"),
-}
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuses arguments of PrivateSGD, by name, that are of another type."""
-    for name, (kind, what) in _KINDS.items():
-        if not isinstance(given[name], kind):
-            raise InputError(name, f"must be {what}", f"a {type(given[name]).__name__}")
-    callbacks = given["callbacks"]
+def check_arguments(
+    model: Any, settings: Any, callbacks: Any, functions: Mapping[str, Any], flags: Mapping[str, Any]
+) -> None:
+    """Refuses arguments of PrivateSGD that are of another type.
+
+    Args:
+        model: must be a module.
+        settings: must be Settings.
+        callbacks: must be a list of callbacks.
+        functions: by name; None where one was left out.
+        flags: by name.
+    """
+    if not isinstance(settings, Settings):
+        what = "must be a Settings(noise_multiplier=..., max_grad_norm=..., sample_rate=..., ...)"
+        raise InputError("settings", what, f"a {type(settings).__name__}")
+    check_module(model)
     if not isinstance(callbacks, list | tuple) or not all(isinstance(c, Callback) for c in callbacks):
         what = "must be a list of reconbound.training.settings.Callback"
         raise InputError("callbacks", what, f"{callbacks!r}"[:200])
-    for name, takes in _TAKES.items():
-        if given[name] is not None or name == "loss_fn":
-            function(name, given[name], takes)
-    for name in ("spectral", "progress", "check"):
-        flag(name, given[name])
+    for name, value in functions.items():
+        if value is not None or name == "loss_fn":
+            function(name, value, _TAKES[name])
+    for name, value in flags.items():
+        flag(name, value)
 
 
 def make_part(name: str, maker: Callable[[Any], Any], given: Any) -> Any:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,8 @@ from reconbound import fisher
 from reconbound._internal.checks import InputError
 from reconbound._internal.opacus_hooks import is_wrapper
 from reconbound._internal.rng import random_states_kept, seeded, torch_stream
-from reconbound.accounting.measurement_plan import batch_weight
+from reconbound.accounting.accountant import FisherAccountant
+from reconbound.accounting.measurement_plan import Blocks, Segments, batch_weight
 from reconbound.data.dataset import describe_copies, find_copies
 from reconbound.fisher import Private, StepInformation
 from reconbound.fisher.sums import methods_that_pass
@@ -27,10 +29,9 @@ from reconbound.validate import ModelError, check_batch
 from reconbound.validate.model import known_caveats
 from reconbound.validate.private import Problem, as_private, feature_mask, private_part, uncovered_caveats
 
-if TYPE_CHECKING:
-    from reconbound.training.private_sgd import PrivateSGD
-
 LossFn = Callable[[Any, Any], Tensor]
+#: Records, information, weight, and whether each record is measured once in a block.
+Measured = tuple[Tensor, StepInformation, float, bool]
 
 
 class Measurer:
@@ -81,20 +82,16 @@ class Measurer:
         else:
             found, more = known_caveats(model), uncovered_caveats(model, loss_fn, few, as_private(private))
         self.caveats = (*found, *more)
-        self._methods = self._methods_that_pass(few, check)
+        kinds = (Private("nothing"), as_private(private))
+        with _refusing():
+            if check:  # only methods that pass on four records
+                four = self.rows(torch.tensor([i * (self.records - 1) // 3 for i in range(4)]).unique())
+                self._methods = methods_that_pass(model, loss_fn, four, kinds, **self._clip)
+            else:
+                self._methods = [fisher.covering_method(model, loss_fn, *few, kind) for kind in kinds]
         self._columns, self.features = self._private_features(few)
         if check:
             self._try(first)
-
-    def _methods_that_pass(self, few: tuple[Any, Any], check: bool) -> list[Any]:
-        """Returns the methods for sums and for information; with `check`, only those that pass on four records."""
-        kinds = (Private("nothing"), as_private(self.private))
-        with _refusing():
-            if not check:
-                return [fisher.covering_method(self.model, self.loss_fn, *few, kind) for kind in kinds]
-            last = self.records - 1
-            spread = self.rows(torch.tensor([i * last // 3 for i in range(4)]).unique())
-            return methods_that_pass(self.model, self.loss_fn, spread, kinds, **self._clip)
 
     @property
     def _clip(self) -> dict[str, Any]:
@@ -142,6 +139,46 @@ class Measurer:
             return found
         across, along = (d.flatten(1)[:, self._columns] for d in (found.diagonal_across, found.diagonal_along))
         return replace(found, diagonal_across=across, diagonal_along=along)
+
+    def compute_step(
+        self, batch: Tensor, seed: int, step: int, ledger: FisherAccountant | None, plan: Blocks | Segments | None
+    ) -> tuple[Tensor, list[Measured], StepInformation | None]:
+        """Computes the clipped sum of a batch and measures the records whose turn it is. Nothing is changed.
+
+        Args:
+            batch: indices of the records.
+            seed: of the run.
+            step: its number.
+            ledger: which records it follows at every step; None without accounting.
+            plan: which records are measured at which step; None where each batch itself is measured.
+
+        Returns:
+            Σ c g, flat; what was measured at the parameters before the step; and the information about the records
+            whose features are kept.
+        """
+        probe = partial(torch_stream, seed, step=step, device=self.device)
+        measured: list[Measured] = []
+        followed, weight = None, None
+        if ledger is not None:
+            if plan is not None:
+                for k, group in enumerate(plan.at(seed, step), 1):
+                    found = self.information(group, probe(f"probe {k}"))
+                    measured.append((group, found, plan.weight(step), True))
+            if ledger.features.followed and ledger.rows is not None and len(ledger.rows):
+                followed = self.information(ledger.rows, probe("probe kept"))
+            weight = batch_weight(self.settings.budget, seed, step)
+        if len(batch) == 0:
+            sums = {name: torch.zeros_like(p) for name, p in self.params.items()}
+        elif weight is None:
+            sums = self.gradient_sum(batch)
+        else:  # the same pass gives the sum
+            found = self.information(batch, probe("probe 0"))
+            measured.append((batch, found, weight, False))
+            sums = found.gradient_sum
+        total = torch.cat([sums[name].flatten() for name in self.params])
+        if not bool(torch.isfinite(total).all()):
+            raise Fault("the clipped gradient sum is not finite: the model has exploded; lower lr")
+        return total, measured, followed
 
     def _try(self, indices: Tensor) -> None:
         """Refuses a model whose records PyTorch cannot take apart or differentiate, before training starts."""
@@ -206,50 +243,6 @@ def _refusing() -> Iterator[None]:
     except RuntimeError as error:
         why = str(error).split("\n")[0]
         raise ModelError(f"the information of single records cannot be computed for this model: {why}") from error
-
-
-#: Records, information, weight, and whether each record is measured once in a block.
-Measured = tuple[Tensor, StepInformation, float, bool]
-
-
-def compute_step(learner: PrivateSGD, batch: Tensor) -> tuple[Tensor, list[Measured], StepInformation | None]:
-    """Computes the clipped sum of a batch and measures the records whose turn it is. Nothing is changed.
-
-    Args:
-        learner: at its present parameters and step.
-        batch: indices of the records.
-
-    Returns:
-        Σ c g, flat; what was measured at the parameters before the step; and the information about the records whose
-        features are kept.
-    """
-    measurer, ledger, plan = learner.measurer, learner.accountant, learner.plan
-    seed, step = learner.run_seed, learner.step
-
-    def information(records: Tensor, part: str) -> StepInformation:
-        return measurer.information(records, torch_stream(seed, f"probe {part}", step, measurer.device))
-
-    measured: list[Measured] = []
-    followed, weight = None, None
-    if ledger is not None:
-        if plan is not None:
-            groups = enumerate(plan.at(seed, step), 1)
-            measured += [(group, information(group, f"{k}"), plan.weight(step), True) for k, group in groups]
-        if ledger.features.followed and ledger.rows is not None and len(ledger.rows):
-            followed = information(ledger.rows, "kept")
-        weight = batch_weight(measurer.settings.budget, seed, step)
-    if len(batch) == 0:
-        sums = {name: torch.zeros_like(p) for name, p in measurer.params.items()}
-    elif weight is None:
-        sums = measurer.gradient_sum(batch)
-    else:  # the same pass gives the sum
-        found = information(batch, "0")
-        measured.append((batch, found, weight, False))
-        sums = found.gradient_sum
-    total = torch.cat([sums[name].flatten() for name in measurer.params])
-    if not bool(torch.isfinite(total).all()):
-        raise Fault("the clipped gradient sum is not finite: the model has exploded; lower lr")
-    return total, measured, followed
 
 
 def record_losses(model: nn.Module, loss_fn: Any, inputs: Any, targets: Any) -> list[float] | None:

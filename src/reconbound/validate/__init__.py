@@ -16,31 +16,13 @@ from torch import Tensor, nn
 from reconbound._internal.checks import InputError, warn_user
 from reconbound._internal.opacus_hooks import unhooked
 from reconbound._internal.rng import random_states_kept
-from reconbound.validate.batch import check_finite, check_tensors
+from reconbound.validate import model as models
+from reconbound.validate import watch
 from reconbound.validate.derivatives import check_derivatives, check_differences, math_attention
 from reconbound.validate.jumps import check_events, check_gaps
-from reconbound.validate.model import (
-    KinkWarning,
-    ModelError,
-    ReconboundWarning,
-    check_structure,
-    kink_caveats,
-    kinked_modules,
-    precision_caveats,
-    remember_check,
-    warn_kinks,
-)
+from reconbound.validate.model import KinkWarning, ModelError, ReconboundWarning, check_finite, check_tensors
 from reconbound.validate.placed import chosen_private, place_precisely, without_autocast
 from reconbound.validate.private import Private, uncovered_caveats, warn_uncovered
-from reconbound.validate.watch import (
-    PROBE_RECORDS,
-    LossFn,
-    Trace,
-    check_coupling,
-    check_randomness,
-    rows,
-    run,
-)
 
 __all__ = ["KinkWarning", "ModelError", "ReconboundWarning", "check_batch", "check_model", "math_attention"]
 
@@ -63,14 +45,14 @@ def check_model(model: nn.Module) -> None:
         ...
     reconbound.validate.ModelError: module '2' (BatchNorm1d) mixes the records of a batch: ...
     """
-    check_structure(model)
-    warn_kinks(kinked_modules(model))
+    models.check_structure(model)
+    models.warn_kinks(models.kinked_modules(model))
 
 
 @unhooked
 def check_batch(
     model: nn.Module,
-    loss_fn: LossFn,
+    loss_fn: watch.LossFn,
     inputs: Any,
     targets: Any,
     private: Private | Tensor | Sequence[int] | str | None = None,
@@ -113,33 +95,33 @@ def check_batch(
     reconbound.validate.ModelError: loss_fn must return one loss per record, shape (B,), got a single number: it was
     reduced over the batch, use reduction="none"
     """
-    check_structure(model)
+    models.check_structure(model)
     records = check_tensors(model, inputs, targets)
     if records == 0:
         raise InputError("inputs", "must have at least one record", "none")
     check_finite(inputs, targets)
-    few = rows((inputs, targets), [i % records for i in range(PROBE_RECORDS)])
+    few = watch.rows((inputs, targets), [i % records for i in range(watch.PROBE_RECORDS)])
     with torch.enable_grad(), random_states_kept():
-        trace = run(model, loss_fn, *few)
-        check_randomness(model, trace, run(model, loss_fn, *few))
-        check_coupling(model, loss_fn, few, trace)
+        trace = watch.run(model, loss_fn, *few)
+        watch.check_randomness(model, trace, watch.run(model, loss_fn, *few))
+        watch.check_coupling(model, loss_fn, few, trace)
         check_derivatives(model, loss_fn, few, trace)
-        kinks = kinked_modules(model)
+        kinks = models.kinked_modules(model)
         with without_autocast():
             placed = place_precisely(model, loss_fn, few, chosen_private(private))
             kinks = {**check_events(placed, model), **kinks}
             check_differences(placed, model, trace)
             check_gaps(placed, model, smooth=not kinks)
     _warn_buffers(model, trace)
-    warn_kinks(kinks)
+    models.warn_kinks(kinks)
     beside = uncovered_caveats(model, loss_fn, few, chosen_private(private))
     warn_uncovered(beside)
-    found = (*kink_caveats(kinks), *beside, *precision_caveats(model, trace.dtypes))
-    remember_check(model, found)
+    found = (*models.kink_caveats(kinks), *beside, *models.precision_caveats(model, trace.dtypes))
+    models.remember_check(model, found)
     return found
 
 
-def _warn_buffers(model: nn.Module, trace: Trace) -> None:
+def _warn_buffers(model: nn.Module, trace: watch.Trace) -> None:
     changed = [name for name, b in model.named_buffers() if not torch.equal(b, trace.buffers[name])]
     if changed:
         warn_user(

@@ -14,14 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from reconbound._internal.checks import warn_user
-from reconbound.validate.model import (
-    CHECKPOINTING,
-    ModelError,
-    ReconboundWarning,
-    is_about_checkpointing,
-    label,
-    place,
-)
+from reconbound.validate import model as models
 from reconbound.validate.placed import Placed, converted, drawn_like
 from reconbound.validate.watch import LossFn, Trace, first_line, in_place_error, leaf, run
 
@@ -51,22 +44,22 @@ def check_derivatives(model: nn.Module, loss_fn: LossFn, few: Any, trace: Trace)
     try:
         _second_derivative(model, trace)
     except RuntimeError as error:
-        if is_about_checkpointing(error):
-            raise ModelError(CHECKPOINTING) from error
+        if models.is_about_checkpointing(error):
+            raise models.ModelError(models.CHECKPOINTING) from error
         if "inplace" in str(error):
             raise in_place_error(model, trace.in_place, error) from error
         if trace.attention and _works_with_math_attention(model, loss_fn, few):
-            places = ", ".join(place(path) for path in trace.attention)
+            places = ", ".join(models.place(path) for path in trace.attention)
             warn_user(
                 f"the attention kernel of {places} has no second derivative: run under "
                 "reconbound.validate.math_attention(), which switches to the plain formula",
-                ReconboundWarning,
+                models.ReconboundWarning,
             )
             return
         path = _culprit(model, trace)
-        raise ModelError(
-            f"{label(model, path)} cannot be differentiated twice ({first_line(error)}): write it with operations "
-            "whose gradients PyTorch can differentiate; for attention see reconbound.validate.math_attention"
+        raise models.ModelError(
+            f"{models.label(model, path)} cannot be differentiated twice ({first_line(error)}): write it with "
+            "operations whose gradients PyTorch can differentiate; for attention see reconbound.validate.math_attention"
         ) from error
 
 
@@ -86,15 +79,15 @@ def _second_derivative(model: nn.Module, trace: Trace) -> None:
             raise _cut_error(model, trace, "the gradient does not depend on the inputs")
 
 
-def _cut_error(model: nn.Module, trace: Trace, what: str) -> ModelError:
+def _cut_error(model: nn.Module, trace: Trace, what: str) -> models.ModelError:
     """Names the first module that receives tensors of the graph and returns none."""
     for path, given, output in trace.calls:
         if _any_grad(given) and not _any_grad(output):
-            return ModelError(
-                f"{label(model, path)} cuts the graph: {what}. It is not differentiable: look for detach(), .data, "
-                "numpy, argmax, integer casts or torch.no_grad()"
+            return models.ModelError(
+                f"{models.label(model, path)} cuts the graph: {what}. It is not differentiable: look for detach(), "
+                ".data, numpy, argmax, integer casts or torch.no_grad()"
             )
-    return ModelError(f"{what}: look for detach(), numpy, argmax or torch.no_grad() in the model and in loss_fn")
+    return models.ModelError(f"{what}: look for detach(), numpy, argmax or torch.no_grad() in the model and in loss_fn")
 
 
 def _any_grad(tree: Any) -> bool:
@@ -138,10 +131,10 @@ def check_differences(placed: Placed, model: nn.Module, trace: Trace) -> None:
     with math_attention():
         calls = ((path, model.get_submodule(path), given) for path, given, _ in _innermost_first(trace))
         path = next((path for path, module, given in calls if _module_misses(module, given, placed.z[0].dtype)), "")
-    raise ModelError(
-        f"{label(model, path)} has a gradient that changes with the inputs in a way that its second derivative does "
-        "not show: information would be missed. Look for detach(), a straight-through estimator, or a backward pass "
-        "written by hand that cannot be differentiated"
+    raise models.ModelError(
+        f"{models.label(model, path)} has a gradient that changes with the inputs in a way that its second "
+        "derivative does not show: information would be missed. Look for detach(), a straight-through estimator, "
+        "or a backward pass written by hand that cannot be differentiated"
     )
 
 

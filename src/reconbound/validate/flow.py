@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from reconbound.validate.model import OPERATIONS
 from reconbound.validate.placed import Placed
 from reconbound.validate.watch import Trace, recorded_calls
 
@@ -137,29 +138,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-_KINKED = frozenset(
-    (  # noqa: SIM905
-        "relu leaky_relu rrelu_with_noise _prelu_kernel prelu hardtanh hardsigmoid hardswish softshrink "
-        "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d "
-        "fractional_max_pool3d mkldnn_max_pool2d max_pool1d max_pool2d max_pool3d quantized_max_pool2d abs maximum "
-        "minimum fmax fmin max min amax amin aminmax median nanmedian kthvalue mode cummax cummin sort topk clamp "
-        "clamp_min clamp_max clip multi_margin_loss multilabel_margin_loss_forward renorm grid_sampler_2d "
-        "grid_sampler_3d"
-    ).split()
-)
-_FLAT = frozenset(
-    (  # noqa: SIM905
-        "round floor ceil trunc fix sign sgn heaviside floor_divide copysign fake_quantize_per_tensor_affine_cachemask "
-        "fake_quantize_per_channel_affine_cachemask _fake_quantize_learnable_per_tensor_affine "
-        "_fake_quantize_learnable_per_channel_affine histc nextafter"
-    ).split()
-)
-COMPARISONS = frozenset(
-    (  # noqa: SIM905
-        "gt ge lt le eq ne isnan isinf isposinf isneginf signbit logical_not logical_and logical_or logical_xor "
-        "isclose all any equal is_nonzero isin"
-    ).split()
-)
+_KINKED, _FLAT, COMPARISONS = (frozenset(OPERATIONS[name]) for name in ("kinked", "flat", "comparisons"))
 _NORMS = frozenset({"linalg_vector_norm", "norm", "dist", "cdist", "_cdist_forward"})
 
 

@@ -21,10 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from reconbound._internal.checks import InputError, choice, warn_user
 from reconbound._internal.rng import random_states_kept
-from reconbound.validate.batch import check_losses
-from reconbound.validate.model import CHECKPOINTING, ModelError, ReconboundWarning
-from reconbound.validate.twice_differentiable import TwiceDifferentiable
-from reconbound.validate.watch import LossFn, arguments, close
+from reconbound.validate.model import CHECKPOINTING, ModelError, ReconboundWarning, check_losses
+from reconbound.validate.watch import LossFn, TwiceDifferentiable, arguments, close
 
 _NAMED = 5  # parameters that a caveat names; the others are counted
 Inputs = Any  # a tensor, or a tuple or dictionary of tensors: model(x), model(*x) or model(**x)
@@ -304,10 +302,10 @@ def uncovered_caveats(model: nn.Module, loss_fn: LossFn, few: Any, private: Priv
 
 def warn_uncovered(caveats: tuple[str, ...]) -> None:
     """Warns of parameters that the floors do not cover."""
-    said = [c for c in caveats if c.startswith("not covered")]
-    if said:
+    uncovered = [c for c in caveats if c.startswith("not covered")]
+    if uncovered:
         why = "freeze it (requires_grad_(False)), or read the floors as for an attacker who does not look there"
-        warn_user(f"floors do not cover all that is released, {'; '.join(said)}: {why}", ReconboundWarning)
+        warn_user(f"floors do not cover all that is released, {'; '.join(uncovered)}: {why}", ReconboundWarning)
 
 
 def _uncovered(problem: Problem, inputs: Any, targets: Any) -> list[str]:

@@ -1,4 +1,7 @@
-"""A watched run of the model on a few records: each module's inputs and outputs, and the operations that matter."""
+"""A watched run of the model on a few records: each module's inputs and outputs, and the operations that matter.
+
+`TwiceDifferentiable` replaces functions whose second derivative PyTorch lacks, in this and in every other run.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from reconbound.validate.batch import check_losses, describe_input_dtype, describe_target_dtype, tensors
-from reconbound.validate.model import CHECKPOINTING, LOSS, ModelError, is_about_checkpointing, label
+from reconbound.validate import model as models
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -40,7 +44,7 @@ class Trace:
 
     @property
     def here(self) -> str:
-        return self.stack[-1] if self.stack else LOSS
+        return self.stack[-1] if self.stack else models.LOSS
 
 
 class _Watch(TorchDispatchMode):
@@ -70,29 +74,29 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
     """Runs the forward pass and the losses, watched; inputs are fresh leaves, buffers are copies."""
     trace = Trace(inputs=tree_map(leaf, inputs), buffers={name: b.clone() for name, b in model.named_buffers()})
     args, kwargs = arguments(trace.inputs)
-    with recorded_calls(model, trace), disable_saved_tensors_hooks(CHECKPOINTING), _Watch(trace):
+    with recorded_calls(model, trace), disable_saved_tensors_hooks(models.CHECKPOINTING), _Watch(trace):
         try:
             outputs = functional_call(model, trace.buffers, args, kwargs)
         except RuntimeError as error:
-            if is_about_checkpointing(error):
-                raise ModelError(f"{label(model, trace.here)}: {CHECKPOINTING}") from error
+            if models.is_about_checkpointing(error):
+                raise models.ModelError(f"{models.label(model, trace.here)}: {models.CHECKPOINTING}") from error
             if "in-place" in str(error):
                 raise in_place_error(model, {trace.here: "its input"}, error) from error
-            said = describe_input_dtype(error, model, inputs) or _describe_shapes(error, model, trace, inputs)
-            raise (error if said is None else ModelError(said)) from error
+            why = models.describe_input_dtype(error, model, inputs) or _describe_shapes(error, model, trace, inputs)
+            raise (error if why is None else models.ModelError(why)) from error
         try:
             trace.losses = loss_fn(outputs, tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, targets))
         except RuntimeError as error:
-            said = describe_target_dtype(error, targets)
-            raise (error if said is None else ModelError(said)) from error
+            why = models.describe_target_dtype(error, targets)
+            raise (error if why is None else models.ModelError(why)) from error
         except (TypeError, AttributeError) as error:
-            raise ModelError(f"loss_fn cannot be called with the model's outputs and the targets: {error}") from error
+            raise models.ModelError(f"loss_fn cannot be called with the outputs and the targets: {error}") from error
     first = next(x for x in tree_leaves(inputs) if isinstance(x, Tensor))
-    check_losses(trace.losses, len(first))
+    models.check_losses(trace.losses, len(first))
     bad = (~torch.isfinite(trace.losses)).nonzero()
     if len(bad):
         value = trace.losses[bad[0]].item()
-        raise ModelError(f"the loss of record {int(bad[0])} is {value}: model or loss_fn overflows")
+        raise models.ModelError(f"the loss of record {int(bad[0])} is {value}: model or loss_fn overflows")
     return trace
 
 
@@ -101,8 +105,8 @@ def _describe_shapes(error: RuntimeError, model: nn.Module, trace: Trace, inputs
     why = first_line(error)
     if not any(word in why for word in ("cannot be multiplied", "channels", "must match the size", "normalized_shape")):
         return None
-    shapes = ", ".join(f"{name} {tuple(x.shape[1:])}" for name, x in tensors("inputs", inputs))
-    return f"{label(model, trace.here)} does not take what it is given ({why}); a record has the shape {shapes}"
+    shapes = ", ".join(f"{name} {tuple(x.shape[1:])}" for name, x in models.tensors("inputs", inputs))
+    return f"{models.label(model, trace.here)} does not take what it is given ({why}); a record has the shape {shapes}"
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -138,9 +142,9 @@ def recorded_calls(model: nn.Module, trace: Trace) -> Iterator[None]:
             handle.remove()
 
 
-def in_place_error(model: nn.Module, places: Mapping[str, str], error: RuntimeError) -> ModelError:
-    where = " and ".join(f"{label(model, path)}: {name}" for path, name in places.items()) or "the model"
-    return ModelError(
+def in_place_error(model: nn.Module, places: Mapping[str, str], error: RuntimeError) -> models.ModelError:
+    where = " and ".join(f"{models.label(model, path)}: {name}" for path, name in places.items()) or "the model"
+    return models.ModelError(
         f"a value that the derivatives need was changed in place, at {where}. Use inplace=False, and x = x + y in "
         f"place of x += y ({first_line(error)})"
     )
@@ -178,7 +182,7 @@ def _first_change(before: Trace, after: Trace, rows: int, relative: float) -> st
             by_record = len(a) == PROBE_RECORDS and len(b) in (rows, PROBE_RECORDS)
             if by_record and not close(a[:rows], b[:rows], relative):
                 return path
-    return LOSS
+    return models.LOSS
 
 
 def check_randomness(model: nn.Module, first: Trace, second: Trace) -> None:
@@ -186,8 +190,8 @@ def check_randomness(model: nn.Module, first: Trace, second: Trace) -> None:
     if not close(first.losses, second.losses, relative):
         drawing = [p for p in first.seeded if p not in first.attention]  # which may draw, and mostly does not
         path = [*drawing, _first_change(first, second, PROBE_RECORDS, relative)][0]
-        raise ModelError(
-            f"{label(model, path)} is random: two runs on the same records gave different losses. Turn its "
+        raise models.ModelError(
+            f"{models.label(model, path)} is random: two runs on the same records gave different losses. Turn its "
             "randomness off (eval mode, or F.dropout(..., training=False)); the noise that protects is the one on "
             "the gradient"
         )
@@ -198,16 +202,16 @@ def check_coupling(model: nn.Module, loss_fn: LossFn, few: Any, trace: Trace) ->
     rest, relative = PROBE_RECORDS - 1, _rounding(trace.losses)
     changed = run(model, loss_fn, tree_map(_last_changed, few[0]), few[1])
     if not close(trace.losses[:rest], changed.losses[:rest], relative):
-        raise ModelError(
-            f"{label(model, _first_change(trace, changed, rest, relative))} couples the records of a batch: one "
+        raise models.ModelError(
+            f"{models.label(model, _first_change(trace, changed, rest, relative))} couples the records of a batch: one "
             "record's loss changes when another record changes. Each loss must depend on its own record alone: no "
             "statistics, sums or comparisons over the batch (nn.GroupNorm in place of batch statistics)"
         )
     relative = min(torch.finfo(trace.losses.dtype).eps ** 0.5, 0.05)  # another shape may round differently
     fewer = run(model, loss_fn, *rows(few, list(range(rest))))
     if not close(trace.losses[:rest], fewer.losses, relative):
-        raise ModelError(
-            f"{label(model, _first_change(trace, fewer, rest, relative))} depends on the batch: a record's loss "
+        raise models.ModelError(
+            f"{models.label(model, _first_change(trace, fewer, rest, relative))} depends on the batch: a record's loss "
             "changes when another record is left out. Do not divide by the batch size or use anything else that is "
             "taken over the batch"
         )
@@ -221,3 +225,91 @@ def _last_changed(x: Any) -> Any:
     if x.is_floating_point() and torch.equal(changed, x):
         changed[-1] = 0.5 * x[-1] + 0.1
     return changed
+
+
+class TwiceDifferentiable(TorchFunctionMode):
+    """A mode in which functions whose second derivative PyTorch lacks are computed by others that have one.
+
+    A bag of embeddings is the sum, mean or maximum of its rows; a transposed convolution with output_padding is the one
+    without any padding, cut to size. (`F.embedding_bag` has no second derivative at all, that of a transposed
+    convolution with output_padding fails record by record.)
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        other = _REPLACED.get(func)
+        found = None if other is None else other(func, *args, **kwargs)
+        return func(*args, **kwargs) if found is None else found
+
+
+def _bag(
+    func: Any,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    mode: str = "mean",
+    per_sample_weights: Tensor | None = None,
+    padding_idx: int | None = None,
+    **how: Any,
+) -> Tensor | None:
+    if how["max_norm"] is not None or how["scale_grad_by_freq"] or how["sparse"]:
+        return None
+    if offsets is not None:
+        input, per_sample_weights, inside = _in_rows(input, offsets, per_sample_weights, how["include_last_offset"])
+    else:
+        inside = torch.ones_like(input, dtype=torch.bool)
+    if padding_idx is not None:
+        inside = inside & (input != padding_idx % weight.shape[0])
+    rows = F.embedding(input, weight)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    empty = ~inside.any(-1, keepdim=True)
+    if mode == "max":
+        return rows.masked_fill(~inside.unsqueeze(-1), -torch.inf).amax(-2).masked_fill(empty, 0.0)
+    total = rows.masked_fill(~inside.unsqueeze(-1), 0.0).sum(-2)
+    return total if mode == "sum" else total / inside.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _in_rows(flat: Tensor, offsets: Tensor, weights: Tensor | None, last: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Returns consecutive bags as rows of the longest one's length, their weights, and which places are used."""
+    ends = offsets[1:] if last else torch.cat([offsets[1:], offsets.new_full((1,), flat.shape[0])])
+    starts = offsets[:-1] if last else offsets
+    places = starts[:, None] + torch.arange(flat.shape[0], device=flat.device)
+    inside = places < ends[:, None]
+    places = places.clamp(max=max(flat.shape[0] - 1, 0))
+    return flat[places], None if weights is None else weights[places], inside
+
+
+def _conv_transpose(
+    func: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Tensor | None:
+    rank = weight.dim() - 2
+    before, after = (each_side(value, rank) for value in (padding, output_padding))
+    if not any(after):
+        return None
+    whole = func(input, weight, None, stride, 0, 0, groups, dilation)
+    cut = [n for p, more in zip(reversed(before), reversed(after), strict=True) for n in (-p, more - p)]
+    output = F.pad(whole, cut)
+    return output if bias is None else output + bias.reshape(-1, *(1,) * rank)
+
+
+def each_side(value: Any, rank: int) -> tuple[int, ...]:
+    """Returns a size for each of a layer's dimensions, from one for all of them or from as many."""
+    values = tuple(value) if isinstance(value, tuple | list) else (value,)
+    return values * rank if len(values) == 1 else values
+
+
+_REPLACED: dict[Any, Callable[..., Tensor | None]] = {
+    F.embedding_bag: _bag,
+    F.conv_transpose1d: _conv_transpose,
+    F.conv_transpose2d: _conv_transpose,
+    F.conv_transpose3d: _conv_transpose,
+}

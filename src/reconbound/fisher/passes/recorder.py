@@ -26,8 +26,7 @@ from reconbound.fisher.passes.convolutions import convolve, pool, poolable
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule, LinearRule, Rule, ScaleRule
 from reconbound.validate.model import CHECKPOINTING
 from reconbound.validate.private import Inputs, Problem, batch_rows
-from reconbound.validate.twice_differentiable import each_side
-from reconbound.validate.watch import close
+from reconbound.validate.watch import close, each_side
 
 _GOLDEN = 0.6180339887498949  # its multiples spread evenly over [0, 1)
 _CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()  # what check_small_batch has passed

@@ -73,6 +73,29 @@ class Snapshot:
         return self.dfils[choice("rule", rule or next(iter(self.dfils)), tuple(self.dfils))]
 
 
+@dataclass(frozen=True)
+class FleetOptions:
+    """Says how a fleet is trained and measured.
+
+    Attributes:
+        budgets: records measured over records trained on, for each stretch between two of `at`; default: the first
+            settings' budget for all. Blocks of a plan end where a stretch ends, so every snapshot is unbiased.
+        device: where to train.
+        method: "stacked": all trainings in the same operations, for chains of the layers in stacked.py;
+            "branches": any model, a branch of the graph for each training. "auto": stacked where possible.
+        streams: branches that may run side by side on a GPU.
+        initialise: gives a model its fresh parameters, from torch's generator; default: each module's own way.
+        private: the features of a record's flattened input that are private, a mask or indices; all of it when None.
+    """
+
+    budgets: Sequence[float] | None = None
+    device: torch.device | str = "cpu"
+    method: str = "auto"
+    streams: int = 8
+    initialise: Callable[[nn.Module], None] | None = None
+    private: Private | Tensor | Sequence[int] | None = None
+
+
 class Fleet:
     """K private trainings in step, each with its own noise multiplier, clip norm, step size and momentum.
 
@@ -84,14 +107,7 @@ class Fleet:
         settings: of each training. Sampler ("poisson" or "fixed"), sample_rate, clip, rules, probes and seed must be
             the same for all; micro_batch is not used.
         at: the step counts at which a run is evaluated, increasing; the last is its length.
-        budgets: records measured over records trained on, for each stretch between two of `at`; default: the first
-            settings' budget for all. Blocks of a plan end where a stretch ends, so every snapshot is unbiased.
-        device: where to train.
-        method: "stacked": all trainings in the same operations, for chains of the layers in stacked.py;
-            "branches": any model, a branch of the graph for each training. "auto": stacked where possible.
-        streams: branches that may run side by side on a GPU.
-        initialise: gives a model its fresh parameters, from torch's generator; default: each module's own way.
-        private: the features of a record's flattened input that are private, a mask or indices; all of it when None.
+        **options: fields of FleetOptions, by name.
 
     Guarantee: each training is PrivateSGD's mechanism with those settings, and each snapshot's ledger an unbiased
     estimate of what its steps tell about each record; trainings of one fleet are not independent of each other, for
@@ -107,19 +123,15 @@ class Fleet:
         settings: Sequence[Settings],
         *,
         at: Sequence[int],
-        budgets: Sequence[float] | None = None,
-        device: torch.device | str = "cpu",
-        method: str = "auto",
-        streams: int = 8,
-        initialise: Callable[[nn.Module], None] | None = None,
-        private: Private | Tensor | Sequence[int] | None = None,
+        **options: Any,
     ) -> None:
+        how = FleetOptions(**options)
         self.settings, self.at = tuple(settings), checked_counts("at", at)
         if not self.at:
             raise InputError("at", "must name at least one step count", at)
         first = _checked_fleet(self.settings)
-        self.loss_fn, self.device = loss_fn, torch.device(device)
-        self.initialise = initialise or reset_parameters
+        self.loss_fn, self.device = loss_fn, torch.device(how.device)
+        self.initialise = how.initialise or reset_parameters
         self.inputs, self.targets = inputs.to(self.device), targets.to(self.device)
         self.make_model, self.records = make_model, len(inputs)
         self.sampler = make_sampler(first.sampler, self.records, first.sample_rate)
@@ -128,7 +140,7 @@ class Fleet:
         self._data = data_digest(inputs, targets)
         self.run_seeds: dict[int, int] = {}  # of the runs so far: from the seed and what the fleet shares
         self.params, self.sums = _flattened(self.models)
-        self.mask = _checked_mask(private, self.inputs[:1].to(self.params.dtype))
+        self.mask = _checked_mask(how.private, self.inputs[:1].to(self.params.dtype))
         self.private = Private() if self.mask is None else Private(features=self.mask.bool())
         self.features = inputs[0].numel() if self.mask is None else self.private.count
         self.velocity = torch.zeros_like(self.params)
@@ -137,10 +149,9 @@ class Fleet:
         self.scale, self.clip_norm, self.lr, self.momentum, self.decay = map(self._column, names)
         accounts = [make_account(s, self.sampler, self.features, self.at[-1]) for s in self.settings]
         self.ledger = RecordLedger(accounts, self.device, error=False, keep_at=self.at)
-        self.plan = _make_plan(first, self.sampler, self.at, budgets)
-        self.engine = make_engine(
-            self, choice("method", method, METHODS), min(whole("streams", streams), len(settings))
-        )
+        self.plan = _make_plan(first, self.sampler, self.at, how.budgets)
+        streams = min(whole("streams", how.streams), len(settings))
+        self.engine = make_engine(self, choice("method", how.method, METHODS), streams)
         self._levels = _levels(self.sampler)
         self._training: dict[int, Work] = {}
         self._measuring: dict[int, Work] = {}
@@ -156,7 +167,7 @@ class Fleet:
         evaluate: Callable[[nn.Module], Any] | None = None,
         noise: NoiseFn | None = None,
         seeds: Sequence[int] | None = None,
-        tell: Callable[[int], None] | None = None,
+        report: Callable[[int], None] | None = None,
     ) -> Iterator[Snapshot]:
         """Trains run `number` from fresh parameters; yields a Snapshot at each of `at`.
 
@@ -166,7 +177,7 @@ class Fleet:
             noise: replaces the numbers of the generator.
             seeds: one for each training's noise, which then does not depend on the other trainings of the fleet; by
                 default one generator creates the noise of all.
-            tell: called with the number of each step before it is taken; an exception that it raises ends the run.
+            report: called with the number of each step before it is taken; an exception that it raises ends the run.
         """
         base = self.settings[0].seed
         assert base is not None
@@ -175,8 +186,8 @@ class Fleet:
         batches: list[Tensor] = _batches(self.sampler, seed, self.at[-1])
         draw = self._drawn(base, seeds, number) if noise is None else lambda step: self.noise.copy_(noise(step))
         for step in range(self.at[-1]):
-            if tell is not None:
-                tell(step)
+            if report is not None:
+                report(step)
             for part, group in enumerate(self.plan.at(seed, step)):
                 self._measure(group, self.plan.weight(step), seed, step, part)
             draw(step)
@@ -330,6 +341,3 @@ def _make_plan(first: Settings, sampler: Sampler, at: tuple[int, ...], budgets: 
         raise InputError("budgets", f"must be {len(at)}, one for each step count", budgets)
     numbers = [number("budgets", b, above=0.0) for b in chosen]
     return Segments.of(make_plan(numbers[0], sampler, at[-1]), at, numbers)
-
-
-__all__ = ["Fleet", "Snapshot"]
