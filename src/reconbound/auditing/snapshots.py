@@ -181,7 +181,10 @@ class SnapshotMeasurements:
             raise Unreadable(f"{reason}: {ADVICE}") from None
         if facts != {"audit": owner(self.learner), "run": run, "step": step}:
             raise Unreadable(f"{path} is of another audit, run or step: {ADVICE}")
-        self.learner.model.load_state_dict(tensors)
+        try:
+            self.learner.model.load_state_dict(tensors)
+        except RuntimeError:
+            raise Unreadable(f"{path} holds other parameters than the model has: {ADVICE}") from None
 
 
 def _parts(blocks: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:

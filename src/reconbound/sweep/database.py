@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -180,13 +180,11 @@ def check_whole(url: Any) -> None:
     """Refuses a SQLite file whose own check finds damage: anything written to it could be lost."""
     if url.get_backend_name() != "sqlite":
         return
-    connection = sqlite3.connect(_file(url), timeout=120)
     try:
-        result = str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
+        with closing(sqlite3.connect(_file(url), timeout=120)) as connection:
+            result = str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
     except sqlite3.DatabaseError as reason:
         result = str(reason)
-    finally:
-        connection.close()
     if result != "ok":
         what = f"must be a whole SQLite file ({result[:200]}): bring it back from a copy"
         raise InputError("storage", what, shown_url(url))
