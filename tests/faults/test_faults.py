@@ -131,7 +131,7 @@ def disk(base: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        _mount("umount", str(base))
+        _mount("umount", "--lazy", str(base))  # connections that were refused are closed when they are collected
 
 
 def _mount(*words: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -113,6 +114,17 @@ def test_frontier_reads_what_a_killed_sweep_left_in_its_log(base) -> None:
         os.replace(f"{path}{suffix}.copy", f"{path}{suffix}")
     assert (path.parent / "sweep.db-wal").stat().st_size > 0
     assert ended(["frontier", str(base / "sweep"), "--json"]).out == wanted
+
+
+@pytest.mark.parametrize("command", ["frontier", "sweep"])
+def test_a_view_in_place_of_a_table_is_one_line(base, command) -> None:
+    """A view may have no end, and SQLite does not stop for a signal: this test would hang."""
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
+    with contextlib.closing(sqlite3.connect(base / "sweep" / "sweep.db")) as connection:
+        connection.execute("ALTER TABLE trials RENAME TO kept")
+        connection.execute(f"CREATE VIEW trials AS {endless} SELECT kept.* FROM kept, n WHERE n.i < 0")
+    words = {"frontier": ["frontier", str(base / "sweep")], "sweep": small_folders.sweep_words(base, "sweep")}
+    refused(words[command], "it holds a view")
 
 
 # --- links ---------------------------------------------------------------------------------

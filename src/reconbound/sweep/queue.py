@@ -153,8 +153,10 @@ class Queue:
                         load_if_exists=True,
                     )
         except KeyError:
+            self.dispose()
             raise InputError("name", f"must be that of a sweep in {self.shown}", name) from None
         except (sql.exc.SQLAlchemyError, optuna.exceptions.OptunaError, ImportError, OSError) as reason:
+            self.dispose()
             driver = f"; say {database.POSTGRES}, after pip install 'reconbound[postgres]'"
             why = f"{database.first_line(reason)}{driver if isinstance(reason, ImportError) else ''}"
             raise InputError("storage", f"must be a database that can be used ({why})", self.shown) from reason
