@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
+# Each process runs neighbouring tests, which share fixtures, and bytecode is kept even where the environment forbids it.
+TESTS  := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist worksteal
 
 .PHONY: demo test fast lint format docs bench paper clean
 
@@ -13,10 +15,10 @@ demo: $(READY)
 	$(BIN)/reconbound audit --out audit-digits
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 3
+	$(TESTS) -n 3
 
 fast: $(READY)
-	$(BIN)/python -m pytest -n 2 -m "not slow and not browser and not postgres"
+	$(TESTS) -n 2 -m "not slow and not browser and not postgres"
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

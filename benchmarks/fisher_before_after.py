@@ -3,8 +3,9 @@
     git worktree add ../before COMMIT
     python benchmarks/fisher_before_after.py --before ../before/src [--device cuda] [--rounds 5] [--out table.json]
 
-The two versions take turns, each in a process of its own, on the paper's networks and on two models whose gradients
-are not formed: a wide network, and tokens that share their layers. Data are random: times do not depend on them. The
+The two versions take turns, each in a process of its own. A version whose interface differs runs its own copy of this
+file, benchmarks/fisher_before_after.py beside its src. The work: the paper's networks, and two models whose gradients
+are not formed, a wide network and tokens that share their layers. Data are random: times do not depend on them. The
 last lines are the ratios of the medians, after over before."""
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def median_seconds(call: Callable[[], Any], device: str) -> float:
 
 def in_child(source: str, device: str) -> dict[str, float]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, __file__, "--child", "--device", device]
+    own = Path(source).parent / "benchmarks" / Path(__file__).name
+    command = [sys.executable, str(own if own.exists() else __file__), "--child", "--device", device]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 

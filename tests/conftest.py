@@ -1,8 +1,10 @@
 """One thread for every library, before NumPy or torch is loaded; hypothesis without deadlines; commands to call."""
 
+import gc
 import itertools
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,6 +16,12 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 settings.register_profile("reconbound", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("reconbound")
+
+
+def pytest_collection_finish():
+    """Takes all that is imported by now out of the garbage collector's sight: collecting it again takes a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -71,30 +79,45 @@ def answer(run):
     return call
 
 
+@pytest.fixture(scope="session")
+def copy_of(tmp_path_factory):
+    """Returns a function that copies the folder of this name, which is built once in each process."""
+    built = {}
+
+    def copy(name, build):
+        if name not in built:
+            built[name] = tmp_path_factory.mktemp("built") / name
+            build(built[name])
+        return shutil.copytree(built[name], tmp_path_factory.mktemp("runs") / name)
+
+    return copy
+
+
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory):
+def digits(copy_of):
     """The folder of a short training on digits."""
     from run_folders import digits_folder
 
-    return digits_folder(tmp_path_factory.mktemp("runs") / "digits", runs=5, steps=20, records=200, noise=0.1)
+    return copy_of("digits", lambda folder: digits_folder(folder, runs=5, steps=20, records=200, noise=0.1))
 
 
 @pytest.fixture(scope="module")
-def people(tmp_path_factory):
+def people(copy_of):
     """The folder of a short training on a table."""
     from run_folders import people_folder
 
-    return people_folder(tmp_path_factory.mktemp("runs") / "people", steps=20, records=200, noise=0.1)
+    return copy_of("people", lambda folder: people_folder(folder, steps=20, records=200, noise=0.1))
 
 
 @pytest.fixture(scope="module")
-def audited(tmp_path_factory):
+def audited(copy_of):
     """The folder of a finished audit of a small table, by the library: auditing.people with three runs."""
     import auditing
     from reconbound.auditing.run import run_audit
 
-    folder = tmp_path_factory.mktemp("audit") / "people"
-    return run_audit(auditing.people(), auditing.options(runs=3), folder, show=False)
+    return copy_of(
+        "audit-people", lambda folder: run_audit(auditing.people(), auditing.options(runs=3), folder, show=False)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ WORK: dict[str, Callable[[], Any]] = {
     "probes in weights": lambda: measure(network(), losses, *data(), **MECHANISM, probe="weights", probes=3),
     "power iteration": lambda: measure(network(), losses, *data(), **MECHANISM, spectral=True),
     "diagonal": lambda: measure(network(), losses, *data(), **MECHANISM, diagonal=True),
-    "shared": lambda: measure(network(), losses, *data(), **MECHANISM, shared=2, deflate=3),
+    "deflated": lambda: measure(network(), losses, *data(), **MECHANISM, deflate=3),
     "generic": lambda: measure(network(), losses, *data(), **MECHANISM, method="generic"),
     "a model that draws": lambda: measure(Drawing(), losses, *data(), **MECHANISM, checked=True),
     "dense, a model that draws": lambda: dense_information(Drawing(), losses, *data(), **MECHANISM),

@@ -83,10 +83,10 @@ def test_printed_guarantee_rounds_to_the_safe_side(seed: int) -> None:
         assert shown is not None
         assert read(shown[2]) <= bound.value
         assert not shown[1] or read(shown[1]) <= bound.rmse
-    told = re.findall(r"ε = (\S+) \((\S+)\)", text)
+    reported = re.findall(r"ε = (\S+) \((\S+)\)", text)
     known = {"replace-one": found.epsilon, "add/remove": found.epsilon_add_remove}
-    assert told
-    for shown_epsilon, which in told:
+    assert reported
+    for shown_epsilon, which in reported:
         exact = known[which]
         assert exact is not None
         assert read(shown_epsilon) >= exact
@@ -128,10 +128,10 @@ def test_reports_round_to_the_safe_side(kind: str, request: pytest.FixtureReques
         upper = None if leakage.upper is None else leakage.upper * times
         leakage = replace(leakage, dfil=leakage.dfil * times, upper=upper)
         mechanism = SampledGaussian(draw.uniform(0.5, 3), draw.uniform(0.01, 0.2), draw.randint(1, 200))
-        told = guarantee(mechanism, dim=int(run.guarantee["data"]["dim"])).to_dict()
-        run = replace(run, guarantee=told)
+        reported = guarantee(mechanism, dim=int(run.guarantee["data"]["dim"])).to_dict()
+        run = replace(run, guarantee=reported)
         view = View(run, leakage)
-        for row, bound in zip(pages.floor_rows(run, view.unit), told["bounds"], strict=True):
+        for row, bound in zip(pages.floor_rows(run, view.unit), reported["bounds"], strict=True):
             if row["error"] != "says nothing":
                 assert number_in(row["error"]) <= bound["rmse"] * view.unit
                 checked += 1
@@ -145,15 +145,15 @@ def test_reports_round_to_the_safe_side(kind: str, request: pytest.FixtureReques
         (most,) = (figure for title, figure in tiles.items() if title.startswith(f"Most exposed {view.noun}"))
         assert number_in(most) <= view.shown[view.worst]
         assert number_in(tiles["Guessing the average"]) >= view.guess
-        assert number_in(tiles["ε, replace-one"]) >= told["epsilon"]
+        assert number_in(tiles["ε, replace-one"]) >= reported["epsilon"]
         own = comparison.audit_row(comparison.audit_facts(view, "a", folder))
-        assert number_in(own["epsilon"]) >= told["epsilon"]
+        assert number_in(own["epsilon"]) >= reported["epsilon"]
         assert number_in(own["worst"]) <= view.floor[view.worst] / view.unit
-        for name, shown, _ in pages.epsilons(told):
-            assert number_in(shown) >= told["epsilon" if name == "replace-one" else "epsilon_add_remove"]
-        assert number_in(str(pages.membership(told))) / 100 >= (1 + told["membership_advantage"]) / 2
+        for name, shown, _ in pages.epsilons(reported):
+            assert number_in(shown) >= reported["epsilon" if name == "replace-one" else "epsilon_add_remove"]
+        assert number_in(str(pages.membership(reported))) / 100 >= (1 + reported["membership_advantage"]) / 2
         page = pages.public_context(run)
-        for (_, shown), exact in zip(page["rero"], told["rero"], strict=True):
+        for (_, shown), exact in zip(page["rero"], reported["rero"], strict=True):
             assert number_in(shown) / 100 >= exact["success"] * (1 - 1e-15)
         for column in pages.feature_rows(view):
             assert number_in(column["guess"]) >= 0

@@ -42,11 +42,11 @@ CALLS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_warnings_point_here(name: str) -> None:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as text:
         warnings.simplefilter("always")
         CALLS[name]()
     ours = [
-        one for one in said if type(one.message).__module__.startswith("reconbound") or "reconbound" in one.filename
+        one for one in text if type(one.message).__module__.startswith("reconbound") or "reconbound" in one.filename
     ]
     assert ours
     assert {Path(one.filename).name for one in ours} == {"test_warnings.py"}

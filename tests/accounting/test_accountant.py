@@ -85,7 +85,7 @@ def test_the_spectral_bound_takes_the_larger_factor() -> None:
     ledger.add(torch.tensor([1]), info(torch.tensor([2.0]), torch.tensor([4.0]), 0.5), weight=1.5)
     across, along = (float(k) for k in poisson_factors(0.5, 0.25))
     assert abs(across - along) > 1e-3
-    assert float(ledger.spectral_bound()[1]) == pytest.approx(1.5 * max(across, along) * 3.0 * 1.1)
+    assert float(ledger.traces.spectral_bound()[1]) == pytest.approx(1.5 * max(across, along) * 3.0 * 1.1)
 
 
 def test_the_hard_clip_has_kappa_of_its_own() -> None:
@@ -150,9 +150,9 @@ def test_merged_ledgers_are_the_runs_together(diagonal) -> None:
 def test_means_and_errors_over_runs() -> None:
     ledger, sums = FisherAccountant(account(rules=("none",))), []
     for seed in range(4):
-        alone = FisherAccountant(account(rules=("none",)))
-        run(alone, seed)
-        sums.append(alone.trace())
+        single = FisherAccountant(account(rules=("none",)))
+        run(single, seed)
+        sums.append(single.trace())
         run(ledger, seed)
     stacked = torch.stack(sums)
     torch.testing.assert_close(ledger.trace(), stacked.mean(0))
@@ -177,15 +177,15 @@ def test_single_runs_are_kept_through_merging_and_saving(tmp_path) -> None:
     kept[0].save(tmp_path / "ledger")
     for ledger in (kept[0], FisherAccountant.load(tmp_path / "ledger")):
         for step, runs in singles.items():
-            assert ledger.measured(step).tolist() == [3 * step] * 6
+            assert ledger.traces.measured_in_runs(step).tolist() == [3 * step] * 6
             for rule in ("exact", "paper"):
                 expected = torch.stack([one.dfil(rule) for one in runs])
-                torch.testing.assert_close(ledger.dfil_of_runs(step, rule), expected)
+                torch.testing.assert_close(ledger.traces.dfil_of_runs(step, rule), expected)
     for wrong in ([4, 2], [2, 3], [2.5, 4]):
         with pytest.raises(InputError, match="keep_runs_at"):
             FisherAccountant(whole, keep_runs_at=wrong)
     with pytest.raises(InputError, match="step must be one of keep_runs_at"):
-        kept[0].dfil_of_runs(3)
+        kept[0].traces.dfil_of_runs(3, "exact")
 
 
 def test_only_like_is_merged_with_like() -> None:
@@ -264,7 +264,7 @@ def test_summary_and_guarantee_travel_with_the_ledger() -> None:
     summary = ledger.summary()
     assert summary["runs"] == 3
     assert summary["floor_estimate"]["exact"]["lowest"] > summary["floor_estimate"]["paper"]["lowest"]
-    assert (ledger.spectral_bound() <= ledger.trace()).all()
+    assert (ledger.traces.spectral_bound() <= ledger.trace()).all()
     companions = ledger.guarantee(delta=1e-6)
     assert companions.dim == 3
     assert companions.mechanism.order2() > 0
@@ -332,7 +332,7 @@ def test_small_problem_has_what_the_tests_assume() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "text"),
     [
         ({"diagonal_across": None}, "must have the diagonal"),
         ({"diagonal_along": torch.ones(4, 5)}, r"diagonal of the account's 3 features, no others .*got \(4, 5\)"),
@@ -344,11 +344,11 @@ def test_small_problem_has_what_the_tests_assume() -> None:
         ({"features": 4}, "must be about the account's 3 features, got 4"),
     ],
 )
-def test_what_cannot_be_added_leaves_the_ledger_as_it_was(changes: dict, said: str) -> None:
+def test_what_cannot_be_added_leaves_the_ledger_as_it_was(changes: dict, text: str) -> None:
     """So that the caller may mend it and add again: nothing is counted twice, and no NaN stays."""
     ledger = FisherAccountant(account(rules=("exact", "paper")), diagonal="all", spectral=True)
     good, records = info(torch.ones(4), torch.ones(4)), torch.tensor([1, 3, 5, 0])
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=text):
         ledger.add(records, replace(good, **changes))
     assert not any(bool(value.any()) for value in ledger.state().values())
     ledger.add(records, good)
@@ -356,7 +356,7 @@ def test_what_cannot_be_added_leaves_the_ledger_as_it_was(changes: dict, said: s
 
 
 @pytest.mark.parametrize(
-    ("indices", "said"),
+    ("indices", "text"),
     [
         (torch.tensor([1, 3, 5]), "indices must be 4, one for each record found, got 3"),
         (torch.tensor([1.0, 3.0, 5.0, 0.0]), "indices must be a tensor of record indices"),
@@ -365,9 +365,9 @@ def test_what_cannot_be_added_leaves_the_ledger_as_it_was(changes: dict, said: s
         ([[1], [3, 5], [0]], "indices must be a tensor of record indices"),
     ],
 )
-def test_indices_that_are_none(indices, said: str) -> None:
+def test_indices_that_are_none(indices, text: str) -> None:
     ledger, good = FisherAccountant(account()), info(torch.ones(4), torch.ones(4))
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=text):
         ledger.add(indices, good)
     ledger.add(torch.tensor([1, 3, 5, 0], dtype=torch.int32), good)
     ledger.add(torch.tensor([], dtype=torch.int64), info(torch.ones(0), torch.ones(0)))  # an empty batch

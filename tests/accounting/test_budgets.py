@@ -9,7 +9,8 @@ from test_accountant import account, info
 
 from learning import SameNoise, learner
 from reconbound._internal.checks import InputError
-from reconbound.accounting.accountant import FEWEST, FisherAccountant
+from reconbound.accounting.accountant import FisherAccountant
+from reconbound.accounting.confidence import FEWEST
 from reconbound.accounting.measurement_plan import Blocks
 
 # --- budgets ---------------------------------------------------------------------------------
@@ -22,7 +23,7 @@ def budgets() -> dict:
     for name, budget in {"all": 1e6, "every": "every", "steps": ("steps", 0.5), "blocks": 1.0}.items():
         traces, errors, final = [], [], []
         for seed in range(runs):
-            probes = 8 if name == "all" else 1
+            probes = 3 if name == "all" else 1
             one = learner(kind=SameNoise, budget=budget, seed=seed, probes=probes, lr=0.5).fit(steps)
             assert one.accountant is not None
             traces.append(one.accountant.dfil())

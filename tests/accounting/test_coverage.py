@@ -13,7 +13,8 @@ from scipy.stats import t as student
 from torch import Tensor, nn
 from torch.func import grad, jacrev, vmap
 
-from reconbound.accounting.accountant import FEWEST, WIDEST, FisherAccountant
+from reconbound.accounting.accountant import FisherAccountant
+from reconbound.accounting.confidence import FEWEST, WIDEST
 from reconbound.fisher import dense_information
 
 PATH = Path(__file__).resolve().parents[2] / "experiments" / "coverage.py"
@@ -91,7 +92,7 @@ def test_the_measurement_of_the_experiment_is_the_librarys(hidden: int) -> None:
 
 
 def plain(truth: Tensor, ledger: FisherAccountant, quantile: float) -> float:
-    """How often mean + t·error would have covered."""
+    """Returns the share of cases that mean + t·error would have covered."""
     limit = ledger.dfil() + float(student.ppf(quantile, ledger.runs - 1)) * ledger.standard_error()
     return float((limit.reshape(GROUPS, -1) >= truth).double().mean())
 

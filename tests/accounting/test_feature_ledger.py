@@ -42,10 +42,10 @@ def test_average_floors_state_unknown_error(diagonal: object) -> None:
     ledger = FisherAccountant(account(), diagonal=diagonal)
     ledger.add(torch.tensor([0, 1, 2]), info(torch.tensor([0.3, 4.0, 1.0]), torch.zeros(3)))
     ledger.finish_run()
-    said = "of the average record: an estimate whose standard error is not known"
-    assert said in ledger.feature_floors(average=True).assumes
+    text = "of the average record: an estimate whose standard error is not known"
+    assert text in ledger.feature_floors(average=True).assumes
     if diagonal != "average":
-        assert said not in ledger.feature_floors().assumes
+        assert text not in ledger.feature_floors().assumes
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def noisy_runs(ledger: FisherAccountant, runs: int, generator: torch.Generator) 
 
 @pytest.mark.parametrize("after", [1, 3])
 def test_chosen_by_chance_is_not_reported_from_the_same_chance(after: int) -> None:
-    """Of the leaders of the first runs the later ones tell the truth; the first runs' own numbers would not."""
+    """Later runs estimate the records that the first runs chose without bias; the first runs' own numbers would not."""
     generator = torch.Generator().manual_seed(after)
     kept = Chosen(20, 20, after)
     ledgers = [FisherAccountant(account(2000, rules=("none",)), diagonal=what) for what in (kept, "all")]
@@ -187,12 +187,12 @@ def ledger_of(seed: int, runs: int, after: int = 1) -> tuple[FisherAccountant, l
     ledger, generator = FisherAccountant(account(), diagonal=Chosen(2, 1, after)), torch.Generator().manual_seed(seed)
     diagonals = []
     for _ in range(runs):
-        alone = FisherAccountant(account(), diagonal="all")
+        single = FisherAccountant(account(), diagonal="all")
         found = info(torch.rand(6, generator=generator), torch.rand(6, generator=generator))
-        for one in (ledger, alone):
+        for one in (ledger, single):
             one.add(torch.arange(6), found)
             one.finish_run()
-        diagonals.append(torch.from_numpy(information(alone)))
+        diagonals.append(torch.from_numpy(information(single)))
     return ledger, diagonals
 
 

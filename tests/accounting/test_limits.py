@@ -33,7 +33,7 @@ def test_formula_in_numbers() -> None:
 
 @pytest.mark.parametrize(("runs", "confidence"), [(2, 0.9), (5, 0.95), (10, 0.95), (40, 0.5)])
 def test_formula_anew_with_numpy(runs: int, confidence: float) -> None:
-    """Of 101 records, so that quantiles are order statistics; records that were not measured do not vote."""
+    """Returns estimates of 101 records, so that quantiles are order statistics. Unmeasured records do not count."""
     rng = np.random.default_rng(runs)
     mean, relative = rng.lognormal(size=101), rng.uniform(0.05, 0.5, 101)
     quantile = student.isf((1 - confidence) / 20, runs - 1)
@@ -95,8 +95,8 @@ def test_zero_information_records_do_not_count() -> None:
     """They have no spread, which says nothing of the others'; and their limit is that of the lower quartile."""
     mean, relative = np.array([1.0, 2.0, 4.0, 8.0, 9.0]), np.array([0.1, 0.2, 0.3, 0.1, 0.2])
     zeros = np.zeros(7)
-    alone, among = limit(mean, mean * relative), limit(np.r_[zeros, mean], np.r_[zeros, mean * relative])
-    np.testing.assert_allclose(among[7:], alone)
+    single, among = limit(mean, mean * relative), limit(np.r_[zeros, mean], np.r_[zeros, mean * relative])
+    np.testing.assert_allclose(among[7:], single)
     np.testing.assert_allclose(among[:7], 2 * np.exp(0.2 * T), rtol=1e-6)
     wild = np.r_[zeros, 0.9 * mean]
     assert np.isinf(limit(np.r_[zeros, mean], wild)).all()

@@ -1,4 +1,4 @@
-"""What is shown first after one run is an estimate, and is too high as often as the words beside it say."""
+"""Floors after one run are called estimates, and are too high as often as the text beside them states."""
 
 from __future__ import annotations
 

@@ -66,9 +66,9 @@ def test_partly_measured_run_is_reported() -> None:
     assert "of 50 steps measured so far" in " ".join(kept.mse_floor().notes)
     with pytest.warns(ReconboundWarning, match=r"measured over about [\d.]+ of its 50 steps: its floors are too high"):
         kept.finish_run()
-    said = "not measured over all of their 50 steps"
-    assert said in " ".join(kept.mse_floor().notes)
-    assert said in " ".join(kept.summary()["caveats"])
+    text = "not measured over all of their 50 steps"
+    assert text in " ".join(kept.mse_floor().notes)
+    assert text in " ".join(kept.summary()["caveats"])
 
 
 def test_feature_floors_carry_it_too() -> None:
@@ -87,7 +87,7 @@ def test_feature_floors_carry_it_too() -> None:
 
 
 def test_records_that_were_never_measured_do_not_hide_the_others() -> None:
-    """Of a record without a floor the words say so; the least floor is that of those that have one."""
+    """A record without a floor is reported as such, and the lowest floor is that of the other records."""
     kept = FisherAccountant(Account(1.0, 1.0, 0.2, records=40, features=6, steps=1, clip="hard"), diagonal="all")
     x, y = data()
     kept.add(
@@ -163,7 +163,7 @@ def test_numbers_must_be_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "text"),
     [
         (lambda: Account(1.0, 1.0, 0.2, records=40, features=6, steps="50"), "steps must be a number, got '50'"),
         (lambda: Account(1.0, "1", 0.2, records=40, features=6, steps=50), "max_grad_norm must be a number, got '1'"),
@@ -179,8 +179,8 @@ def test_numbers_must_be_numbers() -> None:
         ),
     ],
 )
-def test_numbers_written_as_text_are_refused(wrong: Any, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_numbers_written_as_text_are_refused(wrong: Any, text: str) -> None:
+    with pytest.raises(InputError, match=text):
         wrong()
 
 

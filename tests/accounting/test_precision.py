@@ -1,4 +1,4 @@
-"""What floors say of how well they are known: in their words, by a warning, and where there is no limit, why."""
+"""Precision of floors: statements, warnings, and the reason where there is no limit."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def test_single_measurement_warns_once_per_run() -> None:
         bound = ledger.mse_floor()
     error = float((ledger.standard_error() / ledger.dfil())[0])  # √(1 − π) of a rare draw, and the probes' error
     assert error == pytest.approx(math.sqrt(0.9 + 0.1 * 0.1**2))
-    said = f"estimated: measured 1 time per record (median), relative standard error {100 * error:.0f} % (median)"
-    said += " of measuring only: runs differ by more"
-    said += "; in simulated trainings up to 85 % of the floors from one run were more than 2 times too high"
-    assert any(text.startswith(said) for text in bound.assumes)
-    assert said in str(bound)
+    output = f"estimated: measured 1 time per record (median), relative standard error {100 * error:.0f} % (median)"
+    output += " of measuring only: runs differ by more"
+    output += "; in simulated trainings up to 85 % of the floors from one run were more than 2 times too high"
+    assert any(text.startswith(output) for text in bound.assumes)
+    assert output in str(bound)
     without_warnings(ledger.mse_floor)
     without_warnings(lambda: ledger.mse_floor("none"))
     ledger.add(torch.arange(6), info(torch.ones(6), torch.zeros(6)), weight=2.5, stratified=True)
@@ -80,7 +80,7 @@ def test_the_warning_points_at_the_line_that_asked() -> None:
 
 @pytest.mark.parametrize("diagonal", ["all", [4, 1]])
 def test_errors_of_features_are_the_formula(diagonal) -> None:
-    """Of one run √Σx²; over runs sd/√R, through merging and saving too."""
+    """√Σx² for one run, sd/√R over runs; the same after merging and saving."""
     values = [[1.0, 4.0], [3.0, 2.0], [5.0, 1.0], [0.5, 0.1]]
     share = np.array([1.0, 2.0, 3.0]) / 6
     one = filled(values[0], diagonal)
@@ -113,8 +113,8 @@ def test_feature_error_of_one_run_covers_spread_of_runs() -> None:
         one = learner(seed=seed, diagonal="all", budget=2.0, lr=1e-12, noise_multiplier=4.0).fit(steps=12).accountant
         found.append(1 / one.feature_floors().value)
         errors.append(one.feature_standard_error().numpy())
-    spread, said = np.std(found, axis=0, ddof=1), np.sqrt(np.mean(np.square(errors), axis=0))
-    ratio = said / spread
+    spread, output = np.std(found, axis=0, ddof=1), np.sqrt(np.mean(np.square(errors), axis=0))
+    ratio = output / spread
     assert 0.9 < np.median(ratio) < 2.0  # no less, and not many times more
     assert (ratio > 0.7).mean() > 0.98
 
@@ -160,9 +160,9 @@ def test_loaded_ledger_keeps_chosen_records(tmp_path) -> None:
     ledger = learner(diagonal=Chosen(2, 1)).repeat(runs=3, steps=8).accountant
     assert ledger is not None
     ledger.save(tmp_path / "ledger")
-    said = str(ledger.feature_floors())
-    assert "measured 16 times per record" in said  # at each of 8 steps of the two runs after the choice
-    assert str(FisherAccountant.load(tmp_path / "ledger").feature_floors()) == said
+    output = str(ledger.feature_floors())
+    assert "measured 16 times per record" in output  # at each of 8 steps of the two runs after the choice
+    assert str(FisherAccountant.load(tmp_path / "ledger").feature_floors()) == output
 
 
 # --- limits ------------------------------------------------------------------------------------

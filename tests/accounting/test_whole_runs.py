@@ -91,9 +91,9 @@ def test_summary_reports_partly_measured_run() -> None:
     assert so_far in kept.feature_floors(average=True).notes
     with pytest.warns(ReconboundWarning, match="too high"):
         kept.finish_run()
-    said = "not measured over all of their 400 steps"
-    assert said in str(kept.feature_floors())
-    assert any(said in one for one in kept.summary()["caveats"])
+    text = "not measured over all of their 400 steps"
+    assert text in str(kept.feature_floors())
+    assert any(text in one for one in kept.summary()["caveats"])
 
 
 def test_a_ledger_is_not_merged_with_itself() -> None:
@@ -158,19 +158,19 @@ def whole(kept: FisherAccountant, weight: float = 0.25) -> FisherAccountant:
 
 
 def test_a_run_that_was_not_whole_is_not_forgotten() -> None:
-    said = "not measured over all of their 400 steps"
+    text = "not measured over all of their 400 steps"
     kept = small(steps=400)
     kept.add(torch.arange(8), ones())
     assert closed(kept)
     kept.add(torch.arange(8), ones(), weight=100.0, stratified=True)
     assert not closed(kept)  # whole
-    assert said in str(kept.mse_floor())
+    assert text in str(kept.mse_floor())
     clean = small(steps=400)
     clean.add(torch.arange(8), ones(), weight=100.0, stratified=True)
     assert not closed(clean)
-    assert said not in str(clean.mse_floor())
+    assert text not in str(clean.mse_floor())
     clean.merge(kept)
-    assert said in str(clean.mse_floor())
+    assert text in str(clean.mse_floor())
 
 
 def test_a_ledger_merged_with_a_sampled_one_is_sampled() -> None:

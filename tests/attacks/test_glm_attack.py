@@ -199,7 +199,7 @@ def explained(o, released, x, record):
     ("name", "intercept"), [("logistic", True), ("squared", True), ("softmax", False), ("softmax", True)]
 )
 def test_the_likeliest_record_solves_its_equations(name, intercept, monkeypatch):
-    """What is left of H⁻¹∇F_x is orthogonal to all that moving x could change; from far starts it is never worse."""
+    """The remainder of H⁻¹∇F_x is orthogonal to every change of x; far starts never give a worse result."""
     o, i, trials = solved(name, intercept, n=30), 7, 40
     x, rest, rng = o.rows[:, : o.dim], np.arange(30) != 7, np.random.default_rng(0)
     known = AttackerKnowledge(x[rest], o.y[rest], o.y[i], o.loss, o.l2, intercept)

@@ -19,7 +19,6 @@ from reconbound._internal import files as _files
 from reconbound._internal.checks import InputError
 from reconbound._internal.rng import derive, numbers_of
 from reconbound.auditing import leakage as audit_leakage
-from reconbound.auditing import snapshots as audit_snapshots
 from reconbound.auditing.leakage import chosen, leakage_of
 from reconbound.auditing.models import score
 from reconbound.auditing.options import make_learner, open_folder, settle
@@ -83,24 +82,24 @@ def test_the_ledger_is_in_the_leakage_file(audited, tmp_path) -> None:
 
 def test_the_first_run_is_the_release(audited) -> None:
     people, options = auditing.people(), auditing.options(runs=3)
-    alone = make_learner(people, options).repeat(1, options.steps)
+    single = make_learner(people, options).repeat(1, options.steps)
     released = load_file(audited / MODEL)
-    assert released.keys() == alone.model.state_dict().keys()
-    for name, value in alone.model.state_dict().items():
+    assert released.keys() == single.model.state_dict().keys()
+    for name, value in single.model.state_dict().items():
         assert torch.equal(released[name], value)
     found = read_leakage(audited)
     assert found.accuracy_step.tolist() == list(range(1, 13))
-    assert found.accuracy[-1] == pytest.approx(score(people, alone.model))
+    assert found.accuracy[-1] == pytest.approx(score(people, single.model))
     assert found.history_step[-1] == 12
-    assert found.history[-1, 0] == pytest.approx(float(alone.accountant.dfil().max()))
-    assert found.history[-1, 2] == pytest.approx(float(alone.accountant.dfil().median()))
+    assert found.history[-1, 0] == pytest.approx(float(single.accountant.dfil().max()))
+    assert found.history[-1, 2] == pytest.approx(float(single.accountant.dfil().median()))
     assert bool((found.history[1:] >= found.history[:-1] - 1e-12).all())
 
 
 @pytest.mark.parametrize(("steps", "snapshots"), [(4, 12), (7, 3)])
 def test_diagonals_from_snapshots_are_those_of_their_steps(tmp_path, monkeypatch, steps: int, snapshots: int) -> None:
     """Compared with exact Jacobians at each; with as many snapshots as steps they are the whole run's."""
-    monkeypatch.setattr(audit_snapshots, "SNAPSHOTS", snapshots)
+    monkeypatch.setattr(audit_leakage, "SNAPSHOTS", snapshots)
     people, options, probes = auditing.people(), auditing.options(runs=2, steps=steps), 300
     measured = train(people, settle(open_folder(tmp_path / "a"), people, options), tmp_path / "a")
     records, taken = torch.tensor([3, 17]), min(steps, snapshots)
@@ -120,8 +119,8 @@ def test_snapshots_fall_anywhere_in_their_blocks() -> None:
     steps, runs = 29, 2000
     taken, weight = np.zeros(steps), np.zeros(steps)
     for run in range(runs):
-        found = audit_snapshots.snapshot_steps(SimpleNamespace(steps=steps, seed=5), run)  # type: ignore[arg-type]
-        assert len(found) == audit_snapshots.SNAPSHOTS == 12
+        found = audit_leakage.snapshot_steps(SimpleNamespace(steps=steps, seed=5), run)  # type: ignore[arg-type]
+        assert len(found) == audit_leakage.SNAPSHOTS == 12
         for t, length in found:
             taken[t] += 1
             weight[t] += length
@@ -148,7 +147,7 @@ def test_diagonals_match_drawn_snapshots(tmp_path, steps: int, looks: int) -> No
 
 def drawn(learner, run: int, looks: int) -> torch.Tensor:
     """Blocks of the part over 1 where a record is measured at a snapshot, else 0, (snapshots, N)."""
-    blocks = audit_snapshots.snapshot_steps(learner, run)
+    blocks = audit_leakage.snapshot_steps(learner, run)
     chances = np.zeros((len(blocks), learner.records))
     count = min(looks, len(blocks))
     ends = [k * len(blocks) // count for k in range(count + 1)]
@@ -164,7 +163,7 @@ def test_snapshot_choice_is_uniform_over_each_part() -> None:
     learner = SimpleNamespace(steps=36, seed=5, records=50)
     for run in range(runs):
         total = total + drawn(learner, run, 5)
-    assert audit_snapshots._parts(list(range(12)), 5) == [[0, 1], [2, 3], [4, 5, 6], [7, 8], [9, 10, 11]]
+    assert audit_leakage._parts(list(range(12)), 5) == [[0, 1], [2, 3], [4, 5, 6], [7, 8], [9, 10, 11]]
     spread = np.sqrt(2.0 / (50 * runs))  # of m times a draw of chance 1/m: √(m − 1), m ≤ 3
     assert float((total.mean(1) / runs - 1).abs().max()) < 4 * spread
 
@@ -221,10 +220,10 @@ def test_unmeasured_records_keep_diagonals_and_zeros_are_shared_evenly() -> None
 def test_rescaled_diagonals_are_nearer_to_all_steps(tmp_path, monkeypatch) -> None:
     """Against exact Jacobians at every step of the same runs: floors are off by less than at the snapshots' level."""
     people, options, records = auditing.people(), auditing.options(runs=2, steps=24, budget=4.0), torch.arange(0, 40, 4)
-    monkeypatch.setattr(audit_snapshots, "SNAPSHOTS", 24)
+    monkeypatch.setattr(audit_leakage, "SNAPSHOTS", 24)
     dense = train(people, settle(open_folder(tmp_path / "a"), people, options), tmp_path / "a")
     true = sum(run_diagonal(dense, people, run, records) for run in range(2)) / 2
-    monkeypatch.setattr(audit_snapshots, "SNAPSHOTS", 12)
+    monkeypatch.setattr(audit_leakage, "SNAPSHOTS", 12)
     measured = train(people, settle(open_folder(tmp_path / "b"), people, options), tmp_path / "b")
     assert torch.equal(measured.learner.accountant.trace(), dense.learner.accountant.trace())  # the same runs
     for looks in (12, 4, 2):
@@ -242,7 +241,7 @@ def run_diagonal(measured, people, run: int, records: torch.Tensor, times: torch
 
     learner = measured.learner
     s = learner.settings
-    steps = audit_snapshots.snapshot_steps(learner, run)
+    steps = audit_leakage.snapshot_steps(learner, run)
     starts = [0, *accumulate(length for _, length in steps)]  # blocks without a gap, one snapshot in each
     assert starts[-1] == learner.steps
     assert all(a <= t < b for (t, _), (a, b) in zip(steps, pairwise(starts), strict=True))

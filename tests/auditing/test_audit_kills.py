@@ -29,9 +29,9 @@ def test_five_kills_give_the_same_report(tmp_path) -> None:
         time.sleep(rng.uniform(0.0, 0.35))
         kill(process)
     assert not (killed / REPORT).exists()
-    process, told = start(killed)
-    assert told.poll(240)  # a busy machine needs more time
-    assert told.recv() == "done"
+    process, pipe = start(killed)
+    assert pipe.poll(240)  # a busy machine needs more time
+    assert pipe.recv() == "done"
     process.join(10)
     auditing.assert_same_leakage(killed, whole)
     for name in (MODEL, PLAN, REPORT, PUBLIC_REPORT, RUN):

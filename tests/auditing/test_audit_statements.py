@@ -1,4 +1,4 @@
-"""What an audit's pages say: numbers against exact Jacobians, what takes a guarantee away, what is secret."""
+"""Statements of an audit's pages: numbers against exact Jacobians, missing guarantees, and what is secret."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("said") / "people"
+    folder = tmp_path_factory.mktemp("statements") / "people"
     return run_audit(auditing.people(), PLAN, folder, show=False)
 
 
@@ -199,12 +199,12 @@ def test_one_private_column_has_one_floor_everywhere(tmp_path: Path, capsys: pyt
     card = records.cards(view)["most"][0]
     assert (card["floor"], card["columns"][0]["floor"]) == (limit, shown)
     assert command(["show", str(folder), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["floors_estimate"]["lowest"] == told["columns"][0]["lowest"]
-    assert told["most_exposed"][0]["floor_estimate"] == told["columns"][0]["lowest"]
-    assert told["floors_lower_limit"]["lowest"] <= told["most_exposed"][0]["floor_lower_limit"]
-    assert (told["below_guess"], told["columns"][0]["below"]) == (below, estimated)
-    assert told["unit"] == "± years"
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["floors_estimate"]["lowest"] == reported["columns"][0]["lowest"]
+    assert reported["most_exposed"][0]["floor_estimate"] == reported["columns"][0]["lowest"]
+    assert reported["floors_lower_limit"]["lowest"] <= reported["most_exposed"][0]["floor_lower_limit"]
+    assert (reported["below_guess"], reported["columns"][0]["below"]) == (below, estimated)
+    assert reported["unit"] == "± years"
 
 
 def test_diagonals_have_the_ledgers_level(done: Path) -> None:
@@ -271,9 +271,9 @@ def test_show_names_secrecy_and_next_command(done: Path, capsys: pytest.CaptureF
     spaced = done.parent / "an audit"
     spaced.symlink_to(done)
     assert command(["show", str(spaced)]) == 0
-    told = capsys.readouterr()
-    assert f"reconbound show '{spaced}' --record" in " ".join(told.out.split())
-    assert "keep it as secret as the data" in told.err
+    reported = capsys.readouterr()
+    assert f"reconbound show '{spaced}' --record" in " ".join(reported.out.split())
+    assert "keep it as secret as the data" in reported.err
 
 
 def test_narrow_ascii_terminal(done: Path) -> None:

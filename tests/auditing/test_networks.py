@@ -90,9 +90,9 @@ def test_audits_of_photographs_centre_their_pixels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mean", "std", "said"),
+    ("mean", "std", "text"),
     [(0.5, 0.0, "std"), (0.5, (1.0, -1.0), "std"), (0.5, (), "std"), (float("nan"), 1.0, "mean"), ("0.5", 1.0, "mean")],
 )
-def test_wrong_constants_are_refused(mean: object, std: object, said: str) -> None:
-    with pytest.raises(InputError, match=f"^{said} must"):
+def test_wrong_constants_are_refused(mean: object, std: object, text: str) -> None:
+    with pytest.raises(InputError, match=f"^{text} must"):
         standardised(small(), mean, std)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from torch import nn
 
 import auditing
 from reconbound._internal.checks import InputError
-from reconbound.accounting.accountant import FEWEST
+from reconbound.accounting.confidence import FEWEST
 from reconbound.auditing import options as audit_options
 from reconbound.auditing.models import make_loss, make_model
 from reconbound.auditing.options import AuditOptions, default_options, make_learner

@@ -139,19 +139,19 @@ def test_unusable_records_are_refused(classes, tmp_path) -> None:
     with pytest.raises(InputError, match=r"records must be {column: values}, a data frame or a list .*, got 5"):
         release.predict(5)
     good = {"age": 40, "hours": 38, "job": "nurse", "score": 1}
-    for changes, said in (
+    for changes, text in (
         ({"job": "pilot"}, "job of record 0 must be one of '', 'clerk'"),
         ({"age": "old"}, "age must be a number, got 'old'"),
     ):
-        with pytest.raises(InputError, match=re.escape(said)):
+        with pytest.raises(InputError, match=re.escape(text)):
             release.predict([{**good, **changes}])
     with pytest.raises(InputError, match="must have the columns age, hours, job, score, got 'no job'"):
         release.predict([{"age": 1, "hours": 2, "score": 1}])
     with pytest.raises(Unreadable, match="does not exist"):
         load_release(tmp_path)
-    for content, said in (("{}", "was changed or damaged"), ("[]", "not a file of reconbound's"), ("{", "is damaged")):
+    for content, text in (("{}", "was changed or damaged"), ("[]", "not a file of reconbound's"), ("{", "is damaged")):
         (tmp_path / INPUTS).write_text(content)
-        with pytest.raises(Unreadable, match=said):
+        with pytest.raises(Unreadable, match=text):
             load_release(tmp_path)
     (tmp_path / INPUTS).write_bytes(sealed_json({"format": 1}))
     with pytest.raises(Unreadable, match="not a file of reconbound's"):
@@ -182,9 +182,9 @@ def test_code_of_the_guide_runs(table, tmp_path, monkeypatch, capsys) -> None:
     assert len(ours) == 2
     for block in ours:
         exec(block, {})
-    told = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"\['[lh]' '[lh]'\]", told[0])
-    assert told[1].startswith("[('row ")
+    reported = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\['[lh]' '[lh]'\]", reported[0])
+    assert reported[1].startswith("[('row ")
 
 
 def test_category_called_none_is_not_missing(tmp_path) -> None:

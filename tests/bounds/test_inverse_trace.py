@@ -39,8 +39,8 @@ def nearly_singular(rng: np.random.Generator, d: int, smallest: float) -> np.nda
 def test_theorem2_is_never_above_the_exact_floor(smallest: float) -> None:
     """It was up to 1.2 times too high at eigenvalues of the size of the rounding."""
     rng = np.random.default_rng(8)
-    for d in (2, 3, 5, 9, 16):
-        for _ in range(6):
+    for d, times in ((2, 8), (3, 8), (5, 8), (9, 4), (16, 1)):
+        for _ in range(times):
             a = nearly_singular(rng, d, smallest)
             truth = exact(a)
             found = theorem2(a).value

@@ -12,7 +12,7 @@ from scipy.optimize import minimize
 from test_bounds_any import bayes_error, kl, random_releases
 
 from approximate import close
-from reconbound import divergences as renyi
+from reconbound import divergences
 from reconbound.bounds import (
     corners_floor,
     gaussian_floor,
@@ -38,10 +38,10 @@ def best_reference(releases):
 
 @pytest.mark.slow
 def test_no_attacker_beats_rate_distortion():
-    """1,000 random mechanisms on the corners of {0,w}^d; the exact Bayes risk at the exact mutual information."""
+    """600 random mechanisms on the corners of {0,w}^d; the exact Bayes risk at the exact mutual information."""
     rng = np.random.default_rng(4)
     largest = 0.0
-    for k in range(1000):
+    for k in range(600):
         d = int(rng.integers(1, 5))
         widths = np.ones(d) if k % 2 else 10 ** rng.uniform(-0.5, 0.5, d)
         bits = np.array(list(product([0, 1], repeat=d)))
@@ -176,5 +176,5 @@ def test_gaussian_floor_is_met_by_the_linear_gaussian_channel():
 def test_the_design_example():
     """d = 784, q = .01, σ = .5 with the smooth clip, T = 5000."""
     m = 1.1153 / 0.5
-    assert rate_distortion(5000 * renyi.kl_poisson(m, 0.01), dim=784).value == close(0.243, rel=0, abs=5e-4)
-    assert 1e-38 < theorem1(5000 * renyi.order2_poisson(m, 0.01), dim=784).value < 1e-36
+    assert rate_distortion(5000 * divergences.kl_poisson(m, 0.01), dim=784).value == close(0.243, rel=0, abs=5e-4)
+    assert 1e-38 < theorem1(5000 * divergences.order2_poisson(m, 0.01), dim=784).value < 1e-36

@@ -13,7 +13,7 @@ import pytest
 from calling import NAMES, OUTPUT, SGD, check_refused, floors
 from reconbound import __version__
 from reconbound._internal.formatting import format_floor
-from reconbound.cli.mechanism import NO_DELTA, NO_SAMPLER
+from reconbound.cli.bound import NO_DELTA, NO_SAMPLER
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
 from reconbound.mechanisms.guarantee import floor, guarantee
 
@@ -56,12 +56,12 @@ def process(*arguments, **environment):
 )
 def test_bound_matches_the_library(answer, run, options, mechanism, space):
     found = answer("bound", *options)
-    told = json.loads(json.dumps(guarantee(mechanism, **space).to_dict()))
+    reported = json.loads(json.dumps(guarantee(mechanism, **space).to_dict()))
     if isinstance(mechanism, SampledGaussian) and "--sampler" not in options:
-        told["notes"].insert(0, NO_SAMPLER)
+        reported["notes"].insert(0, NO_SAMPLER)
     if "--epsilon" in options and "--delta" not in options:
-        told["notes"].insert(0, NO_DELTA)
-    assert found == told
+        reported["notes"].insert(0, NO_DELTA)
+    assert found == reported
     status, table, err = run("bound", *options)
     assert (status, err) == (0, "")
     for bound in found["bounds"]:
@@ -167,9 +167,9 @@ def test_narrow_terminals_get_lines(run, monkeypatch, columns):
     assert status == 0
     assert max(len(line) for line in out.splitlines()) <= int(columns)
     assert "…" not in out
-    told = " ".join(out.split())
+    reported = " ".join(out.split())
     for bound in guarantee(SampledGaussian(1.0, 0.01, 1000), high=1e5, units="dollars").bounds:
-        assert f"- {bound}" in told or f"│ {bound.name} │" in told
+        assert f"- {bound}" in reported or f"│ {bound.name} │" in reported
 
 
 def test_large_figures_are_written_out(run):
@@ -190,29 +190,29 @@ def test_each_coordinate_and_average_are_named(run, answer):
 
 
 def test_reported_epsilon_names_its_assumptions(run, answer):
-    told = " ".join(run("bound", "--epsilon", 3, "--delta", 1e-5)[1].split())
-    assert "it was taken as replace-one" in told
-    assert "What Opacus, TF Privacy and most libraries for private SGD report is for add/remove: say so" in told
+    reported = " ".join(run("bound", "--epsilon", 3, "--delta", 1e-5)[1].split())
+    assert "it was taken as replace-one" in reported
+    assert "What Opacus, TF Privacy and most libraries for private SGD report is for add/remove: say so" in reported
     assert any("taken as replace-one" in note for note in answer("bound", "--epsilon", 3)["notes"])
     for adjacency in ("add/remove", "replace-one"):
         options = ["--epsilon", 3, "--delta", 1e-5, "--adjacency", adjacency]
-        said = " ".join(run("bound", *options)[1].split())
-        assert "taken as replace-one" not in said
-        assert ("by group privacy: (6, 0.000211)" in said) == (adjacency == "add/remove")
+        message = " ".join(run("bound", *options)[1].split())
+        assert "taken as replace-one" not in message
+        assert ("by group privacy: (6, 0.000211)" in message) == (adjacency == "add/remove")
 
 
 def test_epsilon_without_delta_gets_a_note(run):
     """ε = 3.97 from Opacus, its δ forgotten: the floors of pure ε-DP are not those of the training."""
-    told = " ".join(run("bound", "--epsilon", 3.97, "--adjacency", "add/remove", "--dim", 64)[1].split())
-    assert "Note: no δ was given with ε, so δ = 0 was assumed" in told
+    reported = " ".join(run("bound", "--epsilon", 3.97, "--adjacency", "add/remove", "--dim", 64)[1].split())
+    assert "Note: no δ was given with ε, so δ = 0 was assumed" in reported
     assert "you gave no δ" not in run("bound", "--epsilon", 3.97, "--delta", 1e-5)[1]
     assert "you gave no δ" not in run("bound", *SGD)[1]
 
 
 def test_numbers_are_written_for_people(run):
-    told = " ".join(run("bound", "--noise-multiplier", 1, "--sample-rate", "1/23", "--steps", 10**6)[1].split())
-    assert "noise multiplier 1, sample rate 0.04347826, steps 1,000,000," in told
-    assert "a blind guess gets right 0.0001% of the time is rebuilt" in told
+    reported = " ".join(run("bound", "--noise-multiplier", 1, "--sample-rate", "1/23", "--steps", 10**6)[1].split())
+    assert "noise multiplier 1, sample rate 0.04347826, steps 1,000,000," in reported
+    assert "a blind guess gets right 0.0001% of the time is rebuilt" in reported
 
 
 def test_add_remove_epsilon_gives_no_higher_floor(answer):
@@ -323,9 +323,9 @@ def test_tiny_noise_leaves_the_chance_of_never_drawn(run):
 
 def test_bound_begins_with_its_meaning_for_a_record(run):
     """The strongest floor that says something, by the floors themselves."""
-    told = " ".join(run("bound", "--epsilon", 3, "--delta", 1e-5)[1].split())
+    reported = " ".join(run("bound", "--epsilon", 3, "--delta", 1e-5)[1].split())
     lecam = guarantee(DP(3.0, 1e-5))["lecam"]
-    first, second = told.split(". ")[:2]
+    first, second = reported.split(". ")[:2]
     assert first.startswith("Who can rebuild a record with a chance of 1% without the release")
     assert second.startswith("For every attacker, even one who knows every other record, there is some conceivable rec")
     least = f"±{format_floor(lecam.rmse)} (a plain guess: ±0.5)"

@@ -59,11 +59,13 @@ def test_inferred_ranges_get_notes(tmp_path, capsys) -> None:
     assert run([*words, "--range", "hours=0:100"]) == 0
     assert "--range" not in capsys.readouterr().err
     assert run([*words, "--fresh"]) == 0
-    said = capsys.readouterr()
-    assert "hours: no range was given" in said.err
-    assert "by --range COLUMN=LOWEST:HIGHEST, once for each column" in said.err
-    assert "(only with declared ranges: see the notes above)" in said.out
-    assert said.out.startswith("people.csv: a table of 3 columns beside the target (2 private, 1 public); 48 records")
+    message = capsys.readouterr()
+    assert "hours: no range was given" in message.err
+    assert "by --range COLUMN=LOWEST:HIGHEST, once for each column" in message.err
+    assert "(only with declared ranges: see the notes above)" in message.out
+    assert message.out.startswith(
+        "people.csv: a table of 3 columns beside the target (2 private, 1 public); 48 records"
+    )
 
 
 def test_modes(table_audit) -> None:
@@ -88,13 +90,13 @@ def test_output_begins_with_the_options_and_ends_with_the_path(tmp_path, capsys,
     assert Path(lines[-1]).exists()
     before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in Path("audit-wine").rglob("*") if p.is_file()}
     assert run(["audit", "wine", *QUICK, "--json"]) == 0
-    said = capsys.readouterr()
-    found = json.loads(said.out)
+    message = capsys.readouterr()
+    found = json.loads(message.out)
     assert found["report"] == "audit-wine/report.html"
     assert found["records"] == 142
-    assert "keep it as secret as the data" in said.err
-    assert "Finished already: the audit in audit-wine has these data and options; nothing was done." in said.err
-    assert "Expected time" not in said.err + said.out
+    assert "keep it as secret as the data" in message.err
+    assert "Finished already: the audit in audit-wine has these data and options; nothing was done." in message.err
+    assert "Expected time" not in message.err + message.out
     assert run(["audit", "wine", *QUICK]) == 0
     again = capsys.readouterr().out.splitlines()
     assert again[0].startswith("Finished already")
@@ -106,13 +108,13 @@ def test_output_begins_with_the_options_and_ends_with_the_path(tmp_path, capsys,
 
 def test_printed_floors_are_in_the_reports_units(digits_audit) -> None:
     dataset = load_dataset("digits", limit=60)
-    said = describe_audit(
+    message = describe_audit(
         dataset, AuditOptions().with_changes(**{**MILD, "model": "linear"}), Path("nowhere"), fresh=True
     )[3]
     found = floors_of(dataset, AuditOptions().with_changes(**MILD))
     assert View(read_run(digits_audit), read_leakage(digits_audit)).of_range == "on the 0–16 pixel scale"
-    assert f"on the 0–16 pixel scale: theorem1 ±{format_floor(16 * found['theorem1'].rmse)} (" in said
-    assert f"lecam ±{format_floor(16 * found['lecam'].rmse)} (any attacker" in said
+    assert f"on the 0–16 pixel scale: theorem1 ±{format_floor(16 * found['theorem1'].rmse)} (" in message
+    assert f"lecam ±{format_floor(16 * found['lecam'].rmse)} (any attacker" in message
 
 
 def test_finished_audit_has_everything_asked_for(digits_audit, capsys) -> None:
@@ -138,7 +140,7 @@ def test_finished_audit_has_everything_asked_for(digits_audit, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["nowhere.csv"], "nowhere.csv"),
         (["--model", "forest"], "--model must be one of auto, linear, mlp, cnn, package.module:factory, got forest"),
@@ -168,13 +170,13 @@ def test_finished_audit_has_everything_asked_for(digits_audit, capsys) -> None:
         (["wine", "--size", "9"], "--size is for folders of images, got 9"),
     ],
 )
-def test_wrong_options_are_one_line(tmp_path, monkeypatch, capsys, words: list[str], said: str) -> None:
+def test_wrong_options_are_one_line(tmp_path, monkeypatch, capsys, words: list[str], message: str) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["audit", *words, "--out", "out"]) == 2
     error = capsys.readouterr().err.splitlines()  # no notes on the data before it
     assert len(error) == 1
     assert error[0].startswith("reconbound: ")
-    assert said in error[0]
+    assert message in error[0]
     assert not (tmp_path / "out" / PLAN).exists()
 
 
@@ -264,28 +266,28 @@ def test_bad_factory_is_one_line(mine, capsys, bad: str, form: list[str]) -> Non
 
 
 def test_kinks_are_named_everywhere(mine, capsys) -> None:
-    said = "The floors of single records are not proved for this model: it has kinks, in module '2' (ReLU)"
+    message = "The floors of single records are not proved for this model: it has kinks, in module '2' (ReLU)"
     assert run(["audit", "wine", *QUICK, "--model", "mine:relu", "--out", "a"]) == 0
-    told = capsys.readouterr()
-    assert said in told.err.replace("\n", " ")  # before training
-    assert said in told.out  # the verdict
-    assert "UserWarning" not in told.err
+    reported = capsys.readouterr()
+    assert message in reported.err.replace("\n", " ")  # before training
+    assert message in reported.out  # the verdict
+    assert "UserWarning" not in reported.err
     found = read_run("a")
     assert found.caveats is not None
-    assert found.caveats["kinks"].startswith(said)
-    assert json.loads(Path("a", RUN).read_text())["caveats"]["kinks"].startswith(said)
+    assert found.caveats["kinks"].startswith(message)
+    assert json.loads(Path("a", RUN).read_text())["caveats"]["kinks"].startswith(message)
     own, public = (html.unescape(Path("a", name).read_text()) for name in (REPORT, PUBLIC_REPORT))
     verdict = own[own.index('id="verdict"') :]
-    assert said in verdict[: verdict.index("</div>")]
+    assert message in verdict[: verdict.index("</div>")]
     for page in (own, public):
-        assert f"<dt>Model</dt><dd>{said}" in page
-    assert said not in public[: public.index('id="assumptions"')]  # its floors need no smooth model
+        assert f"<dt>Model</dt><dd>{message}" in page
+    assert message not in public[: public.index('id="assumptions"')]  # its floors need no smooth model
     assert "found no kinks" not in own
     for words in (["show", "a"], ["show", "a", "--record", "0"]):
         assert run(words) == 0
-        assert said in " ".join(capsys.readouterr().out.split())
+        assert message in " ".join(capsys.readouterr().out.split())
     assert run(["show", "a", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["caveats"]["kinks"].startswith(said)
+    assert json.loads(capsys.readouterr().out)["caveats"]["kinks"].startswith(message)
     before = replace(found, caveats=None)  # a folder from before it was kept claims nothing
     assert "does not say whether" in confidential_page(before, read_leakage("a")).decode()
 

@@ -76,18 +76,20 @@ def test_bound_confirms_calibrate(answer):
 def test_calibrate_names_conditions_and_other_floors(run, answer):
     options = ["--target-error", 5, "--high", 120, "--units", "years", "--sample-rate", "32/240", "--steps", 112]
     for name in ("theorem1", "corners", "lecam", "rate_distortion"):
-        told = run("calibrate", *options, "--bound", name)[1].splitlines()
-        told = told[1:] if told[0].startswith("No meaningful guarantee") else told
-        assert ("on some conceivable record of the box, not on each" in told[1]) == (
+        reported = run("calibrate", *options, "--bound", name)[1].splitlines()
+        reported = reported[1:] if reported[0].startswith("No meaningful guarantee") else reported
+        assert ("on some conceivable record of the box, not on each" in reported[1]) == (
             name in ("lecam", "rate_distortion")
         )
-        assert told[4].startswith(f"{name} binds {'any' if name in ('lecam', 'rate_distortion') else 'unbiased'} att")
-        others = {line.split()[0]: float(line.split()[-1]) for line in told[5:8]}
+        assert reported[4].startswith(
+            f"{name} binds {'any' if name in ('lecam', 'rate_distortion') else 'unbiased'} att"
+        )
+        others = {line.split()[0]: float(line.split()[-1]) for line in reported[5:8]}
         assert set(others) == {"theorem1", "corners", "lecam", "rate_distortion"} - {name}
         for other, noise in others.items():
             found = answer("calibrate", *options, "--bound", other)["noise_multiplier"]
             assert noise == pytest.approx(found, rel=1e-3)
-        assert told[8].endswith("Records lie in [0, 120] years.")
+        assert reported[8].endswith("Records lie in [0, 120] years.")
     beyond = run("calibrate", "--target-error", 0.6, "--sample-rate", 0.1, "--steps", 10)[1]
     assert "lecam (any attacker, on some record of the box): no noise is enough" in beyond
 
@@ -128,17 +130,17 @@ def test_ball_is_not_called_a_box(run, answer, bound, ends, place):
     """The box inside the ball is named as what it is, in text and in JSON; nothing speaks of "the box" as the space."""
     options = ["--bound", bound, *BALL, *ends]
     for target in (["--target-error", 0.1], ["--target-epsilon", 1]):
-        said = run("calibrate", *target, *options)[1]
-        assert not re.search(r"(?:of|over) the box(?! \[| inside)", said), said
-        assert "Note: Records lie in the ball of radius 1 around 0" in said
-        assert f"some conceivable record of {place}, not on each" in said or bound in ("theorem1", "corners")
+        text = run("calibrate", *target, *options)[1]
+        assert not re.search(r"(?:of|over) the box(?! \[| inside)", text), text
+        assert "Note: Records lie in the ball of radius 1 around 0" in text
+        assert f"some conceivable record of {place}, not on each" in text or bound in ("theorem1", "corners")
         found = answer("calibrate", *target, *options)
         assert not re.search(r"(?:of|over) the box(?! \[| inside)", str(found)), found
         assert found["data"]["space"].endswith("the ball of radius 1 around 0")
         assert any("in the ball of radius 1 around 0" in note for note in found["notes"])
-    said = run("bound", "--noise-std", 0.05, *BALL, *ends)[1]
-    assert not re.search(r"(?:of|over|in) the box(?! \[| inside)", " ".join(said.split())), said
-    assert f"some record in {place}" in " ".join(said.split())
+    text = run("bound", "--noise-std", 0.05, *BALL, *ends)[1]
+    assert not re.search(r"(?:of|over|in) the box(?! \[| inside)", " ".join(text.split())), text
+    assert f"some record in {place}" in " ".join(text.split())
 
 
 def test_unreachable_target_in_a_ball_names_its_radius(run):

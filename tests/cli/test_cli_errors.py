@@ -1,4 +1,4 @@
-"""What is wrong on the command line is one line that names the option and the value."""
+"""A mistake on the command line gives one line that names the option and the value."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What somebody meets who tries the command line on their own table for the first time."""
+"""First use of the command line on an own table."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def notes_of(path: Path, **options) -> list[str]:
 
 
 def test_public_columns_are_named(staff, tmp_path) -> None:
-    said = "taken as known to the attacker: born, sex"
+    message = "taken as known to the attacker: born, sex"
     with pytest.warns(DataWarning):
         dataset = load_dataset(staff / "people.csv", target="income")
     plan = AuditOptions().with_changes(model="linear", steps=4, runs=2, sample_rate=0.1)
-    assert f"Public, {said}." in describe_audit(dataset, plan, tmp_path, False)
+    assert f"Public, {message}." in describe_audit(dataset, plan, tmp_path, False)
     assert read_run(staff / "out").data["public"] == ["born", "sex"]
     shown = (staff / "out" / PUBLIC_REPORT).read_text()
     assert "<th>Public, taken as known to the attacker</th><td>born, sex</td>" in shown
@@ -178,8 +178,8 @@ def test_narrow_column_is_not_constant(tmp_path, capsys) -> None:
     assert run(["show", str(tmp_path / "out"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [c["name"] for c in found["columns"] if c["constant"]] == ["flat"]
-    said = "flat: constant in all records with a value, so there is nothing to reconstruct"
-    assert describe_columns(found)[-1] == f"  {said}"
+    message = "flat: constant in all records with a value, so there is nothing to reconstruct"
+    assert describe_columns(found)[-1] == f"  {message}"
 
 
 def test_column_without_values_is_not_constant() -> None:

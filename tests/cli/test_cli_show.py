@@ -54,10 +54,10 @@ def wine(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("given", ["--5", "²", "٣", "1-2", "-"])
 def test_odd_numbers_are_no_record(given, wine, capsys) -> None:
     assert run(["show", str(wine), f"--record={given}"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("reconbound: --record must be ")
-    assert said.endswith(f", got {given}\n")
-    assert "int()" not in said
+    text = capsys.readouterr().err
+    assert text.startswith("reconbound: --record must be ")
+    assert text.endswith(f", got {given}\n")
+    assert "int()" not in text
 
 
 @pytest.mark.parametrize(("out", "why"), [("nowhere/x.html", "No such file or directory"), ("a", "Is a directory")])
@@ -113,14 +113,14 @@ def test_report_rebuilds_and_compares(table_audit, digits_audit, tmp_path, capsy
     assert (digits_audit / REPORT).read_bytes() == before
     page = tmp_path / "both.html"
     assert run(["report", str(table_audit), str(digits_audit), "--out", str(page)]) == 0
-    said = capsys.readouterr()
-    assert said.out.splitlines()[-1] == str(page)
-    told = " ".join(said.out.split())
-    assert "age 0 to 120 years; hours" in told
-    assert "read off the data" in told
-    assert "every pixel 0 to 16 grey levels" in told
-    assert "Not comparable as they stand: these audits differ in data set, kind of data" in told
-    assert "secret" in said.err
+    text = capsys.readouterr()
+    assert text.out.splitlines()[-1] == str(page)
+    reported = " ".join(text.out.split())
+    assert "age 0 to 120 years; hours" in reported
+    assert "read off the data" in reported
+    assert "every pixel 0 to 16 grey levels" in reported
+    assert "Not comparable as they stand: these audits differ in data set, kind of data" in reported
+    assert "secret" in text.err
     assert run(["report", str(table_audit), str(digits_audit), "--out", str(page), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["comparison"] == str(page)
@@ -134,16 +134,16 @@ def test_report_rebuilds_and_compares(table_audit, digits_audit, tmp_path, capsy
     assert found["columns"] == []  # a table and images have none in common
     shutil.copytree(table_audit, tmp_path / "again")
     assert run(["report", str(table_audit), str(tmp_path / "again"), "--out", str(page)]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "accuracy" in told
-    assert "limit" in told
-    assert "Single columns, in their own units" in told
+    reported = " ".join(capsys.readouterr().out.split())
+    assert "accuracy" in reported
+    assert "limit" in reported
+    assert "Single columns, in their own units" in reported
     assert run(["report", str(table_audit), str(tmp_path / "again"), "--out", str(page), "--json"]) == 0
     both = json.loads(capsys.readouterr().out)
     assert [c["name"] for c in both["columns"]] == ["age", "hours"]
     age = both["columns"][0]["audits"]["again"]
-    assert f"±{format_floor(age['lowest'])} years" in told
-    assert f"{age['below']} of 48" in told
+    assert f"±{format_floor(age['lowest'])} years" in reported
+    assert f"{age['below']} of 48" in reported
     assert both["audits"][0]["floors"].keys() == {"lowest_lower_limit", "lowest_estimate", "median_estimate"}
     assert found["audits"][0]["private"][1]["declared"] is False
     assert found["warning"].startswith("Not comparable")
@@ -159,15 +159,15 @@ def test_show_an_audit_and_a_record(table_audit, digits_audit, capsys) -> None:
     leakage = read_leakage(table_audit)
     worst = int(leakage.kept[0])
     assert run(["show", str(table_audit), "--json"]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["most_exposed"][0]["record"] == worst
-    assert "secret" in said.err
+    text = capsys.readouterr()
+    assert json.loads(text.out)["most_exposed"][0]["record"] == worst
+    assert "secret" in text.err
     assert run(["show", str(table_audit)]) == 0
     assert "errs by at least" in " ".join(capsys.readouterr().out.split())
     assert run(["show", str(table_audit), "--record", str(worst)]) == 0
-    said = capsys.readouterr().out
-    assert "age" in said
-    assert "years" in said
+    text = capsys.readouterr().out
+    assert "age" in text
+    assert "years" in text
     kept = int(read_leakage(digits_audit).kept[0])
     assert run(["show", str(digits_audit), "--record", str(kept)]) == 0
     assert "where it is exposed" in capsys.readouterr().out
@@ -189,12 +189,12 @@ def test_record_is_found_by_its_name(table_audit, digits_audit, capsys) -> None:
     found = json.loads(capsys.readouterr().out)
     assert (found["record"], found["name"]) == (other, names[other])
     expected = torch.tensor(leakage.facts["scale"]) / leakage.diagonal[other].sqrt()
-    told = {c["name"]: c["floor_estimate"] for c in found["columns"]}
-    assert [told["age"], told["hours"]] == pytest.approx(expected.tolist(), rel=1e-6)
+    reported = {c["name"]: c["floor_estimate"] for c in found["columns"]}
+    assert [reported["age"], reported["hours"]] == pytest.approx(expected.tolist(), rel=1e-6)
     assert run(["show", str(table_audit), "--record", names[other]]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "rougher, and its values are not kept" in said
-    assert "│ value" not in said
+    text = " ".join(capsys.readouterr().out.split())
+    assert "rougher, and its values are not kept" in text
+    assert "│ value" not in text
     for wrong, near in (
         ("row 1", "like row"),
         ("rwo 22", "like row 22" if "row 22" in names else "like row"),
@@ -238,20 +238,20 @@ def test_column_counts_in_json_and_text(table_audit, capsys) -> None:
     ]
     assert found["columns_of"] == "all records"
     assert run(["show", str(table_audit)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
     guess = 120 * float(leakage.guess[0].sqrt())
-    assert f"age: {below[0]} of 48 records are below a guess (±{format_limit(float(guess))} years)" in said
+    assert f"age: {below[0]} of 48 records are below a guess (±{format_limit(float(guess))} years)" in text
     exposed = int((best > 1 / leakage.guess).any(1).sum())
     assert found["below_guess_on_some_column"] == {"below": exposed, "of": 48}
     lowest = [int(best[:, j].argmax()) for j in range(2)]
     assert [c["record"] for c in found["columns"]] == lowest
     names = record_names(leakage.names)
     years = 120 / float(best[lowest[0], 0]) ** 0.5
-    assert f"lowest ±{format_floor(float(years))} years ({names[lowest[0]]})" in said
-    assert said.count("(majority class: ") == 1
+    assert f"lowest ±{format_floor(float(years))} years ({names[lowest[0]]})" in text
+    assert text.count("(majority class: ") == 1
     assert "below_guess" not in (table_audit / RUN).read_text()
     assert "below a guess" not in (table_audit / PUBLIC_REPORT).read_text()
     assert "majority class" not in (table_audit / PUBLIC_REPORT).read_text()
-    [told] = describe_columns({**found, "columns": found["columns"][:1]})[1:]
-    assert told.startswith("  age: ")
+    [reported] = describe_columns({**found, "columns": found["columns"][:1]})[1:]
+    assert reported.startswith("  age: ")
     assert describe_columns({**found, "columns": found["columns"] * 7})[-1] == "  and 2 more, in the report"

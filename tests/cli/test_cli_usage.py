@@ -1,4 +1,4 @@
-"""What a newcomer types at the command line: mistyped names, both spellings, epochs, targets."""
+"""Typical input at the command line: mistyped names, both spellings, epochs, targets."""
 
 import json
 import math
@@ -180,7 +180,7 @@ def test_help_lists_only_usable_options(capsys):
 
 
 def test_audit_and_sweep_read_data_by_the_same_options():
-    """What says how data are read is the same for both, so that an audited file can be swept."""
+    """Audit and sweep have the same options for reading data, so that an audited file can be swept."""
     reads = {"--target", "--private", "--range", "--unit", "--units", "--data-folder", "--drop", "--header", "--size"}
     for command in ("audit", "sweep"):
         assert reads | {"--test-share", "--limit", "--out", "-o", "--seed"} <= option_names(cli.app, command)

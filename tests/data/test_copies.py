@@ -16,7 +16,7 @@ import auditing
 from reconbound import Account, FisherAccountant, PrivateSGD, Settings, guarantee
 from reconbound._internal.checks import InputError
 from reconbound.auditing.run import run_audit
-from reconbound.data.copies import find_copies
+from reconbound.data.dataset import find_copies
 from reconbound.fisher import step_information
 from reconbound.mechanisms import DP, OutputPerturbation, RenyiDP, SampledGaussian
 from reconbound.report.folder import REPORT, read_leakage
@@ -198,9 +198,9 @@ def test_learner_counts_copied_rows() -> None:
     learner = PrivateSGD(nn.Linear(2, 2), losses, x, y, settings, progress=False)
     learner.fit(3)
     assert learner.accountant is not None
-    said = " ".join(learner.accountant.caveats)
-    assert "3 of 10 records have exact copies (at most 3 of one)" in said
-    assert "group_floor" in said
+    text = " ".join(learner.accountant.caveats)
+    assert "3 of 10 records have exact copies (at most 3 of one)" in text
+    assert "group_floor" in text
     distinct = PrivateSGD(nn.Linear(2, 2), losses, torch.rand(10, 2), y, settings, progress=False)
     assert not any("copies" in caveat for caveat in distinct.measurer.caveats)
 

@@ -40,13 +40,13 @@ def test_cifar10_is_read_in_planes(tmp_path):
 
 def test_damaged_files_are_refused_with_the_reason(tmp_path):
     path = tmp_path / "a.idx"
-    for content, said in [
+    for content, text in [
         (b"hello", "not an IDX file"),
         (b"\x00\x00\x08\x02\x00\x00", "header ends after 6 of 12"),
         (idx(np.zeros((2, 2), np.uint8))[:-1], "3 values, but its header says 2x2"),
     ]:
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=text):
             data.read_idx(path)
     cut = tmp_path / "b.gz"
     cut.write_bytes(gzip.compress(bytes(1000))[:-9])

@@ -66,8 +66,8 @@ def test_numbers_categories_and_missing_values(write):
     assert found.notes == ()
     assert "a table of 3 columns beside the target (2 private, 1 public)" in found.summary()
     assert found.columns == (("age", "hours"), ("job",))
-    alone = all_rows(write("a,y\n" + "1,u\n2,v\n" * 3), target="y", ranges={"a": (0, 9)})
-    assert "a table of 1 column beside the target (1 private, 0 public)" in alone.summary()
+    single = all_rows(write("a,y\n" + "1,u\n2,v\n" * 3), target="y", ranges={"a": (0, 9)})
+    assert "a table of 1 column beside the target (1 private, 0 public)" in single.summary()
 
 
 def test_the_way_back_to_the_datas_units(write):
@@ -187,9 +187,9 @@ def test_identifiers_and_empty_columns_are_left_out_with_a_note(write):
     text = "name,empty,x,y\n" + "".join(f"p{k},,{k},{k % 2}\n" for k in range(200))
     with pytest.warns(DataWarning) as caught:
         found = all_rows(write(text), target="y", ranges={"x": (0, 200)})
-    said = [str(w.message) for w in caught]
-    assert any("name: 200 different texts, more than 100" in s for s in said)
-    assert any("empty: every value is missing" in s for s in said)
+    output = [str(w.message) for w in caught]
+    assert any("name: 200 different texts, more than 100" in s for s in output)
+    assert any("empty: every value is missing" in s for s in output)
     assert [f.name for f in found.features] == ["x"]
     dropped = all_rows(write(text), target="y", ranges={"x": (0, 200)}, drop="name,empty")
     assert dropped.notes == ()
@@ -220,11 +220,11 @@ def test_a_few_words_among_numbers_are_refused_with_their_place(write):
     rows = [f"{1000 + k},{k},{'pq'[k % 2]}" for k in range(120)]
     rows[19] = "abc,19,q"
     text = "income,x,y\n" + "\n".join(rows)
-    said = (
+    output = (
         r"row 21, column 'income': 'abc' is not a number, but 119 of 120 values are: .* --category 'income' or --drop"
     )
     for options in ({}, {"private": "x"}):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=output):
             all_rows(write(text), target="y", ranges={"x": (0, 200)}, **options)
     with pytest.raises(DataError, match="row 21, column 'income': 'abc' is not a number, and the column is private"):
         all_rows(write(text), target="y", private="income")
@@ -258,9 +258,9 @@ def test_signed_numbers_are_reported(write, form, plain, kinds):
     cells = [form.format(1000 + k % kinds) for k in range(120)]
     text = "pay,x,y\n" + "".join(f'"{cell}",{k},{"pq"[k % 2]}\n' for k, cell in enumerate(cells))
     shown = re.escape(repr(cells[0]))
-    said = rf"row 2, column 'pay': {shown} .* write it as {re.escape(plain)}.*--category 'pay' or --drop"
+    output = rf"row 2, column 'pay': {shown} .* write it as {re.escape(plain)}.*--category 'pay' or --drop"
     for options in ({}, {"private": "pay"}, {"private": "x"}, {"ranges": {"pay": (0, 2000)}}):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=output):
             all_rows(write(text), target="y", **options)
     found = all_rows(write(text), target="y", ranges={"x": (0, 120)}, drop="pay")
     assert found.columns == (("x",), ())
@@ -311,7 +311,7 @@ def test_a_column_with_a_comma_in_its_name_can_be_private(write):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "output"),
     [
         ("", "people.csv: empty"),
         ("\n\n \n", "people.csv: empty"),
@@ -335,16 +335,16 @@ def test_a_column_with_a_comma_in_its_name_can_be_private(write):
         ("x,y\n-1e308,p\n1e308,q\n", "column 'x': values from -1e+308 to 1e+308 span no usable range"),
     ],
 )
-def test_errors_name_their_place(write, content, said):
+def test_errors_name_their_place(write, content, output):
     path = write(content)
-    with pytest.raises(DataError, match=re.escape(said)) as caught:
+    with pytest.raises(DataError, match=re.escape(output)) as caught:
         load_dataset(path, target="y")
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "output"),
     [
         ({}, r"target must name the column of .* \(age, job, hours, income\)"),
         ({"target": "salary"}, r"target must be a column of .*, got 'salary'"),
@@ -376,10 +376,10 @@ def test_errors_name_their_place(write, content, said):
         ({"target": "income", "header": ["a", "b"]}, "row 1: 4 cells, but there are 2 columns"),
     ],
 )
-def test_wishes_that_cannot_be_met(write, options, said):
+def test_wishes_that_cannot_be_met(write, options, output):
     if "header" in options:
         options = {**options, "target": "a"}
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=output):
         load_dataset(write(PEOPLE), **options)
 
 

@@ -144,12 +144,12 @@ def test_a_file_too_large_is_stopped(server, digits, tmp_path, monkeypatch):
 def test_missing_data_is_one_line_with_advice(server, tmp_path):
     with pytest.raises(DataMissing) as caught:
         load_dataset("mnist", folder=tmp_path)
-    said = str(caught.value)
-    assert "404" in said
-    assert "put train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz" in said
-    assert str(tmp_path / "mnist") in said
-    assert "RECONBOUND_DATA" in said
-    assert "\n" not in said
+    text = str(caught.value)
+    assert "404" in text
+    assert "put train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz" in text
+    assert str(tmp_path / "mnist") in text
+    assert "RECONBOUND_DATA" in text
+    assert "\n" not in text
 
 
 def test_only_https_and_this_machine(server, digits, tmp_path, monkeypatch):
@@ -218,7 +218,7 @@ def test_a_wrong_archive_of_cifar10_is_refused(server, batches, tmp_path):
     inside = {f"cifar-10-batches-bin/{name}": raw for name, raw in batches.items()}
     path = f"/cifar10/{download.ARCHIVE}"
     first = next(iter(inside))
-    for k, (content, said) in enumerate(
+    for k, (content, text) in enumerate(
         [
             (archive({**inside, first: inside[first][:-1] + b"\x00"}), "sha1"),
             (archive({**inside, first: "test_batch.bin"}), "holds no data_batch_1.bin"),
@@ -229,7 +229,7 @@ def test_a_wrong_archive_of_cifar10_is_refused(server, batches, tmp_path):
         folder = tmp_path / str(k)
         folder.mkdir()
         server.files[path] = content
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=text):
             load_dataset("cifar10", folder=folder)
         assert not list((folder / "cifar10").glob(".*"))
 

@@ -74,7 +74,7 @@ def test_categorical_dtype_is_public_even_with_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "said"),
+    ("columns", "message"),
     [
         ({"b": [1.0, np.inf, 2, 3, 4, 5]}, "row 1, column 'b': 'inf' is not a finite number"),
         ({"b": [[1], [2], [3], [4], [5], [6]]}, "row 0, column 'b': a list is neither a number nor text"),
@@ -85,13 +85,13 @@ def test_categorical_dtype_is_public_even_with_numbers() -> None:
         ({"b": ["1", "2", "x", "4", "5", "6"] * 1}, ""),
     ],
 )
-def test_errors_name_their_place(columns, said) -> None:
+def test_errors_name_their_place(columns, message) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DataWarning)
-        if not said:
+        if not message:
             assert load_dataset(frame_of(**columns), **OPTIONS).columns == (("a",), ("b",))
             return
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=message):
             load_dataset(frame_of(**columns), **OPTIONS)
 
 

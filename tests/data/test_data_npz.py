@@ -91,7 +91,7 @@ def test_pixels_of_other_ranges(save):
 
 
 @pytest.mark.parametrize(
-    ("arrays", "said"),
+    ("arrays", "message"),
     [
         ({"a": LABELS}, r"no arrays X and y .* among \['a'\]"),
         ({"X": np.zeros((12, 2)), "y": LABELS[:5]}, r"X has 12 records|x has 12 records"),
@@ -119,9 +119,9 @@ def test_pixels_of_other_ranges(save):
         ({"X": np.array([[{}]] * 12), "y": LABELS}, "pickles are never read"),
     ],
 )
-def test_errors_are_reported(save, arrays, said):
+def test_errors_are_reported(save, arrays, message):
     path = save(**arrays)
-    with pytest.raises(DataError, match=said) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         load_dataset(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)

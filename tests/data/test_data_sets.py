@@ -80,7 +80,7 @@ def test_ranges_and_private_columns_of_a_table_of_scikit_learn():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"private": ["x"]}, "private is for tables"),
         ({"ranges": {"x": (0, 1)}}, "ranges is for tables"),
@@ -91,8 +91,8 @@ def test_ranges_and_private_columns_of_a_table_of_scikit_learn():
         ({"test_share": -0.1}, "test_share must be at least 0"),
     ],
 )
-def test_options_that_do_not_fit(options, said):
-    with pytest.raises(InputError, match=said):
+def test_options_that_do_not_fit(options, message):
+    with pytest.raises(InputError, match=message):
         load_dataset("digits", **options)
 
 

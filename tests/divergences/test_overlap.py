@@ -9,10 +9,10 @@ import mpmath as mp
 import numpy as np
 import pytest
 from scipy.stats import norm
-from test_renyi import density, in_ball, in_plane, mp_integral, mp_phi, plane
+from test_order2 import density, in_ball, in_plane, mp_integral, mp_phi, plane
 
 from approximate import close
-from reconbound import divergences as renyi
+from reconbound import divergences
 
 # --- KL -----------------------------------
 
@@ -22,7 +22,7 @@ def test_kl_pure_is_tight_at_randomised_response():
     for eps in (1e-6, 0.1, 1, 5, 30, 800):
         p = mp.exp(eps) / (1 + mp.exp(eps))
         kl = p * mp.log(p / (1 - p)) + (1 - p) * mp.log((1 - p) / p)
-        assert renyi.kl_pure(eps) == close(float(kl), rel=1e-12)
+        assert divergences.kl_pure(eps) == close(float(kl), rel=1e-12)
 
 
 def mp_kl_poisson(m, q):
@@ -40,15 +40,15 @@ def mp_kl_poisson(m, q):
 def test_kl_poisson_against_mpmath(q):
     with mp.workdps(90):
         for m in (1e-6, 1.0, 2.2306, 25.0):
-            assert renyi.kl_poisson(m, q) == close(mp_kl_poisson(m, q), rel=1e-11), m
+            assert divergences.kl_poisson(m, q) == close(mp_kl_poisson(m, q), rel=1e-11), m
 
 
 @pytest.mark.parametrize(("m", "q"), [(12.0, 1e-100), (13.0, 1e-120), (15.0, 1e-200)])
 def test_kl_poisson_at_rates_so_small_that_all_of_it_lies_near_2m(m, q):
     """There KL ≈ χ²/2, whose integrand P₁²/P₀ peaks at 2m: an integral that stops before is no upper bound."""
     with mp.workdps(450):
-        assert renyi.kl_poisson(m, q) == close(mp_kl_poisson(m, q), rel=1e-11)
-    assert renyi.kl_poisson(m, 1e-310) == 1e-310 * m * m / 2
+        assert divergences.kl_poisson(m, q) == close(mp_kl_poisson(m, q), rel=1e-11)
+    assert divergences.kl_poisson(m, 1e-310) == 1e-310 * m * m / 2
 
 
 def test_kl_poisson_bounds_records_and_mutual_information():
@@ -63,7 +63,7 @@ def test_kl_poisson_bounds_records_and_mutual_information():
         mean = np.mean(releases, axis=0)
         information = np.mean([np.sum(p * np.log(p / mean)) * h for p in releases])
         worst = max(np.sum(p * np.log(p / norm.pdf(x))) * h for p in releases)
-        assert information <= worst + 1e-12 <= renyi.kl_poisson(m, q) + 2e-12
+        assert information <= worst + 1e-12 <= divergences.kl_poisson(m, q) + 2e-12
 
 
 def test_kl_fixed_bounds_random_triples():
@@ -77,10 +77,10 @@ def test_kl_fixed_bounds_random_triples():
             p, r = ((1 - q) * density(grid, c2) + q * density(grid, z) for z in (g2, zero2))
             keep = (p > 0) & (r > 0)
             value = float(np.sum(p[keep] * np.log(p[keep] / r[keep])) * cell)
-            assert value <= renyi.kl_fixed(m, q) * (1 + 1e-9) + 1e-13
-            largest = max(largest, value / renyi.kl_fixed(m, q))
+            assert value <= divergences.kl_fixed(m, q) * (1 + 1e-9) + 1e-13
+            largest = max(largest, value / divergences.kl_fixed(m, q))
     assert largest > 0.5
-    assert renyi.kl_fixed(0.7, 1.0) == close(0.245, rel=1e-12)
+    assert divergences.kl_fixed(0.7, 1.0) == close(0.245, rel=1e-12)
 
 
 def test_kl_fixed_formula_against_mpmath():
@@ -94,7 +94,7 @@ def test_kl_fixed_formula_against_mpmath():
 
             chi2 = mp.mpf(q) ** 2 * mp_integral(f, [3 * m, 0])
             expected = min(float(mp.log1p(chi2)), q * m * m / 2)
-            assert renyi.kl_fixed(m, q) == close(expected, rel=1e-11)
+            assert divergences.kl_fixed(m, q) == close(expected, rel=1e-11)
 
 
 # --- the overlap -----------------------------------
@@ -116,7 +116,7 @@ def direct_overlap(m, q):
 @pytest.mark.parametrize("q", [1e-6, 0.01, 0.3, 0.97, 1.0])
 def test_overlap_of_one_step_by_quadrature(q):
     for m in (1e-3, 0.3, 1.0, 2.2306, 6.0, 15.9, 16.1):
-        assert renyi.overlap_poisson(m, q) == close(direct_overlap(m, q), rel=1e-9, abs=2e-13), m
+        assert divergences.overlap_poisson(m, q) == close(direct_overlap(m, q), rel=1e-9, abs=2e-13), m
 
 
 def test_overlap_of_two_steps_in_the_plane():
@@ -125,7 +125,7 @@ def test_overlap_of_two_steps_in_the_plane():
         p, r = (f(x) for f in poisson_pair(m, q))
         p2, r2 = np.outer(p, p), np.outer(r, r)
         value = float(np.sum(2 * p2 * r2 / (p2 + r2))) * 0.02**2
-        assert renyi.overlap_poisson(m, q, 2) == close(value, rel=1e-9)
+        assert divergences.overlap_poisson(m, q, 2) == close(value, rel=1e-9)
 
 
 @pytest.mark.parametrize(("m", "q", "steps"), [(1.0, 0.3, 40), (0.3, 0.05, 2000), (3.0, 0.02, 60), (2.2306, 0.01, 300)])
@@ -138,7 +138,7 @@ def test_overlap_of_many_steps_by_monte_carlo(m, q, steps):
     sample = 2 / (1 + np.exp(loss.sum(axis=1)))
     error = sample.std() / math.sqrt(count)
     assert error < 0.02
-    assert renyi.overlap_poisson(m, q, steps) == close(sample.mean(), abs=4.5 * error)
+    assert divergences.overlap_poisson(m, q, steps) == close(sample.mean(), abs=4.5 * error)
 
 
 @pytest.mark.slow
@@ -164,13 +164,13 @@ def test_overlap_lies_between_dp_accountings_estimates():
         found.append(float(np.sum(pmf._probs * 2 / (1 + np.exp(losses)))))
     low, high = found
     assert high - low < 0.04
-    assert low - 1e-6 <= renyi.overlap_poisson(m, q, steps) <= high + 1e-6
+    assert low - 1e-6 <= divergences.overlap_poisson(m, q, steps) <= high + 1e-6
 
 
 def test_overlap_with_q_one_is_one_gaussian_release():
     for m, steps in ((0.1, 25), (0.5, 4), (1e-3, 10**6), (2.0, 9)):
         truth = direct_overlap(m * math.sqrt(steps), 1.0)
-        assert renyi.overlap_poisson(m, 1.0, steps) == close(truth, rel=1e-9, abs=1e-14)
+        assert divergences.overlap_poisson(m, 1.0, steps) == close(truth, rel=1e-9, abs=1e-14)
 
 
 def test_overlap_fixed_is_a_lower_bound_on_random_triples():
@@ -183,7 +183,7 @@ def test_overlap_fixed_is_a_lower_bound_on_random_triples():
             p, r = ((1 - q) * density(grid, c2) + q * density(grid, z) for z in (g2, other2))
             value = float(np.sum(2 * p * r / np.maximum(p + r, 1e-300)) * cell)
             for method in ("wang", "convexity"):
-                floor = renyi.overlap_fixed(m, q, order2=renyi.order2_fixed(m, q, method=method))
+                floor = divergences.overlap_fixed(m, q, order2=divergences.order2_fixed(m, q, method=method))
                 assert value >= floor * (1 - 1e-9)
 
 
@@ -194,7 +194,7 @@ def test_overlap_fixed_of_several_steps():
         p, r = (1 - q) * norm.pdf(x + m) + q * norm.pdf(x - m), norm.pdf(x + m)
         p2, r2 = np.outer(p, p), np.outer(r, r)
         value = float(np.sum(2 * p2 * r2 / np.maximum(p2 + r2, 1e-300))) * 0.04**2
-        assert value >= renyi.overlap_fixed(m, q, 2, order2=2 * renyi.order2_fixed(m, q))
+        assert value >= divergences.overlap_fixed(m, q, 2, order2=2 * divergences.order2_fixed(m, q))
 
 
 def test_overlap_fixed_keeps_the_batches_without_the_record():
@@ -204,4 +204,4 @@ def test_overlap_fixed_keeps_the_batches_without_the_record():
         p, r = ((1 - q) * norm.pdf(x) + q * norm.pdf(x - g) for g in (20, -20))
         value = float(np.sum(2 * p * r / np.maximum(p + r, 1e-300))) * 0.02
         for steps in (1, 3, 40):  # the pair's losses are 0 and ±∞, so that the overlap of T steps is the T-th power
-            assert renyi.overlap_fixed(20.0, q, steps, order2=math.inf) == close(value**steps, rel=1e-9)
+            assert divergences.overlap_fixed(20.0, q, steps, order2=math.inf) == close(value**steps, rel=1e-9)

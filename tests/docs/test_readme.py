@@ -156,9 +156,9 @@ def test_notes_on_epsilon_and_opacus_sample_rate() -> None:
 
     known = SampledGaussian(1.0, 1 / 29, 300, clip="hard")
     spent = known.epsilon_at(1e-5, adjacency="add/remove")
-    alone = floor(DP(round(spent, 3), 1e-5, "add/remove"))
+    single = floor(DP(round(spent, 3), 1e-5, "add/remove"))
     text = (HOME / CALCULATOR).read_text(encoding="utf-8")
-    assert all(word in text for word in (floor(known), f"ε = {spent:.3f}", alone, "1/len(loader)"))
+    assert all(word in text for word in (floor(known), f"ε = {spent:.3f}", single, "1/len(loader)"))
     wrong = SampledGaussian(1.0, 64 / 1797, 300, clip="hard").epsilon_at(1e-5, adjacency="add/remove")
     assert f"64/1797 would give {wrong:.3f}" in text
 

@@ -79,9 +79,9 @@ def test_a_small_run_is_refused_where_the_committed_results_are(script, capsys) 
         with pytest.raises(SystemExit) as stopped:
             script.main(words)
         assert stopped.value.code == 2
-        assert f"{words[0]} {words[1]}" in (told := capsys.readouterr()).err
-        assert told.err.endswith("give another folder by --out FOLDER\n")
-        assert told.out == ""
+        assert f"{words[0]} {words[1]}" in (reported := capsys.readouterr()).err
+        assert reported.err.endswith("give another folder by --out FOLDER\n")
+        assert reported.out == ""
     assert committed() == before
 
 

@@ -44,9 +44,9 @@ def test_stopped_grid_resumes(tmp_path: Path) -> None:
     assert trained(tiny(4), path) == after
     assert len(_grid.finished([path], (2, 5))) == 4
     assert not _grid.finished([path], (2, 5, 9))
-    alone = trained(replace(tiny(4), fleet=1), tmp_path / "other.csv")
+    separate = trained(replace(tiny(4), fleet=1), tmp_path / "other.csv")
     key = lambda row: (*(row[k] for k in _grid.KEY), row["steps"], row["run"])  # noqa: E731
-    assert {key(row) for row in alone} == {key(row) for row in after}
+    assert {key(row) for row in separate} == {key(row) for row in after}
 
 
 def test_means_and_the_crossed_maximum(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong in step_information: each mistake has a message that names it; none gives a number."""
+"""Common mistakes with step_information: each gives a message that names it, and none gives a number."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cases import RECORDS, Wrap, classes, cross_entropy, normal
 from measuring import measure, sum_clipped
 from reconbound import PrivateSGD, Settings
 from reconbound._internal.checks import InputError
 from reconbound.fisher import Private, dense_information
 from reconbound.validate import ModelError
+from small_models import RECORDS, Wrap, classes, cross_entropy, normal
 
 STEP: dict[str, Any] = {"max_grad_norm": 0.8, "noise_multiplier": 0.7}
 
@@ -67,7 +67,7 @@ def test_what_was_checked_before_is_not_read_again() -> None:
     """checked=True: for loops that have had the batch checked; the values pass through as they are."""
     model, x, y = small()
     x[3, 4] = float("nan")
-    got = measure(model, cross_entropy, x, y, checked=True, error="bound", shared=4, **STEP)
+    got = measure(model, cross_entropy, x, y, checked=True, error="bound", **STEP)
     assert torch.isnan(got.trace).tolist() == [i == 3 for i in range(RECORDS)]
 
 

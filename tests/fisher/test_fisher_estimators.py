@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cases import RECORDS, Wrap, classes, cross_entropy, normal, squared, tokens
 from measuring import measure
 from reconbound.fisher import (
     CoordinateOptions,
@@ -18,6 +17,7 @@ from reconbound.fisher import (
     dense_information,
     draw_probes,
 )
+from small_models import RECORDS, Wrap, classes, cross_entropy, normal, squared, tokens
 
 SEEDS = 400
 STEP: dict[str, Any] = {"max_grad_norm": 0.8, "noise_multiplier": 0.7}

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import CASES, RECORDS, Case
+from cases import CASES, Case
 from measuring import measure, sum_clipped
 from reconbound.fisher import DenseInformation, Private, dense_information, draw_probes
 from reconbound.fisher.passes.layers import ConvRule
 from reconbound.validate.private import Problem, trainable
+from small_models import RECORDS
 
 NOISE = 0.7
 LEVELS = {"far below": 100.0, "near": 1.07, "far above": 0.02}  # C over the median gradient norm

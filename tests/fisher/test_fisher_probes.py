@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cases import RECORDS, Wrap, classes, cross_entropy, normal
 from measuring import measure
 from reconbound.fisher import StepInformation, dense_information
 from reconbound.fisher.passes.by_layer import LayerPass
 from reconbound.fisher.passes.convolutions import average, convolve, pool, poolable, unpool
 from reconbound.fisher.passes.layers import ConvRule
-from reconbound.fisher.probes import Basis, shared_directions
+from reconbound.fisher.probes import Basis
 from reconbound.validate.private import Private, Problem
+from small_models import RECORDS, Wrap, classes, cross_entropy, normal
 
 SEEDS = 400
 STEP: dict[str, Any] = {"max_grad_norm": 0.8, "noise_multiplier": 0.7}
@@ -47,11 +47,11 @@ def generator(seed: int) -> torch.Generator:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("probes", "deflate", "shared"), [(1, 0, 0), (1, 2, 0), (1, 2, 8), (4, 0, 3), (4, 3, 8)])
-def test_unbiased_with_honest_errors(probes: int, deflate: int, shared: int) -> None:
+@pytest.mark.parametrize(("probes", "deflate"), [(1, 0), (1, 2), (4, 0), (4, 3)])
+def test_unbiased_with_honest_errors(probes: int, deflate: int) -> None:
     model, x, y = small()
     exact = dense_information(model, cross_entropy, x, y, **STEP)
-    kw: dict[str, Any] = {"probes": probes, "deflate": deflate, "shared": shared, "checked": True}
+    kw: dict[str, Any] = {"probes": probes, "deflate": deflate, "checked": True}
     runs = [step(model, x, y, generator=generator(s), **kw) for s in range(SEEDS)]
     assert torch.allclose(runs[0].along, exact.along, rtol=1e-10)
     for name, want in (("across", exact.across), ("trace", exact.trace)):
@@ -80,34 +80,10 @@ def test_variance_matches_theory() -> None:
     along = torch.einsum("jbd,bde,jbe->jb", q, m, q)
     plain = 2 * m.square().sum((1, 2))
     signed = plain - 2 * along.square().sum(0)
-    common = shared_directions(slope, 3)
-    rest = common - torch.einsum("jbd,jbe,ke->bkd", q, q, common)  # what the record's own directions leave of them
-    sharing = signed - 2 * torch.einsum("bkd,bde,bke->bk", rest, m, rest).square().sum(1)
-    for deflate, shared, want in ((0, 0, plain), (2, 0, signed), (2, 3, sharing)):
-        got = step(model, x, y, probes=3000, deflate=deflate, shared=shared, generator=generator(0), **unclipped)
+    for deflate, want in ((0, plain), (2, signed)):
+        got = step(model, x, y, probes=3000, deflate=deflate, generator=generator(0), **unclipped)
         assert (got.across_error * 3000**0.5 / want.sqrt()).tolist() == pytest.approx([1] * RECORDS, rel=0.1)
     assert (signed < plain).all()
-    assert (sharing < signed).all()
-
-
-def test_shared_directions_are_orthonormal_and_lead() -> None:
-    torch.manual_seed(0)
-    slopes = torch.randn(40, 12, dtype=torch.float64) * torch.logspace(0, -3, 12, dtype=torch.float64)
-    found = shared_directions(slopes, 4)
-    assert torch.allclose(found @ found.T, torch.eye(4, dtype=torch.float64), atol=1e-12)
-    units = slopes / slopes.norm(dim=1, keepdim=True)
-    leading = torch.linalg.svd(units)[2][:2]
-    assert ((leading @ found.T).square().sum(1) > 0.99).all()
-    slopes[3] = float("nan")  # a record that overflows is left out
-    assert torch.isfinite(shared_directions(slopes, 4)).all()
-
-
-def test_shared_directions_that_do_not_exist_are_zero() -> None:
-    one = torch.randn(1, 5, dtype=torch.float64).expand(7, 5)
-    for slopes in (one, torch.zeros(7, 5, dtype=torch.float64), one[:1], torch.randn(7, 1, dtype=torch.float64)):
-        gram = (lambda q: q @ q.T)(shared_directions(slopes, 8))
-        assert torch.allclose(gram, torch.diag(gram.diagonal()), atol=1e-12)
-        assert all(min(abs(v), abs(v - 1)) < 1e-12 for v in gram.diagonal().tolist())
 
 
 @pytest.mark.parametrize("deflate", [0, 1, 2, 3])
@@ -141,10 +117,10 @@ def test_all_coordinates_give_the_exact_value() -> None:
     assert torch.allclose(got.across, dense_information(model, cross_entropy, x, y, **STEP).across, rtol=1e-10)
 
 
-@pytest.mark.parametrize(("deflate", "shared"), [(0, 0), (2, 0), (3, 0), (0, 4), (2, 8)])
-def test_micro_batches_do_not_matter(deflate: int, shared: int) -> None:
+@pytest.mark.parametrize("deflate", [0, 2, 3])
+def test_micro_batches_do_not_matter(deflate: int) -> None:
     model, x, y = convolutional()
-    kw: dict[str, Any] = {"probes": 2, "deflate": deflate, "shared": shared}
+    kw: dict[str, Any] = {"probes": 2, "deflate": deflate}
     whole = step(model, x, y, generator=generator(3), **kw)
     for size in (1, 7):
         parts = step(model, x, y, generator=generator(3), micro_batch=size, **kw)
@@ -156,7 +132,7 @@ def test_only_chosen_features() -> None:
     model, x, y = small()
     chosen = torch.tensor([0, 2, 5])
     exact = dense_information(model, cross_entropy, x, y, private=chosen, **STEP)
-    kw: dict[str, Any] = {"private": chosen, "shared": 2, "checked": True}
+    kw: dict[str, Any] = {"private": chosen, "checked": True}
     got = torch.stack([step(model, x, y, generator=generator(s), **kw).across for s in range(SEEDS)])
     assert ((got.mean(0) - exact.across).abs() <= 3.3 * got.std(0) / SEEDS**0.5).all()
 

@@ -64,7 +64,7 @@ def test_autocast_inside_the_model_is_seen() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("more", [{}, {"deflate": 0}, {"deflate": 3}, {"shared": 3}, {"probe": "weights"}])
+@pytest.mark.parametrize("more", [{}, {"deflate": 0}, {"deflate": 3}, {"probe": "weights"}])
 def test_probes_of_every_kind_measure_models_in_half_precision(dtype: torch.dtype, more: dict[str, Any]) -> None:
     """Probes of the inputs, the default of a training, ended in an error of dtypes. 400 probes, against float64."""
     torch.manual_seed(0)

@@ -28,7 +28,7 @@ class Matrices:
 
 
 def bound(m: Tensor, start: Tensor, iterations: int, features: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    plan: Any = module._Plan({}, StepOptions(spectral=iterations), [], [], features, start)
+    plan: Any = module._Plan({}, StepOptions(spectral=iterations), [], features, start)
     ones, nothing = torch.ones(len(m), dtype=m.dtype), torch.zeros(m.shape[:2], dtype=m.dtype)
     work: Any = Matrices(m)
     found: tuple[Tensor, Tensor] = module._power(work, plan, nothing, ones, ones)
@@ -107,7 +107,7 @@ def test_ledger_keeps_a_bound_of_every_record(seed: int) -> None:
     )
     ledger = FisherAccountant(account, spectral=True)
     ledger.add(torch.arange(200), found)
-    assert (ledger.spectral_bound() >= want).all()
+    assert (ledger.traces.spectral_bound() >= want).all()
 
 
 # --- masked rows -----------------------------------------------------------------------------------------------------

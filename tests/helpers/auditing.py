@@ -57,14 +57,14 @@ def mode(path: Path) -> int:
 
 def assert_same_leakage(one: Path, other: Path) -> None:
     """Equal in every tensor and fact (the order of the parts of a safetensors header is free)."""
-    (tensors, facts), (others, told) = (unsealed(folder / LEAKAGE) for folder in (one, other))
-    assert facts == told
+    (tensors, facts), (others, other_facts) = (unsealed(folder / LEAKAGE) for folder in (one, other))
+    assert facts == other_facts
     assert tensors.keys() == others.keys()
     for name, value in tensors.items():
         assert torch.equal(value, others[name]), name
 
 
-def slow(folder: str, told: Any) -> None:
+def slow(folder: str, pipe: Any) -> None:
     """The audit that is killed: a pause at every step, so that kills fall all over it."""
     torch.set_num_threads(1)
     step = PrivateSGD._train_step
@@ -74,6 +74,6 @@ def slow(folder: str, told: Any) -> None:
         step(self)
 
     PrivateSGD._train_step = paused  # type: ignore[method-assign]
-    told.send("ready")
+    pipe.send("ready")
     run_audit(people(), options(), Path(folder), show=False)
-    told.send("done")
+    pipe.send("done")

@@ -40,7 +40,7 @@ def opened(browser: Any, path: Path, width: int = 1280, scheme: str = "light") -
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
     page = context.new_page()
     wrong: list[str] = []
-    page.on("console", lambda said: wrong.append(f"console: {said.text}"))
+    page.on("console", lambda message: wrong.append(f"console: {message.text}"))
     page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
     page.on("dialog", lambda dialog: (wrong.append("dialog"), dialog.dismiss()))
     page.on("request", lambda request: wrong.append(request.url) if _outside(request.url) else None)

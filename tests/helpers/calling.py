@@ -1,4 +1,4 @@
-"""What the tests of the command line have in common: options, a small table, how a refusal looks."""
+"""Shared by the tests of the command line: options, a small table, and the form of a refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold for every draw of fuzz_models.py; each check returns the faults that it found, in words."""
+"""Checks of every draw of fuzz_models.py. Each returns the faults that it found, as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fuzz_models import Draw
 from measuring import measure, sum_clipped
 from reconbound.fisher import Private, dense_information, sensitivity
+from reconbound.fisher.sums import covering_method
 from reconbound.validate import ModelError
+from reconbound.validate.placed import converted
 from reconbound.validate.private import Problem, as_private, batch_rows, private_part, trainable
 
 NEVER = 1e30  # a clip norm that no gradient reaches
@@ -55,8 +57,8 @@ def check_draw(draw: Draw, tally: Tally) -> list[str]:
         tally.refusals[word] += 1
         if not str(refusal):
             faults.append("a refusal without a word")
-        rightly = any(words in str(refusal) for words in ("does not depend on", "has no trainable parameters"))
-        if draw.dtype == torch.float64 and not rightly and _finite(draw):
+        correct = any(words in str(refusal) for words in ("does not depend on", "has no trainable parameters"))
+        if draw.dtype == torch.float64 and not correct and _finite(draw):
             faults.append(f"refused, but finite in float64: {refusal}")
     except Exception as error:
         faults.append(f"{type(error).__name__}: {str(error)[:300]}")
@@ -81,11 +83,14 @@ def _check_sums(draw: Draw, tally: Tally) -> Iterator[str]:
         if not sizes[-1] <= bound * (1 + 1e-4):
             yield f"record {i} contributes {sizes[-1] / bound:.6g} of what it may ({one.norm.item():.4g} norm)"
         yield from _check_norm(draw, i, float(whole.norm[i]), tally)
+        yield from _check_share(draw, i, float(whole.norm[i]), tally)
     # removal: what is left is summed in another order, with other partial sums
     unit = torch.finfo(whole.norm.dtype).eps
     for i in range(records if records > 1 else 0):
         keep = [j for j in range(records) if j != i]
         others = clipped(draw, keep)
+        if bool((others.norm > 0).any()):
+            yield from _check_choice(draw, i, keep, tally)
         moved = size({k: v.double() - others.gradient_sum[k].double() for k, v in whole.gradient_sum.items()})
         tally.counts["removals"] += 1
         allowed = bound * (1 + 1e-3) + 4 * unit * sum(sizes)
@@ -99,15 +104,53 @@ def _check_norm(draw: Draw, i: int, norm: float, tally: Tally) -> Iterator[str]:
     """The norm is not below that of the float64 twin, where the gradient itself is well conditioned."""
     exact = plain_gradients(twin(draw), slice(i, i + 1), double=True)
     if draw.dtype == torch.float64:  # autograd would be compared with itself
-        own = plain_gradients(shake(draw, 1e-14), slice(i, i + 1), double=True)
-    else:
-        own = plain_gradients(draw, slice(i, i + 1), double=False)
-    true, error = size(exact), size({k: own[k] - exact[k] for k in exact})
+        own = [plain_gradients(shake(draw, 1e-14), slice(i, i + 1), double=True)]
+    else:  # alone, and among the records that it is computed with: one rounding may be lucky
+        size_of = draw.micro_batch or len(draw.targets)
+        beside = slice(i - i % size_of, i - i % size_of + size_of)
+        own = [plain_gradients(draw, slice(i, i + 1), double=False)]
+        own.append(plain_gradients(draw, beside, double=False, only=i % size_of))
+    true = size(exact)
+    error = max(size({k: g[k] - exact[k] for k in exact}) for g in own)
     if not math.isfinite(true) or not error <= 0.05 * true:
         return
     tally.counts["norms"] += 1
-    if norm < true * (1 - max(1e-12, 16 * torch.finfo(draw.dtype).eps)) - 3 * error:
+    least = true * (1 - max(1e-12, 16 * torch.finfo(draw.dtype).eps))
+    if norm < least - 3 * error and (draw.dtype == torch.float64 or norm < least - 3 * _usual_error(draw, i)):
         yield f"record {i} has norm {norm:.9g}, in float64 {true:.9g} (autograd is off by {error:.3g})"
+
+
+def _usual_error(draw: Draw, i: int) -> float:
+    """Returns the largest error of autograd's gradient of a record over 16 draws that differ in their last digits."""
+    errors = []
+    for seed in range(16):
+        near = shake(draw, 4 * torch.finfo(draw.dtype).eps, seed, draw.dtype)
+        own, exact = (
+            plain_gradients(near, slice(i, i + 1), double=False),
+            plain_gradients(twin(near), slice(i, i + 1), double=True),
+        )
+        errors.append(size({k: own[k] - exact[k] for k in exact}))
+    return max(errors)
+
+
+def _check_share(draw: Draw, i: int, norm: float, tally: Tally) -> Iterator[str]:
+    """The norm is not below that of the record's share of the sum of the same batch, which is what is clipped."""
+    one = torch.zeros(len(draw.targets))
+    one[i] = 1
+    share = size(clipped(draw, max_grad_norm=NEVER, clip="hard", mask=one).gradient_sum)
+    tally.counts["shares"] += 1
+    if not norm >= share * (1 - 1e-12) and norm < NEVER:
+        yield f"record {i} has norm {norm:.9g}, but its share of the sum has {share:.9g}"
+
+
+def _check_choice(draw: Draw, i: int, keep: list[int], tally: Tally) -> Iterator[str]:
+    """The method is the same with and without a record: two methods round the shares of all others differently."""
+    if draw.method != "auto" or ("Turned" in draw.tags and len(keep) == 1):  # one record alone cannot be turned
+        return
+    tally.counts["choices of a method"] += 1
+    batches = (draw.inputs, draw.targets), chosen((draw.inputs, draw.targets), keep)
+    if len({covering_method(draw.model, draw.loss_fn, *batch, Private("nothing")) for batch in batches}) > 1:
+        yield f"without record {i} another method covers the model"
 
 
 def _check_autograd(draw: Draw, tally: Tally) -> Iterator[str]:
@@ -176,21 +219,20 @@ def _check_information(draw: Draw, found: Any, tally: Tally) -> Iterator[str]:
 
 
 def _conditioned(draw: Draw, i: int) -> bool:
-    """Whether autograd's own gradient of a record in float32 is that of float64: 1 − p of a sure softmax is not.
+    """Returns whether autograd's gradient of a record in float32 agrees with float64. It does not for a softmax near 1.
 
-    Nor is one that a saturated activation rounds to 0 for a whole parameter: the float32 release does not move there.
+    Nor is that of the parameters before a saturated activation. The information may come from these parameters only, so
+    each counts by itself.
     """
     if "Mixed" in draw.tags:  # bfloat16 inside
         return False
     exact = plain_gradients(twin(draw), slice(i, i + 1), double=True)
     own = plain_gradients(draw, slice(i, i + 1), double=False)
-    if any(bool((exact[k] != 0).any()) and not bool((own[k] != 0).any()) for k in exact):
-        return False
-    return size({k: own[k] - exact[k] for k in exact}) <= 0.01 * size(exact)
+    return all(size({k: own[k] - exact[k]}) <= 0.01 * size({k: exact[k]}) for k in exact)
 
 
 def _sure(draw: Draw, i: int) -> bool:
-    """Whether a softmax is so sure that 1 − p has few digits: its derivatives are then rounding, in any computation."""
+    """Returns whether a softmax is so near 1 that 1 − p has few digits: its derivatives are then only rounding."""
     if {"Attention", "Heads"} & set(draw.tags):
         numbers = [t for t in tree_leaves((draw.inputs, list(draw.model.parameters()))) if t.is_floating_point()]
         if math.prod(sorted(float(t.detach().double().abs().max()) for t in numbers if t.numel())[-2:]) > 30:
@@ -268,25 +310,32 @@ def twin(draw: Draw) -> Draw:
     return wide
 
 
-def shake(draw: Draw, amount: float) -> Draw:
-    """Returns the float64 draw with every number moved by a relative amount, to see what rounding can do."""
-    generator = torch.Generator().manual_seed(1)
+def shake(draw: Draw, amount: float, seed: int = 1, dtype: torch.dtype = torch.float64) -> Draw:
+    """Returns the draw with every number moved by a relative amount, in float64, to see what rounding can do."""
+    generator = torch.Generator().manual_seed(seed)
     moved = twin(draw)
     move = lambda t: t * (1 + amount * torch.randn(t.shape, generator=generator, dtype=t.dtype))  # noqa: E731
     with torch.no_grad():
         for p in moved.model.parameters():
             p.copy_(move(p))
     moved.inputs = tree_map(lambda t: move(t) if isinstance(t, Tensor) and t.is_floating_point() else t, moved.inputs)
+    if dtype != torch.float64:
+        moved.model = moved.model.to(dtype)
+        moved.inputs, moved.targets = tree_map(lambda x: converted(x, dtype), (moved.inputs, moved.targets))
     return moved
 
 
-def plain_gradients(draw: Draw, rows: slice, *, double: bool) -> dict[str, Tensor]:
-    """Returns autograd's gradient of the summed losses of these rows, by parameter name, in float64."""
+def plain_gradients(draw: Draw, rows: slice, *, double: bool, only: int | None = None) -> dict[str, Tensor]:
+    """Returns autograd's gradient of the summed losses of these rows, by parameter name, in float64.
+
+    only: take the loss of this row, computed together with the others.
+    """
     problem = Problem(draw.model, draw.loss_fn, Private("nothing"))
     params = trainable(problem)
     inputs, targets = batch_rows((draw.inputs, draw.targets), rows)
     with torch.enable_grad():
         losses = problem.losses(torch.zeros(len(targets)), inputs, targets)
+        losses = losses if only is None else losses[only]
         found = (
             torch.autograd.grad(
                 losses.double().sum() if double else losses.sum(), list(params.values()), allow_unused=True

@@ -22,7 +22,7 @@ REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 
 @dataclass
 class Disk:
-    """How many operations were counted; from the one of number `first` on they fail, `times` of them."""
+    """Counts operations, and makes `times` of them fail from number `first` on."""
 
     folder: Path
     number: int
@@ -98,7 +98,7 @@ def damage(path: Path, rng: random.Random) -> str:
 
 @dataclass
 class Ended:
-    """How a command ended."""
+    """The end of a command."""
 
     status: int | None
     out: str

@@ -43,8 +43,8 @@ def run(folder: Any, call: str, evaluate: Any = weight) -> Any:
     return one.fit(int(steps)) if kind == "fit" else one.repeat(RUNS, int(steps))
 
 
-def in_process(folder: str, call: str, told: Any) -> None:
+def in_process(folder: str, call: str, pipe: Any) -> None:
     torch.set_num_threads(1)
-    told.send("ready")
+    pipe.send("ready")
     run(folder, call, slow_weight)
-    told.send("done")
+    pipe.send("done")

@@ -26,6 +26,11 @@ def network(seed: int = 0) -> nn.Sequential:
         return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
 
 
+def flat(model: nn.Module) -> Tensor:
+    """Returns all parameters of a model in one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
 def losses(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
@@ -82,7 +87,7 @@ class Kept(PrivateSGD):
 
     @property
     def batches(self) -> list[list[int]]:
-        """Of all steps of all runs."""
+        """Returns the batches of all steps of all runs."""
         return [self.sampler.batch(seed, step).tolist() for seed in self.run_seeds for step in range(self.steps)]
 
 

@@ -14,7 +14,7 @@ from reconbound.fisher import (
 
 _MECHANISM = ("max_grad_norm", "noise_multiplier", "clip")
 _PROBES = {"probes": "count", "probe": "space"}
-_PROBES |= {name: name for name in ("deflate", "shared", "directions", "error", "generator")}
+_PROBES |= {name: name for name in ("deflate", "directions", "error", "generator")}
 
 
 def measure(*problem: Any, **arguments: Any) -> StepInformation:

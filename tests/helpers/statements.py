@@ -81,7 +81,7 @@ def synthetic_audit(
     about = {"name": "made up", "kind": kind, "records": records, "features": features, "task": task}
     about |= {"shape": list(shape), "range": [0.0, 255.0], "unit": ""} if image else {
         "private": columns, "public": [], "ranges": {name: [0.0, 1.0] for name in columns}, "units": {}}  # fmt: skip
-    told = {"noise_multiplier": noise, "max_grad_norm": 1.0, "sample_rate": 0.1, "steps": 20, "clip": "smooth"}
-    told |= {"sampler": "poisson", "runs": runs}
+    numbers = {"noise_multiplier": noise, "max_grad_norm": 1.0, "sample_rate": 0.1, "steps": 20, "clip": "smooth"}
+    numbers |= {"sampler": "poisson", "runs": runs}
     found = guarantee(mechanism, dim=features).to_dict()
-    return Run({**about, **data}, told, {"model": "linear"}, found, caveats={}), leakage
+    return Run({**about, **data}, numbers, {"model": "linear"}, found, caveats={}), leakage

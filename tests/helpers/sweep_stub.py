@@ -43,7 +43,7 @@ class Stub:
 
 
 def rows_of(setting: dict) -> list[dict]:
-    """What a training of the setting gives."""
+    """Returns the rows of a training of the setting."""
     noise, lr = setting["noise_multiplier"], setting["lr"]
     return [
         {"steps": t, "accuracy": 1 - noise / 10 - (lr - 0.3) ** 2 + t / 100, "exact_max": noise**2 / t, "delta": None}

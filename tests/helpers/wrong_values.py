@@ -68,7 +68,7 @@ class Case:
     called: Mapping[str, str] = field(default_factory=dict)  # what messages call an argument, where not by its name
 
     def run(self, argument: str | None = None, value: Any = None) -> BaseException | None:
-        """How the call ended with this value for one argument; the error, or None."""
+        """Calls with this value for one argument; returns the error, or None."""
         given = {name: make() for name, make in self.good.items()}
         if argument is not None:
             given[argument] = value
@@ -81,12 +81,12 @@ class Case:
         return None
 
     def fault(self, argument: str, value: Any) -> str | None:
-        """What is wrong with how the call ended, in one line; None where it was taken or refused in plain words."""
+        """Describes in one line a call that ended badly; None where the value was accepted or clearly refused."""
         error = self.run(argument, value)
         if error is None:
             return None
-        own, said = type(error).__module__.startswith("reconbound."), str(error).lower()
-        if own and (argument.lower() in said or self.called.get(argument, argument).lower() in said):
+        own, text = type(error).__module__.startswith("reconbound."), str(error).lower()
+        if own and (argument.lower() in text or self.called.get(argument, argument).lower() in text):
             return None
         if own and argument == "data":  # messages name the file, or the option that does not fit it
             return None
@@ -254,7 +254,7 @@ def _fisher_cases(sgd: Mapping[str, Callable[[], Any]]) -> Iterator[Case]:
 
     plain = _only(micro_batch=None, mask=torch.ones(6), method="auto", checked=False)
     more = _only(private=None, diagonal=False, spectral=False, probes=rb.ProbeOptions())
-    probes = _only(count=1, space="auto", deflate=2, shared=0, directions=None, error="auto", generator=None)
+    probes = _only(count=1, space="auto", deflate=2, directions=None, error="auto", generator=None)
     yield Case("SumOptions", rb.SumOptions, plain)
     yield Case("StepOptions", rb.StepOptions, {**plain, **more}, measure)
     yield Case("ProbeOptions", rb.ProbeOptions, probes, lambda found: measure(rb.StepOptions(probes=found)))
@@ -292,9 +292,7 @@ def _ledger_cases(folder: Path) -> Iterator[Case]:
     yield method("begin_run", fingerprint="0" * 32)
     yield method("dfil", rule=None)
     yield method("trace", rule=None)
-    yield method("dfil_of_runs", step=1, rule=None)
     yield method("keep_step", step=1)
-    yield method("measured", step=1)
     yield method("mse_floor", rule=None)
     yield method("no_limit_because", rule=None)
     yield method("standard_error", rule=None)

@@ -74,7 +74,7 @@ def retrained_jacobian(o, record, step=1e-4):
 
 
 def agrees(found, record, j, rtol=1e-6):
-    """What is found is raised by what rounding may have taken: not below the exact values, and not far above."""
+    """The information is raised by the possible rounding error: not below the exact values, and not far above."""
     information, above = j.T @ j / NOISE**2, max(rtol, 2e-5)
     top = np.linalg.eigvalsh(information)[-1]
     pairs = [(found.trace, np.trace(information)), (found.diagonal, np.diag(information)), (found.spectral_norm, top)]
@@ -242,8 +242,8 @@ def test_leakage_and_its_floors_are_printed_in_a_line(name):
         assert "24 records with 4 private features" in shown
         assert "mixed units" in shown
     assert "X's units" in repr(leakage(solved(name), NOISE))
-    told = str(found.feature_floors)
-    assert len(told) < 300
+    reported = str(found.feature_floors)
+    assert len(reported) < 300
     for least in found.feature_floors.rmse.min(axis=0):
-        assert f"±{format_floor(float(least))}" in told
-    assert "in the unit of each" in told
+        assert f"±{format_floor(float(least))}" in reported
+    assert "in the unit of each" in reported

@@ -62,8 +62,8 @@ def gaussian_delta(shift: float, epsilon: float) -> float:
 
 def check_values(found: Any) -> None:
     """Every number is finite, chances are chances, and no guess within the space beats a floor for any attacker."""
-    told = found.to_dict()
-    json.dumps(told, allow_nan=False)
+    reported = found.to_dict()
+    json.dumps(reported, allow_nan=False)
     for bound in found.bounds:
         assert 0 <= bound.value < math.inf
         if bound.name in ANY:

@@ -57,8 +57,8 @@ def test_unbiased_floors_go_above_a_guess(mechanism, name):
 
 
 def test_a_calibration_in_words():
-    told = str(calibrate(SampledGaussian(1.0, 0.01, 100), 0.16, bound="lecam"))
-    assert told.startswith("noise_multiplier 0.3553304: lecam: any attacker errs by at least ±0.4 (MSE 0.16)")
+    reported = str(calibrate(SampledGaussian(1.0, 0.01, 100), 0.16, bound="lecam"))
+    assert reported.startswith("noise_multiplier 0.3553304: lecam: any attacker errs by at least ±0.4 (MSE 0.16)")
 
 
 def test_the_noise_already_there_is_ignored():

@@ -1,4 +1,4 @@
-"""What reconbound relies on in dp-accounting 0.6. A failure here means that upstream changed, not that we broke."""
+"""Behaviour of dp-accounting 0.6 that reconbound relies on. A failure here means that dp-accounting changed."""
 
 import math
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from reconbound.accounting.spec import Account
-from reconbound.cli.mechanism import make_mechanism
+from reconbound.cli.bound import make_mechanism
 from reconbound.cli.options import epochs_as_steps
 from reconbound.training.sampling import ShuffledEpochs, batches_per_epoch, make_sampler, steps_of
 
@@ -97,5 +97,5 @@ def test_many_epochs_lose_no_step() -> None:
 def test_note_states_counted_steps(answer) -> None:
     words = ["bound", "--noise-multiplier", 1, "--sample-rate", "64/1797", "--sampler", "shuffle"]
     notes = " ".join(answer(*words, "--steps", 58)["notes"])
-    for said in ("58 steps", "28 batches", "3 epochs", "--epochs"):
-        assert said in notes
+    for text in ("58 steps", "28 batches", "3 epochs", "--epochs"):
+        assert text in notes

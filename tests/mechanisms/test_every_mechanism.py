@@ -82,7 +82,7 @@ def test_a_pld_of_unknown_neighbours_is_taken_for_add_remove():
 
 
 def test_the_root_of_lecam_is_a_metric():
-    """What a PLD's overlap rests on: √LC(p, r) ≤ √LC(p, q) + √LC(q, r)."""
+    """The overlap of a PLD relies on √LC(p, r) ≤ √LC(p, q) + √LC(q, r)."""
     rng = np.random.default_rng(4)
     for _ in range(500):
         p, q, r = rng.dirichlet(np.full(3, rng.choice([0.1, 1.0, 20.0])), size=3) + 1e-9
@@ -122,7 +122,7 @@ def test_every_mechanism_answers_everything(mechanism):
     assert np.all(np.diff(successes) >= 0)
     assert isinstance(float(mechanism.rero(0.1)), float)
     json.dumps(mechanism.to_dict(), allow_nan=False)
-    assert all(isinstance(said, str) for said in mechanism.assumes())
+    assert all(isinstance(text, str) for text in mechanism.assumes())
     assert str(mechanism)
     assert hash(mechanism) is not None if not isinstance(mechanism, Event) else True
 

@@ -415,4 +415,4 @@ def test_a_real_minimiser_moves_as_little_as_claimed(bound):
 
 def test_removal_keeps_the_penalty():
     """With (n−1)λ in place of nλ the minimiser could move by more: `assumes` says that nλ is fixed."""
-    assert any("nλ is fixed" in said for said in OutputPerturbation(5, 0.02, 1.0).assumes())
+    assert any("nλ is fixed" in text for text in OutputPerturbation(5, 0.02, 1.0).assumes())

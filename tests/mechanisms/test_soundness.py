@@ -120,8 +120,8 @@ def test_guess_of_zero_never_undercuts_a_floor_for_any_attacker() -> None:
                         assert found[name].value <= radius**2 / dim * (1 + 1e-12)
                     assert found["lecam"].guess <= radius**2 / dim * (1 + 1e-12)
                     assert dim * max(found.low**2, found.high**2) <= radius**2 * (1 + 1e-12)
-                    said = " ".join([str(found), *found.notes])
-                    assert ("ball" in said) == (found.space.cut is not None or found.space.whole_ball is not None)
+                    message = " ".join([str(found), *found.notes])
+                    assert ("ball" in message) == (found.space.cut is not None or found.space.whole_ball is not None)
 
 
 def test_box_that_lies_in_the_ball_stays_as_it_was() -> None:
@@ -200,10 +200,10 @@ def test_theorem1_paper_is_never_shown_as_a_guarantee(run, answer) -> None:
     sgd = ["--sample-rate", 0.01, "--steps", 1000]
     made = calibrate(SampledGaussian(1.0, 0.01, 1000), 0.04, bound="theorem1_paper")
     assert str(made).startswith(f"theorem1_paper is {mark}")
-    told = answer("calibrate", "--bound", "theorem1_paper", "--target-error", 0.2, *sgd)
-    assert told["proved"] is False
-    assert told["bound"]["proved"] is False
-    assert mark in told["notes"][0]
+    reported = answer("calibrate", "--bound", "theorem1_paper", "--target-error", 0.2, *sgd)
+    assert reported["proved"] is False
+    assert reported["bound"]["proved"] is False
+    assert mark in reported["notes"][0]
     out = run("calibrate", "--bound", "theorem1_paper", "--target-error", 0.2, *sgd)[1]
     assert out.startswith(f"theorem1_paper is {mark}")
     assert mark in run("calibrate", "--bound", "theorem1_paper", "--target-epsilon", 3, *sgd)[1]
@@ -216,7 +216,7 @@ def test_theorem1_paper_is_never_shown_as_a_guarantee(run, answer) -> None:
 
 
 def test_results_state_assumptions(answer, run) -> None:
-    for words, said in (
+    for words, message in (
         (["--rdp2", 2], "came without its neighbours: it was taken as replace-one"),
         (["--epsilon", 2, "--delta", 1e-5], "came without its neighbours: it was taken as replace-one"),
         (["--epsilon", 2], "no δ was given with ε"),
@@ -224,8 +224,8 @@ def test_results_state_assumptions(answer, run) -> None:
         ([], "Poisson sampling was assumed"),
     ):
         found = answer("bound", *words)
-        assert any(said in note for note in found["notes"])
-        assert said in " ".join(run("bound", *words)[1].split())
+        assert any(message in note for note in found["notes"])
+        assert message in " ".join(run("bound", *words)[1].split())
         assert found["randomness"]
         assert found["mechanism"]["sampler"]
         assert all(bound["adjacency"] for bound in found["bounds"])
@@ -241,7 +241,7 @@ def test_results_state_assumptions(answer, run) -> None:
         text = str(guarantee(mechanism))
         assert "it was taken as replace-one" in text
         assert guarantee(mechanism).to_dict()["mechanism"]["adjacency_assumed"] is True
-        assert any("assumed" in said for said in guarantee(mechanism)["lecam"].assumes)
+        assert any("assumed" in message for message in guarantee(mechanism)["lecam"].assumes)
     assert "taken as" not in str(guarantee(DP(1.0, adjacency="replace-one")))
     found = answer("calibrate", "--target-epsilon", 3, "--sample-rate", 0.1, "--steps", 10)
     assert any("Poisson sampling was assumed" in note for note in found["notes"])

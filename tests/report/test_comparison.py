@@ -25,24 +25,24 @@ from run_folders import RANGES, digits_folder
 
 def test_caveats_name_their_audits(people: Path, tmp_path: Path, capsys) -> None:
     kinked = shutil.copytree(people, tmp_path / "kinked")
-    said = "The floors of single records are not proved for this model: it has kinks, in <b>ReLU</b>"
-    write_run(kinked, replace(read_run(people), caveats={"kinks": said}))
+    message = "The floors of single records are not proved for this model: it has kinks, in <b>ReLU</b>"
+    write_run(kinked, replace(read_run(people), caveats={"kinks": message}))
     page = tmp_path / "page.html"
     comparison.compare([people, kinked], page)
-    told = page.read_text()
-    assert "<b>ReLU" not in told
-    assert f"<strong>kinked: {html.escape(said)}</strong>" in told[: told.index('id="floors"')]
+    reported = page.read_text()
+    assert "<b>ReLU" not in reported
+    assert f"<strong>kinked: {html.escape(message)}</strong>" in reported[: reported.index('id="floors"')]
     found = comparison.comparison_facts([people, kinked])
     weak = view_of(people).protection.warning()
-    assert found["caveats"] == [f"people, kinked: {weak}", f"kinked: {said}"]
-    assert [a["caveats"] for a in found["audits"]] == [{}, {"kinks": said}]
+    assert found["caveats"] == [f"people, kinked: {weak}", f"kinked: {message}"]
+    assert [a["caveats"] for a in found["audits"]] == [{}, {"kinks": message}]
     other = shutil.copytree(kinked, tmp_path / "other")
     assert comparison.comparison_facts([kinked, other])["caveats"] == [
         f"kinked, other: {weak}",
-        f"kinked, other: {said}",
+        f"kinked, other: {message}",
     ]  # once
     assert cli.run(["report", str(people), str(kinked), "--out", str(page)]) == 0
-    assert f"kinked: {said}" in " ".join(capsys.readouterr().out.split())
+    assert f"kinked: {message}" in " ".join(capsys.readouterr().out.split())
     sound = shutil.copytree(people, tmp_path / "sound")
     write_run(sound, meaningful(read_run(people)))
     comparison.compare([sound, sound], page)
@@ -56,8 +56,8 @@ def test_long_paths_give_different_names(people: Path, tmp_path: Path) -> None:
     write_run(folders[1], replace(first, data={**first.data, "name": "others"}))
     views, names = comparison.read_audits(folders)
     assert len(set(names)) == 2
-    told = comparison.differences(views, names, folders)
-    assert [d["values"] for d in told if d["what"] == "data set"] == [{names[0]: "people", names[1]: "others"}]
+    reported = comparison.differences(views, names, folders)
+    assert [d["values"] for d in reported if d["what"] == "data set"] == [{names[0]: "people", names[1]: "others"}]
     assert len(comparison.common_columns(views, names)) == views[0].features
 
 
@@ -163,9 +163,9 @@ def test_records_without_a_limit_are_counted(people: Path, tmp_path: Path, capsy
     lowest = float(view.upper_floor[view.upper_floor > 0].min())
     page = tmp_path / "page.html"
     assert cli.run(["report", str(people), str(other), "--out", str(page)]) == 0
-    said = f"±{format_floor(lowest / view.unit)}, 1 without"
-    assert said in " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert f'<td class="n">{said}</td>' in page.read_text()
+    message = f"±{format_floor(lowest / view.unit)}, 1 without"
+    assert message in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f'<td class="n">{message}</td>' in page.read_text()
     found = comparison.comparison_facts([people, other])["audits"]
     assert [audit["without_limit"] for audit in found] == [0, 1]
     assert found[1]["floors"]["lowest_lower_limit"] == pytest.approx(lowest / view.unit)
@@ -188,9 +188,9 @@ def test_terminal_names_attacker_and_unmeasured_records(people: Path, tmp_path: 
     measured[:3] = 0
     write_leakage(other, replace(leakage, measured=measured))
     assert cli.run(["report", str(people), str(other), "--out", str(tmp_path / "page.html")]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Floors are for unbiased attackers who know every other record and see every noisy step" in said
-    assert "lowest, median: estimates, more often too high than too low" in said
-    assert "ε is for replace-one neighbours" in said
-    assert "other: 3 records were never measured. They count as below a guess." in said
-    assert "people: 3 records" not in said
+    message = " ".join(capsys.readouterr().out.split())
+    assert "Floors are for unbiased attackers who know every other record and see every noisy step" in message
+    assert "lowest, median: estimates, more often too high than too low" in message
+    assert "ε is for replace-one neighbours" in message
+    assert "other: 3 records were never measured. They count as below a guess." in message
+    assert "people: 3 records" not in message

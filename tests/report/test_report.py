@@ -24,12 +24,12 @@ from reconbound import report
 from reconbound._internal.files import Unreadable, sealed_json
 from reconbound._internal.formatting import format_floor, format_limit
 from reconbound.cli import app as cli
-from reconbound.report import advice, charts, records
+from reconbound.report import charts, records
 from reconbound.report.folder import Leakage, Run, read_leakage, read_run
 from reconbound.report.formats import percent
 from reconbound.report.headline import any_attacker_sentences, headline
 from reconbound.report.pages import feature_rows, floor_rows
-from reconbound.report.text import growth_note
+from reconbound.report.text import TARGETS, growth_note, run_mechanism, targets
 from reconbound.report.view import View
 from run_folders import RANGES
 
@@ -67,8 +67,10 @@ def test_changed_run_json_is_refused(
     (folder / "run.json").write_bytes(sealed_json({**facts, part: [3]}))
     for command in ("report", "show"):
         assert cli.run([command, str(folder)]) == 2
-        said = capsys.readouterr().err
-        assert said == f"reconbound: {folder / 'run.json'} is not a file of reconbound's ({part} must be an object)\n"
+        message = capsys.readouterr().err
+        assert (
+            message == f"reconbound: {folder / 'run.json'} is not a file of reconbound's ({part} must be an object)\n"
+        )
 
 
 @pytest.mark.parametrize("kind", ["digits", "people"])
@@ -303,23 +305,23 @@ def test_target_met_without_noise_is_no_advice(digits: Path) -> None:
 
     found = guarantee(SampledGaussian(0.7, 0.005, 50), dim=64).to_dict()
     run = replace(read_run(digits), guarantee=found)
-    assert all("each" not in row["who"] or "unbiased" in row["who"] for row in advice.targets(run, "image", "pixel")[0])
+    assert all("each" not in row["who"] or "unbiased" in row["who"] for row in targets(run, "image", "pixel")[0])
     for page in (report.public_page(run).decode(), report.confidential_page(run, read_leakage(digits)).decode()):
-        said = html.unescape(page)
+        message = html.unescape(page)
         each = "(any attacker, on some conceivable image, each pixel)"
-        assert f"±0.25 {each} and ±0.4 {each} are met without noise" in said
-        assert "a record is never drawn with chance 78%" in said
-        assert '<td class="n">1e-06</td>' not in said
+        assert f"±0.25 {each} and ±0.4 {each} are met without noise" in message
+        assert "a record is never drawn with chance 78%" in message
+        assert '<td class="n">1e-06</td>' not in message
 
 
 def test_noise_for_a_target_meets_it(digits: Path) -> None:
     from reconbound import floor
 
     run = read_run(digits)
-    rows, _ = advice.targets(run, "image", "pixel")
-    assert len(rows) == len(advice.TARGETS)
-    mechanism = advice.run_mechanism(run)
-    for row, (target, name, _) in zip(rows, advice.TARGETS, strict=True):
+    rows, _ = targets(run, "image", "pixel")
+    assert len(rows) == len(TARGETS)
+    mechanism = run_mechanism(run)
+    for row, (target, name, _) in zip(rows, TARGETS, strict=True):
         noise = float(row["noise"])
         assert floor(name, replace(mechanism, noise_multiplier=noise * 1.01), dim=64).rmse >= target
         assert floor(name, replace(mechanism, noise_multiplier=noise * 0.98), dim=64).rmse < target
@@ -333,8 +335,8 @@ def test_log_ticks_match_their_labels(low: float, high: float) -> None:
     assert len(set(texts)) == len(texts)
     for place, text in zip(places, texts, strict=True):
         assert low - 1e-6 <= place <= high + 1e-6
-        said = float(text.replace("10^", "1e").replace(",", ""))
-        assert math.log10(said) == pytest.approx(place, abs=2e-3)
+        message = float(text.replace("10^", "1e").replace(",", ""))
+        assert math.log10(message) == pytest.approx(place, abs=2e-3)
 
 
 # --- odd runs ------------------------------------------------------------------------------------------
@@ -423,7 +425,7 @@ def test_legends_show_what_is_drawn(digits: Path, people: Path) -> None:
     assert kinds["the threshold below; shaded"] == "line"
     drawn = [str(trace.get("hovertext")) for trace in chart.figure["data"]]
     for text, _, _, _ in charts.lines(view_of(digits)):
-        assert (kinds[text] == "line") == any(told.startswith(text) for told in drawn)
+        assert (kinds[text] == "line") == any(reported.startswith(text) for reported in drawn)
     assert "none" in kinds.values() or all("not drawn" not in key.text for key in chart.keys)
     keys = {key.text: key.kind for key in charts.by_feature(view_of(people)).keys}
     assert keys["the record most exposed in that column"] == "diamond"

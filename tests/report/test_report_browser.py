@@ -35,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _sideways(page: Any) -> int:
-    """How far the page could be scrolled to the side."""
+    """Returns how far the page can be scrolled sideways, in pixels."""
     return int(page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
 
 
@@ -78,12 +78,12 @@ def test_slider_counts_the_records_below(browser: Any, folders: dict[str, Path],
     floors = 1 / np.sqrt(read_leakage(folders[kind]).dfil[0].numpy())
     seen = set()
     with opened(browser, folders[kind] / "report.html", width) as page:
-        told = page.locator("#threshold-sentence")
+        reported = page.locator("#threshold-sentence")
         for place in (0, 130, 333, 500, 640, 720, 800, 860, 1000):
             page.locator("#threshold").evaluate(
                 "(slider, place) => { slider.value = place; slider.dispatchEvent(new Event('input')); }", place
             )
-            threshold = float(told.get_attribute("data-threshold"))
+            threshold = float(reported.get_attribute("data-threshold"))
             count = int((floors < threshold).sum())
             seen.add(count)
             assert page.locator("#threshold-count").inner_text() == f"{count:,}"
@@ -94,9 +94,9 @@ def test_slider_counts_the_records_below(browser: Any, folders: dict[str, Path],
         page.locator("#threshold-exact").fill(repr(exact))
         assert page.locator("#threshold-count").inner_text() == str(int((floors < exact).sum()))
         page.locator("#threshold").focus()
-        before = told.get_attribute("data-threshold")
+        before = reported.get_attribute("data-threshold")
         page.keyboard.press("ArrowRight")
-        assert told.get_attribute("data-threshold") != before
+        assert reported.get_attribute("data-threshold") != before
     assert len(seen) >= 4
     assert {0, len(floors)} <= seen
 

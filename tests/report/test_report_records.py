@@ -17,7 +17,7 @@ from pages import Elements, hostile, meaningful, page_of, view_of
 from reconbound import report
 from reconbound._internal.checks import InputError
 from reconbound._internal.formatting import format_limit
-from reconbound.report import advice, charts, records, text
+from reconbound.report import charts, records, text
 from reconbound.report.folder import read_leakage, read_run
 from reconbound.report.formats import for_plotly, plus_minus
 from reconbound.report.headline import headline
@@ -69,11 +69,11 @@ def test_record_table_shows_markup_as_text(people: Path) -> None:
     run, leakage = hostile(people)
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(report.record_table(report.record_facts(leakage, run, int(leakage.kept[0]))))
-    told = console.export_text()
+    reported = console.export_text()
     console.file.close()
-    assert "[red]" in told
-    assert "errs by about" in told
-    assert "an estimate, more often too high" in told
+    assert "[red]" in reported
+    assert "errs by about" in reported
+    assert "an estimate, more often too high" in reported
     unseen = replace(leakage, measured=torch.zeros_like(leakage.measured))
     console = Console(width=100)
     with console.capture() as drawn:
@@ -123,14 +123,14 @@ def test_one_column_is_singular(people: Path) -> None:
     }
     own = {"kept_diagonal": view.leakage.kept_diagonal[:, :1], "average_diagonal": view.leakage.average_diagonal[:1]}
     one = View(view.run, replace(view.leakage, guess=view.leakage.guess[:1], facts=facts, **own))
-    told = " ".join([*headline(one), *advice.next_steps(one), *(sentence for _, sentence in text.assumptions(one))])
-    assert "private columns" not in told
-    assert "all columns together" not in told
-    assert "single column" not in told
+    reported = " ".join([*headline(one), *text.next_steps(one), *(sentence for _, sentence in text.assumptions(one))])
+    assert "private columns" not in reported
+    assert "all columns together" not in reported
+    assert "single column" not in reported
     two = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
     two.kept_diagonal[view.places[view.worst], 0] = 1e4
-    told = advice.next_steps(View(meaningful(view.run), two))[0]
-    assert "To lift the 1 column of some records below a guess to the error of a guess" in told
+    reported = text.next_steps(View(meaningful(view.run), two))[0]
+    assert "To lift the 1 column of some records below a guess to the error of a guess" in reported
 
 
 def test_single_columns_below_a_guess_are_named(people: Path) -> None:
@@ -155,11 +155,11 @@ def test_single_columns_below_a_guess_are_named(people: Path) -> None:
     assert tiles["Unbiased floor below a guess over all columns"]["below"] == "0 of 200 records"
     assert f"The most exposed value is age of record {view.worst:,}" in exposed[1]
     assert "at least ±1.2 years;" in exposed[1]
-    told = advice.next_steps(View(run, replace(protected, kept_diagonal=diagonal)))[0]
+    reported = text.next_steps(View(run, replace(protected, kept_diagonal=diagonal)))[0]
     ratio = max(math.sqrt(float(g)) for g in view.leakage.guess[:2]) / 0.01
-    assert f"try a noise multiplier of about {format_limit(3 * ratio)} (now 3)." in told
-    assert "every floor is above the error of a guess" in advice.next_steps(View(run, protected))[0]
-    assert advice.next_steps(view)[0].startswith("First of all more noise")  # the mechanism guarantees little
+    assert f"try a noise multiplier of about {format_limit(3 * ratio)} (now 3)." in reported
+    assert "every floor is above the error of a guess" in text.next_steps(View(run, protected))[0]
+    assert text.next_steps(view)[0].startswith("First of all more noise")  # the mechanism guarantees little
 
 
 def test_floors_beyond_the_range_are_marked(people: Path) -> None:
@@ -177,9 +177,9 @@ def test_floors_beyond_the_range_are_marked(people: Path) -> None:
     page = Elements(page_of(wide.run, wide.leakage)).text
     assert page.count("over the range") >= 5
     console = Console(width=200)
-    with console.capture() as told:
+    with console.capture() as reported:
         console.print(report.record_table(report.record_facts(wide.leakage, wide.run, int(wide.leakage.kept[0]))))
-    assert "more than the whole range" in told.get()
+    assert "more than the whole range" in reported.get()
     far = headline(View(view.run, replace(view.leakage, kept_diagonal=diagonal * 0 + 0.39)))
     assert sum("more than the whole range" in sentence for sentence in far) == 1
     diagonal[:, 0] = 1e4
@@ -194,5 +194,5 @@ def test_record_floor_is_below_the_mean_of_its_columns(people: Path) -> None:
         shares = view.feature_floors(record) / view.scale
         trace = float(view.column_information[1][view.measured_rows[record]].sum())
         assert (view.features / trace) ** 0.5 <= np.sqrt(np.square(shares).mean())
-    told = dict(text.assumptions(view))["What a floor is"]
-    assert "harmonic mean of their squares 1/I_jj" in told
+    reported = dict(text.assumptions(view))["What a floor is"]
+    assert "harmonic mean of their squares 1/I_jj" in reported

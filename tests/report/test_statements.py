@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,22 +70,16 @@ def all_texts(run: Run, leakage: Leakage, folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module")
-def audited(tmp_path_factory) -> Callable[[str, float], tuple[Run, Leakage, dict[str, str]]]:
-    """Returns audits of a shape and a noise with their texts, each built once."""
-
-    @cache
-    def find(shape: str, noise: float) -> tuple[Run, Leakage, dict[str, str]]:
-        run, leakage = synthetic_audit(noise, **SHAPES[shape])
-        return run, leakage, all_texts(run, leakage, tmp_path_factory.mktemp("audited") / "a")
-
-    return find
+@pytest.fixture(scope="module", params=product(NOISES, SHAPES), ids=lambda pair: f"{pair[0]}-{pair[1]}")
+def audited(request, tmp_path_factory) -> tuple[float, Run, Leakage, dict[str, str]]:
+    """Returns a noise, an audit with it and its texts. All tests of one audit run one after the other."""
+    noise, shape = request.param
+    run, leakage = synthetic_audit(noise, **SHAPES[shape])
+    return noise, run, leakage, all_texts(run, leakage, tmp_path_factory.mktemp("audited") / "a")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("noise", NOISES)  # the slower to change: its loss distributions are kept
-def test_weak_guarantee_is_never_called_safe(shape: str, noise: float, audited) -> None:
-    run, leakage, texts = audited(shape, noise)
+def test_weak_guarantee_is_never_called_safe(audited) -> None:
+    noise, run, leakage, texts = audited
     success = read_protection(run.guarantee).success_if_drawn
     assert success is not None
     first = {
@@ -103,11 +96,9 @@ def test_weak_guarantee_is_never_called_safe(shape: str, noise: float, audited) 
             assert not REASSURING.search(text), (where, REASSURING.search(text), text)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("noise", NOISES)
-def test_floors_for_any_attacker_name_their_condition(shape: str, noise: float, audited) -> None:
+def test_floors_for_any_attacker_name_their_condition(audited) -> None:
     """Each sentence names it by itself; no "worst case", which has two meanings."""
-    for where, text in audited(shape, noise)[2].items():
+    for where, text in audited[3].items():
         assert "worst case" not in text.lower(), where
         assert "a image" not in text, where
         for sentence in re.split(r"(?<=[.;:]) ", text):
@@ -128,10 +119,8 @@ def test_any_attacker_floor_above_the_guess_is_about_some_record() -> None:
         assert "may err by less" in sentence
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("noise", NOISES)
-def test_first_paragraph_is_at_most_three_short_sentences(shape: str, noise: float, audited) -> None:
-    run, leakage, _ = audited(shape, noise)
+def test_first_paragraph_is_at_most_three_short_sentences(audited) -> None:
+    _, run, leakage, _ = audited
     for sentences in (finding(View(run, leakage)), public_headline(run)):
         assert 1 <= len(sentences) <= 3
         assert all(len(sentence) < 300 for sentence in sentences), sentences

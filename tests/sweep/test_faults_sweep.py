@@ -41,13 +41,13 @@ class Faulty(sweep_stub.Stub):
         if self.times == float("inf"):
             raise self.error
 
-        def told(done: int) -> None:
+        def reported(done: int) -> None:
             if self.times > 0 and done % 12 == self.calls % 12:
                 self.calls, self.times = self.calls + 1, self.times - 1
                 raise self.error
             tell(done)
 
-        return super().__call__(setting, folder, told)
+        return super().__call__(setting, folder, reported)
 
 
 def check_whole(config, rows: list[dict]) -> None:
@@ -137,7 +137,7 @@ def test_sqlite_on_a_full_disk(tmp_path, monkeypatch) -> None:
             except (database.SweepStopped, ValueError) as reason:
                 stopped.append(str(reason))
     assert len(stopped) >= 2
-    assert all("full" in said and "\n" not in said for said in stopped)
+    assert all("full" in text and "\n" not in text for text in stopped)
     rows = sweep(config, make_train=sweep_stub.make, show=False)
     check_whole(config, [{**row, "delta": None} for row in rows])
 
@@ -246,10 +246,10 @@ def test_sweep_waits_for_returning_server(tmp_path, server, how, capfd, monkeypa
     thread.join(40)
     assert not thread.is_alive()
     assert isinstance(found[0], list), found[0]
-    said = capfd.readouterr().err
-    assert "Traceback" not in said
-    assert "waiting for up to 20 s" in said
-    assert "the sweep goes on" in said
+    text = capfd.readouterr().err
+    assert "Traceback" not in text
+    assert "waiting for up to 20 s" in text
+    assert "the sweep goes on" in text
     check_whole(config, found[0])
 
 

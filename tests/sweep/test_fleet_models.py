@@ -180,7 +180,7 @@ def test_some_features_are_private(method: str, private: list[int] | Tensor) -> 
 
 
 @pytest.mark.parametrize(
-    ("private", "said"),
+    ("private", "text"),
     [
         ("target", "must be features of the input"),
         (torch.zeros(25, dtype=torch.bool), "one feature"),
@@ -188,6 +188,6 @@ def test_some_features_are_private(method: str, private: list[int] | Tensor) -> 
         ([True, False], "2 entries"),
     ],
 )
-def test_private_features_that_are_none_are_refused(private: object, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_private_features_that_are_none_are_refused(private: object, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
         Fleet(conv, losses, *images(), chosen(), at=[STEPS], private=private)  # type: ignore[arg-type]

@@ -359,14 +359,13 @@ def test_a_database_with_a_damaged_page_is_not_written_to(tmp_path) -> None:
     assert path.read_bytes() == bytes(content)
 
 
-@pytest.mark.parametrize("reading", [True, False])
 @pytest.mark.parametrize(
-    "edit",
+    ("edit", "reading"),
     [
-        "UPDATE version_info SET schema_version = 99",
-        "UPDATE alembic_version SET version_num = 'v99.0.0.a'",
-        "DELETE FROM version_info",
-        "DELETE FROM alembic_version",
+        ("UPDATE alembic_version SET version_num = 'v99.0.0.a'", True),
+        ("UPDATE alembic_version SET version_num = 'v99.0.0.a'", False),
+        ("DELETE FROM version_info", True),
+        ("DELETE FROM alembic_version", True),
     ],
 )
 def test_a_database_of_another_optuna_is_one_line(tmp_path, edit, reading) -> None:

@@ -1,4 +1,4 @@
-"""What a command line shows of data, seeds and passwords, and to whom."""
+"""Data, seeds and passwords of a command line: where they are shown, and where not."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def test_notes_that_quote_the_data_come_under_the_banner(tmp_path) -> None:
     words[0] = str(tmp_path / words[0])
     grid = ["--grid", "lr=0.5", "--model", "linear", "--steps", "2"]
     for command in (["audit", *words, *calling.QUICK], ["sweep", *words[:-1], str(tmp_path / "s"), *grid]):
-        said = injecting.ended(command)
-        assert said.status == 0, said.err
-        lines = said.err.splitlines()
+        text = injecting.ended(command)
+        assert text.status == 0, text.err
+        lines = text.err.splitlines()
         ranges = next(k for k, line in enumerate(lines) if "was read off the data" in line)
-        assert any(BANNER in line for line in lines[:ranges]), said.err
+        assert any(BANNER in line for line in lines[:ranges]), text.err
 
 
 @pytest.mark.parametrize(
@@ -43,15 +43,15 @@ def test_notes_that_quote_the_data_come_under_the_banner(tmp_path) -> None:
 def test_error_quoting_data_is_marked(tmp_path, cells, more, shown) -> None:
     path = tmp_path / "p.csv"
     path.write_text("age,pay\n" + "\n".join(f"{20 + k},{cell!r}".replace("'", '"') for k, cell in enumerate(cells)))
-    said = injecting.ended(["audit", str(path), "--target", "age", *more, "--out", str(tmp_path / "a")])
-    assert said.clear
-    assert said.status == 2
-    assert shown in said.err
-    assert LINE in said.err
+    text = injecting.ended(["audit", str(path), "--target", "age", *more, "--out", str(tmp_path / "a")])
+    assert text.clear
+    assert text.status == 2
+    assert shown in text.err
+    assert LINE in text.err
 
 
 def test_a_seed_is_not_found_from_its_fingerprint_in_a_moment() -> None:
-    """What is in a database takes 64 MiB and a tenth of a second for each seed that is tried, and is short."""
+    """A seed's check in the database is short, and each guess at the seed takes 64 MiB and a tenth of a second."""
     data = "0" * 64
     own = train.fingerprint(7, data)
     assert len(own) == 6
@@ -84,17 +84,17 @@ def test_a_seed_and_a_storage_come_from_the_environment(tmp_path, monkeypatch) -
 @pytest.mark.parametrize("value", ["x", "-1", "1.5", "9" * 100])
 def test_wrong_environment_seed_is_not_shown(tmp_path, monkeypatch, value) -> None:
     monkeypatch.setenv("RECONBOUND_SEED", value)
-    said = injecting.ended(["audit", "digits", "--out", str(tmp_path / "a")])
-    assert said.status == 2
-    assert said.clear
-    assert "seed" in said.err
-    assert value not in said.err.replace("2**256 - 1", "")
+    text = injecting.ended(["audit", "digits", "--out", str(tmp_path / "a")])
+    assert text.status == 2
+    assert text.clear
+    assert "seed" in text.err
+    assert value not in text.err.replace("2**256 - 1", "")
 
 
 @pytest.mark.parametrize("command", ["audit", "sweep", "frontier"])
 def test_help_names_the_variables(command, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    said = injecting.ended([command, "--help"]).out
-    assert command == "frontier" or "RECONBOUND_SEED" in said
-    assert command == "audit" or "RECONBOUND_STORAGE" in said
-    assert command == "frontier" or "Other users" in said
+    text = injecting.ended([command, "--help"]).out
+    assert command == "frontier" or "RECONBOUND_SEED" in text
+    assert command == "audit" or "RECONBOUND_STORAGE" in text
+    assert command == "frontier" or "Other users" in text

@@ -44,7 +44,7 @@ def trainer(dataset, counts=(6, 14), runs=2, **plan) -> Trainer:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "text"),
     [
         (["learning_rate=1"], "must name one of noise_multiplier, max_grad_norm, sample_rate, lr, momentum, clip"),
         ([], "must name at least one setting"),
@@ -62,8 +62,8 @@ def trainer(dataset, counts=(6, 14), runs=2, **plan) -> Trainer:
         (["sample_rate=3/2"], "sample_rate must be at most 1"),
     ],
 )
-def test_bad_grids_are_one_line(options, said, capsys, tmp_path) -> None:
-    with pytest.raises(InputError, match=re.escape(said)):
+def test_bad_grids_are_one_line(options, text, capsys, tmp_path) -> None:
+    with pytest.raises(InputError, match=re.escape(text)):
         parse_grid(options)
     words = [word for option in options for word in ("--grid", option)]
     assert cli.run(["sweep", "digits", *words, "--out", str(tmp_path / "x")]) == 2
@@ -74,7 +74,7 @@ def test_bad_grids_are_one_line(options, said, capsys, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         (["--steps", "10,x"], "--steps must be a number, got x"),
         (["--steps", ","], "--steps must name at least one step count"),
@@ -105,12 +105,12 @@ def test_bad_grids_are_one_line(options, said, capsys, tmp_path) -> None:
         (["--storage", "postgresql+psycopg2://127.0.0.1:1/d?sslpassword=secret"], "d?sslpassword=***"),
     ],
 )  # fmt: skip
-def test_bad_options_are_one_line(words, said, capsys, tmp_path) -> None:
+def test_bad_options_are_one_line(words, text, capsys, tmp_path) -> None:
     common = ["sweep", "digits", "--limit", "60", "--model", "linear", "--grid", "lr=1", "--out", str(tmp_path)]
     assert cli.run([*common, *words]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
-    assert said in lines[0]
+    assert text in lines[0]
     assert "secret" not in lines[0]
 
 

@@ -70,11 +70,11 @@ def single_runs(monkeypatch):
 
 
 def by_hand(each: list[np.ndarray]) -> float:
-    said = []
+    message = []
     for k, mine in enumerate(each):
         others = np.mean([other for j, other in enumerate(each) if j != k], axis=0)
-        said.append(mine[np.argmax(others)])
-    return 1 / float(np.mean(said))
+        message.append(mine[np.argmax(others)])
+    return 1 / float(np.mean(message))
 
 
 def test_floors_are_read_at_an_existing_record() -> None:

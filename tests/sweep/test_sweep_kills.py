@@ -51,9 +51,9 @@ class Quick(sweep_stub.Stub):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory) -> list[dict]:
-    """What a single worker finds. It need not wait at its steps: nobody kills it."""
-    alone = tmp_path_factory.mktemp("alone") / "sweep"
-    return sweep(sweep_stub.config(alone, None), make_train=lambda _: Quick(), show=False)
+    """Returns the results of a single worker, without waiting at its steps, because nothing kills it."""
+    single = tmp_path_factory.mktemp("alone") / "sweep"
+    return sweep(sweep_stub.config(single, None), make_train=lambda _: Quick(), show=False)
 
 
 def count_finishes(url: str) -> None:

@@ -1,4 +1,4 @@
-"""What a sweep's pages and the terminal say of its figures: their measure, and what takes from them."""
+"""A sweep's pages and terminal output: units of the figures, and their caveats."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_kinks_are_named_everywhere(mine, capsys, recwarn) -> None:
     assert f"<dt>Model</dt><dd>{KINKS}" in front
     for more in ([], ["--at-least", "0.1"]):
         assert cli.run(["frontier", "s", *more]) == 0
-        said = capsys.readouterr()
-        assert KINKS in " ".join(said.out.split())
-        assert "keep it as secret as the data" in said.err
+        message = capsys.readouterr()
+        assert KINKS in " ".join(message.out.split())
+        assert "keep it as secret as the data" in message.err
     assert cli.run([*words, "--model", "mine:relu", "--quiet"]) == 0
     assert capsys.readouterr().err.startswith(f"Note: {KINKS}")
 
@@ -101,15 +101,15 @@ def test_most_accurate_setting_is_global_or_marked() -> None:
     other = {**ROWS[0], "trial": 1, "accuracy": 0.9, "none_max": 1.0}
     del other["exact_max"]
     assert verdict(ROWS, "exact_max")[0].startswith("The most accurate setting reaches 50.0 %")
-    said = verdict([*ROWS, other], "exact_max")
-    assert said[0].startswith("The most accurate setting that has this floor reaches 50.0 %")
+    message = verdict([*ROWS, other], "exact_max")
+    assert message[0].startswith("The most accurate setting that has this floor reaches 50.0 %")
 
 
 def test_zero_information_records_are_reported() -> None:
     """A record whose outputs are saturated has dFIL 0 and the floor 1e300, which no page may give without a word."""
-    said = "In 1 training, all measurements of up to 7 records were zero"
+    message = "In 1 training, all measurements of up to 7 records were zero"
     rows = [ROWS[0], {**ROWS[0], "trial": 1, "zero_information": 3}, {**ROWS[0], "trial": 1, "zero_information": 7}]
-    assert [line for line in cautions(rows, {}) if said in line and "1e300" in line]
+    assert [line for line in cautions(rows, {}) if message in line and "1e300" in line]
     assert not cautions([ROWS[0], {**ROWS[0], "zero_information": 0}], {})
     assert "zero_information" in table(rows).splitlines()[0].split(",")
 
@@ -119,8 +119,8 @@ def test_unmeasured_records_are_counted_without_claim(tmp_path) -> None:
         {**ROWS[0], "accuracy": 0.9, "exact_max": 0.01, "never_measured": 0},
         {**ROWS[0], "accuracy": 0.7, "exact_max": 0.5, "never_measured": 7},
     ]
-    said = verdict(rows, "exact_max", {"error": 0.2})
-    assert said[1].endswith("(±0.2 of the range), for the records that were measured, reaches 70.0 %.")
+    message = verdict(rows, "exact_max", {"error": 0.2})
+    assert message[1].endswith("(±0.2 of the range), for the records that were measured, reaches 70.0 %.")
     warnings = cautions(rows, FACTS)
     assert len(warnings) == 1
     assert warnings[0].startswith("Up to 7 records of a training were never measured, and the floors leave them out.")
@@ -131,17 +131,17 @@ def test_unmeasured_records_are_counted_without_claim(tmp_path) -> None:
 
 @pytest.mark.filterwarnings("ignore::reconbound.data.DataWarning")
 def test_undeclared_ranges_are_listed(tmp_path, capsys) -> None:
-    said = "Some columns’ ranges were read off the data before training."
+    message = "Some columns’ ranges were read off the data before training."
     table = tmp_path / "table.csv"
     table.write_text("\n".join(["age,y", *(f"{k % 50},{'ab'[k % 2]}" for k in range(40))]) + "\n")
     words = ["sweep", str(table), "--target", "y", "--grid", "lr=1", "--steps", "2", "--model", "linear"]
     for more, there in (([], True), (["--range", "age=0:60"], False)):
         out = tmp_path / str(there)
         assert cli.run([*words, *more, "--out", str(out)]) == 0
-        assert (said in capsys.readouterr().out) == there
-        assert (said in (out / "frontier.html").read_text()) == there
+        assert (message in capsys.readouterr().out) == there
+        assert (message in (out / "frontier.html").read_text()) == there
         assert cli.run(["frontier", str(out)]) == 0
-        assert (said in " ".join(capsys.readouterr().out.split())) == there
+        assert (message in " ".join(capsys.readouterr().out.split())) == there
 
 
 def test_page_without_test_records(tmp_path, capsys) -> None:
@@ -173,8 +173,8 @@ def test_a_sweep_of_which_every_trial_failed_names_no_page(tmp_path, capsys, mon
     assert cli.run([*words, "--out", str(tmp_path), "--quiet"]) == 1
     assert capsys.readouterr().out == ""
     assert cli.run([*words, "--out", str(tmp_path)]) == 1
-    said = capsys.readouterr()
-    assert "the first failure: RuntimeError: the model?[31m has exploded\n" in said.err
+    message = capsys.readouterr()
+    assert "the first failure: RuntimeError: the model?[31m has exploded\n" in message.err
 
 
 def test_verdict_uses_guess_and_states_majority_class() -> None:
@@ -183,30 +183,30 @@ def test_verdict_uses_guess_and_states_majority_class() -> None:
         {"accuracy": 0.8, "exact_max": 0.05},
         {"accuracy": 0.7, "exact_max": 0.5},
     ]
-    said = verdict(rows, "exact_max", {"accuracy": 0.45, "error": 0.2})  # 0.2² = 0.04
+    message = verdict(rows, "exact_max", {"accuracy": 0.45, "error": 0.2})  # 0.2² = 0.04
     best = "The most accurate setting whose floor is at least the error of guessing the"
-    assert said[1] == f"{best} average (±0.2 of the range) reaches 80.0 %."
-    assert said[2] == "Majority class: 45.0 %."
-    said = verdict(rows, "exact_max")  # not known: a guess of the middle, ±0.5 at worst
-    assert said[1] == f"{best} middle, at worst (±0.5 of the range) reaches 70.0 %."
-    assert len(said) == 2
+    assert message[1] == f"{best} average (±0.2 of the range) reaches 80.0 %."
+    assert message[2] == "Majority class: 45.0 %."
+    message = verdict(rows, "exact_max")  # not known: a guess of the middle, ±0.5 at worst
+    assert message[1] == f"{best} middle, at worst (±0.5 of the range) reaches 70.0 %."
+    assert len(message) == 2
     none = verdict(rows, "exact_max", {"error": 0.9})[1]
     assert none == "No setting has a floor as high as the error of guessing the average (±0.9 of the range)."
 
 
 def test_the_verdict_names_its_attacker() -> None:
     rows = [{"accuracy": 0.9, "exact_max": 0.01, "lecam": 0.04}]
-    said = verdict(rows, "exact_max", {})[0]
+    message = verdict(rows, "exact_max", {})[0]
     assert (
         "an unbiased attacker errs by at least ±0.1 of a feature's range on the most exposed record by an estimate."
-        in said
+        in message
     )
     assert (
         "any attacker errs by at least ±0.2 of a feature's range on some conceivable record, not on each"
         in verdict(rows, "lecam", {})[0]
     )
     page = html.unescape(frontier_page([{**ROWS[0], **rows[0]}], FACTS).decode())
-    assert said in page
+    assert message in page
     assert "least mean squared error of an attacker of the kind named below" in page
 
 
@@ -276,12 +276,12 @@ def test_no_terminal_prints_plan_and_training_lines(tmp_path, capsys) -> None:
         "Each is trained for 10 steps and evaluated after 5, 10; 1 worker here.",
         f"Writes in {tmp_path / 's'} (confidential).",
     ]  # fmt: skip
-    told = lines[len(plan) :]
-    assert [line.split(" trained: ")[0] for line in told] == [f"{k} of 4" for k in range(1, 5)]
-    settings = {line.split(" trained: ")[1].split(";")[0] for line in told}
+    reported = lines[len(plan) :]
+    assert [line.split(" trained: ")[0] for line in reported] == [f"{k} of 4" for k in range(1, 5)]
+    settings = {line.split(" trained: ")[1].split(";")[0] for line in reported}
     assert settings == {f"noise_multiplier {noise}, lr {lr}" for noise in (0.2, 0.5) for lr in (0.1, 0.2)}
-    assert all(re.search(r"; about \d+ s left$", line) for line in told[:3])
-    assert "left" not in told[-1]
+    assert all(re.search(r"; about \d+ s left$", line) for line in reported[:3])
+    assert "left" not in reported[-1]
 
     sweep(replace(config, space=parse_grid(["noise_multiplier=0.2,0.5,1", "lr=0.1,0.2"])), make_train=sweep_stub.make)
     again = capsys.readouterr().err
@@ -299,11 +299,11 @@ def test_folder_without_sweep_gets_advice(there, tmp_path, capsys) -> None:
     if there:
         folder.mkdir()
     assert cli.run(["frontier", str(folder)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"reconbound: {folder} {'holds no sweep' if there else 'does not exist'}")
-    assert f"make one by reconbound sweep DATA --grid ... --out {folder}" in said
-    assert "--folder" not in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"reconbound: {folder} {'holds no sweep' if there else 'does not exist'}")
+    assert f"make one by reconbound sweep DATA --grid ... --out {folder}" in message
+    assert "--folder" not in message
+    assert message.count("\n") == 1
 
 
 def test_sweep_without_finished_training_is_reported(tmp_path, capsys) -> None:
@@ -322,14 +322,14 @@ def test_record_floors_are_called_estimates(tmp_path, capsys) -> None:
     assert "on the most exposed record by an estimate." in capsys.readouterr().out
     assert "from one run: an estimate; in simulated trainings up to " in (tmp_path / "frontier.html").read_text()
     rows, _ = stored(tmp_path)
-    for floor, said in (
+    for floor, message in (
         ("exact_max", " (from one run: an estimate; in simulated trainings up to 85 %"),
         ("lecam", ": run 0"),
     ):
         assert cli.run(["frontier", str(tmp_path), "--floor", floor, "--at-least", "1e-12"]) == 0
-        told, mse = capsys.readouterr().out, rows[0][floor]
-        assert f", floor MSE {format_floor(mse, 4)}, ±{format_floor(mse**0.5)} of a range{said}" in told
-        assert str(rows[0]["lr"]) not in told  # six digits of it do
+        reported, mse = capsys.readouterr().out, rows[0][floor]
+        assert f", floor MSE {format_floor(mse, 4)}, ±{format_floor(mse**0.5)} of a range{message}" in reported
+        assert str(rows[0]["lr"]) not in reported  # six digits of it do
     assert cli.run(["frontier", str(tmp_path)]) == 0
     table = capsys.readouterr().out
     lr, noise = rows[0]["lr"], rows[0]["noise_multiplier"]

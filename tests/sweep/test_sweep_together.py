@@ -52,12 +52,14 @@ def close(a: list[dict], b: list[dict]) -> None:
 @pytest.mark.parametrize("sampler", ["poisson", "fixed"])
 def test_rows_do_not_depend_on_who_is_trained_beside(digits, tmp_path, sampler) -> None:  # noqa: F811
     settings = [setting | {"sampler": sampler} for setting in GRID]
-    told: list[tuple[tuple[int, ...], int]] = []
-    many = together(digits).train_all(settings, folders(tmp_path / "a", 4), lambda which, n: told.append((*which, n)))
+    reported: list[tuple[tuple[int, ...], int]] = []
+    many = together(digits).train_all(
+        settings, folders(tmp_path / "a", 4), lambda which, n: reported.append((*which, n))
+    )
     assert [row["steps"] for row in many[0]] == [6, 14]
-    assert told == [(0, 1, 2, 3, step) for step in range(2 * 14)]
-    alone = together(digits)(settings[2], tmp_path / "b")
-    close(alone, many[2])
+    assert reported == [(0, 1, 2, 3, step) for step in range(2 * 14)]
+    separate = together(digits)(settings[2], tmp_path / "b")
+    close(separate, many[2])
     short = together(digits, (6,))(settings[2], tmp_path / "c")  # a shorter training is the beginning of a longer one
     close(short, many[2][:1])
     assert len({rows[-1]["paper_median"] for rows in many}) == 4
@@ -155,15 +157,15 @@ def test_training_exploding_in_later_run_has_no_row(digits) -> None:  # noqa: F8
 
 
 @pytest.mark.parametrize(
-    ("plan", "setting", "said"),
+    ("plan", "setting", "text"),
     [
         ({"budget": "every"}, {}, "budget"),
         ({"sampler": "shuffle"}, {}, "sampler"),
         ({}, {"sampler": "shuffle"}, "sampler"),
     ],
 )
-def test_unsupported_fleet_raises(digits, tmp_path, plan, setting, said) -> None:  # noqa: F811
-    with pytest.raises(InputError, match=f"{said} must be .* for settings trained together"):
+def test_unsupported_fleet_raises(digits, tmp_path, plan, setting, text) -> None:  # noqa: F811
+    with pytest.raises(InputError, match=f"{text} must be .* for settings trained together"):
         together(digits, **plan)(setting, tmp_path)
 
 
@@ -210,13 +212,13 @@ def test_floors_are_of_the_private_columns(tmp_path, private) -> None:
 
 
 def test_one_by_one_and_together_are_not_mixed(digits, tmp_path) -> None:  # noqa: F811
-    for first, then, said in ((trainer, together, "left out"), (together, trainer, "given")):
-        (tmp_path / said).mkdir()
-        config = Sweep("digits", tmp_path / said, {"lr": [0.1]}, (6, 14), seed=1)
+    for first, then, text in ((trainer, together, "left out"), (together, trainer, "given")):
+        (tmp_path / text).mkdir()
+        config = Sweep("digits", tmp_path / text, {"lr": [0.1]}, (6, 14), seed=1)
         queue = run.open_queue(config)
         run.begin(queue, config, first(digits))
         run.begin(queue, config, first(digits))
-        with pytest.raises(InputError, match=f"together must be {said}, as when the sweep 'sweep' in .* began"):
+        with pytest.raises(InputError, match=f"together must be {text}, as when the sweep 'sweep' in .* began"):
             run.begin(queue, config, then(digits))
         queue.dispose()
     assert Trainer.together is None
@@ -225,9 +227,9 @@ def test_one_by_one_and_together_are_not_mixed(digits, tmp_path) -> None:  # noq
 def test_the_command(tmp_path, capsys) -> None:
     words = ["sweep", "digits", "--limit", "60", "--model", "linear", "--grid", "lr=0.5,1", "--steps", "4,8"]
     assert cli.run([*words, "--together", "2", "-o", str(tmp_path / "s")]) == 0
-    said = capsys.readouterr()
-    assert "2 of 2 settings trained" in said.out
-    assert "each with 2 settings at once" in said.err
+    text = capsys.readouterr()
+    assert "2 of 2 settings trained" in text.out
+    assert "each with 2 settings at once" in text.err
     assert (tmp_path / "s" / "frontier.html").exists()
     assert "ledger.safetensors" not in (tmp_path / "s" / "trials" / "00000" / "index.html").read_text()
     assert cli.run([*words, "-o", str(tmp_path / "one by one")]) == 0
@@ -284,9 +286,9 @@ def test_a_fleet_that_ends_by_an_error_is_halved(digits, tmp_path, reason) -> No
 
     own._trained_together = trained
     settings = [{"lr": lr} for lr in (0.1, 0.2, 0.3, 0.4, 0.5)]
-    told = []
+    reported = []
     with pytest.warns(UserWarning, match="settings at once") if memory else nullcontext() as warned:
-        found = own.train_all(settings, folders(tmp_path / "a", 5), lambda which, done: told.append((*which, done)))
+        found = own.train_all(settings, folders(tmp_path / "a", 5), lambda which, done: reported.append((*which, done)))
     if memory:
         assert [str(w.message).partition(" for ")[2] for w in warned] == [
             f"{k} settings at once: they are trained by {fit}" for k, fit in ((5, 3), (3, 2))
@@ -298,8 +300,8 @@ def test_a_fleet_that_ends_by_an_error_is_halved(digits, tmp_path, reason) -> No
         assert tried == [[0.1, 0.2, 0.3, 0.4, 0.5], [0.1, 0.2, 0.3], [0.1, 0.2], [0.1], [0.2], [0.3], [0.4, 0.5]]
         assert found[1] is reason
         assert not (tmp_path / "a" / "1" / "trial.json").exists()
-    assert told[:2] == [(0, 1, 2, 3, 4, 1), (0, 1, 2, 1)]
-    assert (2, 0) in told
+    assert reported[:2] == [(0, 1, 2, 3, 4, 1), (0, 1, 2, 1)]
+    assert (2, 0) in reported
     whole = together(digits, (3,), 1).train_all(settings, folders(tmp_path / "c", 5))
     for k in range(5):
         if memory or k != 1:
@@ -321,20 +323,20 @@ def test_a_ledger_that_is_not_finite_is_no_row(digits, tmp_path) -> None:  # noq
 
 
 def test_a_fleet_ends_when_all_its_trials_are_lost(digits, tmp_path) -> None:  # noqa: F811
-    settings, told = [{"clip": "hard"}, {"clip": "smooth"}], []
+    settings, reported = [{"clip": "hard"}, {"clip": "smooth"}], []
 
     def lost(which, done):
-        told.append((*which, done))
+        reported.append((*which, done))
         if done == 2:
             raise TrialLost
 
     with pytest.raises(TrialLost):
         together(digits).train_all(settings, folders(tmp_path, 2), lost)
-    assert told == [(0, 0), (0, 1), (0, 2)]
+    assert reported == [(0, 0), (0, 1), (0, 2)]
 
 
 @pytest.mark.parametrize("ends", ["well", "by an error"])
-def test_a_fleet_leaves_no_memory_held(digits, tmp_path, ends) -> None:  # noqa: F811
+def test_a_fleet_leaves_no_memory_allocated(digits, tmp_path, ends) -> None:  # noqa: F811
     """On a GPU the next one needs it."""
 
     def tell(which, done):

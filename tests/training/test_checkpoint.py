@@ -336,10 +336,10 @@ def test_messages_show_neither_seeds_nor_digests(tmp_path) -> None:
         with pytest.raises(InputError, match="seed") as refused:
             settings(seed=bad)
         found.append(str(refused.value))
-    for said in found:
-        assert str(SECRET)[:8] not in said
-        assert f"{float(SECRET)}"[:6] not in said
-        assert digest[:7] not in said
+    for message in found:
+        assert str(SECRET)[:8] not in message
+        assert f"{float(SECRET)}"[:6] not in message
+        assert digest[:7] not in message
     one._midway, one.folder = True, None
     with pytest.raises(TrainingError) as stopped:
         one.fit(steps=4)

@@ -15,7 +15,7 @@ import kill_run
 from killing import kill, start_reporting
 from learning import learner, same_state
 
-KILLS = int(os.environ.get("KILLS", "8"))  # KILLS=20 for the large form: two seconds each
+KILLS = int(os.environ.get("KILLS", "6"))  # KILLS=20 for the large form: two seconds each
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_helpers")]
 
 
@@ -35,9 +35,9 @@ def test_kills_at_random_moments_change_nothing(tmp_path) -> None:
     assert places == sorted(places)  # never back behind what was saved
     assert len(set(places)) > KILLS // 4  # the kills fell all over the run
     assert places[-1] < 200
-    process, told = start(tmp_path, call)
+    process, pipe = start(tmp_path, call)
     process.join(120)
-    assert told.recv() == "done"
+    assert pipe.recv() == "done"
     undisturbed, killed = kill_run.run(None, call), kill_run.run(tmp_path, call)
     assert same_state(undisturbed, killed)
     assert undisturbed.history == killed.history
@@ -47,7 +47,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path) -> None:
 
 def test_repeated_runs_resume_run_by_run(tmp_path) -> None:
     call, rng = "repeat 30", random.Random(1)
-    for _ in range(5):
+    for _ in range(4):
         process, _ = start(tmp_path, call)
         time.sleep(rng.uniform(0.05, 0.35))
         kill(process)

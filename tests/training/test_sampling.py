@@ -73,7 +73,7 @@ def test_fixed_size_sets_are_uniform() -> None:
 
 @pytest.mark.parametrize("apart", [1, 2, 5])
 def test_fixed_size_sets_are_drawn_afresh(apart: int) -> None:
-    """Of B and B records of N, H are the same with hypergeometric chance: in epochs, successive sets share none."""
+    """Two sets of B of N records share H records, which is hypergeometric. Successive sets of an epoch share none."""
     n, size, steps = 12, 4, 4000
     batches = [set(FixedSize(n, size).batch(2, t).tolist()) for t in range(0, apart * steps, apart)]
     shared = np.bincount([len(a & b) for a, b in pairwise(batches)], minlength=size + 1)

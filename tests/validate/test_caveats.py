@@ -75,22 +75,22 @@ def fed(model: nn.Module, private: Any = None, **changes: Any) -> FisherAccounta
 
 def everything(kept: FisherAccountant) -> list[str]:
     """All that comes with a number of the ledger."""
-    said = [" ".join(kept.mse_floor().notes), str(kept.mse_floor()), " ".join(kept.most_exposed(3).caveats)]
-    said += [str(kept.most_exposed(3)), " ".join(kept.summary()["caveats"])]
+    text = [" ".join(kept.mse_floor().notes), str(kept.mse_floor()), " ".join(kept.most_exposed(3).caveats)]
+    text += [str(kept.most_exposed(3)), " ".join(kept.summary()["caveats"])]
     if kept.diagonal != "none":
-        said += [" ".join(kept.feature_floors().notes), str(kept.feature_floors())]
-    return said
+        text += [" ".join(kept.feature_floors().notes), str(kept.feature_floors())]
+    return text
 
 
 def test_own_loop_has_token_and_table_caveats() -> None:
     kept = fed(Tokens(trained=True), Private("module", "table"), diagonal="all")
-    for said in everything(kept):
-        assert "not about what went into it (tokens)" in said
-        assert "not covered: the parameters of module 'table' are trained" in said
+    for text in everything(kept):
+        assert "not about what went into it (tokens)" in text
+        assert "not covered: the parameters of module 'table' are trained" in text
     frozen = fed(Tokens(trained=False), Private("module", "table"))
-    for said in everything(frozen):
-        assert "(tokens)" in said
-        assert "not covered" not in said
+    for text in everything(frozen):
+        assert "(tokens)" in text
+        assert "not covered" not in text
 
 
 def test_own_loop_needs_box_of_embedding() -> None:
@@ -105,13 +105,13 @@ def test_unchecked_model_is_marked() -> None:
     torch.manual_seed(0)
     x, y = data()
     model = Hidden()
-    for said in everything(fed(model, diagonal="all")):
-        assert NOT_CHECKED in said
+    for text in everything(fed(model, diagonal="all")):
+        assert NOT_CHECKED in text
     with pytest.warns(ReconboundWarning, match="kinks"):
         check_batch(model, losses, x, y)
-    for said in everything(fed(model)):
-        assert NOT_CHECKED not in said
-        assert "not proved: the model has kinks" in said
+    for text in everything(fed(model)):
+        assert NOT_CHECKED not in text
+        assert "not proved: the model has kinks" in text
     smooth = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     check_batch(smooth, losses, x, y)
     assert fed(smooth).caveats == ()
@@ -120,7 +120,7 @@ def test_unchecked_model_is_marked() -> None:
 
 def test_visible_kinks_warn_without_check() -> None:
     kept = fed(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)))
-    assert any("not proved: the model has kinks (ReLU at module '1')" in said for said in kept.caveats)
+    assert any("not proved: the model has kinks (ReLU at module '1')" in text for text in kept.caveats)
 
 
 def test_learner_without_check_warns_too() -> None:
@@ -145,7 +145,7 @@ def test_caveats_outlive_saving_merging_and_later_steps(tmp_path: Path) -> None:
     x = torch.arange(36).reshape(12, 3) % 7
     later = measure(Tokens(trained=False), losses, x, data()[1], private=Private("module", "table"), **SETTING)
     kept.add(torch.arange(12), later)  # what was said once stays
-    assert any("not covered" in said for said in kept.caveats)
+    assert any("not covered" in text for text in kept.caveats)
 
 
 def test_most_exposed_is_a_list_that_prints_its_caveats() -> None:

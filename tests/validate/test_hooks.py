@@ -18,7 +18,7 @@ def _scaled(*arguments: object) -> object:
 
 
 @pytest.mark.parametrize(
-    ("register", "said"),
+    ("register", "text"),
     [
         (lambda m: m[0].weight.register_hook(lambda g: 0 * g), r"parameter '0.weight' has a hook .*\(register_hook\)"),
         (
@@ -34,7 +34,7 @@ def _scaled(*arguments: object) -> object:
         ),
     ],
 )
-def test_hooks_on_gradients_are_refused_before_training(register, said) -> None:
+def test_hooks_on_gradients_are_refused_before_training(register, text) -> None:
     """Training would run them, and the sums and the information did not: not a word was said."""
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
@@ -50,7 +50,7 @@ def test_hooks_on_gradients_are_refused_before_training(register, said) -> None:
     handle = register(model)
     try:
         for call in calls:
-            with pytest.raises(ModelError, match=said):
+            with pytest.raises(ModelError, match=text):
                 call()
     finally:
         handle.remove()

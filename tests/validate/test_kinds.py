@@ -87,17 +87,17 @@ CASES = [
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])
-@pytest.mark.parametrize(("dtype", "said"), CASES, ids=lambda x: str(x)[:14])
-def test_inputs_of_another_dtype_are_named(dtype: torch.dtype, said: str, kind: str) -> None:
+@pytest.mark.parametrize(("dtype", "text"), CASES, ids=lambda x: str(x)[:14])
+def test_inputs_of_another_dtype_are_named(dtype: torch.dtype, text: str, kind: str) -> None:
     x, y = data()
     inputs, targets, model = torch.tensor(x).to(dtype), torch.tensor(y), network(kind)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=text):
         learner(inputs, targets, model)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=text):
         check_batch(model, LOSS, inputs, targets)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=text):
         sum_clipped(model, LOSS, inputs, targets, max_grad_norm=1.0)
-    private = said if dtype.is_floating_point else r"must be a floating-point tensor, got torch\.u?int.*\.float\(\)"
+    private = text if dtype.is_floating_point else r"must be a floating-point tensor, got torch\.u?int.*\.float\(\)"
     for method in ("auto", "generic"):
         with pytest.raises(ValueError, match=private):
             measure(model, LOSS, inputs, targets, max_grad_norm=1.0, noise_multiplier=1.0, method=method)  # type: ignore[arg-type]
@@ -107,10 +107,10 @@ def test_inputs_of_another_dtype_are_named(dtype: torch.dtype, said: str, kind: 
 def test_targets_that_the_loss_does_not_take_are_named(dtype: torch.dtype) -> None:
     x, y = data()
     inputs, targets = torch.tensor(x).float(), torch.tensor(y).to(dtype)
-    said = rf"targets is {dtype}, which loss_fn does not take .*targets\.long\(\)"
-    with pytest.raises(ValueError, match=said):
+    text = rf"targets is {dtype}, which loss_fn does not take .*targets\.long\(\)"
+    with pytest.raises(ValueError, match=text):
         learner(inputs, targets)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=text):
         measure(network(), LOSS, inputs, targets, max_grad_norm=1.0, noise_multiplier=1.0)
 
 
@@ -145,14 +145,14 @@ def test_self_converting_model_is_unchanged() -> None:
 
 def test_evaluation_errors_are_reported() -> None:
     x, y = data()
-    for evaluate, kind, said in (
+    for evaluate, kind, text in (
         (lambda m: {"a": m(torch.tensor(x)).sum()}, TrainingError, r"evaluate gave the model data .*torch\.float32"),
         (lambda m: {"step": 1.0}, ValueError, "evaluate must not return a number of this name, .* got 'step'"),
         (lambda m: 0.5, ValueError, "evaluate must return a dictionary of numbers, by name, got 'a float'"),
         (lambda m: {"a": torch.ones(3)}, ValueError, r"evaluate's 'a' must be one number, got 'a tensor of shape \(3"),
     ):
         made = learner(x, y, evaluate=evaluate)
-        with pytest.raises(kind, match=said):
+        with pytest.raises(kind, match=text):
             made.fit(2)
 
     def broken(model: nn.Module) -> dict[str, float]:
@@ -163,15 +163,15 @@ def test_evaluation_errors_are_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         "expected target dtype to be Long or Byte, but got Int",
         "expected scalar type Long but found Int",
         "\"nll_loss_forward_reduce_cuda_kernel_2d_index\" not implemented for 'Int'",
     ],
 )
-def test_target_messages_of_other_versions(said: str) -> None:
-    found = explain_dtype_error(RuntimeError(said), network(), torch.ones(2, 16), torch.ones(2, dtype=torch.int32))
-    assert str(found).startswith(f"targets is torch.int32, which loss_fn does not take ({said})")
+def test_target_messages_of_other_versions(text: str) -> None:
+    found = explain_dtype_error(RuntimeError(text), network(), torch.ones(2, 16), torch.ones(2, dtype=torch.int32))
+    assert str(found).startswith(f"targets is torch.int32, which loss_fn does not take ({text})")
     assert explain_dtype_error(RuntimeError("out of memory"), network(), torch.ones(2, 16), torch.ones(2)) is None
-    assert explain_dtype_error(RuntimeError(said), network(), torch.ones(2, 16), None) is None
+    assert explain_dtype_error(RuntimeError(text), network(), torch.ones(2, 16), None) is None

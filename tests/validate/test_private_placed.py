@@ -217,9 +217,9 @@ def test_parameters_that_still_see_the_tokens_are_named(beside: str, module: str
             one = made()
     else:
         one = made()
-    said = [c for c in one.fit(2).accountant.caveats if c.startswith("not covered")]
-    assert (said != []) == (named != [])
+    text = [c for c in one.fit(2).accountant.caveats if c.startswith("not covered")]
+    assert (text != []) == (named != [])
     for name in named:
-        assert any(name in c for c in said)
+        assert any(name in c for c in text)
         assert name in str(one.accountant.mse_floor())
-    assert not any("places" in c for c in said)
+    assert not any("places" in c for c in text)

@@ -63,7 +63,7 @@ def number(
 ) -> float:
     """Returns a finite float within the limits, or raises an InputError that names the limit that was missed.
 
-    Text is refused: see `spelled`.
+    Text is refused: see `parse_number`.
 
     Args:
         name: the name of the argument, for the message.
@@ -94,10 +94,10 @@ def number(
     return x
 
 
-def spelled(text: Any) -> Any:
-    """Returns the number that a word of a command line spells, and other text unchanged, for `number` to refuse.
+def parse_number(text: Any) -> Any:
+    """Returns the number in a word of a command line; returns other text unchanged, for `number` to refuse.
 
-    >>> spelled("0.5"), spelled("fast"), spelled(2)
+    >>> parse_number("0.5"), parse_number("fast"), parse_number(2)
     (0.5, 'fast', 2)
     """
     if not isinstance(text, str):

@@ -1,35 +1,37 @@
 """FisherAccountant: the information that a training run gives about each record, summed over steps, averaged over runs.
 
-Composition (Theorem 3): the information of the run is the sum over steps of the expected conditional information, so
-a run's sum is an unbiased estimate of it, and runs are averaged. Subsampling: the exact Poisson factors, the fixed-
-size factor, or the paper's κ for comparison. The ledger is as secret as the data: only its owner may read the saved
-file. Derivations: docs/theory/accounting.md.
+Composition (Theorem 3): the information of a run is the sum over steps of the expected conditional information. A run's
+sum is an unbiased estimate of it, and runs are averaged. The ledger is as secret as the data. Derivations:
+docs/theory/accounting.md.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from reconbound._internal.checks import InputError, file_path, flag, number, warn_user, whole
-from reconbound._internal.files import CONFIDENTIAL, Unreadable, sealed, unsealed, write_whole
+from reconbound._internal.checks import InputError, choice, flag, number, warn_user, whole
 from reconbound._internal.fingerprints import NAME as FINGERPRINTS
 from reconbound._internal.fingerprints import Fingerprints
-from reconbound.accounting.confidence import FEWEST, WIDEST
+from reconbound.accounting import floors
+from reconbound.accounting.checks import check_information, check_space, checked_records, checked_weight
+from reconbound.accounting.confidence import Estimates, MostExposed, explain_no_limit, upper_limit, warn_if_imprecise
 from reconbound.accounting.feature_ledger import Chosen, Diagonal, FeatureLedger
-from reconbound.accounting.readings import Readings
-from reconbound.accounting.record_ledger import RecordLedger, check_information, check_type, checked_records
+from reconbound.accounting.record_ledger import RecordLedger
 from reconbound.accounting.spec import Account, checked_counts, checked_device, checked_scale
+from reconbound.accounting.storage import load_ledger, save_ledger
+from reconbound.bounds import Bound
+from reconbound.data.dataset import checked_rows
 from reconbound.fisher import StepInformation
+from reconbound.mechanisms.guarantee import Guarantee, guarantee
 from reconbound.validate.model import ReconboundWarning
 
 
-class FisherAccountant(Readings):
+class FisherAccountant:
     """A ledger of Fisher information for every record of a data set, over the steps of a run and over runs.
 
     Args:
@@ -40,10 +42,13 @@ class FisherAccountant(Readings):
             ("auto", bytes): "all" where it fits, otherwise Chosen().
         spectral: also keep the sum of the steps' spectral norms, under the first rule.
         feature_scale: size of one unit of the model's input in the data's own units, one number or one per feature.
-        keep_runs_at: step counts, ascending, at which the dFIL of each run is kept; the last is the run's.
+        keep_runs_at: step counts, ascending, at which the dFIL of each run is kept for `traces.dfil_of_runs`; the last
+            is the run's.
         device: where the ledger lives.
 
     Attributes:
+        traces: the ledger of the records, which also reads single runs and spectral norms.
+        features: the ledger of their features.
         caveats: what must be stated with every floor of this ledger, collected from what is added to it.
         needs_range: whether `guarantee` requires low and high: the private part is not known to lie in [0, 1].
 
@@ -82,6 +87,21 @@ class FisherAccountant(Readings):
         return f"FisherAccountant({size}, rules {', '.join(a.rules)}, diagonal {self.diagonal!r}, {runs})"
 
     @property
+    def runs(self) -> int:
+        """Returns the number of finished runs."""
+        return self.traces.runs
+
+    @property
+    def diagonal(self) -> str:
+        """Returns the kind of per-feature ledgers: "none", "all", "average", "some" or "chosen"."""
+        return self.features.kind
+
+    @property
+    def rows(self) -> Tensor | None:
+        """Returns the records whose features are kept, most exposed first if chosen; None for all or none."""
+        return self.features.rows
+
+    @property
     def fingerprints(self) -> list[str]:
         """Returns the fingerprints of the finished runs, one for each; a run can be in a ledger only once."""
         return self._fingerprints.finished
@@ -101,25 +121,19 @@ class FisherAccountant(Readings):
             stratified: the last of these: each record is measured exactly once in each block of steps. Not with
                 shuffled epochs, where the parameters at a step depend on whether the record was seen already.
         """
-        rate = self.account.sample_rate
-        if number("weight", weight, above=0.0) < rate * (1 - 1e-9):
-            why = f"must be at least the sample rate, {rate:g}, which is divided by a chance to make it"
-            raise InputError("weight", why, weight)
-        if flag("stratified", stratified) and self.account.sampler == "shuffle":
-            raise InputError("stratified", "must be False with shuffled epochs: measure the batches themselves", True)
+        weight = checked_weight(self.account, weight, stratified)
         index, found = checked_records(indices, found, self.account.records)
         if index.numel() == 0:
             return
         self._check_information(index, found)
         index = index.to(self.device, torch.int64)
-        across, along = self.traces.add(index, found, float(weight), stratified)
+        across, along = self.traces.add(index, found, weight, stratified)
         self.features.add(index, found, across, along)
 
     def _check_information(self, index: Tensor, found: StepInformation) -> None:
         """Refuses information that does not fit before anything is changed; keeps its caveats otherwise."""
         check_information(self.account, index, found)
-        if "spectral" in self.traces.state and found.spectral_bound is None:
-            raise InputError("found", "must have the spectral norm: this ledger keeps it", None)
+        self.traces.check_found(found)
         self.features.check_found(found)
         self.caveats = joined(self.caveats, found.caveats)
         self.needs_range = self.needs_range or found.part == "module"
@@ -133,14 +147,7 @@ class FisherAccountant(Readings):
         Args:
             found: the step's information about the chosen records.
         """
-        check_type(found)
-        rows = self.rows if self.diagonal == "chosen" else None
-        if rows is None or len(found.clipped_norm) != len(rows):
-            have = "no" if rows is None else len(rows)
-            raise InputError("found", f"must be about the {have} records that were chosen", len(found.clipped_norm))
-        if found.mask is not None and not bool((found.mask != 0).all()):
-            raise InputError("found", "must be about records that took part, not masked ones", found.mask.tolist())
-        self._check_information(rows, found)
+        self._check_information(self.features.check_followed(found), found)
         factors = self.traces.factors(self.account.rules[0], found.clipped_norm)
         across, along = (self.account.sample_rate * factor for factor in factors)
         self.features.follow(found, across, along)
@@ -149,8 +156,7 @@ class FisherAccountant(Readings):
         """Names the run that is measured from now on. Without this call its fingerprint is random.
 
         Args:
-            fingerprint: 32 hexadecimal digits, the same for the same training wherever it is repeated. One that is in
-                the ledger already is refused.
+            fingerprint: 32 hexadecimal digits, the same whenever this training is repeated, and not in the ledger yet.
         """
         self._fingerprints.begin(fingerprint)
 
@@ -165,22 +171,16 @@ class FisherAccountant(Readings):
     def finish_run(self) -> None:
         """Closes the current run: adds it to the averages over runs and starts an empty ledger.
 
-        Warns where the measurements cover another number of steps than the account's, or other records than the runs
-        before, by more than chance.
+        Warns where the run was not measured over all of its steps, or not for the same records as earlier runs.
         """
-        fault = self.traces.describe_missing()
-        if fault:
-            cure = "the right weight, or an Account with the steps that were taken and the records that are measured"
-            warn_user(f"{fault}. Use {cure}", ReconboundWarning)
+        self.traces.warn_if_missing()
         self._fingerprints.finish()
         self.traces.finish_run()
         self.features.finish_run()
         self.features.choose(self.trace(), self.traces.measurements())
 
     def merge(self, other: FisherAccountant) -> None:
-        """Adds the finished runs of another ledger of the same account (other machines, other seeds).
-
-        Refuses runs that this ledger already has: in a copy, in what both were merged from, or trained again.
+        """Adds the finished runs of another ledger of the same account; refuses runs that this ledger already has.
 
         Args:
             other: the other ledger.
@@ -202,6 +202,200 @@ class FisherAccountant(Readings):
         self.features.merge(other.features)
         self._fingerprints.finished.extend(other.fingerprints)
 
+    # --- reading ---------------------------------------------------------------------
+
+    def _rule(self, rule: str | None) -> int:
+        return 0 if rule is None else self.account.rules.index(choice("rule", rule, self.account.rules))
+
+    def _unit(self) -> float:
+        return float(self.feature_scale.mean()) ** 2
+
+    def _estimates(self, rule: str | None) -> Estimates:
+        times, sampled = self.traces.measurements(), self.traces.sampled
+        return Estimates(self.dfil(rule), self.standard_error(rule), times, self.runs, sampled)
+
+    def _floors(self, k: int) -> tuple[Bound, float, str]:
+        return self.traces.floors(k, self._unit(), self.caveats)
+
+    def _statements(self) -> tuple[str, ...]:
+        return (*self.caveats, *self.traces.describe_incomplete())
+
+    def _is_first(self, subject: str) -> bool:
+        """Returns whether this is the first warning on this subject since the last run ended."""
+        before, self._warned[subject] = self._warned.get(subject), self.runs
+        return before != self.runs
+
+    def trace(self, rule: str | None = None) -> Tensor:
+        """Returns Tr I of a run for each record, (N,): the mean of finished runs, or of the first run so far.
+
+        Args:
+            rule: one of the account's; the first by default.
+        """
+        return self.traces.mean("trace")[self._rule(rule)].clone()
+
+    def dfil(self, rule: str | None = None) -> Tensor:
+        """Returns dFIL = Tr I/d of each record, (N,), in the model's input units: small is good.
+
+        A record that was never measured has 0, which means nothing about it: see `measured`. Its floor is 0 as well.
+
+        Args:
+            rule: one of the account's; the first by default.
+        """
+        return self.trace(rule) / self.account.features
+
+    def measured(self) -> Tensor:
+        """Returns the number of measurements per record over all runs, the present one too, (N,)."""
+        return self.traces.state["measured_all"] + self.traces.state["measured"]
+
+    def standard_error(self, rule: str | None = None) -> Tensor:
+        """Returns the standard error of each record's dFIL, (N,); infinite for a record that was never measured.
+
+        After two runs or more it is that of the mean over runs. After one run it is only that of the measurements of
+        this run.
+
+        Args:
+            rule: one of the account's; the first by default.
+        """
+        return self.traces.trace_error(self._rule(rule)) / self.account.features
+
+    def upper(self, rule: str | None = None, confidence: float = 0.95, *, warn: bool = True) -> Tensor:
+        """Returns the upper confidence limit of each record's dFIL over runs, (N,); needs two runs or more.
+
+        Formula: `accounting.confidence.upper_limit`. It is infinite for a record that was measured fewer than 25 times
+        over all runs, unless at every step, and for all records where the runs differ too much: `no_limit_because`.
+        For the least exposed quarter it only says that they belong to it. Limits from two runs are very wide.
+
+        Args:
+            rule: one of the account's; the first by default.
+            confidence: of the limits.
+            warn: whether to warn where a limit is infinite.
+
+        Guarantee: none that is proved. In simulated trainings of ten runs the limits covered the dFIL of the least
+        covered record in at least 90 % of cases, and on average over records in 98 % (docs/theory/accounting.md).
+        """
+        estimates = self._estimates(rule)
+        limits = upper_limit(estimates, confidence)
+        reason = explain_no_limit(estimates) if flag("warn", warn) else None
+        if reason is not None and self._is_first("limits"):
+            warn_user(f"no confidence limit (infinity): {reason}", ReconboundWarning)
+        return limits
+
+    def no_limit_because(self, rule: str | None = None) -> str | None:
+        """Returns why `upper` is infinite for some or all records, and the remedy; None where all have a limit.
+
+        Args:
+            rule: one of the account's; the first by default.
+        """
+        return explain_no_limit(self._estimates(rule))
+
+    def mse_floor(self, rule: str | None = None) -> Bound:
+        """Returns 1/dFIL of each record: Theorem 2, for unbiased attackers, in squared data units.
+
+            E‖ẑ − z‖²/d ≥ s̄²/dFIL,     s̄ the mean of feature_scale    (Cauchy–Schwarz; 1/dFIL when the scale is 1)
+
+        The floors are estimates, 0 for a record that was never measured. `assumes` states their lower confidence limits
+        and their precision. Warns, once a run, after one run and where the median relative standard error exceeds 50 %.
+
+        Args:
+            rule: one of the account's; the first by default.
+        """
+        k, limits = self._rule(rule), floors.lower_limits(self._estimates(rule), self._unit())
+        bound, relative, stated = self._floors(k)
+        if self._is_first("floors"):
+            warn_if_imprecise(relative, stated, self.runs)
+            self.traces.warn_if_zeros(k)
+        return floors.state_limits(bound, limits)
+
+    def feature_floors(self, *, average: bool = False) -> Bound:
+        """Returns 1/I_jj of each record kept and feature, (kept, d), in squared data units; kept as in `rows`.
+
+        They are estimates and warn as `mse_floor` does; their standard errors are larger.
+
+        Args:
+            average: return the floor of the information averaged over all records instead, (1, d), which bounds the
+                mean of their squared errors and not each record's. Its standard error is not known.
+
+        Guarantee: I_jj is estimated without bias, as in `dfil`. Chosen records are measured in other runs than those by
+        which they were chosen, so the choice adds no bias.
+        """
+        average, times = flag("average", average) or self.diagonal == "average", self.traces.measurements()
+        bound, relative, stated = self.features.floors(self.feature_scale, times, average, self._statements())
+        if not average and self._is_first("features"):
+            warn_if_imprecise(relative, stated, self.runs)
+        return bound
+
+    def feature_standard_error(self) -> Tensor:
+        """Returns the standard error of I_jj of each record kept and feature, (kept, d), in the model's input units.
+
+        After two runs or more it is that of the mean over runs. After one run, for given or all records, it is √Σx²
+        over its measurements x: in expectation no less than their sum's, given the run's parameters.
+        """
+        return self.features.diagonal_error(self.traces.measurements())
+
+    def most_exposed(self, k: int = 10, rule: str | None = None) -> MostExposed:
+        """Returns the k records with the lowest floors among those measured, lowest estimate first, with their caveats.
+
+        Args:
+            k: the number of records.
+            rule: one of the account's; the first by default.
+        """
+        estimates, count = self._estimates(rule), whole("k", k)
+        return floors.rank_exposed(estimates, self.mse_floor(rule), floors.lower_limits(estimates, self._unit()), count)
+
+    def group_floor(self, rows: Sequence[int], rule: str | None = None, confidence: float | None = None) -> Bound:
+        """Returns the floor for a person who has several rows with the same private part (Theorem 2 for the group).
+
+            E‖ẑ − z‖²/d ≥ s̄² d/Tr I_G,     Tr I_G ≤ k Σ Tr I_i over the k rows    (Cauchy–Schwarz)
+
+        For k equal rows that is 1/k² of a row's floor. 0 where one of the rows was never measured, or has no limit.
+        Derivation: docs/theory/accounting.md, "Several rows".
+
+        Args:
+            rows: the records of the group, each once.
+            rule: one of the account's; the first by default.
+            confidence: return a lower limit at this confidence instead of the estimate, for all rows of the group
+                together (Bonferroni); needs two finished runs or more.
+        """
+        index, dfil = checked_rows(rows, self.account.records), self.dfil(rule)
+        if confidence is not None:
+            number("confidence", confidence, above=0.0, below=1.0)
+            dfil = self.upper(rule, 1 - (1 - confidence) / len(index))
+        times, bound = self.traces.measurements(), self._floors(self._rule(rule))[0]
+        return floors.group_bound(bound, dfil[index], times[index], self._unit(), confidence)
+
+    def lower_limit(self, rule: str | None = None, confidence: float = 0.95) -> Bound:
+        """Returns the lower confidence limit of each record's floor, squared data units: s̄²/`upper`; needs two runs.
+
+        It is 0, the trivial floor, for a record that has no limit: `no_limit_because`.
+
+        Args:
+            rule: one of the account's; the first by default.
+            confidence: of the limits.
+        """
+        upper, bound = self.upper(rule, confidence), self._floors(self._rule(rule))[0]
+        return floors.limit_bound(bound, upper, self._unit(), confidence, self._statements())
+
+    def summary(self) -> dict[str, Any]:
+        """Returns floors at the most exposed record and at quantiles. They depend on the data and are confidential.
+
+        "floor_lower_limit", after two runs or more: the 95 % lower confidence limits under the first rule. Records
+        without a limit are left out. "floor_estimate": the estimates for every rule; more often too high than too low.
+        """
+        self.mse_floor()  # for its warnings
+        values = {rule: self._floors(k)[0].value for k, rule in enumerate(self.account.rules)}
+        return floors.summarize(self._estimates(None), values, self._unit(), self._statements())
+
+    def guarantee(self, *, copies: int = 1, **space: Any) -> Guarantee:
+        """Returns what the mechanism guarantees whatever the data: all floors of the calculator (may be published).
+
+        Args:
+            copies: the number of rows that the person has.
+            **space: low and high of every private feature ([0, 1] by default), and what else `guarantee` takes. For a
+                private part that is a module's output, low and high or the radius of its ball are required.
+        """
+        check_space(space, self.needs_range, self.feature_scale)
+        return guarantee(self.account.mechanism().for_group(copies), dim=self.account.features, **space)
+
     # --- keeping -----------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
@@ -217,13 +411,12 @@ class FisherAccountant(Readings):
             runs: the number of finished runs.
         """
         if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
-            got = f"a {type(tensors).__name__}"
-            raise InputError("tensors", "must be a dictionary of tensors, as `state` returns", got)
+            why = "must be a dictionary of tensors, as `state` returns"
+            raise InputError("tensors", why, f"a {type(tensors).__name__}")
         fingerprints = self._fingerprints.restored(tensors, whole("runs", runs, at_least=0))
-        parts = (self.traces, self.features)
-        for part in parts:
+        for part in (self.traces, self.features):
             part.check(tensors)
-        for part in parts:
+        for part in (self.traces, self.features):
             part.restore(tensors, runs)
         self._fingerprints = fingerprints
 
@@ -233,14 +426,7 @@ class FisherAccountant(Readings):
         Args:
             path: the file to write.
         """
-        facts: dict[str, Any] = {"account": asdict(self.account), "runs": self.runs, "diagonal": self.diagonal}
-        facts |= {"rows": [] if self.rows is None else self.rows.tolist(), "caveats": list(self.caveats)}
-        facts |= {"keep_runs_at": list(self.traces.keep_at), "followed": self.features.followed}
-        facts |= {"needs_range": self.needs_range}
-        if self.features.choice is not None:
-            facts["choice"] = asdict(self.features.choice)
-        tensors = {**self.state(), "feature_scale": self.feature_scale}
-        write_whole(file_path("path", path), sealed(tensors, {"ledger": facts}), mode=CONFIDENTIAL)
+        save_ledger(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> FisherAccountant:
@@ -250,39 +436,7 @@ class FisherAccountant(Readings):
             path: the file that `save` wrote.
             device: where the ledger will live.
         """
-        path, where = file_path("path", path), checked_device(device)
-        try:
-            tensors, content = unsealed(path)
-        except (IsADirectoryError, Unreadable) as reason:
-            raise InputError("path", f"must be a ledger that reconbound saved ({reason})", path) from None
-        try:
-            return cls._from_file(tensors, content["ledger"], where)
-        except (LookupError, TypeError, AttributeError, ValueError) as reason:  # its digest is right
-            why = f"({type(reason).__name__}: {' '.join(str(reason).split())[:200]})"
-            raise InputError(
-                "path", f"must be a ledger of this version of reconbound: measure again {why}", path
-            ) from None
-
-    @classmethod
-    def _from_file(cls, tensors: dict[str, Tensor], facts: Mapping[str, Any], device: torch.device) -> FisherAccountant:
-        """Returns the ledger of a file's tensors and facts. Raises errors of many kinds where they do not fit."""
-        account = Account(**{**facts["account"], "rules": tuple(facts["account"]["rules"])})
-        kind, few = facts["diagonal"], Chosen(**facts.get("choice", {}))
-        for size, tensor in ((account.records, tensors["trace"]), (account.features, tensors.get("diagonal"))):
-            if tensor is not None and tensor.shape[-1] != size:  # before so much memory is taken
-                raise InputError("account", f"must be of tensors of length {tensor.shape[-1]}", size)
-        ledger = cls(
-            account,
-            diagonal={"some": facts["rows"], "chosen": few}.get(kind, kind),
-            spectral="spectral" in tensors,
-            feature_scale=tensors.pop("feature_scale"),
-            keep_runs_at=facts["keep_runs_at"],
-            device=device,
-        )
-        ledger.restore(tensors, facts["runs"])
-        ledger.features.followed, ledger.needs_range = facts["followed"], facts["needs_range"]
-        ledger.caveats = tuple(facts["caveats"])
-        return ledger
+        return load_ledger(cls, path, device)
 
 
 def joined(*caveats: Sequence[str]) -> tuple[str, ...]:
@@ -290,4 +444,4 @@ def joined(*caveats: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(c for some in caveats for c in some))
 
 
-__all__ = ["FEWEST", "WIDEST", "Account", "Chosen", "FisherAccountant"]
+__all__ = ["Account", "Chosen", "FisherAccountant"]

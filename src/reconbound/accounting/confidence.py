@@ -160,8 +160,10 @@ def describe_one_run(times: float, *, squared: bool = True) -> str:
     """
     two, ten = ONE_RUN[times >= OFTEN]
     factors = ("2", "10") if squared else ("1.4", "3.1")
-    said = f"in simulated trainings up to {two} % of the floors from one run were more than {factors[0]} times too high"
-    return f"{said}, and up to {ten} % more than {factors[1]} times"
+    clause = (
+        f"in simulated trainings up to {two} % of the floors from one run were more than {factors[0]} times too high"
+    )
+    return f"{clause}, and up to {ten} % more than {factors[1]} times"
 
 
 def describe_precision(measured: Tensor, relative: float, of: str = "", *, runs: int) -> str:

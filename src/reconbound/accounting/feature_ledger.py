@@ -8,6 +8,7 @@ and their features are measured in later runs, which are independent (docs/theor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from reconbound._internal.checks import InputError, choice, number, whole
-from reconbound.accounting.confidence import relative_median
+from reconbound.accounting.checks import check_type
+from reconbound.accounting.confidence import describe_precision, relative_median
 from reconbound.accounting.record_ledger import Ledger
 from reconbound.accounting.spec import Account
 from reconbound.bounds import Bound, per_feature
@@ -150,6 +152,17 @@ class FeatureLedger(Ledger):
                 what = f"must have the diagonal of the account's {self.account.features} features, no others"
                 raise InputError("found", f"{what} (of a masked record pick its columns)", tuple(part.shape))
 
+    def check_followed(self, found: StepInformation) -> Tensor:
+        """Returns the chosen records; refuses information about others, or about masked ones."""
+        check_type(found)
+        rows = self.rows if self.kind == "chosen" else None
+        if rows is None or len(found.clipped_norm) != len(rows):
+            have = "no" if rows is None else len(rows)
+            raise InputError("found", f"must be about the {have} records that were chosen", len(found.clipped_norm))
+        if found.mask is not None and not bool((found.mask != 0).all()):
+            raise InputError("found", "must be about records that took part, not masked ones", found.mask.tolist())
+        return rows
+
     def add(self, index: Tensor, found: StepInformation, across: Tensor, along: Tensor) -> None:
         """Adds a step's diagonals, times these factors of each record.
 
@@ -245,15 +258,19 @@ class FeatureLedger(Ledger):
             return False
         return self.kind != "some" or self._place.cpu().equal(other._place.cpu())
 
-    def floors(self, scale: Tensor, measured: Tensor, average: bool) -> Bound:
-        """Returns 1/I_jj in squared data units: of the records kept, (k, d), or of the average, (1, d).
+    def floors(
+        self, scale: Tensor, measured: Tensor, average: bool, caveats: tuple[str, ...]
+    ) -> tuple[Bound, float, str]:
+        """Returns 1/I_jj in squared data units, their median relative standard error, and the statement of it.
 
-        No standard error of the average is kept, and the result says so.
+        They are those of the records kept, (k, d), or of the average, (1, d). No standard error of the average is kept:
+        it is infinite, and the floors state that it is not known.
 
         Args:
             scale: size of one input unit in the data's units, (1,) or (d,).
             measured: the number of measurements per record, (N,).
             average: return the floors of the average.
+            caveats: what else must be stated with the floors.
         """
         if self.kind == "none":
             how = 'FisherAccountant(account, diagonal="all") keeps it, as does PrivateSGD(..., diagonal="all")'
@@ -264,17 +281,19 @@ class FeatureLedger(Ledger):
             raise InputError("runs", why, self.runs)
         bound = per_feature((self._information(average) / scale.square()).numpy())
         value, assumes = bound.value, (*bound.assumes, f"rule {self.account.rules[0]}")
-        notes: tuple[str, ...] = ()
+        relative, notes = math.inf, caveats
         if average:  # by Jensen: mean 1/Iⱼⱼ ≥ 1/mean Iⱼⱼ
-            notes = (f"of the mean over {self.account.records:,} records: single ones may be known better",)
+            notes = (f"of the mean over {self.account.records:,} records: single ones may be known better", *notes)
             assumes += ("of the average record: an estimate whose standard error is not known",)
         else:
             value = np.where(seen.numpy()[:, None], value, 0.0)
             if self.choice is not None:
                 assumes += (f"records chosen by {self.choice.after} run(s), measured in the others",)
-        return replace(
-            bound, value=value, sampler=self.account.sampler, assumes=(*assumes, *notes), notes=notes, estimate=True
-        )
+            times, relative = self.precision(measured)
+            notes = (describe_precision(times, relative, " of a feature", runs=self.runs), *notes)
+        found = replace(bound, value=value, sampler=self.account.sampler, assumes=(*assumes, *notes), notes=notes,
+                        estimate=True)  # fmt: skip
+        return found, relative, notes[0]
 
     def diagonal_error(self, measured: Tensor) -> Tensor:
         """Returns the standard error of I_jj of the records kept, (k, d), in the model's input units.

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from reconbound._internal.checks import InputError
+from reconbound._internal.checks import InputError, choice, warn_user, whole
 from reconbound.accounting.confidence import describe_precision, relative_median
 from reconbound.accounting.spec import Account, Factors
 from reconbound.bounds import Bound, from_trace
 from reconbound.fisher import StepInformation
+from reconbound.validate.model import ReconboundWarning
 
 _RULES = {"exact": "exact Poisson factors", "fixed": "the fixed-size factor", "none": "no amplification",
           "paper": "the paper's κ: comparison, no guarantee"}  # fmt: skip
@@ -188,6 +188,11 @@ class RecordLedger(Ledger):
 
     # --- writing ---------------------------------------------------------------------
 
+    def check_found(self, found: StepInformation) -> None:
+        """Raises an InputError, before anything is changed, where there is no spectral norm to add."""
+        if "spectral" in self.state and found.spectral_bound is None:
+            raise InputError("found", "must have the spectral norm: this ledger keeps it", None)
+
     def add(
         self,
         index: Tensor,
@@ -284,8 +289,14 @@ class RecordLedger(Ledger):
 
     # --- reading -----------------------------------------------------------------------
 
+    def _kept_at(self, name: str, step: int) -> Tensor:
+        """Returns the rows of a kept quantity after this many steps, one for each run, on the CPU."""
+        if whole("step", step) not in self.keep_at:
+            raise InputError("step", f"must be one of keep_runs_at, {list(self.keep_at)}", step)
+        return self.state[name][self.keep_at.index(step) :: len(self.keep_at)]
+
     def dfil_of_runs(self, step: int, rule: str) -> Tensor:
-        """Returns dFIL of each run after this many steps, (R, N) or (R, K, N), on the CPU.
+        """Returns dFIL of each run after this many steps, (R, N) or (R, K, N), on the CPU. The last may be in progress.
 
         The paper's κ splits its δ over the steps of the run, so that it is corrected by κ(step)/κ(T).
 
@@ -293,13 +304,14 @@ class RecordLedger(Ledger):
             step: one of `keep_at`.
             rule: one of the account's.
         """
-        traces = self.state["kept_trace"][self.keep_at.index(step) :: len(self.keep_at)]
+        traces = self._kept_at("kept_trace", step)
+        choice("rule", rule, self.account.rules)
         ratio = self.factors.kappa_ratio(step).cpu() if rule == "paper" else 1.0
         return traces[:, self.account.rules.index(rule)] * ratio / self.account.features
 
     def measured_in_runs(self, step: int) -> Tensor:
         """Returns the number of measurements per record over all runs up to this step, (N,), on the CPU."""
-        return self.state["kept_measured"][self.keep_at.index(step) :: len(self.keep_at)].sum(0)
+        return self._kept_at("kept_measured", step).sum(0)
 
     def measurements(self) -> Tensor:
         """Returns the number of measurements per record in finished runs, or in the first run so far, (N,)."""
@@ -313,6 +325,17 @@ class RecordLedger(Ledger):
     def trace_error(self, k: int) -> Tensor:
         """Returns the standard error of the trace under the k-th rule, (N,); infinite where never measured."""
         return self.standard_error("trace")[k].masked_fill(self.measurements() == 0, torch.inf)
+
+    def spectral_bound(self) -> Tensor:
+        """Returns an upper bound of each record's spectral norm ‖I‖₂, (N,), in the model's input units.
+
+        Guarantee: each measurement is above its step's spectral norm with probability at least 1 − 1e-6 over the random
+        start of the power iteration, and the norm of a sum is at most the sum of the norms. Like `dfil` it is an
+        unbiased estimate, here of a bound.
+        """
+        if "spectral" not in self.state:
+            raise InputError("spectral", "must have been kept", False)
+        return self.mean("spectral").clone()
 
     def floors(self, k: int, unit: float, caveats: tuple[str, ...]) -> tuple[Bound, float, str]:
         """Returns unit/dFIL under the k-th rule, their median relative standard error, and the statement of it.
@@ -346,6 +369,12 @@ class RecordLedger(Ledger):
         zeros = f"{self.zero_records(k)} of {self.account.records} records had zero information at each measurement"
         return (f"{zeros}: their floor is the largest number there is",) if self.zero_records(k) else ()
 
+    def warn_if_zeros(self, k: int) -> None:
+        """Warns where most of the measured records had zero information under the k-th rule at each measurement."""
+        if 2 * self.zero_records(k) > int((self.measurements() > 0).sum()):
+            why = "Training may have diverged, or the outputs may be saturated: look at the loss, and lower lr or "
+            warn_user(f"{self.describe_zeros(k)[0]}. {why}the noise", ReconboundWarning)
+
     def steps_covered(self) -> float:
         """Returns the number of steps that this run's measurements cover: their weights over those of one step."""
         account = self.account
@@ -372,6 +401,13 @@ class RecordLedger(Ledger):
         fault = "too high" if covered < steps else "too low"
         return f"a run was measured over about {covered:.3g} of its {steps} steps: its floors are {fault}"
 
+    def warn_if_missing(self) -> None:
+        """Warns, with the remedy, where the present run was not measured over all of its steps or records."""
+        fault = self.describe_missing()
+        if fault:
+            cure = "the right weight, or an Account with the steps that were taken and the records that are measured"
+            warn_user(f"{fault}. Use {cure}", ReconboundWarning)
+
     def _count_uneven(self) -> int:
         """Counts records measured only in the present run or only in earlier ones, where that is not left to chance."""
         now, before = self.state["measured"] > 0, self.state["measured_all"] > 0
@@ -387,57 +423,3 @@ class RecordLedger(Ledger):
         if partial:
             why = f"some runs were not measured over all of their {steps} steps, for all records: floors of another run"
         return (why,) if partial or not self.runs else ()
-
-
-# --- checks of what is added -----------------------------------------------------------
-
-
-def check_type(found: Any) -> None:
-    """Refuses an object that is not a step's information."""
-    if not isinstance(found, StepInformation):
-        raise InputError("found", "must be what step_information returns", found)
-
-
-def checked_records(given: Any, found: StepInformation, records: int) -> tuple[Tensor, StepInformation]:
-    """Returns distinct indices, one for each record measured, and the information; refuses others.
-
-    Masked rows are left out: they are padding, not measurements.
-    """
-    check_type(found)
-    indices, size = given, len(found.clipped_norm)
-    with suppress(TypeError, ValueError, RuntimeError):  # a list or an array of whole numbers will do
-        indices = torch.as_tensor(given)
-    if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.dtype == torch.bool:
-        raise InputError("indices", "must be a tensor of record indices", getattr(given, "dtype", given))
-    if tuple(indices.shape) != (size,):
-        have = len(indices) if indices.dim() == 1 else tuple(indices.shape)
-        raise InputError("indices", f"must be {size}, one for each record found", have)
-    if found.mask is not None:
-        kept = torch.nonzero(found.mask).flatten()
-        names = [f.name for f in fields(found) if isinstance(getattr(found, f.name), Tensor)]
-        found = replace(found, **{name: getattr(found, name)[kept] for name in names})
-        indices = indices[kept.cpu()]
-    if indices.numel() == 0:
-        return indices, found
-    low, high = int(indices.min()), int(indices.max())
-    if low < 0 or high >= records:
-        raise InputError("indices", f"must lie between 0 and {records - 1}", low if low < 0 else high)
-    if indices.unique().numel() != indices.numel():
-        raise InputError("indices", "must name each record at most once", indices.tolist())
-    return indices, found
-
-
-def check_information(account: Account, indices: Tensor, found: StepInformation) -> None:
-    """Raises an InputError for information of another mechanism or model than the account's, or not finite."""
-    if found.features != account.features:
-        raise InputError("found", f"must be about the account's {account.features} features", found.features)
-    for name in ("noise_multiplier", "max_grad_norm", "clip"):
-        given, wanted = getattr(found, name), getattr(account, name)
-        if given is not None and given != wanted:
-            raise InputError("found", f"must have been computed with the account's {name}, {wanted!r}", given)
-    numbers = torch.stack([x.double() for x in (found.across, found.along, found.across_error, found.clipped_norm)])
-    bad = ~torch.isfinite(numbers).all(0) | (numbers[:2].sum(0) < 0)
-    if bool(bad.any()):
-        first = int(torch.nonzero(bad)[0])
-        where = f"must have finite numbers, and no negative trace, of record {int(indices[first])}"
-        raise InputError("found", where, [float(x) for x in numbers[:2, first]])

@@ -24,7 +24,17 @@ from reconbound import __version__
 from reconbound._internal.checks import InputError, file_path, flag
 from reconbound._internal.files import file_digest, is_leftover
 from reconbound._internal.rng import random_states_kept
-from reconbound.auditing.leakage import LEAST, MOST, PROBES, SAMPLE, leakage_of, snapshot_counts
+from reconbound.auditing.leakage import (
+    LEAST,
+    MOST,
+    PROBES,
+    SAMPLE,
+    SNAPSHOTS,
+    SnapshotMeasurements,
+    Snapshots,
+    leakage_of,
+    snapshot_counts,
+)
 from reconbound.auditing.models import check_model, describe_model, model_kind
 from reconbound.auditing.options import (
     AuditOptions,
@@ -36,7 +46,6 @@ from reconbound.auditing.options import (
     settle,
 )
 from reconbound.auditing.release import write_inputs
-from reconbound.auditing.snapshots import SNAPSHOTS, SnapshotMeasurements, Snapshots
 from reconbound.data import Dataset, load_dataset
 from reconbound.mechanisms.guarantee import Guarantee, guarantee
 from reconbound.report.folder import (

@@ -154,6 +154,11 @@ def mean_coordinates(dim: int) -> Coordinates:
     return "each" if dim == 1 else "average"
 
 
+def log1m(q: float) -> float:
+    """Returns ln(1 − q), −inf at q = 1."""
+    return math.log1p(-q) if q < 1 else -math.inf
+
+
 def log_expm1(x: float) -> float:
     """Returns ln(eˣ − 1) for x > 0 without overflow; −inf at 0."""
     if x <= 0:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reconbound._internal.checks import number
-from reconbound.cli.mechanism import OPTIONS
+from reconbound.cli.bound import OPTIONS
 from reconbound.cli.options import (
     DATA,
     SEED,

@@ -11,8 +11,7 @@ from reconbound._internal.checks import InputError, number
 from reconbound._internal.formatting import format_floor, format_limit, format_noise, format_percent
 from reconbound.bounds.bound import NOT_PROVED
 from reconbound.bounds.data_space import DataSpace, data_space
-from reconbound.cli.bound import format_epsilons
-from reconbound.cli.mechanism import OPTIONS, SPACE, assumption_notes, make_mechanism
+from reconbound.cli.bound import OPTIONS, SPACE, assumption_notes, format_epsilons, make_mechanism
 from reconbound.cli.options import option, print_json, takes
 from reconbound.mechanisms import ADJACENCIES, OutputPerturbation, SampledGaussian
 from reconbound.mechanisms.calibrate import Calibration, OutOfReach, calibrate, calibrate_epsilon

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reconbound._internal.checks import DataError, DataShown, InputError, number, rounded_up, spelled
+from reconbound._internal.checks import DataError, DataShown, InputError, number, parse_number, rounded_up
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -149,7 +149,7 @@ def reading_options(given: dict[str, Any]) -> dict[str, Any]:
 def parse_budget(given: str) -> float | str:
     """Returns "every" or a number."""
     try:
-        return given if given == "every" else number("budget", spelled(given), above=0.0)
+        return given if given == "every" else number("budget", parse_number(given), above=0.0)
     except InputError:
         raise InputError("budget", "must be a number greater than 0, or every", given) from None
 

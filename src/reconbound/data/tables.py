@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from reconbound._internal.checks import DataError, DataShown, InputError, number, spelled
+from reconbound._internal.checks import DataError, DataShown, InputError, number, parse_number
 from reconbound._internal.formatting import format_number
 from reconbound.data.dataset import DataOptions, Dataset, Feature, clean
 
@@ -123,7 +123,7 @@ def read_ranges(words: Sequence[str]) -> dict[str, tuple[float, float]]:
     {'age': (0.0, 120.0), 'balance': (-10000.0, 1000000.0)}
     """
     pairs = _read_assignments("range", "COLUMN=LOWEST:HIGHEST", words)
-    return {name: _check_range(name, [spelled(part) for part in pair.split(":")]) for name, pair in pairs}
+    return {name: _check_range(name, [parse_number(part) for part in pair.split(":")]) for name, pair in pairs}
 
 
 def read_units(words: Sequence[str]) -> dict[str, str]:

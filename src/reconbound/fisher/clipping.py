@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -30,13 +31,18 @@ class Clipping:
     """The clip's values at given gradient norms: each a tensor of the norms' shape."""
 
     factor: Tensor  # c
-    radial: Tensor  # c + c'n = d(c n)/dn
-    derivative: Callable[[], Tensor]
+    compute_radial: Callable[[], Tensor]
+    compute_slope: Callable[[], Tensor]
 
-    @property
+    @cached_property
+    def radial(self) -> Tensor:
+        """Returns c + c'n = d(c n)/dn."""
+        return self.compute_radial()
+
+    @cached_property
     def slope(self) -> Tensor:
         """Returns c' = dc/dn."""
-        return self.derivative()
+        return self.compute_slope()
 
 
 def sensitivity(clip: Clip) -> float:
@@ -89,14 +95,22 @@ def check_clip(clip: Clip) -> Clip:
 def _smooth(norms: Tensor, max_grad_norm: float) -> Clipping:
     x = norms / max_grad_norm - 1
     factor = _precise(1 / (F.gelu(x) + 1))
-    near = x.clamp(max=_FAR)
-    density = torch.exp(near.square() * -0.5) * (1 / math.sqrt(2 * math.pi))
-    above = torch.erfc(near * (1 / math.sqrt(2))) * 0.5  # special.ndtr is not accurate so far out
-    radial = factor.square() * (above - near * (near + 1) * density)
+
+    def near() -> tuple[Tensor, Tensor, Tensor]:
+        """Returns x up to where the clip is the hard one, x² and 2 φ(x)."""
+        x_near = x.clamp(max=_FAR)
+        square = x_near.square()
+        return x_near, square, torch.exp(square * -0.5) * math.sqrt(2 / math.pi)
+
+    def radial() -> Tensor:
+        x, square, density = near()
+        above = torch.erfc(x * (1 / math.sqrt(2)))  # 2 Φ(−x); special.ndtr is not accurate so far out
+        return torch.addcmul(above, square + x, density, value=-1) * factor.square() * 0.5
 
     def slope() -> Tensor:
-        below = torch.erfc(near * (-1 / math.sqrt(2))) * 0.5
-        return -factor.square() * (below + near * density) / max_grad_norm
+        x, _, density = near()
+        below = torch.erfc(x * (-1 / math.sqrt(2)))
+        return torch.addcmul(below, x, density) * factor.square() * (-0.5 / max_grad_norm)
 
     return Clipping(factor, radial, slope)
 
@@ -106,7 +120,7 @@ def _hard(norms: Tensor, max_grad_norm: float) -> Clipping:
     safe = torch.where(inside, torch.full_like(norms, max_grad_norm), norms)
     factor = _precise(max_grad_norm / safe)
     return Clipping(
-        factor, inside.to(norms.dtype), lambda: torch.where(inside, torch.zeros_like(norms), -factor / safe)
+        factor, lambda: inside.to(norms.dtype), lambda: torch.where(inside, torch.zeros_like(norms), -factor / safe)
     )
 
 

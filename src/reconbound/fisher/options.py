@@ -64,10 +64,6 @@ class ProbeOptions:
             variance at the same cost. "auto": inputs, unless the diagonal or the error "product" needs weights.
         deflate: the number of those directions, 0 to 3: h, ∇_z ℓ (next to free), the slope of the outputs' size (one
             backward pass more; worth it with many probes). One that does not exist is left out. Unbiased with any.
-        shared: the number of directions, the same for all records, that also get signs: those in which the slopes ∇_z ℓ
-            of the first 64 records mostly lie. 8 take 7 to 20 % off the variance and cost a hundred small operations:
-            for large networks. Unbiased with any. With micro-batches smaller than the batch these slopes are taken
-            beforehand.
         directions: these probes instead of random ones, each a dictionary from parameter name to tensor (weights), or a
             tensor of one record's private part (space="inputs").
         error: where the standard error of `across` comes from. "spread": that of the probes' values (two or more).
@@ -81,7 +77,6 @@ class ProbeOptions:
     count: int = 1
     space: ProbeSpace = "auto"
     deflate: int = 2
-    shared: int = 0
     directions: Sequence[Mapping[str, Tensor]] | Sequence[Tensor] | None = None
     error: ErrorFrom = "auto"
     generator: torch.Generator | None = None
@@ -91,7 +86,6 @@ class ProbeOptions:
         choice("space", self.space, ("auto", "weights", "inputs"))
         if whole("deflate", self.deflate, at_least=0) > 3:
             raise InputError("deflate", "must be at most 3", self.deflate)
-        object.__setattr__(self, "shared", whole("shared", self.shared, at_least=0))
         choice("error", self.error, ("auto", "spread", "product", "bound"))
         if self.generator is not None and not isinstance(self.generator, torch.Generator):
             raise InputError("generator", "must be a torch.Generator", self.generator)

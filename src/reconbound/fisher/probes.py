@@ -8,13 +8,11 @@ of v along orthonormal q_1, q_2, ... are random SIGNS (all others Gaussian), the
 
 so that a q close to a leading eigenvector of M takes its eigenvalue out of the variance. Two such directions cost next
 to nothing: h = Jᵀĝ, known exactly anyway, and the slope ∇_z ℓ; a third, the slope of the outputs' own size, costs one
-backward pass. These are each record's own. Others are shared by the batch: a few in which the slopes of many records
-lie (`shared_directions`), found once for all.
+backward pass. Each record has its own.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -23,9 +21,6 @@ from torch import Tensor
 from reconbound._internal.rng import fresh_generator
 
 _CLOSE = 0.05  # two directions nearer than this are taken as one, for their difference would be rounding
-SHARED_FROM = 64  # records whose slopes the shared directions are taken from: the first ones, however they are batched
-_ROUNDS = 2  # of the subspace iteration
-_FAINT = 1e-5  # the least remainder of a shared direction; a smaller one is rounding, in float32 too
 
 
 def draw_probes(
@@ -57,55 +52,6 @@ def draw_input_probes(z: Tensor, probes: int, generator: torch.Generator | None 
     return [torch.randn(z.shape[1:], generator=generator, device=z.device, dtype=z.dtype) for _ in range(probes)]
 
 
-def draw_signs(z: Tensor, probes: int, generator: torch.Generator | None = None) -> list[Tensor]:
-    """Draws three random signs for each probe, (3, 1), for the directions of each record's own.
-
-    Args:
-        z: the private part of each record.
-        probes: the number of probes.
-        generator: None: a fresh one, never torch's global generator.
-    """
-    generator = generator or fresh_generator(z.device)
-    drawn = torch.randn(probes, 3, 1, generator=generator, device=z.device, dtype=z.dtype)
-    return list(torch.where(drawn < 0, -torch.ones_like(drawn), torch.ones_like(drawn)))
-
-
-def shared_directions(slopes: Tensor, count: int) -> Tensor:
-    """Returns orthonormal directions (or zero) near the slopes' leading ones, (count, d), by subspace iteration.
-
-    Args:
-        slopes: (R, ...), one record's each; their lengths do not count.
-        count: the number of directions; at most R and d of them are not zero.
-
-    Any orthonormal directions will do for the expectation, as long as the probe was drawn without them.
-    """
-    units, _ = _units(torch.nan_to_num(slopes.flatten(1), 0.0, 0.0, 0.0))  # one bad record must not spoil the others
-    rows = torch.arange(len(units), device=units.device, dtype=units.dtype)
-    start = torch.cos((rows[:, None] + 0.5) * rows[: min(count, len(rows), units.shape[1])] * (math.pi / len(rows)))
-    found = start.T @ units
-    for _ in range(_ROUNDS):
-        found = (found @ units.T) @ units
-    found, _ = _units(found)
-    basis = found[:1]
-    for v in found[1:]:
-        for least in (_FAINT, 0.0):  # twice, so that nothing of the others is left but rounding
-            v, _ = _units(torch.addmv(v, basis.T, basis @ v, alpha=-1), at_least=least)
-        basis = torch.cat([basis, v[None]])
-    return basis
-
-
-def with_shared_signs(omega: Tensor, shared: Tensor) -> Tensor:
-    """Returns ω with its components along the shared directions, (k, d), replaced by their signs; of ω's shape.
-
-    Args:
-        omega: ω, a direction of one record's private part.
-        shared: orthonormal directions (or zero), (k, d).
-    """
-    flat = omega.flatten()
-    components = shared @ flat
-    return torch.addmv(flat, shared.T, components.sign() - components).reshape(omega.shape)
-
-
 class Basis:
     """Each record's orthonormal directions q_j (zero where there is none), for probes with signs along them.
 
@@ -131,26 +77,24 @@ class Basis:
             rest, _ = _units(_removed(rest, self.q))
             self.q = rest[None] if self.q is None else torch.cat([self.q, rest[None]])
 
-    def with_signs(self, omega: Tensor, records: int, signs: Tensor | None = None) -> Tensor:
-        """Returns ω with its components along each record's basis replaced by signs, (B, ...).
+    def with_signs(self, omega: Tensor, records: int) -> Tensor:
+        """Returns ω with its components along each record's basis replaced by their signs, (B, ...).
 
-        v = ω + Σ_j q_j (ε_j − ⟨q_j, ω⟩),   ε_j given, (3, 1), otherwise sign⟨q_j, ω⟩
+        v = ω + Σ_j q_j (sign⟨q_j, ω⟩ − ⟨q_j, ω⟩)
 
-        With ε independent of ω and E[ωωᵀ] = I, E[vvᵀ] = (I − QQᵀ) + QQᵀ = I whatever the basis is. For ω ~ N(0, I) the
-        components ⟨q_j, ω⟩ are independent of the rest of ω and their own signs will do. A zero q_j changes nothing.
+        For ω ~ N(0, I) the components ⟨q_j, ω⟩ are independent of each other and of the rest of ω, so
+        E[vvᵀ] = (I − QQᵀ) + QQᵀ = I whatever the basis is. A zero q_j changes nothing.
 
         Args:
             omega: ω, of one record's shape.
             records: B.
-            signs: ε, (3, 1).
         """
         v = omega.expand(records, *omega.shape)
         if self.q is None:
             return v
         flat = omega.flatten().to(self.q.dtype)  # in half precision the basis is float32's
         components = self.q @ flat
-        wanted = components.sign() if signs is None else signs[: len(self.q)]
-        change = (wanted - components).unsqueeze(2)
+        change = (components.sign() - components).unsqueeze(2)
         for q, k in zip(self.q, change, strict=True):
             flat = torch.addcmul(flat, q, k)
         return flat.reshape(v.shape).to(omega.dtype)

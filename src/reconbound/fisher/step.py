@@ -36,16 +36,8 @@ from reconbound.fisher.options import (
     released,
 )
 from reconbound.fisher.passes.products import squares, zero_sums
-from reconbound.fisher.probes import (
-    SHARED_FROM,
-    Basis,
-    draw_input_probes,
-    draw_probes,
-    draw_signs,
-    shared_directions,
-    with_shared_signs,
-)
-from reconbound.fisher.sums import Pass, as_present, first_slopes, micro_batches, open_pass
+from reconbound.fisher.probes import Basis, draw_input_probes, draw_probes
+from reconbound.fisher.sums import Pass, as_present, micro_batches, open_pass
 from reconbound.validate.jumps import check_jumps_once
 from reconbound.validate.model import NOT_CHECKED, known_caveats
 from reconbound.validate.private import (
@@ -158,7 +150,6 @@ class _Plan:
     setting: Mapping[str, Any]  # of every result: the mechanism, the private part, caveats
     options: StepOptions
     directions: Sequence[Any]  # of parameter space, by name, or of the private part
-    signs: Sequence[Tensor | None]  # along each record's own directions; None: those of the probe's components
     features: Tensor | None
     start: Tensor | None  # of the power iteration
 
@@ -207,7 +198,7 @@ def step_information(
     check_options(options, StepOptions)
     check_clip_norm(max_grad_norm)
     number("noise_multiplier", noise_multiplier, above=0)
-    probes, method, micro_batch = options.probes, options.method, options.micro_batch
+    probes, method = options.probes, options.method
     check_arguments(model, loss_fn, inputs, targets, probes.generator)
     problem = Problem(model, loss_fn, as_private(options.private))
     z = private_part(problem, inputs, targets)
@@ -239,21 +230,14 @@ def step_information(
     else:
         drawn = draw_probes(params, probes.count, probes.generator)
     start = draw_input_probes(z, 1, probes.generator)[0] if options.spectral else None
-    plan = _Plan(setting, options, drawn, [None] * len(drawn), features, start)
+    plan = _Plan(setting, options, drawn, features, start)
     present = None if options.mask is None else as_present(options.mask, z)
-    sharing = in_inputs and probes.shared > 0 and probes.directions is None
-    signs = draw_signs(z, probes.count, probes.generator) if sharing else []
-    if sharing and micro_batch is not None and micro_batch < records:
-        slopes, method = first_slopes(problem, (z, inputs, targets), micro_batch, method, check=not options.checked)
-        plan, sharing = _shared(plan, slopes, present, probes.shared, signs), False
     parts: list[StepInformation] = []
-    for rows in micro_batches(records, micro_batch):
+    for rows in micro_batches(records, options.micro_batch):
         batch = batch_rows((z, inputs, targets), rows)
-        check, sloped = not parts and not options.checked, in_inputs and (probes.deflate > 1 or sharing)
+        check, sloped = not parts and not options.checked, in_inputs and probes.deflate > 1
         work = open_pass(problem, batch, method, check=check, sloped=sloped)
         method = work.method  # decided once, on the first rows
-        if sharing:  # all records are in this pass
-            plan = _shared(plan, work.slope()[:SHARED_FROM], present, probes.shared, signs)
         try:
             parts.append(_measure(work, plan, None if present is None else present[rows]))
         except RuntimeError as failure:
@@ -274,11 +258,12 @@ def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> StepInformation
     c, radial = clips.factor * scale, clips.radial * scale
     if present is not None:
         c, radial = c * present, radial * present
-    c2, radial2 = c.double().square(), radial.double().square()  # in float32 the square of 1e-23 is 0
     h = pulled * _like(inverse.clamp(max=torch.finfo(norm.dtype).max), pulled)
     h = _chosen(h, plan)
     residuals, values = _pushed(work, plan, h) if in_inputs else _probed(work, plan, h, inverse)
-    across = c2 * (values[0] if len(values) == 1 else torch.stack(values).mean(0))
+    across = (
+        (values[0] if len(values) == 1 else torch.stack(values).mean(0)) * c * c
+    )  # in float64: c² may be below 1e-38
     more: dict[str, Any] = {}
     if options.diagonal:
         more["diagonal_along"] = (_like(radial, h) * h).square()
@@ -291,7 +276,7 @@ def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> StepInformation
         norm=norm,
         factor=clips.factor,
         clipped_norm=clips.factor * norm,
-        along=(radial2 * squares(h)).to(norm.dtype),
+        along=(squares(h) * radial * radial).to(norm.dtype),
         across=across.to(norm.dtype),
         across_error=_across_error(work, error, values, residuals, h, c, across).to(norm.dtype),
         gradient_sum=work.weighted_sum(clips.factor if present is None else clips.factor * present),
@@ -323,19 +308,10 @@ def _pushed(work: Pass, plan: _Plan, h: Tensor) -> tuple[list[Tensor], list[Tens
         None if third is None else _chosen(third, plan),
     )
     values: list[Tensor] = []
-    for omega, signs in zip(plan.directions, plan.signs, strict=True):
-        v = basis.with_signs(_chosen(omega, plan), len(h), signs)
+    for omega in plan.directions:
+        v = basis.with_signs(_chosen(omega, plan), len(h))
         values.append((work.moved(v) - _inner(h, v).square()).clamp(min=0))
     return [], values
-
-
-def _shared(plan: _Plan, slopes: Tensor, present: Tensor | None, count: int, signs: Sequence[Tensor]) -> _Plan:
-    """Returns the plan with signs along shared directions in its probes, and other signs for each record's own."""
-    slopes = _chosen(slopes, plan)
-    if present is not None:
-        slopes = slopes * _like(present[: len(slopes)], slopes)
-    basis = shared_directions(slopes, count)
-    return replace(plan, directions=[with_shared_signs(_chosen(v, plan), basis) for v in plan.directions], signs=signs)
 
 
 def _chosen(v: Tensor, plan: _Plan) -> Tensor:
@@ -384,7 +360,7 @@ def _power(work: Pass, plan: _Plan, h: Tensor, c: Tensor, radial: Tensor) -> tup
 
 def _inner(v: Tensor, w: Tensor) -> Tensor:
     """Returns the inner product of each record's parts, (B,), in float64."""
-    return (v * w).flatten(1).sum(1).double()
+    return (v * w).flatten(1).sum(1, dtype=torch.float64)
 
 
 def _like(per_record: Tensor, v: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ from reconbound.fisher.passes.by_layer import LayerPass
 from reconbound.fisher.passes.generic import GenericPass
 from reconbound.fisher.passes.products import zero_sums
 from reconbound.fisher.passes.recorder import NotCovered
-from reconbound.fisher.probes import SHARED_FROM
 from reconbound.validate.model import ModelError
 from reconbound.validate.placed import converted
 from reconbound.validate.private import (
@@ -173,27 +172,6 @@ def open_pass(
     except RuntimeError as error:
         explained = explain_dtype_error(error, problem.model, *batch[1:]) if check else None
         raise explained or explain_torch_error(error) or error from error
-
-
-def first_slopes(
-    problem: Problem, batch: tuple[Tensor, Inputs, Any], micro_batch: int, method: Method, *, check: bool
-) -> tuple[Tensor, Method]:
-    """Returns ∇_z ℓ of the first records, (R, ...), in micro-batches, and the method that covers the model.
-
-    Args:
-        problem: the model, the loss and the private part.
-        batch: private part, inputs and targets of the batch.
-        micro_batch: records at a time.
-        method: "layers", "generic" or "auto".
-        check: run a batch of another size first (see LayerPass).
-    """
-    slopes: list[Tensor] = []
-    for rows in micro_batches(min(len(batch[0]), SHARED_FROM), micro_batch):
-        some = batch_rows(batch, rows)
-        work = open_pass(problem, some, method, check=check and not slopes, measured=False, sloped=True)
-        method = work.method
-        slopes.append(work.slope())
-    return torch.cat(slopes), method
 
 
 def micro_batches(records: int, size: int | None) -> Iterator[slice]:

@@ -14,8 +14,7 @@ import numpy as np
 from reconbound._internal.checks import LARGEST, InputError, number, numbers
 from reconbound._internal.formatting import format_floor
 from reconbound.bounds import Bound, from_spectral_norm, from_trace, per_feature
-from reconbound.linear.rounding_error import UNIT, RoundingError, rounding_error
-from reconbound.linear.solver import Optimum, Squared
+from reconbound.linear.solver import UNIT, Optimum, RoundingError, Squared, rounding_error
 from reconbound.linear.spectral import top_by_lanczos, top_of_updates
 
 #: Records worked on at once, at most, and floats in one working array.

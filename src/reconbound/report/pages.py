@@ -24,7 +24,7 @@ from reconbound import __version__
 from reconbound._internal.files import CONFIDENTIAL, PUBLIC, write_whole
 from reconbound._internal.formatting import format_limit, format_percent
 from reconbound.mechanisms.base import read_protection, with_article
-from reconbound.report import advice, charts, headline, text
+from reconbound.report import charts, headline, text
 from reconbound.report.folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Leakage, Run, line, nouns, read_audit, units
 from reconbound.report.formats import amount, beyond, clean, guess_error, percent, plus_minus, span, templates
 from reconbound.report.records import cards, tiles
@@ -102,7 +102,7 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         "columns_scope": text.columns_scope(view) if len(view.column_information[0]) < view.records else "",
         "assumptions": text.assumptions(view),
         "growth_note": text.growth_note(view),
-        "next_steps": advice.next_steps(view),
+        "next_steps": text.next_steps(view),
         "accuracy": headline.accuracy_sentence(view),
         **_mechanism_context(run, view.noun, view.part, view.unit, view.of_range),
     }
@@ -205,7 +205,7 @@ def public_context(run: Run) -> dict[str, Any]:
 
 def _mechanism_context(run: Run, noun: str, part: str, unit: float, of_range: str) -> dict[str, Any]:
     """Returns what both pages say of the mechanism."""
-    targets, without_noise = advice.targets(run, noun, part, unit)
+    targets, without_noise = text.targets(run, noun, part, unit)
     return {
         "noun": noun,
         "part": part,

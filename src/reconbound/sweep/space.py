@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from reconbound._internal.checks import InputError, choice, number, spelled, whole
+from reconbound._internal.checks import InputError, choice, number, parse_number, whole
 from reconbound._internal.rng import derive
 
 Setting: TypeAlias = dict[str, Any]  # a value for each name
@@ -24,11 +24,11 @@ WORDS = {
 }
 #: What can be searched, by the names of AuditOptions and Settings, and how a value is checked.
 PARAMETERS: dict[str, Callable[[Any], Any]] = {
-    "noise_multiplier": lambda v: number("noise_multiplier", spelled(v), above=0.0),
-    "max_grad_norm": lambda v: number("max_grad_norm", spelled(v), above=0.0),
-    "sample_rate": lambda v: number("sample_rate", spelled(_ratio(v)), above=0.0, at_most=1.0),
-    "lr": lambda v: number("lr", spelled(v), above=0.0, at_most=1e30),
-    "momentum": lambda v: number("momentum", spelled(v), at_least=0.0, below=1.0),
+    "noise_multiplier": lambda v: number("noise_multiplier", parse_number(v), above=0.0),
+    "max_grad_norm": lambda v: number("max_grad_norm", parse_number(v), above=0.0),
+    "sample_rate": lambda v: number("sample_rate", parse_number(_ratio(v)), above=0.0, at_most=1.0),
+    "lr": lambda v: number("lr", parse_number(v), above=0.0, at_most=1e30),
+    "momentum": lambda v: number("momentum", parse_number(v), at_least=0.0, below=1.0),
     **{name: partial(choice, name, options=options) for name, options in WORDS.items()},
 }
 
@@ -102,7 +102,7 @@ def parse_steps(text: str) -> tuple[int, ...]:
     >>> parse_steps("2000,1000")
     (1000, 2000)
     """
-    return checked_steps([spelled(word) for word in text.split(",") if word.strip()])
+    return checked_steps([parse_number(word) for word in text.split(",") if word.strip()])
 
 
 def checked_steps(steps: Iterable[Any]) -> tuple[int, ...]:

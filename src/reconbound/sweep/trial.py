@@ -161,8 +161,9 @@ class Trainer:
         assert ledger is not None
         for count in self.counts:
             scores = [h["accuracy"] for h in learner.history if h["step"] == count]
-            dfil = torch.stack([ledger.dfil_of_runs(count, rule) for rule in ledger.account.rules], 1)
-            rows.append(self._row(replace(ledger.account, steps=count), scores, dfil, ledger.measured(count)))
+            dfil = torch.stack([ledger.traces.dfil_of_runs(count, rule) for rule in ledger.account.rules], 1)
+            account, measured = replace(ledger.account, steps=count), ledger.traces.measured_in_runs(count)
+            rows.append(self._row(account, scores, dfil, measured))
         return learner, rows
 
     def _about(self, setting: Setting) -> dict[str, Any]:

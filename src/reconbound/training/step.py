@@ -19,7 +19,7 @@ from reconbound._internal.checks import InputError
 from reconbound._internal.opacus_hooks import is_wrapper
 from reconbound._internal.rng import random_states_kept, seeded, torch_stream
 from reconbound.accounting.measurement_plan import batch_weight
-from reconbound.data.copies import describe_copies, find_copies
+from reconbound.data.dataset import describe_copies, find_copies
 from reconbound.fisher import Private, StepInformation
 from reconbound.fisher.sums import methods_that_pass
 from reconbound.training.settings import Fault, Settings, record_count

@@ -112,7 +112,7 @@ class LayerPass:
         """Returns the norms and Jᵀg, of z's shape. moving: products Jv will follow."""
         squares: list[Tensor] = []
         seeds = self._record_direction(self._own_pairs(), squares, moving=moving)
-        return self._norms(squares), self._pull(*seeds, moving=moving)[1]
+        return self._norms(squares), self._pull(*seeds, moving=moving)
 
     def slope(self) -> Tensor:
         """Returns ∇_z ℓ, of z's shape."""
@@ -142,7 +142,11 @@ class LayerPass:
                 e = b.expand_as(delta) if e is None else e.add_(b)
             along_output.append(e)
             along_input.append(t)
-        return self._pull(along_output, along_input)
+        dots = [
+            (delta * e).flatten(1).sum(1) for delta, e in zip(self.deltas, along_output, strict=True) if e is not None
+        ]
+        along = torch.stack(dots).sum(0) if dots else torch.zeros_like(self.losses)
+        return along, self._pull(along_output, along_input)
 
     def moved(self, v: Tensor) -> Tensor:
         """Returns ‖Jv‖² for each record, (B,), in float64, for a direction v of z's shape."""
@@ -150,7 +154,7 @@ class LayerPass:
 
     def normal(self, v: Tensor) -> Tensor:
         """Returns JᵀJv, of z's shape."""
-        return self._pull(*self._record_direction(self._moved_pairs(v)))[1]
+        return self._pull(*self._record_direction(self._moved_pairs(v)))
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         """Returns Σ_i weights_i g_i, by parameter name, in float32 or wider."""
@@ -219,7 +223,7 @@ class LayerPass:
         rounding = products.sum_rounding(places, self.deltas[i], convolution=convolution)
         of_columns, of_rows = grams or (products.gram(columns, columns), products.gram(rows, rows))
         if places == 1 and columns.is_floating_point():  # nothing can cancel
-            return products.single_place_squares_above(of_columns, of_rows, columns, rows) * (1 + rounding) ** 2
+            return products.single_place_squares_above(of_columns, of_rows, columns, rows, rounding)
         width = rows.shape[2] + (columns.shape[2] if columns.is_floating_point() else 0)
         squares = products.gram_squares_above(of_columns, of_rows, width, rounding)
         self.spreads[i] = products.spread(of_columns, of_rows)
@@ -271,8 +275,10 @@ class LayerPass:
                 along_output[i] = _kept(site, products.apply_each(site.rule, columns, formed, delta))
                 if site.a.requires_grad:
                     along_input[i] = products.transpose_each(site.rule, delta, formed, a)
-        for uses in self.bias_uses.values():
+        for name, uses in self.bias_uses.items():
             direction = self._bias_direction(uses, pairs)
+            if squares is not None:
+                self.formed[name] = direction
             for i in uses:
                 rows = self.sites[i].rule.rows(self.deltas[i])
                 spread = direction.reshape(*rows.shape[:3], 1).expand_as(rows)
@@ -332,29 +338,24 @@ class LayerPass:
             return each[0]
         return torch.stack(each).sum(0) if each else self.losses.new_zeros(len(self.losses), 1, dtype=self.dtype)
 
-    def _pull(self, along_output: list[Any], along_input: list[Any], *, moving: bool = False) -> tuple[Tensor, Tensor]:
-        """Returns the inner product with g, and the pull-back to z, of the direction whose seeds are given."""
-        dots: list[Tensor] = []
+    def _pull(self, along_output: list[Any], along_input: list[Any], *, moving: bool = False) -> Tensor:
+        """Returns the pull-back to z of the direction whose seeds are given."""
         outputs: list[Tensor] = []
         seeds: list[Tensor] = []
         where: list[tuple[int, bool]] = []
         for i, (e, t) in enumerate(zip(along_output, along_input, strict=True)):
-            if e is None:
-                continue
-            dots.append((self.deltas[i] * e).flatten(1).sum(1))
             for at, seed, in_delta in ((self.graph_deltas[i], e, True), (self.sites[i].a, t, False)):
                 if seed is not None and at.requires_grad:
                     outputs.append(at)
                     seeds.append(seed.to(at.dtype))
                     where.append((i, in_delta))
-        total = torch.stack(dots).sum(0) if dots else torch.zeros_like(self.losses)
         if not moving:
-            return total, self._at_z(_backward(outputs, self.z, seeds))
+            return self._at_z(_backward(outputs, self.z, seeds))
         seeds = [seed.detach().requires_grad_() for seed in seeds]
         with torch.enable_grad():
             pulled = self._at_z(_backward(outputs, self.z, seeds, create_graph=True))
         self.tangents = where, seeds, pulled
-        return total, pulled.detach()
+        return pulled.detach()
 
     def _at_z(self, arrived: Tensor | None) -> Tensor:
         """Returns what arrived at z, and refuses None: then no gradient depends on z."""

@@ -33,7 +33,7 @@ class GenericPass:
         self.gradients, self.losses = self._each(self._gradient, self.z)
 
     def norms(self) -> Tensor:
-        above = torch.stack([squares_above(_rows(g)) for g in self.gradients.values()]).sum(0)
+        above = torch.stack([squares_above(_rows(g).to(self.dtype)) for g in self.gradients.values()]).sum(0)
         return rounded_above(above.sqrt(), self.dtype)
 
     def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:

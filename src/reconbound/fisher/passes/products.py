@@ -94,7 +94,9 @@ def squares_above(*gradients: Tensor) -> Tensor:
     return above + (found > 0) * lost if lost else above
 
 
-def single_place_squares_above(of_columns: Tensor, of_rows: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
+def single_place_squares_above(
+    of_columns: Tensor, of_rows: Tensor, columns: Tensor, rows: Tensor, rounding: float
+) -> Tensor:
     """Returns squares, (B,), that no rounding puts below ‖δ aᵀ‖² of records with one place, where nothing can cancel.
 
     A factor whose own squares are too small for its precision still counts, because the other one may be huge.
@@ -104,13 +106,14 @@ def single_place_squares_above(of_columns: Tensor, of_rows: Tensor, columns: Ten
         of_rows: ‖δ‖² of each record, (B, g, 1, 1).
         columns: a of each record, (B, g, K, 1).
         rows: δ of each record, (B, g, O, 1).
+        rounding: the relative error of the product in the precision that the sum is made in.
     """
-    factors, rounding = [], 1.0
+    factors, above = [], (1 + rounding) ** 2
     for found, values in ((of_columns, columns), (of_rows, rows)):
         lost = _underflow(values, values.shape[2])
         factors.append(found + values.bool().any(2, keepdim=True) * lost if lost else found)
-        rounding *= 1 + _squares_rounding(values)
-    return gram_squares(*factors) * rounding
+        above *= 1 + _squares_rounding(values)
+    return gram_squares(*factors) * above
 
 
 def _squares_rounding(*gradients: Tensor) -> float:
@@ -129,7 +132,8 @@ def _underflow(values: Tensor, numbers: int) -> float:
 
 def gram_squares(of_columns: Tensor, of_rows: Tensor) -> Tensor:
     """Returns ‖D Aᵀ‖² of each record, (B,), from the Gram matrices of A and of D."""
-    return (of_columns * of_rows).sum((1, 2, 3))
+    terms = of_columns * of_rows
+    return terms.flatten() if terms.shape[1:].numel() == 1 else terms.sum((1, 2, 3))
 
 
 def summed_squares(factors: list[Pair]) -> Tensor:

@@ -1,4 +1,4 @@
-"""renyi: every divergence against mpmath, direct quadrature, random mechanisms, Monte Carlo or dp-accounting."""
+"""divergences: every one against mpmath, direct quadrature, random mechanisms, Monte Carlo or dp-accounting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from approximate import close
-from reconbound import divergences as renyi
+from reconbound import divergences
 
 RATES = st.floats(-9, 0).map(lambda x: min(10.0**x, 1.0))
 SHIFTS = st.floats(-6, 6.1).map(lambda x: 10.0**x)  # σ from 1e-6 to 1e6, hard or smooth clip
@@ -116,8 +116,8 @@ def test_smooth_clip_sensitivity_is_the_supremum_rounded_up():
     tanh_gelu = v / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
     for gelu in (erf_gelu, tanh_gelu):
         top = float((n / (gelu + 1)).max())
-        assert top < renyi.sensitivity("smooth") < top + 2e-4
-    assert renyi.sensitivity("hard") == 1.0
+        assert top < divergences.sensitivity("smooth") < top + 2e-4
+    assert divergences.sensitivity("hard") == 1.0
 
 
 # --- order 2 -----------------------------------
@@ -128,7 +128,7 @@ def test_order2_pure_is_tight_at_randomised_response():
     for eps in (1e-6, 0.01, 0.1, 1, 3, 10, 25, 40, 200):
         p = mp.exp(eps) / (1 + mp.exp(eps))
         chi2 = (2 * p - 1) ** 2 / (1 - p) + (1 - 2 * p) ** 2 / p
-        assert renyi.order2_pure(eps) == close(float(mp.log1p(chi2)), rel=1e-13)
+        assert divergences.order2_pure(eps) == close(float(mp.log1p(chi2)), rel=1e-13)
 
 
 def test_pure_dp_formulas_are_never_exceeded_by_random_mechanisms():
@@ -140,7 +140,7 @@ def test_pure_dp_formulas_are_never_exceeded_by_random_mechanisms():
         assert np.all(np.abs(np.log(p / q)) <= eps * (1 + 1e-9))
         order2 = math.log(float(np.sum(p**2 / q)))
         kl = float(np.sum(p * np.log(p / q)))
-        ratios = np.array([order2 / renyi.order2_pure(eps), kl / renyi.kl_pure(eps)])
+        ratios = np.array([order2 / divergences.order2_pure(eps), kl / divergences.kl_pure(eps)])
         assert np.all(ratios <= 1 + 1e-9)
         largest = np.maximum(largest, ratios)
     assert np.all(largest > 0.95)  # and the search came close: the constants are not slack either
@@ -150,7 +150,7 @@ def test_order2_gaussian_by_quadrature():
     for m in (1e-3, 0.3, 1.0, 2.0):
         with mp.workdps(30):
             chi2 = mp_integral(lambda x: (mp_phi(x, m) - mp_phi(x, -m)) ** 2 / mp_phi(x, -m), [3 * m, 0, -m])  # noqa: B023
-        assert renyi.order2_gaussian(m) == close(float(mp.log1p(chi2)), rel=1e-12)
+        assert divergences.order2_gaussian(m) == close(float(mp.log1p(chi2)), rel=1e-12)
 
 
 @pytest.mark.parametrize("q", [1e-9, 1e-4, 0.01, 0.3, 0.9, 0.999])
@@ -159,14 +159,14 @@ def test_order2_poisson_against_mpmath(q):
     with mp.workdps(40):
         for m in (1e-6, 0.5, 2.2306, 30.0):
             truth = float(mp.log1p(mp_chi2_poisson(m, q)))
-            exact = renyi.order2_poisson(m, q)
+            exact = divergences.order2_poisson(m, q)
             assert exact == close(truth, rel=2e-12), m
-            assert truth <= renyi.order2_poisson(m, q, method="closed") * (1 + 1e-12)
-            assert exact <= renyi.order2_gaussian(m)
+            assert truth <= divergences.order2_poisson(m, q, method="closed") * (1 + 1e-12)
+            assert exact <= divergences.order2_gaussian(m)
 
 
 def test_order2_poisson_reference_value():
-    assert renyi.order2_poisson(1.0, 0.01) == close(4.57554e-4, abs=5e-10)
+    assert divergences.order2_poisson(1.0, 0.01) == close(4.57554e-4, abs=5e-10)
 
 
 def test_order2_poisson_far_out():
@@ -174,8 +174,8 @@ def test_order2_poisson_far_out():
     for m in (1e2, 1e4, 1e6, 1e8, 1e10, 1e12, 1e100, 1e150):
         for q in (1e-9, 0.01, 0.5):
             left = m * m + 2 * math.log(q) - math.log1p(-q)
-            assert renyi.order2_poisson(m, q) == close(left, rel=1e-12, abs=1.0)
-            assert renyi.order2_poisson(m, q) >= left * (1 - 1e-14)
+            assert divergences.order2_poisson(m, q) == close(left, rel=1e-12, abs=1.0)
+            assert divergences.order2_poisson(m, q) >= left * (1 - 1e-14)
 
 
 @pytest.mark.parametrize("m", [0.3, 1.0, 2.0])
@@ -185,16 +185,16 @@ def test_antipodal_pair_is_the_supremum_for_every_divergence_tried(m):
     grid, cell = plane(0.1, 4 * m + 7)
     zero = density(grid, (0, 0))
 
-    def divergences(a, b, q):
+    def all_divergences(a, b, q):
         p, r = (1 - q) * zero + q * density(grid, a), (1 - q) * zero + q * density(grid, b)
         return {name: float(np.sum(f(p, r)) * cell) for name, f in DIVERGENCES.items()}
 
     for q in (0.01, 0.3, 0.8):
-        worst = divergences((m, 0), (-m, 0), q)
-        assert math.log1p(worst["chi2"]) == close(renyi.order2_poisson(m, q), rel=1e-9)
+        worst = all_divergences((m, 0), (-m, 0), q)
+        assert math.log1p(worst["chi2"]) == close(divergences.order2_poisson(m, q), rel=1e-9)
         for a, b in zip(in_ball(rng, 12, 5, m), in_ball(rng, 12, 5, m), strict=True):
             _, a2, b2 = in_plane(np.zeros(5), a, b)
-            for name, value in divergences(a2, b2, q).items():
+            for name, value in all_divergences(a2, b2, q).items():
                 assert value <= worst[name] * (1 + 1e-9), (name, q, a2, b2)
 
 
@@ -227,9 +227,9 @@ def test_attacker_who_does_not_know_the_others_learns_less():
             return norm.pdf(x[:, None] - sums - shift) @ weight
 
         p, r = (1 - q) * mix(0) + q * mix(m), (1 - q) * mix(0) + q * mix(-m)
-        assert math.log1p(np.sum((p - r) ** 2 / r) * h) <= renyi.order2_poisson(m, q) * (1 + 1e-9)
-        assert np.sum(p * np.log(p / mix(0))) * h <= renyi.kl_poisson(m, q) * (1 + 1e-9)
-        assert np.sum(2 * p * r / (p + r)) * h >= renyi.overlap_poisson(m, q) * (1 - 1e-9)
+        assert math.log1p(np.sum((p - r) ** 2 / r) * h) <= divergences.order2_poisson(m, q) * (1 + 1e-9)
+        assert np.sum(p * np.log(p / mix(0))) * h <= divergences.kl_poisson(m, q) * (1 + 1e-9)
+        assert np.sum(2 * p * r / (p + r)) * h >= divergences.overlap_poisson(m, q) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("dim", [2, 3])
@@ -244,14 +244,14 @@ def test_order2_fixed_is_the_supremum_over_triples(dim):
             c2, g2, other2 = in_plane(c, g, other)
             p, r = ((1 - q) * density(grid, c2) + q * density(grid, z) for z in (g2, other2))
             value = math.log1p(float(np.sum((p - r) ** 2 / r) * cell))
-            assert value <= renyi.order2_fixed(m, q, method="convexity") * (1 + 1e-9)
-            largest = max(largest, value / renyi.order2_fixed(m, q, method="convexity"))
+            assert value <= divergences.order2_fixed(m, q, method="convexity") * (1 + 1e-9)
+            largest = max(largest, value / divergences.order2_fixed(m, q, method="convexity"))
         # attained: c = g', g = −g'
         q = 0.1
         p = (1 - q) * density(grid, (m, 0)) + q * density(grid, (-m, 0))
         r = density(grid, (m, 0))
         value = math.log1p(float(np.sum((p - r) ** 2 / r) * cell))
-        assert value == close(renyi.order2_fixed(m, q, method="convexity"), rel=1e-9)
+        assert value == close(divergences.order2_fixed(m, q, method="convexity"), rel=1e-9)
     assert largest > 0.3
 
 
@@ -274,11 +274,11 @@ def test_order2_fixed_on_real_batches():
         q = batch / size
         p, r, zero = release(m), release(-m), release(0.0)
         value = math.log1p(float(np.sum((p - r) ** 2 / r) * h))
-        assert value <= renyi.order2_fixed(m, q, method="convexity") * (1 + 1e-9)
-        assert value <= renyi.order2_fixed(m, q)
-        assert float(np.sum(p * np.log(p / zero)) * h) <= renyi.kl_fixed(m, q) * (1 + 1e-9)
+        assert value <= divergences.order2_fixed(m, q, method="convexity") * (1 + 1e-9)
+        assert value <= divergences.order2_fixed(m, q)
+        assert float(np.sum(p * np.log(p / zero)) * h) <= divergences.kl_fixed(m, q) * (1 + 1e-9)
         overlap = float(np.sum(2 * p * r / (p + r)) * h)
-        assert overlap >= renyi.overlap_fixed(m, q, order2=renyi.order2_fixed(m, q)) * (1 - 1e-9)
+        assert overlap >= divergences.overlap_fixed(m, q, order2=divergences.order2_fixed(m, q)) * (1 - 1e-9)
 
 
 def test_triangle_inequality_behind_the_fixed_size_form():
@@ -302,7 +302,11 @@ def test_triangle_inequality_behind_the_fixed_size_form():
 @given(SHIFTS, RATES)
 @settings(max_examples=200, deadline=None)
 def test_fixed_size_forms_are_ordered(m, q):
-    convexity, wang, whole = renyi.order2_fixed(m, q, method="convexity"), renyi.order2_fixed(m, q), 4 * m * m
+    convexity, wang, whole = (
+        divergences.order2_fixed(m, q, method="convexity"),
+        divergences.order2_fixed(m, q),
+        4 * m * m,
+    )
     assert 0 <= convexity <= wang * (1 + 1e-12) <= whole * (1 + 1e-9)
 
 
@@ -313,10 +317,10 @@ def test_wang_et_al_form():
         d = mp.mpf(4) * mp.mpf(m) ** 2
         plain = mp.log(1 + mp.mpf(q) ** 2 * min(4 * (mp.exp(d) - 1), 2 * mp.exp(d)))
         convex = mp.log(1 + q * (mp.exp(d) - 1))
-        assert renyi.order2_fixed(m, q) == close(float(min(plain, convex)), rel=1e-12)
+        assert divergences.order2_fixed(m, q) == close(float(min(plain, convex)), rel=1e-12)
     for m in (1e-4, 0.5, 3.0, 40.0):
-        assert renyi.order2_fixed(m, 1.0) == close(4 * m * m, rel=1e-12)
-        assert renyi.order2_fixed(m, 1.0, method="convexity") == close(4 * m * m, rel=1e-12)
+        assert divergences.order2_fixed(m, 1.0) == close(4 * m * m, rel=1e-12)
+        assert divergences.order2_fixed(m, 1.0, method="convexity") == close(4 * m * m, rel=1e-12)
 
 
 def test_order2_paper_is_the_add_remove_line_of_dp_accounting():
@@ -325,15 +329,17 @@ def test_order2_paper_is_the_add_remove_line_of_dp_accounting():
     for m, q in ((1.0, 0.01), (0.5, 0.1), (2.2, 0.3), (0.7, 1.0)):
         accountant = dp.rdp.RdpAccountant([2.0], dp.NeighboringRelation.ADD_OR_REMOVE_ONE)
         accountant.compose(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(1 / m)))
-        assert renyi.order2_paper(m, q) == close(float(accountant._rdp[0]), rel=1e-9)
-        assert renyi.order2_paper(m, q) < renyi.order2_poisson(m, q)  # why it does not guard against replacement
+        assert divergences.order2_paper(m, q) == close(float(accountant._rdp[0]), rel=1e-9)
+        assert divergences.order2_paper(m, q) < divergences.order2_poisson(
+            m, q
+        )  # why it does not guard against replacement
 
 
 def test_order2_paper_by_quadrature():
     with mp.workdps(30):
         for m, q in ((0.1, 0.001), (1.0, 0.01), (2.2, 0.4)):
             chi2 = mp_integral(lambda x: (q * (mp_phi(x, m) - mp_phi(x, 0))) ** 2 / mp_phi(x, 0), [0, 2 * m])  # noqa: B023
-            assert renyi.order2_paper(m, q) == close(float(mp.log1p(chi2)), rel=1e-12)
+            assert divergences.order2_paper(m, q) == close(float(mp.log1p(chi2)), rel=1e-12)
 
 
 def test_output_perturbation_sensitivity_bounds_minimisers():
@@ -351,7 +357,7 @@ def test_output_perturbation_sensitivity_bounds_minimisers():
 
         return minimize(loss, np.zeros(d), jac=True, method="BFGS", options={"gtol": 1e-9}).x
 
-    m = renyi.output_perturbation_shift(n, l2, noise, norm_bound)
+    m = divergences.output_perturbation_shift(n, l2, noise, norm_bound)
     assert m == close(norm_bound / (n * l2 * noise))
     moved = []
     for _ in range(25):
@@ -364,4 +370,6 @@ def test_output_perturbation_sensitivity_bounds_minimisers():
         moved.append(np.linalg.norm(base - solve(x2, y2)) / noise)
         assert moved[-1] <= 2 * m + 1e-6
     assert max(moved) > 0.3 * m
-    assert renyi.order2_gaussian(renyi.output_perturbation_shift(12665, 1e-2, 1e-2)) == close(2.494, abs=1e-3)
+    assert divergences.order2_gaussian(divergences.output_perturbation_shift(12665, 1e-2, 1e-2)) == close(
+        2.494, abs=1e-3
+    )

@@ -1,0 +1,94 @@
+"""Checks of what a ledger is given: measurements, their weights, and the range of the private features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reconbound._internal.checks import InputError, flag, number, warn_user
+from reconbound.accounting.spec import Account
+from reconbound.fisher import StepInformation
+from reconbound.validate.model import ReconboundWarning
+
+
+def checked_weight(account: Account, weight: float, stratified: bool) -> float:
+    """Returns the weight of a measurement; refuses one below the sample rate, and blocks of shuffled epochs."""
+    rate = account.sample_rate
+    if number("weight", weight, above=0.0) < rate * (1 - 1e-9):
+        why = f"must be at least the sample rate, {rate:g}, which is divided by a chance to make it"
+        raise InputError("weight", why, weight)
+    if flag("stratified", stratified) and account.sampler == "shuffle":
+        raise InputError("stratified", "must be False with shuffled epochs: measure the batches themselves", True)
+    return float(weight)
+
+
+def check_type(found: Any) -> None:
+    """Refuses an object that is not a step's information."""
+    if not isinstance(found, StepInformation):
+        raise InputError("found", "must be what step_information returns", found)
+
+
+def checked_records(given: Any, found: StepInformation, records: int) -> tuple[Tensor, StepInformation]:
+    """Returns distinct indices, one for each record measured, and the information; refuses others.
+
+    Masked rows are left out: they are padding, not measurements.
+    """
+    check_type(found)
+    indices, size = given, len(found.clipped_norm)
+    with suppress(TypeError, ValueError, RuntimeError):  # a list or an array of whole numbers will do
+        indices = torch.as_tensor(given)
+    if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.dtype == torch.bool:
+        raise InputError("indices", "must be a tensor of record indices", getattr(given, "dtype", given))
+    if tuple(indices.shape) != (size,):
+        have = len(indices) if indices.dim() == 1 else tuple(indices.shape)
+        raise InputError("indices", f"must be {size}, one for each record found", have)
+    if found.mask is not None:
+        kept = torch.nonzero(found.mask).flatten()
+        names = [f.name for f in fields(found) if isinstance(getattr(found, f.name), Tensor)]
+        found = replace(found, **{name: getattr(found, name)[kept] for name in names})
+        indices = indices[kept.cpu()]
+    if indices.numel() == 0:
+        return indices, found
+    low, high = int(indices.min()), int(indices.max())
+    if low < 0 or high >= records:
+        raise InputError("indices", f"must lie between 0 and {records - 1}", low if low < 0 else high)
+    if indices.unique().numel() != indices.numel():
+        raise InputError("indices", "must name each record at most once", indices.tolist())
+    return indices, found
+
+
+def check_information(account: Account, indices: Tensor, found: StepInformation) -> None:
+    """Raises an InputError for information of another mechanism or model than the account's, or not finite."""
+    if found.features != account.features:
+        raise InputError("found", f"must be about the account's {account.features} features", found.features)
+    for name in ("noise_multiplier", "max_grad_norm", "clip"):
+        given, wanted = getattr(found, name), getattr(account, name)
+        if given is not None and given != wanted:
+            raise InputError("found", f"must have been computed with the account's {name}, {wanted!r}", given)
+    numbers = torch.stack([x.double() for x in (found.across, found.along, found.across_error, found.clipped_norm)])
+    bad = ~torch.isfinite(numbers).all(0) | (numbers[:2].sum(0) < 0)
+    if bool(bad.any()):
+        first = int(torch.nonzero(bad)[0])
+        where = f"must have finite numbers, and no negative trace, of record {int(indices[first])}"
+        raise InputError("found", where, [float(x) for x in numbers[:2, first]])
+
+
+def check_space(space: Mapping[str, Any], needs_range: bool, feature_scale: Tensor) -> None:
+    """Refuses a guarantee without the range of a module's output; warns where its units are not the ledger's.
+
+    Args:
+        space: what `guarantee` is given about the private features.
+        needs_range: whether the private part is not known to lie in [0, 1].
+        feature_scale: of the ledger.
+    """
+    if needs_range and not ({"low", "high"} <= space.keys() or "radius" in space):
+        why = "and high, or radius, must be given: the private part is a module's output, not known to be in [0, 1]"
+        raise InputError("low", why, space.get("low"))
+    if not {"low", "high", "radius"} & space.keys() and not bool((feature_scale == 1).all()):
+        why = "the mechanism's floors are for features in [0, 1], this ledger's in the units of feature_scale"
+        warn_user(f"{why}: give low and high in those, to compare them", ReconboundWarning)

@@ -1,0 +1,81 @@
+"""Saved ledgers: safetensors files, written atomically, readable only by their owner, marked confidential."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from reconbound._internal.checks import InputError, file_path
+from reconbound._internal.files import CONFIDENTIAL, Unreadable, sealed, unsealed, write_whole
+from reconbound.accounting.feature_ledger import Chosen
+from reconbound.accounting.spec import Account, checked_device
+
+if TYPE_CHECKING:
+    from reconbound.accounting.accountant import FisherAccountant
+
+
+def save_ledger(ledger: FisherAccountant, path: str | os.PathLike[str]) -> None:
+    """Writes a ledger to a file.
+
+    Args:
+        ledger: the ledger.
+        path: the file to write.
+    """
+    facts: dict[str, Any] = {"account": asdict(ledger.account), "runs": ledger.runs, "diagonal": ledger.diagonal}
+    facts |= {"rows": [] if ledger.rows is None else ledger.rows.tolist(), "caveats": list(ledger.caveats)}
+    facts |= {"keep_runs_at": list(ledger.traces.keep_at), "followed": ledger.features.followed}
+    facts |= {"needs_range": ledger.needs_range}
+    if ledger.features.choice is not None:
+        facts["choice"] = asdict(ledger.features.choice)
+    tensors = {**ledger.state(), "feature_scale": ledger.feature_scale}
+    write_whole(file_path("path", path), sealed(tensors, {"ledger": facts}), mode=CONFIDENTIAL)
+
+
+def load_ledger(
+    kind: type[FisherAccountant], path: str | os.PathLike[str], device: torch.device | str
+) -> FisherAccountant:
+    """Returns the ledger that `save_ledger` wrote; refuses any other file with the reason.
+
+    Args:
+        kind: the class of the ledger.
+        path: the file.
+        device: where the ledger will live.
+    """
+    path, where = file_path("path", path), checked_device(device)
+    try:
+        tensors, content = unsealed(path)
+    except (IsADirectoryError, Unreadable) as reason:
+        raise InputError("path", f"must be a ledger that reconbound saved ({reason})", path) from None
+    try:
+        return _restored(kind, tensors, content["ledger"], where)
+    except (LookupError, TypeError, AttributeError, ValueError) as reason:  # its digest is right
+        why = f"({type(reason).__name__}: {' '.join(str(reason).split())[:200]})"
+        raise InputError("path", f"must be a ledger of this version of reconbound: measure again {why}", path) from None
+
+
+def _restored(
+    kind: type[FisherAccountant], tensors: dict[str, Tensor], facts: Mapping[str, Any], device: torch.device
+) -> FisherAccountant:
+    """Returns the ledger of a file's tensors and facts. Raises errors of many kinds where they do not fit."""
+    account = Account(**{**facts["account"], "rules": tuple(facts["account"]["rules"])})
+    for size, tensor in ((account.records, tensors["trace"]), (account.features, tensors.get("diagonal"))):
+        if tensor is not None and tensor.shape[-1] != size:  # before so much memory is taken
+            raise InputError("account", f"must be of tensors of length {tensor.shape[-1]}", size)
+    diagonal, few = facts["diagonal"], Chosen(**facts.get("choice", {}))
+    ledger = kind(
+        account,
+        diagonal={"some": facts["rows"], "chosen": few}.get(diagonal, diagonal),
+        spectral="spectral" in tensors,
+        feature_scale=tensors.pop("feature_scale"),
+        keep_runs_at=facts["keep_runs_at"],
+        device=device,
+    )
+    ledger.restore(tensors, facts["runs"])
+    ledger.features.followed, ledger.needs_range = facts["followed"], facts["needs_range"]
+    ledger.caveats = tuple(facts["caveats"])
+    return ledger
