@@ -171,7 +171,7 @@ def test_marks_that_do_not_fit_are_refused(wrong) -> None:
         FisherAccountant(one.account).restore({**one.state(), "fingerprints": wrong}, 1)
 
 
-def test_marks_do_not_tell_the_seed_and_are_of_128_bits() -> None:
+def test_fingerprints_have_128_bits_and_hide_the_seed() -> None:
     one = learner(seed=2**200 + 12345, budget="every").repeat(1, 2)
     assert one.accountant is not None
     (mark,) = one.accountant.fingerprints

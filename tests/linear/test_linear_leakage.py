@@ -211,7 +211,7 @@ def test_lanczos_on_many_matrices():
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_norms_before_clipping_tell_which_rows_are_clipped(name):
+def test_norms_before_clipping_show_which_rows_are_clipped(name):
     """Rounding does not make a row a clipped one; one part in a million does. Wrong norms are refused."""
     o = solved(name)
     now = np.linalg.norm(o.rows[:, : o.dim], axis=1)

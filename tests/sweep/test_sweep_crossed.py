@@ -117,7 +117,7 @@ def test_of_one_run_there_is_none(digits, tmp_path) -> None:
     assert "crossed" not in page.split('id="data">')[0].lower()
 
 
-def test_an_interrupted_trial_tells_the_same(digits, tmp_path) -> None:
+def test_an_interrupted_trial_gives_the_same_rows(digits, tmp_path) -> None:
     def trainer():
         return Trainer(digits, default_options(digits, model="linear", sample_rate=0.2), (20, 50), 3, seed=7)
 
@@ -170,7 +170,7 @@ def test_it_stands_beside_the_floor_in_table_page_and_hover() -> None:
     assert CROSSED in trial
 
 
-def test_the_command_tells_it(tmp_path, capsys, monkeypatch) -> None:
+def test_the_command_prints_it(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     words = ["sweep", "digits", "--limit", "60", "--model", "linear", "--grid", "lr=1", "--grid", "sample_rate=0.2"]
     assert cli.run([*words, "--steps", "6", "--runs", "2", "--out", str(tmp_path), "--quiet"]) == 0

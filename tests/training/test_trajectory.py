@@ -65,7 +65,7 @@ def ledger(momentum: float, budget: object) -> PrivateSGD:
         with torch.no_grad():
             model.weight.copy_(START)
 
-    chosen = {"momentum": momentum, "budget": budget, "rules": ("exact", "none"), "probes": 4}
+    chosen = {"momentum": momentum, "budget": budget, "rules": ("exact", "none"), "probes": 2}
     settings = Settings(SIGMA, CLIP, Q, lr=LR, seed=3, **chosen)  # type: ignore[arg-type]
     half_square = lambda out, target: (out[:, 0] - target).square() / 2  # noqa: E731
     learner = PrivateSGD(model, half_square, X, Y, settings, initialise=start, diagonal="all")

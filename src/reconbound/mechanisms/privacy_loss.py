@@ -34,7 +34,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)  # the searches for noise of a report, whose two pages ask for the same
 def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
     """Returns the PLD of T Poisson-sampled Gaussian steps; None where its loss is enormous or negligible.
 
