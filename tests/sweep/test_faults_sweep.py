@@ -8,6 +8,7 @@ import sqlite3
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import sqlalchemy as sql
@@ -15,6 +16,7 @@ import sqlalchemy as sql
 import postgres_server
 import sweep_stub
 from reconbound.sweep import database, sweep
+from reconbound.sweep.queue import Queue
 from reconbound.sweep.run import open_queue
 from reconbound.sweep.space import settings_of
 
@@ -79,6 +81,23 @@ def test_a_transient_fault_is_no_error_of_a_setting(tmp_path, together, error, c
     config = sweep_stub.config(tmp_path / "s", None, 4, together)
     rows = sweep(config, make_train=lambda _: Faulty(5, error), show=False)
     check_whole(config, rows)
+
+
+def test_a_worker_does_not_wait_for_its_own_trial(tmp_path, monkeypatch) -> None:
+    """The database, too, refuses at the moment of the fault: the trial is released when it answers again."""
+    config, own, refused = replace(sweep_stub.config(tmp_path / "s", None, 4), grace=60), Queue.release_owner, []
+
+    def release(self, owner, why=None) -> None:
+        if len(refused) < 2:
+            refused.append(why)
+            raise sql.exc.OperationalError("UPDATE", {}, Exception("database or disk is full"))
+        own(self, owner, why)
+
+    monkeypatch.setattr(Queue, "release_owner", release)
+    began = time.monotonic()
+    check_whole(config, sweep(config, make_train=lambda _: Faulty(1), show=False))
+    assert len(refused) == 2
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("together", [None, 4])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 import warnings
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 
@@ -125,6 +127,34 @@ def test_two_sqlite_workers_get_one_trial(tmp_path, prepared) -> None:
     assert sorted(got) == [not prepared, True]
     for storage in storages:
         storage.engine.dispose()
+
+
+def test_a_claim_that_the_database_cut_short_is_taken_up_again(queue, monkeypatch) -> None:
+    """The trial runs and has no owner yet: nobody else can take it before the grace period has passed."""
+    own = queue.storage.set_trial_user_attr
+
+    def refuse(*_) -> None:
+        monkeypatch.setattr(queue.storage, "set_trial_user_attr", own)
+        raise optuna.exceptions.StorageInternalError("disk full")
+
+    monkeypatch.setattr(queue.storage, "set_trial_user_attr", refuse)
+    with pytest.raises(optuna.exceptions.StorageInternalError):
+        queue.claim("me")
+    claim = queue.claim("me")
+    assert (claim.slot, states(queue).count("RUNNING")) == (0, 1)
+    assert queue.slots()[0].attempts[-1].user_attrs["owner"] == "me"
+    assert queue.claim("me").slot == 1
+
+
+def test_a_cut_claim_that_others_failed_is_left_to_them(queue, monkeypatch) -> None:
+    own = queue.storage.set_trial_user_attr
+    monkeypatch.setattr(queue.storage, "set_trial_user_attr", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        queue.claim("me")
+    monkeypatch.setattr(queue.storage, "set_trial_user_attr", own)
+    age(queue, 100)
+    assert queue.recover() == 1
+    assert queue.claim("me").slot == 1
 
 
 @pytest.mark.postgres
@@ -310,3 +340,38 @@ def test_no_heartbeat_comes_after_the_end() -> None:
         while not slow.begun:
             time.sleep(0.01)
     assert slow.ended == slow.begun == 1
+
+
+def test_a_database_with_a_damaged_page_is_not_written_to(tmp_path) -> None:
+    """SQLite itself would go on, and lose what it writes there."""
+    made = make_queue(tmp_path)
+    made.dispose()
+    path = tmp_path / "sweep.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'trial_values'").fetchone()
+        size = connection.execute("PRAGMA page_size").fetchone()[0]
+    content = bytearray(path.read_bytes())
+    content[(page - 1) * size : page * size] = b"\xff" * size
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="must be a whole SQLite file"):
+        make_queue(tmp_path)
+    assert path.read_bytes() == bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("edit", "reading"),
+    [
+        ("UPDATE alembic_version SET version_num = 'v99.0.0.a'", True),
+        ("UPDATE alembic_version SET version_num = 'v99.0.0.a'", False),
+        ("DELETE FROM version_info", True),
+        ("DELETE FROM alembic_version", True),
+    ],
+)
+def test_a_database_of_another_optuna_is_one_line(tmp_path, edit, reading) -> None:
+    make_queue(tmp_path).dispose()
+    with closing(sqlite3.connect(tmp_path / "sweep.db")) as connection, connection:
+        connection.execute(edit)
+    with pytest.raises(InputError, match="storage must be a database that can be used") as found:
+        Queue(f"sqlite:///{tmp_path / 'sweep.db'}", tmp_path.name, reading=reading)
+    assert "\n" not in str(found.value)

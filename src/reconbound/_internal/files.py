@@ -158,8 +158,10 @@ def open_lock(path: Path) -> int:
     return handle
 
 
-def refuse_links(folder: str | os.PathLike[str], *deeper: str) -> None:
-    """Refuses a folder that contains a symbolic link: files written or removed there would be elsewhere.
+def refuse_special_files(folder: str | os.PathLike[str], *deeper: str) -> None:
+    """Refuses a folder that contains a symbolic link, a pipe, a socket or a device.
+
+    Files written or removed through a link would be elsewhere, and reading a pipe may never end.
 
     Args:
         folder: it may itself be a link: whoever names it knows its target.
@@ -171,9 +173,17 @@ def refuse_links(folder: str | os.PathLike[str], *deeper: str) -> None:
         except OSError:  # not there, or not a folder: reported where it is used
             continue
         for entry in entries:
-            if entry.is_symlink():
+            try:
+                mode = entry.stat(follow_symlinks=False).st_mode
+            except FileNotFoundError:  # another process has just removed it
+                continue
+            if stat.S_ISLNK(mode):
                 raise Unreadable(
                     f"{entry.path} is a symbolic link, and nothing is read or written through one: remove it"
+                )
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise Unreadable(
+                    f"{entry.path} is a pipe, a socket or a device, and no file of reconbound's: remove it"
                 )
 
 

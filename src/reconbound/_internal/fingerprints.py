@@ -75,9 +75,10 @@ class Fingerprints:
         """
         found, kept = Fingerprints(), tensors.get(NAME)
         shapes = [(count, _BYTES) for count in (runs, runs + 1)]
-        if kept is None or kept.dtype != torch.uint8 or tuple(kept.shape) not in shapes:
-            got = "none (a ledger of an earlier version)" if kept is None else tuple(kept.shape)
-            raise InputError(NAME, f"must be bytes of shape {shapes[0]} or {shapes[1]}", got)
+        if kept is None:
+            raise InputError("tensors", f"must hold {NAME}, as `state` returns", f"{', '.join(tensors) or 'none'}")
+        if kept.dtype != torch.uint8 or tuple(kept.shape) not in shapes:
+            raise InputError(NAME, f"must be bytes of shape {shapes[0]} or {shapes[1]}", tuple(kept.shape))
         known = [bytes(row).hex() for row in kept.tolist()]
         found.finished, found.current = known[:runs], known[runs] if len(known) > runs else None
         return found

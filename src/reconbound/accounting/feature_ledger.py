@@ -329,7 +329,7 @@ class FeatureLedger(Ledger):
     # --- keeping -----------------------------------------------------------------------
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises an InputError that names the first tensor whose shape does not fit; nothing is changed."""
+        """Raises an InputError that names the first tensor whose shape or type does not fit; nothing is changed."""
         rows, wanted = tensors.get("rows"), self
         if self.choice is not None and rows is not None:
             if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.account.records:

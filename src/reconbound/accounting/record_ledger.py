@@ -118,13 +118,15 @@ class Ledger:
     # --- keeping -----------------------------------------------------------------------
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises an InputError that names the first tensor whose shape does not fit; nothing is changed."""
+        """Raises an InputError that names the first tensor whose shape or type does not fit; nothing is changed."""
         for name, value in self.state.items():
-            got = tuple(tensors[name].shape) if name in tensors else ()
+            given = tensors.get(name)
+            got = () if given is None else tuple(given.shape)
             rows = got[:1] if name.startswith("kept_") else tuple(value.shape[:1])  # single runs: any number of rows
-            if got != (*rows, *value.shape[1:]) or name not in tensors:
-                why = f"must be a tensor of shape {tuple(value.shape)}, as this version of reconbound keeps it"
-                raise InputError(name, why, got if name in tensors else None)
+            if given is None or got != (*rows, *value.shape[1:]) or given.dtype != value.dtype:
+                kept = f"of shape {tuple(value.shape)} and {value.dtype}"
+                why = f"must be a tensor {kept}, as this version of reconbound keeps it"
+                raise InputError(name, why, None if given is None else f"{got}, {given.dtype}")
 
     def restore(self, tensors: Mapping[str, Tensor], runs: int) -> None:
         """Restores the tensors, which have been checked, and the number of finished runs."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from reconbound._internal.checks import InputError, file_path
 from reconbound._internal.files import CONFIDENTIAL, Unreadable, sealed, unsealed, write_whole
@@ -49,17 +51,29 @@ def load_ledger(
         tensors, content = unsealed(path)
     except (IsADirectoryError, Unreadable) as reason:
         raise InputError("path", f"must be a ledger that reconbound saved ({reason})", path) from None
-    facts = content.get("ledger", {})
-    if "keep_runs_at" not in facts:  # another file of reconbound's, or a ledger of an earlier version
-        raise InputError("path", "must be a ledger of this version of reconbound: measure again", path)
+    try:
+        return _restored(kind, tensors, content["ledger"], where)
+    except (LookupError, TypeError, AttributeError, ValueError) as reason:  # its digest is right
+        why = f"({type(reason).__name__}: {' '.join(str(reason).split())[:200]})"
+        raise InputError("path", f"must be a ledger of this version of reconbound: measure again {why}", path) from None
+
+
+def _restored(
+    kind: type[FisherAccountant], tensors: dict[str, Tensor], facts: Mapping[str, Any], device: torch.device
+) -> FisherAccountant:
+    """Returns the ledger of a file's tensors and facts. Raises errors of many kinds where they do not fit."""
+    account = Account(**{**facts["account"], "rules": tuple(facts["account"]["rules"])})
+    for size, tensor in ((account.records, tensors["trace"]), (account.features, tensors.get("diagonal"))):
+        if tensor is not None and tensor.shape[-1] != size:  # before so much memory is taken
+            raise InputError("account", f"must be of tensors of length {tensor.shape[-1]}", size)
     diagonal, few = facts["diagonal"], Chosen(**facts.get("choice", {}))
     ledger = kind(
-        Account(**{**facts["account"], "rules": tuple(facts["account"]["rules"])}),
+        account,
         diagonal={"some": facts["rows"], "chosen": few}.get(diagonal, diagonal),
         spectral="spectral" in tensors,
         feature_scale=tensors.pop("feature_scale"),
         keep_runs_at=facts["keep_runs_at"],
-        device=where,
+        device=device,
     )
     ledger.restore(tensors, facts["runs"])
     ledger.features.followed, ledger.needs_range = facts["followed"], facts["needs_range"]

@@ -182,7 +182,10 @@ class SnapshotMeasurements:
             raise Unreadable(f"{reason}: {ADVICE}") from None
         if facts != {"audit": owner(self.learner), "run": run, "step": step}:
             raise Unreadable(f"{path} is of another audit, run or step: {ADVICE}")
-        self.learner.model.load_state_dict(tensors)
+        try:
+            self.learner.model.load_state_dict(tensors)
+        except RuntimeError:
+            raise Unreadable(f"{path} holds other parameters than the model has: {ADVICE}") from None
 
 
 def _parts(blocks: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
@@ -197,6 +200,8 @@ MOST, LEAST, PROBES, SAMPLE = 12, 6, 16, 500
 #: The diagonals of all records are kept where they are so many numbers at most (4 bytes each).
 NUMBERS = 2_000_000
 CONFIDENCE = 0.95
+#: Of dFIL over the records, in the history of a run.
+_QUANTILES = ("largest", "high", "median")
 
 
 def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMeasurements) -> Leakage:
@@ -215,7 +220,7 @@ def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMe
     diagonals: dict[str, Any] = {}
     if options.settings.sampler != "shuffle":
         diagonals = _measure_diagonals(dataset, options, measurements, kept)
-    first = [h for h in learner.history if h["run"] == 0]
+    first = _history_of(learner)
     scored = [h for h in first if "accuracy" in h]
     return Leakage(
         dfil=_stacked([ledger.dfil(rule) for rule in rules]),
@@ -227,13 +232,22 @@ def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMe
         kept_inputs=torch.from_numpy(np.array(dataset.inputs[kept.numpy()])),
         names=None if dataset.record_names is None else packed_names(dataset.record_names),
         history_step=torch.tensor([int(h["step"]) for h in first]),
-        history=torch.tensor([[h["largest"], h["high"], h["median"]] for h in first]).double().reshape(-1, 3),
+        history=torch.tensor([[h[name] for name in _QUANTILES] for h in first]).double().reshape(-1, 3),
         accuracy_step=torch.tensor([int(h["step"]) for h in scored]),
         accuracy=torch.tensor([h["accuracy"] for h in scored]).double(),
         guess=torch.from_numpy(guess_of(dataset)),
         facts={**_leakage_facts(dataset), "rules": list(rules), "most": most, **diagonals.pop("facts", {})},
         **diagonals,
     )
+
+
+def _history_of(learner: PrivateSGD) -> list[dict[str, float]]:
+    """Returns the history of the first run. It may come from a checkpoint that somebody changed."""
+    first = [entry for entry in learner.history if entry["run"] == 0]
+    for entry in first:
+        if not set(_QUANTILES) <= set(entry) or not all(isinstance(value, int | float) for value in entry.values()):
+            raise Unreadable(f"the history in the checkpoints is not an audit's: {ADVICE}")
+    return first
 
 
 def _measure_diagonals(

@@ -169,7 +169,7 @@ def open_folder(out: str | os.PathLike[str]) -> Path:
         raise InputError("out", f"must be a folder that can be read ({reason.strerror})", str(path)) from None
     if others and not all(map(files.is_leftover, others)):
         raise InputError("out", "must be a new or empty folder, or that of an audit", str(path))
-    files.refuse_links(path, CHECKPOINTS)
+    files.refuse_special_files(path, CHECKPOINTS)
     folder = prepare(path)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InputError("out", "must be a folder that can be written", str(path))
@@ -222,6 +222,7 @@ def refuse_other(folder: str | os.PathLike[str], dataset: Dataset, options: Audi
     Raises:
         InputError: the plan file is another audit's; names the first differences.
     """
+    files.refuse_special_files(folder, CHECKPOINTS)
     path = Path(folder) / PLAN
     done = [Path(folder) / CHECKPOINTS / name for name in NAMES] + [Path(folder) / RUN]
     if not path.exists() or not any(p.exists() for p in done):
@@ -310,6 +311,8 @@ def _read(path: Path) -> dict[str, Any]:
         content = files.unsealed_json(path)
     except (OSError, files.Unreadable) as reason:
         raise files.Unreadable(f"{reason}: {ADVICE}") from None
-    if content.get("format") != FORMAT or not {"seed", "options", "data"} <= set(content):
+    kinds = {"seed": int, "options": dict, "data": dict}
+    whole = all(isinstance(content.get(name), kind) for name, kind in kinds.items())
+    if content.get("format") != FORMAT or not whole or not isinstance(content["data"].get("name"), str):
         raise files.Unreadable(f"{path} is not a file of reconbound's (another format): {ADVICE}")
     return content

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from reconbound._internal.checks import InputError, file_path
-from reconbound._internal.files import CONFIDENTIAL, Unreadable, file_digest, sealed_json, unsealed_json, write_whole
+from reconbound._internal.checks import InputError, choice, file_path, number, whole
+from reconbound._internal.files import (
+    CONFIDENTIAL,
+    Unreadable,
+    file_digest,
+    printable,
+    refuse_special_files,
+    sealed_json,
+    unsealed_json,
+    write_whole,
+)
 from reconbound.auditing.models import network, outputs_of
 from reconbound.data import Dataset, Feature
 from reconbound.data.frames import MISSING as BLANK
@@ -180,7 +190,8 @@ class Release:
         """
         found = self.outputs(records)
         if self.facts["task"] == "classes":
-            names = self.facts["classes"] or [str(k) for k in range(found.shape[1])]
+            known = self.facts["classes"]  # a class that no record had has no name
+            names = [*known, *map(str, range(len(known), found.shape[1]))]
             return np.asarray(np.array(names)[found.argmax(dim=1).numpy()])
         target = self.facts["target"]
         return np.asarray(target["low"] + (target["high"] - target["low"]) * found.double().numpy()[:, 0])
@@ -197,6 +208,7 @@ def load_release(folder: str | os.PathLike[str], model: nn.Module | None = None)
     Returns:
         The released model.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     file_path("folder", folder)
@@ -206,26 +218,75 @@ def load_release(folder: str | os.PathLike[str], model: nn.Module | None = None)
     path = Path(folder) / MODEL
     if not path.exists():
         raise Unreadable(f"{path} does not exist: reconbound audit with the same data and options restores it")
-    if model is None:
-        if ":" in facts["model"]:
-            raise InputError("model", f"must be given: this audit's was made by {facts['model']}", None)
-        model = network(facts["model"], tuple(facts["shape"]), facts["outputs"], image=facts["kind"] == "image")
-    model.load_state_dict(load_file(path))  # its digest is known: read_inputs
-    return Release(model.eval(), facts)
+    if model is None and ":" in facts["model"]:
+        raise InputError("model", f"must be given: this audit's was made by {printable(facts['model'])}", None)
+    try:
+        tensors = load_file(path)  # its digest is known: read_inputs
+    except SafetensorError as reason:  # which says nothing of who made it
+        raise Unreadable(f"{path} is not a file of reconbound's ({reason})") from None
+    fitting = _own_model(folder, facts, tensors) if model is None else model
+    try:
+        fitting.load_state_dict(tensors)
+    except RuntimeError as reason:
+        what = f"must have the parameters that were released ({' '.join(str(reason).split())[:300]})"
+        raise InputError("model", what, type(fitting).__name__) from None
+    return Release(fitting.eval(), facts)
+
+
+def _own_model(folder: str | os.PathLike[str], facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Creates the model that the facts describe. Refuses it, before any memory is taken, if the tensors do not fit."""
+    make = partial(network, facts["model"], tuple(facts["shape"]), facts["outputs"], image=facts["kind"] == "image")
+    try:
+        with torch.device("meta"):
+            shapes = {name: value.shape for name, value in make().state_dict().items()}
+    except (ValueError, TypeError, RuntimeError) as reason:
+        raise Unreadable(f"{Path(folder) / INPUTS} describes no model of reconbound's ({reason})") from None
+    if shapes != {name: value.shape for name, value in tensors.items()}:
+        raise Unreadable(f"{Path(folder) / INPUTS} describes another model than {MODEL}")
+    return make()
 
 
 def read_inputs(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the content of inputs.json. Raises Unreadable if it or the model is missing, changed or damaged."""
+    refuse_special_files(folder)
     path = Path(folder) / INPUTS
     try:
         facts = unsealed_json(path)
+        if facts.get("format") != FORMAT:
+            raise Unreadable(f"{path} is not a file of reconbound's (another format)")
+        _check_facts(facts)
+        check_model(folder, facts["model_sha256"])
     except (FileNotFoundError, NotADirectoryError):
         raise Unreadable(f"{path} does not exist: without it nobody knows how a record enters the model") from None
-    needed = {"kind", "model", "shape", "outputs", "task", "inputs", "model_sha256"}
-    if facts.get("format") != FORMAT or not needed <= set(facts):
-        raise Unreadable(f"{path} is not a file of reconbound's (another format)")
-    check_model(folder, str(facts["model_sha256"]))
+    except OSError as reason:
+        raise Unreadable(f"{reason.filename} cannot be read ({reason.strerror})") from None
+    except (KeyError, TypeError, AttributeError, InputError) as reason:
+        raise Unreadable(f"{path} is not a file of reconbound's ({type(reason).__name__}: {reason})") from None
     return facts
+
+
+def _check_facts(facts: Mapping[str, Any]) -> None:
+    """Raises an error where the facts are not as `write_inputs` writes them: a digest does not say who made them."""
+    choice("kind", facts["kind"], ("image", "table"))
+    choice("task", facts["task"], ("classes", "number"))
+    whole("outputs", facts["outputs"])
+    for length in facts["shape"]:
+        whole("shape", length)
+    parts = [facts["inputs"]] if facts["kind"] == "image" else facts["inputs"]
+    ranges = [part for part in parts if part.get("kind", NUMBER) == NUMBER]
+    ranges += [facts["target"]] if facts["task"] == "number" else []
+    for part in ranges:
+        number("high", part["high"], above=number("low", part["low"]))
+    texts = [facts["model"], facts["model_sha256"], *facts["classes"]]
+    if facts["kind"] == "table":
+        if len(parts) != math.prod(facts["shape"]):
+            raise InputError("inputs", f"must be {math.prod(facts['shape'])}", len(parts))
+        texts += [part["column"] for part in parts]
+        texts += [part["value"] for part in parts if choice("kind", part["kind"], tuple(_FACTS)) == CATEGORY]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a name is no text")
+    if facts["task"] == "classes" and len(facts["classes"]) > facts["outputs"]:
+        raise InputError("classes", f"must be at most {facts['outputs']}", len(facts["classes"]))
 
 
 def _by_column(records: Any, columns: Sequence[str]) -> dict[str, list[Any]]:
@@ -241,7 +302,7 @@ def _by_column(records: Any, columns: Sequence[str]) -> dict[str, list[Any]]:
         rows = {name: [row[name] for row in listed] for name in columns if all(name in row for row in listed)}
     missing = [name for name in columns if name not in rows]
     if missing:
-        raise InputError("records", f"must have the columns {', '.join(columns)}", f"no {missing[0]}")
+        raise InputError("records", f"must have the columns {printable(', '.join(columns))}", f"no {missing[0]}")
     if len({len(rows[name]) for name in columns}) != 1:
         raise InputError("records", "must have as many values in each column", {n: len(rows[n]) for n in columns})
     return {name: rows[name] for name in columns}

@@ -18,7 +18,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,7 @@ def read_audit(folder: str | os.PathLike[str]) -> tuple[Run, Leakage]:
     Args:
         folder: the audit's.
     """
-    files.refuse_links(folder, CHECKPOINTS)
+    files.refuse_special_files(folder, CHECKPOINTS)
     run, leakage = read_run(folder), read_leakage(folder)
     named = leakage.facts.get("run")
     if named is not None and named != run_digest(run):
@@ -296,7 +296,8 @@ def read_leakage(folder: str | os.PathLike[str]) -> Leakage:
     if facts.pop("kind", None) != "leakage" or facts.pop("format", None) != FORMAT:
         raise files.Unreadable(f"{path} is no leakage file of this version of reconbound")
     names = {f.name for f in fields(Leakage)} - {"facts"}
-    unknown, missing = set(tensors) - names, {"dfil", "error", "kept", "targets"} - set(tensors)
+    needed = {f.name for f in fields(Leakage) if f.default is MISSING and f.default_factory is MISSING}
+    unknown, missing = set(tensors) - names, needed - set(tensors)
     if unknown or missing:
         raise files.Unreadable(f"{path} has other parts than a leakage file: {sorted(unknown | missing)}")
     return Leakage(**tensors, facts=facts)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,7 +108,15 @@ def engine_options(url: Any, *, reading: bool = False) -> dict[str, Any]:
 def _connect_reading(path: Path, how: str) -> Any:
     connection = sqlite3.connect(f"file:{quote(str(path))}?{how}", uri=True, timeout=120, check_same_thread=False)
     connection.execute("PRAGMA trusted_schema = OFF")  # the file may come from anyone
+    _refuse_views(connection)
     return connection
+
+
+def _refuse_views(connection: Any) -> None:
+    """Refuses a SQLite file with a view in place of a table: reading one may never end, and nothing interrupts it."""
+    found = connection.execute("SELECT count(*) FROM sqlite_master WHERE type = 'view'").fetchone()[0]
+    if found:
+        raise sqlite3.DatabaseError("it holds a view, and a sweep's has tables only")
 
 
 @contextmanager
@@ -180,13 +188,12 @@ def check_whole(url: Any) -> None:
     """Refuses a SQLite file whose own check finds damage: anything written to it could be lost."""
     if url.get_backend_name() != "sqlite":
         return
-    connection = sqlite3.connect(_file(url), timeout=120)
     try:
-        result = str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
+        with closing(sqlite3.connect(_file(url), timeout=120)) as connection:
+            _refuse_views(connection)
+            result = str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
     except sqlite3.DatabaseError as reason:
         result = str(reason)
-    finally:
-        connection.close()
     if result != "ok":
         what = f"must be a whole SQLite file ({result[:200]}): bring it back from a copy"
         raise InputError("storage", what, shown_url(url))

@@ -86,7 +86,8 @@ def sealed_rows(slot: Slot) -> list[Row]:
     if stored.get("sha256") != seal_of(slot.number, setting, found):
         raise DataError(f"{which} was changed or damaged, or is of an earlier version: its rows have another digest")
     for name, value in (item for row in listed for item in row.items()):
-        if name not in space.PARAMETERS and not isinstance(value, int | float | None):
+        text = isinstance(value, str) and name in space.PARAMETERS
+        if not text and not isinstance(value, int | float | None):
             raise DataError(f"{which} is not reconbound's: {name!r} is no number")
     rows: list[Row] = printable(found)
     return rows

@@ -128,6 +128,7 @@ class Queue:
     ) -> None:
         self.url, self.name, self.grace = database.checked_url(url), name, grace
         self.shown, self._clock_reported = database.shown_url(self.url), False
+        self._popped: Claim | None = None
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         try:
             if reading:
@@ -146,8 +147,10 @@ class Queue:
                         load_if_exists=True,
                     )
         except KeyError:
+            self.dispose()
             raise InputError("name", f"must be that of a sweep in {self.shown}", name) from None
-        except (sql.exc.SQLAlchemyError, optuna.exceptions.OptunaError, ImportError, OSError) as reason:
+        except (sql.exc.SQLAlchemyError, optuna.exceptions.OptunaError, RuntimeError, ImportError, OSError) as reason:
+            self.dispose()
             driver = f"; say {database.POSTGRES}, after pip install 'reconbound[postgres]'"
             why = f"{database.first_line(reason)}{driver if isinstance(reason, ImportError) else ''}"
             raise InputError("storage", f"must be a database that can be used ({why})", self.shown) from reason
@@ -256,13 +259,25 @@ class Queue:
         Args:
             owner: the worker's name.
         """
+        while True:
+            self._popped = self._popped or self._pop()
+            if self._popped is None:
+                return None
+            claim = self._popped  # kept for the next call if the database goes away before the trial has its owner
+            with suppress(RuntimeError):  # raised by Optuna for a trial that is finished: others took it for stale
+                self.set_fact(claim, "owner", owner)
+                self._popped = None
+                return claim
+            self._popped = None
+
+    def _pop(self) -> Claim | None:
+        """Sets the first waiting trial to running, after its first heartbeat."""
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             self.storage.record_heartbeat(trial._trial_id)
             try:
                 if self.storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING):
-                    self.storage.set_trial_user_attr(trial._trial_id, "owner", owner)
                     return Claim(trial._trial_id, trial.user_attrs["slot"], trial.user_attrs.get("setting"))
-            except RuntimeError:  # raised by Optuna for a trial that is finished
+            except RuntimeError:  # finished
                 continue
             if self.storage.get_trial(trial._trial_id).state == TrialState.WAITING:
                 raise self._refusal(trial.user_attrs["slot"], "to begin")

@@ -126,7 +126,7 @@ def sweep(
     the sweep's seed, the plan and the setting, whoever trains it and however often it was interrupted.
     """
     whole("workers", workers)
-    files.refuse_links(config.out, TRIALS)
+    _refuse_special_files(config.out)
     _refuse_another(config)
     if config.seed is not None and config.seed < GUESSABLE:
         warn_user(seed_warning("seed"), ReconboundWarning)
@@ -187,7 +187,7 @@ def stored(folder: Path, storage: str | None = None) -> tuple[list[Row], dict[st
 
 def read_about(folder: Path) -> dict[str, Any]:
     """Returns the facts of a sweep from its folder. Raises a DataError where it holds none, or one that was changed."""
-    files.refuse_links(folder, TRIALS)
+    _refuse_special_files(folder)
     try:
         about = files.unsealed_json(folder / ABOUT)
     except OSError:
@@ -202,6 +202,13 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder / ABOUT} is not a file of reconbound's ({wrong[0]} is missing, or something else)")
     found: dict[str, Any] = files.printable(about)
     return found
+
+
+def _refuse_special_files(folder: Path) -> None:
+    files.refuse_special_files(folder, TRIALS)
+    trials = folder / TRIALS
+    if trials.is_dir():
+        files.refuse_special_files(trials, *os.listdir(trials))
 
 
 def publish(folder: Path, storage: str | None = None) -> dict[str, Any]:

@@ -305,5 +305,5 @@ def finished_rows(folder: Path, about: Mapping[str, Any]) -> list[Row] | None:
         return None
     if any(content.get(name) != value for name, value in about.items()):
         return None
-    rows: list[Row] = content["rows"]
-    return rows
+    rows: Any = content.get("rows")
+    return rows if isinstance(rows, list) and all(isinstance(row, dict) for row in rows) else None

@@ -79,9 +79,10 @@ def work(queue: Queue, job: Job, owner: str, stop: Callable[[], bool] = lambda: 
     Returns:
         The number of trials that this worker finished.
     """
-    finished, patience = 0, database.Patience()
+    finished, patience, released = 0, database.Patience(), True
     try:
         while not stop():
+            released = released or _release_quietly(queue, owner, "after a fault")
             claim = partial(database.retry_database, partial(queue.claim, owner))
             claims = list(islice(iter(claim, None), job.together))
             if claims:
@@ -89,7 +90,7 @@ def work(queue: Queue, job: Job, owner: str, stop: Callable[[], bool] = lambda: 
                     finished += _attempt(queue, job, claims)
                     patience.end()
                 except database.EnvironmentFault as fault:
-                    _release_quietly(queue, owner, str(fault))
+                    released = _release_quietly(queue, owner, str(fault))
                     patience.wait(fault, str(fault))
             elif all(slot.is_over for slot in database.retry_database(queue.slots)):
                 break
@@ -101,10 +102,13 @@ def work(queue: Queue, job: Job, owner: str, stop: Callable[[], bool] = lambda: 
     return finished
 
 
-def _release_quietly(queue: Queue, owner: str, why: str) -> None:
-    """Releases a worker's trials. Where the database is out of reach, they become stale by themselves."""
-    with suppress(Exception):
+def _release_quietly(queue: Queue, owner: str, why: str) -> bool:
+    """Releases a worker's trials. Returns False if the database is out of reach: they become stale by themselves."""
+    try:
         queue.release_owner(owner, why)
+    except Exception:
+        return False
+    return True
 
 
 def _attempt(queue: Queue, job: Job, claims: list[Claim]) -> int:

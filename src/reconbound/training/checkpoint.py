@@ -24,7 +24,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from reconbound._internal.checks import warn_user
-from reconbound._internal.files import CONFIDENTIAL, Unreadable, open_lock, refuse_links, sealed, unsealed, write_whole
+from reconbound._internal.files import (
+    CONFIDENTIAL,
+    Unreadable,
+    open_lock,
+    refuse_special_files,
+    sealed,
+    unsealed,
+    write_whole,
+)
 from reconbound._internal.fingerprints import digest
 
 if TYPE_CHECKING:
@@ -94,7 +102,9 @@ def load(folder: str | os.PathLike[str], belongs: Mapping[str, Any]) -> tuple[Ch
         try:
             tensors, facts = unsealed(path)
             _check_belongs(path, facts, wanted)
-            found.append((int(facts["order"]), turn, Checkpoint(tensors, facts)))
+            if not isinstance(facts.get("order"), int):
+                raise Unreadable(f"{path} is no checkpoint of reconbound's")
+            found.append((facts["order"], turn, Checkpoint(tensors, facts)))
         except FileNotFoundError:
             continue
         except (OSError, Unreadable, CheckpointError) as reason:
@@ -112,6 +122,18 @@ def load(folder: str | os.PathLike[str], belongs: Mapping[str, Any]) -> tuple[Ch
     return checkpoint, turn
 
 
+def foreign_checkpoint(folder: str | os.PathLike[str], turn: int, reason: Exception) -> CheckpointError:
+    """Returns the error for a checkpoint whose digest is right and whose content does not fit the training.
+
+    Args:
+        folder: the folder of checkpoints.
+        turn: as `load` returned it.
+        reason: what does not fit.
+    """
+    why = f"{type(reason).__name__}: {' '.join(str(reason).split())[:200]}"
+    return CheckpointError(f"{Path(folder) / NAMES[turn % 2]} is not as reconbound wrote it ({why}): {_DAMAGED}")
+
+
 @contextmanager
 def lock_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Holds a folder against other processes, and removes what a killed one left there.
@@ -125,7 +147,7 @@ def lock_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
     place = Path(folder)
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        refuse_links(place)
+        refuse_special_files(place)
         handle = open_lock(place / LOCK)
     except OSError as reason:
         raise CheckpointError(f"the checkpoint folder {place} cannot be written ({reason.strerror})") from reason

@@ -402,11 +402,28 @@ class PrivateSGD:
                 raise checkpoints.CheckpointError(f"the checkpoints of {folder} have been removed")
             return
         saved, self._turn = loaded
-        tensors, facts = dict(saved.tensors), saved.facts
+        try:
+            self._take_over(dict(saved.tensors), saved.facts)
+        except (LookupError, TypeError, AttributeError, ValueError) as reason:  # its digest is right
+            raise checkpoints.foreign_checkpoint(folder, self._turn, reason) from reason
+        self._saved, self._midway = self.order, False
+
+    def _take_over(self, tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Takes the state of a checkpoint. Raises errors of many kinds if it is not one of this learner's."""
 
         def under(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
+        history, place = facts["history"], {name: int(facts[name]) for name in ("seed", "run_seed", "run", "step")}
+        if (
+            place["run"] < 0
+            or not 0 <= place["step"] <= self.steps
+            or not all({"run", "step"} <= set(h) for h in history)
+        ):
+            raise ValueError("its run, step or history cannot be")
+        shapes = {name: value.shape for name, value in self.model.state_dict().items()}
+        if shapes != {name: value.shape for name, value in under("model/").items()}:
+            raise ValueError("its parameters have other names or shapes than the model's")
         self.model.load_state_dict(under("model/"))
         self.first_parameters = under("released/")
         self._restart()
@@ -414,9 +431,8 @@ class PrivateSGD:
         if self.accountant is not None:
             self.accountant.restore(under("ledger/"), facts["runs"])
             self.accountant.caveats = joined(self.accountant.caveats, facts["caveats"])
-        self.seed, self.run_seed, self.run, self.step = (int(facts[k]) for k in ("seed", "run_seed", "run", "step"))
-        self.history[:] = facts["history"]
-        self._saved, self._midway = self.order, False
+        self.seed, self.run_seed, self.run, self.step = place.values()
+        self.history[:] = history
 
 
 __all__ = ["PrivateSGD", "Settings", "TrainingError"]
