@@ -375,3 +375,16 @@ def test_a_database_of_another_optuna_is_one_line(tmp_path, edit, reading) -> No
     with pytest.raises(InputError, match="storage must be a database that can be used") as found:
         Queue(f"sqlite:///{tmp_path / 'sweep.db'}", tmp_path.name, reading=reading)
     assert "\n" not in str(found.value)
+
+
+def test_tables_that_optuna_cannot_read_are_one_line(tmp_path) -> None:
+    made = make_queue(tmp_path)
+    claim = made.claim("me")
+    assert made.finish(claim, ROWS, [0.5, 0.5])
+    made.dispose()
+    with closing(sqlite3.connect(tmp_path / "sweep.db")) as connection, connection:
+        connection.execute("UPDATE trial_values SET objective = 7 WHERE objective = 1")
+    again = Queue(f"sqlite:///{tmp_path / 'sweep.db'}", tmp_path.name, reading=True)
+    with pytest.raises(DataError, match="is damaged"):
+        again.slots()
+    again.dispose()

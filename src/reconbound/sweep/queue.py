@@ -163,7 +163,13 @@ class Queue:
     def slots(self) -> list[Slot]:
         """Returns the slots of the sweep, with all attempts as they are now."""
         found: dict[int, list[FrozenTrial]] = {}
-        for trial in self.study.get_trials(deepcopy=False):
+        try:
+            trials = self.study.get_trials(deepcopy=False)
+        except (LookupError, TypeError, AttributeError, ValueError) as reason:  # Optuna's own, on edited tables
+            raise DataError(
+                f"{self.shown} is damaged ({type(reason).__name__}: {database.first_line(reason)})"
+            ) from None
+        for trial in trials:
             number = trial.user_attrs.get("slot")
             if type(number) is not int:
                 raise DataError(f"{self.shown} holds the sweep of an earlier version, or another program's study")
