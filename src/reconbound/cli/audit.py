@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 #: Columns of which the terminal prints how many records are exposed.
 NAMED = 12
 TRAINING = {
-    "model": (str, "auto, linear, mlp, cnn, or package.module:factory: code that is run, so name only what you trust."),
+    "model": (
+        str,
+        "auto, linear, mlp, cnn, or package.module:factory, called as factory(shape, outputs). A factory is code that "
+        "will be run: name only what you trust.",
+    ),
     "noise_multiplier": (float, "Noise std on the SUM of clipped gradients over the clip norm."),
     "max_grad_norm": (float, "The clip norm."),
     **{name: OPTIONS[name] for name in ("sample_rate", "steps", "epochs", "clip", "sampler")},
@@ -32,7 +36,11 @@ TRAINING = {
     "lr": (float, "Learning rate."),
     "momentum": (float, "Momentum."),
     "budget": (str, "Records measured over records trained on (a number), or every: each batch."),
-    "seed": (int, f"Repeats a run exactly; not for a release. {shared.HIDE}", {"envvar": shared.SEED}),
+    "seed": (
+        int,
+        f"Repeats a run exactly. Whoever guesses it knows the noise: not for a release. {shared.HIDE}",
+        {"envvar": shared.SEED},
+    ),
 }
 
 
@@ -42,14 +50,20 @@ def audit_command(
     data: Annotated[
         str,
         typer.Argument(
-            metavar="DATA", help="digits, breast_cancer, diabetes, wine, mnist, cifar10, a file or a folder of images."
+            metavar="DATA",
+            help="digits (default), breast_cancer, diabetes, wine, mnist, cifar10, a .csv (.csv.gz), .parquet or .npz "
+            "file, or a folder of images by class.",
         ),
     ] = "digits",
     given: dict[str, Any],
     reading: dict[str, Any],
     publish_accuracy: Annotated[
         bool,
-        typer.Option("--publish-accuracy", help="Show it on the public page too. No noise protects the test records."),
+        typer.Option(
+            "--publish-accuracy",
+            help="Put the accuracy into the public page too, in whole percent. No noise protects the held-out records "
+            "that it is measured on; refused where the target is a number.",
+        ),
     ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for the results (default: audit-DATA).")

@@ -79,7 +79,13 @@ class Request:
 def calibrate_command(
     *,
     targets: dict[str, Any],
-    bound: Annotated[str, typer.Option(help=f"The floor that must keep it: {', '.join(FLOORS)}.")] = "theorem1",
+    bound: Annotated[
+        str,
+        typer.Option(
+            help=f"The floor that must keep it: {', '.join(FLOORS)}. theorem1 (unbiased attackers) and lecam (any) "
+            "keep it in each coordinate, corners and rate_distortion on average over them."
+        ),
+    ] = "theorem1",
     given: dict[str, Any],
     space: dict[str, Any],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,

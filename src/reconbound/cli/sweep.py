@@ -29,11 +29,20 @@ SWEEP: shared.Options = {
     "model": (str, "As in reconbound audit, for all settings."),
     "budget": (str, "As in reconbound audit."),
     "delta": (float, "Delta at which epsilon is reported (1e-5)."),
-    "storage": (str, f"For several machines: postgresql+psycopg2://user@host/name (confidential). {shared.HIDE}", URL),
+    "storage": (
+        str,
+        "A database for workers on several machines: postgresql+psycopg2://user@host/name (default: sweep.db in the "
+        f"folder). What is stored there is confidential. {shared.HIDE}",
+        URL,
+    ),
     "name": (str, "Of the sweep in the storage (sweep)."),
-    "together": (shared.count, "Settings that a worker trains at once, to keep a GPU busy (20 to 40, small networks)."),
+    "together": (
+        shared.count,
+        "Settings that a worker trains at once: what keeps a GPU busy (20 to 40 for small networks). They share their "
+        "batches, and a killed one begins anew.",
+    ),
     "grace": (shared.count, "Seconds without a heartbeat after which a worker counts as dead (60)."),
-    "seed": (int, f"Of the sweep (default: new, kept in the folder). {shared.HIDE}", {"envvar": shared.SEED}),
+    "seed": (int, f"Of the sweep (default: new, kept in the folder; secret). {shared.HIDE}", {"envvar": shared.SEED}),
 }
 
 
