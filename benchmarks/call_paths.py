@@ -111,11 +111,11 @@ def trace(run: Callable[[Path], None]) -> Trace:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("paths", nargs="*", default=list(PATHS), choices=[*PATHS, []])
+    parser.add_argument("paths", nargs="*", metavar="path", help=f"of {', '.join(PATHS)}; all when left out")
     parser.add_argument("--modules", action="store_true", help="list the modules, with the functions called of each")
     asked = parser.parse_args()
     print("path    functions  modules  levels")
-    for name in asked.paths:
+    for name in asked.paths or PATHS:
         found = trace(PATHS[name])
         print(f"{name:8}{len(found.functions):9}{len(found.modules):9}{found.levels:8}", flush=True)
         if asked.modules:
