@@ -115,7 +115,8 @@ def _check_norm(draw: Draw, i: int, norm: float, tally: Tally) -> Iterator[str]:
     if not math.isfinite(true) or not error <= 0.05 * true:
         return
     tally.counts["norms"] += 1
-    least = true * (1 - max(1e-12, 16 * torch.finfo(draw.dtype).eps))
+    coarsest = torch.bfloat16 if "Mixed" in draw.tags else draw.dtype
+    least = true * (1 - max(1e-12, 16 * torch.finfo(coarsest).eps))
     if norm < least - 3 * error and (draw.dtype == torch.float64 or norm < least - 3 * _usual_error(draw, i)):
         yield f"record {i} has norm {norm:.9g}, in float64 {true:.9g} (autograd is off by {error:.3g})"
 
