@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import re
 from dataclasses import replace
 
@@ -435,6 +436,19 @@ def test_a_sweep_of_another_seed_or_other_data_is_refused(tmp_path, digits) -> N
         with pytest.raises(InputError, match=f"{one} must (be|stay) that of the sweep"):
             run.begin(queue, config, Trainer(plan=plan, **other))
     queue.dispose()
+
+
+def test_sweep_removes_what_was_left_of_a_file_but_not_what_another_worker_writes(tmp_path) -> None:
+    config = Sweep(data="stub", out=tmp_path / "s", space=parse_grid(["noise_multiplier=1", "lr=0.3"]), steps=(5, 10))
+    stub = sweep_stub.Stub()
+    stub.pause = 0.0
+    rows = sweep(config, make_train=lambda _: stub, show=False)
+    old, young = (tmp_path / "s" / f".sweep.json.{name}.part" for name in ("0badcafe", "12345678"))
+    for path in (old, young):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    assert sweep(config, make_train=lambda _: stub, show=False) == rows
+    assert (old.exists(), young.exists()) == (False, True)
 
 
 def test_a_sweep_that_cannot_begin_leaves_no_folder(tmp_path, capsys) -> None:

@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -73,6 +74,19 @@ def disk_fault(error: BaseException) -> str | None:
 def is_leftover(name: str) -> bool:
     """Returns whether a killed `write_whole` left a file of this name; not so another program's hidden .part."""
     return _PART.fullmatch(name) is not None
+
+
+def remove_leftovers(*folders: Path, older_than: float = 0.0) -> None:
+    """Removes what killed or refused calls of `write_whole` left in these folders.
+
+    Args:
+        *folders: the folders.
+        older_than: leave files that are younger, in seconds: another process may be writing them.
+    """
+    for leftover in (path for folder in folders for path in folder.glob(".*.part")):
+        with suppress(FileNotFoundError):
+            if is_leftover(leftover.name) and time.time() - leftover.stat().st_mtime >= older_than:
+                leftover.unlink()
 
 
 def _write_beside(beside: Path, content: bytes, mode: int) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from reconbound import __version__
 from reconbound._internal.checks import InputError, file_path, flag
-from reconbound._internal.files import file_digest, is_leftover
+from reconbound._internal.files import file_digest, remove_leftovers
 from reconbound._internal.rng import random_states_kept
 from reconbound.auditing import leakage as leaks
 from reconbound.auditing.models import check_model, describe_model, model_kind
@@ -165,9 +165,7 @@ def run_audit(
     caveats = check_model(dataset, options.model)
     folder = open_folder(out)
     with lock_folder(folder):
-        for leftover in (*folder.glob(".*.part"), *(folder / files.CHECKPOINTS).glob(".*.part")):
-            if is_leftover(leftover.name):
-                leftover.unlink(missing_ok=True)
+        remove_leftovers(folder, folder / files.CHECKPOINTS)
         if fresh:
             remove(folder)
         settled = settle(folder, dataset, options)

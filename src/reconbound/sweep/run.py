@@ -288,6 +288,7 @@ def begin(queue: Queue, config: Sweep, train: Any) -> None:
     about: dict[str, Any] = {"name": config.name, "storage": config.storage and queue.shown, "data": config.data}
     about |= {"grid": space, "steps": config.steps, "runs": config.runs}
     content = files.sealed_json({"confidential": True, **about, **known})
+    files.remove_leftovers(config.out, older_than=config.grace)
     files.write_whole(config.out / ABOUT, content, mode=files.CONFIDENTIAL)
 
 
