@@ -1,7 +1,7 @@
 """Random small models and data from one whole number, for the checks of fuzz_checks.py.
 
-python tests/fuzz_models.py --draws 2000 --seed 0     counts by kind, the worst ratios, and every violation
-python tests/fuzz_models.py --draws 1 --seed 1234     one draw again, printed in full
+python tests/helpers/fuzz_models.py --draws 2000 --seed 0     counts by kind, the worst ratios, and every violation
+python tests/helpers/fuzz_models.py --draws 1 --seed 1234     one draw again, printed in full
 """
 
 from __future__ import annotations
