@@ -53,7 +53,7 @@ def load_ledger(
         raise InputError("path", f"must be a ledger that reconbound saved ({reason})", path) from None
     try:
         return _restored(kind, tensors, content["ledger"], where)
-    except (LookupError, TypeError, AttributeError, ValueError) as reason:  # its digest is right
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as reason:  # its digest is right
         why = f"({type(reason).__name__}: {' '.join(str(reason).split())[:200]})"
         raise InputError("path", f"must be a ledger of this version of reconbound: measure again {why}", path) from None
 
@@ -63,6 +63,8 @@ def _restored(
 ) -> FisherAccountant:
     """Returns the ledger of a file's tensors and facts. Raises errors of many kinds where they do not fit."""
     account = Account(**{**facts["account"], "rules": tuple(facts["account"]["rules"])})
+    if facts["diagonal"] == "all" and "diagonal" not in tensors:
+        raise InputError("diagonal", "must have its tensor", "all")
     for size, tensor in ((account.records, tensors["trace"]), (account.features, tensors.get("diagonal"))):
         if tensor is not None and tensor.shape[-1] != size:  # before so much memory is taken
             raise InputError("account", f"must be of tensors of length {tensor.shape[-1]}", size)

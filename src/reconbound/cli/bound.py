@@ -41,7 +41,8 @@ OPTIONS: Options = {
     "rdp2": (float, "Only its order-2 Renyi divergence is known; see --adjacency."),
     "adjacency": (
         str,
-        "Neighbours of --epsilon or --rdp2: replace-one, or add/remove (as Opacus counts; the safe choice).",
+        "Neighbours of --epsilon or --rdp2: replace-one (assumed, with a note, when left out), or add/remove (as "
+        "Opacus and most libraries count; the safe choice).",
     ),
     "delta": (float, "Delta at which epsilon is reported (1e-5), or that of --epsilon (0)."),
     "output_perturbation": (bool, "Noise on the minimiser of a linear model."),
@@ -50,7 +51,8 @@ OPTIONS: Options = {
     "noise_std": (float, "Output perturbation: noise std per coefficient."),
     "data_norm": (
         float,
-        "Output perturbation: norm to which rows are clipped (1); floors are for the ball of this radius.",
+        "Output perturbation: norm to which rows are clipped, a constant feature not counted (1); floors are for the "
+        "ball of this radius.",
     ),
     "loss": (str, "Output perturbation: the loss: logistic (two classes), softmax, or squared (ridge)."),
     "target_bound": (float, "Output perturbation with squared loss: targets are clipped to this size."),

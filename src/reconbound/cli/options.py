@@ -36,7 +36,7 @@ def option(name: str) -> str:
 #: Variables for what other users of the machine would see on a command line.
 SEED, STORAGE = "RECONBOUND_SEED", "RECONBOUND_STORAGE"
 
-HIDE = "Secret. Other users of the machine see a command line, not the variable."
+HIDE = "Other users of the machine see a command line, not the variable."
 
 #: Exit status of what was stopped from the keyboard.
 STOPPED = 130

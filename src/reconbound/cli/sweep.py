@@ -32,7 +32,7 @@ SWEEP: shared.Options = {
     "storage": (
         str,
         "A database for workers on several machines: postgresql+psycopg2://user@host/name (default: sweep.db in the "
-        f"folder). What is stored there is confidential. {shared.HIDE}",
+        f"folder). What is stored there is confidential. With a password use the variable. {shared.HIDE}",
         URL,
     ),
     "name": (str, "Of the sweep in the storage (sweep)."),

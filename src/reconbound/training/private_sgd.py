@@ -404,7 +404,7 @@ class PrivateSGD:
         saved, self._turn = loaded
         try:
             self._take_over(dict(saved.tensors), saved.facts)
-        except (LookupError, TypeError, AttributeError, ValueError) as reason:  # its digest is right
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as reason:  # its digest is right
             raise checkpoints.foreign_checkpoint(folder, self._turn, reason) from reason
         self._saved, self._midway = self.order, False
 
