@@ -9,6 +9,7 @@ from test_accountant import account, info
 
 from learning import FEATURES, RECORDS, learner, same_state
 from reconbound._internal.checks import InputError
+from reconbound._internal.files import sealed, unsealed
 from reconbound.accounting.accountant import Chosen, FisherAccountant
 from reconbound.accounting.feature_ledger import resolve_diagonal
 
@@ -260,3 +261,40 @@ def test_memory_is_that_of_the_records_kept() -> None:
     kept = sum(v.numel() * v.element_size() for v in ledger.features.state.values())
     assert ledger.diagonal == "chosen"
     assert kept < 1e6  # against 376 MB
+
+
+@pytest.mark.parametrize("diagonal", ["all", "average", [0, 1], Chosen(1, 1)], ids=str)
+@pytest.mark.parametrize("how", ["missing", "empty"])
+def test_a_ledger_takes_no_more_memory_than_its_file(diagonal, how, tmp_path) -> None:
+    """A tensor that is missing, or has no rows, does not let a sealed description ask for any number of features."""
+    path, many = tmp_path / "ledger.safetensors", 10**12
+    FisherAccountant(account(4, 3), diagonal=diagonal).save(path)
+    FisherAccountant.load(path)
+    tensors, facts = unsealed(path)
+    for name in [name for name in tensors if name.startswith(("diagonal", "average"))]:
+        tensor = tensors.pop(name)
+        if how == "empty" and tensor.dim() == 2:
+            tensors[name] = torch.zeros(0, many, dtype=tensor.dtype)
+    facts["ledger"]["account"]["features"] = many
+    path.write_bytes(sealed(tensors, facts))
+    with pytest.raises(InputError, match=r"path must be a ledger .*(diagonal|average) must be a tensor of shape"):
+        FisherAccountant.load(path)
+
+
+@pytest.mark.parametrize(("said", "missing"), [("all", "diagonal"), ("average", "average"), ("none", "trace")])
+def test_a_ledger_without_the_tensor_that_it_describes_is_refused(said, missing, tmp_path) -> None:
+    path = tmp_path / "ledger.safetensors"
+    FisherAccountant(account(4, 3), diagonal="all").save(path)
+    tensors, facts = unsealed(path)
+    tensors.pop(missing, None)
+    facts["ledger"]["diagonal"] = said
+    path.write_bytes(sealed(tensors, facts))
+    with pytest.raises(InputError, match=rf"path must be a ledger .*{missing} must be a tensor of shape .*got None"):
+        FisherAccountant.load(path)
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(10**6, dtype=torch.int64), torch.zeros(3), torch.zeros((), dtype=int)])
+def test_rows_that_are_not_those_of_the_diagonal_are_refused(rows) -> None:
+    ledger, _ = ledger_of(1, 3)
+    with pytest.raises(InputError, match="rows must be indices of the records in the diagonal"):
+        ledger.restore({**ledger.state(), "rows": rows}, 3)

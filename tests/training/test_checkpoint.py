@@ -252,6 +252,7 @@ def changed(x: torch.Tensor) -> torch.Tensor:
         ("schedule differs .class was None and is 'StepLR'.;", {"schedule": lambda o: StepLR(o, 2)}),
         ("configuration differs .diagonal was 'none' and is .*'most': 3", {"diagonal": Chosen(3, 2)}),
         ("configuration differs .diagonal was 'none' and is ..top', 3", {"diagonal": ("top", 3)}),
+        (r"configuration differs .whole_at was \[\] and is \[2.0, 6.0\]", {"whole_at": [2]}),
     ],
 )
 def test_another_configuration_or_data_set_is_refused(tmp_path, what: str, change: dict) -> None:
@@ -261,6 +262,19 @@ def test_another_configuration_or_data_set_is_refused(tmp_path, what: str, chang
         attempt(tmp_path, **change)
     assert files == {name: (tmp_path / name).read_bytes() for name in NAMES}  # the last good state is intact
     attempt(tmp_path)
+
+
+def test_other_step_counts_of_a_whole_ledger_are_refused(tmp_path) -> None:
+    """The ledger keeps one row for each count: under other counts, the rows of step 4 would be given for step 2."""
+    kept = attempt(tmp_path, whole_at=[4], every=1)
+    assert kept.accountant is not None
+    for other in ([2], [2, 4], []):
+        with pytest.raises(CheckpointError, match=r"differs .whole_at was \[4.0, 6.0\] and is "):
+            attempt(tmp_path, whole_at=other)
+    again = attempt(tmp_path, whole_at=[4, 6])  # the last count is always the run's end
+    assert same_state(again, kept)
+    plain = attempt(None)  # how a run is measured does not change what it releases
+    assert all(torch.equal(a, b) for a, b in zip(kept.model.parameters(), plain.model.parameters(), strict=True))
 
 
 def rises(factor: float):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import replace
 
 import pytest
@@ -20,8 +21,10 @@ from learning import (
     same_state,
     settings,
 )
+from reconbound._internal import files
 from reconbound._internal.checks import InputError
 from reconbound.training import private_sgd as sgd_module
+from reconbound.training.checkpoint import NAMES, CheckpointError
 from reconbound.training.private_sgd import PrivateSGD, TrainingError
 
 # --- errors ----------------------------------------------------------------------------------
@@ -127,6 +130,21 @@ def test_removed_checkpoint_raises(tmp_path) -> None:
         path.unlink()
     with pytest.raises(ValueError, match="have been removed"):
         one.fit(2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": math.inf}, {"run": -math.inf}, {"seed": math.nan}, {"step": "x"}, {"history": [1]}, {"state": {}}],
+    ids=str,
+)
+def test_sealed_checkpoint_with_other_facts_is_refused_by_its_path(tmp_path, change: dict) -> None:
+    """Its digest is right, so that only its content tells. JSON has Infinity and NaN."""
+    learner(seed=None, checkpoint=tmp_path, every=4).fit(12)
+    newest = max((tmp_path / name for name in NAMES), key=lambda p: files.unsealed(p)[1]["order"])
+    tensors, facts = files.unsealed(newest)
+    newest.write_bytes(files.sealed(tensors, {**facts, **change}))
+    with pytest.raises(CheckpointError, match=rf"{newest.name} is not as reconbound wrote it \(\w+Error: .*bring"):
+        learner(seed=None, checkpoint=tmp_path, every=4).fit(12)
 
 
 # --- progress --------------------------------------------------------------------------------

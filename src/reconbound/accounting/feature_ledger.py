@@ -28,6 +28,8 @@ from reconbound.fisher import StepInformation
 
 #: Bytes that diagonal="auto" may take.
 MEMORY = 2**28
+#: What a ledger may keep.
+KINDS = ("none", "all", "average", "some", "chosen")
 
 
 @dataclass(frozen=True)
@@ -332,6 +334,9 @@ class FeatureLedger(Ledger):
         """Raises an InputError that names the first tensor whose shape or type does not fit; nothing is changed."""
         rows, wanted = tensors.get("rows"), self
         if self.choice is not None and rows is not None:
+            size = () if "diagonal" not in tensors else tuple(tensors["diagonal"].shape)
+            if rows.dtype != torch.int64 or size != (*rows.shape, self.account.features):  # before memory is taken
+                raise InputError("rows", f"must be indices of the records in the diagonal, {size}", tuple(rows.shape))
             if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.account.records:
                 raise InputError("rows", f"must be record indices below {self.account.records}", rows.tolist())
             wanted = copy(self)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from reconbound._internal.checks import InputError, file_path
+from reconbound._internal.checks import InputError, choice, file_path
 from reconbound._internal.files import CONFIDENTIAL, Unreadable, sealed, unsealed, write_whole
-from reconbound.accounting.feature_ledger import Chosen
+from reconbound.accounting.feature_ledger import KINDS, Chosen
 from reconbound.accounting.spec import Account, checked_device
 
 if TYPE_CHECKING:
@@ -63,12 +63,11 @@ def _restored(
 ) -> FisherAccountant:
     """Returns the ledger of a file's tensors and facts. Raises errors of many kinds where they do not fit."""
     account = Account(**{**facts["account"], "rules": tuple(facts["account"]["rules"])})
-    if facts["diagonal"] == "all" and "diagonal" not in tensors:
-        raise InputError("diagonal", "must have its tensor", "all")
-    for size, tensor in ((account.records, tensors["trace"]), (account.features, tensors.get("diagonal"))):
-        if tensor is not None and tensor.shape[-1] != size:  # before so much memory is taken
-            raise InputError("account", f"must be of tensors of length {tensor.shape[-1]}", size)
-    diagonal, few = facts["diagonal"], Chosen(**facts.get("choice", {}))
+    diagonal, few = choice("diagonal", facts["diagonal"], KINDS), Chosen(**facts.get("choice", {}))
+    for name, shape in _shapes(account, diagonal, tensors, facts).items():
+        given = tensors.get(name)
+        if given is None or tuple(given.shape) != shape:  # before so much memory is taken
+            raise InputError(name, f"must be a tensor of shape {shape}", None if given is None else tuple(given.shape))
     ledger = kind(
         account,
         diagonal={"some": facts["rows"], "chosen": few}.get(diagonal, diagonal),
@@ -81,3 +80,17 @@ def _restored(
     ledger.features.followed, ledger.needs_range = facts["followed"], facts["needs_range"]
     ledger.caveats = tuple(facts["caveats"])
     return ledger
+
+
+def _shapes(
+    account: Account, diagonal: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
+) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors that decide how much memory a ledger takes."""
+    shapes: dict[str, tuple[int, ...]] = {"trace": (len(account.rules), account.records)}
+    if diagonal in ("average", "some", "chosen"):
+        shapes["average"] = (1, account.features)
+    if diagonal == "all":
+        shapes["diagonal"] = (account.records, account.features)
+    elif diagonal in ("some", "chosen"):
+        shapes["diagonal"] = (len(facts["rows"] if diagonal == "some" else tensors["rows"]), account.features)
+    return shapes

@@ -38,8 +38,8 @@ from reconbound._internal.fingerprints import digest
 if TYPE_CHECKING:
     from reconbound.training.private_sgd import PrivateSGD
 
-#: Of checkpoints; 3 since losses and schedules are not run to be compared.
-FORMAT = 3
+#: Of checkpoints; 4 since they name the step counts at which the ledger is whole.
+FORMAT = 4
 NAMES = ("checkpoint-0.safetensors", "checkpoint-1.safetensors")
 LOCK = "lock"
 _OTHER_RUN = "give the new run a folder of its own, or go on with what this one began with"

@@ -28,7 +28,7 @@ from reconbound.training.settings import Settings
 #: Of the facts that noise and batches are bound to; another number draws others.
 CONTEXT = 2
 #: What decides only how a run is measured. Apart from it, all that distinguishes a run decides its noise and batches.
-_MEASURING = ("rules", "budget", "probes", "private", "diagonal", "spectral", "feature_scale")
+_MEASURING = ("rules", "budget", "probes", "private", "diagonal", "spectral", "feature_scale", "whole_at")
 _PART = 2**20  # numbers drawn at a time, to limit memory: each needs 32 bytes of key stream
 
 

@@ -329,7 +329,7 @@ class PrivateSGD:
         if not self.steps:
             self.kind, self.steps = kind, length
             self._make_ledger()
-            asked = ("steps", "kind", "spectral", "private", "diagonal", "feature_scale")
+            asked = ("steps", "kind", "spectral", "private", "diagonal", "feature_scale", "whole_at")
             options = {**asdict(self.settings), **{name: getattr(self, name) for name in asked}}
             self.identity = checkpoints.identify(self, options)
         with ExitStack() as stack:
