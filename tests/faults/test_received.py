@@ -321,6 +321,46 @@ def test_sealed_files_of_other_shapes_are_one_line(base) -> None:
             assert found.clear, (in_run, list(in_parts), in_facts, found)
 
 
+@pytest.mark.parametrize(
+    ("file", "place", "value"),
+    [
+        ("run.json", "mechanism.runs", "x"),
+        ("run.json", "mechanism.steps", "x"),
+        ("run.json", "accuracy", "x"),
+        ("run.json", "data.records", "x"),
+        ("run.json", "data.ranges.age", ["x", 1]),
+        ("run.json", "data.ranges.age", 3),
+        ("run.json", "data.public", 3),
+        ("run.json", "caveats", "x"),
+        ("leakage.safetensors", "most", "x"),
+        ("leakage.safetensors", "scale", ["x", 1]),
+        ("leakage.safetensors", "scale", [[], 1]),
+        ("leakage.safetensors", "private", None),
+        ("leakage.safetensors", "accuracy_baseline", "x"),
+        ("leakage.safetensors", "copies", "x"),
+    ],
+    ids=str,
+)
+def test_text_in_place_of_a_number_is_one_line_that_names_file_and_field(base, file, place, value) -> None:
+    folder = base / "audit"
+    tensors, facts = unsealed(folder / "leakage.safetensors")
+    run = {name: part for name, part in json.loads((folder / "run.json").read_text()).items() if name != "sha256"}
+    facts.pop("run")
+    *above, last = place.split(".")
+    inner = run if file == "run.json" else facts
+    for name in above:
+        inner = inner[name]
+    inner[last] = value
+    (folder / "run.json").write_bytes(sealed_json(run))
+    (folder / "leakage.safetensors").write_bytes(sealed(tensors, facts))
+    named, field = str(folder / file), last
+    if place in ("copies", "private"):  # what cannot be told before it is used: the folder, and why
+        named, field = f"{folder} is damaged, or", {"copies": "largest", "private": "shapes (2,) (4,)"}[place]
+    for words in (["report", str(folder)], ["show", str(folder)]):
+        refused(words, f"reconbound: {named} ")
+        refused(words, field)
+
+
 # --- what is published -------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ WRONG: dict[str, Any] = {
     "bytes": b"x",
     "list": [],
     "list of text": ["a", "b"],
+    "lists of different lengths": [[1.0], []],
     "dict": {},
     "tuple": (1, "a"),
     "nan": math.nan,

@@ -216,12 +216,13 @@ def numbers(name: str, values: Any, *, at_least: float | None = None, above: flo
         at_least: no number may be smaller than this.
         above: every number must be larger than this.
     """
-    if np.iscomplexobj(values):  # NumPy would drop the imaginary part with only a warning
-        raise InputError(name, "must be an array of real numbers", "complex ones")
     try:
-        array = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
+        real = not np.iscomplexobj(values)  # NumPy would drop the imaginary part with only a warning
+        array = np.asarray(values, dtype=np.float64) if real else np.empty(0)
+    except (TypeError, ValueError, OverflowError):  # among them lists of different lengths
         raise InputError(name, "must be an array of numbers", _shown(values)) from None
+    if not real:
+        raise InputError(name, "must be an array of real numbers", "complex ones")
     if array.size == 0:
         raise InputError(name, "must not be empty", values)
     bad = ~np.isfinite(array)

@@ -229,7 +229,8 @@ def plain_errors(resume: str = "", received: str = "") -> Iterator[None]:
         where = f"{reason.filename}: " if reason.filename else ""
         fail(f"{where}{reason.strerror or reason}")
     except Exception as reason:
-        if type(reason).__module__.startswith("reconbound.") or isinstance(reason, ValueError):
+        own = type(reason).__module__.startswith("reconbound.")
+        if own or (isinstance(reason, ValueError) and not received):  # a received folder is named, see below
             fail(str(reason))
         if type(reason).__module__.partition(".")[0] in ("sqlalchemy", "optuna"):
             fail(f"the database: {' '.join(str(reason).split())[:300]}")

@@ -27,13 +27,18 @@ import torch
 from torch import Tensor
 
 from reconbound._internal import files
-from reconbound._internal.checks import InputError, warn_user
+from reconbound._internal.checks import InputError, number, numbers, warn_user, whole
 from reconbound.report.formats import pixel_scale
 
 FORMAT = 1
 RUN, LEAKAGE, CHECKPOINTS = "run.json", "leakage.safetensors", "checkpoints"
 REPORT, PUBLIC_REPORT = "report.html", "report-public.html"
 PLAN, MODEL = "plan.json", "model.safetensors"
+#: Facts of a leakage file that are numbers, and lists of them, where they are there.
+_NUMBERS = (
+    "accuracy_baseline", "confidence", "diagonal_measured", "diagonal_probes", "most", "target_offset", "target_scale",
+)  # fmt: skip
+_LISTS = ("offset", "private", "scale")
 #: Where the seed of a run is from that was not made up by the operating system.
 CHOSEN_SEED = "--seed: not for a release"
 
@@ -178,16 +183,38 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         content = files.unsealed_json(path)
         if content.pop("format") != FORMAT:
             raise files.Unreadable(f"{path} is of another version of reconbound")
-        for name in ("data", "mechanism", "training", "guarantee"):
-            if not isinstance(content[name], dict):
-                raise TypeError(f"{name} must be an object")
-        return Run(**content)
+        run = Run(**content)
+        _check_run(run)
+        return run
     except FileNotFoundError:
         raise files.Unreadable(unfinished(folder, path)) from None
     except (ValueError, TypeError, KeyError, AttributeError) as reason:
         if isinstance(reason, files.Unreadable):
             raise
         raise files.Unreadable(f"{path} is not a file of reconbound's ({reason})") from None
+
+
+def _check_run(run: Run) -> None:
+    """Raises an InputError that names a field which is not as `write_run` writes it: a digest does not say who did."""
+    objects = {name: getattr(run, name) for name in ("data", "mechanism", "training", "guarantee", "software")}
+    objects |= {"caveats": run.caveats or {}}
+    for name, part in objects.items():
+        if not isinstance(part, Mapping):
+            raise InputError(name, "must be an object", part)
+    whole("mechanism.runs", run.mechanism.get("runs", 1))
+    if run.accuracy is not None:
+        number("accuracy", run.accuracy)
+    for name in ("private", "public"):
+        listed = run.data.get(name) or []
+        if not isinstance(listed, list) or not all(isinstance(column, str) for column in listed):
+            raise InputError(f"data.{name}", "must be names of columns", listed)
+    ranges = run.data.get("ranges") or {}
+    if not isinstance(ranges, Mapping):
+        raise InputError("data.ranges", "must be an object", ranges)
+    for name, ends in {**ranges, **({"": run.data["range"]} if run.data.get("range") else {})}.items():
+        where = f"data.ranges.{name}" if name else "data.range"
+        if numbers(where, ends).shape != (2,):
+            raise InputError(where, "must be two numbers", ends)
 
 
 def read_audit(folder: str | os.PathLike[str]) -> tuple[Run, Leakage]:
@@ -300,6 +327,13 @@ def read_leakage(folder: str | os.PathLike[str]) -> Leakage:
     unknown, missing = set(tensors) - names, needed - set(tensors)
     if unknown or missing:
         raise files.Unreadable(f"{path} has other parts than a leakage file: {sorted(unknown | missing)}")
+    try:
+        for name in (name for name in _NUMBERS if facts.get(name) is not None):
+            number(name, facts[name])
+        for name in (name for name in _LISTS if facts.get(name) is not None):
+            numbers(name, facts[name])
+    except InputError as reason:
+        raise files.Unreadable(f"{path} is not a file of reconbound's ({reason})") from None
     return Leakage(**tensors, facts=facts)
 
 
