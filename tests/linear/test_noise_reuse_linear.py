@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -161,3 +163,15 @@ def test_commands_print_one_line(tmp_path, command: str, run) -> None:
             status, _, err = run(*WORDS[command], *seed, "--out", tmp_path / f"{count}")
         assert status == 0, err
         check_note(err + "".join(f"{one.category.__name__}: {one.message}\n" for one in reported), count)
+
+
+@pytest.mark.slow
+def test_process_prints_one_line(tmp_path) -> None:
+    """In a process of its own, with Python's filters of warnings; the table and the training are as small as may be."""
+    rows = [f"{k % 7},{3 * k % 11},{'uv'[k % 2]}\n" for k in range(30)]
+    (tmp_path / "t.csv").write_text("".join(["a,b,y\n", *rows]))
+    words = ["audit", "t.csv", "--target", "y", "--range", "a=0:7", "--range", "b=0:11", "--model", "linear"]
+    call = [sys.executable, "-m", "reconbound", *words, "--steps", "1", "--runs", "1", "--seed", "3", "--out", "a"]
+    done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    check_note(done.stdout + done.stderr, 1)
