@@ -28,6 +28,7 @@ from reconbound.fisher.passes.recorder import (
     check_leading,
     check_order,
     check_rows_own,
+    passed_checks,
     record_single_records,
     recorded,
 )
@@ -45,7 +46,8 @@ class LayerPass:
         inputs: the model's inputs.
         targets: what the loss takes.
         check: first run two records without the others, to see that every layer's input has a row for each record, in
-            their order; and refuse gradients that do not depend on z.
+            their order; and refuse gradients that do not depend on z. That no row has another record's gradients is
+            seen without it too: in the first batch, after 1, 2, 4, 8, ... batches, and in any larger one.
         measured: keep the graph, for products with J; without it there are only norms and weighted sums.
         sloped: also take ∇_z ℓ on the way.
     """
@@ -74,9 +76,14 @@ class LayerPass:
             check_order(sites, losses, alone)
             self.losses = losses.detach()
             at = [*(s.edge for s in sites), *([self.z] if sloped else [])]
-            deltas = _output_gradients(losses, at, create_graph=measured, keep=check)
-            if check and not capturing(losses):
+            passed = passed_checks(problem, z)
+            live = not capturing(z)
+            due = live and passed.is_due(len(z))
+            deltas = _output_gradients(losses, at, create_graph=measured, keep=due)
+            if due:
                 check_rows_own(losses, sites, deltas[: len(sites)])
+            if live:
+                passed.add(len(z))
         at_z = deltas.pop() if sloped else None
         self.at_z = torch.zeros_like(z) if at_z is None else at_z.detach()
         self.graph_sites = [(s, d) for s, d in zip(sites, deltas, strict=True) if d is not None]
