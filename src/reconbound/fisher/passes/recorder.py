@@ -210,10 +210,10 @@ def recorded(
     return losses, outputs, recorder.sites
 
 
-def passed_checks(problem: Problem, z: Tensor) -> Passed:
-    """Returns what passed for this model, loss, private part and shape of a record."""
+def passed_checks(problem: Problem, z: Tensor, check: bool) -> Passed:
+    """Returns what passed for this model, loss, private part and shape of a record, with and without `check`."""
     loss = getattr(problem.loss_fn, "__code__", None) or id(problem.loss_fn)
-    key = (loss, problem.model.training, tuple(z.shape[1:]), problem.private.part, problem.private.name)
+    key = (check, loss, problem.model.training, tuple(z.shape[1:]), problem.private.part, problem.private.name)
     return _CHECKED.setdefault(problem.model, {}).setdefault(key, Passed())
 
 
@@ -223,10 +223,7 @@ def record_single_records(
     """Returns, by row, the uses and the loss of a batch's first and last record, each in a batch of another size.
 
     That size must show in the first dimension of every layer's input; otherwise that dimension does not count records.
-    This is not repeated while a CUDA graph is captured: the runs would be replayed with the graph.
     """
-    if capturing(z) and passed_checks(problem, z).batches:
-        return {}
     records = 1 if z.shape[0] > 1 else 2
     versions = {name: p._version for name, p in params.items()}
     found: dict[int, tuple[list[Site], Tensor]] = {}
