@@ -13,9 +13,13 @@ from torch.overrides import TorchFunctionMode
 import fuzz_checks
 from fuzz_models import Turned, make_draw
 from measuring import measure, sum_clipped
-from reconbound.fisher import Private, sensitivity
+from reconbound.fisher import Private, SumOptions, clipped_gradient_sum, sensitivity
+from reconbound.fisher.passes import by_layer
 from reconbound.fisher.passes.products import gram_squares_above
 from reconbound.fisher.sums import covering_method
+from reconbound.training.settings import Settings
+from reconbound.training.step import Measurer
+from small_models import cross_entropy
 
 pytestmark = pytest.mark.slow
 
@@ -173,6 +177,32 @@ def test_mixed_records_are_found_though_they_look_alike(records: int, shift: int
     mixes = [lambda h: (1 - share) * h + share * h.roll(shift, 0), lambda h: h + share * h.mean(0)]
     for mix in mixes[0 if shift % records else 1 :]:
         assert covering_method(Rolled(mix), total, x, y, Private("nothing")) == "generic"
+
+
+def test_training_finds_records_that_mix_in_large_batches_only() -> None:
+    """A training tested four records only: with its real batches, removing a record moved the sum by 5.4 C."""
+    torch.manual_seed(0)
+    x, y = 3 * torch.randn(40, 5), torch.randint(0, 3, (40,))
+    settings = Settings(noise_multiplier=1.0, max_grad_norm=0.1, sample_rate=0.9, seed=2**70 + 5)
+    model = Rolled(lambda h: h + h.roll(10, 0) if len(h) > 10 else h)
+    measurer = Measurer(model, cross_entropy, (x, y), settings, None, diagonal=False, spectral=False, check=True)
+    sums = measurer.gradient_sum
+    whole = sums(torch.arange(40))
+    for out in range(0, 40, 5):
+        without = sums(torch.tensor([i for i in range(40) if i != out]))
+        moved = torch.cat([(whole[name] - without[name]).flatten() for name in whole]).double().norm()
+        assert moved <= 0.1 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_rows_are_checked_ever_more_rarely_and_when_larger(checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(by_layer, "check_rows_own", lambda losses, *_: seen.append(len(losses)))
+    model, options = nn.Linear(5, 3), SumOptions(checked=checked)
+    for records in (3, 3, 3, 3, 3, 3, 4, 4, 4, 4, 5):
+        y = torch.zeros(records, dtype=torch.long)
+        clipped_gradient_sum(model, cross_entropy, torch.ones(records, 5), y, max_grad_norm=1.0, options=options)
+    assert seen == [3, 3, 3, 3, 4, 4, 5]  # after 0, 1, 2 and 4 batches, a larger one, after 8, a larger one
 
 
 def test_turned_model_is_found_in_a_batch_of_one() -> None:

@@ -28,6 +28,7 @@ from reconbound.fisher.passes.recorder import (
     check_leading,
     check_order,
     check_rows_own,
+    passed_checks,
     record_single_records,
     recorded,
 )
@@ -44,8 +45,9 @@ class LayerPass:
         z: the private part of each record.
         inputs: the model's inputs.
         targets: what the loss takes.
-        check: first run two records without the others, to see that every layer's input has a row for each record, in
-            their order; and refuse gradients that do not depend on z.
+        check: refuse gradients that do not depend on z; and where a batch is due, first run two records without the
+            others, to see that every layer's input has a row for each record, in their order. That no row has another
+            record's gradients is seen without it too. Due are a first batch, one after 1, 2, 4, ..., any larger one.
         measured: keep the graph, for products with J; without it there are only norms and weighted sums.
         sloped: also take ∇_z ℓ on the way.
     """
@@ -64,7 +66,9 @@ class LayerPass:
         sloped: bool = False,
     ) -> None:
         self.params = trainable(problem)
-        alone = record_single_records(problem, self.params, z, inputs, targets) if check else {}
+        passed, live = passed_checks(problem, z, check), not capturing(z)
+        due = passed.is_due(len(z)) and (live or not passed.batches)  # a graph would replay the check
+        alone = record_single_records(problem, self.params, z, inputs, targets) if check and due else {}
         self.z = z.detach().requires_grad_()
         self.strict = problem.private.part if check else None
         with torch.enable_grad():
@@ -74,9 +78,11 @@ class LayerPass:
             check_order(sites, losses, alone)
             self.losses = losses.detach()
             at = [*(s.edge for s in sites), *([self.z] if sloped else [])]
-            deltas = _output_gradients(losses, at, create_graph=measured, keep=check)
-            if check and not capturing(losses):
+            deltas = _output_gradients(losses, at, create_graph=measured, keep=due)
+            if due and live:
                 check_rows_own(losses, sites, deltas[: len(sites)])
+            if live:
+                passed.add(len(z))
         at_z = deltas.pop() if sloped else None
         self.at_z = torch.zeros_like(z) if at_z is None else at_z.detach()
         self.graph_sites = [(s, d) for s, d in zip(sites, deltas, strict=True) if d is not None]

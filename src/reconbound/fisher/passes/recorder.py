@@ -29,7 +29,22 @@ from reconbound.validate.private import Inputs, Problem, batch_rows
 from reconbound.validate.watch import close, each_side
 
 _FOREIGN = 1e-5  # the largest share of other records in a row of δ that may be rounding (sums in another order)
-_CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()  # what check_small_batch has passed
+_CHECKED: WeakKeyDictionary[nn.Module, dict[Any, Passed]] = WeakKeyDictionary()
+
+
+@dataclass
+class Passed:
+    """What passed the checks of a model with a loss: how many batches, and the largest of them."""
+
+    batches: int = 0
+    largest: int = 0
+
+    def is_due(self, records: int) -> bool:
+        """Returns whether a batch is to be checked: the first, one after 1, 2, 4, 8, ..., and any larger one."""
+        return records > self.largest or self.batches & (self.batches - 1) == 0
+
+    def add(self, records: int) -> None:
+        self.batches, self.largest = self.batches + 1, max(self.largest, records)
 
 
 class NotCovered(Exception):
@@ -195,18 +210,20 @@ def recorded(
     return losses, outputs, recorder.sites
 
 
+def passed_checks(problem: Problem, z: Tensor, check: bool) -> Passed:
+    """Returns what passed for this model, loss, private part and shape of a record, with and without `check`."""
+    loss = getattr(problem.loss_fn, "__code__", None) or id(problem.loss_fn)
+    key = (check, loss, problem.model.training, tuple(z.shape[1:]), problem.private.part, problem.private.name)
+    return _CHECKED.setdefault(problem.model, {}).setdefault(key, Passed())
+
+
 def record_single_records(
     problem: Problem, params: Mapping[str, Tensor], z: Tensor, inputs: Inputs, targets: Any
 ) -> dict[int, tuple[list[Site], Tensor]]:
     """Returns, by row, the uses and the loss of a batch's first and last record, each in a batch of another size.
 
     That size must show in the first dimension of every layer's input; otherwise that dimension does not count records.
-    This is not repeated while a CUDA graph is captured: the runs would be replayed with the graph.
     """
-    done = _CHECKED.setdefault(problem.model, set())
-    key = (tuple(z.shape[1:]), problem.private.part, problem.private.name)
-    if key in done and z.is_cuda and torch.cuda.is_current_stream_capturing():
-        return {}
     records = 1 if z.shape[0] > 1 else 2
     versions = {name: p._version for name, p in params.items()}
     found: dict[int, tuple[list[Site], Tensor]] = {}
@@ -227,7 +244,6 @@ def record_single_records(
             raise ValueError(
                 f"the parameter {name} is changed by calling the model: a forward pass must leave it alone"
             )
-    done.add(key)
     return found
 
 
