@@ -5,7 +5,7 @@
 The work: the networks and settings of fisher_step.py, and two models whose gradients are not formed, a wide network
 and tokens that share their layers. Each call is timed as a training makes it (checked=True), with all checks ("single
 call"), and on a GPU in a captured CUDA graph, as fisher_step.py times it. Data are random: times do not depend on them.
-It also runs on versions before the options were grouped. It prints one JSON object: the median seconds of each piece."""
+It also runs on versions before the options were grouped. It prints one JSON object: the median seconds of each."""
 
 from __future__ import annotations
 
