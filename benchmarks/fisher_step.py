@@ -2,6 +2,10 @@
 
     python benchmarks/fisher_step.py                          # two CPU cores, MNIST network, Opacus beside it
     python benchmarks/fisher_step.py --device cuda --networks mnist cifar10 --out table.json
+    python benchmarks/fisher_step.py --before ../before/src   # this version's speed against that of another
+
+With --before the two versions take turns, each in a process of its own (fisher_times.py); the last lines are the ratios
+of the medians, after over before. Nothing else is measured then. `git worktree add ../before COMMIT` makes the folder.
 
 The state is that after 300 private steps (noise 0.5, clip 4, step size 0.1, momentum 0.5). For each network it measures
 
@@ -335,6 +339,37 @@ GROWTH = {
 }
 
 
+# --- two versions in turns -----------------------------------------------------------
+
+
+def in_turns(before: str, device: str, rounds: int) -> list[dict[str, Any]]:
+    """The median times of each piece of work in two versions, and their ratio."""
+    sources = {"before": before, "after": str(Path(__file__).parents[1] / "src")}
+    for source in sources.values():
+        if not (Path(source) / "reconbound").is_dir():
+            sys.exit(f"--before: no folder reconbound in {source}")
+    found: dict[str, list[dict[str, float]]] = {"before": [], "after": []}
+    for turn in range(rounds):
+        for version in sorted(sources, reverse=turn % 2 == 1):
+            path = os.pathsep.join([sources[version], os.environ.get("PYTHONPATH", "")])
+            command = [sys.executable, str(Path(__file__).with_name("fisher_times.py")), "--device", device]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True,
+                                  env={**os.environ, "PYTHONPATH": path})  # fmt: skip
+            found[version].append(json.loads(done.stdout.splitlines()[-1]))
+    rows = []
+    for name in found["before"][0]:
+        times = {version: statistics.median(one[name] for one in turns) for version, turns in found.items()}
+        ratios = [after[name] / before[name] for before, after in zip(found["before"], found["after"], strict=True)]
+        rows.append({"work": name, **times, "ratio": times["after"] / times["before"], "ratio_by_round": ratios})
+    return rows
+
+
+def print_turns(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        times = f"{row['before'] * 1e3:9.2f} ms → {row['after'] * 1e3:9.2f} ms"
+        print(f"{row['work']:52} {times}  ratio {row['ratio']:.3f}")
+
+
 def write(table: dict[str, Any], path: str | None) -> None:
     if path:
         Path(path).write_text(json.dumps(table, indent=1) + "\n")
@@ -361,12 +396,20 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=["mnist"], choices=tuple(BATCH))
     parser.add_argument("--tf32-too", action="store_true", help="time once more with TF32 on, for both sides")
     parser.add_argument("--no-autotune", action="store_true", help="let cuDNN guess its algorithms, for both sides")
+    parser.add_argument("--before", metavar="SRC", help="the source folder of another version: compare speeds only")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each version with --before")
     parser.add_argument("--out", help="write the table here as JSON")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         kind = options.child[0]
         print(json.dumps(child(kind) if kind in ("opacus", "ours") else grow(kind, int(options.child[1]))))
+        return
+    if options.before:
+        rows = in_turns(options.before, options.device, options.rounds)
+        device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU, 2 threads"
+        write({"device": device, "torch": torch.__version__, "rows": rows}, options.out)
+        print_turns(rows)
         return
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.benchmark = not options.no_autotune
