@@ -7,8 +7,6 @@ scaled by c, a change along it by c + c'n. These two numbers are all that the in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -26,23 +24,47 @@ SENSITIVITY: dict[str, float] = {"smooth": SMOOTH_SENSITIVITY, "hard": 1.0}
 _FAR = 40.0  # exp(-40²/2) is zero in float64: beyond it the smooth clip is the hard one
 
 
-@dataclass(frozen=True)
 class Clipping:
-    """The clip's values at given gradient norms: each a tensor of the norms' shape."""
+    """The clip's values at given gradient norms: each a tensor of the norms' shape.
 
-    factor: Tensor  # c
-    compute_radial: Callable[[], Tensor]
-    compute_slope: Callable[[], Tensor]
+    Args:
+        norms: gradient norms n ≥ 0, any shape.
+        max_grad_norm: the clip norm C > 0.
+        clip: "smooth" or "hard".
+
+    Attributes:
+        factor: c, or 0 where it has lost digits: rounded up, it would let more than C through.
+    """
+
+    def __init__(self, norms: Tensor, max_grad_norm: float, clip: Clip) -> None:
+        self.norms, self.max_grad_norm, self.hard = norms, max_grad_norm, clip == "hard"
+        if self.hard:
+            factor = max_grad_norm / torch.where(norms <= max_grad_norm, max_grad_norm, norms)
+        else:
+            self.x = norms / max_grad_norm - 1
+            factor = 1 / (F.gelu(self.x) + 1)
+        self.factor = torch.where(factor < torch.finfo(factor.dtype).tiny, 0, factor)
 
     @cached_property
     def radial(self) -> Tensor:
         """Returns c + c'n = d(c n)/dn."""
-        return self.compute_radial()
+        if self.hard:
+            return (self.norms <= self.max_grad_norm).to(self.norms.dtype)
+        x = self.x.clamp(max=_FAR)
+        square = x.square()
+        density = torch.exp(square * -0.5) * math.sqrt(2 / math.pi)  # 2 φ(x)
+        above = torch.erfc(x * (1 / math.sqrt(2)))  # 2 Φ(−x); special.ndtr is not accurate so far out
+        return torch.addcmul(above, square + x, density, value=-1) * self.factor.square() * 0.5
 
-    @cached_property
+    @property
     def slope(self) -> Tensor:
         """Returns c' = dc/dn."""
-        return self.compute_slope()
+        if self.hard:
+            return torch.where(self.norms <= self.max_grad_norm, 0, -self.factor / self.norms)
+        x = self.x.clamp(max=_FAR)
+        density = torch.exp(x.square() * -0.5) * math.sqrt(2 / math.pi)
+        below = torch.erfc(x * (-1 / math.sqrt(2)))
+        return torch.addcmul(below, x, density) * self.factor.square() * (-0.5 / self.max_grad_norm)
 
 
 def sensitivity(clip: Clip) -> float:
@@ -82,48 +104,9 @@ def clipping(norms: Tensor, max_grad_norm: float, clip: Clip = "smooth") -> Clip
     >>> c.factor[:2].tolist(), c.radial.tolist()
     ([1.0, 0.5], [1.0, 0.0, 0.0])
     """
-    if check_clip(clip) == "hard":
-        return _hard(norms, max_grad_norm)
-    return _smooth(norms, max_grad_norm)
+    return Clipping(norms, max_grad_norm, check_clip(clip))
 
 
 def check_clip(clip: Clip) -> Clip:
     choice("clip", clip, CLIPS)
     return clip
-
-
-def _smooth(norms: Tensor, max_grad_norm: float) -> Clipping:
-    x = norms / max_grad_norm - 1
-    factor = _precise(1 / (F.gelu(x) + 1))
-
-    def near() -> tuple[Tensor, Tensor, Tensor]:
-        """Returns x up to where the clip is the hard one, x² and 2 φ(x)."""
-        x_near = x.clamp(max=_FAR)
-        square = x_near.square()
-        return x_near, square, torch.exp(square * -0.5) * math.sqrt(2 / math.pi)
-
-    def radial() -> Tensor:
-        x, square, density = near()
-        above = torch.erfc(x * (1 / math.sqrt(2)))  # 2 Φ(−x); special.ndtr is not accurate so far out
-        return torch.addcmul(above, square + x, density, value=-1) * factor.square() * 0.5
-
-    def slope() -> Tensor:
-        x, _, density = near()
-        below = torch.erfc(x * (-1 / math.sqrt(2)))
-        return torch.addcmul(below, x, density) * factor.square() * (-0.5 / max_grad_norm)
-
-    return Clipping(factor, radial, slope)
-
-
-def _hard(norms: Tensor, max_grad_norm: float) -> Clipping:
-    inside = norms <= max_grad_norm
-    safe = torch.where(inside, torch.full_like(norms, max_grad_norm), norms)
-    factor = _precise(max_grad_norm / safe)
-    return Clipping(
-        factor, lambda: inside.to(norms.dtype), lambda: torch.where(inside, torch.zeros_like(norms), -factor / safe)
-    )
-
-
-def _precise(factor: Tensor) -> Tensor:
-    """Returns the factor, or 0 where it has lost digits: rounded up, it would let more than C through."""
-    return torch.where(factor < torch.finfo(factor.dtype).tiny, 0, factor)

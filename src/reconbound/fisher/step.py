@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from reconbound._internal.checks import number
-from reconbound._internal.opacus_hooks import unhooked
+from reconbound._internal.opacus_hooks import without_hooks
 from reconbound._internal.rng import random_states_kept
 from reconbound.fisher import options as given
 from reconbound.fisher.clipping import Clip, check_clip, clipping
@@ -136,7 +136,6 @@ class _Plan:
     start: Tensor | None  # of the power iteration
 
 
-@unhooked
 @random_states_kept()
 def step_information(
     model: nn.Module,
@@ -182,52 +181,53 @@ def step_information(
     number("noise_multiplier", noise_multiplier, above=0)
     probes, method = options.probes, options.method
     given.check_arguments(model, loss_fn, inputs, targets, probes.generator)
-    problem = problems.Problem(model, loss_fn, problems.as_private(options.private))
-    z = problems.private_part(problem, inputs, targets)
-    records = z.shape[0]
-    params = given.released(problem)
-    features = problems.feature_mask(problem.private, z)
-    setting: dict[str, Any] = {
-        "features": math.prod(z.shape[1:]) if features is None else problem.private.count,
-        "probes": probes.number,
-        "noise_multiplier": noise_multiplier,
-        "max_grad_norm": max_grad_norm,
-        "clip": check_clip(clip),
-        "part": problem.private.part,
-        "caveats": (*known_caveats(model), *problems.module_caveats(model, problem.private)),
-    }
-    if records == 0:  # a Poisson batch may be empty
-        none = z.new_zeros(0)
-        return StepInformation(none, none, none, none, none, none, none, zero_sums(params), **setting)
-    checking = not (options.checked or given.capturing(z))
-    if checking:
-        given.check_values(model, inputs, targets)
-        check_jumps_once(model, loss_fn, problems.batch_rows((inputs, targets), slice(0, 3)), problem.private)
-    in_inputs = options.probes_inputs
-    drawn: Sequence[Any]
-    if probes.directions is not None:
-        drawn = probes.directions
-    elif in_inputs:
-        drawn = draw_input_probes(z, probes.count, probes.generator)
-    else:
-        drawn = draw_probes(params, probes.count, probes.generator)
-    start = draw_input_probes(z, 1, probes.generator)[0] if options.spectral else None
-    plan = _Plan(setting, options, drawn, features, start)
-    present = None if options.mask is None else as_present(options.mask, z)
-    parts: list[StepInformation] = []
-    for rows in micro_batches(records, options.micro_batch):
-        batch = problems.batch_rows((z, inputs, targets), rows)
-        check, sloped = not parts and not options.checked, in_inputs and probes.deflate > 1
-        work = open_pass(problem, batch, method, check=check, sloped=sloped)
-        method = work.method  # decided once, on the first rows
-        try:
-            parts.append(_measure(work, plan, None if present is None else present[rows]))
-        except RuntimeError as failure:
-            raise given.explain_torch_error(failure) or failure from failure
+    with without_hooks(model):
+        problem = problems.Problem(model, loss_fn, problems.as_private(options.private))
+        z = problems.private_part(problem, inputs, targets)
+        records = z.shape[0]
+        params = given.released(problem)
+        features = problems.feature_mask(problem.private, z)
+        setting: dict[str, Any] = {
+            "features": math.prod(z.shape[1:]) if features is None else problem.private.count,
+            "probes": probes.number,
+            "noise_multiplier": noise_multiplier,
+            "max_grad_norm": max_grad_norm,
+            "clip": check_clip(clip),
+            "part": problem.private.part,
+            "caveats": (*known_caveats(model), *problems.module_caveats(model, problem.private)),
+        }
+        if records == 0:  # a Poisson batch may be empty
+            none = z.new_zeros(0)
+            return StepInformation(none, none, none, none, none, none, none, zero_sums(params), **setting)
+        checking = not (options.checked or given.capturing(z))
         if checking:
-            given.check_overflow(parts[-1].norm, "gradient norm", "its gradient")
-            given.check_overflow(parts[-1].trace, "information", "the derivative of its gradient")
-    return replace(join(parts), mask=present)
+            given.check_values(model, inputs, targets)
+            check_jumps_once(model, loss_fn, problems.batch_rows((inputs, targets), slice(0, 3)), problem.private)
+        in_inputs = options.probes_inputs
+        drawn: Sequence[Any]
+        if probes.directions is not None:
+            drawn = probes.directions
+        elif in_inputs:
+            drawn = draw_input_probes(z, probes.count, probes.generator)
+        else:
+            drawn = draw_probes(params, probes.count, probes.generator)
+        start = draw_input_probes(z, 1, probes.generator)[0] if options.spectral else None
+        plan = _Plan(setting, options, drawn, features, start)
+        present = None if options.mask is None else as_present(options.mask, z)
+        parts: list[StepInformation] = []
+        for rows in micro_batches(records, options.micro_batch):
+            batch = problems.batch_rows((z, inputs, targets), rows)
+            check, sloped = not parts and not options.checked, in_inputs and probes.deflate > 1
+            work = open_pass(problem, batch, method, check=check, sloped=sloped)
+            method = work.method  # decided once, on the first rows
+            try:
+                parts.append(_measure(work, plan, None if present is None else present[rows]))
+            except RuntimeError as failure:
+                raise given.explain_torch_error(failure) or failure from failure
+            if checking:
+                given.check_overflow(parts[-1].norm, "gradient norm", "its gradient")
+                given.check_overflow(parts[-1].trace, "information", "the derivative of its gradient")
+        return replace(join(parts), mask=present)
 
 
 def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> StepInformation:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from reconbound._internal.checks import InputError
-from reconbound._internal.opacus_hooks import unhooked
+from reconbound._internal.opacus_hooks import without_hooks
 from reconbound._internal.rng import random_states_kept
 from reconbound.fisher.clipping import Clip, check_clip, clipping, sensitivity
 from reconbound.fisher.options import (
@@ -39,11 +39,11 @@ from reconbound.validate.private import (
     Private,
     Problem,
     batch_rows,
-    call_model,
     count_records,
     private_part,
     trainable,
 )
+from reconbound.validate.watch import arguments
 
 Pass = LayerPass | GenericPass
 
@@ -58,7 +58,6 @@ class ClippedSum:
     gradient_sum: dict[str, Tensor]
 
 
-@unhooked
 def clipped_gradient_sum(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],
@@ -89,31 +88,31 @@ def clipped_gradient_sum(
     check_options(options, SumOptions)
     check_clip_norm(max_grad_norm)
     check_arguments(model, loss_fn, inputs, targets)
-    problem = Problem(model, loss_fn, Private("nothing"))
-    params = released(problem)
-    z = private_part(problem, inputs, targets)
-    checking = not (options.checked or capturing(z))
-    if checking:
-        check_values(model, inputs, targets)
-    present = None if options.mask is None else as_present(options.mask, z)
-    method = options.method
-    total: dict[str, Tensor] = {}
-    norms, factors, losses = [z[:0]], [z[:0]], [z[:0]]
-    for rows in micro_batches(len(z), options.micro_batch):
-        batch = batch_rows((z, inputs, targets), rows)
-        work = open_pass(problem, batch, method, check=rows.start == 0 and not options.checked, measured=False)
-        method = work.method
-        norms.append(work.norms())
+    with without_hooks(model):
+        problem = Problem(model, loss_fn, Private("nothing"))
+        params = released(problem)
+        z = private_part(problem, inputs, targets)
+        checking = not (options.checked or capturing(z))
         if checking:
-            check_overflow(norms[-1], "gradient norm", "its gradient")
-        factors.append(clipping(norms[-1], max_grad_norm, check_clip(clip)).factor)
-        losses.append(work.losses)
-        part = work.weighted_sum(factors[-1] if present is None else factors[-1] * present[rows])
-        total = {name: total[name] + value if total else value for name, value in part.items()}
-    return ClippedSum(torch.cat(losses), torch.cat(norms), torch.cat(factors), total or zero_sums(params))
+            check_values(model, inputs, targets)
+        present = None if options.mask is None else as_present(options.mask, z)
+        method = options.method
+        total: dict[str, Tensor] = {}
+        norms, factors, losses = [z[:0]], [z[:0]], [z[:0]]
+        for rows in micro_batches(len(z), options.micro_batch):
+            batch = batch_rows((z, inputs, targets), rows)
+            work = open_pass(problem, batch, method, check=rows.start == 0 and not options.checked, measured=False)
+            method = work.method
+            norms.append(work.norms())
+            if checking:
+                check_overflow(norms[-1], "gradient norm", "its gradient")
+            factors.append(clipping(norms[-1], max_grad_norm, check_clip(clip)).factor)
+            losses.append(work.losses)
+            part = work.weighted_sum(factors[-1] if present is None else factors[-1] * present[rows])
+            total = {name: total[name] + value if total else value for name, value in part.items()}
+        return ClippedSum(torch.cat(losses), torch.cat(norms), torch.cat(factors), total or zero_sums(params))
 
 
-@unhooked
 @random_states_kept()
 def covering_method(
     model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], inputs: Inputs, targets: Any, private: Private
@@ -132,11 +131,12 @@ def covering_method(
     Returns:
         "generic" if the layer rules do not cover the model; otherwise "auto".
     """
-    problem = Problem(model, loss_fn, private)
-    released(problem)
-    z = private_part(problem, inputs, targets)
-    work = open_pass(problem, (z, inputs, targets), "auto", check=True, measured=private.part != "nothing")
-    return "auto" if work.method == "layers" else "generic"
+    with without_hooks(model):
+        problem = Problem(model, loss_fn, private)
+        released(problem)
+        z = private_part(problem, inputs, targets)
+        work = open_pass(problem, (z, inputs, targets), "auto", check=True, measured=private.part != "nothing")
+        return "auto" if work.method == "layers" else "generic"
 
 
 def open_pass(
@@ -263,8 +263,9 @@ def check_sums(
     fault = find_fault(model, loss_fn, few, method)
     if fault is not None:
         raise ModelError(f"{fault}: the model cannot be trained privately by this way (method {method!r})")
+    how: Any = {"max_grad_norm": max_grad_norm, "clip": clip, "options": SumOptions(method=method, checked=True)}
     for i in range(count_records(few)):
-        one = _sum(model, loss_fn, batch_rows(few, slice(i, i + 1)), method, max_grad_norm, clip)
+        one = clipped_gradient_sum(model, loss_fn, *batch_rows(few, slice(i, i + 1)), **how)
         size = float(torch.stack([s.double().norm() for s in one.gradient_sum.values()]).norm())
         if not size <= sensitivity(clip) * max_grad_norm * (1 + 1e-4):
             raise ModelError(
@@ -283,38 +284,24 @@ def find_fault(model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: 
         few: inputs and targets of a few records.
         method: as in `clipped_gradient_sum`.
     """
-    if not all(p.dtype == torch.float64 for p in model.parameters()):
-        fault = _find_fault(model, loss_fn, few, method, _ROUGH)
-        wide = None if fault is None else _in_float64(model, few)  # the difference may be only rounding
-        if wide is None:
-            return fault
-        model, few = wide
-    return _find_fault(model, loss_fn, few, method, _PRECISE)
-
-
-def _find_fault(
-    model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: Method, tolerance: tuple[float, float]
-) -> str | None:
-    """Returns a description of the fault in the sums in the model's own precision, or None."""
-    whole = _sum(model, loss_fn, few, method)
-    own, least = tolerance[0], tolerance[1] * float(whole.norm.double().sum())
+    exact = all(p.dtype == torch.float64 for p in model.parameters() if p.is_floating_point())
+    own, least = _PRECISE if exact else _ROUGH
+    how: Any = {"max_grad_norm": _NEVER, "clip": "hard", "options": SumOptions(method=method, checked=True)}
+    whole = clipped_gradient_sum(model, loss_fn, *few, **how)
+    least *= float(whole.norm.double().sum())
+    fault = None
     for name, plain in _autograd_sum(model, loss_fn, few).items():
-        ours = whole.gradient_sum[name].double()
-        if not float((ours - plain).norm()) <= own * float(plain.norm()) + least:
-            off = float((ours - plain).norm()) / max(float(plain.norm()), 1e-300)
-            return f"the gradient sum of the parameter {name} is off by {off:.1%} from autograd's"
-    for i, norm in enumerate(whole.norm.tolist()):
-        one = float(_sum(model, loss_fn, batch_rows(few, slice(i, i + 1)), method).norm)
+        off = float((whole.gradient_sum[name].double() - plain).norm())
+        if fault is None and not off <= own * float(plain.norm()) + least:
+            share = off / max(float(plain.norm()), 1e-300)
+            fault = f"the gradient sum of the parameter {name} is off by {share:.1%} from autograd's"
+    for i, norm in enumerate(whole.norm.tolist() if fault is None else ()):
+        one = float(clipped_gradient_sum(model, loss_fn, *batch_rows(few, slice(i, i + 1)), **how).norm)
         if not abs(one - norm) <= own * one + least:
-            return f"record {i} of the batch has gradient norm {norm:.6g}, by itself {one:.6g}"
-    return None
-
-
-def _sum(
-    model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: Method, norm: float = _NEVER, clip: Clip = "hard"
-) -> ClippedSum:
-    options = SumOptions(method=method, checked=True)
-    return clipped_gradient_sum(model, loss_fn, *few, max_grad_norm=norm, clip=clip, options=options)
+            fault = f"record {i} of the batch has gradient norm {norm:.6g}, by itself {one:.6g}"
+            break
+    wide = None if fault is None or exact else _in_float64(model, few)  # the difference may be only rounding
+    return fault if wide is None else find_fault(wide[0], loss_fn, wide[1], method)
 
 
 def _autograd_sum(model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any]) -> Mapping[str, Tensor]:
@@ -343,7 +330,8 @@ def _in_float64(model: nn.Module, few: tuple[Any, Any]) -> tuple[nn.Module, tupl
     try:
         wide = copy.deepcopy(model).double()
         with torch.no_grad():
-            call_model(wide, widened[0])
+            args, kwargs = arguments(widened[0])
+            wide(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError):
         return None
     return wide, widened

@@ -83,24 +83,34 @@ class Problem:
         return self.losses_and_outputs(z, inputs, targets, params)[0]
 
     def losses_and_outputs(
-        self, z: Tensor, inputs: Inputs, targets: Any, params: Mapping[str, Tensor] | None = None
+        self,
+        z: Tensor,
+        inputs: Inputs,
+        targets: Any,
+        params: Mapping[str, Tensor] | None = None,
+        mode: TwiceDifferentiable | None = None,
     ) -> tuple[Tensor, Any]:
+        """Returns the losses, as `losses` does, and the model's outputs. mode: takes the place of the usual one."""
         inputs, targets = _place(self.private, z, inputs, targets)
         with ExitStack() as stack:
             if self.private.part == "module":  # it returns z; the gradient of its own parameters still flows
                 answer = lambda output: _shaped(z, output) + (output - output.detach())  # noqa: E731
                 stack.enter_context(_called_once(self.model, self.private, answer))
-            stack.enter_context(twice_differentiable())
-            outputs = call_model(self.model, inputs, params)
+            stack.enter_context(twice_differentiable(mode))
+            args, kwargs = arguments(inputs)
+            if params is None:
+                outputs = self.model(*args, **kwargs)
+            else:
+                outputs = functional_call(self.model, dict(params), args, kwargs)
             losses = self.loss_fn(outputs, targets)
         check_losses(losses, z.shape[0])
         return losses, outputs
 
 
 @contextmanager
-def twice_differentiable() -> Iterator[None]:
+def twice_differentiable(mode: TwiceDifferentiable | None = None) -> Iterator[None]:
     """Gives functions second derivatives where PyTorch has any; refuses gradient checkpointing."""
-    with sdpa_kernel(SDPBackend.MATH), TwiceDifferentiable(), disable_saved_tensors_hooks(CHECKPOINTING):
+    with sdpa_kernel(SDPBackend.MATH), mode or TwiceDifferentiable(), disable_saved_tensors_hooks(CHECKPOINTING):
         yield
 
 
@@ -170,7 +180,8 @@ def private_part(problem: Problem, inputs: Inputs, targets: Any) -> Tensor:
         z = targets
     elif private.part == "module":
         with torch.no_grad(), _called_once(problem.model, private, lambda output: None) as outputs:
-            call_model(problem.model, inputs)
+            args, kwargs = arguments(inputs)
+            problem.model(*args, **kwargs)
         z = outputs[0]
     elif isinstance(inputs, Tensor):
         z = inputs
@@ -213,11 +224,6 @@ def feature_mask(private: Private, z: Tensor) -> Tensor | None:
 def batch_rows(tree: Any, rows: slice) -> Any:
     """Returns those rows of every tensor in a tuple or dictionary."""
     return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf, tree)
-
-
-def call_model(model: nn.Module, inputs: Inputs, params: Mapping[str, Tensor] | None = None) -> Any:
-    args, kwargs = arguments(inputs)
-    return model(*args, **kwargs) if params is None else functional_call(model, dict(params), args, kwargs)
 
 
 def trainable(problem: Problem) -> dict[str, Tensor]:

@@ -237,7 +237,7 @@ class TwiceDifferentiable(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        other = _REPLACED.get(func)
+        other = REPLACED.get(func)
         found = None if other is None else other(func, *args, **kwargs)
         return func(*args, **kwargs) if found is None else found
 
@@ -307,7 +307,7 @@ def each_side(value: Any, rank: int) -> tuple[int, ...]:
     return values * rank if len(values) == 1 else values
 
 
-_REPLACED: dict[Any, Callable[..., Tensor | None]] = {
+REPLACED: dict[Any, Callable[..., Tensor | None]] = {
     F.embedding_bag: _bag,
     F.conv_transpose1d: _conv_transpose,
     F.conv_transpose2d: _conv_transpose,

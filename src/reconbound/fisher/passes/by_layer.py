@@ -23,6 +23,7 @@ from reconbound.fisher.passes import products
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule
 from reconbound.fisher.passes.products import Pair, Params, wide_dtype
 from reconbound.fisher.passes.recorder import (
+    Recorder,
     Site,
     check_covered,
     check_leading,
@@ -30,7 +31,6 @@ from reconbound.fisher.passes.recorder import (
     check_rows_own,
     passed_checks,
     record_single_records,
-    recorded,
 )
 from reconbound.validate.private import Inputs, Problem, trainable
 
@@ -72,13 +72,18 @@ class LayerPass:
         self.z = z.detach().requires_grad_()
         self.strict = problem.private.part if check else None
         with torch.enable_grad():
-            losses, self.outputs, sites = recorded(problem, self.params, self.z, inputs, targets)
+            recorder = Recorder(self.params)
+            losses, self.outputs = problem.losses_and_outputs(self.z, inputs, targets, mode=recorder)
+            sites = recorder.sites
             check_covered(losses, sites, self.params)
             check_leading(sites, z.shape[0])
             check_order(sites, losses, alone)
             self.losses = losses.detach()
-            at = [*(s.edge for s in sites), *([self.z] if sloped else [])]
-            deltas = _output_gradients(losses, at, create_graph=measured, keep=due)
+            at: Any = [*(s.edge for s in sites), *([self.z] if sloped else [])]
+            deltas: list[Tensor | None] = [None] * len(at)
+            if at and losses.requires_grad:
+                how: Any = {"create_graph": measured, "retain_graph": measured or due, "allow_unused": True}
+                deltas = list(torch.autograd.grad(losses.sum(), at, **how))
             if due and live:
                 check_rows_own(losses, sites, deltas[: len(sites)])
             if live:
@@ -91,6 +96,7 @@ class LayerPass:
         self.dtype = wide_dtype(*(s.a for s in self.sites), *self.graph_deltas)
         self.inputs = [self._wide(s.a.detach()) for s in self.sites]
         self.deltas = [_kept(s, self._wide(d.detach())) for s, d in self.graph_sites]
+        self.own_pairs: list[list[Pair]] = [[pair] for pair in zip(self.inputs, self.deltas, strict=True)]
         self.weight_uses = _uses(s.weight for s in self.sites)
         self.bias_uses = _uses(s.bias for s in self.sites)
         self.formed: dict[str, Tensor] = {}
@@ -107,7 +113,7 @@ class LayerPass:
         """
         squares: list[Tensor] = []
         for name, uses in self.weight_uses.items():
-            formed, factors = self._formed(name, uses, self._own_pairs())
+            formed, factors = self._formed(name, uses, self.own_pairs)
             if formed is None:
                 squares.append(self._above(uses[0], *factors[0]))
             else:
@@ -117,7 +123,7 @@ class LayerPass:
     def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:
         """Returns the norms and Jᵀg, of z's shape. moving: products Jv will follow."""
         squares: list[Tensor] = []
-        seeds = self._record_direction(self._own_pairs(), squares, moving=moving)
+        seeds = self._record_direction(self.own_pairs, squares, moving=moving)
         return self._norms(squares), self._pull(*seeds, moving=moving)
 
     def slope(self) -> Tensor:
@@ -156,7 +162,20 @@ class LayerPass:
 
     def moved(self, v: Tensor) -> Tensor:
         """Returns ‖Jv‖² for each record, (B,), in float64, for a direction v of z's shape."""
-        return self._squared(self._moved_pairs(v))
+        found: list[Tensor] = []
+        pairs = self._moved_pairs(v)
+        formed = [self._bias_direction(uses, pairs) for uses in self.bias_uses.values()]
+        for name, uses in self.weight_uses.items():
+            gradients, factors = self._formed(name, uses, pairs)
+            if gradients is None:
+                found.append(products.summed_squares(factors))
+            else:
+                formed.append(gradients)
+        if formed:
+            found.append(products.squares(*formed))
+        if not found:
+            return self.losses.new_zeros(len(self.losses), dtype=torch.float64)
+        return torch.stack(found).sum(0).clamp(min=0)
 
     def normal(self, v: Tensor) -> Tensor:
         """Returns JᵀJv, of z's shape."""
@@ -185,9 +204,6 @@ class LayerPass:
         """Returns values in the precision of all sums here: at least float32, so that nothing is rounded to 8 bits."""
         return values.to(self.dtype) if values.is_floating_point() else values
 
-    def _own_pairs(self) -> list[list[Pair]]:
-        return [[pair] for pair in zip(self.inputs, self.deltas, strict=True)]
-
     def _norms(self, squares: list[Tensor]) -> Tensor:
         """Returns the norms, (B,). squares: of weights whose gradients are not formed; biases are added here."""
         self._form_biases()
@@ -196,30 +212,31 @@ class LayerPass:
         if not squares:
             return self.losses.new_zeros(len(self.losses), dtype=self.dtype)
         total = torch.stack(squares).sum(0).sqrt()
-        self._find_cancelling(total)
+        # Where the places of a record nearly cancel, the clip leaves it sums over places of up to C · S/n. A product
+        # over the whole batch rounds them by the size of what it has added up before, so that one record would move the
+        # shares of all others. In float64, n ≥ S · 5e-8 by its error term; while capturing, see `_above`.
+        if self.dtype != torch.float64 and self.spreads and not capturing(total):
+            far = torch.stack([s > _CANCELS * total for s in self.spreads.values()]).any(1).tolist()
+            self.cancelling = {i for i, is_far in zip(self.spreads, far, strict=True) if is_far}
         return products.rounded_above(total, self.dtype)
-
-    def _find_cancelling(self, norms: Tensor) -> None:
-        """Finds the uses with a record whose places nearly cancel: the other records' partial sums would round it.
-
-        The clip leaves such a record sums over places of up to C · S/n. A product over the whole batch rounds them by
-        the size of what it has added up before, so that one record would move the shares of all others.
-        """
-        if self.dtype == torch.float64 or not self.spreads or capturing(norms):
-            return  # in float64, n ≥ S · 5e-8 by its error term; while capturing, see `_above`
-        far = torch.stack([s > _CANCELS * norms for s in self.spreads.values()]).any(1).tolist()
-        self.cancelling = {i for i, is_far in zip(self.spreads, far, strict=True) if is_far}
 
     def _form_biases(self) -> None:
         for name, uses in self.bias_uses.items():
             if name not in self.formed:
-                self.formed[name] = self._bias_direction(uses, self._own_pairs())
+                self.formed[name] = self._bias_direction(uses, self.own_pairs)
 
     def _formed(self, name: str, uses: list[int], pairs: list[list[Pair]]) -> tuple[Tensor | None, list[Pair]]:
         """Returns the weight's gradients, if it is cheaper to form them, and (of a single use) their factors."""
         if len(uses) > 1:
-            return self._full(name, uses, pairs), []
-        factors = self._factors(uses[0], pairs[uses[0]])
+            made = [(self.sites[i].rule, self._wide(a), self._wide(d)) for i in uses for a, d in pairs[i]]
+            each = [products.full_gradients(*one, self.params[name]) for one in made]
+            return torch.stack(each).sum(0), []
+        i = uses[0]
+        rule, kept = self.sites[i].rule, self.columns.get(i)
+        factors: list[Pair] = []
+        for a, delta in pairs[i]:
+            columns = rule.columns(a) if kept is None or a is not self.inputs[i] else kept
+            factors.append((self._wide(columns), self._wide(rule.rows(delta))))
         forms = products.forms_gradient(*factors[0], sum(columns.shape[-1] for columns, _ in factors))
         return products.summed_gradients(factors) if forms else None, factors
 
@@ -237,22 +254,6 @@ class LayerPass:
             squares = torch.maximum(squares, (self.spreads[i] / _CANCELS).square())
         return squares
 
-    def _squared(self, pairs: list[list[Pair]]) -> Tensor:
-        """Returns the squared norms of the gradients that pairs (a, δ) make, (B,)."""
-        found: list[Tensor] = []
-        formed = [self._bias_direction(uses, pairs) for uses in self.bias_uses.values()]
-        for name, uses in self.weight_uses.items():
-            gradients, factors = self._formed(name, uses, pairs)
-            if gradients is None:
-                found.append(products.summed_squares(factors))
-            else:
-                formed.append(gradients)
-        if formed:
-            found.append(products.squares(*formed))
-        if not found:
-            return self.losses.new_zeros(len(self.losses), dtype=torch.float64)
-        return torch.stack(found).sum(0).clamp(min=0)
-
     def _record_direction(
         self, pairs: list[list[Pair]], squares: list[Tensor] | None = None, *, moving: bool = False
     ) -> tuple[list[Any], list[Any]]:
@@ -268,7 +269,7 @@ class LayerPass:
         along_input: list[Tensor | None] = [None] * len(self.sites)
         for name, uses in self.weight_uses.items():
             if moving and len(uses) == 1:
-                self.columns[uses[0]] = self._columns(uses[0], self.inputs[uses[0]])
+                self.columns.setdefault(uses[0], self.sites[uses[0]].rule.columns(self.inputs[uses[0]]))
             formed, factors = self._formed(name, uses, pairs)
             if formed is None:
                 self._seed_unformed(uses[0], factors, along_output, along_input, squares)
@@ -315,23 +316,6 @@ class LayerPass:
         if squares is not None:
             squares.append(self._above(i, columns, rows, (of_columns, of_rows)))
 
-    def _columns(self, i: int, a: Tensor) -> Tensor:
-        kept = self.columns.get(i) if a is self.inputs[i] else None
-        return self.sites[i].rule.columns(a) if kept is None else kept
-
-    def _factors(self, i: int, pairs: list[Pair]) -> list[Pair]:
-        rule = self.sites[i].rule
-        return [(self._wide(self._columns(i, a)), self._wide(rule.rows(delta))) for a, delta in pairs]
-
-    def _full(self, name: str, uses: list[int], pairs: list[list[Pair]]) -> Tensor:
-        weight = self.params[name]
-        each = [
-            products.full_gradients(self.sites[i].rule, self._wide(a), self._wide(d), weight)
-            for i in uses
-            for a, d in pairs[i]
-        ]
-        return torch.stack(each).sum(0)
-
     def _bias_direction(self, uses: list[int], pairs: list[list[Pair]]) -> Tensor:
         """Returns the bias gradients, (B, O). A pair (ȧ, δ) adds nothing: the bias does not meet the input."""
         each = [
@@ -355,19 +339,16 @@ class LayerPass:
                     outputs.append(at)
                     seeds.append(seed.to(at.dtype))
                     where.append((i, in_delta))
-        if not moving:
-            return self._at_z(_backward(outputs, self.z, seeds))
-        seeds = [seed.detach().requires_grad_() for seed in seeds]
-        with torch.enable_grad():
-            pulled = self._at_z(_backward(outputs, self.z, seeds, create_graph=True))
-        self.tangents = where, seeds, pulled
-        return pulled.detach()
-
-    def _at_z(self, arrived: Tensor | None) -> Tensor:
-        """Returns what arrived at z, and refuses None: then no gradient depends on z."""
-        if arrived is None and self.strict is not None:
+        if moving:
+            seeds = [seed.detach().requires_grad_() for seed in seeds]
+        with torch.set_grad_enabled(moving or torch.is_grad_enabled()):
+            arrived = _backward(outputs, self.z, seeds, create_graph=moving)
+        if arrived is None and self.strict is not None:  # no gradient depends on z
             raise dependence_error(self.strict) if self.sites else gradient_error()
-        return torch.zeros_like(self.z) if arrived is None else arrived
+        pulled = torch.zeros_like(self.z) if arrived is None else arrived
+        if moving:
+            self.tangents = where, seeds, pulled
+        return pulled.detach() if moving else pulled
 
     def _moved_pairs(self, v: Tensor) -> list[list[Pair]]:
         """Returns Jv as pairs: the gradients made by (a, δ̇) and (ȧ, δ), the dots being derivatives along v.
@@ -390,14 +371,6 @@ class LayerPass:
                 here.append((a_dot, delta))
             pairs.append(here)
         return pairs
-
-
-def _output_gradients(losses: Tensor, at: Any, *, create_graph: bool, keep: bool) -> list[Tensor | None]:
-    """Returns the gradients of the summed losses at each tensor. keep: other gradients of this graph will follow."""
-    if not at or not losses.requires_grad:
-        return [None] * len(at)
-    keep = keep or create_graph
-    return list(torch.autograd.grad(losses.sum(), at, create_graph=create_graph, retain_graph=keep, allow_unused=True))
 
 
 def _backward(outputs: list[Tensor], z: Tensor, seeds: list[Tensor], *, create_graph: bool = False) -> Tensor | None:

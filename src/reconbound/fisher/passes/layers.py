@@ -129,7 +129,7 @@ class ConvRule:
         return rows.reshape(shape)
 
     def apply(self, a: Tensor, weight: Tensor) -> Tensor:
-        return _FORWARD[self.rank](a, weight, None, self.stride, self.padding, self.dilation, self.groups)
+        return _FORWARD[len(self.kernel)](a, weight, None, self.stride, self.padding, self.dilation, self.groups)
 
     def transpose(self, delta: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
         if weight.shape[1] <= _FEW_CHANNELS and not delta.is_cuda:

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from reconbound.fisher.options import capturing
@@ -26,7 +25,7 @@ from reconbound.fisher.passes.convolutions import convolve, pool, poolable
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule, LinearRule, Rule, ScaleRule
 from reconbound.validate.model import CHECKPOINTING
 from reconbound.validate.private import Inputs, Problem, batch_rows
-from reconbound.validate.watch import close, each_side
+from reconbound.validate.watch import REPLACED, TwiceDifferentiable, close, each_side
 
 _FOREIGN = 1e-5  # the largest share of other records in a row of δ that may be rounding (sums in another order)
 _CHECKED: WeakKeyDictionary[nn.Module, dict[Any, Passed]] = WeakKeyDictionary()
@@ -63,8 +62,11 @@ class Site:
     bias: str | None
 
 
-class Recorder(TorchFunctionMode):
-    """A mode in which every use of the named parameters by a known function is appended to sites."""
+class Recorder(TwiceDifferentiable):
+    """A mode in which every use of the named parameters by a known function is appended to sites.
+
+    Functions without a second derivative are computed by others, as in `TwiceDifferentiable`, which are recorded.
+    """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -74,18 +76,20 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.autograd.grad or func is Tensor.backward or _transformed():
             raise NotCovered("the model differentiates or transforms something itself, which may involve parameters")
-        known = _KNOWN.get(func) if torch.is_grad_enabled() else None
-        if known is None:
-            return func(*args, **(kwargs or {}))
-        result = known(self, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {})) if result is None else result
+        result, kwargs = None, kwargs or {}
+        if func in REPLACED:
+            with self:
+                result = REPLACED[func](func, *args, **kwargs)
+        elif func in _KNOWN and torch.is_grad_enabled():
+            result = _KNOWN[func](self, *args, **kwargs)
+        return func(*args, **kwargs) if result is None else result
 
     def name(self, param: Tensor | None) -> str | None:
-        return None if param is None else self.names.get(id(param))
+        return self.names.get(id(param))
 
     def constant(self, param: Tensor | None) -> Any:
         """Returns the parameter, detached if its gradient is taken from the recorded uses."""
-        return param if param is None or self.name(param) is None else param.detach()
+        return param.detach() if param is not None and id(param) in self.names else param
 
     def add(self, rule: Rule, a: Tensor, output: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         edge: GradientEdge | Tensor
@@ -200,16 +204,6 @@ _KNOWN: dict[Any, Callable[..., Tensor | None]] = {
 }
 
 
-def recorded(
-    problem: Problem, params: Mapping[str, Tensor], z: Tensor, inputs: Inputs, targets: Any
-) -> tuple[Tensor, Any, list[Site]]:
-    """Returns the losses, the outputs and every use of these parameters, from one forward pass."""
-    recorder = Recorder(params)
-    with recorder:
-        losses, outputs = problem.losses_and_outputs(z, inputs, targets)
-    return losses, outputs, recorder.sites
-
-
 def passed_checks(problem: Problem, z: Tensor, check: bool) -> Passed:
     """Returns what passed for this model, loss, private part and shape of a record, with and without `check`."""
     loss = getattr(problem.loss_fn, "__code__", None) or id(problem.loss_fn)
@@ -232,7 +226,9 @@ def record_single_records(
         if records == 2:
             batch = tree_map(lambda t: torch.cat([t, t]) if isinstance(t, Tensor) else t, batch)
         with torch.enable_grad():
-            losses, _, sites = recorded(problem, params, *batch)
+            recorder = Recorder(params)
+            losses, _ = problem.losses_and_outputs(batch[0], batch[1], batch[2], mode=recorder)
+        sites = recorder.sites
         check_leading(sites, records)
         if records == 2 and losses.requires_grad and not capturing(losses):  # in a batch of one, every row is its own
             edges: Any = [site.edge for site in sites]
@@ -294,7 +290,7 @@ def check_covered(losses: Tensor, sites: list[Site], params: Mapping[str, Tensor
     for site in sites:
         if site.a._version != site.version:
             raise NotCovered(f"the input of {site.weight or site.bias} is changed in place after its use")
-    both = _in_two_roles(sites)
+    both = {site.weight for site in sites if site.weight} & {site.bias for site in sites if site.bias}
     if both:  # the rules keep weights and biases apart, and such a gradient is the sum of both shares
         raise NotCovered(f"the parameter {min(both)} is a weight in one layer and a bias in another")
     if not losses.requires_grad:
@@ -312,11 +308,6 @@ def check_covered(losses: Tensor, sites: list[Site], params: Mapping[str, Tensor
         if type(node).__name__ == "CheckpointFunctionBackward":
             raise ValueError(CHECKPOINTING)
         todo.extend(following for following, _ in node.next_functions)
-
-
-def _in_two_roles(sites: list[Site]) -> set[str]:
-    """Returns the parameters that are a weight in one use and a bias in another."""
-    return {site.weight for site in sites if site.weight} & {site.bias for site in sites if site.bias}
 
 
 def check_leading(sites: list[Site], records: int) -> None:
