@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from printed import assert_alike
+
 pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -38,7 +40,7 @@ def test_guide_runs(name: str, least: int, tmp_path, monkeypatch) -> None:
         warnings.filterwarnings("ignore", "floors of one run")  # its trainings are short
         for kind, content in blocks:
             if kind == "text":
-                assert printed.strip() == content.strip()
+                assert_alike(content, printed)
                 printed = ""
                 continue
             assert printed == "", "a block prints something that the guide does not show"
