@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from injecting import ended
 from reconbound._internal.checks import DataError
-from reconbound.data import DataWarning, load_dataset
+from reconbound.data import DataWarning, load_dataset, npz
 from reconbound.data import csv as text
 
 LONG = 130_000  # characters of a cell, near the most that Python's csv takes
@@ -47,11 +48,34 @@ def test_many_columns_take_no_more_than_their_number(tmp_path) -> None:
 
 def test_a_packed_bomb_is_one_line(tmp_path, monkeypatch) -> None:
     path = tmp_path / "bomb.csv.gz"
-    path.write_bytes(gzip.compress(b"x,y\n" + b"1,2\n" * 1_000_000))
+    path.write_bytes(gzip.compress(b"x,y\n" + b"1,2\n" * 2**24))
+    refused_within(2**24, ["audit", str(path), "--target", "y", "--out", str(tmp_path / "a")], monkeypatch)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_packed_array_is_one_line(tmp_path, packed, monkeypatch) -> None:
+    """Zeros of 32 MiB are packed into a thousandth of it; as they are they take no more memory than their file."""
+    path, parts = tmp_path / "bomb.npz", {"x": np.zeros((64, 2**17), np.float32), "y": np.arange(64) % 2}
+    (np.savez_compressed if packed else np.savez)(path, **parts)
+    if packed:
+        refused_within(2**24, ["audit", str(path), "--out", str(tmp_path / "a")], monkeypatch)
+    else:
+        monkeypatch.setattr(text, "MOST_UNPACKED", 2**20)
+        assert npz._read(path)["x"].shape == (64, 2**17)
+
+
+def refused_within(most: int, words: list[str], monkeypatch) -> None:
+    """One line says what a limit of 1 MiB allows, before more than `most` bytes were taken."""
     monkeypatch.setattr(text, "MOST_UNPACKED", 2**20)
-    found = ended(["audit", str(path), "--target", "y", "--out", str(tmp_path / "a")])
-    assert (found.status, found.clear) == (2, True)
+    tracemalloc.start()
+    try:
+        found = ended(words)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (found.status, found.clear) == (2, True), found
     assert "unpacks to more than 1 MB" in found.err
+    assert peak < most
 
 
 def test_too_little_memory_is_one_line(tmp_path, monkeypatch) -> None:

@@ -127,6 +127,18 @@ def test_errors_are_reported(save, arrays, message):
     assert "\n" not in str(caught.value)
 
 
+class Planted:
+    """Counts how often it was unpickled."""
+
+    loaded = 0
+
+    def __setstate__(self, state: object) -> None:
+        Planted.loaded += 1
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"a": 1}
+
+
 def test_damaged_files_and_pickles(save, tmp_path):
     content = save(X=RNG.random((12, 2)), y=LABELS).read_bytes()
     path = tmp_path / "b.npz"
@@ -138,6 +150,9 @@ def test_damaged_files_and_pickles(save, tmp_path):
         np.save(file, np.zeros(3))
     with pytest.raises(DataError, match="a single array"):
         load_dataset(path)
+    with pytest.raises(DataError, match="holds Python objects; pickles are never read"):
+        load_dataset(save(X=np.array([[Planted(), 1.0]] * 12, dtype=object), y=LABELS))
+    assert Planted.loaded == 0
     with pytest.raises(DataMissing, match=r"c\.npz does not exist"):
         load_dataset(tmp_path / "c.npz")
     with pytest.raises(InputError, match="private is for tables"):

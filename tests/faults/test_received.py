@@ -18,10 +18,12 @@ import auditing
 import small_folders
 from injecting import ended
 from reconbound._internal.checks import InputError
-from reconbound._internal.files import open_lock, sealed, sealed_json, unsealed
+from reconbound._internal.files import Unreadable, open_lock, sealed, sealed_json, unsealed
+from reconbound.auditing.release import load_release
 from reconbound.auditing.run import run_audit
 from reconbound.data import Dataset, Feature
-from reconbound.report.folder import read_leakage, read_run
+from reconbound.report.folder import read_audit, read_leakage, read_run
+from reconbound.sweep.run import read_about
 from reconbound.training.checkpoint import CheckpointError, lock_folder
 
 SHARE = int(os.environ.get("INJECT", "0"))
@@ -205,7 +207,10 @@ def _content(path: Path) -> dict[str, bytes]:
 def test_epsilon_comes_from_mechanism_not_run_json(base) -> None:
     folder = base / "audit"
     right = read_run(folder).guarantee["epsilon"]
-    guarantee = {**read_run(folder).guarantee, "epsilon": right / 100}
+    floors = [bound["rmse"] for bound in read_audit(folder)[0].guarantee["bounds"]]
+    bounds = [{**bound, "rmse": 100.0, "mse": 1e4} for bound in read_run(folder).guarantee["bounds"]]
+    assert len(bounds) > 1
+    guarantee = {**read_run(folder).guarantee, "epsilon": right / 100, "bounds": bounds}
     tamper(folder / "run.json", guarantee=guarantee)
     refused(["report", str(folder)], "are of different audits")
     tensors, facts = unsealed(folder / "leakage.safetensors")
@@ -218,6 +223,9 @@ def test_epsilon_comes_from_mechanism_not_run_json(base) -> None:
     assert (folder / "report-public.html").read_bytes() == before
     shown = ended(["show", str(folder), "--json"])
     assert json.loads(shown.out)["epsilon"] == pytest.approx(right)
+    with pytest.warns(UserWarning, match="which is reported"):
+        computed = read_audit(folder)[0].guarantee["bounds"]
+    assert [bound["rmse"] for bound in computed] == floors
 
 
 def test_a_mechanism_that_was_changed_is_of_another_audit(base) -> None:
@@ -265,6 +273,8 @@ def test_nothing_in_a_received_folder_steers_the_terminal(base, monkeypatch) -> 
     (base / "audit" / "leakage.safetensors").write_bytes(sealed(tensors, facts))
     data = {**read_run(base / "audit").data, "name": evil, "private": [evil] * 2}
     tamper(base / "audit" / "run.json", data=data, caveats={"kinks": evil})
+    about = read_about(base / "sweep")
+    assert not {"\x1b", "\x07", "\u202e"} & {*about["data"], *about["caveats"]["kinks"], *about["task"]}
     compare = ["report", "audit", "audit", "--out", str(base / "c.html")]
     for words in (
         ["frontier", "sweep"],
@@ -298,6 +308,10 @@ def test_files_that_hold_something_else_are_one_line(base, content) -> None:
             found = ended([command, str(base / folder)])
             assert (found.status, found.clear) == (2, True), (name, found)
         path.write_bytes(own)
+    for name, read in (("run.json", read_run), ("inputs.json", load_release), ("leakage.safetensors", read_leakage)):
+        (base / "audit" / name).write_text(content)  # in Python, where no command says it in one line
+        with pytest.raises(Unreadable, match=name):
+            read(base / "audit")
 
 
 def test_sealed_files_of_other_shapes_are_one_line(base) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 from torch import Tensor
 
+import calling
+import injecting
 from reconbound._internal.rng import keystream
+from reconbound.auditing.release import load_release
+from reconbound.report.folder import read_run
 from reconbound.training import noise
 from reconbound.training.noise import draw
 
@@ -115,3 +121,39 @@ def test_counters_run_past_two_to_the_31() -> None:
     both = keystream(bytes(32), 2**31 - 1, bytes(12), 2, CPU)
     assert torch.equal(both[:, 1:], keystream(bytes(32), 2**31, bytes(12), 1, CPU))
     assert not torch.equal(both[:, 0], both[:, 1])
+
+
+def by_shake(key: int, size: int) -> np.ndarray:
+    """The numbers again, from SHAKE-256's bytes, by NumPy: Box and Muller's, each the sum of four over two."""
+    pairs = (size + 1) // 2
+    raw = hashlib.shake_256(b"reconbound noise" + key.to_bytes(32, "little") + bytes(8)).digest(64 * pairs)
+    first, second = ((np.frombuffer(raw, "<u8").reshape(2, 4, pairs) >> 11) + 0.5) / 2.0**53
+    radius = np.sqrt(-2 * np.log(first))
+    both = radius * np.cos(2 * np.pi * second), radius * np.sin(2 * np.pi * second)
+    return np.concatenate([part.sum(axis=0) / 2 for part in both])[:size]
+
+
+def test_an_audit_from_the_command_line_releases_the_noise_of_this_generator(tmp_path, monkeypatch) -> None:
+    """One step, with its noise and with zeros in its place: the models differ by SHAKE-256's noise and nothing else."""
+    calling.write_people(tmp_path / "people.csv")
+    options = ["--target", "<b>pay</b>", "--model", "linear", "--steps", "1", "--runs", "1", "--sample-rate", "1"]
+    options += ["--noise-multiplier", "2", "--max-grad-norm", "1", "--lr", "0.5", "--momentum", "0", "--quiet"]
+    drawn: list[tuple[int, torch.Tensor]] = []
+    own, factor = noise.draw, 1.0
+
+    def spied(key: int, size: int, device: torch.device) -> torch.Tensor:
+        drawn.append((key, own(key, size, device)))
+        return drawn[-1][1] * factor
+
+    monkeypatch.setattr(noise, "draw", spied)
+    models = []
+    for factor in (1.0, 0.0):
+        words = ["audit", str(tmp_path / "people.csv"), *options, "--seed", str(2**200), "--out"]
+        found = injecting.ended([*words, str(tmp_path / f"{factor}")])
+        assert found.status == 0, found
+        models.append(torch.cat([p.flatten() for p in load_release(tmp_path / f"{factor}").model.parameters()]))
+    (key, used), (again, _) = drawn
+    assert key == again > 2**128
+    np.testing.assert_allclose(used.numpy(), by_shake(key, len(used)), rtol=1e-12)
+    records = read_run(tmp_path / "0.0").data["records"]
+    torch.testing.assert_close((models[0] - models[1]).double(), -0.5 * 2 * used / records, rtol=1e-4, atol=1e-7)

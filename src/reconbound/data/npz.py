@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from reconbound._internal.checks import DataError, DataMissing, DataShown, InputError
+from reconbound.data import csv
 from reconbound.data.dataset import FOR_TABLES, DataOptions, Dataset, Feature, Pixels, clean
 from reconbound.data.tables import MOST_CATEGORIES, Column, check_column_options, make_table
 
@@ -73,6 +74,10 @@ def _read(path: Path) -> dict[str, np.ndarray]:
             if file.read(6) == b"\x93NUMPY":
                 raise DataError(f"{path}: a single array, not an .npz file")
             with zipfile.ZipFile(file) as archive:
+                packed = [part for part in archive.infolist() if part.compress_type != zipfile.ZIP_STORED]
+                if sum(part.file_size for part in packed) > csv.MOST_UNPACKED:  # no part unpacks to more than it says
+                    most = f"{csv.MOST_UNPACKED >> 20:,} MB"
+                    raise DataError(f"{path}: unpacks to more than {most}; save it with numpy.savez if that is right")
                 for name in archive.namelist():
                     with archive.open(name) as part:
                         found[name.removesuffix(".npy")] = np.lib.format.read_array(part, allow_pickle=False)
