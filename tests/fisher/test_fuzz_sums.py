@@ -196,7 +196,7 @@ def test_training_finds_records_that_mix_in_large_batches_only() -> None:
 
 @pytest.mark.parametrize("groups", [2, 3, 19])
 def test_generic_sums_are_clipped_though_some_batches_mix(groups: int) -> None:
-    """A model that mixes records only where the batch is a multiple of `groups`: layer rules do not see it in batches
+    """Mixes records only where the batch is a multiple of `groups`: layer rules do not see it in batches
     that are not due for a check (as the docstring says); the generic method runs each record by itself."""
     torch.manual_seed(0)
     x, y = 3 * torch.randn(40, 5), torch.randint(0, 3, (40,))
