@@ -34,7 +34,7 @@ _CHECKED: WeakKeyDictionary[nn.Module, dict[Any, Passed]] = WeakKeyDictionary()
 
 @dataclass
 class Passed:
-    """What passed the checks of a model with a loss: how many batches, and the largest of them."""
+    """Counts the batches of a model with a loss that passed the checks, and keeps the size of the largest."""
 
     batches: int = 0
     largest: int = 0
