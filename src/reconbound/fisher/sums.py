@@ -84,6 +84,10 @@ def clipped_gradient_sum(
         options: micro-batches, padding, method and checks.
 
     Guarantee: adding or removing one record moves the sum by at most sensitivity(clip) · max_grad_norm.
+        - With method="generic": for every model, because each record is run by itself.
+        - With layer rules: for a model that treats records alone in every batch. That is checked in the first batch, in
+          those after 1, 2, 4, 8, ... batches, and in any larger one; a model that mixes records only in other batches
+          is not found there.
     """
     check_options(options, SumOptions)
     check_clip_norm(max_grad_norm)
