@@ -290,7 +290,7 @@ def check_covered(losses: Tensor, sites: list[Site], params: Mapping[str, Tensor
     for site in sites:
         if site.a._version != site.version:
             raise NotCovered(f"the input of {site.weight or site.bias} is changed in place after its use")
-    both = {site.weight for site in sites if site.weight} & {site.bias for site in sites if site.bias}
+    both = _in_two_roles(sites)
     if both:  # the rules keep weights and biases apart, and such a gradient is the sum of both shares
         raise NotCovered(f"the parameter {min(both)} is a weight in one layer and a bias in another")
     if not losses.requires_grad:
@@ -308,6 +308,11 @@ def check_covered(losses: Tensor, sites: list[Site], params: Mapping[str, Tensor
         if type(node).__name__ == "CheckpointFunctionBackward":
             raise ValueError(CHECKPOINTING)
         todo.extend(following for following, _ in node.next_functions)
+
+
+def _in_two_roles(sites: list[Site]) -> set[str]:
+    """Returns the parameters that are a weight in one use and a bias in another."""
+    return {site.weight for site in sites if site.weight} & {site.bias for site in sites if site.bias}
 
 
 def check_leading(sites: list[Site], records: int) -> None:
