@@ -216,6 +216,12 @@ def test_a_damaged_release_is_refused(done, tmp_path) -> None:
                 said = str(reason)
                 assert "\n" not in said, (what, said)
             shutil.rmtree(folder)
+    path = Path(shutil.copytree(done / "audit", tmp_path / "b")) / "model.safetensors"
+    content = path.read_bytes()
+    for at in range(8 + int.from_bytes(content[:8], "little"), len(content)):  # every byte of a parameter
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(ValueError, match="was changed or damaged: it is not the model that was trained here"):
+            load_release(tmp_path / "b")
 
 
 def test_the_model_is_restored_from_the_checkpoint(done, tmp_path) -> None:
