@@ -93,7 +93,7 @@ def poisson_pair_kl(
         - Attacker: any; neighbours: two values of one record; sampler: Poisson.
 
     >>> round(poisson_pair_kl(1.0, math.hypot(0.8, 0.3), 0.8, 0.01), 12)
-    1.6235455e-05
+    1.6235456e-05
     """
     q = checked_rate(sample_rate)
     top = None if largest_norm is None else min(number("largest_norm", largest_norm, at_least=0.0), LARGEST_NORM)
