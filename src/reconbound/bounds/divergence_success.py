@@ -1,4 +1,4 @@
-"""What a KL divergence between two worlds says of every attack: chances, advantages and errors. Nats go in.
+"""Chances, advantages and errors of every attack, from a KL divergence between two worlds; nats go in.
 
 D bounds KL(P‖Q): P is the law of the real release, Q that of the release in which one record is left out, or in which
 its private part has a public reference value. docs/theory/any_attacker.md 6.7 to 6.10 has the proofs.
