@@ -176,5 +176,5 @@ def test_gaussian_floor_is_met_by_the_linear_gaussian_channel():
 def test_the_design_example():
     """d = 784, q = .01, σ = .5 with the smooth clip, T = 5000."""
     m = 1.1153 / 0.5
-    assert rate_distortion(5000 * divergences.kl_poisson(m, 0.01), dim=784).value == close(0.243, rel=0, abs=5e-4)
+    assert rate_distortion(5000 * divergences.poisson_kl(m, 0.01), dim=784).value == close(0.243, rel=0, abs=5e-4)
     assert 1e-38 < theorem1(5000 * divergences.order2_poisson(m, 0.01), dim=784).value < 1e-36

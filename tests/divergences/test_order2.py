@@ -228,7 +228,7 @@ def test_attacker_who_does_not_know_the_others_learns_less():
 
         p, r = (1 - q) * mix(0) + q * mix(m), (1 - q) * mix(0) + q * mix(-m)
         assert math.log1p(np.sum((p - r) ** 2 / r) * h) <= divergences.order2_poisson(m, q) * (1 + 1e-9)
-        assert np.sum(p * np.log(p / mix(0))) * h <= divergences.kl_poisson(m, q) * (1 + 1e-9)
+        assert np.sum(p * np.log(p / mix(0))) * h <= divergences.poisson_kl(m, q) * (1 + 1e-9)
         assert np.sum(2 * p * r / (p + r)) * h >= divergences.overlap_poisson(m, q) * (1 - 1e-9)
 
 

@@ -25,7 +25,7 @@ def test_kl_pure_is_tight_at_randomised_response():
         assert divergences.kl_pure(eps) == close(float(kl), rel=1e-12)
 
 
-def mp_kl_poisson(m, q):
+def mp_poisson_kl(m, q):
     m, q = mp.mpf(m), mp.mpf(q)
 
     def f(x):
@@ -37,21 +37,21 @@ def mp_kl_poisson(m, q):
 
 @pytest.mark.parametrize("q", [1e-30, 1e-9, 1e-4, 0.01, 0.5, 0.999])
 @pytest.mark.slow
-def test_kl_poisson_against_mpmath(q):
+def test_poisson_kl_against_mpmath(q):
     with mp.workdps(90):
         for m in (1e-6, 1.0, 2.2306, 25.0):
-            assert divergences.kl_poisson(m, q) == close(mp_kl_poisson(m, q), rel=1e-11), m
+            assert divergences.poisson_kl(m, q) == close(mp_poisson_kl(m, q), rel=1e-11), m
 
 
 @pytest.mark.parametrize(("m", "q"), [(12.0, 1e-100), (13.0, 1e-120), (15.0, 1e-200)])
-def test_kl_poisson_at_rates_so_small_that_all_of_it_lies_near_2m(m, q):
+def test_poisson_kl_at_rates_so_small_that_all_of_it_lies_near_2m(m, q):
     """There KL ≈ χ²/2, whose integrand P₁²/P₀ peaks at 2m: an integral that stops before is no upper bound."""
     with mp.workdps(450):
-        assert divergences.kl_poisson(m, q) == close(mp_kl_poisson(m, q), rel=1e-11)
-    assert divergences.kl_poisson(m, 1e-310) == 1e-310 * m * m / 2
+        assert divergences.poisson_kl(m, q) == close(mp_poisson_kl(m, q), rel=1e-11)
+    assert divergences.poisson_kl(m, 1e-310) == 1e-310 * m * m / 2
 
 
-def test_kl_poisson_bounds_records_and_mutual_information():
+def test_poisson_kl_bounds_records_and_mutual_information():
     """KL rises with the norm, does not see the direction, and bounds what a step tells about a random record."""
     x = np.linspace(-25, 25, 5001)
     h = x[1] - x[0]
@@ -63,7 +63,7 @@ def test_kl_poisson_bounds_records_and_mutual_information():
         mean = np.mean(releases, axis=0)
         information = np.mean([np.sum(p * np.log(p / mean)) * h for p in releases])
         worst = max(np.sum(p * np.log(p / norm.pdf(x))) * h for p in releases)
-        assert information <= worst + 1e-12 <= divergences.kl_poisson(m, q) + 2e-12
+        assert information <= worst + 1e-12 <= divergences.poisson_kl(m, q) + 2e-12
 
 
 def test_kl_fixed_bounds_random_triples():

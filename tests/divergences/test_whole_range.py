@@ -31,7 +31,7 @@ PER_STEP = {
     "wang": divergences.order2_fixed,
     "convexity": lambda m, q: divergences.order2_fixed(m, q, method="convexity"),
     "paper": divergences.order2_paper,
-    "kl_poisson": divergences.kl_poisson,
+    "poisson_kl": divergences.poisson_kl,
     "kl_fixed": divergences.kl_fixed,
 }
 
@@ -58,7 +58,7 @@ def test_pure_divergences_are_finite_ordered_and_grow(eps, more):
 @given(SHIFTS, RATES)
 @settings(max_examples=150, deadline=None)
 def test_divergences_are_ordered(m, q):
-    in_order([divergences.kl_poisson(m, q), divergences.order2_paper(m, q), divergences.order2_poisson(m, q)])
+    in_order([divergences.poisson_kl(m, q), divergences.order2_paper(m, q), divergences.order2_poisson(m, q)])
     if q < 1:
         in_order([divergences.order2_poisson(m, q), min(divergences.order2_poisson(m, q, method="closed"), 4 * m * m)])
     in_order([divergences.order2_poisson(m, q), divergences.order2_fixed(m, q)])
@@ -110,7 +110,7 @@ def test_limits():
         (lambda: divergences.order2_fixed(1.0, 0.5, method="exact"), "method", "exact"),
         (lambda: divergences.order2_pure(-0.1), "epsilon", "-0.1"),
         (lambda: divergences.kl_pure(math.nan), "epsilon", "nan"),
-        (lambda: divergences.kl_poisson(1.0, -0.5), "sample_rate", "-0.5"),
+        (lambda: divergences.poisson_kl(1.0, -0.5), "sample_rate", "-0.5"),
         (lambda: divergences.kl_fixed(math.inf, 0.5), "m", "inf"),
         (lambda: divergences.overlap_poisson(1.0, 0.5, 1.5), "steps", "1.5"),
         (lambda: divergences.overlap_poisson(1.0, 0.5, -1), "steps", "-1"),

@@ -3,7 +3,9 @@
 Unbiased attackers: `theorem1`, `by_position`, `corners` (order-2 Rényi DP); `theorem2`, `from_trace`,
 `from_spectral_norm`, `per_feature`, `per_group` (Fisher information).
 Any attacker: `van_trees`, `van_trees_trace`, `box_minimax` (Fisher information); `lecam` with `overlap_from_…`;
-`rate_distortion`, `corners_floor`, `uniform_floor`, `ball_floor`, `gaussian_floor` (KL); `layer_cake` (chances).
+`rate_distortion`, `corners_floor`, `uniform_floor`, `ball_floor`, `gaussian_floor` (KL); `layer_cake` (chances);
+`success_from_kl`, `membership_from_kl`, `two_point_floor`, `entropy_power_floor`, `wrong_category_floor`,
+`mean_van_trees` (the ledgers); `success_estimate` is no bound.
 """
 
 from reconbound.bounds.any_attacker import (
@@ -17,6 +19,15 @@ from reconbound.bounds.any_attacker import (
     van_trees_trace,
 )
 from reconbound.bounds.bound import Bound
+from reconbound.bounds.divergence_success import (
+    entropy_power_floor,
+    mean_van_trees,
+    membership_from_kl,
+    success_estimate,
+    success_from_kl,
+    two_point_floor,
+    wrong_category_floor,
+)
 from reconbound.bounds.rate_distortion import ball_floor, corners_floor, gaussian_floor, rate_distortion, uniform_floor
 from reconbound.bounds.success import (
     layer_cake,
@@ -46,12 +57,15 @@ __all__ = [
     "by_position",
     "corners",
     "corners_floor",
+    "entropy_power_floor",
     "from_spectral_norm",
     "from_trace",
     "gaussian_floor",
     "layer_cake",
     "lecam",
+    "mean_van_trees",
     "membership_from_gdp",
+    "membership_from_kl",
     "membership_from_pure",
     "overlap_from_losses",
     "overlap_from_order2",
@@ -65,9 +79,13 @@ __all__ = [
     "rero_from_gdp",
     "rero_from_order2",
     "rero_from_pure",
+    "success_estimate",
+    "success_from_kl",
     "theorem1",
     "theorem2",
+    "two_point_floor",
     "uniform_floor",
     "van_trees",
     "van_trees_trace",
+    "wrong_category_floor",
 ]

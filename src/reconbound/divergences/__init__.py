@@ -5,15 +5,15 @@ deviation on the sum (m = sensitivity/noise_multiplier), of the sampling rate q 
 are in nats, in float64 and computed in log space: nothing overflows. docs/theory/divergences.md has the proofs.
 """
 
-from reconbound.divergences.kl import kl_fixed, kl_poisson, kl_pure
+from reconbound.divergences.kl import kl_fixed, kl_pure
 from reconbound.divergences.order2 import order2_fixed, order2_gaussian, order2_paper, order2_poisson, order2_pure
 from reconbound.divergences.overlap import overlap_fixed, overlap_poisson
+from reconbound.divergences.poisson_kl import pair_kl_bound, poisson_kl, poisson_pair_kl
 from reconbound.divergences.sensitivity import SMOOTH_SENSITIVITY, output_perturbation_shift, sensitivity
 
 __all__ = [
     "SMOOTH_SENSITIVITY",
     "kl_fixed",
-    "kl_poisson",
     "kl_pure",
     "order2_fixed",
     "order2_gaussian",
@@ -23,5 +23,8 @@ __all__ = [
     "output_perturbation_shift",
     "overlap_fixed",
     "overlap_poisson",
+    "pair_kl_bound",
+    "poisson_kl",
+    "poisson_pair_kl",
     "sensitivity",
 ]

@@ -311,7 +311,7 @@ def _sampled_cost(event: Any) -> tuple[float, float]:
     if q == 0 or m == math.inf:
         return _NO_COST if q == 0 else _NOT_PRIVATE
     if type(event).__name__ == "PoissonSampledDpEvent":
-        return renyi.order2_poisson(m, q), renyi.kl_poisson(m, q)
+        return renyi.order2_poisson(m, q), renyi.poisson_kl(m, q)
     single = type(event.event).__name__ == "GaussianDpEvent"
     return renyi.order2_fixed(m, q), renyi.kl_fixed(m, q) if single else q * m * m / 2
 

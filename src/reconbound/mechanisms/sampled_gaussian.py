@@ -129,7 +129,7 @@ class SampledGaussian(Mechanism):
         return self.steps * renyi.order2_paper(self.m, self.sample_rate)
 
     def kl(self) -> float:
-        step = renyi.kl_poisson if self.sampler != "fixed" else renyi.kl_fixed
+        step = renyi.poisson_kl if self.sampler != "fixed" else renyi.kl_fixed
         return self.steps * step(self.m, self.sample_rate)
 
     def overlap(self) -> float:
