@@ -123,3 +123,20 @@ def test_autocast_outside_refused_inside_clipped() -> None:
     assert 0.0099 < size <= 0.01 * (1 + 1e-5)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="autocast is on for cpu"):
         sum_clipped(model, losses, x, y, max_grad_norm=1.0)
+
+
+def test_gradients_that_rounding_decides_are_refused() -> None:
+    """A record alone has another gradient than beside others, in float32 only: a removal moves the others' shares."""
+
+    class Rounded(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            lost = 0.5 if x.dtype == torch.float32 and len(x) == 1 else 0.0
+            return super().forward(x * (1 - lost * torch.tensor([1.0, 1, 0, 0, 0], dtype=x.dtype)))
+
+    x, y = batch()
+    torch.manual_seed(0)
+    check_sums(Rounded(5, 3).double(), losses, x.double(), y, max_grad_norm=0.1)
+    with pytest.raises(ModelError, match=r"record \d of the batch differs by \d.*% .*use float64"):
+        check_sums(Rounded(5, 3), losses, x, y, max_grad_norm=0.1)
+    learner = PrivateSGD(Rounded(5, 3), losses, x, y, Settings(1.0, 1.0, 0.5, seed=1), progress=False)
+    assert set(learner.measurer._methods) == {"generic"}  # takes each record by itself, always

@@ -94,10 +94,28 @@ def _check_sums(draw: Draw, tally: Tally) -> Iterator[str]:
         moved = size({k: v.double() - others.gradient_sum[k].double() for k, v in whole.gradient_sum.items()})
         tally.counts["removals"] += 1
         allowed = bound * (1 + 1e-3) + 4 * unit * sum(sizes)
-        if not moved <= allowed:
+        if not moved <= allowed and not moved <= allowed + _rounding_of_others(draw, i):
             yield f"without record {i} the sum moves by {moved / bound:.6g} of what it may"
     if draw.dtype == torch.float64:
         yield from _check_autograd(draw, tally)
+
+
+def _rounding_of_others(draw: Draw, i: int) -> float:
+    """Returns how far the clipped gradients of the others move as autograd rounds them in the batches without record i.
+
+    A clip is a projection on a ball: it moves no gradient further than the gradient itself moved, nor 2C/n of that.
+    """
+    records, total = len(draw.targets), 0.0
+    keep = [j for j in range(records) if j != i]
+    for place, j in enumerate(keep):
+        found = []
+        for rows, at in ((list(range(records)), j), (keep, place)):
+            step = draw.micro_batch or len(rows)
+            start = at - at % step
+            found.append(plain_gradients(draw, rows[start : start + step], double=False, only=at - start))
+        off, norm = size({k: found[0][k] - found[1][k] for k in found[0]}), size(found[0])
+        total += off * min(1.0, 2 * draw.max_grad_norm / max(norm, 1e-300))
+    return total
 
 
 def _check_norm(draw: Draw, i: int, norm: float, tally: Tally) -> Iterator[str]:
@@ -122,15 +140,17 @@ def _check_norm(draw: Draw, i: int, norm: float, tally: Tally) -> Iterator[str]:
 
 
 def _usual_error(draw: Draw, i: int) -> float:
-    """Returns the largest error of autograd's gradient of a record over 16 draws that differ in their last digits."""
+    """Returns the largest error of autograd's gradient of a record over 16 draws that differ in their last digits.
+
+    How far the exact gradient moves with these digits counts too: no computation in this precision can do better.
+    """
     errors = []
+    true = plain_gradients(twin(draw), slice(i, i + 1), double=True)
     for seed in range(16):
         near = shake(draw, 4 * torch.finfo(draw.dtype).eps, seed, draw.dtype)
-        own, exact = (
-            plain_gradients(near, slice(i, i + 1), double=False),
-            plain_gradients(twin(near), slice(i, i + 1), double=True),
-        )
-        errors.append(size({k: own[k] - exact[k] for k in exact}))
+        own = plain_gradients(near, slice(i, i + 1), double=False)
+        exact = plain_gradients(twin(near), slice(i, i + 1), double=True)
+        errors.append(max(size({k: own[k] - other[k] for k in other}) for other in (exact, true)))
     return max(errors)
 
 
@@ -330,14 +350,14 @@ def shake(draw: Draw, amount: float, seed: int = 1, dtype: torch.dtype = torch.f
     return moved
 
 
-def plain_gradients(draw: Draw, rows: slice, *, double: bool, only: int | None = None) -> dict[str, Tensor]:
+def plain_gradients(draw: Draw, rows: slice | list[int], *, double: bool, only: int | None = None) -> dict[str, Tensor]:
     """Returns autograd's gradient of the summed losses of these rows, by parameter name, in float64.
 
     only: take the loss of this row, computed together with the others.
     """
     problem = Problem(draw.model, draw.loss_fn, Private("nothing"))
     params = trainable(problem)
-    inputs, targets = batch_rows((draw.inputs, draw.targets), rows)
+    inputs, targets = chosen((draw.inputs, draw.targets), rows)
     with torch.enable_grad():
         losses = problem.losses(torch.zeros(len(targets)), inputs, targets)
         losses = losses if only is None else losses[only]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,6 +88,8 @@ def clipped_gradient_sum(
         - With layer rules: for a model that treats records alone in every batch. That is checked in the first batch, in
           those after 1, 2, 4, 8, ... batches, and in any larger one; a model that mixes records only in other batches
           is not found there.
+        - For gradients as the model computes them in this batch. PyTorch may round a record's gradient otherwise in a
+          batch of another size. `check_sums` refuses models whose gradients are mostly such rounding.
     """
     check_options(options, SumOptions)
     check_clip_norm(max_grad_norm)
@@ -197,6 +199,7 @@ _NEVER = 1e30  # a clip norm that no gradient reaches
 
 #: Tolerances of two computations of a gradient: relative to it, and to all of the gradient.
 _PRECISE, _ROUGH = (1e-6, 1e-9), (1e-2, 1e-4)
+_ROUNDING = 5e-2  # of a gradient alone and in a batch, in the model's own precision
 
 
 def methods_that_pass(
@@ -247,7 +250,8 @@ def check_sums(
         norms of the batch             against those of its records one at a time
         the sum of one record          against sensitivity(clip) · max_grad_norm, in float64
 
-    A model that fails the first two in its own precision is tried in float64 before it is refused.
+    A model that fails the first two in its own precision is tried in float64 before it is refused. If only its own
+    precision fails the second, rounding decides over its gradients, and it is refused too.
 
     Args:
         model: the model, in the mode in which it will be trained.
@@ -267,10 +271,16 @@ def check_sums(
     fault = find_fault(model, loss_fn, few, method)
     if fault is not None:
         raise ModelError(f"{fault}: the model cannot be trained privately by this way (method {method!r})")
+    rounding = _find_rounding(model, loss_fn, few, method)
+    if rounding is not None:
+        raise ModelError(
+            f"{rounding}: rounding decides over the gradients of this model in its precision, and a record would move "
+            "those of others; use float64, or scale the data"
+        )
     how: Any = {"max_grad_norm": max_grad_norm, "clip": clip, "options": SumOptions(method=method, checked=True)}
     for i in range(count_records(few)):
         one = clipped_gradient_sum(model, loss_fn, *batch_rows(few, slice(i, i + 1)), **how)
-        size = float(torch.stack([s.double().norm() for s in one.gradient_sum.values()]).norm())
+        size = _size(one.gradient_sum)
         if not size <= sensitivity(clip) * max_grad_norm * (1 + 1e-4):
             raise ModelError(
                 f"record {i} of the batch contributes {size / max_grad_norm:.4g} times max_grad_norm to the gradient "
@@ -306,6 +316,29 @@ def find_fault(model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: 
             break
     wide = None if fault is None or exact else _in_float64(model, few)  # the difference may be only rounding
     return fault if wide is None else find_fault(wide[0], loss_fn, wide[1], method)
+
+
+def _find_rounding(model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any], method: Method) -> str | None:
+    """Returns a description of a record whose gradient is another one alone than in the batch of a few, or None.
+
+    A removed record changes the batches of all others. Their clipped gradients must not move with it.
+    """
+    how: Any = {"max_grad_norm": _NEVER, "clip": "hard"}
+    for i in range(count_records(few)):
+        only = torch.arange(count_records(few)) == i
+        options = SumOptions(method=method, checked=True)
+        beside = clipped_gradient_sum(model, loss_fn, *few, **how, options=replace(options, mask=only))
+        alone = clipped_gradient_sum(model, loss_fn, *batch_rows(few, slice(i, i + 1)), **how, options=options)
+        off = _size({k: v - alone.gradient_sum[k] for k, v in beside.gradient_sum.items()})
+        least = _ROUGH[1] * float(beside.norm.double().sum())
+        if not off <= _ROUNDING * _size(alone.gradient_sum) + least:
+            share = off / max(_size(alone.gradient_sum), 1e-300)
+            return f"the gradient of record {i} of the batch differs by {share:.1%} from its gradient by itself"
+    return None
+
+
+def _size(gradients: Mapping[str, Tensor]) -> float:
+    return float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
 
 
 def _autograd_sum(model: nn.Module, loss_fn: LossFn, few: tuple[Any, Any]) -> Mapping[str, Tensor]:
