@@ -129,7 +129,7 @@ def test_ledger_before_fit_raises() -> None:
     with pytest.raises(NoLedger, match="has no ledger yet: call fit or repeat first"):
         one.accountant.mse_floor()
     assert isinstance(one.fit(3).accountant, FisherAccountant)
-    assert learner(rules=None).accountant is None  # none is kept, as asked
+    assert learner(rules=None, worlds=None).accountant is None  # none is kept, as asked
 
 
 def test_repr_shows_no_secrets() -> None:
@@ -138,7 +138,7 @@ def test_repr_shows_no_secrets() -> None:
     one.repeat(2, 3)
     assert f"{RECORDS} records of {FEATURES} features" in repr(one)
     assert repr(one).endswith("step 3 of 3 of run 2)")
-    assert repr(one.accountant).endswith("3 steps, rules exact, diagonal 'none', 2 runs finished)")
+    assert repr(one.accountant).endswith("worlds removed, rules exact, diagonal 'none', 2 runs finished)")
     for text in (repr(one), repr(one.accountant), repr(one.settings)):
         assert "123456789" not in text
         assert len(text) < 300
@@ -154,7 +154,7 @@ def test_settings_of_another_type_are_refused() -> None:
 
 
 def test_without_accounting() -> None:
-    one = learner(rules=None).fit(3)
+    one = learner(rules=None, worlds=None).fit(3)
     assert one.accountant is None
     assert torch.equal(flat(one.model), flat(learner().fit(3).model))
 
@@ -252,6 +252,6 @@ def test_trained_embedding_reveals_its_rows() -> None:
     rows = []
     for token in range(6):
         problem = PrivateSGD(model, losses, (torch.full((RECORDS,), token), x), y, settings(), check=False)
-        found = problem.measurer.gradient_sum(torch.tensor([0]))["words.weight"]
+        found = problem.measurer.gradient_sum(torch.tensor([0]))[0]["words.weight"]
         rows.append(torch.nonzero(found.abs().sum(1)).flatten().tolist())
     assert rows == [[token] for token in range(6)]

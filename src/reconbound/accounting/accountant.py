@@ -18,8 +18,15 @@ from reconbound._internal.checks import InputError, choice, flag, number, warn_u
 from reconbound._internal.fingerprints import NAME as FINGERPRINTS
 from reconbound._internal.fingerprints import Fingerprints
 from reconbound.accounting import floors
-from reconbound.accounting.checks import check_information, check_space, checked_records, checked_weight
+from reconbound.accounting.checks import (
+    check_information,
+    check_space,
+    checked_norms,
+    checked_records,
+    checked_weight,
+)
 from reconbound.accounting.confidence import Estimates, MostExposed, explain_no_limit, upper_limit, warn_if_imprecise
+from reconbound.accounting.divergence_ledger import DivergenceLedger
 from reconbound.accounting.feature_ledger import Chosen, Diagonal, FeatureLedger
 from reconbound.accounting.record_ledger import RecordLedger
 from reconbound.accounting.spec import Account, checked_counts, checked_device, checked_scale
@@ -27,6 +34,7 @@ from reconbound.accounting.storage import load_ledger, save_ledger
 from reconbound.bounds import Bound
 from reconbound.data.dataset import checked_rows
 from reconbound.fisher import StepInformation
+from reconbound.fisher.worlds import REMOVED, StepDistances
 from reconbound.mechanisms.guarantee import Guarantee, guarantee
 from reconbound.validate.model import ReconboundWarning
 
@@ -44,9 +52,12 @@ class FisherAccountant:
         feature_scale: size of one unit of the model's input in the data's own units, one number or one per feature.
         keep_runs_at: step counts, ascending, at which the dFIL of each run is kept for `traces.dfil_of_runs`; the last
             is the run's.
+        worlds: names of the replaced worlds for which divergences are kept. "removed" is kept before them where batches
+            are Poisson samples; None: no divergences.
         device: where the ledger lives.
 
     Attributes:
+        divergences: the divergence ledger, whose queries bind every attacker on every model.
         traces: the ledger of the records, which also reads single runs and spectral norms.
         features: the ledger of their features.
         caveats: what must be stated with every floor of this ledger, collected from what is added to it.
@@ -65,6 +76,7 @@ class FisherAccountant:
         spectral: bool = False,
         feature_scale: float | Sequence[float] | Tensor = 1.0,
         keep_runs_at: Sequence[int] = (),
+        worlds: Sequence[str] | None = (),
         device: torch.device | str = "cpu",
     ) -> None:
         if not isinstance(account, Account):
@@ -75,6 +87,7 @@ class FisherAccountant:
             raise InputError("keep_runs_at", f"must end with the account's {account.steps} steps", kept)
         self.traces = RecordLedger(account, self.device, spectral=flag("spectral", spectral), keep_at=kept)
         self.features = FeatureLedger(account, diagonal, self.device)
+        self.divergences = DivergenceLedger(account, worlds, self.device)
         self.feature_scale = checked_scale(feature_scale, account.features)
         self._fingerprints = Fingerprints()
         self.caveats: tuple[str, ...] = ()
@@ -84,7 +97,9 @@ class FisherAccountant:
     def __repr__(self) -> str:
         a, runs = self.account, f"{self.runs:,} run{'' if self.runs == 1 else 's'} finished"
         size = f"{a.records:,} records of {a.features:,} features, {a.steps:,} steps"
-        return f"FisherAccountant({size}, rules {', '.join(a.rules)}, diagonal {self.diagonal!r}, {runs})"
+        worlds = ", ".join(self.divergences.worlds) or "none"
+        rules = ", ".join(a.kept_rules) or "none"
+        return f"FisherAccountant({size}, worlds {worlds}, rules {rules}, diagonal {self.diagonal!r}, {runs})"
 
     @property
     def runs(self) -> int:
@@ -111,7 +126,7 @@ class FisherAccountant:
     def add(
         self, indices: Tensor | Sequence[int], found: StepInformation, *, weight: float = 1.0, stratified: bool = False
     ) -> None:
-        """Adds one step's information about these records.
+        """Adds one step's information about these records, and what their clipped norms say of "removed".
 
         Args:
             indices: the records, (B,), each at most once. Those of masked rows (padding) may be anything.
@@ -122,13 +137,50 @@ class FisherAccountant:
                 shuffled epochs, where the parameters at a step depend on whether the record was seen already.
         """
         weight = checked_weight(self.account, weight, stratified)
-        index, found = checked_records(indices, found, self.account.records)
+        index, found = checked_records(indices, found, StepInformation, self.account.records)
         if index.numel() == 0:
             return
+        self._rule(None)
         self._check_information(index, found)
         index = index.to(self.device, torch.int64)
         across, along = self.traces.add(index, found, weight, stratified)
         self.features.add(index, found, across, along)
+        self.divergences.add_information(index, found.clipped_norm, weight, stratified)
+
+    def add_distances(
+        self, indices: Tensor | Sequence[int], found: StepDistances, *, weight: float = 1.0, stratified: bool = False
+    ) -> None:
+        """Adds one step's distances between these records' clipped gradients in the real and in replaced worlds.
+
+        Args:
+            indices: the records, (B,), each at most once. Those of masked rows (padding) may be anything.
+            found: the step's distances, of every replaced world that this ledger keeps.
+            weight: as in `add`.
+            stratified: as in `add`.
+        """
+        weight = checked_weight(self.account, weight, stratified)
+        index, found = checked_records(indices, found, StepDistances, self.account.records)
+        self.divergences.check_found(index, found)
+        if index.numel():
+            self._fingerprints.touch()
+            self.divergences.add(index.to(self.device, torch.int64), found, weight, stratified)
+
+    def add_norms(
+        self, indices: Tensor | Sequence[int], clipped_norm: Tensor, *, weight: float = 1.0, stratified: bool = False
+    ) -> None:
+        """Adds one step's clipped gradient norms, which is all that "removed" needs, in place of those in `add`.
+
+        Args:
+            indices: the records, (B,), each at most once.
+            clipped_norm: the norm of each record's clipped gradient, (B,).
+            weight: as in `add`.
+            stratified: as in `add`.
+        """
+        weight = checked_weight(self.account, weight, stratified)
+        index, norms = checked_norms(indices, clipped_norm, self.account)
+        if index.numel():
+            self._fingerprints.touch()
+            self.divergences.add_norms(index.to(self.device, torch.int64), norms, weight, stratified)
 
     def _check_information(self, index: Tensor, found: StepInformation) -> None:
         """Refuses information that does not fit before anything is changed; keeps its caveats otherwise."""
@@ -148,7 +200,7 @@ class FisherAccountant:
             found: the step's information about the chosen records.
         """
         self._check_information(self.features.check_followed(found), found)
-        factors = self.traces.factors(self.account.rules[0], found.clipped_norm)
+        factors = self.traces.factors(self.account.kept_rules[0], found.clipped_norm)
         across, along = (self.account.sample_rate * factor for factor in factors)
         self.features.follow(found, across, along)
 
@@ -173,11 +225,14 @@ class FisherAccountant:
 
         Warns where the run was not measured over all of its steps, or not for the same records as earlier runs.
         """
-        self.traces.warn_if_missing()
+        if self.account.kept_rules:
+            self.traces.warn_if_missing()
         self._fingerprints.finish()
+        self.divergences.finish_run()
         self.traces.finish_run()
         self.features.finish_run()
-        self.features.choose(self.trace(), self.traces.measurements())
+        if self.account.kept_rules:
+            self.features.choose(self.trace(), self.traces.measurements())
 
     def merge(self, other: FisherAccountant) -> None:
         """Adds the finished runs of another ledger of the same account; refuses runs that this ledger already has.
@@ -190,6 +245,7 @@ class FisherAccountant:
         if other is self:
             raise InputError("other", "must be another ledger, with runs of its own", "the same one")
         alike = other.traces.state.keys() == self.traces.state.keys() and self.features.same_parts(other.features)
+        alike = alike and other.divergences.worlds == self.divergences.worlds
         if other.account != self.account or other.traces.keep_at != self.traces.keep_at or not alike:
             raise InputError("other", "must be a ledger of the same account, with the same parts", other.account)
         if not torch.equal(self.feature_scale, other.feature_scale):
@@ -200,12 +256,15 @@ class FisherAccountant:
         self.caveats, self.needs_range = joined(self.caveats, other.caveats), self.needs_range or other.needs_range
         self.traces.merge(other.traces)
         self.features.merge(other.features)
+        self.divergences.merge(other.divergences)
         self._fingerprints.finished.extend(other.fingerprints)
 
     # --- reading ---------------------------------------------------------------------
 
     def _rule(self, rule: str | None) -> int:
-        return 0 if rule is None else self.account.rules.index(choice("rule", rule, self.account.rules))
+        if not self.account.kept_rules:
+            raise InputError("rule", "cannot be read: this ledger keeps no Fisher information (rules=None)", rule)
+        return 0 if rule is None else self.account.kept_rules.index(choice("rule", rule, self.account.kept_rules))
 
     def _unit(self) -> float:
         return float(self.feature_scale.mean()) ** 2
@@ -332,6 +391,32 @@ class FisherAccountant:
         """
         return self.features.diagonal_error(self.traces.measurements())
 
+    def divergence(self, world: str = REMOVED, confidence: float | None = None) -> Tensor:
+        """Returns D of each record in nats, (N,): how far its release is from that in another world.
+
+            KL(real ‖ other) ≤ D
+
+        Args:
+            world: "removed", or the name of a replaced world.
+            confidence: return upper limits over runs at this confidence instead; needs two finished runs or more.
+
+        Guarantee: as for `max_success`.
+        """
+        return self.divergences.divergence(world, confidence)
+
+    def max_success(self, baseline: Any, world: str = REMOVED, confidence: float | None = None) -> Bound:
+        """Returns the largest chance that an attack succeeds on each record, (N,).
+
+        Args:
+            baseline: κ, the chance that the same attack succeeds in the other world.
+            world: "removed", or the name of a replaced world.
+            confidence: take upper limits of D over runs at this confidence; needs two finished runs or more.
+
+        Guarantee: every attacker, every notion of success and every model. D is measured: it is an estimate without
+        bias of an upper bound, and one run is one draw. Never above what the mechanism allows, which is proved.
+        """
+        return self.divergences.max_success(baseline, world, confidence)
+
     def most_exposed(self, k: int = 10, rule: str | None = None) -> MostExposed:
         """Returns the k records with the lowest floors among those measured, lowest estimate first, with their caveats.
 
@@ -382,7 +467,7 @@ class FisherAccountant:
         without a limit are left out. "floor_estimate": the estimates for every rule; more often too high than too low.
         """
         self.mse_floor()  # for its warnings
-        values = {rule: self._floors(k)[0].value for k, rule in enumerate(self.account.rules)}
+        values = {rule: self._floors(k)[0].value for k, rule in enumerate(self.account.kept_rules)}
         return floors.summarize(self._estimates(None), values, self._unit(), self._statements())
 
     def guarantee(self, *, copies: int = 1, **space: Any) -> Guarantee:
@@ -400,7 +485,8 @@ class FisherAccountant:
 
     def state(self) -> dict[str, Tensor]:
         """Returns a copy of the ledger's tensors, on the CPU."""
-        found = {name: value.cpu().clone() for name, value in (self.traces.state | self.features.state).items()}
+        parts = self.traces.state | self.features.state | self.divergences.state
+        found = {name: value.cpu().clone() for name, value in parts.items()}
         return {**found, FINGERPRINTS: self._fingerprints.tensor()}
 
     def restore(self, tensors: Mapping[str, Tensor], runs: int) -> None:
@@ -414,9 +500,10 @@ class FisherAccountant:
             why = "must be a dictionary of tensors, as `state` returns"
             raise InputError("tensors", why, f"a {type(tensors).__name__}")
         fingerprints = self._fingerprints.restored(tensors, whole("runs", runs, at_least=0))
-        for part in (self.traces, self.features):
+        parts = (self.traces, self.features, self.divergences)
+        for part in parts:
             part.check(tensors)
-        for part in (self.traces, self.features):
+        for part in parts:
             part.restore(tensors, runs)
         self._fingerprints = fingerprints
 

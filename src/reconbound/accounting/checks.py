@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from reconbound._internal.checks import InputError, flag, number, warn_user
 from reconbound.accounting.spec import Account
+from reconbound.divergences import sensitivity
 from reconbound.fisher import StepInformation
+from reconbound.fisher.worlds import StepDistances
 from reconbound.validate.model import ReconboundWarning
 
 
@@ -27,55 +29,108 @@ def checked_weight(account: Account, weight: float, stratified: bool) -> float:
     return float(weight)
 
 
-def check_type(found: Any) -> None:
-    """Refuses an object that is not a step's information."""
-    if not isinstance(found, StepInformation):
-        raise InputError("found", "must be what step_information returns", found)
+def check_type(found: Any, kind: type = StepInformation) -> None:
+    """Refuses an object that is not a step's measurement of this kind."""
+    if not isinstance(found, kind):
+        function = "step_information" if kind is StepInformation else "step_distances"
+        raise InputError("found", f"must be what {function} returns", found)
 
 
-def checked_records(given: Any, found: StepInformation, records: int) -> tuple[Tensor, StepInformation]:
-    """Returns distinct indices, one for each record measured, and the information; refuses others.
+Found = TypeVar("Found", StepInformation, StepDistances)
+
+
+def checked_records(given: Any, found: Found, kind: type[Found], records: int) -> tuple[Tensor, Found]:
+    """Returns distinct indices, one for each record measured, and the measurement; refuses others.
 
     Masked rows are left out: they are padding, not measurements.
     """
-    check_type(found)
-    indices, size = given, len(found.clipped_norm)
+    check_type(found, kind)
+    indices = _checked_rows(given, len(found.clipped_norm))
+    if found.mask is not None:
+        kept = torch.nonzero(found.mask).flatten()
+        found, indices = _rows_of(found, kept), indices[kept.cpu()]
+    return _checked_distinct(indices, records), found
+
+
+def checked_norms(given: Any, norms: Any, account: Account) -> tuple[Tensor, Tensor]:
+    """Returns distinct indices, and the clipped norm of each; refuses others.
+
+    Args:
+        given: the indices.
+        norms: the clipped norms.
+        account: of the ledger.
+    """
+    if not isinstance(norms, Tensor) or norms.dim() != 1 or not norms.is_floating_point():
+        raise InputError("clipped_norm", "must be a tensor of norms, (B,)", getattr(norms, "shape", norms))
+    check_clipped("clipped_norm", norms, account)
+    return _checked_distinct(_checked_rows(given, len(norms)), account.records), norms.detach()
+
+
+def check_clipped(name: str, norms: Tensor, account: Account) -> None:
+    """Refuses norms that are not finite, or that the account's clip would not let through."""
+    largest = account.max_grad_norm * sensitivity(account.clip) * (1 + 1e-4)
+    bad = torch.nonzero(~((norms >= 0) & (norms <= largest))).flatten()
+    if len(bad):
+        why = f"must be norms after clipping, from 0 to {largest:g}"
+        raise InputError(name, why, float(norms[bad[0]]))
+
+
+def _checked_rows(given: Any, size: int) -> Tensor:
+    indices = given
     with suppress(TypeError, ValueError, RuntimeError):  # a list or an array of whole numbers will do
         indices = torch.as_tensor(given)
+    if isinstance(indices, Tensor) and indices.numel() == 0 and size == 0:
+        return indices.to(torch.int64).flatten()
     if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.dtype == torch.bool:
         raise InputError("indices", "must be a tensor of record indices", getattr(given, "dtype", given))
     if tuple(indices.shape) != (size,):
         have = len(indices) if indices.dim() == 1 else tuple(indices.shape)
         raise InputError("indices", f"must be {size}, one for each record found", have)
-    if found.mask is not None:
-        kept = torch.nonzero(found.mask).flatten()
-        names = [f.name for f in fields(found) if isinstance(getattr(found, f.name), Tensor)]
-        found = replace(found, **{name: getattr(found, name)[kept] for name in names})
-        indices = indices[kept.cpu()]
+    return indices
+
+
+def _rows_of(found: Found, kept: Tensor) -> Found:
+    """Returns the measurement of these rows only."""
+    changes: dict[str, Any] = {}
+    for f in fields(found):
+        value = getattr(found, f.name)
+        if isinstance(value, Tensor):
+            changes[f.name] = value[kept]
+        elif f.name in ("other_norm", "squared_distance"):
+            changes[f.name] = {name: x[kept] for name, x in value.items()}
+    return replace(found, **changes)
+
+
+def _checked_distinct(indices: Tensor, records: int) -> Tensor:
     if indices.numel() == 0:
-        return indices, found
+        return indices
     low, high = int(indices.min()), int(indices.max())
     if low < 0 or high >= records:
         raise InputError("indices", f"must lie between 0 and {records - 1}", low if low < 0 else high)
     if indices.unique().numel() != indices.numel():
         raise InputError("indices", "must name each record at most once", indices.tolist())
-    return indices, found
+    return indices
 
 
 def check_information(account: Account, indices: Tensor, found: StepInformation) -> None:
     """Raises an InputError for information of another mechanism or model than the account's, or not finite."""
     if found.features != account.features:
         raise InputError("found", f"must be about the account's {account.features} features", found.features)
-    for name in ("noise_multiplier", "max_grad_norm", "clip"):
-        given, wanted = getattr(found, name), getattr(account, name)
-        if given is not None and given != wanted:
-            raise InputError("found", f"must have been computed with the account's {name}, {wanted!r}", given)
+    check_mechanism(account, found)
     numbers = torch.stack([x.double() for x in (found.across, found.along, found.across_error, found.clipped_norm)])
     bad = ~torch.isfinite(numbers).all(0) | (numbers[:2].sum(0) < 0)
     if bool(bad.any()):
         first = int(torch.nonzero(bad)[0])
         where = f"must have finite numbers, and no negative trace, of record {int(indices[first])}"
         raise InputError("found", where, [float(x) for x in numbers[:2, first]])
+
+
+def check_mechanism(account: Account, found: StepInformation | StepDistances) -> None:
+    """Refuses a measurement of another mechanism than the account's."""
+    for name in ("noise_multiplier", "max_grad_norm", "clip"):
+        given, wanted = getattr(found, name, None), getattr(account, name)
+        if given is not None and given != wanted:
+            raise InputError("found", f"must have been computed with the account's {name}, {wanted!r}", given)
 
 
 def check_space(space: Mapping[str, Any], needs_range: bool, feature_scale: Tensor) -> None:

@@ -282,7 +282,7 @@ class FeatureLedger(Ledger):
             why = f"must be more than the {self.choice.after} by which the records are chosen"
             raise InputError("runs", why, self.runs)
         bound = per_feature((self._information(average) / scale.square()).numpy())
-        value, assumes = bound.value, (*bound.assumes, f"rule {self.account.rules[0]}")
+        value, assumes = bound.value, (*bound.assumes, f"rule {self.account.kept_rules[0]}")
         relative, notes = math.inf, caveats
         if average:  # by Jensen: mean 1/Iⱼⱼ ≥ 1/mean Iⱼⱼ
             notes = (f"of the mean over {self.account.records:,} records: single ones may be known better", *notes)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ class Blocks:
         return _assigned(self, seed, block, length)[step - start]
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _assigned(plan: Blocks, seed: int, block: int, length: int) -> list[list[Tensor]]:
     """Returns the groups of each step of a block. Groups are dealt in rounds, at most one to a step in each."""
     rng = numbers_of(seed, "block", block)
@@ -161,3 +161,10 @@ class Segments:
         """
         k = self._part(step)
         return self.parts[k].at(derive(seed, "segment", k), step - self.starts[k])
+
+
+class Plans(NamedTuple):
+    """The plans of Fisher information and of distances to replaced worlds. None: batches are measured, or nothing."""
+
+    information: Blocks | Segments | None = None
+    distances: Blocks | Segments | None = None

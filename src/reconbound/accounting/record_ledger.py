@@ -135,6 +135,42 @@ class Ledger:
             self.state[name] = tensors[name].to(value.device, value.dtype, copy=True)
 
 
+def add_variance(
+    variance: Tensor,
+    last: Tensor,
+    times: Tensor,
+    index: Tensor,
+    value: Tensor,
+    error: Tensor,
+    chance: float,
+    stratified: bool,
+) -> None:
+    """Adds to the variance of a run's sum, given its trajectory: of the probes and of when a record was measured.
+
+    Rare draws (Horvitz–Thompson): Σ (1−π) x² + π e². Once per block: half the squared differences of successive
+    blocks, times B/(B−1), which counts the drift between blocks as error too; for one block it is x².
+
+    Args:
+        variance: of each record, (N,); it is changed.
+        last: each record's last entry in blocks, (N,); it is changed.
+        times: the number of measurements of each record before this one, (N,).
+        index: the records measured.
+        value: their entries x.
+        error: the standard errors e of the entries.
+        chance: π, that of a record to be measured at this step.
+        stratified: each record is measured exactly once in each block of steps.
+    """
+    drawn = (1 - chance) * value.square() + chance * error.square()
+    if not stratified or chance == 1.0:
+        variance.index_add_(0, index, drawn)
+        return
+    before = times[index]
+    so_far = variance[index] * (before - 1).clamp(min=0) / before.clamp(min=1)
+    more = (so_far + (value - last[index]).square() / 2) * (before + 1) / before.clamp(min=1)
+    variance[index] = torch.where(before > 0, more, drawn)
+    last[index] = value
+
+
 class Traces(NamedTuple):
     """The traces of a step, as in StepInformation; of several trainings (K, B)."""
 
@@ -172,7 +208,7 @@ class RecordLedger(Ledger):
         several = [accounts] if isinstance(accounts, Account) else list(accounts)
         self.account, self.factors, self.keep_at = several[0], Factors(several, device), tuple(keep_at)
         n = self.account.records
-        shape = (len(self.account.rules), *(() if isinstance(accounts, Account) else (len(several),)), n)
+        shape = (len(self.account.kept_rules), *(() if isinstance(accounts, Account) else (len(several),)), n)
         self.keep("trace", *shape, error=error)
         if spectral:
             self.keep("spectral", n)
@@ -215,12 +251,15 @@ class RecordLedger(Ledger):
         """
         state, chance = self.state, min(1.0, self.account.sample_rate / weight)
         across, along = self._here(found.across), self._here(found.along)
-        factors = [tuple(weight * f for f in self.factors(rule, found.clipped_norm)) for rule in self.account.rules]
+        factors = [
+            tuple(weight * f for f in self.factors(rule, found.clipped_norm)) for rule in self.account.kept_rules
+        ]
         for k, (k_across, k_along) in enumerate(factors):
             value = k_across * across + k_along * along
             state["trace"][k].index_add_(-1, index, value)
             if isinstance(found, StepInformation) and "last" in state and self.runs == 0:
-                self._add_variance(k, index, value, k_across * self._here(found.across_error), chance, stratified)
+                so_far = (state["trace_error"][k], state["last"][k], state["measured"])
+                add_variance(*so_far, index, value, k_across * self._here(found.across_error), chance, stratified)
         if "spectral" in state and isinstance(found, StepInformation) and found.spectral_bound is not None:
             state["spectral"].index_add_(0, index, torch.maximum(*factors[0]) * self._here(found.spectral_bound))
         times = torch.ones_like(index) if times is None else times
@@ -233,24 +272,6 @@ class RecordLedger(Ledger):
 
     def _here(self, values: Tensor) -> Tensor:
         return values.to(device=self.device, dtype=torch.float64)
-
-    def _add_variance(
-        self, k: int, index: Tensor, value: Tensor, error: Tensor, chance: float, stratified: bool
-    ) -> None:
-        """Adds to the variance of the run's sum, given its trajectory: of the probes and of when a record was measured.
-
-        Rare draws (Horvitz–Thompson): Σ (1−π) x² + π e². Once per block: half the squared differences of successive
-        blocks, times B/(B−1), which counts the drift between blocks as error too; for one block it is x².
-        """
-        drawn = (1 - chance) * value.square() + chance * error.square()
-        variance, last, times = self.state["trace_error"][k], self.state["last"][k], self.state["measured"][index]
-        if not stratified or chance == 1.0:
-            variance.index_add_(0, index, drawn)
-            return
-        so_far = variance[index] * (times - 1).clamp(min=0) / times.clamp(min=1)
-        more = (so_far + (value - last[index]).square() / 2) * (times + 1) / times.clamp(min=1)
-        variance[index] = torch.where(times > 0, more, drawn)
-        last[index] = value
 
     # --- runs --------------------------------------------------------------------------
 
@@ -305,9 +326,9 @@ class RecordLedger(Ledger):
             rule: one of the account's.
         """
         traces = self._kept_at("kept_trace", step)
-        choice("rule", rule, self.account.rules)
+        choice("rule", rule, self.account.kept_rules)
         ratio = self.factors.kappa_ratio(step).cpu() if rule == "paper" else 1.0
-        return traces[:, self.account.rules.index(rule)] * ratio / self.account.features
+        return traces[:, self.account.kept_rules.index(rule)] * ratio / self.account.features
 
     def measured_in_runs(self, step: int) -> Tensor:
         """Returns the number of measurements per record over all runs up to this step, (N,), on the CPU."""
@@ -355,9 +376,9 @@ class RecordLedger(Ledger):
         if unseen.any():
             notes += (f"{int(unseen.sum())} of {len(unseen)} records were never measured: no floor (0)",)
         mean = f"mean over {f'{self.runs} run(s)' if self.runs else 'a run in progress'}"
-        assumes = (_RULES[account.rules[k]], mean, f"{account.clip} clipping", *notes)
+        assumes = (_RULES[account.kept_rules[k]], mean, f"{account.clip} clipping", *notes)
         bound = replace(bound, name="dfil", value=value, sampler=account.sampler, attacker="unbiased", notes=notes,
-                        proved=account.rules[k] != "paper", assumes=assumes, estimate=True)  # fmt: skip
+                        proved=account.kept_rules[k] != "paper", assumes=assumes, estimate=True)  # fmt: skip
         return bound, relative, precision
 
     def zero_records(self, k: int) -> int:

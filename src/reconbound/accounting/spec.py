@@ -32,7 +32,8 @@ class MechanismSpec:
         sampler: "poisson", "fixed" or "shuffle".
         clip: "smooth" or "hard".
         rules: subsampling factors to keep ledgers for; the first answers by default. Empty: "exact" for Poisson
-            batches, "fixed" for fixed-size ones, "none" (factor 1) for shuffled epochs. None: no accounting.
+            batches, "fixed" for fixed-size ones, "none" (factor 1) for shuffled epochs. None: no Fisher information is
+            measured, for models and private parts without derivatives; divergences (`worlds`) are.
     """
 
     noise_multiplier: float
@@ -69,7 +70,7 @@ class Account(MechanismSpec):
             that drops the last batch: it counts at least as many epochs as any other.
     """
 
-    rules: tuple[str, ...] = ()
+    rules: tuple[str, ...] | None = ()
     _: KW_ONLY
     records: int
     features: int
@@ -82,12 +83,18 @@ class Account(MechanismSpec):
         super().__post_init__()
         if self.batches_per_epoch is not None:
             object.__setattr__(self, "batches_per_epoch", whole("batches_per_epoch", self.batches_per_epoch))
-        object.__setattr__(self, "rules", checked_rules(self.rules) or (_DEFAULT_RULE[self.sampler],))
-        for rule in self.rules:
-            if self.rules.count(rule) > 1:
+        if self.rules is not None:
+            object.__setattr__(self, "rules", self.rules or (_DEFAULT_RULE[self.sampler],))
+        for rule in self.kept_rules:
+            if self.kept_rules.count(rule) > 1:
                 raise InputError("rules", "must be distinct", self.rules)
             if rule in ("exact", "fixed") and _DEFAULT_RULE[self.sampler] != rule:
                 raise InputError("rules", f"must not claim the factor of other batches than {self.sampler} ones", rule)
+
+    @property
+    def kept_rules(self) -> tuple[str, ...]:
+        """Returns the rules that ledgers of Fisher information are kept for; none where it is not measured."""
+        return self.rules or ()
 
     @classmethod
     def of(cls, spec: MechanismSpec, **changes: Any) -> Account:
@@ -127,9 +134,9 @@ class Factors:
         self.accounts, self.device, first = tuple(accounts), device, accounts[0]
         self.noise = self._column([a.noise for a in accounts])
         self.reach = self._column([sensitivity(a.clip) / a.noise_multiplier for a in accounts])
-        if {"exact", "fixed"} & set(first.rules):
+        if {"exact", "fixed"} & set(first.kept_rules):
             self.table = PoissonTable(first.sample_rate).prepare(device, torch.float64)
-        if "paper" in first.rules:
+        if "paper" in first.kept_rules:
             self.kappa = self._kappa(first.steps)
 
     def _column(self, values: Sequence[float]) -> Tensor:

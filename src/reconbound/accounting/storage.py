@@ -14,6 +14,7 @@ from reconbound._internal.checks import InputError, choice, file_path
 from reconbound._internal.files import CONFIDENTIAL, Unreadable, sealed, unsealed, write_whole
 from reconbound.accounting.feature_ledger import KINDS, Chosen
 from reconbound.accounting.spec import Account, checked_device
+from reconbound.fisher.worlds import REMOVED
 
 if TYPE_CHECKING:
     from reconbound.accounting.accountant import FisherAccountant
@@ -29,7 +30,8 @@ def save_ledger(ledger: FisherAccountant, path: str | os.PathLike[str]) -> None:
     facts: dict[str, Any] = {"account": asdict(ledger.account), "runs": ledger.runs, "diagonal": ledger.diagonal}
     facts |= {"rows": [] if ledger.rows is None else ledger.rows.tolist(), "caveats": list(ledger.caveats)}
     facts |= {"keep_runs_at": list(ledger.traces.keep_at), "followed": ledger.features.followed}
-    facts |= {"needs_range": ledger.needs_range}
+    facts |= {"needs_range": ledger.needs_range, "worlds": list(ledger.divergences.worlds)}
+    facts |= {"from_batches": ledger.divergences.from_batches}
     if ledger.features.choice is not None:
         facts["choice"] = asdict(ledger.features.choice)
     tensors = {**ledger.state(), "feature_scale": ledger.feature_scale}
@@ -62,7 +64,9 @@ def _restored(
     kind: type[FisherAccountant], tensors: dict[str, Tensor], facts: Mapping[str, Any], device: torch.device
 ) -> FisherAccountant:
     """Returns the ledger of a file's tensors and facts. Raises errors of many kinds where they do not fit."""
-    account = Account(**{**facts["account"], "rules": tuple(facts["account"]["rules"])})
+    rules = facts["account"]["rules"]
+    account = Account(**{**facts["account"], "rules": None if rules is None else tuple(rules)})
+    worlds = [str(name) for name in facts["worlds"]]
     diagonal, few = choice("diagonal", facts["diagonal"], KINDS), Chosen(**facts.get("choice", {}))
     for name, shape in _shapes(account, diagonal, tensors, facts).items():
         given = tensors.get(name)
@@ -74,10 +78,12 @@ def _restored(
         spectral="spectral" in tensors,
         feature_scale=tensors.pop("feature_scale"),
         keep_runs_at=facts["keep_runs_at"],
+        worlds=[name for name in worlds if name != REMOVED] if worlds else None,
         device=device,
     )
     ledger.restore(tensors, facts["runs"])
     ledger.features.followed, ledger.needs_range = facts["followed"], facts["needs_range"]
+    ledger.divergences.from_batches = bool(facts["from_batches"])
     ledger.caveats = tuple(facts["caveats"])
     return ledger
 
@@ -86,7 +92,9 @@ def _shapes(
     account: Account, diagonal: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
 ) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the tensors that decide how much memory a ledger takes."""
-    shapes: dict[str, tuple[int, ...]] = {"trace": (len(account.rules), account.records)}
+    shapes: dict[str, tuple[int, ...]] = {"trace": (len(account.kept_rules), account.records)}
+    if facts["worlds"]:
+        shapes["nats"] = (len(facts["worlds"]), account.records)
     if diagonal in ("average", "some", "chosen"):
         shapes["average"] = (1, account.features)
     if diagonal == "all":

@@ -30,6 +30,7 @@ from reconbound.data.tables import MISSING
 from reconbound.report.folder import Leakage, packed_names
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.settings import Callback
+from reconbound.training.step import Kept
 
 #: Parameters kept in each run, and points at which accuracy and leakage are looked at in the first.
 SNAPSHOTS, POINTS = 12, 20
@@ -142,12 +143,13 @@ class SnapshotMeasurements:
         records = torch.arange(self.learner.records) if records is None else records
         learner, whole = self.learner, self.learner.accountant
         assert whole is not None
-        account = replace(whole.account, records=len(records), rules=whole.account.rules[:1])
-        ledger = FisherAccountant(account, diagonal="all" if each else "average", device=learner.device)
+        account = replace(whole.account, records=len(records), rules=whole.account.kept_rules[:1] or None)
+        kept = "all" if each else "average"
+        ledger = FisherAccountant(account, diagonal=kept, worlds=None, device=learner.device)
         ledger.caveats = whole.caveats
         measurer = copy(learner.measurer)
         measurer.settings = replace(learner.settings, probes=probes)
-        measurer.diagonal, measurer.spectral = True, False
+        measurer.kept = Kept(diagonal=True)
         own = {name: value.clone() for name, value in learner.model.state_dict().items()}
         try:
             for run in range(runs):
@@ -215,7 +217,7 @@ def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMe
     learner = measurements.learner
     ledger = learner.accountant
     assert ledger is not None
-    rules = ledger.account.rules
+    rules = ledger.account.kept_rules
     kept, most = chosen(ledger.dfil().cpu(), ledger.measured().cpu())
     diagonals: dict[str, Any] = {}
     if options.settings.sampler != "shuffle":

@@ -9,10 +9,11 @@ from typing import Any, Literal
 import numpy as np
 
 from reconbound._internal.checks import LARGEST, number
-from reconbound._internal.formatting import format_floor, format_limit
+from reconbound._internal.formatting import format_floor, format_limit, format_percent
 
 Attacker = Literal["unbiased", "any"]
 Coordinates = Literal["each", "average"]
+Measure = Literal["error", "chance", "advantage"]
 
 #: A floor below this share of a plain guess's squared error says nothing in practice.
 VACUOUS_SHARE = 1e-6
@@ -26,16 +27,19 @@ WORST_CASE = "worst case for the attacker"
 class Bound:
     """A floor under the mean squared error E‖ẑ − z‖²/d, per coordinate, of every attacker of one kind.
 
+    Or a limit on such an attacker's chance of success, or on the advantage of a test: `measure` says which.
+
     Attributes:
-        name: the floor's machine name, as in the command line's JSON.
-        value: the floor, in squared data units (an array for many records or features).
+        name: the bound's machine name, as in the command line's JSON.
+        value: the floor, in squared data units, or the limit (an array for many records or features).
         theorem: where it is proved.
         attacker: "unbiased" (holds at each record, for attackers without bias there) or "any"
             (holds for biased and prior-informed attackers too, in the worst case or on average over the stated prior).
         adjacency: the neighbours between which the mechanism's divergence is taken.
         sampler: how batches are drawn.
         assumes: everything else that the statement assumes.
-        guess: squared error per coordinate of a plain guess that never sees the release.
+        guess: squared error per coordinate of a plain guess that never sees the release; of a chance, that of the same
+            attack in the other world.
         units: the unit of the data, for printing.
         coordinates: "each": no coordinate by itself is known better than this; "average": only the mean over the
             record's coordinates is bounded, and some of them may be known much better.
@@ -43,6 +47,8 @@ class Bound:
         estimate: whether the number itself was measured, so that the true floor may be lower or higher.
         proved: False where it is not proved: a number for comparison, which guarantees nothing. It is never
             printed without saying so.
+        measure: what is bounded: the squared "error" from below; the "chance" of success, or the "advantage" of a test
+            between two worlds, from above.
 
     >>> age = Bound("theorem1", 391.3, "Theorem 1", "unbiased", "replace-one", guess=2500.0, units="years",
     ...             coordinates="each")
@@ -64,6 +70,7 @@ class Bound:
     notes: tuple[str, ...] = ()
     estimate: bool = False
     proved: bool = True
+    measure: Measure = "error"
 
     def __getitem__(self, index: Any) -> Any:
         raise TypeError("a Bound is not indexed itself: its numbers are in .value (squared units) and .rmse (units)")
@@ -75,18 +82,22 @@ class Bound:
 
     @property
     def rmse(self) -> Any:
-        """Returns the floor's square root, in data units."""
+        """Returns the floor's square root, in data units; refuses chances, which have none."""
+        if self.measure != "error":
+            raise AttributeError(f"{self.name} bounds the {self.measure} of an attack: it has a value and no rmse")
         return math.sqrt(self.value) if np.ndim(self.value) == 0 else np.sqrt(self.value)
 
     @property
     def vacuous(self) -> Any:
-        """Returns True where the floor says nothing: zero, or below a millionth of a plain guess's squared error."""
+        """Returns True where it says nothing: a chance of 1, or an error below a millionth of a guess's square."""
+        if self.measure != "error":
+            return _plain(np.asarray(self.value) >= 1)
         return _plain(np.asarray(self.value) <= VACUOUS_SHARE * (self.guess or 0.0))
 
     @property
     def above_guess(self) -> Any:
         """Returns True where such an attacker does worse than a plain guess (None when no guess is known)."""
-        return None if self.guess is None else _plain(np.asarray(self.value) >= self.guess)
+        return None if self.guess is None or self.measure != "error" else _plain(np.asarray(self.value) >= self.guess)
 
     @property
     def condition(self) -> str:
@@ -107,12 +118,29 @@ class Bound:
     def to_dict(self) -> dict[str, Any]:
         """Returns a plain dictionary for JSON."""
         first = {"name": self.name, "mse": self.value, "rmse": self.rmse}
+        if self.measure != "error":
+            first = {"name": self.name, "value": self.value, "measure": self.measure, "baseline": self.guess}
         same = ("attacker", "adjacency", "sampler", "theorem", "units", "coordinates", "estimate", "proved")
-        last = {"assumes": list(self.assumes), "guess_mse": self.guess, "vacuous": self.vacuous}
+        last = {"assumes": list(self.assumes), "vacuous": self.vacuous}
+        last |= {"guess_mse": self.guess} if self.measure == "error" else {}
         found = {**first, **{name: getattr(self, name) for name in same}, **last}
         return {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in found.items()}
 
+    def _print_chance(self) -> str:
+        values = np.atleast_1d(self.value)
+        chance = format_percent(self.guess or 0.0)
+        what = f"who succeeds with a chance of {chance} in the other world does so with at most"
+        if self.measure == "advantage":
+            what = "no test tells the two worlds apart with an advantage above"
+        many = f" on every record, {format_percent(float(np.median(values)))} on half of {values.size:,}"
+        by = "by an estimate " if self.estimate else ""
+        text = f"{by}{what} {format_percent(float(values.max()))}{many if values.size > 1 else ''}"
+        notes = "".join(f"; {note}" for note in self.notes)
+        return f"{self.name}: {text} [{self.theorem}; {self.adjacency}; {self.sampler} batches{notes}]"
+
     def __str__(self) -> str:
+        if self.measure != "error":
+            return self._print_chance()
         who = "an unbiased attacker" if self.attacker == "unbiased" else "any attacker"
         who = f"by an estimate {who}" if self.estimate else who
         unit = f" {self.units}" if self.units else ""

@@ -12,7 +12,7 @@ import numpy as np
 from reconbound import divergences as renyi
 from reconbound._internal.checks import InputError, choice, number, numbers, whole
 from reconbound.mechanisms import privacy_loss
-from reconbound.mechanisms.base import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Mechanism
+from reconbound.mechanisms.base import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Mechanism
 
 
 def fewest_batches(sample_rate: float) -> int:
@@ -156,9 +156,9 @@ class SampledGaussian(Mechanism):
         simple, pld = min(super().membership_advantage(), self._drawn), self._pld(REPLACE_ONE)  # any_attacker.md 6.5
         return simple if pld is None else min(simple, privacy_loss.delta(pld, 0.0))
 
-    def rero(self, kappa: Any) -> Any:
+    def rero(self, kappa: Any, adjacency: str = ADD_REMOVE) -> Any:
         drawn = numbers("kappa", kappa) + self._drawn
-        simple, pld = np.minimum(super().rero(kappa), drawn)[()], self._pld(ADD_REMOVE)
+        simple, pld = np.minimum(super().rero(kappa), drawn)[()], self._pld(choice("adjacency", adjacency, ADJACENCIES))
         return simple if pld is None else np.minimum(simple, privacy_loss.rero(pld, kappa))[()]
 
     def assumes(self) -> tuple[str, ...]:

@@ -190,7 +190,7 @@ class TogetherTrainer(Trainer):
         rows = []
         for at in shots:
             account = replace(fleet.ledger.factors.accounts[k], steps=at[0].step)
-            dfil = torch.stack([torch.stack([shot.dfil(rule)[k] for rule in account.rules]) for shot in at])
+            dfil = torch.stack([torch.stack([shot.dfil(rule)[k] for rule in account.kept_rules]) for shot in at])
             scores = [float(shot.found[k]) for shot in at]
             rows.append(self._row(account, scores, dfil, fleet.ledger.measured_in_runs(account.steps)))
         return rows

@@ -159,7 +159,7 @@ class Trainer:
         assert ledger is not None
         for count in self.counts:
             scores = [h["accuracy"] for h in learner.history if h["step"] == count]
-            dfil = torch.stack([ledger.traces.dfil_of_runs(count, rule) for rule in ledger.account.rules], 1)
+            dfil = torch.stack([ledger.traces.dfil_of_runs(count, rule) for rule in ledger.account.kept_rules], 1)
             account, measured = replace(ledger.account, steps=count), ledger.traces.measured_in_runs(count)
             rows.append(self._row(account, scores, dfil, measured))
         return learner, rows
@@ -184,7 +184,7 @@ class Trainer:
         row: Row = {"steps": account.steps, "accuracy": fmean(scores)}
         row["accuracy_sd"] = stdev(scores) if len(scores) > 1 else None
         mean = dfil.mean(0)
-        for k, rule in enumerate(account.rules):
+        for k, rule in enumerate(account.kept_rules):
             row |= {f"{rule}_{place}": floor for place, floor in floors_of(mean[k], measured).items()}
             if len(dfil) > 1:
                 row[f"{rule}_crossed"] = crossed_floor(dfil[:, k])

@@ -23,15 +23,16 @@ from reconbound._internal.fingerprints import of_run
 from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import GUESSABLE, derive, new_seed, seed_warning, seeded
 from reconbound.accounting.accountant import FisherAccountant, joined
-from reconbound.accounting.measurement_plan import Blocks, Segments
+from reconbound.accounting.measurement_plan import Plans, Segments
 from reconbound.accounting.spec import checked_counts
 from reconbound.fisher import Private
+from reconbound.fisher.worlds import NO_WORLDS, REMOVED, World, check_worlds
 from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
 from reconbound.training import settings as given
 from reconbound.training.sampling import make_account, make_plan, make_sampler, steps_of
 from reconbound.training.settings import Callback, Fault, Settings, reset_parameters
-from reconbound.training.step import LossFn, Measurer
+from reconbound.training.step import Kept, LossFn, Measurer, StepWork
 from reconbound.validate.model import ReconboundWarning
 from reconbound.validate.private import as_private
 
@@ -60,6 +61,9 @@ class PrivateSGD:
         initialise: called on the model before each run of `repeat`; default: reset_parameters of every module that has
             a trainable parameter. It must restore pretrained parameters: lambda m: m.load_state_dict(start).
         private: the private part of a record, as in `step_information`.
+        worlds: the worlds in which a part of each record has a public value in place of its own, by name: functions
+            (inputs, targets) → those of the other world, such as Replacement. The ledger keeps divergences to them and,
+            with Poisson batches, to the world in which the record is left out, "removed". None: no divergences.
         diagonal: which diagonals the ledger keeps, as in FisherAccountant. Records that the first runs of `repeat` have
             chosen are measured at every step of the runs after them, outside the budget.
         spectral: whether the ledger keeps spectral norms, as in FisherAccountant.
@@ -90,6 +94,7 @@ class PrivateSGD:
         schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
         initialise: Callable[[nn.Module], None] | None = None,
         private: Private | Tensor | Sequence[int] | str | None = None,
+        worlds: Mapping[str, World] | None = NO_WORLDS,
         diagonal: Any = "none",
         spectral: bool = False,
         feature_scale: Any = 1.0,
@@ -127,12 +132,14 @@ class PrivateSGD:
         self.callbacks = tuple(callbacks)
         self.whole_at = checked_counts("whole_at", whole_at)
         self.progress = progress
-        kept = {"diagonal": not (isinstance(diagonal, str) and diagonal == "none"), "spectral": spectral}
+        self.worlds = None if worlds is None else check_worlds(worlds)
+        features_kept = not (isinstance(diagonal, str) and diagonal == "none")
+        kept = Kept(features_kept, spectral, self.worlds or NO_WORLDS)
         data = (self.inputs, self.targets)
-        self.measurer = Measurer(model, loss_fn, data, settings, private, check=check, **kept)
+        self.measurer = Measurer(model, loss_fn, data, settings, private, kept=kept, check=check)
         self.features = self.measurer.features
         self._ledger: FisherAccountant | None = None
-        self.plan: Blocks | Segments | None = None
+        self.plans = Plans()
         self.history: list[dict[str, float]] = []
         self.kind, self.run, self.step, self.steps = "", 0, 0, 0
         self.run_seed = 0  # of the present run: from the seed and everything that distinguishes its release
@@ -144,13 +151,18 @@ class PrivateSGD:
 
     @property
     def accountant(self) -> FisherAccountant | None:
-        """Returns the ledger, from the first call of fit or repeat on; None without accounting."""
-        if self._ledger is None and self.settings.rules is not None:
+        """Returns the ledger, from the first call of fit or repeat on; None where there is nothing to keep."""
+        if self._ledger is None and self._keeps_ledger:
             raise NoLedger(
                 "this PrivateSGD has no ledger yet: call fit or repeat first. reconbound.guarantee says what the "
                 "mechanism guarantees before any training"
             )
         return self._ledger
+
+    @property
+    def _keeps_ledger(self) -> bool:
+        removed = self.worlds is not None and self.settings.sampler == "poisson"
+        return self.settings.rules is not None or removed or bool(self.worlds)
 
     def __repr__(self) -> str:
         s, run = self.settings, f" of run {self.run + 1}" if self.kind == "repeat" else ""
@@ -271,8 +283,8 @@ class PrivateSGD:
             self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
         batch, now = self.sampler.batch(self.run_seed, self.step), (self.run_seed, self.step)
         with self._placed():
-            total, measured, followed = self.measurer.compute_step(batch, *now, self.accountant, self.plan)
-        flat = (total.double() + self.settings.noise * self._noise(total)) / self.sampler.divisor
+            work = self.measurer.compute_step(batch, *now, self.accountant, self.plans)
+        flat = (work.total.double() + self.settings.noise * self._noise(work.total)) / self.sampler.divisor
         for p, piece in zip(self.params.values(), flat.split([p.numel() for p in self.params.values()]), strict=True):
             p.grad = piece.reshape(p.shape).to(p.dtype)
         self._midway = True
@@ -283,15 +295,22 @@ class PrivateSGD:
             if not bool(torch.isfinite(p.detach()).all()):
                 self._fail(f"the parameter {name} is not finite after it: the model has exploded; lower lr")
         if self.accountant is not None:
-            for indices, information, weight, stratified in measured:
-                self.accountant.add(indices, information, weight=weight, stratified=stratified)
-            if followed is not None:
-                self.accountant.follow(followed)
+            self._account(self.accountant, batch, work)
             self.accountant.keep_step(self.step + 1)
             if self.step + 1 == self.steps:
                 self.accountant.finish_run()
         self.step += 1
         self._midway = False
+
+    def _account(self, ledger: FisherAccountant, batch: Tensor, work: StepWork) -> None:
+        for one in work.information:
+            ledger.add(one.records, one.found, weight=one.weight, stratified=one.stratified)
+        if work.followed is not None:
+            ledger.follow(work.followed)
+        for each in work.distances:
+            ledger.add_distances(each.records, each.found, weight=each.weight, stratified=each.stratified)
+        if REMOVED in ledger.divergences.worlds and len(batch):
+            ledger.divergences.add_norms(batch, work.clipped_norm, 1.0)
 
     def _noise(self, total: Tensor) -> Tensor:
         """Returns standard normal numbers for this sum: equal only for the same bits, at this step of this release."""
@@ -331,6 +350,8 @@ class PrivateSGD:
             self._make_ledger()
             asked = ("steps", "kind", "spectral", "private", "diagonal", "feature_scale", "whole_at")
             options = {**asdict(self.settings), **{name: getattr(self, name) for name in asked}}
+            if self.worlds != {}:
+                options["worlds"] = given.describe_worlds(self.worlds)
             self.identity = checkpoints.identify(self, options)
         with ExitStack() as stack:
             if self.folder is not None:
@@ -352,19 +373,22 @@ class PrivateSGD:
         if self.whole_at and self.whole_at[-1] > self.steps:
             raise InputError("whole_at", f"must be at most the run's {self.steps} steps", self.whole_at[-1])
         self.whole_at = tuple(sorted({*self.whole_at, self.steps})) if self.whole_at else ()
-        if s.rules is None:
+        if not self._keeps_ledger:
             return
         account = make_account(s, self.sampler, self.features, self.steps)
         options: dict[str, Any] = {"diagonal": self.diagonal, "spectral": self.spectral, "device": self.device}
-        ledger = FisherAccountant(account, feature_scale=self.feature_scale, keep_runs_at=self.whole_at, **options)
+        options |= {"keep_runs_at": self.whole_at, "worlds": None if self.worlds is None else tuple(self.worlds)}
+        ledger = FisherAccountant(account, feature_scale=self.feature_scale, **options)
+        ledger.divergences.from_batches = True
         ledger.caveats = self.measurer.caveats
         ledger.needs_range = as_private(self.private).part == "module"
         # within a shuffled epoch the parameters depend on whether a record was seen: only batches can be measured
         ledger.features.followed = ledger.diagonal == "chosen" and s.sampler != "shuffle"
         self._ledger = ledger
-        if isinstance(s.budget, float):
-            plan = make_plan(s.budget, self.sampler, self.steps)
-            self.plan = Segments.of(plan, self.whole_at) if self.whole_at else plan
+        if isinstance(s.budget, float):  # a distance takes a gradient in each world, an information one
+            worlds = len(self.worlds or ())
+            informed, apart = (make_plan(s.budget / n, self.sampler, self.steps) for n in (1, 1 + worlds))
+            self.plans = Plans(*(Segments.of(p, self.whole_at) if self.whole_at else p for p in (informed, apart)))
 
     def _restart(self) -> None:
         """Creates a new optimizer and schedule, as at the start of a run."""

@@ -5,33 +5,77 @@ A fault of a record (a loss that is not finite, a label out of range) raises a F
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from reconbound import fisher
 from reconbound._internal.checks import InputError
 from reconbound._internal.opacus_hooks import is_wrapper
-from reconbound._internal.rng import random_states_kept, seeded, torch_stream
+from reconbound._internal.rng import derive, random_states_kept, seeded, torch_stream
 from reconbound.accounting.accountant import FisherAccountant
-from reconbound.accounting.measurement_plan import Blocks, Segments, batch_weight
+from reconbound.accounting.measurement_plan import Plans, batch_weight
 from reconbound.data.dataset import describe_copies, find_copies
 from reconbound.fisher import Private, StepInformation
 from reconbound.fisher.sums import methods_that_pass
+from reconbound.fisher.worlds import StepDistances, World, step_distances
 from reconbound.training.settings import Fault, Settings, record_count
-from reconbound.validate import ModelError, check_batch
+from reconbound.validate import ModelError, check_batch, check_clipping
 from reconbound.validate.model import known_caveats
 from reconbound.validate.private import Problem, as_private, feature_mask, private_part, uncovered_caveats
 
 LossFn = Callable[[Any, Any], Tensor]
-#: Records, information, weight, and whether each record is measured once in a block.
-Measured = tuple[Tensor, StepInformation, float, bool]
+Found = TypeVar("Found", StepInformation, StepDistances)
+
+
+class Measured(NamedTuple, Generic[Found]):
+    """What was measured about some records, its weight, and whether each record is measured once in a block."""
+
+    records: Tensor
+    found: Found
+    weight: float
+    stratified: bool
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a ledger keeps beside traces.
+
+    Attributes:
+        diagonal: whether measurements have diagonals.
+        spectral: whether measurements have spectral norms.
+        worlds: the replaced worlds, by name.
+    """
+
+    diagonal: bool = False
+    spectral: bool = False
+    worlds: Mapping[str, World] = field(default_factory=dict)
+
+
+@dataclass
+class StepWork:
+    """What a step computes before anything is changed.
+
+    Attributes:
+        total: Σ c g over the batch, flat.
+        clipped_norm: of the batch's records.
+        information: what was measured of Fisher information.
+        distances: what was measured of distances to replaced worlds.
+        followed: the information about the records whose features are kept.
+    """
+
+    total: Tensor
+    clipped_norm: Tensor
+    information: list[Measured[StepInformation]] = field(default_factory=list)
+    distances: list[Measured[StepDistances]] = field(default_factory=list)
+    followed: StepInformation | None = None
 
 
 class Measurer:
@@ -43,8 +87,7 @@ class Measurer:
         data: inputs and targets, as in PrivateSGD.
         settings: as in PrivateSGD.
         private: as in PrivateSGD.
-        diagonal: whether measurements have diagonals.
-        spectral: whether measurements have spectral norms.
+        kept: what the ledger keeps.
         check: whether to check model and data first.
 
     Attributes:
@@ -61,13 +104,12 @@ class Measurer:
         settings: Settings,
         private: Private | Tensor | Sequence[int] | str | None,
         *,
-        diagonal: bool,
-        spectral: bool,
-        check: bool,
+        kept: Kept = Kept(),
+        check: bool = True,
     ) -> None:
         self.model, self.loss_fn, self.settings = model, loss_fn, settings
         self.inputs, self.targets = inputs, targets = data
-        self.private, self.diagonal, self.spectral = private, diagonal, spectral
+        self.private, self.kept, self.worlds = private, kept, kept.worlds
         if is_wrapper(model):
             why = "must be the network itself, as before Opacus's make_private: clipping and noise are added here"
             raise InputError("model", why, type(model).__name__)
@@ -76,20 +118,24 @@ class Measurer:
         self.records = record_count(inputs, targets)
         first = torch.arange(min(3, self.records))
         few = self.rows(first)
-        if check:
+        measured = Private("nothing") if settings.rules is None else as_private(private)
+        if check and settings.rules is None:
+            check_clipping(model, loss_fn, *few)
+            found: tuple[str, ...] = ()
+        elif check:
             found = check_batch(model, loss_fn, *few, private=private)
-            more = describe_copies(find_copies(inputs, targets), self.records)
         else:
-            found, more = known_caveats(model), uncovered_caveats(model, loss_fn, few, as_private(private))
+            found = (*known_caveats(model), *uncovered_caveats(model, loss_fn, few, measured))
+        more = describe_copies(find_copies(inputs, targets), self.records) if check else ()
         self.caveats = (*found, *more)
-        kinds = (Private("nothing"), as_private(private))
+        kinds = (Private("nothing"), measured)
         with _refusing():
             if check:  # only methods that pass on four records
                 four = self.rows(torch.tensor([i * (self.records - 1) // 3 for i in range(4)]).unique())
                 self._methods = methods_that_pass(model, loss_fn, four, kinds, **self._clip)
             else:
                 self._methods = [fisher.covering_method(model, loss_fn, *few, kind) for kind in kinds]
-        self._columns, self.features = self._private_features(few)
+        self._columns, self.features = self._private_features(few, measured)
         if check:
             self._try(first)
 
@@ -111,14 +157,27 @@ class Measurer:
         some = torch.linspace(0, last, min(8, last + 1)).long().clamp(max=last)  # above 2²⁴ floats round up too
         return record_losses(self.model, self.loss_fn, *self.rows(some))
 
-    def gradient_sum(self, indices: Tensor) -> dict[str, Tensor]:
-        """Computes Σ c g over these records, by parameter name."""
-        options = fisher.SumOptions(micro_batch=self.settings.micro_batch, method=self._methods[0], checked=True)
+    def gradient_sum(self, indices: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Computes Σ c g over these records, by parameter name, and their clipped norms."""
         with self._explained(indices):
             data = self.rows(indices)
-            clipped = fisher.clipped_gradient_sum(self.model, self.loss_fn, *data, options=options, **self._clip)
+            clipped = fisher.clipped_gradient_sum(
+                self.model, self.loss_fn, *data, options=self._sum_options, **self._clip
+            )
         self._check_finite(indices, clipped.loss, clipped.norm)
-        return clipped.gradient_sum
+        return clipped.gradient_sum, clipped.factor * clipped.norm
+
+    @property
+    def _sum_options(self) -> fisher.SumOptions:
+        return fisher.SumOptions(micro_batch=self.settings.micro_batch, method=self._methods[0], checked=True)
+
+    def distances(self, indices: Tensor) -> StepDistances:
+        """Measures how far the clipped gradients of these records are from those in the replaced worlds."""
+        step: dict[str, Any] = {**self._clip, "options": self._sum_options}
+        with self._explained(indices):
+            found = step_distances(self.model, self.loss_fn, *self.rows(indices), self.worlds, **step)
+        self._check_finite(indices, found.loss, found.clipped_norm, *found.other_norm.values())
+        return found
 
     def information(self, indices: Tensor, generator: torch.Generator) -> StepInformation:
         """Measures what a step would reveal about each of these records.
@@ -129,7 +188,12 @@ class Measurer:
         """
         s = self.settings
         probes = fisher.ProbeOptions(count=s.probes, error="bound", generator=generator)
-        kept: Any = {"private": self.private, "diagonal": self.diagonal, "spectral": self.spectral, "probes": probes}
+        kept: Any = {
+            "private": self.private,
+            "diagonal": self.kept.diagonal,
+            "spectral": self.kept.spectral,
+            "probes": probes,
+        }
         options = fisher.StepOptions(micro_batch=s.micro_batch, method=self._methods[1], checked=True, **kept)
         step = {**self._clip, "noise_multiplier": s.noise_multiplier, "options": options}
         with self._explained(indices):
@@ -141,8 +205,8 @@ class Measurer:
         return replace(found, diagonal_across=across, diagonal_along=along)
 
     def compute_step(
-        self, batch: Tensor, seed: int, step: int, ledger: FisherAccountant | None, plan: Blocks | Segments | None
-    ) -> tuple[Tensor, list[Measured], StepInformation | None]:
+        self, batch: Tensor, seed: int, step: int, ledger: FisherAccountant | None, plans: Plans
+    ) -> StepWork:
         """Computes the clipped sum of a batch and measures the records whose turn it is. Nothing is changed.
 
         Args:
@@ -150,35 +214,38 @@ class Measurer:
             seed: of the run.
             step: its number.
             ledger: which records it follows at every step; None without accounting.
-            plan: which records are measured at which step; None where each batch itself is measured.
-
-        Returns:
-            Σ c g, flat; what was measured at the parameters before the step; and the information about the records
-            whose features are kept.
+            plans: which records are measured at which step.
         """
         probe = partial(torch_stream, seed, step=step, device=self.device)
-        measured: list[Measured] = []
-        followed, weight = None, None
-        if ledger is not None:
-            if plan is not None:
-                for k, group in enumerate(plan.at(seed, step), 1):
+        nothing = torch.zeros(0, device=self.device)
+        work = StepWork(nothing, nothing)
+        weight = None if ledger is None else batch_weight(self.settings.budget, seed, step)
+        informed = ledger is not None and bool(ledger.account.kept_rules)
+        if ledger is not None and informed:
+            if plans.information is not None:
+                for k, group in enumerate(plans.information.at(seed, step), 1):
                     found = self.information(group, probe(f"probe {k}"))
-                    measured.append((group, found, plan.weight(step), True))
+                    work.information.append(Measured(group, found, plans.information.weight(step), True))
             if ledger.features.followed and ledger.rows is not None and len(ledger.rows):
-                followed = self.information(ledger.rows, probe("probe kept"))
-            weight = batch_weight(self.settings.budget, seed, step)
+                work.followed = self.information(ledger.rows, probe("probe kept"))
+        if ledger is not None and self.worlds:
+            if plans.distances is not None:
+                for group in plans.distances.at(derive(seed, "worlds"), step):
+                    work.distances.append(Measured(group, self.distances(group), plans.distances.weight(step), True))
+            elif weight is not None and len(batch):
+                work.distances.append(Measured(batch, self.distances(batch), weight, False))
         if len(batch) == 0:
             sums = {name: torch.zeros_like(p) for name, p in self.params.items()}
-        elif weight is None:
-            sums = self.gradient_sum(batch)
+        elif weight is None or not informed:
+            sums, work.clipped_norm = self.gradient_sum(batch)
         else:  # the same pass gives the sum
             found = self.information(batch, probe("probe 0"))
-            measured.append((batch, found, weight, False))
-            sums = found.gradient_sum
-        total = torch.cat([sums[name].flatten() for name in self.params])
-        if not bool(torch.isfinite(total).all()):
+            work.information.append(Measured(batch, found, weight, False))
+            sums, work.clipped_norm = found.gradient_sum, found.clipped_norm
+        work.total = torch.cat([sums[name].flatten() for name in self.params])
+        if not bool(torch.isfinite(work.total).all()):
             raise Fault("the clipped gradient sum is not finite: the model has exploded; lower lr")
-        return total, measured, followed
+        return work
 
     def _try(self, indices: Tensor) -> None:
         """Refuses a model whose records PyTorch cannot take apart or differentiate, before training starts."""
@@ -188,6 +255,8 @@ class Measurer:
                 self.gradient_sum(indices)
                 if self.settings.rules is not None:
                     self.information(indices, torch.Generator(self.device).manual_seed(0))
+                if self.worlds:
+                    self.distances(indices)
         except Fault:
             return  # errors of single records and their values: training reports them with the step
         finally:
@@ -220,9 +289,10 @@ class Measurer:
                     raise Fault(f"record {i} has an index that is out of range: {own}") from own
             raise Fault(f"an index is out of range: {reason}") from reason
 
-    def _private_features(self, few: tuple[Any, Any]) -> tuple[Tensor | None, int]:
+    def _private_features(self, few: tuple[Any, Any], private: Private) -> tuple[Tensor | None, int]:
         """Returns the private columns of a record's flattened private part (None: all), and their number."""
-        private = as_private(self.private)
+        if private.part == "nothing":  # no derivative is taken: whatever goes in counts
+            return None, max(1, sum(math.prod(leaf.shape[1:]) for leaf in tree_leaves(few[0]) if isinstance(leaf, Tensor)))
         z = private_part(Problem(self.model, self.loss_fn, private), *few)
         mask = feature_mask(private, z)
         if mask is None:

@@ -95,16 +95,8 @@ def check_batch(
     reconbound.validate.ModelError: loss_fn must return one loss per record, shape (B,), got a single number: it was
     reduced over the batch, use reduction="none"
     """
-    models.check_structure(model)
-    records = check_tensors(model, inputs, targets)
-    if records == 0:
-        raise InputError("inputs", "must have at least one record", "none")
-    check_finite(inputs, targets)
-    few = watch.rows((inputs, targets), [i % records for i in range(watch.PROBE_RECORDS)])
+    few, trace = _check_records(model, loss_fn, inputs, targets)
     with torch.enable_grad(), random_states_kept():
-        trace = watch.run(model, loss_fn, *few)
-        watch.check_randomness(model, trace, watch.run(model, loss_fn, *few))
-        watch.check_coupling(model, loss_fn, few, trace)
         check_derivatives(model, loss_fn, few, trace)
         kinks = models.kinked_modules(model)
         with without_autocast():
@@ -119,6 +111,38 @@ def check_batch(
     found = (*models.kink_caveats(kinks), *beside, *models.precision_caveats(model, trace.dtypes))
     models.remember_check(model, found)
     return found
+
+
+@unhooked
+def check_clipping(model: nn.Module, loss_fn: watch.LossFn, inputs: Any, targets: Any) -> None:
+    """Checks what clipping needs, without derivatives by the record: kinks, tokens and categories are fine.
+
+    Args:
+        model: as in `check_batch`.
+        loss_fn: as in `check_batch`.
+        inputs: as in `check_batch`.
+        targets: as in `check_batch`.
+
+    Raises:
+        ModelError: as `check_batch` does for the structure of the model, values that are not finite, a reduced loss,
+            two runs that differ, and records that depend on each other.
+    """
+    _warn_buffers(model, _check_records(model, loss_fn, inputs, targets)[1])
+
+
+def _check_records(model: nn.Module, loss_fn: watch.LossFn, inputs: Any, targets: Any) -> tuple[Any, watch.Trace]:
+    """Checks structure, values and the independence of records; returns a few records and a run on them."""
+    models.check_structure(model)
+    records = check_tensors(model, inputs, targets)
+    if records == 0:
+        raise InputError("inputs", "must have at least one record", "none")
+    check_finite(inputs, targets)
+    few = watch.rows((inputs, targets), [i % records for i in range(watch.PROBE_RECORDS)])
+    with torch.enable_grad(), random_states_kept():
+        trace = watch.run(model, loss_fn, *few)
+        watch.check_randomness(model, trace, watch.run(model, loss_fn, *few))
+        watch.check_coupling(model, loss_fn, few, trace)
+    return few, trace
 
 
 def _warn_buffers(model: nn.Module, trace: watch.Trace) -> None:

@@ -23,6 +23,7 @@ from reconbound.fisher.passes import products
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule
 from reconbound.fisher.passes.products import Pair, Params, wide_dtype
 from reconbound.fisher.passes.recorder import (
+    NotCovered,
     Recorder,
     Site,
     check_covered,
@@ -162,8 +163,42 @@ class LayerPass:
 
     def moved(self, v: Tensor) -> Tensor:
         """Returns ‖Jv‖² for each record, (B,), in float64, for a direction v of z's shape."""
+        return self._squares_of(self._moved_pairs(v))
+
+    def squared_distances(self, weights: Tensor, other: LayerPass, other_weights: Tensor) -> Tensor:
+        """Returns ‖w g − w'g'‖² for each record, (B,), in float64; g' are the gradients of another pass.
+
+            w δ aᵀ − w'δ'a'ᵀ = (w δ − w'δ') aᵀ + w'δ'(a − a')ᵀ,      so that nothing cancels where the two are close.
+
+        Args:
+            weights: w of each record, (B,).
+            other: a pass of the same model over the same records, with other inputs or targets.
+            other_weights: w' of each record, (B,).
+
+        Raises:
+            NotCovered: the two passes do not use the same layers.
+        """
+        if self._layout() != other._layout():
+            raise NotCovered("the model takes another way for the other inputs")
+        pairs: list[list[Pair]] = []
+        for a, delta, a2, delta2 in zip(self.inputs, self.deltas, other.inputs, other.deltas, strict=True):
+            one, two = (
+                (d * self._wide(w).reshape(-1, *(1,) * (d.dim() - 1)))
+                for d, w in ((delta, weights), (delta2, other_weights))
+            )
+            if a.is_floating_point():
+                pairs.append([(a, one - two), (a - a2, two)])
+            else:
+                pairs.append([(a, one), (a2, -two)])
+        return self._squares_of(pairs)
+
+    def _layout(self) -> list[Any]:
+        return [(s.weight, s.bias, type(s.rule), a.shape, d.shape) for s, a, d in
+                zip(self.sites, self.inputs, self.deltas, strict=True)]  # fmt: skip
+
+    def _squares_of(self, pairs: list[list[Pair]]) -> Tensor:
+        """Returns the squared norm of the gradients that pairs (a, δ) of each use make, (B,), in float64."""
         found: list[Tensor] = []
-        pairs = self._moved_pairs(v)
         formed = [self._bias_direction(uses, pairs) for uses in self.bias_uses.values()]
         for name, uses in self.weight_uses.items():
             gradients, factors = self._formed(name, uses, pairs)

@@ -55,6 +55,13 @@ class GenericPass:
         moved: dict[str, Tensor] = self._each(self._push, self.z, v.to(self.z.dtype))
         return torch.stack([squares(_rows(m)) for m in moved.values()]).sum(0)
 
+    def squared_distances(self, weights: Tensor, other: GenericPass, other_weights: Tensor) -> Tensor:
+        differences = [
+            _rows(g) * weights.to(self.dtype)[:, None] - _rows(g2) * other_weights.to(self.dtype)[:, None]
+            for g, g2 in zip(self.gradients.values(), other.gradients.values(), strict=True)
+        ]
+        return squares(*differences)
+
     def normal(self, v: Tensor) -> Tensor:
         pulled: Tensor = self._each(self._pull, self.z, self._each(self._push, self.z, v.to(self.z.dtype)))
         return pulled

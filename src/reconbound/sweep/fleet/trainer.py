@@ -265,7 +265,7 @@ class Fleet:
 
     def _snapshot(self, step: int, evaluate: Callable[[nn.Module], Any] | None) -> Snapshot:
         self.ledger.keep_step(step)
-        dfils = {rule: self.ledger.dfil_of_runs(step, rule)[-1] for rule in self.ledger.account.rules}
+        dfils = {rule: self.ledger.dfil_of_runs(step, rule)[-1] for rule in self.ledger.account.kept_rules}
         finite = torch.isfinite(self.params).all(1).cpu() & torch.stack(list(dfils.values())).isfinite().all(2).all(0)
         found = tuple(None if evaluate is None else evaluate(model) for model in self.models)
         return Snapshot(step, self.settings, dfils, finite, found)

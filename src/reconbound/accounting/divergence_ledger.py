@@ -1,0 +1,288 @@
+"""The divergence ledger: how far the release of a training is from that in other worlds of each record, in nats.
+
+    KL(real ‖ other) ≤ D_i = Σ_t E k(a_t, b_t)      a, b the record's clipped gradients in both worlds over the noise
+
+It binds every attacker on every model. Derivations: docs/theory/any_attacker.md 6.7 to 6.10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reconbound._internal.checks import InputError, choice, number
+from reconbound._internal.formatting import format_percent
+from reconbound.accounting.checks import check_clipped, check_mechanism
+from reconbound.accounting.confidence import Estimates, upper_limit
+from reconbound.accounting.record_ledger import Ledger, add_variance
+from reconbound.accounting.spec import Account
+from reconbound.bounds import Bound, membership_from_kl, success_from_kl
+from reconbound.divergences import pair_kl_bound, poisson_kl, poisson_pair_kl
+from reconbound.fisher.worlds import REMOVED, StepDistances
+from reconbound.mechanisms.base import ADD_REMOVE, REPLACE_ONE
+
+
+class DivergenceLedger(Ledger):
+    """The divergence of every record's release to other worlds, over the steps of a run and over runs.
+
+    Args:
+        account: the mechanism and the data's size.
+        worlds: names of the replaced worlds. "removed" is kept before them where batches are Poisson samples. None: no
+            world is kept.
+        device: where it lives.
+
+    Attributes:
+        worlds: the names of all worlds that are kept.
+        from_batches: whether "removed" is measured on all batches by `add_norms`, and not with the replaced worlds.
+    """
+
+    def __init__(self, account: Account, worlds: Sequence[str] | None, device: torch.device) -> None:
+        super().__init__(device)
+        self.account, self.from_batches, self._by_information = account, False, False
+        if worlds is not None and REMOVED in worlds:
+            raise InputError("worlds", f"must not name {REMOVED!r}, which is kept without being asked for", worlds)
+        removed = (REMOVED,) if account.sampler == "poisson" else ()
+        self.worlds = () if worlds is None else (*removed, *worlds)
+        self.reach = account.mechanism().m  # the largest clipped norm over the noise
+        if self.worlds:
+            shape = (len(self.worlds), account.records)
+            self.keep("nats", *shape, error=True)
+            self.state["nats_last"] = torch.zeros(shape, dtype=torch.float64, device=device)
+            for name in ("nats_times", "nats_times_all"):
+                self.state[name] = torch.zeros(shape, dtype=torch.int64, device=device)
+            self.state["nats_sampled"] = torch.zeros(len(self.worlds), dtype=torch.bool, device=device)
+
+    def index(self, world: str) -> int:
+        """Returns the row of a world; refuses one that is not kept."""
+        if world == REMOVED and REMOVED not in self.worlds:
+            why = f"cannot be {REMOVED!r}: leaving a record out is accounted for with Poisson batches only"
+            raise InputError("world", why, f"{self.account.sampler} batches")
+        return self.worlds.index(choice("world", world, self.worlds))
+
+    # --- writing -------------------------------------------------------------------------
+
+    def check_found(self, index: Tensor, found: StepDistances) -> None:
+        """Refuses distances of another mechanism, without a world of this ledger, or that no clip lets through."""
+        check_mechanism(self.account, found)
+        for name in self.worlds:
+            if name != REMOVED and name not in found.squared_distance:
+                why = f"must have the world {name!r}, which this ledger keeps"
+                raise InputError("found", why, list(found.squared_distance))
+        for norms in (found.clipped_norm, *found.other_norm.values()):
+            check_clipped("found", norms, self.account)
+        for name, squares in found.squared_distance.items():
+            if not bool((squares.isfinite() & (squares >= 0)).all()):
+                raise InputError("found", f"must have finite distances to the world {name!r}", squares.tolist()[:5])
+
+    def add_information(self, index: Tensor, clipped_norm: Tensor, weight: float, stratified: bool) -> None:
+        """Adds to "removed" what measured information has beside it, where that is not added by `add_norms`."""
+        if REMOVED in self.worlds and not self.from_batches:
+            self._by_information = True
+            self._add_norms(index, clipped_norm, weight, stratified)
+
+    def add_norms(self, index: Tensor, clipped_norm: Tensor, weight: float, stratified: bool = False) -> None:
+        """Adds to "removed" what a step gives for records with these clipped norms.
+
+        Args:
+            index: the records, (B,).
+            clipped_norm: ‖g̃‖ of each, (B,).
+            weight: q over the chance of a record to be measured at this step; 1 for those of the batch.
+            stratified: each record is measured exactly once in each block of steps.
+        """
+        if self._by_information:
+            why = f"must not be added beside information, which counts for {REMOVED!r} itself"
+            raise InputError("clipped_norm", why, f"{len(index)} norms")
+        self.from_batches = True
+        self._add_norms(index, clipped_norm, weight, stratified)
+
+    def _add_norms(self, index: Tensor, clipped_norm: Tensor, weight: float, stratified: bool) -> None:
+        rate = self.account.sample_rate
+        nats = poisson_kl(self._scaled(clipped_norm).clamp(max=self.reach), rate) / rate
+        self._add(self.index(REMOVED), index, nats, weight, stratified)
+
+    def add(self, index: Tensor, found: StepDistances, weight: float, stratified: bool) -> None:
+        """Adds what a step gives for these records in every replaced world.
+
+        Args:
+            index: the records, (B,).
+            found: their clipped gradients' norms and distances.
+            weight: as in `add_norms`.
+            stratified: as in `add_norms`.
+        """
+        for name in self.worlds:
+            if name != REMOVED:
+                norms = (found.clipped_norm, found.other_norm[name], found.squared_distance[name])
+                self._add(self.index(name), index, self._pair_nats(*norms), weight, stratified)
+
+    def _pair_nats(self, norm: Tensor, other: Tensor, squared_distance: Tensor) -> Tensor:
+        """Returns k(a, b)/q: the divergence of a step for a record, over its chance to take part.
+
+        poisson: k_q(a, b)/q        other samplers: ‖a − b‖²/2
+        """
+        a, b = (self._scaled(n).clamp(max=self.reach) for n in (norm, other))
+        d2 = squared_distance.to(self.device, torch.float64) / self.account.noise**2
+        if self.account.sampler != "poisson":
+            return d2 / 2
+        rate, inner = self.account.sample_rate, (a.square() + b.square() - d2) / 2
+        nats: Tensor = poisson_pair_kl(a, b, inner, rate, squared_distance=d2, largest_norm=self.reach)
+        return nats / rate
+
+    def _scaled(self, norm: Tensor) -> Tensor:
+        return norm.to(self.device, torch.float64) / self.account.noise
+
+    def _add(self, k: int, index: Tensor, nats: Tensor, weight: float, stratified: bool) -> None:
+        index = index.to(self.device, torch.int64)
+        entry, chance = weight * nats, min(1.0, self.account.sample_rate / weight)
+        if self.account.sampler == "shuffle":
+            chance = min(1.0, 1 / weight)  # of a step in which it takes part
+        self.state["nats"][k].index_add_(0, index, entry)
+        self.state["nats_sampled"][k] |= chance < 1
+        if self.runs == 0:
+            state = self.state
+            so_far = (state["nats_error"][k], state["nats_last"][k], state["nats_times"][k])
+            add_variance(*so_far, index, entry, torch.zeros_like(entry), chance, stratified)
+        self.state["nats_times"][k].index_add_(0, index, torch.ones_like(index))
+
+    # --- runs ----------------------------------------------------------------------------
+
+    def finish_run(self) -> None:
+        """Adds the run to the means, and starts an empty one."""
+        if self.worlds:
+            self.state["nats_times_all"] += self.state["nats_times"]
+        super().finish_run()
+
+    def clear_run(self) -> None:
+        """Empties everything of the present run."""
+        super().clear_run()
+        if self.worlds:
+            self.state["nats_times"].zero_()
+            self.state["nats_last"].zero_()
+
+    def merge(self, other: Ledger) -> None:
+        """Adds the finished runs of another such ledger."""
+        if self.worlds:
+            self.state["nats_times_all"] += other.state["nats_times_all"].to(self.device)
+            self.state["nats_sampled"] |= other.state["nats_sampled"].to(self.device)
+        super().merge(other)
+
+    # --- reading -------------------------------------------------------------------------
+
+    def cap(self, world: str) -> float:
+        """Returns what D cannot exceed, whatever the data: T steps with the largest clipped gradients, in nats."""
+        account, m = self.account, self.reach
+        steps = account.mechanism().steps  # of shuffled epochs: their number
+        if self.index(world) == 0 and world == REMOVED:
+            return float(steps * poisson_kl(m, account.sample_rate))
+        sampler = "poisson" if account.sampler == "poisson" else "any"
+        rate = account.mechanism().sample_rate
+        return float(steps * pair_kl_bound(m, m, -m * m, rate, sampler=sampler))
+
+    def times(self, world: str) -> Tensor:
+        """Returns the number of measurements per record over all runs, (N,)."""
+        k = self.index(world)
+        return self.state["nats_times_all"][k] + self.state["nats_times"][k]
+
+    def estimates(self, world: str) -> Estimates:
+        """Returns means, errors and numbers of measurements of D, without the cap."""
+        k, times = self.index(world), self.times(world)
+        error = torch.where(times > 0, self.standard_error("nats")[k], torch.inf)
+        mean = self.mean("nats")[k].clamp(min=0)
+        return Estimates(mean, error, times, self.runs, bool(self.state["nats_sampled"][k]))
+
+    def divergence(self, world: str = REMOVED, confidence: float | None = None) -> Tensor:
+        """Returns D of each record, in nats, (N,), never above the mechanism's cap; the cap for one never measured.
+
+        Args:
+            world: one of `worlds`.
+            confidence: return upper limits over runs at this confidence instead; needs two finished runs or more.
+        """
+        found, top = self.estimates(world), self.cap(world)
+        nats = found.mean if confidence is None else upper_limit(found, confidence)
+        return torch.where(found.measured > 0, nats, torch.inf).clamp(max=top)
+
+    def mechanism_success(self, baseline: float, world: str = REMOVED) -> float:
+        """Returns the largest chance of success that the mechanism allows, whatever the data.
+
+        Args:
+            baseline: κ, the chance in the other world.
+            world: one of `worlds`.
+        """
+        self.index(world)
+        return _mechanism_success(self.account, number("baseline", baseline, at_least=0.0, at_most=1.0), world)
+
+    def max_success(self, baseline: float, world: str = REMOVED, confidence: float | None = None) -> Bound:
+        """Returns p_max of each record, the largest chance that an attack succeeds, (N,): ledger or mechanism.
+
+            p_max(κ, D) = max{p : kl(p ‖ κ) ≤ D}
+
+        Args:
+            baseline: κ, the chance that the same attack succeeds in the other world.
+            world: one of `worlds`.
+            confidence: take upper limits of D over runs at this confidence; needs two finished runs or more.
+        """
+        best = self.mechanism_success(baseline, world)
+        value = np.minimum(success_from_kl(baseline, self.divergence(world, confidence).cpu().numpy()), best)
+        return self._bound("max_success", value, world, confidence, measure="chance", guess=float(baseline))
+
+    def membership(self, world: str = REMOVED, confidence: float | None = None) -> Bound:
+        """Returns the largest advantage of a test between the two worlds, for each record, (N,).
+
+        Args:
+            world: one of `worlds`.
+            confidence: as in `max_success`.
+        """
+        value = membership_from_kl(self.divergence(world, confidence).cpu().numpy())
+        best = self.account.mechanism().membership_advantage()  # replace-one; removing is no easier to see
+        return self._bound("membership", np.minimum(value, best), world, confidence, measure="advantage")
+
+    def mean_divergence(self, world: str = REMOVED, groups: Any = None) -> np.ndarray:
+        """Returns the mean of D over the records, (1,), or over those of each group, (groups,), in nats.
+
+        Args:
+            world: one of `worlds`.
+            groups: the number of each record's group, (N,), from 0; groups must be defined by public facts.
+        """
+        nats = self.divergence(world).cpu().numpy()
+        at = np.zeros(len(nats), dtype=np.int64) if groups is None else np.asarray(groups)
+        if at.shape != nats.shape or at.dtype.kind not in "iu" or (at.size and at.min() < 0):
+            raise InputError("groups", f"must be {len(nats)} whole numbers, one for each record, from 0", at.shape)
+        counts = np.bincount(at)
+        return np.bincount(at, weights=nats) / np.maximum(counts, 1)
+
+    def mean_success(self, baseline: float, world: str = REMOVED, groups: Any = None) -> Bound:
+        """Returns p_max of the average record: of the mean chance, where κ is the mean chance in the other world.
+
+        Args:
+            baseline: κ, averaged over the records.
+            world: one of `worlds`.
+            groups: as in `mean_divergence`.
+        """
+        value = success_from_kl(baseline, self.mean_divergence(world, groups))
+        best = self.mechanism_success(baseline, world)
+        more: dict[str, Any] = {"measure": "chance", "guess": float(baseline)}
+        return self._bound("mean_success", np.minimum(value, best), world, None, **more)
+
+    def _bound(self, name: str, value: np.ndarray, world: str, confidence: float | None, **more: Any) -> Bound:
+        """Returns a Bound with what these chances assume."""
+        other = "left out" if world == REMOVED else f"with the public value in the place of {world}"
+        found, account = self.estimates(world), self.account
+        times = float(found.measured.double().median())
+        measured = f"estimated: measured {times:g} times per record (median) in {max(self.runs, 1)} run(s)"
+        if confidence is not None:
+            measured = f"at {format_percent(confidence)} confidence over {self.runs} runs"
+        unseen = int((found.measured == 0).sum())
+        notes = (measured,) + ((f"{unseen} records were never measured: the mechanism's",) if unseen else ())
+        assumes = (*notes, f"{account.clip} clipping", "on average over trainings on the true data")
+        neighbours = f"the record {other}"
+        return Bound(name, value, "KL, data processing", "any", neighbours, account.sampler, assumes=assumes,
+                     notes=notes, estimate=True, **more)  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _mechanism_success(account: Account, baseline: float, world: str) -> float:
+    return float(account.mechanism().rero(baseline, ADD_REMOVE if world == REMOVED else REPLACE_ONE))

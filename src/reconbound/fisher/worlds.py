@@ -1,0 +1,254 @@
+"""How far a record's clipped gradient moves when its private part has a public value in place of its own.
+
+No derivative with respect to the record is taken: kinks, tokens and categories are fine. What the distances say of an
+attacker: docs/theory/any_attacker.md 6.7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from reconbound._internal.checks import InputError, function
+from reconbound._internal.opacus_hooks import without_hooks
+from reconbound._internal.rng import random_states_kept
+from reconbound.fisher.clipping import Clip, check_clip, clipping
+from reconbound.fisher.options import (
+    SumOptions,
+    check_arguments,
+    check_clip_norm,
+    check_options,
+    check_overflow,
+    check_values,
+    released,
+)
+from reconbound.fisher.passes.generic import GenericPass
+from reconbound.fisher.passes.recorder import NotCovered
+from reconbound.fisher.sums import Pass, as_present, micro_batches, open_pass
+from reconbound.validate.private import Inputs, Private, Problem, batch_rows, private_part
+
+#: Changes a batch: (inputs, targets) → those of another world, with the same shapes.
+World = Callable[[Any, Any], tuple[Any, Any]]
+REMOVED = "removed"
+NO_WORLDS: Mapping[str, World] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A world in which features of every record have public reference values: a function from batch to batch.
+
+    Attributes:
+        values: what stands in for the features: one number, or one for each feature.
+        features: indices of a record's flattened input; None: all of it.
+        part: "input", or "target" for the label.
+        name: which of several inputs, by key or position; None where there is only one.
+
+    Guarantee: none of its own. The values must be public: they may depend on what is public of a record, on nothing
+    private of it. One that is computed from the private data has to be covered by noise of its own.
+
+    >>> Replacement([38.5], [0])(torch.tensor([[25.0, 1.0], [60.0, 2.0]]), None)[0].tolist()
+    [[38.5, 1.0], [38.5, 2.0]]
+    """
+
+    values: float | Sequence[float]
+    features: Sequence[int] | None = None
+    part: str = "input"
+    name: str | int | None = None
+
+    def __post_init__(self) -> None:
+        if self.part not in ("input", "target"):
+            raise InputError("part", 'must be "input" or "target"', self.part)
+        try:
+            values = torch.as_tensor(self.values, dtype=torch.float64)
+            chosen = None if self.features is None else torch.as_tensor(self.features)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(
+                "values", "must be a number or a list of numbers, and features a list", self.values
+            ) from None
+        if not bool(values.isfinite().all()) or values.dim() > 1:
+            raise InputError("values", "must be a finite number, or a list of finite numbers", self.values)
+        if chosen is not None and (chosen.dim() != 1 or chosen.is_floating_point() or chosen.dtype == torch.bool):
+            raise InputError("features", "must be a list of whole numbers", self.features)
+        if chosen is not None and values.dim() == 1 and len(values) != len(chosen):
+            raise InputError("values", f"must be one number, or {len(chosen)} of them", self.values)
+        object.__setattr__(self, "values", values.item() if values.dim() == 0 else tuple(values.tolist()))
+        object.__setattr__(self, "features", None if chosen is None else tuple(chosen.tolist()))
+
+    def __call__(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Returns inputs and targets with the reference values in place."""
+        if self.part == "target":
+            return inputs, self._replaced(targets)
+        if isinstance(inputs, Tensor):
+            return self._replaced(inputs), targets
+        keys = list(inputs) if isinstance(inputs, Mapping) else list(range(len(inputs)))
+        if self.name not in keys:
+            raise InputError("name", f"must say which input is replaced, one of {keys}", self.name)
+        changed = {key: self._replaced(inputs[key]) if key == self.name else inputs[key] for key in keys}
+        return (changed if isinstance(inputs, Mapping) else tuple(changed.values())), targets
+
+    def _replaced(self, values: Any) -> Tensor:
+        if not isinstance(values, Tensor):
+            raise InputError("part", "must be a tensor", type(values).__name__)
+        flat = values.clone().reshape(len(values), -1)
+        wanted = torch.as_tensor(self.values, dtype=torch.float64, device=values.device)
+        new = wanted.to(values.dtype)
+        if not values.is_floating_point() and not torch.equal(new.double(), wanted):
+            raise InputError("values", f"must fit the data, which are {values.dtype}", self.values)
+        if self.features is None:
+            if new.dim() and len(new) != flat.shape[1]:
+                raise InputError("values", f"must be one number, or {flat.shape[1]} of them", self.values)
+            flat[:] = new
+        else:
+            if not all(-flat.shape[1] <= f < flat.shape[1] for f in self.features):
+                raise InputError("features", f"must lie between 0 and {flat.shape[1] - 1}", self.features)
+            flat[:, list(self.features)] = new
+        return flat.reshape(values.shape)
+
+
+@dataclass(frozen=True, repr=False)
+class StepDistances:
+    """Clipped gradients of a batch in the real world and in others, before noise; secret like the records.
+
+    Attributes:
+        loss: of each record, (B,).
+        clipped_norm: ‖g̃‖, (B,).
+        other_norm: ‖g̃'‖ in each other world, by name, each (B,).
+        squared_distance: ‖g̃ − g̃'‖² to each other world, by name, each (B,).
+        max_grad_norm: the clip norm; a ledger refuses that of another mechanism.
+        clip: the clip, checked alike.
+        mask: 1 for the records that took part, 0 for padding, (B,); None: all did.
+    """
+
+    loss: Tensor
+    clipped_norm: Tensor
+    other_norm: dict[str, Tensor]
+    squared_distance: dict[str, Tensor]
+    max_grad_norm: float
+    clip: str
+    mask: Tensor | None = None
+
+    def __repr__(self) -> str:
+        """Returns only sizes: the values are secret, and long."""
+        return f"StepDistances({len(self.loss)} records, worlds {', '.join(self.other_norm) or 'none'})"
+
+
+def check_worlds(worlds: Any) -> dict[str, World]:
+    """Returns the replaced worlds by name; refuses what is none."""
+    if not isinstance(worlds, Mapping) or not all(isinstance(name, str) and name for name in worlds):
+        raise InputError(
+            "worlds", "must be a dictionary from a world's name to a function of inputs and targets", worlds
+        )
+    if REMOVED in worlds:
+        raise InputError("worlds", f"must not name {REMOVED!r}, which is kept without being asked for", list(worlds))
+    for name, world in worlds.items():
+        function(f"worlds[{name!r}]", world, "inputs, targets → those of the other world")
+    return dict(worlds)
+
+
+@random_states_kept()
+def step_distances(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    inputs: Inputs,
+    targets: Any,
+    worlds: Mapping[str, World],
+    *,
+    max_grad_norm: float,
+    clip: Clip = "smooth",
+    options: SumOptions = SumOptions(),
+) -> StepDistances:
+    """Returns how far each record's clipped gradient is from that in other worlds, at the present parameters.
+
+        ‖g̃‖,   ‖g̃'‖,   ‖g̃ − g̃'‖²      g̃ the clipped gradient, g̃' the one with the reference in place
+
+    It costs one forward and backward pass, and one more for each world.
+
+    Args:
+        model: as in `step_information`; it may have kinks, and need not be differentiable by the record.
+        loss_fn: (outputs, targets) → one loss per record, (B,).
+        inputs: a tensor (B, ...), or a tuple or dictionary of such.
+        targets: what loss_fn takes, with B rows.
+        worlds: the replaced worlds by name, such as Replacement.
+        max_grad_norm: the clip norm C.
+        clip: "smooth" or "hard".
+        options: micro-batches, padding, method and checks.
+    """
+    check_options(options, SumOptions)
+    check_clip_norm(max_grad_norm)
+    check_arguments(model, loss_fn, inputs, targets)
+    given = check_worlds(worlds)
+    with without_hooks(model):
+        problem = Problem(model, loss_fn, Private("nothing"))
+        released(problem)
+        z = private_part(problem, inputs, targets)
+        if not options.checked:
+            check_values(model, inputs, targets)
+        found = [
+            _distances(problem, batch_rows((z, inputs, targets), rows), given, clip, max_grad_norm, options)
+            for rows in micro_batches(len(z), options.micro_batch)
+        ]
+        present = None if options.mask is None else as_present(options.mask, z)
+    if not found:
+        none = {name: z for name in given}
+        return StepDistances(z, z, none, {name: z.double() for name in given}, max_grad_norm, clip, present)
+    return StepDistances(
+        torch.cat([one.loss for one in found]),
+        torch.cat([one.clipped_norm for one in found]),
+        {name: torch.cat([one.other_norm[name] for one in found]) for name in given},
+        {name: torch.cat([one.squared_distance[name] for one in found]) for name in given},
+        max_grad_norm,
+        clip,
+        present,
+    )
+
+
+def _distances(
+    problem: Problem, batch: tuple[Tensor, Inputs, Any], worlds: Mapping[str, World], clip: Clip, bound: float,
+    options: SumOptions,
+) -> StepDistances:  # fmt: skip
+    """Returns the distances of a micro-batch."""
+    z, inputs, targets = batch
+    work, factor, norm = _clipped(problem, batch, clip, bound, options)
+    others, distances = {}, {}
+    for name, world in worlds.items():
+        changed = _changed(name, world, inputs, targets)
+        there, other_factor, others[name] = _clipped(problem, (z, *changed), clip, bound, options)
+        try:
+            if type(work) is not type(there):
+                raise NotCovered
+            distances[name] = work.squared_distances(factor, there, other_factor)  # type: ignore[arg-type]
+        except NotCovered:  # record by record, in both worlds
+            one, two = (GenericPass(problem, *at) for at in (batch, (z, *changed)))
+            factors = [clipping(p.norms(), bound, check_clip(clip)).factor for p in (one, two)]
+            distances[name] = one.squared_distances(factors[0], two, factors[1])
+    return StepDistances(work.losses, norm, others, distances, bound, clip)
+
+
+def _clipped(
+    problem: Problem, batch: tuple[Tensor, Inputs, Any], clip: Clip, bound: float, options: SumOptions
+) -> tuple[Pass, Tensor, Tensor]:
+    """Returns a pass, its clip factors and its clipped norms."""
+    work = open_pass(problem, batch, options.method, check=not options.checked, measured=False)
+    norms = work.norms()
+    if not options.checked:
+        check_overflow(norms, "gradient norm", "its gradient")
+    factor = clipping(norms, bound, check_clip(clip)).factor
+    return work, factor, factor * norms
+
+
+def _changed(name: str, world: World, inputs: Any, targets: Any) -> tuple[Any, Any]:
+    """Returns the batch of another world; refuses one of other shapes or types."""
+    found = world(inputs, targets)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise InputError(f"worlds[{name!r}]", "must return inputs and targets", type(found).__name__)
+    (before, tree), (after, other) = tree_flatten((inputs, targets)), tree_flatten(tuple(found))
+    kinds = [[(x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves] for leaves in (before, after)]
+    if tree != other or kinds[0] != kinds[1]:
+        raise InputError(f"worlds[{name!r}]", "must keep the shapes and types of inputs and targets", kinds[1])
+    return found[0], found[1]
