@@ -174,13 +174,8 @@ class DivergenceLedger(Ledger):
 
     def cap(self, world: str) -> float:
         """Returns what D cannot exceed, whatever the data: T steps with the largest clipped gradients, in nats."""
-        account, m = self.account, self.reach
-        steps = account.mechanism().steps  # of shuffled epochs: their number
-        if self.index(world) == 0 and world == REMOVED:
-            return float(steps * poisson_kl(m, account.sample_rate))
-        sampler = "poisson" if account.sampler == "poisson" else "any"
-        rate = account.mechanism().sample_rate
-        return float(steps * pair_kl_bound(m, m, -m * m, rate, sampler=sampler))
+        self.index(world)
+        return largest_divergence(self.account, removed=world == REMOVED)
 
     def times(self, world: str) -> Tensor:
         """Returns the number of measurements per record over all runs, (N,)."""
@@ -213,7 +208,8 @@ class DivergenceLedger(Ledger):
             world: one of `worlds`.
         """
         self.index(world)
-        return _mechanism_success(self.account, number("baseline", baseline, at_least=0.0, at_most=1.0), world)
+        chance = number("baseline", baseline, at_least=0.0, at_most=1.0)
+        return mechanism_success(self.account, chance, removed=world == REMOVED)
 
     def max_success(self, baseline: float, world: str = REMOVED, confidence: float | None = None) -> Bound:
         """Returns p_max of each record, the largest chance that an attack succeeds, (N,): ledger or mechanism.
@@ -283,6 +279,30 @@ class DivergenceLedger(Ledger):
                      notes=notes, estimate=True, **more)  # fmt: skip
 
 
-@lru_cache(maxsize=64)
-def _mechanism_success(account: Account, baseline: float, world: str) -> float:
-    return float(account.mechanism().rero(baseline, ADD_REMOVE if world == REMOVED else REPLACE_ONE))
+def largest_divergence(account: Account, *, removed: bool) -> float:
+    """Returns what D cannot exceed, whatever the data: T steps with the largest clipped gradients, in nats.
+
+        removed:   T k_q(m, 0)        replaced:   T times the closed bound on k_q(m, −m)        m = B/σ
+
+    Args:
+        account: the mechanism.
+        removed: whether the record is left out in the other world; otherwise its private part is replaced.
+    """
+    mechanism = account.mechanism()  # of shuffled epochs: one step without sampling for each
+    m, rate = mechanism.m, mechanism.sample_rate
+    if removed:
+        return float(mechanism.steps * poisson_kl(m, rate))
+    sampler = "poisson" if account.sampler == "poisson" else "any"
+    return float(mechanism.steps * pair_kl_bound(m, m, -m * m, rate, sampler=sampler))
+
+
+@lru_cache(maxsize=256)
+def mechanism_success(account: Account, baseline: float, *, removed: bool) -> float:
+    """Returns the largest chance of success that the mechanism allows, whatever the data.
+
+    Args:
+        account: the mechanism.
+        baseline: κ, the chance in the other world.
+        removed: as in `largest_divergence`.
+    """
+    return float(account.mechanism().rero(baseline, ADD_REMOVE if removed else REPLACE_ONE))

@@ -20,7 +20,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from reconbound._internal import files
 from reconbound._internal.checks import InputError, number, numbers, warn_user, whole
 from reconbound.report.formats import pixel_scale
 
+if TYPE_CHECKING:
+    from reconbound.accounting.spec import Account
+
 FORMAT = 1
 RUN, LEAKAGE, CHECKPOINTS = "run.json", "leakage.safetensors", "checkpoints"
 REPORT, PUBLIC_REPORT = "report.html", "report-public.html"
@@ -38,7 +41,7 @@ PLAN, MODEL = "plan.json", "model.safetensors"
 _NUMBERS = (
     "accuracy_baseline", "confidence", "diagonal_measured", "diagonal_probes", "most", "target_offset", "target_scale",
 )  # fmt: skip
-_LISTS = ("offset", "private", "scale")
+_LISTS = ("offset", "prior_variance", "private", "scale")
 #: Where the seed of a run is from that was not made up by the operating system.
 CHOSEN_SEED = "--seed: not for a release"
 
@@ -101,6 +104,9 @@ class Leakage:
         accuracy_step: (a,), step counts of the first run.
         accuracy: (a,), accuracy on test data (R² for a number) after these steps.
         guess: (d,), mean square error of guessing each private feature's average over the records that have one.
+        nats: (W, N), the divergence in nats of each record's release to that in each of facts["worlds"].
+        nats_upper: (W, N), its upper confidence limit, infinite where there is none; None after a single run.
+        nats_measured: (W, N), how often each record was measured in each world.
         facts: rules, class_names, feature_names, units, scale, offset (lists of d, or one number for all), private
             (flat columns of the inputs, or None for all), target_name, confidence, task ("classes" or "number"),
             inferred_ranges (whether any range was read off the data), diagonal_measured and diagonal_probes (how often
@@ -126,6 +132,9 @@ class Leakage:
     diagonal: Tensor | None = None
     diagonal_of: Tensor | None = None
     names: Tensor | None = None
+    nats: Tensor | None = None
+    nats_upper: Tensor | None = None
+    nats_measured: Tensor | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -257,18 +266,10 @@ def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
         run: the public facts.
         folder: the audit's, for the warning.
     """
-    from reconbound.accounting.spec import Account
     from reconbound.mechanisms.guarantee import guarantee
-    from reconbound.training.sampling import batches_per_epoch, make_sampler
 
-    names = ("steps", "noise_multiplier", "max_grad_norm", "sample_rate", "sampler", "clip")
     try:
-        given = {name: run.mechanism[name] for name in names}
-        per_epoch = batches_per_epoch(make_sampler(given["sampler"], run.data["records"], given["sample_rate"]))
-        account = Account(
-            records=run.data["records"], features=run.data["features"], batches_per_epoch=per_epoch, **given
-        )
-        delta = run.guarantee.get("delta")
+        account, delta = account_of(run), run.guarantee.get("delta")
         options = {} if delta is None else {"delta": delta}
         found = guarantee(account.mechanism(), dim=account.features, low=0.0, high=1.0, **options).to_dict()
     except (KeyError, TypeError, ValueError) as reason:
@@ -279,6 +280,18 @@ def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
         text = f"{Path(folder) / RUN} says ε = {stored}; its mechanism has ε = {computed}, which is reported"
         warn_user(text, UserWarning)
     return replace(run, guarantee=found)
+
+
+def account_of(run: Run) -> Account:
+    """Returns the account that run.json describes. Raises errors of several kinds where it does not fit."""
+    from reconbound.accounting.spec import Account
+    from reconbound.training.sampling import batches_per_epoch, make_sampler
+
+    names = ("steps", "noise_multiplier", "max_grad_norm", "sample_rate", "sampler", "clip")
+    given = {name: run.mechanism[name] for name in names}
+    records, features = run.data["records"], run.data["features"]
+    per_epoch = batches_per_epoch(make_sampler(given["sampler"], records, given["sample_rate"]))
+    return Account(records=records, features=max(1, features), batches_per_epoch=per_epoch, **given)
 
 
 def unfinished(folder: str | os.PathLike[str], path: Path) -> str:

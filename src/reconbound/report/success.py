@@ -1,0 +1,157 @@
+"""How far the release helps an attack, for every record: the largest chance of success beside that without the record.
+
+Every number binds every attacker on every model (docs/theory/any_attacker.md 6.7 to 6.10).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from reconbound.accounting.divergence_ledger import largest_divergence, mechanism_success
+from reconbound.bounds import mean_van_trees, success_estimate, success_from_kl
+from reconbound.report.folder import Leakage, Run, account_of
+from reconbound.report.formats import clean
+
+#: Chances of success in the other world for which the report states the chance in the real one.
+BASELINES = (0.001, 0.01, 0.1, 0.5)
+#: The one that the first sentence and the tables use.
+SHOWN = 0.1
+
+
+@dataclass(frozen=True)
+class World:
+    """Another world of each record.
+
+    Attributes:
+        row: of the leakage file's tensors.
+        name: "removed", a column's name, or "private".
+        kind: "removed", "column", "category", "token" or "private".
+        reference: the public value in the place of the record's own, in words; "" where the record is left out.
+    """
+
+    row: int
+    name: str
+    kind: str
+    reference: str
+
+
+@dataclass(frozen=True)
+class Success:
+    """The largest chances of success against each record, from its divergences to other worlds.
+
+    Upper confidence limits are used where there are any, estimates elsewhere. A record that was never measured has the
+    mechanism's own limit.
+    """
+
+    run: Run
+    leakage: Leakage
+
+    @cached_property
+    def worlds(self) -> list[World]:
+        """Returns the worlds that were measured; empty in folders without them."""
+        if self.leakage.nats is None:
+            return []
+        rows = list(self.leakage.facts.get("worlds") or ())[: len(self.leakage.nats)]
+        return [
+            World(k, clean(row["name"], 80), str(row["kind"]), clean(row.get("reference", ""), 80))
+            for k, row in enumerate(rows)
+        ]
+
+    @property
+    def leading(self) -> World | None:
+        """Returns the world of the first sentence: the most exposed private column, otherwise the record left out."""
+        columns = [w for w in self.worlds if w.kind in ("column", "category")]
+        if columns:
+            return max(columns, key=lambda w: (float(self.chances(w).max()), float(np.median(self.nats(w)))))
+        return next(iter(self.worlds), None)
+
+    @cached_property
+    def limited(self) -> bool:
+        """Returns whether some chances are at confidence limits."""
+        upper = self.leakage.nats_upper
+        return upper is not None and bool(upper.isfinite().any())
+
+    def measured(self, world: World) -> np.ndarray:
+        """Returns the number of measurements of each record, (N,)."""
+        assert self.leakage.nats_measured is not None
+        return np.asarray(self.leakage.nats_measured[world.row].numpy())
+
+    @property
+    def unknown(self) -> int:
+        """Returns the number of records that were never measured in the leading world."""
+        return 0 if self.leading is None else int((self.measured(self.leading) == 0).sum())
+
+    def nats(self, world: World) -> np.ndarray:
+        """Returns the divergence D of each record as it is shown first, (N,), never above the mechanism's own limit."""
+        assert self.leakage.nats is not None
+        found = np.maximum(np.nan_to_num(self.leakage.nats[world.row].double().numpy(), nan=np.inf), 0.0)
+        if self.leakage.nats_upper is not None:
+            upper = np.nan_to_num(self.leakage.nats_upper[world.row].double().numpy(), nan=np.inf)
+            found = np.where(np.isfinite(upper), upper, found)
+        top = largest_divergence(self._account, removed=world.kind == "removed")
+        return np.minimum(np.where(self.measured(world) > 0, found, np.inf), top)
+
+    @cached_property
+    def _account(self) -> Any:
+        return account_of(self.run)
+
+    def chances(self, world: World, baseline: float = SHOWN) -> np.ndarray:
+        """Returns the largest chance of success against each record, (N,).
+
+        Args:
+            world: the other world.
+            baseline: κ, the chance of the same attack there.
+        """
+        best = mechanism_success(self._account, baseline, removed=world.kind == "removed")
+        return np.asarray(np.minimum(success_from_kl(baseline, self.nats(world)), best))
+
+    def row(self, world: World, baseline: float = SHOWN) -> dict[str, Any]:
+        """Returns what holds for half of the records, for all but 1 in 100, and for all.
+
+        Args:
+            world: the other world.
+            baseline: κ.
+        """
+        chances = np.sort(self.chances(world, baseline))
+        median, p99 = (float(chances[_place(share, len(chances))]) for share in (0.5, 0.99))
+        return {"world": world.name, "baseline": baseline, "median": median, "p99": p99, "max": float(chances[-1])}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a row for each world and baseline, for JSON."""
+        return [self.row(world, baseline) for world in self.worlds for baseline in BASELINES]
+
+    def likely(self, world: World, baseline: float = SHOWN) -> float:
+        """Returns about what the best attack reaches against the most exposed record: an estimate, no bound."""
+        most = float(self.nats(world).max())
+        return min(float(success_estimate(baseline, most)), float(self.chances(world, baseline).max()))
+
+    def most_exposed(self, world: World, count: int = 10) -> list[int]:
+        """Returns the records with the largest chances, the largest first."""
+        return [int(i) for i in np.argsort(-self.nats(world), kind="stable")[:count]]
+
+    def average_floors(self) -> dict[str, tuple[float, float]]:
+        """Returns for each private number the ± error of an attacker on the average record, with the model and without.
+
+        van Trees: 1/(mean I_jj + J_jj), J_jj the information of a Gaussian prior around what all else predicts.
+        """
+        facts, average = self.leakage.facts, self.leakage.average_diagonal
+        variance = np.asarray(facts.get("prior_variance") or (), dtype=np.float64)
+        if average is None or not len(variance) or average.numel() != len(variance):
+            return {}
+        scale = np.broadcast_to(np.asarray(facts.get("scale", 1.0), dtype=np.float64), variance.shape)
+        names = [clean(name, 80) for name in facts.get("feature_names") or ()]
+        found = {}
+        for name, width, own, info in zip(names, scale, variance, average.flatten().tolist(), strict=False):
+            if own > 0:
+                with_it = float(np.sqrt(mean_van_trees(max(info, 0.0), 1 / own).value))
+                found[name] = (float(width * with_it), float(width * np.sqrt(own)))
+        return found
+
+
+def _place(share: float, records: int) -> int:
+    """Returns the place, in ascending order, of the value that at least this share of the records does not exceed."""
+    return min(records - 1, max(0, int(np.ceil(share * records)) - 1))
