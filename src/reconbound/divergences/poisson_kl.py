@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from reconbound._internal.checks import InputError, choice, number
-from reconbound.divergences.line_integral import line_kl
+from reconbound.divergences.quadrature import line_kl
 from reconbound.divergences.sensitivity import checked_rate, checked_shift
 
 #: Below this rate, and for pairs above this norm, the convexity bound stands in for the integral.

@@ -145,12 +145,14 @@ class SampledGaussian(Mechanism):
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         simple = super().epsilon_at(delta, adjacency)
-        if self.sampler == "poisson" or adjacency == REPLACE_ONE:
-            if self.sampler == "fixed":
-                better = privacy_loss.fixed_size_epsilon(self.m, self.sample_rate, self.steps, delta)
-                return min((e for e in (simple, better) if e is not None), default=None)
-            return privacy_loss.smaller_epsilon(simple, self._pld(adjacency), delta)
-        return None  # with shuffled epochs, leaving a record out cuts other batches
+        if self.sampler != "poisson" and adjacency != REPLACE_ONE:
+            return None  # with shuffled epochs, leaving a record out cuts other batches
+        if self.sampler == "fixed":
+            better = privacy_loss.fixed_size_epsilon(self.m, self.sample_rate, self.steps, delta)
+        else:
+            pld = self._pld(adjacency)
+            better = None if pld is None else privacy_loss.epsilon(pld, delta)
+        return min((e for e in (simple, better) if e is not None), default=None)
 
     def membership_advantage(self) -> float:
         simple, pld = min(super().membership_advantage(), self._drawn), self._pld(REPLACE_ONE)  # any_attacker.md 6.5
