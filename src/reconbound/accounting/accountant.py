@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from reconbound._internal.checks import InputError, choice, flag, number, warn_user, whole
-from reconbound._internal.fingerprints import NAME as FINGERPRINTS
-from reconbound._internal.fingerprints import Fingerprints
 from reconbound.accounting import floors
-from reconbound.accounting.checks import check_information, check_space, checked_records, checked_weight
+from reconbound.accounting.checks import Fingerprints, check_information, check_space, checked_records, checked_weight
 from reconbound.accounting.confidence import Estimates, MostExposed, explain_no_limit, upper_limit, warn_if_imprecise
 from reconbound.accounting.feature_ledger import Chosen, Diagonal, FeatureLedger
 from reconbound.accounting.record_ledger import RecordLedger
@@ -133,9 +131,10 @@ class FisherAccountant:
     def _check_information(self, index: Tensor, found: StepInformation) -> None:
         """Refuses information that does not fit before anything is changed; keeps its caveats otherwise."""
         check_information(self.account, index, found)
-        self.traces.check_found(found)
+        if "spectral" in self.traces.state and found.spectral_bound is None:
+            raise InputError("found", "must have the spectral norm: this ledger keeps it", None)
         self.features.check_found(found)
-        self.caveats = joined(self.caveats, found.caveats)
+        self.caveats = tuple(dict.fromkeys((*self.caveats, *found.caveats)))
         self.needs_range = self.needs_range or found.part == "module"
         self._fingerprints.touch()
 
@@ -173,7 +172,10 @@ class FisherAccountant:
 
         Warns where the run was not measured over all of its steps, or not for the same records as earlier runs.
         """
-        self.traces.warn_if_missing()
+        missing = self.traces.describe_missing()
+        if missing:
+            cure = "the right weight, or an Account with the steps that were taken and the records that are measured"
+            warn_user(f"{missing}. Use {cure}", ReconboundWarning)
         self._fingerprints.finish()
         self.traces.finish_run()
         self.features.finish_run()
@@ -197,7 +199,8 @@ class FisherAccountant:
         self._fingerprints.check_apart(other._fingerprints)
         if other.runs == 0:
             return
-        self.caveats, self.needs_range = joined(self.caveats, other.caveats), self.needs_range or other.needs_range
+        self.caveats = tuple(dict.fromkeys((*self.caveats, *other.caveats)))
+        self.needs_range = self.needs_range or other.needs_range
         self.traces.merge(other.traces)
         self.features.merge(other.features)
         self._fingerprints.finished.extend(other.fingerprints)
@@ -401,7 +404,7 @@ class FisherAccountant:
     def state(self) -> dict[str, Tensor]:
         """Returns a copy of the ledger's tensors, on the CPU."""
         found = {name: value.cpu().clone() for name, value in (self.traces.state | self.features.state).items()}
-        return {**found, FINGERPRINTS: self._fingerprints.tensor()}
+        return {**found, "fingerprints": self._fingerprints.tensor()}
 
     def restore(self, tensors: Mapping[str, Tensor], runs: int) -> None:
         """Restores what `state` returned; shapes are checked before anything is changed.
@@ -437,11 +440,6 @@ class FisherAccountant:
             device: where the ledger will live.
         """
         return load_ledger(cls, path, device)
-
-
-def joined(*caveats: Sequence[str]) -> tuple[str, ...]:
-    """Returns all caveats, each once, in order."""
-    return tuple(dict.fromkeys(c for some in caveats for c in some))
 
 
 __all__ = ["Account", "Chosen", "FisherAccountant"]

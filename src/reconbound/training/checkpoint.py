@@ -30,10 +30,10 @@ from reconbound._internal.files import (
     open_lock,
     refuse_special_files,
     sealed,
+    tensor_digest,
     unsealed,
     write_whole,
 )
-from reconbound._internal.fingerprints import digest
 
 if TYPE_CHECKING:
     from reconbound.training.private_sgd import PrivateSGD
@@ -317,7 +317,7 @@ def identify(learner: PrivateSGD, options: Mapping[str, Any]) -> dict[str, Any]:
 def data_digest(inputs: Any, targets: Any) -> str:
     """Returns the SHA-256 of all tensors of a data set."""
     leaves = tree_leaves((inputs, targets))
-    return digest({f"{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+    return tensor_digest({f"{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
 
 
 def _describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -348,9 +348,9 @@ def _describe_schedule(schedule: Any) -> dict[str, Any]:
 def _describe(value: Any) -> Any:
     """Returns a short plain form of an option that may be a tensor, a Private, a sequence or a word."""
     if isinstance(value, Tensor):
-        return digest({"": value})
+        return tensor_digest({"": value})
     if hasattr(value, "features") and hasattr(value, "part"):
-        return [value.part, value.name, None if value.features is None else digest({"": value.features})]
+        return [value.part, value.name, None if value.features is None else tensor_digest({"": value.features})]
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, str) or not isinstance(value, Iterable):

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, file_path, warn_user, whole
-from reconbound._internal.fingerprints import of_run
+from reconbound._internal.files import tensor_digest
 from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import GUESSABLE, derive, new_seed, seed_warning, seeded
-from reconbound.accounting.accountant import FisherAccountant, joined
+from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.measurement_plan import Blocks, Segments
 from reconbound.accounting.spec import checked_counts
 from reconbound.fisher import Private
@@ -229,7 +229,8 @@ class PrivateSGD:
         context = noises.release_context(self.identity, self.settings, self.model, self.device, losses)
         self.run_seed = derive(self.seed, "run", self.run, context)
         if self.accountant is not None:
-            self.accountant.begin_run(of_run(self.run_seed))
+            mark = derive(self.run_seed, "fingerprint").to_bytes(32, "little")[:16]  # it reveals nothing of the seed
+            self.accountant.begin_run(mark.hex())
 
     def _train_run(self, advance: Callable[[int], None]) -> None:
         if self.step == 0:
@@ -295,7 +296,8 @@ class PrivateSGD:
 
     def _noise(self, total: Tensor) -> Tensor:
         """Returns standard normal numbers for this sum: equal only for the same bits, at this step of this release."""
-        return noises.noise_of_sum(total, self.run_seed, self.step)
+        bits = bytes.fromhex(tensor_digest({"sum": total}))
+        return noises.draw(derive(self.run_seed, "noise", self.step, bits), len(total), total.device)
 
     # --- errors --------------------------------------------------------------------------
 
@@ -430,7 +432,7 @@ class PrivateSGD:
         checkpoints.restore_optimizer(self.optimizer, self.schedule, facts["state"], tensors)
         if self.accountant is not None:
             self.accountant.restore(under("ledger/"), facts["runs"])
-            self.accountant.caveats = joined(self.accountant.caveats, facts["caveats"])
+            self.accountant.caveats = tuple(dict.fromkeys((*self.accountant.caveats, *facts["caveats"])))
         self.seed, self.run_seed, self.run, self.step = place.values()
         self.history[:] = history
 
