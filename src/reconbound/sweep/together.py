@@ -136,7 +136,7 @@ class TogetherTrainer(Trainer):
             yield part[0], found
         else:
             middle = (len(part) + 1) // 2
-            if _out_of_memory(found):
+            if isinstance(found, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(found):
                 self.most = middle
                 warn_user(f"the memory does not suffice for {len(part)} settings at once: they are trained by {middle}")
             for half in (part[:middle], part[middle:]):
@@ -194,7 +194,3 @@ class TogetherTrainer(Trainer):
             scores = [float(shot.found[k]) for shot in at]
             rows.append(self._row(account, scores, dfil, fleet.ledger.measured_in_runs(account.steps)))
         return rows
-
-
-def _out_of_memory(reason: Exception | None) -> bool:
-    return isinstance(reason, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(reason)

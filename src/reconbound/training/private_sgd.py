@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -119,7 +120,8 @@ class PrivateSGD:
         if self.seed < GUESSABLE:
             warn_user(seed_warning("seed"), ReconboundWarning)
         self.private, self.diagonal, self.spectral, self.feature_scale = private, diagonal, spectral, feature_scale
-        self.make_optimizer, self.make_schedule = self._sgd if optimizer is None else optimizer, schedule
+        sgd = {name: getattr(settings, name) for name in ("lr", "momentum", "weight_decay")}
+        self.make_optimizer, self.make_schedule = optimizer or partial(torch.optim.SGD, **sgd), schedule
         self.initialise = reset_parameters if initialise is None else initialise
         self.folder = None if checkpoint is None else file_path("checkpoint", checkpoint)
         self.every = whole("every", every)
@@ -374,10 +376,6 @@ class PrivateSGD:
         self.schedule = None
         if self.make_schedule is not None:
             self.schedule = given.make_part("schedule", self.make_schedule, self.optimizer)
-
-    def _sgd(self, parameters: Any) -> torch.optim.Optimizer:
-        s = self.settings
-        return torch.optim.SGD(parameters, lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
 
     # --- checkpoints ---------------------------------------------------------------------
 
