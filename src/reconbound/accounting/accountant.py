@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from reconbound._internal.checks import InputError, choice, flag, number, warn_user, whole
-from reconbound.accounting import floors
+from reconbound.accounting import confidence as floors
 from reconbound.accounting.checks import Fingerprints, check_information, check_space, checked_records, checked_weight
 from reconbound.accounting.confidence import Estimates, MostExposed, explain_no_limit, upper_limit, warn_if_imprecise
 from reconbound.accounting.feature_ledger import Chosen, Diagonal, FeatureLedger

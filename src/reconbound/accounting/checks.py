@@ -33,18 +33,13 @@ def checked_weight(account: Account, weight: float, stratified: bool) -> float:
     return float(weight)
 
 
-def check_type(found: Any) -> None:
-    """Refuses an object that is not a step's information."""
-    if not isinstance(found, StepInformation):
-        raise InputError("found", "must be what step_information returns", found)
-
-
 def checked_records(given: Any, found: StepInformation, records: int) -> tuple[Tensor, StepInformation]:
     """Returns distinct indices, one for each record measured, and the information; refuses others.
 
     Masked rows are left out: they are padding, not measurements.
     """
-    check_type(found)
+    if not isinstance(found, StepInformation):
+        raise InputError("found", "must be what step_information returns", found)
     indices, size = given, len(found.clipped_norm)
     with suppress(TypeError, ValueError, RuntimeError):  # a list or an array of whole numbers will do
         indices = torch.as_tensor(given)

@@ -22,7 +22,7 @@ import torch
 
 from reconbound._internal.checks import InputError, warn_user
 from reconbound._internal.rng import derive
-from reconbound.auditing.models import as_tensor, make_loss, make_model, model_kind, score, starter
+from reconbound.auditing.models import as_tensor, make_loss, make_model, model_kind, score, start_afresh
 from reconbound.auditing.options import AuditOptions
 from reconbound.report.folder import prepare
 from reconbound.sweep.fleet.trainer import Fleet, Snapshot
@@ -169,7 +169,7 @@ class TogetherTrainer(Trainer):
             [plan.settings for plan in plans],
             at=self.counts,
             device=self.device,
-            initialise=starter(self.dataset, kind),
+            initialise=partial(start_afresh, self.dataset, kind),
             private=None if self.dataset.private is None else as_tensor(self.dataset.private),
         )
         seeds, evaluate = [seed_of(self.seed, s) for s in settings], partial(score, self.dataset)
