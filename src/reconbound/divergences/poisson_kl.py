@@ -232,7 +232,7 @@ def _on(q: float, like: Any) -> tuple[Any, float]:
     if key not in _copies:
         if len(_copies) >= 64:
             _copies.clear()
-        _copies[key] = _torch().from_numpy(cells).to(like.device)
+        _copies[key] = _namespace(like).from_numpy(cells).to(like.device)
     return _copies[key], missing
 
 
@@ -258,12 +258,6 @@ def _kl(m: Any, table: tuple[Any, float], xp: Any) -> Any:
 
 
 # --- numbers, arrays and tensors -------------------------------------------------------------------------------------
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch
 
 
 def _namespace(*values: Any) -> Any:
