@@ -5,7 +5,7 @@ import time
 import numpy as np
 import torch
 
-from reconbound._internal.fingerprints import digest
+from reconbound._internal.files import tensor_digest
 from reconbound._internal.rng import keystream
 from reconbound.auditing.models import mnist_cnn
 from reconbound.fisher import clipped_gradient_sum
@@ -48,7 +48,7 @@ def main() -> None:
             work = {
                 "Philox": lambda: philox(size, place),  # noqa: B023
                 "ours": lambda: draw(1, size, place),  # noqa: B023
-                "hash of the sum": lambda: digest({"": total}),  # noqa: B023
+                "hash of the sum": lambda: tensor_digest({"": total}),  # noqa: B023
                 "ChaCha20 stream": lambda: keystream(bytes(32), 0, bytes(12), (size + 1) // 2, place),  # noqa: B023
             }
             taken = {what: seconds(call, device) for what, call in work.items()}

@@ -15,8 +15,8 @@ from learning import CLASSES, FEATURES, RECORDS, data, learner, losses, network
 from reconbound import FisherAccountant, PrivateSGD, Settings
 from reconbound.accounting.spec import Account
 from reconbound.bounds import membership_from_kl, success_from_kl
-from reconbound.divergences import poisson_kl, poisson_pair_kl
-from reconbound.fisher.clipping import clipping, sensitivity
+from reconbound.divergences import poisson_kl, poisson_pair_kl, sensitivity
+from reconbound.fisher.clipping import clipping
 from reconbound.fisher.worlds import Replacement, StepDistances
 from reconbound.training.settings import Callback
 

@@ -6,6 +6,7 @@ import gc
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from torch import nn
 from reconbound._internal.checks import InputError
 from reconbound._internal.rng import derive
 from reconbound.accounting.spec import Account, Factors
-from reconbound.auditing.models import as_tensor, make_loss, make_model, score, starter
+from reconbound.auditing.models import as_tensor, make_loss, make_model, score, start_afresh
 from reconbound.auditing.options import default_options
 from reconbound.cli import app as cli
 from reconbound.data import load_dataset
@@ -73,7 +74,7 @@ def test_fleet_rows_have_fields_of_single_trainings(digits, tmp_path) -> None:  
     settings = [replace(plan.settings, seed=derive(7, "together", 0))]
     fleet = Fleet(
         lambda: make_model(digits, "linear", seed=0), make_loss(digits), as_tensor(digits.inputs),
-        as_tensor(digits.targets), settings, at=(6, 14), initialise=starter(digits, "linear"),
+        as_tensor(digits.targets), settings, at=(6, 14), initialise=partial(start_afresh, digits, "linear"),
     )  # fmt: skip
     shots = [
         list(fleet.run(r, evaluate=lambda model: score(digits, model), seeds=[seed_of(7, GRID[1])])) for r in (0, 1)
@@ -202,7 +203,7 @@ def test_floors_are_of_the_private_columns(tmp_path, private) -> None:
     fleet = Fleet(
         lambda: make_model(data, "linear", seed=0), make_loss(data), as_tensor(data.inputs), as_tensor(data.targets),
         [replace(plan.settings, seed=derive(7, "together", 0))],
-        at=(6,), initialise=starter(data, "linear"), private=columns,
+        at=(6,), initialise=partial(start_afresh, data, "linear"), private=columns,
     )  # fmt: skip
     (shot,) = fleet.run(0, seeds=[seed_of(7, GRID[0])])
     assert row["exact_max"] == pytest.approx(1 / float(shot.dfil()[0].max()), rel=1e-5)

@@ -140,7 +140,7 @@ def test_training_resumes_after_a_full_disk(tmp_path, monkeypatch) -> None:
     whole = learner().fit(12)
     first = learner(checkpoint=tmp_path, every=4)
     written = 0
-    original = checkpoint.write_whole
+    original = _files.write_whole
 
     def fails_later(*args, **kwargs):
         nonlocal written
@@ -150,7 +150,7 @@ def test_training_resumes_after_a_full_disk(tmp_path, monkeypatch) -> None:
         original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_whole", fails_later)
+        patch.setattr(_files, "write_whole", fails_later)
         with pytest.raises(CheckpointError, match="step 8: no checkpoint"):
             first.fit(12)
     assert same_state(first.fit(12), whole)  # the same learner, once there is room again

@@ -46,7 +46,11 @@ def write_whole(path: str | os.PathLike[str], content: bytes, *, mode: int = CON
     target = Path(path)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        _write_beside(beside, content, mode)
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(beside, mode)
         os.replace(beside, target)
     except OSError as reason:
         if reason.errno is None:
@@ -87,15 +91,6 @@ def remove_leftovers(*folders: Path, older_than: float = 0.0) -> None:
         with suppress(FileNotFoundError):
             if is_leftover(leftover.name) and time.time() - leftover.stat().st_mtime >= older_than:
                 leftover.unlink()
-
-
-def _write_beside(beside: Path, content: bytes, mode: int) -> None:
-    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.chmod(beside, mode)
 
 
 def _flush_folder(folder: Path) -> None:
@@ -155,6 +150,19 @@ def json_digest(content: Any) -> str:
 def file_digest(path: str | os.PathLike[str]) -> str:
     """Returns the SHA-256 of a file's bytes."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Returns the SHA-256 over names, types, shapes and contents."""
+    import torch
+
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
+        sha.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
+        if value.numel():
+            sha.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 def open_lock(path: Path) -> int:

@@ -15,28 +15,20 @@ Side = Literal["down", "near", "up"]
 _MODES = {"down": ROUND_FLOOR, "near": ROUND_HALF_EVEN, "up": ROUND_CEILING}
 
 
-def _rounded(x: Decimal, digits: int, side: Side) -> Decimal:
-    """Rounds to `digits` significant digits."""
-    return Context(prec=digits, rounding=_MODES[side]).create_decimal(x)
-
-
-def _exact(x: float) -> Decimal:
-    """Returns the shortest decimal that is read back as x: 0.1 and not the 55 digits of its double."""
-    return Decimal(repr(float(x)))
-
-
-def round_to(x: float, digits: int, side: Side) -> float:
+def round_to(x: float, digits: int, side: Side, *, power: int = 0) -> float:
     """Rounds a number to `digits` significant digits, to the given side.
 
     Args:
         x: the number.
         digits: significant digits that are kept.
         side: "down", "near" or "up".
+        power: of ten, by which the number is multiplied first.
 
     >>> round_to(1.372062, 4, "up"), round_to(1.372062, 4, "down"), round_to(0.0005, 3, "up")
     (1.373, 1.372, 0.0005)
     """
-    return float(_rounded(_exact(x), digits, side))
+    exact = Decimal(repr(float(x)))  # the shortest that is read back as x: 0.1 and not the 55 digits of its double
+    return float(Context(prec=digits, rounding=_MODES[side]).create_decimal(exact.scaleb(power)))
 
 
 def format_number(x: float, digits: int = 3, side: Side = "near") -> str:
@@ -110,8 +102,7 @@ def format_percent(x: float, digits: int = 3, side: Side = "up") -> str:
     """
     if not math.isfinite(x):
         return f"{x}%"
-    short = float(_rounded(100 * _exact(x), digits, side))
-    return f"{short:.{digits}g}%"
+    return f"{round_to(x, digits, side, power=2):.{digits}g}%"
 
 
 def format_duration(seconds: float) -> str:

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from reconbound._internal.checks import InputError, choice, flag, number, warn_user, whole
-from reconbound._internal.fingerprints import NAME as FINGERPRINTS
-from reconbound._internal.fingerprints import Fingerprints
-from reconbound.accounting import floors
+from reconbound.accounting import confidence as floors
 from reconbound.accounting.checks import (
+    Fingerprints,
     check_information,
     check_space,
     checked_norms,
@@ -185,9 +184,10 @@ class FisherAccountant:
     def _check_information(self, index: Tensor, found: StepInformation) -> None:
         """Refuses information that does not fit before anything is changed; keeps its caveats otherwise."""
         check_information(self.account, index, found)
-        self.traces.check_found(found)
+        if "spectral" in self.traces.state and found.spectral_bound is None:
+            raise InputError("found", "must have the spectral norm: this ledger keeps it", None)
         self.features.check_found(found)
-        self.caveats = joined(self.caveats, found.caveats)
+        self.caveats = tuple(dict.fromkeys((*self.caveats, *found.caveats)))
         self.needs_range = self.needs_range or found.part == "module"
         self._fingerprints.touch()
 
@@ -225,8 +225,10 @@ class FisherAccountant:
 
         Warns where the run was not measured over all of its steps, or not for the same records as earlier runs.
         """
-        if self.account.kept_rules:
-            self.traces.warn_if_missing()
+        missing = self.traces.describe_missing() if self.account.kept_rules else ""
+        if missing:
+            cure = "the right weight, or an Account with the steps that were taken and the records that are measured"
+            warn_user(f"{missing}. Use {cure}", ReconboundWarning)
         self._fingerprints.finish()
         self.divergences.finish_run()
         self.traces.finish_run()
@@ -253,7 +255,8 @@ class FisherAccountant:
         self._fingerprints.check_apart(other._fingerprints)
         if other.runs == 0:
             return
-        self.caveats, self.needs_range = joined(self.caveats, other.caveats), self.needs_range or other.needs_range
+        self.caveats = tuple(dict.fromkeys((*self.caveats, *other.caveats)))
+        self.needs_range = self.needs_range or other.needs_range
         self.traces.merge(other.traces)
         self.features.merge(other.features)
         self.divergences.merge(other.divergences)
@@ -487,7 +490,7 @@ class FisherAccountant:
         """Returns a copy of the ledger's tensors, on the CPU."""
         parts = self.traces.state | self.features.state | self.divergences.state
         found = {name: value.cpu().clone() for name, value in parts.items()}
-        return {**found, FINGERPRINTS: self._fingerprints.tensor()}
+        return {**found, "fingerprints": self._fingerprints.tensor()}
 
     def restore(self, tensors: Mapping[str, Tensor], runs: int) -> None:
         """Restores what `state` returned; shapes are checked before anything is changed.
@@ -524,11 +527,6 @@ class FisherAccountant:
             device: where the ledger will live.
         """
         return load_ledger(cls, path, device)
-
-
-def joined(*caveats: Sequence[str]) -> tuple[str, ...]:
-    """Returns all caveats, each once, in order."""
-    return tuple(dict.fromkeys(c for some in caveats for c in some))
 
 
 __all__ = ["Account", "Chosen", "FisherAccountant"]

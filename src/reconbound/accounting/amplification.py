@@ -168,10 +168,12 @@ class PoissonTable:
             dtype: their floating-point type.
         """
         # an empty tensor names the device in full: "cuda" becomes "cuda:0"
-        self._on(torch.empty(0, device=device).device, _working_dtype(dtype))
+        self._on(torch.empty(0, device=device, dtype=dtype))
         return self
 
-    def _on(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    def _on(self, norms: torch.Tensor) -> torch.Tensor:
+        """Returns the table where the norms are, in float64 for those in float64 and in float32 for others."""
+        device, dtype = norms.device, torch.float64 if norms.dtype == torch.float64 else torch.float32
         if (device, dtype) not in self._copies:
             self._copies[device, dtype] = self._cells.to(device=device, dtype=dtype)
         return self._copies[device, dtype]
@@ -182,7 +184,7 @@ class PoissonTable:
         Args:
             clipped_norm_over_noise: m ≥ 0; any shape.
         """
-        cells = self._on(clipped_norm_over_noise.device, _working_dtype(clipped_norm_over_noise.dtype))
+        cells = self._on(clipped_norm_over_noise)
         m, last = clipped_norm_over_noise.to(cells.dtype).abs(), cells.shape[0] - 1
         u = (m * self._CELLS_PER_UNIT).nan_to_num(nan=last + 1.0).clamp(max=last + 1.0)
         i = u.detach().long().clamp(max=last)
@@ -200,10 +202,6 @@ class PoissonTable:
             clipped_norm_over_noise: m ≥ 0; any shape.
         """
         return torch.maximum(*self(clipped_norm_over_noise))
-
-
-def _working_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def paper_delta(records: int, steps: int) -> float:

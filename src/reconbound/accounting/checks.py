@@ -1,7 +1,13 @@
-"""Checks of what a ledger is given: measurements, their weights, and the range of the private features."""
+"""Checks of what a ledger is given: measurements, their weights, the range of the private features, and the runs.
+
+No run is counted twice: a fingerprint of 128 bits names each, which a learner derives one-way from its secret seed, so
+that the same training has the same one wherever it is measured. Other runs get a random one.
+"""
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -147,3 +153,63 @@ def check_space(space: Mapping[str, Any], needs_range: bool, feature_scale: Tens
     if not {"low", "high", "radius"} & space.keys() and not bool((feature_scale == 1).all()):
         why = "the mechanism's floors are for features in [0, 1], this ledger's in the units of feature_scale"
         warn_user(f"{why}: give low and high in those, to compare them", ReconboundWarning)
+
+
+_BYTES = 16  # of a fingerprint
+
+
+class Fingerprints:
+    """The fingerprints of a ledger's finished runs, and of the run under way once anything is known of it."""
+
+    def __init__(self) -> None:
+        self.finished: list[str] = []
+        self.current: str | None = None
+
+    def begin(self, fingerprint: str) -> None:
+        """Names the run under way; refuses one that is among the finished ones."""
+        if not isinstance(fingerprint, str) or re.fullmatch(f"[0-9a-f]{{{2 * _BYTES}}}", fingerprint) is None:
+            raise InputError("fingerprint", f"must be {2 * _BYTES} hexadecimal digits", fingerprint)
+        if fingerprint in self.finished:
+            raise InputError("run", "must be another one: it is in the ledger already, from a merge", "the same one")
+        self.current = fingerprint
+
+    def touch(self) -> None:
+        """Gives the run under way a random fingerprint, if it has none."""
+        if self.current is None:
+            self.current = secrets.token_hex(_BYTES)
+
+    def finish(self) -> None:
+        """Counts the run under way as finished."""
+        self.touch()
+        assert self.current is not None
+        self.finished.append(self.current)
+        self.current = None
+
+    def check_apart(self, other: Fingerprints) -> None:
+        """Refuses another ledger's finished runs if one of them is here, finished or under way."""
+        double = len(set(other.finished) & {*self.finished, self.current})
+        if double:
+            some = "1 of its runs is" if double == 1 else f"{double} of its runs are"
+            raise InputError("other", f"must hold other runs: {some} in this ledger already", f"{len(other.finished)}")
+
+    def tensor(self) -> Tensor:
+        """Returns the fingerprints as bytes, (R or R + 1, 16), the run under way last."""
+        known = [*self.finished, *([] if self.current is None else [self.current])]
+        return torch.tensor([list(bytes.fromhex(one)) for one in known], dtype=torch.uint8).reshape(-1, _BYTES)
+
+    def restored(self, tensors: Mapping[str, Tensor], runs: int) -> Fingerprints:
+        """Returns the fingerprints that belong to a ledger's tensors.
+
+        Args:
+            tensors: of the ledger.
+            runs: the number of its finished runs.
+        """
+        found, kept = Fingerprints(), tensors.get("fingerprints")
+        shapes = [(count, _BYTES) for count in (runs, runs + 1)]
+        if kept is None:
+            raise InputError("tensors", "must hold fingerprints, as `state` returns", f"{', '.join(tensors) or 'none'}")
+        if kept.dtype != torch.uint8 or tuple(kept.shape) not in shapes:
+            raise InputError("fingerprints", f"must be bytes of shape {shapes[0]} or {shapes[1]}", tuple(kept.shape))
+        known = [bytes(row).hex() for row in kept.tolist()]
+        found.finished, found.current = known[:runs], known[runs] if len(known) > runs else None
+        return found

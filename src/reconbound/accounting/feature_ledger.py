@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from reconbound._internal.checks import InputError, choice, number, whole
-from reconbound.accounting.checks import check_type
 from reconbound.accounting.confidence import describe_precision, relative_median
 from reconbound.accounting.record_ledger import Ledger
 from reconbound.accounting.spec import Account
@@ -156,7 +155,8 @@ class FeatureLedger(Ledger):
 
     def check_followed(self, found: StepInformation) -> Tensor:
         """Returns the chosen records; refuses information about others, or about masked ones."""
-        check_type(found)
+        if not isinstance(found, StepInformation):
+            raise InputError("found", "must be what step_information returns", found)
         rows = self.rows if self.kind == "chosen" else None
         if rows is None or len(found.clipped_norm) != len(rows):
             have = "no" if rows is None else len(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -224,11 +224,6 @@ class RecordLedger(Ledger):
 
     # --- writing ---------------------------------------------------------------------
 
-    def check_found(self, found: StepInformation) -> None:
-        """Raises an InputError, before anything is changed, where there is no spectral norm to add."""
-        if "spectral" in self.state and found.spectral_bound is None:
-            raise InputError("found", "must have the spectral norm: this ledger keeps it", None)
-
     def add(
         self,
         index: Tensor,
@@ -250,18 +245,18 @@ class RecordLedger(Ledger):
             The two factors of the first rule, times the weight.
         """
         state, chance = self.state, min(1.0, self.account.sample_rate / weight)
-        across, along = self._here(found.across), self._here(found.along)
-        factors = [
-            tuple(weight * f for f in self.factors(rule, found.clipped_norm)) for rule in self.account.kept_rules
-        ]
+        here: Any = {"device": self.device, "dtype": torch.float64}
+        across, along = found.across.to(**here), found.along.to(**here)
+        rules = self.account.kept_rules
+        factors = [tuple(weight * f for f in self.factors(rule, found.clipped_norm)) for rule in rules]
         for k, (k_across, k_along) in enumerate(factors):
             value = k_across * across + k_along * along
             state["trace"][k].index_add_(-1, index, value)
             if isinstance(found, StepInformation) and "last" in state and self.runs == 0:
                 so_far = (state["trace_error"][k], state["last"][k], state["measured"])
-                add_variance(*so_far, index, value, k_across * self._here(found.across_error), chance, stratified)
+                add_variance(*so_far, index, value, k_across * found.across_error.to(**here), chance, stratified)
         if "spectral" in state and isinstance(found, StepInformation) and found.spectral_bound is not None:
-            state["spectral"].index_add_(0, index, torch.maximum(*factors[0]) * self._here(found.spectral_bound))
+            state["spectral"].index_add_(0, index, torch.maximum(*factors[0]) * found.spectral_bound.to(**here))
         times = torch.ones_like(index) if times is None else times
         state["measured"].index_add_(0, index, times)
         state["rare"] |= chance < 1.0
@@ -269,9 +264,6 @@ class RecordLedger(Ledger):
         if not stratified:
             state["weights"][1].clamp_(min=weight)
         return factors[0][0], factors[0][1]
-
-    def _here(self, values: Tensor) -> Tensor:
-        return values.to(device=self.device, dtype=torch.float64)
 
     # --- runs --------------------------------------------------------------------------
 
@@ -411,31 +403,18 @@ class RecordLedger(Ledger):
         It is incomplete where its measurements cover another number of steps than T, by more than chance explains, or
         other records than the runs before, where that is not left to chance.
         """
-        covered, steps, uneven = self.steps_covered(), self.account.steps, self._count_uneven()
-        if uneven:
+        covered, steps = self.steps_covered(), self.account.steps
+        now, before = self.state["measured"] > 0, self.state["measured_all"] > 0
+        at_random = self.account.sample_rate * (1 + 1e-9) < float(self.state["weights"][1])
+        if not at_random and bool(now.any()) and bool(before.any()) and bool((now != before).any()):
             fault = "measured in some runs and left out of others, where they count as 0: their floors are too high"
-            return f"{uneven:,} of {self.account.records:,} records were {fault}"
+            return f"{int((now != before).sum()):,} of {self.account.records:,} records were {fault}"
         weight = max(1.0, float(self.state["weights"][1]))  # steps measured with chance 1/weight; batches vary as well
         chance = 6 * math.sqrt(steps * (weight - 1 + weight / (self.account.sample_rate * self.account.records)))
         if abs(covered - steps) <= 0.1 * steps + chance:
             return ""
         fault = "too high" if covered < steps else "too low"
         return f"a run was measured over about {covered:.3g} of its {steps} steps: its floors are {fault}"
-
-    def warn_if_missing(self) -> None:
-        """Warns, with the remedy, where the present run was not measured over all of its steps or records."""
-        fault = self.describe_missing()
-        if fault:
-            cure = "the right weight, or an Account with the steps that were taken and the records that are measured"
-            warn_user(f"{fault}. Use {cure}", ReconboundWarning)
-
-    def _count_uneven(self) -> int:
-        """Counts records measured only in the present run or only in earlier ones, where that is not left to chance."""
-        now, before = self.state["measured"] > 0, self.state["measured_all"] > 0
-        at_random = self.account.sample_rate * (1 + 1e-9) < float(self.state["weights"][1])
-        if at_random or not (bool(now.any()) and bool(before.any())):
-            return 0
-        return int((now != before).sum())
 
     def describe_incomplete(self) -> tuple[str, ...]:
         """Describes runs that were not measured over all of their steps, or not yet."""

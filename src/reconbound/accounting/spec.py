@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -50,7 +50,9 @@ class MechanismSpec:
         choice("sampler", self.sampler, tuple(_DEFAULT_RULE))
         choice("clip", self.clip, CLIPS)
         if self.rules is not None:
-            object.__setattr__(self, "rules", checked_rules(self.rules))
+            if not isinstance(self.rules, tuple | list):
+                raise InputError("rules", f"must be a tuple of names ({', '.join(RULES)})", self.rules)
+            object.__setattr__(self, "rules", tuple(choice("rules", rule, RULES) for rule in self.rules))
 
     @property
     def noise(self) -> float:
@@ -96,29 +98,12 @@ class Account(MechanismSpec):
         """Returns the rules that ledgers of Fisher information are kept for; none where it is not measured."""
         return self.rules or ()
 
-    @classmethod
-    def of(cls, spec: MechanismSpec, **changes: Any) -> Account:
-        """Returns the account of a mechanism.
-
-        Args:
-            spec: the mechanism, such as Settings.
-            changes: the other fields of Account, and those of the mechanism that differ.
-        """
-        return cls(**{**{f.name: getattr(spec, f.name) for f in fields(MechanismSpec)}, **changes})
-
     def mechanism(self) -> SampledGaussian:
         """Returns the same run for the calculator; shuffled epochs are steps without sampling, one for each epoch."""
         if self.sampler == "shuffle":
             per_epoch = self.batches_per_epoch or fewest_batches(self.sample_rate)
             return SampledGaussian.shuffled(self.noise_multiplier, per_epoch, self.steps, self.clip)
         return SampledGaussian(self.noise_multiplier, self.sample_rate, self.steps, self.clip, self.sampler)
-
-
-def checked_rules(rules: Any) -> tuple[str, ...]:
-    """Returns names of rules as a tuple; refuses unknown names."""
-    if not isinstance(rules, tuple | list):
-        raise InputError("rules", f"must be a tuple of names ({', '.join(RULES)})", rules)
-    return tuple(choice("rules", rule, RULES) for rule in rules)
 
 
 class Factors:

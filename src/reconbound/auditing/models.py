@@ -308,18 +308,15 @@ def score(dataset: Dataset, model: nn.Module, most: int | None = None) -> float:
     return float(1 - rest / spread) if spread > 0 else float("nan")
 
 
-def starter(dataset: Dataset, spec: str) -> Callable[[nn.Module], None]:
-    """Returns a function that gives a model fresh parameters, from torch's generator as it is.
+def start_afresh(dataset: Dataset, spec: str, model: nn.Module) -> None:
+    """Gives a model fresh parameters, from torch's generator as it is.
 
     Args:
         dataset: the data of the audit.
         spec: as AuditOptions.model.
+        model: the model of that kind.
     """
-
-    def initialise(own: nn.Module) -> None:
-        own.load_state_dict(make_model(dataset, spec).state_dict())
-
-    return initialise
+    model.load_state_dict(make_model(dataset, spec).state_dict())
 
 
 def check_model(dataset: Dataset, spec: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from reconbound._internal import files
 from reconbound._internal.checks import DataError, InputError, choice, number, whole
 from reconbound._internal.rng import new_seed
-from reconbound.auditing.models import MODELS, as_tensor, make_loss, make_model, starter
+from reconbound.auditing.models import MODELS, as_tensor, make_loss, make_model, start_afresh
 from reconbound.auditing.release import INPUTS, read_inputs
 from reconbound.data import Dataset
 from reconbound.report.folder import CHECKPOINTS, LEAKAGE, MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, prepare, read_audit
@@ -142,7 +143,7 @@ def make_learner(
 
     scale = dataset.scale
     chosen: dict[str, Any] = {
-        "initialise": starter(dataset, options.model),
+        "initialise": partial(start_afresh, dataset, options.model),
         "private": None if dataset.private is None else as_tensor(dataset.private),
         "feature_scale": float(scale[0]) if (scale == scale[0]).all() else scale.tolist(),
         "checkpoint": None if folder is None else Path(folder),

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from reconbound._internal.checks import InputError, number, numbers, whole
-from reconbound.bounds.bound import WORST_CASE, Bound, Coordinates, mean_coordinates
+from reconbound.bounds.bound import WORST_CASE, Bound, Coordinates
 
 
 @dataclass(frozen=True)
 class Box:
-    """A data space that is a box with side lengths w_i, held as the few sums that the floors need.
+    """A data space that is a box with side lengths w_i.
 
     `unequal` is None when all sides are equal, so that ten million equal sides cost nothing.
     """
@@ -24,24 +24,9 @@ class Box:
     unequal: np.ndarray | None = None
 
     @property
-    def mean_square(self) -> float:
-        """Returns Σ wᵢ²/d."""
-        return self.side**2 if self.unequal is None else float(np.mean(self.unequal**2))
-
-    @property
-    def total(self) -> float:
-        """Returns Σ wᵢ."""
-        return self.dim * self.side if self.unequal is None else float(np.sum(self.unequal))
-
-    @property
     def guess(self) -> float:
         """Returns the squared error per coordinate of guessing the middle, at worst: Σ wᵢ²/(4d)."""
-        return self.mean_square / 4
-
-    @property
-    def average(self) -> Coordinates:
-        """Returns which coordinates an average over all of them bounds."""
-        return mean_coordinates(self.dim)
+        return (self.side**2 if self.unequal is None else float(np.mean(self.unequal**2))) / 4
 
     @property
     def each(self) -> Coordinates:
@@ -75,20 +60,13 @@ def box(widths: Any, dim: int | None = None) -> Box:
     return Box(whole("dim", 1 if dim is None else dim), float(array))
 
 
-def box_of(low: float, high: float, dim: int) -> Box:
-    """Returns the box [low, high]^dim, checked.
-
-    Args:
-        low: the lower end of every coordinate.
-        high: the upper end of every coordinate.
-        dim: the number of coordinates.
-    """
+def _check_ends(low: float, high: float) -> None:
+    """Refuses ends of a box that are not in order, or too near or too far apart."""
     lo, hi = number("low", low), number("high", high)
     if lo >= hi:
         raise InputError("low", f"must be less than high ({hi:g})", low)
     if not 1e-100 <= hi - lo <= 1e100:
         raise InputError("high", f"must be between 1e-100 and 1e100 above low ({lo:g})", high)
-    return box(hi - lo, dim)
 
 
 @dataclass(frozen=True)
@@ -112,14 +90,9 @@ class DataSpace:
     whole_ball: float | None = None
 
     @property
-    def box(self) -> Box:
-        """Returns the box as its side lengths."""
-        return box_of(self.low, self.high, self.dim)
-
-    @property
     def side(self) -> float:
         """Returns the box's side length."""
-        return self.box.side
+        return self.high - self.low
 
     @property
     def _other(self) -> bool:
@@ -203,7 +176,7 @@ def data_space(dim: int, low: float | None = None, high: float | None = None, ra
     d = whole("dim", dim)
     if radius is None or (isinstance(radius, float) and radius == math.inf):
         low, high = 0.0 if low is None else low, 1.0 if high is None else high
-        box_of(low, high, d)
+        _check_ends(low, high)
         return DataSpace(d, float(low), float(high))
     ball = number("radius", radius, above=0.0, at_least=1e-100, at_most=1e100)
     half = ball / math.sqrt(d)
@@ -212,7 +185,7 @@ def data_space(dim: int, low: float | None = None, high: float | None = None, ra
     if low is None and high is None:
         return DataSpace(d, -half, half, ball, whole_ball=ball)
     given = (0.0 if low is None else number("low", low), 1.0 if high is None else number("high", high))
-    box_of(*given, d)
+    _check_ends(*given)
     inside = (max(given[0], -half), min(given[1], half))
     if inside == given:
         return DataSpace(d, *given, ball)

@@ -14,6 +14,7 @@ from scipy.special import ndtr, ndtri, xlogy
 
 from reconbound._internal.checks import InputError, number, numbers, whole
 from reconbound.bounds.bound import Bound, divergence, mean_coordinates
+from reconbound.bounds.success import chances, unwrap
 
 _UP = 1 + 1e-12  # what is solved by iteration is rounded up by this
 _TWO_WORLDS = "two worlds of one record: as it is, and left out or with a public reference value"
@@ -42,11 +43,11 @@ def success_from_kl(baseline: Any, nats: Any) -> Any:
     >>> round(success_from_kl(0.1, 0.01), 4), success_from_kl(0.0, 5.0), success_from_kl(0.1, math.inf)
     (0.145, 0.0, 1.0)
     """
-    k, d = np.broadcast_arrays(_chance("baseline", baseline), _nats(nats))
+    k, d = np.broadcast_arrays(chances("baseline", baseline), _nats(nats))
     x, least = _excess(k, d)
     p = np.nextafter(k + x * (1 - k) * _UP, 2.0)
     p = np.where((k == 0) & (d < math.inf), 0.0, np.where(least | (d == math.inf), 1.0, np.minimum(p, 1.0)))
-    return _unwrap(np.where((d == 0) | (k == 1), k, p))
+    return unwrap(np.where((d == 0) | (k == 1), k, p))
 
 
 def _excess(k: np.ndarray, d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -113,7 +114,7 @@ def membership_from_kl(nats: Any) -> Any:
         below = _binary(k, t / (1 - k)) <= d
         low, high = np.where(below, middle, low), np.where(below, high, middle)
     found = np.minimum(_best_test(np.exp(high))[1] * _UP, upper)
-    return _unwrap(np.where((d > 30) | (d < 1e-290), upper, found))
+    return unwrap(np.where((d > 30) | (d < 1e-290), upper, found))
 
 
 def _best_test(slope: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -139,10 +140,8 @@ def success_estimate(baseline: Any, nats: Any) -> Any:
     >>> round(success_estimate(0.1, 1.402), 3)
     0.653
     """
-    k, d = np.broadcast_arrays(_chance("baseline", baseline), _nats(nats))
-    return _unwrap(
-        np.where(d == 0, k, np.where(d == math.inf, 1.0, ndtr(ndtri(k) + np.sqrt(2 * np.minimum(d, 1e300)))))
-    )
+    k, d = np.broadcast_arrays(chances("baseline", baseline), _nats(nats))
+    return unwrap(np.where(d == 0, k, np.where(d == math.inf, 1.0, ndtr(ndtri(k) + np.sqrt(2 * np.minimum(d, 1e300))))))
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -165,7 +164,7 @@ def two_point_floor(gap: Any, nats: Any) -> Bound:
     0.3679
     """
     delta, d = np.broadcast_arrays(numbers("gap", gap, at_least=0.0), _nats(nats))
-    value, guess = _unwrap(delta * delta / 4 * np.exp(-d)), float(np.max(delta, initial=0.0)) ** 2 / 4
+    value, guess = unwrap(delta * delta / 4 * np.exp(-d)), float(np.max(delta, initial=0.0)) ** 2 / 4
     assumes = ("on average over the record's value and the one moved by the gap",)
     return Bound(
         "two_point", value, "Le Cam, by KL", "any", "replace-one", assumes=assumes, guess=guess, coordinates="each"
@@ -190,7 +189,7 @@ def entropy_power_floor(entropy_power: float, mean_nats: Any, *, dim: int = 1) -
     1.4715
     """
     power, d = number("entropy_power", entropy_power, at_least=0.0), whole("dim", dim)
-    value = _unwrap(power * np.exp(-2 * _nats(mean_nats) / d))
+    value = unwrap(power * np.exp(-2 * _nats(mean_nats) / d))
     coordinates = mean_coordinates(d)
     assumes = (_MEAN, "the prior has this entropy power")
     return Bound("entropy_power", value, "Shannon", "any", _TWO_WORLDS, assumes=assumes, coordinates=coordinates)
@@ -223,7 +222,7 @@ def wrong_category_floor(entropy: float, categories: int, mean_nats: Any) -> Any
         p = (low + high) / 2
         below = -xlogy(p, p) - xlogy(1 - p, 1 - p) + p * math.log(k - 1) < missing
         low, high = np.where(below, p, low), np.where(below, high, p)
-    return _unwrap(low * (1 - 1e-12))
+    return unwrap(low * (1 - 1e-12))
 
 
 def mean_van_trees(mean_information: Any, prior_information: Any) -> Bound:
@@ -247,7 +246,7 @@ def mean_van_trees(mean_information: Any, prior_information: Any) -> Bound:
     prior = numbers("prior_information", prior_information, at_least=0.0)
     if np.any(prior == 0):
         raise InputError("prior_information", "must be greater than 0", 0.0)
-    value = _unwrap(1 / (info + prior))
+    value = unwrap(1 / (info + prior))
     assumes = (_MEAN, "the prior has this Fisher information")
     neighbours = "Fisher information, averaged over the records and the prior"
     return Bound(
@@ -265,14 +264,3 @@ def _nats(nats: Any) -> np.ndarray:
     if not np.all(d >= 0):
         raise InputError("nats", "must be at least 0 and not NaN", float(d[~(d >= 0)].flat[0]))
     return d
-
-
-def _chance(name: str, value: Any) -> np.ndarray:
-    k = numbers(name, value, at_least=0.0)
-    if np.any(k > 1):
-        raise InputError(name, "must be at most 1", float(np.max(k)))
-    return k
-
-
-def _unwrap(values: Any) -> Any:
-    return float(values) if np.ndim(values) == 0 else np.asarray(values)

@@ -61,11 +61,6 @@ def _entropy_gap(s: np.ndarray) -> np.ndarray:
     return np.asarray(np.where(s > 1e-2, exact, s**2 / 8 - s**4 / 64))
 
 
-def _variance(s: np.ndarray) -> np.ndarray:
-    """Returns η(1 − η) at η = 1/(1+e^s), without underflow below the smallest float."""
-    return np.asarray(np.exp(-s - 2 * np.logaddexp(0.0, -s)))
-
-
 def _corners_value(nats: float, space: Box) -> float:
     sides, counts = space.groups()
     scale = float(sides.max())
@@ -101,7 +96,8 @@ def _corners_value(nats: float, space: Box) -> float:
                 return 0.0
         root = float(brentq(overspent, top - step, top + 1e-9, xtol=1e-14))
         s = log_odds(math.exp(root - 1e-13 * max(1.0, -root)))  # never under-spend
-    return float(np.sum(share * sides**2 * _variance(s))) * scale * scale
+    variance = np.exp(-s - 2 * np.logaddexp(0.0, -s))  # η(1 − η) at η = 1/(1+e^s), without underflow
+    return float(np.sum(share * sides**2 * variance)) * scale * scale
 
 
 def _inverse_entropy_gap(budget: float) -> float:
@@ -138,7 +134,7 @@ def uniform_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bo
     sides, counts = space.groups()
     value = _reverse_water_filling(sides**2 / (2 * math.pi * math.e), counts, nats)
     prior, theorem = "on average over a uniform record in the box", "rate–distortion (uniform)"
-    return _floor("rate_distortion_uniform", value, theorem, prior, space.mean_square / 12, space.dim)
+    return _floor("rate_distortion_uniform", value, theorem, prior, 4 * space.guess / 12, space.dim)
 
 
 def ball_floor(kl: float, radius: float, dim: int = 1) -> Bound:

@@ -63,11 +63,11 @@ def rero_from_pure(kappa: Any, epsilon: float, delta: float = 0.0) -> Any:
     >>> rero_from_pure(0.25, math.log(2))
     0.5
     """
-    k, eps = _kappa(kappa), divergence("epsilon", epsilon)
+    k, eps = chances("kappa", kappa), divergence("epsilon", epsilon)
     d = number("delta", delta, at_least=0.0, at_most=1.0)
     if eps == math.inf:
-        return _unwrap(np.ones_like(k))  # even at κ = 0: the reference need not have the release's support
-    return _unwrap(np.minimum(_grown(k, eps) + d, 1.0))
+        return unwrap(np.ones_like(k))  # even at κ = 0: the reference need not have the release's support
+    return unwrap(np.minimum(_grown(k, eps) + d, 1.0))
 
 
 def rero_from_order2(kappa: Any, epsilon: float) -> Any:
@@ -84,12 +84,12 @@ def rero_from_order2(kappa: Any, epsilon: float) -> Any:
     >>> rero_from_order2(0.5, 0.0)
     0.5
     """
-    k, eps = _kappa(kappa), divergence("epsilon", epsilon)
+    k, eps = chances("kappa", kappa), divergence("epsilon", epsilon)
     if eps == math.inf:
-        return _unwrap(np.ones_like(k))
+        return unwrap(np.ones_like(k))
     with np.errstate(divide="ignore"):
         log_square = np.log(k) + np.log1p(-k) + log_expm1(eps)
-    return _unwrap(np.minimum(k + np.exp(np.minimum(log_square / 2, 0.0)), 1.0))
+    return unwrap(np.minimum(k + np.exp(np.minimum(log_square / 2, 0.0)), 1.0))
 
 
 def rero_from_curve(kappa: Any, epsilons: Any, deltas: Any) -> Any:
@@ -107,11 +107,11 @@ def rero_from_curve(kappa: Any, epsilons: Any, deltas: Any) -> Any:
     >>> round(rero_from_curve(0.01, [0.0, 1.0], [0.1, 0.0]), 6)
     0.027183
     """
-    k, eps, delta = _kappa(kappa), numbers("epsilons", epsilons).ravel(), numbers("deltas", deltas).ravel()
+    k, eps, delta = chances("kappa", kappa), numbers("epsilons", epsilons).ravel(), numbers("deltas", deltas).ravel()
     if eps.size != delta.size:
         raise InputError("deltas", f"must have as many entries as epsilons ({eps.size})", delta.size)
     total = _grown(k[..., None], eps) + np.clip(delta, 0.0, 1.0)
-    return _unwrap(np.minimum(total.min(axis=-1), 1.0))
+    return unwrap(np.minimum(total.min(axis=-1), 1.0))
 
 
 def rero_from_gdp(kappa: Any, mu: float) -> Any:
@@ -126,14 +126,15 @@ def rero_from_gdp(kappa: Any, mu: float) -> Any:
     >>> round(rero_from_gdp(0.5, 1.0), 6)
     0.841345
     """
-    k, m = _kappa(kappa), number("mu", mu, at_least=0.0)
-    return _unwrap(np.maximum(ndtr(ndtri(k) + m), k))  # ndtri knows nothing below 1e-308
+    k, m = chances("kappa", kappa), number("mu", mu, at_least=0.0)
+    return unwrap(np.maximum(ndtr(ndtri(k) + m), k))  # ndtri knows nothing below 1e-308
 
 
-def _kappa(kappa: Any) -> np.ndarray:
-    k = numbers("kappa", kappa, at_least=0.0)
+def chances(name: str, values: Any) -> np.ndarray:
+    """Returns chances as an array; refuses what is not from 0 to 1."""
+    k = numbers(name, values, at_least=0.0)
     if np.any(k > 1):
-        raise InputError("kappa", "must be at most 1", float(k[k > 1].flat[0]) if k.ndim else float(k))
+        raise InputError(name, "must be at most 1", float(k[k > 1].flat[0]) if k.ndim else float(k))
     return k
 
 
@@ -143,7 +144,8 @@ def _grown(k: np.ndarray, eps: Any) -> np.ndarray:
         return np.asarray(np.exp(np.minimum(np.log(k) + eps, 0.0)))
 
 
-def _unwrap(values: Any) -> Any:
+def unwrap(values: Any) -> Any:
+    """Returns a float where there is one number, and the array otherwise."""
     return float(values) if np.ndim(values) == 0 else np.asarray(values)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from reconbound._internal.checks import LARGEST, InputError, matrix, number, numbers, whole
 from reconbound.bounds.bound import Bound, divergence, from_log, log_expm1, mean_coordinates
-from reconbound.bounds.data_space import Box, box
+from reconbound.bounds.data_space import box
 
 REPLACE_ONE = "replace-one"
 LOCAL = "Fisher information at the record"
@@ -51,22 +51,18 @@ def theorem1(
     eps, space = divergence("epsilon", epsilon), box(widths, dim)
     gamma = numbers("sensitivities", sensitivities, at_least=0.0)
     bias = number("squared_bias", squared_bias, at_least=0.0)
-    biased = bias > 0 or bool(np.any(gamma != 1))
-    value = min(_over_chi2(_weighted_square(space, gamma) / 4, eps) + bias, LARGEST)
-    assumes = ("the attacker's mean has the stated sensitivities and bias",) if biased else (HOLDS_EVERYWHERE,)
-    each = space.average if biased else space.each
-    return Bound(
-        "theorem1", value, "Theorem 1", "unbiased", REPLACE_ONE, assumes=assumes, guess=space.guess, coordinates=each
-    )
-
-
-def _weighted_square(space: Box, gamma: np.ndarray) -> float:
-    """Returns Σ γᵢ² wᵢ² / d."""
     if gamma.ndim > 0 and gamma.size != space.dim:
         raise InputError("sensitivities", f"must be one number or one per coordinate ({space.dim})", gamma.size)
     sides = space.side if space.unequal is None else space.unequal
     with np.errstate(over="ignore"):
-        return min(float(np.mean((gamma.ravel() * sides) ** 2)), LARGEST)
+        square = min(float(np.mean((gamma.ravel() * sides) ** 2)), LARGEST)  # Σ γᵢ² wᵢ²/d
+    biased = bias > 0 or bool(np.any(gamma != 1))
+    value = min(_over_chi2(square / 4, eps) + bias, LARGEST)
+    assumes = ("the attacker's mean has the stated sensitivities and bias",) if biased else (HOLDS_EVERYWHERE,)
+    each = mean_coordinates(space.dim) if biased else space.each
+    return Bound(
+        "theorem1", value, "Theorem 1", "unbiased", REPLACE_ONE, assumes=assumes, guess=space.guess, coordinates=each
+    )
 
 
 def by_position(epsilon: float, record: Any, *, low: Any = 0.0, high: Any = 1.0) -> Bound:
@@ -121,10 +117,11 @@ def corners(epsilon: float, *, widths: Any = 1.0, dim: int | None = None) -> Bou
     784.0
     """
     eps, space = divergence("epsilon", epsilon), box(widths, dim)
-    value = from_log(2 * math.log(space.total) - math.log(4 * space.dim) - log_expm1(eps))
+    total = space.dim * space.side if space.unequal is None else float(np.sum(space.unequal))
+    value = from_log(2 * math.log(total) - math.log(4 * space.dim) - log_expm1(eps))
     assumes = ("the attacker is unbiased at the record and at all corners of the box",)
     return Bound("corners", value, "all-corners HCR", "unbiased", REPLACE_ONE, assumes=assumes, guess=space.guess,
-                 coordinates=space.average)  # fmt: skip
+                 coordinates=mean_coordinates(space.dim))  # fmt: skip
 
 
 def _saturated_inverse(values: np.ndarray) -> Any:

@@ -129,7 +129,9 @@ def make_mechanism(given: dict[str, Any], searched: str | None = None) -> Mechan
     if kind == "rdp2":
         return RenyiDP(number("rdp2", chosen["rdp2"], at_least=0.0), 2.0, chosen.get("adjacency"))
     if kind == "output_perturbation":
-        return _output_perturbation(chosen)
+        if chosen["loss"] == "squared" and "target_bound" not in chosen:
+            raise typer.BadParameter("is missing: --loss squared needs it", param_hint="--target-bound")
+        return OutputPerturbation(**{k: v for k, v in chosen.items() if k != kind})
     return _private_sgd(chosen)
 
 
@@ -142,12 +144,6 @@ def _check_needed(chosen: dict[str, Any], needed: tuple[str, ...], kind: str, se
                 need = ": private SGD needs it (or give --output-perturbation, --loss, --records and --l2)"
             either = " (or --epochs)" if name == "steps" else " (logistic, softmax or squared)" * (name == "loss")
             raise typer.BadParameter(f"is missing{either}{need}", param_hint=option(name))
-
-
-def _output_perturbation(chosen: dict[str, Any]) -> OutputPerturbation:
-    if chosen["loss"] == "squared" and "target_bound" not in chosen:
-        raise typer.BadParameter("is missing: --loss squared needs it", param_hint="--target-bound")
-    return OutputPerturbation(**{k: v for k, v in chosen.items() if k != "output_perturbation"})
 
 
 def _private_sgd(chosen: dict[str, Any]) -> SampledGaussian:

@@ -12,7 +12,7 @@ from reconbound._internal.formatting import format_floor, format_limit, format_n
 from reconbound.bounds.bound import NOT_PROVED
 from reconbound.bounds.data_space import DataSpace, data_space
 from reconbound.cli.bound import OPTIONS, SPACE, assumption_notes, format_epsilons, make_mechanism
-from reconbound.cli.options import Options, option, print_json, takes, with_helps
+from reconbound.cli.options import Options, option, print_json, takes
 from reconbound.mechanisms import ADJACENCIES, OutputPerturbation, SampledGaussian
 from reconbound.mechanisms.calibrate import Calibration, OutOfReach, calibrate, calibrate_epsilon
 from reconbound.mechanisms.guarantee import FLOORS, floor
@@ -23,12 +23,15 @@ ADVICE = (
 )
 
 
-MECHANISM = with_helps(
-    OPTIONS,
-    hidden=("noise_multiplier", "epsilon", "rdp2", "noise_std"),
-    adjacency="Neighbours of --target-epsilon: replace-one (default), or add/remove (as Opacus counts).",
-    delta="Delta at which epsilon is reported (1e-5).",
-)
+_HELPS = {
+    "adjacency": "Neighbours of --target-epsilon: replace-one (default), or add/remove (as Opacus counts).",
+    "delta": "Delta at which epsilon is reported (1e-5).",
+}
+_HIDDEN = ("noise_multiplier", "epsilon", "rdp2", "noise_std")  # refused by name: --help leaves them out
+MECHANISM: Options = {
+    name: (kind, _HELPS.get(name, text), {**dict(*more), "hidden": name in _HIDDEN})
+    for name, (kind, text, *more) in OPTIONS.items()
+}
 TARGETS: Options = {
     "target_mse": (float, "Squared error per coordinate that must be kept."),
     "target_error": (float, "The same as an error in data units: the root of --target-mse."),

@@ -100,20 +100,6 @@ DATA: Options = {
 }
 
 
-def with_helps(options: Options, hidden: Sequence[str] = (), **helps: str) -> Options:
-    """Returns options with other helps.
-
-    Args:
-        options: the options.
-        hidden: those that --help leaves out; the command refuses them by name.
-        **helps: other help for some of the options.
-    """
-    return {
-        name: (kind, helps.get(name, text), {**dict(*more), "hidden": name in hidden})
-        for name, (kind, text, *more) in options.items()
-    }
-
-
 def takes(**groups: Options) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command groups of options; it receives those that the user gave as one dictionary for each group.
 

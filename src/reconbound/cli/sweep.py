@@ -120,7 +120,7 @@ def frontier_command(
         rows, _ = stored(folder, storage)
         if not rows:
             raise DataError(f"{folder} holds a sweep of which no setting is trained yet: run reconbound sweep again")
-        asked = [checked_floor(rows, name) for name in floor] if floor else [checked_floor(rows, None)]
+        asked = [checked_floor(rows, name) for name in floor] if floor else [checked_floor(rows)]
         facts = publish(folder, storage)
         shared.confidential_note()
         if at_least is None:
@@ -177,10 +177,10 @@ def _print_sweep(facts: dict[str, Any], rows: list[Row]) -> None:
     if facts["error"]:
         print(f"reconbound: the first failure: {shared.one_line(facts['error'])}", file=sys.stderr)
     if rows:
-        from reconbound.sweep.frontier import default_floor
+        from reconbound.sweep.frontier import checked_floor
         from reconbound.sweep.page import cautions, measured_by, verdict
 
-        sentences = verdict(rows, default_floor(rows), facts.get("guesses"), measured_by(facts))
+        sentences = verdict(rows, checked_floor(rows), facts.get("guesses"), measured_by(facts))
         for line in (*cautions(rows, facts), *sentences):
             print(line)
         print(f"{facts['table']}\n{facts['page']}")

@@ -44,7 +44,8 @@ def read_csv(path: Path, header: Sequence[str] | None = None) -> tuple[DataFrame
     from pandas import DataFrame
 
     text = _read_text(path)
-    mark = _delimiter(text)
+    first = re.sub(r'"[^"]*"', "", next((line for line in text.splitlines() if line.strip()), ""))
+    mark = max(",;\t", key=first.count)  # the most frequent in the first line that is not blank, outside quotes
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=mark, skipinitialspace=True, strict=True)
     names = None if header is None else check_names(str(path), list(header), "--header")
     rows: dict[int, list[str]] = {}
@@ -94,12 +95,6 @@ def _unpack(path: Path) -> bytes:
     if len(raw) > MOST_UNPACKED:
         raise DataError(f"{path}: unpacks to more than {MOST_UNPACKED >> 20:,} MB; unpack it first if that is right")
     return raw
-
-
-def _delimiter(text: str) -> str:
-    """Returns what is most frequent in the first line that is not blank, outside quotes: comma, semicolon or tab."""
-    first = re.sub(r'"[^"]*"', "", next((line for line in text.splitlines() if line.strip()), ""))
-    return max(",;\t", key=first.count)
 
 
 def check_names(source: str, row: Sequence[Any], place: str = "row 1") -> list[str]:

@@ -175,7 +175,8 @@ def fetch(name: str, root: Path, *, mirror: str | None = None) -> None:
     sources = (f"{mirror.rstrip('/')}/{name}/",) if mirror else SOURCES[name]
     for source in sources:
         check_address(source)
-    wanted = [ARCHIVE] if name == "cifar10" else [f"{raw}.gz" for raw in RAW[name] if not _is_there(root, raw)]
+    missing = [raw for raw in RAW[name] if not any((root / f"{raw}{ending}").exists() for ending in _OPENERS)]
+    wanted = [ARCHIVE] if name == "cifar10" else [f"{raw}.gz" for raw in missing]
     try:
         root.mkdir(parents=True, exist_ok=True)
         for file in wanted:
@@ -187,10 +188,6 @@ def fetch(name: str, root: Path, *, mirror: str | None = None) -> None:
             f"{name} is not all in {root} and could not be downloaded ({_describe_failure(reason)}): put {needed} "
             f"there, or name the folder that holds {name}/ (folder, or the variable RECONBOUND_DATA)"
         ) from None
-
-
-def _is_there(root: Path, raw: str) -> bool:
-    return any((root / f"{raw}{ending}").exists() for ending in _OPENERS)
 
 
 def _download(sources: tuple[str, ...], file: str, root: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from reconbound._internal.checks import InputError, choice, number
-from reconbound.divergences.line_integral import line_kl
+from reconbound.divergences.quadrature import line_kl
 from reconbound.divergences.sensitivity import checked_rate, checked_shift
 
 #: Below this rate, and for pairs above this norm, the convexity bound stands in for the integral.
@@ -232,7 +232,7 @@ def _on(q: float, like: Any) -> tuple[Any, float]:
     if key not in _copies:
         if len(_copies) >= 64:
             _copies.clear()
-        _copies[key] = _torch().from_numpy(cells).to(like.device)
+        _copies[key] = _namespace(like).from_numpy(cells).to(like.device)
     return _copies[key], missing
 
 
@@ -258,12 +258,6 @@ def _kl(m: Any, table: tuple[Any, float], xp: Any) -> Any:
 
 
 # --- numbers, arrays and tensors -------------------------------------------------------------------------------------
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch
 
 
 def _namespace(*values: Any) -> Any:

@@ -13,10 +13,15 @@ SMOOTH_SENSITIVITY = 1.1153
 
 
 def sensitivity(clip: str) -> float:
-    """Returns the largest norm of a clipped gradient over the clip norm: 1 for the hard clip, 1.1153 for the smooth.
+    """Returns the largest norm that a clipped gradient can have, in units of the clip norm.
+
+    sup_n c(n) n / C  ≤  1 (hard),  1.1153 (smooth: the supremum is 1.11522)
 
     Args:
         clip: "hard" or "smooth".
+
+    Guarantee: adding or removing one record moves the sum of clipped gradients by at most this times C, for every
+    model, loss and record.
 
     >>> sensitivity("hard"), sensitivity("smooth")
     (1.0, 1.1153)

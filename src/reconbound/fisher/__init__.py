@@ -1,6 +1,7 @@
 """Fisher information that one clipped, noisy gradient step gives about each record."""
 
-from reconbound.fisher.clipping import Clip, Clipping, clipping, sensitivity
+from reconbound.divergences import sensitivity
+from reconbound.fisher.clipping import Clip, Clipping, clipping
 from reconbound.fisher.options import ProbeOptions, StepOptions, SumOptions
 from reconbound.fisher.probes import draw_probes
 from reconbound.fisher.reference import CoordinateOptions, DenseInformation, coordinate_information, dense_information

@@ -15,12 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from reconbound._internal.checks import choice
-from reconbound.divergences import SMOOTH_SENSITIVITY
 
 Clip = Literal["smooth", "hard"]
 
 CLIPS: tuple[Clip, ...] = ("smooth", "hard")
-SENSITIVITY: dict[str, float] = {"smooth": SMOOTH_SENSITIVITY, "hard": 1.0}
 _FAR = 40.0  # exp(-40²/2) is zero in float64: beyond it the smooth clip is the hard one
 
 
@@ -65,23 +63,6 @@ class Clipping:
         density = torch.exp(x.square() * -0.5) * math.sqrt(2 / math.pi)
         below = torch.erfc(x * (-1 / math.sqrt(2)))
         return torch.addcmul(below, x, density) * self.factor.square() * (-0.5 / self.max_grad_norm)
-
-
-def sensitivity(clip: Clip) -> float:
-    """Returns the largest norm that a clipped gradient can have, in units of the clip norm.
-
-    sup_n c(n) n / C  ≤  1 (hard),  1.1153 (smooth: the supremum is 1.11522)
-
-    Args:
-        clip: "smooth" or "hard".
-
-    Guarantee: adding or removing one record moves the sum of clipped gradients by at most this times C, for every
-    model, loss and record.
-
-    >>> sensitivity("hard"), sensitivity("smooth")
-    (1.0, 1.1153)
-    """
-    return SENSITIVITY[check_clip(clip)]
 
 
 def clipping(norms: Tensor, max_grad_norm: float, clip: Clip = "smooth") -> Clipping:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, choice, flag, number, whole
+from reconbound.fisher.clipping import check_clip
 from reconbound.validate import model as models
 from reconbound.validate.private import Private, Problem, trainable
 
@@ -151,34 +152,34 @@ def _is_direction(value: Any) -> bool:
     )
 
 
-def check_options(options: Any, kind: type[SumOptions]) -> None:
-    if not isinstance(options, kind):
-        raise InputError("options", f"must be a {kind.__name__}", options)
-
-
 _SMALLEST_CLIP = 1e-12  # the squares of gradients as small as that are lost in float32
 
 
 def check_arguments(
-    model: Any, loss_fn: Any, inputs: Any, targets: Any, generator: torch.Generator | None = None
+    model: Any, loss_fn: Any, data: tuple[Any, Any], max_grad_norm: Any, clip: Any, options: Any, kind: type[SumOptions]
 ) -> None:
-    """Checks kinds and devices: a module, a function, tensors on the module's device, a generator there too."""
+    """Checks kinds and devices: a module, a function, a clip, tensors on the module's device, a generator there too."""
+    if not isinstance(options, kind):
+        raise InputError("options", f"must be a {kind.__name__}", options)
+    if number("max_grad_norm", max_grad_norm, above=0) < _SMALLEST_CLIP:
+        raise InputError("max_grad_norm", f"must be at least {_SMALLEST_CLIP:g} (scale the loss)", max_grad_norm)
+    check_clip(clip)
+    generator = options.probes.generator if isinstance(options, StepOptions) else None
     models.check_module(model)
     if not callable(loss_fn):
         raise InputError("loss_fn", "must be a function (outputs, targets) -> losses, (B,)", type(loss_fn).__name__)
     if torch.is_inference_mode_enabled():
         raise models.ModelError("this call takes gradients, which torch.inference_mode() forbids: call it outside")
     kinds = {p.device.type for p in model.parameters()}
-    for kind in filter(torch.is_autocast_enabled, kinds):  # the sums of gradients would be rounded to 8 or 11 bits
+    for device in filter(torch.is_autocast_enabled, kinds):  # the sums of gradients would be rounded to 8 or 11 bits
         raise ValueError(
-            f"autocast is on for {kind} around this call, in which gradients are clipped and summed: "
+            f"autocast is on for {device} around this call, in which gradients are clipped and summed: "
             "put `with torch.autocast(...)` into the model's forward instead"
         )
-    models.check_tensors(model, inputs, targets)
+    models.check_tensors(model, *data)
     if generator is not None and kinds and generator.device.type not in kinds:
-        kind = min(kinds)
-        what = f"generator is on {generator.device}, the model on {kind}"
-        raise models.ModelError(f"{what}: use torch.Generator('{kind}')")
+        what = f"generator is on {generator.device}, the model on {min(kinds)}"
+        raise models.ModelError(f"{what}: use torch.Generator('{min(kinds)}')")
 
 
 def check_values(model: nn.Module, inputs: Any, targets: Any) -> None:
@@ -217,11 +218,6 @@ def released(problem: Problem) -> dict[str, Tensor]:
         if not p.is_floating_point():
             raise ValueError(f"the trainable parameter {name} is {p.dtype}: it must be real, as two real parameters")
     return params
-
-
-def check_clip_norm(max_grad_norm: float) -> None:
-    if number("max_grad_norm", max_grad_norm, above=0) < _SMALLEST_CLIP:
-        raise InputError("max_grad_norm", f"must be at least {_SMALLEST_CLIP:g} (scale the loss)", max_grad_norm)
 
 
 CUT = (

@@ -71,7 +71,10 @@ class Basis:
         self.q: Tensor | None = None
         if given:
             units, there = _units(torch.stack(given))
-            self.q = _bisectors(units, there) if len(given) == 2 else units
+            self.q = units
+            if len(given) == 2:  # (a ± b)/‖a ± b‖; where only one of a and b exists, that one and zero
+                plus, minus = units[0] + units[1], units[0] - units[1]
+                self.q, _ = _units(torch.stack([plus, minus * there.all(0)]), at_least=_CLOSE)
         if third is not None:
             rest, _ = _units(_removed(_units(third.flatten(1))[0], self.q), at_least=_CLOSE)
             rest, _ = _units(_removed(rest, self.q))
@@ -105,14 +108,6 @@ def _units(v: Tensor, at_least: float = 0.0) -> tuple[Tensor, Tensor]:
     size = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
     there = size > at_least
     return v * torch.where(there, 1 / size, 0), there
-
-
-def _bisectors(units: Tensor, there: Tensor) -> Tensor:
-    """Returns (a ± b)/‖a ± b‖ of a, b = units, (2, B, d); where only one of a and b exists, that one and zero."""
-    a, b = units
-    plus, minus = a + b, a - b
-    both = torch.stack([plus, minus * there.all(0)])
-    return _units(both, at_least=_CLOSE)[0]
 
 
 def _removed(v: Tensor, basis: Tensor | None) -> Tensor:

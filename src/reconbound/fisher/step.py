@@ -24,7 +24,7 @@ from reconbound._internal.checks import number
 from reconbound._internal.opacus_hooks import without_hooks
 from reconbound._internal.rng import random_states_kept
 from reconbound.fisher import options as given
-from reconbound.fisher.clipping import Clip, check_clip, clipping
+from reconbound.fisher.clipping import Clip, Clipping
 from reconbound.fisher.passes.products import squares, zero_sums
 from reconbound.fisher.probes import Basis, draw_input_probes, draw_probes
 from reconbound.fisher.sums import Pass, as_present, micro_batches, open_pass
@@ -176,11 +176,9 @@ def step_information(
     >>> [round(value.item(), 5) for value in (info.norm, info.along, info.across)]
     [0.25, 0.25, 0.0]
     """
-    given.check_options(options, given.StepOptions)
-    given.check_clip_norm(max_grad_norm)
+    given.check_arguments(model, loss_fn, (inputs, targets), max_grad_norm, clip, options, given.StepOptions)
     number("noise_multiplier", noise_multiplier, above=0)
     probes, method = options.probes, options.method
-    given.check_arguments(model, loss_fn, inputs, targets, probes.generator)
     with without_hooks(model):
         problem = problems.Problem(model, loss_fn, problems.as_private(options.private))
         z = problems.private_part(problem, inputs, targets)
@@ -192,7 +190,7 @@ def step_information(
             "probes": probes.number,
             "noise_multiplier": noise_multiplier,
             "max_grad_norm": max_grad_norm,
-            "clip": check_clip(clip),
+            "clip": clip,
             "part": problem.private.part,
             "caveats": (*known_caveats(model), *problems.module_caveats(model, problem.private)),
         }
@@ -235,7 +233,7 @@ def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> StepInformation
     in_inputs, error = options.probes_inputs, options.probes.resolved_error
     norm, pulled = work.own(moving=in_inputs or options.spectral > 0 or error == "product")
     inverse = torch.where(norm > 0, 1 / norm, 0)  # norms are not too small, so what is across is not too small either
-    clips = clipping(norm, max_grad_norm, plan.setting["clip"])
+    clips = Clipping(norm, max_grad_norm, plan.setting["clip"])
     scale = 1 / (plan.setting["noise_multiplier"] * max_grad_norm)
     c, radial = clips.factor * scale, clips.radial * scale
     if present is not None:

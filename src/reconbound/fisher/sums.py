@@ -14,14 +14,13 @@ from torch.utils._pytree import tree_map
 from reconbound._internal.checks import InputError
 from reconbound._internal.opacus_hooks import without_hooks
 from reconbound._internal.rng import random_states_kept
-from reconbound.fisher.clipping import Clip, check_clip, clipping, sensitivity
+from reconbound.divergences import sensitivity
+from reconbound.fisher.clipping import Clip, Clipping
 from reconbound.fisher.options import (
     Method,
     SumOptions,
     capturing,
     check_arguments,
-    check_clip_norm,
-    check_options,
     check_overflow,
     check_values,
     explain_dtype_error,
@@ -91,9 +90,7 @@ def clipped_gradient_sum(
         - For gradients as the model computes them in this batch. PyTorch may round a record's gradient otherwise in a
           batch of another size. `check_sums` refuses models whose gradients are mostly such rounding.
     """
-    check_options(options, SumOptions)
-    check_clip_norm(max_grad_norm)
-    check_arguments(model, loss_fn, inputs, targets)
+    check_arguments(model, loss_fn, (inputs, targets), max_grad_norm, clip, options, SumOptions)
     with without_hooks(model):
         problem = Problem(model, loss_fn, Private("nothing"))
         params = released(problem)
@@ -112,7 +109,7 @@ def clipped_gradient_sum(
             norms.append(work.norms())
             if checking:
                 check_overflow(norms[-1], "gradient norm", "its gradient")
-            factors.append(clipping(norms[-1], max_grad_norm, check_clip(clip)).factor)
+            factors.append(Clipping(norms[-1], max_grad_norm, clip).factor)
             losses.append(work.losses)
             part = work.weighted_sum(factors[-1] if present is None else factors[-1] * present[rows])
             total = {name: total[name] + value if total else value for name, value in part.items()}

@@ -1,4 +1,4 @@
-"""How far a record's clipped gradient moves when its private part has a public value in place of its own.
+"""Distances between a record's clipped gradients in the real world and in those where a public value replaces a part.
 
 No derivative with respect to the record is taken: kinks, tokens and categories are fine. What the distances say of an
 attacker: docs/theory/any_attacker.md 6.7.
@@ -22,8 +22,6 @@ from reconbound.fisher.clipping import Clip, check_clip, clipping
 from reconbound.fisher.options import (
     SumOptions,
     check_arguments,
-    check_clip_norm,
-    check_options,
     check_overflow,
     check_values,
     released,
@@ -179,9 +177,7 @@ def step_distances(
         clip: "smooth" or "hard".
         options: micro-batches, padding, method and checks.
     """
-    check_options(options, SumOptions)
-    check_clip_norm(max_grad_norm)
-    check_arguments(model, loss_fn, inputs, targets)
+    check_arguments(model, loss_fn, (inputs, targets), max_grad_norm, clip, options, SumOptions)
     given = check_worlds(worlds)
     with without_hooks(model):
         problem = Problem(model, loss_fn, Private("nothing"))

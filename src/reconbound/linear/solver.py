@@ -138,8 +138,11 @@ class Optimum:
 
     @cached_property
     def inverse_hessian(self) -> np.ndarray:
-        """Returns H⁻¹, (Kp, Kp)."""
-        return _inverse(self.hessian)
+        """Returns H⁻¹, (Kp, Kp), by the Cholesky factor: symmetric to the last digit."""
+        inverse, info = lapack.dpotri(_cholesky(self.hessian), lower=1)
+        if info:
+            raise NotConverged(f"the Hessian cannot be inverted (LAPACK dpotri says {info}): more l2 is needed")
+        return np.asarray(np.tril(inverse) + np.tril(inverse, -1).T)
 
     def jacobian(self, record: int) -> np.ndarray:
         """Returns ∂vec(W*)/∂x of one record by the implicit function theorem, (Kp, d), column by column.
@@ -185,15 +188,6 @@ def _cholesky(matrix: np.ndarray) -> np.ndarray:
         return np.asarray(cholesky(matrix, lower=True, check_finite=False))
     except np.linalg.LinAlgError:
         raise NotConverged("the Hessian is singular to rounding: more l2 is needed") from None
-
-
-def _inverse(matrix: np.ndarray) -> np.ndarray:
-    """Returns the inverse of a positive definite matrix by its Cholesky factor, symmetric to the last digit."""
-    factor = _cholesky(matrix)
-    inverse, info = lapack.dpotri(factor, lower=1)
-    if info:
-        raise NotConverged(f"the Hessian cannot be inverted (LAPACK dpotri says {info}): more l2 is needed")
-    return np.asarray(np.tril(inverse) + np.tril(inverse, -1).T)
 
 
 def gradient(rows: np.ndarray, y: np.ndarray, loss: Loss, penalty: float, weights: np.ndarray) -> np.ndarray:

@@ -220,8 +220,9 @@ class Mechanism(ABC):
         return {"type": type(self).__name__, **facts}
 
     def __str__(self) -> str:
-        facts = [(k, v) for k, v in self.to_dict().items() if k != "type" and v is not None and v is not False]
-        words = [f"{name.replace('_', ' ')} {_format(value)}" for name, value in facts]
+        facts = {k: v for k, v in self.to_dict().items() if k != "type" and v is not None and v is not False}
+        forms = {float: ".7g", int: ","}  # whole numbers with thousands separators
+        words = [f"{name.replace('_', ' ')} {value:{forms.get(type(value), '')}}" for name, value in facts.items()]
         return f"{type(self).__name__}: {', '.join(words)}"
 
     def _set(self, **values: float) -> None:
@@ -256,8 +257,3 @@ def advantage_from_order2(order2: float) -> float:
     (0.548169, 1.0)
     """
     return math.sqrt(-math.expm1(-order2) / (1 + 3 * math.exp(-order2)))
-
-
-def _format(value: Any) -> str:
-    """Formats a number with seven digits at most, and with thousands separators where it is whole."""
-    return f"{value:.7g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)

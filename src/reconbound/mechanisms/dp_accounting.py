@@ -138,8 +138,9 @@ class Event(Mechanism):
         return simple if pld is None else max(simple, PLD(pld, REPLACE_ONE).overlap())
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
-        simple = super().epsilon_at(delta, adjacency)
-        return privacy_loss.smaller_epsilon(simple, self._plds[adjacency], delta)
+        simple, pld = super().epsilon_at(delta, adjacency), self._plds[adjacency]
+        better = None if pld is None else privacy_loss.epsilon(pld, delta)
+        return min((e for e in (simple, better) if e is not None), default=None)
 
     def membership_advantage(self) -> float:
         pld, simple = self._plds[REPLACE_ONE], super().membership_advantage()

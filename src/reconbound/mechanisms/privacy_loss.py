@@ -223,18 +223,6 @@ def epsilon(pld: Any, target_delta: float) -> float | None:
     return worst if math.isfinite(worst) else None
 
 
-def smaller_epsilon(simple: float | None, pld: Any, target_delta: float) -> float | None:
-    """Returns the smaller of an ε that is known otherwise and that of a distribution; None where neither is known.
-
-    Args:
-        simple: the other ε, or None.
-        pld: a privacy loss distribution, or None.
-        target_delta: δ of both.
-    """
-    better = None if pld is None else epsilon(pld, target_delta)
-    return min((e for e in (simple, better) if e is not None), default=None)
-
-
 def _smallest_epsilon(losses: np.ndarray, mass: np.ndarray, infinite: float, target_delta: float) -> float:
     """Returns the smallest ε ≥ 0 with δ(ε) at most the target; infinite where no finite one is enough.
 

@@ -116,11 +116,6 @@ class SampledGaussian(Mechanism):
         rate = _at_least_once(self.sample_rate, k) if self.sampler == "poisson" else 1.0
         return replace(self, noise_multiplier=self.noise_multiplier / k, sample_rate=rate)
 
-    @property
-    def _drawn(self) -> float:
-        """Returns the chance that a record is in some batch."""
-        return _at_least_once(self.sample_rate, self.steps)
-
     def order2(self) -> float:
         step = renyi.order2_poisson if self.sampler != "fixed" else renyi.order2_fixed
         return self.steps * step(self.m, self.sample_rate)
@@ -145,19 +140,24 @@ class SampledGaussian(Mechanism):
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         simple = super().epsilon_at(delta, adjacency)
-        if self.sampler == "poisson" or adjacency == REPLACE_ONE:
-            if self.sampler == "fixed":
-                better = privacy_loss.fixed_size_epsilon(self.m, self.sample_rate, self.steps, delta)
-                return min((e for e in (simple, better) if e is not None), default=None)
-            return privacy_loss.smaller_epsilon(simple, self._pld(adjacency), delta)
-        return None  # with shuffled epochs, leaving a record out cuts other batches
+        if self.sampler != "poisson" and adjacency != REPLACE_ONE:
+            return None  # with shuffled epochs, leaving a record out cuts other batches
+        if self.sampler == "fixed":
+            better = privacy_loss.fixed_size_epsilon(self.m, self.sample_rate, self.steps, delta)
+        else:
+            pld = self._pld(adjacency)
+            better = None if pld is None else privacy_loss.epsilon(pld, delta)
+        return min((e for e in (simple, better) if e is not None), default=None)
 
     def membership_advantage(self) -> float:
-        simple, pld = min(super().membership_advantage(), self._drawn), self._pld(REPLACE_ONE)  # any_attacker.md 6.5
+        simple, pld = (
+            min(super().membership_advantage(), _at_least_once(self.sample_rate, self.steps)),
+            self._pld(REPLACE_ONE),
+        )  # any_attacker.md 6.5
         return simple if pld is None else min(simple, privacy_loss.delta(pld, 0.0))
 
     def rero(self, kappa: Any, adjacency: str = ADD_REMOVE) -> Any:
-        drawn = numbers("kappa", kappa) + self._drawn
+        drawn = numbers("kappa", kappa) + _at_least_once(self.sample_rate, self.steps)
         simple, pld = np.minimum(super().rero(kappa), drawn)[()], self._pld(choice("adjacency", adjacency, ADJACENCIES))
         return simple if pld is None else np.minimum(simple, privacy_loss.rero(pld, kappa))[()]
 

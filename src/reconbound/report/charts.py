@@ -171,8 +171,7 @@ def rows_axis(names: Sequence[str]) -> Figure:
     }  # fmt: skip
 
 
-def steps_axis() -> Figure:
-    return {"title": titled("training step"), "fixedrange": True, "nticks": 6, "zeroline": False}
+STEPS_AXIS: Figure = {"title": titled("training step"), "fixedrange": True, "nticks": 6, "zeroline": False}
 
 
 # --- floors of all records -----------------------------------------------------------------
@@ -395,7 +394,7 @@ def growth(view: View) -> Chart | None:
         if low <= mark <= high:
             data.append(scatter(steps[[0, -1]], [mark] * 2, line={"color": GREY, "width": 2, "dash": "dot"}))
             keys.append(Key(GREY, f"guessing the average: {guess_error(view.guess)}", "line", "dot"))
-    drawn = layout(320, steps_axis(), log_axis(low, high, f"floor, ± {view.of_range}"))
+    drawn = layout(320, STEPS_AXIS, log_axis(low, high, f"floor, ± {view.of_range}"))
     runs, note = int(view.run.mechanism.get("runs", 1)), ""
     if runs > 1 and view.worst is not None and math.isfinite(floor[-1, 0]):
         note = (
@@ -417,7 +416,7 @@ def accuracy(view: View) -> Chart | None:
     y: Figure = {"title": titled("test accuracy" if view.classes else "R² on test data"), "fixedrange": True}
     if view.classes:
         y |= {"tickformat": ".0%", "range": [0, 1.04]}
-    drawn = layout(320, steps_axis(), y)
+    drawn = layout(320, STEPS_AXIS, y)
     return Chart("chart-accuracy", {"data": [trace], "layout": drawn}, (), "", "Accuracy over training")
 
 

@@ -258,10 +258,6 @@ def _read_template(name: str) -> str:
     return (files("reconbound.report") / "templates" / name).read_text(encoding="utf-8")
 
 
-def _digest(script: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
 def render(template: str, context: Mapping[str, Any], figures: Mapping[str, Any] | None, data: Any = None) -> bytes:
     """Renders a page from a template; with figures, also plotly, our script and their data.
 
@@ -272,9 +268,10 @@ def render(template: str, context: Mapping[str, Any], figures: Mapping[str, Any]
         data: for our script.
     """
     scripts = [] if figures is None else [_plotly_js(), _read_template("report.js")]
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     policy = (
         "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
-        "script-src " + (" ".join(f"'{_digest(script)}'" for script in scripts) or "'none'")
+        "script-src " + (" ".join(f"'sha256-{digest}'" for digest in digests) or "'none'")
     )
     page = templates(html=True).get_template(template).render(
         **context,

@@ -139,7 +139,10 @@ def cards(view: View) -> dict[str, Any]:
     kept = [int(r) for r in view.leakage.kept.tolist()]
     most = int(view.facts.get("most", (len(kept) + 1) // 2))
     groups = {"most": kept[:most][:shown], "least": kept[most:][-shown:]}
-    maps = _maps(view) if view.image else None
+    diagonal, shape = view.leakage.kept_diagonal, tuple(view.leakage.kept_inputs.shape[1:])
+    maps = None
+    if view.image and diagonal is not None and len(diagonal):
+        maps = pixel_information(diagonal.double().numpy(), shape, view.private)
     ends = None if maps is None else heat_range(maps)
     found: dict[str, Any] = {
         name: [_card(view, record, maps, ends) for record in group] for name, group in groups.items()
@@ -150,13 +153,6 @@ def cards(view: View) -> dict[str, Any]:
         low, high = (formats.plus_minus(view.unit * 10 ** (-end / 2)) for end in ends)
         found["heat"] = {"exposed": high, "protected": low, "colours": VIRIDIS}
     return found
-
-
-def _maps(view: View) -> np.ndarray | None:
-    if view.leakage.kept_diagonal is None or view.leakage.kept_diagonal.shape[0] == 0:
-        return None
-    shape = tuple(view.leakage.kept_inputs.shape[1:])
-    return pixel_information(view.leakage.kept_diagonal.double().numpy(), shape, view.private)
 
 
 def _card(view: View, record: int, maps: np.ndarray | None, ends: tuple[float, float] | None) -> dict[str, Any]:

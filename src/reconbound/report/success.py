@@ -1,4 +1,4 @@
-"""How far the release helps an attack, for every record: the largest chance of success beside that without the record.
+"""The largest chance of an attack's success against each record, beside that in a world without the record's part.
 
 Every number binds every attacker on every model (docs/theory/any_attacker.md 6.7 to 6.10).
 """

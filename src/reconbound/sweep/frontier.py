@@ -99,17 +99,14 @@ def floors_in(rows: Iterable[Row]) -> list[str]:
     return [name for name in FLOORS if name in there]
 
 
-def default_floor(rows: Sequence[Row]) -> str:
-    """Returns the name of the floor that is proved, at the most exposed record."""
-    return checked_floor(rows, None)
+def checked_floor(rows: Sequence[Row], floor: str | None = None) -> str:
+    """Returns the floor of this name, or the one that is proved, at the most exposed record.
 
-
-def checked_floor(rows: Sequence[Row], floor: str | None) -> str:
-    """Returns the floor of this name, or the default. An error lists the floors that exist.
+    An error lists the floors that exist.
 
     Args:
         rows: of the finished trials.
-        floor: the name of a floor; None for the default.
+        floor: the name of a floor; None for the proved one.
     """
     floors = floors_in(rows)
     if floor is None and floors:

@@ -55,7 +55,7 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         facts: as in `write_pages`.
     """
     floors, names = frontier.floors_in(rows), settings_in(rows)
-    proved = frontier.default_floor(rows)
+    proved = frontier.checked_floor(rows)
     rule = proved.partition("_")[0]
     measure = measured_by(facts)
     shown = {chart.id: chart for chart in (_lines(rows, floors, measure), _places(rows, rule, measure))}

@@ -23,7 +23,7 @@ from reconbound.report.folder import prepare
 from reconbound.report.formats import paragraphs
 from reconbound.sweep import space as spaces
 from reconbound.sweep.database import AGAIN, SweepStopped, describe_fault, first_line, retry_database, shown_url
-from reconbound.sweep.frontier import FLOORS, default_floor, rows_of, score_of, sealed_rows, write_table
+from reconbound.sweep.frontier import FLOORS, checked_floor, rows_of, score_of, sealed_rows, write_table
 from reconbound.sweep.queue import Claim, Queue, without_experimental_warnings
 from reconbound.sweep.space import Choices, Row, Setting, Space
 from reconbound.sweep.trial import TRIALS
@@ -350,7 +350,7 @@ def values_of(config: Sweep, rows: Sequence[Row]) -> list[float]:
         config: the sweep.
         rows: of one trial.
     """
-    floor = config.floor or default_floor(rows)
+    floor = config.floor or checked_floor(rows)
     if config.at_least is not None:
         return [score_of(rows, floor, config.at_least)]
     last = rows[-1]

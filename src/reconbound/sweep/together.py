@@ -22,7 +22,7 @@ import torch
 
 from reconbound._internal.checks import InputError, warn_user
 from reconbound._internal.rng import derive
-from reconbound.auditing.models import as_tensor, make_loss, make_model, model_kind, score, starter
+from reconbound.auditing.models import as_tensor, make_loss, make_model, model_kind, score, start_afresh
 from reconbound.auditing.options import AuditOptions
 from reconbound.report.folder import prepare
 from reconbound.sweep.fleet.trainer import Fleet, Snapshot
@@ -136,7 +136,7 @@ class TogetherTrainer(Trainer):
             yield part[0], found
         else:
             middle = (len(part) + 1) // 2
-            if _out_of_memory(found):
+            if isinstance(found, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(found):
                 self.most = middle
                 warn_user(f"the memory does not suffice for {len(part)} settings at once: they are trained by {middle}")
             for half in (part[:middle], part[middle:]):
@@ -169,7 +169,7 @@ class TogetherTrainer(Trainer):
             [plan.settings for plan in plans],
             at=self.counts,
             device=self.device,
-            initialise=starter(self.dataset, kind),
+            initialise=partial(start_afresh, self.dataset, kind),
             private=None if self.dataset.private is None else as_tensor(self.dataset.private),
         )
         seeds, evaluate = [seed_of(self.seed, s) for s in settings], partial(score, self.dataset)
@@ -194,7 +194,3 @@ class TogetherTrainer(Trainer):
             scores = [float(shot.found[k]) for shot in at]
             rows.append(self._row(account, scores, dfil, fleet.ledger.measured_in_runs(account.steps)))
         return rows
-
-
-def _out_of_memory(reason: Exception | None) -> bool:
-    return isinstance(reason, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(reason)

@@ -27,7 +27,7 @@ from torch import Tensor
 from reconbound._internal.checks import InputError
 from reconbound._internal.files import CONFIDENTIAL, Unreadable, disk_fault, sealed_json, unsealed_json, write_whole
 from reconbound.accounting.spec import Account
-from reconbound.auditing.leakage import guess_of
+from reconbound.auditing.leakage import baseline_of, guess_of
 from reconbound.auditing.models import check_model, score
 from reconbound.auditing.options import AuditOptions, make_learner
 from reconbound.data import Dataset
@@ -95,11 +95,8 @@ class Trainer:
             `accuracy` of always predicting the largest class (None for a number), and `error`, ± in ranges, of guessing
             the average record.
         """
-        labels, own = self.dataset.test_targets, guess_of(self.dataset)
-        known = self.dataset.task == "classes" and len(labels)
-        largest = np.bincount(self.dataset.targets).argmax() if known else None
-        accuracy = None if largest is None else float((labels == largest).mean())
-        return {"accuracy": accuracy, "error": float(np.sqrt(np.nan_to_num(own).mean()))}
+        accuracy = baseline_of(self.dataset) if self.dataset.task == "classes" else None
+        return {"accuracy": accuracy, "error": float(np.sqrt(np.nan_to_num(guess_of(self.dataset)).mean()))}
 
     def caveats(self, models: Sequence[str] = ()) -> dict[str, str]:
         """Returns what the floors do not cover of the models, as `check_model` finds it before any is trained.

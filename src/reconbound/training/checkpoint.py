@@ -23,17 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from reconbound._internal import files
 from reconbound._internal.checks import warn_user
-from reconbound._internal.files import (
-    CONFIDENTIAL,
-    Unreadable,
-    open_lock,
-    refuse_special_files,
-    sealed,
-    unsealed,
-    write_whole,
-)
-from reconbound._internal.fingerprints import digest
 
 if TYPE_CHECKING:
     from reconbound.training.private_sgd import PrivateSGD
@@ -71,7 +62,9 @@ def save(folder: str | os.PathLike[str], checkpoint: Checkpoint, turn: int) -> N
     """
     place = Path(folder)
     try:
-        write_whole(place / NAMES[turn % 2], sealed(checkpoint.tensors, checkpoint.facts), mode=CONFIDENTIAL)
+        files.write_whole(
+            place / NAMES[turn % 2], files.sealed(checkpoint.tensors, checkpoint.facts), mode=files.CONFIDENTIAL
+        )
     except OSError as reason:
         raise CheckpointError(
             f"step {checkpoint.facts.get('step')}: no checkpoint could be written into {place} ({reason.strerror}); "
@@ -100,14 +93,14 @@ def load(folder: str | os.PathLike[str], belongs: Mapping[str, Any]) -> tuple[Ch
     refused: list[Exception] = []
     for turn, path in enumerate(Path(folder) / name for name in NAMES):
         try:
-            tensors, facts = unsealed(path)
+            tensors, facts = files.unsealed(path)
             _check_belongs(path, facts, wanted)
             if not isinstance(facts.get("order"), int):
-                raise Unreadable(f"{path} is no checkpoint of reconbound's")
+                raise files.Unreadable(f"{path} is no checkpoint of reconbound's")
             found.append((facts["order"], turn, Checkpoint(tensors, facts)))
         except FileNotFoundError:
             continue
-        except (OSError, Unreadable, CheckpointError) as reason:
+        except (OSError, files.Unreadable, CheckpointError) as reason:
             refused.append(reason)
     why = "; ".join(map(str, refused))
     if not found and not refused:
@@ -147,8 +140,8 @@ def lock_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
     place = Path(folder)
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        refuse_special_files(place)
-        handle = open_lock(place / LOCK)
+        files.refuse_special_files(place)
+        handle = files.open_lock(place / LOCK)
     except OSError as reason:
         raise CheckpointError(f"the checkpoint folder {place} cannot be written ({reason.strerror})") from reason
     if os.name == "posix" and place.stat().st_mode & 0o077:
@@ -317,7 +310,7 @@ def identify(learner: PrivateSGD, options: Mapping[str, Any]) -> dict[str, Any]:
 def data_digest(inputs: Any, targets: Any) -> str:
     """Returns the SHA-256 of all tensors of a data set."""
     leaves = tree_leaves((inputs, targets))
-    return digest({f"{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+    return files.tensor_digest({f"{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
 
 
 def _describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -348,9 +341,9 @@ def _describe_schedule(schedule: Any) -> dict[str, Any]:
 def _describe(value: Any) -> Any:
     """Returns a short plain form of an option that may be a tensor, a Private, a sequence or a word."""
     if isinstance(value, Tensor):
-        return digest({"": value})
+        return files.tensor_digest({"": value})
     if hasattr(value, "features") and hasattr(value, "part"):
-        return [value.part, value.name, None if value.features is None else digest({"": value.features})]
+        return [value.part, value.name, None if value.features is None else files.tensor_digest({"": value.features})]
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, str) or not isinstance(value, Iterable):

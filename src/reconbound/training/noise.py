@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reconbound._internal.fingerprints import digest
-from reconbound._internal.rng import derive, keystream
+from reconbound._internal.files import tensor_digest
+from reconbound._internal.rng import keystream
 from reconbound.training.checkpoint import plain_json
 from reconbound.training.settings import Settings
 
 #: Of the facts that noise and batches are bound to; another number draws others.
 CONTEXT = 2
 #: What decides only how a run is measured. Apart from it, all that distinguishes a run decides its noise and batches.
-_MEASURING = ("rules", "budget", "probes", "private", "diagonal", "spectral", "feature_scale", "whole_at")
+_MEASURING = ("rules", "budget", "probes", "private", "diagonal", "spectral", "feature_scale", "whole_at", "worlds")
 _PART = 2**20  # numbers drawn at a time, to limit memory: each needs 32 bytes of key stream
 
 
@@ -66,18 +66,6 @@ def _normal(bits: Tensor) -> Tensor:
     return torch.cat([(radius * angle.cos()).sum(0), (radius * angle.sin()).sum(0)]) / 2
 
 
-def noise_of_sum(total: Tensor, run_seed: int, step: int) -> Tensor:
-    """Returns standard normal numbers for a sum: equal only for the same bits, at this step of this release.
-
-    Args:
-        total: the clipped gradient sum, flat.
-        run_seed: derived from the secret seed and the release's context.
-        step: the number of the step.
-    """
-    bits = bytes.fromhex(digest({"sum": total}))
-    return draw(derive(run_seed, "noise", step, bits), len(total), total.device)
-
-
 def release_context(
     identity: Mapping[str, Any], settings: Settings, model: nn.Module, device: torch.device, losses: list[float] | None
 ) -> bytes:
@@ -110,7 +98,7 @@ def release_context(
 def model_facts(model: nn.Module) -> list[str]:
     """Returns facts that identify a model as it is now: each module's class and options, and a digest of its state."""
     modules = [f"{type(m).__module__}.{type(m).__qualname__} {m.extra_repr()}" for m in model.modules()]
-    return [*modules, digest({k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)})]
+    return [*modules, tensor_digest({k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)})]
 
 
 def context_digest(facts: Mapping[str, Any]) -> bytes:

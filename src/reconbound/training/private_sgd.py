@@ -13,16 +13,17 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, file_path, warn_user, whole
-from reconbound._internal.fingerprints import of_run
+from reconbound._internal.files import tensor_digest
 from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import GUESSABLE, derive, new_seed, seed_warning, seeded
-from reconbound.accounting.accountant import FisherAccountant, joined
+from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.measurement_plan import Plans, Segments
 from reconbound.accounting.spec import checked_counts
 from reconbound.fisher import Private
@@ -124,7 +125,8 @@ class PrivateSGD:
         if self.seed < GUESSABLE:
             warn_user(seed_warning("seed"), ReconboundWarning)
         self.private, self.diagonal, self.spectral, self.feature_scale = private, diagonal, spectral, feature_scale
-        self.make_optimizer, self.make_schedule = self._sgd if optimizer is None else optimizer, schedule
+        sgd = {name: getattr(settings, name) for name in ("lr", "momentum", "weight_decay")}
+        self.make_optimizer, self.make_schedule = optimizer or partial(torch.optim.SGD, **sgd), schedule
         self.initialise = reset_parameters if initialise is None else initialise
         self.folder = None if checkpoint is None else file_path("checkpoint", checkpoint)
         self.every = whole("every", every)
@@ -241,7 +243,8 @@ class PrivateSGD:
         context = noises.release_context(self.identity, self.settings, self.model, self.device, losses)
         self.run_seed = derive(self.seed, "run", self.run, context)
         if self.accountant is not None:
-            self.accountant.begin_run(of_run(self.run_seed))
+            mark = derive(self.run_seed, "fingerprint").to_bytes(32, "little")[:16]  # it reveals nothing of the seed
+            self.accountant.begin_run(mark.hex())
 
     def _train_run(self, advance: Callable[[int], None]) -> None:
         if self.step == 0:
@@ -314,7 +317,8 @@ class PrivateSGD:
 
     def _noise(self, total: Tensor) -> Tensor:
         """Returns standard normal numbers for this sum: equal only for the same bits, at this step of this release."""
-        return noises.noise_of_sum(total, self.run_seed, self.step)
+        bits = bytes.fromhex(tensor_digest({"sum": total}))
+        return noises.draw(derive(self.run_seed, "noise", self.step, bits), len(total), total.device)
 
     # --- errors --------------------------------------------------------------------------
 
@@ -350,8 +354,7 @@ class PrivateSGD:
             self._make_ledger()
             asked = ("steps", "kind", "spectral", "private", "diagonal", "feature_scale", "whole_at")
             options = {**asdict(self.settings), **{name: getattr(self, name) for name in asked}}
-            if self.worlds != {}:
-                options["worlds"] = given.describe_worlds(self.worlds)
+            options["worlds"] = given.describe_worlds(self.worlds)
             self.identity = checkpoints.identify(self, options)
         with ExitStack() as stack:
             if self.folder is not None:
@@ -396,10 +399,6 @@ class PrivateSGD:
         self.schedule = None
         if self.make_schedule is not None:
             self.schedule = given.make_part("schedule", self.make_schedule, self.optimizer)
-
-    def _sgd(self, parameters: Any) -> torch.optim.Optimizer:
-        s = self.settings
-        return torch.optim.SGD(parameters, lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
 
     # --- checkpoints ---------------------------------------------------------------------
 
@@ -454,7 +453,7 @@ class PrivateSGD:
         checkpoints.restore_optimizer(self.optimizer, self.schedule, facts["state"], tensors)
         if self.accountant is not None:
             self.accountant.restore(under("ledger/"), facts["runs"])
-            self.accountant.caveats = joined(self.accountant.caveats, facts["caveats"])
+            self.accountant.caveats = tuple(dict.fromkeys((*self.accountant.caveats, *facts["caveats"])))
         self.seed, self.run_seed, self.run, self.step = place.values()
         self.history[:] = history
 

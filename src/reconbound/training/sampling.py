@@ -10,7 +10,7 @@ whoever takes part) and the number of steps in which a record is expected to be 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 
 import torch
@@ -140,14 +140,9 @@ def make_account(settings: MechanismSpec, sampler: Sampler, features: int, steps
         features: d, the number of private features of a record.
         steps: T, of one run.
     """
-    return Account.of(
-        settings,
-        sample_rate=sampler.sample_rate,
-        records=sampler.records,
-        features=features,
-        steps=steps,
-        batches_per_epoch=batches_per_epoch(sampler),
-    )
+    own = {f.name: getattr(settings, f.name) for f in fields(MechanismSpec)} | {"sample_rate": sampler.sample_rate}
+    epoch = batches_per_epoch(sampler)
+    return Account(**own, records=sampler.records, features=features, steps=steps, batches_per_epoch=epoch)
 
 
 def make_plan(budget: float, sampler: Sampler, steps: int) -> Blocks:

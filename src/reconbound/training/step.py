@@ -36,7 +36,7 @@ Found = TypeVar("Found", StepInformation, StepDistances)
 
 
 class Measured(NamedTuple, Generic[Found]):
-    """What was measured about some records, its weight, and whether each record is measured once in a block."""
+    """A measurement of some records, its weight, and whether each record is measured once in a block."""
 
     records: Tensor
     found: Found
@@ -46,7 +46,7 @@ class Measured(NamedTuple, Generic[Found]):
 
 @dataclass(frozen=True)
 class Kept:
-    """What a ledger keeps beside traces.
+    """Names what a ledger keeps beside traces.
 
     Attributes:
         diagonal: whether measurements have diagonals.
@@ -61,7 +61,7 @@ class Kept:
 
 @dataclass
 class StepWork:
-    """What a step computes before anything is changed.
+    """Holds what a step computes before anything is changed.
 
     Attributes:
         total: Σ c g over the batch, flat.

@@ -21,8 +21,8 @@ from reconbound.validate import watch
 from reconbound.validate.derivatives import check_derivatives, check_differences, math_attention
 from reconbound.validate.jumps import check_events, check_gaps
 from reconbound.validate.model import KinkWarning, ModelError, ReconboundWarning, check_finite, check_tensors
-from reconbound.validate.placed import chosen_private, place_precisely, without_autocast
-from reconbound.validate.private import Private, uncovered_caveats, warn_uncovered
+from reconbound.validate.placed import place_precisely, without_autocast
+from reconbound.validate.private import Private, as_private, uncovered_caveats, warn_uncovered
 
 __all__ = ["KinkWarning", "ModelError", "ReconboundWarning", "check_batch", "check_model", "math_attention"]
 
@@ -98,15 +98,15 @@ def check_batch(
     few, trace = _check_records(model, loss_fn, inputs, targets)
     with torch.enable_grad(), random_states_kept():
         check_derivatives(model, loss_fn, few, trace)
-        kinks = models.kinked_modules(model)
+        kinks, chosen = models.kinked_modules(model), None if private is None else as_private(private)
         with without_autocast():
-            placed = place_precisely(model, loss_fn, few, chosen_private(private))
+            placed = place_precisely(model, loss_fn, few, chosen)
             kinks = {**check_events(placed, model), **kinks}
             check_differences(placed, model, trace)
             check_gaps(placed, model, smooth=not kinks)
     _warn_buffers(model, trace)
     models.warn_kinks(kinks)
-    beside = uncovered_caveats(model, loss_fn, few, chosen_private(private))
+    beside = uncovered_caveats(model, loss_fn, few, chosen)
     warn_uncovered(beside)
     found = (*models.kink_caveats(kinks), *beside, *models.precision_caveats(model, trace.dtypes))
     models.remember_check(model, found)

@@ -94,7 +94,8 @@ def check_jumps_once(model: nn.Module, loss_fn: LossFn, few: Any, private: Priva
 
 def _moves(placed: Placed) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(2)
-    return [placed.to_others(), *([_FAR * x for x in placed.noise(generator)] for _ in range(_SEGMENTS))]
+    to_others = placed.chosen([x.roll(1, 0) - x for x in placed.z])  # to the private part of the record before
+    return [to_others, *([_FAR * x for x in placed.noise(generator)] for _ in range(_SEGMENTS))]
 
 
 def _moved(placed: Placed, v: list[Tensor], t: float) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from reconbound.validate.private import Private, Problem, as_private, feature_mask, private_part, twice_differentiable
+from reconbound.validate.private import Private, Problem, feature_mask, private_part, twice_differentiable
 from reconbound.validate.watch import LossFn, arguments
 
 _SHAKEN = 0.05  # how far parameters are moved, so that what an initial zero hides is seen
@@ -79,10 +79,6 @@ class Placed:
             [(s + 1e-3 * x.abs().mean() + 1e-3) * drawn_like(x, generator) for s, x in zip(sizes, self.z, strict=True)]
         )
 
-    def to_others(self) -> list[Tensor]:
-        """Returns the direction from each record's private part to that of the record before it."""
-        return self.chosen([x.roll(1, 0) - x for x in self.z])
-
     def _private_part(self, few: Any, dtype: torch.dtype | None) -> tuple[list[Tensor], list[Tensor | None]]:
         if self.private is None:
             z = [x for x in tree_leaves(self.inputs) if _is_float(x)]
@@ -125,11 +121,6 @@ def place_precisely(model: nn.Module, loss_fn: LossFn, few: Any, private: Privat
             if bool(torch.isfinite(losses).all()):
                 return placed
     return placed
-
-
-def chosen_private(private: Any) -> Private | None:
-    """Returns the result of `as_private`; None, every floating-point input, stays None."""
-    return None if private is None else as_private(private)
 
 
 @contextmanager

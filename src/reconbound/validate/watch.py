@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,20 +122,17 @@ def leaf(x: Any) -> Any:
 
 @contextmanager
 def recorded_calls(model: nn.Module, trace: Trace) -> Iterator[None]:
-    def enter(path: str) -> Callable[..., None]:
-        return lambda module, args, kwargs: trace.stack.append(path)
+    def enter(path: str, *_: Any) -> None:
+        trace.stack.append(path)
 
-    def leave(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            trace.stack.pop()
-            trace.calls.append((path, (args, kwargs), output))
-
-        return hook
+    def leave(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        trace.stack.pop()
+        trace.calls.append((path, (args, kwargs), output))
 
     handles = []
     for path, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(enter(path), with_kwargs=True))
-        handles.append(module.register_forward_hook(leave(path), with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(partial(enter, path), with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(leave, path), with_kwargs=True))
     try:
         yield
     finally:

@@ -75,14 +75,9 @@ class ConvRule:
     dilation: tuple[int, ...]
     groups: int
 
-    @property
-    def rank(self) -> int:
-        return len(self.kernel)
-
     def columns(self, a: Tensor) -> Tensor:
         """Returns patches as views, (B, g, C/g · kernel, places). F.unfold would launch one CUDA kernel per record."""
-        r = self.rank
-        places = self._places(a.shape)
+        r, places = len(self.kernel), self._places(a.shape)
         if r == 2 and convolutions.kernels_apply(a, self.dilation, math.prod((*a.shape[:2], *self.kernel, *places))):
             found = convolutions.patches(a.reshape(-1, 1, *a.shape[2:]), self.kernel, self.stride, self.padding)
             return found.reshape(a.shape[0], self.groups, -1, math.prod(places))
@@ -98,11 +93,11 @@ class ConvRule:
 
     def from_columns(self, columns: Tensor, shape: torch.Size) -> Tensor:
         """Returns the transpose of `columns`: adds every patch back where it came from, one kernel offset at a time."""
-        if self.rank == 2 and convolutions.kernels_apply(columns, self.dilation, columns.numel()):
+        if len(self.kernel) == 2 and convolutions.kernels_apply(columns, self.dilation, columns.numel()):
             images = (shape[0] * shape[1], 1, shape[2], shape[3])
             added = convolutions.added_patches(columns, images, self.kernel, self.stride, self.padding)
             return added.reshape(shape)
-        if self.rank == 2 and (shape[1] > _FEW_CHANNELS or columns.is_cuda):
+        if len(self.kernel) == 2 and (shape[1] > _FEW_CHANNELS or columns.is_cuda):
             flat = columns.reshape(shape[0], -1, columns.shape[-1])
             return F.fold(flat, tuple(shape[2:]), self.kernel, self.dilation, self.padding, self.stride)
         places = self._places(shape)
@@ -123,7 +118,7 @@ class ConvRule:
         hot = torch.eye(size, dtype=columns.dtype, device=columns.device).reshape(size, 1, *self.kernel)
         flat = columns.reshape(shape[0] * shape[1], size, *places)
         inner = torch.Size((shape[0] * shape[1], 1, *shape[2:]))
-        return _INPUT[self.rank](inner, hot, flat, self.stride, self.padding, self.dilation).reshape(shape)
+        return _INPUT[len(self.kernel)](inner, hot, flat, self.stride, self.padding, self.dilation).reshape(shape)
 
     def from_rows(self, rows: Tensor, shape: torch.Size) -> Tensor:
         return rows.reshape(shape)
@@ -140,7 +135,7 @@ class ConvRule:
         if delta.is_cuda and self.transposes_as_convolution and weight.shape[1] >= _MANY_CHANNELS:
             return self.reversed_transpose(delta, weight)
         args = (self.stride, self.padding, self.dilation, self.groups)
-        return _INPUT[self.rank](shape, weight, delta, *args)
+        return _INPUT[len(self.kernel)](shape, weight, delta, *args)
 
     @property
     def transposes_as_convolution(self) -> bool:
@@ -154,8 +149,8 @@ class ConvRule:
         return ConvRule(self.kernel, self.stride, padding, self.dilation, 1)
 
     def reversed_transpose(self, delta: Tensor, weight: Tensor) -> Tensor:
-        turned = weight.flip(*range(2, 2 + self.rank)).transpose(0, 1)
-        return _FORWARD[self.rank](delta, turned, None, 1, self._reversed_rule().padding, self.dilation)
+        turned = weight.flip(*range(2, 2 + len(self.kernel))).transpose(0, 1)
+        return _FORWARD[len(self.kernel)](delta, turned, None, 1, self._reversed_rule().padding, self.dilation)
 
     def transpose_records(self, weights: Tensor, delta: Tensor, shape: torch.Size) -> Tensor:
         """Returns the transpose with a different weight for each record, (B, g, O, K)."""
@@ -177,10 +172,10 @@ class ConvRule:
         if delta.is_cuda:
             return torch.einsum("bgol,bgkl->gok", self.rows(delta), self.columns(a)).reshape(weight.shape)
         args = (self.stride, self.padding, self.dilation, self.groups)
-        return _WEIGHT[self.rank](a, weight.shape, delta, *args)
+        return _WEIGHT[len(self.kernel)](a, weight.shape, delta, *args)
 
     def bias(self, bias: Tensor, output: Tensor) -> Tensor:
-        return bias.reshape(-1, *(1,) * self.rank)
+        return bias.reshape(-1, *(1,) * len(self.kernel))
 
     def _places(self, shape: torch.Size) -> tuple[int, ...]:
         spans = zip(shape[2:], self.padding, self.dilation, self.kernel, self.stride, strict=True)

@@ -194,25 +194,20 @@ def sum_rounding(places: int, like: Tensor, *, convolution: bool) -> float:
         like: a tensor with the product's dtype and device.
         convolution: whether a convolution makes the product.
     """
-    unit = torch.finfo(like.dtype).eps
-    return (places + 4) * unit + 2.0 * _shortening(like, convolution=convolution)
-
-
-def rounded_above(norms: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns float64 norms in this dtype, with room for the rounding of a clip's factor and of the sum it enters."""
-    return (norms * (1 + sum_rounding(4, norms.new_empty((), dtype=dtype), convolution=False))).to(dtype)
-
-
-def _shortening(like: Tensor, *, convolution: bool) -> float:
-    """Returns the relative error with which products take their float32 factors: 0 unless in TF32 or bfloat16."""
+    rounding = (places + 4) * torch.finfo(like.dtype).eps
     if like.dtype != torch.float32:
-        return 0.0
+        return rounding
     place = "cuda.matmul" if like.is_cuda else "mkldnn.conv" if convolution else "mkldnn.matmul"
     try:
         precision = attrgetter(f"{place}.fp32_precision")(torch.backends)
     except AttributeError:  # before torch 2.9
         precision = torch.get_float32_matmul_precision()
-    return _SHORTENING.get(precision, max(_SHORTENING.values()))  # a name of a later torch: as bad as any
+    return rounding + 2.0 * _SHORTENING.get(precision, max(_SHORTENING.values()))  # a later torch's name: as bad as any
+
+
+def rounded_above(norms: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns float64 norms in this dtype, with room for the rounding of a clip's factor and of the sum it enters."""
+    return (norms * (1 + sum_rounding(4, norms.new_empty((), dtype=dtype), convolution=False))).to(dtype)
 
 
 def forms_gradient(columns: Tensor, rows: Tensor, places: int) -> bool:

@@ -74,7 +74,8 @@ class Recorder(TwiceDifferentiable):
         self.sites: list[Site] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.autograd.grad or func is Tensor.backward or _transformed():
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+        if func is torch.autograd.grad or func is Tensor.backward or transformed:
             raise NotCovered("the model differentiates or transforms something itself, which may involve parameters")
         result, kwargs = None, kwargs or {}
         if func in REPLACED:
@@ -323,8 +324,3 @@ def check_leading(sites: list[Site], records: int) -> None:
             raise NotCovered(
                 f"the input of {site.weight or site.bias}, {shape}, has no leading dimension of {records} records"
             )
-
-
-def _transformed() -> bool:
-    """Returns whether a torch.func transform or forward-mode differentiation is under way inside the model."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

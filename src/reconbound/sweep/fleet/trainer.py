@@ -139,7 +139,10 @@ class Fleet:
             self.models = [make_model().to(self.device) for _ in self.settings]
         self._data = data_digest(inputs, targets)
         self.run_seeds: dict[int, int] = {}  # of the runs so far: from the seed and what the fleet shares
-        self.params, self.sums = _flattened(self.models)
+        self.params = torch.stack([_trained(model) for model in self.models])  # (K, p), which the models view
+        for model, row in zip(self.models, self.params, strict=True):
+            nn.utils.vector_to_parameters(row, (p for p in model.parameters() if p.requires_grad))
+        self.sums = torch.zeros_like(self.params)
         self.mask = _checked_mask(how.private, self.inputs[:1].to(self.params.dtype))
         self.private = Private() if self.mask is None else Private(features=self.mask.bool())
         self.features = inputs[0].numel() if self.mask is None else self.private.count
@@ -269,14 +272,6 @@ class Fleet:
         finite = torch.isfinite(self.params).all(1).cpu() & torch.stack(list(dfils.values())).isfinite().all(2).all(0)
         found = tuple(None if evaluate is None else evaluate(model) for model in self.models)
         return Snapshot(step, self.settings, dfils, finite, found)
-
-
-def _flattened(models: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
-    """Returns trained parameters as one tensor (K, p) that the models view, and a buffer for gradient sums."""
-    flat = torch.stack([_trained(model) for model in models])
-    for model, row in zip(models, flat, strict=True):
-        nn.utils.vector_to_parameters(row, (p for p in model.parameters() if p.requires_grad))
-    return flat, torch.zeros_like(flat)
 
 
 def _trained(model: nn.Module) -> Tensor:
