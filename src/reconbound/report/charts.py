@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from reconbound._internal.formatting import Side
+from reconbound._internal.formatting import Side, format_percent
 from reconbound.report.formats import amount, count, for_plotly, guess_error, plus_minus
 from reconbound.report.text import column_sentence
 from reconbound.report.view import NEGLIGIBLE, NO_LIMIT, View
@@ -172,6 +172,41 @@ def rows_axis(names: Sequence[str]) -> Figure:
 
 
 STEPS_AXIS: Figure = {"title": titled("training step"), "fixedrange": True, "nticks": 6, "zeroline": False}
+
+
+# --- chances of success ------------------------------------------------------------------------
+
+
+def success(view: View) -> Chart | None:
+    """Draws the largest chance of success over the chance in the other world, for the leading world."""
+    found = view.success
+    if found.leading is None:
+        return None
+    lead, baselines = found.leading, np.geomspace(1e-4, 0.999, 60)
+    rows = [found.row(lead, float(k)) for k in baselines]
+    best = [found.mechanism_chance(lead, float(k)) for k in baselines]
+    series = [
+        (f"the most exposed {view.noun}", [r["max"] for r in rows], VERMILLION, "solid"),
+        ("all but 1 in 100", [r["p99"] for r in rows], ORANGE, "dash"),
+        (f"half of the {view.noun}s", [r["median"] for r in rows], BLUE, "solid"),
+        ("the mechanism, whatever the data", best, GREY, "dot"),
+        ("no help from the model", baselines, GREEN, "dashdot"),
+    ]
+    traces, keys = [], []
+    for text, chances, colour, dash in series:
+        hover = [
+            f"{format_percent(k, side='near')} → {format_percent(p)}" for k, p in zip(baselines, chances, strict=True)
+        ]
+        traces.append(scatter(np.log10(baselines), np.log10(chances), hover, line={"color": colour, "dash": dash}))
+        keys.append(Key(colour, text, "line", dash))
+    marks = [1e-4, 1e-3, 1e-2, 0.1, 0.5, 1.0]
+    axis = {
+        "range": [-4, 0], "tickvals": [math.log10(m) for m in marks], "zeroline": False, "fixedrange": True,
+        "ticktext": [format_percent(m, side="near") for m in marks], "tickangle": 0,
+    }  # fmt: skip
+    x, y = {**axis, "title": titled("chance without")}, {**axis, "title": titled("at most, with this model")}
+    label = "Largest chance of success with this model over the chance without."
+    return Chart("chart-success", {"data": traces, "layout": layout(330, x, y)}, tuple(keys), label=label)
 
 
 # --- floors of all records -----------------------------------------------------------------

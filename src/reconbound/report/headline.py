@@ -29,9 +29,10 @@ def headline(view: View) -> list[str]:
 
 
 def warnings(view: View) -> list[str]:
-    """Returns what comes before any floor: a weak guarantee, a model for which the floors are not proved."""
+    """Returns what comes before the finding: a weak guarantee; floors that are not proved, where they lead."""
     weak = view.protection.warning(view.noun)
-    return [*([weak] if weak else []), *model_caveats(view.run.caveats)]
+    unproved = model_caveats(view.run.caveats) if view.success.leading is None else []
+    return [*([weak] if weak else []), *unproved]
 
 
 def model_caveats(caveats: Mapping[str, str] | None) -> list[str]:
@@ -40,6 +41,16 @@ def model_caveats(caveats: Mapping[str, str] | None) -> list[str]:
 
 
 def finding(view: View) -> list[str]:
+    """Returns the largest chances of success against the records; in folders without them, the unbiased floors."""
+    found = view.success
+    if found.leading is None:
+        return unbiased_finding(view)
+    names = [view.feature_name(j) for j in range(view.features)]
+    unit = view.feature_unit(names.index(found.leading.name)) if found.leading.name in names else ""
+    return paragraphs("success.txt", view=view, found=found, unit=unit)
+
+
+def unbiased_finding(view: View) -> list[str]:
     """Returns for how many records the release may tell more than a guess, and the lowest floor beside a guess."""
     known = [c for c in view.columns if c["lowest"] is not None]  # the most exposed one, if possible not constant
     order = sorted(known, key=lambda c: (c["constant"], c["lowest"] / max(c["guess"], sys.float_info.min)))

@@ -28,6 +28,7 @@ from reconbound.report import charts, headline, text
 from reconbound.report.folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Leakage, Run, line, nouns, read_audit, units
 from reconbound.report.formats import amount, beyond, clean, guess_error, percent, plus_minus, span, templates
 from reconbound.report.records import cards, tiles
+from reconbound.report.success import SHOWN
 from reconbound.report.view import NEGLIGIBLE, View
 
 
@@ -62,8 +63,8 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         leakage: the leakage of each record.
     """
     view = View(run, leakage)
-    drawn = (charts.histogram(view), charts.by_feature(view), charts.by_class(view), charts.accuracy(view),
-             charts.growth(view))  # fmt: skip
+    makers = (charts.success, charts.histogram, charts.by_feature, charts.by_class, charts.accuracy, charts.growth)
+    drawn = [make(view) for make in makers]
     shown = {chart.id: chart for chart in drawn if chart is not None}
     slider = _slider(view, shown["chart-floors"])
     context = {
@@ -76,11 +77,28 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         "slider": slider,
         "cards": cards(view),
         "features": feature_rows(view),
+        "success": success_table(view),
         **_mechanism_context(run, view.noun, view.part, view.unit, view.of_range),
     }
     floors = base64.b64encode(np.sort(view.shown).astype("<f8").tobytes()).decode()
     figures = {name: chart.figure for name, chart in shown.items()}
     return render("report.html", context, figures, {"floors": floors, "slider": slider})
+
+
+def success_table(view: View) -> dict[str, Any] | None:
+    """Returns a row for each world, and the most exposed records in the leading one; None where none was measured."""
+    found = view.success
+    if found.leading is None:
+        return None
+    rows = []
+    for world in found.worlds:
+        row = found.row(world)
+        names = {"removed": f"the whole {view.noun} (left out)", "private": f"all {view.private_parts} together"}
+        texts = {name: format_percent(row[name]) for name in ("median", "p99", "max")}
+        rows.append({"name": names.get(world.kind, world.name), "reference": world.reference, **texts})
+    chances = found.chances(found.leading)
+    most = [(view.record_name(i), format_percent(float(chances[i]))) for i in found.most_exposed(found.leading)]
+    return {"rows": rows, "most": most, "lead": found.leading, "baseline": format_percent(SHOWN, side="near")}
 
 
 def _slider(view: View, histogram: charts.Chart) -> dict[str, Any]:

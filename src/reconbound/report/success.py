@@ -106,8 +106,17 @@ class Success:
             world: the other world.
             baseline: κ, the chance of the same attack there.
         """
-        best = mechanism_success(self._account, baseline, removed=world.kind == "removed")
+        best = self.mechanism_chance(world, baseline)
         return np.asarray(np.minimum(success_from_kl(baseline, self.nats(world)), best))
+
+    def mechanism_chance(self, world: World, baseline: float = SHOWN) -> float:
+        """Returns the largest chance of success that the mechanism allows, whatever the data.
+
+        Args:
+            world: the other world.
+            baseline: κ.
+        """
+        return mechanism_success(self._account, baseline, removed=world.kind == "removed")
 
     def row(self, world: World, baseline: float = SHOWN) -> dict[str, Any]:
         """Returns what holds for half of the records, for all but 1 in 100, and for all.

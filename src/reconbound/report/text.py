@@ -22,6 +22,7 @@ from reconbound.mechanisms.calibrate import Calibration, calibrate
 from reconbound.report.folder import CHOSEN_SEED, Run
 from reconbound.report.formats import amount, count, paragraphs, plain, plus_minus, rough
 from reconbound.report.headline import BEYOND, any_attacker_sentences, model_caveats
+from reconbound.report.success import SHOWN
 from reconbound.report.view import NO_LIMIT, View
 
 #: Fewer training records than this, and a larger ε than this, get a warning.
@@ -35,6 +36,15 @@ INFERRED = (
 SMOOTH = "The floors need a gradient that is smooth in a record’s values: no ReLU, no max pooling. "
 CHECKED = "The check before training, on three records, found no kinks."
 UNCHECKED = "This folder does not say whether the model was checked for it."
+
+
+def success_notes(view: View) -> list[tuple[str, str]]:
+    """Returns what the chances of success mean and what they do not: (topic, text).
+
+    Args:
+        view: the audit.
+    """
+    return _entries("success-notes.txt", view.run, view=view, found=view.success, shown=SHOWN)
 
 
 # --- how sure it is ------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from reconbound.data.tables import MISSING
 from reconbound.mechanisms.base import Protection, read_protection
 from reconbound.report.folder import Leakage, Run, floors, line, record_names
 from reconbound.report.formats import clean, pixel_scale
+from reconbound.report.success import Success
 
 #: A floor at a smaller share of the range says nothing in practice.
 NEGLIGIBLE = 1e-3
@@ -157,6 +158,16 @@ class View:
     @property
     def target_name(self) -> str:
         return clean(self.facts.get("target_name") or "class", 60)
+
+    @property
+    def unbiased(self) -> bool:
+        """Returns whether Fisher information was measured, and so floors for unbiased attackers."""
+        return len(self.leakage.dfil) > 0
+
+    @cached_property
+    def success(self) -> Success:
+        """Returns the largest chances of success against each record."""
+        return Success(self.run, self.leakage)
 
     # --- whole records -----------------------------------------------------------------
 
