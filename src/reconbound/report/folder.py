@@ -96,6 +96,9 @@ class Leakage:
             record's value is missing.
         diagonal_of: (n,), records that were drawn at random.
         names: of all records, as UTF-8 separated by newlines (`record_names`); None where they have none.
+        nats: (worlds, N), D of each record to the worlds of facts["worlds"], never above the mechanism's cap.
+        nats_upper: (worlds, N), its upper confidence limit, infinite where there is none; None after a single run.
+        nats_measured: (worlds, N), how often each record was measured in each world.
         history_step: (h,), step counts of the first run.
         history: (h, 3), largest, 99 % quantile and median dFIL after these steps, under the first rule.
         accuracy_step: (a,), step counts of the first run.
@@ -126,6 +129,9 @@ class Leakage:
     diagonal: Tensor | None = None
     diagonal_of: Tensor | None = None
     names: Tensor | None = None
+    nats: Tensor | None = None
+    nats_upper: Tensor | None = None
+    nats_measured: Tensor | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -292,7 +292,9 @@ class Measurer:
     def _private_features(self, few: tuple[Any, Any], private: Private) -> tuple[Tensor | None, int]:
         """Returns the private columns of a record's flattened private part (None: all), and their number."""
         if private.part == "nothing":  # no derivative is taken: whatever goes in counts
-            return None, max(1, sum(math.prod(leaf.shape[1:]) for leaf in tree_leaves(few[0]) if isinstance(leaf, Tensor)))
+            return None, max(
+                1, sum(math.prod(leaf.shape[1:]) for leaf in tree_leaves(few[0]) if isinstance(leaf, Tensor))
+            )
         z = private_part(Problem(self.model, self.loss_fn, private), *few)
         mask = feature_mask(private, z)
         if mask is None:
