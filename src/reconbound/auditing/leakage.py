@@ -8,7 +8,7 @@ third way). The most exposed records are measured closely, and all records where
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
@@ -22,11 +22,15 @@ from torch import Tensor, nn
 from reconbound._internal.files import CONFIDENTIAL, PUBLIC, Unreadable, json_digest, sealed, unsealed, write_whole
 from reconbound._internal.rng import derive, numbers_of, torch_stream
 from reconbound.accounting.accountant import FisherAccountant
+from reconbound.accounting.confidence import upper_limit
+from reconbound.accounting.divergence_ledger import DivergenceLedger
 from reconbound.auditing.models import score
 from reconbound.auditing.options import ADVICE, AuditOptions
+from reconbound.auditing.worlds import describe_left_out, worlds_of
 from reconbound.data import Dataset
 from reconbound.data.dataset import find_copies
 from reconbound.data.tables import MISSING
+from reconbound.fisher.worlds import REMOVED
 from reconbound.report.folder import Leakage, packed_names
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.settings import Callback
@@ -64,11 +68,16 @@ class Snapshots(Callback):
         due = learner.step == learner.steps or (learner.step and learner.step % every == 0)
         if learner.run > 0 or not due or learner.accountant is None:
             return None
-        dfil = learner.accountant.dfil()
-        top = {"largest": dfil.max(), "high": torch.quantile(dfil, 0.99), "median": dfil.median()}
-        found = {name: float(value) for name, value in top.items()}
+        found: dict[str, float] = {}
+        if learner.accountant.account.kept_rules:
+            dfil = learner.accountant.dfil()
+            found = {
+                "largest": float(dfil.max()),
+                "high": float(torch.quantile(dfil, 0.99)),
+                "median": float(dfil.median()),
+            }
         accuracy = score(self.dataset, learner.model, None if learner.step == learner.steps else FEW)
-        return {**found, "accuracy": accuracy} if math.isfinite(accuracy) else found
+        return {**found, "accuracy": accuracy} if math.isfinite(accuracy) else found or None
 
     def on_run_end(self, learner: PrivateSGD) -> None:
         """Writes the parameters of the first run: they are released."""
@@ -217,37 +226,79 @@ def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMe
     learner = measurements.learner
     ledger = learner.accountant
     assert ledger is not None
-    rules = ledger.account.kept_rules
-    kept, most = chosen(ledger.dfil().cpu(), ledger.measured().cpu())
+    rules, nats = ledger.account.kept_rules, _divergences(ledger.divergences)
+    measured = ledger.measured().cpu() if rules else nats["nats_measured"][0]
+    kept, most = chosen(ledger.dfil().cpu() if rules else nats["nats"][0], measured)
     diagonals: dict[str, Any] = {}
-    if options.settings.sampler != "shuffle":
+    if rules and options.settings.sampler != "shuffle":
         diagonals = _measure_diagonals(dataset, options, measurements, kept)
     first = _history_of(learner)
-    scored = [h for h in first if "accuracy" in h]
+    known, scored = ([h for h in first if name in h] for name in (_QUANTILES[0], "accuracy"))
+    facts = {**_leakage_facts(dataset), **world_facts(dataset, ledger.divergences.worlds)}
     return Leakage(
-        dfil=_stacked([ledger.dfil(rule) for rule in rules]),
-        error=_stacked([ledger.standard_error(rule) for rule in rules]),
-        upper=_stacked([ledger.upper(rule, CONFIDENCE, warn=False) for rule in rules]) if ledger.runs > 1 else None,
-        measured=ledger.measured().cpu(),
+        dfil=_stacked([ledger.dfil(rule) for rule in rules], learner.records),
+        error=_stacked([ledger.standard_error(rule) for rule in rules], learner.records),
+        upper=_stacked([ledger.upper(rule, CONFIDENCE, warn=False) for rule in rules]) if _limited(ledger) else None,
+        measured=measured,
         targets=torch.from_numpy(np.array(dataset.targets)),
         kept=kept,
         kept_inputs=torch.from_numpy(np.array(dataset.inputs[kept.numpy()])),
         names=None if dataset.record_names is None else packed_names(dataset.record_names),
-        history_step=torch.tensor([int(h["step"]) for h in first]),
-        history=torch.tensor([[h[name] for name in _QUANTILES] for h in first]).double().reshape(-1, 3),
+        history_step=torch.tensor([int(h["step"]) for h in known], dtype=torch.int64),
+        history=torch.tensor([[h[name] for name in _QUANTILES] for h in known]).double().reshape(-1, 3),
         accuracy_step=torch.tensor([int(h["step"]) for h in scored]),
         accuracy=torch.tensor([h["accuracy"] for h in scored]).double(),
         guess=torch.from_numpy(guess_of(dataset)),
-        facts={**_leakage_facts(dataset), "rules": list(rules), "most": most, **diagonals.pop("facts", {})},
+        facts={**facts, "rules": list(rules), "most": most, **diagonals.pop("facts", {})},
+        **nats,
         **diagonals,
     )
+
+
+def _limited(ledger: FisherAccountant) -> bool:
+    return ledger.runs > 1 and bool(ledger.account.kept_rules)
+
+
+def _divergences(ledger: DivergenceLedger) -> dict[str, Any]:
+    """Returns D of each record to every world, its upper limits, and how often it was measured; (worlds, N) each."""
+    found = {
+        "nats": _stacked([ledger.divergence(world) for world in ledger.worlds]),
+        "nats_measured": _stacked([ledger.times(world) for world in ledger.worlds]),
+    }
+    if ledger.runs > 1:
+        found["nats_upper"] = _stacked([_upper_nats(ledger, world) for world in ledger.worlds])
+    return found
+
+
+def _upper_nats(ledger: DivergenceLedger, world: str) -> Tensor:
+    """Returns upper limits of D, (N,): at most the mechanism's cap, but infinite where there is no limit."""
+    limit = upper_limit(ledger.estimates(world), CONFIDENCE)
+    return torch.where(limit.isinf(), limit, limit.clamp(max=ledger.cap(world)))
+
+
+def world_facts(dataset: Dataset, worlds: Sequence[str]) -> dict[str, Any]:
+    """Returns what the worlds of a ledger are, in its order, and what is known of the private part without the model.
+
+    Args:
+        dataset: the data of the audit.
+        worlds: names of the ledger's worlds.
+    """
+    own = worlds_of(dataset)
+    kinds = {name: {"kind": world.kind, "reference": world.reference} for name, world in own.items()}
+    removed = {"kind": REMOVED, "reference": ""}
+    return {
+        "worlds": [{"name": name, **kinds.get(name, removed)} for name in worlds],
+        "prior_variance": prior_variance(dataset),
+    }
 
 
 def _history_of(learner: PrivateSGD) -> list[dict[str, float]]:
     """Returns the history of the first run. It may come from a checkpoint that somebody changed."""
     first = [entry for entry in learner.history if entry["run"] == 0]
+    absent = 0 if learner.settings.rules is not None else len(_QUANTILES)
     for entry in first:
-        if not set(_QUANTILES) <= set(entry) or not all(isinstance(value, int | float) for value in entry.values()):
+        missing = len(set(_QUANTILES) - set(entry))  # all of them without Fisher information
+        if missing not in (0, absent) or not all(isinstance(value, int | float) for value in entry.values()):
             raise Unreadable(f"the history in the checkpoints is not an audit's: {ADVICE}")
     return first
 
@@ -367,6 +418,54 @@ def guess_of(dataset: Dataset) -> np.ndarray:
     return np.array([values.var(dtype=np.float64) if len(values) else 0.0 for values in present])
 
 
+#: Inputs of a record above which no regression is made.
+MOST_INPUTS = 4096
+#: Of the regression, in units of a standardised column's variance.
+_RIDGE = 1e-6
+
+
+def prior_variance(dataset: Dataset) -> list[float] | None:
+    """Returns how well each private number is known from everything else: the variance that a regression leaves, (d,).
+
+    The regression is linear, on all other inputs and the target (a one for each class), with a constant and a small
+    ridge, over the records that have the number. With a Gaussian prior that is 1/J of somebody who knows the other
+    columns. None for records of more than MOST_INPUTS inputs.
+
+        β of a column and its residual come from P = (Σ + λI)⁻¹, Σ the correlations:  residual_j = (X P)_j/P_jj
+
+    Args:
+        dataset: the data of the audit.
+    """
+    flat, missing = _flat(dataset), missing_of(dataset)
+    if flat.shape[1] > MOST_INPUTS:
+        return None
+    columns = np.arange(flat.shape[1]) if dataset.private is None else dataset.private
+    found = _residual_variance(dataset, np.ones(len(flat), dtype=bool))[columns]
+    for j, lacking in missing.items():
+        found[j] = _residual_variance(dataset, ~lacking)[columns[j]]
+    return [float(v) for v in found]
+
+
+def _residual_variance(dataset: Dataset, rows: np.ndarray) -> np.ndarray:
+    """Returns the variance of each flat input that the others and the target leave, over some of the records."""
+    flat, targets = _flat(dataset)[rows], np.asarray(dataset.targets)[rows]
+    if not len(flat):
+        return np.zeros(flat.shape[1])
+    aims = targets[:, None] == np.unique(targets) if dataset.task == "classes" else targets[:, None]
+    mean = np.concatenate([part.mean(0, dtype=np.float64) for part in (flat, aims)])
+    covariance = np.zeros((len(mean), len(mean)))
+    for at in range(0, len(flat), _AT_ONCE):
+        part = np.concatenate([flat[at : at + _AT_ONCE], aims[at : at + _AT_ONCE]], axis=1) - mean
+        covariance += part.T @ part / len(flat)
+    spread = np.sqrt(np.diag(covariance))
+    spread[spread <= 1e-12 * np.abs(mean)] = 0.0  # what is left of a constant column is rounding
+    scale = np.where(spread > 0, spread, np.inf)
+    correlation = covariance / np.outer(scale, scale)
+    precision = np.linalg.inv(correlation + _RIDGE * np.eye(len(mean)))
+    left = ((precision @ correlation) * precision).sum(1) / np.diag(precision) ** 2
+    return np.asarray((np.maximum(left, 0) * spread**2)[: flat.shape[1]])
+
+
 def _flat(dataset: Dataset) -> np.ndarray:
     return dataset.inputs.reshape(len(dataset.inputs), -1)
 
@@ -402,8 +501,9 @@ def chosen(dfil: Tensor, measured: Tensor) -> tuple[Tensor, int]:
     return torch.cat([order[:most], order[len(order) - least :]]), most
 
 
-def _stacked(rows: list[Tensor]) -> Tensor:
-    return torch.stack(rows).cpu()
+def _stacked(rows: list[Tensor], records: int = 0) -> Tensor:
+    """Returns the rows as one tensor on the CPU; of no rows one of shape (0, records)."""
+    return torch.stack(rows).cpu() if rows else torch.zeros((0, records), dtype=torch.float64)
 
 
 def copies_of(dataset: Dataset) -> dict[str, Any]:
@@ -436,7 +536,7 @@ def _leakage_facts(dataset: Dataset) -> dict[str, Any]:
         "confidence": CONFIDENCE,
         "task": dataset.task,
         "inferred_ranges": dataset.inferred_ranges,
-        "notes": list(dataset.notes),
+        "notes": [*dataset.notes, *describe_left_out(dataset)],
         "copies": copies_of(dataset),
     }
     if dataset.private is not None:

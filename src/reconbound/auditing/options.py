@@ -17,6 +17,7 @@ from reconbound._internal.checks import DataError, InputError, choice, number, w
 from reconbound._internal.rng import new_seed
 from reconbound.auditing.models import MODELS, as_tensor, make_loss, make_model, start_afresh
 from reconbound.auditing.release import INPUTS, read_inputs
+from reconbound.auditing.worlds import worlds_of
 from reconbound.data import Dataset
 from reconbound.report.folder import CHECKPOINTS, LEAKAGE, MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, prepare, read_audit
 from reconbound.training.checkpoint import LOCK, NAMES, data_digest, plain_json
@@ -37,8 +38,8 @@ class AuditOptions:
     """Everything that determines an audit's training, apart from the data.
 
     Attributes:
-        settings: of the learner. Its `rules` are replaced by those that the report of this sampler has. A seed that
-            others can guess reveals the noise; None takes one from the operating system.
+        settings: of the learner. Its `rules`, unless None, are replaced by those that the report of this sampler has. A
+            seed that others can guess reveals the noise; None takes one from the operating system.
         model: "auto", "linear", "mlp", "cnn", or "package.module:factory", called as factory(shape, outputs).
         steps: the number of steps of one run.
         runs: the number of independent runs; the first is released, the others only measure.
@@ -58,7 +59,8 @@ class AuditOptions:
         whole("runs", self.runs)
         number("lr", self.settings.lr, above=0.0, at_most=1e30)  # within the range of float32
         number("momentum", self.settings.momentum, at_least=0.0, below=1.0)
-        object.__setattr__(self, "settings", replace(self.settings, rules=RULES[self.settings.sampler]))
+        rules = None if self.settings.rules is None else RULES[self.settings.sampler]
+        object.__setattr__(self, "settings", replace(self.settings, rules=rules))
 
     def with_changes(self, **changes: Any) -> AuditOptions:
         """Returns the options with some of them, or of their settings, changed.
@@ -89,21 +91,27 @@ class AuditOptions:
 #: pixels from −1 to 1 and lr 1.0: 38.1 %; pixels from 0 to 1: 34.4 % at lr 1.0 (40.4 % after 400 steps of another run),
 #: 36.6 % at 2.0, 27.7 % at 0.5, and nothing learned (12 % after 50) at 3.0.
 KNOWN: dict[str, Any] = json.loads((package_files("reconbound.auditing") / "defaults.json").read_text(encoding="utf-8"))
+#: Measurements of each record in each world and run, for limits from five runs.
+LOOKS = 5
+#: Records that are measured in a run, each time counted, for the sake of such limits.
+MOST_MEASURED = 5_000_000
 #: Epochs of a smaller part of a known set.
 _EPOCHS = 15
 
 
-def default_options(dataset: Dataset, **changes: Any) -> AuditOptions:
+def default_options(dataset: Dataset, *, worlds: bool = True, **changes: Any) -> AuditOptions:
     """Returns the defaults for a data set, with some options changed. For an unknown set they depend on its size.
 
     For a part of a known set (--limit) below nine tenths of it: batches of the same size, at most a quarter of the
     records or 32, for as many steps, at most 15 epochs or 50 steps. The ratio of noise to batch then stays the same.
 
     For an unknown set of N records: batches of 5 % of them, at least 32 and at most 512, for 15 epochs and at most 800
-    steps. Five runs and 25 measurements of each record, which is enough for confidence limits.
+    steps. Five runs and 25 measurements of each record, which is enough for confidence limits; of tables in every other
+    world too, unless that is too much work.
 
     Args:
         dataset: the data of the audit.
+        worlds: whether divergences to replaced worlds are measured, which need a larger budget.
         changes: options to change, as in AuditOptions.with_changes.
     """
     own, records = dict(KNOWN.get(dataset.name, {})), len(dataset.inputs)
@@ -118,7 +126,15 @@ def default_options(dataset: Dataset, **changes: Any) -> AuditOptions:
         own = {"sample_rate": batch / records, "steps": min(800, max(50, round(15 * records / batch)))}
         own["lr"] = 1.0 if dataset.task == "classes" else 0.3
         own["budget"] = max(1.0, 6 / (own["steps"] * own["sample_rate"]))  # for the largest sets: six blocks per run
+    if worlds and dataset.kind == "table":
+        own["budget"] = max(own.get("budget", 1.0), _budget_of_worlds(dataset, own))
     return AuditOptions().with_changes(**{**own, **changes})
+
+
+def _budget_of_worlds(dataset: Dataset, own: dict[str, Any]) -> float:
+    """Returns the budget with which five runs measure each record 25 times in every world; less for large sets."""
+    epochs = float(own["steps"] * own["sample_rate"])
+    return min((1 + len(worlds_of(dataset))) * LOOKS, MOST_MEASURED / len(dataset.inputs)) / epochs
 
 
 def make_learner(
@@ -140,18 +156,22 @@ def make_learner(
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = make_model(dataset, options.model, seed=0).to(place)  # repeat starts each run from its own parameters
-
-    scale = dataset.scale
+    settings = options.settings
+    if len(dataset.scale) == 0:  # no private numbers: nothing to take a derivative by
+        settings = replace(settings, rules=None)
     chosen: dict[str, Any] = {
         "initialise": partial(start_afresh, dataset, options.model),
-        "private": None if dataset.private is None else as_tensor(dataset.private),
-        "feature_scale": float(scale[0]) if (scale == scale[0]).all() else scale.tolist(),
+        "worlds": {name: one.world for name, one in worlds_of(dataset).items()},
         "checkpoint": None if folder is None else Path(folder),
         "every": max(1, options.steps // 30),
         **more,
     }
+    if settings.rules is not None:
+        scale = dataset.scale
+        chosen["private"] = None if dataset.private is None else as_tensor(dataset.private)
+        chosen["feature_scale"] = float(scale[0]) if (scale == scale[0]).all() else scale.tolist()
     inputs, targets = as_tensor(dataset.inputs), as_tensor(dataset.targets)
-    return PrivateSGD(model, make_loss(dataset), inputs, targets, options.settings, **chosen)
+    return PrivateSGD(model, make_loss(dataset), inputs, targets, settings, **chosen)
 
 
 #: Files of a finished audit.

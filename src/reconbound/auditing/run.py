@@ -27,6 +27,7 @@ from reconbound._internal.rng import random_states_kept
 from reconbound.auditing import leakage as leaks
 from reconbound.auditing.models import check_model, describe_model, model_kind
 from reconbound.auditing.options import (
+    RULES,
     AuditOptions,
     default_options,
     finished,
@@ -36,6 +37,7 @@ from reconbound.auditing.options import (
     settle,
 )
 from reconbound.auditing.release import write_inputs
+from reconbound.auditing.worlds import worlds_of
 from reconbound.data import Dataset, load_dataset
 from reconbound.mechanisms.guarantee import Guarantee, guarantee
 from reconbound.report import folder as files
@@ -299,15 +301,21 @@ def expected_seconds(dataset: Dataset, options: AuditOptions) -> float:
         dataset: the data of the audit.
         options: the options of the audit.
     """
-    plain, measuring = (_step_seconds(dataset, options, with_it) for with_it in (False, True))
+    plain = _step_seconds(dataset, options)
+    informed = options.settings.rules is not None and len(dataset.scale) > 0
+    measuring = _step_seconds(dataset, options, informed=True) if informed else 0.0
+    apart = _step_seconds(dataset, options, apart=True)
     per_run = options.steps * plain
-    budget = options.settings.budget
+    budget, worlds = options.settings.budget, len(worlds_of(dataset))
     if isinstance(budget, float):
-        blocks = max(1, min(options.steps, math.floor(options.steps * options.settings.sample_rate * budget + 1e-9)))
-        per_run += blocks / options.settings.sample_rate * measuring
+        for seconds, share in ((measuring, budget), (apart, budget / (1 + worlds))):
+            blocks = max(1, min(options.steps, math.floor(options.steps * options.settings.sample_rate * share + 1e-9)))
+            per_run += blocks / options.settings.sample_rate * seconds
     else:
         share = 1.0 if budget == "every" else float(budget[1])
-        per_run += share * options.steps * (measuring - plain)
+        per_run += share * options.steps * (max(measuring - plain, 0.0) + max(apart - plain, 0.0))
+    if not informed:
+        return options.runs * per_run
     records = len(dataset.inputs)
     times, probes = leaks.snapshot_counts(options, records, records * len(dataset.scale))
     all_of = times * records * (3 + probes) / 4 if times else leaks.SNAPSHOTS * min(leaks.SAMPLE, records)
@@ -316,16 +324,18 @@ def expected_seconds(dataset: Dataset, options: AuditOptions) -> float:
     return options.runs * (per_run + closer * measuring)
 
 
-def _step_seconds(dataset: Dataset, options: AuditOptions, measuring: bool, steps: int = 3) -> float:
+def _step_seconds(
+    dataset: Dataset, options: AuditOptions, *, informed: bool = False, apart: bool = False, steps: int = 3
+) -> float:
+    """Returns the seconds of a step, in which the batch's information or its distances to other worlds are measured."""
     times: list[float] = []
 
     def stamp(model: Any) -> dict[str, float]:
         times.append(time.perf_counter())
         return {}
 
-    tried = options.with_changes(budget="every")
-    learner = make_learner(dataset, tried, check=False, progress=False, evaluate=stamp, evaluate_every=1)
-    if not measuring:
-        learner.settings = replace(learner.settings, rules=None)
+    tried = options.with_changes(budget="every", rules=RULES[options.settings.sampler] if informed else None)
+    more: dict[str, Any] = {} if apart else {"worlds": {}}
+    learner = make_learner(dataset, tried, check=False, progress=False, evaluate=stamp, evaluate_every=1, **more)
     learner.fit(steps)
     return median(b - a for a, b in pairwise(times))

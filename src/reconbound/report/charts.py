@@ -193,7 +193,8 @@ def success(view: View) -> Chart | None:
         ("no help from the model", baselines, GREEN, "dashdot"),
     ]
     traces, keys = [], []
-    for text, chances, colour, dash in series:
+    for text, given, colour, dash in series:
+        chances = np.asarray(given, dtype=np.float64)
         hover = [
             f"{format_percent(k, side='near')} → {format_percent(p)}" for k, p in zip(baselines, chances, strict=True)
         ]

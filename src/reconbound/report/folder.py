@@ -99,6 +99,9 @@ class Leakage:
             record's value is missing.
         diagonal_of: (n,), records that were drawn at random.
         names: of all records, as UTF-8 separated by newlines (`record_names`); None where they have none.
+        nats: (worlds, N), D of each record to the worlds of facts["worlds"], never above the mechanism's cap.
+        nats_upper: (worlds, N), its upper confidence limit, infinite where there is none; None after a single run.
+        nats_measured: (worlds, N), how often each record was measured in each world.
         history_step: (h,), step counts of the first run.
         history: (h, 3), largest, 99 % quantile and median dFIL after these steps, under the first rule.
         accuracy_step: (a,), step counts of the first run.

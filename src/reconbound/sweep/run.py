@@ -236,7 +236,7 @@ def make_trainer(config: Sweep) -> Any:
     from reconbound.sweep.trial import Trainer
 
     dataset = load_dataset(config.data, **config.load)
-    plan = default_options(dataset, **config.plan)
+    plan = default_options(dataset, worlds=False, **config.plan)
     named = config.space.get("sampler")
     samplers = named.values if isinstance(named, Choices) else (plan.settings.sampler,)
     rules = dict.fromkeys(rule for sampler in samplers for rule in RULES[sampler])

@@ -146,6 +146,7 @@ class Trainer:
             self.plan.with_changes(**setting, seed=seed_of(self.seed, setting)),
             folder / CHECKPOINTS,
             callbacks=[_Evaluate(self, report)],
+            worlds={},
             whole_at=self.counts,
             every=max(20, self.counts[-1] // 30),
             progress=False,

@@ -1,0 +1,117 @@
+"""The other worlds of an audit: each private part of a record with a public value in the place of its own.
+
+What a divergence to such a world says: docs/theory/any_attacker.md 6.7 and 6.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from reconbound._internal.checks import InputError
+from reconbound._internal.formatting import format_number
+from reconbound.data import Dataset, Feature
+from reconbound.fisher.worlds import REMOVED, Replacement
+
+#: The name of the world in which the whole private part is replaced.
+PRIVATE = "private"
+#: Columns that get a world of their own at most: each costs one more gradient of every measured record.
+MOST_WORLDS = 40
+#: Of a number in its range: what stands in its place.
+_MIDDLE = 0.5
+
+
+@dataclass(frozen=True)
+class AuditWorld:
+    """A world of an audit.
+
+    Attributes:
+        kind: "column" (of numbers), or "private" (the whole private part).
+        world: what is replaced, by flat columns of a record's input.
+        reference: what stands in its place, for people: "38.5 years".
+    """
+
+    kind: str
+    world: Replacement
+    reference: str
+
+
+def worlds_of(dataset: Dataset) -> dict[str, AuditWorld]:
+    """Returns the replaced worlds of a data set by name: one for each private column, and "private" for all together.
+
+    A number has the middle of its range in its place; a mark that it is missing stays, as it is public. The first
+    MOST_WORLDS columns get a world of their own. Where a table has only one private column, that is the only world. Of
+    images there is only "private".
+
+    Args:
+        dataset: the data of the audit.
+    """
+    if dataset.kind == "image":
+        place = None if dataset.private is None else dataset.private.tolist()
+        return {PRIVATE: AuditWorld(PRIVATE, Replacement(_MIDDLE, place), "mid-grey")}
+    parts = _private_columns(dataset)
+    if not parts:
+        raise InputError("private", "must name a column: nothing is protected otherwise", dataset.name)
+    names = _world_names(parts)
+    found = {names[column]: _column_world(dataset, parts[column]) for column in list(parts)[:MOST_WORLDS]}
+    if len(parts) == 1:
+        return found
+    together = np.concatenate(list(parts.values()))
+    return {**found, PRIVATE: AuditWorld(PRIVATE, _replacement(dataset, together), "all of these")}
+
+
+def describe_left_out(dataset: Dataset) -> tuple[str, ...]:
+    """Returns a sentence on the private columns that have no world of their own; nothing where all have one.
+
+    Args:
+        dataset: the data of the audit.
+    """
+    count = 0 if dataset.kind == "image" else len(_private_columns(dataset))
+    if count <= MOST_WORLDS:
+        return ()
+    what = f"only the first {MOST_WORLDS} of {count} private columns have a world of their own"
+    return (f"{what}: the others are replaced together with all private columns only",)
+
+
+def _private_columns(dataset: Dataset) -> dict[str, np.ndarray]:
+    """Returns the flat columns of each private column, by its name."""
+    found: dict[str, list[int]] = {}
+    for k, feature in enumerate(dataset.features):
+        if feature.private:
+            found.setdefault(feature.column or feature.name, []).append(k)
+    return {name: np.array(places) for name, places in found.items()}
+
+
+def _world_names(columns: Iterable[str]) -> dict[str, str]:
+    """Returns the name of each column's world: its own, unless another world is called so.
+
+    >>> _world_names(["age", "removed"])
+    {'age': 'age', 'removed': "column 'removed'"}
+    """
+    names, taken = {}, {*columns, REMOVED, PRIVATE}
+    for column in columns:
+        name = column
+        while name in (REMOVED, PRIVATE, "") or (name != column and name in taken):
+            name = f"column {name!r}"
+        names[column] = name
+        taken.add(name)
+    return names
+
+
+def _column_world(dataset: Dataset, places: np.ndarray) -> AuditWorld:
+    return AuditWorld("column", _replacement(dataset, places), _middle(dataset.features[places[0]]))
+
+
+def _replacement(dataset: Dataset, places: np.ndarray) -> Replacement:
+    return Replacement([_MIDDLE] * len(places), places.tolist())
+
+
+def _middle(feature: Feature) -> str:
+    """Formats the middle of a number's range in the data's own units.
+
+    >>> _middle(Feature("age", "years", 17.0, 60.0)), _middle(Feature("income", "", 0.0, 1e5))
+    ('38.5 years', '50,000')
+    """
+    return f"{format_number(feature.low / 2 + feature.high / 2, 4)} {feature.unit}".strip()
