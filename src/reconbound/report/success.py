@@ -88,9 +88,10 @@ class Success:
     def nats(self, world: World) -> np.ndarray:
         """Returns the divergence D of each record as it is shown first, (N,), never above the mechanism's own limit."""
         assert self.leakage.nats is not None
-        found = np.maximum(np.nan_to_num(self.leakage.nats[world.row].double().numpy(), nan=np.inf), 0.0)
+        found = self.leakage.nats[world.row].double().numpy()
+        found = np.where(np.isnan(found), np.inf, np.maximum(found, 0.0))
         if self.leakage.nats_upper is not None:
-            upper = np.nan_to_num(self.leakage.nats_upper[world.row].double().numpy(), nan=np.inf)
+            upper = self.leakage.nats_upper[world.row].double().numpy()
             found = np.where(np.isfinite(upper), upper, found)
         top = largest_divergence(self._account, removed=world.kind == "removed")
         return np.minimum(np.where(self.measured(world) > 0, found, np.inf), top)
