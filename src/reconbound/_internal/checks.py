@@ -135,15 +135,20 @@ def rounded_up(x: Fraction | float) -> int:
     return max(1, math.ceil(Fraction(x) * (1 - Fraction(1, 2**51))))
 
 
-def plain_number(value: Any) -> int | float:
-    """Returns a number that `number` accepted as Python's own int or float, whatever NumPy or torch type it has.
+def plain_number(name: str, value: Any, **limits: float | None) -> int | float:
+    """Returns the result of `number` as Python's own int or float, whatever NumPy or torch type the value has.
 
-    >>> plain_number(np.float32(0.5)), plain_number(np.int64(2)), plain_number(3)
+    Args:
+        name: of the argument.
+        value: that was given.
+        **limits: as `number` takes them.
+
+    >>> plain_number("lr", np.float32(0.5)), plain_number("lr", np.int64(2)), plain_number("lr", 3, above=0.0)
     (0.5, 2, 3)
     """
+    x = number(name, value, **limits)
     if type(value) in (int, float):
         return value  # type: ignore[no-any-return]
-    x = float(value)
     return int(value) if hasattr(value, "__index__") and x == int(x) else x
 
 

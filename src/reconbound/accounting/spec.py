@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reconbound._internal.checks import InputError, choice, number, plain_number, whole
+from reconbound._internal.checks import InputError, choice, plain_number, whole
 from reconbound.accounting.amplification import PoissonTable, paper_delta, paper_kappa
 from reconbound.divergences import sensitivity
 from reconbound.fisher.clipping import CLIPS, Clip
@@ -45,8 +45,7 @@ class MechanismSpec:
 
     def __post_init__(self) -> None:
         for name, most in (("noise_multiplier", None), ("max_grad_norm", None), ("sample_rate", 1.0)):
-            number(name, getattr(self, name), above=0.0, at_most=most)
-            object.__setattr__(self, name, plain_number(getattr(self, name)))
+            object.__setattr__(self, name, plain_number(name, getattr(self, name), above=0.0, at_most=most))
         choice("sampler", self.sampler, tuple(_DEFAULT_RULE))
         choice("clip", self.clip, CLIPS)
         if self.rules is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from reconbound._internal.checks import InputError, flag, function, number, plain_number, whole
+from reconbound._internal.checks import InputError, flag, function, plain_number, whole
 from reconbound._internal.rng import checked_seed
 from reconbound.accounting.measurement_plan import Budget, checked_budget
 from reconbound.accounting.spec import MechanismSpec
@@ -57,8 +57,7 @@ class Settings(MechanismSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("lr", "momentum", "weight_decay"):
-            number(name, getattr(self, name), at_least=0.0)
-            object.__setattr__(self, name, plain_number(getattr(self, name)))
+            object.__setattr__(self, name, plain_number(name, getattr(self, name), at_least=0.0))
         budget = checked_budget(self.budget)
         if self.sampler == "shuffle" and isinstance(budget, float):
             # within an epoch the parameters at a step depend on whether a record was seen: only batches can be measured

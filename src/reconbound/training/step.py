@@ -113,6 +113,7 @@ class Measurer:
         if is_wrapper(model):
             why = "must be the network itself, as before Opacus's make_private: clipping and noise are added here"
             raise InputError("model", why, type(model).__name__)
+        self._clip: dict[str, Any] = {"max_grad_norm": settings.max_grad_norm, "clip": settings.clip}
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.device = next(iter(self.params.values())).device
         self.records = record_count(inputs, targets)
@@ -138,10 +139,6 @@ class Measurer:
         self._columns, self.features = self._private_features(few, measured)
         if check:
             self._try(first)
-
-    @property
-    def _clip(self) -> dict[str, Any]:
-        return {"max_grad_norm": self.settings.max_grad_norm, "clip": self.settings.clip}
 
     def rows(self, indices: Tensor) -> tuple[Any, Any]:
         """Returns inputs and targets of these records, on the model's device."""
