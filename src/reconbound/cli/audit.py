@@ -247,7 +247,6 @@ def result(folder: Path) -> dict[str, Any]:
         "model": str(folder / MODEL),
         "verdict": [*headline(view), *(text for topic, text in certainty(view)[:1] if topic == "Estimates")],
         "success": view.success.rows(),
-        "success_basis": "upper limits" if view.success.limited else "estimates",
         "caveats": dict(run.caveats or {}),
         "floors_lower_limit": limits,
         "floors_estimate": {name: quantile(view.floor[view.measured], share) for name, share in names.items()},

@@ -69,11 +69,10 @@ class Success:
             return max(columns, key=lambda w: (float(self.chances(w).max()), float(np.median(self.nats(w)))))
         return next(iter(self.worlds), None)
 
-    @cached_property
-    def limited(self) -> bool:
-        """Returns whether some chances are at confidence limits."""
+    def limited(self, world: World) -> bool:
+        """Returns whether most chances in a world are at confidence limits."""
         upper = self.leakage.nats_upper
-        return upper is not None and bool(upper.isfinite().any())
+        return upper is not None and float(upper[world.row].isfinite().double().mean()) > 0.5
 
     def measured(self, world: World) -> np.ndarray:
         """Returns the number of measurements of each record, (N,)."""
@@ -128,7 +127,9 @@ class Success:
         """
         chances = np.sort(self.chances(world, baseline))
         median, p99 = (float(chances[_place(share, len(chances))]) for share in (0.5, 0.99))
-        return {"world": world.name, "baseline": baseline, "median": median, "p99": p99, "max": float(chances[-1])}
+        found: dict[str, Any] = {"world": world.name, "baseline": baseline}
+        found |= {"median": median, "p99": p99, "max": float(chances[-1])}
+        return {**found, "basis": "upper limits" if self.limited(world) else "estimates"}
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each world and baseline, for JSON."""
