@@ -36,6 +36,7 @@ from reconbound.report.headline import (
     conditional,
     headline,
     public_headline,
+    unbiased_finding,
 )
 from reconbound.report.view import View
 
@@ -148,7 +149,7 @@ def test_unmeasured_records_are_named(done: Path) -> None:
     measured = view.leakage.measured.clone()
     measured[:7] = 0
     safe = replace(view.leakage, dfil=view.leakage.dfil / 1e6, upper=None, measured=measured)
-    sentence = headline(View(view.run, safe))[-1]
+    sentence = unbiased_finding(View(view.run, safe))[-1]
     assert sentence.startswith(
         "These are estimates; 7 of 40 records were never measured, and nothing is known about them"
     )
@@ -158,10 +159,10 @@ def test_unmeasured_records_are_named(done: Path) -> None:
     assert "is below a guess for 9 of 40 records (22 %)" in together["All columns together"]
     assert together["Never measured"].startswith("7 records of 40 were never measured.")
     whole = replace(safe, dfil=bad, kept_diagonal=None, diagonal=None)  # single columns are unknown
-    assert "9 of 40 records (22 %), the release may tell" in headline(View(view.run, whole))[0]
-    assert "7 of them were never measured" in headline(View(view.run, whole))[0]
+    assert "9 of 40 records (22 %), the release may tell" in unbiased_finding(View(view.run, whole))[0]
+    assert "7 of them were never measured" in unbiased_finding(View(view.run, whole))[0]
     none = replace(whole, guess=torch.zeros(2))  # a guess that never errs: nobody is below it
-    assert headline(View(view.run, none))[0].startswith("7 of 40 records were never measured")
+    assert unbiased_finding(View(view.run, none))[0].startswith("7 of 40 records were never measured")
 
 
 def test_one_private_column_has_one_floor_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +192,7 @@ def test_one_private_column_has_one_floor_everywhere(tmp_path: Path, capsys: pyt
     estimated = int((view.floor < view.guess).sum())
     assert (age["below"], age["record"], age["lowest"]) == (estimated, worst, float(view.floor[worst]))
     shown, limit = plus_minus(float(view.floor[worst])), plus_minus(float(view.upper_floor[worst]))
-    first, second = headline(view)[-2:]
+    first, second = unbiased_finding(view)[-2:]
     assert first.startswith(f"For {below} of 40 records")
     assert f"On the most exposed record it errs by at least {limit} years, at 95 % confidence" in second
     assert f"guessing the average errs by {guess_error(view.guess)}" in second

@@ -195,17 +195,18 @@ def _print_result(folder: Path, as_json: bool, quiet: bool) -> None:
 
 
 def describe_columns(found: dict[str, Any]) -> list[str]:
-    """Returns a line for each column, the most exposed first: how many records are below a guess, and the lowest."""
+    """Returns the second view: what its floors do not cover, and a line for each column, the most exposed first."""
     from reconbound.report.text import column_sentence
 
     if not found["columns"]:
-        return []
+        return list(found["caveats"].values())
     rows = sorted(
         found["columns"], key=lambda c: (c["constant"], -c["below"], (c["lowest"] or 0.0) / (c["guess"] or 1.0))
     )
     more = [f"  and {len(rows) - NAMED} more, in the report"] if len(rows) > NAMED else []
     return [
-        f"Single columns, of {found['columns_of']} (by estimates):",
+        *found["caveats"].values(),
+        f"Attackers who use no outside knowledge, on single columns of {found['columns_of']} (by estimates):",
         *(f"  {column_sentence(c)}" for c in rows[:NAMED]),
         *more,
     ]
@@ -229,7 +230,7 @@ def result(folder: Path) -> dict[str, Any]:
     """Returns the verdict of a finished audit and where it is; confidential."""
     from reconbound.report.folder import MODEL, PUBLIC_REPORT, REPORT, read_audit
     from reconbound.report.headline import accuracy_sentence, headline
-    from reconbound.report.text import certainty, columns_scope
+    from reconbound.report.text import columns_scope
     from reconbound.report.view import View, quantile
 
     run, leakage = read_audit(folder)
@@ -239,17 +240,18 @@ def result(folder: Path) -> dict[str, Any]:
     if view.upper_floor is not None and (view.upper_floor > 0).any():
         known = view.upper_floor[view.upper_floor > 0]
         limits = {**{name: quantile(known, share) for name, share in names.items()}, "without": view.unlimited}
+    floors = {name: quantile(view.floor[view.measured], share) for name, share in names.items() if view.unbiased}
     return {
         "confidential": True,
         "folder": str(folder),
         "report": str(folder / REPORT),
         "public_report": str(folder / PUBLIC_REPORT),
         "model": str(folder / MODEL),
-        "verdict": [*headline(view), *(text for topic, text in certainty(view)[:1] if topic == "Estimates")],
+        "verdict": headline(view),
         "success": view.success.rows(),
         "caveats": dict(run.caveats or {}),
         "floors_lower_limit": limits,
-        "floors_estimate": {name: quantile(view.floor[view.measured], share) for name, share in names.items()},
+        "floors_estimate": floors or None,
         "meaningful": view.protection.meaningful,
         "success_at_1_percent": view.protection.success,
         "guess": view.guess,

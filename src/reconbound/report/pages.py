@@ -63,10 +63,10 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         leakage: the leakage of each record.
     """
     view = View(run, leakage)
-    makers = (charts.success, charts.histogram, charts.by_feature, charts.by_class, charts.accuracy, charts.growth)
-    drawn = [make(view) for make in makers]
+    unbiased = (charts.histogram, charts.by_feature, charts.by_class, charts.growth) if view.unbiased else ()
+    drawn = [make(view) for make in (charts.success, charts.accuracy, *unbiased)]
     shown = {chart.id: chart for chart in drawn if chart is not None}
-    slider = _slider(view, shown["chart-floors"])
+    slider = _slider(view, shown["chart-floors"]) if view.unbiased else None
     context = {
         "title": f"{clean(run.data.get('name', 'data'), 80)}: how well is each {view.noun} protected?",
         "view": view,
@@ -75,14 +75,14 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         "tiles": tiles(view),
         "chart": shown,
         "slider": slider,
-        "cards": cards(view),
+        "cards": cards(view) if view.unbiased else None,
         "features": feature_rows(view),
         "success": success_table(view),
         **_mechanism_context(run, view.noun, view.part, view.unit, view.of_range),
     }
     floors = base64.b64encode(np.sort(view.shown).astype("<f8").tobytes()).decode()
     figures = {name: chart.figure for name, chart in shown.items()}
-    return render("report.html", context, figures, {"floors": floors, "slider": slider})
+    return render("report.html", context, figures, {"floors": floors, "slider": slider} if view.unbiased else None)
 
 
 def success_table(view: View) -> dict[str, Any] | None:

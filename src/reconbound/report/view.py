@@ -86,7 +86,7 @@ class View:
 
         It is the range of the pixels, or of the one private column; 1 for tables with more.
         """
-        return float(self.scale[0]) if self.image or self.single else 1.0
+        return float(self.scale[0]) if self.unbiased and (self.image or self.single) else 1.0
 
     @property
     def of_range(self) -> str:
@@ -173,11 +173,14 @@ class View:
 
     @cached_property
     def measured(self) -> np.ndarray:
-        return self.leakage.measured.numpy() > 0
+        """Returns which records have floors for unbiased attackers."""
+        return (self.leakage.measured.numpy() > 0) & self.unbiased
 
     @cached_property
     def floor(self) -> np.ndarray:
         """Returns the ± floor of each record, (N,), under the first rule; 0 where nothing is known."""
+        if not self.unbiased:
+            return np.zeros(len(self.measured))
         return np.asarray(self.unit * np.sqrt(np.nan_to_num(floors(self.leakage).double().numpy(), nan=0.0)))
 
     @cached_property
@@ -232,6 +235,8 @@ class View:
     @cached_property
     def relative_error(self) -> np.ndarray:
         """Returns the standard error of each record's dFIL over its dFIL, (N,); infinite where nothing is known."""
+        if not self.unbiased:
+            return np.full(len(self.measured), np.inf)
         dfil, error = (t[0].double().numpy() for t in (self.leakage.dfil, self.leakage.error))
         with np.errstate(divide="ignore", invalid="ignore"):
             share = np.where(dfil > 0, error / dfil, np.inf)
@@ -278,7 +283,8 @@ class View:
     @cached_property
     def guess(self) -> float:
         """Returns the ± error of guessing the average record, mean square over the features."""
-        return self.unit * float(np.sqrt(np.nan_to_num(self.leakage.guess.double().numpy()).mean()))
+        known = np.nan_to_num(self.leakage.guess.double().numpy())
+        return self.unit * float(np.sqrt(known.mean())) if known.size else 0.0
 
     def below(self, threshold: float) -> int:
         """Returns the number of records with a lower floor, as `shown`; those never measured count."""

@@ -1,0 +1,150 @@
+"""The chances of success that lead a report: numbers, sentences, page, JSON and terminal say the same."""
+
+from __future__ import annotations
+
+import html
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import auditing
+from reconbound._internal.formatting import format_percent
+from reconbound.accounting.divergence_ledger import largest_divergence, mechanism_success
+from reconbound.auditing.run import run_audit
+from reconbound.bounds import success_from_kl
+from reconbound.cli.app import run as command
+from reconbound.report.folder import REPORT, account_of, read_audit
+from reconbound.report.headline import headline
+from reconbound.report.pages import confidential_page
+from reconbound.report.success import BASELINES, Success
+from reconbound.report.text import success_notes
+from reconbound.report.view import View
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An audit of people, two columns of which are private."""
+    out = tmp_path_factory.mktemp("audit") / "a"
+    return run_audit(auditing.people(), auditing.options(runs=3, noise_multiplier=1.0, budget=6.0), out, show=False)
+
+
+def seen(folder: Path) -> Success:
+    return View(*read_audit(folder)).success
+
+
+def test_chances_are_those_of_the_divergences(folder: Path) -> None:
+    found = seen(folder)
+    account = account_of(found.run)
+    assert [w.kind for w in found.worlds] == ["removed", "column", "column", "private"]
+    for world in found.worlds:
+        removed = world.kind == "removed"
+        for baseline in BASELINES:
+            best = mechanism_success(account, baseline, removed=removed)
+            expected = np.minimum(success_from_kl(baseline, found.nats(world)), best)
+            np.testing.assert_array_equal(found.chances(world, baseline), expected)
+            row = found.row(world, baseline)
+            assert (expected <= row["max"]).all()
+            assert np.mean(expected <= row["median"]) >= 0.5
+            assert np.mean(expected <= row["p99"]) >= 0.99
+            assert baseline <= row["median"] <= row["p99"] <= row["max"] <= best
+        assert (found.nats(world) <= largest_divergence(account, removed=removed)).all()
+
+
+def test_limits_come_before_estimates_and_unmeasured_records_have_the_mechanisms(folder: Path) -> None:
+    run, leakage = read_audit(folder)
+    assert leakage.nats is not None
+    assert leakage.nats_measured is not None
+    upper = torch.full_like(leakage.nats, torch.inf)
+    upper[1, :30] = 2 * leakage.nats[1, :30]
+    times = leakage.nats_measured.clone()
+    times[1, 39] = 0
+    found = Success(run, replace(leakage, nats_upper=upper, nats_measured=times))
+    age = found.worlds[1]
+    top = largest_divergence(account_of(run), removed=False)
+    expected = np.minimum(np.where(np.arange(40) < 30, 2, 1) * leakage.nats[1].numpy(), top)
+    expected[39] = top
+    np.testing.assert_array_equal(found.nats(age), expected)
+    assert found.limited(age)
+    assert found.row(age)["basis"] == "upper limits"
+    assert not found.limited(found.worlds[0])
+    assert found.row(found.worlds[0])["basis"] == "estimates"
+
+
+def test_the_first_sentence_says_what_the_table_and_the_json_say(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = View(*read_audit(folder))
+    found = view.success
+    lead = found.leading
+    assert lead is not None
+    assert float(found.chances(lead).max()) == max(float(found.chances(w).max()) for w in found.worlds[1:3])
+    row = found.row(lead)
+    median, p99, most = (format_percent(row[name]) for name in ("median", "p99", "max"))
+    first, second, third = headline(view)[-3:]
+    assert first == (
+        f"Whoever could guess the {lead.name} of a record with a chance of 10% from a model trained without that value "
+        f"can do so from this model with at most {median} (half of the records), {p99} (all but 1 in 100) and {most} "
+        "(the most exposed)."
+    )
+    assert second.startswith(f"Averaged over the records, a guess of {lead.name} errs by at least ±")
+    assert third.startswith("Such chances hold for every attacker; they are ")
+    page = html.unescape((folder / REPORT).read_text())
+    assert first in page
+    assert page.index(first) < page.index('id="success"') < page.index('id="unbiased"') < page.index('id="floors"')
+    table = page[page.index('id="success"') : page.index('id="unbiased"')]
+    assert f'<td>{lead.name}<div class="unit">in its place: {lead.reference}</div></td>' in table
+    assert most in table
+    assert command(["show", str(folder), "--json"]) == 0
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["verdict"] == headline(view)
+    rows = {(r["world"], r["baseline"]): r for r in reported["success"]}
+    assert len(rows) == 4 * len(found.worlds)
+    assert rows[lead.name, 0.1] == row
+    assert command(["show", str(folder), "--record", "3"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{lead.name} at most {format_percent(float(found.chances(lead)[3]))} where 10% without" in shown
+
+
+def test_average_floors_are_van_trees(folder: Path) -> None:
+    found = seen(folder)
+    assert found.leakage.average_diagonal is not None
+    variance, info = found.leakage.facts["prior_variance"], found.leakage.average_diagonal.flatten().tolist()
+    for j, (with_it, without) in enumerate(found.average_floors().values()):
+        width = found.leakage.facts["scale"][j]
+        assert without == pytest.approx(width * variance[j] ** 0.5)
+        assert with_it == pytest.approx(width * (info[j] + 1 / variance[j]) ** -0.5)
+        assert with_it < without
+
+
+def test_notes_name_the_other_world_and_what_is_not_said(folder: Path) -> None:
+    view = View(*read_audit(folder))
+    notes = dict(success_notes(view))
+    assert view.success.leading is not None
+    assert view.success.leading.reference in notes["The other chance"]
+    assert notes["What it does not say"].startswith("That the other chance is small.")
+    assert "estimate" in notes["Most likely"]
+
+
+def test_a_weak_guarantee_comes_first(tmp_path: Path) -> None:
+    weak = run_audit(auditing.people(), auditing.options(noise_multiplier=0.01, runs=1), tmp_path / "a", show=False)
+    assert headline(View(*read_audit(weak)))[0].startswith("No meaningful guarantee")
+
+
+def test_without_fisher_information_the_page_has_the_chances_only(folder: Path) -> None:
+    run, leakage = read_audit(folder)
+    nothing = torch.zeros(0, leakage.dfil.shape[1], dtype=torch.float64)
+    facts = {**leakage.facts, "rules": []}
+    none = {"kept_diagonal": None, "average_diagonal": None, "diagonal": None, "diagonal_of": None, "upper": None}
+    bare = replace(leakage, dfil=nothing, error=nothing, facts=facts, guess=torch.zeros(0), **none)
+    page = confidential_page(run, bare).decode()
+    assert 'id="success"' in page
+    for part in ("unbiased", "floors", "certainty", "records", "features", "threshold", "growth"):
+        assert f'id="{part}"' not in page
+    assert "unbiased attacker errs" not in page
+    first = headline(View(run, bare))
+    assert first[0].startswith("Whoever could guess")
+    assert len(first) == 2
