@@ -293,7 +293,7 @@ def about(dataset: Dataset) -> dict[str, Any]:
     found: dict[str, Any] = {"name": dataset.name, "records": len(dataset.inputs), "shape": dataset.shape}
     found |= {"task": dataset.task, "target": None if target is None else target.name}
     if dataset.kind == "table":
-        found["private"] = [f.name for f in dataset.private_features]
+        found["private"] = list(dataset.columns[0])
         found["ranges"] = {f.name: [f.low, f.high] for f in dataset.private_features}
         found["units"] = {f.name: f.unit for f in dataset.private_features}
     found["digest"] = data_digest(

@@ -79,8 +79,8 @@ def _range(feature: Feature) -> dict[str, float]:
 
 def _input(feature: Feature) -> dict[str, Any]:
     """Describes one flat input of a table: a number by its range, or a one or zero."""
-    column = feature.column or feature.name
-    if not feature.column:
+    column = feature.source
+    if not feature.column and not feature.category:
         return {"column": column, "kind": NUMBER, "unit": feature.unit, **_range(feature)}
     if feature.name == f"{column} (missing)":
         return {"column": column, "kind": MISSING}

@@ -46,8 +46,9 @@ class Feature:
         unit: "years"; "" for none.
         low, high: its range in data units; the model sees (value - low)/(high - low).
         declared: False where the range was read off the data, so that it must not be published.
-        private: whether the audit protects it; categories and marks of missing values are public.
+        private: whether the audit protects it; marks of missing values are public, and categories unless asked for.
         column: of the file that it was made from, where that has another name (a category's, a mark's); "" else.
+        category: whether it is the one or zero of a category, and no number.
     """
 
     name: str
@@ -57,6 +58,12 @@ class Feature:
     declared: bool = True
     private: bool = True
     column: str = ""
+    category: bool = False
+
+    @property
+    def source(self) -> str:
+        """Returns the name of its column, which says no category."""
+        return self.column or (self.name.partition(" = ")[0] if self.category else self.name)
 
 
 class Pixels(Sequence[Feature]):
@@ -135,24 +142,33 @@ class Dataset:
 
     @cached_property
     def private(self) -> np.ndarray | None:
-        """Returns the flat columns that are private, (d,), or None where all are."""
-        marks = np.array([f.private for f in self.features])
+        """Returns the flat columns of private numbers, (d,), or None where all are; private categories are none."""
+        marks = np.array([f.private and not f.category for f in self.features])
         return None if marks.all() else np.flatnonzero(marks)
 
     @cached_property
     def scale(self) -> np.ndarray:
-        """Returns the widths of the private features' ranges, (d,): data value = offset + scale · input."""
+        """Returns the widths of the private numbers' ranges, (d,): data value = offset + scale · input."""
         return np.array([f.high - f.low for f in self.private_features], dtype=np.float64)
 
     @cached_property
     def offset(self) -> np.ndarray:
-        """Returns the lower ends of the private features' ranges, (d,)."""
+        """Returns the lower ends of the private numbers' ranges, (d,)."""
         return np.array([f.low for f in self.private_features], dtype=np.float64)
 
     @cached_property
     def private_features(self) -> tuple[Feature, ...]:
-        """Returns the features that are private, in the order of `scale` and `offset`."""
-        return tuple(f for f in self.features if f.private)
+        """Returns the private numbers, in the order of `scale` and `offset`."""
+        return tuple(f for f in self.features if f.private and not f.category)
+
+    @cached_property
+    def private_columns(self) -> dict[str, np.ndarray]:
+        """Returns the flat columns of each private column, of numbers or of categories, by its name."""
+        found: dict[str, list[int]] = {}
+        for k, feature in enumerate(self.features):
+            if feature.private:
+                found.setdefault(feature.source, []).append(k)
+        return {name: np.array(places) for name, places in found.items()}
 
     @property
     def columns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -160,8 +176,8 @@ class Dataset:
 
         A column of categories is one, whatever the model sees of it.
         """
-        private = tuple(dict.fromkeys(f.column or f.name for f in self.features if f.private))
-        public = dict.fromkeys(f.column or f.name for f in self.features if not f.private)
+        private = tuple(self.private_columns)
+        public = dict.fromkeys(f.source for f in self.features if not f.private)
         return private, tuple(name for name in public if name not in private)
 
     @property
@@ -191,7 +207,8 @@ class DataOptions:
 
     Attributes:
         target: column to predict. Text, or at most 20 different whole numbers, make classes; a range makes a number.
-        private: columns to protect, a list or separated by commas; None for every column of numbers.
+        private: columns to protect, of numbers or of categories, a list or separated by commas; None for every column
+            of numbers.
         ranges: {column: (lowest, highest)} in the data's units; {"pixel": ...} for images in an .npz file. With a
             declared range a row's numbers depend only on that row; other ranges are read off the data.
         units: {column: "years"}.

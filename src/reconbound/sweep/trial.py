@@ -84,7 +84,7 @@ class Trainer:
         about: dict[str, Any] = {"data": self.digest, "seed": fingerprint(self.seed, self.digest)}
         about |= {"steps": self.counts, "runs": self.runs, "together": self.together, "private": None}
         if self.dataset.private is not None:  # the same data, but other floors
-            about["private"] = [f.name for f in self.dataset.private_features]
+            about["private"] = list(self.dataset.columns[0])
         found: dict[str, Any] = plain_json({**about, "delta": self.delta, "plan": self.plan.to_dict()})
         return found
 
