@@ -331,12 +331,13 @@ def check_model(dataset: Dataset, spec: str) -> dict[str, str]:
 
     Returns:
         What the floors do not cover; empty for a smooth model. "kinks": floors of single records are not proved.
-        "model": other warnings.
+        "derivative": why there are none, where the model has no derivative by the private numbers. "model": other
+        warnings.
 
     Raises:
         InputError: the factory is missing or raises, returns no module, or its model does not accept the records or
             returns too few numbers for them.
-        ModelError: as `reconbound.validate.check_batch`.
+        ModelError: as `reconbound.validate.check_clipping`.
     """
     model = make_model(dataset, spec, seed=0)
     inputs, targets = as_tensor(dataset.inputs[:3]), as_tensor(dataset.targets[:3])
@@ -345,15 +346,17 @@ def check_model(dataset: Dataset, spec: str) -> dict[str, str]:
         try:
             validate.check_model(model)
             _check_outputs(dataset, spec, model, inputs)
-            private = None if dataset.private is None else as_tensor(dataset.private)
-            validate.check_batch(model, make_loss(dataset), inputs, targets, private=private)
+            validate.check_clipping(model, make_loss(dataset), inputs, targets)
+            reason = _why_no_derivative(dataset, model, inputs, targets) if len(dataset.scale) else ""
         except validate.ModelError as error:
             raise validate.ModelError(f"the model of {spec}: {error}" if ":" in spec else str(error)) from error
     messages = [w.message for w in caught if isinstance(w.message, validate.ReconboundWarning)]
     kinks = [message for message in messages if isinstance(message, validate.KinkWarning)]
     others = "; ".join(dict.fromkeys(str(message) for message in messages if message not in kinks))
     caveats = {}
-    if kinks:
+    if reason:
+        caveats["derivative"] = f"No unbiased floors: {reason}"
+    elif kinks and len(dataset.scale):
         caveats["kinks"] = (
             f"The floors of single records are not proved for this model: it has kinks, in {kinks[-1].places}, where "
             "the gradient jumps with the input, and the Fisher information does not count the jumps. Tanh or GELU and "
@@ -363,6 +366,16 @@ def check_model(dataset: Dataset, spec: str) -> dict[str, str]:
     if others:
         caveats["model"] = others
     return caveats
+
+
+def _why_no_derivative(dataset: Dataset, model: nn.Module, inputs: Tensor, targets: Tensor) -> str:
+    """Returns why the Fisher information of the private numbers is not defined for a model; "" where it is."""
+    private = None if dataset.private is None else as_tensor(dataset.private)
+    try:
+        validate.check_batch(model, make_loss(dataset), inputs, targets, private=private)
+    except validate.ModelError as error:
+        return str(error)
+    return ""
 
 
 def _check_outputs(dataset: Dataset, spec: str, model: nn.Module, inputs: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.resources import files as package_files
 from pathlib import Path
@@ -128,6 +129,16 @@ def default_options(dataset: Dataset, *, worlds: bool = True, **changes: Any) ->
     if worlds and dataset.kind == "table":
         own["budget"] = max(own.get("budget", 1.0), _budget_of_worlds(dataset, own))
     return AuditOptions().with_changes(**{**own, **changes})
+
+
+def without_derivative(options: AuditOptions, caveats: Mapping[str, str]) -> AuditOptions:
+    """Returns the options of an audit that keeps only divergences where the model has no derivative.
+
+    Args:
+        options: the options of the audit.
+        caveats: of `check_model`.
+    """
+    return options.with_changes(rules=None) if "derivative" in caveats else options
 
 
 def _budget_of_worlds(dataset: Dataset, own: dict[str, Any]) -> float:

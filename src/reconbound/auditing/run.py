@@ -35,6 +35,7 @@ from reconbound.auditing.options import (
     open_folder,
     remove,
     settle,
+    without_derivative,
 )
 from reconbound.auditing.release import write_inputs
 from reconbound.auditing.worlds import worlds_of
@@ -165,6 +166,7 @@ def run_audit(
     if publish_accuracy:
         check_publishable(dataset)
     caveats = check_model(dataset, options.model)
+    options = without_derivative(options, caveats)
     folder = open_folder(out)
     with lock_folder(folder):
         remove_leftovers(folder, folder / files.CHECKPOINTS)

@@ -38,6 +38,7 @@ from reconbound.sweep.space import Row, Setting, seed_of
 from reconbound.training.checkpoint import CheckpointError, data_digest, plain_json
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.settings import Callback
+from reconbound.validate import ModelError
 
 TRIALS, TRIAL, LEDGER = "trials", "trial.json", "ledger.safetensors"
 
@@ -115,6 +116,8 @@ class Trainer:
             except InputError:
                 if ":" in model:
                     raise
+            if "derivative" in found:
+                raise ModelError(f"a sweep compares unbiased floors. {found['derivative']}")
         return found
 
     def __call__(self, setting: Setting, folder: Path, report: Callable[[int], None] = lambda done: None) -> list[Row]:
