@@ -252,7 +252,8 @@ def facts_of(
 def _data_facts(dataset: Dataset) -> dict[str, Any]:
     """Describes the data.
 
-    For a table only names and declared ranges: categories and ranges read off the data are left out.
+    For a table only names and declared ranges: categories and ranges read off the data are left out. For tokens only
+    their number: the vocabulary may be read off the data.
     """
     found: dict[str, Any] = {
         "name": dataset.name,
@@ -265,6 +266,8 @@ def _data_facts(dataset: Dataset) -> dict[str, Any]:
     if dataset.kind == "image":
         pixel = dataset.features[0]
         return {**found, "shape": list(dataset.shape), "unit": pixel.unit, "range": [pixel.low, pixel.high]}
+    if dataset.kind == "tokens":
+        return {**found, "shape": list(dataset.shape), "private": ["tokens"], "public": []}
     private = dataset.private_features
     found["private"] = list(dataset.columns[0])  # of numbers and of categories, by their columns
     found["public"] = list(dict.fromkeys(name.partition(" = ")[0] for name in dataset.columns[1]))  # no categories

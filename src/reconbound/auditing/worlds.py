@@ -21,6 +21,10 @@ PRIVATE = "private"
 CATEGORY = "category"
 #: Columns that get a world of their own at most: each costs one more gradient of every measured record.
 MOST_WORLDS = 40
+#: Texts of at most so many tokens have a world for each.
+FEW_TOKENS = 16
+#: What stands in the place of every token.
+_TOKEN = "token 0"
 #: Of a number in its range: what stands in its place.
 _MIDDLE = 0.5
 
@@ -30,9 +34,10 @@ class AuditWorld:
     """A world of an audit.
 
     Attributes:
-        kind: "column" (of numbers), "category" (a column of categories), or "private" (the whole private part).
+        kind: "column" (of numbers), "category" (a column of categories), "token" (at one place), or "private" (the
+            whole private part).
         world: what is replaced, by flat columns of a record's input.
-        reference: what stands in its place, for people: "38.5 years", "no category".
+        reference: what stands in its place, for people: "38.5 years", "no category", "token 0".
     """
 
     kind: str
@@ -46,7 +51,8 @@ def worlds_of(dataset: Dataset) -> dict[str, AuditWorld]:
     A number has the middle of its range in its place; a mark that it is missing stays, as it is public. A category has
     zeros only, so no category. The first
     MOST_WORLDS columns get a world of their own. Where a table has only one private column, that is the only world. Of
-    images there is only "private".
+    images there is only "private". Of tokens there is "private", all of them token 0, and in texts of at most
+    FEW_TOKENS a world for each place.
 
     Args:
         dataset: the data of the audit.
@@ -54,6 +60,11 @@ def worlds_of(dataset: Dataset) -> dict[str, AuditWorld]:
     if dataset.kind == "image":
         place = None if dataset.private is None else dataset.private.tolist()
         return {PRIVATE: AuditWorld(PRIVATE, Replacement(_MIDDLE, place), "mid-grey")}
+    if dataset.kind == "tokens":
+        length = dataset.shape[0]
+        single = {f.name: [k] for k, f in enumerate(dataset.features)} if 1 < length <= FEW_TOKENS else {}
+        places = {name: AuditWorld("token", Replacement(0, place), _TOKEN) for name, place in single.items()}
+        return {**places, PRIVATE: AuditWorld(PRIVATE, Replacement(0), _TOKEN)}
     parts = dataset.private_columns
     if not parts:
         raise InputError("private", "must name a column: nothing is protected otherwise", dataset.name)
@@ -71,7 +82,7 @@ def describe_left_out(dataset: Dataset) -> tuple[str, ...]:
     Args:
         dataset: the data of the audit.
     """
-    count = 0 if dataset.kind == "image" else len(dataset.private_columns)
+    count = len(dataset.private_columns) if dataset.kind == "table" else 0
     if count <= MOST_WORLDS:
         return ()
     what = f"only the first {MOST_WORLDS} of {count} private columns have a world of their own"

@@ -24,8 +24,8 @@ from reconbound._internal.checks import DataError, InputError, choice, number, w
 _UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
-#: Why options about columns are refused where the data are images.
-FOR_TABLES = "is for tables; of an image every pixel is private, all of one range"
+#: Why options about columns are refused where the data are images or tokens.
+FOR_TABLES = "is for tables; of an image every pixel is private, all of one range, and of a text every token"
 
 
 class DataWarning(UserWarning):
@@ -95,8 +95,9 @@ class Dataset:
 
     Attributes:
         name: "digits", or the file's name.
-        kind: "image" or "table".
-        inputs: float32, what the model sees: images (N, C, H, W) in [0, 1]; tables (N, columns), numbers in [0, 1].
+        kind: "image", "table" or "tokens".
+        inputs: float32, what the model sees: images (N, C, H, W) in [0, 1]; tables (N, columns), numbers in [0, 1]. Of
+            tokens int64, (N, length), from 0 to vocabulary − 1.
         targets: (N,), int64 classes, or float32 numbers scaled to [0, 1] by the target's range.
         test_inputs, test_targets: held out, of the same form; may be empty.
         features: of every flat column of a record's input.
@@ -105,6 +106,7 @@ class Dataset:
         target: name, unit and range of what is predicted.
         record_names: of the N training records (a file's name, "row 18"), or None: "record 17" then.
         notes: what the owner should know, in sentences; they may depend on the data, so not for public pages.
+        vocabulary: of tokens, how many different ones there may be; None: the largest one and those below it.
     """
 
     name: str
@@ -119,21 +121,40 @@ class Dataset:
     target: Feature | None = None
     record_names: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
+    vocabulary: int | None = None
 
     def __post_init__(self) -> None:
-        choice("kind", self.kind, ("image", "table"))
+        choice("kind", self.kind, ("image", "table", "tokens"))
         choice("task", self.task, ("classes", "number"))
         rank, number = (4 if self.kind == "image" else 2), np.float32 if self.task == "number" else np.int64
         for part, targets in (("inputs", "targets"), ("test_inputs", "test_targets")):
             x, y = getattr(self, part), getattr(self, targets)
-            if x.dtype != np.float32 or x.ndim != rank or x.shape[1:] != self.inputs.shape[1:]:
-                raise InputError(part, f"must be float32 with {rank} axes", f"{x.dtype} of shape {x.shape}")
+            kind = np.int64 if self.kind == "tokens" else np.float32
+            if x.dtype != kind or x.ndim != rank or x.shape[1:] != self.inputs.shape[1:]:
+                raise InputError(part, f"must be {kind.__name__} with {rank} axes", f"{x.dtype} of shape {x.shape}")
             if y.dtype != number or y.shape != x.shape[:1]:
                 raise InputError(targets, f"must be {len(x)} of {number.__name__}", f"{y.dtype} of shape {y.shape}")
         if len(self.features) != int(np.prod(self.shape)):
             raise InputError("features", f"must be {int(np.prod(self.shape))}, one a column", len(self.features))
         if self.record_names is not None and len(self.record_names) != len(self.inputs):
             raise InputError("record_names", f"must be {len(self.inputs)}, one a record", len(self.record_names))
+        self._check_vocabulary()
+
+    def _check_vocabulary(self) -> None:
+        """Refuses tokens that are not in the vocabulary, and a vocabulary of other data."""
+        if self.kind != "tokens":
+            if self.vocabulary is not None:
+                raise InputError("vocabulary", f"must be None for kind {self.kind!r}", self.vocabulary)
+            return
+        if not all(feature.category for feature in self.features):
+            raise InputError("features", "must be categories (category=True) for tokens", self.kind)
+        known = [x for x in (self.inputs, self.test_inputs) if x.size]
+        least, most = min((int(x.min()) for x in known), default=0), max((int(x.max()) for x in known), default=0)
+        if least < 0:
+            raise InputError("inputs", "must be tokens from 0 on", least)
+        if self.vocabulary is None:
+            object.__setattr__(self, "vocabulary", most + 1)
+        whole("vocabulary", self.vocabulary, at_least=most + 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -192,6 +213,8 @@ class Dataset:
         if self.kind == "image":
             planes, height, width = self.shape
             what = f"images of {height}×{width}" + (f" in {planes} planes" if planes > 1 else "")
+        elif self.kind == "tokens":
+            what = f"texts of {self.shape[0]:,} tokens, out of {self.vocabulary:,}"
         else:
             private, public = self.columns
             both = len(private) + len(public)
