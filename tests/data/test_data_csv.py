@@ -99,11 +99,13 @@ def test_private_names_the_columns_to_protect(write):
     assert [f.name for f in listed.private_features] == ["age", "hours"]
 
 
-def test_private_category_raises_and_offers_any_attacker_floors(write):
-    with pytest.raises(DataError, match=r"column 'job': a category cannot be private.*`reconbound bound`"):
-        all_rows(write(PEOPLE), target="income", private=["age", "job"], **DECLARED)
-    with pytest.raises(DataError, match=r"no column of numbers to protect.*`reconbound bound`"):
+def test_a_table_without_numbers_needs_private_categories(write):
+    with pytest.raises(DataError, match=r"no column of numbers to protect; name the categories .* --private"):
         all_rows(write("a,y\nx,0\nz,1\n"), target="y")
+    found = all_rows(write("a,y\nx,0\nz,1\n"), target="y", private="a")
+    assert found.columns == (("a",), ())
+    assert found.private.tolist() == []
+    assert found.scale.shape == (0,)
 
 
 def test_declared_ranges_make_rows_independent(write):
@@ -285,8 +287,12 @@ def test_columns_can_be_asked_for_as_categories(write):
         found = all_rows(write(text), target="y", ranges={"n": (0, 30)}, categories=["code"])
     assert [f.name for f in found.features] == ["code = 0", "code = 1", "code = 2", "n"]
     assert found.class_names == ("0", "1", "1+")  # a target of few classes may be numbers and a word
-    with pytest.raises(InputError, match="category must not name a private column"):
-        all_rows(write(text), target="y", private="code", categories="code")
+    with pytest.raises(InputError, match="category must not name a column with a range"):
+        all_rows(write(text), target="y", ranges={"code": (0, 3)}, categories="code")
+    with pytest.warns(DataWarning, match="y: taken as categories"):
+        both = all_rows(write(text), target="y", private=["code"], categories="code", ranges={"n": (0, 30)})
+    assert both.columns == (("code",), ("n",))
+    np.testing.assert_array_equal(both.inputs, found.inputs)
     with pytest.raises(InputError, match=r"category must name columns of .*did you mean 'code'"):
         all_rows(write(text), target="y", categories="codes")
     with pytest.raises(InputError, match="category is for CSV and Parquet files"):

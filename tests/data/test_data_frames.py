@@ -69,8 +69,11 @@ def test_a_frame_is_left_as_it_is_and_rows_have_their_labels() -> None:
 def test_categorical_dtype_is_public_even_with_numbers() -> None:
     frame = frame_of(b=pd.Categorical([1, 2, 3, 1, 2, 3]))
     assert load_dataset(frame, **OPTIONS).columns == (("a",), ("b",))
-    with pytest.raises(DataError, match=r"column 'b': is of type category, and is private"):
-        load_dataset(frame, private="b", **OPTIONS)
+    found = load_dataset(frame, private="b", **OPTIONS)
+    assert found.columns == (("b",), ("a",))
+    assert [f.category for f in found.features if f.private] == [True] * 3
+    with pytest.raises(DataError, match=r"column 'b': is of type category, and has a range"):
+        load_dataset(frame, private="b", **{**OPTIONS, "ranges": {"b": (0, 5)}})
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,10 @@ def test_ranges_and_private_columns_of_a_table_of_scikit_learn():
     assert [f.name for f in found.private_features] == ["age", "blood sugar"]
     assert found.private_features[0] == Feature("age", "a", 0.0, 200.0, True, True)
     assert found.private.tolist() == [0, 10]
-    with pytest.raises(DataError, match=r"diabetes, column 'sex': a category cannot be private.*reconbound bound"):
-        load_dataset("diabetes", private="sex")
+    mixed = load_dataset("diabetes", private=["sex", "age"])
+    assert mixed.columns[0] == ("age", "sex")
+    assert [f.name for f in mixed.features if f.private and f.category] == ["sex = 1", "sex = 2"]
+    assert mixed.private.tolist() == [0]
     with pytest.raises(InputError, match="must not name the target"):
         load_dataset("diabetes", private="disease progression")
 

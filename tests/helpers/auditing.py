@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from reconbound._internal.files import unsealed
 from reconbound.auditing.options import AuditOptions
@@ -49,6 +50,48 @@ def pictures(records: int = 30, size: int = 6, planes: int = 1) -> Dataset:
 def options(**changes: Any) -> AuditOptions:
     chosen: dict[str, Any] = {"model": "linear", "steps": 12, "runs": 2, "sample_rate": 0.25, "seed": 3, "lr": 0.5}
     return AuditOptions().with_changes(**{**chosen, **changes})
+
+
+class Bins(nn.Module):
+    """Cuts every number into ten steps: no derivative."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 10).floor() / 10
+
+
+class Lookup(nn.Module):
+    """Looks the first column's step up in an embedding, as a model of categories would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.table((x[:, 0] * 10).long())
+        return found
+
+
+class Mixing(nn.Module):
+    """Subtracts the mean of the batch, and cuts into steps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x - x.mean(0)) * 10).floor()
+
+
+def binned(shape: tuple[int, ...], outputs: int) -> nn.Module:
+    return nn.Sequential(Bins(), nn.Linear(shape[0], 8), nn.ReLU(), nn.Linear(8, outputs))
+
+
+def looked_up(shape: tuple[int, ...], outputs: int) -> nn.Module:
+    return nn.Sequential(Lookup(), nn.Linear(4, outputs))
+
+
+def mixing(shape: tuple[int, ...], outputs: int) -> nn.Module:
+    return nn.Sequential(Mixing(), nn.Linear(shape[0], outputs))
+
+
+def kinked(shape: tuple[int, ...], outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(shape[0], 8), nn.ReLU(), nn.Linear(8, outputs))
 
 
 def mode(path: Path) -> int:

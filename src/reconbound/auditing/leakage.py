@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.special import xlogy
 from torch import Tensor, nn
 
 from reconbound._internal.files import CONFIDENTIAL, PUBLIC, Unreadable, json_digest, sealed, unsealed, write_whole
@@ -26,7 +27,7 @@ from reconbound.accounting.confidence import upper_limit
 from reconbound.accounting.divergence_ledger import DivergenceLedger
 from reconbound.auditing.models import score
 from reconbound.auditing.options import ADVICE, AuditOptions
-from reconbound.auditing.worlds import describe_left_out, worlds_of
+from reconbound.auditing.worlds import describe_left_out, world_names, worlds_of
 from reconbound.data import Dataset
 from reconbound.data.dataset import find_copies
 from reconbound.data.tables import MISSING
@@ -289,7 +290,31 @@ def world_facts(dataset: Dataset, worlds: Sequence[str]) -> dict[str, Any]:
     return {
         "worlds": [{"name": name, **kinds.get(name, removed)} for name in worlds],
         "prior_variance": prior_variance(dataset),
+        **category_facts(dataset),
     }
+
+
+def category_facts(dataset: Dataset) -> dict[str, Any]:
+    """Returns what is known of the private categories without the model, by their worlds; nothing where there are none.
+
+    "category_entropy": H of the shares of the categories, in nats; "category_columns": for each column the flat columns
+    of its ones and zeros, and the names of its categories in that order.
+
+    Args:
+        dataset: the data of the audit.
+    """
+    if dataset.kind != "table":
+        return {}
+    columns, entropy, where = dataset.private_columns, {}, {}
+    for column, name in world_names(columns).items():
+        places = columns[column]
+        if not dataset.features[places[0]].category:
+            continue
+        shares = _flat(dataset)[:, places].mean(0, dtype=np.float64)
+        entropy[name] = float(-xlogy(shares, shares).sum())
+        names = [dataset.features[k].name.removeprefix(f"{column} = ") for k in places]
+        where[name] = {"columns": places.tolist(), "names": names}
+    return {"category_entropy": entropy, "category_columns": where} if entropy else {}
 
 
 def _history_of(learner: PrivateSGD) -> list[dict[str, float]]:
@@ -517,8 +542,9 @@ def copies_of(dataset: Dataset) -> dict[str, Any]:
         return {"records": sum(map(len, groups)), "largest": groups[0] if groups else []}
 
     found = count(dataset.inputs)
-    if dataset.private is not None:
-        found["private"] = count(_flat(dataset)[:, dataset.private])
+    private = np.concatenate(list(dataset.private_columns.values()))
+    if len(private) < len(dataset.features):
+        found["private"] = count(_flat(dataset)[:, private])
     return found
 
 
@@ -543,7 +569,10 @@ def _leakage_facts(dataset: Dataset) -> dict[str, Any]:
         flat = _flat(dataset)
         marks: np.ndarray = np.all((flat == 0) | (flat == 1), axis=0)  # public numbers have no name: there 1 is not yes
         pairs = zip(dataset.features, marks, strict=True)
-        facts["public_names"] = [f.name if mark else "" for f, mark in pairs if not f.private]
+        # of all that is no private number: a private category is not named
+        facts["public_names"] = [
+            f.name if mark and not f.private else "" for f, mark in pairs if not f.private or f.category
+        ]
     baseline = baseline_of(dataset)
     if baseline is not None:
         facts["accuracy_baseline"] = baseline

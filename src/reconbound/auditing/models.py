@@ -25,6 +25,8 @@ from reconbound.data import Dataset
 from reconbound.training.settings import reset_module
 
 MODELS = ("auto", "linear", "mlp", "cnn")
+#: What "auto" means for tokens.
+EMBEDDING = "embedding"
 
 
 def mnist_cnn() -> nn.Sequential:
@@ -149,6 +151,27 @@ def cnn(shape: Sequence[int], outputs: int, hidden: int = 32) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(flat, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
 
 
+class _Mean(nn.Module):
+    """A layer that computes the mean over a text's tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def embedding(vocabulary: int, outputs: int, width: int = 32) -> nn.Sequential:
+    """Creates a linear layer on the mean of the tokens' embeddings, inputs (B, length) of whole numbers.
+
+    Args:
+        vocabulary: the number of different tokens.
+        outputs: the number of outputs.
+        width: of an embedding.
+
+    >>> sum(p.numel() for p in embedding(100, 2).parameters())
+    3266
+    """
+    return nn.Sequential(nn.Embedding(vocabulary, width), _Mean(), nn.Linear(width, outputs))
+
+
 def lecun_normal(model: nn.Module) -> None:
     """Sets fresh parameters: weights N(0, 1/inputs), biases 0, so that a deep chain with tanh keeps its signal.
 
@@ -188,7 +211,8 @@ def outputs_of(dataset: Dataset) -> int:
 def model_kind(dataset: Dataset, spec: str) -> str:
     """Returns the kind of a model.
 
-    "auto" means the paper's networks for mnist and cifar10, a cnn for images, an mlp for tables.
+    "auto" means the paper's networks for mnist and cifar10, a cnn for images, an mlp for tables, the mean of embeddings
+    for tokens.
 
     Args:
         dataset: the data of the audit.
@@ -196,6 +220,8 @@ def model_kind(dataset: Dataset, spec: str) -> str:
     """
     if spec != "auto":
         return spec
+    if dataset.kind == "tokens":
+        return EMBEDDING
     return "cnn" if dataset.kind == "image" and min(dataset.shape[1:]) >= 4 else "mlp"
 
 
@@ -212,7 +238,7 @@ def make_model(dataset: Dataset, spec: str = "auto", seed: int | None = None) ->
             return make_model(dataset, spec)
     kind, outputs = model_kind(dataset, spec), outputs_of(dataset)
     if ":" not in kind:
-        return network(kind, dataset.shape, outputs, image=dataset.kind == "image")
+        return network(kind, dataset.shape, outputs, image=dataset.kind == "image", vocabulary=dataset.vocabulary)
     module, _, name = kind.partition(":")
     here = os.getcwd()
     added = here not in sys.path and "" not in sys.path
@@ -232,15 +258,22 @@ def make_model(dataset: Dataset, spec: str = "auto", seed: int | None = None) ->
     return model
 
 
-def network(kind: str, shape: tuple[int, ...], outputs: int, *, image: bool) -> nn.Module:
+def network(
+    kind: str, shape: tuple[int, ...], outputs: int, *, image: bool, vocabulary: int | None = None
+) -> nn.Module:
     """Creates one of the package's own models.
 
     Args:
-        kind: "linear", "mlp" or "cnn".
+        kind: "linear", "mlp" or "cnn"; "embedding" for tokens.
         shape: the shape of a record.
         outputs: the number of outputs.
         image: whether records are images.
+        vocabulary: the number of different tokens; None for other records.
     """
+    if vocabulary is not None:
+        if kind != EMBEDDING:
+            raise InputError("model", "must be auto or package.module:factory for tokens", kind)
+        return embedding(vocabulary, outputs)
     if choice("model", kind, MODELS) in ("linear", "mlp"):
         return (linear if kind == "linear" else mlp)(shape, outputs)
     if not image or min(shape[1:]) < 4:
@@ -261,7 +294,12 @@ def describe_model(dataset: Dataset, spec: str) -> str:
     """
     kind = model_kind(dataset, spec)
     if kind != "cnn":
-        return {"linear": "linear", "mlp": "one hidden layer of 32, tanh"}.get(kind, kind)
+        known = {
+            "linear": "linear",
+            "mlp": "one hidden layer of 32, tanh",
+            EMBEDDING: "mean of embeddings of 32, linear",
+        }
+        return known.get(kind, kind)
     paper = {(1, 28, 28): "the paper's MNIST network", (3, 32, 32): "the paper's CIFAR-10 network, pixels −1 to 1"}
     ten = len(dataset.class_names) == 10
     return paper[dataset.shape] if ten and dataset.shape in paper else "convolutions, tanh, average pooling"
@@ -328,12 +366,13 @@ def check_model(dataset: Dataset, spec: str) -> dict[str, str]:
 
     Returns:
         What the floors do not cover; empty for a smooth model. "kinks": floors of single records are not proved.
-        "model": other warnings.
+        "derivative": why there are none, where the model has no derivative by the private numbers. "model": other
+        warnings.
 
     Raises:
         InputError: the factory is missing or raises, returns no module, or its model does not accept the records or
             returns too few numbers for them.
-        ModelError: as `reconbound.validate.check_batch`.
+        ModelError: as `reconbound.validate.check_clipping`.
     """
     model = make_model(dataset, spec, seed=0)
     inputs, targets = as_tensor(dataset.inputs[:3]), as_tensor(dataset.targets[:3])
@@ -342,15 +381,17 @@ def check_model(dataset: Dataset, spec: str) -> dict[str, str]:
         try:
             validate.check_model(model)
             _check_outputs(dataset, spec, model, inputs)
-            private = None if dataset.private is None else as_tensor(dataset.private)
-            validate.check_batch(model, make_loss(dataset), inputs, targets, private=private)
+            validate.check_clipping(model, make_loss(dataset), inputs, targets)
+            reason = _why_no_derivative(dataset, model, inputs, targets) if len(dataset.scale) else ""
         except validate.ModelError as error:
             raise validate.ModelError(f"the model of {spec}: {error}" if ":" in spec else str(error)) from error
     messages = [w.message for w in caught if isinstance(w.message, validate.ReconboundWarning)]
     kinks = [message for message in messages if isinstance(message, validate.KinkWarning)]
     others = "; ".join(dict.fromkeys(str(message) for message in messages if message not in kinks))
     caveats = {}
-    if kinks:
+    if reason:
+        caveats["derivative"] = f"No unbiased floors: {reason}"
+    elif kinks and len(dataset.scale):
         caveats["kinks"] = (
             f"The floors of single records are not proved for this model: it has kinks, in {kinks[-1].places}, where "
             "the gradient jumps with the input, and the Fisher information does not count the jumps. Tanh or GELU and "
@@ -360,6 +401,16 @@ def check_model(dataset: Dataset, spec: str) -> dict[str, str]:
     if others:
         caveats["model"] = others
     return caveats
+
+
+def _why_no_derivative(dataset: Dataset, model: nn.Module, inputs: Tensor, targets: Tensor) -> str:
+    """Returns why the Fisher information of the private numbers is not defined for a model; "" where it is."""
+    private = None if dataset.private is None else as_tensor(dataset.private)
+    try:
+        validate.check_batch(model, make_loss(dataset), inputs, targets, private=private)
+    except validate.ModelError as error:
+        return str(error)
+    return ""
 
 
 def _check_outputs(dataset: Dataset, spec: str, model: nn.Module, inputs: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from importlib.resources import files as package_files
@@ -106,8 +107,8 @@ def default_options(dataset: Dataset, *, worlds: bool = True, **changes: Any) ->
     records or 32, for as many steps, at most 15 epochs or 50 steps. The ratio of noise to batch then stays the same.
 
     For an unknown set of N records: batches of 5 % of them, at least 32 and at most 512, for 15 epochs and at most 800
-    steps. Five runs and 25 measurements of each record, which is enough for confidence limits; of tables in every other
-    world too, unless that is too much work.
+    steps. Five runs and 25 measurements of each record, which is enough for confidence limits; of tables and
+    tokens in every other world too, unless that is too much work.
 
     Args:
         dataset: the data of the audit.
@@ -126,9 +127,19 @@ def default_options(dataset: Dataset, *, worlds: bool = True, **changes: Any) ->
         own = {"sample_rate": batch / records, "steps": min(800, max(50, round(15 * records / batch)))}
         own["lr"] = 1.0 if dataset.task == "classes" else 0.3
         own["budget"] = max(1.0, 6 / (own["steps"] * own["sample_rate"]))  # for the largest sets: six blocks per run
-    if worlds and dataset.kind == "table":
+    if worlds and dataset.kind != "image":
         own["budget"] = max(own.get("budget", 1.0), _budget_of_worlds(dataset, own))
     return AuditOptions().with_changes(**{**own, **changes})
+
+
+def without_derivative(options: AuditOptions, caveats: Mapping[str, str]) -> AuditOptions:
+    """Returns the options of an audit that keeps only divergences where the model has no derivative.
+
+    Args:
+        options: the options of the audit.
+        caveats: of `check_model`.
+    """
+    return options.with_changes(rules=None) if "derivative" in caveats else options
 
 
 def _budget_of_worlds(dataset: Dataset, own: dict[str, Any]) -> float:
@@ -294,9 +305,11 @@ def about(dataset: Dataset) -> dict[str, Any]:
     found: dict[str, Any] = {"name": dataset.name, "records": len(dataset.inputs), "shape": dataset.shape}
     found |= {"task": dataset.task, "target": None if target is None else target.name}
     if dataset.kind == "table":
-        found["private"] = [f.name for f in dataset.private_features]
+        found["private"] = list(dataset.columns[0])
         found["ranges"] = {f.name: [f.low, f.high] for f in dataset.private_features}
         found["units"] = {f.name: f.unit for f in dataset.private_features}
+    if dataset.kind == "tokens":
+        found["vocabulary"] = dataset.vocabulary
     found["digest"] = data_digest(
         [as_tensor(dataset.inputs), as_tensor(dataset.test_inputs)],
         [as_tensor(dataset.targets), as_tensor(dataset.test_targets)],

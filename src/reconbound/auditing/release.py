@@ -54,8 +54,7 @@ def write_inputs(folder: str | os.PathLike[str], dataset: Dataset, model: str) -
         dataset: the data of the audit.
         model: linear, mlp, cnn, or the factory that made it.
     """
-    first, target = dataset.features[0], dataset.target
-    image = dataset.kind == "image"
+    target = dataset.target
     content: dict[str, Any] = {
         "format": FORMAT,
         "confidential": "read_off_the_data lists facts about the data: pass this file on only where they are known",
@@ -66,11 +65,21 @@ def write_inputs(folder: str | os.PathLike[str], dataset: Dataset, model: str) -
         "task": dataset.task,
         "classes": list(dataset.class_names),
         "target": None if target is None else {"name": target.name, "unit": target.unit, **_range(target)},
-        "inputs": {"unit": first.unit, **_range(first)} if image else [_input(f) for f in dataset.features],
+        "inputs": _inputs(dataset),
         "read_off_the_data": _read_off(dataset),
         "model_sha256": file_digest(Path(folder) / MODEL),
     }
     write_whole(Path(folder) / INPUTS, sealed_json(content), mode=CONFIDENTIAL)
+
+
+def _inputs(dataset: Dataset) -> Any:
+    """Describes what the model takes: of images their range, of tokens their number, of a table each flat input."""
+    if dataset.kind == "image":
+        first = dataset.features[0]
+        return {"unit": first.unit, **_range(first)}
+    if dataset.kind == "tokens":
+        return {"vocabulary": dataset.vocabulary}
+    return [_input(feature) for feature in dataset.features]
 
 
 def _range(feature: Feature) -> dict[str, float]:
@@ -79,8 +88,8 @@ def _range(feature: Feature) -> dict[str, float]:
 
 def _input(feature: Feature) -> dict[str, Any]:
     """Describes one flat input of a table: a number by its range, or a one or zero."""
-    column = feature.column or feature.name
-    if not feature.column:
+    column = feature.source
+    if not feature.column and not feature.category:
         return {"column": column, "kind": NUMBER, "unit": feature.unit, **_range(feature)}
     if feature.name == f"{column} (missing)":
         return {"column": column, "kind": MISSING}
@@ -93,7 +102,9 @@ def _read_off(dataset: Dataset) -> list[str]:
     found = ["the classes of the target"] if dataset.class_names else []
     if dataset.task == "number" and dataset.target is not None and not dataset.target.declared:
         found.append(f"the range of {dataset.target.name}")
-    for feature in () if dataset.kind == "image" else dataset.features:
+    if dataset.kind == "tokens" and not dataset.features[0].declared:
+        found.append("the vocabulary")
+    for feature in dataset.features if dataset.kind == "table" else ():
         part = _input(feature)
         if part["kind"] != NUMBER or not feature.declared:
             found.append(_FACTS[part["kind"]].format(part["column"]))
@@ -113,31 +124,32 @@ class Release:
     facts: Mapping[str, Any]
 
     def __repr__(self) -> str:
-        takes = f"images {tuple(self.facts['shape'])}" if self._image else f"{len(self.columns)} columns"
+        shape = self.facts["shape"]
+        what = {"image": f"images {tuple(shape)}", "tokens": f"{shape[0]} tokens"}
+        takes = what.get(self.facts["kind"], f"{len(self.columns)} columns")
         gives = f"{self.facts['outputs']} classes" if self.facts["task"] == "classes" else "a number"
         return f"Release({self.facts['model']}: {takes} -> {gives})"
 
     @property
     def columns(self) -> list[str]:
-        """Returns the columns of a table that the model sees, in their order; empty for images."""
-        return [] if self._image else list(dict.fromkeys(part["column"] for part in self.facts["inputs"]))
-
-    @property
-    def _image(self) -> bool:
-        return bool(self.facts["kind"] == "image")
+        """Returns the columns of a table that the model sees, in their order; empty for images and tokens."""
+        parts = self.facts["inputs"] if self.facts["kind"] == "table" else ()
+        return list(dict.fromkeys(part["column"] for part in parts))
 
     def inputs(self, records: Any) -> Tensor:
-        """Converts records from the data's own units to the model's inputs, (N, *shape), float32.
+        """Converts records from the data's own units to the model's inputs, (N, *shape), float32; tokens are int64.
 
         Numbers become (value − low)/(high − low), moved into [0, 1]. A missing one becomes 0.5, and its column's mark 1
         where the model has one. A category becomes a one among zeros.
 
         Args:
             records: for a table {column: values} or a list of {column: value}, where None, "" and NaN are missing; for
-                images an array (N, C, H, W), or (N, H, W) with one plane.
+                images an array (N, C, H, W), or (N, H, W) with one plane; for tokens whole numbers, (N, length).
         """
-        if self._image:
+        if self.facts["kind"] == "image":
             return self._pictures(records)
+        if self.facts["kind"] == "tokens":
+            return self._tokens(records)
         table = _by_column(records, self.columns)
         parts = [_encoded(part, table[part["column"]]) for part in self.facts["inputs"]]
         self._known(table)
@@ -152,6 +164,14 @@ class Release:
             raise InputError("records", f"must be images of shape {shape}", array.shape)
         low, high = (self.facts["inputs"][end] for end in ("low", "high"))
         return torch.from_numpy(np.clip((array - low) / (high - low), 0, 1).astype(np.float32))
+
+    def _tokens(self, records: Any) -> Tensor:
+        array, length, most = np.asarray(records), self.facts["shape"][0], self.facts["inputs"]["vocabulary"]
+        if array.ndim != 2 or array.shape[1] != length or array.dtype.kind not in "iu":
+            raise InputError("records", f"must be whole numbers of shape (N, {length})", f"{array.dtype} {array.shape}")
+        if array.size and not (array.min() >= 0 and array.max() < most):
+            raise InputError("records", f"must be tokens from 0 to {most - 1}", f"{array.min()} to {array.max()}")
+        return torch.from_numpy(array.astype(np.int64))
 
     def _known(self, table: Mapping[str, Sequence[Any]]) -> None:
         """Refuses categories for which the model has no input."""
@@ -235,7 +255,10 @@ def load_release(folder: str | os.PathLike[str], model: nn.Module | None = None)
 
 def _own_model(folder: str | os.PathLike[str], facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
     """Creates the model that the facts describe. Refuses it, before any memory is taken, if the tensors do not fit."""
-    make = partial(network, facts["model"], tuple(facts["shape"]), facts["outputs"], image=facts["kind"] == "image")
+    image = facts["kind"] == "image"
+    vocabulary = facts["inputs"]["vocabulary"] if facts["kind"] == "tokens" else None
+    shape = tuple(facts["shape"])
+    make = partial(network, facts["model"], shape, facts["outputs"], image=image, vocabulary=vocabulary)
     try:
         with torch.device("meta"):
             shapes = {name: value.shape for name, value in make().state_dict().items()}
@@ -267,12 +290,16 @@ def read_inputs(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _check_facts(facts: Mapping[str, Any]) -> None:
     """Raises an error where the facts are not as `write_inputs` writes them: a digest does not say who made them."""
-    choice("kind", facts["kind"], ("image", "table"))
+    choice("kind", facts["kind"], ("image", "table", "tokens"))
     choice("task", facts["task"], ("classes", "number"))
     whole("outputs", facts["outputs"])
     for length in facts["shape"]:
         whole("shape", length)
-    parts = [facts["inputs"]] if facts["kind"] == "image" else facts["inputs"]
+    if facts["kind"] == "tokens":
+        whole("vocabulary", facts["inputs"]["vocabulary"])
+        if len(facts["shape"]) != 1:
+            raise InputError("shape", "must be one length", facts["shape"])
+    parts = [facts["inputs"]] if facts["kind"] == "image" else facts["inputs"] if facts["kind"] == "table" else []
     ranges = [part for part in parts if part.get("kind", NUMBER) == NUMBER]
     ranges += [facts["target"]] if facts["task"] == "number" else []
     for part in ranges:

@@ -35,6 +35,7 @@ from reconbound.auditing.options import (
     open_folder,
     remove,
     settle,
+    without_derivative,
 )
 from reconbound.auditing.release import write_inputs
 from reconbound.auditing.worlds import worlds_of
@@ -165,6 +166,7 @@ def run_audit(
     if publish_accuracy:
         check_publishable(dataset)
     caveats = check_model(dataset, options.model)
+    options = without_derivative(options, caveats)
     folder = open_folder(out)
     with lock_folder(folder):
         remove_leftovers(folder, folder / files.CHECKPOINTS)
@@ -232,7 +234,6 @@ def facts_of(
     """
     last = [h["accuracy"] for h in learner.history if h["run"] == 0 and "accuracy" in h]
     accuracy = round(float(last[-1]), PUBLISHED_DIGITS) if publish_accuracy and last else None
-    assert learner.accountant is not None
     facts = {**options.to_dict(), "sample_rate": learner.sampler.sample_rate, "seed_from": seed_from}
     facts["model"] = describe_model(dataset, options.model)
     facts["epochs"] = round(options.steps / learner.sampler.steps_per_epoch, 2)
@@ -242,7 +243,7 @@ def facts_of(
         data=_data_facts(dataset),
         mechanism={name: facts[name] for name in _MECHANISM},
         training={name: facts[name] for name in _TRAINING},
-        guarantee=learner.accountant.guarantee(low=0.0, high=1.0).to_dict(),
+        guarantee=floors_of(dataset, options).to_dict(),
         accuracy=accuracy,
         software={"reconbound": __version__, "torch": torch.__version__, "python": platform.python_version()},
     )
@@ -251,7 +252,8 @@ def facts_of(
 def _data_facts(dataset: Dataset) -> dict[str, Any]:
     """Describes the data.
 
-    For a table only names and declared ranges: categories and ranges read off the data are left out.
+    For a table only names and declared ranges: categories and ranges read off the data are left out. For tokens only
+    their number: the vocabulary may be read off the data.
     """
     found: dict[str, Any] = {
         "name": dataset.name,
@@ -264,8 +266,10 @@ def _data_facts(dataset: Dataset) -> dict[str, Any]:
     if dataset.kind == "image":
         pixel = dataset.features[0]
         return {**found, "shape": list(dataset.shape), "unit": pixel.unit, "range": [pixel.low, pixel.high]}
+    if dataset.kind == "tokens":
+        return {**found, "shape": list(dataset.shape), "private": ["tokens"], "public": []}
     private = dataset.private_features
-    found["private"] = [f.name for f in private]
+    found["private"] = list(dataset.columns[0])  # of numbers and of categories, by their columns
     found["public"] = list(dict.fromkeys(name.partition(" = ")[0] for name in dataset.columns[1]))  # no categories
     found["ranges"] = {f.name: [f.low, f.high] for f in private if f.declared}
     found["units"] = {f.name: f.unit for f in private if f.unit}
@@ -290,8 +294,8 @@ def floors_of(dataset: Dataset, options: AuditOptions) -> Guarantee:
         options: the options of the audit.
     """
     sampler = sampler_of(dataset, options)
-    account = make_account(options.settings, sampler, len(dataset.scale), options.steps)
-    return guarantee(account.mechanism(), dim=account.features)
+    account = make_account(options.settings, sampler, max(1, len(dataset.scale)), options.steps)
+    return guarantee(account.mechanism(), dim=account.features, low=0.0, high=1.0)
 
 
 def expected_seconds(dataset: Dataset, options: AuditOptions) -> float:

@@ -17,8 +17,14 @@ from reconbound.fisher.worlds import REMOVED, Replacement
 
 #: The name of the world in which the whole private part is replaced.
 PRIVATE = "private"
+#: The kind of the worlds in which a category is replaced.
+CATEGORY = "category"
 #: Columns that get a world of their own at most: each costs one more gradient of every measured record.
 MOST_WORLDS = 40
+#: Texts of at most so many tokens have a world for each.
+FEW_TOKENS = 16
+#: What stands in the place of every token.
+_TOKEN = "token 0"
 #: Of a number in its range: what stands in its place.
 _MIDDLE = 0.5
 
@@ -28,9 +34,10 @@ class AuditWorld:
     """A world of an audit.
 
     Attributes:
-        kind: "column" (of numbers), or "private" (the whole private part).
+        kind: "column" (of numbers), "category" (a column of categories), "token" (at one place), or "private" (the
+            whole private part).
         world: what is replaced, by flat columns of a record's input.
-        reference: what stands in its place, for people: "38.5 years".
+        reference: what stands in its place, for people: "38.5 years", "no category", "token 0".
     """
 
     kind: str
@@ -41,9 +48,11 @@ class AuditWorld:
 def worlds_of(dataset: Dataset) -> dict[str, AuditWorld]:
     """Returns the replaced worlds of a data set by name: one for each private column, and "private" for all together.
 
-    A number has the middle of its range in its place; a mark that it is missing stays, as it is public. The first
+    A number has the middle of its range in its place; a mark that it is missing stays, as it is public. A category has
+    zeros only, so no category. The first
     MOST_WORLDS columns get a world of their own. Where a table has only one private column, that is the only world. Of
-    images there is only "private".
+    images there is only "private". Of tokens there is "private", all of them token 0, and in texts of at most
+    FEW_TOKENS a world for each place.
 
     Args:
         dataset: the data of the audit.
@@ -51,10 +60,15 @@ def worlds_of(dataset: Dataset) -> dict[str, AuditWorld]:
     if dataset.kind == "image":
         place = None if dataset.private is None else dataset.private.tolist()
         return {PRIVATE: AuditWorld(PRIVATE, Replacement(_MIDDLE, place), "mid-grey")}
-    parts = _private_columns(dataset)
+    if dataset.kind == "tokens":
+        length = dataset.shape[0]
+        single = {f.name: [k] for k, f in enumerate(dataset.features)} if 1 < length <= FEW_TOKENS else {}
+        places = {name: AuditWorld("token", Replacement(0, place), _TOKEN) for name, place in single.items()}
+        return {**places, PRIVATE: AuditWorld(PRIVATE, Replacement(0), _TOKEN)}
+    parts = dataset.private_columns
     if not parts:
         raise InputError("private", "must name a column: nothing is protected otherwise", dataset.name)
-    names = _world_names(parts)
+    names = world_names(parts)
     found = {names[column]: _column_world(dataset, parts[column]) for column in list(parts)[:MOST_WORLDS]}
     if len(parts) == 1:
         return found
@@ -68,26 +82,17 @@ def describe_left_out(dataset: Dataset) -> tuple[str, ...]:
     Args:
         dataset: the data of the audit.
     """
-    count = 0 if dataset.kind == "image" else len(_private_columns(dataset))
+    count = len(dataset.private_columns) if dataset.kind == "table" else 0
     if count <= MOST_WORLDS:
         return ()
     what = f"only the first {MOST_WORLDS} of {count} private columns have a world of their own"
     return (f"{what}: the others are replaced together with all private columns only",)
 
 
-def _private_columns(dataset: Dataset) -> dict[str, np.ndarray]:
-    """Returns the flat columns of each private column, by its name."""
-    found: dict[str, list[int]] = {}
-    for k, feature in enumerate(dataset.features):
-        if feature.private:
-            found.setdefault(feature.column or feature.name, []).append(k)
-    return {name: np.array(places) for name, places in found.items()}
-
-
-def _world_names(columns: Iterable[str]) -> dict[str, str]:
+def world_names(columns: Iterable[str]) -> dict[str, str]:
     """Returns the name of each column's world: its own, unless another world is called so.
 
-    >>> _world_names(["age", "removed"])
+    >>> world_names(["age", "removed"])
     {'age': 'age', 'removed': "column 'removed'"}
     """
     names, taken = {}, {*columns, REMOVED, PRIVATE}
@@ -101,11 +106,14 @@ def _world_names(columns: Iterable[str]) -> dict[str, str]:
 
 
 def _column_world(dataset: Dataset, places: np.ndarray) -> AuditWorld:
-    return AuditWorld("column", _replacement(dataset, places), _middle(dataset.features[places[0]]))
+    first = dataset.features[places[0]]
+    kind, reference = (CATEGORY, "no category") if first.category else ("column", _middle(first))
+    return AuditWorld(kind, _replacement(dataset, places), reference)
 
 
 def _replacement(dataset: Dataset, places: np.ndarray) -> Replacement:
-    return Replacement([_MIDDLE] * len(places), places.tolist())
+    values = [0.0 if dataset.features[k].category else _MIDDLE for k in places]
+    return Replacement(values, places.tolist())
 
 
 def _middle(feature: Feature) -> str:

@@ -146,7 +146,7 @@ def _run_audit(
 ) -> None:
     """Trains and reports, unless the folder has the finished audit already; prints notes before and the result."""
     from reconbound.auditing.models import check_model
-    from reconbound.auditing.options import finished
+    from reconbound.auditing.options import finished, without_derivative
     from reconbound.auditing.run import floors_of, run_audit
     from reconbound.report.text import weaknesses
     from reconbound.validate import KinkWarning
@@ -163,7 +163,8 @@ def _run_audit(
         return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*can be guessed")  # printed as a note
-        notes = list(check_model(dataset, options.model).values())  # even if quiet: they void floors
+        caveats = check_model(dataset, options.model)
+        options, notes = without_derivative(options, caveats), list(caveats.values())  # even if quiet: they void floors
         if not quiet:
             noun, protection = "image" if dataset.kind == "image" else "record", floors_of(dataset, options).protection
             notes += [protection.warning(noun), *weaknesses(len(dataset.inputs), protection, noun)]

@@ -87,7 +87,11 @@ PARSERS: dict[Any, tuple[type, str]] = {ratio: (float, "<float>"), count: (int, 
 #: How data are read: fields of `DataOptions`.
 DATA: Options = {
     "target": (str, "The column to predict."),
-    "private": (list[str], "Private columns (default: all columns of numbers). Repeatable.", {"metavar": "A,B"}),
+    "private": (
+        list[str],
+        "Private columns, of numbers or categories (default: all of numbers). Repeatable.",
+        {"metavar": "A,B"},
+    ),
     "range": (list[str], "Range of a column, known without the data. Repeatable.", {"metavar": "age=0:120"}),
     "unit": (list[str], "Unit of a column. Repeatable.", {"metavar": "age=years", "names": ("--unit", "--units")}),
     "data_folder": (Path, "Folder with mnist/ or cifar10/ (default: the variable RECONBOUND_DATA)."),

@@ -24,8 +24,8 @@ from reconbound._internal.checks import DataError, InputError, choice, number, w
 _UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
-#: Why options about columns are refused where the data are images.
-FOR_TABLES = "is for tables; of an image every pixel is private, all of one range"
+#: Why options about columns are refused where the data are images or tokens.
+FOR_TABLES = "is for tables; of an image every pixel is private, all of one range, and of a text every token"
 
 
 class DataWarning(UserWarning):
@@ -46,8 +46,9 @@ class Feature:
         unit: "years"; "" for none.
         low, high: its range in data units; the model sees (value - low)/(high - low).
         declared: False where the range was read off the data, so that it must not be published.
-        private: whether the audit protects it; categories and marks of missing values are public.
+        private: whether the audit protects it; marks of missing values are public, and categories unless asked for.
         column: of the file that it was made from, where that has another name (a category's, a mark's); "" else.
+        category: whether it is the one or zero of a category, and no number.
     """
 
     name: str
@@ -57,6 +58,12 @@ class Feature:
     declared: bool = True
     private: bool = True
     column: str = ""
+    category: bool = False
+
+    @property
+    def source(self) -> str:
+        """Returns the name of its column, which says no category."""
+        return self.column or (self.name.partition(" = ")[0] if self.category else self.name)
 
 
 class Pixels(Sequence[Feature]):
@@ -88,8 +95,9 @@ class Dataset:
 
     Attributes:
         name: "digits", or the file's name.
-        kind: "image" or "table".
-        inputs: float32, what the model sees: images (N, C, H, W) in [0, 1]; tables (N, columns), numbers in [0, 1].
+        kind: "image", "table" or "tokens".
+        inputs: float32, what the model sees: images (N, C, H, W) in [0, 1]; tables (N, columns), numbers in [0, 1]. Of
+            tokens int64, (N, length), from 0 to vocabulary − 1.
         targets: (N,), int64 classes, or float32 numbers scaled to [0, 1] by the target's range.
         test_inputs, test_targets: held out, of the same form; may be empty.
         features: of every flat column of a record's input.
@@ -98,6 +106,7 @@ class Dataset:
         target: name, unit and range of what is predicted.
         record_names: of the N training records (a file's name, "row 18"), or None: "record 17" then.
         notes: what the owner should know, in sentences; they may depend on the data, so not for public pages.
+        vocabulary: of tokens, how many different ones there may be; None: the largest one and those below it.
     """
 
     name: str
@@ -112,21 +121,40 @@ class Dataset:
     target: Feature | None = None
     record_names: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
+    vocabulary: int | None = None
 
     def __post_init__(self) -> None:
-        choice("kind", self.kind, ("image", "table"))
+        choice("kind", self.kind, ("image", "table", "tokens"))
         choice("task", self.task, ("classes", "number"))
         rank, number = (4 if self.kind == "image" else 2), np.float32 if self.task == "number" else np.int64
         for part, targets in (("inputs", "targets"), ("test_inputs", "test_targets")):
             x, y = getattr(self, part), getattr(self, targets)
-            if x.dtype != np.float32 or x.ndim != rank or x.shape[1:] != self.inputs.shape[1:]:
-                raise InputError(part, f"must be float32 with {rank} axes", f"{x.dtype} of shape {x.shape}")
+            kind = np.int64 if self.kind == "tokens" else np.float32
+            if x.dtype != kind or x.ndim != rank or x.shape[1:] != self.inputs.shape[1:]:
+                raise InputError(part, f"must be {kind.__name__} with {rank} axes", f"{x.dtype} of shape {x.shape}")
             if y.dtype != number or y.shape != x.shape[:1]:
                 raise InputError(targets, f"must be {len(x)} of {number.__name__}", f"{y.dtype} of shape {y.shape}")
         if len(self.features) != int(np.prod(self.shape)):
             raise InputError("features", f"must be {int(np.prod(self.shape))}, one a column", len(self.features))
         if self.record_names is not None and len(self.record_names) != len(self.inputs):
             raise InputError("record_names", f"must be {len(self.inputs)}, one a record", len(self.record_names))
+        self._check_vocabulary()
+
+    def _check_vocabulary(self) -> None:
+        """Refuses tokens that are not in the vocabulary, and a vocabulary of other data."""
+        if self.kind != "tokens":
+            if self.vocabulary is not None:
+                raise InputError("vocabulary", f"must be None for kind {self.kind!r}", self.vocabulary)
+            return
+        if not all(feature.category for feature in self.features):
+            raise InputError("features", "must be categories (category=True) for tokens", self.kind)
+        known = [x for x in (self.inputs, self.test_inputs) if x.size]
+        least, most = min((int(x.min()) for x in known), default=0), max((int(x.max()) for x in known), default=0)
+        if least < 0:
+            raise InputError("inputs", "must be tokens from 0 on", least)
+        if self.vocabulary is None:
+            object.__setattr__(self, "vocabulary", most + 1)
+        whole("vocabulary", self.vocabulary, at_least=most + 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -135,24 +163,33 @@ class Dataset:
 
     @cached_property
     def private(self) -> np.ndarray | None:
-        """Returns the flat columns that are private, (d,), or None where all are."""
-        marks = np.array([f.private for f in self.features])
+        """Returns the flat columns of private numbers, (d,), or None where all are; private categories are none."""
+        marks = np.array([f.private and not f.category for f in self.features])
         return None if marks.all() else np.flatnonzero(marks)
 
     @cached_property
     def scale(self) -> np.ndarray:
-        """Returns the widths of the private features' ranges, (d,): data value = offset + scale · input."""
+        """Returns the widths of the private numbers' ranges, (d,): data value = offset + scale · input."""
         return np.array([f.high - f.low for f in self.private_features], dtype=np.float64)
 
     @cached_property
     def offset(self) -> np.ndarray:
-        """Returns the lower ends of the private features' ranges, (d,)."""
+        """Returns the lower ends of the private numbers' ranges, (d,)."""
         return np.array([f.low for f in self.private_features], dtype=np.float64)
 
     @cached_property
     def private_features(self) -> tuple[Feature, ...]:
-        """Returns the features that are private, in the order of `scale` and `offset`."""
-        return tuple(f for f in self.features if f.private)
+        """Returns the private numbers, in the order of `scale` and `offset`."""
+        return tuple(f for f in self.features if f.private and not f.category)
+
+    @cached_property
+    def private_columns(self) -> dict[str, np.ndarray]:
+        """Returns the flat columns of each private column, of numbers or of categories, by its name."""
+        found: dict[str, list[int]] = {}
+        for k, feature in enumerate(self.features):
+            if feature.private:
+                found.setdefault(feature.source, []).append(k)
+        return {name: np.array(places) for name, places in found.items()}
 
     @property
     def columns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -160,8 +197,8 @@ class Dataset:
 
         A column of categories is one, whatever the model sees of it.
         """
-        private = tuple(dict.fromkeys(f.column or f.name for f in self.features if f.private))
-        public = dict.fromkeys(f.column or f.name for f in self.features if not f.private)
+        private = tuple(self.private_columns)
+        public = dict.fromkeys(f.source for f in self.features if not f.private)
         return private, tuple(name for name in public if name not in private)
 
     @property
@@ -176,6 +213,8 @@ class Dataset:
         if self.kind == "image":
             planes, height, width = self.shape
             what = f"images of {height}×{width}" + (f" in {planes} planes" if planes > 1 else "")
+        elif self.kind == "tokens":
+            what = f"texts of {self.shape[0]:,} tokens, out of {self.vocabulary:,}"
         else:
             private, public = self.columns
             both = len(private) + len(public)
@@ -191,7 +230,8 @@ class DataOptions:
 
     Attributes:
         target: column to predict. Text, or at most 20 different whole numbers, make classes; a range makes a number.
-        private: columns to protect, a list or separated by commas; None for every column of numbers.
+        private: columns to protect, of numbers or of categories, a list or separated by commas; None for every column
+            of numbers.
         ranges: {column: (lowest, highest)} in the data's units; {"pixel": ...} for images in an .npz file. With a
             declared range a row's numbers depend only on that row; other ranges are read off the data.
         units: {column: "years"}.

@@ -40,18 +40,22 @@ _DRESSED = re.compile(
 _MEASURE = re.compile(r"[+-]?\d+(?:[.,]\d+)?\s?([^\W\d_]{1,12})\.?")
 
 
-def describe_column(column: tables.Column) -> str | None:
-    """Returns what the owner should know of a column that was not asked for by name; None where nothing is odd.
+def describe_column(column: tables.Column, *, asked: bool = False) -> str | None:
+    """Returns what the owner should know of a column; None where nothing is odd.
 
     Whole numbers that may be an identifier; dates in text; numbers with the same word after them, few enough to be
     taken as categories.
+
+    Args:
+        column: as read.
+        asked: whether it was asked for by name, as private or with a range.
     """
     if column.numeric:
-        return _describe_identifier(column)
+        return None if asked else _describe_identifier(column)
     known, kinds = Counter(text for text in column.values if text), len(set(column.values))
     if known and sum(n for text, n in known.items() if _DATE.fullmatch(text)) >= MOSTLY * known.total():
         values, advice = "text that looks like dates", f"write it as a number ({AS_NUMBER})"
-        if kinds > tables.MOST_CATEGORIES:
+        if kinds > tables.MOST_CATEGORIES and not asked:
             return f"{column.name}: {values}; to use and protect it {advice}"
     else:
         if known.total() < FEWEST or not FEWEST < kinds <= tables.MOST_CATEGORIES:
@@ -64,6 +68,8 @@ def describe_column(column: tables.Column) -> str | None:
         if often < MOSTLY * known.total():
             return None
         values, advice = f"numbers with {word!r} after them", f"leave the word away (--unit {column.name}={word})"
+    if asked:
+        return f"{column.name}: {values}, protected as a category. To protect it as a number {advice}"
     taken = f"{values}, taken as categories, which are public: the attacker is taken to know them"
     return f"{column.name}: {taken}. To protect it {advice}, or leave it out by --drop {column.name!r}"
 
@@ -96,6 +102,8 @@ def _describe_identifier(column: tables.Column) -> str | None:
 
 
 PARQUET = ".parquet"
+#: Why a column was asked for by name.
+PRIVATE = "is private"
 #: From this share of numbers on, the other cells of a column are taken for mistakes; of dates, for dates.
 MOSTLY = 0.9
 MISSING = frozenset({"", "?", "na", "n/a", "#n/a", "nan", "null"})  # whatever their case
@@ -178,7 +186,7 @@ def load_frame(frame: DataFrame, options: DataOptions) -> Dataset:
 
 
 def _make_dataset(table: Table, options: DataOptions) -> Dataset:
-    """Reads every column as numbers or categories; what is private, or has a range, must be numbers."""
+    """Reads every column as numbers or categories; what has a range must be numbers."""
     source, names = table.source, list(table.frame.columns)
     if not len(table.frame):
         raise DataError(f"{source}: names {len(names)} columns, but holds no rows")
@@ -187,11 +195,11 @@ def _make_dataset(table: Table, options: DataOptions) -> Dataset:
     dropped, as_text = (tables.split_names(given or (), names) for given in (options.drop, options.categories))
     tables.check_names_exist("drop", dropped, names, source)
     tables.check_names_exist("category", as_text, names, source)
-    asked = {**dict.fromkeys(settings.ranges, "has a range"), **dict.fromkeys(settings.private or (), "is private")}
+    asked = {**dict.fromkeys(settings.private or (), PRIVATE), **dict.fromkeys(settings.ranges, "has a range")}
     if refused := next((one for one in dropped if one in asked or one == target), None):
         raise InputError("drop", "must not name the target, a private column or one with a range", refused)
-    if refused := next((one for one in as_text if one in asked), None):
-        raise InputError("category", "must not name a private column or one with a range", refused)
+    if refused := next((one for one in as_text if one in settings.ranges), None):
+        raise InputError("category", "must not name a column with a range", refused)
     notes: list[str] = []
     columns, aim = [], None
     for k, one in enumerate(names):
@@ -202,7 +210,7 @@ def _make_dataset(table: Table, options: DataOptions) -> Dataset:
             aim = column
         elif column is not None:
             columns.append(column)
-            if one not in asked and (hint := describe_column(column)):
+            if hint := describe_column(column, asked=one in asked):
                 notes.append(hint)
     assert aim is not None  # a target without values is refused above
     rows = [table.row_name(row) for row in range(len(table.frame))]
@@ -233,7 +241,8 @@ def _read_column(
     Args:
         table: that the column is of.
         cells: of the column.
-        asked: why the column must be one of numbers: "is private", "has a range"; None where it need not.
+        asked: why words among its numbers are mistakes: "is private", or "has a range", which only numbers can have;
+            None where it was not asked for.
         notes: gets what the owner should know.
         as_text: takes the column as categories, whatever it holds.
         is_target: refuses missing values.
@@ -254,7 +263,7 @@ def _read_column(
         return None
     if values is None and not as_text and isinstance(cells.dtype, CategoricalDtype):
         as_text = True
-        if asked:
+        if asked and asked != PRIVATE:
             raise DataError(f"{table.source}, column {name!r}: is of type category, and {asked}; make it numbers first")
     if values is None and not as_text:
         numbers = {text: parse_number(text, table.decimal) for text in set(texts)}
@@ -324,11 +333,12 @@ def _check_words(
         sign = f"{_shorten(texts[row])} has a sign of money, a percent sign or a mark of thousands"
         mend = f"write it as {plain}, and so {len(meant):,} cells of the column, or say {_options(name)}"
         raise DataShown(f"{table.place(row, name)}: {sign}, and would be taken as text: {mend}")
-    if asked == "is private" and 2 * good <= known:
-        raise DataError(f"{table.source}, column {name!r}: {tables.CATEGORY_IS_PUBLIC}")
+    if asked == PRIVATE and 2 * good <= known:
+        return
     word = _shorten(texts[first])
     if asked:
-        raise DataShown(f"{table.place(first, name)}: {word} is not a number, and the column {asked}")
+        mend = f": mend the cell, or say --category {name!r}" if asked == PRIVATE else ""
+        raise DataShown(f"{table.place(first, name)}: {word} is not a number, and the column {asked}{mend}")
     if good >= MOSTLY * known and not few_classes:
         numbers = f"{word} is not a number, but {good:,} of {known:,} values are"
         raise DataShown(f"{table.place(first, name)}: {numbers}: mend the cell, or say {_options(name)}")

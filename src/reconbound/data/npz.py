@@ -23,7 +23,12 @@ LAYOUTS = (
     ("images", "labels", "test_images", "test_labels"),
     ("train_images", "train_labels", "test_images", "test_labels"),
     ("data", "target", "test_data", "test_target"),
+    ("tokens_train", "y_train", "tokens_test", "y_test"),
+    ("tokens", "y", "tokens_test", "y_test"),
 )
+TOKENS = "tokens"
+#: The largest vocabulary: the model has parameters for each token in it.
+MOST_TOKENS = 2**20
 PIXEL = "pixel"
 Arrays = Mapping[str, np.ndarray]
 
@@ -34,6 +39,9 @@ def load_npz(path: str | os.PathLike[str], options: DataOptions) -> Dataset:
     X of (N, columns) is a table, whose columns are named by an array feature_names, else "column 1" and so on.
     (N, H, W), (N, H, W, C) and (N, C, H, W) are images: bytes, or numbers in [0, 1] or [0, 255], or in what
     ranges={"pixel": (lowest, highest)} says. An array class_names names the classes 0, 1, ...
+
+    An array tokens (N, length) of whole numbers in place of X makes texts; a scalar vocabulary says how many different
+    tokens there may be.
     """
     file = os.fspath(path)
     arrays = _read(Path(path))
@@ -55,6 +63,10 @@ def load_npz(path: str | os.PathLike[str], options: DataOptions) -> Dataset:
             raise DataError(f"{file}: {layout[0]} and {layout[2]} differ in the shape or type of a record")
         held = np.arange(len(x) + len(x_test)) >= len(x)
         x, y = np.concatenate([x, x_test]), np.concatenate([y.reshape(len(y)), y_test.reshape(len(y_test))])
+    texts = layout[0].startswith(TOKENS)
+    if texts and (x.ndim != 2 or x.dtype.kind not in "iu"):
+        what = f"{x.dtype} of shape {x.shape}"
+        raise DataError(f"{file}, array {layout[0]}: must hold whole numbers, (records, length), not {what}")
     if x.dtype.kind not in "fiub":
         raise DataError(f"{file}, array {layout[0]}: must hold numbers, not {x.dtype}")
     if y.dtype.kind not in "fiubUS":
@@ -63,7 +75,8 @@ def load_npz(path: str | os.PathLike[str], options: DataOptions) -> Dataset:
         raise DataError(f"{file}, array {layout[0]}: record {np.argwhere(wrong)[0][0]} holds an infinite number")
     if y.dtype.kind == "f" and (wrong := ~np.isfinite(y)).any():
         raise DataError(f"{file}, array {layout[1]}: record {np.argwhere(wrong)[0][0]} is not finite")
-    return (_make_table if x.ndim == 2 else _make_images)(file, x, y, held, lower, options)
+    make = _make_tokens if texts else _make_table if x.ndim == 2 else _make_images
+    return make(file, x, y, held, lower, options)
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
@@ -119,7 +132,8 @@ def _classes(file: str, y: np.ndarray, labels: list[str] | None) -> tuple[np.nda
             raise DataShown(f"{file}: classes from {y.min()} to {y.max()}, but class_names holds {len(labels)}")
         return y.astype(np.int64), tuple(labels)
     if y.dtype.kind not in "iubUS" and not whole:
-        raise DataError(f"{file}: the targets of images must be classes (whole numbers or text), not {y.dtype}")
+        what = "the targets of images and of tokens must be classes (whole numbers or text)"
+        raise DataError(f"{file}: {what}, not {y.dtype}")
     found, codes = np.unique(y, return_inverse=True)
     if len(found) < 2 or len(found) > 10 * MOST_CATEGORIES:
         raise DataError(f"{file}: {len(found):,} classes; there must be 2 to {10 * MOST_CATEGORIES:,}")
@@ -160,6 +174,40 @@ def _make_images(
     facts: dict[str, Any] = {"class_names": class_names, "target": Feature("class", private=False)}
     pixels = Pixels(planes.shape[1:], high, unit, low)
     return Dataset(clean(Path(file).name), "image", *parts, pixels, notes=tuple(notes), **facts)
+
+
+def _make_tokens(
+    file: str, x: np.ndarray, y: np.ndarray, held: np.ndarray | None, arrays: Arrays, options: DataOptions
+) -> Dataset:
+    labels = _texts(file, "class_names", arrays)
+    options.refuse(FOR_TABLES, "private", "units", "ranges")
+    vocabulary, notes = _vocabulary(file, x, arrays.get("vocabulary"))
+    targets, class_names = _classes(file, y.reshape(-1), labels)
+    train, test = options.choose_rows(targets, "classes", held)
+    tokens = x.astype(np.int64)
+    declared = not notes
+    features = tuple(Feature(f"token {k}", declared=declared, category=True) for k in range(x.shape[1]))
+    facts: dict[str, Any] = {"class_names": class_names, "target": Feature("class", private=False)}
+    facts |= {"notes": tuple(notes), "vocabulary": vocabulary}
+    parts = (tokens[train], targets[train], tokens[test], targets[test])
+    return Dataset(clean(Path(file).name), "tokens", *parts, features, **facts)
+
+
+def _vocabulary(file: str, x: np.ndarray, given: np.ndarray | None) -> tuple[int, list[str]]:
+    """Returns how many different tokens there may be, and a note where that was read off the data."""
+    least, most = int(x.min()), int(x.max())
+    if least < 0 or most >= MOST_TOKENS:
+        raise DataShown(f"{file}: tokens from {least} to {most}; they must be from 0 to at most {MOST_TOKENS - 1:,}")
+    if given is None:
+        what = f"no array vocabulary was given, so {most + 1:,} different tokens was read off the data"
+        return most + 1, [f"{what}; the size of the released model shows it"]
+    if given.size != 1 or given.dtype.kind not in "iu":
+        raise DataError(f"{file}, array vocabulary: must be one whole number, not {given.dtype} of {given.shape}")
+    size = int(given.reshape(()))
+    if not most < size <= MOST_TOKENS:
+        must = f"must be above every token and at most {MOST_TOKENS:,}"
+        raise DataShown(f"{file}, array vocabulary: {must}, got {size:,} for tokens up to {most:,}")
+    return size, []
 
 
 def _planes(file: str, x: np.ndarray) -> np.ndarray:

@@ -154,12 +154,6 @@ def _check_range(name: str, pair: Any) -> tuple[float, float]:
     return low, high
 
 
-CATEGORY_IS_PUBLIC = (
-    "a category cannot be private here, since the theory of per-record leakage is for continuous values; "
-    "the floors of `reconbound bound` hold for any attacker and any kind of data"
-)
-
-
 def make_table(
     source: str,
     columns: Sequence[Column],
@@ -171,7 +165,7 @@ def make_table(
     record_names: Sequence[str] | None = None,
     notes: Sequence[str] = (),
 ) -> Dataset:
-    """Returns a Dataset of the columns and the target; every private column must be one of numbers.
+    """Returns a Dataset of the columns and the target. Private are all columns of numbers, unless others are named.
 
     Args:
         source: what messages call the table, such as a path; its last part names the data set.
@@ -191,14 +185,12 @@ def make_table(
         if column.numeric:
             private = asked or settings.private is None
             values, own = scale_numbers(source, column, settings, private=private, notes=notes)
-        elif asked:
-            raise DataError(f"{source}, column {column.name!r}: {CATEGORY_IS_PUBLIC}")
         else:
-            values, own = encode_categories(source, column, notes)
+            values, own = encode_categories(source, column, notes, private=asked)
         parts.append(values)
         features.extend(own)
     if not any(feature.private for feature in features):
-        raise DataError(f"{source}: no column of numbers to protect; {CATEGORY_IS_PUBLIC}")
+        raise DataError(f"{source}: no column of numbers to protect; name the categories to protect by --private")
     inputs = np.concatenate(parts, axis=1).astype(np.float32)
     targets, class_names, aim = _read_target(source, target, settings, notes)
     task = "classes" if class_names else "number"
@@ -217,7 +209,8 @@ def scale_numbers(
     feature = _number_feature(table, column.name, values[~missing], settings, private, notes)
     if private and np.sum(~missing) > 9 and len(np.unique(values[~missing])) < 3:
         what = "taken as a continuous number, but holds at most two different values, which no floor on its error hides"
-        notes.append(f"{column.name}: {what}; --category {column.name!r} makes it a public category")
+        kind = "public" if settings.private is None else "private"
+        notes.append(f"{column.name}: {what}; --category {column.name!r} makes it a {kind} category")
     filled = np.where(missing, feature.low / 2 + feature.high / 2, values)
     outside = int(np.sum((filled < feature.low) | (filled > feature.high)))
     if outside:
@@ -271,20 +264,24 @@ def _describe_outliers(known: np.ndarray) -> str:
     return f"; a few values stretch it: 98 % of them lie in {most}. Declare a range: values beyond it move to its ends"
 
 
-def encode_categories(table: str, column: Column, notes: list[str]) -> tuple[np.ndarray, list[Feature]]:
-    """Returns a public column of ones and zeros for each category, (N, k); missing is a category of its own.
+def encode_categories(
+    table: str, column: Column, notes: list[str], *, private: bool = False
+) -> tuple[np.ndarray, list[Feature]]:
+    """Returns a column of ones and zeros for each category, (N, k); missing is a category of its own.
 
-    Too many categories for a model to see, an identifier or free text: none, and a note.
+    Too many categories for a model to see, an identifier or free text: none, and a note; a private column is refused.
     """
     found, codes = _sorted_codes(column.values)
     if len(found) > MOST_CATEGORIES:
         many = f"{len(found):,} different texts, more than {MOST_CATEGORIES}"
+        if private:
+            raise DataError(f"{table}, column {column.name!r}: {many}: too many for a private category")
         notes.append(f"{column.name}: {many}, so it is taken for an identifier or free text and left out")
         return np.zeros((len(codes), 0)), []
     if len(found) == 1:
         notes.append(f"{column.name}: every value is {str(found[0]) or MISSING!r}")
     names = [f"{column.name} = {str(text) or MISSING}" for text in found]
-    features = [Feature(name, private=False, column=column.name) for name in names]
+    features = [Feature(name, private=private, column=column.name, category=True) for name in names]
     return (codes.reshape(-1, 1) == np.arange(len(found))).astype(np.float64), features
 
 

@@ -346,7 +346,7 @@ def read_leakage(folder: str | os.PathLike[str]) -> Leakage:
     try:
         for name in (name for name in _NUMBERS if facts.get(name) is not None):
             number(name, facts[name])
-        for name in (name for name in _LISTS if facts.get(name) is not None):
+        for name in (name for name in _LISTS if facts.get(name) not in (None, [])):
             numbers(name, facts[name])
     except InputError as reason:
         raise files.Unreadable(f"{path} is not a file of reconbound's ({reason})") from None

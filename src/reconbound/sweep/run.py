@@ -237,6 +237,9 @@ def make_trainer(config: Sweep) -> Any:
 
     dataset = load_dataset(config.data, **config.load)
     plan = default_options(dataset, worlds=False, **config.plan)
+    if len(dataset.scale) == 0:
+        why = "must have a private column of numbers: settings are compared by the floors on their errors"
+        raise InputError("data", why, config.data)
     named = config.space.get("sampler")
     samplers = named.values if isinstance(named, Choices) else (plan.settings.sampler,)
     rules = dict.fromkeys(rule for sampler in samplers for rule in RULES[sampler])

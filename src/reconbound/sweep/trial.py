@@ -38,6 +38,7 @@ from reconbound.sweep.space import Row, Setting, seed_of
 from reconbound.training.checkpoint import CheckpointError, data_digest, plain_json
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.settings import Callback
+from reconbound.validate import ModelError
 
 TRIALS, TRIAL, LEDGER = "trials", "trial.json", "ledger.safetensors"
 
@@ -84,7 +85,7 @@ class Trainer:
         about: dict[str, Any] = {"data": self.digest, "seed": fingerprint(self.seed, self.digest)}
         about |= {"steps": self.counts, "runs": self.runs, "together": self.together, "private": None}
         if self.dataset.private is not None:  # the same data, but other floors
-            about["private"] = [f.name for f in self.dataset.private_features]
+            about["private"] = list(self.dataset.columns[0])
         found: dict[str, Any] = plain_json({**about, "delta": self.delta, "plan": self.plan.to_dict()})
         return found
 
@@ -112,6 +113,8 @@ class Trainer:
             except InputError:
                 if ":" in model:
                     raise
+            if "derivative" in found:
+                raise ModelError(f"a sweep compares unbiased floors. {found['derivative']}")
         return found
 
     def __call__(self, setting: Setting, folder: Path, report: Callable[[int], None] = lambda done: None) -> list[Row]:

@@ -24,7 +24,15 @@ from reconbound.validate.model import KinkWarning, ModelError, ReconboundWarning
 from reconbound.validate.placed import place_precisely, without_autocast
 from reconbound.validate.private import Private, as_private, uncovered_caveats, warn_uncovered
 
-__all__ = ["KinkWarning", "ModelError", "ReconboundWarning", "check_batch", "check_model", "math_attention"]
+__all__ = [
+    "KinkWarning",
+    "ModelError",
+    "ReconboundWarning",
+    "check_batch",
+    "check_clipping",
+    "check_model",
+    "math_attention",
+]
 
 
 def check_model(model: nn.Module) -> None:
