@@ -23,7 +23,7 @@ from statements import NOISES, synthetic_audit
 #: Words that reassure: none of them may stand where an image that is guessed with 1 % may be rebuilt with 90 %.
 REASSURING = re.compile(
     r"does better by guessing|hardly helps|stand by themselves|less noise may do|nothing is learnt|no single column.s "
-    r"floor lies below",
+    r"floor lies below|every floor is above|in every column of",
     re.IGNORECASE,
 )
 FIRST = "No meaningful guarantee"
@@ -91,6 +91,7 @@ def test_weak_guarantee_is_never_called_safe(audited) -> None:
     for where, sentence in first.items():
         assert sentence.startswith(FIRST) == (success >= SURE), (where, sentence)
     assert (FIRST in texts["comparison"]) == (success >= SURE)
+    assert ("First of all more noise" in texts["confidential"]) == (success >= SURE)
     if success >= SURE:
         for where, text in texts.items():
             assert not REASSURING.search(text), (where, REASSURING.search(text), text)
