@@ -87,6 +87,8 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
         try:
             trace.losses = loss_fn(outputs, tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, targets))
         except RuntimeError as error:
+            if models.is_about_checkpointing(error):
+                raise models.ModelError(f"{models.LOSS}: {models.CHECKPOINTING}") from error
             why = models.describe_target_dtype(error, targets)
             raise (error if why is None else models.ModelError(why)) from error
         except (TypeError, AttributeError) as error:
