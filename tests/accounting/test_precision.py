@@ -193,6 +193,31 @@ def test_missing_limit_is_explained() -> None:
     assert found["floor_lower_limit"]["lowest"] == pytest.approx(1 / float(good.upper().max()))
 
 
+def test_lower_limit_is_printed_before_the_estimate() -> None:
+    """The estimate was printed as the floor, and the limits after all else about it."""
+    runs = FisherAccountant(account(rules=("none",)))
+    for scale in (1.0, 1.2, 0.8):
+        for _ in range(10):
+            runs.add(torch.arange(6), info(scale * torch.ones(6), torch.zeros(6)), weight=2.5, stratified=True)
+        runs.finish_run()
+    bound = without_warnings(runs.mse_floor)
+    lowest = 1 / float(runs.upper().max())
+    assert lowest < 0.7 * bound.value.min()
+    text = str(bound)
+    printed = float(text.partition("lowest MSE ")[2].partition(";")[0])
+    assert lowest * 0.99 < printed <= lowest
+    assert text.startswith("dfil: lower limits at 95 % confidence: lowest MSE ")
+    assert text.index("lower limits") < text.index("by an estimate")
+    assert text.count("lower limits") == 1
+    assert bound.notes[0] == bound.assumes[0] == bound.limits
+    one = filled([1.0] * 10)
+    with pytest.warns(ReconboundWarning, match="floors of one run"):
+        alone = one.mse_floor()
+    assert alone.limits == ""
+    assert str(alone).startswith("dfil: by an estimate ")
+    assert "up to 57 % of the floors from one run were more than 2 times too high" in str(alone)
+
+
 # --- never measured ----------------------------------------------------------------------------
 
 

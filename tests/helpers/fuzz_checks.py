@@ -58,6 +58,8 @@ def check_draw(draw: Draw, tally: Tally) -> list[str]:
         if not str(refusal):
             faults.append("a refusal without a word")
         correct = any(words in str(refusal) for words in ("does not depend on", "has no trainable parameters"))
+        # the softmax of an outlier's attention is a step, at the resolution of float64 too
+        correct |= {"Attention", "outlier"} <= {*draw.tags} and "jumps with the private part" in str(refusal)
         if draw.dtype == torch.float64 and not correct and _finite(draw):
             faults.append(f"refused, but finite in float64: {refusal}")
     except Exception as error:

@@ -16,6 +16,7 @@ from reconbound import PrivateSGD, Settings
 from reconbound._internal.checks import InputError
 from reconbound.fisher import dense_information
 from reconbound.validate import check_batch
+from reconbound.validate.model import NOT_CHECKED
 
 
 def wrapped(mode: str) -> tuple[nn.Module, nn.Module, Any]:
@@ -62,6 +63,21 @@ def test_all_that_takes_a_model_takes_an_opacus_one() -> None:
     assert check_batch(model, losses, x, y) == ()
     hooks = [h for m in model.modules() for h in (*m._forward_hooks.values(), *m._backward_hooks.values())]
     assert len(hooks) == 4
+
+
+def test_caveats_are_those_of_the_network_in_the_wrapper() -> None:
+    """Beside Opacus nothing was said of kinks, of tokens, nor that nobody had looked."""
+    x, y = data()
+    model, inner, _ = wrapped("hooks")
+    assert measure(model, losses, x, y, **SETTING).caveats == (NOT_CHECKED,)
+    check_batch(inner, losses, x, y)
+    assert measure(model, losses, x, y, **SETTING).caveats == ()
+    again, network_in_it, _ = wrapped("hooks")
+    check_batch(again, losses, x, y)
+    assert measure(network_in_it, losses, x, y, **SETTING).caveats == ()
+    kinked, _, _ = wrapped("hooks")
+    kinked._module[1] = nn.ReLU()
+    assert measure(kinked, losses, x, y, **SETTING).caveats[0].startswith("not proved: the model has kinks (ReLU at ")
 
 
 def test_hooks_are_back_after_an_error() -> None:

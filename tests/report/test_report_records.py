@@ -81,6 +81,21 @@ def test_record_table_shows_markup_as_text(people: Path) -> None:
     assert "never measured" in drawn.get()
 
 
+def test_record_table_shows_the_limit_before_the_estimate(digits: Path) -> None:
+    view = view_of(digits)
+    record = int(view.leakage.kept[0])
+    facts = report.record_facts(view.leakage, view.run, record)
+    console = Console(width=200)
+    with console.capture() as drawn:
+        console.print(report.record_table(facts))
+    lines = [" ".join(line.split()) for line in drawn.get().splitlines()]
+    assert facts["floor_lower_limit"] < facts["floor_estimate"]
+    limit = next(k for k, line in enumerate(lines) if line.startswith("errs by at least ±"))
+    assert "with confidence" in lines[limit]
+    assert lines[limit + 1].startswith("estimate ±")
+    assert not any(line.startswith("errs by about") for line in lines)
+
+
 def test_cards_are_in_order(digits: Path) -> None:
     view = view_of(digits)
     found = records.cards(view)

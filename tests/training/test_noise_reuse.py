@@ -130,6 +130,22 @@ def test_another_loss_gets_other_noise_once_a_sum_differs() -> None:
         assert not bool((one.drawn[step] == other.drawn[step]).any())
 
 
+def test_starts_that_few_records_show_share_nothing() -> None:
+    """Column 0 is 0 in all records but one; the weights that meet it change no loss that the run looks at."""
+    x, y = data()
+    x[:, 0] = 0.0
+    x[5, 0] = 1.0
+    other = network(1)
+    with torch.no_grad():
+        other[0].weight[:, 0] += 0.5
+    models = (network(1), other)
+    learners = [PrivateSGD(model, losses, x, y, settings(rules=None), check=False) for model in models]
+    assert learners[0].measurer.some_losses() == learners[1].measurer.some_losses()
+    runs = [recorded(model, records=(x, y)) for model in models]
+    assert runs[0].run_seed != runs[1].run_seed
+    assert sum(a == b for a, b in zip(runs[0].batches, runs[1].batches, strict=True)) <= 1
+
+
 def test_accounting_does_not_change_the_release() -> None:
     one = recorded()
     for other in (recorded(), recorded(rules=()), recorded(rules=("exact", "paper"), probes=3, private=[0, 1])):

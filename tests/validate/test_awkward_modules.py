@@ -212,6 +212,21 @@ def test_gradient_checkpointing_is_refused(reentrant: bool, first: bool) -> None
             sum_clipped(model, losses, x, y, max_grad_norm=1.0)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_in_the_loss_is_refused(reentrant: bool) -> None:
+    """`check_batch` and the learner passed PyTorch's own kind of error on."""
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        found: Tensor = checkpoint(losses, out, target, use_reentrant=reentrant)
+        return found
+
+    model, x, y = nn.Linear(12, 3), torch.randn(RECORDS, 12), labels()
+    with pytest.raises(ModelError, match=r"uses gradient checkpointing .* turn it off"):
+        check_batch(model, loss, x, y)
+    with pytest.raises(ModelError, match=r"uses gradient checkpointing .* turn it off"):
+        PrivateSGD(model, loss, x, y, Settings(1.0, 1.0, 0.5, lr=0.1, seed=0), progress=False)
+
+
 @pytest.mark.parametrize(
     "body",
     [

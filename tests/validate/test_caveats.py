@@ -153,5 +153,5 @@ def test_most_exposed_is_a_list_that_prints_its_caveats() -> None:
     assert len(found) == 2
     assert found[0].estimate <= found[1].estimate
     assert found[0].lower_limit is None  # one run
-    assert "estimate" in str(found)
+    assert "(estimate without a confidence limit)" in str(found)
     assert NOT_CHECKED in repr(found)

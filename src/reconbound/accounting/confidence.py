@@ -268,7 +268,7 @@ def lower_limits(estimates: Estimates, unit: float) -> np.ndarray | None:
 
 
 def state_limits(bound: Bound, limits: np.ndarray | None) -> Bound:
-    """Returns the floors with a first statement on their lower limits, where there are any.
+    """Returns the floors with a statement on their lower limits before all others, where there are any.
 
     Args:
         bound: the floors of all records.
@@ -279,7 +279,7 @@ def state_limits(bound: Bound, limits: np.ndarray | None) -> Bound:
     lowest, none = limits[limits > 0].min(), int((limits == 0).sum())
     first = f"lower limits at 95 % confidence: lowest MSE {format_floor(lowest)}"
     first += f", {none:,} of {len(limits):,} records without one" if none else ""
-    return replace(bound, assumes=(first, *bound.assumes), notes=(first, *bound.notes))
+    return replace(bound, assumes=(first, *bound.assumes), notes=(first, *bound.notes), limits=first)
 
 
 def limit_bound(bound: Bound, upper: Tensor, unit: float, confidence: float, notes: tuple[str, ...]) -> Bound:

@@ -45,6 +45,7 @@ class Bound:
             record's coordinates is bounded, and some of them may be known much better.
         notes: those of `assumes` that must be read with the number; printed with it.
         estimate: whether the number itself was measured, so that the true floor may be lower or higher.
+        limits: the lower confidence limits of an estimate, in words; printed before it.
         proved: False where it is not proved: a number for comparison, which guarantees nothing. It is never
             printed without saying so.
         measure: what is bounded: the squared "error" from below; the "chance" of success, or the "advantage" of a test
@@ -70,6 +71,7 @@ class Bound:
     notes: tuple[str, ...] = ()
     estimate: bool = False
     proved: bool = True
+    limits: str = ""
     measure: Measure = "error"
 
     def __getitem__(self, index: Any) -> Any:
@@ -167,10 +169,11 @@ class Bound:
         plain = "" if self.guess is None else format_limit(math.sqrt(self.guess))
         guess = f"; a plain guess errs by ±{plain}{unit}" if plain else ""
         sampler = f"; {self.sampler} batches" if self.sampler not in ("any", "none") else ""
-        notes = "".join(f"; {note}" for note in self.notes)
+        notes = "".join(f"; {note}" for note in self.notes if note != self.limits)
+        first = f"{self.limits}; " if self.limits else ""
         if not self.proved:
             floor = f"{NOT_PROVED}; were it proved, {floor}"
-        return f"{self.name}: {floor}{without}{guess} [{self.theorem}; {self.adjacency}{sampler}{notes}]"
+        return f"{self.name}: {first}{floor}{without}{guess} [{self.theorem}; {self.adjacency}{sampler}{notes}]"
 
 
 def _plain(result: np.ndarray) -> Any:

@@ -19,7 +19,7 @@ from reconbound._internal.rng import random_states_kept
 from reconbound.validate import model as models
 from reconbound.validate import watch
 from reconbound.validate.derivatives import check_derivatives, check_differences, math_attention
-from reconbound.validate.jumps import check_events, check_gaps
+from reconbound.validate.jumps import check_events, check_gaps, check_rounding
 from reconbound.validate.model import KinkWarning, ModelError, ReconboundWarning, check_finite, check_tensors
 from reconbound.validate.placed import place_precisely, without_autocast
 from reconbound.validate.private import Private, as_private, uncovered_caveats, warn_uncovered
@@ -84,9 +84,10 @@ def check_batch(
         ModelError: all that `check_model` raises; a value of the batch is not finite; the loss was reduced over the
             batch or has another wrong shape; two runs differ; one record's loss depends on another record; the loss
             has no second derivative (in-place changes, operations cut from the graph); it jumps with the private part
-            (comparisons used as numbers, integer casts, argmax, rounding, remainders); or differences of the gradient
-            along the private part contradict its derivative (detached parts, straight-through estimators, backward
-            passes by hand). All in float64 where the model runs in it, at the present parameters moved a little.
+            (comparisons used as numbers, integer casts, argmax, rounding, remainders); in its own precision it is far
+            from what it is in float64; or differences of the gradient along the private part contradict its derivative
+            (detached parts, straight-through estimators, backward passes by hand). All else in float64 where the model
+            runs in it, at the present parameters moved a little.
 
     Warns:
         ReconboundWarning: kinks that the private part passes through (ReLU, clamps, maxima, medians, max pooling,
@@ -112,6 +113,7 @@ def check_batch(
             kinks = {**check_events(placed, model), **kinks}
             check_differences(placed, model, trace)
             check_gaps(placed, model, smooth=not kinks)
+            check_rounding(placed, model, few)
     _warn_buffers(model, trace)
     models.warn_kinks(kinks)
     beside = uncovered_caveats(model, loss_fn, few, chosen)

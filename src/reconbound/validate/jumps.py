@@ -1,9 +1,10 @@
 """Jumps: places where a record's loss changes at once, which no derivative shows.
 
-There are two independent searches. `check_events` uses the operations: a comparison, an integer or a step of the
+There are three independent searches. `check_events` uses the operations: a comparison, an integer or a step of the
 private part that reaches the loss is followed to a point where it changes, and the losses just before and just after
 are compared. `check_gaps` uses the numbers: between far points the loss must change by the integral of its derivative;
-where it does not, the interval is halved until only a jump, or nothing, is left.
+where it does not, the interval is halved until only a jump, or nothing, is left. Both compute in float64 where the
+model runs in it. `check_rounding` looks for steps that are there in the model's own precision only.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from reconbound.validate.flow import COMPARISONS, Event, observe
 from reconbound.validate.model import ModelError, label
 from reconbound.validate.placed import Placed, place_precisely, without_autocast
 from reconbound.validate.private import Private
-from reconbound.validate.watch import LossFn
+from reconbound.validate.watch import LossFn, Trace, Watch
 
 _SEGMENTS = 3  # random directions in which the private part is moved, besides towards the other records
 _FAR = 2.0  # how far, in units of its spread
@@ -30,6 +31,8 @@ _PANELS = 6
 _SUSPECT = 0.02  # of the loss's whole variation along a segment
 _STEPS = "steps computed by NumPy, .item(), if-statements on values of the records, or operations of your own"
 _BACKWARD = "backward passes written by hand"
+#: The largest difference of a loss from that in float64, relative to the largest loss, that may be rounding.
+_ROUNDED = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 _FEW = 8  # jumping operations that are followed along two segments; more of them along one
 _LOOKED: WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()  # loss and private part
 
@@ -68,7 +71,7 @@ def check_events(placed: Placed, model: nn.Module) -> dict[str, str]:
 
 
 def check_jumps_once(model: nn.Module, loss_fn: LossFn, few: Any, private: Private) -> None:
-    """Refuses a model whose operations show a jump; searches once for each model, loss and private part.
+    """Refuses a model or loss that jumps; searches once for each model, loss and private part.
 
     An error that the few records raise when run is ignored here: the caller's own run of all of them raises it.
 
@@ -86,9 +89,13 @@ def check_jumps_once(model: nn.Module, loss_fn: LossFn, few: Any, private: Priva
     with torch.enable_grad(), random_states_kept(), without_autocast():
         try:
             placed = place_precisely(model, loss_fn, few, private)
+            check_events(placed, model)
+            check_gaps(placed, model, smooth=False)
+            check_rounding(placed, model, few)
+        except ModelError:
+            raise
         except (RuntimeError, ValueError, TypeError, IndexError):
             return
-        check_events(placed, model)
     done.append((loss_fn, key))
 
 
@@ -178,6 +185,43 @@ def check_gaps(placed: Placed, model: nn.Module, *, smooth: bool) -> None:
                     f"the {what} of {type(model).__name__} jumps with the private part, where its derivative shows "
                     f"nothing: information would be missed. Look for {cause}"
                 )
+
+
+def check_rounding(placed: Placed, model: nn.Module, few: Any) -> None:
+    """Refuses losses that rounding decides: steps in the model's precision that are not there in float64.
+
+    x − ((x + 1.5 · 2²³) − 1.5 · 2²³), for one, is 0 in float64 and the distance to a whole number in float32.
+
+    Args:
+        placed: a few records; nothing is compared unless they are in float64.
+        model: the model.
+        few: the same records as they were given.
+
+    Raises:
+        ModelError: the losses, at the records or away from them, are other ones than in float64.
+    """
+    if placed.dtype != torch.float64:
+        return
+    own, wide = (Placed(model, placed.loss_fn, few, placed.private, dtype=dtype) for dtype in (None, torch.float64))
+    computed = Trace()
+    found, exact = [], []
+    for v in [[torch.zeros_like(x) for x in wide.z], *(_moves(wide) if wide.z else [])]:
+        z = [x.to(other) for x, other in zip(_moved(wide, v, 1.0), own.z, strict=True)]
+        with Watch(computed):
+            found.append(own.losses(z).detach().double())
+        exact.append(wide.losses([x.double() for x in z]).detach())
+    rough = computed.dtypes & set(_ROUNDED)
+    losses, others = torch.stack(exact), torch.stack(found)
+    finite = torch.isfinite(losses) & torch.isfinite(others)  # far from the records float16 overflows
+    if not rough or not bool(finite.any()):
+        return
+    off = float((others - losses)[finite].abs().max() / losses[finite].abs().max().clamp(min=1e-300))
+    if off > max(_ROUNDED[dtype] for dtype in rough):
+        kind = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in rough))
+        raise ModelError(
+            f"the loss of {type(model).__name__} differs by {off:.1%} from the one in float64: in {kind} rounding "
+            "decides over it, and no derivative shows what that reveals. Use float64, or scale what is large"
+        )
 
 
 def _has_gap(function: Callable[[list[Tensor]], Tensor], placed: Placed, v: list[Tensor]) -> bool:

@@ -48,7 +48,7 @@ class Trace:
         return self.stack[-1] if self.stack else models.LOSS
 
 
-class _Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):
     """A mode that notes the operations of a run on tensors of the graph, with the module that performs them."""
 
     def __init__(self, trace: Trace) -> None:
@@ -75,7 +75,7 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
     """Runs the forward pass and the losses, watched; inputs are fresh leaves, buffers are copies."""
     trace = Trace(inputs=tree_map(leaf, inputs), buffers={name: b.clone() for name, b in model.named_buffers()})
     args, kwargs = arguments(trace.inputs)
-    with recorded_calls(model, trace), disable_saved_tensors_hooks(models.CHECKPOINTING), _Watch(trace):
+    with recorded_calls(model, trace), disable_saved_tensors_hooks(models.CHECKPOINTING), Watch(trace):
         try:
             outputs = functional_call(model, trace.buffers, args, kwargs)
         except RuntimeError as error:
@@ -88,6 +88,8 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
         try:
             trace.losses = loss_fn(outputs, tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, targets))
         except RuntimeError as error:
+            if models.is_about_checkpointing(error):
+                raise models.ModelError(f"{models.LOSS}: {models.CHECKPOINTING}") from error
             why = models.describe_target_dtype(error, targets)
             raise (error if why is None else models.ModelError(why)) from error
         except (TypeError, AttributeError) as error:

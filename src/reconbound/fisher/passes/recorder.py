@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from reconbound.fisher.options import capturing
 from reconbound.fisher.passes.convolutions import convolve, pool, poolable
@@ -27,6 +27,7 @@ from reconbound.validate.model import CHECKPOINTING
 from reconbound.validate.private import Inputs, Problem, batch_rows
 from reconbound.validate.watch import REPLACED, TwiceDifferentiable, close, each_side
 
+_OTHER_LOSS = 0.02  # the largest relative change of a loss beside other records that may be rounding
 _FOREIGN = 1e-5  # the largest share of other records in a row of δ that may be rounding (sums in another order)
 _CHECKED: WeakKeyDictionary[nn.Module, dict[Any, Passed]] = WeakKeyDictionary()
 
@@ -214,28 +215,30 @@ def passed_checks(problem: Problem, z: Tensor, check: bool) -> Passed:
 
 def record_single_records(
     problem: Problem, params: Mapping[str, Tensor], z: Tensor, inputs: Inputs, targets: Any
-) -> dict[int, tuple[list[Site], Tensor]]:
-    """Returns, by row, the uses and the loss of a batch's first and last record, each in a batch of another size.
+) -> dict[int, tuple[list[Site], Tensor, float]]:
+    """Returns the uses, the loss and the size of the outputs of a batch's first and last record, by row.
 
-    That size must show in the first dimension of every layer's input; otherwise that dimension does not count records.
+    Each is run in a batch of another size. That size must show in the first dimension of every layer's input; otherwise
+    that dimension does not count records.
     """
     records = 1 if z.shape[0] > 1 else 2
     versions = {name: p._version for name, p in params.items()}
-    found: dict[int, tuple[list[Site], Tensor]] = {}
+    found: dict[int, tuple[list[Site], Tensor, float]] = {}
     for row in {0, z.shape[0] - 1}:
         batch = batch_rows((z, inputs, targets), slice(row, row + 1))
         if records == 2:
             batch = tree_map(lambda t: torch.cat([t, t]) if isinstance(t, Tensor) else t, batch)
         with torch.enable_grad():
             recorder = Recorder(params)
-            losses, _ = problem.losses_and_outputs(batch[0], batch[1], batch[2], mode=recorder)
+            losses, outputs = problem.losses_and_outputs(batch[0], batch[1], batch[2], mode=recorder)
         sites = recorder.sites
         check_leading(sites, records)
         if records == 2 and losses.requires_grad and not capturing(losses):  # in a batch of one, every row is its own
             edges: Any = [site.edge for site in sites]
             deltas = torch.autograd.grad(losses.sum(), edges, retain_graph=True, allow_unused=True) if edges else ()
             check_rows_own(losses, sites, list(deltas))
-        found[row] = sites, losses.detach()[0]
+        sizes = [_largest(x.detach()) for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point()]
+        found[row] = sites, losses.detach()[0], max(sizes, default=0.0)
     for name, p in params.items():
         if p._version != versions[name]:
             raise ValueError(
@@ -244,22 +247,27 @@ def record_single_records(
     return found
 
 
-def check_order(sites: list[Site], losses: Tensor, alone: Mapping[int, tuple[list[Site], Tensor]]) -> None:
+def check_order(sites: list[Site], losses: Tensor, alone: Mapping[int, tuple[list[Site], Tensor, float]]) -> None:
     """Raises NotCovered unless a record's row of each layer's input, and its loss, are the same without the others.
 
-    This proves nothing where two records have nearly the same values: see `check_rows_own`.
+    A loss may differ by 2 % of itself, and by the rounding of the outputs and of the largest loss of the batch. This
+    proves nothing where two records have nearly the same values: see `check_rows_own`.
     """
-    for row, (own, loss) in alone.items():
+    rounding = min(16 * torch.finfo(losses.dtype).eps, _OTHER_LOSS)
+    for row, (own, loss, outputs) in alone.items():
         if len(own) != len(sites):
             raise NotCovered("the layers that are used depend on the other records or on their number")
-        size = float(
-            losses.detach().abs().nan_to_num(posinf=0.0).max()
-        )  # in float16 a loss may be inf, its gradient not
-        if not torch.allclose(losses[row].detach(), loss, rtol=0.0, atol=0.02 * size, equal_nan=True):
+        allowed = _OTHER_LOSS * _largest(loss) + rounding * (outputs + _largest(losses.detach()))
+        if not torch.allclose(losses[row].detach(), loss, rtol=0.0, atol=allowed, equal_nan=True):
             raise NotCovered(f"the loss of record {row} depends on the other records or on their number")
         for site, one in zip(sites, own, strict=True):
             if not close(one.a[0], site.a[row], 0.02):  # a batch of another size is rounded otherwise
                 raise NotCovered(f"the input of {site.weight or site.bias} has other values of record {row} in its row")
+
+
+def _largest(values: Tensor) -> float:
+    """Returns the largest absolute value, without infinities: in float16 a loss may be infinite, its gradient not."""
+    return float(values.abs().nan_to_num(0.0, 0.0, 0.0).max()) if values.numel() else 0.0
 
 
 def check_rows_own(losses: Tensor, sites: list[Site], deltas: list[Tensor | None]) -> None:
