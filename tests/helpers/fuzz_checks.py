@@ -58,8 +58,8 @@ def check_draw(draw: Draw, tally: Tally) -> list[str]:
         if not str(refusal):
             faults.append("a refusal without a word")
         correct = any(words in str(refusal) for words in ("does not depend on", "has no trainable parameters"))
-        # the softmax of an outlier's attention is a step, at the resolution of float64 too
-        correct |= {"Attention", "outlier"} <= {*draw.tags} and "jumps with the private part" in str(refusal)
+        # with such weights or data a softmax or a sigmoid is a step, at the resolution of float64 too
+        correct |= _largest(draw) > 100 and "jumps with the private part" in str(refusal)
         if draw.dtype == torch.float64 and not correct and _finite(draw):
             faults.append(f"refused, but finite in float64: {refusal}")
     except Exception as error:
@@ -67,6 +67,12 @@ def check_draw(draw: Draw, tally: Tally) -> list[str]:
     if not torch.equal(before, torch.get_rng_state()):
         faults.append("the global generator was used")
     return faults
+
+
+def _largest(draw: Draw) -> float:
+    """Returns the size of the largest number among the parameters and the data."""
+    numbers = [*draw.model.parameters(), *(x for x in tree_leaves(draw.inputs) if isinstance(x, Tensor))]
+    return max(float(x.detach().double().abs().max()) for x in numbers if x.numel())
 
 
 def _check_sums(draw: Draw, tally: Tally) -> Iterator[str]:
