@@ -61,7 +61,8 @@ class Snapshots(Callback):
 
     def on_step(self, learner: PrivateSGD) -> dict[str, float] | None:
         """Writes a snapshot where one is due. Returns accuracy and leakage so far at some steps of the first run."""
-        if learner.step in dict(snapshot_steps(learner, learner.run)):
+        informed = learner.settings.rules is not None  # otherwise nothing is measured at snapshots
+        if informed and learner.step in dict(snapshot_steps(learner, learner.run)):
             facts = {"audit": owner(learner), "run": learner.run, "step": learner.step}
             content = sealed(learner.model.state_dict(), facts)
             write_whole(self.path(learner.run, learner.step), content, mode=CONFIDENTIAL)

@@ -272,7 +272,7 @@ def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
         given = {name: run.mechanism[name] for name in names}
         per_epoch = batches_per_epoch(make_sampler(given["sampler"], run.data["records"], given["sample_rate"]))
         account = Account(
-            records=run.data["records"], features=run.data["features"], batches_per_epoch=per_epoch, **given
+            records=run.data["records"], features=max(1, run.data["features"]), batches_per_epoch=per_epoch, **given
         )
         delta = run.guarantee.get("delta")
         options = {} if delta is None else {"delta": delta}
