@@ -13,8 +13,9 @@ import torch
 import auditing
 from reconbound._internal.checks import InputError
 from reconbound.accounting.confidence import FEWEST, upper_limit
-from reconbound.auditing.leakage import CONFIDENCE, MOST_INPUTS, leakage_of, prior_variance
+from reconbound.auditing.leakage import CONFIDENCE, leakage_of
 from reconbound.auditing.options import AuditOptions, default_options, make_learner, open_folder, settle
+from reconbound.auditing.priors import MOST_INPUTS, prior_variance
 from reconbound.auditing.run import train
 from reconbound.auditing.worlds import MOST_WORLDS, worlds_of
 from reconbound.data import Dataset, Feature, Pixels, load_dataset

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import xlogy
 from torch import Tensor, nn
 
 from reconbound._internal.files import CONFIDENTIAL, PUBLIC, Unreadable, json_digest, sealed, unsealed, write_whole
@@ -27,10 +26,10 @@ from reconbound.accounting.confidence import upper_limit
 from reconbound.accounting.divergence_ledger import DivergenceLedger
 from reconbound.auditing.models import score
 from reconbound.auditing.options import ADVICE, AuditOptions
-from reconbound.auditing.worlds import describe_left_out, world_names, worlds_of
+from reconbound.auditing.priors import category_facts, flat_inputs, guess_of, missing_of, prior_variance
+from reconbound.auditing.worlds import describe_left_out, worlds_of
 from reconbound.data import Dataset
 from reconbound.data.dataset import find_copies
-from reconbound.data.tables import MISSING
 from reconbound.fisher.worlds import REMOVED
 from reconbound.report.folder import Leakage, packed_names
 from reconbound.training.private_sgd import PrivateSGD
@@ -61,7 +60,8 @@ class Snapshots(Callback):
 
     def on_step(self, learner: PrivateSGD) -> dict[str, float] | None:
         """Writes a snapshot where one is due. Returns accuracy and leakage so far at some steps of the first run."""
-        if learner.step in dict(snapshot_steps(learner, learner.run)):
+        informed = learner.settings.rules is not None  # otherwise nothing is measured at snapshots
+        if informed and learner.step in dict(snapshot_steps(learner, learner.run)):
             facts = {"audit": owner(learner), "run": learner.run, "step": learner.step}
             content = sealed(learner.model.state_dict(), facts)
             write_whole(self.path(learner.run, learner.step), content, mode=CONFIDENTIAL)
@@ -294,29 +294,6 @@ def world_facts(dataset: Dataset, worlds: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def category_facts(dataset: Dataset) -> dict[str, Any]:
-    """Returns what is known of the private categories without the model, by their worlds; nothing where there are none.
-
-    "category_entropy": H of the shares of the categories, in nats; "category_columns": for each column the flat columns
-    of its ones and zeros, and the names of its categories in that order.
-
-    Args:
-        dataset: the data of the audit.
-    """
-    if dataset.kind != "table":
-        return {}
-    columns, entropy, where = dataset.private_columns, {}, {}
-    for column, name in world_names(columns).items():
-        places = columns[column]
-        if not dataset.features[places[0]].category:
-            continue
-        shares = _flat(dataset)[:, places].mean(0, dtype=np.float64)
-        entropy[name] = float(-xlogy(shares, shares).sum())
-        names = [dataset.features[k].name.removeprefix(f"{column} = ") for k in places]
-        where[name] = {"columns": places.tolist(), "names": names}
-    return {"category_entropy": entropy, "category_columns": where} if entropy else {}
-
-
 def _history_of(learner: PrivateSGD) -> list[dict[str, float]]:
     """Returns the history of the first run. It may come from a checkpoint that somebody changed."""
     first = [entry for entry in learner.history if entry["run"] == 0]
@@ -421,80 +398,6 @@ def snapshot_counts(options: AuditOptions, records: int, numbers: int) -> tuple[
     return times, 1 if times >= 4 else 2
 
 
-def missing_of(dataset: Dataset) -> dict[int, np.ndarray]:
-    """Returns for each private feature, by its position, which records lack it: (N,) of bool.
-
-    Only features that some record lacks are included (a public mark says so).
-    """
-    if dataset.private is None:
-        return {}
-    marks = {f.name: k for k, f in enumerate(dataset.features) if f.name.endswith(MISSING) and not f.private}
-    names = [f"{f.name} {MISSING}" for f in dataset.private_features]
-    return {j: _flat(dataset)[:, marks[name]] == 1 for j, name in enumerate(names) if name in marks}
-
-
-def guess_of(dataset: Dataset) -> np.ndarray:
-    """Returns the mean square error of guessing each private feature's average, (d,), over records that have one."""
-    flat, private = _flat(dataset), dataset.private
-    if private is None:
-        return np.asarray(flat.var(axis=0, dtype=np.float64))
-    missing = missing_of(dataset)
-    present = [flat[~missing[j], column] if j in missing else flat[:, column] for j, column in enumerate(private)]
-    return np.array([values.var(dtype=np.float64) if len(values) else 0.0 for values in present])
-
-
-#: Inputs of a record above which no regression is made.
-MOST_INPUTS = 4096
-#: Of the regression, in units of a standardised column's variance.
-_RIDGE = 1e-6
-
-
-def prior_variance(dataset: Dataset) -> list[float] | None:
-    """Returns how well each private number is known from everything else: the variance that a regression leaves, (d,).
-
-    The regression is linear, on all other inputs and the target (a one for each class), with a constant and a small
-    ridge, over the records that have the number. With a Gaussian prior that is 1/J of somebody who knows the other
-    columns. None for records of more than MOST_INPUTS inputs.
-
-        β of a column and its residual come from P = (Σ + λI)⁻¹, Σ the correlations:  residual_j = (X P)_j/P_jj
-
-    Args:
-        dataset: the data of the audit.
-    """
-    flat, missing = _flat(dataset), missing_of(dataset)
-    if flat.shape[1] > MOST_INPUTS:
-        return None
-    columns = np.arange(flat.shape[1]) if dataset.private is None else dataset.private
-    found = _residual_variance(dataset, np.ones(len(flat), dtype=bool))[columns]
-    for j, lacking in missing.items():
-        found[j] = _residual_variance(dataset, ~lacking)[columns[j]]
-    return [float(v) for v in found]
-
-
-def _residual_variance(dataset: Dataset, rows: np.ndarray) -> np.ndarray:
-    """Returns the variance of each flat input that the others and the target leave, over some of the records."""
-    flat, targets = _flat(dataset)[rows], np.asarray(dataset.targets)[rows]
-    if not len(flat):
-        return np.zeros(flat.shape[1])
-    aims = targets[:, None] == np.unique(targets) if dataset.task == "classes" else targets[:, None]
-    mean = np.concatenate([part.mean(0, dtype=np.float64) for part in (flat, aims)])
-    covariance = np.zeros((len(mean), len(mean)))
-    for at in range(0, len(flat), _AT_ONCE):
-        part = np.concatenate([flat[at : at + _AT_ONCE], aims[at : at + _AT_ONCE]], axis=1) - mean
-        covariance += part.T @ part / len(flat)
-    spread = np.sqrt(np.diag(covariance))
-    spread[spread <= 1e-12 * np.abs(mean)] = 0.0  # what is left of a constant column is rounding
-    scale = np.where(spread > 0, spread, np.inf)
-    correlation = covariance / np.outer(scale, scale)
-    precision = np.linalg.inv(correlation + _RIDGE * np.eye(len(mean)))
-    left = ((precision @ correlation) * precision).sum(1) / np.diag(precision) ** 2
-    return np.asarray((np.maximum(left, 0) * spread**2)[: flat.shape[1]])
-
-
-def _flat(dataset: Dataset) -> np.ndarray:
-    return dataset.inputs.reshape(len(dataset.inputs), -1)
-
-
 def baseline_of(dataset: Dataset) -> float | None:
     """Returns the test accuracy of always predicting the most frequent training class (R² of the mean target).
 
@@ -544,7 +447,7 @@ def copies_of(dataset: Dataset) -> dict[str, Any]:
     found = count(dataset.inputs)
     private = np.concatenate(list(dataset.private_columns.values()))
     if len(private) < len(dataset.features):
-        found["private"] = count(_flat(dataset)[:, private])
+        found["private"] = count(flat_inputs(dataset)[:, private])
     return found
 
 
@@ -566,7 +469,7 @@ def _leakage_facts(dataset: Dataset) -> dict[str, Any]:
         "copies": copies_of(dataset),
     }
     if dataset.private is not None:
-        flat = _flat(dataset)
+        flat = flat_inputs(dataset)
         marks: np.ndarray = np.all((flat == 0) | (flat == 1), axis=0)  # public numbers have no name: there 1 is not yes
         pairs = zip(dataset.features, marks, strict=True)
         # of all that is no private number: a private category is not named

@@ -27,9 +27,10 @@ from torch import Tensor
 from reconbound._internal.checks import InputError
 from reconbound._internal.files import CONFIDENTIAL, Unreadable, disk_fault, sealed_json, unsealed_json, write_whole
 from reconbound.accounting.spec import Account
-from reconbound.auditing.leakage import baseline_of, guess_of
+from reconbound.auditing.leakage import baseline_of
 from reconbound.auditing.models import check_model, score
 from reconbound.auditing.options import AuditOptions, make_learner
+from reconbound.auditing.priors import guess_of
 from reconbound.data import Dataset
 from reconbound.mechanisms import SampledGaussian
 from reconbound.mechanisms.guarantee import guarantee

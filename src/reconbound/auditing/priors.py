@@ -1,0 +1,116 @@
+"""What is known of the private part without the model: guesses, what a regression leaves, shares of categories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from scipy.special import xlogy
+
+from reconbound.auditing.worlds import world_names
+from reconbound.data import Dataset
+from reconbound.data.tables import MISSING
+
+#: Inputs of a record above which no regression is made.
+MOST_INPUTS = 4096
+#: Records for each input of a record that a regression needs.
+ENOUGH = 5
+#: Of the regression, in units of a standardised column's variance.
+_RIDGE = 1e-6
+#: Records whose products are summed in one go.
+_CHUNK = 4096
+
+
+def missing_of(dataset: Dataset) -> dict[int, np.ndarray]:
+    """Returns for each private feature, by its position, which records lack it: (N,) of bool.
+
+    Only features that some record lacks are included (a public mark says so).
+    """
+    if dataset.private is None:
+        return {}
+    marks = {f.name: k for k, f in enumerate(dataset.features) if f.name.endswith(MISSING) and not f.private}
+    names = [f"{f.name} {MISSING}" for f in dataset.private_features]
+    return {j: flat_inputs(dataset)[:, marks[name]] == 1 for j, name in enumerate(names) if name in marks}
+
+
+def guess_of(dataset: Dataset) -> np.ndarray:
+    """Returns the mean square error of guessing each private feature's average, (d,), over records that have one."""
+    flat, private = flat_inputs(dataset), dataset.private
+    if private is None:
+        return np.asarray(flat.var(axis=0, dtype=np.float64))
+    missing = missing_of(dataset)
+    present = [flat[~missing[j], column] if j in missing else flat[:, column] for j, column in enumerate(private)]
+    return np.array([values.var(dtype=np.float64) if len(values) else 0.0 for values in present])
+
+
+def prior_variance(dataset: Dataset) -> list[float] | None:
+    """Returns how well each private number is known from everything else: the variance that a regression leaves, (d,).
+
+    The regression is linear, on all other inputs and the target (a one for each class), with a constant and a small
+    ridge, over the records that have the number. With a Gaussian prior that is 1/J of somebody who knows the other
+    columns. None for records of more than MOST_INPUTS inputs, and for fewer than ENOUGH records for each input, whose
+    residuals would be too small.
+
+        β of a column and its residual come from P = (Σ + λI)⁻¹, Σ the correlations:  residual_j = (X P)_j/P_jj
+
+    Args:
+        dataset: the data of the audit.
+    """
+    if len(dataset.scale) == 0:
+        return []
+    flat, missing = flat_inputs(dataset), missing_of(dataset)
+    if flat.shape[1] > MOST_INPUTS or len(flat) < ENOUGH * flat.shape[1]:
+        return None
+    columns = np.arange(flat.shape[1]) if dataset.private is None else dataset.private
+    found = _residual_variance(dataset, np.ones(len(flat), dtype=bool))[columns]
+    for j, lacking in missing.items():
+        found[j] = _residual_variance(dataset, ~lacking)[columns[j]]
+    return [float(v) for v in found]
+
+
+def _residual_variance(dataset: Dataset, rows: np.ndarray) -> np.ndarray:
+    """Returns the variance of each flat input that the others and the target leave, over some of the records."""
+    flat, targets = flat_inputs(dataset)[rows], np.asarray(dataset.targets)[rows]
+    if not len(flat):
+        return np.zeros(flat.shape[1])
+    aims = targets[:, None] == np.unique(targets) if dataset.task == "classes" else targets[:, None]
+    mean = np.concatenate([part.mean(0, dtype=np.float64) for part in (flat, aims)])
+    covariance = np.zeros((len(mean), len(mean)))
+    for at in range(0, len(flat), _CHUNK):
+        part = np.concatenate([flat[at : at + _CHUNK], aims[at : at + _CHUNK]], axis=1) - mean
+        covariance += part.T @ part / len(flat)
+    spread = np.sqrt(np.diag(covariance))
+    spread[spread <= 1e-12 * np.abs(mean)] = 0.0  # what is left of a constant column is rounding
+    scale = np.where(spread > 0, spread, np.inf)
+    correlation = covariance / np.outer(scale, scale)
+    precision = np.linalg.inv(correlation + _RIDGE * np.eye(len(mean)))
+    left = ((precision @ correlation) * precision).sum(1) / np.diag(precision) ** 2
+    return np.asarray((np.maximum(left, 0) * spread**2)[: flat.shape[1]])
+
+
+def flat_inputs(dataset: Dataset) -> np.ndarray:
+    """Returns the inputs as one row of numbers for each record."""
+    return dataset.inputs.reshape(len(dataset.inputs), -1)
+
+
+def category_facts(dataset: Dataset) -> dict[str, Any]:
+    """Returns what is known of the private categories without the model, by their worlds; nothing where there are none.
+
+    "category_entropy": H of the shares of the categories, in nats; "category_columns": for each column the flat columns
+    of its ones and zeros, and the names of its categories in that order.
+
+    Args:
+        dataset: the data of the audit.
+    """
+    if dataset.kind != "table":
+        return {}
+    columns, entropy, where = dataset.private_columns, {}, {}
+    for column, name in world_names(columns).items():
+        places = columns[column]
+        if not dataset.features[places[0]].category:
+            continue
+        shares = flat_inputs(dataset)[:, places].mean(0, dtype=np.float64)
+        entropy[name] = float(-xlogy(shares, shares).sum())
+        names = [dataset.features[k].name.removeprefix(f"{column} = ") for k in places]
+        where[name] = {"columns": places.tolist(), "names": names}
+    return {"category_entropy": entropy, "category_columns": where} if entropy else {}
