@@ -4,7 +4,7 @@
     python experiments/divergence_prototype.py --part adult --limit 2000 --steps 20 --out /tmp/small    to try it
 
 It needs torch, NumPy and SciPy, and the data folders adult/ and mnist/. After each training it writes
-divergence_prototype_adult.csv or divergence_prototype_mnist.csv. MNIST on a CPU takes hours.
+divergence_prototype_adult.csv or divergence_prototype_mnist.csv.
 
 Adult: 26,561 people, network 108-32-2 with ReLU, hard clip 1, noise 1, q = .01, 1,000 steps, lr 1, three runs. Every
 batch is measured, as the prototype did. Rows "counted" are plain estimates, which vary with how often a record was in a
