@@ -63,3 +63,13 @@ def test_radial_is_the_derivative_of_the_clipped_norm(n: float, c: float, clip: 
 def test_an_unknown_clip_is_refused() -> None:
     with pytest.raises(ValueError, match="'soft'"):
         clipping(torch.ones(1), 1.0, "soft")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("clip", ["smooth", "hard"])
+def test_a_quotient_that_overflows_lets_nothing_through(clip: str) -> None:
+    """n/C is infinite in float32: the smooth clip's factor was not a number, and so was the whole batch's sum."""
+    norms = torch.tensor([2.48e34, 1.0, 3e38])
+    found = clipping(norms, 1.0346e-5, clip)
+    assert bool(found.factor.isfinite().all())
+    assert bool((found.factor * norms <= 1.0347e-5 * 1.1153).all())
+    assert bool(found.radial.isfinite().all())

@@ -40,7 +40,7 @@ class Clipping:
             factor = max_grad_norm / torch.where(norms <= max_grad_norm, max_grad_norm, norms)
         else:
             self.x = norms / max_grad_norm - 1
-            factor = 1 / (F.gelu(self.x) + 1)
+            factor = torch.where(self.x == math.inf, 0, 1 / (F.gelu(self.x) + 1))  # gelu has no value at infinity
         self.factor = torch.where(factor < torch.finfo(factor.dtype).tiny, 0, factor)
 
     @cached_property
