@@ -488,6 +488,7 @@ class FisherAccountant:
 
     def state(self) -> dict[str, Tensor]:
         """Returns a copy of the ledger's tensors, on the CPU."""
+        self.divergences.settle()
         parts = self.traces.state | self.features.state | self.divergences.state
         found = {name: value.cpu().clone() for name, value in parts.items()}
         return {**found, "fingerprints": self._fingerprints.tensor()}

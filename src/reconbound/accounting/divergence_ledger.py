@@ -7,8 +7,10 @@ It binds every attacker on every model. Derivations: docs/theory/any_attacker.md
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,9 @@ from reconbound.bounds import Bound, membership_from_kl, success_from_kl
 from reconbound.divergences import pair_kl_bound, poisson_kl, poisson_pair_kl
 from reconbound.fisher.worlds import REMOVED, StepDistances
 from reconbound.mechanisms.base import ADD_REMOVE, REPLACE_ONE
+
+#: Batches whose norms are added together.
+_BATCHES = 32
 
 
 class DivergenceLedger(Ledger):
@@ -44,6 +49,7 @@ class DivergenceLedger(Ledger):
     def __init__(self, account: Account, worlds: Sequence[str] | None, device: torch.device) -> None:
         super().__init__(device)
         self.account, self.from_batches, self._by_information = account, False, False
+        self._pending: list[tuple[Tensor, Tensor, float]] = []  # records, clipped norms and weight of some batches
         if worlds is not None and REMOVED in worlds:
             raise InputError("worlds", f"must not name {REMOVED!r}, which is kept without being asked for", worlds)
         removed = (REMOVED,) if account.sampler == "poisson" else ()
@@ -98,7 +104,19 @@ class DivergenceLedger(Ledger):
             why = f"must not be added beside information, which counts for {REMOVED!r} itself"
             raise InputError("clipped_norm", why, f"{len(index)} norms")
         self.from_batches = True
-        self._add_norms(index, clipped_norm, weight, stratified)
+        if stratified:
+            self._add_norms(index, clipped_norm, weight, stratified)
+            return
+        self._pending.append((index.to(self.device, torch.int64), clipped_norm.detach().to(self.device), weight))
+        if len(self._pending) >= _BATCHES:
+            self.settle()
+
+    def settle(self) -> None:
+        """Adds what is pending of `add_norms`: many batches at a time cost little more than one."""
+        pending, self._pending = self._pending, []
+        for weight, some in groupby(pending, key=itemgetter(2)):
+            indices, norms, _ = zip(*some, strict=True)
+            self._add_norms(torch.cat(indices), torch.cat(norms), weight, False)
 
     def _add_norms(self, index: Tensor, clipped_norm: Tensor, weight: float, stratified: bool) -> None:
         rate = self.account.sample_rate
@@ -152,19 +170,27 @@ class DivergenceLedger(Ledger):
 
     def finish_run(self) -> None:
         """Adds the run to the means, and starts an empty one."""
+        self.settle()
         if self.worlds:
             self.state["nats_times_all"] += self.state["nats_times"]
         super().finish_run()
 
     def clear_run(self) -> None:
         """Empties everything of the present run."""
+        self._pending = []
         super().clear_run()
         if self.worlds:
             self.state["nats_times"].zero_()
             self.state["nats_last"].zero_()
 
+    def restore(self, tensors: Mapping[str, Tensor], runs: int) -> None:
+        """Restores the tensors and the number of finished runs; what was pending is dropped."""
+        self._pending = []
+        super().restore(tensors, runs)
+
     def merge(self, other: Ledger) -> None:
         """Adds the finished runs of another such ledger."""
+        self.settle()
         if self.worlds:
             self.state["nats_times_all"] += other.state["nats_times_all"].to(self.device)
             self.state["nats_sampled"] |= other.state["nats_sampled"].to(self.device)
@@ -179,6 +205,7 @@ class DivergenceLedger(Ledger):
 
     def times(self, world: str) -> Tensor:
         """Returns the number of measurements per record over all runs, (N,)."""
+        self.settle()
         k = self.index(world)
         return self.state["nats_times_all"][k] + self.state["nats_times"][k]
 
