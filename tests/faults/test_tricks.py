@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import hashlib
 import io
 import json
+import lzma
 import math
 import os
 import re
@@ -304,3 +306,34 @@ def test_parquet_columns_that_are_no_numbers_are_not_read(tmp_path, kind, monkey
     found = load_dataset(tmp_path / "d.parquet", target="y", ranges={"a": (0, 9)}, drop="x")
     assert found.columns == (("a",), ())
     assert read == [["a", "y"]]
+
+
+def idx(shape: tuple[int, ...], content: bytes | None = None) -> bytes:
+    head = b"\0\0\x08" + bytes([len(shape)]) + struct.pack(f">{len(shape)}I", *shape)
+    return head + (bytes(math.prod(shape)) if content is None else content)
+
+
+LABELS = idx((60,), bytes(k % 10 for k in range(60)))
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "said"),
+    [
+        (idx((0, 28, 28)), idx((0,)), "images of shape (0, 28, 28)"),
+        (idx((60, 0, 28)), LABELS, "images of shape (60, 0, 28)"),
+        (idx((60, 784)), LABELS, "images of shape (60, 784)"),
+        (idx(()), idx(()), "an array of 0 axes"),
+        (idx((1,) * 254 + (60,)), LABELS, "an array of 255 axes"),
+        (gzip.compress(idx((60, 28, 28)) + bytes(2**22)), LABELS, "unpacks to more than 1 MB"),
+        (lzma.compress(idx((60, 28, 28)) + bytes(2**22)), LABELS, "unpacks to more than 1 MB"),
+    ],
+    ids=["empty", "no width", "two axes", "no axes", "255 axes", "gz", "xz"],
+)
+def test_a_received_folder_of_mnist_is_one_line(tmp_path, images, labels, said, monkeypatch) -> None:
+    monkeypatch.setattr(csv_files, "MOST_UNPACKED", 2**20)
+    (tmp_path / "mnist").mkdir()
+    ending = {b"\x1f\x8b": ".gz", b"\xfd7": ".xz"}.get(images[:2], "")
+    for part in ("train", "t10k"):
+        (tmp_path / "mnist" / f"{part}-images-idx3-ubyte{ending}").write_bytes(images)
+        (tmp_path / "mnist" / f"{part}-labels-idx1-ubyte").write_bytes(labels)
+    refused(["audit", "mnist", "--data-folder", str(tmp_path), "--out", str(tmp_path / "a")], said)
