@@ -29,11 +29,13 @@ import small_folders
 from injecting import ended
 from reconbound._internal.checks import DataError, InputError
 from reconbound._internal.files import Unreadable, json_digest, sealed, unsealed
-from reconbound.cli.options import LONGEST
+from reconbound.cli.options import LONGEST, print_table, terminal
 from reconbound.data import csv as csv_files
 from reconbound.data import load_dataset
 from reconbound.sweep.queue import seal_of
 from wrong_values import _ledger
+
+pytestmark = pytest.mark.slow
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n WHERE i < 0"
 
@@ -145,9 +147,25 @@ def test_attributes_that_are_no_facts_are_one_line(base, table, text) -> None:
     """Optuna reads them as JSON of any depth."""
     with closing(sqlite3.connect(base / "sweep" / "sweep.db")) as connection, connection:
         connection.execute(f"UPDATE {table} SET value_json = ?", (text,))
-    for words in (["frontier", str(base / "sweep")], small_folders.sweep_words(base, "sweep")):
+    shown = [word for word in small_folders.sweep_words(base, "sweep") if word != "--quiet"]
+    for words in (["frontier", str(base / "sweep")], small_folders.sweep_words(base, "sweep"), shown):
         found = ended(words)
         assert found.clear, (words[0], found)
+
+
+@pytest.mark.parametrize("name", ["slot", "setting", "done", "owner", "rows", "sha256", "error", "final"])
+@pytest.mark.parametrize("text", ["1e999", '"x"', "[1]"])
+def test_a_fact_of_a_trial_of_another_kind_is_one_line(base, name, text) -> None:
+    with closing(sqlite3.connect(base / "sweep" / "sweep.db")) as connection, connection:
+        own = "trial_id = 1 AND key = ?"
+        connection.execute(f"DELETE FROM trial_user_attributes WHERE {own}", (name,))
+        put = "INSERT INTO trial_user_attributes (trial_id, key, value_json) VALUES (1, ?, ?)"
+        connection.execute(put, (name, text))
+        connection.execute("UPDATE trials SET state = 'WAITING' WHERE trial_id = 1")
+    shown = [word for word in small_folders.sweep_words(base, "sweep") if word != "--quiet"]
+    for words in (["frontier", str(base / "sweep")], shown):
+        found = ended(words)
+        assert found.clear or (found.status == 1 and "failed" in found.err), (words[0], found)
 
 
 # --- folders of audits ---------------------------------------------------------------------------
@@ -226,6 +244,24 @@ def test_headers_that_lie_are_one_line(base, tmp_path, kind) -> None:
         refused(words, "is not a file of reconbound's")
     (base / "audit" / "run.json").unlink()
     refused(small_folders.audit_words(base, "audit"), "is not a file of reconbound's")
+
+
+def test_a_release_is_read_through_no_link(base) -> None:
+    folder = base / "audit"
+    for name in ("inputs.json", "model.safetensors"):
+        shutil.move(folder / name, base / name)
+        (folder / name).symlink_to(base / name)
+        with pytest.raises(Unreadable, match=f"{name} is a symbolic link"):
+            rb.load_release(folder)
+        (folder / name).unlink()
+        shutil.move(base / name, folder / name)
+    assert rb.load_release(folder).columns
+
+
+def test_a_table_does_not_steer_the_terminal(capsys) -> None:
+    evil = "a\x1b[31mb\u202e"
+    print_table(terminal(), evil, [evil, "n"], [[evil, "1"]], [evil])
+    assert not {"\x1b", "\u202e"} & set(capsys.readouterr().out)
 
 
 def test_an_error_does_not_steer_the_terminal(tmp_path, monkeypatch) -> None:

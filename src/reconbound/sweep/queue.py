@@ -173,6 +173,11 @@ class Queue:
             number = trial.user_attrs.get("slot")
             if type(number) is not int:
                 raise DataError(f"{self.shown} holds the sweep of an earlier version, or another program's study")
+            if (
+                type(trial.user_attrs.get("done", 0)) is not int
+                or type(trial.user_attrs.get("setting", {})) is not dict
+            ):
+                raise DataError(f"{self.shown} is damaged: setting {number} has other facts than reconbound's")
             found.setdefault(number, []).append(trial)
         if sorted(found) != list(range(len(found))):
             raise DataError(f"{self.shown} is damaged: trials are missing")
