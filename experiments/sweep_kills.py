@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpe
 from test_sweep_kills import count_finishes, finishes, holders
 
 import postgres_server
-from reconbound.sweep import Sweep, frontier, parse_grid, sweep
+from reconbound.sweep import Sweep, database, frontier, parse_grid, sweep
 from reconbound.sweep.run import begin, make_trainer, open_queue
 from reconbound.sweep.workers import PRELOAD
 
@@ -37,7 +37,13 @@ def config(out: Path, url: str | None) -> Sweep:
     )  # fmt: skip
 
 
+def allow_trigger() -> None:
+    """A sweep refuses databases with triggers, and the count of `count_finishes` is one."""
+    database._refuse_programs = lambda connection: None
+
+
 def join(out: str, url: str) -> None:
+    allow_trigger()
     sweep(config(Path(out), url), show=False)
 
 
@@ -53,6 +59,7 @@ def disturbed(url: str, folder: Path, kills: int, rng: random.Random) -> tuple[l
     """The rows of a sweep whose workers are killed, and what happened."""
     out = folder / "out"
     settings = config(out, url)
+    allow_trigger()
     out.mkdir(mode=0o700)
     queue = open_queue(settings)
     begin(queue, settings, make_trainer(settings))

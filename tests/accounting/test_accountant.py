@@ -13,7 +13,8 @@ from torch import Tensor
 
 from learning import FEATURES, RECORDS, learner
 from reconbound._internal.checks import InputError
-from reconbound.accounting.accountant import Account, FisherAccountant
+from reconbound._internal.files import sealed, unsealed
+from reconbound.accounting.accountant import Account, Chosen, FisherAccountant
 from reconbound.accounting.amplification import fixed_size_factor, paper_delta, paper_kappa, poisson_factors
 from reconbound.fisher import StepInformation
 
@@ -303,6 +304,22 @@ def test_saved_ledgers_come_back(tmp_path, diagonal) -> None:
     assert all(torch.equal(v, back.state()[name]) for name, v in ledger.state().items())
     torch.testing.assert_close(back.upper("paper"), ledger.upper("paper"))
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("diagonal", ["all", "average", [3, 0], Chosen(2, 1)], ids=str)
+def test_a_ledger_without_one_of_its_tensors_is_refused(tmp_path, diagonal) -> None:
+    """With a right digest: only the tensors say what is missing."""
+    path, ledger = tmp_path / "ledger.safetensors", FisherAccountant(account(), diagonal=diagonal, spectral=True)
+    ledger.add(torch.tensor([0, 3]), info(torch.ones(2), torch.ones(2)))
+    ledger.finish_run()
+    ledger.save(path)
+    tensors, facts = unsealed(path)
+    assert {"diagonal", "average"} & set(tensors)
+    for name in set(tensors) - {"spectral"}:  # a ledger without it keeps none
+        path.write_bytes(sealed({n: v for n, v in tensors.items() if n != name}, facts))
+        with pytest.raises(InputError, match="path must be a ledger of this version of reconbound") as reason:
+            FisherAccountant.load(path)
+        assert "\n" not in str(reason.value), name
 
 
 def test_foreign_and_damaged_files_are_refused(tmp_path) -> None:

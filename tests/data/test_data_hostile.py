@@ -37,6 +37,16 @@ def test_one_long_cell_takes_no_time(tmp_path, cell) -> None:
     assert time.perf_counter() - begun < 5
 
 
+def test_a_column_of_long_measures_takes_no_time(tmp_path) -> None:
+    """Of a few kinds of text each is compared with a number and its unit."""
+    path = tmp_path / "a.csv"
+    rows = [f"{k},{'1' * LONG}{k % 12}!,{'a' if k % 2 else 'b'}" for k in range(24)]
+    path.write_text("\n".join(["x,y,z", *rows]) + "\n")
+    begun = time.perf_counter()
+    load_dataset(path, target="z", ranges={"x": (0, 30)})
+    assert time.perf_counter() - begun < 5
+
+
 def test_many_columns_take_no_more_than_their_number(tmp_path) -> None:
     """40,000 names took 13 s, each looked up among all before it, and take 0.02 s."""
     begun = time.perf_counter()
@@ -44,6 +54,22 @@ def test_many_columns_take_no_more_than_their_number(tmp_path) -> None:
     assert time.perf_counter() - begun < 3
     with pytest.raises(DataError, match="columns 1 and 3 are both named 'a'"):
         text.check_names("a.csv", ["a", "b", "a"])
+
+
+@pytest.mark.parametrize(("unit", "status"), [("e307", 2), ("e98", 0), ("e-100", 0), ("e-310", 2)])
+@pytest.mark.parametrize("target", ["class", "number"])
+def test_values_of_any_size_are_a_report_or_one_line(tmp_path, unit, status, target) -> None:
+    """Floors in the unit of the column are squared, multiplied and drawn on the page."""
+    path = tmp_path / "a.csv"
+    rows = [f"{k + 1}{unit},{k % 2},{k + 0.5}{unit}" for k in range(17)]
+    path.write_text("\n".join(["x,class,number", *rows]))
+    words = ["audit", str(path), "--target", target, "--model", "linear", "--steps", "2", "--runs", "2", "--quiet"]
+    found = ended([*words, "--out", str(tmp_path / "a")])
+    assert found.clear, found
+    assert found.status == status
+    for words in ([], ["--range", f"x=0:20{unit}"]):
+        found = ended(["audit", str(path), "--target", target, *words, "--steps", "2", "--out", str(tmp_path / "b")])
+        assert found.clear, found
 
 
 def test_a_packed_bomb_is_one_line(tmp_path, monkeypatch) -> None:

@@ -222,6 +222,10 @@ def test_a_damaged_release_is_refused(done, tmp_path) -> None:
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with pytest.raises(ValueError, match="was changed or damaged: it is not the model that was trained here"):
             load_release(tmp_path / "b")
+    for command in ("report", "show"):
+        found = ended([command, str(tmp_path / "b")])
+        assert (found.status, found.clear) == (2, True), found
+        assert "it is not the model that was trained here" in found.err
 
 
 def test_the_model_is_restored_from_the_checkpoint(done, tmp_path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sqlalchemy as sql
 
 import auditing
 import small_folders
@@ -23,6 +24,7 @@ from reconbound.auditing.release import load_release
 from reconbound.auditing.run import run_audit
 from reconbound.data import Dataset, Feature
 from reconbound.report.folder import read_audit, read_leakage, read_run
+from reconbound.sweep.queue import Queue
 from reconbound.sweep.run import read_about
 from reconbound.training.checkpoint import CheckpointError, lock_folder
 
@@ -92,6 +94,10 @@ def test_frontier_leaves_its_own_database_as_it_is(base) -> None:
     assert ended(["frontier", str(base / "sweep")]).status == 0
     assert path.read_bytes() == before
     assert sorted(os.listdir(base / "sweep")) == there
+    queue = Queue(f"sqlite:///{path}", "sweep", reading=True)
+    with pytest.raises(sql.exc.OperationalError, match="readonly"), queue.storage.engine.begin() as connection:
+        connection.execute(sql.text("CREATE TABLE another (x)"))
+    queue.dispose()
 
 
 def test_frontier_reads_what_a_killed_sweep_left_in_its_log(base) -> None:
@@ -163,7 +169,10 @@ def test_an_audit_goes_through_no_link(base, part, fresh) -> None:
         refused([command, str(base / "audit")], "is a symbolic link")
 
 
-@pytest.mark.parametrize("part", ["sweep.db", "sweep.db.lock", "seed", "trials", "sweep.json", "trials/00000"])
+@pytest.mark.parametrize(
+    "part",
+    ["sweep.db", "sweep.db.lock", "seed", "trials", "sweep.json", "trials/00000", "trials/00000/ledger.safetensors"],
+)
 def test_a_sweep_goes_through_no_link(base, part) -> None:
     elsewhere, place = base / "elsewhere", base / "sweep" / part
     shutil.move(place, elsewhere)

@@ -21,12 +21,13 @@ from reconbound.sweep.queue import seal_of
 STEERING = "\x1b[31m\u202e"
 #: What may stand in place of any value.
 VALUES: list[Any] = [
-    None, True, -1, 0, 1, 3, 0.5, 1e308, -1e308, 1e-320, 10**12, 10**30, "", "x", STEERING, "é" * 2000, "9" * 400, [],
-    {}, [[]], [1, "a", None], [0.0, 1.0], {"a": {}}, {"tensor": "x"}, {"records": "many"}, "../../evil", "/etc/passwd",
-    "os:system", "poisson", "shuffle", math.nan, math.inf,
+    None, True, -1, 0, 1, 3, 0.5, 1e308, -1e308, 1e-320, 10**12, 10**30, 10**400, "", "x", "a\nb", STEERING, "é" * 2000,
+    "9" * 400, [], {}, [[]], [1, "a", None], [0.0, 1.0], {"a": {}}, {"tensor": "x"}, {"records": "many"},
+    "../../evil", "/etc/passwd", "os:system", "poisson", "shuffle", math.nan, math.inf,
 ]  # fmt: skip
 CELLS: list[Any] = [
-    None, -1, 0, 7, 10**15, 1e308, "", "x", "[", STEERING, "[" * 5000, b"\x00", "COMPLETE", "RUNNING", "FAIL", "WAITING"
+    None, -1, 0, 7, 10**15, 1e308, "", "x", "[", "NaN", "1e999", STEERING, "[" * 100_000, b"\x00",
+    "COMPLETE", "RUNNING", "FAIL", "WAITING"
 ]  # fmt: skip
 KINDS = [torch.float16, torch.float32, torch.int64, torch.uint8, torch.bool, torch.complex64]
 

@@ -15,6 +15,7 @@ from learning import data, learner, losses, network
 from reconbound import PrivateLogisticRegression, PrivateRidge
 from reconbound._internal.rng import GUESSABLE, new_seed
 from reconbound.sweep.fleet.trainer import Fleet
+from reconbound.training import noise
 from reconbound.training.settings import Settings
 from reconbound.validate import ReconboundWarning
 
@@ -60,6 +61,24 @@ def test_a_linear_release_shares_its_noise_with_no_other(kind: Any) -> None:
         apart = np.abs(found[:8] - first[:8])
         assert apart.min() > 1e-4, (name, apart)  # was at most 1e-9 where only l2, the data or σ differed
     assert abs(float(np.mean(first))) < 4 / 3
+
+
+@pytest.mark.parametrize("kind", [PrivateLogisticRegression, PrivateRidge])
+def test_linear_noise_is_of_the_cryptographic_generator(kind: Any, monkeypatch) -> None:
+    """`noise.draw`, which tests/training/test_noise.py compares with SHAKE-256, under a key of 256 bits."""
+    drawn: list[tuple[int, np.ndarray]] = []
+    own = noise.draw
+
+    def spied(key: int, size: int, device: torch.device) -> torch.Tensor:
+        found = own(key, size, device)
+        drawn.append((key, found.numpy()))
+        return found
+
+    monkeypatch.setattr(noise, "draw", spied)
+    found = noise_of(kind, *table())
+    ((key, wanted),) = drawn
+    assert 2**128 < key < 2**256
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
 def test_linear_noise_is_standard_normal_and_none_is_fresh() -> None:

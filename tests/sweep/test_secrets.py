@@ -91,6 +91,19 @@ def test_wrong_environment_seed_is_not_shown(tmp_path, monkeypatch, value) -> No
     assert value not in text.err.replace("2**256 - 1", "")
 
 
+@pytest.mark.parametrize("command", ["audit", "sweep"])
+@pytest.mark.parametrize(
+    "given", [["--seed", "98765x"], ["--seed=98765x"], ["--seed", "-98765"], ["--seed", "98765.5"]]
+)
+def test_wrong_seed_on_the_command_line_is_not_shown(tmp_path, command, given) -> None:
+    """It may be the right one with a typing error, and a log keeps what is shown."""
+    grid = ["--grid", "lr=0.5"] if command == "sweep" else []
+    text = injecting.ended([command, "digits", *given, *grid, "--out", str(tmp_path / "a")])
+    assert (text.status, text.clear) == (2, True), text
+    assert "seed" in text.err
+    assert "98765" not in text.out + text.err
+
+
 @pytest.mark.parametrize("command", ["audit", "sweep", "frontier"])
 def test_help_names_the_variables(command, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -98,7 +97,7 @@ def audit_command(
             if notes and not quiet:
                 shared.confidential_note()  # they quote ranges and cells
             for note in [] if quiet else notes:  # after all that may be wrong with the options
-                print(f"Note: {note}", file=sys.stderr)
+                shared.say(f"Note: {note}", error=True)
             _run_audit(dataset, options, folder, publish_accuracy, fresh, as_json, quiet)
 
 
@@ -151,13 +150,12 @@ def _run_audit(
     from reconbound.report.text import weaknesses
     from reconbound.validate import KinkWarning
 
-    stream = sys.stderr if as_json else sys.stdout
     if not fresh and finished(out, dataset, options, publish_accuracy=publish_accuracy):
         if not quiet:
-            print(
+            shared.say(
                 f"Finished already: the audit in {out} has these data and options; nothing was done. --fresh starts "
                 "over, more --runs add to it, reconbound report builds its pages again.",
-                file=stream,
+                error=as_json,
             )
         _print_result(out, as_json, quiet)
         return
@@ -171,9 +169,9 @@ def _run_audit(
             if options.settings.seed is not None:
                 notes.append("whoever guesses the seed knows the noise: release no model that had --seed")
         for note in filter(None, notes):
-            print(f"Note: {note}", file=sys.stderr)
+            shared.say(f"Note: {note}", error=True)
         for line in [] if quiet else describe_audit(dataset, options, out, fresh):
-            print(line, file=stream, flush=True)
+            shared.say(line, error=as_json)
         warnings.simplefilter("ignore", KinkWarning)  # printed as a note, and kept in run.json
         folder = run_audit(dataset, options, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
     _print_result(folder, as_json, quiet)
@@ -191,8 +189,8 @@ def _print_result(folder: Path, as_json: bool, quiet: bool) -> None:
         return
     if not quiet:
         for line in (*found["verdict"], *describe_columns(found), found["accuracy_said"]):
-            print(line)
-    print(folder / REPORT)
+            shared.say(line)
+    shared.say(folder / REPORT)
 
 
 def describe_columns(found: dict[str, Any]) -> list[str]:

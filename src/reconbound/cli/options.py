@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reconbound._internal.checks import DataError, DataShown, InputError, number, parse_number, rounded_up
+from reconbound._internal.files import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -167,11 +168,25 @@ def print_json(content: Mapping[str, Any]) -> None:
     print(json.dumps(content, indent=2, allow_nan=False))
 
 
+def say(line: object, *, error: bool = False) -> None:
+    """Prints one line, of which nothing (a name, a path) steers the terminal or begins another line.
+
+    Args:
+        line: what to print.
+        error: whether it goes to standard error.
+    """
+    print(printable(str(line)).replace("\n", "?"), file=sys.stderr if error else sys.stdout, flush=True)
+
+
 def terminal() -> Console:
-    """Returns a console that shows all text literally."""
+    """Returns a console that shows all text literally, and nothing that steers the terminal."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, emoji=False)
+    class Literal(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            super().print(*map(printable, objects), **options)
+
+    return Literal(highlight=False, markup=False, emoji=False)
 
 
 def print_table(
@@ -188,11 +203,11 @@ def print_table(
     """
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=printable(title), title_justify="left")
     for name in names:
-        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
+        table.add_column(printable(name), justify="left" if name in left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     console.print(table)
 
 
@@ -243,7 +258,7 @@ def print_warnings(*, quiet: bool = False) -> Iterator[None]:
             confidential_note()  # they quote ranges and cells
             noted = True
         if not quiet:
-            print(f"Note: {one_line(str(message))}", file=sys.stderr)
+            say(f"Note: {one_line(str(message))}", error=True)
 
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)
@@ -253,13 +268,18 @@ def print_warnings(*, quiet: bool = False) -> Iterator[None]:
         yield
 
 
+#: Characters of an error or a note: names from a file may be of any length and number.
+LONGEST = 2000
+
+
 def one_line(message: str) -> str:
     r"""Returns the message on one line, with nothing in it (a file's name, a cell) that steers the terminal.
 
     >>> one_line("no\x1b[31m.csv\n does not exist")
     'no?[31m.csv does not exist'
     """
-    return "".join(c if c.isprintable() else "?" for c in " ".join(message.split()))
+    shown = "".join(c if c.isprintable() else "?" for c in " ".join(message.split()))
+    return shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}..."
 
 
 def fail(message: str) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from reconbound._internal.checks import InputError
-from reconbound.cli.options import confidential_note, plain_errors, print_json, print_table, print_warnings, terminal
+from reconbound.cli.options import (
+    confidential_note,
+    plain_errors,
+    print_json,
+    print_table,
+    print_warnings,
+    say,
+    terminal,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,7 +50,7 @@ def report_command(
             replaces = _may_replace(page)
             _print_comparison(folders, compare(folders, page), as_json)
             if replaces:
-                print(f"reconbound: {page} was there, and was replaced", file=sys.stderr)
+                say(f"reconbound: {page} was there, and was replaced", error=True)
             return
         if out is not None:
             raise InputError("out", "is for comparing several folders; one audit's pages stay in its folder", str(out))
@@ -51,7 +58,8 @@ def report_command(
         if as_json:
             print_json({"report": str(own), "public_report": str(public)})
         else:
-            print(f"{public}\n{own}")
+            for written in (public, own):
+                say(written)
 
 
 def _may_replace(page: Path) -> bool:
@@ -99,7 +107,7 @@ def _print_comparison(folders: list[Path], page: Path, as_json: bool) -> None:
         private = "; ".join(f"{name} {range_}" for name, range_ in row["shown"])
         more = f"; and {len(row['more'])} more" if row["more"] else ""
         console.print(f"{row['name']} ({row['data']}, {row['records']} records), private: {private}{more}")
-    print(page)
+    say(page)
 
 
 def _print_columns(columns: list[dict[str, Any]], console: Console) -> None:

@@ -120,9 +120,9 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
     print_table(console, title, list(cells), zip(*cells.values(), strict=True), ("name", view.target_name))
     for line in (*describe_columns(found), found["accuracy_said"]):
         console.print(line)
-    own = shlex.quote(str(folder))
+    own = shlex.quote(str(folder)).replace("\n", "?")
     one = shlex.quote(view.names[most[0]]) if most and view.names else str(most[0] if most else 0)
-    console.print(f"One record: reconbound show {own} --record {one}. Pages: {found['report']}")
+    console.print(f"One record: reconbound show {own} --record {one}. Pages: {found['report'].replace(chr(10), '?')}")
 
 
 def _print_record(view: View, facts: dict[str, Any], record: int, floors: ndarray | None) -> None:

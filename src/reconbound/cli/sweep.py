@@ -88,9 +88,9 @@ def sweep_command(
             _print_json({**facts, "rows": rows})
         elif quiet:
             for caveat in (facts.get("caveats") or {}).values():  # even so: it takes floors away
-                print(f"Note: {caveat}", file=sys.stderr)
+                shared.say(f"Note: {caveat}", error=True)
             if facts["page"]:
-                print(facts["page"])
+                shared.say(facts["page"])
         else:
             _print_sweep(facts, rows)
         if not rows:
@@ -135,13 +135,13 @@ def frontier_command(
             _print_json({**facts, "at_least": at_least, "best": found})
         else:
             for line in cautions(rows, facts):
-                print(line)
+                shared.say(line)
             for name, row in found.items():
-                print(_best_line(rows, name, at_least, row, facts))
+                shared.say(_best_line(rows, name, at_least, row, facts))
             if any(row is not None and has_crossed([row], name) for name, row in found.items()):
                 print(CROSSED)
             for line in describe_majority(facts["guesses"]):
-                print(line)
+                shared.say(line)
         if None in found.values():
             raise typer.Exit(1)
 
@@ -182,8 +182,9 @@ def _print_sweep(facts: dict[str, Any], rows: list[Row]) -> None:
 
         sentences = verdict(rows, checked_floor(rows), facts.get("guesses"), measured_by(facts))
         for line in (*cautions(rows, facts), *sentences):
-            print(line)
-        print(f"{facts['table']}\n{facts['page']}")
+            shared.say(line)
+        for name in ("table", "page"):
+            shared.say(facts[name])
 
 
 def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions: list[str]) -> None:
@@ -213,7 +214,8 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
     delta = next((row["delta"] for rows in fronts.values() for row in rows if row.get("delta")), None)
     if delta is not None:
         console.print(f"ε is for replace-one neighbours at δ = {format_limit(delta, 6)}.")
-    console.print(f"{facts['finished']} of {facts['trials']} settings trained. {facts['page']}")
+    console.print(f"{facts['finished']} of {facts['trials']} settings trained.")
+    shared.say(facts["page"])
 
 
 @contextmanager

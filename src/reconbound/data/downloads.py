@@ -29,6 +29,7 @@ import numpy as np
 
 from reconbound._internal.checks import DataError, DataMissing
 from reconbound._internal.files import PUBLIC, write_whole
+from reconbound.data import csv
 from reconbound.data.dataset import DataOptions, Dataset, Feature, Pixels
 
 NAMES = ("mnist", "cifar10")
@@ -91,7 +92,7 @@ def mnist(folder: str | os.PathLike[str] | None = None, *, train: bool = True) -
     root, part = data_folder(folder) / "mnist", "train" if train else "t10k"
     images = read_idx(_find(root, f"{part}-images-idx3-ubyte"))
     labels = read_idx(_find(root, f"{part}-labels-idx1-ubyte"))
-    if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
+    if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels) or not images.size:
         raise DataError(f"{root}: {part} images of shape {images.shape} but labels of shape {labels.shape}")
     if labels.max(initial=0) > 9:
         raise DataError(f"{root}: a {part} label of {labels.max()}, so these are not digits")
@@ -130,6 +131,8 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
         raise DataError(f"{path}: not an IDX file of unsigned bytes (starts with {content[:4]!r})")
     rank = content[3]
     start = 4 + 4 * rank
+    if not 1 <= rank <= 4:
+        raise DataError(f"{path}: an array of {rank} axes, and 1 to 4 can be read")
     if len(content) < start:
         raise DataError(f"{path}: the header ends after {len(content)} of {start} bytes")
     shape = struct.unpack(f">{rank}I", content[4:start])
@@ -151,11 +154,14 @@ def _content(path: Path) -> bytes:
     opener = _OPENERS.get(path.suffix, open)
     try:
         with opener(path, "rb") as file:  # type: ignore[operator]
-            return bytes(file.read())
+            content = bytes(file.read(csv.MOST_UNPACKED + 1))
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as reason:
         raise DataError(f"{path}: damaged or cut off ({reason})") from None
     except OSError as reason:
         raise DataError(f"{path}: cannot be read ({reason.strerror})") from None
+    if len(content) > csv.MOST_UNPACKED:
+        raise DataError(f"{path}: unpacks to more than {csv.MOST_UNPACKED >> 20:,} MB, and no such data set does")
+    return content
 
 
 def fetch(name: str, root: Path, *, mirror: str | None = None) -> None:

@@ -9,11 +9,12 @@ import math
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -143,18 +144,25 @@ def load_file(path: str | os.PathLike[str], options: DataOptions) -> Dataset:
     file, place = os.fspath(path), Path(path)
     if file.lower().endswith(PARQUET):
         options.refuse("is for CSV files", "header")
-        table = Table(file, read_parquet(place))
+        table = Table(file, read_parquet(place, options.drop or ()))
     else:
         frame, decimal = csv.read_csv(place, options.header)
         table = Table(file, frame, decimal, "" if options.header is not None else f"; {csv.UNNAMED}")
     return _make_dataset(table, options)
 
 
-def read_parquet(path: Path) -> DataFrame:
+def read_parquet(path: Path, dropped: Sequence[str] | str = ()) -> DataFrame:
     """Reads a Parquet file; columns of text come as text, columns of a dictionary type as categories.
 
+    Columns that are left out are not read. So those of lists, structures or bytes are never read: a file of a kilobyte
+    can be made to hold billions of numbers in one row.
+
+    Args:
+        path: of the file.
+        dropped: columns to leave out.
+
     Raises:
-        DataError: where the file is damaged, or holds more than 1 GB.
+        DataError: where the file is damaged, or holds more than 1 GB, or a column of another type.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -166,16 +174,31 @@ def read_parquet(path: Path) -> DataFrame:
         stored = sum(facts.row_group(k).total_byte_size for k in range(facts.num_row_groups))
         if max(stored, 8 * facts.num_rows * facts.num_columns) > csv.MOST_UNPACKED:
             raise DataError(f"{path}: holds more than {csv.MOST_UNPACKED >> 20:,} MB; leave columns or rows out")
-        csv.check_names(str(path), schema.names, "")
-        texts = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
+        names = csv.check_names(str(path), schema.names, "")
+        left_out = tables.split_names(dropped, names)
+        kept = [one for one, name in zip(schema, names, strict=True) if name not in left_out]
+        for one in kept:
+            if not (pa.types.is_primitive(one.type) or _is_text(one.type)):
+                raise DataError(f"{path}, column {clean(one.name)!r}: {one.type} is neither a number nor text")
+        texts = [f.name for f in kept if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
         with pq.ParquetFile(path, read_dictionary=texts) as file:  # equal texts are kept once, however often they come
-            frame: DataFrame = file.read(use_threads=False).to_pandas(ignore_metadata=True)
-            return frame.astype(dict.fromkeys(texts, object))
+            frame: DataFrame = file.read([one.name for one in kept], use_threads=False).to_pandas(ignore_metadata=True)
+            return frame.astype(dict.fromkeys(texts, object)).reindex(columns=schema.names)
     except (DataError, MemoryError):
         raise
     except Exception as reason:  # pyarrow has many ways to say that a file is damaged
         words = " ".join(str(reason).split())
         raise DataError(f"{path}: damaged or not a Parquet file ({words[:160]})") from None
+
+
+def _is_text(kind: Any) -> bool:
+    """Returns whether a Parquet column holds text, each once, or nothing at all, or numbers of more digits."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return bool(types.is_primitive(kind.value_type) or _is_text(kind.value_type))
+    known = (types.is_string, types.is_large_string, types.is_null, types.is_decimal)
+    return any(test(kind) for test in known)
 
 
 def load_frame(frame: DataFrame, options: DataOptions) -> Dataset:

@@ -13,7 +13,7 @@ import numpy as np
 from reconbound._internal.checks import DataError, DataMissing, DataShown, InputError
 from reconbound.data import csv
 from reconbound.data.dataset import FOR_TABLES, DataOptions, Dataset, Feature, Pixels, clean
-from reconbound.data.tables import MOST_CATEGORIES, Column, check_column_options, make_table
+from reconbound.data.tables import MOST_CATEGORIES, Column, check_column_options, format_names, make_table
 
 # names of the arrays (whatever their case): inputs, targets, inputs to test on, targets to test on
 LAYOUTS = (
@@ -48,7 +48,7 @@ def load_npz(path: str | os.PathLike[str], options: DataOptions) -> Dataset:
     lower = {name.lower(): value for name, value in arrays.items()}
     layout = next((names for names in LAYOUTS if names[0] in lower and names[1] in lower), None)
     if layout is None:
-        names = sorted(arrays)
+        names = format_names(sorted(clean(name)[:60] for name in arrays))
         raise DataError(f"{file}: no arrays X and y (or x_train and y_train, inputs and targets) among {names}")
     x, y, x_test, y_test = (lower.get(name) for name in layout)
     assert x is not None
@@ -87,7 +87,10 @@ def _read(path: Path) -> dict[str, np.ndarray]:
             if file.read(6) == b"\x93NUMPY":
                 raise DataError(f"{path}: a single array, not an .npz file")
             with zipfile.ZipFile(file) as archive:
-                packed = [part for part in archive.infolist() if part.compress_type != zipfile.ZIP_STORED]
+                parts = archive.infolist()
+                if sum(part.compress_size for part in parts) > os.fstat(file.fileno()).st_size:
+                    raise DataError(f"{path}: damaged: its arrays lie within each other")  # and would fill any memory
+                packed = [part for part in parts if part.compress_type != zipfile.ZIP_STORED]
                 if sum(part.file_size for part in packed) > csv.MOST_UNPACKED:  # no part unpacks to more than it says
                     most = f"{csv.MOST_UNPACKED >> 20:,} MB"
                     raise DataError(f"{path}: unpacks to more than {most}; save it with numpy.savez if that is right")

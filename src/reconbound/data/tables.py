@@ -5,7 +5,6 @@ With every range declared, a row's numbers depend only on that row; ranges read 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,8 @@ MOST_CATEGORIES = 100
 ENOUGH = 50  # values of a column, from which on a few can be called outliers
 MOST_CLASS_NUMBERS = 20  # a target of at most so many different whole numbers is taken as classes
 MISSING = "(missing)"
+#: Widths of a range.
+NARROWEST, WIDEST = 1e-100, 1e100
 
 
 @dataclass(frozen=True)
@@ -149,9 +150,16 @@ def _check_range(name: str, pair: Any) -> tuple[float, float]:
     except (TypeError, ValueError):
         raise InputError("range", f"must give a lowest and a highest value of {name}", pair) from None
     low, high = number(f"the lowest {name}", low), number(f"the highest {name}", high)
-    if not low < high or not math.isfinite(high - low):
+    if not low < high:
         raise InputError("range", f"must run from a lower to a higher value of {name}", f"{low:g}:{high:g}")
+    if not _is_usable(low, high):
+        raise InputError("range", f"must be {NARROWEST:g} to {WIDEST:g} wide, of {name}", f"{low:g}:{high:g}")
     return low, high
+
+
+def _is_usable(low: float, high: float) -> bool:
+    """Returns whether floors in the unit of a range, and their squares, are numbers."""
+    return NARROWEST <= high - low <= WIDEST
 
 
 def make_table(
@@ -238,7 +246,7 @@ def _number_feature(
     if low == high:
         notes.append(f"{name}: every value is {low:g}")
         low, high = low - max(0.5, abs(low) / 2), high + max(0.5, abs(high) / 2)
-    if not math.isfinite(high - low) or not high - low >= np.finfo(np.float64).tiny:
+    if not _is_usable(low, high):
         raise DataShown(f"{table}, column {name!r}: values from {low:g} to {high:g} span no usable range; give one")
     source = f"no range was given, so {_format_range(low, high)} was read off the data, which tells about its records"
     notes.append(f"{name}: {source}{_describe_outliers(known)}")

@@ -36,6 +36,7 @@ REPAIR = "bring it back from a copy, or begin the sweep anew in another folder"
 AGAIN = "The sweep stops; nothing is lost: run the same command again to go on"
 QUIET = 3.0  # seconds of waiting before a line says so
 _LOCK = 0x7265636F6E  # "recon": the key of PostgreSQL's advisory lock
+_JOURNAL = bytes.fromhex("d9d505f920a163d7")  # at the end of a SQLite journal that names a super-journal
 _RACES = 2  # number of times that a refusal may be a race between two workers
 _DATABASE_ERRORS = (sql.exc.DBAPIError, sql.exc.TimeoutError, optuna.exceptions.StorageInternalError)
 _Result = TypeVar("_Result")
@@ -106,17 +107,39 @@ def engine_options(url: Any, *, reading: bool = False) -> dict[str, Any]:
 
 
 def _connect_reading(path: Path, how: str) -> Any:
+    _refuse_foreign_files(path)  # SQLite keeps its -shm file even so
     connection = sqlite3.connect(f"file:{quote(str(path))}?{how}", uri=True, timeout=120, check_same_thread=False)
     connection.execute("PRAGMA trusted_schema = OFF")  # the file may come from anyone
-    _refuse_views(connection)
+    _refuse_programs(connection)
     return connection
 
 
-def _refuse_views(connection: Any) -> None:
-    """Refuses a SQLite file with a view in place of a table: reading one may never end, and nothing interrupts it."""
-    found = connection.execute("SELECT count(*) FROM sqlite_master WHERE type = 'view'").fetchone()[0]
-    if found:
-        raise sqlite3.DatabaseError("it holds a view, and a sweep's has tables only")
+def _refuse_programs(connection: Any) -> None:
+    """Refuses a SQLite file with more than tables and indices: a view or a trigger may never end, and nothing stops it.
+
+    SQLite goes by the statement and not by the type that stands beside it.
+    """
+    for name, statement in connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"):
+        if not str(statement).upper().startswith(("CREATE TABLE ", "CREATE INDEX ", "CREATE UNIQUE INDEX ")):
+            what = " ".join(str(statement).split()[1:2]).lower()[:20]
+            raise sqlite3.DatabaseError(f"it holds a {what}, {str(name)[:60]!r}, and a sweep's has plain tables only")
+
+
+def _refuse_foreign_files(path: Path) -> None:
+    """Refuses a SQLite file that is another file's link, or whose journal names a file outside.
+
+    SQLite writes into the file itself, and so into everything that shares its content. When it takes a journal back, it
+    removes the file that the journal's end names as its super-journal, whatever that file is.
+    """
+    for own in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+        if own.exists() and own.stat().st_nlink > 1:
+            raise sqlite3.DatabaseError(f"{own.name} is a hard link, and its other names would change with it: copy it")
+    journal = path.with_name(f"{path.name}-journal")
+    if journal.exists():
+        with journal.open("rb") as file:
+            file.seek(-min(len(_JOURNAL), journal.stat().st_size), os.SEEK_END)
+            if file.read() == _JOURNAL:
+                raise sqlite3.DatabaseError(f"{journal.name} names another file, which SQLite would remove: remove it")
 
 
 @contextmanager
@@ -185,12 +208,13 @@ def _set_time_zone(connection: Any, _: Any) -> None:
 
 
 def check_whole(url: Any) -> None:
-    """Refuses a SQLite file whose own check finds damage: anything written to it could be lost."""
+    """Refuses a SQLite file whose own check finds damage, or that would act on other files or never end."""
     if url.get_backend_name() != "sqlite":
         return
     try:
+        _refuse_foreign_files(Path(_file(url)))
         with closing(sqlite3.connect(_file(url), timeout=120)) as connection:
-            _refuse_views(connection)
+            _refuse_programs(connection)
             result = str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
     except sqlite3.DatabaseError as reason:
         result = str(reason)

@@ -185,11 +185,26 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Formats all rows as CSV, with the floors on whose front each lies."""
+    """Formats all rows as CSV, with the floors on whose front each lies. No cell is a spreadsheet's formula."""
     columns = columns_of(rows)
     fronts = {floor: {id(row) for row in pareto(rows, floor)} for floor in floors_in(rows)}
-    cells = [[*map(row.get, columns), " ".join(n for n, front in fronts.items() if id(row) in front)] for row in rows]
+    cells = [
+        [
+            *(_no_formula(row.get(name)) for name in columns),
+            " ".join(n for n, front in fronts.items() if id(row) in front),
+        ]
+        for row in rows
+    ]
     return str(DataFrame(cells, columns=[*columns, "front"], dtype=object).to_csv(index=False, lineterminator="\n"))
+
+
+def _no_formula(cell: Any) -> Any:
+    """Returns a cell that a spreadsheet takes as text: the name of a received sweep's model may begin with =.
+
+    >>> _no_formula("=1+1"), _no_formula("mlp"), _no_formula(-1.5)
+    ("'=1+1", 'mlp', -1.5)
+    """
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) else cell
 
 
 def write_table(folder: str | os.PathLike[str], rows: Sequence[Row]) -> Path:

@@ -36,6 +36,8 @@ from reconbound.training.checkpoint import plain_json
 
 ERRORS = 3  # a setting that raised this many errors has failed
 DEATHS = 50  # and so has one on which this many workers died
+#: Optuna's own errors on tables that somebody edited; JSON can be too deep to be read.
+_DAMAGED = (LookupError, TypeError, AttributeError, ValueError, RecursionError)
 _HEARTBEATS = sql.table("trial_heartbeats", sql.column("heartbeat", sql.DateTime))
 
 
@@ -165,18 +167,24 @@ class Queue:
         found: dict[int, list[FrozenTrial]] = {}
         try:
             trials = self.study.get_trials(deepcopy=False)
-        except (LookupError, TypeError, AttributeError, ValueError) as reason:  # Optuna's own, on edited tables
-            raise DataError(
-                f"{self.shown} is damaged ({type(reason).__name__}: {database.first_line(reason)})"
-            ) from None
+        except _DAMAGED as reason:
+            raise self._damage(reason) from None
         for trial in trials:
             number = trial.user_attrs.get("slot")
             if type(number) is not int:
                 raise DataError(f"{self.shown} holds the sweep of an earlier version, or another program's study")
+            if (
+                type(trial.user_attrs.get("done", 0)) is not int
+                or type(trial.user_attrs.get("setting", {})) is not dict
+            ):
+                raise DataError(f"{self.shown} is damaged: setting {number} has other facts than reconbound's")
             found.setdefault(number, []).append(trial)
         if sorted(found) != list(range(len(found))):
             raise DataError(f"{self.shown} is damaged: trials are missing")
         return [Slot(number, tuple(found[number])) for number in sorted(found)]
+
+    def _damage(self, reason: Exception) -> DataError:
+        return DataError(f"{self.shown} is damaged ({type(reason).__name__}: {database.first_line(reason)})")
 
     # --- filling the queue ------------------------------------------------------------------
 
@@ -193,9 +201,14 @@ class Queue:
         facts = {**facts, "grace": self.grace}
         with database.exclusive_lock(self.url):
             slots = self.slots()
-            earlier = self.study.user_attrs.get("sweep")
+            try:
+                earlier = self.study.user_attrs.get("sweep")
+            except _DAMAGED as reason:
+                raise self._damage(reason) from None
             if earlier is None:
                 self.study.set_user_attr("sweep", facts)
+            elif not isinstance(earlier, dict):
+                raise DataError(f"{self.shown} is damaged: the facts of its sweep are no object")
             else:
                 self._check_same(earlier, facts)
             known = {key(slot.setting) for slot in slots if slot.setting is not None}

@@ -447,8 +447,11 @@ class PrivateSGD:
         shapes = {name: value.shape for name, value in self.model.state_dict().items()}
         if shapes != {name: value.shape for name, value in under("model/").items()}:
             raise ValueError("its parameters have other names or shapes than the model's")
+        released = under("released/")  # there is one once the first of several runs is over
+        if (released or place["run"]) and shapes != {name: value.shape for name, value in released.items()}:
+            raise ValueError("its released parameters have other names or shapes than the model's")
         self.model.load_state_dict(under("model/"))
-        self.first_parameters = under("released/")
+        self.first_parameters = released
         self._restart()
         checkpoints.restore_optimizer(self.optimizer, self.schedule, facts["state"], tensors)
         if self.accountant is not None:
