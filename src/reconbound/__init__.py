@@ -38,7 +38,10 @@ _HOME = {
     "load_release": "auditing.release",
     "PLD": "mechanisms",
     "RenyiDP": "mechanisms",
+    "Replacement": "fisher.worlds",
     "SampledGaussian": "mechanisms",
+    "StepDistances": "fisher.worlds",
+    "step_distances": "fisher.worlds",
     "step_information": "fisher",
 }
 
@@ -57,8 +60,10 @@ __all__ = [
     "PrivateSGD",
     "ProbeOptions",
     "RenyiDP",
+    "Replacement",
     "SampledGaussian",
     "Settings",
+    "StepDistances",
     "StepInformation",
     "StepOptions",
     "SumOptions",
@@ -71,6 +76,7 @@ __all__ = [
     "guarantee",
     "load_dataset",
     "load_release",
+    "step_distances",
     "step_information",
 ]
 
@@ -89,6 +95,7 @@ if TYPE_CHECKING:
         clipped_gradient_sum,
         step_information,
     )
+    from reconbound.fisher.worlds import Replacement, StepDistances, step_distances
     from reconbound.linear import PrivateLogisticRegression, PrivateRidge
     from reconbound.mechanisms import DP, PLD, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
     from reconbound.mechanisms.guarantee import Guarantee, floor, guarantee

@@ -290,7 +290,10 @@ def distances(**changes: Any) -> StepDistances:
         (lambda a: a.divergence("age"), "world must be one of"),
         (lambda a: a.max_success(1.5), "baseline must be at most 1"),
         (lambda a: a.divergences.mean_divergence("w", groups=[0]), "groups must be 3 whole numbers"),
-        (lambda a: FisherAccountant(a.account, worlds=["removed"]), "worlds must not name 'removed'"),
+        (
+            lambda a: FisherAccountant(a.account, worlds=["removed"]),
+            "worlds must name each world once, and not 'removed'",
+        ),
     ],
 )
 def test_bad_input_is_refused(use: Any, message: str) -> None:

@@ -147,9 +147,9 @@ def test_padding_and_worlds_that_change_nothing() -> None:
     [
         (lambda: Replacement("a"), "values must be a number or a list of numbers"),
         (lambda: Replacement(float("nan")), "values must be a finite number"),
-        (lambda: Replacement([1.0, 2.0], [0]), "values must be one number, or 1 of them"),
+        (lambda: Replacement([1.0, 2.0], [0]), "features must be 2, one for each of the values"),
         (lambda: Replacement(1.0, [0.5]), "features must be a list of whole numbers"),
-        (lambda: Replacement(1.0, part="label"), 'part must be "input" or "target"'),
+        (lambda: Replacement(1.0, part="label"), "part must be one of input, target"),
         (lambda: Replacement(1.0, [9])(torch.ones(2, 3), None), "features must lie between 0 and 2"),
         (lambda: Replacement(0.5)(torch.ones(2, 3, dtype=torch.int64), None), "values must fit the data"),
         (lambda: Replacement([1.0, 2.0])(torch.ones(2, 3), None), "values must be one number, or 3 of them"),

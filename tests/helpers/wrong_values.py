@@ -154,6 +154,11 @@ def _found_with_features() -> Any:
     return fisher.step_information(_model(), _loss, inputs[:2], targets[:2], **mechanism, options=options)
 
 
+def _distances() -> Any:
+    inputs, targets = _data()
+    return rb.step_distances(_model(), _loss, inputs[:2], targets[:2], {}, max_grad_norm=1.0)
+
+
 def _table() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(20, 2)) * 0.3
@@ -198,6 +203,7 @@ def cases(folder: Path) -> Iterator[Case]:
     }
     more = ("optimizer", "schedule", "initialise", "evaluate", "checkpoint", "private")
     sgd |= {**dict.fromkeys(more, lambda: None), "diagonal": lambda: "none", "spectral": lambda: False}
+    sgd |= {"worlds": lambda: {"all": rb.Replacement(0.5)}}
     sgd |= _only(feature_scale=1.0, every=1, evaluate_every=1, callbacks=(), whole_at=(), check=False)
     yield Case("PrivateSGD", rb.PrivateSGD, sgd, _trained)
     first = {name: sgd[name] for name in ("model", "loss_fn", "inputs", "targets", "settings", "private")}
@@ -222,7 +228,7 @@ def cases(folder: Path) -> Iterator[Case]:
     yield Case("Account", rb.Account, _only(**account), lambda found: (found.mechanism(), rb.FisherAccountant(found)))
     ledger = {
         "account": _account,
-        **_only(diagonal="none", spectral=False, feature_scale=1.0, keep_runs_at=[1, 2], device="cpu"),
+        **_only(diagonal="none", spectral=False, feature_scale=1.0, keep_runs_at=[1, 2], worlds=["w"], device="cpu"),
     }
     yield Case("FisherAccountant", rb.FisherAccountant, ledger, lambda found: (repr(found), found.dfil()))
     yield from _fisher_cases(sgd)
@@ -235,6 +241,7 @@ def cases(folder: Path) -> Iterator[Case]:
     bound = {
         "name": "n", "value": 1.0, "theorem": "t", "attacker": "any", "adjacency": "a", "sampler": "any", "assumes": (),
         "guess": None, "units": "", "coordinates": "average", "notes": (), "estimate": False, "proved": True,
+        "limits": "", "measure": "error",
     }  # fmt: skip
     yield Case("Bound", rb.Bound, _only(**bound))  # results: their own makers fill them
     yield Case("Guarantee", rb.Guarantee, _only(**vars(rb.guarantee(rb.DP(1.0)))))
@@ -247,6 +254,10 @@ def _fisher_cases(sgd: Mapping[str, Callable[[], Any]]) -> Iterator[Case]:
     yield Case("step_information", rb.step_information, step, repr)
     sums = {**problem, **mechanism, **_only(options=rb.SumOptions())}
     yield Case("clipped_gradient_sum", rb.clipped_gradient_sum, sums)
+    worlds = {"worlds": lambda: {"all": rb.Replacement(0.5)}}
+    yield Case("step_distances", rb.step_distances, {**problem, **worlds, **mechanism, "options": rb.SumOptions}, repr)
+    replacement = _only(values=0.5, features=[0], part="input", name=None)
+    yield Case("Replacement", rb.Replacement, replacement, lambda found: found(torch.ones(2, 3), torch.ones(2)))
     yield Case("check_batch", rb.check_batch, {**problem, "private": lambda: None})
     yield Case("check_model", rb.check_model, {"model": _model})
 
@@ -262,6 +273,7 @@ def _fisher_cases(sgd: Mapping[str, Callable[[], Any]]) -> Iterator[Case]:
     private = _only(part="input", name=None, features=[0])
     yield Case("Private", rb.Private, private, lambda found: measure(rb.StepOptions(private=found)))
     yield Case("StepInformation", rb.StepInformation, _only(**vars(_found())))  # results: their own makers fill them
+    yield Case("StepDistances", rb.StepDistances, _only(**vars(_distances())))
 
 
 def _table_cases(folder: Path) -> Iterator[Case]:
@@ -289,6 +301,12 @@ def _ledger_cases(folder: Path) -> Iterator[Case]:
         )
 
     yield method("add", indices=[0, 1], found=_found_with_features, weight=1.0, stratified=False)
+    yield method("add_distances", indices=[0, 1], found=_distances, weight=1.0, stratified=False)
+    yield method("divergence", world="removed", confidence=0.95)
+    yield method("max_success", baseline=0.1, world="removed", confidence=0.95)
+    norms = _only(indices=[0, 1], clipped_norm=torch.ones(2), weight=1.0, stratified=False)
+    empty = lambda **given: rb.FisherAccountant(_account()).add_norms(**given)  # noqa: E731
+    yield Case("FisherAccountant.add_norms", empty, norms, called={"clipped_norm": "indices"})
     yield method("follow", found=_found_with_features)
     yield method("begin_run", fingerprint="0" * 32)
     yield method("dfil", rule=None)

@@ -50,8 +50,13 @@ class DivergenceLedger(Ledger):
         super().__init__(device)
         self.account, self.from_batches, self._by_information = account, False, False
         self._pending: list[tuple[Tensor, Tensor, float]] = []  # records, clipped norms and weight of some batches
-        if worlds is not None and REMOVED in worlds:
-            raise InputError("worlds", f"must not name {REMOVED!r}, which is kept without being asked for", worlds)
+        if not (worlds is None or isinstance(worlds, list | tuple)) or not all(
+            isinstance(w, str) for w in worlds or ()
+        ):
+            raise InputError("worlds", "must be a list of names, or None", worlds)
+        if worlds is not None and (REMOVED in worlds or len({*worlds}) < len(worlds)):
+            why = f"must name each world once, and not {REMOVED!r}, which is kept without being asked for"
+            raise InputError("worlds", why, worlds)
         removed = (REMOVED,) if account.sampler == "poisson" else ()
         self.worlds = () if worlds is None else (*removed, *worlds)
         self.reach = account.mechanism().m  # the largest clipped norm over the noise
@@ -65,10 +70,10 @@ class DivergenceLedger(Ledger):
 
     def index(self, world: str) -> int:
         """Returns the row of a world; refuses one that is not kept."""
-        if world == REMOVED and REMOVED not in self.worlds:
+        if choice("world", world, (*self.worlds, REMOVED)) not in self.worlds:
             why = f"cannot be {REMOVED!r}: leaving a record out is accounted for with Poisson batches only"
             raise InputError("world", why, f"{self.account.sampler} batches")
-        return self.worlds.index(choice("world", world, self.worlds))
+        return self.worlds.index(world)
 
     # --- writing -------------------------------------------------------------------------
 

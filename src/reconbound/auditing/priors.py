@@ -1,4 +1,4 @@
-"""What is known of the private part without the model: guesses, what a regression leaves, shares of categories."""
+"""Facts of the private part that need no model: guesses, what a regression leaves, shares of categories."""
 
 from __future__ import annotations
 

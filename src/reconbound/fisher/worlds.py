@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from reconbound._internal.checks import InputError, function
+from reconbound._internal.checks import InputError, choice, function
 from reconbound._internal.opacus_hooks import without_hooks
 from reconbound._internal.rng import random_states_kept
 from reconbound.fisher.clipping import Clip, check_clip, clipping
@@ -60,12 +60,11 @@ class Replacement:
     name: str | int | None = None
 
     def __post_init__(self) -> None:
-        if self.part not in ("input", "target"):
-            raise InputError("part", 'must be "input" or "target"', self.part)
+        choice("part", self.part, ("input", "target"))
         try:
             values = torch.as_tensor(self.values, dtype=torch.float64)
             chosen = None if self.features is None else torch.as_tensor(self.features)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             raise InputError(
                 "values", "must be a number or a list of numbers, and features a list", self.values
             ) from None
@@ -74,7 +73,7 @@ class Replacement:
         if chosen is not None and (chosen.dim() != 1 or chosen.is_floating_point() or chosen.dtype == torch.bool):
             raise InputError("features", "must be a list of whole numbers", self.features)
         if chosen is not None and values.dim() == 1 and len(values) != len(chosen):
-            raise InputError("values", f"must be one number, or {len(chosen)} of them", self.values)
+            raise InputError("features", f"must be {len(values)}, one for each of the values", self.features)
         object.__setattr__(self, "values", values.item() if values.dim() == 0 else tuple(values.tolist()))
         object.__setattr__(self, "features", None if chosen is None else tuple(chosen.tolist()))
 
