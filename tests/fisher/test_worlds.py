@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from reconbound.fisher import SumOptions
 from reconbound.fisher.clipping import clipping
 from reconbound.fisher.worlds import Replacement, step_distances
+from reconbound.validate import ModelError
 from small_models import cross_entropy
 
 RECORDS = 6
@@ -123,10 +124,10 @@ def test_a_small_move_does_not_cancel(name: str) -> None:
 
 
 def test_a_model_that_takes_another_way_is_not_measured_wrongly() -> None:
-    """Layer rules cannot compare two ways through a model, and torch.func cannot follow a branch on values."""
+    """Its records depend on each other, and torch.func cannot follow a branch on values: it is refused in words."""
     torch.manual_seed(0)
     model, x, y = Branching().double(), vectors(), torch.randint(0, 3, (RECORDS,))
-    with pytest.raises(RuntimeError, match="data-dependent control flow"):
+    with pytest.raises(ModelError, match="data-dependent control flow"):
         step_distances(model, losses, x, y, {"w": Replacement(9.0, [0])}, max_grad_norm=1.0)
 
 

@@ -24,6 +24,9 @@ from reconbound.report.success import BASELINES, Success
 from reconbound.report.text import success_notes
 from reconbound.report.view import View
 
+#: People's income has no declared range.
+INFERRED = "If every range were known without the data (here income was read off it): "
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -85,13 +88,13 @@ def test_the_first_sentence_says_what_the_table_and_the_json_say(
     row = found.row(lead)
     median, p99, most = (format_percent(row[name]) for name in ("median", "p99", "max"))
     first, second, third = headline(view)[-3:]
-    assert first == (
-        f"Whoever could guess the {lead.name} of a record with a chance of 10% from a model trained without that value "
-        f"can do so from this model with at most {median} (half of the records), {p99} (all but 1 in 100) and {most} "
-        "(the most exposed)."
+    assert first.removeprefix(INFERRED) == (
+        f"whoever could guess the {lead.name} of a record with a chance of 10% from a model trained without that value "
+        f"can do so from this model with at most {median} (the better-protected half of the records), {p99} (all but 1 "
+        f"in 100) and {most} (the most exposed)."
     )
     assert second.startswith(f"Averaged over the records, a guess of {lead.name} errs by at least ±")
-    assert third.startswith("Such chances hold for every attacker; they are ")
+    assert third.startswith("This binds every attacker; ")
     page = html.unescape((folder / REPORT).read_text())
     assert first in page
     assert page.index(first) < page.index('id="success"') < page.index('id="unbiased"') < page.index('id="floors"')
@@ -125,8 +128,26 @@ def test_notes_name_the_other_world_and_what_is_not_said(folder: Path) -> None:
     notes = dict(success_notes(view))
     assert view.success.leading is not None
     assert view.success.leading.reference in notes["The other chance"]
+    assert "With twice the noise" in notes["More noise"]
     assert notes["What it does not say"].startswith("That the other chance is small.")
     assert "estimate" in notes["Most likely"]
+
+
+def test_chances_that_the_noise_decides_are_called_proved(folder: Path) -> None:
+    """Neither estimates nor limits over runs: nothing that was measured enters them, and nobody is most exposed."""
+    run, leakage = read_audit(folder)
+    assert leakage.nats is not None
+    view = View(run, replace(leakage, nats=torch.full_like(leakage.nats, 1e3), nats_upper=None))
+    lead = view.success.leading
+    assert lead is not None
+    row = view.success.row(lead)
+    assert row["basis"] == "mechanism"
+    assert row["median"] == row["max"] == view.success.mechanism_chance(lead)
+    first, *_, last = headline(view)
+    assert "better-protected half" not in first
+    assert last.startswith("This is what the noise allows at most, whatever the data: it is proved")
+    assert view.success.most_exposed(lead) == []
+    assert view.success.with_twice_the_noise(lead) < view.success.mechanism_chance(lead)
 
 
 def test_a_weak_guarantee_comes_first(tmp_path: Path) -> None:
@@ -146,5 +167,5 @@ def test_without_fisher_information_the_page_has_the_chances_only(folder: Path) 
         assert f'id="{part}"' not in page
     assert "unbiased attacker errs" not in page
     first = headline(View(run, bare))
-    assert first[0].startswith("Whoever could guess")
+    assert first[0].startswith(f"{INFERRED}whoever could guess")
     assert len(first) == 2

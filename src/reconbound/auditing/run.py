@@ -270,6 +270,7 @@ def _data_facts(dataset: Dataset) -> dict[str, Any]:
         return {**found, "shape": list(dataset.shape), "private": ["tokens"], "public": []}
     private = dataset.private_features
     found["private"] = list(dataset.columns[0])  # of numbers and of categories, by their columns
+    found["categories"] = [name for name in found["private"] if name not in {f.name for f in private}]
     found["public"] = list(dict.fromkeys(name.partition(" = ")[0] for name in dataset.columns[1]))  # no categories
     found["ranges"] = {f.name: [f.low, f.high] for f in private if f.declared}
     found["units"] = {f.name: f.unit for f in private if f.unit}

@@ -24,7 +24,7 @@ MOST_WORLDS = 40
 #: Texts of at most so many tokens have a world for each.
 FEW_TOKENS = 16
 #: What stands in the place of every token.
-_TOKEN = "token 0"
+_TOKEN = "number 0 of the vocabulary"
 #: Of a number in its range: what stands in its place.
 _MIDDLE = 0.5
 
@@ -37,7 +37,7 @@ class AuditWorld:
         kind: "column" (of numbers), "category" (a column of categories), "token" (at one place), or "private" (the
             whole private part).
         world: what is replaced, by flat columns of a record's input.
-        reference: what stands in its place, for people: "38.5 years", "no category", "token 0".
+        reference: what stands in its place, for people: "38.5 years", "no category".
     """
 
     kind: str

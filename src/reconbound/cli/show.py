@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reconbound._internal.checks import InputError
-from reconbound._internal.formatting import format_floor
+from reconbound._internal.formatting import format_floor, format_percent
 from reconbound.cli.options import confidential_note, plain_errors, print_json, print_table, print_warnings, terminal
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
     from reconbound.cli.audit import describe_columns, result
 
     found = result(folder)
-    most = [int(i) for i in view.leakage.kept[: int(view.facts.get("most", 5))]]
+    most = [int(i) for i in view.leakage.kept[: int(view.facts.get("most", 5))]] if view.unbiased else []
     rows: list[dict[str, Any]] = [
         {
             "record": i,
@@ -107,8 +107,9 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
     console = terminal()
     for line in found["verdict"]:
         console.print(line)
+    _print_most_likely(view, console)
     over = "" if view.single or view.image else ", over all columns"
-    title = f"The most exposed, floors in ± {view.of_range}{over}"
+    title = f"The most exposed for attackers without outside knowledge, floors in ± {view.of_range}{over}"
     cells: dict[str, list[str]] = {"record": [f"{row['record']:,}" for row in rows]}
     if view.names:
         cells["name"] = [row["name"] for row in rows]
@@ -117,12 +118,25 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
         limits = [row["floor_lower_limit"] for row in rows]
         cells["at least, with confidence"] = ["none" if limit is None else format_floor(limit) for limit in limits]
     cells["estimate"] = [format_floor(row["floor_estimate"]) for row in rows]
-    print_table(console, title, list(cells), zip(*cells.values(), strict=True), ("name", view.target_name))
+    if rows:
+        print_table(console, title, list(cells), zip(*cells.values(), strict=True), ("name", view.target_name))
     for line in (*describe_columns(found), found["accuracy_said"]):
         console.print(line)
     own = shlex.quote(str(folder)).replace("\n", "?")
     one = shlex.quote(view.names[most[0]]) if most and view.names else str(most[0] if most else 0)
     console.print(f"One record: reconbound show {own} --record {one}. Pages: {found['report'].replace(chr(10), '?')}")
+
+
+def _print_most_likely(view: View, console: Any) -> None:
+    """Prints the records with the largest chances of success in the leading world, where they differ."""
+    lead = view.success.leading
+    most = [] if lead is None else view.success.most_exposed(lead)
+    if lead is None or not most:
+        return
+    chances = view.success.chances(lead)
+    title = f"The largest chances ({lead.name}), for every attacker who has 10% without"
+    named = [(view.record_name(i), view.target(i), format_percent(float(chances[i]))) for i in most]
+    print_table(console, title, ["record", view.target_name, "at most"], named, ("record", view.target_name))
 
 
 def _print_record(view: View, facts: dict[str, Any], record: int, floors: ndarray | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from reconbound._internal.checks import InputError, choice, function
 from reconbound._internal.opacus_hooks import without_hooks
@@ -26,9 +26,7 @@ from reconbound.fisher.options import (
     check_values,
     released,
 )
-from reconbound.fisher.passes.generic import GenericPass
-from reconbound.fisher.passes.recorder import NotCovered
-from reconbound.fisher.sums import Pass, as_present, micro_batches, open_pass
+from reconbound.fisher.sums import as_present, micro_batches, open_pass
 from reconbound.validate.private import Inputs, Private, Problem, batch_rows, private_part
 
 #: Changes a batch: (inputs, targets) → those of another world, with the same shapes.
@@ -164,7 +162,7 @@ def step_distances(
 
         ‖g̃‖,   ‖g̃'‖,   ‖g̃ − g̃'‖²      g̃ the clipped gradient, g̃' the one with the reference in place
 
-    It costs one forward and backward pass, and one more for each world.
+    It costs one forward and backward pass, and one more for each world; all are one batch.
 
     Args:
         model: as in `step_information`; it may have kinks, and need not be differentiable by the record.
@@ -207,34 +205,28 @@ def _distances(
     problem: Problem, batch: tuple[Tensor, Inputs, Any], worlds: Mapping[str, World], clip: Clip, bound: float,
     options: SumOptions,
 ) -> StepDistances:  # fmt: skip
-    """Returns the distances of a micro-batch."""
+    """Returns the distances of a micro-batch; all worlds go through the model in one batch."""
     z, inputs, targets = batch
-    work, factor, norm = _clipped(problem, batch, clip, bound, options)
-    others, distances = {}, {}
-    for name, world in worlds.items():
-        changed = _changed(name, world, inputs, targets)
-        there, other_factor, others[name] = _clipped(problem, (z, *changed), clip, bound, options)
-        try:
-            if type(work) is not type(there):
-                raise NotCovered
-            distances[name] = work.squared_distances(factor, there, other_factor)  # type: ignore[arg-type]
-        except NotCovered:  # record by record, in both worlds
-            one, two = (GenericPass(problem, *at) for at in (batch, (z, *changed)))
-            factors = [clipping(p.norms(), bound, check_clip(clip)).factor for p in (one, two)]
-            distances[name] = one.squared_distances(factors[0], two, factors[1])
-    return StepDistances(work.losses, norm, others, distances, bound, clip)
-
-
-def _clipped(
-    problem: Problem, batch: tuple[Tensor, Inputs, Any], clip: Clip, bound: float, options: SumOptions
-) -> tuple[Pass, Tensor, Tensor]:
-    """Returns a pass, its clip factors and its clipped norms."""
-    work = open_pass(problem, batch, options.method, check=not options.checked, measured=False)
+    there = [_changed(name, world, inputs, targets) for name, world in worlds.items()]
+    joined = tree_map(
+        lambda *rows: torch.cat(rows) if isinstance(rows[0], Tensor) else rows[0], *[(inputs, targets), *there]
+    )
+    work = open_pass(
+        problem, (z.repeat(1 + len(there)), *joined), options.method, check=not options.checked, measured=False
+    )
     norms = work.norms()
     if not options.checked:
         check_overflow(norms, "gradient norm", "its gradient")
     factor = clipping(norms, bound, check_clip(clip)).factor
-    return work, factor, factor * norms
+    real, *others = (slice(k * len(z), (k + 1) * len(z)) for k in range(1 + len(there)))
+    own = work.rows(real)
+    distances = {
+        name: own.squared_distances(factor[real], work.rows(rows), factor[rows])  # type: ignore[arg-type]
+        for name, rows in zip(worlds, others, strict=True)
+    }
+    clipped = factor * norms
+    other_norm = {name: clipped[rows] for name, rows in zip(worlds, others, strict=True)}
+    return StepDistances(work.losses[real], clipped[real], other_norm, distances, bound, clip)
 
 
 def _changed(name: str, world: World, inputs: Any, targets: Any) -> tuple[Any, Any]:

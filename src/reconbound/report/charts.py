@@ -188,7 +188,7 @@ def success(view: View) -> Chart | None:
     series = [
         (f"the most exposed {view.noun}", [r["max"] for r in rows], VERMILLION, "solid"),
         ("all but 1 in 100", [r["p99"] for r in rows], ORANGE, "dash"),
-        (f"half of the {view.noun}s", [r["median"] for r in rows], BLUE, "solid"),
+        (f"the better-protected half of the {view.noun}s", [r["median"] for r in rows], BLUE, "solid"),
         ("the mechanism, whatever the data", best, GREY, "dot"),
         ("no help from the model", baselines, GREEN, "dashdot"),
     ]

@@ -47,7 +47,7 @@ def finding(view: View) -> list[str]:
         return unbiased_finding(view)
     names = [view.feature_name(j) for j in range(view.features)]
     unit = view.feature_unit(names.index(found.leading.name)) if found.leading.name in names else ""
-    return paragraphs("success.txt", view=view, found=found, unit=unit)
+    return conditional(view.run, paragraphs("success.txt", view=view, found=found, unit=unit))
 
 
 def unbiased_finding(view: View) -> list[str]:
@@ -86,12 +86,15 @@ def conditional(run: Run, sentences: list[str]) -> list[str]:
     """
     if not sentences or not run.data.get("inferred_ranges"):
         return sentences
+    first, *rest = sentences
+    if run.data.get("kind") == "tokens":
+        return [f"If the vocabulary were known without the data: {first[0].lower()}{first[1:]}", *rest]
     ranges, private = run.data.get("ranges") or {}, [str(name) for name in run.data.get("private") or ()]
-    names = [clean(name, 40) for name in private if name not in ranges]
+    numbers = [name for name in private if name not in (run.data.get("categories") or ())]
+    names = [clean(name, 40) for name in numbers if name not in ranges]
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     were = "was" if len(names) == 1 else "were"
     which = f"here {listed} {were} read off it" if names else "here some were read off it"
-    first, *rest = sentences
     return [f"If every range were known without the data ({which}): {first[0].lower()}{first[1:]}", *rest]
 
 

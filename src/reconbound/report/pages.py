@@ -93,7 +93,7 @@ def success_table(view: View) -> dict[str, Any] | None:
     rows = []
     for world in found.worlds:
         row = found.row(world)
-        names = {"removed": f"the whole {view.noun} (left out)", "private": f"all {view.private_parts} together"}
+        names = {"removed": f"the whole {view.noun}", "private": "everything private together"}
         texts = {name: format_percent(row[name]) for name in ("median", "p99", "max")}
         rows.append({"name": names.get(world.kind, world.name), "reference": world.reference, **texts})
     chances = found.chances(found.leading)

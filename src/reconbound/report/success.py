@@ -5,7 +5,7 @@ Every number binds every attacker on every model (docs/theory/any_attacker.md 6.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -61,13 +61,12 @@ class Success:
             for k, row in enumerate(rows)
         ]
 
-    @property
+    @cached_property
     def leading(self) -> World | None:
-        """Returns the world of the first sentence: the most exposed private column, otherwise the record left out."""
-        columns = [w for w in self.worlds if w.kind in ("column", "category")]
-        if columns:
-            return max(columns, key=lambda w: (float(self.chances(w).max()), float(np.median(self.nats(w)))))
-        return next(iter(self.worlds), None)
+        """Returns the world of the first sentence: the most exposed column or token, otherwise of all worlds."""
+        single = [w for w in self.worlds if w.kind in ("column", "category", "token")]
+        order = single or self.worlds
+        return max(order, key=lambda w: (float(self.chances(w).max()), float(np.median(self.nats(w)))), default=None)
 
     def limited(self, world: World) -> bool:
         """Returns whether most chances in a world are at confidence limits."""
@@ -118,8 +117,21 @@ class Success:
         """
         return mechanism_success(self._account, baseline, removed=world.kind == "removed")
 
+    def with_twice_the_noise(self, world: World, baseline: float = SHOWN) -> float:
+        """Returns the largest chance of success that the mechanism would allow with twice its noise.
+
+        Args:
+            world: the other world.
+            baseline: κ.
+        """
+        more = replace(self._account, noise_multiplier=2 * self._account.noise_multiplier)
+        return mechanism_success(more, baseline, removed=world.kind == "removed")
+
     def row(self, world: World, baseline: float = SHOWN) -> dict[str, Any]:
-        """Returns what holds for half of the records, for all but 1 in 100, and for all.
+        """Returns what holds for half of the records, for all but 1 in 100, and for all, and on what that rests.
+
+        "basis": "mechanism" where half of the records have no lower limit than the noise's own, which is proved; "upper
+        limits" or "estimates" otherwise.
 
         Args:
             world: the other world.
@@ -129,6 +141,8 @@ class Success:
         median, p99 = (float(chances[_place(share, len(chances))]) for share in (0.5, 0.99))
         found: dict[str, Any] = {"world": world.name, "baseline": baseline}
         found |= {"median": median, "p99": p99, "max": float(chances[-1])}
+        if median >= self.mechanism_chance(world, baseline):
+            return {**found, "basis": "mechanism"}
         return {**found, "basis": "upper limits" if self.limited(world) else "estimates"}
 
     def rows(self) -> list[dict[str, Any]]:
@@ -141,7 +155,9 @@ class Success:
         return min(float(success_estimate(baseline, most)), float(self.chances(world, baseline).max()))
 
     def most_exposed(self, world: World, count: int = 10) -> list[int]:
-        """Returns the records with the largest chances, the largest first."""
+        """Returns the records with the largest chances, the largest first; none where all have the same."""
+        if float(np.ptp(self.chances(world))) == 0:
+            return []
         return [int(i) for i in np.argsort(-self.nats(world), kind="stable")[:count]]
 
     def average_floors(self) -> dict[str, tuple[float, float]]:

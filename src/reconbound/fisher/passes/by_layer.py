@@ -13,6 +13,7 @@ one.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,6 @@ from reconbound.fisher.passes import products
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule
 from reconbound.fisher.passes.products import Pair, Params, wide_dtype
 from reconbound.fisher.passes.recorder import (
-    NotCovered,
     Recorder,
     Site,
     check_covered,
@@ -172,14 +172,9 @@ class LayerPass:
 
         Args:
             weights: w of each record, (B,).
-            other: a pass of the same model over the same records, with other inputs or targets.
+            other: `rows` of the same pass, with the same records in another world.
             other_weights: w' of each record, (B,).
-
-        Raises:
-            NotCovered: the two passes do not use the same layers.
         """
-        if self._layout() != other._layout():
-            raise NotCovered("the model takes another way for the other inputs")
         pairs: list[list[Pair]] = []
         for a, delta, a2, delta2 in zip(self.inputs, self.deltas, other.inputs, other.deltas, strict=True):
             one, two = (
@@ -192,9 +187,12 @@ class LayerPass:
                 pairs.append([(a, one), (a2, -two)])
         return self._squares_of(pairs)
 
-    def _layout(self) -> list[Any]:
-        return [(s.weight, s.bias, type(s.rule), a.shape, d.shape) for s, a, d in
-                zip(self.sites, self.inputs, self.deltas, strict=True)]  # fmt: skip
+    def rows(self, rows: slice) -> LayerPass:
+        """Returns the pass of some rows of the batch, for `squared_distances`."""
+        found = copy(self)
+        found.losses, found.formed, found.columns = self.losses[rows], {}, {}
+        found.inputs, found.deltas = [a[rows] for a in self.inputs], [d[rows] for d in self.deltas]
+        return found
 
     def _squares_of(self, pairs: list[list[Pair]]) -> Tensor:
         """Returns the squared norm of the gradients that pairs (a, δ) of each use make, (B,), in float64."""

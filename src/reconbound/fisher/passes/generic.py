@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, Literal
 
 import torch
@@ -54,6 +55,11 @@ class GenericPass:
     def moved(self, v: Tensor) -> Tensor:
         moved: dict[str, Tensor] = self._each(self._push, self.z, v.to(self.z.dtype))
         return torch.stack([squares(_rows(m)) for m in moved.values()]).sum(0)
+
+    def rows(self, rows: slice) -> GenericPass:
+        found = copy(self)
+        found.gradients = {name: g[rows] for name, g in self.gradients.items()}
+        return found
 
     def squared_distances(self, weights: Tensor, other: GenericPass, other_weights: Tensor) -> Tensor:
         differences = [
