@@ -346,6 +346,9 @@ def read_leakage(folder: str | os.PathLike[str]) -> Leakage:
     try:
         for name in (name for name in _NUMBERS if facts.get(name) is not None):
             number(name, facts[name])
+        for name in ("copies", "category_entropy", "category_columns"):
+            if not isinstance(facts.get(name) or {}, Mapping):
+                raise InputError(name, "must be an object", facts[name])
         for name in (name for name in _LISTS if facts.get(name) not in (None, [])):
             numbers(name, facts[name])
     except InputError as reason:
