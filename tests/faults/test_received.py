@@ -377,8 +377,8 @@ def test_text_in_place_of_a_number_is_one_line_that_names_file_and_field(base, f
     (folder / "run.json").write_bytes(sealed_json(run))
     (folder / "leakage.safetensors").write_bytes(sealed(tensors, facts))
     named, field = str(folder / file), last
-    if place in ("copies", "private"):  # what cannot be told before it is used: the folder, and why
-        named, field = f"{folder} is damaged, or", {"copies": "largest", "private": "shapes (2,) (4,)"}[place]
+    if place == "private":  # what cannot be told before it is used: the folder, and why
+        named, field = f"{folder} is damaged, or", "shapes (2,) (4,)"
     for words in (["report", str(folder)], ["show", str(folder)]):
         refused(words, f"reconbound: {named} ")
         refused(words, field)
