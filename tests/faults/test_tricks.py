@@ -153,6 +153,29 @@ def test_attributes_that_are_no_facts_are_one_line(base, table, text) -> None:
         assert found.clear, (words[0], found)
 
 
+@pytest.mark.parametrize("value", ["NULL", "9e999", "'x'"])
+def test_values_that_optuna_cannot_read_are_one_line(base, value) -> None:
+    with closing(sqlite3.connect(base / "sweep" / "sweep.db")) as connection, connection:
+        connection.execute(f"UPDATE trial_values SET value = {value}")
+    for words in (["frontier", str(base / "sweep")], small_folders.sweep_words(base, "sweep")):
+        found = ended(words)
+        assert found.clear, (words[0], found)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 10**400, "x", [], {}], ids=range(6))
+def test_a_trial_whose_rows_are_no_numbers_is_trained_again(done, base, value) -> None:
+    """What is kept in a trial's folder for a worker that is killed before it stores it."""
+    with closing(sqlite3.connect(base / "sweep" / "sweep.db")) as connection, connection:
+        connection.execute("UPDATE trials SET state = 'WAITING' WHERE number = 1")
+    path = base / "sweep" / "trials" / "00001" / "trial.json"
+    content = {k: v for k, v in json.loads(path.read_text()).items() if k != "sha256"}
+    content["rows"][1]["accuracy"] = value
+    path.write_text(json.dumps({**content, "sha256": json_digest(content)}))
+    found = ended(small_folders.sweep_words(base, "sweep"))
+    assert found.status == 0, found
+    assert (base / "sweep" / "sweep.csv").read_bytes() == (done / "sweep" / "sweep.csv").read_bytes()
+
+
 @pytest.mark.parametrize("name", ["slot", "setting", "done", "owner", "rows", "sha256", "error", "final"])
 @pytest.mark.parametrize("text", ["1e999", '"x"', "[1]"])
 def test_a_fact_of_a_trial_of_another_kind_is_one_line(base, name, text) -> None:
@@ -172,7 +195,7 @@ def test_a_fact_of_a_trial_of_another_kind_is_one_line(base, name, text) -> None
 
 
 @pytest.mark.parametrize(
-    "value", [10**400, -(10**320), math.inf, math.nan, "\ud800", "a\nreconbound: b", 1e-320], ids=ascii
+    "value", [10**400, -(10**320), math.inf, math.nan, "\ud800", "a\nreconbound: b", 1e-320], ids=range(7)
 )
 def test_numbers_beyond_all_ranges_are_one_line_or_a_result(base, value) -> None:
     """JSON as Python reads it holds 1e999, NaN and whole numbers of any length."""

@@ -37,7 +37,7 @@ from reconbound.training.checkpoint import plain_json
 ERRORS = 3  # a setting that raised this many errors has failed
 DEATHS = 50  # and so has one on which this many workers died
 #: Optuna's own errors on tables that somebody edited; JSON can be too deep to be read.
-_DAMAGED = (LookupError, TypeError, AttributeError, ValueError, RecursionError)
+_DAMAGED = (LookupError, TypeError, AttributeError, ValueError, RecursionError, AssertionError)
 _HEARTBEATS = sql.table("trial_heartbeats", sql.column("heartbeat", sql.DateTime))
 
 

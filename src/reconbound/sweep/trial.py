@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reconbound._internal.checks import InputError
+from reconbound._internal.checks import LARGEST, InputError
 from reconbound._internal.files import CONFIDENTIAL, Unreadable, disk_fault, sealed_json, unsealed_json, write_whole
 from reconbound.accounting.spec import Account
 from reconbound.auditing.leakage import baseline_of
@@ -308,4 +308,11 @@ def finished_rows(folder: Path, about: Mapping[str, Any]) -> list[Row] | None:
     if any(content.get(name) != value for name, value in about.items()):
         return None
     rows: Any = content.get("rows")
-    return rows if isinstance(rows, list) and all(isinstance(row, dict) for row in rows) else None
+    return rows if isinstance(rows, list) and all(map(_is_row, rows)) else None
+
+
+def _is_row(row: Any) -> bool:
+    """Returns whether a row is as `Trainer._row` makes it: numbers that are finite, or nothing."""
+    if not isinstance(row, dict) or not {"steps", "accuracy"} <= set(row):
+        return False
+    return all(value is None or (isinstance(value, int | float) and abs(value) <= LARGEST) for value in row.values())
