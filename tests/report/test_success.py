@@ -72,6 +72,12 @@ def test_limits_come_before_estimates_and_unmeasured_records_have_the_mechanisms
     assert found.row(age)["basis"] == "upper limits"
     assert not found.limited(found.worlds[0])
     assert found.row(found.worlds[0])["basis"] == "estimates"
+    assert (found.row(age)["without_limit"], found.row(found.worlds[0])["without_limit"]) == (9, 40)
+    worlds = [{**w, "kind": "private"} if w["name"] == "income" else w for w in leakage.facts["worlds"]]  # age leads
+    told = replace(leakage, nats_upper=upper, nats_measured=times, facts={**leakage.facts, "worlds": worlds})
+    assert headline(View(run, told))[-1].endswith("at 95 % confidence, except for 9 records with an estimate only.")
+    upper[1] = leakage.nats[1]
+    assert headline(View(run, told))[-1].endswith("at 95 % confidence.")
 
 
 def test_the_first_sentence_says_what_the_table_and_the_json_say(
@@ -120,6 +126,25 @@ def test_average_floors_are_van_trees(folder: Path) -> None:
         assert with_it < without
 
 
+def test_average_floors_need_a_model_without_caveats(folder: Path) -> None:
+    """They rest on Fisher information, which misses what jumps; the chances do not."""
+    run, leakage = read_audit(folder)
+    told = headline(View(run, leakage))
+    assert "with this model (an estimate) and by" in told[-2]
+    kinked = headline(View(replace(run, caveats={"kinks": "The floors are not proved."}), leakage))
+    assert kinked == [*told[:-2], told[-1]]
+
+
+def test_one_token_never_stands_for_the_whole_record(folder: Path) -> None:
+    """With batches of a fixed size the world of the first token comes first, and its divergence is the smallest."""
+    run, leakage = read_audit(folder)
+    kinds = ("token", "token", "token", "private")
+    worlds = [{"name": f"token {k}", "kind": kind, "reference": "token 0"} for k, kind in enumerate(kinds)]
+    lead = Success(run, replace(leakage, facts={**leakage.facts, "worlds": worlds})).leading
+    assert lead is not None
+    assert lead.kind == "private"
+
+
 def test_notes_name_the_other_world_and_what_is_not_said(folder: Path) -> None:
     view = View(*read_audit(folder))
     notes = dict(success_notes(view))
@@ -127,6 +152,10 @@ def test_notes_name_the_other_world_and_what_is_not_said(folder: Path) -> None:
     assert view.success.leading.reference in notes["The other chance"]
     assert notes["What it does not say"].startswith("That the other chance is small.")
     assert "estimate" in notes["Most likely"]
+    assert "somebody who has several is more exposed" in notes["What it does not say"]
+    assert notes["Ranges"].startswith("Some columns’ ranges were read off the data, and so were their middles.")
+    declared = {**view.facts, "inferred_ranges": False}
+    assert "Ranges" not in dict(success_notes(View(view.run, replace(view.leakage, facts=declared))))
 
 
 def test_a_weak_guarantee_comes_first(tmp_path: Path) -> None:
