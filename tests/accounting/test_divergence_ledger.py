@@ -341,3 +341,11 @@ def test_the_mean_is_not_lowered_by_the_caps_of_single_records() -> None:
     cap, error = ledger.divergences.cap("removed"), math.sqrt((1 - rate) / (steps * rate * records))
     for mean in (*ledger.divergences.mean_divergence(), *ledger.divergences.mean_divergence(groups=[0] * records)):
         assert cap * (1 - 5 * error) < mean <= cap  # capped one by one: 11 % below
+
+
+@pytest.mark.parametrize("changes", [{"sampler": "fixed"}, {"sampler": "shuffle"}])
+def test_norms_are_refused_at_once_where_removed_is_not_kept(changes: Any) -> None:
+    ledger = FisherAccountant(account(rules=None, **changes), worlds=["w"])
+    with pytest.raises(ValueError, match="cannot be 'removed'"):
+        ledger.add_norms([0], torch.full((1,), 0.5))
+    ledger.finish_run()

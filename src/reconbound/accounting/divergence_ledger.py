@@ -105,6 +105,7 @@ class DivergenceLedger(Ledger):
             weight: q over the chance of a record to be measured at this step; 1 for those of the batch.
             stratified: each record is measured exactly once in each block of steps.
         """
+        self.index(REMOVED)  # refused here, not when the batch is settled
         if self._by_information:
             why = f"must not be added beside information, which counts for {REMOVED!r} itself"
             raise InputError("clipped_norm", why, f"{len(index)} norms")
