@@ -316,3 +316,36 @@ def test_norms_beside_information_would_count_twice() -> None:
 def test_reach_is_that_of_the_clip() -> None:
     ledger = FisherAccountant(account(clip="smooth", noise_multiplier=2.0))
     assert ledger.divergences.reach == sensitivity("smooth") / 2
+
+
+def test_a_record_measured_in_the_run_under_way_only_has_the_cap() -> None:
+    ledger, half = FisherAccountant(account(rules=None)), torch.full((1,), 0.5)
+    ledger.add_norms([0], half)
+    assert "a run in progress" in str(ledger.max_success(0.1))
+    ledger.finish_run()
+    ledger.add_norms([2], half)
+    assert ledger.divergence()[2] == ledger.divergences.cap("removed")
+    assert ledger.divergences.times("removed").tolist() == [1, 0, 1]
+    assert "a run in progress" not in str(ledger.max_success(0.1))
+
+
+def test_the_mean_is_not_lowered_by_the_caps_of_single_records() -> None:
+    """Every gradient is as large as it can be, so that D of every record is the cap."""
+    records, steps, rate = 2000, 50, 0.2
+    ledger = FisherAccountant(account(rules=None, records=records, steps=steps, sample_rate=rate))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        batch = torch.nonzero(torch.rand(records, generator=generator) < rate).flatten()
+        ledger.add_norms(batch, torch.ones(len(batch)))
+    ledger.finish_run()
+    cap, error = ledger.divergences.cap("removed"), math.sqrt((1 - rate) / (steps * rate * records))
+    for mean in (*ledger.divergences.mean_divergence(), *ledger.divergences.mean_divergence(groups=[0] * records)):
+        assert cap * (1 - 5 * error) < mean <= cap  # capped one by one: 11 % below
+
+
+@pytest.mark.parametrize("changes", [{"sampler": "fixed"}, {"sampler": "shuffle"}])
+def test_norms_are_refused_at_once_where_removed_is_not_kept(changes: Any) -> None:
+    ledger = FisherAccountant(account(rules=None, **changes), worlds=["w"])
+    with pytest.raises(ValueError, match="cannot be 'removed'"):
+        ledger.add_norms([0], torch.full((1,), 0.5))
+    ledger.finish_run()

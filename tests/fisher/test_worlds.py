@@ -188,3 +188,24 @@ def test_replacement_of_one_of_several_inputs() -> None:
     assert not both["b"].any()
     pair, _ = Replacement(2.0, name=0)((torch.zeros(1, 1), torch.zeros(1, 1)), None)
     assert [part.item() for part in pair] == [2, 0]
+
+
+@pytest.mark.parametrize("method", ["auto", "generic"])
+def test_a_world_that_writes_into_its_batch_changes_no_other(method: Any) -> None:
+    """Without copies the distances to it and to later worlds were several times too small."""
+    model, x, y, _ = problem("mlp")
+
+    def apart(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.index_fill(1, torch.tensor([0]), 3.0), y
+
+    def writing(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x[:, 0] = 3.0
+        return x, y
+
+    before, options = x.clone(), SumOptions(method=method)
+    found = step_distances(model, losses, x, y, {"w": writing, "a": apart}, max_grad_norm=1.0, options=options)
+    expected = step_distances(model, losses, x, y, {"a": apart}, max_grad_norm=1.0, options=options)
+    assert bool((expected.squared_distance["a"] > 0).all())
+    for name in ("w", "a"):
+        assert torch.equal(found.squared_distance[name], expected.squared_distance["a"])
+    assert torch.equal(x, before)

@@ -75,6 +75,14 @@ def test_limits_come_before_estimates_and_unmeasured_records_have_the_mechanisms
     assert found.row(age)["basis"] == "upper limits"
     assert not found.limited(found.worlds[0])
     assert found.row(found.worlds[0])["basis"] == "estimates"
+    assert (found.row(age)["without_limit"], found.row(found.worlds[0])["without_limit"]) == (9, 40)
+    worlds = [{**w, "kind": "private"} if w["name"] == "income" else w for w in leakage.facts["worlds"]]  # age leads
+    told = replace(leakage, nats_upper=upper, nats_measured=times, facts={**leakage.facts, "worlds": worlds})
+    assert headline(View(run, told))[-1].endswith(
+        ", at 95 % confidence for each record, except for 9 records with an estimate only."
+    )
+    upper[1] = leakage.nats[1]
+    assert headline(View(run, told))[-1].endswith("at 95 % confidence for each record.")
 
 
 def test_the_first_sentence_says_what_the_table_and_the_json_say(
@@ -123,6 +131,25 @@ def test_average_floors_are_van_trees(folder: Path) -> None:
         assert with_it < without
 
 
+def test_average_floors_need_a_model_without_caveats(folder: Path) -> None:
+    """They rest on Fisher information, which misses what jumps; the chances do not."""
+    run, leakage = read_audit(folder)
+    told = headline(View(run, leakage))
+    assert "with this model (an estimate) and by" in told[-2]
+    kinked = headline(View(replace(run, caveats={"kinks": "The floors are not proved."}), leakage))
+    assert kinked == [*told[:-2], told[-1]]
+
+
+def test_the_largest_chance_leads_where_there_are_no_columns(folder: Path) -> None:
+    """Of tokens and images: whatever is worst is said first, be it one token, all of them or the whole record."""
+    run, leakage = read_audit(folder)
+    kinds = ("removed", "token", "token", "private")
+    worlds = [{"name": f"token {k}", "kind": kind, "reference": ""} for k, kind in enumerate(kinds)]
+    found = Success(run, replace(leakage, facts={**leakage.facts, "worlds": worlds}))
+    assert found.leading is not None
+    assert float(found.chances(found.leading).max()) == max(float(found.chances(w).max()) for w in found.worlds)
+
+
 def test_notes_name_the_other_world_and_what_is_not_said(folder: Path) -> None:
     view = View(*read_audit(folder))
     notes = dict(success_notes(view))
@@ -131,6 +158,10 @@ def test_notes_name_the_other_world_and_what_is_not_said(folder: Path) -> None:
     assert "With twice the noise" in notes["More noise"]
     assert notes["What it does not say"].startswith("That the other chance is small.")
     assert "estimate" in notes["Most likely"]
+    assert "Somebody who has several records is protected less." in notes["What it does not say"]
+    assert notes["Ranges"].startswith("Some columns’ ranges were read off the data, and so were their middles.")
+    declared = {**view.facts, "inferred_ranges": False}
+    assert "Ranges" not in dict(success_notes(View(view.run, replace(view.leakage, facts=declared))))
 
 
 def test_chances_that_the_noise_decides_are_called_proved(folder: Path) -> None:

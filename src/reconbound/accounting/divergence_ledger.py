@@ -105,6 +105,7 @@ class DivergenceLedger(Ledger):
             weight: q over the chance of a record to be measured at this step; 1 for those of the batch.
             stratified: each record is measured exactly once in each block of steps.
         """
+        self.index(REMOVED)  # refused here, not when the batch is settled
         if self._by_information:
             why = f"must not be added beside information, which counts for {REMOVED!r} itself"
             raise InputError("clipped_norm", why, f"{len(index)} norms")
@@ -215,8 +216,13 @@ class DivergenceLedger(Ledger):
         return self.state["nats_times_all"][k] + self.state["nats_times"][k]
 
     def estimates(self, world: str) -> Estimates:
-        """Returns means, errors and numbers of measurements of D, without the cap."""
-        k, times = self.index(world), self.times(world)
+        """Returns means, errors and numbers of measurements of D, without the cap.
+
+        Measurements of a run in progress count only while it is the first: the means are those of finished runs.
+        """
+        self.settle()
+        k = self.index(world)
+        times = self.state["nats_times_all" if self.runs else "nats_times"][k].clone()
         error = torch.where(times > 0, self.standard_error("nats")[k], torch.inf)
         mean = self.mean("nats")[k].clamp(min=0)
         return Estimates(mean, error, times, self.runs, bool(self.state["nats_sampled"][k]))
@@ -275,12 +281,14 @@ class DivergenceLedger(Ledger):
             world: one of `worlds`.
             groups: the number of each record's group, (N,), from 0; groups must be defined by public facts.
         """
-        nats = self.divergence(world).cpu().numpy()
+        found, top = self.estimates(world), self.cap(world)
+        # the cap is for the mean: at each record it would cut off errors upwards and leave those downwards
+        nats = torch.where(found.measured > 0, found.mean, top).cpu().numpy()
         at = np.zeros(len(nats), dtype=np.int64) if groups is None else np.asarray(groups)
         if at.shape != nats.shape or at.dtype.kind not in "iu" or (at.size and at.min() < 0):
             raise InputError("groups", f"must be {len(nats)} whole numbers, one for each record, from 0", at.shape)
         counts = np.bincount(at)
-        return np.bincount(at, weights=nats) / np.maximum(counts, 1)
+        return np.minimum(np.bincount(at, weights=nats) / np.maximum(counts, 1), top)
 
     def mean_success(self, baseline: float, world: str = REMOVED, groups: Any = None) -> Bound:
         """Returns p_max of the average record: of the mean chance, where κ is the mean chance in the other world.
@@ -301,6 +309,8 @@ class DivergenceLedger(Ledger):
         found, account = self.estimates(world), self.account
         times = float(found.measured.double().median())
         measured = f"estimated: measured {times:g} times per record (median) in {max(self.runs, 1)} run(s)"
+        if not self.runs:
+            measured = f"a run in progress, so far {measured}"
         if confidence is not None:
             measured = f"at {format_percent(confidence)} confidence over {self.runs} runs"
         unseen = int((found.measured == 0).sum())

@@ -230,8 +230,12 @@ def _distances(
 
 
 def _changed(name: str, world: World, inputs: Any, targets: Any) -> tuple[Any, Any]:
-    """Returns the batch of another world; refuses one of other shapes or types."""
-    found = world(inputs, targets)
+    """Returns the batch of another world; refuses one of other shapes or types.
+
+    The world gets copies: one that writes into its arguments would otherwise change the real world too.
+    """
+    own = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (inputs, targets))
+    found = world(*own)
     if not isinstance(found, tuple) or len(found) != 2:
         raise InputError(f"worlds[{name!r}]", "must return inputs and targets", type(found).__name__)
     (before, tree), (after, other) = tree_flatten((inputs, targets)), tree_flatten(tuple(found))

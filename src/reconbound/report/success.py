@@ -63,8 +63,8 @@ class Success:
 
     @cached_property
     def leading(self) -> World | None:
-        """Returns the world of the first sentence: the most exposed column or token, otherwise of all worlds."""
-        single = [w for w in self.worlds if w.kind in ("column", "category", "token")]
+        """Returns the world of the first sentence: that with the largest chance, among the columns if there are any."""
+        single = [w for w in self.worlds if w.kind in ("column", "category")]
         order = single or self.worlds
         return max(order, key=lambda w: (float(self.chances(w).max()), float(np.median(self.nats(w)))), default=None)
 
@@ -72,6 +72,12 @@ class Success:
         """Returns whether most chances in a world are at confidence limits."""
         upper = self.leakage.nats_upper
         return upper is not None and float(upper[world.row].isfinite().double().mean()) > 0.5
+
+    def unlimited(self, world: World) -> int:
+        """Returns the number of measured records in a world whose chances are estimates, without a confidence limit."""
+        upper = self.leakage.nats_upper
+        known = self.measured(world) > 0
+        return int((known if upper is None else known & ~upper[world.row].isfinite().numpy()).sum())
 
     def measured(self, world: World) -> np.ndarray:
         """Returns the number of measurements of each record, (N,)."""
@@ -141,9 +147,9 @@ class Success:
         median, p99 = (float(chances[_place(share, len(chances))]) for share in (0.5, 0.99))
         found: dict[str, Any] = {"world": world.name, "baseline": baseline}
         found |= {"median": median, "p99": p99, "max": float(chances[-1])}
-        if median >= self.mechanism_chance(world, baseline):
-            return {**found, "basis": "mechanism"}
-        return {**found, "basis": "upper limits" if self.limited(world) else "estimates"}
+        basis = "upper limits" if self.limited(world) else "estimates"
+        basis = "mechanism" if median >= self.mechanism_chance(world, baseline) else basis
+        return {**found, "basis": basis, "without_limit": self.unlimited(world)}
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each world and baseline, for JSON."""
@@ -163,11 +169,12 @@ class Success:
     def average_floors(self) -> dict[str, tuple[float, float]]:
         """Returns for each private number the ± error of an attacker on the average record, with the model and without.
 
-        van Trees: 1/(mean I_jj + J_jj), J_jj the information of a Gaussian prior around what all else predicts.
+        van Trees: 1/(mean I_jj + J_jj), J_jj the information of a Gaussian prior around what all else predicts. There
+        are none for a model with caveats: unlike the chances, these floors rest on Fisher information.
         """
         facts, average = self.leakage.facts, self.leakage.average_diagonal
         variance = np.asarray(facts.get("prior_variance") or (), dtype=np.float64)
-        if average is None or not len(variance) or average.numel() != len(variance):
+        if self.run.caveats or average is None or not len(variance) or average.numel() != len(variance):
             return {}
         scale = np.broadcast_to(np.asarray(facts.get("scale", 1.0), dtype=np.float64), variance.shape)
         names = [clean(name, 80) for name in facts.get("feature_names") or ()]
