@@ -226,6 +226,12 @@ class FisherAccountant:
         Warns where the run was not measured over all of its steps, or not for the same records as earlier runs.
         """
         missing = self.traces.describe_missing() if self.account.kept_rules else ""
+        partial = self.divergences.incomplete()
+        if partial and not missing:
+            some = ", ".join(map(repr, partial))
+            missing = (
+                f"a run was not measured over all of its {self.account.steps} steps: divergences to {some} are wrong"
+            )
         if missing:
             cure = "the right weight, or an Account with the steps that were taken and the records that are measured"
             warn_user(f"{missing}. Use {cure}", ReconboundWarning)
