@@ -421,8 +421,9 @@ class FisherAccountant:
             world: "removed", or the name of a replaced world.
             confidence: take upper limits of D over runs at this confidence; needs two finished runs or more.
 
-        Guarantee: every attacker, every notion of success and every model. D is measured: it is an estimate without
-        bias of an upper bound, and one run is one draw. Never above what the mechanism allows, which is proved.
+        Guarantee: every attacker, every notion of success and every model. D is measured: before it is limited by the
+        mechanism's cap, it is an estimate without bias of an upper bound, and one run is one draw. The chance is never
+        above what the mechanism allows, which is proved.
         """
         return self.divergences.max_success(baseline, world, confidence)
 
