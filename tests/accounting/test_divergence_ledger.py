@@ -349,3 +349,34 @@ def test_norms_are_refused_at_once_where_removed_is_not_kept(changes: Any) -> No
     with pytest.raises(ValueError, match="cannot be 'removed'"):
         ledger.add_norms([0], torch.full((1,), 0.5))
     ledger.finish_run()
+
+
+def test_a_run_that_was_measured_in_part_is_named() -> None:
+    ledger, batch = FisherAccountant(account(rules=None, steps=400), worlds=["w"]), [0, 1]
+    half, none = torch.full((2,), 0.5), torch.zeros(2)
+    found = StepDistances(none, half, {"w": none}, {"w": half**2}, 1.0, "hard")
+    for step in range(300):
+        ledger.add_norms(batch, half)
+        if step < 100:
+            ledger.add_distances(batch, found)
+    with pytest.warns(UserWarning, match=r"not measured over all of its 400 steps: divergences to 'w' are wrong"):
+        ledger.finish_run()
+    assert "not measured over all" in str(ledger.max_success(0.1, "w"))
+    assert "not measured over all" not in str(ledger.max_success(0.1))
+    for _ in range(300):
+        ledger.add_distances(batch, found)
+    again = FisherAccountant(account(rules=None, steps=400), worlds=["w"])
+    again.restore(ledger.state(), 1)
+    with pytest.warns(UserWarning, match=r"divergences to 'removed' are wrong"):  # a run without it counts as 0
+        again.finish_run()
+    assert "not measured over all" in str(again.max_success(0.1))
+
+
+def test_merging_runs_without_measurements_of_a_world_is_named() -> None:
+    whole, without = (FisherAccountant(account(rules=None, sample_rate=1.0, steps=1)) for _ in range(2))
+    whole.add_norms([0, 1, 2], torch.ones(3))
+    for ledger in (whole, without):
+        ledger.finish_run()
+    assert "not measured over all" not in str(whole.max_success(0.1))
+    whole.merge(without)
+    assert "not measured over all" in str(whole.max_success(0.1))

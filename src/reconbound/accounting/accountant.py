@@ -226,6 +226,12 @@ class FisherAccountant:
         Warns where the run was not measured over all of its steps, or not for the same records as earlier runs.
         """
         missing = self.traces.describe_missing() if self.account.kept_rules else ""
+        partial = self.divergences.incomplete()
+        if partial and not missing:
+            some = ", ".join(map(repr, partial))
+            missing = (
+                f"a run was not measured over all of its {self.account.steps} steps: divergences to {some} are wrong"
+            )
         if missing:
             cure = "the right weight, or an Account with the steps that were taken and the records that are measured"
             warn_user(f"{missing}. Use {cure}", ReconboundWarning)
@@ -415,8 +421,9 @@ class FisherAccountant:
             world: "removed", or the name of a replaced world.
             confidence: take upper limits of D over runs at this confidence; needs two finished runs or more.
 
-        Guarantee: every attacker, every notion of success and every model. D is measured: it is an estimate without
-        bias of an upper bound, and one run is one draw. Never above what the mechanism allows, which is proved.
+        Guarantee: every attacker, every notion of success and every model. D is measured: before it is limited by the
+        mechanism's cap, it is an estimate without bias of an upper bound, and one run is one draw. The chance is never
+        above what the mechanism allows, which is proved.
         """
         return self.divergences.max_success(baseline, world, confidence)
 

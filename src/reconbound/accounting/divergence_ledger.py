@@ -21,7 +21,7 @@ from reconbound._internal.checks import InputError, choice, number
 from reconbound._internal.formatting import format_percent
 from reconbound.accounting.checks import check_clipped, check_mechanism
 from reconbound.accounting.confidence import Estimates, upper_limit
-from reconbound.accounting.record_ledger import Ledger, add_variance
+from reconbound.accounting.record_ledger import Ledger, add_variance, covered_steps, covers_all
 from reconbound.accounting.spec import Account
 from reconbound.bounds import Bound, membership_from_kl, success_from_kl
 from reconbound.divergences import pair_kl_bound, poisson_kl, poisson_pair_kl
@@ -66,7 +66,10 @@ class DivergenceLedger(Ledger):
             self.state["nats_last"] = torch.zeros(shape, dtype=torch.float64, device=device)
             for name in ("nats_times", "nats_times_all"):
                 self.state[name] = torch.zeros(shape, dtype=torch.int64, device=device)
-            self.state["nats_sampled"] = torch.zeros(len(self.worlds), dtype=torch.bool, device=device)
+            for name in ("nats_sampled", "nats_partial"):
+                self.state[name] = torch.zeros(len(self.worlds), dtype=torch.bool, device=device)
+            # in each world: the sum of the present run's weights, and the largest of all runs
+            self.state["nats_weights"] = torch.zeros((2, len(self.worlds)), dtype=torch.float64, device=device)
 
     def index(self, world: str) -> int:
         """Returns the row of a world; refuses one that is not kept."""
@@ -165,6 +168,8 @@ class DivergenceLedger(Ledger):
         if self.account.sampler == "shuffle":
             chance = min(1.0, 1 / weight)  # of a step in which it takes part
         self.state["nats"][k].index_add_(0, index, entry)
+        self.state["nats_weights"][0, k] += weight * len(index)
+        self.state["nats_weights"][1, k].clamp_(min=weight)
         self.state["nats_sampled"][k] |= chance < 1
         if self.runs == 0:
             state = self.state
@@ -174,9 +179,26 @@ class DivergenceLedger(Ledger):
 
     # --- runs ----------------------------------------------------------------------------
 
+    def incomplete(self) -> list[str]:
+        """Returns the worlds to which the present run was not measured over all of its steps, or unlike earlier runs.
+
+        A world that no run has measured is not among them: its divergences are the mechanism's.
+        """
+        self.settle()
+        if not self.worlds:
+            return []
+        before = self.state["nats_times_all"].any(1).tolist()
+        found = []
+        for world, total, largest, known in zip(self.worlds, *self.state["nats_weights"].tolist(), before, strict=True):
+            sums = [total, *([] if known or self.runs == 0 else [0.0])]  # of this run, and of earlier ones without any
+            if largest > 0 and not all(covers_all(self.account, covered_steps(self.account, x), largest) for x in sums):
+                found.append(world)
+        return found
+
     def finish_run(self) -> None:
         """Adds the run to the means, and starts an empty one."""
-        self.settle()
+        for world in self.incomplete():  # settles
+            self.state["nats_partial"][self.index(world)] = True
         if self.worlds:
             self.state["nats_times_all"] += self.state["nats_times"]
         super().finish_run()
@@ -186,8 +208,8 @@ class DivergenceLedger(Ledger):
         self._pending = []
         super().clear_run()
         if self.worlds:
-            self.state["nats_times"].zero_()
-            self.state["nats_last"].zero_()
+            for values in (self.state["nats_times"], self.state["nats_last"], self.state["nats_weights"][0]):
+                values.zero_()
 
     def restore(self, tensors: Mapping[str, Tensor], runs: int) -> None:
         """Restores the tensors and the number of finished runs; what was pending is dropped."""
@@ -198,8 +220,14 @@ class DivergenceLedger(Ledger):
         """Adds the finished runs of another such ledger."""
         self.settle()
         if self.worlds:
-            self.state["nats_times_all"] += other.state["nats_times_all"].to(self.device)
-            self.state["nats_sampled"] |= other.state["nats_sampled"].to(self.device)
+            theirs = other.state["nats_times_all"].to(self.device)
+            if self.runs > 0:  # the runs of a ledger without measurements of a world count as 0
+                self.state["nats_partial"] |= self.state["nats_times_all"].any(1) != theirs.any(1)
+            self.state["nats_times_all"] += theirs
+            for name in ("nats_sampled", "nats_partial"):
+                self.state[name] |= other.state[name].to(self.device)
+            largest = self.state["nats_weights"][1]
+            largest.copy_(torch.maximum(largest, other.state["nats_weights"][1].to(self.device)))
         super().merge(other)
 
     # --- reading -------------------------------------------------------------------------
@@ -314,6 +342,8 @@ class DivergenceLedger(Ledger):
         if confidence is not None:
             measured = f"at {format_percent(confidence)} confidence over {self.runs} runs"
         unseen = int((found.measured == 0).sum())
+        if bool(self.state["nats_partial"][self.index(world)]):
+            measured += "; some runs were not measured over all of their steps"
         notes = (measured,) + ((f"{unseen} records were never measured: the mechanism's",) if unseen else ())
         assumes = (*notes, f"{account.clip} clipping", "on average over trainings on the true data")
         neighbours = f"the record {other}"

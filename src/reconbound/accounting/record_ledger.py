@@ -135,6 +135,33 @@ class Ledger:
             self.state[name] = tensors[name].to(value.device, value.dtype, copy=True)
 
 
+def covered_steps(account: Account, weights: float) -> float:
+    """Returns the number of steps that measurements cover: their weights over those of one step.
+
+    Args:
+        account: of the ledger.
+        weights: the sum of the weights of a run's measurements.
+    """
+    of_a_step = account.sample_rate * account.records
+    if account.sampler == "shuffle":  # the last batch of an epoch has what is left
+        per_epoch = account.batches_per_epoch or math.ceil(account.records / max(1, round(of_a_step)))
+        of_a_step = min(of_a_step, account.records / per_epoch)
+    return weights / of_a_step
+
+
+def covers_all(account: Account, covered: float, largest: float) -> bool:
+    """Returns whether measurements cover about all steps of a run, but for what chance explains.
+
+    Args:
+        account: of the ledger.
+        covered: the number of steps that they cover.
+        largest: the largest weight of a measurement.
+    """
+    weight = max(1.0, largest)  # steps measured with chance 1/weight; batches vary as well
+    chance = 6 * math.sqrt(account.steps * (weight - 1 + weight / (account.sample_rate * account.records)))
+    return abs(covered - account.steps) <= 0.1 * account.steps + chance
+
+
 def add_variance(
     variance: Tensor,
     last: Tensor,
@@ -390,12 +417,7 @@ class RecordLedger(Ledger):
 
     def steps_covered(self) -> float:
         """Returns the number of steps that this run's measurements cover: their weights over those of one step."""
-        account = self.account
-        of_a_step = account.sample_rate * account.records
-        if account.sampler == "shuffle":  # the last batch of an epoch has what is left
-            per_epoch = account.batches_per_epoch or math.ceil(account.records / max(1, round(of_a_step)))
-            of_a_step = min(of_a_step, account.records / per_epoch)
-        return float(self.state["weights"][0]) / of_a_step
+        return covered_steps(self.account, float(self.state["weights"][0]))
 
     def describe_missing(self) -> str:
         """Describes a run that was not measured over all of its steps or records; "" for a complete run.
@@ -409,9 +431,7 @@ class RecordLedger(Ledger):
         if not at_random and bool(now.any()) and bool(before.any()) and bool((now != before).any()):
             fault = "measured in some runs and left out of others, where they count as 0: their floors are too high"
             return f"{int((now != before).sum()):,} of {self.account.records:,} records were {fault}"
-        weight = max(1.0, float(self.state["weights"][1]))  # steps measured with chance 1/weight; batches vary as well
-        chance = 6 * math.sqrt(steps * (weight - 1 + weight / (self.account.sample_rate * self.account.records)))
-        if abs(covered - steps) <= 0.1 * steps + chance:
+        if covers_all(self.account, covered, float(self.state["weights"][1])):
             return ""
         fault = "too high" if covered < steps else "too low"
         return f"a run was measured over about {covered:.3g} of its {steps} steps: its floors are {fault}"
