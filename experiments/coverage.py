@@ -238,7 +238,15 @@ def alone(ledger: FisherAccountant, records: int) -> Iterator[FisherAccountant]:
     state, own = ledger.state(), FisherAccountant(replace(ledger.account, records=records))
     for first in range(0, ledger.account.records, records):
         last = first + records
-        whole = ("rare", "partial", "weights", "fingerprints", "nats_sampled")  # what is not by records
+        whole = (
+            "rare",
+            "partial",
+            "weights",
+            "fingerprints",
+            "nats_sampled",
+            "nats_partial",
+            "nats_weights",
+        )  # what is not by records
         own.restore({n: v if n in whole else v[..., first:last] for n, v in state.items()}, ledger.runs)
         yield own
 

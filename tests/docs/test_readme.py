@@ -96,7 +96,7 @@ def test_readme_audit_prints_what_is_shown(tmp_path: Path, capsys, monkeypatch) 
     )
     assert len(column.findall(shown)) == 1 < len(column.findall(printed))
     chance = re.compile(
-        r"Whoever could guess the [\w ]+ of a record with a chance of 10% from a model trained without that value can "
+        r"Whoever could guess the [\w/ ]+ of a record with a chance of 10% from a model trained without that value can "
         r"do so from this model with at most [\d.]+% \(the better-protected half of the records\), [\d.]+% \(all but 1 "
         r"in 100\) and [\d.]+% \(the most exposed\)\."
     )

@@ -154,7 +154,9 @@ def test_single_columns_below_a_guess_are_named(people: Path) -> None:
     protected = replace(view.leakage, dfil=view.leakage.dfil / 1e4, kept_diagonal=view.leakage.kept_diagonal / 1e4)
     run = meaningful(view.run)
     none = headline(View(run, protected))
-    assert none[0].startswith("In every column of the 8 records measured, an unbiased attacker errs at least as much")
+    assert none[0].startswith(
+        "In every private column of numbers of the 8 records measured, an unbiased attacker errs at least as much"
+    )
     place = view.places[view.worst]
     diagonal = protected.kept_diagonal.clone()
     diagonal[place, :2] = 1e4  # ±1 % of the range
