@@ -2,7 +2,7 @@
 
     python benchmarks/fisher_step.py                          # two CPU cores, MNIST network, Opacus beside it
     python benchmarks/fisher_step.py --device cuda --networks mnist cifar10 --out table.json
-    python benchmarks/fisher_step.py --before ../before/src   # this version's speed against that of another
+    python benchmarks/fisher_step.py --before ../before/src   # this version's speed against that of another, on --networks
 
 With --before the two versions take turns, each in a process of its own (fisher_times.py); the last lines are the ratios
 of the medians, after over before. Nothing else is measured then. `git worktree add ../before COMMIT` makes the folder.
@@ -342,7 +342,7 @@ GROWTH = {
 # --- two versions in turns -----------------------------------------------------------
 
 
-def in_turns(before: str, device: str, rounds: int) -> list[dict[str, Any]]:
+def in_turns(before: str, device: str, rounds: int, only: list[str]) -> list[dict[str, Any]]:
     """The median times of each piece of work in two versions, and their ratio."""
     sources = {"before": before, "after": str(Path(__file__).parents[1] / "src")}
     for source in sources.values():
@@ -353,6 +353,7 @@ def in_turns(before: str, device: str, rounds: int) -> list[dict[str, Any]]:
         for version in sorted(sources, reverse=turn % 2 == 1):
             path = os.pathsep.join([sources[version], os.environ.get("PYTHONPATH", "")])
             command = [sys.executable, str(Path(__file__).with_name("fisher_times.py")), "--device", device]
+            command += ["--only", *only]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True,
                                   env={**os.environ, "PYTHONPATH": path})  # fmt: skip
             found[version].append(json.loads(done.stdout.splitlines()[-1]))
@@ -393,7 +394,7 @@ def print_ratios(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--networks", nargs="+", default=["mnist"], choices=tuple(BATCH))
+    parser.add_argument("--networks", nargs="+", default=["mnist"], choices=(*BATCH, "wide", "tokens"))
     parser.add_argument("--tf32-too", action="store_true", help="time once more with TF32 on, for both sides")
     parser.add_argument("--no-autotune", action="store_true", help="let cuDNN guess its algorithms, for both sides")
     parser.add_argument("--before", metavar="SRC", help="the source folder of another version: compare speeds only")
@@ -406,7 +407,7 @@ def main() -> None:
         print(json.dumps(child(kind) if kind in ("opacus", "ours") else grow(kind, int(options.child[1]))))
         return
     if options.before:
-        rows = in_turns(options.before, options.device, options.rounds)
+        rows = in_turns(options.before, options.device, options.rounds, options.networks)
         device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU, 2 threads"
         write({"device": device, "torch": torch.__version__, "rows": rows}, options.out)
         print_turns(rows)
