@@ -342,6 +342,11 @@ GROWTH = {
 # --- two versions in turns -----------------------------------------------------------
 
 
+#: glibc returns freed memory to the system or keeps it, as the order of earlier calls has it: 30 or 48 ms for the same
+#: call. Here it always keeps it.
+_KEEP_MEMORY = {f"MALLOC_{name}_": str(2**32) for name in ("MMAP_THRESHOLD", "TRIM_THRESHOLD")}
+
+
 def in_turns(before: str, device: str, rounds: int, only: list[str]) -> list[dict[str, Any]]:
     """The median times of each piece of work in two versions, and their ratio."""
     sources = {"before": before, "after": str(Path(__file__).parents[1] / "src")}
@@ -355,7 +360,7 @@ def in_turns(before: str, device: str, rounds: int, only: list[str]) -> list[dic
             command = [sys.executable, str(Path(__file__).with_name("fisher_times.py")), "--device", device]
             command += ["--only", *only]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True,
-                                  env={**os.environ, "PYTHONPATH": path})  # fmt: skip
+                                  env={**os.environ, **_KEEP_MEMORY, "PYTHONPATH": path})  # fmt: skip
             found[version].append(json.loads(done.stdout.splitlines()[-1]))
     rows = []
     for name in found["before"][0]:
