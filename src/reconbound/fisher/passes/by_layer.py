@@ -114,9 +114,14 @@ class LayerPass:
         """
         squares: list[Tensor] = []
         for name, uses in self.weight_uses.items():
-            formed, factors = self._formed(name, uses, self.own_pairs)
+            factors: list[Pair] = []
+            i = uses[0]
+            single = len(uses) == 1
+            formed = products.gradients_in_parts(self.sites[i].rule, self.inputs[i], self.deltas[i]) if single else None
             if formed is None:
-                squares.append(self._above(uses[0], *factors[0]))
+                formed, factors = self._formed(name, uses, self.own_pairs)
+            if formed is None:
+                squares.append(self._above(i, *factors[0]))
             else:
                 self.formed[name] = formed
         return self._norms(squares)

@@ -19,6 +19,9 @@ _SHORTENING = {"none": 0.0, "ieee": 0.0, "highest": 0.0, "tf32": 2.0**-10, "high
 _SHORTENING |= {"bf16": 2.0**-8, "medium": 2.0**-8}
 _STRETCH = 256
 _FEW_ON_CUDA, _FEW_ON_CPU = 2**20, 2**16
+_PART = (
+    2**20
+)  # numbers of patches that stay in a CPU's cache; memory that is not used again costs more than the product
 _SMALL = 8192  # on CUDA a gradient of so few numbers is formed: cuDNN sums those that are not, slowly
 
 
@@ -225,6 +228,24 @@ def record_gradients(columns: Tensor, rows: Tensor) -> Tensor:
     if columns.shape[2] == 1 and rows.shape[2] == 1:
         return (rows * columns).sum(3, keepdim=True)
     return rows @ columns.transpose(2, 3)
+
+
+def gradients_in_parts(rule: Rule, a: Tensor, delta: Tensor) -> Tensor | None:
+    """Returns G of a convolution whose patches are made for a few records at a time, or None where that gains nothing.
+
+    Each record's G is a product of its own, as in `record_gradients`.
+    """
+    if not isinstance(rule, ConvRule) or a.is_cuda or not len(a):
+        return None
+    first, rows = rule.columns(a[:1]), rule.rows(delta)
+    size = max(1, _PART // first.numel())
+    if size >= len(a) or not forms_gradient(first, rows[:1], first.shape[-1]):
+        return None
+    formed = rows.new_empty(*rows.shape[:3], first.shape[2])
+    for start in range(0, len(a), size):
+        part = slice(start, start + size)
+        formed[part] = record_gradients(rule.columns(a[part]), rows[part])
+    return formed
 
 
 def summed_gradients(factors: list[Pair]) -> Tensor:
