@@ -2,7 +2,7 @@
 
     python benchmarks/fisher_step.py                          # two CPU cores, MNIST network, Opacus beside it
     python benchmarks/fisher_step.py --device cuda --networks mnist cifar10 --out table.json
-    python benchmarks/fisher_step.py --before ../before/src   # this version's speed against that of another, on --networks
+    python benchmarks/fisher_step.py --before ../before/src   # speed against another version, on --networks
 
 With --before the two versions take turns, each in a process of its own (fisher_times.py); the last lines are the ratios
 of the medians, after over before. Nothing else is measured then. `git worktree add ../before COMMIT` makes the folder.

@@ -27,7 +27,7 @@ from reconbound.fisher import options as given
 from reconbound.fisher.clipping import Clip, Clipping
 from reconbound.fisher.passes.products import squares, zero_sums
 from reconbound.fisher.probes import Basis, draw_input_probes, draw_probes
-from reconbound.fisher.sums import Pass, as_present, micro_batches, open_pass
+from reconbound.fisher.sums import Pass, as_present, has_flat_record, micro_batches, open_pass
 from reconbound.validate import private as problems
 from reconbound.validate.jumps import check_jumps_once
 from reconbound.validate.model import NOT_CHECKED, known_caveats
@@ -212,20 +212,36 @@ def step_information(
         start = draw_input_probes(z, 1, probes.generator)[0] if options.spectral else None
         plan = _Plan(setting, options, drawn, features, start)
         present = None if options.mask is None else as_present(options.mask, z)
-        parts: list[StepInformation] = []
-        for rows in micro_batches(records, options.micro_batch):
-            batch = problems.batch_rows((z, inputs, targets), rows)
-            check, sloped = not parts and not options.checked, in_inputs and probes.deflate > 1
-            work = open_pass(problem, batch, method, check=check, sloped=sloped)
-            method = work.method  # decided once, on the first rows
-            try:
-                parts.append(_measure(work, plan, None if present is None else present[rows]))
-            except RuntimeError as failure:
-                raise given.explain_torch_error(failure) or failure from failure
-            if checking:
-                given.check_overflow(parts[-1].norm, "gradient norm", "its gradient")
-                given.check_overflow(parts[-1].trace, "information", "the derivative of its gradient")
+        parts = _measure_all(problem, (z, inputs, targets), plan, present, method)
         return replace(join(parts), mask=present)
+
+
+def _measure_all(
+    problem: problems.Problem,
+    whole: tuple[Tensor, problems.Inputs, Any],
+    plan: _Plan,
+    present: Tensor | None,
+    method: Any,
+) -> list[StepInformation]:
+    """Returns the information of each micro-batch. All are measured by one method, found on the first rows."""
+    options, check = plan.options, not plan.options.checked
+    checking = check and not given.capturing(whole[0])
+    sloped = options.probes_inputs and options.probes.deflate > 1
+    parts: list[StepInformation] = []
+    for rows in micro_batches(len(whole[0]), options.micro_batch):
+        work = open_pass(problem, problems.batch_rows(whole, rows), method, check=check, sloped=sloped)
+        if parts and work.method == "generic" != method:  # only now it shows that records are mixed
+            return _measure_all(problem, whole, plan, present, "generic")
+        try:
+            parts.append(_measure(work, plan, None if present is None else present[rows]))
+        except RuntimeError as failure:
+            raise given.explain_torch_error(failure) or failure from failure
+        if checking:
+            given.check_overflow(parts[-1].norm, "gradient norm", "its gradient")
+            given.check_overflow(parts[-1].trace, "information", "the derivative of its gradient")
+        check = checking and check and has_flat_record(parts[-1].norm)
+        method = method if check else work.method
+    return parts
 
 
 def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> StepInformation:

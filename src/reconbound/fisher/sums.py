@@ -99,16 +99,20 @@ def clipped_gradient_sum(
         if checking:
             check_values(model, inputs, targets)
         present = None if options.mask is None else as_present(options.mask, z)
-        method = options.method
+        method, check = options.method, not options.checked
         total: dict[str, Tensor] = {}
         norms, factors, losses = [z[:0]], [z[:0]], [z[:0]]
         for rows in micro_batches(len(z), options.micro_batch):
             batch = batch_rows((z, inputs, targets), rows)
-            work = open_pass(problem, batch, method, check=rows.start == 0 and not options.checked, measured=False)
-            method = work.method
+            work = open_pass(problem, batch, method, check=check, measured=False)
+            if rows.start and work.method == "generic" != method:  # only now it shows that records are mixed
+                how: Any = {"max_grad_norm": max_grad_norm, "clip": clip, "options": replace(options, method="generic")}
+                return clipped_gradient_sum(model, loss_fn, inputs, targets, **how)
             norms.append(work.norms())
             if checking:
                 check_overflow(norms[-1], "gradient norm", "its gradient")
+            check = checking and check and has_flat_record(norms[-1])
+            method = method if check else work.method
             factors.append(Clipping(norms[-1], max_grad_norm, clip).factor)
             losses.append(work.losses)
             part = work.weighted_sum(factors[-1] if present is None else factors[-1] * present[rows])
@@ -181,6 +185,11 @@ def micro_batches(records: int, size: int | None) -> Iterator[slice]:
     size = size or max(1, records)
     for start in range(0, records, size):
         yield slice(start, min(start + size, records))
+
+
+def has_flat_record(norms: Tensor) -> bool:
+    """Returns whether a record has no gradient. It does not show whose rows its gradient would be in."""
+    return not bool(norms.all())
 
 
 def as_present(mask: Tensor, z: Tensor) -> Tensor:
