@@ -34,9 +34,13 @@ def test_random_models_have_clipped_sums_and_true_traces(first: int) -> None:
     assert tally.counts["contributions"] >= 10
 
 
-@pytest.mark.parametrize("seed", [810033, 812427, 801089, 806189, 707001])
+@pytest.mark.parametrize("seed", [810033, 812427, 801089, 806189, 707001, 902466, 914684])
 def test_draws_in_which_large_runs_found_a_violation(seed: int) -> None:
-    """812427: the first record of a micro-batched call has no gradient, and the records that are mixed come later."""
+    """Checks the draws again.
+
+    812427: the first record of a micro-batched call has no gradient, and the records that are mixed come later.
+    902466: losses near 0, of outputs that are not, were taken for jumps.
+    """
     assert not [*fuzz_checks.check_draw(make_draw(seed), fuzz_checks.Tally())]
 
 

@@ -58,8 +58,9 @@ def check_draw(draw: Draw, tally: Tally) -> list[str]:
         if not str(refusal):
             faults.append("a refusal without a word")
         correct = any(words in str(refusal) for words in ("does not depend on", "has no trainable parameters"))
-        # with such weights or data a softmax or a sigmoid is a step, at the resolution of float64 too
-        correct |= _largest(draw) > 100 and "jumps with the private part" in str(refusal)
+        # scores of attention multiply two weights and two values: with such numbers a softmax or a sigmoid is a step at
+        # the resolution of float64 too (draw 914684: the loss changes by 8 within 2e-12 of the segment)
+        correct |= _largest(draw) ** 2 > 1000 and "jumps with the private part" in str(refusal)
         if draw.dtype == torch.float64 and not correct and _finite(draw):
             faults.append(f"refused, but finite in float64: {refusal}")
     except Exception as error:
@@ -143,7 +144,7 @@ def _check_norm(draw: Draw, i: int, norm: float, tally: Tally) -> Iterator[str]:
     tally.counts["norms"] += 1
     coarsest = torch.bfloat16 if "Mixed" in draw.tags else draw.dtype
     least = true * (1 - max(1e-12, 16 * torch.finfo(coarsest).eps))
-    if norm < least - 3 * error and (draw.dtype == torch.float64 or norm < least - 3 * _usual_error(draw, i)):
+    if norm < least - 3 * error and norm < least - 3 * _usual_error(draw, i):
         yield f"record {i} has norm {norm:.9g}, in float64 {true:.9g} (autograd is off by {error:.3g})"
 
 

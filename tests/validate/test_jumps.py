@@ -326,6 +326,23 @@ def test_smooth_losses_do_not_warn(loss_fn: Callable[[Tensor, Tensor], Tensor]) 
     assert check_batch(network(), loss_fn, *batch()) == ()
 
 
+def test_small_jump_of_losses_near_zero_is_found() -> None:
+    """The last digits of a confident record's loss are those of its outputs, and no jump; what is above them is one."""
+    x, _ = batch()
+    y = torch.zeros(len(x), dtype=torch.long)
+    model = nn.Linear(INPUTS, CLASSES).double()
+    with torch.no_grad():
+        model.weight.mul_(0.1)
+        model.bias.copy_(torch.tensor([20.0, 0.0, 0.0]))
+    assert check_batch(model, per_record, x.double(), y) == ()
+
+    def stepped(out: Tensor, y: Tensor) -> Tensor:
+        return per_record(out, y) + 1e-9 * _numpy_step(out[:, 1:2])[:, 0]
+
+    with pytest.raises(ModelError, match="jumps with the private part"):
+        check_batch(model, stepped, x.double(), y)
+
+
 def test_what_is_done_to_public_features_or_inputs_does_not_matter() -> None:
     x, y = batch()
 

@@ -33,6 +33,7 @@ class Placed:
         z: the private part, one tensor or (private=None) one for each input; empty where all inputs are tokens.
         features: the chosen features as 0 and 1, for each tensor of z; None: all.
         params: the trained parameters, by name.
+        largest_output: the largest absolute value among the outputs of the last call of `losses`.
     """
 
     def __init__(
@@ -55,18 +56,24 @@ class Placed:
                 p += _SHAKEN * (p.abs().mean() + _SHAKEN) * drawn_like(p, generator)
             p.requires_grad_()
         self.z, self.features = self._private_part(few, dtype)
+        self.largest_output = 0.0
 
     def losses(self, z: list[Tensor]) -> Tensor:
         """Returns the loss of each record with z in the place of the private part, (B,)."""
         fresh = {name: t if t.requires_grad else t.clone() for name, t in self.state.items()}
         with _Wide() if self.dtype == torch.float64 else nullcontext():  # type: ignore[no-untyped-call]
             if self.private is not None:
-                return Problem(self.model, self.loss_fn, self.private).losses(z[0], self.inputs, self.targets, fresh)
+                problem = Problem(self.model, self.loss_fn, self.private)
+                losses, outputs = problem.losses_and_outputs(z[0], self.inputs, self.targets, fresh)
+                self.largest_output = _largest(outputs)
+                return losses
             leaves, structure = tree_flatten(self.inputs)
             moved = iter(z)
             inputs = tree_unflatten([next(moved) if _is_float(x) else x for x in leaves], structure)
             with twice_differentiable():
-                return self.loss_fn(functional_call(self.model, fresh, *arguments(inputs)), self.targets)
+                outputs = functional_call(self.model, fresh, *arguments(inputs))
+                self.largest_output = _largest(outputs)
+                return self.loss_fn(outputs, self.targets)
 
     def chosen(self, v: list[Tensor]) -> list[Tensor]:
         """Returns a direction of the private part, with zeros in the features that are not private."""
@@ -85,6 +92,12 @@ class Placed:
             return z, [None] * len(z)
         part = converted(private_part(Problem(self.model, self.loss_fn, self.private), *few), dtype)
         return [part], [feature_mask(self.private, part)]
+
+
+def _largest(outputs: Any) -> float:
+    """Returns the largest absolute value in a tree of outputs; infinite values count as 0."""
+    sizes = [x.detach().abs().nan_to_num(0.0, 0.0, 0.0).max() for x in tree_leaves(outputs) if _is_float(x) and x.numel()]
+    return max(map(float, sizes), default=0.0)
 
 
 class _Wide(TorchDispatchMode):
