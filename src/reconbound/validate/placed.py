@@ -96,8 +96,8 @@ class Placed:
 
 def _largest(outputs: Any) -> float:
     """Returns the largest absolute value in a tree of outputs; infinite values count as 0."""
-    sizes = [x.detach().abs().nan_to_num(0.0, 0.0, 0.0).max() for x in tree_leaves(outputs) if _is_float(x) and x.numel()]
-    return max(map(float, sizes), default=0.0)
+    numbers = [x.detach().abs() for x in tree_leaves(outputs) if _is_float(x) and x.numel()]
+    return max((float(x.nan_to_num(0.0, 0.0, 0.0).max()) for x in numbers), default=0.0)
 
 
 class _Wide(TorchDispatchMode):
