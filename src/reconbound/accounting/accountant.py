@@ -49,8 +49,8 @@ class FisherAccountant:
             ("auto", bytes): "all" where it fits, otherwise Chosen().
         spectral: also keep the sum of the steps' spectral norms, under the first rule.
         feature_scale: size of one unit of the model's input in the data's own units, one number or one per feature.
-        keep_runs_at: step counts, ascending, at which the dFIL of each run is kept for `traces.dfil_of_runs`; the last
-            is the run's.
+        keep_runs_at: step counts, ascending, at which the sums of each run are kept for `traces.dfil_of_runs` and
+            `divergences.at`; the last is the run's.
         worlds: names of the replaced worlds for which divergences are kept. "removed" is kept before them where batches
             are Poisson samples; None: no divergences.
         device: where the ledger lives.
@@ -86,7 +86,7 @@ class FisherAccountant:
             raise InputError("keep_runs_at", f"must end with the account's {account.steps} steps", kept)
         self.traces = RecordLedger(account, self.device, spectral=flag("spectral", spectral), keep_at=kept)
         self.features = FeatureLedger(account, diagonal, self.device)
-        self.divergences = DivergenceLedger(account, worlds, self.device)
+        self.divergences = DivergenceLedger(account, worlds, self.device, kept)
         self.feature_scale = checked_scale(feature_scale, account.features)
         self._fingerprints = Fingerprints()
         self.caveats: tuple[str, ...] = ()
@@ -219,6 +219,7 @@ class FisherAccountant:
             step: the number of steps taken in this run.
         """
         self.traces.keep_step(whole("step", step))
+        self.divergences.keep_step(step)
 
     def finish_run(self) -> None:
         """Closes the current run: adds it to the averages over runs and starts an empty ledger.

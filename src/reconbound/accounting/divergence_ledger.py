@@ -8,6 +8,7 @@ It binds every attacker on every model. Derivations: docs/theory/any_attacker.md
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -40,14 +41,17 @@ class DivergenceLedger(Ledger):
         worlds: names of the replaced worlds. "removed" is kept before them where batches are Poisson samples. None: no
             world is kept.
         device: where it lives.
+        keep_at: step counts at which the sums of each single run are kept, for `at`.
 
     Attributes:
         worlds: the names of all worlds that are kept.
         from_batches: whether "removed" is measured on all batches by `add_norms`, and not with the replaced worlds.
     """
 
-    def __init__(self, account: Account, worlds: Sequence[str] | None, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(
+        self, account: Account, worlds: Sequence[str] | None, device: torch.device, keep_at: Sequence[int] = ()
+    ) -> None:
+        super().__init__(device, keep_at)
         self.account, self.from_batches, self._by_information = account, False, False
         self._pending: list[tuple[Tensor, Tensor, float]] = []  # records, clipped norms and weight of some batches
         if not (worlds is None or isinstance(worlds, list | tuple)) or not all(
@@ -70,6 +74,7 @@ class DivergenceLedger(Ledger):
                 self.state[name] = torch.zeros(len(self.worlds), dtype=torch.bool, device=device)
             # in each world: the sum of the present run's weights, and the largest of all runs
             self.state["nats_weights"] = torch.zeros((2, len(self.worlds)), dtype=torch.float64, device=device)
+            self.keep_runs("nats", "nats_times")
 
     def index(self, world: str) -> int:
         """Returns the row of a world; refuses one that is not kept."""
@@ -128,8 +133,7 @@ class DivergenceLedger(Ledger):
             self._add_norms(torch.cat(indices), torch.cat(norms), weight, False)
 
     def _add_norms(self, index: Tensor, clipped_norm: Tensor, weight: float, stratified: bool) -> None:
-        rate = self.account.sample_rate
-        nats = poisson_kl(self._scaled(clipped_norm).clamp(max=self.reach), rate) / rate
+        nats = removed_nats(self._scaled(clipped_norm), self.reach, self.account.sample_rate)
         self._add(self.index(REMOVED), index, nats, weight, stratified)
 
     def add(self, index: Tensor, found: StepDistances, weight: float, stratified: bool) -> None:
@@ -195,6 +199,12 @@ class DivergenceLedger(Ledger):
                 found.append(world)
         return found
 
+    def keep_step(self, step: int) -> None:
+        """Keeps the sums of the present run after this many steps, where they are asked for."""
+        if step in self.keep_at:
+            self.settle()
+        super().keep_step(step)
+
     def finish_run(self) -> None:
         """Adds the run to the means, and starts an empty one."""
         for world in self.incomplete():  # settles
@@ -230,7 +240,48 @@ class DivergenceLedger(Ledger):
             largest.copy_(torch.maximum(largest, other.state["nats_weights"][1].to(self.device)))
         super().merge(other)
 
+    @classmethod
+    def of_runs(
+        cls, account: Account, worlds: Sequence[str], nats: Tensor, times: Tensor, sampled: bool | Tensor = True
+    ) -> DivergenceLedger:
+        """Returns the ledger of finished runs whose sums are known.
+
+        Args:
+            account: of one run.
+            worlds: as in the ledger's `worlds`: "removed" comes first where batches are Poisson samples.
+            nats: the sums of each run, (R, worlds, N).
+            times: the number of measurements of each record in each run, (R, worlds, N).
+            sampled: whether records were measured at only some steps; in each world, (worlds,), or in all.
+        """
+        ledger = cls(account, [name for name in worlds if name != REMOVED], torch.device("cpu"))
+        for own, number_of in zip(nats, times, strict=True):
+            ledger.state["nats"].copy_(own)
+            ledger.state["nats_times"].copy_(number_of)
+            if ledger.runs == 0:
+                ledger.state["nats_error"].fill_(torch.inf)  # the precision of a single run is not known
+            ledger.finish_run()
+        ledger.state["nats_sampled"].copy_(torch.as_tensor(sampled))
+        return ledger
+
     # --- reading -------------------------------------------------------------------------
+
+    def at(self, step: int) -> DivergenceLedger:
+        """Returns the ledger of the finished runs as if each had ended after this many steps.
+
+        Args:
+            step: one of `keep_at`.
+
+        Guarantee: that of a ledger of such runs, if every record was measured for all of these steps: in each batch,
+            or in blocks of which one ends here, as PrivateSGD plans them.
+        """
+        if not self.worlds or not len(self.kept_at("nats", step)) >= self.runs > 0:
+            why = "must be kept in a finished run: keep_step must be called after each step, and there must be a world"
+            raise InputError("step", why, step)
+        nats, times = (self.kept_at(name, step)[: self.runs] for name in ("nats", "nats_times"))
+        account, sampled = replace(self.account, steps=step), self.state["nats_sampled"].cpu()
+        found = self.of_runs(account, self.worlds, nats, times, sampled)
+        found.state["nats_partial"].copy_(self.state["nats_partial"])
+        return found
 
     def cap(self, world: str) -> float:
         """Returns what D cannot exceed, whatever the data: T steps with the largest clipped gradients, in nats."""
@@ -349,6 +400,18 @@ class DivergenceLedger(Ledger):
         neighbours = f"the record {other}"
         return Bound(name, value, "KL, data processing", "any", neighbours, account.sampler, assumes=assumes,
                      notes=notes, estimate=True, **more)  # fmt: skip
+
+
+def removed_nats(norm: Tensor, reach: Any, sample_rate: float) -> Tensor:
+    """Returns k_q(a, 0)/q: the divergence of a Poisson step for records that are in its batch, over their chance q.
+
+    Args:
+        norm: ‖a‖, the clipped norm over the noise.
+        reach: the largest norm that the clip lets through, over the noise; a number, or a tensor for several trainings.
+        sample_rate: q.
+    """
+    nats: Tensor = poisson_kl(norm.clamp(max=reach), sample_rate) / sample_rate
+    return nats
 
 
 def largest_divergence(account: Account, *, removed: bool) -> float:

@@ -32,14 +32,15 @@ class Ledger:
 
     Args:
         device: where the tensors live.
+        keep_at: step counts at which the sums of each single run are kept, on the CPU: see `keep_runs`.
 
     Attributes:
         state: the tensors, by name.
         runs: the number of finished runs.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.runs = device, 0
+    def __init__(self, device: torch.device, keep_at: Sequence[int] = ()) -> None:
+        self.device, self.runs, self.keep_at = device, 0, tuple(keep_at)
         self.state: dict[str, Tensor] = {}
 
     def keep(self, name: str, *shape: int, dtype: torch.dtype = torch.float64, error: bool = False) -> None:
@@ -54,6 +55,15 @@ class Ledger:
         for ending in ("", "_mean", "_error")[: 3 if error else 2]:
             self.state[name + ending] = torch.zeros(*shape, dtype=dtype, device=self.device)
 
+    def keep_runs(self, *names: str) -> None:
+        """Creates "kept_" tensors with one row for each run and step count, where step counts are asked for."""
+        for name in names if self.keep_at else ():
+            like = self.state[name]
+            self.state[f"kept_{name}"] = torch.zeros(0, *like.shape, dtype=like.dtype)
+
+    def _kept(self) -> list[str]:
+        return [name for name in self.state if name.startswith("kept_")]
+
     def _quantities(self) -> list[str]:
         return [name for name in self.state if f"{name}_mean" in self.state]
 
@@ -62,6 +72,12 @@ class Ledger:
         return self.runs
 
     # --- runs --------------------------------------------------------------------------
+
+    def keep_step(self, step: int) -> None:
+        """Keeps the sums of the present run after this many steps, where they are asked for."""
+        for name in self._kept() if step in self.keep_at else ():
+            row = self.state[name.removeprefix("kept_")].cpu()[None].clone()
+            self.state[name] = torch.cat([self.state[name], row])
 
     def finish_run(self) -> None:
         """Adds the present run to the means and starts an empty one."""
@@ -79,12 +95,18 @@ class Ledger:
         self.clear_run()
 
     def clear_run(self) -> None:
-        """Empties the sums of the present run."""
+        """Empties the sums of the present run, except what has been kept in a finished run."""
         for name in self._quantities():
             self.state[name].zero_()
+        for name in self._kept():
+            self.state[name] = self.state[name][: self.runs * len(self.keep_at)]
 
     def merge(self, other: Ledger) -> None:
         """Adds the finished runs of another ledger with the same tensors."""
+        done = self.runs * len(self.keep_at)
+        for name in self._kept():
+            rows, theirs = self.state[name], other.state[name][: other.runs * len(self.keep_at)]
+            self.state[name] = torch.cat([rows[:done], theirs, rows[done:]])
         for name in self._quantities():
             mean, theirs = self.state[f"{name}_mean"], other.state[f"{name}_mean"].to(self.device)
             more, total = other.run_counts(name), self.run_counts(name) + other.run_counts(name)
@@ -114,6 +136,12 @@ class Ledger:
         runs = torch.as_tensor(self.run_counts(name))
         variance = self.state[f"{name}_error"].double() / (runs * (runs - 1)).clamp(min=1)
         return variance.clamp(min=0).sqrt()
+
+    def kept_at(self, name: str, step: int) -> Tensor:
+        """Returns the rows of a kept quantity after this many steps, one for each run, on the CPU."""
+        if whole("step", step) not in self.keep_at:
+            raise InputError("step", f"must be one of keep_runs_at, {list(self.keep_at)}", step)
+        return self.state[f"kept_{name}"][self.keep_at.index(step) :: len(self.keep_at)]
 
     # --- keeping -----------------------------------------------------------------------
 
@@ -231,9 +259,9 @@ class RecordLedger(Ledger):
         error: bool = True,
         keep_at: Sequence[int] = (),
     ) -> None:
-        super().__init__(device)
+        super().__init__(device, keep_at)
         several = [accounts] if isinstance(accounts, Account) else list(accounts)
-        self.account, self.factors, self.keep_at = several[0], Factors(several, device), tuple(keep_at)
+        self.account, self.factors = several[0], Factors(several, device)
         n = self.account.records
         shape = (len(self.account.kept_rules), *(() if isinstance(accounts, Account) else (len(several),)), n)
         self.keep("trace", *shape, error=error)
@@ -245,9 +273,7 @@ class RecordLedger(Ledger):
         self.state |= {name: torch.zeros(1, dtype=torch.bool, device=device) for name in ("rare", "partial")}
         # of the present run's measurements: the sum of their weights, and the largest of those at random steps
         self.state["weights"] = torch.zeros(2, dtype=torch.float64, device=device)
-        if self.keep_at:  # one row for each run and step count
-            self.state["kept_trace"] = torch.zeros(0, *shape, dtype=torch.float64)
-            self.state["kept_measured"] = torch.zeros(0, n, dtype=torch.int64)
+        self.keep_runs("trace", "measured")
 
     # --- writing ---------------------------------------------------------------------
 
@@ -294,13 +320,6 @@ class RecordLedger(Ledger):
 
     # --- runs --------------------------------------------------------------------------
 
-    def keep_step(self, step: int) -> None:
-        """Keeps the sums of the present run after this many steps, where they are asked for."""
-        if step in self.keep_at:
-            for name in ("trace", "measured"):
-                row = self.state[name].cpu()[None].clone()
-                self.state[f"kept_{name}"] = torch.cat([self.state[f"kept_{name}"], row])
-
     def finish_run(self) -> None:
         """Adds the run to the averages, and starts an empty one."""
         self.state["partial"] |= bool(self.describe_missing())
@@ -313,27 +332,15 @@ class RecordLedger(Ledger):
         for name in ("measured", "weights", "last"):
             if name in self.state:
                 self.state[name].zero_()
-        for name in ("kept_trace", "kept_measured") if self.keep_at else ():
-            self.state[name] = self.state[name][: self.runs * len(self.keep_at)]
 
     def merge(self, other: Ledger) -> None:
         """Adds the finished runs of another such ledger."""
-        for name in ("kept_trace", "kept_measured") if self.keep_at else ():
-            rows, theirs = self.state[name], other.state[name][: other.runs * len(self.keep_at)]
-            done = self.runs * len(self.keep_at)
-            self.state[name] = torch.cat([rows[:done], theirs, rows[done:]])
         self.state["measured_all"] += other.state["measured_all"].to(self.device)
         for name in ("rare", "partial"):
             self.state[name] |= other.state[name].to(self.device)
         super().merge(other)
 
     # --- reading -----------------------------------------------------------------------
-
-    def _kept_at(self, name: str, step: int) -> Tensor:
-        """Returns the rows of a kept quantity after this many steps, one for each run, on the CPU."""
-        if whole("step", step) not in self.keep_at:
-            raise InputError("step", f"must be one of keep_runs_at, {list(self.keep_at)}", step)
-        return self.state[name][self.keep_at.index(step) :: len(self.keep_at)]
 
     def dfil_of_runs(self, step: int, rule: str) -> Tensor:
         """Returns dFIL of each run after this many steps, (R, N) or (R, K, N), on the CPU. The last may be in progress.
@@ -344,14 +351,14 @@ class RecordLedger(Ledger):
             step: one of `keep_at`.
             rule: one of the account's.
         """
-        traces = self._kept_at("kept_trace", step)
+        traces = self.kept_at("trace", step)
         choice("rule", rule, self.account.kept_rules)
         ratio = self.factors.kappa_ratio(step).cpu() if rule == "paper" else 1.0
         return traces[:, self.account.kept_rules.index(rule)] * ratio / self.account.features
 
     def measured_in_runs(self, step: int) -> Tensor:
         """Returns the number of measurements per record over all runs up to this step, (N,), on the CPU."""
-        return self._kept_at("kept_measured", step).sum(0)
+        return self.kept_at("measured", step).sum(0)
 
     def measurements(self) -> Tensor:
         """Returns the number of measurements per record in finished runs, or in the first run so far, (N,)."""

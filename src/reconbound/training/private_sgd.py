@@ -75,7 +75,7 @@ class PrivateSGD:
         evaluate_every: the number of steps between two evaluations.
         callbacks: run during the training, see Callback.
         whole_at: step counts, ascending, at which the ledger is that of a run which ends there, and keeps it for
-            `accountant.traces.dfil_of_runs`.
+            `accountant.traces.dfil_of_runs` and `accountant.divergences.at`.
         progress: whether to show a progress bar, if output is a terminal.
         check: whether to check model and data before training starts.
 
