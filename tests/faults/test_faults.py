@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import small_folders
-from injecting import REFUSALS, damage, ended, refusing
+from injecting import REFUSALS, Ended, damage, ended, refusing
 from reconbound._internal.files import is_leftover, unsealed
 from reconbound.auditing.release import load_release
 from reconbound.sweep import database
@@ -26,11 +26,13 @@ pytestmark = pytest.mark.slow
 
 SHARE = int(os.environ.get("INJECT", "0"))
 PAGES = ("report.html", "report-public.html", "frontier.html", "sweep.csv", "index.html")
+#: Each test takes the next kind in turn.
+KINDS = small_folders.AUDITS
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory) -> Path:
-    return small_folders.make(tmp_path_factory.mktemp("done"))
+    return small_folders.make(tmp_path_factory.mktemp("done"), *KINDS[1:])
 
 
 @pytest.fixture(autouse=True)
@@ -38,18 +40,20 @@ def _short(monkeypatch) -> None:
     monkeypatch.setattr(database, "PATIENCE", 0.05)
 
 
-def copied(done: Path, base: Path, name: str) -> None:
-    shutil.copytree(done, base, dirs_exist_ok=True)
+def copied(done: Path, base: Path, name: str, kind: str = "audit") -> None:
+    """Copies the data, the sweep and the audit of a kind, which is called audit in the copy."""
+    shutil.copytree(done, base, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*KINDS))
+    shutil.copytree(done / kind, base / "audit")
     if name == "unfinished":
         for part in ("run.json", "leakage.safetensors", *PAGES):
             (base / "audit" / part).unlink(missing_ok=True)
 
 
-def words_of(command: str, base: Path) -> list[str]:
+def words_of(command: str, base: Path, kind: str = "audit") -> list[str]:
     return {
-        "audit": small_folders.audit_words(base, "new"),
-        "unfinished": small_folders.audit_words(base, "audit"),
-        "again": small_folders.audit_words(base, "audit"),
+        "audit": small_folders.audit_words(base, "new", kind),
+        "unfinished": small_folders.audit_words(base, "audit", kind),
+        "again": small_folders.audit_words(base, "audit", kind),
         "sweep": small_folders.sweep_words(base, "new"),
         "sweep again": small_folders.sweep_words(base, "sweep"),
         "report": ["report", str(base / "audit")],
@@ -76,16 +80,16 @@ WRITES = [("audit", 60), ("unfinished", 30), ("sweep", 60), ("report", 6), ("com
 def test_full_disk_is_one_line_and_resumable(command, writes, done, tmp_path) -> None:
     rng = random.Random(f"{command} {SHARE}")
     for k in range(SHARE or 2):
-        base = tmp_path / str(k)
-        copied(done, base, command)
-        words, first, number = words_of(command, base), rng.randrange(writes), rng.choice(REFUSALS)
+        base, kind = tmp_path / str(k), KINDS[k % len(KINDS)]
+        copied(done, base, command, kind)
+        words, first, number = words_of(command, base, kind), rng.randrange(writes), rng.choice(REFUSALS)
         with refusing(base, number, first, rng.choice([1, float("inf")])):
             faulty = ended(words)
-        assert faulty.clear, (first, number, faulty)
+        assert faulty.clear, (kind, first, number, faulty)
         healed = ended(words)
-        assert healed.status == 0, (first, number, healed)
+        assert healed.status == 0, (kind, first, number, healed)
         if command in ("audit", "unfinished", "sweep"):
-            check_healed(command, base, done)
+            check_healed(command, base, done, kind)
         shutil.rmtree(base)
 
 
@@ -144,25 +148,25 @@ def test_a_disk_that_is_really_full_is_one_line_and_resumable(command, most, kin
     """The system's own refusals: writes that end in the middle, and SQLite's."""
     rng, limited = random.Random(f"{command} {kind} {SHARE}"), limited_files if kind == "file" else limited_disk
     for k in range(SHARE or 2):
-        base = tmp_path / str(k)
+        base, audit = tmp_path / str(k), KINDS[k % len(KINDS)]
         size = int(math.exp(rng.uniform(math.log(4096), math.log(most))))
         with disk(base) if kind == "disk" else nullcontext():
-            copied(done, base, command)
-            words = words_of(command, base)
+            copied(done, base, command, audit)
+            words = words_of(command, base, audit)
             with limited(base, size):
                 faulty = ended(words)
-            assert faulty.clear, (size, faulty)
+            assert faulty.clear, (audit, size, faulty)
             healed = ended(words)
-            assert healed.status == 0, (size, faulty, healed)
-            check_healed(command, base, done)
+            assert healed.status == 0, (audit, size, faulty, healed)
+            check_healed(command, base, done, audit)
             shutil.rmtree(base / "audit")
             shutil.rmtree(base / "sweep")
 
 
-def check_healed(command: str, base: Path, done: Path) -> None:
+def check_healed(command: str, base: Path, done: Path, kind: str) -> None:
     """What a command wrote is what it writes on a healthy disk."""
     if command in ("audit", "unfinished"):
-        same_audit(base / ("new" if command == "audit" else "audit"), done / "audit")
+        same_audit(base / ("new" if command == "audit" else "audit"), done / kind)
     if command == "sweep":
         assert (base / "new" / "sweep.csv").read_bytes() == (done / "sweep" / "sweep.csv").read_bytes()
     left = list(base.rglob("*.part"))  # a sweep leaves young ones: another worker may be writing them
@@ -176,26 +180,30 @@ READS = ["show", "record", "report", "compare", "again", "unfinished", "frontier
 def test_damaged_file_is_one_line_or_harmless(command, done, tmp_path) -> None:
     rng = random.Random(f"{command} {SHARE}")
     base = tmp_path / "base"  # the same for all: tables break long paths anywhere
-    copied(done, base, command)
-    wanted = ended(words_of(command, base))
-    shutil.rmtree(base)
-    assert wanted.status == 0, wanted
-    for _ in range(SHARE or {"unfinished": 3, "again": 3, "sweep again": 4}.get(command, 8)):
-        copied(done, base, command)
+    wanted: dict[str, Ended] = {}
+    for k in range(SHARE or {"unfinished": 4, "again": 4, "sweep again": 4}.get(command, 8)):
+        kind = "audit" if "sweep" in command or command == "frontier" else KINDS[k % len(KINDS)]
+        copied(done, base, command, kind)
+        words = words_of(command, base, kind)
+        if kind not in wanted:
+            wanted[kind] = ended(words)
+            assert wanted[kind].status == 0, wanted
+            shutil.rmtree(base)
+            copied(done, base, command, kind)
         inside = base / ("sweep" if command in ("frontier", "sweep again") else "audit")
         files = [
             p for p in sorted(inside.rglob("*")) if p.is_file() and p.name not in ("lock", "sweep.db.lock", *PAGES)
         ]
         damaged = rng.choice(files)
-        what = damage(damaged, rng)
-        found = ended(words_of(command, base))
+        what = kind, damage(damaged, rng)
+        found = ended(words)
         assert found.clear, (what, found)
         if found.status == 0:
-            assert found.out == wanted.out, what
+            assert found.out == wanted[kind].out, what
             if command in ("report", "again", "unfinished"):
                 if command == "report" and damaged.name == "inputs.json":  # of the model: not read, and not restored
-                    shutil.copy(done / "audit" / "inputs.json", damaged)
-                same_audit(base / "audit", done / "audit")
+                    shutil.copy(done / kind / "inputs.json", damaged)
+                same_audit(base / "audit", done / kind)
             if command in ("sweep again", "frontier"):
                 assert (inside / "sweep.csv").read_bytes() == (done / "sweep" / "sweep.csv").read_bytes(), what
         shutil.rmtree(base)

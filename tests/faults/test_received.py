@@ -31,9 +31,13 @@ from reconbound.training.checkpoint import CheckpointError, lock_folder
 SHARE = int(os.environ.get("INJECT", "0"))
 
 
+#: Audits of every kind in the large form.
+AUDITS = small_folders.AUDITS if SHARE else small_folders.AUDITS[:1]
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory) -> Path:
-    return small_folders.make(tmp_path_factory.mktemp("done"))
+    return small_folders.make(tmp_path_factory.mktemp("done"), *AUDITS[1:])
 
 
 @pytest.fixture
@@ -185,7 +189,7 @@ def test_a_sweep_goes_through_no_link(base, part) -> None:
 
 def test_nothing_changes_behind_a_link_in_place_of_any_part(base, tmp_path) -> None:
     """Every file and folder in turn, behind a link or in place of one to nothing; INJECT=1 tries all of them."""
-    inside = sorted(p.relative_to(base) for name in ("audit", "sweep") for p in (base / name).rglob("*"))
+    inside = sorted(p.relative_to(base) for name in (*AUDITS, "sweep") for p in (base / name).rglob("*"))
     cases = [(part, dangling) for part in inside for dangling in (False, True)]
     for part, dangling in cases if SHARE else random.Random(0).sample(cases, 4):
         here, elsewhere = tmp_path / "linked", tmp_path / "outside"
@@ -193,10 +197,10 @@ def test_nothing_changes_behind_a_link_in_place_of_any_part(base, tmp_path) -> N
         shutil.move(here / part, elsewhere)
         (here / part).symlink_to(tmp_path / "nothing" if dangling else elsewhere)
         before = _content(elsewhere)
-        audit = here / "audit"
-        own = small_folders.audit_words(here, "audit"), ["report", str(audit)], ["show", str(audit)]
-        others = small_folders.sweep_words(here, "sweep"), ["frontier", str(here / "sweep")]
-        for words in own if part.parts[0] == "audit" else others:
+        kind, place = part.parts[0], str(here / part.parts[0])
+        own = small_folders.audit_words(here, kind, kind), ["report", place], ["show", place]
+        others = small_folders.sweep_words(here, "sweep"), ["frontier", place]
+        for words in own if kind in AUDITS else others:
             found = ended(words)
             assert found.clear, (part, words[0], found)
             assert _content(elsewhere) == before, (part, words[0])
@@ -323,9 +327,10 @@ def test_files_that_hold_something_else_are_one_line(base, content) -> None:
             read(base / "audit")
 
 
-def test_sealed_files_of_other_shapes_are_one_line(base) -> None:
+@pytest.mark.parametrize("kind", AUDITS)
+def test_sealed_files_of_other_shapes_are_one_line(base, kind) -> None:
     """A digest that is right says nothing of who made the file: parts missing, of other types and shapes."""
-    folder = base / "audit"
+    folder = base / kind
     run, (parts, facts) = json.loads((folder / "run.json").read_text()), unsealed(folder / "leakage.safetensors")
     facts.pop("run")
     cases: list[tuple[dict, dict, dict]] = []

@@ -16,14 +16,17 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import auditing
 import reconbound as rb
 import small_folders
 from injecting import Ended, ended
 from reconbound.sweep import database
+from small_folders import AUDITS
 from tampering import tamper
-from wrong_values import _ledger
+from wrong_values import _ledger, ledger_with_worlds
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +36,7 @@ PEOPLE = {"age": [30, 40], "hours": [3, 70], "job": ["clerk", "cook"]}
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory) -> Path:
-    return small_folders.make(tmp_path_factory.mktemp("done"))
+    return small_folders.make(tmp_path_factory.mktemp("done"), *AUDITS[1:])
 
 
 @pytest.fixture(autouse=True)
@@ -69,36 +72,37 @@ def called(function) -> Ended:
         return Ended(None, "", traceback.format_exc())
 
 
-def loaded(folder: Path) -> object:
-    release = rb.load_release(folder)
-    return release, release.predict(PEOPLE)
+def loaded(folder: Path, name: str) -> object:
+    model = auditing.binned((4,), 2) if name == "jumps" else None
+    release = rb.load_release(folder, model)
+    return release, release.predict(np.array([[0, 1, 8]]) if name == "tokens" else PEOPLE)
 
 
 COMMANDS = {
-    "audit": ["report", "show", "record", "json", "compare", "audit", "unfinished", "release"],
-    "sweep": ["frontier", "best", "sweep", "begun", "anew"],
+    **{kind: ("report", "show", "record", "json", "compare", "audit", "unfinished", "release") for kind in AUDITS},
+    "sweep": ("frontier", "best", "sweep", "begun", "anew"),
 }
 
 
-def use(command: str, base: Path, done: Path) -> Ended:
-    audit, sweep = str(base / "audit"), str(base / "sweep")
+def use(command: str, name: str, base: Path, done: Path) -> Ended:
+    audit, sweep = str(base / name), str(base / "sweep")
     if command == "release":
-        return called(lambda: loaded(base / "audit"))
+        return called(lambda: loaded(base / name, name))
     if command == "unfinished":
-        for name in ("run.json", "leakage.safetensors", "report.html"):
-            _remove(base / "audit" / name)
+        for part in ("run.json", "leakage.safetensors", "report.html"):
+            _remove(base / name / part)
     if command == "anew":  # what was trained is in the folders of the trials
         _remove(base / "sweep" / "sweep.db")
     if command == "begun" and (base / "sweep" / "sweep.db").is_file():
         _begin_again(base / "sweep" / "sweep.db")
-    again = small_folders.audit_words(base, "audit")
+    again = small_folders.audit_words(base, name, name)
     return ended(
         {
             "report": ["report", audit],
             "show": ["show", audit],
             "record": ["show", audit, "--record", "3"],
             "json": ["show", audit, "--record", "0", "--json"],
-            "compare": ["report", audit, str(done / "audit"), "--out", str(base / "audit" / "both.html")],
+            "compare": ["report", audit, str(done / "audit"), "--out", str(base / name / "both.html")],
             "audit": again,
             "unfinished": again,
             "frontier": ["frontier", sweep, "--json"],
@@ -132,11 +136,12 @@ def check(command: str, name: str, kept: Path, done: Path, about: object) -> int
     base = kept.parent / "base"
     folder = base / name
     shutil.copytree(kept, folder, dirs_exist_ok=True, copy_function=_copy)
-    shutil.copy(done / "people.csv", base)
+    for data in ("people.csv", "texts.npz"):
+        shutil.copy(done / data, base)
     before = seen(base, folder)
     try:
         with time_limit(60):
-            found = use(command, base, done)
+            found = use(command, name, base, done)
     except Late:
         raise AssertionError(("it hangs", about, command)) from None
     assert found.clear, (about, command, found)
@@ -166,10 +171,10 @@ def _listen(path: Path) -> None:
         os.chdir(here)
 
 
-@pytest.mark.parametrize("name", ["audit", "sweep"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_changed_files_with_right_digests_are_one_line_or_a_result(name, done, tmp_path) -> None:
     rng, results, uses = random.Random(f"tampered {name} {SHARE}"), 0, 0
-    for k in range(SHARE or 10):
+    for k in range(SHARE or (10 if name in ("audit", "sweep") else 5)):
         kept = tmp_path / "kept"
         shutil.copytree(done / name, kept)
         files = [p for p in sorted(kept.rglob("*")) if p.suffix in (".json", ".safetensors", ".db") or p.name == "seed"]
@@ -199,7 +204,7 @@ def test_what_is_no_file_is_one_line_in_place_of_any(kind, done, tmp_path) -> No
 def test_a_changed_ledger_with_a_right_digest_is_refused_by_its_path(tmp_path) -> None:
     path, rng, refused = tmp_path / "ledger.safetensors", random.Random(f"ledger {SHARE}"), 0
     for k in range(SHARE or 40):
-        _ledger().save(path)
+        (_ledger() if k % 2 else ledger_with_worlds()).save(path)
         what = tamper(path, rng)
         with time_limit(60):
             found = called(lambda: rb.FisherAccountant.load(path))

@@ -107,16 +107,31 @@ def assert_same_leakage(one: Path, other: Path) -> None:
         assert torch.equal(value, others[name]), name
 
 
-def slow(folder: str, pipe: Any) -> None:
-    """The audit that is killed: a pause at every step, so that kills fall all over it."""
+def _slowly(seconds: float) -> None:
+    """Makes every step of a training wait, so that kills fall all over it."""
     torch.set_num_threads(1)
     step = PrivateSGD._train_step
 
     def paused(self: PrivateSGD) -> None:
-        time.sleep(0.02)
+        time.sleep(seconds)
         step(self)
 
     PrivateSGD._train_step = paused  # type: ignore[method-assign]
+
+
+def slow(folder: str, pipe: Any) -> None:
+    """The audit that is killed."""
+    _slowly(0.02)
     pipe.send("ready")
     run_audit(people(), options(), Path(folder), show=False)
+    pipe.send("done")
+
+
+def slow_command(words: list[str], pipe: Any) -> None:
+    """The same from the command line."""
+    from reconbound.cli import app as cli
+
+    _slowly(0.05)
+    pipe.send("ready")
+    assert cli.run(words) == 0
     pipe.send("done")

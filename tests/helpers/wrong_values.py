@@ -147,6 +147,20 @@ def _ledger(runs: int = 2) -> rb.FisherAccountant:
     return ledger
 
 
+def ledger_with_worlds(runs: int = 2) -> rb.FisherAccountant:
+    """A ledger of divergences only: of records that are left out, and of a number that is replaced."""
+    inputs, targets = _data()
+    ledger = rb.FisherAccountant(replace(_account(), rules=None), worlds=["<b>age</b>"])
+    worlds = {"<b>age</b>": rb.Replacement(0.5, [0])}
+    found = rb.step_distances(_model(), _loss, inputs, targets, worlds, max_grad_norm=1.0)
+    for _ in range(runs):
+        for _ in range(2):
+            ledger.add_norms(range(6), found.clipped_norm)
+            ledger.add_distances(range(6), found)
+        ledger.finish_run()
+    return ledger
+
+
 def _found_with_features() -> Any:
     inputs, targets = _data()
     mechanism = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}

@@ -26,6 +26,7 @@ from reconbound.sweep.space import key
 from reconbound.sweep.workers import PRELOAD, supervise
 
 HERE = Path(__file__).resolve().parents[1] / "helpers"
+KILLS = int(os.environ.get("KILLS", "8"))
 NO_SERVER = postgres_server.missing()
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_helpers")]
 
@@ -134,7 +135,7 @@ def test_four_independent_workers_killed_at_random(tmp_path, url, expected) -> N
             assert time.monotonic() < end, "a trial is left to nobody"
             time.sleep(rng.uniform(0.02, 0.3))
             at_work = [worker for worker in workers if worker.pid in holders(queue)]
-            if kills < 8 and at_work:
+            if kills < KILLS and at_work:
                 rng.choice(at_work).kill()
                 kills += 1
             workers = [worker if worker.is_alive() else start(out, url) for worker in workers]
