@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from reconbound.accounting.divergence_ledger import largest_divergence, mechanis
 from reconbound.auditing.run import run_audit
 from reconbound.bounds import success_from_kl
 from reconbound.cli.app import run as command
+from reconbound.report import record_facts
 from reconbound.report.folder import REPORT, account_of, read_audit
+from reconbound.report.formats import chance
 from reconbound.report.headline import headline
 from reconbound.report.pages import confidential_page
 from reconbound.report.success import BASELINES, Success
@@ -117,7 +120,8 @@ def test_the_first_sentence_says_what_the_table_and_the_json_say(
     assert rows[lead.name, 0.1] == row
     assert command(["show", str(folder), "--record", "3"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"{lead.name} at most {format_percent(float(found.chances(lead)[3]))} where 10% without" in shown
+    own = chance(float(found.chances(lead)[3]), estimate=bool(found.estimated(lead)[3]))
+    assert f"{lead.name} at most {own} where 10% without" in shown
 
 
 def test_average_floors_are_van_trees(folder: Path) -> None:
@@ -200,3 +204,65 @@ def test_without_fisher_information_the_page_has_the_chances_only(folder: Path) 
     first = headline(View(run, bare))
     assert first[0].startswith(f"{INFERRED}whoever could guess")
     assert len(first) == 2
+
+
+def table_rows(page: str) -> list[list[str]]:
+    """Returns the numbers in each row of the table of chances."""
+    table = page[page.index('<section id="success">') :]
+    rows = table[: table.index("</table>")].split("<tr>")[2:]
+    return [re.findall(r'<td class="n">([^<]*)</td>', row) for row in rows]
+
+
+def test_numbers_without_a_limit_say_estimate_themselves(folder: Path) -> None:
+    """On the page, in lists and in facts of a record; no number at a limit, or that the mechanism allows, does."""
+    run, leakage = read_audit(folder)
+    assert leakage.nats is not None
+    small = 1e-3 * leakage.nats  # far from what the mechanism allows
+    once = replace(leakage, nats=small, nats_upper=None)
+    page = confidential_page(run, once).decode()
+    rows = table_rows(page)
+    assert len(rows) == 4
+    assert all(cell.endswith("% (estimate)") for row in rows for cell in row)
+    most = re.findall(r"<li>[^<]*: ([^<]*)</li>", page[page.index('id="success-most"') :].partition("</ul>")[0])
+    assert len(most) == 10
+    assert all(text.endswith("% (estimate)") for text in most)
+    assert "most exposed, estimate</div>" in page
+    assert record_facts(once, run, 3)["success_estimates"] == [w.name for w in View(run, once).success.worlds]
+
+    upper = 2 * small
+    sure = replace(once, nats_upper=upper)
+    assert "(estimate)" not in str(table_rows(confidential_page(run, sure).decode()))
+    assert record_facts(sure, run, 3)["success_estimates"] == []
+
+    upper = upper.clone()
+    upper[1, 7], small[1, 7] = torch.inf, 10 * upper[1].max()  # age of one record has an estimate, the largest of all
+    some = replace(once, nats=small, nats_upper=upper)
+    page = confidential_page(run, some).decode()
+    assert [["(estimate)" in cell for cell in row] for row in table_rows(page)] == [
+        [False] * 3, [False, True, True], [False] * 3, [False] * 3,
+    ]  # fmt: skip
+    small[1, 7] = 0.0  # below all others: the half of the records with the lowest limits is named, not this one
+    found = Success(run, replace(some, nats=small))
+    row, age = found.row(found.worlds[1]), np.sort(found.chances(found.worlds[1]))
+    assert row["median"] == age[20] > age[19]
+    assert row["estimates"] == ["p99", "max"]
+
+
+def test_half_of_the_records_is_an_estimate_where_fewer_have_a_limit(folder: Path) -> None:
+    run, leakage = read_audit(folder)
+    assert leakage.nats is not None
+    upper = 1e-3 * leakage.nats.clone()
+    upper[1, :21] = torch.inf  # 19 of 40 have limits
+    found = Success(run, replace(leakage, nats=1e-3 * leakage.nats, nats_upper=upper))
+    assert found.row(found.worlds[1])["estimates"] == ["median", "p99", "max"]
+    whole = Success(run, replace(leakage, nats=torch.full_like(leakage.nats, 1e3), nats_upper=None))
+    assert whole.row(whole.worlds[1])["estimates"] == []  # the mechanism's own
+
+
+def test_floors_of_columns_say_estimate_themselves(folder: Path) -> None:
+    page = (folder / REPORT).read_text()
+    table = page[page.index('<section id="features">') :]
+    cells = re.findall(r'<td class="n">(±.*?)</td>', table[: table.index("</table>")])
+    assert len(cells) == 6  # average record, most exposed record, guess; of two columns
+    said = [cell.split("</div>")[0].endswith('<div class="unit">estimate') for cell in cells]
+    assert said == [True, True, False] * 2

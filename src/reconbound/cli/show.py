@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reconbound._internal.checks import InputError
-from reconbound._internal.formatting import format_floor, format_percent
+from reconbound._internal.formatting import format_floor
 from reconbound.cli.options import confidential_note, plain_errors, print_json, print_table, print_warnings, terminal
 
 if TYPE_CHECKING:
@@ -133,9 +133,12 @@ def _print_most_likely(view: View, console: Any) -> None:
     most = [] if lead is None else view.success.most_exposed(lead)
     if lead is None or not most:
         return
-    chances = view.success.chances(lead)
+    from reconbound.report.formats import chance
+
+    chances, estimated = view.success.chances(lead), view.success.estimated(lead)
     title = f"The largest chances ({lead.name}), for every attacker who has 10% without"
-    named = [(view.record_name(i), view.target(i), format_percent(float(chances[i]))) for i in most]
+    shown = [chance(float(chances[i]), estimate=bool(estimated[i])) for i in most]
+    named = [(view.record_name(i), view.target(i), text) for i, text in zip(most, shown, strict=True)]
     print_table(console, title, ["record", view.target_name, "at most"], named, ("record", view.target_name))
 
 

@@ -33,6 +33,19 @@ def amount(x: float | None, width: float = 1.0, *, side: Side = "near") -> str:
     return f"over {format_number(REACH * width, side='down')}" if x > REACH * width else format_number(x, side=side)
 
 
+def chance(p: float, *, estimate: bool) -> str:
+    """Formats the largest chance of success; an estimate without a confidence limit says so itself.
+
+    Args:
+        p: the chance.
+        estimate: whether it rests on an estimate.
+
+    >>> chance(0.1234, estimate=True), chance(0.1234, estimate=False)
+    ('12.4% (estimate)', '12.4%')
+    """
+    return f"{format_percent(p)}{' (estimate)' if estimate else ''}"
+
+
 def rough(x: float) -> str:
     """Formats a number with two digits, as for an error of an error.
 
@@ -220,7 +233,7 @@ def templates(*, html: bool) -> jinja2.Environment:
         finalize=_without_controls,
     )
     environment.filters.update(breaks=breaks)
-    ours = (amount, beyond, count, guess_error, names_its_unit, percent, plain, plus_minus)
+    ours = (amount, beyond, chance, count, guess_error, names_its_unit, percent, plain, plus_minus)
     shared = (format_floor, format_limit, format_number, format_percent)
     environment.globals.update({f.__name__: f for f in (*ours, *shared)})
     return environment

@@ -26,7 +26,7 @@ from reconbound._internal.formatting import format_limit, format_percent
 from reconbound.mechanisms.base import read_protection, with_article
 from reconbound.report import charts, headline, text
 from reconbound.report.folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Leakage, Run, line, nouns, read_audit, units
-from reconbound.report.formats import amount, beyond, clean, guess_error, percent, plus_minus, span, templates
+from reconbound.report.formats import amount, beyond, chance, clean, guess_error, percent, plus_minus, span, templates
 from reconbound.report.records import cards, tiles
 from reconbound.report.success import SHOWN
 from reconbound.report.view import NEGLIGIBLE, View
@@ -94,10 +94,11 @@ def success_table(view: View) -> dict[str, Any] | None:
     for world in found.worlds:
         row = found.row(world)
         names = {"removed": f"the whole {view.noun}", "private": "everything private together"}
-        texts = {name: format_percent(row[name]) for name in ("median", "p99", "max")}
+        texts = {name: chance(row[name], estimate=name in row["estimates"]) for name in ("median", "p99", "max")}
         rows.append({"name": names.get(world.kind, world.name), "reference": world.reference, **texts})
-    chances = found.chances(found.leading)
-    most = [(view.record_name(i), format_percent(float(chances[i]))) for i in found.most_exposed(found.leading)]
+    pairs = list(zip(found.chances(found.leading).tolist(), found.estimated(found.leading).tolist(), strict=True))
+    exposed = [(i, *pairs[i]) for i in found.most_exposed(found.leading)]
+    most = [(view.record_name(i), chance(p, estimate=estimate)) for i, p, estimate in exposed]
     return {"rows": rows, "most": most, "lead": found.leading, "baseline": format_percent(SHOWN, side="near")}
 
 

@@ -36,7 +36,7 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
     Guarantee:
         - As the accountant's: the root mean square error, per feature, of an unbiased attacker who knows all else.
         - "success" has, by world, the largest chance of success where the same attack has 10 % in that world: for every
-          attacker.
+          attacker. "success_estimates" names the worlds in which it is an estimate without a confidence limit.
         - "floor_lower_limit" is the lower confidence limit; None where there is no useful one, as after one run.
         - "floor_estimate" is the estimate, more often too high than too low.
     """
@@ -50,6 +50,7 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
     found: dict[str, Any] = {"confidential": True, "record": i, "name": view.record_name(i)}
     facts: dict[str, Any] = {
         "success": {world.name: float(view.success.chances(world)[i]) for world in view.success.worlds},
+        "success_estimates": [w.name for w in view.success.worlds if view.success.estimated(w)[i]],
         "measured": int(leakage.measured[i]),
         "dfil": {rule: _finite(float(leakage.dfil[k, i])) for k, rule in enumerate(rules)},
         "dfil_standard_error": {rule: _finite(float(leakage.error[k, i])) for k, rule in enumerate(rules)},

@@ -97,8 +97,10 @@ class Success:
         if self.leakage.nats_upper is not None:
             upper = self.leakage.nats_upper[world.row].double().numpy()
             found = np.where(np.isfinite(upper), upper, found)
-        top = largest_divergence(self._account, removed=world.kind == "removed")
-        return np.minimum(np.where(self.measured(world) > 0, found, np.inf), top)
+        return np.minimum(np.where(self.measured(world) > 0, found, np.inf), self._cap(world))
+
+    def _cap(self, world: World) -> float:
+        return largest_divergence(self._account, removed=world.kind == "removed")
 
     @cached_property
     def _account(self) -> Any:
@@ -133,23 +135,42 @@ class Success:
         more = replace(self._account, noise_multiplier=2 * self._account.noise_multiplier)
         return mechanism_success(more, baseline, removed=world.kind == "removed")
 
-    def row(self, world: World, baseline: float = SHOWN) -> dict[str, Any]:
-        """Returns what holds for half of the records, for all but 1 in 100, and for all, and on what that rests.
-
-        "basis": "mechanism" where half of the records have no lower limit than the noise's own, which is proved; "upper
-        limits" or "estimates" otherwise.
+    def estimated(self, world: World, baseline: float = SHOWN) -> np.ndarray:
+        """Returns for which records the chance is an estimate, (N,): neither at a confidence limit nor the mechanism's.
 
         Args:
             world: the other world.
             baseline: κ.
         """
-        chances = np.sort(self.chances(world, baseline))
-        median, p99 = (float(chances[_place(share, len(chances))]) for share in (0.5, 0.99))
+        upper, best = self.leakage.nats_upper, self.mechanism_chance(world, baseline)
+        limited = np.zeros(self.measured(world).shape, bool) if upper is None else upper[world.row].isfinite().numpy()
+        proved = (self.chances(world, baseline) >= best) | (self.nats(world) >= self._cap(world))
+        return np.asarray(~limited & ~proved)
+
+    def row(self, world: World, baseline: float = SHOWN) -> dict[str, Any]:
+        """Returns what holds for half of the records, for all but 1 in 100, and for all, and on what that rests.
+
+        "basis": "mechanism" where half of the records have no lower limit than the noise's own, which is proved; "upper
+        limits" or "estimates" otherwise. "estimates": which of the three numbers rest on estimates, because too few
+        records have limits.
+
+        Args:
+            world: the other world.
+            baseline: κ.
+        """
+        chances, sure = self.chances(world, baseline), ~self.estimated(world, baseline)
+        best, estimates, so_far = self.mechanism_chance(world, baseline), [], 0.0
         found: dict[str, Any] = {"world": world.name, "baseline": baseline}
-        found |= {"median": median, "p99": p99, "max": float(chances[-1])}
+        for name, share in (("median", 0.5), ("p99", 0.99), ("max", 1.0)):
+            place = _place(share, len(chances))
+            enough = int(sure.sum()) > place  # the records whose chance is no estimate are such a share by themselves
+            so_far = max(so_far, float(np.sort(chances[sure] if enough else chances)[place]))
+            found[name] = so_far
+            if not enough and so_far < best:
+                estimates.append(name)
         basis = "upper limits" if self.limited(world) else "estimates"
-        basis = "mechanism" if median >= self.mechanism_chance(world, baseline) else basis
-        return {**found, "basis": basis, "without_limit": self.unlimited(world)}
+        basis = "mechanism" if found["median"] >= best else basis
+        return {**found, "basis": basis, "without_limit": self.unlimited(world), "estimates": estimates}
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each world and baseline, for JSON."""
