@@ -1,0 +1,186 @@
+"""Clipped gradient norms of the records of a step, as Opacus's optimizers compute them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping, DPPerLayerOptimizer
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from reconbound._internal.checks import InputError
+
+_SMALL = 1e-6  # Opacus's clip factor is C/(norm + 1e-6), at most 1
+
+
+class _SeenCalls(TorchFunctionMode):
+    """Keeps the norms that are computed in a block, and the factors by which per-record gradients are summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[Tensor] = []
+        self.factors: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.norm:
+            self.norms.append(result)
+        elif func is torch.einsum and len(args) == 3:
+            self.factors.append(args[1])
+        return result
+
+
+class ClippedNorms:
+    """Reads the norms of a step's records while Opacus clips; what Opacus computes is not changed.
+
+        flat:       min(‖g‖, C)        per layer:  √Σ min(‖g_l‖, C_l)²
+
+    Both are at least the norm that Opacus lets through, as its factor is C/(‖g‖ + 1e-6).
+
+    Args:
+        optimizer: Opacus's optimizer.
+        criterion: with ghost clipping, the criterion that make_private returned.
+
+    Attributes:
+        bound: the clip norm with which the present batch was clipped, C; None before.
+    """
+
+    def __init__(self, optimizer: DPOptimizer, criterion: Any) -> None:
+        self.optimizer = optimizer
+        self.bound: float | None = None
+        self.ghost = isinstance(optimizer, DPOptimizerFastGradientClipping)
+        self.module = getattr(criterion, "module", None) if self.ghost else None
+        self._parts: list[Tensor] = []
+        self._trusted = False
+        name = "accumulate" if self.ghost else "clip_and_accumulate"
+        self._name, self._original = name, getattr(optimizer, name)
+        setattr(optimizer, name, self._clip)
+
+    def detach(self) -> None:
+        """Makes the optimizer what it was before."""
+        vars(self.optimizer).pop(self._name, None)
+
+    def take(self) -> tuple[Tensor, float]:
+        """Returns the clipped norms of the batch that ends now, (B,), and the clip norm; refuses a changed clip."""
+        parts, bound = self._parts, self.bound
+        self._parts, self.bound = [], None
+        if bound is None:
+            raise InputError("optimizer", "must clip before it adds noise", "no clipped gradients")
+        if bound != clip_norm(self.optimizer):
+            why = "must be, where noise is added, the clip norm of the step's gradients"
+            raise InputError("max_grad_norm", f"{why}, {bound:g}", clip_norm(self.optimizer))
+        if isinstance(self.optimizer, DPPerLayerOptimizer):
+            check_layers(self.optimizer)
+        if self.module is not None:
+            check_covered(self.optimizer, self.module)
+        return torch.cat(parts), bound
+
+    def _clip(self) -> None:
+        bound = clip_norm(self.optimizer if self.module is None else self.module)
+        if self.bound is not None and bound != self.bound:
+            raise InputError("max_grad_norm", f"must not change within a batch, from {self.bound:g}", bound)
+        if self.module is not None:
+            self._original()
+            norms = [self.module.per_sample_gradient_norms.flatten()]
+        else:
+            self._check_kinds()
+            with _SeenCalls() as seen:
+                self._original()
+            norms = self._norms_of(seen)
+        self._parts.append(self._clipped(norms, bound))
+        self.bound = bound
+
+    def _check_kinds(self) -> None:
+        kinds = {g.dtype for g in self.optimizer.grad_samples}
+        if not kinds <= {torch.float32, torch.float64}:
+            why = "must have gradients in float32 or float64: others are clipped to norms that are rounded"
+            raise InputError("model", why, ", ".join(map(str, kinds)))
+
+    def _norms_of(self, seen: _SeenCalls) -> list[Tensor]:
+        """Returns the norms by which Opacus clipped: of each record, or of each layer of each record."""
+        layers = isinstance(self.optimizer, DPPerLayerOptimizer)
+        samples = self.optimizer.grad_samples
+        if len(samples[0]) == 0:
+            return [samples[0].new_zeros(0)]
+        found = seen.norms if layers else seen.norms[-1:]
+        bounds = self.optimizer.max_grad_norms if layers else [self.optimizer.max_grad_norm]
+        if not self._trusted:  # another version of Opacus may clip otherwise
+            self._trusted = len(found) == len(bounds) and len(seen.factors) == len(samples) and all(
+                torch.equal((c / (n + _SMALL)).clamp(max=1.0).to(f.dtype), f)
+                for n, c, f in zip(found, bounds, seen.factors, strict=False)
+            )  # fmt: skip
+        if self._trusted:
+            return found
+        own = [g.flatten(1).norm(dim=1).double() for g in samples]
+        return own if layers else [torch.stack(own).norm(dim=0)]
+
+    def _clipped(self, norms: list[Tensor], bound: float) -> Tensor:
+        several = isinstance(self.optimizer, DPPerLayerOptimizer) and len(norms[0]) > 0
+        bounds = self.optimizer.max_grad_norms if several else [bound] * len(norms)
+        kept = [n.detach().double().clamp(max=float(c)) for n, c in zip(norms, bounds, strict=True)]
+        clipped = torch.stack(kept).norm(dim=0)
+        finite = torch.stack([n.isfinite() for n in norms]).all(0)
+        return torch.where(finite, clipped, torch.nan)
+
+
+def clip_norm(clips: Any) -> float:
+    """Returns C: of an optimizer, to which its noise is scaled; of a module for ghost clipping, to which it clips."""
+    return float(clips.max_grad_norm)
+
+
+#: Optimizers of Opacus that are not watched, and why.
+_REFUSED: dict[str, str] = {
+    "AdaClipDPOptimizer": "adaptive clipping divides the noisy count by the true size of the batch, which no noise "
+    "covers: the clip norm tells it",
+    "DistributedDPOptimizer": "training on several processes",
+    "SimpleDistributedPerLayerOptimizer": "training on several processes",
+    "DistributedDPOptimizerFastGradientClipping": "training on several processes",
+    "FSDPOptimizerFastGradientClipping": "training on several processes",
+}
+
+
+def check_optimizer(optimizer: Any, criterion: Any) -> None:
+    """Refuses an optimizer whose clipped gradients are not known here, with the reason.
+
+    Args:
+        optimizer: as it was given.
+        criterion: what the loss is computed with.
+    """
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, DPOptimizer):
+        raise InputError("optimizer", "must be the optimizer that make_private returned", f"a {kind}")
+    if kind in _REFUSED:
+        raise InputError("optimizer", f"cannot be accounted for ({_REFUSED[kind]})", kind)
+    if type(optimizer) not in (DPOptimizer, DPPerLayerOptimizer, DPOptimizerFastGradientClipping):
+        raise InputError("optimizer", "must be of Opacus's own class: another may clip otherwise", kind)
+    if not {"clip_and_accumulate", "accumulate", "add_noise"}.isdisjoint(vars(optimizer)):
+        raise InputError("optimizer", "must not be watched already: finish the first ledger", "a watched optimizer")
+    if isinstance(optimizer, DPOptimizerFastGradientClipping):
+        module: Any = getattr(criterion, "module", None)
+        if getattr(criterion, "optimizer", None) is not optimizer or module is None:
+            why = "must be the criterion that make_private returned with ghost clipping: it knows the norms"
+            raise InputError("loss_fn", why, f"a {type(criterion).__name__}")
+        if clip_norm(module) != clip_norm(optimizer):
+            why = f"must be the module's, {clip_norm(module):g}: ghost clipping clips to that"
+            raise InputError("max_grad_norm", why, optimizer.max_grad_norm)
+        check_covered(optimizer, module)
+    if isinstance(optimizer, DPPerLayerOptimizer):
+        check_layers(optimizer)
+
+
+def check_covered(optimizer: DPOptimizer, module: Any) -> None:
+    """Refuses trainable parameters that ghost clipping left out of the norms: their gradients are not clipped."""
+    clipped = {id(p) for p in module.trainable_parameters}
+    loose = [tuple(p.shape) for p in optimizer.params if id(p) not in clipped]
+    if loose:
+        why = "must have no parameters that became trainable after make_private: ghost clipping does not see them"
+        raise InputError("optimizer", why, loose)
+
+
+def check_layers(optimizer: DPPerLayerOptimizer) -> None:
+    """Refuses clip norms of layers that the noise is not scaled to."""
+    total = float(torch.tensor(optimizer.max_grad_norms, dtype=torch.float64).norm())
+    if abs(total - clip_norm(optimizer)) > 1e-6 * total:
+        why = f"must be the L2 norm of the layers' clip norms, {total:g}, which a scheduler does not change"
+        raise InputError("max_grad_norm", why, clip_norm(optimizer))

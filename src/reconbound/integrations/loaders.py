@@ -1,0 +1,164 @@
+"""Opacus's data loaders: whether they draw Poisson batches, at which rate, and which records each batch has."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from opacus.utils.batch_memory_manager import BatchSplittingSampler
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import BatchSampler, DataLoader
+
+from reconbound._internal.checks import InputError
+from reconbound._internal.rng import random_states_kept
+
+#: Records with which a collate function is tried.
+_TRIED = 4
+_GRID = 2.0**24  # of torch's float32 random numbers
+
+
+class DrawnBatches:
+    """The batches that a sampler has drawn and no step was taken with, in order."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[list[int]] = deque()
+        self._iteration = 0
+
+    def recorded(self, drawn: Iterator[list[int]]) -> Iterator[list[int]]:
+        """Yields the batches of a new iteration and remembers them; what earlier iterations left is forgotten."""
+        self._iteration += 1
+        mine = self._iteration
+        self._waiting.clear()
+        for indices in drawn:
+            self._waiting.append(indices)
+            yield indices
+            if mine != self._iteration:
+                why = "must be iterated over once at a time: another iteration began inside this one, so that the "
+                raise InputError("data_loader", f"{why}records of its steps are not known", "two iterations")
+
+    def take(self, rows: int) -> list[int]:
+        """Returns the records of the step that is taken now; refuses a step with another number of records.
+
+        Args:
+            rows: the number of records whose gradients were clipped.
+        """
+        if not self._waiting:
+            why = "must be the loader that the training iterates over: no batch of it was drawn for this step"
+            raise InputError("data_loader", why, f"a step with {rows} records")
+        indices = self._waiting.popleft()
+        if len(indices) != rows:
+            why = "must give each batch to one step, as it was drawn, also an empty one: this batch has "
+            raise InputError("data_loader", f"{why}{len(indices)} records", f"a step with {rows} records")
+        return indices
+
+
+class RecordedSampler(UniformWithReplacementSampler):  # type: ignore[misc]
+    """Opacus's Poisson sampler, drawing as before, whose batches are remembered."""
+
+    batches: DrawnBatches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.batches.recorded(super().__iter__())
+
+
+def record_batches(sampler: UniformWithReplacementSampler) -> DrawnBatches:
+    """Makes a sampler remember its batches, wherever it is in use; `forget_batches` undoes it."""
+    batches = DrawnBatches()
+    sampler.__class__, sampler.batches = RecordedSampler, batches
+    return batches
+
+
+def forget_batches(sampler: UniformWithReplacementSampler) -> None:
+    """Makes a sampler what it was before `record_batches`."""
+    if isinstance(sampler, RecordedSampler):
+        del sampler.batches
+        sampler.__class__ = UniformWithReplacementSampler
+
+
+def poisson_sampler(loader: Any) -> UniformWithReplacementSampler:
+    """Returns the Poisson sampler of a loader; refuses one that draws other batches, with the reason.
+
+    Args:
+        loader: what make_private returned, or BatchMemoryManager's loader around it.
+    """
+    if not isinstance(loader, DataLoader):
+        why = "must be the loader that make_private returned"
+        raise InputError("data_loader", why, f"a {type(loader).__name__}")
+    sampler: Any = loader.batch_sampler
+    records = len(loader.dataset)  # type: ignore[arg-type]
+    if isinstance(sampler, BatchSplittingSampler):
+        sampler = sampler.sampler
+    if isinstance(sampler, RecordedSampler):
+        raise InputError("data_loader", "must not be watched already: finish the first ledger", "a watched loader")
+    if type(sampler) is not UniformWithReplacementSampler:
+        drawn = type(sampler.sampler).__name__ if isinstance(sampler, BatchSampler) else type(sampler).__name__
+        why = "must draw Poisson batches in one process, as that which make_private(poisson_sampling=True) returns"
+        raise InputError("data_loader", f"{why}: nothing is proved of records left out of other batches", drawn)
+    if sampler.num_samples != records:
+        why = f"must draw from its whole data set, of {records} records"
+        raise InputError("data_loader", why, f"a sampler of {sampler.num_samples}")
+    if getattr(loader.collate_fn, "rand_on_empty", False):
+        why = "must leave empty batches empty (rand_on_empty=False): a made-up record moves the sum by up to C as well"
+        raise InputError("data_loader", why, "rand_on_empty=True")
+    if getattr(loader, "_iterator", None) is not None:
+        raise InputError("data_loader", "must be watched before the training iterates over it", "one in use")
+    check_collate(loader)
+    return sampler
+
+
+def drawn_rate(sampler: UniformWithReplacementSampler) -> float:
+    """Returns the chance with which a sampler draws a record, at least its sample rate.
+
+    Opacus compares torch's random numbers, multiples of 2⁻²⁴ in float32, with the rate in float32:
+
+        P(u < q) = ⌈2²⁴ q⌉/2²⁴
+
+    Args:
+        sampler: Opacus's.
+    """
+    if torch.get_default_dtype() not in (torch.float32, torch.float64):
+        why = "must draw with float32 or float64, torch's default dtype"
+        raise InputError("data_loader", why, torch.get_default_dtype())
+    rate = float(sampler.sample_rate)
+    on_grid = math.ceil(float(np.float32(rate)) * _GRID) / _GRID
+    return min(1.0, max(rate, on_grid))
+
+
+@random_states_kept()
+def check_collate(loader: DataLoader[Any]) -> None:
+    """Refuses a loader whose batches do not keep the order of the records that were drawn, or mix them.
+
+    Four records are collated in two orders: the rows must come in these orders.
+
+    Args:
+        loader: the loader.
+    """
+    own = loader.collate_fn
+    collate = getattr(own, "wrapped_collator_fn", own)  # Opacus's wrapper keeps the first batch that it sees
+    records = len(loader.dataset)  # type: ignore[arg-type]
+    some = [loader.dataset[i] for i in range(min(_TRIED, records))]
+    order = [*range(1, len(some)), 0]
+    if collate is None or len(some) < 2:
+        return
+    (one, _), (other, _) = tree_flatten(collate(list(some))), tree_flatten(collate([some[i] for i in order]))
+    axes = (0,) if getattr(own, "batch_first", True) else (1, 0)
+    if len(one) != len(other) or not all(_moved(a, b, order, axes) for a, b in zip(one, other, strict=True)):
+        why = "must keep the order of the records in a batch, and mix none of them: its collate_fn does not"
+        raise InputError("data_loader", why, getattr(collate, "__name__", type(collate).__name__))
+
+
+def _moved(one: Any, other: Any, order: list[int], axes: tuple[int, ...]) -> bool:
+    """Returns whether a part of a batch has its rows in another order, along one of these axes."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.dim() == 0:
+        return True  # names and numbers of the whole batch
+    if one.shape != other.shape:
+        return False
+    rows = [axis for axis in axes if one.dim() > axis and one.shape[axis] == len(order)]
+    return any(torch.equal(torch.nan_to_num(one).index_select(axis, torch.tensor(order)), torch.nan_to_num(other))
+               for axis in rows)  # fmt: skip

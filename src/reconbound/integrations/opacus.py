@@ -1,0 +1,313 @@
+"""A ledger beside Opacus: how far the release of a private training is from that without each record.
+
+    ledger = watch(optimizer, data_loader, criterion)      after make_private
+    ...                                                    the training, as it was
+    ledger.max_success(0.01)
+
+The norms to which Opacus clips are read where it computes them, and the records of each batch where its sampler draws
+them. Nothing that is trained changes, and no random number is drawn from a global generator. What a divergence says:
+docs/theory/any_attacker.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+try:
+    import opacus  # noqa: F401
+except ImportError as missing:
+    raise ImportError("reconbound.integrations.opacus needs Opacus: pip install opacus") from missing
+
+from reconbound._internal.checks import InputError, number, warn_user
+from reconbound._internal.rng import derive, new_seed, random_states_kept
+from reconbound.accounting.accountant import FisherAccountant
+from reconbound.accounting.spec import Account
+from reconbound.bounds import Bound
+from reconbound.fisher.worlds import REMOVED
+from reconbound.integrations.clipped_norms import ClippedNorms, check_optimizer, clip_norm
+from reconbound.integrations.loaders import drawn_rate, forget_batches, poisson_sampler, record_batches
+from reconbound.mechanisms.base import ADD_REMOVE
+from reconbound.validate.model import ReconboundWarning
+
+
+def watch(optimizer: Any, data_loader: Any, loss_fn: Any) -> OpacusLedger:
+    """Begins a ledger of a training with Opacus; the training itself stays as it is.
+
+    Call it after make_private or make_private_with_epsilon and before the first step. It reads the clipped norms that
+    Opacus computes, and the records of each batch as the loader's sampler draws them: record numbers in the data are
+    not needed. Record i is number i of the loader's data set.
+
+    Args:
+        optimizer: the optimizer that make_private returned; flat or per-layer clipping, or ghost clipping.
+        data_loader: the loader that make_private returned, with Poisson batches. BatchMemoryManager may stand between.
+        loss_fn: the criterion of the training; with ghost clipping the one that make_private returned.
+
+    Returns:
+        The ledger, which grows with each step.
+
+    Raises:
+        InputError: names what cannot be accounted for, and why. It is also raised by a later step where the training
+            turns out to be another one: a batch without a step, another loader, a change of the noise.
+
+    Guarantee: as that of `OpacusLedger`. The training is the same bit for bit with and without the ledger.
+    """
+    check_optimizer(optimizer, loss_fn)
+    number("noise_multiplier", optimizer.noise_multiplier, above=0.0)
+    number("max_grad_norm", clip_norm(optimizer), above=0.0)
+    check_loss(loss_fn)
+    devices = {p.device for p in optimizer.params}
+    if len(devices) != 1:
+        raise InputError("optimizer", "must have parameters, all on one device", [str(d) for d in devices])
+    sampler = poisson_sampler(data_loader)
+    check_accounted(optimizer, drawn_rate(sampler))
+    return OpacusLedger(optimizer, data_loader, sampler, loss_fn)
+
+
+class OpacusLedger:
+    """The divergence of every record's release to that without the record, over the steps of one training.
+
+    `watch` makes it.
+
+    Attributes:
+        steps: the number of steps so far.
+        finished: whether it is closed: later steps do not count.
+
+    Guarantee: against every attacker who sees all noisy sums and knows all other records. The neighbour is the data set
+    without the record; batches are Poisson samples at the rate with which the loader draws; D is an unbiased estimate,
+    from one training, of an upper bound over the noise and the batches. It rests on what `statements` says, and on a
+    loss and a model that treat each record separately.
+    """
+
+    def __init__(self, optimizer: Any, loader: Any, sampler: Any, criterion: Any) -> None:
+        self.steps, self.finished = 0, False
+        self._optimizer, self._sampler = optimizer, sampler
+        device = next(iter(optimizer.params)).device
+        self._ledger = FisherAccountant(
+            Account(
+                float(optimizer.noise_multiplier),
+                clip_norm(optimizer),
+                drawn_rate(sampler),
+                clip="hard",
+                rules=None,
+                records=sampler.num_samples,
+                features=features_of(loader),
+                steps=1,
+            ),
+            device=device if device.type == "cuda" else "cpu",
+        )
+        self._ledger.divergences.from_batches = True
+        self._ledger.begin_run(derive(new_seed(), "fingerprint").to_bytes(32, "little")[:16].hex())
+        self._ledger.caveats = describe_training(optimizer, self._ledger.account)
+        self._batches = record_batches(sampler)
+        self._norms = ClippedNorms(optimizer, criterion)
+        self._add_noise = optimizer.add_noise
+        optimizer.add_noise = self._before_noise
+
+    def __repr__(self) -> str:
+        a, state = self._ledger.account, "finished" if self.finished else "in progress"
+        return f"OpacusLedger({a.records:,} records, q={a.sample_rate:.4g}, {self.steps:,} steps, {state})"
+
+    # --- writing ---------------------------------------------------------------------
+
+    def _before_noise(self) -> None:
+        """Adds a step to the ledger, and then lets Opacus add its noise: a step that is refused is not taken."""
+        account = self._ledger.account
+        if self._optimizer.noise_multiplier != account.noise_multiplier:
+            why = f"must stay {account.noise_multiplier:g}: schedules of the noise are not accounted for"
+            raise InputError("noise_multiplier", why, self._optimizer.noise_multiplier)
+        norms, bound = self._norms.take()
+        records = torch.tensor(self._batches.take(len(norms)), dtype=torch.int64)
+        bad = torch.nonzero(~norms.isfinite()).flatten()
+        if len(bad):
+            why = "must be finite: otherwise the sum is not, which shows who took part; of record "
+            raise InputError("gradient", f"{why}{int(records[int(bad[0])])}", "a norm that is not")
+        if len(norms):  # over the noise, as if the clip norm had stayed what it was
+            self._ledger.divergences.add_norms(records, norms * (account.max_grad_norm / bound), 1.0)
+        self.steps += 1
+        self._add_noise()
+
+    def finish(self) -> FisherAccountant:
+        """Closes the ledger and returns it as that of one finished run. Optimizer and loader are as before `watch`.
+
+        Ledgers of several trainings with the same mechanism are joined by `FisherAccountant.merge`, for confidence
+        limits.
+        """
+        if self.steps == 0:
+            raise InputError("ledger", "must have seen a step", "none")
+        if not self.finished:
+            self._detach()
+            self._ledger = self._counted()
+            self._ledger.finish_run()
+            self.finished = True
+        return self._ledger
+
+    def _detach(self) -> None:
+        self._norms.detach()
+        vars(self._optimizer).pop("add_noise", None)
+        forget_batches(self._sampler)
+
+    def _counted(self) -> FisherAccountant:
+        """Returns a copy of the ledger whose account has the number of steps so far."""
+        account = replace(self._ledger.account, steps=max(1, self.steps))
+        found = FisherAccountant(account, device=self._ledger.device)
+        found.restore(self._ledger.state(), self._ledger.runs)
+        found.divergences.from_batches, found.caveats = True, self._ledger.caveats
+        return found
+
+    # --- reading ---------------------------------------------------------------------
+
+    @property
+    def accountant(self) -> FisherAccountant:
+        """Returns the ledger as it is now: of the finished run, or a copy of that in progress."""
+        return self._ledger if self.finished else self._counted()
+
+    @property
+    def statements(self) -> tuple[str, ...]:
+        """Lists what the numbers of this ledger rest on: clip, noise, divisor, generator and sample rate."""
+        return self._ledger.caveats
+
+    def divergence(self) -> Tensor:
+        """Returns D of each record in nats, (N,): how far its release is from that without it.
+
+        KL(with ‖ without) ≤ D
+        """
+        return self.accountant.divergence(REMOVED)
+
+    def max_success(self, baseline: float) -> Bound:
+        """Returns the largest chance that an attack succeeds on each record, (N,).
+
+        Args:
+            baseline: κ, the chance that the same attack succeeds where the record is left out.
+
+        Guarantee: every attacker, every notion of success and every model; D is an estimate from one training.
+        """
+        bound = self.accountant.max_success(baseline)
+        return replace(bound, assumes=(*bound.assumes, *self.statements))
+
+    # --- as an accountant of Opacus ------------------------------------------------------
+
+    @property
+    def history(self) -> list[tuple[float, float, int]]:
+        """Returns noise multiplier, sample rate and number of steps, as Opacus's accountants do."""
+        account = self._ledger.account
+        return [(account.noise_multiplier, account.sample_rate, self.steps)] if self.steps else []
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __bool__(self) -> bool:
+        return True
+
+    def get_epsilon(self, delta: float) -> float:
+        """Returns ε at this δ of the steps so far, under add/remove as Opacus counts.
+
+        It is for the rate with which the loader draws. PrivacyEngine uses it after `engine.accountant = ledger`.
+
+        Args:
+            delta: δ.
+        """
+        number("delta", delta, above=0.0, below=1.0)
+        if self.steps == 0:
+            return 0.0
+        found = self.accountant.account.mechanism().epsilon_at(delta, ADD_REMOVE)
+        assert found is not None
+        return found
+
+    @classmethod
+    def mechanism(cls) -> str:
+        """Returns the name under which Opacus's checkpoints keep this accountant."""
+        return "reconbound"
+
+    def state_dict(self, destination: Any = None) -> Any:
+        """Returns the ledger for a checkpoint, beside those of the model and the optimizer; as secret as the data.
+
+        Args:
+            destination: a dictionary to put it into; a new one when None.
+        """
+        found = {} if destination is None else destination
+        facts = {"history": self.history, "mechanism": self.mechanism(), "steps": self.steps}
+        found.update({**facts, "finished": self.finished, "mark": self._mark(), "tensors": self._ledger.state()})
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned, into a ledger of the same training that has seen no step yet.
+
+        Args:
+            state: the dictionary.
+        """
+        if not isinstance(state, Mapping) or state.get("mechanism") != self.mechanism():
+            raise InputError("state", "must be what state_dict of such a ledger returned", type(state).__name__)
+        if self.steps or self.finished:
+            raise InputError("state", "must be loaded before the first step", f"{self.steps} steps")
+        if state.get("mark") != self._mark():
+            raise InputError("state", f"must be of the same training, {self._mark()}", state.get("mark"))
+        steps, finished = state.get("steps"), state.get("finished")
+        if type(steps) is not int or steps < 0 or type(finished) is not bool or (finished and not steps):
+            raise InputError("state", "must have its number of steps", (steps, finished))
+        self._ledger.restore(state.get("tensors"), int(finished))  # type: ignore[arg-type]
+        self.steps = steps
+        if finished:
+            self._detach()
+            self._ledger, self.finished = self._counted(), True
+
+    def _mark(self) -> dict[str, float]:
+        a = self._ledger.account
+        facts = {"noise_multiplier": a.noise_multiplier, "max_grad_norm": a.max_grad_norm}
+        return {**facts, "sample_rate": a.sample_rate, "records": a.records}
+
+
+@random_states_kept()
+def features_of(loader: Any) -> int:
+    """Returns the number of values in the inputs of a record, for the mechanism's floors; at least 1."""
+    record = loader.dataset[0]
+    inputs = record[0] if isinstance(record, tuple | list) and len(record) > 1 else record
+    return max(1, sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)))
+
+
+def check_loss(loss_fn: Any) -> None:
+    """Refuses a loss whose gradient of one record depends on the other records of the batch, where that can be seen."""
+    if not callable(loss_fn):
+        raise InputError("loss_fn", "must be the criterion of the training", f"a {type(loss_fn).__name__}")
+    divides = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and loss_fn.reduction == "mean"
+    if divides and loss_fn.weight is not None:
+        why = "must not have class weights with reduction='mean', which divides by the weights of the whole batch: a "
+        raise InputError("loss_fn", f"{why}record then moves others' gradients, and no clip bounds that", str(loss_fn))
+
+
+def check_accounted(optimizer: Any, rate: float) -> None:
+    """Warns where Opacus accounts for a lower rate than that of the loader: its ε is then too small."""
+    hook = optimizer.step_hook
+    accounted = inspect.getclosurevars(hook).nonlocals.get("sample_rate") if inspect.isfunction(hook) else None
+    if isinstance(accounted, float) and accounted < rate * (1 - 1e-3):
+        what = f"Opacus accounts for the sample rate {accounted:.6g}, but the loader draws with {rate:.6g}"
+        warn_user(f"{what}: its epsilon is too small. This ledger's get_epsilon has the loader's", ReconboundWarning)
+
+
+def describe_training(optimizer: Any, account: Account) -> tuple[str, ...]:
+    """Returns what the numbers of a ledger rest on, in sentences."""
+    divided = "is not divided"
+    if optimizer.loss_reduction == "mean":
+        divided = f"is divided by the expected batch size {optimizer.expected_batch_size:g}, whoever was drawn"
+    noise = "from Opacus's secure generator (secure_mode=True)"
+    if not optimizer.secure_mode:
+        noise = (
+            "from torch's generator (secure_mode=False): whoever finds its seed or state subtracts the noise, and what "
+            "rounding of the noise shows is not covered"
+        )
+    return (
+        f"hard clipping: a record moves the sum by at most C = {account.max_grad_norm:g}",
+        f"noise on the sum: standard deviation σC = {account.noise:g}; the noisy sum {divided}",
+        f"noise {noise}",
+        f"each record is drawn with chance q = {account.sample_rate:.6g}, independently at each step",
+        "loss and model treat each record separately",
+    )
+
+
+__all__ = ["OpacusLedger", "watch"]
