@@ -1,4 +1,4 @@
-"""The ledger beside Opacus against PrivateSGD's, and against exact sums over the batches that the data themselves name."""
+"""The ledger beside Opacus: that of PrivateSGD, and exact sums over the batches that the data themselves name."""
 
 from __future__ import annotations
 

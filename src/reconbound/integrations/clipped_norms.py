@@ -163,7 +163,7 @@ def check_optimizer(optimizer: Any, criterion: Any) -> None:
             raise InputError("loss_fn", why, f"a {type(criterion).__name__}")
         if clip_norm(module) != clip_norm(optimizer):
             why = f"must be the module's, {clip_norm(module):g}: ghost clipping clips to that"
-            raise InputError("max_grad_norm", why, optimizer.max_grad_norm)
+            raise InputError("max_grad_norm", why, clip_norm(optimizer))
         check_covered(optimizer, module)
     if isinstance(optimizer, DPPerLayerOptimizer):
         check_layers(optimizer)
